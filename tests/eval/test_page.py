@@ -10,7 +10,7 @@ from pathlib import Path
 import browser
 import pytest
 
-from cab_hf.eval import __main__, charts, experiment, page, readme, report
+from cab_hf.eval import __main__, charts, experiment, page, readme, report, tables
 from cab_hf.eval.passkey import Passkey
 from cab_hf.eval.report import markdown_table
 
@@ -86,7 +86,7 @@ def write(folder, rows, **made):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(readme, "named", {"passkey": Told}.get)
+    monkeypatch.setattr(tables, "named", {"passkey": Told}.get)
     rows = [{"name": HOSTILE, "value": 0.5}, {"name": "b", "value": None}]
     write(tmp_path / "runs" / "told", rows)
     return tmp_path / "runs" / "told"
@@ -239,7 +239,7 @@ def test_the_page_sorts_in_a_browser_and_logs_nothing(tmp_path, monkeypatch):
         def tables(rows):
             return {"First": markdown_table(rows, ["name", "value", "both"])}
 
-    monkeypatch.setattr(readme, "named", {"passkey": Sorted}.get)
+    monkeypatch.setattr(tables, "named", {"passkey": Sorted}.get)
     names, values = ("b10", "b9", "a"), ("2,048", None, "64.5 %")
     both = ("none", "1 of 4", "0.2×")
     keys = ("name", "value", "both")

@@ -1,0 +1,374 @@
+"""The tables of README.md and docs, as ``tables.yaml`` declares them, from folders of results."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from statistics import fmean, geometric_mean, median
+from typing import Any
+
+import yaml
+
+from cab_hf.config import CabConfig
+from cab_hf.eval import experiment
+from cab_hf.eval.experiment import RESULTS, Experiment, Row, named
+from cab_hf.eval.intervals import wilson
+from cab_hf.eval.report import digits, grouped, markdown_table, percent, seconds, with_interval
+from cab_hf.eval.speed.dense import time_shown
+from cab_hf.finetune.curve import STEP
+from cab_hf.runs.log import is_there, read_file, read_log
+from cab_hf.runs.markdown import plain
+from cab_hf.texts.tasks import TASKS
+
+CAB, FAMILIES = "cab", "families"
+# the settings that a user chooses between -> methods of fidelity
+CHOICES = {"default": CAB, "mass_threshold=0.005": "cab:sparser", '"cab_dense"': "dense"}
+# folders, without the seeds of further runs -> what a model was trained with
+TRAININGS = {
+    "fidelity-smollm2-beyond": "not at all",
+    "fidelity-trained-dense": "dense",
+    "fidelity-trained-cab": "cab",
+    "fidelity-trained-sampled-16": "cab, sampling one block in 16",
+    "fidelity-trained-sampled-8": "cab, sampling one block in 8",
+}
+# beside it, some steps of the same training with the GPU to themselves
+TIMED, WARM_UP = Path("alone", "log.jsonl"), 3
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a folder of results holds."""
+
+    name: str
+    rows: Sequence[Row]
+    provenance: Mapping[str, Any]
+    kind: type[Experiment]
+    folder: Path
+
+
+def read_results(folder: Path) -> Results:
+    """What is in ``folder``; ValueError where it is no folder of results of an experiment."""
+    path = folder / RESULTS
+    if not is_there(path):
+        raise ValueError(f"{folder} has no {RESULTS}; measure it again or take it away.")
+    made = experiment.read_provenance(folder)
+    if "experiment" not in made:
+        raise ValueError(f"{path} names no experiment in its provenance; measure it again.")
+    kind = named(made["experiment"])
+    rows = [{**kind.ADDED, **row} for row in json.loads(read_file(path))["rows"]]
+    return Results(folder.name, rows, made, kind, folder)
+
+
+def all_results(results: Path) -> list[Results]:
+    """Those in ``results``, by name; ValueError as of `read_results`."""
+    return list(map(read_results, sorted(filter(Path.is_dir, results.iterdir()))))
+
+
+def source(results: Sequence[Results]) -> str:
+    """Device, torch and commit of the runs, in one line, and what chose by an earlier default."""
+    made = [each.provenance for each in results]
+    told = {
+        "": [each["device"] for each in made],
+        "torch ": [each["versions"]["torch"] for each in made],
+        "commit ": [_short(each["commit"] or "unknown") for each in made],
+    }
+    line = ", ".join(what + _listed(list(dict.fromkeys(each))) for what, each in told.items())
+    old = [_chose_otherwise(each) for each in results]
+    return line + (f"; {'' if all(old) else 'in part '}by the default of cab_hf 0.2" * any(old))
+
+
+def _chose_otherwise(result: Results) -> bool:
+    """Whether blocks were chosen by settings that have gone since."""
+    settings = result.provenance["settings"]
+    configs = [settings.get("cab_config"), *settings.get("cab_configs", {}).values()]
+    known = {field.name for field in fields(CabConfig)}
+    return any(config and config.keys() - known for config in configs)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """As "a", "a and b" or "a, b and c"."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _short(commit: str) -> str:
+    """Seven digits of a commit, and whether files differed from it."""
+    number, *changed = commit.split("-", 1)
+    return "-".join([number[:7], *changed])
+
+
+# --- a table as it is declared
+
+
+def value_at(path: str, row: Any) -> Any:
+    """What a row has at ``path``, ``name.of.an.inner.field``; None where it has nothing there."""
+    for name in filter(None, path.split(".")):
+        row = (row or {}).get(name)
+    return row
+
+
+def _cell(column: str | Sequence[str], row: Row) -> Any:
+    """What a column shows of a row: see ``tables.yaml``."""
+    if not isinstance(column, str):
+        value, other = (_cell(each, row) for each in column)
+        return value if value is None or other is None else f"{value} ({other})"
+    path, _, how = column.partition("|")
+    value = value_at(path, row)
+    return value if value is None or not how else FORMATS.get(how, f"{{:{how}}}".format)(value)
+
+
+def _task(result: Row) -> str:
+    """The share that was right; bold where it is surely less than that of dense attention."""
+    return _bold(f"{result['share']:.2f}", result.get("delta_high", 0.0) < 0)
+
+
+def _bold(text: str, sure: bool) -> str:
+    return f"**{text}**" if sure else text
+
+
+FORMATS: dict[str, Callable[[Any], str | None]] = {
+    **{"digits": digits, "s": seconds, "percent": percent, "plain": plain, "task": _task},
+    **{"times": "× {:.2f}".format, "points": lambda share: f"{100 * share:+.1f} points"},
+    "best_dense": time_shown,
+    "shared": {"speed lora": "training step", "speed ttft": "first token"}.__getitem__,
+}
+
+
+class Table:
+    """One table; called with the folder of all results it is Markdown, with its source below.
+
+    Args:
+        declared: what ``tables.yaml`` says of it.
+    """
+
+    def __init__(self, declared: Mapping[str, Any]) -> None:
+        self.declared = declared
+        self.folders: list[str] = declared.get("folders") or declared.get("any", [])
+
+    def read(self, results: Path) -> list[Results]:
+        """Its folders, of all in ``results``; ValueError for one that is missing."""
+        paths = [results / name for name in self.folders]
+        if "any" in self.declared:
+            paths = list(filter(Path.is_dir, paths)) or paths
+        return list(map(read_results, paths))
+
+    def rows(self, read: Sequence[Results]) -> list[Row]:
+        """What is shown of what was read; rows have ``folder`` and ``run``, its provenance, too."""
+        named = ({"folder": each.folder, "run": each.provenance} for each in read)
+        rows = [
+            {**row, **more} for each, more in zip(read, named, strict=True) for row in each.rows
+        ]
+        has, where = self.declared.get("has"), self.declared.get("where", {})
+        kept = [row for row in rows if (not has or row[has]) and where.items() <= row.items()]
+        return list(ROWS[self.declared.get("rows")](kept))
+
+    def text(self, read: Sequence[Results]) -> str:
+        """The table in Markdown, and below it where its results are from."""
+        rows, columns = self.rows(read), {}
+        ways = dict.fromkeys(name for row in rows for name in row.get("ways", ()))
+        for heading, column in self.declared["columns"].items():
+            for way in ways if "*" in heading else [""]:
+                of_way = column.replace("*", way) if "*" in column else column
+                columns[heading.replace("*", way)] = partial(_cell, of_way)
+        shown = markdown_table(rows, columns)
+        return f"{shown}\n\n{source(read)}; more in [eval/results](eval/results)."
+
+    def __call__(self, results: Path) -> str:
+        return self.text(self.read(results))
+
+
+# --- rows of tables that show more than rows as they are
+
+
+def pivoted(rows: Sequence[Row], way: str, *by: str) -> list[dict[str, Any]]:
+    """A row for each value of the fields ``by``: what each ``way`` has there, under its name.
+
+    What several rows of a way have is averaged. ``ways`` are the names, that of cab last, and
+    ``rows`` what a row was made of.
+    """
+    made = []
+    for some in grouped(rows, *by):
+        ways = {alike[0][way]: _mean(alike) for alike in grouped(some, way)}
+        row = {name: some[0][name] for name in by} | {"rows": some}
+        made.append({**row, "ways": sorted(ways, key=CAB.__eq__), **ways})
+    return made
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """Of mappings field by field, of floats that differ the mean, else the first; less None."""
+    values = [value for value in values if value is not None]
+    first = values[0] if values else None
+    if isinstance(first, Mapping):
+        names = dict.fromkeys(name for value in values for name in value)
+        return {name: _mean([value.get(name) for value in values]) for name in names}
+    alike = all(value == first for value in values)
+    return fmean(values) if isinstance(first, float) and not alike else first
+
+
+def _by_length(rows: Sequence[Row]) -> list[Row]:
+    """By length: time to the first token, that of choosing, and what is kept by method."""
+    speed = {CAB: "first_token", None: "choosing"}
+    ways = []
+    for row in rows:
+        name = row.get("implementation")
+        ways.append({**row, "way": row.get("method") or speed.get(name, name)})
+    return [row for row in pivoted(ways, "way", "length") if "first_token" in row]
+
+
+def _choices(rows: Sequence[Row]) -> Iterator[Row]:
+    methods = {row["method"]: row for row in rows}
+    if missing := set(CHOICES.values()) - methods.keys():
+        raise ValueError(f"the table of choices needs the methods {missing}, which have no row.")
+    for name, method in CHOICES.items():
+        row = methods[method]
+        yield {**row, "settings": name, "attention_ms": row["predict_ms"] + row["attend_ms"]}
+
+
+def _steps(rows: Sequence[Row]) -> list[Row]:
+    """A row a length and number of layers; of one in several folders that of the last."""
+    rows = [{**row, "layers": row["run"]["settings"]["layers"]} for row in rows]
+    last = {(row["length"], row["layers"]): row["folder"] for row in rows}
+    rows = [row for row in rows if last[row["length"], row["layers"]] == row["folder"]]
+    made = pivoted(rows, "implementation", "length", "layers")
+    return sorted(made, key=lambda row: (row["length"], -row["layers"]))
+
+
+def _most_ranks(rows: Sequence[Row]) -> Iterator[Row]:
+    """Of each folder the most ranks: a row a length and direction, by scheme."""
+    for some in grouped(rows, "folder"):
+        world = max(row["world"] for row in some)
+        most = [row for row in some if row["world"] == world]
+        for row in pivoted(most, "scheme", "shape", "length", "world", "direction"):
+            sparse, whole = (value_at(f"{name}.ms", row) for name in ("grouped+cab", "grouped"))
+            yield {**row, "over_whole": f"{whole / sparse:.2f} ×" if sparse and whole else None}
+
+
+def _decode_steps(rows: Sequence[Row]) -> list[Row]:
+    """A row a length and batch: the least budget of each part, and one that reads everything."""
+    ways = []
+    for row in sorted(rows, key=itemgetter("length", "batch", "budget")):
+        # told to read everything, cab decodes densely
+        ways.append({**row, "way": row["part"] + " dense" * (row["budget"] >= row["length"])})
+    least = [alike[0] for alike in grouped(ways, "length", "batch", "way")]
+    return pivoted(least, "way", "length", "batch")
+
+
+def _asked(rows: Sequence[Row]) -> Iterator[Row]:
+    """With the mean share of the tasks that all methods of a folder were asked."""
+    for some in grouped(rows, "folder"):
+        shared = [name for name in TASKS if all(name in row for row in some)]
+        for row in some:
+            yield {**row, "mean": fmean(row[name]["share"] for name in shared) if shared else None}
+
+
+def _trainings(rows: Sequence[Row]) -> Iterator[Row]:
+    """A row a training and way to read, over all runs.
+
+    Shares are of the keys of all runs together, bold where an interval lies below that of dense
+    training and reading; perplexities are geometric means over those of the same.
+    """
+    of_run = [TRAININGS[row["folder"].name.partition("-seed-")[0]] for row in rows]
+    rows = [{**row, "trained": name} for row, name in zip(rows, of_run, strict=True)]
+    best = _over_runs([row for row in rows if row["trained"] == row["method"] == "dense"])
+    for some in grouped(rows, "trained", "method"):
+        row, first = _over_runs(some), some[0]
+        for probe in ("recall", "recall_border"):
+            if probe in row:
+                row[probe] = _bold(with_interval(*row[probe]), row[probe][2] < best[probe][1])
+        for probe in ("perplexity", "perplexity_border"):
+            ratio = row.get(probe, 0) / best[probe]
+            # far off, it tells nothing
+            row[probe] = ratio if 0 < ratio < 100 else None
+        place = {"trained": first["trained"], "runs": len(some), "read": first["method"]}
+        yield {**row, **place, "step_s": _seconds_of_a_step(first["folder"] / TIMED)}
+
+
+def _over_runs(rows: Sequence[Row]) -> dict[str, Any]:
+    """By probe: a share and its interval, or a mean perplexity, where all runs were asked."""
+    kept: dict[str, Any] = {"density": fmean(row["density"] for row in rows)}
+    for probe in ("recall", "recall_border"):
+        if all(row.get(probe) for row in rows):
+            right, n = (sum(row[probe][what] for row in rows) for what in ("correct", "n"))
+            kept[probe] = (right / n, *wilson(right, n))
+    for probe in ("perplexity", "perplexity_border"):
+        if all(row.get(probe) for row in rows):
+            kept[probe] = geometric_mean(row[probe]["value"] for row in rows)
+    return {**kept, "each": ", ".join(digits(row["perplexity"]["value"]) for row in rows)}
+
+
+def _seconds_of_a_step(log: Path) -> float | None:
+    """Of a training run, the median without its first steps; None where there is no ``log``."""
+    if not is_there(log):
+        return None
+    _, records = read_log(log)
+    steps = [each for each in records if each["kind"] == STEP]
+    return median(each["seconds"] for each in steps if each["step"] > WARM_UP)
+
+
+def _models(rows: Sequence[Row]) -> Iterator[Row]:
+    """A row a model and length, means over texts; two of one name may have other weights."""
+    made = []
+    for row in rows:
+        settings = row["run"]["settings"]
+        weights = settings.get("model_sha256", "")
+        made.append({**row, "model": settings["model"], "weights": weights})
+    made.sort(key=itemgetter("model", "length"))
+    for row in pivoted(made, "method", "model", "weights", "length"):
+        yield {**row, "texts": len({x["text"] for x in row["rows"] if x["method"] == CAB})}
+
+
+ROWS: dict[str | None, Callable[[list[Row]], Sequence[Row] | Iterator[Row]]] = {
+    None: list,
+    "by_ranks": partial(sorted, key=itemgetter("length", "world")),
+    "by_method": lambda rows: pivoted(rows, "method", "text", "length"),
+    **{"by_length": _by_length, "choices": _choices, "steps": _steps, "asked": _asked},
+    **{"most_ranks": _most_ranks, "decode_steps": _decode_steps},
+    **{"trainings": _trainings, "models": _models},
+}
+
+
+# --- all of them
+
+
+def by_default(result: Results) -> bool:
+    """Whether `fidelity` has read there by today's default, at whatever length that begins."""
+    read_by = {row.get("method") for row in result.rows}
+    if result.provenance["experiment"] != "fidelity" or CAB not in read_by:
+        return False
+    config = result.provenance["settings"].get("cab_configs", {}).get(CAB, {})
+    known = {field.name for field in fields(CabConfig)}
+    if not config or not config.keys() <= known:
+        return False
+    return CabConfig.reading({**config, "min_length": CabConfig.min_length}) == CabConfig()
+
+
+class Models(Table):
+    """What the default keeps of every model it has read, but those of the table of trainings."""
+
+    def read(self, results: Path) -> list[Results]:
+        trained = TABLES["trained"].folders
+        return [x for x in all_results(results) if x.name not in trained and by_default(x)]
+
+
+def families_sentence(results: Path) -> str:
+    """How many model types attend exactly, are refused, and could not be built, as a sentence."""
+    rows = read_results(results / FAMILIES).rows
+    counts = Counter(row["verdict"] for row in rows)
+    return (
+        f"Of {len(rows)} causal model types of transformers, {counts['exact']} give the outputs of "
+        f"dense attention when every block is kept,\n{counts['refused']} are refused with a "
+        f"sentence that names the reason, and {counts['not built']} could not be built\n"
+        f"([list](eval/results/{FAMILIES}/report.md))."
+    )
+
+
+_DECLARED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+TABLES: dict[str, Callable[[Path], str]] = {
+    name: (Models if name == "models" else Table)(of) for name, of in _DECLARED.items()
+}
+TABLES["families"] = families_sentence
