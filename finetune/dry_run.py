@@ -201,7 +201,7 @@ def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:
         settings.accumulation(processes)
         # what only a network has is not fetched for this
         named = [*settings.sources(), *settings.sources("validation")]
-        open_sources(settings, [each for each in named if is_local(each[0])], tell)
+        open_sources(settings, [each for each in named if is_local(each[0])])
         model = adapted(settings, skeleton(settings))
     except (ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from error

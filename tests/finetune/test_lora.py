@@ -624,7 +624,7 @@ def test_a_dry_run_says_what_it_would_be(tmp_path, capsys):
     [
         pytest.param(None, "is no file or folder that is there", id="gone"),
         pytest.param('{"txt": "It rained."}\n', "did you mean txt?", id="field"),
-        pytest.param('{"text": ""}\n', "has no documents with text", id="empty"),
+        pytest.param("", "has no documents", id="empty"),
     ],
 )
 def test_a_dry_run_refuses_data_that_the_run_would(tmp_path, capsys, option, content, message):
@@ -635,18 +635,6 @@ def test_a_dry_run_refuses_data_that_the_run_would(tmp_path, capsys, option, con
     captured = capsys.readouterr()
     assert message in captured.err.splitlines()[-1] and "fits" not in captured.out
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("word", ["--dry-run", "--cpu"])
-def test_documents_without_text_are_told_of_once_and_first(tmp_path, capsys, word):
-    file = tmp_path / "texts.jsonl"
-    rows = [TEXT * 20, "", TEXT * 30, " "]
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
-    words = ["--data", str(file), "--steps", "3", "--passkeys", "0"]
-    assert run(tmp_path, *words, word) == 0
-    printed = capsys.readouterr().out.splitlines()
-    shown = "source 'texts.jsonl': 2 of 4 documents have no text and are skipped; the first of them"
-    assert printed[0] == f"{shown} is row 1, counted from 0." and printed.count(printed[0]) == 1
 
 
 def test_what_does_not_fit_is_told_before_it_runs(tmp_path, capsys):

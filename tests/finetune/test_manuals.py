@@ -129,7 +129,7 @@ def test_they_are_downloaded_once(index, tmp_path):
 def test_they_are_a_source_of_texts(index, streaming):
     source = make_source("manuals", text_field="other", streaming=streaming)
     assert source.name == "manuals"
-    assert [row[source.field] for row in source.dataset] == TEXTS
+    assert [row["text"] for row in source.dataset] == TEXTS
 
 
 def test_a_machine_without_an_index_takes_the_file_of_another(index, monkeypatch, tmp_path):
