@@ -18,7 +18,6 @@ from cab_hf.finetune import merge as merging
 from cab_hf.finetune.adapters import WEIGHTS, begin_with
 from cab_hf.finetune.merge import MergeSettings, main, merge
 from cab_hf.finetune.models import load_model, save_adapter, with_lora
-from cab_hf.runs.log import Log
 from cab_hf.runs.models import BASE
 from cab_hf.runs.settings import UsageError
 
@@ -244,22 +243,14 @@ CONFIG = "adapter_config.json"
     ("file", "change"),
     [
         pytest.param(WEIGHTS, truncated, id="weights"),
-        pytest.param(WEIGHTS, holds(b""), id="no weights"),
         pytest.param(WEIGHTS, holds(b"of another program"), id="foreign weights"),
         pytest.param(CONFIG, truncated, id="config"),
-        pytest.param(CONFIG, holds(b"\xff\xfe"), id="binary config"),
         pytest.param(CONFIG, holds(b"[]"), id="config of no mapping"),
-        pytest.param(CONFIG, holds(b"{}"), id="empty config"),
         pytest.param(CONFIG, says(peft_type="OTHER"), id="kind that nobody knows"),
-        pytest.param(CONFIG, says(task_type="OTHER"), id="task that nobody knows"),
         pytest.param(CONFIG, says(r="8"), id="rank"),
-        pytest.param(CONFIG, says(lora_alpha=None), id="alpha"),
         pytest.param(CONFIG, says(target_modules=7), id="targets"),
         pytest.param(CONFIG, says(target_modules="(q_proj"), id="expression"),
-        pytest.param(CONFIG, says(megatron_config={"a": 1}), id="package"),
         pytest.param(BASE, truncated, id="base"),
-        pytest.param(BASE, holds(b"[]"), id="base of no mapping"),
-        pytest.param(BASE, says(sha256=7), id="hash"),
         pytest.param(BASE, says(cab_config=[1]), id="settings"),
         pytest.param(BASE, says(rope_parameters=7), id="positions"),
     ],
@@ -309,36 +300,20 @@ def test_logits_that_are_no_numbers_are_refused(bases, tmp_path):
         merged_into(tmp_path)
 
 
-def run_of(folder, place):
-    """A run's folder, its adapter at ``place``."""
-    with Log(folder / "log.jsonl", {"run": "lora"}, ("kind", "step")) as log:
-        log.append({"kind": "step", "step": 1, "loss": 3.0, "density": 0.5})
-        log.append({"kind": "evaluation", "step": 1, "held_out_loss": 2.5, "passkey": {"64": 0.5}})
-        log.append({"kind": "step", "step": 2, "loss": 2.0, "mfu": None, "unheard": 7})
-    return folder / place
-
-
-@pytest.mark.parametrize("place", ["adapter", "checkpoints/step-00000002/adapter"])
-def test_the_card_has_the_figures_of_the_run(bases, tmp_path, place):
-    adapter = run_of(tmp_path / "run", place)
-    trained(bases["llama"], adapter, norms=True)
-    merge(MergeSettings(adapter=str(adapter), out=str(tmp_path / "my-model")))
-    page = (tmp_path / "my-model" / "README.md").read_text()
+def test_the_card_says_what_was_merged(bases, tmp_path):
+    trained(bases["llama"], tmp_path / "adapter", norms=True)
+    merged_into(tmp_path)
+    page = (tmp_path / "merged" / "README.md").read_text()
     for line in (
         "base_model: llama",
-        "# my-model",
+        "# merged",
         "| adapter | LoRA, rank 4, alpha 8 |",
         "| layers | down_proj, q_proj, v_proj |",
         "| trained whole | input_layernorm, norm, post_attention_layernorm |",
         "| positions | 4096, stretched by yarn |",
-        "| steps | 2 |",
-        "| loss of the last step | 2 |",
-        "| held-out loss | 2.5 |",
-        "| keys found | 0.5 at 64 |",
-        "| density of attention | 0.5 |",
     ):
         assert line in page.split("\n"), page
-    assert "MFU" not in page and "unheard" not in page and str(tmp_path) not in page
+    assert str(tmp_path) not in page
 
 
 def cells(page, key):

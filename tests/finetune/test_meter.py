@@ -232,8 +232,6 @@ def test_a_step_that_fits_nowhere_is_refused_with_the_longest_that_does(large):
     for length, fits in ((longest, True), (longest + 1024, False)):
         memory = dry_run.fit(long_step(length), large, {}, room).memory
         assert room.holds(memory) == fits
-    # over two processes with as much each
-    assert dry_run.longest(long_step(2**22, cp=2), large, {}, room) > 1.6 * longest
 
 
 @pytest.mark.parametrize(
@@ -282,9 +280,7 @@ def test_no_more_is_offloaded_than_the_host_has_memory_for(large):
     assert fitted.offloaded == 22 and fitted.memory.host == 88 * meter.GIB
 
 
-@pytest.mark.parametrize(
-    "kind", ["gpt_neox", "bloom", "gemma4_text", "deepseek_v3"]
-)
+@pytest.mark.parametrize("kind", ["gpt_neox", "bloom", "gemma4_text", "deepseek_v3"])
 def test_memory_is_known_whatever_a_config_calls_its_sizes(kind):
     cost = meter.Cost.of(tiny_type(kind))
     short, long = (meter.fit(cost, n, meter.Room(2**30, 2**30)).memory.total for n in (100, 200))
