@@ -549,7 +549,9 @@ def test_dense_layers_are_logged_as_dense(tmp_path):
         pytest.param(["--cab", "mas=1"], "mas", id="cab"),
         pytest.param(["--cab", "engine=foo"], "CabConfig.engine is 'foo'", id="engine"),
         pytest.param(
-            ["--cab", "top_p=3", "--attention", "sdpa"], "CabConfig.top_p is 3", id="unused cab"
+            ["--cab", "redundancy=3", "--attention", "sdpa"],
+            "CabConfig.redundancy is 3",
+            id="idle",
         ),
     ],
 )
