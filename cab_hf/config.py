@@ -410,11 +410,14 @@ def unread(settings: Mapping[str, Any]) -> dict[str, str]:
     return idle
 
 
+def without_rivals(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved ``fields`` without the ``top_p`` that every config had, unset, for rivals alone."""
+    return {name: x for name, x in fields.items() if name != "top_p" or x is not None}
+
+
 def _of_0_2(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """``fields`` that 0.2 saved as those of today, and what of them is dropped: ``name=value``."""
-    if fields.get("top_p", 0) is None:
-        # of rivals alone, which have left; saved with every config
-        fields = {name: x for name, x in fields.items() if name != "top_p"}
+    fields = without_rivals(fields)
     predictor = fields.get("predictor", "curvature")
     if not fields.keys() & set(GONE) and fields.get("predictor") != "curvature":
         return dict(fields), []
