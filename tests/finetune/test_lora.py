@@ -469,7 +469,7 @@ def test_dense_layers_are_logged_as_dense(tmp_path):
         pytest.param(["--attention", "falsh"], "or give another attention.", id="attention"),
         pytest.param(["--attention", "falsh", "--dry-run"], "attention", id="of a dry run"),
         pytest.param(["--cab", "mas=1"], "mas", id="cab"),
-        pytest.param(["--cab", "redundancy=3", "--attention", "sdpa"], "redundancy is 3", id="idle"),
+        pytest.param(["--cab", "redundancy=3", "--attention", "sdpa"], "redundancy is 3", id="off"),
         pytest.param(["--dry-run", "--gpu-gib", "1e-4"], "length is 256", id="no room"),
         pytest.param(["--adapter", "nowhere"], "adapter must be a folder", id="adapter"),
     ],
