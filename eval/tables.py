@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, without_rivals
 from cab_hf.eval import experiment
 from cab_hf.eval.experiment import RESULTS, Experiment, Row, named
 from cab_hf.eval.intervals import wilson
@@ -87,7 +87,7 @@ def _chose_otherwise(result: Results) -> bool:
     settings = result.provenance["settings"]
     configs = [settings.get("cab_config"), *settings.get("cab_configs", {}).values()]
     known = {field.name for field in fields(CabConfig)}
-    return any(config and config.keys() - known for config in configs)
+    return any(config and without_rivals(config).keys() - known for config in configs)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -340,7 +340,8 @@ def by_default(result: Results) -> bool:
     read_by = {row.get("method") for row in result.rows}
     if result.provenance["experiment"] != "fidelity" or CAB not in read_by:
         return False
-    config = result.provenance["settings"].get("cab_configs", {}).get(CAB, {})
+    configs = result.provenance["settings"].get("cab_configs", {})
+    config = without_rivals(configs.get(CAB, {}))
     known = {field.name for field in fields(CabConfig)}
     if not config or not config.keys() <= known:
         return False
