@@ -25,13 +25,10 @@ CHOICES = {"curvature": CURVATURE, "engine": ENGINES}
 # a number for every head of every layer, [layers][heads]
 Table = tuple[tuple[float, ...], ...]
 
-# predictors that choose by rows, the published one, that rank blocks by a score of theirs, that
-# keep a share of an estimated mass, and all that come with cab_hf: what another one reads of the
-# config is its own affair
+# predictors that choose by rows, the published one, and all that come with cab_hf: what another one
+# reads of the config is its own affair
 CAB, FRC = ("rows", "cascade"), "frc"
-RANKING = ("antidiagonal", "oracle", "random", "vertical_slash")
-BY_MASS = ("flexprefill", "mean_pooled", "xattention", "xattention_16")
-SHIPPED = (*CAB, FRC, *RANKING, *BY_MASS, "streaming")
+SHIPPED = (*CAB, FRC)
 # fields by which 0.2 chose blocks from summaries of them, those of them that are gone, and what it
 # had for the published method
 SUMMARIES = ("coarsen", "select", "top_k_share", "top_p", "curvature", "redundancy", "sparsity")
@@ -119,10 +116,8 @@ class CabConfig:
             quarter.
         share_threshold: a row keeps the blocks to which one scored query gives so much of its
             attention, in (0, 1].
-        top_p: of the predictors `BY_MASS`, the share of their estimate that is kept, in (0, 1];
-            None for what their authors have.
-        sparsity: of the predictors `RANKING` and of ``"frc"``, the share of a row's blocks that is
-            dropped, in [0, 1). A number or a `Table`.
+        sparsity: with ``"frc"``, the share of a row's blocks that is dropped, in [0, 1). A number
+            or a `Table`.
         curvature: with ``"frc"``, ``"forman"`` (Forman-Ricci), ``"additive"`` (direct minus
             ``redundancy`` times two-hop), or ``"none"``. ``"additive"`` weighs by the key blocks of
             the call, as published: there padding and packing change what a text selects.
@@ -175,11 +170,10 @@ class CabConfig:
     typical_queries: int = _read_by(*CAB, default=8)
     mass_threshold: float = _read_by(*CAB, default=0.0025)
     share_threshold: float = _read_by(*CAB, default=0.05)
-    top_p: float | None = _read_by(*BY_MASS, default=None)
-    sparsity: float | Table = _read_by(FRC, *RANKING, default=0.95, off=0)
+    sparsity: float | Table = _read_by(FRC, default=0.95, off=0)
     curvature: str = _read_by(FRC, default="forman", off="none")
     redundancy: float = _read_by(FRC, default=1.0, off=0)
-    max_density: float = _read_by(*CAB, FRC, *RANKING, default=1.0)
+    max_density: float = _read_by(*CAB, FRC, default=1.0)
     sampled_one_in: int = 0
     dense_layers: tuple[int, ...] = ()
     min_length: int = 8192
@@ -204,8 +198,6 @@ class CabConfig:
         self._require(counts, is_count, f"a whole number from 0 to {MOST}")
         for name, choices in CHOICES.items():
             self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
-        above = "in (0, 1], or None"
-        self._require(("top_p",), lambda x: x is None or (is_share(x) and x > 0), above)
         power = f"a power of two that divides query_block={self.query_block}"
         self._require(("typical_queries",), self._is_power, power)
         none = f"0 or {power}"
@@ -299,7 +291,7 @@ class CabConfig:
                 "summaries: blocks are chosen by rows, and these change nothing. Save the config "
                 "again to be rid of this warning, and calibrate for a density of your own.",
             )
-        if not settings.keys() >= {"top_p", "sparsity"}:
+        if not settings.keys() >= {"sparsity", "anchors"}:
             return cls(**settings)
         for name, reader in unread(settings).items():
             warn_once(
@@ -418,13 +410,19 @@ def unread(settings: Mapping[str, Any]) -> dict[str, str]:
     return idle
 
 
+def without_rivals(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved ``fields`` without the ``top_p`` that every config had, unset, for rivals alone."""
+    return {name: x for name, x in fields.items() if name != "top_p" or x is not None}
+
+
 def _of_0_2(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """``fields`` that 0.2 saved as those of today, and what of them is dropped: ``name=value``."""
+    fields = without_rivals(fields)
     predictor = fields.get("predictor", "curvature")
     if not fields.keys() & set(GONE) and fields.get("predictor") != "curvature":
         return dict(fields), []
     if predictor not in ("curvature", "cascade"):
-        return {name: x for name, x in fields.items() if name not in GONE}, []
+        return {name: x for name, x in fields.items() if name not in (*GONE, "top_p")}, []
     kept = {name: x for name, x in fields.items() if name not in SUMMARIES}
     if predictor == "curvature" and all(fields.get(x) == y for x, y in PUBLISHED.items()):
         read = {name: fields[name] for name in SUMMARIES[4:] if name in fields}

@@ -34,6 +34,7 @@ from cab_hf.eval.methods import (
     Realised,
     known,
     layers_of,
+    logged_config,
     never_sparse,
     realised_on,
 )
@@ -349,7 +350,7 @@ class Comparison(LongRun):
         """What was fitted to a cell by time, where an earlier run did so and logged it."""
         for sample in samples:
             if cell_of(sample) == cell_of(case) and "fitted_config" in sample:
-                config = CabConfig.from_dict(sample["fitted_config"])
+                config = logged_config(sample["fitted_config"])
                 self.timed[cell_of(case)] = kind_of(case["method"])(config)
 
     def realised(self, text: str, length: int, samples: Sequence[Row]) -> float | None:

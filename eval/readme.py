@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean, median
 from typing import Any
 
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, without_rivals
 from cab_hf.eval import charts, experiment
 from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES, Experiment, Row, named
 from cab_hf.eval.fidelity import ALL_TASKS
@@ -228,7 +228,7 @@ def _chose_otherwise(result: Results) -> bool:
     settings = result.provenance["settings"]
     configs = [settings.get("cab_config"), *settings.get("cab_configs", {}).values()]
     known = {field.name for field in fields(CabConfig)}
-    return any(config and config.keys() - known for config in configs)
+    return any(config and without_rivals(config).keys() - known for config in configs)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -518,6 +518,7 @@ def _by_default(result: Results) -> bool:
     if result.provenance["experiment"] != FIDELITY or CAB not in read_by:
         return False
     config = result.provenance["settings"].get("cab_configs", {}).get(CAB, {})
+    config = without_rivals(config)
     known = {field.name for field in fields(CabConfig)}
     if not config or not config.keys() <= known:
         return False

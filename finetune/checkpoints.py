@@ -109,8 +109,7 @@ class Checkpoints:
                 f"{self.processes}; start as many as then, or give another --out."
             )
         seen = self._sums_of(folder)
-        # earlier versions noted nothing
-        for name, noted in shared.get("adapter", {}).items():
+        for name, noted in shared["adapter"].items():
             if seen.get(name) != noted:
                 raise _unreadable(folder, f"{self.result}/{name} is not as it was saved")
         return shared, _read(folder / MINE.format(self.rank))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from cab_hf.finetune.sources import (
     IGNORED,
-    LazyDocument,
+    Document,
     Part,
     RetrievalDocuments,
     Source,
     State,
     TextDocuments,
     TextSource,
-    Tokenised,
     make_source,
 )
 from cab_hf.runs.settings import UsageError
@@ -158,9 +157,8 @@ class Packed:
         """Of the tokens and labels of what comes next in all processes; the place stays."""
         place, result = self.state_dict(), 0
         for _ in range(sequences):
-            for piece in self._pack():
-                for part in piece.tokenised():
-                    result = zlib.crc32(part.tobytes(), result)
+            for part in chain(*(piece.make() for piece in self._pack())):
+                result = zlib.crc32(part.tobytes(), result)
         self.load_state_dict(place)
         return result
 
@@ -169,7 +167,7 @@ class Packed:
         while self._made % self.world:
             self._pack()
 
-    def _pack(self) -> list[Tokenised | LazyDocument]:
+    def _pack(self) -> list[Document]:
         """The pieces of the next sequence."""
         pieces, room = [], self.length
         while room and (feed := self._furthest_behind(room)):
@@ -262,24 +260,23 @@ class _Feed:
         self.documents, self.share, self._whole = documents, share, whole
         self.taken = self._done = 0  # of all documents, and of the one that pieces are taken of
         self._begun: State = {}  # its place
-        self._document: Tokenised | LazyDocument | None = None
+        self._document: Document | None = None
 
     def fits(self, room: int) -> bool:
         """Whether some of its next document may stand in ``room`` tokens: of a whole one, all."""
         return not self._whole or self._next().size <= room
 
-    def take(self, room: int) -> Tokenised | LazyDocument:
+    def take(self, room: int) -> Document:
         """What comes next, at most ``room`` tokens."""
-        piece = document = self._next()
-        if not self._whole:
-            piece = Tokenised(*(part[self._done : self._done + room] for part in document))
+        document = self._next()
+        piece = document.piece(self._done, min(document.size, self._done + room))
         self.taken, self._done = self.taken + piece.size, self._done + piece.size
         # a last token was predicted before the cut, and has nothing to predict itself
         if document.size - self._done < 2:
             self._document, self._done = None, 0
         return piece
 
-    def _next(self) -> Tokenised | LazyDocument:
+    def _next(self) -> Document:
         if self._document is None:
             self._begun = self.documents.state_dict()
             self._document = next(self.documents)
@@ -341,12 +338,12 @@ def _check(
             raise UsageError(f"{rule}; got {seen}.")
 
 
-def _as_tensors(pieces: Sequence[Tokenised | LazyDocument], length: int, padding: int) -> Item:
+def _as_tensors(pieces: Sequence[Document], length: int, padding: int) -> Item:
     """Pieces one behind the other, and padding as one more document."""
     sizes = [piece.size for piece in pieces]
     left = length - sum(sizes)
-    end = Tokenised(np.full(left, padding, np.int32), np.full(left, IGNORED, np.int32))
-    tokens, labels = zip(*(piece.tokenised() for piece in (*pieces, end)), strict=True)
+    end = np.full(left, padding, np.int32), np.full(left, IGNORED, np.int32)
+    tokens, labels = zip(*(piece.make() for piece in pieces), end, strict=True)
     positions = [np.arange(size) for size in (*sizes, left)]
     columns = {"input_ids": tokens, "position_ids": positions, "labels": labels}
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}

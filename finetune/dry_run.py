@@ -13,12 +13,12 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from cab_hf.config import NAMES, SPARSE
+from cab_hf.config import SPARSE
 from cab_hf.finetune import meter
 from cab_hf.finetune.loss import CHUNK_LOGITS
 from cab_hf.finetune.models import stretch_positions
 from cab_hf.finetune.prepare import adapted, open_sources
-from cab_hf.finetune.settings import ADAPTER, TILE, Settings
+from cab_hf.finetune.settings import Settings
 from cab_hf.finetune.sources import is_local
 from cab_hf.finetune.tiles import tile_of
 from cab_hf.hf.model_config import cab_config_of
@@ -31,6 +31,8 @@ FOUR_BIT_BYTES = 0.52
 Spread = Mapping[str, Any]
 # the longest length that fits is a multiple of it
 STEP = 2**10
+# what takes less memory, what costs least first
+SAVINGS = "--micro-batch, --checkpointing, --tile-tokens, --qlora, --cp or --length"
 
 
 def skeleton(settings: Settings) -> nn.Module:
@@ -45,39 +47,28 @@ def skeleton(settings: Settings) -> nn.Module:
 def report(
     settings: Settings, cost: meter.Cost, processes: int, fitted: meter.Fit, room: meter.Room
 ) -> str:
-    """What `--dry-run` prints.
-
-    Args:
-        cost: of the model with its adapter.
-        processes: that take part.
-    """
+    """What `--dry-run` prints of a model with its adapter, trained by so many ``processes``."""
     replicas, accumulation = settings.replicas(processes), settings.accumulation(processes)
     tokens = replicas * settings.length * settings.micro_batch * accumulation
     # one document a sequence: the most pairs there can be
     pairs = cost.pairs(torch.arange(settings.length)[None])
     attention = sum(cost.attention(pairs)) * tokens / settings.length
-    products = cost.products(tokens)
-    needed = fitted.memory
-    parts = {name: size / meter.GIB for name, size in asdict(needed).items()}
-    host = [f"{name} {parts.pop(name):.2f}" for name in ("checkpoints", "plans", "sharded")]
-    device = [f"{name} {size:.2f}" for name, size in parts.items()]
-    flops = f"not known: {cost.uncounted}"
-    if not cost.uncounted:
-        share = attention / (products + attention)
-        flops = f"{products + attention:.3e}, with dense attention, which is {share:.0%} of them"
+    flops, needed = cost.products(tokens) + attention, fitted.memory
+    known = f"{flops:.3e}, with dense attention, which is {attention / flops:.0%} of them"
+    parts = {name: f"{name} {size / meter.GIB:.2f}" for name, size in asdict(needed).items()}
     fits = "fits" if room.holds(needed) else "does not fit"
-    verdict = f"{fits} into {room.device / meter.GIB:.1f} GiB"
+    host = [parts.pop(name) for name in ("checkpoints", "plans", "sharded")]
     lines = [
         json.dumps(asdict(settings), indent=2),
         f"parameters: {cost.parameters:,}, {cost.trained_parameters:,} of them trained",
         f"a step: {tokens:,} tokens of {processes} processes, {accumulation} micro batches "
         + ("each" if settings.cp == 1 else f"of each {settings.cp} of them"),
-        f"FLOPs of a step: {flops}",
+        f"FLOPs of a step: {f'not known: {cost.uncounted}' if cost.uncounted else known}",
         f"memory of a process, estimated: {needed.total / meter.GIB:.2f} GiB "
-        f"({', '.join(device)}); on its host: {needed.host / meter.GIB:.2f} GiB "
+        f"({', '.join(parts.values())}); on its host: {needed.host / meter.GIB:.2f} GiB "
         f"({', '.join(host)})",
         transfer(settings, fitted),
-        verdict,
+        f"{fits} into {room.device / meter.GIB:.1f} GiB",
     ]
     return "\n".join(lines)
 
@@ -96,12 +87,7 @@ def room_of(settings: Settings, device: torch.device) -> meter.Room:
 def fit(
     settings: Settings, cost: meter.Cost, spread: Spread, room: meter.Room, length: int = 0
 ) -> meter.Fit:
-    """The `meter.fit` of these settings.
-
-    Args:
-        spread: where the weights are.
-        length: tokens of a sequence, if not those of the settings.
-    """
+    """The `meter.fit` of these settings, or of another ``length`` of a sequence."""
     length, given = length or settings.length, settings.cab_config()
     tokens, plans = length * settings.micro_batch, 0.0
     # on a CPU checkpoints and plans stay in the memory that the model has
@@ -131,15 +117,6 @@ def fit(
     )
 
 
-def longest(settings: Settings, cost: meter.Cost, spread: Spread, room: meter.Room) -> int:
-    """The longest sequence whose step fits, a multiple of `STEP` for each process; 0: none."""
-    step = STEP * settings.cp
-    lengths = range((settings.length - 1) // step * step, 0, -step)
-    # one by one: where tiles begin, a longer sequence takes less than a shorter one
-    fitting = (n for n in lengths if room.holds(fit(settings, cost, spread, room, n).memory))
-    return next(fitting, 0)
-
-
 def transfer(settings: Settings, fitted: meter.Fit) -> str:
     """What travels between host and GPU in a micro batch, and how long that takes."""
     if not fitted.offloaded:
@@ -155,41 +132,21 @@ def transfer(settings: Settings, fitted: meter.Fit) -> str:
 def refuse_too_long(
     settings: Settings, cost: meter.Cost, spread: Spread, room: meter.Room, fitted: meter.Fit
 ) -> None:
-    """Refuse a step that does not fit.
-
-    Raises:
-        UsageError: with the longest sequence that does, and what to change.
-    """
+    """Refuse a step that does not fit; UsageError with the longest sequence that does."""
     if room.holds(fitted.memory):
         return
-    most = longest(settings, cost, spread, room)
+    step = STEP * settings.cp
+    lengths = range((settings.length - 1) // step * step, 0, -step)
+    # one by one: where tiles begin, a longer sequence takes less than a shorter one
+    fitting = (n for n in lengths if room.holds(fit(settings, cost, spread, room, n).memory))
+    most = next(fitting, 0)
     raise UsageError(
         f"length is {settings.length} and a step does not fit into {room.device / meter.GIB:.1f} "
         f"GiB of a device and {room.host / meter.GIB:.1f} GiB of the host; "
         + (f"the longest that does has {most} tokens; " if most else "no length does; ")
-        + f"or change, in this order, {savings(settings)}. A run with a number for "
-        "--offload-layers does not ask the estimate."
+        + f"or change {SAVINGS}. A run with a number for --offload-layers does not ask the "
+        "estimate."
     )
-
-
-def savings(settings: Settings) -> str:
-    """Three settings that take less memory, what costs least first."""
-    tokens = settings.length * settings.micro_batch // settings.cp
-    tiles = tokens > TILE and not tile_of(tokens, settings.tile_tokens)
-    adapted = settings.train == ADAPTER
-    known: list[tuple[Any, str]] = [
-        (settings.micro_batch > 1, "--micro-batch 1"),
-        (not settings.checkpointing, "--checkpointing true"),
-        (tiles, f"--tile-tokens {TILE}"),
-        (settings.embeddings, "--embeddings false"),
-        (adapted and not settings.qlora, "--qlora (or more GPUs by accelerate's fsdp2 config)"),
-        (settings.dtype == "float32", "--dtype bfloat16"),
-        (settings.attention in NAMES, f"--cp {2 * settings.cp} (on as many GPUs)"),
-        (True, f"--length {settings.length // 2}"),
-        (adapted and settings.rank > 8, f"--rank {settings.rank // 2}"),
-        (True, "--passkeys 0"),
-    ]
-    return ", ".join([given for saves, given in known if saves][:3])
 
 
 def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:
@@ -201,7 +158,7 @@ def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:
         settings.accumulation(processes)
         # what only a network has is not fetched for this
         named = [*settings.sources(), *settings.sources("validation")]
-        open_sources(settings, [each for each in named if is_local(each[0])], tell)
+        open_sources(settings, [each for each in named if is_local(each[0])])
         model = adapted(settings, skeleton(settings))
     except (ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from error

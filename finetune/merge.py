@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from cab_hf.finetune.adapters import (
 )
 from cab_hf.finetune.models import causal_model, open_model
 from cab_hf.runs import models as run_models
-from cab_hf.runs.log import read_log, write_atomically, writing
+from cab_hf.runs.log import write_atomically, writing
 from cab_hf.runs.markdown import code, plain
 from cab_hf.runs.provenance import versions
 from cab_hf.runs.settings import (
@@ -49,25 +49,11 @@ from cab_hf.runs.settings import (
 )
 
 PROG = "python -m cab_hf.finetune.merge"
-LOG = "log.jsonl"
 ADVICE = "give the --base it was trained in"
-# a run writes its adapters this deep: OUT/adapter, OUT/checkpoints/step-1/adapter
-DEPTH = 3
 TEXTS, TOKENS = 2, 64
 # the share of the largest logit that another may be off: SmolLM2 was off by a third of it where
 # dtypes are narrow, by 3e-6 in float32
 BOUNDS = {"bfloat16": 0.13, "float16": 0.015, "float32": 1e-4, "float64": 1e-9}
-# what a run's log may say, and how a card calls it
-FIGURES = {
-    "step": "steps",
-    "loss": "loss of the last step",
-    "held_out_loss": "held-out loss",
-    "passkey": "keys found",
-    "density": "density of attention",
-    "tokens_per_second": "tokens per second",
-    "mfu": "useful MFU",
-    "peak_gib": "peak memory in GiB",
-}
 CARD = """---
 {front}
 library_name: transformers
@@ -106,7 +92,6 @@ class MergeSettings:
     base: str = option("", "name or folder of the base model (default: what the adapter names)")
     dtype: str = option("", "dtype of the merged weights (default: that of the base)")
     device: str = option("cpu", "torch device to merge and compare on")
-    run: str = option("", "folder of the training run, for the model card (default: found near it)")
     push: str = option("", "repository of the hub to upload the merged model to")
     trust_remote_code: bool = flag("run Python code that comes with the model")
 
@@ -157,7 +142,6 @@ def merge(settings: MergeSettings) -> float:
         raise UsageError(
             f"adapter {adapter.name} does not say which model it was trained in; give it as --base."
         )
-    figures = read_figures(Path(settings.run) if settings.run else None, adapter)
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
     with scratch, warnings.catch_warnings():
@@ -166,7 +150,7 @@ def merge(settings: MergeSettings) -> float:
         folder = Path(scratch.name) / "merged"
         expected = _write(folder, adapter, base, config, settings)
         difference = compare(folder, expected, settings)
-        page = card(out.name, folder, base, config, figures, difference)
+        page = card(out.name, folder, base, config, difference)
         write_atomically(folder / "README.md", page)
         os.rename(folder, out)
     return difference
@@ -266,61 +250,31 @@ def _called(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def read_figures(run: Path | None, adapter: Path) -> dict[str, Any]:
-    """The last of each figure in a run's log, by name; {} where an adapter lies in no run.
-
-    Raises:
-        LogError: ``run`` was given and has no log, or a log is damaged.
-    """
-    if run is None:
-        above = [adapter.resolve(), *adapter.resolve().parents][: DEPTH + 1]
-        run = next((folder for folder in above if (folder / LOG).is_file()), None)
-    if run is None:
-        return {}
-    _, records = read_log(run / LOG)
-    figures = {name: x for record in records for name, x in record.items() if x is not None}
-    return {name: figures[name] for name in FIGURES if name in figures}
-
-
-def card(
-    name: str, folder: Path, base: str, config: Any, figures: Mapping[str, Any], difference: float
-) -> str:
+def card(name: str, folder: Path, base: str, config: Any, difference: float) -> str:
     """The page of a merged model, its front matter read by the hub."""
     model = json.loads((folder / "config.json").read_text("utf-8"))
     model = model.get("text_config", model)
     rope = (model.get("rope_parameters") or {}).get("rope_type", "default")
     stretched = "" if rope == "default" else f", stretched by {rope}"
+    targets = config.target_modules or ()
+    if isinstance(targets, str):
+        layers = f"whose whole names match {code(targets)}"
+    else:
+        names = [*targets, *(getattr(config, "target_parameters", None) or ())]
+        layers = ", ".join(map(plain, sorted(names)))
     kept = {each.rpartition(".")[2] for each in config.modules_to_save or ()}
     rows = {
         "base": plain(name_of(base)),
         "adapter": f"LoRA, rank {config.r}, alpha {config.lora_alpha:g}",
-        "layers": _layers(config),
+        "layers": layers,
         "trained whole": ", ".join(map(plain, sorted(kept))),
         "positions": f"{model.get('max_position_embeddings')}{stretched}",
         "largest difference of a logit, merged to adapter and base": f"{difference:.2g}",
-        **{given: _figure(figures[key]) for key, given in FIGURES.items() if key in figures},
         "made with": ", ".join(f"{package} {version}" for package, version in versions().items()),
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
-    front = yaml.safe_dump(
-        {"base_model": name_of(base)}, allow_unicode=True, width=math.inf
-    ).strip()
-    return CARD.format(name=name, title=plain(name), front=front, table=table)
-
-
-def _layers(config: Any) -> str:
-    """The layers that an adapter adds to: their names, or the expression that is to match."""
-    targets = config.target_modules or ()
-    if isinstance(targets, str):
-        return f"whose whole names match {code(targets)}"
-    names = [*targets, *(getattr(config, "target_parameters", None) or ())]
-    return ", ".join(map(plain, sorted(names)))
-
-
-def _figure(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{_figure(x)} at {key}" for key, x in value.items())
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    front = yaml.safe_dump({"base_model": name_of(base)}, allow_unicode=True, width=math.inf)
+    return CARD.format(name=name, title=plain(name), front=front.strip(), table=table)
 
 
 def push(folder: Path | str, name: str) -> None:

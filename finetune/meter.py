@@ -2,15 +2,13 @@
 
 Useful FLOPs are those of the forward and the backward pass over the pairs that are attended; what
 is computed a second time does not count. Dense-equivalent FLOPs are those of the same step with
-every pair that causality allows. Of a mixture of experts the router, shared experts and as many
-experts as each token is sent to are counted; where a model does not say how many, nothing is.
+every pair that causality allows. Nothing is counted of a mixture of experts.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,28 +49,18 @@ FROZEN, TRAINED = 4, 6
 ATTENTION = 12
 
 
-# experts that are modules of their own, one behind the other
-LISTED_EXPERTS = re.compile(r"(.*\bexperts)\.\d+\b")
-# what configs call the experts that a token is sent to
-PER_TOKEN = (
-    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token"),
-    *("top_k_experts", "moe_top_k", "moe_topk", "moe_k"),
-)
-
-
 @dataclass(frozen=True)
 class Cost:
     """What decides the FLOPs and the memory of a model's training step.
 
     Attributes:
-        frozen, trained: weights that multiply a token; of experts those that it is sent to.
-        linear: weights of frozen linear layers, of all experts that are such.
+        frozen, trained: weights of linear layers, all of which multiply every token.
+        linear: as ``frozen``, also where FLOPs are uncounted.
         windows: of each layer, the tokens that its sliding window shows; None without one.
         channels, kv_channels: of each layer, query and KV heads times head dim; where keys and
             values have head dims of their own, their mean.
         heads: query heads, of the layer with the most.
         inner: channels inside of the widest MLP; four times the hidden size where nothing says so.
-        parameters, trained_parameters: all that are there, and those that are trained.
         weight_bytes: of frozen parameters and buffers.
         uncounted: why ``frozen`` and ``trained`` are not known; None where they are.
         untiled: as of `tiles.untiled_mlps`.
@@ -102,28 +90,27 @@ class Cost:
         if getattr(config, "is_heterogeneous", False):
             # what differs from layer to layer, the model's own config refuses to say
             layers = list(config.per_layer_config)
-        # old types of models have no grouped heads
-        kv_heads = [
-            getattr(x, "num_key_value_heads", None) or x.num_attention_heads for x in layers
-        ]
-        linear, uncounted = list(_linear_layers(model)), None
-        try:
-            products = [*_products(model, linear)]
-        except _UnknownError as unknown:
-            products, uncounted = [], str(unknown)
-        trained = [p.numel() for p in model.parameters() if p.requires_grad]
-        kept = [p for p in (*model.parameters(), *model.buffers()) if not p.requires_grad]
+        linear, uncounted = list(_linear_layers(model)), _uncounted(model)
+        counted = [] if uncounted else linear
+        parameters = list(model.parameters())
+        kept = [p for p in (*parameters, *model.buffers()) if not p.requires_grad]
         return cls(
-            frozen=sum(size for size, trained in products if not trained),
-            trained=sum(size for size, trained in products if trained),
-            linear=sum(size for _, size, trained in linear if not trained),
+            frozen=sum(size for size, trained in counted if not trained),
+            trained=sum(size for size, trained in counted if trained),
+            linear=sum(size for size, trained in linear if not trained),
             windows=_windows(config, kinds, layers),
             channels=tuple(_channels(each, each.num_attention_heads) for each in layers),
-            kv_channels=tuple(map(_channels, layers, kv_heads)),
+            # old types of models have no grouped heads
+            kv_channels=tuple(
+                _channels(
+                    each, getattr(each, "num_key_value_heads", None) or each.num_attention_heads
+                )
+                for each in layers
+            ),
             heads=max(each.num_attention_heads for each in layers),
             inner=max(map(_widest_mlp, layers)),
-            parameters=sum(p.numel() for p in model.parameters()),
-            trained_parameters=sum(trained),
+            parameters=sum(p.numel() for p in parameters),
+            trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
             weight_bytes=sum(p.numel() * p.element_size() for p in kept),
             uncounted=uncounted,
             untiled=tuple(untiled_mlps(model)),
@@ -148,69 +135,22 @@ class Cost:
         return [ATTENTION * n * own for n, own in zip(pairs, self.channels, strict=True)]
 
 
-class _UnknownError(Exception):
-    """How many weights a token uses cannot be known."""
-
-
-def _linear_layers(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
-    """(name, weights, whether they are trained) of every linear layer that computes."""
+def _linear_layers(model: nn.Module) -> Iterator[tuple[int, bool]]:
+    """(weights, whether they are trained) of every linear layer that computes."""
     for name, module in model.named_modules():
         # an adapter's layer is the one it wraps and two of its own; a copy that is trained stands
         # beside the frozen one it is used for
         wraps = hasattr(module, "base_layer") or ".original_module" in f".{name}"
         if not wraps and hasattr(module, "in_features") and hasattr(module, "weight"):
-            yield name, module.in_features * module.out_features, module.weight.requires_grad
+            yield module.in_features * module.out_features, module.weight.requires_grad
 
 
-def _products(
-    model: nn.Module, linear: Iterable[tuple[str, int, bool]]
-) -> Iterator[tuple[int, bool]]:
-    """(weights, whether they are trained) that multiply a token; _UnknownError: they may differ."""
-    for name, size, trained in linear:
-        listed = LISTED_EXPERTS.match(name)
-        if listed:
-            experts = len(model.get_submodule(listed[1]))
-            size = size * _experts_per_token(model, listed[1], experts) // experts
-        yield size, trained
-    # routers, and experts whose weights are one tensor [experts, ...]
-    others = (nn.Embedding, nn.modules.conv._ConvNd)
+def _uncounted(model: nn.Module) -> str | None:
+    """Why it is not known how many weights a token uses; None where all are used."""
     for name, module in model.named_modules():
-        if hasattr(module, "in_features") or isinstance(module, others):
-            continue
-        expert = "expert" in f"{name}.{type(module).__name__}".lower()
-        for own, weight in module.named_parameters(recurse=False):
-            size, trained = weight.numel(), weight.requires_grad
-            if _is_router(module) and weight.ndim == 2:
-                yield size, trained
-            elif weight.ndim < 2 or not expert or own.endswith("bias"):
-                continue
-            elif weight.ndim != 3 or not weight.is_floating_point():
-                raise _UnknownError(f"{name}.{own} of shape {tuple(weight.shape)} holds experts")
-            elif "shared" in name.rpartition("layers.")[2]:
-                yield size, trained
-            else:
-                experts = weight.shape[0]
-                yield size // experts * _experts_per_token(model, name, experts), trained
-
-
-def _is_router(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "top_k", None), int)
-
-
-def _experts_per_token(model: nn.Module, name: str, experts: int) -> int:
-    """Of so many ``experts``, which are the module ``name``, those that a token is sent to."""
-    routers = [x for x in model.get_submodule(name.rpartition(".")[0]).modules() if _is_router(x)]
-    config = model.config.get_text_config()
-    result = {module.top_k for module in routers}
-    result = result or {getattr(config, field, None) for field in PER_TOKEN} - {None}
-    # some models also send tokens to experts that do nothing
-    sizes = ("num_experts", "n_routed_experts")
-    reached = {getattr(module, field, None) for module in routers for field in sizes}
-    reached = {size for size in reached if isinstance(size, int)}
-    (count,) = result if len(result) == 1 else (None,)
-    if not isinstance(count, int) or not 0 < count <= experts or not reached <= {experts}:
-        raise _UnknownError(f"how many of the {experts} experts of {name} a token uses is not said")
-    return count
+        if "experts" in name or isinstance(getattr(module, "top_k", None), int):
+            return f"{name} is part of a mixture of experts, of which a token uses some"
+    return None
 
 
 def _channels(config: Any, heads: int) -> int:
@@ -318,20 +258,13 @@ def line(
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes at the peak of a step, part by part.
-
-    Attributes:
-        layers: what layers keep for the backward pass on the device.
-        working: the loss, or a layer's backward pass: what is larger.
-        checkpoints: of the host, pinned for layers that are offloaded.
-        plans: of the host, pinned for what layers attended.
-        sharded: of the host, weights and the optimiser where they are offloaded.
-    """
+    """Bytes at the peak of a step, part by part."""
 
     weights: float
     optimizer: float
-    layers: float
-    working: float
+    layers: float  # what layers keep for the backward pass
+    working: float  # the loss, or a layer's backward pass: what is larger
+    # of the host: offloaded inputs of layers, plans, and weights with optimiser where these wait
     checkpoints: float = 0.0
     plans: float = 0.0
     sharded: float = 0.0
@@ -364,22 +297,20 @@ def memory(
     mask_itemsize: int = 2,
     weights_on_host: bool = False,
 ) -> Memory:
-    """An estimate of the memory of a training step.
+    """An estimate of the memory of a training step of ``tokens``, those of a micro batch.
 
     Args:
-        tokens: of a micro batch.
         itemsize: bytes of an activation.
         checkpointing: whether layers keep only what comes in.
-        shards: processes that the weights are spread over.
-        cp: processes that the tokens are sharded over, evenly; padding is not counted.
+        shards, cp: processes that the weights are spread over, and those that the tokens are.
         loss_tokens: tokens whose logits exist at once.
         quantised: bytes of a weight of the layers, where that is not what ``cost`` has seen.
         tile: tokens that MLPs compute at a time; 0: all of them.
         offloaded: layers whose checkpoints the host keeps.
         plans: bytes that the host keeps beside them, as of `plan_bytes`.
         short_texts: whether packed documents may be shorter than CAB wants texts.
-        mask_pairs: pairs of tokens in a mask, which each layer turns into numbers and keeps.
-        mask_itemsize: bytes of such a number.
+        mask_pairs, mask_itemsize: pairs of tokens in a mask, which each layer turns into numbers
+            of so many bytes and keeps.
         weights_on_host: whether weights wait there until a layer needs them, as FSDP2 offloads.
     """
     config, layers = cost.config, cost.config.num_hidden_layers
@@ -493,22 +424,20 @@ class Fit:
 
 
 def fit(cost: Cost, tokens: int, room: Room, offloaded: int | None = None, **how: Any) -> Fit:
-    """The step with as few offloaded layers as fit into ``room``.
+    """The step with ``offloaded`` layers, or with as few as fit into ``room``.
 
     Where none does, with as many as the host has memory for: more would end other processes there.
-
-    Args:
-        tokens, how: as of `memory`.
-        offloaded: how many there are, if that is not to be found out.
+    ``tokens`` and ``how`` are as of `memory`.
     """
-    if offloaded is not None:
-        return Fit(offloaded, memory(cost, tokens, offloaded=offloaded, **how))
     # the device has two at a time, however few it keeps
     most = max(0, cost.config.num_hidden_layers - 2) if how.get("checkpointing", True) else 0
-    fitted = fit(cost, tokens, room, 0, **how)
-    for count in range(1, most + 1):
-        more = fit(cost, tokens, room, count, **how)
-        if room.holds(fitted.memory) or more.memory.host > PINNABLE * room.host:
+    counts = range(most + 1) if offloaded is None else [offloaded]
+    fitted = None
+    for count in counts:
+        more = Fit(count, memory(cost, tokens, offloaded=count, **how))
+        if fitted is not None and more.memory.host > PINNABLE * room.host:
             break
         fitted = more
+        if room.holds(fitted.memory):
+            break
     return fitted

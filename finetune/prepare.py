@@ -15,7 +15,7 @@ from cab_hf.finetune.models import enable_gradient_checkpointing, load_model, wi
 from cab_hf.finetune.objective import Batch
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.settings import ALL, Settings
-from cab_hf.finetune.sources import Source, content_sha256, make_source, refuse_learnt
+from cab_hf.finetune.sources import Source, make_source, refuse_learnt
 from cab_hf.hf.token_mixers import refuse_token_mixers
 
 
@@ -68,16 +68,14 @@ def open_data(
         tell: is given a sentence on each source that has documents which are not learnt.
         vocabulary: as of `Packed`.
     """
-    named = {name: settings.sources(name) for name in ("data", "validation")}
-    refuse_learnt(*named.values())
-    opened = {name: open_sources(settings, each, tell) for name, each in named.items()}
-    learnt, own = opened.values()
+    learnt, own = (open_sources(settings, settings.sources(x)) for x in ("data", "validation"))
+    refuse_learnt(learnt, own)
     read = {
         setting: {
-            name: source.sha256 or content_sha256(name)
-            for (name, _), (source, _) in zip(named[setting], opened[setting], strict=True)
+            name: source.sha256
+            for (name, _), (source, _) in zip(settings.sources(setting), opened, strict=True)
         }
-        for setting in named
+        for setting, opened in (("data", learnt), ("validation", own))
     }
     # documents are left out of training where they are needed
     hold_out = HOLD_OUT if settings.held_out and not own else 0
@@ -97,12 +95,9 @@ def open_data(
 
 
 def open_sources(
-    settings: Settings, named: Sequence[tuple[str, float]], tell: Callable[[str], None]
+    settings: Settings, named: Sequence[tuple[str, float]]
 ) -> list[tuple[Source, float]]:
-    """The sources ``named``, each with its share; ``tell`` as of `open_data`."""
-    how = {"split": settings.split, "streaming": settings.streaming, "seed": settings.seed}
-    results = [(make_source(name, text_field=settings.text_field, **how), x) for name, x in named]
-    for source, _ in results:
-        if source.skipped:
-            tell(source.skipped)
-    return results
+    """The sources ``named``, each with its share."""
+    names = ("text_field", "split", "streaming", "seed")
+    how = {name: getattr(settings, name) for name in names}
+    return [(make_source(name, **how), share) for name, share in named]

@@ -28,11 +28,7 @@ from cab_hf.finetune.adapters import WEIGHTS
 from cab_hf.finetune.agreement import ending_together, facts_of, require_alike
 from cab_hf.finetune.checkpoints import Checkpoints
 from cab_hf.finetune.data import Ahead, Packed
-from cab_hf.finetune.models import (
-    loaded_sha256,
-    save_adapter,
-    save_model,
-)
+from cab_hf.finetune.models import loaded_sha256, save_adapter, save_model
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
 from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.parallel import Parallel
@@ -44,7 +40,6 @@ from cab_hf.finetune.validation import Validation
 from cab_hf.runs.log import (
     DISK_FULL,
     Log,
-    LogError,
     as_recorded,
     is_there,
     require_identity,
@@ -65,7 +60,7 @@ def run(settings: Settings) -> int:
     """Train, or with ``dry_run`` say what that would be; the exit status."""
     rank = int(os.environ.get("RANK", 0))
     try:
-        with accelerating(settings) as accelerator, ending_together(), refusing(settings):
+        with accelerating(settings) as accelerator, ending_together(), refusing():
             if settings.dry_run:
                 dry_run.tell_what_would_run(settings, accelerator)
             else:
@@ -109,7 +104,7 @@ def accelerating(settings: Settings) -> Iterator[Accelerator]:
 
 
 @contextmanager
-def refusing(settings: Settings, *errors: type[Exception]) -> Iterator[None]:
+def refusing(*errors: type[Exception]) -> Iterator[None]:
     """End the run with one line where ``errors`` are raised, or the device has no memory left."""
     try:
         yield
@@ -117,8 +112,9 @@ def refusing(settings: Settings, *errors: type[Exception]) -> Iterator[None]:
         raise UsageError(str(error)) from error
     except torch.OutOfMemoryError as error:
         peak = torch.cuda.max_memory_allocated() / meter.GIB
-        text = f"the GPU ran out of memory at {peak:.1f} GiB; change, in this order, "
-        raise UsageError(f"{text}{dry_run.savings(settings)}.") from error
+        raise UsageError(
+            f"the GPU ran out of memory at {peak:.1f} GiB; change {dry_run.SAVINGS}."
+        ) from error
 
 
 class Run:
@@ -134,7 +130,7 @@ class Run:
         self.processes, self.rank = accelerator.num_processes, accelerator.process_index
         self.out = Path(settings.out)
         require_run(self.out)
-        with refusing(settings, *OF_SETTINGS):
+        with refusing(*OF_SETTINGS):
             self.accumulation = settings.accumulation(self.processes)
             # the same adapter in every process
             set_seed(settings.seed)
@@ -232,24 +228,14 @@ class Run:
                 pass
         shared, mine = self.checkpoints.load(newest)
         if self.accelerator.is_main_process:
-            self._require_own(newest, shared.get("identity"))
+            wanted = as_recorded(self._identity)
+            require_identity(newest, json.loads(shared["identity"]), wanted)
         checkpoints.load_parameters(self.model, shared["parameters"])
         checkpoints.load_optimizer(self.optimizer, self.model, shared["optimizer"])
         self.data.load_state_dict(json.loads(mine["data"]))
         checkpoints.load_random_state(mine["random"])
-        load_rotary_state(self.model, mine.get("rotary", {}))
+        load_rotary_state(self.model, mine["rotary"])
         return shared["step"]
-
-    def _require_own(self, checkpoint: Path, identity: str | None) -> None:
-        """Refuse a checkpoint of another run; LogError where neither it nor a log says whose."""
-        if identity is not None:
-            wanted = as_recorded(self._identity)
-            require_identity(checkpoint, json.loads(identity), wanted)
-        elif not is_there(self.out / LOG):
-            raise LogError(
-                f"{checkpoint} does not say which run made it, and {LOG} is lost; give another "
-                "--out, or the log."
-            )
 
     def train(self) -> None:
         """All steps that are left, and the end."""

@@ -10,7 +10,9 @@ def gpu():
 
     if not torch.cuda.is_available():
         pytest.fail("this test needs a CUDA device; `make test` leaves it out")
-    return torch.device("cuda")
+    yield torch.device("cuda")
+    # processes of a run in parallel share the device: what one has cached another cannot have
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture

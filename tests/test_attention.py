@@ -20,6 +20,7 @@ from transformers import (
 
 import cab_hf
 from cab_hf import BlockPlan, CabConfig, engines
+from cab_hf.eval import methods  # noqa: F401  it registers rivals
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -560,8 +561,8 @@ def test_settings_are_given_beside_a_config(tmp_path, llama, make):
     config = AutoConfig.from_pretrained(tmp_path)
     model = make(tmp_path, config, attn_implementation="cab", cab_config=SPARSE)
     assert model.config.cab_config == SPARSE.to_dict() and config.cab_config is None
-    with pytest.raises(ValueError, match=r"CabConfig\.top_p is 7"):
-        make(tmp_path, config, attn_implementation="cab", cab_config={"top_p": 7})
+    with pytest.raises(ValueError, match=r"CabConfig\.mass_threshold is 7"):
+        make(tmp_path, config, attn_implementation="cab", cab_config={"mass_threshold": 7})
 
 
 @pytest.mark.parametrize(

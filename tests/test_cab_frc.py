@@ -69,7 +69,7 @@ def test_a_dict_without_a_predictor_changes_the_published_settings(folder):
     [
         pytest.param(SPARSE, id="cab"),
         pytest.param(CabConfig(min_length=0), id="the-default"),
-        pytest.param({"predictor": "random"}, id="random"),
+        pytest.param({"predictor": "cascade", "anchors": [0]}, id="cascade"),
     ],
 )
 def test_settings_of_another_predictor_are_refused(folder, settings):

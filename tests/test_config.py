@@ -34,10 +34,6 @@ ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
         ("local_blocks", True),
         ("dense_tail_blocks", -1),
         ("curvature", "ollivier"),
-        ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("top_p", float("nan")),
-        ("top_p", "0.9"),
         ("sparsity", 1.0),
         ("redundancy", 2),
         ("max_density", 0),
@@ -66,7 +62,6 @@ ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
         ("exact_queries", 256),
         ("exact_queries", 2.0),
         ("exact_queries", False),
-        ("top_p", {}),
         ("min_length", 2**70),
         ("query_block", 2**70),
         ("key_block", 2**31),
@@ -197,7 +192,6 @@ def test_a_models_config_has_none_until_it_is_set():
 
 UNREAD = [
     pytest.param({"sparsity": 0.8}, "sparsity is 0.8, which predictor='rows' does", id="share"),
-    pytest.param({"top_p": 0.8}, "top_p is 0.8, which .*='flexprefill'", id="p"),
     pytest.param({"anchors": (0,)}, r"anchors is \(0,\), which predictor='rows'", id="anchors"),
     pytest.param(
         {"curvature": "additive"}, "curvature is 'additive', which .*predictor='frc'", id="rank"
@@ -206,14 +200,6 @@ UNREAD = [
         {"predictor": "frc", "typical_queries": 4},
         "typical_queries is 4, which .*='rows', predictor='cascade'",
         id="of-rows",
-    ),
-    pytest.param(
-        {"predictor": "random", "top_p": 0.8}, "top_p is 0.8, which predictor='ran", id="own"
-    ),
-    pytest.param(
-        {"predictor": "streaming", "sparsity": 0.8},
-        "sparsity is .* reads it .*predictor='oracle'",
-        id="window",
     ),
 ]
 
@@ -243,9 +229,7 @@ def test_a_saved_field_that_is_not_read_is_told_once(fields, _, monkeypatch):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"predictor": "mine", "sparsity": 0.8, "top_p": 0.5, "anchors": (3,)},
-        {"predictor": "streaming", "dense_tail_blocks": 0, "exact_queries": 0, "redundancy": 0},
-        {"predictor": "random", "sparsity": 0.8, "max_density": 0.5},
+        {"predictor": "mine", "sparsity": 0.8, "redundancy": 0.5, "anchors": (3,)},
         {"curvature": "none", "sparsity": 0},
         {"predictor": "frc", "sparsity": 0.8, "exact_queries": 0, "curvature": "additive"},
     ],
@@ -258,9 +242,6 @@ def test_what_a_change_leaves_unread_falls_back():
     config = CabConfig(mass_threshold=0.5, exact_queries=0, min_length=0)
     assert config.changed(predictor="frc", sparsity=0.5) == CabConfig(
         predictor="frc", sparsity=0.5, exact_queries=0, min_length=0
-    )
-    assert config.changed(predictor="streaming") == CabConfig(
-        predictor="streaming", exact_queries=0, min_length=0
     )
     with pytest.raises(ValueError, match="no field 'top_pp'"):
         config.changed(top_pp=0.5)
@@ -323,7 +304,7 @@ def test_decode_tokens_is_read_where_decode_is_sparse():
         CabConfig(decode_tokens=512)
     config = CabConfig(sparse_decode=True, decode_tokens=512)
     assert config.changed(sparse_decode=False) == CabConfig()
-    # saved before there was such a field
-    saved = CabConfig().to_dict()
+    # saved before there was such a field, and when there was one for rivals
+    saved = {**CabConfig().to_dict(), "top_p": None}
     del saved["decode_tokens"]
     assert CabConfig.from_dict(saved) == CabConfig()

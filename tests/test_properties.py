@@ -19,6 +19,7 @@ from valid_plan import require_valid
 from cab_hf import CabConfig
 from cab_hf.attention import cab_attention, cab_dense_attention
 from cab_hf.call.mask import cab_mask
+from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.hf.rotary import slow_channels
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor

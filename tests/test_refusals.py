@@ -167,7 +167,14 @@ def test_an_unknown_engine(model):
 @pytest.mark.parametrize(
     "saved",
     [
-        *({"budget": 3}, {"top_p": 7}, 0, ["top_p", 0.9], {"top_p": {}}, {"min_length": 2**70}),
+        *(
+            {"budget": 3},
+            {"redundancy": 7},
+            0,
+            ["redundancy", 0.9],
+            {"redundancy": {}},
+            {"min_length": 2**70},
+        ),
         *({"dense_layers": [99]}, {1: 2, "a": 3}),
     ],
     ids=repr,
@@ -200,7 +207,7 @@ def test_a_name_that_is_no_calibration(message):
     assert model.config.cab_config is None
 
 
-@pytest.mark.parametrize("message", [3, 0.8, [("top_p", 0.8)], type(SMALL)], ids=repr)
+@pytest.mark.parametrize("message", [3, 0.8, [("redundancy", 0.8)], type(SMALL)], ids=repr)
 def test_settings_of_another_kind(message):
     model = tiny_model()
     sentence = "config is .*; it must be a CabConfig, a dict of its fields, or the file of a calib"
@@ -211,7 +218,7 @@ def test_settings_of_another_kind(message):
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("saved", [{"top_p": {}}, {"min_length": 2**70}], ids=repr)
+@pytest.mark.parametrize("saved", [{"redundancy": {}}, {"min_length": 2**70}], ids=repr)
 def test_a_bad_saved_config_is_named_where_it_is_compiled(saved):
     model = tiny_model(num_hidden_layers=1)
     model.set_attn_implementation("cab")

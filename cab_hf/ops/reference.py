@@ -20,8 +20,6 @@ from cab_hf.plan import BlockPlan, Spans, once_per_spans
 
 # the most rows of attention computed at a time: bounds the token mask, not the result
 QUERY_CHUNK = 256
-# a mass target met within this is met: sums of thousands of float32 shares are no better
-TOP_P_TOLERANCE = 1e-5
 # far below any share that counts, and finite as a logarithm
 LEAST = 1e-30
 # cosines are compared in so many steps of one: what is closer counts as equal
@@ -58,29 +56,9 @@ def _blocked(x: Tensor, valid: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return blocks, F.pad(valid, (0, padding)).unflatten(1, (-1, block)).unsqueeze(1)
 
 
-def block_means(x: Tensor, valid: Tensor, block: int) -> Tensor:
-    """The mean of every block of x [B, H, N, D], float32 [B, H, M, D].
-
-    ``valid``, bool [B, N], is False for padding.
-    """
-    return _mean(*_blocked(x, valid, block))
-
-
 def _mean(blocks: Tensor, real: Tensor) -> Tensor:
     total = blocks.masked_fill(~real.unsqueeze(-1), 0.0).sum(-2)
     return total / real.sum(-1).clamp(min=1).unsqueeze(-1)
-
-
-def block_logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Logits of vectors of query blocks against those of key blocks, [B, H, M_q, M_k]."""
-    grouped = queries.unflatten(1, (keys.shape[1], -1))
-    return (grouped @ keys.unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scale
-
-
-def block_log_mass(logits: Tensor, visible: Tensor) -> Tensor:
-    """log softmax over the visible key blocks, -inf outside them."""
-    masked = logits.masked_fill(~visible, -torch.inf)
-    return F.log_softmax(masked, dim=-1).masked_fill(~visible, -torch.inf)
 
 
 def standardise(x: Tensor, visible: Tensor) -> Tensor:
@@ -120,25 +98,6 @@ def top_blocks(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
     order = score.masked_fill(~candidates, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     rank = order.argsort(-1)
     return candidates & (rank < count)
-
-
-def top_p_blocks(
-    log_mass: Tensor, forced: Tensor, visible: Tensor, top_p: Tensor, cap: Tensor
-) -> Tensor:
-    """bool: the smallest set of blocks that holds ``top_p``, forced ones first, at most ``cap``.
-
-    ``top_p`` broadcasts with the rows: one for each head, for each row, or for all.
-    """
-    share = log_mass.exp()
-    # a forced block's share counts, whatever its size: it goes to the front of the queue
-    queue = torch.where(forced, 2.0, share).masked_fill(~visible, -1.0)
-    order = queue.argsort(dim=-1, descending=True, stable=True)
-    queued = share.gather(-1, order)
-    before = queued.cumsum(-1) - queued
-    rank = torch.arange(queued.shape[-1], device=queued.device)
-    taken = (before < top_p - TOP_P_TOLERANCE) | (top_p >= 1)
-    taken = (taken & (rank < cap)).gather(-1, order.argsort(-1))
-    return (taken | forced) & visible
 
 
 def most_of_rows(bounds: Tensor, max_density: float) -> Tensor:

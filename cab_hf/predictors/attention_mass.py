@@ -93,11 +93,3 @@ def block_mass(
         by_block = F.pad(some, (0, 0, 0, -some.shape[2] % tiles)).unflatten(2, (-1, tiles)).sum(3)
         parts.append(block_sums(by_block, key_block // stride, blocks))
     return torch.cat(parts, dim=2)
-
-
-def column_sums(q: Tensor, k: Tensor, spans: Spans, scale: float) -> Tensor:
-    """Attention each key receives from all queries, float32 [B, H, N_k]."""
-    sums = torch.zeros(*q.shape[:2], k.shape[2], device=q.device)
-    for _, rows in attention_rows(q, k, spans, scale):
-        sums[..., : rows.shape[-1]] += rows.sum(2)
-    return sums

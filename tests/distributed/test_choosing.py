@@ -13,6 +13,7 @@ from valid_plan import require_valid
 from cab_hf import CabConfig, distributed
 from cab_hf.distributed import sharded
 from cab_hf.distributed.sharded import ShardedFrame
+from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, block_visibility
 from cab_hf.predictors import (

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cab_hf
 from cab_hf import distributed
 from cab_hf.distributed.layout import layout_of
+from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.plan import Spans
 
 BLOCK = 32

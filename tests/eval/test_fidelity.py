@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from words import CHAT, TEXT, make_tokenizer
 
 import cab_hf
-from cab_hf.config import BY_MASS, RANKING, CabConfig
+from cab_hf.config import CabConfig
 from cab_hf.eval import attention_time, comparison, fidelity, teacher_forcing
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.attention_time import AttentionClock
@@ -26,7 +26,8 @@ from cab_hf.eval.fidelity import Fidelity, Settings
 from cab_hf.eval.haystack import Haystack
 from cab_hf.eval.intervals import mean_interval, mean_of_intervals, paired_difference
 from cab_hf.eval.kv_cache import cache_name
-from cab_hf.eval.methods import METHODS
+from cab_hf.eval.methods import METHODS, last_queries
+from cab_hf.eval.methods.blocks import Chosen
 from cab_hf.eval.speed.timing import Bench, Timing
 from cab_hf.eval.teacher_forcing import (
     TeacherForced,
@@ -37,7 +38,6 @@ from cab_hf.eval.teacher_forcing import (
     greedy_match,
     nll,
 )
-from cab_hf.predictors import flexprefill
 from cab_hf.runs.log import read_file, read_log
 from cab_hf.runs.settings import read_settings, spelled
 from cab_hf.texts.needles import NOISE, QUESTION
@@ -787,7 +787,8 @@ def test_what_choosing_takes_is_what_authors_report(name, share, model_folder):
 
 
 def test_all_that_chooses_without_a_kernel_has_a_share():
-    rivals = {*RANKING, *BY_MASS, "streaming"}
+    rivals = {method.predictor for method in METHODS.values() if issubclass(method, Chosen)}
+    rivals |= {"streaming"}
     assert set(attention_time.REPORTED) == rivals
 
 
@@ -820,7 +821,7 @@ TIMED = ("--probes", "continuation", "--lengths", "1200", "--equal", "time")
 
 
 def test_densities_are_matched(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(flexprefill, "MIN_TOKENS", 32)
+    monkeypatch.setattr(last_queries, "MIN_TOKENS", 32)
     more = ("--probes", "perplexity", "--lengths", "1200", "--cab", "mass_threshold=0.02")
     results = command(model_folder, tmp_path, *more, methods=f"cab,{RIVALS},oracle")
     rows = {row["method"]: row for row in results["rows"]}
@@ -832,7 +833,7 @@ def test_densities_are_matched(model_folder, tmp_path, monkeypatch):
 def test_times_are_matched(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(comparison, "layer_bench", lambda device: DensityBench())
     # of which so short a text has too little to leave out
-    monkeypatch.setattr(flexprefill, "MIN_TOKENS", 32)
+    monkeypatch.setattr(last_queries, "MIN_TOKENS", 32)
     results = command(model_folder, tmp_path, *TIMED, methods=f"dense,cab,{RIVALS}")
     rows = {row["method"]: row for row in results["rows"]}
     cab = rows["cab"]["predict_ms"] + rows["cab"]["attend_ms"]

@@ -44,18 +44,13 @@ def names(kept):
 
 def test_the_newest_two_are_kept(kept):
     assert kept.newest() is None
-    for step in (2, 4, 6, 8):
+    # ordered as numbers
+    for step in (2, 4, 99_999_999, 100_000_000):
         save(kept, step)
-    assert names(kept) == ["step-00000006", "step-00000008"]
+    assert names(kept) == ["step-100000000", "step-99999999"]
     shared, mine = kept.load(kept.newest())
-    assert (shared["step"], shared["value"].tolist(), mine["data"]) == (8, [8, 8, 8], "8")
+    assert (shared["step"], shared["value"][0], mine["data"]) == (10**8, 10**8, "100000000")
     assert (kept.newest() / "adapter" / "weights").read_text() == "of the adapter"
-
-
-def test_steps_are_ordered_as_numbers(kept):
-    for step in (99_999_999, 100_000_000):
-        save(kept, step)
-    assert checkpoints.step_of(kept.newest()) == 100_000_000
 
 
 @pytest.mark.parametrize(
@@ -103,18 +98,6 @@ def test_all_is_on_disk_before_it_has_its_name(kept, monkeypatch):
     assert done[-1] == kept.folder
 
 
-def test_a_full_disk_leaves_the_older_ones(kept, monkeypatch):
-    save(kept, 1)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoints, "put_on_disk", full)
-    with pytest.raises(LogError, match="step-00000002 cannot be written .No space left"):
-        save(kept, 2)
-    assert checkpoints.step_of(kept.newest()) == 1
-
-
 @contextmanager
 def no_file_above(size):
     """As a full disk does it, the system refuses to write what is longer, in bytes."""
@@ -144,14 +127,6 @@ def test_whichever_library_finds_the_disk_full_the_sentence_is_the_same(kept, pa
     assert names(kept) == [".step-00000002.partial", "step-00000001"]
     save(kept, 2)
     assert names(kept) == ["step-00000001", "step-00000002"]
-
-
-def test_what_is_no_error_of_the_disk_stays_what_it_is(kept):
-    def fail(folder):
-        raise RuntimeError("a bug")
-
-    with pytest.raises(RuntimeError, match="a bug"):
-        kept.save(1, {}, {}, fail)
 
 
 def test_another_number_of_processes_is_refused(kept):

@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
-from torch.utils.checkpoint import checkpoint
 
 from cab_hf.finetune import loss
 from cab_hf.finetune.loss import IGNORED, linear_cross_entropy
@@ -64,15 +63,6 @@ def test_any_length_in_float32_errs_by_a_millionth(shape):
         assert (ours - exact).abs().max() <= 1e-6 * exact.abs().max()
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (2, 0)], ids=str)
-def test_no_tokens_have_no_loss(shape):
-    hidden, weight, labels = made(*shape)
-    total, count = linear_cross_entropy(hidden, weight, labels)
-    total.backward()
-    assert (total, count) == (0, 0)
-    assert hidden.grad.shape == hidden.shape and weight.grad.abs().max() == 0
-
-
 def test_what_is_ignored_may_be_anything():
     hidden, weight, labels = made(ignored=slice(5, 12))
     spoiled = hidden.detach().clone()
@@ -81,16 +71,6 @@ def test_what_is_ignored_may_be_anything():
     actual = gradients(linear_cross_entropy(spoiled, weight, labels)[0], spoiled, weight)
     expected = gradients(linear_cross_entropy(hidden, weight, labels)[0], hidden, weight)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-def test_sums_of_parts_are_the_sum_of_all():
-    hidden, weight, labels = made(ignored=slice(3, 20))
-    complete = linear_cross_entropy(hidden, weight, labels)
-    parts = [
-        linear_cross_entropy(hidden[:, part], weight, labels[:, part])
-        for part in (slice(0, 11), slice(11, None))
-    ]
-    torch.testing.assert_close(complete, tuple(a + b for a, b in zip(*parts, strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -159,29 +139,6 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(trained):
     assert largest.made == 640 * VOCABULARY
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "tokens"),
-    [
-        pytest.param(128_256, 512, id="llama3"),
-        pytest.param(49_152, 1280, id="smollm2"),
-        pytest.param(2_000_000, 128, id="huge"),
-    ],
-)
-def test_how_long_a_chunk_is(vocabulary, tokens):
-    assert loss._tokens_of_chunk(vocabulary) == tokens
-
-
-def test_it_may_be_computed_again_under_checkpointing():
-    hidden, weight, labels = made()
-
-    def total(hidden, weight):
-        return linear_cross_entropy(hidden, weight, labels, chunk_tokens=8)[0]
-
-    again = checkpoint(total, hidden, weight, use_reentrant=False)
-    expected = gradients(total(hidden, weight), hidden, weight)
-    torch.testing.assert_close(gradients(again, hidden, weight), expected, rtol=0, atol=0)
-
-
 class Head(nn.Module):
     """One layer and a head, frozen or not, as DDP sees them."""
 
@@ -227,12 +184,3 @@ def test_what_is_refused(change, sentence, monkeypatch):
     hidden, weight, labels = made()
     with pytest.raises(ValueError, match=sentence):
         linear_cross_entropy(**{"hidden": hidden, "weight": weight, "labels": labels, **change})
-
-
-def test_liger_is_not_taken_for_what_it_does_not_compute(monkeypatch):
-    monkeypatch.setattr(loss, "find_spec", lambda name: name)
-    hidden, weight, labels = made()
-    with pytest.raises(ValueError, match="the products are torch.float64 on cpu"):
-        linear_cross_entropy(hidden, weight, labels, kernel="liger")
-    total, _ = linear_cross_entropy(hidden, weight, labels, kernel="auto")
-    torch.testing.assert_close(total, by_torch(hidden, weight, labels))

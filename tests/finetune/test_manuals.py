@@ -74,11 +74,6 @@ def test_files_of_a_folder_are_one_document(monkeypatch, least, expected):
         assert manuals.documents(sdist(files), "docs") == expected
 
 
-def test_another_folder_is_no_part_of_a_manual():
-    assert manuals.documents(sdist(FILES), "docs/inner") == ["inner"]
-    assert manuals.documents(sdist(FILES), "doc") == []
-
-
 class Index:
     """A package index on this machine, and what it was asked for: (path, authorization)."""
 
@@ -129,7 +124,7 @@ def test_they_are_downloaded_once(index, tmp_path):
 def test_they_are_a_source_of_texts(index, streaming):
     source = make_source("manuals", text_field="other", streaming=streaming)
     assert source.name == "manuals"
-    assert [row[source.field] for row in source.dataset] == TEXTS
+    assert [row["text"] for row in source.dataset] == TEXTS
 
 
 def test_a_machine_without_an_index_takes_the_file_of_another(index, monkeypatch, tmp_path):
@@ -157,16 +152,6 @@ def test_what_is_not_as_pinned_is_not_kept(index, monkeypatch, tmp_path, other):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_broken_download_leaves_nothing(index, monkeypatch, tmp_path):
-    def broken(sdist):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(manuals, "download", broken)
-    with pytest.raises(KeyboardInterrupt):
-        manuals.manuals_file()
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("address", "why"),
     [
@@ -181,17 +166,6 @@ def test_without_an_index_it_says_what_to_do(index, monkeypatch, address, why):
     with pytest.raises(UsageError, match=shown) as refused:
         make_source("manuals")
     assert "\n" not in str(refused.value)
-
-
-def test_a_version_that_no_index_has_is_refused(index):
-    with pytest.raises(UsageError, match=r"thing-2.0.tar.gz could not .* \(no index has it\)"):
-        manuals.download("thing-2.0.tar.gz")
-
-
-def test_a_second_index_is_asked_too(index, monkeypatch, tmp_path):
-    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", f"http://127.0.0.1:1 http://{index.address}/")
-    monkeypatch.setenv("PIP_INDEX_URL", tmp_path.as_uri())
-    assert manuals.download("thing-1.0.tar.gz") == sdist(FILES)
 
 
 def test_an_index_on_a_disk_is_one(index, monkeypatch, tmp_path):

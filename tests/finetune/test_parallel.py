@@ -15,7 +15,6 @@ from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.settings import Settings
 from cab_hf.finetune.validation import Validation
 from cab_hf.runs.log import read_log
-from cab_hf.runs.settings import UsageError
 
 # two documents and a rest of padding to a sequence
 WORDS = [
@@ -233,42 +232,9 @@ def test_a_key_is_found_where_every_process_foresees_its_part(four):
     assert [result for result, _ in four.run(4, passkeys_on_a_process, (1, 3))] == [meant] * 4
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        pytest.param(["--cp", "0"], "cp is 0; it must be a whole number from 1 on", id="none"),
-        pytest.param(["--cp", "2"], "cp must divide the 1 processes of the run", id="too many"),
-        pytest.param(
-            ["--cp", "2", "--attention", "sdpa"],
-            "attention is 'sdpa'; it must be one of cab, cab_frc, cab_dense with cp=2",
-            id="attention",
-        ),
-        pytest.param(
-            ["--cp", "4"],
-            "length is 512; it must be 1024 or more with cp=4, 256 for each process",
-            id="length",
-        ),
-    ],
-)
-def test_what_cannot_be_dealt_out_is_refused_in_one_line(tmp_path, capsys, words, message):
-    status = 0
-    try:
-        status = lora.main([*WORDS, *words, "--out", str(tmp_path / "run")])
-    except SystemExit as ended:
-        status = ended.code
-    assert status == 2
-    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith(lora.PROG)]
-    assert message in line
-
-
-def test_steps_and_runs_are_told_apart_by_cp():
-    one, two = (Settings(data=("a.txt",), length=1024, cp=cp) for cp in (1, 2))
-    assert one.identity(4) != two.identity(4)
-    # groups of processes, and not processes, have sequences
-    asked = {"data": ("a.txt",), "length": 1024, "tokens_per_step": 8192}
-    assert Settings(**asked, cp=2).accumulation(4) == 4
-    with pytest.raises(UsageError, match="6144 .6 groups of 2 processes x length 1024"):
-        Settings(**asked, cp=2).accumulation(12)
+def test_processes_that_cp_does_not_divide_are_refused(tmp_path, capsys):
+    assert lora.main([*WORDS, "--cp", "2", "--out", str(tmp_path / "run")]) == 2
+    assert "cp must divide the 1 processes of the run" in capsys.readouterr().err
 
 
 def test_a_dry_run_divides_what_a_sequence_takes(tmp_path):

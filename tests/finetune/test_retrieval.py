@@ -10,7 +10,7 @@ from words import CHAT, TEXT, make_tokenizer
 from cab_hf.eval.haystack import Haystack
 from cab_hf.finetune import sources
 from cab_hf.finetune.data import IGNORED, Packed, held_out, make_source
-from cab_hf.finetune.retrieval import KEYS, KINDS, Entry, parse_entry, retrieval_document
+from cab_hf.finetune.retrieval import KEYS, KINDS, retrieval_document
 from cab_hf.runs.settings import UsageError
 from cab_hf.texts import needles
 from cab_hf.texts.documents import plain_document, recall_document
@@ -75,19 +75,6 @@ def test_a_question_at_the_end_is_worded_as_the_evaluations_word_it(kind, tokeni
     assert read.endswith(after)
 
 
-def test_every_key_of_several_is_asked_for():
-    document = document_of("multi", "chat")
-    asking = document.answers[0][0] - 30
-    asked = text_of(TOKENIZERS["chat"], document.tokens[asking:])
-    assert asked.count("Whatisthepasskeyfor") == KEYS["multi"]
-    assert list(document.answers) == sorted(document.answers)
-    orders = {
-        tuple(sorted(range(4), key=document_of("multi", index=index).needles.__getitem__))
-        for index in range(9)
-    }
-    assert len(orders) > 3
-
-
 def test_distractors_are_other_numbers():
     def numbers(kind):
         document = document_of(kind, length=2000)
@@ -100,12 +87,6 @@ def test_distractors_are_other_numbers():
     assert len(others) > 5
     worded = [each.replace(" ", "").partition("{}")[0] for each in DISTRACTORS]
     assert all(any(f"{each}{number}" in read for each in worded) for number in others)
-
-
-@pytest.mark.parametrize(("length", "keys"), [(900, 12), (800, 12), (400, 6), (250, 3)])
-def test_short_texts_repeat_fewer_keys(length, keys):
-    document = document_of("recall", length=length)
-    assert len(document.tokens) == length and len(document.answers) == keys
 
 
 @pytest.mark.parametrize("length", [LENGTH, 4001])
@@ -132,12 +113,6 @@ def test_sentences_and_keys_are_said_again_in_another_order(length):
     assert any(each in needles.NAMES for each in keys)
     assert any(each.startswith("locker") for each in keys) and len(keys) == len({*keys}) > 20
     assert list(document.needles) != sorted(document.needles)
-
-
-def test_keys_stand_anywhere_in_the_text():
-    places = sorted(document_of("passkey", index=index).needles[0][0] for index in range(40))
-    assert places[0] < LENGTH * 0.1 and places[-1] > LENGTH * 0.85
-    assert LENGTH * 0.3 < places[20] < LENGTH * 0.7
 
 
 @kinds
@@ -219,28 +194,6 @@ def test_keys_are_hidden_in_the_text_of_the_sources_beside(texts):
         assert "grassisgreen" not in read
 
 
-def test_another_text_is_around_the_keys_of_each_document():
-    texts = [f"{name} slept. " * 400 for name in needles.NAMES]
-    read = [
-        text_of(TOKENIZERS["chat"], item["input_ids"])
-        for item in read_of("retrieval:passkey", texts, count=8)
-    ]
-    assert len({max(needles.NAMES, key=each.count) for each in read}) == 8
-
-
-def test_a_long_text_is_not_always_read_from_its_start():
-    texts = ["".join(f"{name} slept. " * 600 for name in needles.NAMES)]
-    items = read_of("retrieval:passkey", texts, count=8)
-    read = [text_of(TOKENIZERS["chat"], item["input_ids"]) for item in items]
-    assert len({max(needles.NAMES, key=each.count) for each in read}) > 4
-
-
-def test_without_text_beside_keys_are_hidden_in_noise():
-    for texts in ([], [" ", ""]):
-        (item,) = read_of("retrieval:passkey", texts, count=1)
-        assert "grassisgreen" in text_of(TOKENIZERS["chat"], item["input_ids"])
-
-
 # --- apart from the evaluations
 
 
@@ -288,34 +241,7 @@ def test_no_document_is_one_of_the_evaluations(monkeypatch):
     assert len(drawn["training"]) > 2 * 4 * len(KINDS)
 
 
-def test_held_out_documents_are_others():
-    mixture = [(make_source("retrieval:passkey"), 1)]
-    packed = Packed(TOKENIZERS["plain"], mixture, LENGTH, 0)
-    trained = {tuple(next(packed)["input_ids"].tolist()) for _ in range(4)}
-    kept = {
-        tuple(item["input_ids"].tolist())
-        for item in held_out(TOKENIZERS["plain"], mixture, LENGTH, 4)
-    }
-    assert len(trained) == len(kept) == 4
-    assert not trained & kept
-
-
 # --- entries
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("retrieval:passkey", Entry(("passkey",), None)),
-        ("retrieval:passkey+multi+recall:32768", Entry(("passkey", "multi", "recall"), 32768)),
-        (
-            "retrieval:recall+recall+distractors:900",
-            Entry(("recall", "recall", "distractors"), 900),
-        ),
-    ],
-)
-def test_an_entry_is_read(name, expected):
-    assert parse_entry(name) == expected
 
 
 @pytest.mark.parametrize(
@@ -332,16 +258,6 @@ def test_an_entry_is_read(name, expected):
 def test_what_is_no_entry_is_refused(name, message):
     with pytest.raises(UsageError, match=message):
         make_source(name)
-
-
-def test_keys_alone_are_of_names_first():
-    document, words = document_of("keys", length=300), TOKENIZERS["plain"]
-    read = text_of(words, document.tokens)
-    names = re.findall(r"(?:Thepasskeyfor)?([A-Z][a-z]+?)(?:is)?\d{5}\.", read)
-    assert len(document.tokens) == 300 and "locker" not in read
-    assert len(document.answers) == len({*names}) > 10
-    assert all(names.count(name) == 2 for name in names[: len(document.answers)])
-    assert "locker" in text_of(words, document_of("keys", length=2000).tokens)
 
 
 @pytest.mark.parametrize("kind", (*KEYS, "repeats", "keys"))

@@ -7,12 +7,11 @@ import torch
 import transformers
 from held import Held
 from tiny import SIZES, tiny_model, tokens
-from torch import nn
 
 from cab_hf.finetune import loss, meter
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
 from cab_hf.finetune.objective import Objective
-from cab_hf.finetune.tiles import TILE, TILED_ABOVE, compute_in_tiles, tile_of, untiled_mlps
+from cab_hf.finetune.tiles import compute_in_tiles, untiled_mlps
 
 TARGETS = ("q_proj", "k_proj", "o_proj", "down_proj")
 LENGTH, TILE_TOKENS = 300, 64
@@ -130,17 +129,6 @@ def test_an_mlp_is_computed_twice_and_not_three_times():
     assert len(calls) == 2 * 3
 
 
-def test_tiles_are_set_anew():
-    model, calls = adapted(), []
-    mlp = model.get_base_model().model.layers[0].mlp
-    mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
-    for tile in (100, LENGTH):
-        compute_in_tiles(model, tile)
-    with torch.no_grad():
-        Objective(model, "chunks")(batch())
-    assert len(calls) == 1
-
-
 def test_without_gradients_results_are_the_same():
     model = adapted()
     with torch.no_grad():
@@ -156,43 +144,13 @@ def mixture():
     return with_lora(model, ("q_proj",), 4, 8)
 
 
-class Shifted(nn.Module):
-    """An MLP with a parameter of its own, which might be anything."""
-
-    def __init__(self):
-        super().__init__()
-        self.mixed = nn.Parameter(torch.ones(48))
-
-    def forward(self, x):
-        return x + self.mixed * x.roll(1, 1)
-
-
-def with_its_own_mlp():
-    model = adapted()
-    model.get_base_model().model.layers[1].mlp = Shifted()
-    return model
-
-
-@pytest.mark.parametrize(
-    ("made", "name"),
-    [(mixture, "MixtralSparseMoeBlock"), (with_its_own_mlp, "Shifted")],
-    ids=["a mixture of experts", "something else"],
-)
-def test_what_may_not_compute_each_token_by_itself_is_left_and_named(made, name):
-    model = made().train()
+def test_experts_are_left_as_they_are_and_named():
+    model = mixture().train()
     expected = learnt(model)
     model.zero_grad()
-    assert untiled_mlps(model) == [name]
+    assert untiled_mlps(model) == ["MixtralSparseMoeBlock"]
     compute_in_tiles(model, TILE_TOKENS)
     check_alike(learnt(model), expected)
     # the estimate does not count on tiles then
     cost = meter.Cost.of(model)
     assert meter.memory(cost, LENGTH, tile=TILE_TOKENS) == meter.memory(cost, LENGTH)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "asked", "tile"),
-    [(TILED_ABOVE, None, 0), (TILED_ABOVE + 1, None, TILE), (9, 4, 4), (2**20, 0, 0)],
-)
-def test_long_sequences_are_computed_in_tiles_unless_told_otherwise(tokens, asked, tile):
-    assert tile_of(tokens, asked) == tile

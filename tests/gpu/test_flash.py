@@ -169,7 +169,7 @@ def test_flash_is_captured_in_a_cuda_graph(hopper, blocks):
         torch.testing.assert_close(captured, usual, atol=0.02, rtol=0.02)
 
 
-def test_the_private_interface_is_the_one_that_is_called(gpu):
+def test_the_private_interface_is_the_one_that_is_called(hopper):
     """The kernels of a beta: what they are called with, by name and by place."""
     parts = flash._flash()
     forward, backward = (

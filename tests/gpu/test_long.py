@@ -19,7 +19,7 @@ SCALE = DIM**-0.5
 # those that RoPE turns slowest
 SLOW = (*range(32, 64), *range(96, 128))
 # random heads are flat: every row of blocks fills its budget
-CONFIG = CabConfig(mass_threshold=0.08, max_density=0.02, dense_tail_blocks=0)
+CONFIG = CabConfig(mass_threshold=1e-4, max_density=0.02, dense_tail_blocks=0)
 # rows of a plan that one comparison looks at: their masks are as long as the prompt
 ROWS = 8
 

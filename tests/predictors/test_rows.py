@@ -217,7 +217,7 @@ def test_the_same_under_torch_compile():
         ({"typical_queries": 64}, "typical_queries is 64; it must be a power of two"),
         ({"mass_threshold": 1.5}, "mass_threshold is 1.5; it must be in"),
         ({"share_threshold": 0}, "share_threshold is 0; it must be in"),
-        ({"top_p": 0.5}, "top_p is 0.5, which predictor='rows' does not read"),
+        ({"sparsity": 0.5}, "sparsity is 0.5, which predictor='rows' does not read"),
         ({"predictor": "frc"}, "exact_queries is 4, which predictor='frc' does not read"),
     ],
     ids=str,

@@ -1,0 +1,306 @@
+"""What a method is, what it is fitted to, and the methods that need no predictor of their own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache
+from statistics import fmean
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+import cab_hf
+from cab_hf.config import CabConfig
+from cab_hf.decode.step import decodes_sparsely
+from cab_hf.eval.kv_cache import read_on
+from cab_hf.plan import Spans
+from cab_hf.predictors import LayerContext, make_predictor
+
+BUDGET_STEPS = 1000  # a share of a row, or of the mass, is fitted to this fraction
+CLOSE = 0.01  # times this close to the budget are as good: they are measured no closer
+# fields that only CAB reads: how it chooses and decodes
+OWN = ("exact_queries", "typical_queries", "mass_threshold", "share_threshold")
+OWN += ("sparse_decode", "decode_tokens")
+PROBE_DIM = 16  # head dim of the random q and k that a budget is fitted on
+SEED = 0  # of the probe
+
+# () -> density per layer since the last call, None for a layer computed dense
+LayerDensities = Callable[[], list[float | None]]
+# config -> its density in the sparse layers of a model, or ms of attention, on a text of a cell
+Realised = Callable[[CabConfig], float]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a method is fitted to.
+
+    Attributes:
+        config: CAB's; block sizes, engine and dense layers hold for every method.
+        budget: what to match: the density in the layers that are not dense, or ms with ``took``.
+        length: tokens of the prompts.
+        device: where fitting computes.
+        realised: measures the density of a config on a text of the cell.
+        layers: how many the model has.
+        took: measures ms of attention, choosing included; None where densities are matched.
+    """
+
+    config: CabConfig
+    budget: float | None
+    length: int
+    device: torch.device | str = "cpu"
+    realised: Realised | None = field(default=None, repr=False)
+    layers: int | None = None
+    took: Realised | None = field(default=None, repr=False)
+
+    @property
+    def shared(self) -> CabConfig:
+        """What of the config holds for every method: all but what CAB alone reads (`OWN`)."""
+        usual = {name: getattr(CabConfig, name) for name in OWN}
+        return self.config.changed(predictor="rows", **usual)
+
+
+def layers_of(model: PreTrainedModel) -> int:
+    """How many layers the text model of ``model`` has."""
+    return model.config.get_text_config().num_hidden_layers
+
+
+def known(config: CabConfig) -> CabConfig:
+    """``config`` itself. Raises ValueError for a predictor that is not registered."""
+    make_predictor(config)
+    return config
+
+
+def nearest(
+    choices: Sequence[T], config_of: Callable[[T], CabConfig], cell: Cell, density: Realised
+) -> CabConfig:
+    """Of configs in order of rising ``density`` the one nearest to the cell's budget.
+
+    Where the cell matches times, they are taken instead, and the first within `CLOSE` will do.
+
+    Raises:
+        ValueError: the budget is no density, where one is to be matched.
+    """
+    measure = cell.took or density
+    if cell.budget is None or not (0 < cell.budget <= 1 or cell.took):
+        raise ValueError(f"budget must be a density in (0, 1] to match; got {cell.budget!r}")
+
+    @cache
+    def beyond(place: int) -> float:
+        return measure(config_of(choices[place])) - cell.budget
+
+    enough = CLOSE * cell.budget if cell.took else 0.0
+    low, high = 0, len(choices)
+    while low < high:
+        middle = (low + high) // 2
+        if abs(beyond(middle)) <= enough:
+            return config_of(choices[middle])
+        low, high = (middle + 1, high) if beyond(middle) < 0 else (low, middle)
+    neighbours = range(len(choices))[max(0, low - 1) : low + 1]
+    return config_of(choices[min(neighbours, key=lambda place: abs(beyond(place)))])
+
+
+def nearest_on_probe(
+    choices: Sequence[T], config_of: Callable[[T], CabConfig], cell: Cell
+) -> CabConfig:
+    """`nearest` by the density on random q and k of one head.
+
+    It is exact for methods that keep a number of blocks a row, whichever these are.
+    """
+    length, device = cell.length, cell.device
+    generator = torch.Generator(device).manual_seed(SEED)
+    q, k = torch.randn(2, 1, 1, length, PROBE_DIM, generator=generator, device=device)
+    call = LayerContext(Spans.causal(1, length, length, device), PROBE_DIM**-0.5)
+    probe = lambda config: make_predictor(config)(q, k, call).density()  # noqa: E731
+    return nearest(choices, config_of, cell, probe)
+
+
+def fitted_sparsity(config: CabConfig, cell: Cell) -> CabConfig:
+    """``config`` with the sparsity that realises the cell's budget, forced blocks counted."""
+    dropped = range(BUDGET_STEPS - 1, -1, -1)
+    return nearest_on_probe(dropped, lambda d: replace(config, sparsity=d / BUDGET_STEPS), cell)
+
+
+def realised_on(model: PreTrainedModel, tokens: Sequence[int]) -> Realised:
+    """Measures how much of ``tokens`` a config attends when ``model`` reads them."""
+
+    @torch.no_grad()
+    def realised(config: CabConfig) -> float:
+        ids = torch.tensor([tokens], device=model.device)
+        with Cab(config).applied(model) as densities:
+            model(ids, use_cache=False, logits_to_keep=1)
+            sparse = [density for density in densities() if density is not None]
+        return fmean(sparse) if sparse else 1.0
+
+    return realised
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """Base of all methods."""
+
+    name: ClassVar[str]
+    matched: ClassVar[bool] = False  # whether `fit` needs a budget
+    hides_needle: ClassVar[bool] = False  # whether its prompts lack what they ask for
+    dense_prefill: ClassVar[bool] = False  # whether only its steps differ from dense attention
+    decodes: ClassVar[str] = "densely"  # what a step attends behind its prefill
+
+    @classmethod
+    def fit(cls, cell: Cell) -> Method:
+        """The method set up for ``cell``. Raises ValueError when a budget is needed and missing."""
+        return cls()
+
+    @abstractmethod
+    def applied(self, model: PreTrainedModel) -> AbstractContextManager[LayerDensities]:
+        """The method is on inside; what was there before is back afterwards."""
+
+    def cache(self, model: PreTrainedModel) -> Cache:
+        """An empty KV cache for texts that ``model`` reads while the method is on."""
+        return DynamicCache(config=model.config)
+
+    def stepping(self) -> AbstractContextManager[Any]:
+        """The context in which steps of decoding are computed."""
+        return nullcontext()
+
+    def step_tokens(self, model: PreTrainedModel, length: int) -> float:
+        """Tokens of a text of ``length`` whose keys and values have the bytes that a step reads."""
+        return length
+
+    def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool | None:
+        """Whether the queries from ``asking`` on may see a token of ``needle`` = [start, end).
+
+        None where that is not fixed before the text is seen.
+        """
+        return None
+
+
+@dataclass(frozen=True)
+class Dense(Method):
+    """The model's own attention as it was loaded: the upper bar."""
+
+    name = "dense"
+
+    @contextmanager
+    def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
+        yield lambda: [None]
+
+
+@dataclass(frozen=True)
+class NoNeedle(Dense):
+    """Control: dense attention on prompts without the needle, which gives the rate of guessing."""
+
+    name = "no_needle"
+    hides_needle = True
+
+
+@dataclass(frozen=True)
+class Cab(Method):
+    """CAB with the config of this evaluation (`cab_hf.CabConfig`)."""
+
+    name = "cab"
+    config: CabConfig
+
+    @classmethod
+    def fit(cls, cell: Cell) -> Cab:
+        return cls(cell.config)
+
+    @contextmanager
+    def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
+        with cab_hf.cab(model, config=self.config):
+            cab_hf.stats(model, reset=True)
+            yield lambda: [layer["density"] for layer in cab_hf.stats(model, reset=True)]
+
+    def cache(self, model: PreTrainedModel) -> Cache:
+        return cab_hf.index_cache(model) if self.config.sparse_decode else super().cache(model)
+
+    @torch.no_grad()
+    def step_tokens(self, model: PreTrainedModel, length: int) -> float:
+        """The index of all tokens, and ``decode_tokens`` rows of K and V; the mean over layers.
+
+        In tokens, that is decode_tokens + length * (bytes of a token in the index) / (bytes of its
+        K and V). Layers behind an anchor read no index, those that decode densely read all tokens.
+        """
+        config, wanted = self.config, self.config.decode_tokens
+        if not decodes_sparsely(config, length):
+            return length
+        with self.applied(model):
+            cache = self.cache(model)
+            ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+            read_on(model, ids, cache)
+        rows = wanted if isinstance(wanted, int) else wanted * length
+        layers = []
+        for at, layer in enumerate(cache.layers):
+            index = getattr(layer, "index", None)
+            if index is not None:
+                row = layer.keys[0, 0, 0].nbytes + layer.values[0, 0, 0].nbytes
+                layers.append(rows + length * index.nbytes / layer.keys[..., 0].numel() / row)
+            else:
+                shares = config.anchors and at not in config.dense_layers
+                layers.append(rows if shares else length)
+        return fmean(layers)
+
+
+@dataclass(frozen=True)
+class Full(Cab):
+    """Control: the sparse path told to keep every block. Must answer as dense does.
+
+    Its steps are computed in plain PyTorch: prefill and decode are exact, by other kernels than
+    those of `Dense`, and what differs is rounding.
+    """
+
+    name = "full"
+
+    @classmethod
+    def fit(cls, cell: Cell) -> Full:
+        return cls(cell.shared.changed(mass_threshold=0.0, max_density=1.0))
+
+    def stepping(self) -> AbstractContextManager[Any]:
+        return sdpa_kernel(SDPBackend.MATH)
+
+
+@dataclass(frozen=True)
+class Published(Cab):
+    """The published CAB recipe (`CabConfig.published`, Forman curvature) at the matched budget.
+
+    Block sizes, sinks and local blocks are the recipe's own, which has no dense tail.
+    """
+
+    name = "published"
+    matched = True
+
+    @classmethod
+    def fit(cls, cell: Cell) -> Published:
+        kept = ("min_length", "dense_layers", "engine")
+        shared = {field: getattr(cell.config, field) for field in kept}
+        return cls(fitted_sparsity(CabConfig.published(**shared), cell))
+
+
+def exact_readings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence on the rows that say as ``never_sparse`` that no layer attended sparsely."""
+    result = dict.fromkeys(
+        f"{row['method']} at {row['length']} tokens" for row in rows if row.get("never_sparse")
+    )
+    if not result:
+        return []
+    return [
+        f"No layer attended sparsely under {', '.join(result)}: what stands there is dense "
+        "attention's."
+    ]
+
+
+def never_sparse(method: type[Method], samples: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a method that chooses blocks has attended none of its samples sparsely.
+
+    A cache that keeps some tokens alone reads prompts densely, and decodes sparsely.
+    """
+    given = [s for s in samples if "sparse_density" in s]
+    dense = all(
+        s["sparse_density"] is None and s.get("step_tokens", s.get("tokens")) == s.get("tokens")
+        for s in given
+    )
+    return issubclass(method, Cab) and bool(given) and dense

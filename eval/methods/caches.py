@@ -1,0 +1,296 @@
+"""Methods that drop tokens from the KV cache for good, behind a dense prefill."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import sdpa_mask
+
+from cab_hf.eval.methods.base import Cell, Dense, LayerDensities, Method, layers_of
+from cab_hf.plan import Spans
+from cab_hf.predictors.attention_mass import attention_rows
+
+SNAP_WINDOW, SNAP_KERNEL = 32, 5  # of SnapKV: queries that choose, keys that are averaged
+SINKS = 4  # of StreamingLLM
+
+
+class SinkLayer(DynamicLayer):
+    """A layer's cache of the first ``sinks`` tokens and the latest, ``tokens`` in all."""
+
+    def __init__(self, sinks: int, tokens: int) -> None:
+        super().__init__()
+        self.sinks, self.tokens = sinks, tokens
+        self.cumulative_length = 0  # tokens read so far
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
+        """What was kept and the new [B, H_kv, N, D], of which the latest replace the oldest."""
+        keys, values = super().update(key_states, value_states)
+        self.cumulative_length += key_states.shape[-2]
+        gone = keys.shape[-2] - self.tokens
+        if gone > 0:
+            self.keys, self.values = (
+                torch.cat([x[:, :, : self.sinks], x[:, :, self.sinks + gone :]], dim=2)
+                for x in (keys, values)
+            )
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        kept = super().get_seq_length()
+        # all that is kept stands before the queries
+        return kept + query_length, self.cumulative_length - kept
+
+
+def sink_cache(model: PreTrainedModel, sinks: int, tokens: int) -> Cache:
+    """A cache that keeps in every layer the first ``sinks`` and the latest of ``tokens`` tokens."""
+    layers = range(layers_of(model))
+    return Cache(layers=[SinkLayer(sinks, max(tokens, sinks + 1)) for _ in layers])
+
+
+@dataclass(frozen=True)
+class StreamingCache(Dense):
+    """StreamingLLM's cache behind a dense prefill: 4 sinks and the latest of ``tokens`` tokens.
+
+    Tokens keep the positions they have in the text, as of `Streaming`.
+    """
+
+    name = "streaming"
+    decodes = "sinks and window"
+    tokens: int
+
+    def cache(self, model: PreTrainedModel) -> Cache:
+        return sink_cache(model, SINKS, self.tokens)
+
+    def step_tokens(self, model: PreTrainedModel, length: int) -> float:
+        return min(self.tokens, length)
+
+
+class Kept(NamedTuple):
+    """The tokens that are left to a layer, in the order of the text.
+
+    Attributes:
+        k, v: [B, H_kv, M, D].
+        received: float32 [B, H_kv, M], attention by which they are judged.
+    """
+
+    k: Tensor
+    v: Tensor
+    received: Tensor
+
+    def evicted(self, tokens: int, recent: int) -> Kept:
+        """``tokens`` of them, or all: the ``recent`` latest, and those that received most."""
+        length = self.received.shape[-1]
+        if length <= tokens:
+            return self
+        old = length - recent
+        heavy = self.received[..., :old].topk(tokens - recent, dim=-1, sorted=False).indices
+        latest = torch.arange(old, length, device=heavy.device).expand(*heavy.shape[:2], -1)
+        at = torch.cat([heavy.sort(-1).values, latest], dim=-1)
+        k, v = (x.gather(2, at.unsqueeze(-1).expand(-1, -1, -1, x.shape[-1])) for x in self[:2])
+        return Kept(k, v, self.received.gather(2, at))
+
+
+@dataclass(frozen=True)
+class KeepsSome(Method):
+    """Base of caches that keep some tokens a KV head, by attention, behind a dense prefill.
+
+    Density is the kept share of the prompt's keys, which is not a share of prefill work: there is
+    none saved. Requires prompts without padding.
+    """
+
+    matched = True
+    dense_prefill = True
+    tokens: int
+
+    @classmethod
+    def fit(cls, cell: Cell) -> KeepsSome:
+        if cell.budget is None:
+            raise ValueError(
+                f"{cls.name} needs a budget: the share of the prompt's keys that is kept."
+            )
+        return cls(max(2, round(cell.budget * cell.length)))
+
+    @abstractmethod
+    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Kept:
+        """What a prompt leaves: q [B, H, N, D], k and v [B, H_kv, N, D]."""
+
+    @abstractmethod
+    def of_step(self, kept: Kept, given: Tensor) -> Kept:
+        """What a step leaves, whose query has ``given`` this attention [B, H_kv, M]."""
+
+    @contextmanager
+    def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
+        kept: WeakKeyDictionary[nn.Module, Kept] = WeakKeyDictionary()
+        shares: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
+        attention = f"cab_{self.name}"
+        AttentionInterface.register(attention, partial(self.attend, kept, shares))
+        AttentionMaskInterface.register(attention, sdpa_mask)
+        before = model.config.get_text_config()._attn_implementation
+        model.set_attn_implementation(attention)
+        try:
+            yield lambda: list(shares.values())
+        finally:
+            model.set_attn_implementation(before)
+
+    def step_tokens(self, model: PreTrainedModel, length: int) -> float:
+        return min(self.tokens, length)
+
+    @torch.no_grad()
+    def attend(
+        self,
+        kept: MutableMapping[nn.Module, Kept],
+        shares: MutableMapping[nn.Module, float],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, None]:
+        """What transformers calls: query [B, H, N_q, D] -> ([B, N_q, H, D], None).
+
+        ``kept`` has what is left to each module, ``shares`` how much of the prompt that was.
+        """
+        q_length, kv_length = query.shape[2], key.shape[2]
+        prefill = q_length == kv_length
+        if attention_mask is not None or not (prefill or q_length == 1):
+            masked = "" if attention_mask is None else " with a mask"
+            raise ValueError(
+                f"{self.name} takes a whole prompt without padding, then single tokens; got "
+                f"{q_length} queries on {kv_length} keys{masked}."
+            )
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if prefill:
+            spans = Spans.causal(query.shape[0], q_length, kv_length, query.device)
+            kept[module] = self.of_prompt(query, key, value, spans, scale)
+            shares[module] = min(1.0, self.tokens / kv_length)
+            out = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scale, enable_gqa=True
+            )
+        else:
+            k, v, received = kept[module]
+            k, v = (torch.cat([x, new[:, :, -1:]], 2) for x, new in ((k, key), (v, value)))
+            grouped = query.unflatten(1, (key.shape[1], -1)).squeeze(3).float()
+            weights = (grouped @ k.float().transpose(-1, -2) * scale).softmax(-1)
+            kept[module] = self.of_step(Kept(k, v, F.pad(received, (0, 1))), weights.sum(2))
+            out = (weights @ v.float()).to(query.dtype).flatten(1, 2).unsqueeze(2)
+        return out.transpose(1, 2).contiguous(), None
+
+
+def by_kv_head(received: Tensor, k: Tensor) -> Tensor:
+    """[B, H, N] -> [B, H_kv, N]: what the query heads of a group give together."""
+    return received.unflatten(1, (k.shape[1], -1)).sum(2)
+
+
+@dataclass(frozen=True)
+class H2O(KeepsSome):
+    """Heavy-hitter oracle: evict what little attention was paid to (Zhang et al. 2023, 2306.14048).
+
+    Each KV head keeps ``tokens`` tokens, half of them the latest and half those that received most
+    attention from all queries so far, of the prompt and of the steps; at every step one is evicted
+    for good. The paper has no rule for grouped queries: attention is summed over the query heads of
+    a group.
+    """
+
+    name = "h2o"
+    decodes = "heavy hitters and window"
+
+    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Kept:
+        received = by_kv_head(column_sums(q, k, spans, scale), k)
+        return Kept(k, v, received).evicted(self.tokens, self.tokens // 2)
+
+    def of_step(self, kept: Kept, given: Tensor) -> Kept:
+        heard = kept._replace(received=kept.received + given)
+        return heard.evicted(self.tokens, self.tokens // 2)
+
+
+@dataclass(frozen=True)
+class SnapKV(KeepsSome):
+    """SnapKV: what the end of the prompt attends is kept of it (Li et al. 2024, arXiv 2404.14469).
+
+    The attention of the prompt's last 32 queries to each key before them, averaged over 5
+    neighbouring keys, picks the best; with those 32 themselves they are ``tokens``, fixed from then
+    on. What is decoded is kept as well, so that a step reads more than that: `step_tokens` counts
+    the first one. Window, average and kernel are the defaults of its code; the paper's runs on
+    LongBench have, as far as we know, the maximum over 7.
+
+    The original picks for every query head, and repeats keys and values for that; here attention is
+    summed over the query heads of a group, so that a KV head holds one copy.
+    """
+
+    name = "snapkv"
+    decodes = "what the end of the prompt attends"
+
+    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Kept:
+        window = min(SNAP_WINDOW, self.tokens, q.shape[2])
+        received, _ = columns_and_diagonals(q, k, spans, scale, window)
+        before = by_kv_head(received, k)[..., : k.shape[2] - window]
+        pooled = F.pad(before, (SNAP_KERNEL // 2, SNAP_KERNEL // 2)).unfold(-1, SNAP_KERNEL, 1)
+        return Kept(k, v, F.pad(pooled.mean(-1), (0, window))).evicted(self.tokens, window)
+
+    def of_step(self, kept: Kept, given: Tensor) -> Kept:
+        return kept
+
+
+def column_sums(q: Tensor, k: Tensor, spans: Spans, scale: float) -> Tensor:
+    """Attention each key receives from all queries, float32 [B, H, N_k]."""
+    sums = torch.zeros(*q.shape[:2], k.shape[2], device=q.device)
+    for _, rows in attention_rows(q, k, spans, scale):
+        sums[..., : rows.shape[-1]] += rows.sum(2)
+    return sums
+
+
+def last_queries(spans: Spans, count: int) -> Tensor:
+    """int64 [B, R]: the last ``count`` real queries of each batch row, -1 for those it lacks."""
+    query = torch.arange(spans.q_length, device=spans.last.device).where(spans.last >= 0, -1)
+    return query.topk(min(count, spans.q_length), dim=-1).values
+
+
+def columns_and_diagonals(
+    q: Tensor, k: Tensor, spans: Spans, scale: float, asking: int
+) -> tuple[Tensor, Tensor]:
+    """Attention of the last ``asking`` real queries, summed over them: by key, and by distance.
+
+    Args:
+        q: [B, H, N_q, D]. k: [B, H_kv, N_k, D].
+
+    Returns:
+        Two of float32 [B, H, N_k]: what each key receives, and each distance from query to key.
+    """
+    heads, (kv_heads, kv_length) = q.shape[1], k.shape[1:3]
+    key = torch.arange(kv_length, device=q.device)
+    query = last_queries(spans, asking)
+    # [B, R]: where these queries stand among the keys
+    first = spans.first.gather(1, query.clamp(min=0)).long()
+    last = spans.last.gather(1, query.clamp(min=0)).long().where(query >= 0, -1)
+    seen = (key >= first.unsqueeze(-1)) & (key <= last.unsqueeze(-1)) & spans.key_valid[:, None]
+    mask = seen.unsqueeze(1)
+    # [B, 1, R, N_k]: the key at each distance before a query
+    far = (last.unsqueeze(-1) - key).unsqueeze(1)
+
+    sums = []
+    for head in range(kv_heads):
+        group = slice(head * heads // kv_heads, (head + 1) * heads // kv_heads)
+        index = query.clamp(min=0)[:, None, :, None].expand(-1, -1, -1, q.shape[-1])
+        own = q[:, group]
+        own = own.gather(2, index.expand(-1, own.shape[1], -1, -1)).float()
+        logits = own @ k[:, head : head + 1].float().transpose(-1, -2) * scale
+        attention = logits.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~mask, 0.0)
+        by_distance = attention.gather(-1, far.clamp(min=0).expand_as(attention))
+        sums.append((attention.sum(2), by_distance.masked_fill(far < 0, 0.0).sum(2)))
+    vertical, slash = zip(*sums, strict=True)
+    return torch.cat(vertical, dim=1), torch.cat(slash, dim=1)

@@ -1,0 +1,205 @@
+"""Methods that choose all blocks by what the last queries of a text attend.
+
+Where a text is read in chunks, these are the last ones of the row's chunk. Packed documents are
+refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cab_hf.eval.methods.blocks import (
+    MeanPooledPredictor,
+    ScorePredictor,
+    block_log_mass,
+    block_means,
+    fewest,
+    normalised,
+)
+from cab_hf.eval.methods.caches import columns_and_diagonals, last_queries
+from cab_hf.ops import reference
+from cab_hf.plan import Spans
+from cab_hf.predictors import LayerContext, register_predictor
+from cab_hf.predictors.attention_mass import block_sums
+
+ASKING_QUERIES = 64  # of vertical_slash
+TAU = 0.1  # of FlexPrefill: the divergence below which the pooled estimate of a head is believed
+MIN_TOKENS = 1024  # of FlexPrefill: the least that a head keeps in columns, and in diagonals
+
+
+class VerticalSlashPredictor(ScorePredictor):
+    """MInference's vertical-slash pattern (Jiang et al. 2024, arXiv 2407.02490), at block grain.
+
+    The attention of the text's last `ASKING_QUERIES` queries is summed over columns (keys) and over
+    diagonals (distances between query and key). A block scores what the best column or diagonal
+    that touches it has. The original keeps a fixed number of columns and of diagonals for a head,
+    token by token, and its kernel gathers single columns; here every row keeps its share of blocks,
+    whichever of the two touches them, and a column costs a whole key block in every row. At as many
+    (query, key) pairs it therefore loses more of the attention than MInference does.
+    """
+
+    def score(self, q: Tensor, k: Tensor, call: LayerContext) -> Tensor:
+        self.refuse_packed(call.spans)
+        return vertical_slash_scores(q, k, call.spans, call.scale, *self.blocks)
+
+
+class FlexPrefillPredictor(MeanPooledPredictor):
+    """FlexPrefill (Lai et al. 2025, arXiv 2502.20766), at block grain.
+
+    The last block of queries is attended exactly. Mean-pooled queries and keys estimate the same by
+    block; where the square root of the Jensen-Shannon divergence of both is below tau = 0.1, the
+    head is query-aware: the estimate is made for all rows, and the fewest blocks are kept that hold
+    gamma = 0.95 of it over all rows together. Any other head is vertical-slash: n is the smallest
+    number of columns, token by token, that hold more than gamma of what the last block attends, and
+    the n // key_block + 1 best blocks of columns are kept, whatever these hold; diagonals alike.
+    Every head keeps 1,024 tokens of columns and of diagonals at least, which is the minimum of the
+    paper as far as we know; the README of its code has gamma 0.9 and 512 tokens.
+    """
+
+    def keep(
+        self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, forced: Tensor
+    ) -> Tensor:
+        self.refuse_packed(call.spans)
+        (query_block, key_block), spans = self.blocks, call.spans
+        gamma = torch.tensor(self.share, device=q.device, dtype=torch.float64)
+        # [B, H, N_k] each, of sum 1: shares of keys, and of distances
+        columns, diagonals = map(
+            normalised, columns_and_diagonals(q, k, spans, call.scale, query_block)
+        )
+        keys = block_means(k, spans.key_valid, key_block)
+        pooled = pooled_last_block(q, keys, spans, call.scale, query_block, key_block)
+        # [B, H]: heads whose estimate is believed; the minimum is all that they keep of a pattern
+        aware = root_divergence(pooled, in_blocks(columns, key_block)) < TAU
+        asked = gamma.where(~aware.unsqueeze(-1), 0.0)
+        kept = (counted_by_token(x, asked, key_block) for x in (columns, diagonals))
+        keep = touched(*kept, spans, query_block, key_block)
+        group = q.shape[1] // k.shape[1]
+        for head in aware.any(0).nonzero().flatten().tolist():
+            own = q[:, [head]], k[:, [head // group]]
+            # over all rows together: rows that are spread out keep more
+            share = self.pooled_log_mass(*own, call, seen).exp()
+            together = normalised(share.flatten(2)).log()
+            everything = torch.ones_like(together, dtype=torch.bool)
+            held = fewest(together, everything, ~everything, self.share).view_as(share)
+            keep[:, head] |= held[:, 0] & aware[:, head, None, None]
+        return keep
+
+
+def vertical_slash_scores(
+    q: Tensor,
+    k: Tensor,
+    spans: Spans,
+    scale: float,
+    query_block: int,
+    key_block: int,
+    asking: int = ASKING_QUERIES,
+) -> Tensor:
+    """The best column or diagonal that touches each block, float32 [B, H, M_q, M_k].
+
+    Columns and diagonals are ranked by the attention they get from the last ``asking`` real queries
+    of each batch row.
+
+    Args:
+        q: [B, H, N_q, D]. k: [B, H_kv, N_k, D].
+    """
+    kv_length = k.shape[2]
+    vertical, slash = columns_and_diagonals(q, k, spans, scale, asking)
+    columns = F.pad(vertical, (0, -kv_length % key_block)).unflatten(-1, (-1, key_block))
+    columns = columns.amax(-1).unsqueeze(2)
+
+    # a block is touched by the distances of its first query to its last key, and so on upwards
+    rows = spans.rows(query_block)
+    ends = torch.arange(key_block - 1, kv_length + key_block - 1, key_block, device=q.device)
+    begins = rows.min_last.long().where(rows.queries > 0, 0)
+    nearest = begins.unsqueeze(-1) - ends
+    # behind as many zeros as the nearest may be below none
+    zeros = query_block + key_block - 2
+    window = (nearest + zeros).clamp(0, kv_length - 1 + zeros)
+    # entry t: the best of the distances t - zeros to t
+    best = F.max_pool1d(F.pad(slash, (zeros, zeros)), zeros + 1, stride=1)
+    place = window.flatten(1).unsqueeze(1).expand(-1, best.shape[1], -1)
+    diagonals = best.gather(-1, place).unflatten(-1, window.shape[1:])
+    return torch.maximum(columns, diagonals)
+
+
+def pooled_last_block(
+    q: Tensor, keys: Tensor, spans: Spans, scale: float, query_block: int, block: int
+) -> Tensor:
+    """The pooled estimate of what the last ``query_block`` real queries attend: [B, H, M_k].
+
+    The softmax over key blocks of their mean against the mean of each.
+    """
+    query = last_queries(spans, query_block)
+    index = query.clamp(min=0)[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
+    real = (query >= 0)[:, None, :, None]
+    total = (q.gather(2, index).float() * real).sum(2, keepdim=True)
+    mean = total / real.sum(2, keepdim=True).clamp(min=1)
+    first, last = (x.gather(1, query.clamp(min=0)) for x in (spans.first, spans.last))
+    start = torch.arange(0, spans.kv_length, block, device=q.device)
+    # [B, 1, 1, M_k]: the blocks that one of them sees
+    begun = (start <= last.amax(-1, keepdim=True)) & (start + block > first[:, :1])
+    return block_log_mass(mean, keys, begun[:, None, None], scale).exp().squeeze(2)
+
+
+def root_divergence(p: Tensor, q: Tensor) -> Tensor:
+    """The square root of the Jensen-Shannon divergence, in nats, over the last dimension."""
+    middle = (p + q) / 2
+    # 0 log 0 is 0, and where the middle is 0 both are
+    parts = torch.xlogy(p, p) + torch.xlogy(q, q) - 2 * torch.xlogy(middle, middle)
+    return (parts.sum(-1) / 2).clamp(min=0).sqrt()
+
+
+def in_blocks(share: Tensor, size: int) -> Tensor:
+    """[..., N] -> [..., M]: what blocks of ``size`` tokens hold together."""
+    return block_sums(share, size, -(-share.shape[-1] // size))
+
+
+def counted_by_token(share: Tensor, wanted: Tensor, size: int) -> Tensor:
+    """bool [..., M]: the best blocks of ``size`` tokens, as many as the original keeps.
+
+    With n the smallest number of tokens that hold more than ``wanted``, they are n // size + 1, and
+    at least those of `MIN_TOKENS`. All are kept where ``wanted`` is 1.
+
+    Args:
+        share: [..., N], of sum 1 over tokens.
+        wanted: broadcasts with ``share``.
+    """
+    held = share.sort(dim=-1, descending=True).values.cumsum(-1)
+    tokens = ((held <= wanted) | (wanted >= 1)).sum(-1, keepdim=True) + 1
+    blocks = in_blocks(share, size)
+    count = (tokens // size + 1).clamp(min=-(-MIN_TOKENS // size))
+    return reference.top_blocks(blocks, torch.ones_like(blocks, dtype=torch.bool), count)
+
+
+def touched(
+    columns: Tensor, diagonals: Tensor, spans: Spans, query_block: int, key_block: int
+) -> Tensor:
+    """The blocks of each row in a kept column or on a kept diagonal, bool [B, H, M_q, M_k].
+
+    Args:
+        columns: bool [B, H, M_k], by key block.
+        diagonals: bool [B, H, M_k], by distance in key blocks: entry t stands for the key blocks t
+            before those that hold the row's own positions.
+    """
+    rows = spans.rows(query_block)
+    block = torch.arange(columns.shape[-1], device=columns.device)
+    inhabited = rows.queries > 0
+    near, far = (
+        (position.long().where(inhabited, -1) // key_block).unsqueeze(-1) - block
+        for position in (rows.min_last, rows.max_last)
+    )
+    # entry t: how many of the diagonals before t are kept
+    before = F.pad(diagonals.cumsum(-1), (1, 0))
+
+    def kept_before(distance: Tensor) -> Tensor:
+        place = distance.clamp(0, columns.shape[-1]).flatten(1).unsqueeze(1)
+        found = before.gather(-1, place.expand(-1, before.shape[1], -1))
+        return found.unflatten(-1, distance.shape[1:])
+
+    return columns.unsqueeze(2) | (kept_before(far + 1) > kept_before(near))
+
+
+register_predictor("vertical_slash", VerticalSlashPredictor)
+register_predictor("flexprefill", FlexPrefillPredictor)
