@@ -1,5 +1,6 @@
-"""``speed predictor``, and what all speed ops share: rows, arithmetic, files, going on."""
+"""``speed predictor``, and what all speed ops share: rows, arithmetic, going on."""
 
+import json
 import math
 
 import pytest
@@ -147,8 +148,7 @@ def test_of_a_cascade_an_anchor_is_timed(tmp_path):
     blocks = ("--cab", "query_block=32", "--cab", "key_block=16")
     more = (*blocks, "--cab", "predictor=cascade", "--cab", "anchors=[3]")
     more += ("--cab", "mass_threshold=0.2", "--cab", "share_threshold=0.5")
-    command(tmp_path / "run", *more, lengths=("256",))
-    (row,) = read_rows(tmp_path / "run")
+    (row,) = command(tmp_path / "run", *more, lengths=("256",))["rows"]
     assert row["ms"] > 0 and 0 < row["density"] < 1
 
 
@@ -182,22 +182,11 @@ def test_flash_attn_functions_get_token_major_views():
     checks.check_dense(dense._token_major(kernel), q, k, v)
 
 
-# --- the files
-
-
-# the defaults when the runs were made whose commands do not say
-EARLIER_DEFAULTS |= {"dense_tail_blocks": 1}
-EARLIER_DEFAULTS |= {"curvature": "additive", "redundancy": 0.3}
-
-
-# --- settings
-
-
 @pytest.mark.gpu
 def test_a_gpu_has_graph_peak_parts_and_baselines(gpu, tmp_path):
     out = ["--out", str(tmp_path), "--lengths", "1024", "4096"]
     assert main(["speed", "predictor", *out]) == 0
-    for row in read_rows(tmp_path):
+    for row in json.loads((tmp_path / "results.json").read_text())["rows"]:
         assert row["error"] is None and row["without_graph"].get("predictor") is None
         assert row["graph_ms"] == row["ms"] > 0 and row["peak_mib"] > 0
         assert all(row[f"{part}_ms"] > 0 for part in timing.PREDICTOR)

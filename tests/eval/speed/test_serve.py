@@ -18,8 +18,6 @@ from cab_hf.eval.speed.trace import Request, prompts_of, serve, summary_of, trac
 
 SHAPE = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=1")
-WORDS += ["--layers", "1", "--lengths", "96,192", "--requests", "2,192:1", "--batch-tokens", "64"]
-WORDS += ["--new-tokens", "4", "--warm-up", "1"]
 
 
 def tiny(**more):
@@ -161,6 +159,3 @@ def test_what_ends_the_generation_is_the_reason_of_a_row(monkeypatch):
     row = sample_of(Serve, tiny(), {"implementation": "cab"})
     assert row["error"] == "out of memory: tried to allocate 4.00 GiB"
     assert row["served"] is None and random_model(tiny()).config._attn_implementation == "sdpa"
-
-
-# --- settings
