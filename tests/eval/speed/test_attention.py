@@ -1,24 +1,18 @@
 """``speed attention``: its rows by hand, what it refuses to time, and what it says."""
 
-import json
 import sys
 from types import ModuleType
 
 import pytest
 import torch
-from bench import FakeBench, sample_of, shown, speed_run
+from bench import FakeBench, sample_of, shown
 
 from cab_hf.engines import Reference
 from cab_hf.eval.speed import attention, checks, dense
 from cab_hf.eval.speed.attention import Attention, Settings
 from cab_hf.plan import BlockPlan, Spans
 
-SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dims", "16", "--seconds", "0"]
 KEY = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16", "budget": 0.2}
-
-
-def command(out, *words, **how):
-    return speed_run("attention", out, *SHAPE, *words, **how)
 
 
 def measured(case, bench=None, **more):
@@ -46,34 +40,7 @@ def row_of(length, ms, baselines=None, direction="forward", budget=0.1, **more):
     return key | shape | counted | times | costs | fields | more
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """The folder of a whole run, to read."""
-    out = tmp_path_factory.mktemp("attention")
-    command(out, "--densities", "0.2,1", "--lengths", "192,384", drawn=True)
-    return out
-
-
 # --- the row
-
-
-def test_a_row_has_what_identifies_it_and_what_it_took(finished):
-    rows = json.loads((finished / "results.json").read_text())["rows"]
-    keys = [(row["direction"], row["budget"], row["length"]) for row in rows]
-    assert keys == [
-        (direction, budget, length)
-        for direction in ("forward", "backward")
-        for budget in (0.2, 1.0)
-        for length in (192, 384)
-    ]
-    for row in rows:
-        assert (row["head_dim"], row["blocks"], row["dtype"]) == (16, "32x16", "float32")
-        assert row["attend_ms"]["reference"] > 0 and row["baselines"]["SDPA"] > 0
-        assert row["not_measured"] == {} and row["error"] is None
-        assert (row["density"] == 1) == (row["budget"] == 1)
-        predicted = row["direction"] == "forward" and row["budget"] < 1
-        assert (row["predict_ms"] is not None) == predicted == bool(row["total_ms"])
-        assert row["ratio"] == row["ms"] / row["baselines"]["SDPA"]
 
 
 def test_pairs_and_density_by_hand():

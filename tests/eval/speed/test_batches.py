@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from bench import refused, sample_of, speed_run
+from bench import sample_of
 
 from cab_hf.engines import Reference
 from cab_hf.eval.speed import dense, layouts
@@ -13,7 +13,6 @@ from cab_hf.eval.speed.batches import Batches, Settings
 from cab_hf.eval.speed.layouts import PACKED, PADDED, WHOLE, Texts
 from cab_hf.ops import reference
 
-SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--seconds", "0"]
 # so few that 192 tokens have blocks to leave out
 BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=0")
 
@@ -99,19 +98,6 @@ def test_a_varlen_kernel_attends_texts_where_they_stand(monkeypatch, layout):
         texts.check(whole, q, k, v)
 
 
-@pytest.mark.parametrize(
-    ("layout", "ways"),
-    [
-        (WHOLE, {"SDPA"}),
-        (PADDED, {"cab_dense", "masked SDPA"}),
-        (PACKED, {"cab_dense", "masked SDPA"}),
-    ],
-)
-def test_every_dense_way_is_right_and_measured(layout, ways):
-    row = measured(layout)
-    assert row["baselines"].keys() == ways and row["not_measured"] == {}
-
-
 def test_a_way_that_attends_across_texts_is_told_of_and_not_timed(monkeypatch):
     wrong = layouts.dense.on("cpu")["SDPA"].load()
     monkeypatch.setattr(layouts, "_cab_dense", lambda *_: wrong)
@@ -164,34 +150,3 @@ def test_a_ratio_is_over_the_fastest_dense_way_of_the_same_row():
     assert (quick["batch"], quick["baseline"], quick["ratio"]) == (1, "FA3 varlen", 1.5)
     assert (slow["batch"], slow["baseline"], slow["ratio"]) == (8, "FA4 varlen", 0.75)
     assert (unknown["layout"], unknown["baseline"], unknown["ratio"]) == (PACKED, None, None)
-
-
-def test_a_whole_run_shows_every_row_and_goes_on(tmp_path):
-    words = [*SHAPE, *(w for b in BLOCKS for w in ("--cab", b)), "--lengths", "96,192"]
-    rows = speed_run("batches", tmp_path, *words, "--batches", "1")["rows"]
-    assert [(row["layout"], row["length"]) for row in rows] == [
-        (layout, length) for layout in layouts.LAYOUTS for length in (96, 192)
-    ]
-    samples = (tmp_path / "samples.jsonl").read_text()
-    grown = speed_run("batches", tmp_path, *words, "--batches", "3", drawn=True)["rows"]
-    assert [row for row in grown if row["batch"] == 1] == rows and len(grown) == 12
-    assert (tmp_path / "samples.jsonl").read_text().startswith(samples)
-    report = (tmp_path / "report.md").read_text()
-    assert "--batches 1,3" in report and (tmp_path / "figure.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (
-            ["--layouts", "ragged"],
-            "layouts is ('ragged',); it must be out of whole, padded, packed",
-        ),
-        (["--batches", "0"], "batches is (0,); it must be numbers from 1 up"),
-        (["--densities", "2"], "max_density"),
-        (["--cab", "max_density=0.1"], "cab sets max_density"),
-    ],
-    ids=lambda x: x[0] if isinstance(x, list) else "",
-)
-def test_settings_are_refused(capsys, words, told):
-    assert told in refused(capsys, "batches", "--device", "cpu", *words)

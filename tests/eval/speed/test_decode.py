@@ -1,10 +1,8 @@
 """``speed decode``: what a step reads by hand, rows beside dense ones, what is not timed."""
 
-import json
-
 import pytest
 import torch
-from bench import refused, sample_of, speed_run
+from bench import sample_of
 from torch.nn import functional as F
 
 from cab_hf.eval.speed import decode, one_query, steps
@@ -13,8 +11,6 @@ from cab_hf.eval.speed.model import random_model
 from cab_hf.ops import decode as ops
 
 TINY = {"layers": 2, "hidden": 48, "intermediate": 48, "heads": 6, "kv_heads": 2, "head_dim": 16}
-WORDS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", value)]
-WORDS = [*map(str, WORDS), "--seconds", "0", "--steps", "2"]
 CASE = {"part": "attention", "length": 600, "batch": 2, "way": "cab", "mode": None, "budget": 128}
 MODEL = CASE | {"part": "model", "mode": "static"}
 
@@ -219,41 +215,6 @@ def test_cab_is_held_against_the_fastest_dense_way():
     beside, *_ = Decode.tables(rows).values()
     line = "| 1,000 | 1 | 128 | 1.00 | 4.00 FA3 | 4.00× | compiled | 200 | 2.00× | 1.60× |"
     assert beside.splitlines()[2:] == [line]
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """The folder of a whole run, to read."""
-    out = tmp_path_factory.mktemp("decode")
-    words = ("--lengths", "512,640", "--batches", "1,2", "--kernels", "SDPA,FA3")
-    speed_run("decode", out, *WORDS, *words, drawn=True)
-    return out
-
-
-def test_a_whole_run(finished):
-    rows = json.loads((finished / "results.json").read_text())["rows"]
-    # two lengths and batches: two kernels and cab; three modes of sdpa and cab
-    assert [row["part"] for row in rows] == ["attention"] * 4 * 3 + ["model"] * 4 * 6
-    failed = {row["way"] if row["mode"] is None else row["mode"] for row in rows if row["error"]}
-    assert failed == {"FA3", "compiled"}
-    timed = [row for row in rows if row["error"] is None and row["way"] == "cab"]
-    assert len(timed) == 4 * 3 and all(row["over_best"] > 0 for row in timed)
-    assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        pytest.param(["--parts", "mlp"], "parts is ('mlp',)", id="part"),
-        pytest.param(["--kernels", "FA9"], "kernels is ('FA9',)", id="kernel"),
-        pytest.param(["--batches", "0"], "batches is (0,)", id="batch"),
-        pytest.param(["--budgets", "1.5"], "decode_tokens is 1.5", id="budget"),
-        pytest.param(["--cab", "decode_tokens=128"], "cab sets decode_tokens", id="config"),
-    ],
-)
-def test_bad_settings_are_refused_in_a_sentence(capsys, tmp_path, words, said):
-    out = ["--device", "cpu", "--out", str(tmp_path / "none")]
-    assert said in refused(capsys, "decode", *out, *words)
 
 
 @pytest.mark.gpu

@@ -1,11 +1,10 @@
 """``speed lora``: a step learns, its operations by hand, and a whole run."""
 
-import json
 import weakref
 
 import pytest
 import torch
-from bench import FakeBench, sample_of, speed_run
+from bench import FakeBench, sample_of
 
 from cab_hf.eval.speed import lora
 from cab_hf.eval.speed.lora import LoraStep, Settings
@@ -15,7 +14,6 @@ TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2
 SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "min_length=0", "dense_tail_blocks=1")
 # a case of one process
 ONE = {"spread": "alone", "world": 1, "sought": False}
-BLOCKS = [word for each in SMALL for word in ("--cab", each)]
 
 
 def tiny(**more):
@@ -123,14 +121,3 @@ def test_a_kernel_without_gradients_is_a_row_with_its_reason(monkeypatch):
     monkeypatch.setattr(lora.dense, "ON_CPU", {"FA3": baseline})
     settings = tiny(lengths=(96,), implementations=("FA3",))
     assert "no backward" in sample_of(LoraStep, settings, {**settings.asked()[0], **ONE})["error"]
-
-
-def test_a_whole_run(tmp_path):
-    words = ("--layers", "1", "--lengths", "96,192", "--runs", "1", "--max-density", "0.2", *BLOCKS)
-    speed_run("lora", tmp_path, *words, drawn=True)
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    keys = [(row["length"], row["implementation"]) for row in rows]
-    assert keys == [(length, way) for length in (96, 192) for way in ("sdpa", "SDPA", "cab")]
-    for row in rows:
-        assert row["error"] is None and row["ms"] > 0 and row["over_best"] > 0
-        assert (row["ceiling"] > 1) == (row["density"] < 1) == (row["implementation"] == "cab")

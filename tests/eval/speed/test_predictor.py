@@ -1,53 +1,24 @@
-"""``speed predictor``, and what all speed ops share: rows, arithmetic, files, going on."""
+"""``speed predictor``, and what all speed ops share: rows, arithmetic, going on."""
 
-import contextlib
-import io
 import json
 import math
-import shlex
-from operator import itemgetter
-from pathlib import Path
 
 import pytest
 import torch
 from bench import sample_of, speed_run
 
 from cab_hf.config import CabConfig
-from cab_hf.eval import charts, report
+from cab_hf.eval import charts
 from cab_hf.eval.__main__ import main
-from cab_hf.eval.experiment import named
 from cab_hf.eval.speed import checks, dense, predictor, timing
-from cab_hf.eval.speed.base import MADE_BY
 from cab_hf.eval.speed.predictor import Predictor, Settings
 from cab_hf.eval.speed.timing import Timing
-from cab_hf.runs import provenance
-from cab_hf.runs.log import read_file, read_log
-from cab_hf.runs.settings import read_settings
 
-COMMON = (
-    *("op", "length", "batch", "heads", "kv_heads", "head_dim", "dtype"),
-    *("density", "ms", "peak_mib", "baseline", "baseline_ms", "ratio"),
-)
-RESULTS = Path(__file__).parents[3] / "eval" / "results"
 SHAPE = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16"]
 
 
 def command(out, *more, lengths=("256", "512"), **how):
     return speed_run("predictor", out, *SHAPE, "--lengths", *lengths, *more, **how)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """The folder of a whole run, to read, and beside it what was printed."""
-    out = tmp_path_factory.mktemp("finished") / "run"
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        command(out, "--cab", "mass_threshold=0.01", drawn=True)
-    (out.parent / "printed").write_text(printed.getvalue())
-    return out
-
-
-def read_rows(out):
-    return json.loads((out / "results.json").read_text())["rows"]
 
 
 def tiny(**more):
@@ -68,19 +39,6 @@ def derive(samples):
 
 
 # --- the row
-
-
-def test_a_row_has_every_column(finished):
-    rows = read_rows(finished)
-    assert [row["length"] for row in rows] == [256, 512]
-    for row in rows:
-        assert set(COMMON) <= set(row)
-        assert (row["op"], row["dtype"], row["baseline"]) == ("predictor", "float32", "SDPA")
-        assert (row["batch"], row["heads"], row["kv_heads"], row["head_dim"]) == (1, 4, 2, 16)
-        assert 0 < row["density"] <= 1 and row["ms"] > 0 and row["gflops"] > 0
-        # a CPU has neither
-        assert row["peak_mib"] is None and row["graph_ms"] is None
-        assert row["extrapolated"] is False
 
 
 def test_the_time_is_the_replay_and_eager_stands_beside_it():
@@ -108,12 +66,6 @@ def test_the_first_error_of_a_capture_is_the_reason():
     assert result == Timing(1.0, None, "operation not permitted when stream is capturing")
 
 
-def test_inputs_lie_as_transformers_hands_them():
-    q, k = tiny().random_heads(300, 16, torch.device("cpu"), "qk")
-    assert q.shape == (1, 4, 300, 16) and k.shape == (1, 2, 300, 16)
-    assert q.transpose(1, 2).is_contiguous() and k.transpose(1, 2).is_contiguous()
-
-
 def test_out_of_memory_is_a_row_and_the_run_goes_on(tmp_path, monkeypatch):
     def greedy(config):
         def predict(q, k, call):
@@ -135,17 +87,6 @@ def test_out_of_memory_is_a_row_and_the_run_goes_on(tmp_path, monkeypatch):
 
 
 # --- arithmetic
-
-
-@pytest.mark.parametrize(
-    ("ms", "measured_at", "length", "expected"),
-    [
-        pytest.param(200.0, 131_072, 1_048_576, 12_800.0, id="eight times as long"),
-        pytest.param(3.0, 1000, 1500, 6.75, id="half as long again"),
-    ],
-)
-def test_dense_attention_grows_with_the_square(ms, measured_at, length, expected):
-    assert dense.extrapolate(ms, measured_at, length) == pytest.approx(expected)
 
 
 def test_a_baseline_is_extrapolated_from_the_longest_measured():
@@ -172,24 +113,6 @@ def test_a_baseline_is_extrapolated_from_the_longest_measured():
 )
 def test_which_baseline_a_ratio_is_against(measured, name):
     assert dense.against(measured) == name
-
-
-@pytest.mark.parametrize(
-    ("kernel", "part"),
-    [
-        ("_scored_keys_kernel", "keys"),
-        ("_outliers_kernel", "outliers"),
-        ("_scored_rows_kernel", "rows"),
-        ("_sweep_kernel_0d1d2d", "sweep"),
-        ("_keep_kernel", "keep"),
-        ("_select_kernel", "lists"),
-        ("_lists_kernel", "lists"),
-        ("void at::native::vectorized_elementwise_kernel<4, FillFunctor<int>>", "other"),
-        ("Memset (Device)", "other"),
-    ],
-)
-def test_kernels_are_sorted_by_name(kernel, part):
-    assert timing.part_of(kernel) == part
 
 
 def test_parts_are_medians_of_sums():
@@ -225,24 +148,8 @@ def test_of_a_cascade_an_anchor_is_timed(tmp_path):
     blocks = ("--cab", "query_block=32", "--cab", "key_block=16")
     more = (*blocks, "--cab", "predictor=cascade", "--cab", "anchors=[3]")
     more += ("--cab", "mass_threshold=0.2", "--cab", "share_threshold=0.5")
-    command(tmp_path / "run", *more, lengths=("256",))
-    (row,) = read_rows(tmp_path / "run")
+    (row,) = command(tmp_path / "run", *more, lengths=("256",))["rows"]
     assert row["ms"] > 0 and 0 < row["density"] < 1
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (None, None),
-        (0.0, "0"),
-        (0.0123456, "0.0123"),
-        (1.0, "1.00"),
-        (98.76, "98.8"),
-        (13_312.4, "13,312"),
-    ],
-)
-def test_three_digits_count(value, shown):
-    assert report.digits(value) == shown
 
 
 # --- baselines
@@ -275,91 +182,11 @@ def test_flash_attn_functions_get_token_major_views():
     checks.check_dense(dense._token_major(kernel), q, k, v)
 
 
-# --- the files
-
-
-def test_a_run_can_be_extended(tmp_path):
-    first = command(tmp_path, lengths=["512"])["rows"]
-    content = command(tmp_path, lengths=["256"])
-    assert [row["length"] for row in content["rows"]] == [256, 512]
-    assert content["rows"][1]["ms"] == first[0]["ms"]
-    assert sorted(content["provenance"]["settings"]["lengths"]) == [256, 512]
-
-
-@pytest.mark.parametrize(
-    ("where", "name", "value", "named"),
-    [
-        pytest.param(provenance, "git_commit", lambda: "1" * 40, "commit", id="code"),
-        pytest.param(provenance, "device_name", lambda device: "a GPU", "device", id="GPU"),
-        pytest.param(provenance, "versions", lambda: {"torch": "9"}, "versions", id="versions"),
-        pytest.param(
-            dense,
-            "ON_CPU",
-            {"SDPA": dense.Baseline(dense.ON_CPU["SDPA"].load, lambda: "SDPA 9")},
-            "baselines",
-            id="baselines",
-        ),
-    ],
-)
-def test_results_of_another_making_are_refused(
-    finished, monkeypatch, capsys, where, name, value, named
-):
-    monkeypatch.setattr(where, name, value)
-    words = ["--device", "cpu", "--out", str(finished), *SHAPE, "--cab", "mass_threshold=0.01"]
-    assert main(["speed", "predictor", *words]) == 2
-    assert f"made with {named}" in capsys.readouterr().err
-
-
-# the defaults when the runs were made whose commands do not say
-EARLIER_DEFAULTS = {"min_length": 16384, "predictor": "curvature", "top_p": 0.999}
-EARLIER_DEFAULTS |= {"dense_tail_blocks": 1}
-EARLIER_DEFAULTS |= {"curvature": "additive", "redundancy": 0.3}
-
-
-@pytest.mark.parametrize("folder", sorted(RESULTS.glob("speed-*")), ids=lambda path: path.name)
-def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
-    content = json.loads(read_file(folder / "results.json"))
-    made, rows = content["provenance"], content["rows"]
-    kind = named(made["experiment"])
-    identity, samples = read_log(folder / "samples.jsonl", added=kind.ADDED)
-    assert {name: identity[name] for name in MADE_BY} == {name: made[name] for name in MADE_BY}
-    again = kind.rows(samples, made["settings"])
-    # a trace of requests has all lengths, and is timed as a whole
-    told = (
-        ("implementation", "total_s") if made["experiment"] == "speed serve" else ("length", "ms")
-    )
-    assert list(map(itemgetter(*told), again)) == list(map(itemgetter(*told), rows))
-    # the commands that are printed, one a number of ranks, give the settings that are recorded
-    printed = (folder / "report.md").read_text().split("```\n")[1].splitlines()
-    (words,) = {command.partition(kind.name)[2] for command in printed}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    given = read_settings(kind.Settings, shlex.split(words), kind.name)
-    recorded = {"worlds": [], **json.loads(json.dumps(kind(given).recorded()))}
-    # an option of most that has gone since, which none was given
-    assert "budgets" in recorded or not made["settings"].pop("budgets", None)
-    # a run knows nothing of the options and fields that came after it, and some have gone since
-    recorded = {name: recorded[name] for name in made["settings"]}
-    known, today = made["settings"]["cab_config"], recorded["cab_config"]
-    both = set.intersection(*map(set, (known, today)))
-    made["settings"]["cab_config"] = {name: known[name] for name in both}
-    # nor of a default that was another
-    recorded["cab_config"] = {
-        name: known[name] if known[name] == EARLIER_DEFAULTS.get(name) else today[name]
-        for name in both
-    }
-    # words change, what they say does not; how many ranks there are is torchrun's to say
-    blank = {"method": "", "worlds": []}
-    assert {**recorded, **blank} == {**made["settings"], **blank}
-
-
-# --- settings
-
-
 @pytest.mark.gpu
 def test_a_gpu_has_graph_peak_parts_and_baselines(gpu, tmp_path):
     out = ["--out", str(tmp_path), "--lengths", "1024", "4096"]
     assert main(["speed", "predictor", *out]) == 0
-    for row in read_rows(tmp_path):
+    for row in json.loads((tmp_path / "results.json").read_text())["rows"]:
         assert row["error"] is None and row["without_graph"].get("predictor") is None
         assert row["graph_ms"] == row["ms"] > 0 and row["peak_mib"] > 0
         assert all(row[f"{part}_ms"] > 0 for part in timing.PREDICTOR)

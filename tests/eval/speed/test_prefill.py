@@ -1,6 +1,5 @@
 """``speed prefill``: chunks into one cache, the line, the search for the longest, what is said."""
 
-import json
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -9,7 +8,7 @@ import torch
 from bench import FakeBench, sample_of, speed_run
 
 from cab_hf import CabConfig
-from cab_hf.eval.speed import model, prefill, timing
+from cab_hf.eval.speed import model, prefill
 from cab_hf.eval.speed.prefill import Prefill, Settings
 
 TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
@@ -128,36 +127,4 @@ def test_what_fails_otherwise_ends_the_search(tmp_path, monkeypatch):
     assert (last["length"], last["fits"], last["error"]) == (768, None, "a kernel is wrong")
 
 
-@pytest.mark.parametrize(
-    ("error", "memory"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
-        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
-        (RuntimeError("a kernel is wrong"), False),
-        (ValueError("out of memory of what"), False),
-    ],
-    ids=str,
-)
-def test_which_errors_are_of_memory(error, memory):
-    assert timing.ran_out(error) == memory
-
-
 # --- all of it
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    out = tmp_path_factory.mktemp("prefill")
-    speed_run("prefill", out, *WORDS, "--lengths", "128,192", drawn=True)
-    return out
-
-
-def test_a_whole_run(finished):
-    rows = json.loads((finished / "results.json").read_text())["rows"]
-    assert [row["length"] for row in rows] == [128, 192]
-    for row in rows:
-        assert row["fits"] and row["ms"] > 0 and 0 < row["density"] < 1
-        # a CPU has none
-        assert row["peak_gib"] is None and row["room_gib"] is None
-    assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -1,6 +1,5 @@
 """``speed serve``: the trace, percentiles by hand, runs on a tiny model, what fails is a row."""
 
-import json
 import operator
 import queue
 import time
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench import refused, sample_of, shown, speed_run
+from bench import sample_of, shown
 
 from cab_hf.batching.batch import Batch
 from cab_hf.eval.speed.model import random_model
@@ -19,9 +18,6 @@ from cab_hf.eval.speed.trace import Request, prompts_of, serve, summary_of, trac
 
 SHAPE = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=1")
-WORDS = [word for each in BLOCKS for word in ("--cab", each)]
-WORDS += ["--layers", "1", "--lengths", "96,192", "--requests", "2,192:1", "--batch-tokens", "64"]
-WORDS += ["--new-tokens", "4", "--warm-up", "1"]
 
 
 def tiny(**more):
@@ -155,32 +151,6 @@ def test_rows_are_beside_the_fastest_dense_way():
     assert "out of memory" in shown(Serve, rows)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """The folder of a whole run, to read."""
-    out = tmp_path_factory.mktemp("serve")
-    ways = ("--implementations", "sdpa", "flash_attention_3", "cab_dense", "cab", "cab-always")
-    speed_run("serve", out, *WORDS, *ways, "--rate", "50", drawn=True)
-    return out
-
-
-def test_a_whole_run(finished):
-    content = json.loads((finished / "results.json").read_text())
-    rows = {row["implementation"]: row for row in content["rows"]}
-    missing = rows.pop("flash_attention_3")
-    assert missing["served"] is None and missing["error"]
-    assert list(rows) == ["sdpa", "cab_dense", "cab", "cab-always"]
-    assert [row["density"] < 1 for row in rows.values()] == [False, False, False, True]
-    requests = trace_of({96: 2, 192: 1}, 50.0, seed=0)
-    for row in rows.values():
-        assert row["error"] is None and row["over_best"] > 0
-        assert (row["batching"]["max_batch_tokens"], row["batching"]["page_size"]) == (64, 16)
-        for given, each in zip(requests, row["served"], strict=True):
-            assert each["length"] == given.length
-            assert given.arrives <= each["arrived"] < each["first"] < each["last"]
-    assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_what_ends_the_generation_is_the_reason_of_a_row(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
@@ -189,30 +159,3 @@ def test_what_ends_the_generation_is_the_reason_of_a_row(monkeypatch):
     row = sample_of(Serve, tiny(), {"implementation": "cab"})
     assert row["error"] == "out of memory: tried to allocate 4.00 GiB"
     assert row["served"] is None and random_model(tiny()).config._attn_implementation == "sdpa"
-
-
-# --- settings
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--requests 256:2", "requests is ('256:2',); it must be a count, or LENGTH:COUNT pairs"),
-        ("--requests 1,1024:2", "it must be of lengths out of 256, 512"),
-        ("--requests 0", "requests is ('0',)"),
-        ("--requests=-1", "requests is ('-1',); it must be numbers from 1 up"),
-        ("--max-density 0.1,512:0.2", "it must be one: a model serves all lengths alike"),
-        ("--new-tokens 1", "new_tokens is 1; it must be at least 2"),
-        ("--rate=-1", "rate is -1.0; it must be 0 or more"),
-        ("--shared 256", "shared is 256; it must be less than the shortest prompt"),
-        ("--implementations FA3", "must be out of sdpa, flash_attention_3"),
-        ("--memory 2", "memory is 2.0; it must be in (0, 1]"),
-        ("--batch-tokens 0", "batch_tokens is 0; it must be at least 1"),
-        ("--page-size 2", "page_size is 2; it must be at least 4"),
-        ("--blocks 0", "blocks is 0; it must be at least 1"),
-        ("--warm-up 0", "warm_up is 0; it must be at least 1"),
-    ],
-)
-def test_bad_settings_are_refused(words, message, capsys, tmp_path):
-    said = refused(capsys, "serve", "--device", "cpu", "--out", str(tmp_path), *words.split())
-    assert message in said

@@ -1,23 +1,20 @@
 """``speed ttft``: the model and its operations, rows by hand, gains and their ceiling."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from bench import FakeBench, refused, sample_of, shown, speed_run
+from bench import FakeBench, sample_of, shown
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cab_hf import CabConfig
-from cab_hf.eval.__main__ import main
-from cab_hf.eval.speed import COMMANDS, dense, model
+from cab_hf.eval.speed import dense, model
 from cab_hf.eval.speed.ttft import Settings
 from cab_hf.eval.speed.ttft import TimeToFirstToken as Ttft
 
 TINY = {"layers": 3, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 # so few that 96 tokens have blocks to leave out
 SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=1")
-BLOCKS = [word for each in SMALL for word in ("--cab", each)]
 
 
 def tiny(**more):
@@ -183,23 +180,6 @@ def test_a_kernel_that_continues_no_cache_is_a_row_with_its_reason(monkeypatch):
     assert rows[1]["error"].startswith("ArithmeticError: wrong by ")
 
 
-def test_a_run_behind_a_cache(tmp_path):
-    words = ("--layers", "1", "--lengths", "64,128", "--behind", "256", "--runs", "1", *BLOCKS)
-    rows = speed_run("ttft", tmp_path, *words, drawn=True)["rows"]
-    assert {row["behind"] for row in rows} == {256}
-    errors = {row["implementation"] for row in rows if row["error"]}
-    assert errors == {"SDPA"}
-    # dense below min_length, and by cab alone sparse
-    densities = {row["implementation"]: row["density"] for row in rows if not row["error"]}
-    assert densities["sdpa"] == densities["cab"] == 1 > densities["cab-always"]
-
-
-def test_a_question_that_no_block_holds_is_refused(capsys, tmp_path):
-    words = ("--device", "cpu", "--behind", "256", "--lengths", "64", "--out", str(tmp_path))
-    said = refused(capsys, "ttft", *words)
-    assert "lengths is (64,); it must be at least query_block=128 each behind a cache" in said
-
-
 def test_gains_are_over_sdpa_and_over_the_fastest_dense_way():
     samples = [
         made_sample(1000, "sdpa", 8.0),
@@ -216,43 +196,4 @@ def test_gains_are_over_sdpa_and_over_the_fastest_dense_way():
     assert "from about 2,000 tokens on" in said
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """The folder of a whole run, to read."""
-    out = tmp_path_factory.mktemp("ttft")
-    words = ("--layers", "1", "--lengths", "96,192", "--runs", "1", *BLOCKS)
-    speed_run("ttft", out, *words, drawn=True)
-    return out
-
-
-def test_a_whole_run(finished):
-    rows = json.loads((finished / "results.json").read_text())["rows"]
-    keys = [(row["length"], row["implementation"]) for row in rows]
-    ways = ("sdpa", "SDPA", "cab", "cab-always")
-    assert keys == [(length, way) for length in (96, 192) for way in ways]
-    for row in rows:
-        assert row["error"] is None and row["ms"] > 0 and row["over_best"] > 0
-        assert (row["density"] < 1) == (row["implementation"] == "cab-always")
-        assert (row["ceiling"] > 1) == (row["implementation"] == "cab-always")
-    assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
-
-
 # --- settings
-
-
-@pytest.mark.parametrize("op", list(COMMANDS))
-def test_without_a_gpu_every_op_says_so(op, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    said = refused(capsys, op, "--out", str(tmp_path / "none"))
-    assert "torch finds no CUDA device" in said
-    assert not (tmp_path / "none").exists()
-
-
-def test_ops_are_listed_and_others_refused(capsys):
-    assert main(["speed", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert f"  {'ttft':16}  time to the first token of a LLaMA" in shown
-    assert all(f"\n  {op:16}  " in shown for op in COMMANDS)
-    for words in (["speed", "magic"], ["speed"]):
-        assert main(words) == 2
-        assert "speed: give a command, one of predictor, attention" in capsys.readouterr().err

@@ -1,0 +1,305 @@
+"""What all speed ops share: a run of each, what is refused, files and committed results."""
+
+import json
+import shlex
+from operator import itemgetter
+from pathlib import Path
+
+import pytest
+import torch
+from bench import refused, speed_run
+
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.experiment import named
+from cab_hf.eval.report import digits
+from cab_hf.eval.speed import COMMANDS, dense
+from cab_hf.eval.speed.base import MADE_BY
+from cab_hf.eval.speed.timing import ran_out
+from cab_hf.runs import provenance
+from cab_hf.runs.log import read_file, read_log
+from cab_hf.runs.settings import read_settings
+
+RESULTS = Path(__file__).parents[3] / "eval" / "results"
+HEADS = "--heads 4 --kv-heads 2"
+# so few that a hundred tokens have blocks to leave out
+BLOCKS = "--cab query_block=32 --cab key_block=16 --cab local_blocks=1 --cab dense_tail_blocks=1"
+TINY = "--layers 2 --hidden 48 --intermediate 48 --heads 6 --kv-heads 2 --head-dim 16"
+
+
+def by_predictor(rows):
+    for row in rows:
+        assert (row["dtype"], row["baseline"], row["extrapolated"]) == ("float32", "SDPA", False)
+        assert 0 < row["density"] <= 1 and row["gflops"] > 0
+        # a CPU has neither
+        assert row["peak_mib"] is None and row["graph_ms"] is None
+
+
+def by_attention(rows):
+    for row in rows:
+        assert row["attend_ms"]["reference"] > 0 and row["not_measured"] == {}
+        assert (row["density"] == 1) == (row["budget"] == 1)
+        predicted = row["direction"] == "forward" and row["budget"] < 1
+        assert (row["predict_ms"] is not None) == predicted == bool(row["total_ms"])
+        assert row["ratio"] == row["ms"] / row["baselines"]["SDPA"]
+
+
+def by_batches(rows):
+    for row in rows:
+        dense = {"SDPA"} if row["layout"] == "whole" else {"cab_dense", "masked SDPA"}
+        assert row["baselines"].keys() == dense and row["not_measured"] == {}
+        assert row["engine"] == "reference"
+    assert all(row["density"] < 1 for row in rows if row["length"] == 192)
+
+
+def by_ttft(rows):
+    for row in rows:
+        sparse = row["implementation"] == "cab-always"
+        assert row["over_best"] > 0 and (row["density"] < 1) == (row["ceiling"] > 1) == sparse
+
+
+def behind_a_cache(rows):
+    assert {row["behind"] for row in rows} == {256}
+    assert all((row["density"] < 1) == (row["implementation"] == "cab-always") for row in rows)
+
+
+def by_decode(rows):
+    assert all(row["over_best"] > 0 for row in rows if row["way"] == "cab")
+
+
+def by_breakdown(rows):
+    # a CPU has no kernels
+    assert all(row["gap"] is None and row["why_no_split"] for row in rows)
+
+
+def by_prefill(rows):
+    assert all(row["fits"] and 0 < row["density"] < 1 for row in rows)
+    assert all(row["peak_gib"] is row["room_gib"] is None for row in rows)
+
+
+def by_lora(rows):
+    for row in rows:
+        sparse = row["implementation"] == "cab"
+        assert row["over_best"] > 0 and (row["density"] < 1) == (row["ceiling"] > 1) == sparse
+
+
+def by_serve(rows):
+    assert [row["density"] < 1 for row in rows] == [False, False, True]
+    for row in rows:
+        assert (row["batching"]["max_batch_tokens"], row["batching"]["page_size"]) == (64, 16)
+        assert sorted(each["length"] for each in row["served"]) == [96, 96, 192]
+        assert all(each["arrived"] < each["first"] < each["last"] for each in row["served"])
+
+
+@pytest.mark.parametrize(
+    ("op", "words", "check", "cases"),
+    [
+        ("predictor", f"{HEADS} --head-dim 16 --lengths 256,512", by_predictor, 2),
+        (
+            "attention",
+            f"{HEADS} --head-dims 16 --seconds 0 --densities 0.2,1 --lengths 192,384",
+            by_attention,
+            8,
+        ),
+        (
+            "batches",
+            f"{HEADS} --head-dim 16 --seconds 0 --lengths 96,192 --batches 1,2 {BLOCKS}",
+            by_batches,
+            12,
+        ),
+        ("ttft", f"--layers 1 --lengths 96,192 --runs 1 {BLOCKS}", by_ttft, 8),
+        (
+            "ttft",
+            "--layers 1 --lengths 64,128 --behind 256 --runs 1 "
+            f"--implementations sdpa,cab,cab-always {BLOCKS}",
+            behind_a_cache,
+            6,
+        ),
+        (
+            "decode",
+            f"{TINY} --seconds 0 --steps 2 --lengths 512,640 --batches 1,2 --kernels SDPA "
+            "--modes static,dynamic",
+            by_decode,
+            4 * (2 + 4),
+        ),
+        ("breakdown", f"--layers 1 --lengths 96,192 {BLOCKS}", by_breakdown, 2),
+        ("prefill", f"--layers 1 --chunk 64 --lengths 128,192 {BLOCKS}", by_prefill, 2),
+        (
+            "serve",
+            "--layers 1 --lengths 96,192 --requests 2,192:1 --batch-tokens 64 --new-tokens 4 "
+            f"--warm-up 1 --implementations sdpa,cab_dense,cab-always --rate 50 {BLOCKS}",
+            by_serve,
+            3,
+        ),
+        (
+            "lora",
+            f"--layers 1 --lengths 96,192 --runs 1 --max-density 0.2 {BLOCKS} --cab min_length=0",
+            by_lora,
+            6,
+        ),
+    ],
+)
+def test_a_run_of_every_op(op, words, check, cases, tmp_path):
+    rows = speed_run(op, tmp_path, *words.split(), drawn=True)["rows"]
+    assert len(rows) == cases and all(row["error"] is None for row in rows)
+    assert all(row["ms"] > 0 for row in rows if "ms" in row)
+    check(rows)
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    # nothing is left to do
+    assert speed_run(op, tmp_path, *words.split())["rows"] == rows
+
+
+@pytest.mark.parametrize(
+    ("op", "words", "said"),
+    [
+        ("attention", "--engines magic", "engines is ('magic',)"),
+        ("attention", "--blocks 128", "blocks is ('128',)"),
+        ("attention", "--heads 5", "heads is 5"),
+        ("attention", "--inputs magic", "inputs is 'magic'"),
+        ("attention", "--dtype int8", "dtype is 'int8'"),
+        ("batches", "--layouts ragged", "layouts is ('ragged',)"),
+        ("batches", "--batches 0", "batches is (0,)"),
+        ("batches", "--densities 2", "max_density is 2"),
+        ("batches", "--cab max_density=0.1", "cab sets max_density"),
+        ("ttft", "--implementations magic", "implementations is ('magic',)"),
+        ("ttft", "--behind 256 --lengths 64", "lengths is (64,)"),
+        ("ttft", "--max-density 512:0.1 --lengths 256", "max_density is ('512:0.1',)"),
+        ("prefill", "--chunk 100", "chunk is 100"),
+        ("prefill", "--max-density 0.1,512:0.2", "max_density is ('0.1', '512:0.2')"),
+        ("decode", "--parts mlp", "parts is ('mlp',)"),
+        ("decode", "--kernels FA9", "kernels is ('FA9',)"),
+        ("decode", "--budgets 1.5", "decode_tokens is 1.5"),
+        ("decode", "--cab decode_tokens=128", "cab sets decode_tokens"),
+        ("serve", "--requests 256:2", "requests is ('256:2',)"),
+        ("serve", "--requests 1,1024:2", "requests is ('1', '1024:2')"),
+        ("serve", "--requests=-1", "requests is ('-1',)"),
+        ("serve", "--max-density 0.1,512:0.2", "max_density is ('0.1', '512:0.2')"),
+        ("serve", "--new-tokens 1", "new_tokens is 1"),
+        ("serve", "--rate=-1", "rate is -1.0"),
+        ("serve", "--shared 256", "shared is 256"),
+        ("serve", "--memory 2", "memory is 2.0"),
+        ("serve", "--page-size 2", "page_size is 2"),
+        ("serve", "--warm-up 0", "warm_up is 0"),
+        ("lora", "--spread magic", "spread is ('magic',)"),
+        ("lora", "--longest --max-density 512:0.1 --lengths 512", "max_density is ('512:0.1',)"),
+        ("context-parallel", "--schemes magic", "schemes is ('magic',)"),
+        ("context-parallel", "--cab query_block=256", "config has blocks of 256"),
+    ],
+)
+def test_settings_are_refused(op, words, said, capsys, tmp_path):
+    told = refused(capsys, op, "--device", "cpu", "--out", str(tmp_path / "none"), *words.split())
+    assert said in told and not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("op", list(COMMANDS))
+def test_without_a_gpu_every_op_says_so(op, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "device is 'cuda'" in refused(capsys, op, "--out", str(tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
+
+
+def test_ops_are_listed_and_others_refused(capsys):
+    assert main(["speed", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {op:16}  " in shown for op in COMMANDS)
+    for words in (["speed", "magic"], ["speed"]):
+        assert main(words) == 2
+        assert "speed: give a command, one of predictor, attention" in capsys.readouterr().err
+
+
+# --- the files
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "told"),
+    [
+        pytest.param(provenance, "git_commit", lambda: "1" * 40, "commit", id="code"),
+        pytest.param(provenance, "device_name", lambda device: "a GPU", "device", id="GPU"),
+        pytest.param(provenance, "versions", lambda: {"torch": "9"}, "versions", id="versions"),
+        pytest.param(
+            dense,
+            "ON_CPU",
+            {"SDPA": dense.Baseline(dense.ON_CPU["SDPA"].load, lambda: "SDPA 9")},
+            "baselines",
+            id="baselines",
+        ),
+    ],
+)
+def test_a_run_is_extended_unless_it_is_of_another_making(
+    tmp_path, monkeypatch, capsys, where, name, value, told
+):
+    words = [*HEADS.split(), "--head-dim", "16", "--lengths"]
+    (first,) = speed_run("predictor", tmp_path, *words, "512")["rows"]
+    content = speed_run("predictor", tmp_path, *words, "256")
+    assert [row["length"] for row in content["rows"]] == [256, 512]
+    assert content["rows"][1]["ms"] == first["ms"]
+    assert sorted(content["provenance"]["settings"]["lengths"]) == [256, 512]
+    monkeypatch.setattr(where, name, value)
+    assert (
+        main(["speed", "predictor", "--device", "cpu", "--out", str(tmp_path), *words, "96"]) == 2
+    )
+    assert f"made with {told}" in capsys.readouterr().err
+
+
+# the defaults when the runs were made whose commands do not say
+EARLIER_DEFAULTS = {"min_length": 16384, "predictor": "curvature", "top_p": 0.999}
+EARLIER_DEFAULTS |= {"dense_tail_blocks": 1}
+EARLIER_DEFAULTS |= {"curvature": "additive", "redundancy": 0.3}
+
+
+@pytest.mark.parametrize("folder", sorted(RESULTS.glob("speed-*")), ids=lambda path: path.name)
+def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
+    content = json.loads(read_file(folder / "results.json"))
+    made, rows = content["provenance"], content["rows"]
+    kind = named(made["experiment"])
+    identity, samples = read_log(folder / "samples.jsonl", added=kind.ADDED)
+    assert {name: identity[name] for name in MADE_BY} == {name: made[name] for name in MADE_BY}
+    again = kind.rows(samples, made["settings"])
+    # a trace of requests has all lengths, and is timed as a whole
+    told = (
+        ("implementation", "total_s") if made["experiment"] == "speed serve" else ("length", "ms")
+    )
+    assert list(map(itemgetter(*told), again)) == list(map(itemgetter(*told), rows))
+    # the commands that are printed, one a number of ranks, give the settings that are recorded
+    printed = (folder / "report.md").read_text().split("```\n")[1].splitlines()
+    (words,) = {command.partition(kind.name)[2] for command in printed}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given = read_settings(kind.Settings, shlex.split(words), kind.name)
+    recorded = {"worlds": [], **json.loads(json.dumps(kind(given).recorded()))}
+    # an option of most that has gone since, which none was given
+    assert "budgets" in recorded or not made["settings"].pop("budgets", None)
+    # a run knows nothing of the options and fields that came after it, and some have gone since
+    recorded = {name: recorded[name] for name in made["settings"]}
+    known, today = made["settings"]["cab_config"], recorded["cab_config"]
+    both = set.intersection(*map(set, (known, today)))
+    made["settings"]["cab_config"] = {name: known[name] for name in both}
+    # nor of a default that was another
+    recorded["cab_config"] = {
+        name: known[name] if known[name] == EARLIER_DEFAULTS.get(name) else today[name]
+        for name in both
+    }
+    # words change, what they say does not; how many ranks there are is torchrun's to say
+    blank = {"method": "", "worlds": []}
+    assert {**recorded, **blank} == {**made["settings"], **blank}
+
+
+# --- words
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("a kernel is wrong"), False),
+        (ValueError("out of memory of what"), False),
+    ],
+    ids=str,
+)
+def test_which_errors_are_of_memory(error, memory):
+    assert ran_out(error) == memory
+
+
+def test_three_digits_count():
+    values = {0.0: "0", 0.0123456: "0.0123", 1.0: "1.00", 98.76: "98.8", 13_312.4: "13,312"}
+    assert digits(None) is None and {value: digits(value) for value in values} == values
