@@ -176,7 +176,7 @@ class CabConfig:
     max_density: float = _read_by(*CAB, FRC, default=1.0)
     sampled_one_in: int = 0
     dense_layers: tuple[int, ...] = ()
-    min_length: int = 8192
+    min_length: int = 16384
     engine: str = "auto"
     predictor: str = "rows"
     anchors: tuple[int, ...] = _read_by("cascade", default=(), off=[])

@@ -15,7 +15,7 @@ other implementation what CAB is compared with. All tasks of lm_eval's own run s
 lm_eval[ruler] and a network.
 
 Beside the scores stand the whole config of a model on CAB, and its density; a run in which no layer
-attended sparsely, as where all requests are shorter than min_length (8192), ends in a sentence and
+attended sparsely, as where all requests are shorter than min_length (16384), ends in a sentence and
 without scores.
 
 Metadata of the tasks: max_seq_lengths, in tokens (4096); seed (0); haystack, a UTF-8 file that the

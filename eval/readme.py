@@ -121,7 +121,7 @@ def draw_default(results: Path) -> None:
     with charts.figure(results / DEFAULT_FIGURE, 1, 2, figsize=(9, 3.6)) as ((left, right),):
         for colour, label, field in (
             ("black", "fastest dense attention", "baseline_ms"),
-            ("C3", "CAB, default settings", "ms"),
+            ("C3", "CAB", "ms"),
         ):
             times = [row["first_token"] for row in rows]
             look = {"color": colour, "label": label}

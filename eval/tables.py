@@ -229,6 +229,17 @@ def _choices(rows: Sequence[Row]) -> Iterator[Row]:
         yield {**row, "settings": name, "attention_ms": row["predict_ms"] + row["attend_ms"]}
 
 
+def _over_texts(rows: Sequence[Row]) -> Iterator[Row]:
+    """A row a length and method: means over texts, and what the method sets unlike the default."""
+    default = CabConfig(min_length=0).to_dict()
+    for some in grouped(rows, "length", "method"):
+        first = some[0]
+        config = first["run"]["settings"]["cab_configs"].get(first["method"], {})
+        other = [f"{name}={value}" for name, value in config.items() if value != default[name]]
+        setting = ", ".join(other) or ("default" if config else first["method"])
+        yield {**_mean(some), "setting": setting}
+
+
 def _steps(rows: Sequence[Row]) -> list[Row]:
     """A row a length and number of layers; of one in several folders that of the last."""
     rows = [{**row, "layers": row["run"]["settings"]["layers"]} for row in rows]
@@ -326,7 +337,8 @@ ROWS: dict[str | None, Callable[[list[Row]], Sequence[Row] | Iterator[Row]]] = {
     None: list,
     "by_ranks": partial(sorted, key=itemgetter("length", "world")),
     "by_method": lambda rows: pivoted(rows, "method", "text", "length"),
-    **{"by_length": _by_length, "choices": _choices, "steps": _steps, "asked": _asked},
+    **{"by_length": _by_length, "choices": _choices, "over_texts": _over_texts},
+    **{"steps": _steps, "asked": _asked},
     **{"most_ranks": _most_ranks, "decode_steps": _decode_steps},
     **{"trainings": _trainings, "models": _models},
 }
@@ -349,11 +361,11 @@ def by_default(result: Results) -> bool:
 
 
 class Models(Table):
-    """What the default keeps of every model it has read, but those of the table of trainings."""
+    """What the default keeps of every model, but in runs that tables of their own show."""
 
     def read(self, results: Path) -> list[Results]:
-        trained = TABLES["trained"].folders
-        return [x for x in all_results(results) if x.name not in trained and by_default(x)]
+        others = {*TABLES["trained"].folders, *TABLES["front"].folders}
+        return [x for x in all_results(results) if x.name not in others and by_default(x)]
 
 
 def families_sentence(results: Path) -> str:

@@ -111,7 +111,7 @@ def test_a_number_of_another_library_is_named_by_its_value(value):
 
 
 def test_a_model_of_8192_tokens_can_be_sparse_as_it_comes():
-    assert CabConfig().min_length == 8192
+    assert CabConfig().min_length == 16384
 
 
 def test_it_is_frozen_and_hashes():

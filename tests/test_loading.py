@@ -102,5 +102,5 @@ def test_a_model_too_short_for_its_settings_says_so(monkeypatch, recwarn):
     assert not [each for each in recwarn if "positions" in str(each.message)]
     cab_hf.load_model("tiny", device="cpu")
     (given,) = [str(each.message) for each in recwarn if "positions" in str(each.message)]
-    assert given.startswith("llama has 4,096 positions and min_length is 8,192")
+    assert given.startswith("llama has 4,096 positions and min_length is 16,384")
     cab_hf.load_model("tiny", device="cpu", cab_config=CabConfig(min_length=4096))

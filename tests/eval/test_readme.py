@@ -44,10 +44,11 @@ def results(tmp_path):
         kept = {probe: {"ratio": ratio} for probe, ratio in ratios.items()}
         rows.append({**place, "method": "cab", "density": 0.3, "continuation": {"kl": kl}, **kept})
         rows.append({**place, "method": "full", "density": 1.0, "continuation": {"kl": 0.001}})
-    write(tmp_path / KEPT[0], rows)
+    for name in KEPT[:-1]:
+        write(tmp_path / name, rows)
     # not everything was measured
     few = {"continuation": {"kl": 0.002}, "recall": {"ratio": 1.1}}
-    write(tmp_path / KEPT[1], [{"length": 65_536, "method": "cab", "density": 0.2, **few}])
+    write(tmp_path / KEPT[-1], [{"length": 65_536, "method": "cab", "density": 0.2, **few}])
     rows = []
     for length in (8192, 65_536, 131_072):
         rows.append({"length": length, "implementation": "FA3", "ms": 250.0})
@@ -56,6 +57,22 @@ def results(tmp_path):
     write(tmp_path / SPEED, rows, commit="fedcba9876")
     write(tmp_path / CHOOSING, [{"length": 8192, "ms": 0.12}])
     return tmp_path
+
+
+def test_settings_are_named_beside_means_over_texts(tmp_path):
+    run = {"settings": {"cab_configs": {"cab": {}, "cab:few": {"exact_queries": 8}}}}
+    run["settings"]["cab_configs"]["cab"] = CabConfig(min_length=0).to_dict()
+    rows = [
+        {"method": method, "text": text, "length": 64, "run": run, "recall": {"share": share}}
+        for method, shares in {
+            "dense": (1.0, 1.0),
+            "cab": (0.9, 0.7),
+            "cab:few": (0.5, 0.5),
+        }.items()
+        for text, share in zip("ab", shares, strict=True)
+    ]
+    shown = [(row["setting"], row["recall"]["share"]) for row in ROWS["over_texts"](rows)]
+    assert shown == [("dense", 1.0), ("default", 0.8), ("exact_queries=8", 0.5)]
 
 
 # --- what is committed

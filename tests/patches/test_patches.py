@@ -385,7 +385,7 @@ def test_describe_says_what_will_be_refused_layer_by_layer():
         model = transformers.MiMoV2FlashForCausalLM(config)
     model.set_attn_implementation("cab")
     lines = cab_hf.describe(model, tokens=200).splitlines()[1:]
-    assert lines[0] == "  layer 0: dense, input shorter than min_length=8192"
+    assert lines[0] == "  layer 0: dense, input shorter than min_length=16384"
     assert lines[1] == "  layer 1: refused, sink logits"
 
 
@@ -614,7 +614,7 @@ def read_packed(model, length):
         pytest.param(lambda model, length: model(tokens(1, length)), {}, True, id="read"),
         pytest.param(generated, {}, True, id="generate"),
         pytest.param(read_packed, {}, True, id="packed"),
-        pytest.param(generated, {"min_length": 8191}, False, id="min_length-told"),
+        pytest.param(generated, {"min_length": 16383}, False, id="min_length-told"),
         pytest.param(generated, {"min_length": 0}, False, id="min_length-0"),
         pytest.param(lambda model, length: model(tokens(1, 1)), {}, False, id="a-token"),
         pytest.param(read_in_chunks, {}, False, id="behind-a-cache"),
@@ -622,7 +622,7 @@ def read_packed(model, length):
     ],
 )
 def test_a_prompt_too_short_to_be_sparse_is_news_once(nothing_said, recwarn, read, fields, news):
-    model = tiny_model(max_position_embeddings=16384, num_hidden_layers=1)
+    model = tiny_model(max_position_embeddings=32768, num_hidden_layers=1)
     cab_hf.apply_cab(model, fields)
     with torch.no_grad():
         for _ in range(1 + news):
@@ -630,7 +630,7 @@ def test_a_prompt_too_short_to_be_sparse_is_news_once(nothing_said, recwarn, rea
     sentences = [str(each.message) for each in recwarn if "min_length" in str(each.message)]
     assert len(sentences) == news
     for sentence in sentences:
-        assert sentence.startswith("llama reads 50 tokens and min_length is 8,192, so 'cab' ")
+        assert sentence.startswith("llama reads 50 tokens and min_length is 16,384, so 'cab' ")
 
 
 @pytest.mark.parametrize("name", ["cab_dense", "cab"])

@@ -241,7 +241,7 @@ def test_a_run_is_extended_unless_it_is_of_another_making(
 
 
 # the defaults when the runs were made whose commands do not say
-EARLIER_DEFAULTS = {"min_length": 16384, "predictor": "curvature", "top_p": 0.999}
+EARLIER_DEFAULTS = {"min_length": 8192, "predictor": "curvature", "top_p": 0.999}
 EARLIER_DEFAULTS |= {"dense_tail_blocks": 1}
 EARLIER_DEFAULTS |= {"curvature": "additive", "redundancy": 0.3}
 
