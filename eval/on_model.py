@@ -97,11 +97,9 @@ class OnModel(Experiment):
     """Base of experiments whose settings are `OnModelSettings`.
 
     Attributes:
-        LENGTHS: the setting that has the length, or the lengths, of what is read.
         WRITTEN: tokens that are written behind it.
     """
 
-    LENGTHS: ClassVar[str] = "lengths"
     WRITTEN: ClassVar[int] = 0
 
     @cached_property
@@ -125,17 +123,12 @@ class OnModel(Experiment):
             _ = self.model
         return content_sha256(self.settings.model)
 
-    def lengths(self) -> tuple[int, ...]:
-        """In tokens, of what is read."""
-        given = getattr(self.settings, self.LENGTHS)
-        return given if isinstance(given, tuple) else (given,)
-
     def running(self) -> dict[str, Sequence[str]]:
         """Name -> sentences of the files that what is read is made of, over again if need be."""
         return {}
 
     def provenance(self, started: str) -> dict[str, Any]:
-        made, lengths = super().provenance(started), sorted(self.lengths())
+        made, lengths = super().provenance(started), sorted(self.settings.lengths)
         said = []
         for name, sentences in self.running().items():
             tokens = least_tokens(self.tokenizer, sentences, lengths[-1])
@@ -169,11 +162,11 @@ class OnModel(Experiment):
         """Refuse lengths that the model has no positions for."""
         settings = self.settings
         config = load_config(settings.model, settings.trust_remote_code)
-        most, longest = most_tokens(config, self.WRITTEN), max(self.lengths())
+        most, longest = most_tokens(config, self.WRITTEN), max(settings.lengths)
         if most is not None and longest > most:
             behind = f" with {self.WRITTEN} tokens written behind" if self.WRITTEN else ""
             raise UsageError(
-                f"{self.LENGTHS} must be at most {most}, as far as the positions in the config of "
+                f"lengths must be at most {most}, as far as the positions in the config of "
                 f"model {settings.model!r} reach{behind}; got {longest}."
             )
 

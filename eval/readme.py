@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 # experiments whose folders come first, in this order; those of one by name
 ORDER = (
     "passkey",
-    *("fidelity", "calibrate"),
+    "fidelity",
     *(f"speed {op}" for op in ("ttft", "attention", "predictor", "batches", "breakdown")),
     *(f"speed {op}" for op in ("prefill", "serve", "decode", "lora", "context-parallel")),
     "families",

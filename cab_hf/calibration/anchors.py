@@ -160,20 +160,6 @@ def gains(kept: Coverage) -> Tensor:
     return kept.mass + NEEDLE_WEIGHT * kept.needle
 
 
-def similarity(kept: Coverage, gain: Tensor) -> tuple[Tensor, Tensor]:
-    """(mass, needle mass) that layer a keeps of layer b's, [L, L], by the best map of heads.
-
-    The map is the best by ``gain``, as `gains` has it. A layer has its own blocks by itself.
-    """
-    layers, heads = kept.needed.shape
-    best = gain.argmax(2, keepdim=True)
-    own = torch.arange(layers)
-    best[own, own, 0] = torch.arange(heads)
-    mass, needle = (x.gather(2, best).squeeze(2) for x in (kept.mass, kept.needle))
-    needed = kept.needed.sum(-1)
-    return mass.mean(-1), torch.where(needed > 0, needle.sum(-1) / needed.clamp(min=1e-30), 1.0)
-
-
 def values(gain: Tensor, importance: Tensor) -> list[list[float]]:
     """[a][b]: what it is worth that layer a chooses for layer b, weighed by b's importance.
 

@@ -35,7 +35,6 @@ def test_a_calibration_is_of_the_blocks_that_a_model_is_to_be_read_with():
 OF_TEXTS = [
     pytest.param("fidelity", "--texts a.txt,b.txt --lengths 400,900,1200", id="fidelity"),
     pytest.param("passkey", "--filler text --haystack a.txt --lengths 400,900,1200", id="passkey"),
-    pytest.param("calibrate", "--texts a.txt --length 900", id="calibrate"),
 ]
 
 
@@ -57,8 +56,7 @@ def opened(model_folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(("command", "words"), OF_TEXTS)
 def test_a_text_that_is_shorter_than_what_is_read_is_named(opened, command, words):
     made = opened(command, words).provenance("now")
-    lengths = "900" if command == "calibrate" else "900 and 1,200"
-    said = f"a.txt has 400 tokens, so that texts of {lengths} tokens repeat it."
+    said = "a.txt has 400 tokens, so that texts of 900 and 1,200 tokens repeat it."
     assert made["repeated"] == [said]
 
 
