@@ -13,11 +13,14 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
 from tqdm import tqdm
 
+from cab_hf import __version__
+from cab_hf.config import CabConfig
 from cab_hf.eval import report
 from cab_hf.runs.log import (
     Log,
@@ -329,9 +332,16 @@ def made_on(provenance: Row) -> str:
 
 
 def configs(settings: Row) -> list[str]:
-    """The whole configs that were in force, as far as settings are recorded with them."""
+    """What the configs that were in force set unlike the default; of other versions, the whole."""
     known = settings.get("cab_configs") or {"cab": settings.get("cab_config")}
-    return [f"Config of {name}: `{json.dumps(config)}`" for name, config in known.items() if config]
+    default = CabConfig().to_dict()
+    made = []
+    for name, config in filter(itemgetter(1), known.items()):
+        other = {key: config[key] for key in config if config[key] != default.get(key)}
+        whole = config.keys() - default.keys() - {"origin"}
+        beside = "" if whole else f", the default of cab_hf {__version__} beside it"
+        made.append(f"Config of {name}: `{json.dumps(config if whole else other)}`{beside}")
+    return made
 
 
 def command(kind: type[Experiment], settings: Row) -> str:
