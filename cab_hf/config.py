@@ -356,8 +356,8 @@ class CabConfig:
         dense = sorted(set(self.anchors) & set(self.dense_layers))
         if dense:
             raise ValueError(
-                f"CabConfig.anchors has {dense[0]}, which is in dense_layers and chooses nothing; "
-                "take it out of one of them."
+                f"CabConfig.anchors has {dense[0]}, which is in dense_layers and so chooses no "
+                "blocks; remove it from one of them."
             )
 
     def _freeze_table(self, name: str, accepts: Callable[[Any], bool], what: str) -> None:

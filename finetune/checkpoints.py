@@ -63,7 +63,7 @@ class Checkpoints:
     ) -> Path:
         """Save as the checkpoint of ``step``, called by all processes; its folder.
 
-        One that is there already is left as it is.
+        One that exists already is left as it is.
 
         Args:
             shared: what is the same in all processes; only that of process 0 is looked at.
@@ -162,7 +162,7 @@ def _read(path: Path) -> State:
         # what torch says of it is how to run the code in it
         state = None
     if not isinstance(state, dict):
-        raise _unreadable(path.parent, f"{path.name} is damaged, or another's")
+        raise _unreadable(path.parent, f"{path.name} is damaged, or belongs to another run")
     return state
 
 

@@ -41,7 +41,7 @@ def require_finite_step(
     # of several processes the first that knows
     why = next(filter(None, gather_object(parts)), f"a loss of {loss} with a gradient of {norm}")
     raise UsageError(
-        f"step {step} has {why}; it was not made, and nothing of it is saved. Give a smaller lr or "
+        f"step {step} has {why}; it was skipped, and nothing of it is saved. Give a smaller lr or "
         "--clip where the run had gone well until then, or else another model or --dtype."
     )
 

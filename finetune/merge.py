@@ -130,12 +130,12 @@ def merge(settings: MergeSettings) -> float:
     """Write the merged model to ``settings.out``; the largest difference of a logit.
 
     Raises:
-        UsageError: there is no adapter, it is for another base, the folder is there already, or the
+        UsageError: there is no adapter, it is for another base, the folder exists already, or the
             merged model computes something else.
     """
     adapter, out = Path(settings.adapter), Path(settings.out)
     if out.exists():
-        raise UsageError(f"out must be a new folder; {settings.out!r} is there already.")
+        raise UsageError(f"out must be a new folder; {settings.out!r} exists already.")
     config = read_adapter_config(adapter)
     base = settings.base or config.base_model_name_or_path
     if not base or not isinstance(base, str):

@@ -323,7 +323,7 @@ def tiny_deepseek():
 
 
 REFUSED = {
-    "vision-language": (tiny_llava, "parts of it attend otherwise"),
+    "vision-language": (tiny_llava, "some of its parts use another attention"),
     "window": (lambda: tiny_model("mistral-sliding"), "a sliding window of 40 tokens"),
     "linear": (tiny_hybrid, "layers that mix tokens without attention"),
     "latent": (tiny_deepseek, "multi-head latent attention"),

@@ -21,7 +21,7 @@ def unbatchable_reason(model: PreTrainedModel) -> str | None:
     if not hooks.reads_a_batch():
         return f"transformers is {transformers.__version__} and not 5.19 or newer"
     if not all(part.config._attn_implementation in NAMES for part in hooks.parts(model)):
-        return "parts of it attend otherwise"
+        return "some of its parts use another attention"
     if model.config.get_text_config().is_encoder_decoder:
         return "it has an encoder"
     mixers = dict.fromkeys(type(module).__name__ for module in token_mixers(model))

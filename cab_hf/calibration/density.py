@@ -70,8 +70,8 @@ def require_thresholds(config: CabConfig) -> None:
     """
     if config.predictor not in CAB:
         raise ValueError(
-            f"predictor {config.predictor!r} keeps no blocks by their mass, so that there is "
-            "nothing to calibrate."
+            f"predictor {config.predictor!r} does not choose blocks by their mass, so there "
+            "is nothing to calibrate."
         )
 
 
@@ -98,7 +98,7 @@ def fitted(config: CabConfig, measured: Sequence[Mapping[int, Tensor]], target: 
     """
     layers = sorted(measured[0])
     if not layers:
-        raise ValueError("None of the model's layers attends sparsely: there is nothing to share.")
+        raise ValueError("No layer of the model attends sparsely: there is nothing to calibrate.")
     # a layer of a cascade attends what its anchor chooses
     choosing = [anchor_of(config, layer) for layer in layers]
     choosing = [layer if a is None else a for a, layer in zip(choosing, layers, strict=True)]

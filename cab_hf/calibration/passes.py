@@ -150,7 +150,7 @@ def _require_vocabulary(text: Any, documents: Sequence[Document]) -> None:
     most = max(max(document.tokens) for document in documents)
     if known is not None and most >= known:
         raise ValueError(
-            f"tokenizer has made token {most}, and the model knows tokens 0 to {known - 1}; give "
+            f"tokenizer produced token {most}, and the model knows tokens 0 to {known - 1}; give "
             "the tokenizer of the model."
         )
 

@@ -268,9 +268,9 @@ class CabMask(NotATensor, ForwardPass):
             warn_once(
                 (self.model, "right padding"),
                 f"{self.model} reads {self.batch} texts without an attention_mask, of which {rows} "
-                f"end in {A_RUN} or more equal tokens: if these are padding, 'cab' takes them for "
-                "text, and what a text gets depends on the others; give the attention_mask of the "
-                "tokenizer.",
+                f"end in {A_RUN} or more equal tokens: if these are padding, 'cab' reads them as "
+                "text, and the result of one row depends on the others; pass the attention_mask of "
+                "the tokenizer.",
             )
 
     def frame(

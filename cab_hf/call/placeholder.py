@@ -60,8 +60,8 @@ def used_as_tensor(model: str, what: str) -> UsedAsTensor:
     if in_backward_pass():
         return UsedAsTensor(LEFT_EARLY)
     return UsedAsTensor(
-        f"{model} computes with its attention mask (asks it for {what!r}), of which 'cab' "
-        "makes no tensor. Load it with attn_implementation='eager'."
+        f"{model} computes with its attention mask (asks it for {what!r}), for which 'cab' "
+        "provides no mask tensor. Load it with attn_implementation='eager'."
     )
 
 

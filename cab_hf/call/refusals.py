@@ -169,8 +169,8 @@ def _refuse_keywords(model: str, kwargs: dict[str, Any]) -> None:
         )
     if kwargs.get("softmax_scale") is not None:
         raise ValueError(
-            f"softmax_scale is {short(kwargs['softmax_scale'])}; 'cab' calls it scaling, as "
-            "transformers does."
+            f"softmax_scale is {short(kwargs['softmax_scale'])}; pass it as scaling, the "
+            "name that transformers uses."
         )
     for name, value in kwargs.items():
         if value is None or name in READ or name in HARMLESS:
@@ -185,7 +185,7 @@ def _refuse_keywords(model: str, kwargs: dict[str, Any]) -> None:
             f"Leave it out, or use attn_implementation='eager' for {model}."
         )
     if kwargs.get("cu_seq_lens_k") is not None and kwargs.get("cu_seq_lens_q") is None:
-        raise ValueError("cu_seq_lens_k is set and cu_seq_lens_q is None; 'cab' reads the latter.")
+        raise ValueError("cu_seq_lens_k is set, and 'cab' reads cu_seq_lens_q, which is None.")
 
 
 def _refuse_mask(mask: Any, key: Tensor, sliding_window: int | None) -> None:

@@ -320,8 +320,8 @@ def taken(keys: Tensor) -> Indexed | None:
         warn_once(
             ("index", "unread"),
             "sparse_decode is True and a layer attends other keys than its cache has returned: the "
-            "index of the cache is not read there, and steps are dense. Hand these very keys to "
-            "the attention function, or set sparse_decode=False.",
+            "index of the cache is not read there, and steps are dense. Pass the keys that the "
+            "cache returned to the attention function, or set sparse_decode=False.",
         )
     return None
 

@@ -62,8 +62,8 @@ def shard(
     for name in batch:
         if name not in KNOWN:
             raise ValueError(
-                f"batch has {name!r}, which shard does not know how to deal out; leave it out, and "
-                "shard it yourself by cab_hf.distributed.layout."
+                f"batch has {name!r}, which shard cannot split over ranks; leave "
+                "it out, and split it yourself with cab_hf.distributed.layout."
             )
     ids = batch["input_ids"]
     lengths = _documents(batch)

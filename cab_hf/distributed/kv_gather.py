@@ -137,13 +137,13 @@ def over_slices(gather: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple
     ``attend`` is given K, V and the number of their slice.
     """
     tracked = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-    tickets = _Depart.apply(gather, k, v) if tracked else None
+    placeholders = _Depart.apply(gather, k, v) if tracked else None
     outs, sums = [], []
     gather.start(0)
     for i in range(len(gather.slices)):
         gather.start(i + 1)
         keys, values = (
-            _Arrive.apply(gather, i, *tickets[2 * i : 2 * i + 2]) if tracked else (gather.arrive(i))
+            _Arrive.apply(gather, i, *placeholders[2 * i :][:2]) if tracked else gather.arrive(i)
         )
         with gather.attending(i, keys):
             out, lse = attend(keys, values, i)
@@ -172,7 +172,7 @@ def _together(k: Tensor, v: Tensor) -> Tensor:
 
 
 class _Depart(torch.autograd.Function):
-    """k and v to a pair of tickets for each slice, which carry shapes and gradients and no data."""
+    """k and v to two placeholders for each slice, which carry shapes and gradients and no data."""
 
     @staticmethod
     def forward(ctx: Any, gather: KVGather, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -188,7 +188,7 @@ class _Depart(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
-    """The tickets of a slice to its K and V of all ranks; gradients the other way, summed."""
+    """The placeholders of a slice to its K and V of all ranks; gradients the other way, summed."""
 
     @staticmethod
     def forward(ctx: Any, gather: KVGather, i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -86,7 +86,7 @@ def _require_anchors(config: CabConfig, model_config: Any, layers: int) -> None:
     if sparse and sparse[0] not in config.anchors:
         raise ValueError(
             f"CabConfig.anchors is {config.anchors}, and layer {sparse[0]} is the first sparse "
-            "one, for which nobody chooses; add it."
+            "one, and has no anchor before it; add it."
         )
 
 

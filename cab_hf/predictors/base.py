@@ -107,7 +107,7 @@ class Predictor(ABC):
         if spans.documents != 1:
             raise NotImplementedError(
                 f"predictor {self.config.predictor!r} chooses the blocks of all documents packed "
-                "in a call together, so that each would get others than alone; pass one document a "
+                "in a call together, so each gets other blocks than alone; pass one document a "
                 "row, or use another predictor."
             )
 

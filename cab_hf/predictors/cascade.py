@@ -83,14 +83,14 @@ class CascadePredictor(Predictor):
         anchor = anchor_of(self.config, layer)
         if anchor is None:
             raise ValueError(
-                f"CabConfig.anchors is {self.config.anchors}, and nobody chooses for layer "
+                f"CabConfig.anchors is {self.config.anchors}, and no anchor comes before layer "
                 f"{layer}; add the first sparse layer."
             )
         shared: SharedPlan | None = call.shared_state.get(SHARED_PLAN)
         if shared is None or shared.layer != anchor:
             raise ValueError(
-                f"Layer {layer} attends what layer {anchor} chooses, which has handed nothing "
-                "on in this pass; make an anchor of a layer that attends sparsely, and checkpoint "
+                f"Layer {layer} attends what layer {anchor} chooses, which did not run sparsely in "
+                "this forward pass; make an anchor of a layer that does, and checkpoint "
                 "gradients with use_reentrant=False, and not of layers that are called several "
                 "times."
             )

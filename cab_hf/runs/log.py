@@ -122,7 +122,7 @@ class Log:
         return list(self._failures.values())
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one JSON-able record; one whose key is there already is passed over.
+        """Write one JSON-able record; one whose key exists already is passed over.
 
         Raises:
             LogError: it cannot be written, or the file has been removed or replaced.
@@ -192,7 +192,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 def _lock(file: int, path: Path) -> None:
     if not stat.S_ISREG(os.fstat(file).st_mode):
-        raise LogError(f"{path} is no file; take it away or give another --out.")
+        raise LogError(f"{path} is not a file; remove it or give another --out.")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -249,7 +249,8 @@ def read_file(path: Path) -> bytes:
     try:
         return lzma.decompress(_packed(path).read_bytes())
     except lzma.LZMAError as error:
-        raise LogError(f"{_packed(path)} is no whole xz file ({error}); restore it.") from None
+        text = f"{_packed(path)} is not a complete xz file ({error}); restore it."
+        raise LogError(text) from None
 
 
 def drop_packed(path: Path) -> None:

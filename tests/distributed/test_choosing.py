@@ -145,7 +145,7 @@ def gathered_on_a_rank(process_group, config, layer):
             sharded, "gathered", lambda x, g: received.append(x.numel()) or gathered(x, g)
         )
         with contextlib.suppress(ValueError):
-            # a layer whose anchor has handed nothing on
+            # a layer whose anchor did not run sparsely
             distributed.predict(q, k, **fields)
     return sorted(received)
 

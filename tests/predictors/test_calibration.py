@@ -191,7 +191,7 @@ def test_more_anchors_than_sparse_layers_are_refused_before_anything_is_measured
 
 def test_the_tokenizer_of_another_model_is_refused(model):
     model, tokenizer = tiny_model(vocab_size=8), model[1]
-    with pytest.raises(ValueError, match=r"tokenizer has made token \d+, and the model knows"):
+    with pytest.raises(ValueError, match=r"tokenizer produced token \d+, and the model knows"):
         cab_hf.calibrate(model, tokenizer, "So it goes.", **QUICK)
 
 
@@ -282,8 +282,11 @@ def test_another_density_gives_another_threshold(model):
         ({"texts": []}, r"texts is \[\]; it must be a text or a list of them, with words"),
         ({"texts": [" "]}, "it must be a text or a list of them, with words in it"),
         ({"texts": 3}, "texts is 3; it must be a text or a list of them"),
-        ({"config": CabConfig(predictor="streaming")}, "'streaming' keeps no blocks by their mass"),
-        ({"config": CabConfig(**SMALL, dense_layers=(0, 1, 2))}, "there is nothing to share"),
+        (
+            {"config": CabConfig(predictor="streaming")},
+            "'streaming' does not choose blocks by their mass",
+        ),
+        ({"config": CabConfig(**SMALL, dense_layers=(0, 1, 2))}, "there is nothing to calibrate"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(model, bad, message):

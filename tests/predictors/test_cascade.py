@@ -127,7 +127,7 @@ def test_what_no_cascade_can_be_is_refused(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"anchors": (1,)}, "layer 0 is the first sparse one, for which nobody chooses"),
+        ({"anchors": (1,)}, "layer 0 is the first sparse one, and has no anchor before it"),
         ({"anchors": (0,), "dense_layers": (0,)}, "in dense_layers"),
         ({"anchors": (2,), "dense_layers": (0,)}, "layer 1 is the first sparse one"),
         ({"anchors": (0, 3)}, "anchors has 3; this model has layers 0 to 2"),
@@ -146,7 +146,7 @@ def test_what_does_not_fit_a_model_is_refused(fields, message):
 def test_a_layer_that_nothing_is_handed_to_is_refused():
     q, k = loud(q_length=64)
     spans, predictor = Spans.causal(1, 64, 64, "cpu"), CascadePredictor(CASCADE)
-    with pytest.raises(ValueError, match="Layer 1 attends what layer 0 chooses, which has handed"):
+    with pytest.raises(ValueError, match="Layer 1 attends what layer 0 chooses, which did not run"):
         predictor(q, k, LayerContext(spans, 0.25, 1))
     with pytest.raises(ValueError, match="A layer has no index"):
         predictor(q, k, LayerContext(spans, 0.25))

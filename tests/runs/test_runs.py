@@ -119,7 +119,7 @@ def test_a_packed_log_is_read_and_gone_on_with(path):
     assert indices(path) == [0, 1]
     packed.write_bytes(packed.read_bytes()[:-9])
     for opening in (lambda: read_log(path), lambda: Log(path, IDENTITY, KEY)):
-        with pytest.raises(LogError, match="samples.jsonl.xz is no whole xz file"):
+        with pytest.raises(LogError, match="samples.jsonl.xz is not a complete xz file"):
             opening()
     assert list(path.parent.iterdir()) == [packed]
 
