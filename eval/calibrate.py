@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,12 +22,12 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import FIGURE, PROG, Row
 from cab_hf.eval.haystack import read_text
 from cab_hf.eval.methods import known
-from cab_hf.eval.on_model import OnModelSettings, refusing
+from cab_hf.eval.on_model import OnModelSettings, refusing, require_positions
 from cab_hf.eval.report import grouped, markdown_table
 from cab_hf.patches.inspection import stats
 from cab_hf.patches.switch import cab
 from cab_hf.runs.log import writing
-from cab_hf.runs.models import load_config, load_model, load_tokenizer, most_tokens
+from cab_hf.runs.models import load_model, load_tokenizer
 from cab_hf.runs.settings import (
     by_device,
     comma_separated,
@@ -72,6 +72,9 @@ class Settings(OnModelSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check = partial(require, self)
+        for text in self.texts:
+            there = text == BUILT_IN or Path(text).is_file()
+            check("texts", there, f"UTF-8 files or {BUILT_IN}", text)
         check("texts", self.texts and self.text, f"UTF-8 files or {BUILT_IN}")
         targets = self.target_densities
         check("target_densities", targets and all(0 < d <= 1 for d in targets), "in (0, 1]")
@@ -85,14 +88,14 @@ class Settings(OnModelSettings):
         """The model, and whether code that comes with it may run."""
         return self.model, self.trust_remote_code
 
-    @property
+    @cached_property
     def text(self) -> str:
         """All texts; UsageError for a file that is none."""
         return "\n\n".join(
             built_in_text() if text == BUILT_IN else read_text("texts", text) for text in self.texts
         )
 
-    @property
+    @cached_property
     def cab_config(self) -> CabConfig:
         """What stays as it is: ``--cab`` over the defaults."""
         return known(CabConfig.from_dict(dict(map(parse_assignment, self.cab))))
@@ -101,11 +104,10 @@ class Settings(OnModelSettings):
 def main(words: Sequence[str]) -> int:
     """Write a config for each target and the figure, print what layers attend; the exit status."""
     settings = read_settings(Settings, words, f"{PROG} calibrate", __doc__.partition("\n")[0])
-    out, most = Path(settings.out), most_tokens(load_config(*settings.source))
-    reached = f"at most {most}, as far as the model's positions reach"
+    out = Path(settings.out)
+    require_positions(settings, "length", settings.length)
     tokenizer, sentences = load_tokenizer(*settings.source), split_sentences(settings.text)
     with refusing("length"):
-        require(settings, "length", most is None or settings.length <= most, reached)
         document = recall_document(
             tokenizer, sentences, settings.length, KEYS, index=0, seed=settings.seed
         )

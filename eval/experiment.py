@@ -12,7 +12,7 @@ import json
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from tqdm import tqdm
 
 from cab_hf import __version__
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, without_rivals
 from cab_hf.eval import report
 from cab_hf.runs.log import (
     Log,
@@ -334,14 +334,24 @@ def made_on(provenance: Row) -> str:
 def configs(settings: Row) -> list[str]:
     """What the configs that were in force set unlike the default; of other versions, the whole."""
     known = settings.get("cab_configs") or {"cab": settings.get("cab_config")}
-    default = CabConfig().to_dict()
     made = []
     for name, config in filter(itemgetter(1), known.items()):
-        other = {key: config[key] for key in config if config[key] != default.get(key)}
-        whole = config.keys() - default.keys() - {"origin"}
-        beside = "" if whole else f", the default of cab_hf {__version__} beside it"
-        made.append(f"Config of {name}: `{json.dumps(config if whole else other)}`{beside}")
+        today = of_today(config)
+        shown = json.dumps(unlike_default(config) if today else config)
+        beside = f", the default of cab_hf {__version__} beside it" if today else ""
+        made.append(f"Config of {name}: `{shown}`{beside}")
     return made
+
+
+def of_today(config: Row) -> bool:
+    """Whether `CabConfig` still has every field of a saved one."""
+    return without_rivals(config).keys() <= {field.name for field in fields(CabConfig)}
+
+
+def unlike_default(config: Row) -> dict[str, Any]:
+    """The fields of a saved config that the default has otherwise."""
+    default = CabConfig().to_dict()
+    return {name: value for name, value in config.items() if value != default.get(name)}
 
 
 def command(kind: type[Experiment], settings: Row) -> str:

@@ -160,15 +160,7 @@ class OnModel(Experiment):
 
     def check(self) -> None:
         """Refuse lengths that the model has no positions for."""
-        settings = self.settings
-        config = load_config(settings.model, settings.trust_remote_code)
-        most, longest = most_tokens(config, self.WRITTEN), max(settings.lengths)
-        if most is not None and longest > most:
-            behind = f" with {self.WRITTEN} tokens written behind" if self.WRITTEN else ""
-            raise UsageError(
-                f"lengths must be at most {most}, as far as the positions in the config of "
-                f"model {settings.model!r} reach{behind}; got {longest}."
-            )
+        require_positions(self.settings, "lengths", max(self.settings.lengths), self.WRITTEN)
 
     def recorded(self) -> dict[str, Any]:
         given, name = super().recorded(), self.settings.model
@@ -177,6 +169,21 @@ class OnModel(Experiment):
             del given["trust_remote_code"]
         # smollm2 is one file, by its own hash
         return given if name == SMOLLM2 else {**given, "model_sha256": self.content}
+
+
+def require_positions(settings: OnModelSettings, name: str, tokens: int, written: int = 0) -> None:
+    """Refuse, by the setting ``name``, more tokens than the model has positions for.
+
+    Args:
+        written: tokens that are written behind them.
+    """
+    most = most_tokens(load_config(settings.model, settings.trust_remote_code), written)
+    if most is not None and tokens > most:
+        behind = f" with {written} tokens written behind" if written else ""
+        raise UsageError(
+            f"{name} must be at most {most}, as far as the positions in the config of model "
+            f"{settings.model!r} reach{behind}; got {tokens}."
+        )
 
 
 def _called(folder: Path) -> str:

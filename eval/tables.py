@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -16,7 +16,7 @@ import yaml
 
 from cab_hf.config import CabConfig, without_rivals
 from cab_hf.eval import experiment
-from cab_hf.eval.experiment import RESULTS, Experiment, Row, named
+from cab_hf.eval.experiment import RESULTS, Experiment, Row, named, of_today, unlike_default
 from cab_hf.eval.intervals import wilson
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, seconds, with_interval
 from cab_hf.eval.speed.dense import time_shown
@@ -86,8 +86,7 @@ def _chose_otherwise(result: Results) -> bool:
     """Whether blocks were chosen by settings that have gone since."""
     settings = result.provenance["settings"]
     configs = [settings.get("cab_config"), *settings.get("cab_configs", {}).values()]
-    known = {field.name for field in fields(CabConfig)}
-    return any(config and without_rivals(config).keys() - known for config in configs)
+    return any(config and not of_today(config) for config in configs)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -159,9 +158,10 @@ class Table:
 
     def rows(self, read: Sequence[Results]) -> list[Row]:
         """What is shown of what was read; rows have ``folder`` and ``run``, its provenance, too."""
-        named = ({"folder": each.folder, "run": each.provenance} for each in read)
         rows = [
-            {**row, **more} for each, more in zip(read, named, strict=True) for row in each.rows
+            {**row, "folder": each.folder, "run": each.provenance}
+            for each in read
+            for row in each.rows
         ]
         has, where = self.declared.get("has"), self.declared.get("where", {})
         kept = [row for row in rows if (not has or row[has]) and where.items() <= row.items()]
@@ -231,11 +231,12 @@ def _choices(rows: Sequence[Row]) -> Iterator[Row]:
 
 def _over_texts(rows: Sequence[Row]) -> Iterator[Row]:
     """A row a length and method: means over texts, and what the method sets unlike the default."""
-    default = CabConfig(min_length=0).to_dict()
     for some in grouped(rows, "length", "method"):
         first = some[0]
         config = first["run"]["settings"]["cab_configs"].get(first["method"], {})
-        other = [f"{name}={value}" for name, value in config.items() if value != default[name]]
+        # which every comparison sets
+        other = unlike_default(config).items() - {("min_length", 0)}
+        other = [f"{name}={value}" for name, value in sorted(other)]
         setting = ", ".join(other) or ("default" if config else first["method"])
         yield {**_mean(some), "setting": setting}
 
@@ -354,8 +355,7 @@ def by_default(result: Results) -> bool:
         return False
     configs = result.provenance["settings"].get("cab_configs", {})
     config = without_rivals(configs.get(CAB, {}))
-    known = {field.name for field in fields(CabConfig)}
-    if not config or not config.keys() <= known:
+    if not config or not of_today(config):
         return False
     return CabConfig.reading({**config, "min_length": CabConfig.min_length}) == CabConfig()
 

@@ -64,7 +64,7 @@ def test_it_writes_a_config_for_every_density(model_folder, book, tmp_path, caps
     ("words", "message"),
     [
         (["--target-densities", "1.5"], r"target_densities is (1.5,); it must be in (0, 1]"),
-        (["--texts", "nowhere.txt"], "texts must name a UTF-8 text; got 'nowhere.txt'"),
+        (["--texts", "nowhere.txt"], "texts is 'nowhere.txt'; it must be UTF-8 files or built-in"),
         (["--cab", "mas=1"], "CabConfig has no field 'mas'"),
     ],
 )
@@ -84,6 +84,12 @@ def test_a_density_out_of_reach_is_refused_before_the_model_is_opened(
     shown = capsys.readouterr().err
     assert "target_densities: target_density is 0.1; it must be at least 0." in shown
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_measured_by_default_on_a_cpu_can_be_reached():
+    settings = calibrate.Settings(model="tiny", device="cpu")
+    target = min(settings.target_densities)
+    of_models.require_target(settings.cab_config, target, settings.length)
 
 
 # --- anchors

@@ -21,7 +21,7 @@ from cab_hf.eval import attention_time, comparison, fidelity, teacher_forcing
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.attention_time import AttentionClock
 from cab_hf.eval.comparison import draw_by_name
-from cab_hf.eval.experiment import render
+from cab_hf.eval.experiment import render, unlike_default
 from cab_hf.eval.fidelity import Fidelity, Settings
 from cab_hf.eval.haystack import Haystack
 from cab_hf.eval.intervals import mean_interval, mean_of_intervals, paired_difference
@@ -529,8 +529,9 @@ def test_the_report_is_made_from_the_files_alone(model_folder, tmp_path, book):
         (out / name).unlink()
     render(out)
     assert {name: (out / name).read_bytes() for name in FILES} == before
-    for name in settings["cab_configs"]:
-        assert f'Config of {name}: `{{"query_block": 32, ' in before["report.md"].decode()
+    for name, config in settings["cab_configs"].items():
+        shown = json.dumps(unlike_default(config))
+        assert f"Config of {name}: `{shown}`, the default" in before["report.md"].decode()
     words = spelled(settings, Settings)
     # no result has the paths of files
     for option, path in (("--model", str(model_folder)), ("--texts", f"noise,{book}")):

@@ -13,7 +13,7 @@ from words import CHAT, TEXT, make_tokenizer
 
 from cab_hf.eval import haystack, passkey
 from cab_hf.eval.__main__ import main
-from cab_hf.eval.experiment import render
+from cab_hf.eval.experiment import render, unlike_default
 from cab_hf.eval.haystack import Haystack, answered
 from cab_hf.eval.passkey import Passkey, Settings
 from cab_hf.ops import decode
@@ -310,7 +310,8 @@ def test_the_report_is_made_from_the_files_alone(model_folder, tmp_path):
     assert words[words.index("--depths") + 1] == "3"
     result = before["report.md"].decode()
     assert f"python -m cab_hf.eval passkey {' '.join(words)}" in result
-    assert 'Config of cab: `{"query_block": 32, ' in result
+    shown = json.dumps(unlike_default(settings["cab_config"]))
+    assert f"Config of cab: `{shown}`, the default" in result
     assert settings["cab_config"]["min_length"] == 0
     # the model's folder is a path, which no result has
     words[words.index("--model") + 1] = str(model_folder)

@@ -80,7 +80,9 @@ def refused(folder, tmp_path, capsys, monkeypatch):
         pytest.param("--LENGTH 30", "length 30 has no room for", id="too short"),
         pytest.param("--LENGTH 0", "must be", id="no length"),
         pytest.param("--LENGTH -5", "must be", id="negative length"),
-        pytest.param("--LENGTH 99999", "must be at most 2048, as far as the", id="too long"),
+        pytest.param(
+            "--LENGTH 99999", "must be at most 2048, as far as the positions", id="too long"
+        ),
         pytest.param("--LENGTH 1e3", "a length is a number of tokens", id="not whole"),
         pytest.param("--cab mas=1", "mas", id="field"),
         pytest.param("--cab mass_threshold=9", "mass_threshold", id="field value"),
@@ -90,7 +92,7 @@ def refused(folder, tmp_path, capsys, monkeypatch):
         pytest.param("--config unknown.yaml", "unknown.yaml sets 'lenghts'", id="YAML option"),
         pytest.param("--config binary", "config must be a YAML file", id="binary YAML"),
         pytest.param("--config none.yaml", "config must be a YAML file", id="no YAML"),
-        pytest.param("--out book.txt", "cannot be written", id="out"),
+        pytest.param("--out book.txt", "book.txt/FIRST cannot be written", id="out"),
         pytest.param("--out book.txt/deep", "cannot be written", id="out in a file"),
         pytest.param("--out /proc/none", "cannot be written", id="out that nobody writes"),
         pytest.param("--zzz", "there is no option '--zzz'", id="option"),
@@ -98,6 +100,9 @@ def refused(folder, tmp_path, capsys, monkeypatch):
     ],
 )
 def test_of_a_model_and_a_run(refused, command, words, message):
+    # what a command writes first
+    first = "" if command == "calibrate" else "/samples.jsonl"
+    message = message.replace("/FIRST", first)
     assert message in refused(command, words.replace("LENGTH", LENGTH[command]))
 
 
@@ -116,8 +121,8 @@ def test_of_a_model_and_a_run(refused, command, words, message):
         pytest.param("zeros", "UTF-8 text; got 'zeros' (binary)", id="zeros"),
         pytest.param("empty", "UTF-8 text; got 'empty' (empty)", id="empty"),
         pytest.param("blank", "UTF-8 text; got 'blank' (empty)", id="blank"),
-        pytest.param("folder", "must", id="folder"),
-        pytest.param("none.txt", "must", id="no file"),
+        pytest.param("folder", "must be", id="folder"),
+        pytest.param("none.txt", "must be", id="no file"),
     ],
 )
 def test_of_a_text(refused, command, words, file, message):
@@ -228,8 +233,51 @@ def test_of_one_command(refused, command, words, message):
         ("context-parallel", "--directions back", "directions is ('back',); it must be out of"),
         ("context-parallel", "--max-density 512:0.1", "that name 1,024 tokens"),
         ("context-parallel", "--cab query_block=256", "they must divide 128"),
+        ("context-parallel", "--cab query_block=256", "config has blocks of 256"),
         ("context-parallel", "--runs 0", "runs is 0; it must be at least 1"),
         ("context-parallel", "--device cpu:0", "device is 'cpu:0'; it must be cuda or cpu"),
+        ("attention", "--engines magic", "engines is ('magic',)"),
+        ("attention", "--heads 5", "heads is 5"),
+        ("attention", "--inputs magic", "inputs is 'magic'"),
+        ("attention", "--dtype int8", "dtype is 'int8'"),
+        (
+            "batches",
+            "--layouts ragged",
+            "layouts is ('ragged',); it must be out of whole, padded, packed",
+        ),
+        ("batches", "--batches 0", "batches is (0,); it must be numbers from 1 up"),
+        ("batches", "--densities 2", "max_density is 2"),
+        ("batches", "--cab max_density=0.1", "cab sets max_density"),
+        ("ttft", "--implementations magic", "implementations is ('magic',)"),
+        ("ttft", "--behind 256 --lengths 64", "lengths is (64,)"),
+        ("ttft", "--max-density 512:0.1 --lengths 256", "max_density is ('512:0.1',)"),
+        ("prefill", "--max-density 0.1,512:0.2", "max_density is ('0.1', '512:0.2')"),
+        ("decode", "--parts mlp", "parts is ('mlp',)"),
+        ("decode", "--kernels FA9", "kernels is ('FA9',)"),
+        ("decode", "--budgets 1.5", "decode_tokens is 1.5"),
+        ("decode", "--cab decode_tokens=128", "cab sets decode_tokens"),
+        (
+            "serve",
+            "--requests 256:2",
+            "requests is ('256:2',); it must be a count, or LENGTH:COUNT pairs",
+        ),
+        ("serve", "--requests 1,1024:2", "it must be of lengths out of 256, 512"),
+        ("serve", "--requests=-1", "requests is ('-1',); it must be numbers from 1 up"),
+        ("serve", "--max-density 0.1,512:0.2", "it must be one: a model serves all lengths alike"),
+        ("serve", "--new-tokens 1", "new_tokens is 1; it must be at least 2"),
+        ("serve", "--rate=-1", "rate is -1.0; it must be 0 or more"),
+        ("serve", "--shared 256", "shared is 256; it must be less than the shortest prompt"),
+        ("serve", "--memory 2", "memory is 2.0; it must be in (0, 1]"),
+        ("serve", "--page-size 2", "page_size is 2; it must be at least 4"),
+        ("serve", "--warm-up 0", "warm_up is 0; it must be at least 1"),
+        ("lora", "--spread magic", "spread is ('magic',)"),
+        ("lora", "--longest --max-density 512:0.1 --lengths 512", "max_density is ('512:0.1',)"),
+        ("context-parallel", "--schemes magic", "schemes is ('magic',)"),
+        ("serve", "--requests 0", "requests is ('0',)"),
+        ("serve", "--implementations FA3", "must be out of sdpa, flash_attention_3"),
+        ("serve", "--batch-tokens 0", "batch_tokens is 0; it must be at least 1"),
+        ("serve", "--blocks 0", "blocks is 0; it must be at least 1"),
+        ("decode", "--batches 0", "batches is (0,)"),
     ],
 )
 def test_of_a_speed_op(refused, op, words, message):
