@@ -249,7 +249,6 @@ def test_of_one_command(refused, command, words, message):
         ("batches", "--densities 2", "max_density is 2"),
         ("batches", "--cab max_density=0.1", "cab sets max_density"),
         ("ttft", "--implementations magic", "implementations is ('magic',)"),
-        ("ttft", "--behind 256 --lengths 64", "lengths is (64,)"),
         ("ttft", "--max-density 512:0.1 --lengths 256", "max_density is ('512:0.1',)"),
         ("prefill", "--max-density 0.1,512:0.2", "max_density is ('0.1', '512:0.2')"),
         ("decode", "--parts mlp", "parts is ('mlp',)"),

@@ -1,8 +1,10 @@
 """``speed decode``: what a step reads by hand, rows beside dense ones, what is not timed."""
 
+import json
+
 import pytest
 import torch
-from bench import sample_of
+from bench import sample_of, speed_run
 from torch.nn import functional as F
 
 from cab_hf.eval.speed import decode, one_query, steps
@@ -13,6 +15,8 @@ from cab_hf.ops import decode as ops
 TINY = {"layers": 2, "hidden": 48, "intermediate": 48, "heads": 6, "kv_heads": 2, "head_dim": 16}
 CASE = {"part": "attention", "length": 600, "batch": 2, "way": "cab", "mode": None, "budget": 128}
 MODEL = CASE | {"part": "model", "mode": "static"}
+WORDS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", value)]
+WORDS = [*map(str, WORDS), "--seconds", "0", "--steps", "2"]
 
 
 def tiny(**more):
@@ -232,3 +236,23 @@ def test_a_gpu_has_graphs_kernels_and_compiled_steps(gpu, tmp_path):
             assert row["without_graph"] is None and row["mass"] > 0.2
         if row["way"] == "cab" and row["part"] == "model":
             assert row["peak_gib"] > row["cache_gib"] > row["index_gib"] > 0
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a whole run, to read."""
+    out = tmp_path_factory.mktemp("decode")
+    words = ("--lengths", "512,640", "--batches", "1,2", "--kernels", "SDPA,FA3")
+    speed_run("decode", out, *WORDS, *words, drawn=True)
+    return out
+
+
+def test_a_whole_run(finished):
+    rows = json.loads((finished / "results.json").read_text())["rows"]
+    # two lengths and batches: two kernels and cab; three modes of sdpa and cab
+    assert [row["part"] for row in rows] == ["attention"] * 4 * 3 + ["model"] * 4 * 6
+    failed = {row["way"] if row["mode"] is None else row["mode"] for row in rows if row["error"]}
+    assert failed == {"FA3", "compiled"}
+    timed = [row for row in rows if row["error"] is None and row["way"] == "cab"]
+    assert len(timed) == 4 * 3 and all(row["over_best"] > 0 for row in timed)
+    assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")

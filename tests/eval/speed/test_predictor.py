@@ -66,6 +66,12 @@ def test_the_first_error_of_a_capture_is_the_reason():
     assert result == Timing(1.0, None, "operation not permitted when stream is capturing")
 
 
+def test_inputs_lie_as_transformers_hands_them():
+    q, k = tiny().random_heads(300, 16, torch.device("cpu"), "qk")
+    assert q.shape == (1, 4, 300, 16) and k.shape == (1, 2, 300, 16)
+    assert q.transpose(1, 2).is_contiguous() and k.transpose(1, 2).is_contiguous()
+
+
 def test_out_of_memory_is_a_row_and_the_run_goes_on(tmp_path, monkeypatch):
     def greedy(config):
         def predict(q, k, call):
@@ -87,6 +93,17 @@ def test_out_of_memory_is_a_row_and_the_run_goes_on(tmp_path, monkeypatch):
 
 
 # --- arithmetic
+
+
+@pytest.mark.parametrize(
+    ("ms", "measured_at", "length", "expected"),
+    [
+        pytest.param(200.0, 131_072, 1_048_576, 12_800.0, id="eight times as long"),
+        pytest.param(3.0, 1000, 1500, 6.75, id="half as long again"),
+    ],
+)
+def test_dense_attention_grows_with_the_square(ms, measured_at, length, expected):
+    assert dense.extrapolate(ms, measured_at, length) == pytest.approx(expected)
 
 
 def test_a_baseline_is_extrapolated_from_the_longest_measured():
@@ -113,6 +130,24 @@ def test_a_baseline_is_extrapolated_from_the_longest_measured():
 )
 def test_which_baseline_a_ratio_is_against(measured, name):
     assert dense.against(measured) == name
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("_scored_keys_kernel", "keys"),
+        ("_outliers_kernel", "outliers"),
+        ("_scored_rows_kernel", "rows"),
+        ("_sweep_kernel_0d1d2d", "sweep"),
+        ("_keep_kernel", "keep"),
+        ("_select_kernel", "lists"),
+        ("_lists_kernel", "lists"),
+        ("void at::native::vectorized_elementwise_kernel<4, FillFunctor<int>>", "other"),
+        ("Memset (Device)", "other"),
+    ],
+)
+def test_kernels_are_sorted_by_name(kernel, part):
+    assert timing.part_of(kernel) == part
 
 
 def test_parts_are_medians_of_sums():

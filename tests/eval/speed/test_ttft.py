@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bench import FakeBench, sample_of, shown
+from bench import FakeBench, refused, sample_of, shown, speed_run
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cab_hf import CabConfig
@@ -15,6 +15,7 @@ from cab_hf.eval.speed.ttft import TimeToFirstToken as Ttft
 TINY = {"layers": 3, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 # so few that 96 tokens have blocks to leave out
 SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=1")
+BLOCKS = [word for each in SMALL for word in ("--cab", each)]
 
 
 def tiny(**more):
@@ -197,3 +198,20 @@ def test_gains_are_over_sdpa_and_over_the_fastest_dense_way():
 
 
 # --- settings
+
+
+def test_a_run_behind_a_cache(tmp_path):
+    words = ("--layers", "1", "--lengths", "64,128", "--behind", "256", "--runs", "1", *BLOCKS)
+    rows = speed_run("ttft", tmp_path, *words, drawn=True)["rows"]
+    assert {row["behind"] for row in rows} == {256}
+    errors = {row["implementation"] for row in rows if row["error"]}
+    assert errors == {"SDPA"}
+    # dense below min_length, and by cab alone sparse
+    densities = {row["implementation"]: row["density"] for row in rows if not row["error"]}
+    assert densities["sdpa"] == densities["cab"] == 1 > densities["cab-always"]
+
+
+def test_a_question_that_no_block_holds_is_refused(capsys, tmp_path):
+    words = ("--device", "cpu", "--behind", "256", "--lengths", "64", "--out", str(tmp_path))
+    said = refused(capsys, "ttft", *words)
+    assert "lengths is (64,); it must be at least query_block=128 each behind a cache" in said
