@@ -10,7 +10,7 @@ feels: what follows is read, or written, one token at a time and as the method d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import chain, product
@@ -122,7 +122,7 @@ TOKENS_AT_ONCE = 2**17
 PROMPTED = (PASS, QUESTION_FIRST, MULTI_KEY)  # probes that are prompts; the others are documents
 # keys in the prompts of a probe, each of another name, where they are several
 NAMED_KEYS = {MULTI_KEY: 4}
-BORDER = 128  # tokens of which query blocks are parts
+BORDER = 128  # tokens that whole query blocks make up, unless one is larger
 NOISE = "noise"  # the text that is no file
 # what every method is asked alike
 question_of = itemgetter("text", "length", "probe", "depth", "index")
@@ -188,9 +188,10 @@ class Settings(ComparisonSettings):
             check(name, getattr(self, name) > 0, "at least 1")
         check("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
         check("asked", 0 <= self.asked <= len(NAMES), f"0 to {len(NAMES)}")
-        complete = all(BORDER % config.query_block == 0 for config in self.configs.values())
+        complete = all(self.border % config.query_block == 0 for config in self.configs.values())
         borders = complete or not {RECALL_BORDER, PERPLEXITY_BORDER} & set(self.probes)
-        check("probes", borders, f"none at block starts where query blocks are no part of {BORDER}")
+        of = f"none at block starts where query blocks do not divide {self.border}"
+        check("probes", borders, of)
         for config in self.configs.values():
             # what is decoded may be an eighth of the text
             prompt = min(self.lengths) * (CONTINUED_SHARE - 1) // CONTINUED_SHARE
@@ -220,6 +221,10 @@ class Settings(ComparisonSettings):
     def files(self) -> dict[str, str | None]:
         """Short name of each text -> its file, None for noise."""
         return {Path(text).stem: None if text == NOISE else text for text in self.texts}
+
+    @property
+    def border(self) -> int:
+        return border_of(config.query_block for config in self.configs.values())
 
     @property
     def decoding(self) -> set[str]:
@@ -321,9 +326,9 @@ class Fidelity(Comparison):
                 return TeacherForced(tokens, ((prompt, length),), prompt)
             if probe == PERPLEXITY:
                 return TeacherForced(tokens, ((length // 2, length),))
-            borders = range(-(-length // 2 // BORDER) * BORDER, length, BORDER)
-            return TeacherForced(tokens, tuple((at, at + 1) for at in borders))
-        border = BORDER if probe == RECALL_BORDER else 1
+            border = settings.border
+            starts = range(-(-length // 2 // border) * border, length, border)
+            return TeacherForced(tokens, tuple((at, at + 1) for at in starts))
         with refusing("lengths"):
             if probe in TASKS:
                 example = TASKS[probe].make(*place, index, settings.seed)
@@ -331,6 +336,7 @@ class Fidelity(Comparison):
             if probe in WITH_KEYS_ASKED:
                 document, prompt = asked_document(*place, settings.asked, index, settings.seed)
                 return TeacherForced(document.tokens, document.answers, prompt)
+            border = settings.border if probe == RECALL_BORDER else 1
             document = recall_document(*place, settings.keys, index, settings.seed, border)
         return TeacherForced(document.tokens, document.answers)
 
@@ -594,6 +600,8 @@ class Fidelity(Comparison):
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
+        configs = settings["cab_configs"]
+        border = border_of(config.get("query_block", 0) for config in configs.values())
         return notes_how(settings) + (
             "Nothing but continuations is generated: an answer is right when each of its tokens is "
             "the likeliest one after all that stands before it. Behind the prompt: the method "
@@ -625,9 +633,9 @@ class Fidelity(Comparison):
             "Query blocks are decided as a whole, so that what an answer's first token "
             "attends may depend on its later ones, as on all that follow in the block. At borders "
             "it does not: there numbers of recall, and the tokens of perplexity, are the first of "
-            f"{BORDER} tokens that whole query blocks make up."
+            f"{border} tokens that whole query blocks make up."
             f"{_chats(settings.get('probes', ()))}{_tasks(settings.get('probes', ()))}"
-            f"{_cascades(settings['cab_configs'])}"
+            f"{_cascades(configs)}"
         )
 
     @staticmethod
@@ -691,6 +699,11 @@ def _tasks(probes: Sequence[str]) -> str:
         "cache as those asked behind a prompt are; each answer counts, those of one prompt as "
         "independent. Mean over tasks: each counts once, with the intervals of all joined by MOVER."
     )
+
+
+def border_of(query_blocks: Iterable[int]) -> int:
+    """Tokens from one border to the next: at each, a query block of every config begins."""
+    return max(BORDER, *query_blocks)
 
 
 def _cascades(configs: Mapping[str, Mapping[str, Any]]) -> str:

@@ -339,8 +339,11 @@ def test_a_length_without_room_for_a_task_is_refused(model_folder, tmp_path, cap
             id="no match",
         ),
         pytest.param(
-            ["--probes", "recall_border", "--cab", "query_block=256"],
-            "no part of 128",
+            [
+                *("--probes", "recall_border", "--variant", "a=query_block=256"),
+                *("--variant", "b=query_block=384"),
+            ],
+            "query blocks do not divide 384",
             id="borders",
         ),
         pytest.param(
