@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.ops import HAS_TRITON, reference
-from cab_hf.ops.attention import dense_parts, ffpa, traced
-from cab_hf.plan import BlockPlan
+from cab_hf.ops.attention import complete, ffpa, gather, traced
 
 HOPPER = 9
 # SDPA's fast kernels end here; beyond, all it has is memory-efficient attention
@@ -44,160 +45,117 @@ class Workload:
         return cls(q.device.type, q.shape[-1], q.dtype, training, *blocks)
 
 
-class Engine:
-    """One way to compute attention; stateless, so that there is one of each.
+class Engine(NamedTuple):
+    """One way to compute attention under a plan.
 
     Attributes:
-        name: what `CabConfig.engine` calls it. Engines of one name are its backends.
+        name: as `CabConfig.engine` has it. Engines of one name are its backends.
+        load: imports what computes it, which models that never need it do not; see `attention`.
+        unavailable: why it cannot run some work, as half a sentence; None when it can.
+        label: its name for people, with the kernels that run some work where the name leaves it
+            open.
     """
 
     name: str
+    load: Callable[[], Callable[..., Any]]
+    unavailable: Callable[[Workload], str | None]
+    label: Callable[[Workload], str]
 
-    def unavailable(self, work: Workload) -> str | None:
-        """Why it cannot run ``work``, as half a sentence; None when it can."""
-        return None
+    @property
+    def attention(self) -> Callable[..., Any]:
+        """Attention under a plan, as `reference.attention` defines it.
 
-    def label(self, work: Workload) -> str:
-        """Its name for people, with the kernels that run ``work`` where the name leaves it open."""
-        return self.name
-
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: BlockPlan,
-        scale: float,
-        return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention under ``plan``: q [B, H, N_q, D], k [B, H_kv, N_k, D], v [B, H_kv, N_k, D_v].
-
-        Returns:
-            [B, H, N_q, D_v]; with ``return_lse`` also the log-sum-exp, float32 [B, H, N_q]. See
-            `reference.attention`, which defines both.
+        (q [B, H, N_q, D], k [B, H_kv, N_k, D], v [B, H_kv, N_k, D_v], plan, scale, return_lse) to
+        [B, H, N_q, D_v]; with ``return_lse`` also the log-sum-exp, float32 [B, H, N_q].
         """
-        wanted = v.shape[-1]
-        if wanted == q.shape[-1]:
-            return dense_parts.attention(self._attend_lists, q, k, v, plan, scale, return_lse)
-        # kernels take one head dim: channels of zeros change no logit and no value
-        widest = max(wanted, q.shape[-1])
-        q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
-        result = dense_parts.attention(self._attend_lists, q, k, v, plan, scale, return_lse)
-        return (result[0][..., :wanted], result[1]) if return_lse else result[..., :wanted]
-
-    def _attend_lists(self, q, k, v, plan, scale, return_lse):
-        """`attention` under a plan's lists, of v with the head dim of q."""
-        if plan.sampled is None:
-            return self._attend(q, k, v, plan, scale, return_lse)
-        from cab_hf.ops.attention import sampled
-
-        result = sampled.attention(self._attend, q, k, v, plan, scale)
-        return result if return_lse else result[0]
-
-    def _attend(self, q, k, v, plan, scale, return_lse):
-        """The same without what a plan samples."""
-        raise NotImplementedError
+        return self.load()
 
 
-class Reference(Engine):
-    """Plain PyTorch, everywhere: the meaning of a plan."""
-
-    name = "reference"
-
-    def attention(self, q, k, v, plan, scale, return_lse=False):
-        if torch.compiler.is_compiling():
-            return traced.attention(q, k, v, plan, scale, return_lse)
-        return reference.attention(q, k, v, plan, scale, return_lse)
+def _reference() -> Callable[..., Any]:
+    return traced.attention if torch.compiler.is_compiling() else reference.attention
 
 
-class Gather(Engine):
-    """Plain PyTorch over the listed keys alone: what a CPU takes for a prompt."""
-
-    name = "gather"
-
-    def unavailable(self, work: Workload) -> str | None:
-        if work.device != "cpu":
-            return f"runs on a CPU, not on {work.device}"
-        if torch.compiler.is_compiling():
-            return "is not traced by torch.compile"
-        return "has no backward" if work.training else None
-
-    def _attend(self, *arguments):
-        from cab_hf.ops.attention import gather
-
-        return gather.attention(*arguments)
+def _gather_unavailable(work: Workload) -> str | None:
+    if work.device != "cpu":
+        return f"runs on a CPU, not on {work.device}"
+    if torch.compiler.is_compiling():
+        return "is not traced by torch.compile"
+    return "has no backward" if work.training else None
 
 
-class Triton(Engine):
-    """Our own kernels."""
+def _triton() -> Callable[..., Any]:
+    from cab_hf.ops.attention import block
 
-    name = "triton"
-
-    def unavailable(self, work: Workload) -> str | None:
-        if not HAS_TRITON:
-            return "needs the package triton, which is not installed"
-        from cab_hf.ops.attention import block
-
-        return block.unavailable(work.device, work.head_dim, work.dtype)
-
-    def _attend(self, *arguments):
-        from cab_hf.ops.attention import block
-
-        return block.attention(*arguments)
+    return partial(complete.attention, block.attention)
 
 
-class Flex(Engine):
-    """FlexAttention: its TRITON backend on CUDA, its CPU one."""
+def _triton_unavailable(work: Workload) -> str | None:
+    if not HAS_TRITON:
+        return "needs the package triton, which is not installed"
+    from cab_hf.ops.attention import block
 
-    name = "flex"
-
-    def unavailable(self, work: Workload) -> str | None:
-        # imported here: FlexAttention is a heavy import that models without sparse layers never
-        # need
-        from cab_hf.ops.attention import flex
-
-        blocks = work.query_block, work.key_block
-        return flex.unavailable(work.device, work.head_dim, work.dtype, work.training, *blocks)
-
-    def label(self, work: Workload) -> str:
-        from cab_hf.ops.attention import flex
-
-        if work.device == "cpu":
-            return "flex (CPU)"
-        blocks = work.query_block, work.key_block
-        trained = flex.merged_blocks(*blocks)
-        if not work.training or trained == blocks:
-            return "flex (TRITON)"
-        return "flex (TRITON, blocks merged to {} x {})".format(*trained)
-
-    def _attend(self, *arguments):
-        from cab_hf.ops.attention import flex
-
-        return flex.attention(*arguments)
+    return block.unavailable(work.device, work.head_dim, work.dtype)
 
 
-class Flash(Flex):
-    """FlexAttention's FLASH backend: flash-attn-4's kernels."""
+def _flex() -> Callable[..., Any]:
+    # FlexAttention is a heavy import
+    from cab_hf.ops.attention import flex
 
-    def unavailable(self, work: Workload) -> str | None:
-        blocks = work.query_block, work.key_block
-        return super().unavailable(work) or _flash_unavailable(
-            work.device, work.head_dim, work.dtype, *blocks
-        )
+    return partial(complete.attention, flex.attention)
 
-    def label(self, work: Workload) -> str:
-        from cab_hf.ops.attention import flash
 
-        blocks = work.query_block, work.key_block
-        if not work.training or flash.own_backward(work.head_dim, *blocks):
-            return "flex (FLASH)"
-        return "flex (FLASH, gradients by triton)"
+def _flex_unavailable(work: Workload) -> str | None:
+    from cab_hf.ops.attention import flex
 
-    def _attend(self, q, k, v, plan, scale, return_lse):
-        from cab_hf.ops.attention import flash
+    blocks = work.query_block, work.key_block
+    return flex.unavailable(work.device, work.head_dim, work.dtype, work.training, *blocks)
 
-        out, lse = flash.attention(q, k, v, plan, scale)
-        return (out, lse) if return_lse else out
+
+def _flex_label(work: Workload) -> str:
+    from cab_hf.ops.attention import flex
+
+    if work.device == "cpu":
+        return "flex (CPU)"
+    blocks = work.query_block, work.key_block
+    trained = flex.merged_blocks(*blocks)
+    if not work.training or trained == blocks:
+        return "flex (TRITON)"
+    return "flex (TRITON, blocks merged to {} x {})".format(*trained)
+
+
+def _flash() -> Callable[..., Any]:
+    from cab_hf.ops.attention import flash
+
+    return partial(complete.attention, flash.attention)
+
+
+def _flash_unavailable(work: Workload) -> str | None:
+    return _flex_unavailable(work) or _flash_unavailable_here(
+        work.device, work.head_dim, work.dtype, work.query_block, work.key_block
+    )
+
+
+def _flash_label(work: Workload) -> str:
+    from cab_hf.ops.attention import flash
+
+    if not work.training or flash.own_backward(work.head_dim, work.query_block, work.key_block):
+        return "flex (FLASH)"
+    return "flex (FLASH, gradients by triton)"
+
+
+# plain PyTorch: everywhere, as the definition of a plan, and over the listed keys alone on a CPU
+REFERENCE = Engine("reference", _reference, lambda _: None, lambda _: "reference")
+GATHER = Engine(
+    "gather",
+    lambda: partial(complete.attention, gather.attention),
+    _gather_unavailable,
+    lambda _: "gather",
+)
+# our own kernels
+TRITON = Engine("triton", _triton, _triton_unavailable, lambda _: "triton")
+# FlexAttention: its TRITON backend on CUDA or its CPU one, and flash-attn-4's kernels
+FLEX = Engine("flex", _flex, _flex_unavailable, _flex_label)
+FLASH = Engine("flex", _flash, _flash_unavailable, _flash_label)
 
 
 @dataclass(frozen=True)
@@ -220,10 +178,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     )
 
 
-REFERENCE, GATHER, TRITON, FLEX, FLASH = Reference(), Gather(), Triton(), Flex(), Flash()
 # PyTorch's own, and ffpa-attn's for large heads of texts that have no cache
 SDPA, FFPA = DenseKernel("sdpa", _sdpa), DenseKernel("ffpa", ffpa.attention)
-# name -> what it stands for, the preferred first
+# engines by name, the preferred first
 ENGINES: dict[str, tuple[Engine, ...]] = {
     "reference": (REFERENCE,),
     "gather": (GATHER,),
@@ -241,7 +198,7 @@ def choose(name: str, work: Workload) -> Engine:
     """The engine that runs ``work``: one of that name, or for ``"auto"`` the fastest that can.
 
     Raises:
-        ValueError: for an unknown name, or an engine asked for by name that cannot run this.
+        ValueError: for an unknown name, or a named engine that cannot run this.
     """
     if name == "auto":
         # a compiled kernel is compiled on CPU for every new length
@@ -280,14 +237,14 @@ def exact(work: Workload, length: int | None) -> Engine | DenseKernel:
     return TRITON
 
 
-# constants where a model is compiled: finding packages and asking the device is not traced
+# constants where a model is compiled: lookups of packages and of the device are not traced
 @torch.compiler.assume_constant_result
 def _measured_here() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= HOPPER
 
 
 @torch.compiler.assume_constant_result
-def _flash_unavailable(
+def _flash_unavailable_here(
     device: str, head_dim: int, dtype: torch.dtype, query_block: int, key_block: int
 ) -> str | None:
     # a ROCm device has capabilities of other meaning

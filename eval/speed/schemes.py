@@ -19,7 +19,7 @@ from cab_hf.distributed.exchange import finish, watched
 from cab_hf.distributed.layout import Places
 from cab_hf.distributed.zigzag import CPAttention, zigzag_attention
 from cab_hf.engines import Workload
-from cab_hf.ops.attention.dense_parts import merged
+from cab_hf.ops.attention.complete import merged
 from cab_hf.plan import Spans, once_per_spans
 
 if TYPE_CHECKING:

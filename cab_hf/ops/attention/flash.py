@@ -87,10 +87,11 @@ def _missing() -> str | None:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float
-) -> tuple[Tensor, Tensor]:
-    """(out, log-sum-exp) under ``plan``; see `reference.attention`. Gradients flow through out."""
-    return _forward_op(q, k, v, *block.flattened(plan, scale))
+    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`reference.attention` under a plan's lists. Gradients flow through the output alone."""
+    out, lse = _forward_op(q, k, v, *block.flattened(plan, scale))
+    return (out, lse) if return_lse else out
 
 
 @torch.library.custom_op("cab_hf::flash_attention", mutates_args=(), schema=block.FORWARD)

@@ -1,6 +1,6 @@
 """Write rows that were attended in parts where they belong, in one launch: in PyTorch it is twenty.
 
-The definition is `dense_parts.merged`, of the parts.
+The definition is `complete.merged`, of the parts.
 """
 
 from __future__ import annotations

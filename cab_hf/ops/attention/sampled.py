@@ -1,4 +1,4 @@
-"""What a plan samples in training: blocks drawn at random, which stand for those not listed.
+"""Attention with a plan's sample in training: random blocks that represent those not listed.
 
 An engine attends what is listed, our own kernels what is sampled, and both are merged by their
 log-sum-exps. The backward pass needs no merging: under the log-sum-exp of all of it, the weights
@@ -30,24 +30,27 @@ BACKWARD = (
 
 
 def attention(
-    attend: Callable[..., tuple[Tensor, Tensor]],
+    attend: Callable[..., Tensor | tuple[Tensor, Tensor]],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     plan: BlockPlan,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """(out, log-sum-exp) under ``plan``, which samples; on CUDA devices.
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`reference.attention` under a plan's lists and its sample, if it has one; on CUDA devices.
 
     Args:
         attend: attention under the lists of a plan, with the arguments of `reference.attention`.
     """
-    assert plan.sampled is not None
+    if plan.sampled is None:
+        return attend(q, k, v, plan, scale, return_lse)
     # gradients are those of the op below
     with torch.no_grad():
         listed = attend(q, k, v, plan, scale, True)
     sampled = plan.sampled.counts, plan.sampled.indices, plan.one_in
-    return _forward_op(q, k, v, *listed, *sampled, *block.flattened(plan, scale))
+    result = _forward_op(q, k, v, *listed, *sampled, *block.flattened(plan, scale))
+    return result if return_lse else result[0]
 
 
 @torch.library.custom_op("cab_hf::sampled_attention", mutates_args=(), schema=FORWARD)
@@ -57,7 +60,7 @@ def _forward_op(q, k, v, listed_out, listed_lse, counts, indices, one_in, *plan)
     # the share of what is sampled; none where nothing is, also for padding queries
     share = (sums - listed_lse).sigmoid().masked_fill(sums == -torch.inf, 0.0)
     out = like(q, v.shape[3])
-    # in one pass over both, which `dense_parts.merged` would want in one tensor first
+    # in one pass over both, which `complete.merged` would want in one tensor first
     torch.lerp(listed_out, more, share.unsqueeze(-1).to(more.dtype), out=out)
     return out, torch.logaddexp(listed_lse, sums)
 

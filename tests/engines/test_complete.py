@@ -18,7 +18,7 @@ from valid_plan import require_valid
 import cab_hf
 from cab_hf import BlockPlan, engines
 from cab_hf.ops import reference
-from cab_hf.ops.attention import dense_parts
+from cab_hf.ops.attention import complete
 from cab_hf.plan import Spans
 
 FOUR = {"heads": 4, "kv_heads": 2}
@@ -96,7 +96,7 @@ def test_parts_of_the_keys_end_at_key_blocks():
     """Of a chunk that begins off the grid, and key blocks larger than a plan of everything has."""
     spans = Spans.causal(1, 128, 9788, "cpu")
     rows = spans.tail_rows(128, 128)
-    *_, plan = dense_parts._gathered(spans, rows, (128, 256), 2)
+    *_, plan = complete._gathered(spans, rows, (128, 256), 2)
     require_valid(plan)
 
 
@@ -135,13 +135,13 @@ def test_without_gradient_it_is_put_in_place(shape, blocks, return_lse):
 def test_rows_may_walk_the_keys_in_parts(shape, blocks, return_lse, merging, monkeypatch):
     """Long texts: few rows that walk all keys would leave a GPU waiting."""
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
-    monkeypatch.setattr(dense_parts, "SPLIT_ON", ("cpu",))
-    monkeypatch.setattr(dense_parts, "HAS_TRITON", merging == "kernel")
-    monkeypatch.setattr(dense_parts, "SPLIT_KEYS", 16)
-    monkeypatch.setattr(dense_parts, "EXACT_BLOCK", max(blocks))
+    monkeypatch.setattr(complete, "SPLIT_ON", ("cpu",))
+    monkeypatch.setattr(complete, "HAS_TRITON", merging == "kernel")
+    monkeypatch.setattr(complete, "SPLIT_KEYS", 16)
+    monkeypatch.setattr(complete, "EXACT_BLOCK", max(blocks))
     splits = []
-    gathered = dense_parts._gathered
-    monkeypatch.setattr(dense_parts, "_gathered", lambda *a: splits.append(a[3]) or gathered(*a))
+    gathered = complete._gathered
+    monkeypatch.setattr(complete, "_gathered", lambda *a: splits.append(a[3]) or gathered(*a))
     actual = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse)
     meant = reference.attention(q, k, v, listed(plan), 0.2, return_lse)
     for a, b in zip(*((x if return_lse else (x,)) for x in (actual, meant)), strict=True):
@@ -184,12 +184,11 @@ def test_layers_share_the_plans_of_what_is_not_listed(monkeypatch):
     assert len(made) == 1
 
 
-def test_a_plan_that_lists_everything_runs_as_it_did(monkeypatch):
+def test_a_plan_that_lists_everything_runs_as_it_did():
     q, k, v = qkv(q_length=70)
     plan = random_plan(q, k, (32, 16))
     seen = []
-    monkeypatch.setattr(engines.Triton, "_attend", lambda self, *a: seen.append(a) or a[0])
-    engines.TRITON.attention(q, k, v, plan, 0.2)
+    complete.attention(lambda *a: seen.append(a) or a[0], q, k, v, plan, 0.2)
     assert len(seen) == 1 and seen[0][0] is q and seen[0][3] is plan
 
 

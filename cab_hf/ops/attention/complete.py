@@ -1,16 +1,19 @@
-"""What a plan names instead of listing: rows that attend everything.
+"""Attention under a whole plan, by kernels that read its lists alone.
 
-They run apart from the lists, under a plan of one head that keeps everything, and their output is
-put into place. The definition is `reference.attention`.
+Values of another head dim are padded, what the plan samples is merged, and rows that attend
+everything run apart under a plan of one head that keeps everything. The definition is
+`reference.attention`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cab_hf.ops import HAS_TRITON
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, once_per_spans
@@ -33,16 +36,30 @@ def attention(
     scale: float,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention under ``plan``, what it names included, by an engine that reads lists alone.
+    """`reference.attention` under ``plan``.
 
     Args:
-        attend: attention under the lists of a plan, with the arguments of `reference.attention`.
+        attend: attention under the lists of a plan, for v of the head dim of q, with the arguments
+            of `reference.attention`.
     """
+    wanted = v.shape[-1]
+    if wanted != q.shape[-1]:
+        # kernels take one head dim: channels of zeros change no logit and no value
+        widest = max(wanted, q.shape[-1])
+        q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
+    if plan.sampled is not None:
+        from cab_hf.ops.attention import sampled
+
+        attend = partial(sampled.attention, attend)
     if plan.dense_rows is None:
-        return attend(q, k, v, plan, scale, return_lse)
-    result = attend(q, k, v, replace(plan, dense_rows=None), scale, return_lse)
-    result = _with_rows(attend, result if return_lse else (result,), q, k, v, plan, scale)
-    return tuple(result) if return_lse else result[0]
+        result = attend(q, k, v, plan, scale, return_lse)
+    else:
+        result = attend(q, k, v, replace(plan, dense_rows=None), scale, return_lse)
+        result = _with_rows(attend, result if return_lse else (result,), q, k, v, plan, scale)
+        result = tuple(result) if return_lse else result[0]
+    if wanted == v.shape[-1]:
+        return result
+    return (result[0][..., :wanted], result[1]) if return_lse else result[..., :wanted]
 
 
 def _with_rows(attend, result, q, k, v, plan, scale) -> list[Tensor]:
