@@ -50,7 +50,7 @@ register_when_imported()
 
 
 def __getattr__(name: str) -> object:
-    # torch comes with the first name asked for, not with the import (PEP 562)
+    # torch is imported with the first name that is used, not with the package (PEP 562)
     if name not in _HOME:
         raise AttributeError(f"module 'cab_hf' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)

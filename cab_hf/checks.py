@@ -1,4 +1,4 @@
-"""Sentences for what is refused or warned of, and what values are asked to be."""
+"""Checks of values, and the sentences of errors and warnings."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ CHOICES = {"curvature": CURVATURE, "engine": ENGINES}
 # a number for every head of every layer, [layers][heads]
 Table = tuple[tuple[float, ...], ...]
 
-# predictors that choose by rows, the published one, and all that come with cab_hf: what another one
-# reads of the config is its own affair
+# predictors that choose by rows, the published one, and all that come with cab_hf; others may read
+# any field
 CAB, FRC = ("rows", "cascade"), "frc"
 SHIPPED = (*CAB, FRC)
 # fields by which 0.2 chose blocks from summaries of them, those of them that are gone, and what it
@@ -41,7 +41,7 @@ def _read_by(*predictors: str, default: Any, off: Any = dataclasses.MISSING) -> 
 
 
 class Origin(NamedTuple):
-    """What a calibration was measured for; None where the model's layers differ or do not say.
+    """What a calibration was measured for; None where layers differ or a config has no such field.
 
     Attributes:
         model: its name.
@@ -99,16 +99,15 @@ class CabConfig:
         local_blocks: key blocks up to and including the diagonal every row keeps. The key blocks
             that hold the row's own positions are kept even when they are more than this.
         dense_tail_blocks: in query blocks. A query block with one of the last ``dense_tail_blocks *
-            query_block`` tokens of a text (of each packed document) attends everything it may: what
-            is asked at the end is asked by these rows. Where it is not known that more comes
-            (`generate` with ``prefill_chunk_size`` and continuous batching do know), what ends a
-            call counts as an end, and attends more than in the whole text at once. Calls of fewer
-            than ``query_block`` queries have none.
+            query_block`` tokens of a text (of each packed document) attends everything it may, as
+            questions often stand there. `generate` and continuous batching record where a text
+            ends; elsewhere the end of a call counts as one, so that a text read in several calls
+            attends more than in one. Calls of fewer than ``query_block`` queries have no tail.
         exact_queries: how many queries of a block are scored against every key on some channels:
             its outliers, those least like the block's mean query (`reference.outlier_queries`).
             They find what single queries need. 0 or a power of two that divides ``query_block``.
         typical_queries: how many queries in the middle of equal steps of a block are scored against
-            every key on all channels: they stand for all queries that are no outliers. A power of
+            every key on all channels: they represent all queries but the outliers. A power of
             two that divides ``query_block``.
         mass_threshold: a row keeps the blocks to which its queries give so much of their attention
             on average, by those that are scored, in [0, 1]; 0 keeps every block and is exact. A row
@@ -127,17 +126,17 @@ class CabConfig:
             blocks always are.
         sampled_one_in: in training, each row of each head draws one of every so many neighbouring
             key blocks at random, and attends it with so many times its weight, unless it was chosen
-            anyway. What is drawn stands for all blocks that were not chosen, so that gradients come
+            anyway. The sample represents the blocks that were not chosen, so that gradients come
             closer to those of dense attention and the model can be read densely as well. 0 turns it
             off. Nothing is drawn where no gradients flow.
         dense_layers: layer indices computed with exact attention.
         min_length: in tokens. A text (a packed document, a row without its padding) that has fewer
             so far is computed with exact attention, and so are the first chunks of a longer prompt.
             So is what has fewer than ``query_block`` queries in a call, single ones with
-            ``sparse_decode`` excepted: the last chunk of a prompt cannot be told from a step of
+            ``sparse_decode`` excepted: the last chunk of a prompt looks like a step of
             assisted decoding.
         engine: ``"auto"`` (the fastest that can), ``"flex"``, ``"triton"``, ``"gather"`` (on a CPU)
-            or ``"reference"``. One asked for by name never falls back.
+            or ``"reference"``. A named engine never falls back to another.
         predictor: name of a registered predictor; ``"rows"`` is the default, ``"cascade"`` the same
             in ``anchors`` alone, ``"frc"`` the published method (`published`).
         anchors: with ``"cascade"``, indices of the layers that choose blocks, ascending. The layers
@@ -272,7 +271,7 @@ class CabConfig:
         """The config of some fields by name, or the one saved by `to_dict`.
 
         A saved dict has the fields of every way to choose blocks. What this one does not read falls
-        back to its default; where earlier versions let it be set otherwise, a warning says so once.
+        back to its default; a warning names, once, what earlier versions let it be set to.
 
         Raises:
             ValueError: for a field that does not exist, or as for the fields themselves.
@@ -347,7 +346,7 @@ class CabConfig:
         return fields
 
     def _check_cascade(self) -> None:
-        """What deciding in some layers asks of the other fields."""
+        """Check the fields that a cascade needs."""
 
         def ascending(layers: tuple[int, ...]) -> bool:
             return layers != () and list(layers) == sorted(set(layers))

@@ -79,7 +79,7 @@ class CABAttention(nn.Module):
         """x [B, N, dim] -> [B, N, dim], and with ``return_plan`` the plan (``plan.density()``).
 
         Raises:
-            ValueError: for another shape, or an engine asked for by name that cannot run this.
+            ValueError: for another shape, or a named engine that cannot run this.
         """
         dim = self.q_proj.in_features
         fits = x.ndim == 3 and x.shape[-1] == dim and x.numel() > 0

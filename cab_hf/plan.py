@@ -19,8 +19,8 @@ EXACT_BLOCK = 128
 def once_per_spans(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compute ``function(spans, *args)`` once for all layers of a forward pass, which share spans.
 
-    What it returned lives as long as the spans do. Tensors among the arguments are told apart by
-    identity. Numbers among them are no lengths: torch.compile makes a constant of each.
+    The result lives as long as the spans. Tensor arguments are compared by identity. Numbers must
+    not be lengths: torch.compile makes a constant of each.
     """
 
     @functools.wraps(function)
@@ -35,9 +35,9 @@ def once_per_spans(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """What each query may see at all: one interval of keys.
+    """The keys that each query may attend to: one interval.
 
-    Causality, packed documents and padding are all said this way, so that nothing downstream
+    Causality, packed documents and padding are all expressed this way, so that nothing downstream
     needs an N x N mask.
 
     Attributes:
@@ -114,7 +114,7 @@ class Spans:
     def tail(self, tokens: int, query_block: int) -> Tensor:
         """bool [B, M_q]: query blocks with one of the last ``tokens`` real tokens of a document.
 
-        What ends the call ends a document, where no ``end`` is told: then fewer queries than a
+        Without an ``end``, the end of the call is that of its documents, and fewer queries than a
         block have no tail.
         """
         return self._tail(tokens, query_block)
@@ -123,7 +123,7 @@ class Spans:
     def tail_rows(self, tokens: int, query_block: int) -> Tensor | None:
         """int64 [B, R]: the indices of `tail`, ascending, -1 behind the last of a batch row.
 
-        None where there is no tail, or where only looking would tell how many rows it can have.
+        None where there is no tail, or where the number of rows is known to the device alone.
         """
         if not self.has_tail(tokens, query_block) or self.documents is None:
             return None
@@ -141,7 +141,7 @@ class Spans:
         elif self.end is not None:
             ends = (self.last >= 0) & (self.last >= self.end - tokens)
         else:
-            # what stands so many queries later, if it is a token of the same document
+            # the query that many places later, if it is a token of the same document
             beyond = min(tokens, self.q_length)
             later_first = F.pad(self.first[:, tokens:], (0, beyond))
             later_last = F.pad(self.last[:, tokens:], (0, beyond), value=-1)
@@ -151,13 +151,13 @@ class Spans:
     @once_per_spans
     def rows(self, query_block: int) -> RowSpans:
         """The spans of every query block, padding queries left out."""
-        nobody = torch.iinfo(torch.int32).max
+        no_query = torch.iinfo(torch.int32).max
         first, last = self.blocked(query_block)
         real = last >= 0
         return RowSpans(
-            min_first=first.masked_fill(~real, nobody).amin(-1),
+            min_first=first.masked_fill(~real, no_query).amin(-1),
             max_first=first.masked_fill(~real, -1).amax(-1),
-            min_last=last.masked_fill(~real, nobody).amin(-1),
+            min_last=last.masked_fill(~real, no_query).amin(-1),
             max_last=last.amax(-1),
             queries=real.sum(-1, dtype=torch.int32),
         )
@@ -174,7 +174,7 @@ class RowSpans:
     queries: Tensor
 
     def places(self, query_block: int) -> Tensor:
-        """int64 [B, M_q]: where each row stands on the query grid, wherever a chunk begins."""
+        """int64 [B, M_q]: the index of each row on the query grid, wherever a chunk begins."""
         return self.min_last.where(self.queries > 0, 0).to(torch.int64) // query_block
 
 
@@ -252,7 +252,7 @@ class BlockLists:
         return BlockLists.from_dense(self.to_dense(columns).transpose(2, 3))
 
     def for_heads(self, heads: int) -> BlockLists:
-        """The same lists, one for each of ``heads``; a single one stands for all as it is."""
+        """The same lists, one for each of ``heads``; a single one is shared by all as it is."""
         own = self.counts.shape[1]
         if own in (1, heads):
             return self
@@ -285,7 +285,7 @@ class BlockPlan:
     query's span. Lists are as wide as the longest of them: rows that attend everything their spans
     allow are named instead, and list nothing.
 
-    A plan may sample what it does not list: blocks drawn at random, which stand for the others.
+    A plan may sample what it does not list: blocks drawn at random, which represent the others.
     Each counts ``one_in`` times, which is to add log(one_in) to the logits of its keys.
 
     Attributes:
@@ -319,7 +319,7 @@ class BlockPlan:
     ) -> BlockPlan:
         """The plan that attends ``keep``, bool [B, H, M_q, M_k], as far as the spans allow.
 
-        ``dense_rows`` attend everything, whatever ``keep`` says of them.
+        ``dense_rows`` attend everything, whatever ``keep`` has for them.
         """
         visible, complete = _visibility(spans.rows(query_block), key_block, spans.kv_length)
         if keep.dtype != torch.bool or keep.ndim != 4 or keep.shape[2:] != visible.shape[1:]:
@@ -455,7 +455,7 @@ class BlockPlan:
         return replace(self, sampled=sampled, one_in=one_in)
 
     def on(self, spans: Spans) -> BlockPlan:
-        """The same plan on the device of other ``spans`` that say the same."""
+        """The same plan on the device of other, equal ``spans``."""
         device = spans.first.device
         rows = None if self.dense_rows is None else self.dense_rows.to(device)
         return replace(self.map_tensors(lambda x: x.to(device)), spans=spans, dense_rows=rows)
@@ -522,8 +522,8 @@ class BlockPlan:
     ) -> Tensor:
         """bool [B, H, stop - start, kv_stop] for queries ``start`` to ``stop``: what they attend.
 
-        What is sampled is left out. Quadratic when asked for everything at once; for the reference
-        and for tests.
+        What is sampled is left out. Quadratic for all queries at once; for the reference and for
+        tests.
         """
         stop = self.q_length if stop is None else min(stop, self.q_length)
         kv_stop = self.kv_length if kv_stop is None else kv_stop

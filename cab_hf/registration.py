@@ -1,15 +1,16 @@
-"""Telling transformers about "cab" and the like, without making `import cab_hf` slow.
+"""Registers "cab", "cab_frc" and "cab_dense" with transformers without making the import slow.
 
-transformers itself imports torch and its modelling code only when a model class is first touched.
+transformers imports torch and its modelling code only when a model class is first used.
 Registration waits for that moment, so that importing cab_hf costs next to nothing.
 
-Two functions are registered under three names. What transformers has no registry for is told at six
-places, and changes nothing for a model that does not ask for "cab": its configs have a
-``cab_config`` (`_Setting`), which models take beside a config as well, its check of an
-implementation's name, which every model passes as it is made or switched, asks us about ours, and
-so does continuous batching (`batching.hooks`);
-`transformers serve` takes them too; a cache that `generate` makes gets its index from us where the
-model decodes sparsely, and `generate` says where the prompt ends.
+Two functions are registered under three names. Where transformers has no registry its functions are
+wrapped, which changes nothing for models with another attention implementation:
+
+* configs have a ``cab_config`` (`_Setting`), and models accept one beside a config;
+* the check of an implementation's name, which runs whenever a model is made or switched, validates
+  the settings of ours;
+* continuous batching (`batching.hooks`) and `transformers serve` accept our names;
+* `generate` records where the prompt ends, and indexes the cache of a model that decodes sparsely.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ def register() -> None:
         attend = cab_attention if name in SPARSE else cab_dense_attention
         AttentionInterface.register(name, attend)
         AttentionMaskInterface.register(name, cab_mask)
-    PreTrainedModel.get_correct_attn_implementation = _asking_us(
+    PreTrainedModel.get_correct_attn_implementation = _validating(
         PreTrainedModel.get_correct_attn_implementation
     )
     for name in ("from_pretrained", "_from_config"):
-        setattr(PreTrainedModel, name, _taking_a_setting(getattr(PreTrainedModel, name)))
+        setattr(PreTrainedModel, name, _accepting_cab_config(getattr(PreTrainedModel, name)))
 
 
 def add_setting() -> None:
@@ -63,11 +64,11 @@ def add_setting() -> None:
     PreTrainedConfig.cab_config = _Setting()
 
 
-def tell_generate() -> None:
-    """Have `generate` index now the caches that it makes, where a model reads them sparsely.
+def wrap_generate() -> None:
+    """Make `generate` index its caches for models that decode sparsely, and record the prompt.
 
-    And say where the prompt ends, which no call of the model shows: it may be read in chunks, with
-    a draft of the answer behind it, or once more with every token of the answer.
+    No single call of the model shows where the prompt ends: it may be read in chunks, with a draft
+    of the answer behind it, or once more with every token of the answer.
     """
     mixin = sys.modules[GENERATION].GenerationMixin
     prepare, generate = mixin._prepare_cache_for_generation, mixin.generate
@@ -82,9 +83,9 @@ def tell_generate() -> None:
         text = model.config.get_text_config()
         if text._attn_implementation not in NAMES or model.config.is_encoder_decoder:
             return result
-        from cab_hf.call.prompt import prompt_given, tell
+        from cab_hf.call.prompt import prompt_given, set_prompt
 
-        tell(prompt_given(generation_config, model_kwargs))
+        set_prompt(prompt_given(generation_config, model_kwargs))
         made = _cache_in(model_kwargs)
         if given is None:
             _index(model, made)
@@ -113,14 +114,14 @@ def _index(model: Any, cache: Any) -> None:
         index_made(model, cache)
 
 
-def tell_guidance() -> None:
-    """Have classifier-free guidance read now what is no part of the prompt, nor of its answer."""
+def wrap_guidance() -> None:
+    """Keep the text of classifier-free guidance apart from the prompt and its answer."""
     processor = sys.modules[GUIDANCE].UnbatchedClassifierFreeGuidanceLogitsProcessor
     processor.get_unconditional_logits = _in_a_scope(processor.get_unconditional_logits)
 
 
 def _in_a_scope(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, whose calls of a model read a prompt of their own."""
+    """The same function, run in a prompt scope of its own."""
 
     @functools.wraps(function)
     def scoped(*args: Any, **kwargs: Any) -> Any:
@@ -137,16 +138,16 @@ def _cache_in(model_kwargs: dict[str, Any]) -> Any:
     return model_kwargs.get("cache", model_kwargs.get("past_key_values"))
 
 
-def join_batching() -> None:
-    """Have continuous batching ask us now, before it switches or starts anything."""
+def wrap_batching() -> None:
+    """Wrap continuous batching before it switches a model or starts a manager."""
     from cab_hf.batching import hooks
 
-    # its package is not through with importing it
+    # at this moment its package is still being imported
     hooks.register(sys.modules[BATCHING])
 
 
-def join_serving() -> None:
-    """Have `transformers serve` take our names now: its check knows a fixed list of others."""
+def wrap_serving() -> None:
+    """Make `transformers serve` accept our names: its check has a fixed list of others."""
     manager = sys.modules[SERVING].ModelManager
     validate = manager._validate_args
 
@@ -166,9 +167,9 @@ class _Setting:
     """``config.cab_config``: None until it is set, and always what JSON can hold.
 
     `from_pretrained` takes a setting only where configs have an attribute of its name, and a
-    CabConfig could not be saved. A string is what `CabConfig.calibrated` reads, and read at once:
-    what is saved with a model needs no other file. What is stored is checked where a model is to
-    use it (`_asking_us`).
+    CabConfig could not be saved. A string is a path for `CabConfig.calibrated`, which reads it at
+    once, so that a saved model needs no other file. The value is validated when a model is to use
+    it (`_validating`).
     """
 
     def __get__(self, config: Any, owner: type) -> Any:
@@ -188,17 +189,17 @@ class _Setting:
         vars(config).pop("cab_config", None)
 
 
-def _asking_us(check: Callable[..., str]) -> Callable[..., str]:
-    """transformers' check of an implementation's name, for one model: we look at it first.
+def _validating(check: Callable[..., str]) -> Callable[..., str]:
+    """transformers' check of an implementation's name for a model, after a check of the settings.
 
-    What it is for is refused here where it does not fit, rather than in the first forward pass.
+    Settings that do not fit the model are refused here rather than in the first forward pass.
     """
     from cab_hf.hf.fit import warn_if_unused
     from cab_hf.hf.model_config import cab_config_of
     from cab_hf.predictors import make_predictor
 
     @functools.wraps(check)
-    def ask(model: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
+    def validate(model: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
         if requested in NAMES:
             refuse_unreachable(type(model))
         _refuse_while_batching(model, requested)
@@ -210,13 +211,13 @@ def _asking_us(check: Callable[..., str]) -> Callable[..., str]:
             warn_if_unused(text)
         return check(model, requested, *args, **kwargs)
 
-    return ask
+    return validate
 
 
-def _taking_a_setting(make: Any) -> classmethod:
-    """A class method that makes models, which takes a ``cab_config`` beside a config as well.
+def _accepting_cab_config(make: Any) -> classmethod:
+    """A class method that makes models and accepts a ``cab_config`` beside a config as well.
 
-    transformers takes one only where it reads the config itself.
+    transformers accepts one only where it loads the config itself.
     """
     from transformers import PreTrainedConfig
 
@@ -290,21 +291,21 @@ def _reachable(model: type) -> bool:
         # a dict of attention classes, where it is not that of a vision tower beside the text
         if re.search(r"\b(?!\w*VISION)\w+_ATTENTION_CLASSES\[", source):
             return False
-        # parts that are made by name are asked for themselves
+        # parts that are made by name are checked when they are made
         if "ALL_ATTENTION_FUNCTIONS" in source or "AutoModel" in source:
             return True
     return False
 
 
 def register_when_imported() -> None:
-    """Do all of it now if transformers' code is loaded, else as soon as it is."""
+    """Register and wrap now what transformers has loaded, and the rest as soon as it is loaded."""
     actions = {
         CONFIGURATION: add_setting,
         MODELING: register,
-        GENERATION: tell_generate,
-        GUIDANCE: tell_guidance,
-        BATCHING: join_batching,
-        SERVING: join_serving,
+        GENERATION: wrap_generate,
+        GUIDANCE: wrap_guidance,
+        BATCHING: wrap_batching,
+        SERVING: wrap_serving,
     }
     for name, action in actions.items():
         if name in sys.modules:

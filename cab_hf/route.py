@@ -1,4 +1,4 @@
-"""How a layer is computed: `route` is the one place that decides, and says why."""
+"""How a layer is computed: `route` is the one place that decides, and gives the reason."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def route(
         text: a `CabMask`, or what stands for it over ranks: how long the call and its documents
             are, and what masks them.
         work: with the blocks of ``config``.
-        sparse: whether sparse attention is asked for at all.
+        sparse: whether sparse attention is requested at all.
         layer: the module that attends; its ``layer_idx`` counts, where it has one.
         held: the index that the layer's cache has, if any.
 
     Raises:
-        ValueError: for an engine asked for by name that cannot run this.
+        ValueError: for a named engine that cannot run this.
     """
     kind, reason = _kind(text, config, layer, held) if sparse else ("exact", None)
     if kind == "sparse":

@@ -87,13 +87,13 @@ def test_a_prompt_in_chunks_chooses_what_a_whole_one_does(padding):
 
 def test_a_prompt_is_told_to_the_calls_inside_of_its_scope():
     outer, inner = prompt.Prompt(300), prompt.Prompt(50, lengths=(50, 20))
-    prompt.tell(outer)
+    prompt.set_prompt(outer)
     assert prompt.prompt_of(1) is None
     with prompt.scope():
         assert prompt.prompt_of(1) is None
-        prompt.tell(outer)
+        prompt.set_prompt(outer)
         with prompt.scope():
-            prompt.tell(inner)
+            prompt.set_prompt(inner)
             assert prompt.prompt_of(2) is inner
             # a call of other rows reads another text
             assert prompt.prompt_of(3) is None

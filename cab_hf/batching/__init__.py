@@ -1,4 +1,4 @@
 """Continuous batching by transformers, of a model whose attention is ours.
 
-`batch` attends the sequences of a forward pass, `hooks` is what transformers is told.
+`batch` attends the sequences of a forward pass, `hooks` wraps transformers' functions.
 """

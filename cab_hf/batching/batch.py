@@ -25,7 +25,7 @@ from cab_hf.ops.decode import Choice
 from cab_hf.plan import EXACT_BLOCK
 from cab_hf.route import route
 
-# what attention functions are told of a batch
+# the keyword by which attention functions receive a batch
 KEYWORDS = (
     *("batch", "cache", "block_table", "read_index", "write_index"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
@@ -37,7 +37,7 @@ class Sequence(NamedTuple):
     """What a forward pass reads of one request.
 
     Attributes:
-        queries, keys: where they stand in the packed ones.
+        queries, keys: their places in the packed ones.
         text: the queries are the last of its keys.
     """
 
@@ -50,7 +50,7 @@ class Steps(NamedTuple):
     """The requests of a batch that decode.
 
     Attributes:
-        queries: int64 [B], where the query of each stands.
+        queries: int64 [B], the place of each query.
         seen: the keys that each of them reads, by their place in the cache: all of its own.
     """
 
@@ -90,7 +90,7 @@ class Batch(NotATensor, ForwardPass):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """That of a mask of all tokens: where there is no cache of its own, a model asks it."""
+        """That of a mask of all tokens, which models read where they have no cache."""
         return 1, self.tokens
 
     def attend(
@@ -118,7 +118,7 @@ class Batch(NotATensor, ForwardPass):
         read = list(given["read_index"])
         read[allocator.index] = packed.read
         keys, values = cache.update(**new, layer_idx=layer, kwargs={**given, "read_index": read})
-        # what stands behind the sequences pads the batch
+        # whatever follows the sequences pads the batch
         out = query.new_zeros(1, query.shape[2], query.shape[1], values.shape[3])
         for one in packed.sequences:
             q, k, v = query[:, :, one.queries], keys[:, :, one.keys], values[:, :, one.keys]
@@ -150,14 +150,14 @@ class Batch(NotATensor, ForwardPass):
             sequences, single, kept, keys = [], [], [], 0
             for at, queries in enumerate(starmap(slice, pairwise(starts))):
                 own = slice(*key_starts[at : at + 2])
-                asked, length = queries.stop - queries.start, own.stop - own.start
+                count, length = queries.stop - queries.start, own.stop - own.start
                 # what pads a batch belongs to no request
                 prompt = Prompt(self.prompts[at]) if at < len(self.prompts) else None
                 answer = prompt is None or length > prompt.end
-                if asked == 1 and together and answer:
+                if count == 1 and together and answer:
                     single.append((queries.start, own.start, length))
-                elif asked:
-                    place = 1, asked, length, length - asked
+                elif count:
+                    place = 1, count, length, length - count
                     text = CabMask(*place, model=self.model, prompt=prompt, exact_block=exact_block)
                     for part, piece in text.pieces(steps=False):
                         mine = slice(queries.start + part.start, queries.start + part.stop)
@@ -191,7 +191,7 @@ class Batch(NotATensor, ForwardPass):
             slots = table.unsqueeze(-1) * tokens + torch.arange(tokens, device=table.device)
             slots = slots.flatten(1)
             last = slots.gather(1, (lengths - 1).clamp(min=0).long().unsqueeze(1)).squeeze(1)
-            # what pads a batch is written where nobody reads, and reads one key of anybody
+            # padding is written to a slot that is never read, and reads one key of any sequence
             written = torch.where(lengths > 0, last, allocator.write_trash_index)
             counts = lengths.clamp(min=1).to(torch.int32).unsqueeze(1)
             seen = Choice(slots.to(torch.int32).unsqueeze(1), counts, None).expanded(count, heads)

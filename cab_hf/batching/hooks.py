@@ -1,4 +1,4 @@
-"""What transformers' continuous batching is told of models whose attention is ours.
+"""Makes transformers' continuous batching run models with our attention.
 
 It knows implementations by their names: one without "flash" in it would be switched to flash
 attention, given a mask of all pairs of tokens, or refused. Where it decides such things it asks us
@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from cab_hf.config import NAMES, SPARSE
 
 if TYPE_CHECKING:
-    # transformers is importing itself when it is told
+    # transformers is still importing itself at this moment
     from transformers import PreTrainedModel
 
 PACKAGE = "transformers.generation.continuous_batching"

@@ -58,7 +58,7 @@ class _CabScheduler:
         and take launches of its own.
         """
         block = self._query_block()
-        # asked for the next one when the one before is scheduled
+        # called for the next one when the one before is scheduled
         for state in candidates:
             room = token_budget - self._taken
             split = len(state.remaining_prefill_tokens) > room

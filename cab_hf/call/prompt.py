@@ -1,4 +1,4 @@
-"""Where a prompt ends, told once by who knows it: what is read behind it is an answer."""
+"""Where a prompt ends, recorded once by the caller that knows: what follows is an answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _scope: ContextVar[_Scope | None] = ContextVar("the prompt that is read", defaul
 
 @contextmanager
 def scope() -> Iterator[None]:
-    """Calls of a model inside read no prompt but one that is told inside."""
+    """Calls of a model inside read no prompt but one that is set inside."""
     before = _scope.set(_Scope())
     try:
         yield
@@ -47,8 +47,8 @@ def scope() -> Iterator[None]:
         _scope.reset(before)
 
 
-def tell(prompt: Prompt | None) -> None:
-    """Have the calls of the innermost `scope` read this prompt; None: nobody knows its end."""
+def set_prompt(prompt: Prompt | None) -> None:
+    """Set the prompt that calls of the innermost `scope` read; None: its end is not known."""
     here = _scope.get()
     if here is not None:
         here.prompt = prompt
@@ -58,12 +58,12 @@ def tell(prompt: Prompt | None) -> None:
 def reading(tokens: int) -> Iterator[None]:
     """Calls of a model inside read a prompt of so many tokens in every row."""
     with scope():
-        tell(Prompt(tokens))
+        set_prompt(Prompt(tokens))
         yield
 
 
 def prompt_of(batch: int) -> Prompt | None:
-    """The prompt that a call of so many rows reads; None where nobody told."""
+    """The prompt that a call of so many rows reads; None where its end is not known."""
     here = _scope.get()
     prompt = None if here is None else here.prompt
     if prompt is None or (prompt.lengths is not None and len(prompt.lengths) != batch):
@@ -72,7 +72,7 @@ def prompt_of(batch: int) -> Prompt | None:
 
 
 def prompt_given(settings: Any, model_kwargs: dict[str, Any]) -> Prompt | None:
-    """The prompt of a call of `generate`, by its settings and arguments; None: it does not say.
+    """The prompt of a call of `generate`, by its settings and arguments; None if not known.
 
     An assistant reads what its model has accepted, which begins with the prompt and does not end
     with it.

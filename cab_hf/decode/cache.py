@@ -1,7 +1,7 @@
 """Layers of a KV cache that keep, beside keys and values, the index of the keys.
 
-They stand in transformers' own `DynamicCache` and `StaticCache`. The index is what `index_keys`
-makes of the keys: it is made once a key, when the key is written.
+They replace those of transformers' own `DynamicCache` and `StaticCache`. The index is what
+`index_keys` makes of the keys: it is made once a key, when the key is written.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class IndexedStaticHybridLayer(LinearAttentionAndStaticFullAttentionLayer, Index
         IndexedStaticLayer.__init__(self, max_cache_len, channels)
 
     def lazy_initialization(self, *key_value: Tensor, **states: Any) -> None:
-        # as transformers' layer tells them apart
+        # as transformers' layer distinguishes them
         kind = IndexedStaticLayer if key_value else LinearAttentionLayer
         kind.lazy_initialization(self, *key_value, **states)
 

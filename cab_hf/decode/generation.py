@@ -122,7 +122,7 @@ def _makes_keys(kind: type[nn.Module]) -> bool:
     target = update.targets[0]
     kept = ast.unparse(target.elts[0] if isinstance(target, ast.Tuple) else target)
     behind = [x for x in nodes if getattr(x, "lineno", 0) > update.end_lineno]
-    # of an attention function, told by its first argument
+    # of an attention function, recognised by its first argument
     calls = [x for x in behind if isinstance(x, ast.Call) and len(x.args) > 3]
     calls = [x for x in calls if ast.unparse(x.args[0]) == "self"]
     if not calls:

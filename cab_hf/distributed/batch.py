@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 # attribute of the ``cu_seq_lens_q`` of a shard: what ranks must have in common of all that was
-# sharded. Attention gets this tensor, and no other one tells of the whole text
+# sharded. Attention gets this tensor, and no other one describes the whole text
 CHECKSUM = "cab_checksum"
 KNOWN = (
     *("input_ids", "labels", "shift_labels"),
@@ -153,7 +153,7 @@ def whole_cache(
 
 
 def _shifted(batch: Mapping[str, Tensor]) -> Tensor | None:
-    """[B, N], what each token is to predict; None where nothing says so."""
+    """[B, N], what each token is to predict; None where no labels are given."""
     labels, shifted = batch.get("labels"), batch.get("shift_labels")
     if labels is not None and shifted is not None:
         raise ValueError(

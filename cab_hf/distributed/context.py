@@ -39,7 +39,7 @@ class Parallel:
 
     Attributes:
         model: what it is called.
-        positioned: whether its latest call has said where the tokens of this rank stand.
+        positioned: whether its latest call has set the positions of this rank's tokens.
     """
 
     group: ProcessGroup

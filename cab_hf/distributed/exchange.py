@@ -1,4 +1,4 @@
-"""What ranks say to each other: collectives, what they must agree on, and who has fallen silent."""
+"""Communication of ranks: collectives, what they must agree on, and which rank has failed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store, Work
 
-# seconds that survivors give each other to say that they live
+# seconds that survivors give each other to report that they live
 GRACE = 5.0
 
 
@@ -74,8 +74,8 @@ def gathered(x: Tensor, group: ProcessGroup) -> Tensor:
 def agree(facts: Mapping[str, int], group: ProcessGroup, device: torch.device) -> None:
     """Make sure that every rank has the same ``facts``, whole numbers by name.
 
-    One small all-gather and a wait for it. Whether to ask cannot depend on what a rank has seen
-    before: a rank that asks alone would take the others' next message for an answer.
+    One small all-gather and a wait for it. Whether to call it must not depend on what one rank
+    alone knows: a rank that calls it alone would read the others' next message as the answer.
 
     Raises:
         ValueError: on every rank, naming a fact, the ranks and what each of them has.
@@ -123,7 +123,7 @@ def failures_of_others(group: ProcessGroup) -> list[str]:
 
 
 def withdraw_failure(group: ProcessGroup) -> None:
-    """Take back what `publish_failure` said: this rank goes on."""
+    """Withdraw `publish_failure`: this rank goes on."""
     with suppress(RuntimeError, AttributeError):
         group.get_group_store().delete_key(_key("cause", group.rank()))
 
@@ -134,7 +134,7 @@ def _failure_message(group: ProcessGroup, error: RuntimeError) -> str:
     try:
         store = group.get_group_store()
         store.set(_key("alive", me), b"1")
-        # whoever waits for this rank stops waiting, and says so
+        # ranks that wait for this one stop waiting, and raise
         group.abort()
         silent = _silent(store, others)
         causes = failures_of_others(group)
@@ -147,7 +147,7 @@ def _failure_message(group: ProcessGroup, error: RuntimeError) -> str:
 
 
 def _silent(store: Store, others: list[int]) -> list[int]:
-    """Those who have said neither that they live nor why they do not."""
+    """The ranks that have reported neither that they live nor why they failed."""
     deadline = time.monotonic() + GRACE
     while True:
         silent = [

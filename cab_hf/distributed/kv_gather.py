@@ -33,7 +33,7 @@ class KVGather:
 
     Args:
         k, v: [B, H_kv, n, D] and [B, H_kv, n, D_v] of this rank.
-        places: where the tokens of all ranks stand.
+        places: the places of the tokens of all ranks.
         heads_k_stride: KV heads that travel together.
         regather_kv: whether slices are gathered once more for the backward pass, or kept.
     """
@@ -78,7 +78,7 @@ class KVGather:
         if not self.regather_kv or not torch.is_grad_enabled():
             return nullcontext()
         slice_of = k.untyped_storage()._cdata
-        # what torch.utils.checkpoint would ask, to save by hooks around it
+        # as torch.utils.checkpoint looks it up, to save by hooks around it
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         pack, unpack = outer or (_same, _same)
 
@@ -155,7 +155,7 @@ def over_slices(gather: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple
 
 
 class _Part(NamedTuple):
-    """Where something stood in the memory of a slice."""
+    """The offset and strides of a tensor in the memory of a slice."""
 
     size: torch.Size
     stride: tuple[int, ...]

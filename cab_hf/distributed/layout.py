@@ -1,4 +1,4 @@
-"""Where the tokens of a text stand: on which rank, and in the frame that one process would use.
+"""The place of every token of a text: on which rank, and in the frame of a single process.
 
 Every document is padded to 2 W chunks of whole blocks, W the number of ranks. Rank r holds chunks r
 and 2 W - 1 - r of every document (zigzag), an early and a late one, so that causal work is the same
@@ -64,7 +64,7 @@ class Layout:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """int64 [W, n]: where the tokens of each rank stand in their document, padding behind."""
+        """int64 [W, n]: the positions of each rank's tokens in their document, padding behind."""
         pair = self.pairs(torch.arange(self.world).unsqueeze(1))
         held = [chunk * size + torch.arange(size) for size in self.chunks for chunk in pair]
         return torch.cat(held, dim=1)
@@ -93,11 +93,11 @@ class Layout:
 
     @cached_property
     def holders(self) -> Tensor:
-        """int64 [N]: for each token of the text, rank * n + where it stands on the rank."""
+        """int64 [N]: for each token of the text, rank * n + its index on the rank."""
         return self._inverse(self.slots, self.text)
 
     def _inverse(self, place: Tensor, length: int) -> Tensor:
-        """int64 [length]: who holds what stands at each place; 0 where nothing does."""
+        """int64 [length]: the rank and index that hold each place; 0 for an empty one."""
         holder = torch.zeros(length, dtype=torch.int64)
         real = self.real.flatten()
         holder[place.flatten()[real]] = real.nonzero().squeeze(1)
@@ -110,12 +110,12 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where the tokens of all ranks stand in the frame of one process.
+    """The places of the tokens of all ranks in the frame of a single process.
 
     Attributes:
         align: at multiples of which documents begin in the frame.
         place: int64 [W, n], the frame position of each token of each rank; -1 for padding.
-        source: int64 [N'], rank * n + index of the token that stands there; 0 where none does.
+        source: int64 [N'], rank * n + index of the token at each place; 0 for an empty one.
         filled: bool [N'], where one does.
         begins: int64 [n], where the document of each token of a rank begins in the frame.
     """
@@ -153,7 +153,7 @@ class Places:
         return Frame.build(1, text, text, 0, None, document, self.align, device, known)
 
     def blocks(self, size: int) -> tuple[Tensor, Tensor]:
-        """(rank * blocks of a rank + block that stands there, whether one does), both [N' / size].
+        """(rank * blocks of a rank + block at each place, whether there is one), both [N' / size].
 
         A block of the frame that holds any token begins with one, and so does the rank's block.
         """
@@ -208,11 +208,11 @@ def _kept_spans(
 
 @dataclass(frozen=True, eq=False)
 class Shard(Spans):
-    """The spans of one rank's queries. Which of them end a text only the whole text can tell.
+    """The spans of one rank's queries. Which of them end a text is known to the whole text alone.
 
     Attributes:
         text: the spans of the whole text, in the same frame.
-        places: where its tokens stand.
+        places: the places of its tokens.
     """
 
     text: Spans | None = None

@@ -2,7 +2,7 @@
 
 Plans are those of one process. A rank summarises its own keys, and what a row's choice depends on
 beside them is gathered as the predictor says (`Predictor.gathers`). Which rows end a text
-(``dense_tail_blocks``) is told by the layout.
+(``dense_tail_blocks``) is known to the layout.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class ShardedFrame:
     """The frame of a text that ranks hold, with the methods of `Frame`.
 
-    Queries stay where they are, in the order of the rank. Keys stand in the frame of one process:
-    it is put together for choosing as far as a predictor needs it, and for attention.
+    Queries stay where they are, in the order of the rank. Keys have places in the frame of one
+    process: it is put together for choosing as far as a predictor needs it, and for attention.
 
     Attributes:
         spans: what this rank's queries see of the frame.
@@ -113,7 +113,7 @@ class ShardedFrame:
     def blocks(self, x: Tensor, dim: int, size: int) -> Tensor:
         """What all ranks know of their blocks of ``size`` tokens, put together in ``dim``.
 
-        Zeros for a block of the frame in which no token stands. No gradient.
+        Zeros for a block of the frame that holds no token. No gradient.
         """
         source, filled = self.places.blocks(size)
         everyone = gathered(x.movedim(dim, 0), self.group)[source]
@@ -141,7 +141,7 @@ class ShardedText:
 
     Attributes:
         mask: of this rank's tokens, with what its layers share.
-        frames: those that layers have asked for.
+        frames: those that layers have used.
         heads_k_stride, regather_kv: see `KVGather`.
     """
 
@@ -189,7 +189,7 @@ class ShardedText:
         return self.mask.shared_state
 
     def tail_from(self, blocks: int, query_block: int) -> None:
-        """Nobody tells where the prompt ends: with the text."""
+        """The prompt ends with the text."""
 
     def planned(self, *values: Any) -> BlockPlan:
         return self.mask.planned(*values)

@@ -1,4 +1,4 @@
-"""What a model computes of the whole text beside attention: told over ranks by hooks.
+"""What a model computes of the whole text beside attention, made right over ranks by hooks.
 
 * Rotary embeddings whose frequencies depend on the longest position of a call (dynamic, longrope)
   are shown the longest one of all ranks.
@@ -106,7 +106,7 @@ class _RouterLoss:
         own = getattr(sys.modules[type(model).__module__], ROUTER_LOSS, None)
         wanted = kwargs.get("output_router_logits")
         wanted = getattr(model.config, "output_router_logits", False) if wanted is None else wanted
-        # without its boundaries a text is refused by attention; a model may stand in another
+        # without its boundaries a text is refused by attention; a model may be part of another
         shared = isinstance(getattr(own, "__self__", None), _RouterLoss)
         if not wanted or ends is None or own is None or shared:
             return

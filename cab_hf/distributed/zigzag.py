@@ -168,9 +168,9 @@ def turn(
     check: bool,
     kind: type[Layout] = Layout,
 ) -> CPAttention:
-    """The arguments of `zigzag_attention`, looked at; raises what it says.
+    """Validate the arguments of `zigzag_attention`; raises what it documents.
 
-    ``kind`` says which rank holds what.
+    ``kind`` is the order in which ranks hold the text.
     """
     group = group_of(group)
     refuse_shapes(q, k, v)

@@ -91,19 +91,19 @@ def _require_anchors(config: CabConfig, model_config: Any, layers: int) -> None:
 
 
 def number(text: Any, name: str) -> int | None:
-    """What a config says of all layers alike; None where it does not."""
+    """A config's value for all layers; None where they differ or it has none."""
     if getattr(text, f"{name}_per_layer", None) is not None:
         return None
     try:
         value = getattr(text, name, None)
     except RuntimeError:
-        # what differs from layer to layer, transformers' heterogeneous configs refuse to say
+        # transformers' heterogeneous configs raise for values that differ from layer to layer
         return None
     return value if isinstance(value, int) else None
 
 
 def positions(model_config: Any) -> int | None:
-    """How many tokens the positions in a transformers config reach; None where it does not say.
+    """How many tokens the positions in a transformers config reach; None where not known.
 
     A rotary scaling reaches beyond ``max_position_embeddings`` in configs that count the original.
     """
@@ -144,8 +144,8 @@ def warn_if_never_sparse(min_length: int, model_config: Any) -> None:
 def warn_if_too_short(tokens: int, min_length: int, default: int, model_config: Any) -> None:
     """Warn, once a process and model, of a prompt that is too short to be attended sparsely.
 
-    Nothing is said of a ``min_length`` below the ``default``, which somebody has set knowing it,
-    nor where `warn_if_never_sparse` has said all.
+    No warning for a ``min_length`` below the ``default``, which was set on purpose, nor where
+    `warn_if_never_sparse` has warned.
     """
     most = positions(model_config)
     if tokens >= min_length or min_length < default or (most is not None and most < min_length):
@@ -173,7 +173,7 @@ def warn_if_unused(text_config: Any) -> None:
 
 
 def layer_index(module: Any) -> int | None:
-    """Which layer an attention module is; None for one that serves several, or does not say."""
+    """The layer index of an attention module; None for one that serves several or has none."""
     index = getattr(module, "layer_idx", None)
     # -1 where it comes with the call
     return index if is_whole(index, 0) else None

@@ -1,4 +1,4 @@
-"""The layers of a model that attend to a text so far, and what they say of themselves."""
+"""Finds the causal self-attention layers of a model, and reads their attributes."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def _causal(module: nn.Module) -> bool:
-    """Whether a module is a layer of causal self-attention; not all of them say so."""
+    """Whether a module is a layer of causal self-attention; not all have an attribute for it."""
     unsaid = hasattr(module, "num_key_value_groups")
     return hasattr(module, "layer_idx") and getattr(module, "is_causal", unsaid)
 
 
 def _causal_by_call(module: nn.Module, text: Any) -> bool:
-    """Whether a module has no index and may be told in the call that it is causal, as CLIP's."""
+    """Whether a module has no index and may get `is_causal` in the call, as CLIP's."""
     given = hasattr(module, "is_causal") and not hasattr(module, "layer_idx")
     return given and getattr(module, "config", None) is text
 
 
 def head_dim(module: nn.Module) -> int:
-    """Channels of a query: what the layer says, or its config."""
+    """Channels of a query, by the layer's attribute or its config."""
     for owner in (module, module.config):
         for name in ("qk_head_dim", "head_dim"):
             if isinstance(getattr(owner, name, None), int):

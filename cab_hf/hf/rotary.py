@@ -1,7 +1,7 @@
 """Which channels of a head are scored where scores are to be cheap: those that turn slowest.
 
 Rotary position embeddings turn pairs of channels, each pair at a frequency of its own. Fast pairs
-tell near tokens apart; what a query and a key far before it have in common stands in the slow ones.
+separate near tokens; what a query and a key far before it have in common is in the slow ones.
 Half of the channels, the slow ones, choose nearly the blocks that all of them do.
 """
 
@@ -36,7 +36,7 @@ def slow_channels(module: Any, head_dim: int) -> tuple[int, ...]:
 
 
 def _partial_factors(config: Any) -> list[float]:
-    """Every share of a head that the config says is rotated."""
+    """Every share of a head that is rotated, by the config."""
     parameters = getattr(config, "rope_parameters", None) or {}
     # some models have others in each kind of layer
     kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
@@ -45,7 +45,7 @@ def _partial_factors(config: Any) -> list[float]:
     return [factor for factor in parts if factor is not None]
 
 
-# found once, as every layer asks in every call; a constant where a model is compiled
+# looked up once, as every layer needs it in every call; a constant where a model is compiled
 @cache
 @torch.compiler.assume_constant_result
 def _slow_half(module_name: str, head_dim: int) -> tuple[int, ...]:

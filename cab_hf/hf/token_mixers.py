@@ -1,7 +1,7 @@
 """Which layers of a model mix tokens without attention; what cannot serve them refuses the model.
 
 Inside an attention function documents and shards of a text are known. A convolution, a state space
-or linear attention is handed hidden states alone, and reads whatever stands before a token.
+or linear attention receives hidden states alone, and reads whatever comes before a token.
 """
 
 from __future__ import annotations

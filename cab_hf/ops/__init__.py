@@ -2,5 +2,5 @@
 
 from importlib.util import find_spec
 
-# asked once: torch.compile cannot look for packages
+# looked up once: torch.compile cannot trace a search for packages
 HAS_TRITON = find_spec("triton") is not None

@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-# what stands for a maximum of nothing: infinity less infinity is no number
+# the maximum of nothing: infinity less infinity is no number
 LOWEST = tl.constexpr(-1.0e30)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD_DIM = 256
@@ -43,7 +43,7 @@ def packed(x: Tensor) -> bool:
 
 
 def padding(valid: Tensor | None) -> tuple[Tensor | None, int, Tensor | None]:
-    """What kernels are told of padding: its mask, the stride of it, and where texts begin."""
+    """Padding as kernels read it: its mask, the stride of the mask, and where texts begin."""
     if valid is None:
         return None, 0, None
     valid = valid if valid.stride(-1) == 1 else valid.contiguous()

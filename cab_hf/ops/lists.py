@@ -134,7 +134,7 @@ def fill_lists(bits: Tensor, bounds: Tensor, full: BlockLists, partial: BlockLis
     """Fill the lists of every row, [B, H, M_q], with the blocks whose bits are set, ascending.
 
     Args:
-        bits: int32 [B, H, M_q, W]: bit j % 32 of word j // 32 says that a row keeps block j.
+        bits: int32 [B, H, M_q, W]: bit j % 32 of word j // 32 is set where a row keeps block j.
         bounds: int32 [6, B, M_q], `reference.row_bounds`.
         full, partial: with room for what a row keeps of each. Blocks that all queries of a row see
             wholly are full.

@@ -114,7 +114,7 @@ def most_of_rows(bounds: Tensor, max_density: float) -> Tensor:
 
 
 def best_of_rows(score: Tensor, visible: Tensor, forced: Tensor, wanted: Tensor) -> Tensor:
-    """As many blocks of each row as ``wanted`` [B, H, M_q] says, bool [B, H, M_q, M_k].
+    """The best ``wanted`` [B, H, M_q] blocks of each row, bool [B, H, M_q, M_k].
 
     Those that are forced, then the best; ties go to the lower index.
     """

@@ -48,7 +48,7 @@ class Channels(NamedTuple):
     """The order in which channels are kept: those that outliers are scored on, then the others.
 
     Attributes:
-        table: int32 [width], which channel of q or k stands where; -1 for none.
+        table: int32 [width], the channel of q or k at each place; -1 for none.
         first: how many places those of outliers have, a power of two; ``width`` where all have.
         width: of all; the others have a power of two as well.
         run: so many neighbouring places hold neighbouring channels, or none: they are read at once.
@@ -132,8 +132,8 @@ def scored_keys(
 ) -> tuple[Tensor, Tensor | None]:
     """The keys of k [B, H_kv, N_k, D] as they are scored: [B, H_kv, N_k, C], see `Channels`.
 
-    8-bit floats are in a unit of each key, which is its own affair: with the exponents of these
-    powers of two, int8 [B, H_kv, N_k, 1].
+    8-bit floats are in units, a power of two for each key, whose exponents are returned beside
+    them, int8 [B, H_kv, N_k, 1].
     """
     batch, heads, length, dim = k.shape
     order = Channels.of(channels, dim, k.device)

@@ -104,8 +104,8 @@ def kept_blocks(
         heads: of a batch row.
         blocks: tokens of a query block and of a key block.
         whole_text: whether queries see no key behind their own place.
-        bits: int32 [B, H, M_q, ceil(M_k / 32)]: bit j % 32 of word j // 32 says that block j is
-            kept. Words of blocks that a row does not see mean nothing.
+        bits: int32 [B, H, M_q, ceil(M_k / 32)]: bit j % 32 of word j // 32 is set where block
+            j is kept. Words of blocks that a row does not see mean nothing.
         counts: int32 [B, H, M_q], how many are kept.
         scores: float32 [heads at hand, M_q, M_k], filled with what ranks the blocks that a row
             sees: its mass, or 1 and more where the share of one query keeps it; None for nothing.
@@ -312,7 +312,7 @@ def _log_total(m, total, real):
 
 @triton.jit
 def _load_rows(rows, plane, block, q_blocks, COUNT: tl.constexpr, ROWS: tl.constexpr):
-    """Where the rows of some query blocks stand, (first, last) key that they see, and scales."""
+    """Indices of the rows of some query blocks, (first, last) key that they see, and scales."""
     row = block * COUNT + tl.arange(0, ROWS)
     inside = row < q_blocks * COUNT
     line = plane.to(tl.int64) * (q_blocks * COUNT) + row
@@ -434,12 +434,12 @@ def _sweep_kernel(
             whole_low, whole_high = end, end
     kept = _scratch_of(scratch, plane, tile, begin, columns, all_columns, ALL, WIDER)
     in_step = tl.arange(0, BLOCKS)[None, :]
-    # which key of a tile stands in a column: blocks alternate
+    # the key of each column of a tile: blocks alternate
     SIZE: tl.constexpr = BLOCK_N // BLOCKS
     place = tl.arange(0, BLOCK_N)
     key = place // ALTERNATING % BLOCKS * SIZE
     key += place // (ALTERNATING * BLOCKS) * ALTERNATING + place % ALTERNATING
-    # one normaliser for each key block of a step: no lane asks another until the end
+    # one normaliser for each key block of a step: lanes do not exchange anything until the end
     even_m = tl.full((EVEN, BLOCKS), -1e30, tl.float32)
     even_l = tl.zeros((EVEN, BLOCKS), tl.float32)
     if OUTLIERS > 0:

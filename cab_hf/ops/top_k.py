@@ -65,8 +65,8 @@ def _select_kernel(
     row = plane * q_blocks + i
     lists_row = (b * heads + start + plane % count) * q_blocks + i
     full, full_indices, partial, partial_indices = lists
-    asked = tl.load(wanted + lists_row)
-    if asked == 0:
+    number = tl.load(wanted + lists_row)
+    if number == 0:
         tl.store(full + lists_row, 0)
         tl.store(partial + lists_row, 0)
         return
@@ -76,7 +76,7 @@ def _select_kernel(
     high = tl.load(bounds + bound)
     sinks = tl.load(bounds + 2 * bound)
     # a row that lists everything looks at no score: some may be NaN
-    local = tl.where(asked > high - low, low, tl.load(bounds + 3 * bound))
+    local = tl.where(number > high - low, low, tl.load(bounds + 3 * bound))
     whole_low = tl.load(bounds + 4 * bound)
     whole_high = tl.load(bounds + 5 * bound)
     begin = low // CHUNK * CHUNK
@@ -96,7 +96,7 @@ def _select_kernel(
     tl.debug_barrier()
 
     candidates = tl.maximum(local - sinks, 0)
-    spare = asked - (high - low + 1 - candidates)
+    spare = number - (high - low + 1 - candidates)
     under, top = just_below(tl.min(lowest, 0)), tl.max(highest, 0)
     score_low, score_high, cut = threshold_by_count(
         room, under, top, candidates, spare, begin, high + 1, CHUNK

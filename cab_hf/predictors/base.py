@@ -1,4 +1,4 @@
-"""What a predictor is, what it is told, and the names predictors go by."""
+"""The base class of predictors, what they receive, and the registry of their names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cab_hf.plan import BlockPlan, Spans
 
 @dataclass(frozen=True, eq=False)
 class LayerContext:
-    """What a predictor is told beside q and k: the turn of one layer in one forward pass.
+    """What a predictor receives beside q and k, for one layer in one forward pass.
 
     Attributes:
         spans: what each query may see at all.
@@ -45,7 +45,7 @@ class Predictor(ABC):
 
     Over ranks (`cab_hf.context_parallel`) a predictor works as it is: each rank gathers the q and k
     of all, decides for the whole text and keeps the rows of its own queries. That is always right,
-    and as slow as on one process. A predictor that needs less says so by `gathers`.
+    and as slow as on one process. A predictor that needs less overrides `gathers`.
     """
 
     def __init__(self, config: CabConfig) -> None:

@@ -52,7 +52,7 @@ class FrcPredictor(Predictor):
     def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
         """Summaries, and vectors where two-hop paths and column sums run through all rows."""
         if type(self) is not FrcPredictor:
-            # whoever chooses otherwise knows what that takes
+            # a subclass may choose by something else
             return super().gathers(call, heads)
         curved = is_curved(self.config.curvature, self.config.redundancy)
         return ("summaries", "vectors") if curved else ("summaries",)
@@ -119,7 +119,7 @@ def two_hop(affinity: Tensor, places: Tensor, query_block: int, key_block: int) 
     """Weight of the paths row i -> row t -> key block j, [B, H, M_q, M_k]: A A for square blocks.
 
     Key blocks are summed to the query grid before the product and the result is spread back.
-    ``places``, int64 [B, M_q], says where on the query grid each row stands: `RowSpans.places`. The
+    ``places``, int64 [B, M_q], are the rows' indices on the query grid: `RowSpans.places`. The
     middle of a path is one of the rows at hand: those of earlier chunks are gone. Weights that are
     not finite count 0: times 0 they would reach rows that do not see where they come from.
     """

@@ -1,9 +1,9 @@
 """Blocks chosen by rows: a few queries of each block are scored against every key they see.
 
-Typical queries, at equal steps of the block, tell how much attention a key block holds; outliers,
-those least like the block's mean query, tell what single queries need. SampleAttention (arXiv
-2406.15486) samples queries at a stride, FlashPrefill and BLASST keep what reaches a threshold; the
-outliers, and the two kinds weighed as a stratified sample, are ours.
+Typical queries, at equal steps of the block, estimate how much attention a key block holds;
+outliers, those least like the block's mean query, find what single queries need. SampleAttention
+(arXiv 2406.15486) samples queries at a stride, FlashPrefill and BLASST keep what reaches a
+threshold; the outliers, and the two kinds weighed as a stratified sample, are ours.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RowsPredictor(Predictor):
     ``config.exact_queries`` outliers of every query block are scored on the channels of the call,
     ``config.typical_queries`` on all channels. A key block's share of a query is the softmax, over
     the blocks that it sees, of the largest logit of any key inside; its mass is the mean share of
-    the scored queries, outliers standing for themselves and typical ones for all others.
+    the scored queries, where outliers count as one query each and typical ones as all the others.
     Definition: `choose_by_reference`; on CUDA the kernels of `cab_hf.ops.rows` and
     `cab_hf.ops.sweep` compute it.
     """

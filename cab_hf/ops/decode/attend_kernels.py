@@ -1,4 +1,4 @@
-"""The kernels that attend the keys that are read, shared out evenly, wherever they stand.
+"""The kernels that attend the keys that are read, split evenly, wherever they are.
 
 K and V are gathered, and every program leaves its share of a row; a second launch merges these
 (split-K, as in Flash-Decoding).
@@ -23,7 +23,7 @@ SPREAD_VALUES = tl.constexpr(reference.SPREAD_VALUES)
 LEAST_ROWS = 16
 # how launches are cut: what an H200 runs fastest. Fewest and most programs that share the keys of a
 # row, and programs that there should be; how many keys each attends at a time; and how many values
-# each takes of those that tell the mean
+# each takes of those that estimate the mean
 READERS, READING_PROGRAMS, READ, READ_STAGES, READ_WARPS, VALUES = (16, 120), 960, 16, 3, 2, 32
 # parts of a row that are merged at a time
 MERGED_AT_A_TIME = 64

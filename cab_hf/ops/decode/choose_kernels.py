@@ -2,8 +2,8 @@
 
 Sample: the sampled keys of a long cache are scored, and those that are always read; programs leave
 logits in whole steps, and their part of each head's log-sum-exp. Limit: one program a row finds the
-last step that fits by bisection; it tells how large a score of each head must be, and what all
-smaller ones weigh. Choose: the index is read once, and a bit a key says whether it is read. List:
+last step that fits by bisection; it finds how large a score of each head must be, and what all
+smaller ones weigh. Choose: the index is read once, and a bit a key marks whether it is read. List:
 bits become slots, one behind the other.
 """
 
@@ -91,8 +91,8 @@ def _choose(
 
     given = vectors(q), vectors(codes), Vectors(scales, *scales.stride()), length, *seen
     given = *given, scale * LOG2_E.value, kv_heads, slots
-    told = {"GROUP": group, "FIRST": halves.first, "STEP": halves.step, "SIZE": halves.size}
-    told["PACKED"] = launch.packed(q)
+    shape = {"GROUP": group, "FIRST": halves.first, "STEP": halves.step, "SIZE": halves.size}
+    shape["PACKED"] = launch.packed(q)
     pack, room, columns, at_a_time = _packing(group, width, NEIGHBOURS.value)
     sampled = triton.cdiv(slots, NEIGHBOURS.value * spread) * NEIGHBOURS.value
     splits = triton.cdiv(sampled, at_a_time)
@@ -115,7 +115,7 @@ def _choose(
             BLOCK_C=columns,
             num_warps=SCORE_WARPS,
             **launch.early(q),
-            **told,
+            **shape,
         )
         _limit_kernel[(rows,)](
             logits,
@@ -162,7 +162,7 @@ def _choose(
             num_warps=SCORE_WARPS,
             num_stages=SCORE_STAGES,
             **launch.early(q),
-            **told,
+            **shape,
         )
         _list_kernel[(splits, rows)](
             bits,
@@ -185,7 +185,7 @@ def _choose(
 def _packing(group: int, width: int, most: int) -> tuple[int, int, int, int]:
     """Of a product: neighbouring keys in a row, queries each has room for, bytes of one, all keys.
 
-    No more than ``most`` neighbours. Keys of a width that is no power of two stand alone.
+    No more than ``most`` neighbours. Keys of a width that is no power of two are alone.
     """
     room, alone = triton.next_power_of_2(group), triton.next_power_of_2(width)
     pack = max(LEAST_COLUMNS // room, LEAST_BYTES // width, 1)
@@ -270,7 +270,7 @@ def _queries(
     unit = tl.maximum(unit * A_QUERY, LEAST_SCALE)
     inverse = tl.div_rn(tl.full([ROOM], 1.0, tl.float32), unit)[:, None]
     low, high = nearest(low * inverse, LARGEST_QUERY), nearest(high * inverse, LARGEST_QUERY)
-    # codes are 8 more than what they stand for
+    # codes are 8 more than their values
     offset = (8.0 * (tl.sum(low, 1) + tl.sum(high, 1))).to(tl.int32)
     low, high = _spread(low, PACK, ROOM, BLOCK_C), _spread(high, PACK, ROOM, BLOCK_C)
     return low, high, _a_column(offset, PACK, ROOM), unit * qk_scale
@@ -375,14 +375,14 @@ def _sample_kernel(
         steps = tl.where(counted, steps, UNCOUNTED).to(tl.int16)
         target = logits + (row * (splits - 1) + split) * (BLOCK_N * ROOM)
         tl.store(target + line[:, None] * columns + column[None, :], steps)
-        # a key stands for as many as are not sampled
+        # a key represents as many as are not sampled
         s += LOG_SPREAD
     else:
         count = counted & (column % ROOM == 0)[None, :]
         tl.store(always + row, tl.sum(tl.sum(count.to(tl.int32), 1), 0))
         tl.store(units + row * ROOM + tl.arange(0, ROOM), unit)
     s = tl.reshape(tl.where(counted, s, LOWEST), (tile * PACK, ROOM))
-    # of what nobody sees the maximum is the lowest, and the sum means nothing
+    # of keys that no query sees the maximum is the lowest, and the sum means nothing
     largest = tl.max(s, 0)
     total = largest + tl.log2(tl.sum(tl.exp2(s - largest[None, :]), 0))
     tl.store(lse + part, tl.where(largest > LOWEST, total, LOWEST))

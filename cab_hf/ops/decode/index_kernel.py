@@ -122,7 +122,7 @@ def _code(x):
 def nearest(x, LARGEST: tl.constexpr):
     """The nearest whole numbers from -LARGEST - 1 to LARGEST.
 
-    The bounds stand before the sum, so that no product is fused with it and rounded once.
+    The bounds come before the sum, so that no product is fused with it and rounded once.
     """
     return tl.floor(tl.minimum(tl.maximum(x, -LARGEST - 1.0), LARGEST) + 0.5)
 

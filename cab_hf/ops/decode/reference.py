@@ -27,10 +27,10 @@ STEPS_AN_OCTAVE = 64
 # step of the keys that are always read; of those whose share is below 2^-32 of all attention, or
 # too small to tell; and of those that may not be seen
 ALWAYS, LEAST, HIDDEN = 0, 2047, 2048
-# keys of a cache that tell what all attention is, at most, and how many stand side by side
+# keys of a cache that estimate all attention, at most, and how many are neighbours
 SAMPLED, NEIGHBOURS = 8192, 4
-# values that tell the mean of those that are not read, equally far apart; and the share that counts
-# of what scores say that these keys weigh: errors of 4 bits make a sum of exponentials too large
+# values that estimate the mean of unread ones, equally far apart; and the share that counts
+# of the weight of these keys by scores: errors of 4 bits make a sum of exponentials too large
 SPREAD_VALUES, UNREAD_SHARE = 256, 0.3
 # of 4-bit keys and 8-bit queries, and of the scales of keys; scales are not 0, to divide by
 LARGEST_CODE, LARGEST_QUERY, LARGEST_SCALE, LEAST_SCALE = 7, 127, 65504.0, 1.0e-20
@@ -101,7 +101,7 @@ class Choice(NamedTuple):
         counts: int32 [B, H_kv], how many they are.
         unread: float32 [B, H], the logarithm to base two of what all other keys together are to
             count, in units of the exponential of a logit: `UNREAD_SHARE` of what they weigh by the
-            sample; None where that is not told.
+            sample; None where that is not known.
     """
 
     slots: Tensor
@@ -193,13 +193,13 @@ def ranked(
     codes = torch.cat((index.codes & 15, index.codes >> 4), dim=-1).float() - 8
     logits = some @ codes.transpose(-1, -2) * index.scales.float().unsqueeze(2)
     logits = logits * (unit * (scale * LOG2_E))
-    # a sampled key stands for as many as are not
+    # a sampled key represents as many as are not
     counted = logits + math.log2(spread) * sampled.unsqueeze(2)
     counted = counted.masked_fill(~(sampled | always).unsqueeze(2), float("-inf"))
     whole = torch.logsumexp(counted / LOG2_E, dim=-1, keepdim=True) * LOG2_E
     # rounded before they are compared
     logits, whole = in_steps(logits), in_steps(whole)
-    # what is not finite tells nothing: such a row reads what is always read, and is NaN itself
+    # such a row, which is not finite, reads what is always read, and is NaN itself
     steps = (whole - logits).amin(2).clamp(ALWAYS + 1, LEAST).nan_to_num(nan=LEAST).long()
     return logits, steps.masked_fill(always, ALWAYS).masked_fill(~seen, HIDDEN), sampled, always
 
@@ -248,8 +248,8 @@ def attend(
 
     The keys that are not read count as one of their weight and of the mean value, as in SparQ
     Attention (Ribar et al., 2024), so that the others do not weigh more than they should. The mean
-    is that of `SPREAD_VALUES` keys from the first to the last; ``length`` and ``valid``, which tell
-    where these stand, are those of `choose`; a choice without ``unread`` needs neither.
+    is that of `SPREAD_VALUES` keys from the first to the last; ``length`` and ``valid``, by which
+    they are placed, are those of `choose`; a choice without ``unread`` needs neither.
     """
     kv_heads, slots = k.shape[1:3]
     exact = torch.promote_types(q.dtype, torch.float32)
