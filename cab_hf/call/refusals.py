@@ -98,32 +98,6 @@ def refuse(
         )
 
 
-def refuse_across_ranks(mask: CabMask, query: Tensor, key: Tensor) -> None:
-    """What is not computed inside `context_parallel`.
-
-    Raises:
-        NotImplementedError: naming the argument, and what to do.
-    """
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "the model is compiled; 'cab' across ranks is not traced. Leave out torch.compile "
-            "inside context_parallel."
-        )
-    if key.shape[2] != query.shape[2]:
-        raise NotImplementedError(
-            f"past_key_values holds {key.shape[2] - query.shape[2]} tokens; inside "
-            "context_parallel 'cab' reads whole texts. Leave the block first: "
-            "cab_hf.distributed.whole_cache gives every rank the cache from which generate goes on."
-        )
-    # looked at once a forward pass: no layer but the first waits for the device
-    mask.find_documents(None, None)
-    if mask.valid is not None:
-        raise NotImplementedError(
-            "attention_mask has padding; inside context_parallel a text has none but that of "
-            "cab_hf.distributed.shard, which needs no mask. Give rows of one length, or pack them."
-        )
-
-
 def foreseen(module: nn.Module) -> str | None:
     """What an attention layer will be refused for, as far as the layer itself shows it."""
     if getattr(module, "sinks", None) is not None:

@@ -11,12 +11,13 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cab_hf.call.frame import PARALLEL
 from cab_hf.call.mask import CabMask
-from cab_hf.call.refusals import foreseen, refuse_across_ranks
+from cab_hf.call.refusals import foreseen
 from cab_hf.checks import is_whole, require
 from cab_hf.config import NAMES, CabConfig
 from cab_hf.distributed.batch import CHECKSUM
@@ -66,7 +67,7 @@ class Parallel:
             ValueError: on every rank, where they differ, or hold another's tokens.
             NotImplementedError: for padding, a cache, or a model that is compiled.
         """
-        refuse_across_ranks(mask, q, k)
+        _refuse(mask, q, k)
         if mask not in self._texts:
             self._texts[mask] = self._agreed(q, k, *values), {}
         how = self.group, self.heads_k_stride, self.regather_kv
@@ -115,6 +116,32 @@ class Parallel:
     def listen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A hook before the forward pass of the model."""
         self.positioned = kwargs.get("cu_seq_lens_q") is not None
+
+
+def _refuse(mask: CabMask, query: Tensor, key: Tensor) -> None:
+    """Refuse a call that is not computed inside `context_parallel`.
+
+    Raises:
+        NotImplementedError: naming the argument, and what to do.
+    """
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "the model is compiled; 'cab' across ranks is not traced. Leave out torch.compile "
+            "inside context_parallel."
+        )
+    if key.shape[2] != query.shape[2]:
+        raise NotImplementedError(
+            f"past_key_values holds {key.shape[2] - query.shape[2]} tokens; inside "
+            "context_parallel 'cab' reads whole texts. Leave the block first: "
+            "cab_hf.distributed.whole_cache gives every rank the cache from which generate goes on."
+        )
+    # looked at once a forward pass: no layer but the first waits for the device
+    mask.find_documents(None, None)
+    if mask.valid is not None:
+        raise NotImplementedError(
+            "attention_mask has padding; inside context_parallel a text has none but that of "
+            "cab_hf.distributed.shard, which needs no mask. Give rows of one length, or pack them."
+        )
 
 
 @contextmanager
