@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from cab_hf.checks import warn_once
 from cab_hf.config import CabConfig
-from cab_hf.decode.cache import Indexed
+from cab_hf.decode.cache import KeyIndex
 from cab_hf.hf.fit import layer_index
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice
@@ -34,13 +36,13 @@ class SparseDecode:
     Attributes:
         text: a `CabMask`.
         layer: the module that attends.
-        held: the index of the cache; None behind an anchor of a cascade, whose choice it reads.
+        index: of the cache; None behind an anchor of a cascade, whose choice it reads.
     """
 
     text: Any
     layer: nn.Module | None
     config: CabConfig
-    held: Indexed | None
+    index: KeyIndex | None
     kind: ClassVar[str] = "sparse decode"
     reason: ClassVar[None] = None
 
@@ -69,11 +71,11 @@ class SparseDecode:
         length, wanted = self._reach(q.device)
         return decode.choose(
             q,
-            self.held.index,
+            self.index.index,
             scale,
             length,
             wanted,
-            self.held.channels,
+            self.index.channels,
             self._valid(q.device),
         )
 
@@ -92,7 +94,7 @@ class SparseDecode:
 
 
 def why_dense(
-    text: Any, config: CabConfig, layer: nn.Module | None, held: Indexed | None
+    text: Any, config: CabConfig, layer: nn.Module | None, index: KeyIndex | None
 ) -> str | None:
     """Why a call of few queries is no sparse step, as half a sentence; None where it is one."""
     if not config.sparse_decode or text.q_length != 1 or text.document is not None:
@@ -108,7 +110,14 @@ def why_dense(
         shared = text.shared_state.get(SHARED_CHOICE)
         ready = shared is not None and shared.layer == anchor
     else:
-        ready = held is not None
+        ready = index is not None
+        if not ready and not torch.compiler.is_compiling():
+            warn_once(
+                ("sparse_decode", "no index"),
+                "sparse_decode is True and the keys of a step have no index, so it is dense: let "
+                "generate make the cache, or call cab_hf.index_cache, and pass the keys that the "
+                "cache returns to the attention function.",
+            )
     return None if ready else "a cache without an index (decode)"
 
 

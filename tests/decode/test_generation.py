@@ -195,7 +195,7 @@ def test_keys_that_are_changed_before_attention_are_told_of_once(monkeypatch, st
     monkeypatch.setattr(checks, "_warned", set())
     with pytest.warns(UserWarning) as told:
         generate(model, ids)
-    assert sum("index of the cache is not read" in str(each.message) for each in told) == 1
+    assert sum("keys of a step have no index" in str(each.message) for each in told) == 1
     assert not steps
 
 
