@@ -460,12 +460,12 @@ class BlockPlan:
         rows = None if self.dense_rows is None else self.dense_rows.to(device)
         return replace(self.map_tensors(lambda x: x.to(device)), spans=spans, dense_rows=rows)
 
-    def of_heads(self, heads: Sequence[int]) -> BlockPlan:
+    def select_heads(self, heads: Sequence[int]) -> BlockPlan:
         """The plan whose head i attends what head ``heads[i]`` of this one does."""
         # stacked, so that no index has to travel to the device
         return self.map_tensors(lambda x: torch.stack([x[:, head] for head in heads], dim=1))
 
-    def take_heads(self, start: int, stop: int, heads: int) -> BlockPlan:
+    def slice_heads(self, start: int, stop: int, heads: int) -> BlockPlan:
         """The plan of heads ``start`` to ``stop`` of ``heads`` of q; see `shared_by`."""
         sharing, plan = self.shared_by(heads), self
         if plan.heads == 1:

@@ -21,12 +21,18 @@ from cab_hf.call.refusals import foreseen
 from cab_hf.checks import is_whole, require
 from cab_hf.config import NAMES, CabConfig
 from cab_hf.distributed.batch import CHECKSUM
-from cab_hf.distributed.exchange import RankLost, agree, group_of, publish_failure, withdraw_failure
+from cab_hf.distributed.exchange import (
+    RankLost,
+    group_of,
+    publish_failure,
+    require_equal,
+    withdraw_failure,
+)
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, layout_of, lengths_between
 from cab_hf.distributed.sharded import ShardedFrame, ShardedText
-from cab_hf.distributed.whole_text import hooked
-from cab_hf.distributed.zigzag import facts
+from cab_hf.distributed.whole_text import whole_text_hooks
+from cab_hf.distributed.zigzag import rank_facts
 from cab_hf.hf.token_mixers import refuse_token_mixers
 from cab_hf.plan import EXACT_BLOCK
 
@@ -86,12 +92,12 @@ class Parallel:
         if cu_seq_lens is not None:
             layout = layout_of(lengths_between(cu_seq_lens), self.group.size(), self.block)
         wrong = self._misplaced(layout, q.shape[2], position_ids)
-        known = facts(q, k, v, layout)
+        known = rank_facts(q, k, v, layout)
         known["tokens whose positions are another rank's"] = wrong
         known["settings (their checksum)"] = _checksum(config)
         # 0 where it is not known
         known["tokens or labels (their checksum)"] = getattr(cu_seq_lens, CHECKSUM, 0)
-        agree(known, self.group, q.device)
+        require_equal(known, self.group, q.device)
         if self.positioned and (position_ids is None or cu_seq_lens is None):
             raise NotImplementedError(
                 f"{self.model} does not hand position_ids and cu_seq_lens_q on to its attention, "
@@ -194,7 +200,7 @@ def context_parallel(
     for module in modules:
         setattr(module, PARALLEL, parallel)
     try:
-        with hooked(model, group, block):
+        with whole_text_hooks(model, group, block):
             yield model
     except BaseException as error:
         if not isinstance(error, RankLost):

@@ -71,7 +71,7 @@ def gathered(x: Tensor, group: ProcessGroup) -> Tensor:
     return everyone
 
 
-def agree(facts: Mapping[str, int], group: ProcessGroup, device: torch.device) -> None:
+def require_equal(facts: Mapping[str, int], group: ProcessGroup, device: torch.device) -> None:
     """Make sure that every rank has the same ``facts``, whole numbers by name.
 
     One small all-gather and a wait for it. Whether to call it must not depend on what one rank
@@ -141,7 +141,7 @@ def _failure_message(group: ProcessGroup, error: RuntimeError) -> str:
     except (RuntimeError, AttributeError):
         return f"rank {me} of {group.size()} stops, as another rank is gone: {_sentence(error)}"
     if not causes and silent:
-        causes = [f"rank {', '.join(map(str, silent))} is gone without a word"]
+        causes = [f"rank {', '.join(map(str, silent))} stopped without reporting an error"]
     result = "; ".join(causes) or "every rank lives, and the connection does not"
     return f"rank {me} of {group.size()} stops, as {result} ({_sentence(error)})"
 

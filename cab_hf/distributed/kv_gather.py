@@ -137,13 +137,15 @@ def over_slices(gather: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple
     ``attend`` is given K, V and the number of their slice.
     """
     tracked = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-    placeholders = _Depart.apply(gather, k, v) if tracked else None
+    placeholders = _SplitGrads.apply(gather, k, v) if tracked else None
     outs, sums = [], []
     gather.start(0)
     for i in range(len(gather.slices)):
         gather.start(i + 1)
         keys, values = (
-            _Arrive.apply(gather, i, *placeholders[2 * i :][:2]) if tracked else gather.arrive(i)
+            _GatherSlice.apply(gather, i, *placeholders[2 * i :][:2])
+            if tracked
+            else gather.arrive(i)
         )
         with gather.attending(i, keys):
             out, lse = attend(keys, values, i)
@@ -171,7 +173,7 @@ def _together(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], dim=-1)
 
 
-class _Depart(torch.autograd.Function):
+class _SplitGrads(torch.autograd.Function):
     """k and v to two placeholders for each slice, which carry shapes and gradients and no data."""
 
     @staticmethod
@@ -187,7 +189,7 @@ class _Depart(torch.autograd.Function):
         return None, torch.cat(grads[::2], dim=1), torch.cat(grads[1::2], dim=1)
 
 
-class _Arrive(torch.autograd.Function):
+class _GatherSlice(torch.autograd.Function):
     """The placeholders of a slice to its K and V of all ranks; gradients the other way, summed."""
 
     @staticmethod

@@ -30,7 +30,7 @@ ROUTER_LOSS = "load_balancing_loss_func"
 
 
 @contextmanager
-def hooked(model: nn.Module, group: ProcessGroup, block: int) -> Iterator[None]:
+def whole_text_hooks(model: nn.Module, group: ProcessGroup, block: int) -> Iterator[None]:
     """Inside, what ``model`` computes of the whole text is that of all ranks of ``group``.
 
     Args:

@@ -11,7 +11,7 @@ from torch import Tensor
 from cab_hf import engines
 from cab_hf.call.frame import everything
 from cab_hf.checks import is_whole, require
-from cab_hf.distributed.exchange import agree, group_of
+from cab_hf.distributed.exchange import group_of, require_equal
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slices
 from cab_hf.distributed.layout import Layout, Places, layout_between
 from cab_hf.engines import Engine, Workload
@@ -50,7 +50,7 @@ class CPAttention:
 
         def attend(keys: Tensor, values: Tensor, i: int) -> tuple[Tensor, Tensor]:
             heads = slice(gather.slices[i].start * group, gather.slices[i].stop * group)
-            part = plan.take_heads(heads.start, heads.stop, q.shape[1])
+            part = plan.slice_heads(heads.start, heads.stop, q.shape[1])
             return self.launch(q[:, heads], keys, values, part)
 
         return over_slices(gather, k, v, attend)
@@ -132,7 +132,7 @@ def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def facts(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None) -> dict[str, int]:
+def rank_facts(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None) -> dict[str, int]:
     """What the ranks of one text must have in common."""
     lengths = () if layout is None else layout.lengths
     return {
@@ -142,7 +142,7 @@ def facts(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None) -> dict[str, i
         "tokens of a rank": q.shape[2],
         "head dims": q.shape[3],
         "channels of v": v.shape[3],
-        "dtypes (by their number)": DTYPES.index(q.dtype) if q.dtype in DTYPES else -1,
+        "dtypes": DTYPES.index(q.dtype) if q.dtype in DTYPES else -1,
         "documents": len(lengths),
         "tokens of the text": sum(lengths),
         # lengths of documents in one number; Python's hash of whole numbers is the same everywhere
@@ -179,7 +179,7 @@ def turn(
     world, tokens = group.size(), q.shape[2]
     layout = layout_between(cu_seqlens, tokens, world, block, kind)
     if check:
-        agree(facts(q, k, v, layout), group, q.device)
+        require_equal(rank_facts(q, k, v, layout), group, q.device)
     if layout.tokens != tokens:
         raise ValueError(
             f"q has {tokens} tokens and each of {world} ranks holds {layout.tokens} of documents "

@@ -108,7 +108,7 @@ class CascadePredictor(Predictor):
                 f"not fit layer {layer} and a plan of {plan.heads} heads; calibrate this model, or "
                 "give ()."
             )
-        return plan.of_heads(table[layer])
+        return plan.select_heads(table[layer])
 
 
 def anchor_of(config: CabConfig, layer: int | None) -> int | None:

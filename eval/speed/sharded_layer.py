@@ -216,7 +216,7 @@ def needed(plan: BlockPlan, heads: int, kv_heads: int) -> float:
     group = heads // kv_heads
     # one KV head at a time: as a grid, a plan is large
     parts = [
-        union(plan.take_heads(i * group, (i + 1) * group, heads), 1).float().mean()
+        union(plan.slice_heads(i * group, (i + 1) * group, heads), 1).float().mean()
         for i in range(kv_heads)
     ]
     return float(torch.stack(parts).mean())

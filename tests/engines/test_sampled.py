@@ -98,8 +98,8 @@ def test_a_plan_keeps_what_it_samples_through_every_change():
     *_, plan = sampled_case(FOUR | {"q_length": 200}, (32, 16), one_in=3)
     drawn = plan.of_sampled().to_dense()
     for changed, expected in (
-        (plan.take_heads(1, 2, 4), drawn[:, 1:2]),
-        (plan.of_heads([3, 0]), drawn[:, [3, 0]]),
+        (plan.slice_heads(1, 2, 4), drawn[:, 1:2]),
+        (plan.select_heads([3, 0]), drawn[:, [3, 0]]),
     ):
         require_valid(changed)
         assert torch.equal(changed.of_sampled().to_dense(), expected)
