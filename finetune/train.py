@@ -27,7 +27,7 @@ from cab_hf.finetune import checkpoints, curve, dry_run, finite, meter
 from cab_hf.finetune.adapters import WEIGHTS
 from cab_hf.finetune.agreement import ending_together, facts_of, require_alike
 from cab_hf.finetune.checkpoints import Checkpoints
-from cab_hf.finetune.data import Ahead, Packed
+from cab_hf.finetune.data import Packed, Prefetched
 from cab_hf.finetune.models import loaded_sha256, save_adapter, save_model
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
 from cab_hf.finetune.offload import Offload
@@ -143,7 +143,7 @@ class Run:
             packed, kept, self.read = data
             self._agree(packed)
         # made by another process while a step computes
-        self.data = Ahead(packed, 2 * settings.micro_batch, settings.data_workers)
+        self.data = Prefetched(packed, 2 * settings.micro_batch, settings.data_workers)
         self.meter = meter.Meter(cost)
         if self.meter.cost.uncounted:
             self._tell(f"no MFU is reported: {self.meter.cost.uncounted}.")

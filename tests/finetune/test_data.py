@@ -20,7 +20,8 @@ from words import make_tokenizer
 
 import cab_hf
 from cab_hf.finetune import data, sources
-from cab_hf.finetune.data import Ahead, Packed, held_out, make_source
+from cab_hf.finetune.data import Packed, Prefetched, held_out
+from cab_hf.finetune.sources import make_source
 from cab_hf.runs.settings import UsageError
 from cab_hf.texts.needles import NAMES
 
@@ -35,7 +36,6 @@ def small_blocks(monkeypatch, tmp_path_factory):
     # what datasets makes of files is nobody's but the test's, and nobody is told
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
-    monkeypatch.setattr(sources, "BLOCK_ROWS", 7)
     monkeypatch.setattr(sources, "BLOCK_STREAMED", 8)
 
 
@@ -319,7 +319,7 @@ def test_reading_ahead_gives_the_same_and_knows_its_place(world, workers):
     def opened():
         return Packed(TOKENIZER, mixed(), 280, 0, rank=world - 1, world=world)
 
-    expected, ahead = firsts(opened(), 8), Ahead(opened(), workers=workers)
+    expected, ahead = firsts(opened(), 8), Prefetched(opened(), workers=workers)
     drawn = torch.get_rng_state()
     assert_same(firsts(ahead, 4), expected[:4])
     assert torch.equal(torch.get_rng_state(), drawn)
@@ -327,7 +327,7 @@ def test_reading_ahead_gives_the_same_and_knows_its_place(world, workers):
     with pytest.raises(RuntimeError, match="before the first sequence"):
         ahead.load_state_dict(state)
     # without a worker it goes on where one was
-    again = Ahead(opened(), workers=1 - workers)
+    again = Prefetched(opened(), workers=1 - workers)
     again.load_state_dict(state)
     assert again.state_dict() == state
     assert_same(firsts(again, 4), expected[4:])
@@ -338,7 +338,7 @@ def test_what_goes_wrong_ahead_is_raised_where_it_is_read(methods, monkeypatch):
     monkeypatch.setattr(torch.multiprocessing, "get_all_start_methods", lambda: methods)
     numbers = datasets.Dataset.from_dict({"text": [9]})
     source = sources.TextSource("memory", numbers, "text", shuffle=False)
-    ahead = Ahead(Packed(TOKENIZER, [(source, 1)], 90, 0, hold_out=0))
+    ahead = Prefetched(Packed(TOKENIZER, [(source, 1)], 90, 0, hold_out=0))
     for _ in range(2):
         with pytest.raises(UsageError, match="must hold text; document 0 has 9"):
             next(ahead)

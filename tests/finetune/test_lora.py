@@ -24,11 +24,12 @@ import cab_hf
 from cab_hf.distributed.exchange import failures_of_others
 from cab_hf.finetune import lora, meter, train
 from cab_hf.finetune.agreement import ending_together, facts_of
-from cab_hf.finetune.data import Packed, make_source
+from cab_hf.finetune.data import Packed
 from cab_hf.finetune.models import load_model, with_lora
 from cab_hf.finetune.objective import learning_rate
 from cab_hf.finetune.settings import Settings
 from cab_hf.finetune.settings import read as read_settings
+from cab_hf.finetune.sources import make_source
 from cab_hf.runs.log import read_log
 from cab_hf.runs.settings import UsageError
 
