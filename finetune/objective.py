@@ -23,13 +23,10 @@ class Objective(nn.Module):
     the weight of the head, has to be made inside of one.
     """
 
-    def __init__(
-        self, model: nn.Module, kernel: str = "auto", autocast: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, autocast: torch.dtype | None = None) -> None:
         """``autocast``: of products, where weights of float32 are trained; None: as weights are."""
         super().__init__()
-        self.model = model
-        self.kernel, self.autocast = kernel, autocast
+        self.model, self.autocast = model, autocast
         # FSDP2 asks for it: the layers that it gathers one by one
         self._no_split_modules = getattr(model, "_no_split_modules", None)
 
@@ -46,7 +43,7 @@ class Objective(nn.Module):
             hidden, weight = forward_hidden(self.model, batch)
             if places is not None:
                 return (hidden[0, places].to(weight.dtype) @ weight.T).argmax(-1)
-            return linear_cross_entropy(hidden, weight, batch["labels"], kernel=self.kernel)[0]
+            return linear_cross_entropy(hidden, weight, batch["labels"])[0]
 
 
 def labelled(batch: Batch) -> Tensor:

@@ -26,7 +26,6 @@ from cab_hf.runs.settings import (
 PROG = "finetune/lora.py"
 DTYPES = ("bfloat16", "float32")
 ROPES = ("linear", "dynamic", "yarn", "llama3", "theta")
-KERNELS = ("auto", "liger", "chunks")
 # tokens of a process above which it computes in tiles by default, and tokens of a tile
 TILED_ABOVE, TILE = 2**17, 2**13
 # what is trained
@@ -131,7 +130,6 @@ class Settings:
     )
     micro_batch: int = option(1, "sequences a process computes at once", int)
     cp: int = option(1, "processes that each sequence is sharded over", int)
-    loss_kernel: str = option("auto", f"what computes the loss: {', '.join(KERNELS)}")
     seed: int = option(0, "random seed of the adapter, dropout and the data", int)
     # run
     out: str = option("runs/lora", "folder of log, checkpoints, adapter and curve")
@@ -159,7 +157,7 @@ class Settings:
         longest = max(self.passkey_lengths, default=2)
         unknown = [name for name in self.trackers if name not in TRACKERS]
         choices = {"train": (ADAPTER, ALL), "dtype": DTYPES, "adapter_dtype": DTYPES}
-        choices |= {"rope": ("none", *ROPES), "loss_kernel": KERNELS}
+        choices |= {"rope": ("none", *ROPES)}
         for name, accepted in choices.items():
             self._require(f"one of {', '.join(accepted)}", lambda x, a=accepted: x in a, name)
         counts = ("rank", "steps", "micro_batch", "save_every", "cp")

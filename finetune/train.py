@@ -207,7 +207,7 @@ class Run:
         )
         rounded = settings.dtype != settings.weights_dtype
         autocast = getattr(torch, settings.dtype) if rounded else None
-        objective = Objective(self.model, settings.loss_kernel, autocast)
+        objective = Objective(self.model, autocast)
         objective, optimizer = self.accelerator.prepare(objective, optimizer)
         return objective.train(), optimizer
 

@@ -40,7 +40,7 @@ def test_flops_are_those_that_torch_counts():
     model.enable_input_require_grads()
     counter = FlopCounterMode(display=False)
     with counter:
-        Objective(model, "chunks")(batch(length)).backward()
+        Objective(model)(batch(length)).backward()
     cost = meter.Cost.of(model)
     # eager attention computes what causality forbids as well
     expected = cost.products(length) + sum(cost.attention([length**2] * 3))
@@ -142,7 +142,7 @@ def test_the_estimate_of_memory_is_near_what_is_held(vocabulary, dtype, checkpoi
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained)
     with Held(*model.parameters(), *model.buffers()) as held:
-        Objective(model, "chunks")(batch(512)).backward()
+        Objective(model)(batch(512)).backward()
         optimizer.step()
     fields = {"itemsize": dtype.itemsize, "checkpointing": checkpointing, "loss_tokens": 2**26}
     estimate = meter.memory(meter.Cost.of(model), 512, **fields)
@@ -163,7 +163,7 @@ def test_the_estimate_knows_of_tiles_and_of_what_is_offloaded(vocabulary, offloa
     offload = Offload(offloaded, torch.device("cpu"), length * 128 * 4)
     offload.enable(model)
     with Held(*model.parameters(), *model.buffers()) as held:
-        Objective(model, "chunks")(batch(length)).backward()
+        Objective(model)(batch(length)).backward()
     cost = meter.Cost.of(model)
     estimate = meter.memory(
         cost, length, itemsize=4, loss_tokens=2**26, tile=tile, offloaded=offloaded

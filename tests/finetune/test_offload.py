@@ -38,7 +38,7 @@ def learnt(model, length=LENGTH):
     """The loss and all gradients of a step."""
     torch.manual_seed(1)
     model.zero_grad()
-    loss = Objective(model, "chunks")(batch(length))
+    loss = Objective(model)(batch(length))
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)]
 
@@ -122,7 +122,7 @@ def test_two_passes_may_be_open_at_once():
     expected = [2 * gradient for gradient in learnt(model)[1:]]
     Offload(3, CPU, CHUNK).enable(model)
     model.zero_grad()
-    losses = [Objective(model, "chunks")(batch()) for _ in range(2)]
+    losses = [Objective(model)(batch()) for _ in range(2)]
     sum(losses).backward()
     for parameter, gradient in zip(
         (p for p in model.parameters() if p.requires_grad), expected, strict=True

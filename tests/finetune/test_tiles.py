@@ -48,7 +48,7 @@ def batch(length=LENGTH, rows=1):
 def learnt(model, **shape):
     """The loss and all gradients of a step, by name."""
     torch.manual_seed(1)
-    total = Objective(model, "chunks")(batch(**shape))
+    total = Objective(model)(batch(**shape))
     total.backward()
     trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     return {"loss": total.detach(), **trained}
@@ -112,7 +112,7 @@ def test_nothing_of_all_tokens_by_all_inner_channels_is_made(monkeypatch):
     def largest(tile):
         compute_in_tiles(model, tile)
         with Held(*model.parameters()) as held:
-            Objective(model, "chunks")(batch(length)).backward()
+            Objective(model)(batch(length)).backward()
         return held.largest
 
     assert largest(length) >= length * inner * 2
@@ -132,9 +132,9 @@ def test_an_mlp_is_computed_twice_and_not_three_times():
 def test_without_gradients_results_are_the_same():
     model = adapted()
     with torch.no_grad():
-        expected = Objective(model, "chunks")(batch())
+        expected = Objective(model)(batch())
         compute_in_tiles(model, TILE_TOKENS)
-        torch.testing.assert_close(Objective(model, "chunks")(batch()), expected)
+        torch.testing.assert_close(Objective(model)(batch()), expected)
 
 
 def mixture():
