@@ -28,7 +28,7 @@ from cab_hf.finetune.adapters import WEIGHTS
 from cab_hf.finetune.agreement import ending_together, facts_of, require_alike
 from cab_hf.finetune.checkpoints import Checkpoints
 from cab_hf.finetune.data import Packed, Prefetched
-from cab_hf.finetune.models import loaded_sha256, save_adapter, save_model
+from cab_hf.finetune.models import loaded_sha256, save_adapter
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
 from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.parallel import Parallel
@@ -338,8 +338,11 @@ class Run:
         def write_result(folder: Path) -> None:
             dtype = getattr(torch, self.settings.adapter_dtype)
             rounded = {name: x.to(dtype) for name, x in parameters.items()}
-            save = save_model if self.settings.train == ALL else save_adapter
-            save(self.model, self.tokenizer, folder, rounded)
+            if self.settings.train == ALL:
+                self.model.save_pretrained(folder, state_dict=rounded)
+                self.tokenizer.save_pretrained(folder)
+            else:
+                save_adapter(self.model, self.tokenizer, folder, rounded)
 
         self.checkpoints.save(step, shared, mine, write_result)
 

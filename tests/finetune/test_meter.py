@@ -307,7 +307,7 @@ def test_processes_share_what_a_container_has_of_its_host(tmp_path, monkeypatch)
     file.write_text(f"{2**20}\n")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert meter.host_bytes() == 2**18
-    assert meter.host_bytes(told_gib=8.0) == 2 * meter.GIB
+    assert meter.host_bytes(given_gib=8.0) == 2 * meter.GIB
 
 
 def test_weights_that_wait_on_the_host_leave_room_for_checkpoints(large):
