@@ -25,7 +25,7 @@ from tqdm import tqdm
 import cab_hf
 from cab_hf.finetune import checkpoints, curve, dry_run, finite, meter
 from cab_hf.finetune.adapters import WEIGHTS
-from cab_hf.finetune.agreement import ending_together, facts_of, require_alike
+from cab_hf.finetune.agreement import ending_together, facts_of, require_equal
 from cab_hf.finetune.checkpoints import Checkpoints
 from cab_hf.finetune.data import Packed, Prefetched
 from cab_hf.finetune.models import loaded_sha256, save_adapter
@@ -193,7 +193,7 @@ class Run:
             }
             files["the content of --calibration"] = calibration_sha256(self.settings)
             facts = facts_of(self.settings, self.model, self.tokenizer)
-            require_alike({**facts, **files, "the first batch": first})
+            require_equal({**facts, **files, "the first batch": first})
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The loss and the optimiser, spread over the processes."""
