@@ -62,7 +62,7 @@ def run(settings: Settings) -> int:
     try:
         with accelerating(settings) as accelerator, ending_together(), refusing():
             if settings.dry_run:
-                dry_run.tell_what_would_run(settings, accelerator)
+                dry_run.print_report(settings, accelerator)
             else:
                 Run(settings, accelerator).train()
     except (UsageError, NotImplementedError) as error:
