@@ -86,12 +86,15 @@ class Packed:
         self._padding = next(x for x in padding if x is not None and x < self._vocabulary)
         part = Part(hold_out, only_held_out)
         texts = [source for source, _ in sources if isinstance(source, TextSource)]
-        # one entry named twice is shuffled twice
-        self._cursors = [
-            SourceCursor(source.documents(tokenizer, part, f"{seed}/{place}", length, texts), share)
-            for place, (source, share) in enumerate(sources)
-            if share
-        ]
+        self._cursors = []
+        for place, (source, share) in enumerate(sources):
+            # one entry named twice is shuffled twice
+            how = part, f"{seed}/{place}", tokenizer
+            if share and isinstance(source, TextSource):
+                self._cursors.append(SourceCursor(TextDocuments(source, *how), share))
+            elif share:
+                documents = RetrievalDocuments(source, *how, length, texts)
+                self._cursors.append(SourceCursor(documents, share))
         self._made = 0  # sequences, of all processes
 
     @property
@@ -124,7 +127,7 @@ class Packed:
         return {"identity": self._identity, "made": self._made, "cursors": cursors}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from a place, in as many processes as divide the sequences made until then.
+        """Resume from a place, in as many processes as divide the sequences made until then.
 
         Raises:
             UsageError: it is a place in other data, or ``world`` does not divide.
@@ -136,12 +139,12 @@ class Packed:
                     f"{name} of the data must be {theirs!r}, as where the run goes on; got "
                     f"{mine!r}."
                 )
-        if state["made"] % self.world:
+        self._made = state["made"]
+        if self._made % self.world:
             raise UsageError(
-                f"world must divide the {state['made']} sequences read until the run goes on; got "
+                f"world must divide the {self._made} sequences read until the run goes on; got "
                 f"{self.world}."
             )
-        self._made = state["made"]
         for cursor, place in zip(self._cursors, state["cursors"], strict=True):
             cursor.load_state_dict(place)
 

@@ -107,16 +107,6 @@ class TextSource:
         files = self.files or {Path(self.name): self.sha256}
         return [(file.name, content) for file, content in files.items()]
 
-    def texts(self, part: Part, salt: str) -> Texts:
-        """Its texts; readers of one source with different ``salt`` see different orders."""
-        return Texts(self, part, salt)
-
-    def documents(
-        self, tokenizer: Any, part: Part, salt: str, length: int, others: Sequence[TextSource]
-    ) -> TextDocuments:
-        """Its documents, for sequences of ``length`` tokens."""
-        return TextDocuments(self, part, salt, tokenizer)
-
 
 @dataclass(frozen=True)
 class RetrievalSource:
@@ -128,27 +118,6 @@ class RetrievalSource:
 
     rows = sha256 = None
     contents = ()
-
-    def documents(
-        self, tokenizer: Any, part: Part, salt: str, length: int, others: Sequence[TextSource]
-    ) -> RetrievalDocuments:
-        """Its documents, hidden in texts of ``others``.
-
-        Raises:
-            UsageError: a document is longer than a sequence, or has no room for its keys.
-        """
-        size = self.entry.length or length
-        if size > length:
-            raise UsageError(
-                f"source {self.name!r} has documents of {size} tokens, and a sequence has "
-                f"{length}; give it the length of a sequence or less."
-            )
-        haystacks = [other.texts(part, f"{salt}/{self.name}") for other in others]
-        seed = f"{salt}/{self.seed}/{part.held_out}"
-        documents = RetrievalDocuments(self, tokenizer, size, seed, haystacks)
-        for turn in range(len(self.entry.kinds)):
-            documents.make(turn, ())
-        return documents
 
 
 Source = TextSource | RetrievalSource
@@ -339,7 +308,8 @@ class Texts:
     """The texts of a source, without end, in an order that is drawn anew each epoch.
 
     Rows are shuffled as a whole. Of a stream each block of texts is shuffled by itself, because
-    the buffer of datasets' own shuffling is lost when a run resumes.
+    the buffer of datasets' own shuffling is lost when a run resumes. Readers of one source with
+    different ``salt`` see different orders.
     """
 
     def __init__(self, source: TextSource, part: Part, salt: str) -> None:
@@ -347,7 +317,7 @@ class Texts:
         self._seed = f"finetune/{salt}/{source.seed}"
         self._first: State = {"epoch": 0, "row": 0, "block": 0}
         if source.rows is None:
-            # its place is its own: a second reader of a source must not move the first
+            # a second reader of the source must not move this one
             self._dataset = copy.deepcopy(source.dataset)
             self._first["dataset"] = copy.deepcopy(self._dataset.state_dict())
         elif not part.has(np.arange(source.rows)).any():
@@ -470,19 +440,40 @@ class TextDocuments(Texts):
         )
 
 
-@dataclass
 class RetrievalDocuments:
-    """Synthetic documents in turns: of the kinds, and of the sources whose text is around keys."""
+    """Synthetic documents in turns: of the kinds, and of the sources whose text is around keys.
 
-    _source: RetrievalSource
-    _tokenizer: Any
-    _length: int
-    _seed: str
-    _haystacks: Sequence[Texts]
-    _index: int = 0
+    Args:
+        length: tokens of a sequence, and of a document where its source has none.
+        others: sources of the text; without any it is `NOISE`.
+
+    Raises:
+        UsageError: a document is longer than a sequence, or has no room for its keys.
+    """
 
     epoch = None  # there are always others
     whole = True  # a question without its text cannot be answered
+
+    def __init__(
+        self,
+        source: RetrievalSource,
+        part: Part,
+        salt: str,
+        tokenizer: Any,
+        length: int,
+        others: Sequence[TextSource],
+    ) -> None:
+        self._source, self._tokenizer, self._index = source, tokenizer, 0
+        self._length = source.entry.length or length
+        if self._length > length:
+            raise UsageError(
+                f"source {source.name!r} has documents of {self._length} tokens, and a sequence "
+                f"has {length}; give it the length of a sequence or less."
+            )
+        self._seed = f"{salt}/{source.seed}/{part.held_out}"
+        self._haystacks = [Texts(other, part, f"{salt}/{source.name}") for other in others]
+        for turn in range(len(source.entry.kinds)):
+            self.make(turn, ())
 
     def __next__(self) -> Document:
         index, excerpts = self._index, self._excerpts()

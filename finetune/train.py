@@ -1,4 +1,4 @@
-"""A run of ``finetune/lora.py``: what it trains with, its steps, and where it has got to."""
+"""A run of ``finetune/lora.py``: its parts, its steps and its files."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def run(settings: Settings) -> int:
 
 @contextmanager
 def accelerating(settings: Settings) -> Iterator[Accelerator]:
-    """The processes of this run, together."""
+    """Inside, the processes of this run are connected."""
     for name in settings.trackers:
-        # accelerate leaves out what is not installed, and says so in a log that nobody reads
+        # accelerate would leave out what is not installed
         if find_spec(name) is None:
             raise UsageError(f"trackers must be installed; {name!r} is not: pip install {name}.")
     accelerator = Accelerator(
         cpu=settings.cpu or not torch.cuda.is_available(),
-        # autocast is the objective's: whatever a launcher says, frozen weights need none
+        # autocast is the objective's: whatever a launcher sets, frozen weights need none
         mixed_precision="no",
         log_with=list(settings.trackers) or None,
         project_dir=settings.out,
@@ -95,8 +95,8 @@ def accelerating(settings: Settings) -> Iterator[Accelerator]:
     if settings.trackers:
         # some of them take plain values alone
         plain = (bool, int, float, str)
-        told = {name: x if isinstance(x, plain) else str(x) for name, x in vars(settings).items()}
-        accelerator.init_trackers(Path(settings.out).name, config=told)
+        fields = {name: x if isinstance(x, plain) else str(x) for name, x in vars(settings).items()}
+        accelerator.init_trackers(Path(settings.out).name, config=fields)
     try:
         yield accelerator
     finally:
@@ -105,7 +105,7 @@ def accelerating(settings: Settings) -> Iterator[Accelerator]:
 
 @contextmanager
 def refusing(*errors: type[Exception]) -> Iterator[None]:
-    """End the run with one line where ``errors`` are raised, or the device has no memory left."""
+    """Turn ``errors``, and a device out of memory, into a UsageError of one line."""
     try:
         yield
     except errors as error:
@@ -118,11 +118,11 @@ def refusing(*errors: type[Exception]) -> Iterator[None]:
 
 
 class Run:
-    """A run: all that it trains with, and where it has got to.
+    """A run, resumed where its folder has a checkpoint.
 
     Raises:
-        UsageError: what the settings ask for cannot be done, or what is in their folder cannot be
-            gone on with.
+        UsageError: the settings do not fit the model, the data or the machine, or the run in their
+            folder is another.
     """
 
     def __init__(self, settings: Settings, accelerator: Accelerator) -> None:
@@ -139,14 +139,14 @@ class Run:
             self._fit_into_memory(cost)
             self.parallel = Parallel(settings, self.model, accelerator)
             vocabulary = self.model.config.get_text_config().vocab_size
-            data = open_data(settings, self.tokenizer, self.parallel, self._tell, vocabulary)
-            packed, kept, self.read = data
+            packed, kept, self.read = open_data(
+                settings, self.tokenizer, self.parallel, self._tell, vocabulary
+            )
             self._agree(packed)
-        # made by another process while a step computes
         self.data = Prefetched(packed, 2 * settings.micro_batch, settings.data_workers)
         self.meter = meter.Meter(cost)
-        if self.meter.cost.uncounted:
-            self._tell(f"no MFU is reported: {self.meter.cost.uncounted}.")
+        if cost.uncounted:
+            self._tell(f"no MFU is reported: {cost.uncounted}.")
         self.objective, self.optimizer = self._prepare()
         self.validation = Validation(self.tokenizer, kept, settings, accelerator, self.parallel)
         self.checkpoints = Checkpoints(
@@ -159,10 +159,7 @@ class Run:
         self.done = self._resume()
 
     def _fit_into_memory(self, cost: meter.Cost) -> None:
-        """Have the model compute in tiles, and its checkpoints offloaded, as the estimate has it.
-
-        A number of layers that was given is taken, whatever the estimate says.
-        """
+        """Have the model compute in tiles, with as many checkpoints offloaded as given or needed."""
         settings, device = self.settings, self.accelerator.device
         tokens = settings.length * settings.micro_batch // settings.cp
         tile = tile_of(tokens, settings.tile_tokens)
@@ -182,18 +179,17 @@ class Run:
             Offload(offloaded, device).enable(self.model)
 
     def _agree(self, packed: Packed) -> None:
-        """Refuse processes that are to learn other texts, or with other weights."""
-        if self.processes > 1:
-            # of every process one batch
-            first = packed.checksum(self.parallel.replicas * self.settings.micro_batch)
-            files = {
-                f"the content of source {number} of --{field}": sha256
-                for field, sums in self.read.items()
-                for number, sha256 in enumerate(sums.values(), 1)
-            }
-            files["the content of --calibration"] = calibration_sha256(self.settings)
-            facts = facts_of(self.settings, self.model, self.tokenizer)
-            require_equal({**facts, **files, "the first batch": first})
+        """Refuse processes with different texts or weights."""
+        if self.processes == 1:
+            return
+        facts = facts_of(self.settings, self.model, self.tokenizer)
+        for field, sums in self.read.items():
+            for number, sha256 in enumerate(sums.values(), 1):
+                facts[f"the content of source {number} of --{field}"] = sha256
+        facts["the content of --calibration"] = calibration_sha256(self.settings)
+        # of every process one batch
+        first = packed.checksum(self.parallel.replicas * self.settings.micro_batch)
+        require_equal({**facts, "the first batch": first})
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The loss and the optimiser, spread over the processes."""
@@ -212,15 +208,15 @@ class Run:
         return objective.train(), optimizer
 
     def _resume(self) -> int:
-        """Go on from the newest checkpoint; the steps that are done."""
+        """Resume from the newest checkpoint; the number of its steps."""
         # another dropout in every process
         set_seed(self.settings.seed + self.rank)
         # one process looks, lest two see different folders
         (newest,) = broadcast_object_list([self.checkpoints.newest()])
         if newest is None:
             return 0
-        # what was begun with something else is refused before it is taken over; a log without a
-        # line says nothing, and opened it would say what this run is
+        # opened, the log refuses a run of other settings before its checkpoint is read; a log
+        # without a line would become this run's
         log = self.out / LOG
         empty = log.is_file() and b"\n" not in log.read_bytes()
         if is_there(log) and not empty:
@@ -238,7 +234,7 @@ class Run:
         return shared["step"]
 
     def train(self) -> None:
-        """All steps that are left, and the end."""
+        """Take all steps that are left, and write the results."""
         attending = self.parallel.attending(self.model)
         stopping = checkpoints.asked_to_stop()
         silent = not self.accelerator.is_local_main_process
@@ -246,8 +242,8 @@ class Run:
         with self._log() as log, attending, stopping as asked, bar:
             kinds = [x["kind"] for x in (log.records if log else ()) if x["step"] <= self.done]
             if log and kinds.count(curve.STEP) < self.done:
-                lost = f"{kinds.count(curve.STEP)} of the {self.done} steps"
-                self._tell(f"{LOG} has {lost} that were made before.")
+                count = kinds.count(curve.STEP)
+                self._tell(f"{LOG} has {count} of the {self.done} steps that were made before.")
             for step in range(self.done + 1, self.settings.steps + 1):
                 record, stop = self._step(step, asked)
                 self._note(log, curve.STEP, step, record)
@@ -269,15 +265,13 @@ class Run:
                 self._end(log)
 
     def _step(self, step: int, asked: Any) -> tuple[dict[str, Any], bool]:
-        """One step of the optimiser: what the log says of it, and whether it is to be the last."""
+        """Take a step of the optimiser; its line of the log, and whether to stop behind it."""
         settings, accelerator = self.settings, self.accelerator
         self.meter.begin()
-        micro_batches = [
-            self.parallel.sharded(
-                default_collate([next(self.data) for _ in range(settings.micro_batch)])
-            )
-            for _ in range(self.accumulation)
-        ]
+        micro_batches = []
+        for _ in range(self.accumulation):
+            sequences = [next(self.data) for _ in range(settings.micro_batch)]
+            micro_batches.append(self.parallel.sharded(default_collate(sequences)))
         counted = float(sum(labelled(batch) for batch in micro_batches))
         (tokens,) = one_sum([counted], accelerator)
         rate = learning_rate(step, settings)
@@ -288,8 +282,7 @@ class Run:
         finite.require_finite_step(step, loss, norm, self.model, accelerator)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        mine = [loss, float(asked()), *self.meter.totals()]
-        loss, stop, *totals = one_sum(mine, accelerator)
+        loss, stop, *totals = one_sum([loss, float(asked()), *self.meter.totals()], accelerator)
         peak = None
         if self.meter.cost.uncounted is None:
             peak = meter.peak_flops(accelerator.device, settings.peak_tflops)
@@ -299,7 +292,7 @@ class Run:
         return {**record, **speed, "peak_gib": peak_gib}, stop > 0
 
     def _gradients(self, micro_batches: Sequence[Batch], tokens: float) -> float:
-        """Make the gradients of a step of ``tokens``; this process's share of its summed loss."""
+        """Compute the gradients of a step of ``tokens``; this process's share of its summed loss."""
         # gradients are averaged over the processes, and the loss is the mean of all their tokens;
         # each is in one process, whether that holds sequences or shards of them
         scale = self.processes / max(1.0, tokens)
@@ -322,7 +315,7 @@ class Run:
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
     def _save(self, step: int) -> None:
-        # all processes give their parts of what is spread
+        # all processes give their parts of what is sharded
         parameters = checkpoints.parameters_of(self.model)
         optimizer = checkpoints.optimizer_of(self.optimizer, self.model)
         finite.require_finite_state(step, parameters, optimizer)
@@ -347,7 +340,7 @@ class Run:
         self.checkpoints.save(step, shared, mine, write_result)
 
     def _end(self, log: Log) -> None:
-        """What a finished run leaves: what it trained, a curve, and where both come from."""
+        """Write what was trained, a curve, and the provenance of both."""
         settings = {name: x for name, x in asdict(self.settings).items() if name != "out"}
         evaluations = [each for each in log.records if each["kind"] == curve.EVALUATION]
         results = {
@@ -365,7 +358,7 @@ class Run:
         self._tell(f"{self.settings.steps} steps; {self.out / name}, {self.out / CURVE}")
 
     def _log(self) -> Any:
-        """The log where this process writes it; a record counts once, however often it is made."""
+        """The log where this process writes it; a repeated record counts once."""
         if not self.accelerator.is_main_process:
             return nullcontext()
         return Log(self.out / LOG, self._identity, ("kind", "step"))

@@ -274,7 +274,7 @@ def test_the_order_is_another_one_each_epoch_and_each_seed(tmp_path, streaming):
 
     def numbers(salt, **options):
         source = make_source(name, streaming=streaming, **options)
-        texts = source.texts(sources.Part(0), str(salt))
+        texts = sources.Texts(source, sources.Part(0), str(salt))
         drawn = []
         for _ in range(120):
             drawn.append(int(next(texts).split()[0]))
