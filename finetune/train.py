@@ -159,7 +159,7 @@ class Run:
         self.done = self._resume()
 
     def _fit_into_memory(self, cost: meter.Cost) -> None:
-        """Have the model compute in tiles, with as many checkpoints offloaded as given or needed."""
+        """Have MLPs compute in tiles and checkpoints offloaded, as given or as needed."""
         settings, device = self.settings, self.accelerator.device
         tokens = settings.length * settings.micro_batch // settings.cp
         tile = tile_of(tokens, settings.tile_tokens)
@@ -292,7 +292,7 @@ class Run:
         return {**record, **speed, "peak_gib": peak_gib}, stop > 0
 
     def _gradients(self, micro_batches: Sequence[Batch], tokens: float) -> float:
-        """Compute the gradients of a step of ``tokens``; this process's share of its summed loss."""
+        """Compute the gradients of a step of ``tokens``; the summed loss of this process."""
         # gradients are averaged over the processes, and the loss is the mean of all their tokens;
         # each is in one process, whether that holds sequences or shards of them
         scale = self.processes / max(1.0, tokens)
