@@ -54,8 +54,7 @@ class Cost:
     """What the FLOPs and the memory of a model's training step depend on.
 
     Attributes:
-        frozen, trained: weights of linear layers, all of which multiply every token; 0 where
-            ``uncounted``.
+        frozen, trained: weights of linear layers, which multiply every token; 0 if ``uncounted``.
         windows: of each layer, the tokens that its sliding window shows; None without one.
         channels, kv_channels: of each layer, query and KV heads times head dim; where keys and
             values have head dims of their own, their mean.
@@ -91,11 +90,10 @@ class Cost:
             layers = list(config.per_layer_config)
         sliding = getattr(config, "use_sliding_window", True) is not False
         kinds = ["sliding_attention"] * len(layers) if kinds is None else kinds
+        slides = (sliding and kind == "sliding_attention" for kind in kinds)
         windows = tuple(
-            getattr(layer, "sliding_window", None)
-            if sliding and kind == "sliding_attention"
-            else None
-            for kind, layer in zip(kinds, layers, strict=True)
+            getattr(layer, "sliding_window", None) if with_window else None
+            for layer, with_window in zip(layers, slides, strict=True)
         )
         # old types of models have no grouped heads
         kv_heads = (
@@ -191,7 +189,12 @@ def peak_gib(device: torch.device) -> float | None:
 
 
 class Meter:
-    """Counts what a step of this process computes."""
+    """Counts what a step of this process computes.
+
+    Attributes:
+        totals: tokens, and the FLOPs of products with weights, of pairs that were attended, and of
+            all pairs that causality allows; `line` takes their sums over all processes.
+    """
 
     def __init__(self, cost: Cost) -> None:
         self.cost = cost
@@ -199,9 +202,7 @@ class Meter:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._start = time.perf_counter()
-        self.tokens = 0
-        self.products = self.attended = self.causal = 0.0
+        self._start, self.totals = time.perf_counter(), [0.0] * 4
 
     def count(self, positions: Tensor, layers: Iterable[Mapping[str, Any]]) -> None:
         """Add a micro batch, after its backward pass.
@@ -210,16 +211,12 @@ class Meter:
             positions: int [B, N], restarting with each document.
             layers: its `cab_hf.stats`; layers without a density attended everything.
         """
-        self.tokens += positions.numel()
-        self.products += self.cost.products(positions.numel())
-        by_layer = self.cost.attention(self.cost.pairs(positions))
-        for flops, layer in zip(by_layer, layers, strict=True):
-            self.causal += flops
-            self.attended += flops * (1.0 if layer["density"] is None else layer["density"])
-
-    def totals(self) -> list[float]:
-        """The numbers whose sums over all processes `line` takes."""
-        return [float(self.tokens), self.products, self.attended, self.causal]
+        causal = self.cost.attention(self.cost.pairs(positions))
+        densities = (1.0 if x["density"] is None else x["density"] for x in layers)
+        attended = sum(flops * share for flops, share in zip(causal, densities, strict=True))
+        tokens = positions.numel()
+        counted = (tokens, self.cost.products(tokens), attended, sum(causal))
+        self.totals = [total + more for total, more in zip(self.totals, counted, strict=True)]
 
     def seconds(self) -> float:
         """Seconds since the step began; the device must have been waited for."""
@@ -402,7 +399,7 @@ def fit(cost: Cost, tokens: int, room: Room, offloaded: int | None = None, **how
     """The step with ``offloaded`` layers, or with as few as fit into ``room``.
 
     Where none does, with as many as the host has memory for: more would end other processes there.
-    ``tokens`` and ``how`` are as of `memory`.
+    ``tokens`` and ``how`` are those of `memory`.
     """
     # the device has two at a time, however few it keeps
     most = max(0, cost.config.num_hidden_layers - 2) if how.get("checkpointing", True) else 0

@@ -282,7 +282,7 @@ class Run:
         finite.require_finite_step(step, loss, norm, self.model, accelerator)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        loss, stop, *totals = one_sum([loss, float(asked()), *self.meter.totals()], accelerator)
+        loss, stop, *totals = one_sum([loss, float(asked()), *self.meter.totals], accelerator)
         peak = None
         if self.meter.cost.uncounted is None:
             peak = meter.peak_flops(accelerator.device, settings.peak_tflops)

@@ -110,7 +110,7 @@ def test_a_line_has_what_was_attended_beside_what_could_have_been():
     counted = meter.Meter(cost)
     layers = [{"layer": i, "density": density} for i, density in enumerate((0.5, None, 0.25))]
     counted.count(torch.arange(100)[None], layers)
-    actual = meter.line(counted.totals(), seconds=2.0, processes=1, peak=1e9)
+    actual = meter.line(counted.totals, seconds=2.0, processes=1, peak=1e9)
     (attention,) = {*cost.attention([5050] * 3)}
     assert actual["density"] == pytest.approx((0.5 + 1 + 0.25) / 3)
     products = cost.products(100)
@@ -118,7 +118,7 @@ def test_a_line_has_what_was_attended_beside_what_could_have_been():
     assert actual["mfu_dense_equivalent"] == pytest.approx((products + 3 * attention) / 2e9)
     assert actual["tokens_per_second"] == 50
     counted.begin()
-    assert counted.totals() == [0.0] * 4
+    assert counted.totals == [0.0] * 4
 
 
 @pytest.mark.parametrize(
