@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -176,55 +176,30 @@ class Packed:
         return pieces
 
 
-class Prefetched:
-    """The sequences of a `Packed`, made by a worker process while earlier ones are learnt.
+def prefetched(packed: Packed, depth: int = 2, workers: int = 1) -> Iterator[tuple[Item, State]]:
+    """Sequences with the places behind them, made by a worker while earlier ones are learnt.
 
     A thread would take turns with the one that launches kernels; with several workers `datasets`
-    would read a stream in another order. The place is that behind the last sequence that was read
-    from here, whatever the worker has made since, and its errors are raised here. Where processes
-    cannot be forked, sequences are made in this process.
+    would read a stream in another order. The worker starts with the first sequence; where processes
+    cannot be forked, sequences are made in this process. Errors of the worker are raised here.
 
     Args:
         depth: sequences that the worker makes ahead.
         workers: 1, or 0 for none.
     """
-
-    def __init__(self, packed: Packed, depth: int = 2, workers: int = 1) -> None:
-        self._packed, self._place = packed, packed.state_dict()
-        how: dict[str, Any] = {}
-        if workers and FORK in multiprocessing.get_all_start_methods():
-            how = {"num_workers": 1, "prefetch_factor": depth, "multiprocessing_context": FORK}
-        # the worker's seed must not be drawn from the generator that the run uses
-        how |= {"batch_size": None, "generator": torch.Generator()}
-        self._loader, self._made = DataLoader(_WithPlaces(packed), **how), None
-
-    def __iter__(self) -> Iterator[Item]:
-        return self
-
-    def __next__(self) -> Item:
-        self._made = iter(self._loader) if self._made is None else self._made
-        item, place = next(self._made)
+    how: dict[str, Any] = {}
+    if workers and FORK in multiprocessing.get_all_start_methods():
+        how = {"num_workers": 1, "prefetch_factor": depth, "multiprocessing_context": FORK}
+    # the worker's seed must not be drawn from the generator that the run uses
+    how |= {"batch_size": None, "generator": torch.Generator()}
+    for item, place in DataLoader(_WithPlaces(packed), **how):
         if isinstance(item, Exception):
-            # the next call raises it again
-            self._made = repeat((item, place))
             raise item
-        self._place = place
-        return item
-
-    def state_dict(self) -> State:
-        """As of `Packed`, behind the last sequence that was read."""
-        return self._place
-
-    def load_state_dict(self, state: State) -> None:
-        """As of `Packed`, before the first sequence; RuntimeError behind it."""
-        if self._made is not None:
-            raise RuntimeError("a place is loaded before the first sequence is read.")
-        self._packed.load_state_dict(state)
-        self._place = state
+        yield item, place
 
 
 class _WithPlaces(IterableDataset):
-    """Sequences with the places behind them; an error is the last."""
+    """Sequences with the places behind them; an error is the last item, as it was raised."""
 
     def __init__(self, packed: Packed) -> None:
         self._packed = packed

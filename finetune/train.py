@@ -27,7 +27,7 @@ from cab_hf.finetune import checkpoints, curve, dry_run, finite, meter
 from cab_hf.finetune.adapters import WEIGHTS
 from cab_hf.finetune.agreement import ending_together, facts_of, require_equal
 from cab_hf.finetune.checkpoints import Checkpoints
-from cab_hf.finetune.data import Packed, Prefetched
+from cab_hf.finetune.data import Packed, prefetched
 from cab_hf.finetune.models import loaded_sha256, save_adapter
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
 from cab_hf.finetune.offload import Offload
@@ -143,7 +143,8 @@ class Run:
                 settings, self.tokenizer, self.parallel, self._tell, vocabulary
             )
             self._agree(packed)
-        self.data = Prefetched(packed, 2 * settings.micro_batch, settings.data_workers)
+        self.packed, self.place = packed, packed.state_dict()
+        self.data = prefetched(packed, 2 * settings.micro_batch, settings.data_workers)
         self.meter = meter.Meter(cost)
         if cost.uncounted:
             self._tell(f"no MFU is reported: {cost.uncounted}.")
@@ -228,7 +229,8 @@ class Run:
             require_identity(newest, json.loads(shared["identity"]), wanted)
         checkpoints.load_parameters(self.model, shared["parameters"])
         checkpoints.load_optimizer(self.optimizer, self.model, shared["optimizer"])
-        self.data.load_state_dict(json.loads(mine["data"]))
+        self.place = json.loads(mine["data"])
+        self.packed.load_state_dict(self.place)
         checkpoints.load_random_state(mine["random"])
         load_rotary_state(self.model, mine["rotary"])
         return shared["step"]
@@ -270,7 +272,10 @@ class Run:
         self.meter.begin()
         micro_batches = []
         for _ in range(self.accumulation):
-            sequences = [next(self.data) for _ in range(settings.micro_batch)]
+            sequences = []
+            for _ in range(settings.micro_batch):
+                sequence, self.place = next(self.data)
+                sequences.append(sequence)
             micro_batches.append(self.parallel.sharded(default_collate(sequences)))
         counted = float(sum(labelled(batch) for batch in micro_batches))
         (tokens,) = one_sum([counted], accelerator)
@@ -324,7 +329,7 @@ class Run:
             shared["identity"] = json.dumps(self._identity)
         mine = {
             "random": checkpoints.random_state(),
-            "data": json.dumps(self.data.state_dict()),
+            "data": json.dumps(self.place),
             "rotary": rotary_state(self.model),
         }
 
