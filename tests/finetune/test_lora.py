@@ -13,7 +13,16 @@ import pytest
 import torch
 from accelerate import tracking
 from accelerate.utils import DistributedType, LoggerType
-from launches import LAUNCH, MEDDLED, SMALL, TRAIN, launched, losses, steps
+from launches import (
+    LAUNCH,
+    MEDDLED,
+    SMALL,
+    TRAIN,
+    check_that_a_killed_run_goes_on_to_the_last_bit,
+    launched,
+    losses,
+    steps,
+)
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from tiny import SPARSE, tiny_model
@@ -62,7 +71,7 @@ def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
     assert merged.returncode == 0, merged.stderr[-3000:]
     assert (tmp_path / "merged" / "model.safetensors").exists()
 
-    check_that_a_killed_run_goes_on_to_the_last_bit(tmp_path)
+    check_that_a_killed_run_goes_on_to_the_last_bit(tmp_path / "killed", tmp_path / "whole")
     check_that_all_processes_stop_where_one_is_asked_to(tmp_path, done.stdout)
     check_that_two_processes_learn_what_one_does_in_two_turns(tmp_path)
     check_that_all_processes_stop_where_one_would_learn_nothing(tmp_path, done.stderr)
@@ -76,14 +85,6 @@ def two_machines(folder, name):
         rows = [json.dumps({"text": TEXT * 4})] * 200 + [json.dumps({"text": rank * 200})]
         (folder / rank / f"{name}.jsonl").write_text("\n".join(rows))
     return folder / "0" / f"{name}.jsonl"
-
-
-def check_that_a_killed_run_goes_on_to_the_last_bit(folder):
-    complete, killed = folder / "whole", folder / "killed"
-    assert [step for kind, step, _ in losses(complete) if kind == "step"] == [1, 2, 3, 4, 5, 6]
-    assert losses(killed) == losses(complete)
-    assert steps(killed, "grad_norm") == steps(complete, "grad_norm")
-    assert_same(learnt(killed), learnt(complete))
 
 
 def check_that_all_processes_stop_where_one_is_asked_to(folder, printed):
