@@ -113,8 +113,8 @@ def load_weights(adapted: Any, adapter: Path, advice: str) -> list[str]:
 
     with reading(adapter, WEIGHTS):
         result = load_file(adapter / WEIGHTS)
-    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     complete = get_peft_model_state_dict(adapted, save_embedding_layers=True)
+    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     others = {name: complete[name] for name in result if name in complete and name not in wanted}
     wanted |= others
     # a head tied to trained embeddings may be written once
@@ -138,7 +138,7 @@ def load_weights(adapted: Any, adapter: Path, advice: str) -> list[str]:
 
 
 def misfit(adapter: Path, base: Any, why: str, advice: str) -> UsageError:
-    """The error that says ``why`` an adapter does not fit ``base``, a model."""
+    """The error of an adapter that does not fit ``base``, a model."""
     name = name_of(base.config.name_or_path) or type(base).__name__
     return UsageError(f"adapter {adapter.name} does not fit base {name!r}: {why}; {advice}.")
 
