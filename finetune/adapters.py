@@ -37,7 +37,7 @@ def read_adapter_config(adapter: Path) -> Any:
     with reading(adapter, run_models.ADAPTER_CONFIG):
         config = PeftConfig.from_pretrained(str(adapter))
         kind = config.peft_type.value
-    # its header says how long the file is
+    # its header has the length of the file
     with reading(adapter, WEIGHTS), safe_open(adapter / WEIGHTS, "pt"):
         pass
     if not isinstance(config, LoraConfig):

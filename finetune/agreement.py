@@ -23,7 +23,7 @@ from cab_hf.distributed.exchange import RankLost, failures_of_others, publish_fa
 from cab_hf.finetune.settings import Settings
 from cab_hf.runs.settings import UsageError
 
-# of files, which may stand elsewhere on another machine; what is in them is compared
+# paths, which may differ between machines; the content of the files is compared
 PLACES = ("model", "calibration", "data", "validation", "out")
 # integers of as many bytes
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -140,7 +140,7 @@ class Checkpoints:
 
 
 def _write(state: State, path: Path) -> None:
-    # given a path, torch does not say why it could not write
+    # given a path, torch gives no reason for a failure
     with open(path, "wb") as file:
         torch.save(state, file)
 

@@ -223,7 +223,7 @@ class SourceCursor:
 
     def fits(self, room: int) -> bool:
         """Whether its next piece may take ``room`` tokens: synthetic documents are not cut."""
-        return not self.documents.whole or self._next().size <= room
+        return not self.documents.never_cut or self._next().size <= room
 
     def take(self, room: int) -> Document:
         """The next piece, of at most ``room`` tokens."""

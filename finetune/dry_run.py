@@ -142,7 +142,7 @@ def refuse_too_long(
         f"length is {settings.length} and a step does not fit into {room.device / meter.GIB:.1f} "
         f"GiB of a device and {room.host / meter.GIB:.1f} GiB of the host; "
         + (f"the longest that does has {most} tokens; " if most else "no length does; ")
-        + f"or change {SAVINGS}. A run with a number for --offload-layers does not ask the "
+        + f"or change {SAVINGS}. A run with a number for --offload-layers skips the "
         "estimate."
     )
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of hidden states and the weight of a head, without the logits of a whole text.
+"""Cross-entropy of hidden states and the weight of a head, without all logits of a text.
 
 128k tokens times a vocabulary of 128k are 32 GiB in bfloat16. Here a chunk of tokens has its logits
 at a time, and its gradient is made while they are there: nothing is computed twice.

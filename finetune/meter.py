@@ -27,7 +27,7 @@ GIB = 2**30
 USABLE = 0.9
 # the share of the host's memory that a run may pin
 PINNABLE = 0.9
-# where Linux says how much of the host a container may have
+# where Linux has the limit of a container
 CONTAINER = Path("/sys/fs/cgroup/memory.max")
 # the share of a row's blocks in its longest list, where nothing bounds it
 WIDEST = 0.25
@@ -140,7 +140,7 @@ class Cost:
 def _linear_layers(model: nn.Module) -> Iterator[tuple[int, bool]]:
     """(weights, whether they are trained) of every linear layer that computes."""
     for name, module in model.named_modules():
-        # an adapter's layer is the one it wraps and two of its own; a copy that is trained stands
+        # an adapter's layer is the one it wraps and two of its own; a copy that is trained is
         # beside the frozen one it is used for
         wraps = hasattr(module, "base_layer") or ".original_module" in f".{name}"
         if not wraps and hasattr(module, "in_features") and hasattr(module, "weight"):

@@ -39,7 +39,7 @@ def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
 
 
 def adapted(settings: Settings, model: nn.Module) -> nn.Module:
-    """``model`` with the adapter that the settings ask for, or with all its weights trained."""
+    """``model`` with the adapter of the settings, or with all its weights trained."""
     refuse_token_mixers(
         model,
         "packed into one sequence, documents would read each other there. Train a model in which "
@@ -55,14 +55,14 @@ def open_data(
     settings: Settings,
     tokenizer: Any,
     parallel: Parallel,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     vocabulary: int,
 ) -> tuple[Packed, list[Batch], dict[str, dict[str, str | None]]]:
     """The sequences of this process's replica, those of the held-out loss, and the SHA-256 of the
     sources of both, by setting and name.
 
     Args:
-        tell: prints a sentence on each source with documents that are held out.
+        notify: prints a sentence on each source with documents that are held out.
         vocabulary: as of `Packed`.
     """
     learnt, own = (open_sources(settings, settings.sources(x)) for x in ("data", "validation"))
@@ -78,7 +78,7 @@ def open_data(
     hold_out = HOLD_OUT if settings.held_out and not own else 0
     for source, _ in learnt if hold_out else ():
         if source.rows:
-            tell(
+            notify(
                 f"source {source.name!r}: {-(-source.rows // hold_out)} of {source.rows} documents "
                 "are not learnt but held out for the loss; --held-out 0 holds out none."
             )

@@ -137,7 +137,7 @@ class Settings:
     host_gib: float = option(0.0, "GiB of the host for the estimate; 0: all it has", float)
     link_gbs: float = option(50.0, "GB/s between host and GPU, for the estimate", float)
     cpu: bool = flag("compute on the CPU, also where there is a GPU")
-    dry_run: bool = flag("say what would run, what it costs and whether it fits; then end")
+    dry_run: bool = flag("print what would run, what it costs and whether it fits; then end")
 
     def __post_init__(self) -> None:
         adapted, offloading = self.train == ADAPTER, self.checkpointing or not self.offload_layers

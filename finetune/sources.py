@@ -168,7 +168,7 @@ def make_source(
         near = difflib.get_close_matches(text_field, fields, n=1)
         hint = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(fields)}."
         raise UsageError(f"source {name!r} has no field {text_field!r}; {hint}")
-    # results and checkpoints say which file it was, not in which folder
+    # results and checkpoints have the name of a file, not its folder
     shown = Path(name).name if paths else name
     rows = dataset.select_columns([text_field])
     return TextSource(shown, rows, text_field, seed, shuffle, files, content)
@@ -253,7 +253,7 @@ def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
     from datasets.utils.extract import Extractor
 
     read, usual = KINDS[next(iter(files)).suffix]
-    # of an empty file datasets cannot tell the fields; one of text is a document, skipped later
+    # of an empty file datasets cannot infer the fields; one of text is a document, skipped later
     filled = {
         os.path.abspath(file): (content,)
         for file, content in files.items()
@@ -269,7 +269,7 @@ def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
         return None
     # a path alone would be taken for a pattern, and cached by its time stamp
     named = DataFilesDict(train=DataFilesList(list(filled), list(filled.values())))
-    # unlike load_dataset they ask no server, which counts what is loaded
+    # unlike load_dataset they call no server that counts what is loaded
     how = {"split": "train", "streaming": streaming, **usual, **options}
     return getattr(Dataset, read)(named, **how)
 
@@ -293,7 +293,7 @@ def _reading(
                 bad, error = f"{file.name}: ", of_file
                 break
             features = features or (dataset and dataset.features)
-        # what datasets raises says that it failed, and its cause why
+        # the error of datasets is that it failed, and its cause why
         error = error.__cause__ or error
         why = error.details() if hasattr(error, "details") else first_line(error)
         return (
@@ -420,7 +420,7 @@ class TextDocuments(Texts):
     Texts of fewer than two tokens are skipped.
     """
 
-    whole = False  # a document may go on in the next sequence
+    never_cut = False  # a document may go on in the next sequence
 
     def __init__(self, source: TextSource, part: Part, salt: str, tokenizer: Any) -> None:
         super().__init__(source, part, salt)
@@ -452,7 +452,7 @@ class RetrievalDocuments:
     """
 
     epoch = None  # there are always others
-    whole = True  # a question without its text cannot be answered
+    never_cut = True  # a question without its text cannot be answered
 
     def __init__(
         self,

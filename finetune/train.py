@@ -57,7 +57,7 @@ OF_SETTINGS = (ValueError, NotImplementedError)
 
 
 def run(settings: Settings) -> int:
-    """Train, or with ``dry_run`` say what that would be; the exit status."""
+    """Train, or with ``dry_run`` print what that would cost; the exit status."""
     rank = int(os.environ.get("RANK", 0))
     try:
         with accelerating(settings) as accelerator, ending_together(), refusing():

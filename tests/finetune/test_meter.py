@@ -8,6 +8,7 @@ import transformers
 from held import Held
 from tiny import SIZES, tiny_model, tokens
 from torch.utils.flop_counter import FlopCounterMode
+from trained import batch
 
 from cab_hf import CabConfig
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
@@ -25,12 +26,6 @@ TARGETS = ("q_proj", "v_proj", "down_proj")
 def adapted(**overrides):
     model = tiny_model(attn_implementation="eager", **overrides)
     return with_lora(model, TARGETS, rank=4, alpha=8)
-
-
-def batch(length):
-    ids = tokens(1, length)
-    positions = torch.arange(length)[None]
-    return {"input_ids": ids, "position_ids": positions, "labels": ids}
 
 
 def test_flops_are_those_that_torch_counts():
