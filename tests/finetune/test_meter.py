@@ -116,6 +116,16 @@ def test_a_line_has_what_was_attended_beside_what_could_have_been():
     assert counted.totals == [0.0] * 4
 
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def four_layers(vocabulary, dtype=torch.float32, **options):
+    sizes = {"hidden_size": 128, "intermediate_size": 448, "vocab_size": vocabulary}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
+    model = tiny_model(num_hidden_layers=4, **sizes, **heads, **options)
+    return with_lora(model.to(dtype), ATTENTION, 4, 8).train()
+
+
 @pytest.mark.parametrize(
     ("vocabulary", "dtype", "checkpointing"),
     [
@@ -127,13 +137,9 @@ def test_a_line_has_what_was_attended_beside_what_could_have_been():
     ],
 )
 def test_the_estimate_of_memory_is_near_what_is_held(vocabulary, dtype, checkpointing):
-    sizes = {"hidden_size": 128, "intermediate_size": 448, "vocab_size": vocabulary}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
-    model = tiny_model(attn_implementation="sdpa", num_hidden_layers=4, **sizes, **heads)
-    model = with_lora(model.to(dtype), ("q_proj", "k_proj", "v_proj", "o_proj"), 4, 8)
+    model = four_layers(vocabulary, dtype, attn_implementation="sdpa")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained)
     with Held(*model.parameters(), *model.buffers()) as held:
@@ -148,10 +154,7 @@ def test_the_estimate_of_memory_is_near_what_is_held(vocabulary, dtype, checkpoi
 @pytest.mark.parametrize("vocabulary", [64, 8192], ids=["a layer is the peak", "the loss is"])
 def test_the_estimate_knows_of_tiles_and_of_what_is_offloaded(vocabulary, offloaded):
     length, tile = 1024, 64
-    sizes = {"hidden_size": 128, "intermediate_size": 448, "vocab_size": vocabulary}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
-    model = tiny_model(num_hidden_layers=4, **sizes, **heads)
-    model = with_lora(model, ("q_proj", "k_proj", "v_proj", "o_proj"), 4, 8).train()
+    model = four_layers(vocabulary)
     enable_gradient_checkpointing(model)
     compute_in_tiles(model, tile)
     # chunks of the size of a checkpoint
@@ -189,7 +192,7 @@ SMALL = {
 def large():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LARGE)).bfloat16()
-    model = with_lora(model, ("q_proj", "k_proj", "v_proj", "o_proj"), 16, 32)
+    model = with_lora(model, ATTENTION, 16, 32)
     return meter.Cost.of(model)
 
 
@@ -249,7 +252,7 @@ def test_steps_of_packed_documents_take_what_an_h200_measured(kind, heads, setti
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     if "train" not in settings:
-        model = with_lora(model.bfloat16(), ("q_proj", "k_proj", "v_proj", "o_proj"), 32, 64)
+        model = with_lora(model.bfloat16(), ATTENTION, 32, 64)
     asked = Settings(data=("a.txt",), checkpointing=False, **settings)
     room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
     memory = dry_run.fit(asked, meter.Cost.of(model), {}, room).memory
