@@ -25,12 +25,14 @@ from cab_hf.hf.model_config import cab_config_of
 from cab_hf.runs import models as run_models
 from cab_hf.runs.settings import UsageError
 
+# 4 bits and the scales of NF4, quantised twice
+FOUR_BIT_BYTES = 0.52
 # ``shards`` and ``weights_on_host`` of `meter.memory`
 Spread = Mapping[str, Any]
 # the longest length that fits is a multiple of it
 STEP = 2**10
 # what takes less memory, what costs least first
-SAVINGS = "--micro-batch, --checkpointing, --tile-tokens, --cp or --length"
+SAVINGS = "--micro-batch, --checkpointing, --tile-tokens, --qlora, --cp or --length"
 
 
 def skeleton(settings: Settings) -> nn.Module:
@@ -106,6 +108,8 @@ def fit(
         **spread,
         cp=settings.cp,
         loss_tokens=CHUNK_LOGITS // cost.config.vocab_size,
+        # a model that is loaded has its weights in 4 bits already
+        quantised=FOUR_BIT_BYTES if settings.qlora and settings.dry_run else None,
         tile=tile_of(tokens // settings.cp, settings.tile_tokens),
         plans=plans,
         short_texts=settings.attention in SPARSE,

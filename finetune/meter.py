@@ -55,6 +55,7 @@ class Cost:
 
     Attributes:
         frozen, trained: weights of linear layers, which multiply every token; 0 if ``uncounted``.
+        linear: frozen weights of linear layers in any case.
         windows: of each layer, the tokens that its sliding window shows; None without one.
         channels, kv_channels: of each layer, query and KV heads times head dim; where keys and
             values have head dims of their own, their mean.
@@ -67,6 +68,7 @@ class Cost:
 
     frozen: int
     trained: int
+    linear: int
     windows: tuple[int | None, ...]
     channels: tuple[int, ...]
     kv_channels: tuple[int, ...]
@@ -99,13 +101,14 @@ class Cost:
         kv_heads = (
             getattr(x, "num_key_value_heads", None) or x.num_attention_heads for x in layers
         )
-        uncounted = _uncounted(model)
-        counted = [] if uncounted else list(_linear_layers(model))
+        linear, uncounted = list(_linear_layers(model)), _uncounted(model)
+        counted = [] if uncounted else linear
         parameters = list(model.parameters())
         kept = [p for p in (*parameters, *model.buffers()) if not p.requires_grad]
         return cls(
             frozen=sum(size for size, trained in counted if not trained),
             trained=sum(size for size, trained in counted if trained),
+            linear=sum(size for size, trained in linear if not trained),
             windows=windows,
             channels=tuple(_channels(each, each.num_attention_heads) for each in layers),
             kv_channels=tuple(map(_channels, layers, kv_heads)),
@@ -276,6 +279,7 @@ def memory(
     shards: int = 1,
     cp: int = 1,
     loss_tokens: int = 1024,
+    quantised: float | None = None,
     tile: int = 0,
     offloaded: int = 0,
     plans: float = 0.0,
@@ -291,6 +295,7 @@ def memory(
         checkpointing: whether layers keep only their input.
         shards, cp: processes that the weights are spread over, and those that the tokens are.
         loss_tokens: tokens whose logits exist at once.
+        quantised: bytes of a weight of the layers, where ``cost`` is of another dtype.
         tile: tokens that MLPs compute at a time; 0: all of them.
         offloaded: layers whose checkpoints the host keeps.
         plans: bytes that the host keeps beside them, as of `plan_bytes`.
@@ -334,7 +339,8 @@ def memory(
     held = max(layers - offloaded, min(2, layers)) if offloaded else layers
     # a value, its gradient and two moments
     optimizer = 16 * cost.trained_parameters
-    weights = cost.weight_bytes
+    saved = 0.0 if quantised is None else itemsize - quantised
+    weights = cost.weight_bytes - (cost.linear - hidden * config.vocab_size) * saved
     # a layer that computes, and the next one
     gathered = 2 * weights / layers if shards > 1 or weights_on_host else 0.0
     here, there = (0, 1) if weights_on_host else (1, 0)

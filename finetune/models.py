@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,6 +40,7 @@ def load_model(
     rope: str | None = None,
     rope_factor: float | None = None,
     rope_theta: float | None = None,
+    qlora: bool = False,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal LM in eval mode whose positions reach ``length`` tokens, and its tokenizer.
@@ -49,15 +51,17 @@ def load_model(
             which are taken by default, else `CabConfig()`.
         dtype: a torch dtype's name; that of the weights.
         rope, rope_factor, rope_theta: as of `stretch_positions`.
+        qlora: weights in 4 bits (NF4, bitsandbytes), products in ``dtype``.
 
     Raises:
         UsageError: there is no such model, or it cannot be loaded.
         ValueError: positions that do not reach ``length``, a scaling that does not fit the model,
-            or a bad dtype or ``cab_config``.
+            a bad dtype or ``cab_config``, or qlora without bitsandbytes.
     """
     config = run_models.load_config(name, trust_remote_code)
     stretch_positions(config, name, length, rope, rope_factor, rope_theta)
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+    options |= _four_bits(dtype, device) if qlora else {}
     model, tokenizer = open_model(name, config, dtype, device, **options)
     if attn_implementation in SPARSE:
         complete = cab_config is None or isinstance(cab_config, CabConfig)
@@ -79,6 +83,25 @@ def open_model(
     # what PEFT records as the base of an adapter: no path where there is a name
     model.name_or_path = name
     return model, tokenizer
+
+
+def _four_bits(dtype: str, device: Any) -> dict[str, Any]:
+    if find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "qlora is True and bitsandbytes is not installed; `pip install bitsandbytes`, or leave "
+            "it out."
+        )
+    from transformers import BitsAndBytesConfig
+
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        # of one kind with all else, as FSDP shards
+        bnb_4bit_quant_storage=dtype,
+    )
+    return {"quantization_config": quantised, "device_map": {"": device}}
 
 
 def stretch_positions(
@@ -175,6 +198,7 @@ def with_lora(
     dropout: float = 0.0,
     norms: bool = False,
     embeddings: bool = False,
+    qlora: bool = False,
 ) -> Any:
     """``model`` with LoRA adapters, all else frozen; a PeftModel. What is trained is in float32.
 
@@ -187,6 +211,7 @@ def with_lora(
         dropout: of the inputs of adapters.
         norms: train all norms as well, and
         embeddings: the input embeddings, as LongLoRA does; with them a head that is tied to them.
+        qlora: ``model`` is one of 4 bits; refused where it is not.
 
     Raises:
         ValueError: a target that is no layer of the model, adapters of a head that is tied to the
@@ -196,6 +221,10 @@ def with_lora(
 
     listed = sorted(set(targets.split(",") if isinstance(targets, str) else targets))
     targets = ALL_LINEAR if listed == [ALL_LINEAR] else listed
+    if qlora and not getattr(model, "is_loaded_in_4bit", False):
+        raise ValueError(
+            "qlora is True and the model has no 4-bit weights; load it with qlora too."
+        )
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is model.get_input_embeddings().weight
     if targets != ALL_LINEAR:
@@ -266,6 +295,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
 def _check_targets(
     model: PreTrainedModel, targets: Sequence[str], dropout: float, tied: bool
 ) -> None:
+    # those of bitsandbytes are of this class too
     names = {_last_name(name) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for target in targets:
         if target not in names:

@@ -28,6 +28,7 @@ def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
         dtype=settings.weights_dtype,
         device=device,
         **settings.positions(),
+        qlora=settings.qlora,
         trust_remote_code=settings.trust_remote_code,
     )
     model = adapted(settings, model)
@@ -48,6 +49,8 @@ def adapted(settings: Settings, model: nn.Module) -> nn.Module:
     if settings.train == ALL:
         return model.requires_grad_(True)
     how = {name: getattr(settings, name) for name in ("dropout", "norms", "embeddings")}
+    # a skeleton has no bits at all
+    how["qlora"] = settings.qlora and not settings.dry_run
     return with_lora(model, settings.targets, settings.rank, settings.alpha, **how)
 
 

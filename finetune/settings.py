@@ -92,6 +92,7 @@ class Settings:
     embeddings: bool = flag("train embeddings, too")
     adapter: str | None = option(None, "folder of an adapter to begin with", str)
     adapter_dtype: str = option("float32", "dtype in which the adapter or model is saved")
+    qlora: bool = flag("hold frozen weights in 4 bits (bitsandbytes)")
     # data
     data: tuple[str, ...] = option(
         (),
@@ -160,6 +161,7 @@ class Settings:
             ("lr_end", 0 <= self.lr_end <= 1, "in [0, 1]"),
             ("offload_layers", offloading, "0 without checkpointing"),
             ("dropout", adapted or not self.dropout, "0 with train=all"),
+            ("qlora", adapted or not self.qlora, "off with train=all"),
             ("adapter", adapted or not self.adapter, "none with train=all"),
             ("data", self.data, "at least one source, such as text.jsonl"),
             ("targets", self.targets, "at least one linear layer, such as q_proj"),

@@ -259,6 +259,17 @@ def test_steps_of_packed_documents_take_what_an_h200_measured(kind, heads, setti
     assert memory.total / meter.GIB == pytest.approx(peak_gib, rel=0.1)
 
 
+def test_weights_that_are_loaded_in_4_bits_are_counted_as_they_are(large):
+    room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
+    run, skeleton = (
+        dry_run.fit(long_step(2**13, qlora=True, dry_run=dry), large, {}, room).memory.weights
+        for dry in (False, True)
+    )
+    assert run == large.weight_bytes
+    # 4 bits of 16 and their scales, but for embeddings and head
+    assert 0.3 * run < skeleton < 0.45 * run
+
+
 def test_no_more_is_offloaded_than_the_host_has_memory_for(large):
     room = meter.Room(40 * meter.GIB, 100 * meter.GIB)
     fitted = dry_run.fit(long_step(2**19, attention="cab_dense"), large, {}, room)

@@ -255,6 +255,12 @@ def test_tiny_is_one_model_whatever_the_seed():
     assert max(ids) < first.config.vocab_size and tokenizer.eos_token_id == 256
 
 
+def test_a_quantised_model_needs_its_package(monkeypatch):
+    monkeypatch.setattr(models, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="qlora is True and bitsandbytes is not installed"):
+        load_model("smollm2", qlora=True)
+
+
 def test_adapters_compute_as_under_autocast():
     torch.manual_seed(0)
     x = torch.randn(2, 7, 48, dtype=torch.bfloat16)
@@ -361,6 +367,7 @@ def test_positions_that_are_refused(config, options, sentence):
     ("options", "sentence"),
     [
         pytest.param({"targets": ["q_prj"]}, "targets have 'q_prj'", id="near"),
+        pytest.param({"qlora": True}, "qlora is True", id="qlora"),
         pytest.param({"targets": ["lm_head"], "dropout": 0.1}, "dropout is 0.1", id="head"),
         pytest.param({"targets": ["lm_head"], "tied": True}, "targets have 'lm_head'", id="tied"),
     ],

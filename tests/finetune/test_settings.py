@@ -62,10 +62,10 @@ def test_a_calibration_is_a_whole_config_and_fields_change_it(tmp_path):
 def test_typed_words_win_over_the_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("data: {a.txt: 0.75, b.jsonl: 0.25}\nlr: 1.0e-4\nlength: 1k\nrank: 8\n")
-    words = ["--lr", "3e-4", "--checkpointing", "false", "--norms", "--tile-tokens", "12"]
+    words = ["--lr", "3e-4", "--checkpointing", "false", "--qlora", "--tile-tokens", "12"]
     actual = read(["--config", str(file), *words])
     assert (actual.tile_tokens, actual.offload_layers) == (12, None)
-    assert (actual.lr, actual.rank, actual.checkpointing, actual.norms) == (3e-4, 8, False, True)
+    assert (actual.lr, actual.rank, actual.checkpointing, actual.qlora) == (3e-4, 8, False, True)
     assert actual.sources() == [("a.txt", 0.75), ("b.jsonl", 0.25)]
     assert actual.evaluated_lengths() == (512, 1024)
 
@@ -128,6 +128,7 @@ def test_the_learning_rate_rises_and_falls(step, rate):
     ("given", "name"),
     [
         ({"train": "lora"}, "train"),
+        ({"train": "all", "qlora": True}, "qlora"),
         ({"train": "all", "dropout": 0.1}, "dropout"),
         ({"train": "all", "rank": 8}, "rank"),
         ({"train": "all", "alpha": 8.0}, "alpha"),
