@@ -1,4 +1,4 @@
-"""Adapters as folders that PEFT writes: read, held against their model, and given to another."""
+"""Adapters in folders that PEFT writes: read, checked against their base, and loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cab_hf.runs import models as run_models
 from cab_hf.runs.settings import UsageError, first_line, refused_as
 
 WEIGHTS = "adapter_model.safetensors"
-# what `save_adapter` notes of a model
+# what `save_adapter` records of a model
 RECORDED_FIELDS = {
     "sha256": str,
     "rope_parameters": dict,
@@ -37,7 +37,7 @@ def read_adapter_config(adapter: Path) -> Any:
     with reading(adapter, run_models.ADAPTER_CONFIG):
         config = PeftConfig.from_pretrained(str(adapter))
         kind = config.peft_type.value
-    # its header says how long the file is
+    # its header has the length of the file
     with reading(adapter, WEIGHTS), safe_open(adapter / WEIGHTS, "pt"):
         pass
     if not isinstance(config, LoraConfig):
@@ -47,7 +47,7 @@ def read_adapter_config(adapter: Path) -> Any:
 
 
 def reading(adapter: Path, file: str) -> AbstractContextManager[None]:
-    """What is wrong with a file of an adapter, told in one sentence whoever finds it."""
+    """Turn any error inside into a UsageError that names a file of an adapter."""
     return refused_as(
         lambda error: (
             f"{file} of adapter {adapter.name} is truncated, or not what PEFT saves and merges "
@@ -61,7 +61,7 @@ def first_sentence(error: Exception) -> str:
 
 
 def read_base(adapter: Path) -> dict[str, Any]:
-    """What `save_adapter` noted of the model an adapter was trained in; {} where nobody did."""
+    """What `save_adapter` recorded of the model an adapter was trained in; {} without a record."""
     file = adapter / run_models.BASE
     if not file.is_file():
         return {}
@@ -78,10 +78,7 @@ def check_base(
 ) -> None:
     """Refuse a base that an adapter was not trained in, by its content or else by its name.
 
-    Args:
-        fields: of `read_base`.
-        recorded: its name in PEFT's config.
-        advice: as of `load_weights`.
+    ``fields`` are those of `read_base`, ``recorded`` is the name in PEFT's config.
     """
     if fields.get("sha256"):
         seen = run_models.content_sha256(base)
@@ -99,30 +96,25 @@ def check_base(
 
 
 def name_of(model: str) -> str:
-    """Of a model, without the folders it stands in here."""
+    """The name of a model, or of its folder without the path."""
     return Path(model).name if Path(model).exists() else model
 
 
 def load_weights(adapted: Any, adapter: Path, advice: str) -> list[str]:
-    """Give the adapters of ``adapted``, a PeftModel, the weights that stand in ``adapter``.
+    """Load the weights in the folder ``adapter`` into ``adapted``, a PeftModel.
 
-    Beside an adapter of head or embeddings PEFT saves their own weights, which are loaded as well.
-
-    Args:
-        advice: the end of a sentence: what to do where they do not fit.
-
-    Returns:
-        the names of weights of the base that have changed by it.
+    Beside an adapter of head or embeddings PEFT saves their own weights, which are loaded as well;
+    the names of those that have changed by it are returned.
 
     Raises:
-        UsageError: they are of other modules or shapes, or cannot be read.
+        UsageError: they are of other modules or shapes, or cannot be read; ends in ``advice``.
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     with reading(adapter, WEIGHTS):
         result = load_file(adapter / WEIGHTS)
-    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     complete = get_peft_model_state_dict(adapted, save_embedding_layers=True)
+    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     others = {name: complete[name] for name in result if name in complete and name not in wanted}
     wanted |= others
     # a head tied to trained embeddings may be written once
@@ -146,13 +138,13 @@ def load_weights(adapted: Any, adapter: Path, advice: str) -> list[str]:
 
 
 def misfit(adapter: Path, base: Any, why: str, advice: str) -> UsageError:
-    """The error that says ``why`` an adapter does not fit ``base``, a model."""
+    """The error of an adapter that does not fit ``base``, a model."""
     name = name_of(base.config.name_or_path) or type(base).__name__
     return UsageError(f"adapter {adapter.name} does not fit base {name!r}: {why}; {advice}.")
 
 
 def begin_with(adapted: Any, adapter: Path) -> None:
-    """Give ``adapted``, a PeftModel, the weights of an adapter that its base was trained with.
+    """Load into ``adapted``, a PeftModel, an adapter that was trained in the same base.
 
     Positions may be stretched otherwise than they were then.
 

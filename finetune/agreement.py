@@ -23,7 +23,7 @@ from cab_hf.distributed.exchange import RankLost, failures_of_others, publish_fa
 from cab_hf.finetune.settings import Settings
 from cab_hf.runs.settings import UsageError
 
-# of files, which may stand elsewhere on another machine; what is in them is compared
+# paths, which may differ between machines; the content of the files is compared
 PLACES = ("model", "calibration", "data", "validation", "out")
 # integers of as many bytes
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -33,29 +33,22 @@ CHUNK = 2**24  # numbers looked at together
 def facts_of(
     settings: Settings, model: nn.Module, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """What settings, weights and tokens are, by names for `require_alike`.
-
-    Args:
-        model: not spread yet.
-    """
+    """Settings, weights and tokens, by names for `require_equal`; ``model`` is not sharded yet."""
     fields = {name: value for name, value in asdict(settings).items() if name not in PLACES}
     fields = {f"--{name.replace('_', '-')}": repr(value) for name, value in fields.items()}
-    # of FSDP one process reads the weights, the others are given them
-    weights = () if is_fsdp_enabled() else model.named_parameters()
     config = {name: x for name, x in model.config.to_dict().items() if name != "_name_or_path"}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     tokens = backend.to_str() if backend else sorted(tokenizer.get_vocab().items())
     tokens = [tokens, tokenizer.special_tokens_map]
-    texts = {"the config of the model": config, "the tokenizer": tokens}
-    sums = {
-        name: sha256(json.dumps(x, default=str, sort_keys=True).encode()).hexdigest()
-        for name, x in texts.items()
-    }
-    return {**fields, **sums, **{f"weight {name}": checksum(each) for name, each in weights}}
+    for name, x in {"the config of the model": config, "the tokenizer": tokens}.items():
+        fields[name] = sha256(json.dumps(x, default=str, sort_keys=True).encode()).hexdigest()
+    # with FSDP one process reads the weights and the others receive them
+    weights = () if is_fsdp_enabled() else model.named_parameters()
+    return {**fields, **{f"weight {name}": checksum(each) for name, each in weights}}
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of the bits of a tensor and their places; the same on every device."""
+    """A checksum of the bits of a tensor and their places; the same on every device."""
     tensor = tensor.detach().contiguous().flatten()
     bits = tensor.view(BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -66,8 +59,8 @@ def checksum(tensor: Tensor) -> int:
     return int(total)
 
 
-def require_alike(facts: Mapping[str, Any]) -> None:
-    """Make sure that all processes have the same ``facts``; called by all of them.
+def require_equal(facts: Mapping[str, Any]) -> None:
+    """Require that all processes have the same ``facts``; called by all of them.
 
     Raises:
         UsageError: in every process, naming the first fact that differs, and the processes.
@@ -84,10 +77,9 @@ def require_alike(facts: Mapping[str, Any]) -> None:
 
 @contextmanager
 def ending_together() -> Iterator[None]:
-    """Where another process has stopped, say why, in place of what its connection says here.
+    """Where another process has stopped, raise UsageError with its reason.
 
-    Raises:
-        UsageError: in the sentence of the process that stopped.
+    The error here is only that its connection was lost.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     try:

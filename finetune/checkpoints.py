@@ -1,9 +1,9 @@
-"""Checkpoints that a kill cannot spoil, and what is in them: all that a run needs to go on exactly.
+"""Checkpoints that a kill cannot spoil, with all that a run needs to resume exactly.
 
 A checkpoint is a folder ``step-00000050`` with a file of what all processes share, one of each
 process, and the adapter, or the model where all of it is trained. It is written under another name,
-put on disk, and renamed: a folder of that name is whole. Only then is an older one removed. What is
-read must have the checksums that it was written with.
+synced to disk and renamed, so that a folder of that name is complete; only then is an older one
+removed. What is read must have the checksums that it was written with.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ class Checkpoints:
     """The checkpoints of a run, in one folder that all of its processes see.
 
     Args:
-        processes: how many there are; ``rank`` is which of them this is.
-        wait: returns when all processes have called it.
+        wait: a barrier of all processes.
         result: the name of what is trained, a folder in each checkpoint.
     """
 
@@ -55,8 +54,8 @@ class Checkpoints:
         self.processes, self.wait = processes, wait
 
     def newest(self) -> Path | None:
-        """The folder of the last whole checkpoint; None where there is none."""
-        return max(self._whole(), key=step_of, default=None)
+        """The folder of the last complete checkpoint; None where there is none."""
+        return max(self._complete(), key=step_of, default=None)
 
     def save(
         self, step: int, shared: State, mine: State, write_result: Callable[[Path], None]
@@ -66,9 +65,9 @@ class Checkpoints:
         One that exists already is left as it is.
 
         Args:
-            shared: what is the same in all processes; only that of process 0 is looked at.
+            shared: what is the same in all processes; that of process 0 is saved.
             mine: of this process.
-            write_result: writes into a folder that it is given; called in process 0.
+            write_result: writes into the folder that it is given; called in process 0.
 
         Raises:
             LogError: it cannot be written; older checkpoints are as they were.
@@ -83,8 +82,9 @@ class Checkpoints:
                 self.clear()
                 aside.mkdir()
             self.wait()
-            _write(mine, aside / MINE.format(self.rank))
-            put_on_disk(aside / MINE.format(self.rank))
+            own = aside / MINE.format(self.rank)
+            _write(mine, own)
+            put_on_disk(own)
             if self.rank == 0:
                 write_result(aside / self.result)
                 fields = {"step": step, "processes": self.processes}
@@ -99,8 +99,7 @@ class Checkpoints:
         """(shared, mine) of a checkpoint, tensors on the CPU.
 
         Raises:
-            UsageError: it was made by another number of processes, or a byte of it is not as it
-                was.
+            UsageError: it was made by another number of processes, or a byte of it has changed.
         """
         shared = _read(folder / SHARED)
         if shared["processes"] != self.processes:
@@ -120,29 +119,28 @@ class Checkpoints:
         files = (file for file in place.rglob("*") if file.is_file())
         return {str(file.relative_to(place)): file_sha256(file) for file in files}
 
-    def _whole(self) -> Iterator[Path]:
+    def _complete(self) -> Iterator[Path]:
         return (path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name))
 
     def clear(self) -> None:
-        """Remove what a kill left half-written or half-removed; for the process that writes."""
+        """Remove what a kill left half-written or half-removed; for process 0."""
         for left in self.folder.glob(".step-*"):
             shutil.rmtree(left)
 
     def _publish(self, aside: Path, target: Path) -> None:
-        for path in aside.rglob("*"):
+        for path in (*aside.rglob("*"), aside):
             put_on_disk(path)
-        put_on_disk(aside)
         os.rename(aside, target)
         put_on_disk(self.folder)
-        for old in sorted(self._whole(), key=step_of)[:-KEPT]:
-            # half-removed, it must not look whole
+        for old in sorted(self._complete(), key=step_of)[:-KEPT]:
+            # half-removed, it must not look complete
             hidden = old.with_name(f".{old.name}.removed")
             os.rename(old, hidden)
             shutil.rmtree(hidden)
 
 
 def _write(state: State, path: Path) -> None:
-    # given a path, torch does not say why it could not write
+    # given a path, torch gives no reason for a failure
     with open(path, "wb") as file:
         torch.save(state, file)
 
@@ -150,7 +148,7 @@ def _write(state: State, path: Path) -> None:
 def _read(path: Path) -> State:
     """What `_write` wrote, tensors on the CPU; UsageError unless every byte is as it was."""
     try:
-        # torch writes checksums and does not look at them
+        # torch writes checksums and does not check them
         with zipfile.ZipFile(path) as parts:
             damaged = parts.testzip()
         state = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
@@ -159,7 +157,7 @@ def _read(path: Path) -> State:
     except MemoryError:
         raise
     except Exception:
-        # what torch says of it is how to run the code in it
+        # torch's message is how to run the code in it
         state = None
     if not isinstance(state, dict):
         raise _unreadable(path.parent, f"{path.name} is damaged, or belongs to another run")
@@ -189,7 +187,7 @@ def put_on_disk(path: Path) -> None:
 
 @contextmanager
 def asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Inside, SIGTERM does nothing but make the function that is given say True."""
+    """Inside, SIGTERM only makes the function that is given return True."""
     asked = []
     before = signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
     try:
@@ -203,36 +201,36 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: each for name, each in model.named_parameters() if each.requires_grad}
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A copy on the CPU of all of a tensor; called by all processes where it is spread."""
+def gathered(tensor: Tensor) -> Tensor:
+    """A copy on the CPU of all of a tensor; called by all processes where it is sharded."""
     tensor = tensor.detach()
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return tensor.to("cpu", copy=True)
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of what is trained, whole and on the CPU, by name."""
-    return {name: whole(each) for name, each in trained(model).items()}
+    """The `gathered` parameters that are trained, by name."""
+    return {name: gathered(each) for name, each in trained(model).items()}
 
 
 def load_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Give what is trained the values of `parameters_of`; UsageError where that is another set."""
+    """Set what is trained to the values of `parameters_of`; UsageError where names differ."""
     mine = trained(model)
-    odd = sorted(mine.keys() ^ saved.keys())
-    if odd:
+    differ = sorted(mine.keys() ^ saved.keys())
+    if differ:
         raise UsageError(
-            f"the checkpoint trains other parameters ({odd[0]} is one of {len(odd)}); give what "
-            "the first run had, or another --out."
+            f"the checkpoint trains other parameters ({differ[0]} is one of {len(differ)}); give "
+            "what the first run had, or another --out."
         )
     with torch.no_grad():
         for name, parameter in mine.items():
-            parameter.copy_(_spread_like(saved[name], parameter))
+            parameter.copy_(_sharded_like(saved[name], parameter))
 
 
 def optimizer_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, State]:
-    """What the optimiser remembers of each trained parameter, whole and on the CPU, by name."""
+    """The `gathered` state of the optimiser for each trained parameter, by name."""
     return {
-        name: {key: whole(value) for key, value in optimizer.state[each].items()}
+        name: {key: gathered(value) for key, value in optimizer.state[each].items()}
         for name, each in trained(model).items()
         if each in optimizer.state
     }
@@ -241,20 +239,19 @@ def optimizer_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str
 def load_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, State]
 ) -> None:
-    """Give the optimiser what `optimizer_of` found."""
+    """Set the state of the optimiser to that of `optimizer_of`."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     for name, parameter in trained(model).items():
-        if name not in saved:
-            continue
-        # a fused step counts on the device, others on the CPU; it is never spread
-        steps = saved[name]["step"]
-        state = {"step": steps.to(parameter.device) if fused else steps}
-        moments = {key: x for key, x in saved[name].items() if key != "step"}
-        state |= {key: _spread_like(x, parameter) for key, x in moments.items()}
-        optimizer.state[parameter] = state
+        if name in saved:
+            moments = dict(saved[name])
+            # a fused step counts on the device, others on the CPU; it is never sharded
+            steps = moments.pop("step")
+            state = {key: _sharded_like(x, parameter) for key, x in moments.items()}
+            state["step"] = steps.to(parameter.device) if fused else steps
+            optimizer.state[parameter] = state
 
 
-def _spread_like(value: Tensor, parameter: Tensor) -> Tensor:
+def _sharded_like(value: Tensor, parameter: Tensor) -> Tensor:
     value = value.to(parameter.device)
     if isinstance(parameter, DTensor):
         return distribute_tensor(value, parameter.device_mesh, parameter.placements)
@@ -262,7 +259,7 @@ def _spread_like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def random_state() -> State:
-    """Of every generator that this process may draw from."""
+    """The state of every generator that this process may draw from."""
     kind, keys, *rest = np.random.get_state()
     numbers = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest)}
     on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
@@ -270,7 +267,7 @@ def random_state() -> State:
 
 
 def load_random_state(state: Mapping[str, Any]) -> None:
-    """Let every generator go on as it was when `random_state` looked."""
+    """Set every generator to what `random_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

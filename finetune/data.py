@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, multiprocessing
 from torch.utils.data import DataLoader, IterableDataset
 
+from cab_hf.finetune.loss import IGNORED
 from cab_hf.finetune.sources import (
-    IGNORED,
     Document,
     Part,
     RetrievalDocuments,
@@ -22,11 +22,8 @@ from cab_hf.finetune.sources import (
     State,
     TextDocuments,
     TextSource,
-    make_source,
 )
 from cab_hf.runs.settings import UsageError
-
-__all__ = ["HOLD_OUT", "IGNORED", "Ahead", "Packed", "held_out", "make_source"]
 
 HOLD_OUT = 100  # of so many documents one is kept from training
 FORK = "fork"  # the way to start a process that takes along what cannot be pickled
@@ -37,32 +34,29 @@ class Packed:
     """Sequences without end, and one process's share of them.
 
     A sequence is a dict of int64 tensors [length]: ``input_ids``; ``position_ids``, which restart
-    in each document, and so say what may be attended; and ``labels``, what each token is to
-    predict: already shifted, -100 where the next token is of another document, padding or not to be
-    learnt.
+    in each document; and ``labels``, the token that each is to predict: already shifted, -100
+    where the next token is of another document, padding or not to be learnt.
 
-    The next document is of the source that is furthest behind its share of the tokens. One that is
-    longer than the room left in a sequence goes on in a later one as a document of its own, the
-    last token before the cut still predicting the first behind it. Synthetic documents are never
-    cut: one that does not fit waits for the next sequence, and where nothing else is there to fill
-    this one, padding does.
+    The next document is of the source that is furthest behind its share of the tokens. What does
+    not fit into a sequence goes on in a later one as a document of its own, the last token before
+    the cut still predicting the first behind it. Synthetic documents are never cut: one that does
+    not fit waits for the next sequence, and where nothing else fits, padding fills this one.
 
-    Sequence i goes to process i % ``world``. The order does not depend on ``world``, for every
-    process packs all of them and makes tensors of its own.
+    Sequence i goes to process i % ``world``. The order does not depend on ``world``: every process
+    packs all sequences and makes tensors of its own.
 
     Args:
-        tokenizer: of transformers.
-        sources: each with its share of the tokens; of a share of 0 are the texts that synthetic
-            documents alone are to be hidden in.
+        sources: each with its share of the tokens; synthetic documents are hidden in the texts of
+            all of them, also of those with a share of 0.
         length: tokens of a sequence.
         seed: of the order of documents, beside the seeds that the sources have.
         hold_out: of so many documents of a source, in the order of its data, the first is kept for
             `held_out`; 0 keeps none.
         only_held_out: pack those that are kept instead of the others.
-        vocabulary: how many tokens the model knows; None: all that there are.
+        vocabulary: how many tokens the model knows; None: any number.
     Raises:
-        UsageError: arguments that make no sense together; then, while it goes on, documents that
-            cannot be read or learnt.
+        UsageError: arguments that make no sense together; while reading, documents that cannot be
+            read or learnt.
     """
 
     def __init__(
@@ -87,25 +81,26 @@ class Packed:
             "seed": seed,
             "hold_out": hold_out,
         }
-        # a token that nothing is learnt of
+        # nothing is learnt of padding
         padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-        known = (token for token in padding if token is not None and token < self._vocabulary)
-        self._padding = next(known)
+        self._padding = next(x for x in padding if x is not None and x < self._vocabulary)
         part = Part(hold_out, only_held_out)
         texts = [source for source, _ in sources if isinstance(source, TextSource)]
-        self._feeds = []
+        self._cursors = []
         for place, (source, share) in enumerate(sources):
-            if share:
-                # one entry named twice is shuffled twice
-                salt = f"{seed}/{place}"
-                documents = source.documents(tokenizer, part, salt, length, texts)
-                self._feeds.append(_Feed(documents, share, source.whole))
+            # one entry named twice is shuffled twice
+            how = part, f"{seed}/{place}", tokenizer
+            if share and isinstance(source, TextSource):
+                self._cursors.append(SourceCursor(TextDocuments(source, *how), share))
+            elif share:
+                documents = RetrievalDocuments(source, *how, length, texts)
+                self._cursors.append(SourceCursor(documents, share))
         self._made = 0  # sequences, of all processes
 
     @property
     def epoch(self) -> int:
-        """How often every source has been read from end to end, synthetic ones left out."""
-        epochs = (feed.documents.epoch for feed in self._feeds)
+        """How often every source of texts has been read from end to end."""
+        epochs = (cursor.documents.epoch for cursor in self._cursors)
         return min((epoch for epoch in epochs if epoch is not None), default=0)
 
     def __iter__(self) -> Iterator[Item]:
@@ -128,11 +123,11 @@ class Packed:
     def state_dict(self) -> State:
         """The place behind the last sequence, small and as JSON has it; equal in all processes."""
         self._finish_round()
-        feeds = [feed.state_dict() for feed in self._feeds]
-        return {"identity": self._identity, "made": self._made, "feeds": feeds}
+        cursors = [cursor.state_dict() for cursor in self._cursors]
+        return {"identity": self._identity, "made": self._made, "cursors": cursors}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from a place, in as many processes as divide the sequences made until then.
+        """Resume from a place, in as many processes as divide the sequences made until then.
 
         Raises:
             UsageError: it is a place in other data, or ``world`` does not divide.
@@ -144,14 +139,14 @@ class Packed:
                     f"{name} of the data must be {theirs!r}, as where the run goes on; got "
                     f"{mine!r}."
                 )
-        if state["made"] % self.world:
+        self._made = state["made"]
+        if self._made % self.world:
             raise UsageError(
-                f"world must divide the {state['made']} sequences read until the run goes on; got "
+                f"world must divide the {self._made} sequences read until the run goes on; got "
                 f"{self.world}."
             )
-        self._made = state["made"]
-        for feed, place in zip(self._feeds, state["feeds"], strict=True):
-            feed.load_state_dict(place)
+        for cursor, place in zip(self._cursors, state["cursors"], strict=True):
+            cursor.load_state_dict(place)
 
     def checksum(self, sequences: int) -> int:
         """Of the tokens and labels of what comes next in all processes; the place stays."""
@@ -170,67 +165,41 @@ class Packed:
     def _pack(self) -> list[Document]:
         """The pieces of the next sequence."""
         pieces, room = [], self.length
-        while room and (feed := self._furthest_behind(room)):
-            pieces.append(feed.take(room))
+        while room:
+            by_lag = sorted(self._cursors, key=lambda cursor: cursor.taken / cursor.share)
+            furthest_behind = next((cursor for cursor in by_lag if cursor.fits(room)), None)
+            if furthest_behind is None:
+                break
+            pieces.append(furthest_behind.take(room))
             room -= pieces[-1].size
         self._made += 1
         return pieces
 
-    def _furthest_behind(self, room: int) -> _Feed | None:
-        """Of the sources whose next document may stand in ``room`` tokens; None: there is none."""
-        by_lag = sorted(self._feeds, key=lambda feed: feed.taken / feed.share)
-        return next((feed for feed in by_lag if feed.fits(room)), None)
 
+def prefetched(packed: Packed, depth: int = 2, workers: int = 1) -> Iterator[tuple[Item, State]]:
+    """Sequences with the places behind them, made by a worker while earlier ones are learnt.
 
-class Ahead:
-    """The sequences of a `Packed`, made by a worker process while earlier ones are learnt.
-
-    A thread would take turns with the one that launches kernels; with several processes `datasets`
-    would read a stream in another order. The place is that behind the sequences that were given
-    out, whatever the worker has made since, and its errors are raised here. Where processes cannot
-    be forked, sequences are made when they are asked for.
+    A thread would take turns with the one that launches kernels; with several workers `datasets`
+    would read a stream in another order. The worker starts with the first sequence; where processes
+    cannot be forked, sequences are made in this process. Errors of the worker are raised here.
 
     Args:
         depth: sequences that the worker makes ahead.
         workers: 1, or 0 for none.
     """
-
-    def __init__(self, packed: Packed, depth: int = 2, workers: int = 1) -> None:
-        self._packed, self._place = packed, packed.state_dict()
-        how: dict[str, Any] = {}
-        if workers and FORK in multiprocessing.get_all_start_methods():
-            how = {"num_workers": 1, "prefetch_factor": depth, "multiprocessing_context": FORK}
-        # the worker's seed must not be drawn from the generator that the run uses
-        how |= {"batch_size": None, "collate_fn": _as_it_is, "generator": torch.Generator()}
-        self._loader, self._made = DataLoader(_WithPlaces(packed), **how), None
-
-    def __iter__(self) -> Iterator[Item]:
-        return self
-
-    def __next__(self) -> Item:
-        self._made = iter(self._loader) if self._made is None else self._made
-        item, place = next(self._made)
+    how: dict[str, Any] = {}
+    if workers and FORK in multiprocessing.get_all_start_methods():
+        how = {"num_workers": 1, "prefetch_factor": depth, "multiprocessing_context": FORK}
+    # the worker's seed must not be drawn from the generator that the run uses
+    how |= {"batch_size": None, "generator": torch.Generator()}
+    for item, place in DataLoader(_WithPlaces(packed), **how):
         if isinstance(item, Exception):
-            # nothing comes behind it: asked again, it is raised again
-            self._made = repeat((item, place))
             raise item
-        self._place = place
-        return item
-
-    def state_dict(self) -> State:
-        """As of `Packed`, behind the last sequence that was given out."""
-        return self._place
-
-    def load_state_dict(self, state: State) -> None:
-        """As of `Packed`, before the first sequence; RuntimeError behind it."""
-        if self._made is not None:
-            raise RuntimeError("a place is loaded before the first sequence is read.")
-        self._packed.load_state_dict(state)
-        self._place = state
+        yield item, place
 
 
 class _WithPlaces(IterableDataset):
-    """Sequences with the places behind them; an error is the last."""
+    """Sequences with the places behind them; an error is the last item, as it was raised."""
 
     def __init__(self, packed: Packed) -> None:
         self._packed = packed
@@ -243,31 +212,21 @@ class _WithPlaces(IterableDataset):
             yield error, None
 
 
-def _as_it_is(made: Any) -> Any:
-    return made
+class SourceCursor:
+    """The documents of a source as they are packed, piece by piece; ``taken`` tokens so far."""
 
-
-class _Feed:
-    """The documents of one source as they are packed, a piece at a time.
-
-    Attributes:
-        taken: tokens that were packed.
-    """
-
-    def __init__(
-        self, documents: TextDocuments | RetrievalDocuments, share: float, whole: bool
-    ) -> None:
-        self.documents, self.share, self._whole = documents, share, whole
-        self.taken = self._done = 0  # of all documents, and of the one that pieces are taken of
+    def __init__(self, documents: TextDocuments | RetrievalDocuments, share: float) -> None:
+        self.documents, self.share = documents, share
+        self.taken = self._done = 0  # tokens of all documents, and of the one being packed
         self._begun: State = {}  # its place
         self._document: Document | None = None
 
     def fits(self, room: int) -> bool:
-        """Whether some of its next document may stand in ``room`` tokens: of a whole one, all."""
-        return not self._whole or self._next().size <= room
+        """Whether its next piece may take ``room`` tokens: synthetic documents are not cut."""
+        return not self.documents.never_cut or self._next().size <= room
 
     def take(self, room: int) -> Document:
-        """What comes next, at most ``room`` tokens."""
+        """The next piece, of at most ``room`` tokens."""
         document = self._next()
         piece = document.piece(self._done, min(document.size, self._done + room))
         self.taken, self._done = self.taken + piece.size, self._done + piece.size
@@ -302,15 +261,10 @@ def held_out(
     hold_out: int = HOLD_OUT,
     vocabulary: int | None = None,
 ) -> list[Item]:
-    """Sequences of the documents that `Packed` with the same ``hold_out`` passes over.
+    """``count`` sequences, always the same, of the documents that `Packed` holds out.
 
-    They are always the same: ``count`` of them, or fewer where these hold every document already.
-
-    Args:
-        hold_out, vocabulary: as of `Packed`; 1 takes every document, of sources that training does
-            not read.
-    Raises:
-        UsageError: a source has no document that is held out, or as of `Packed`.
+    Fewer where these hold every such document already. ``hold_out`` is 1 for sources that training
+    does not read; other arguments and errors are those of `Packed`.
     """
     if count < 1:
         raise UsageError(f"count of held-out sequences must be 1 or more; got {count!r}.")

@@ -1,4 +1,4 @@
-"""What a run would be, without its weights: its FLOPs, its memory, and whether it fits."""
+"""The FLOPs and the memory of a run, computed without its weights, and whether it fits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def skeleton(settings: Settings) -> nn.Module:
 def report(
     settings: Settings, cost: meter.Cost, processes: int, fitted: meter.Fit, room: meter.Room
 ) -> str:
-    """What `--dry-run` prints of a model with its adapter, trained by so many ``processes``."""
+    """The text of `--dry-run` for a model with its adapter, trained by so many ``processes``."""
     replicas, accumulation = settings.replicas(processes), settings.accumulation(processes)
     tokens = replicas * settings.length * settings.micro_batch * accumulation
     # one document a sequence: the most pairs there can be
@@ -56,25 +56,27 @@ def report(
     flops, needed = cost.products(tokens) + attention, fitted.memory
     known = f"{flops:.3e}, with dense attention, which is {attention / flops:.0%} of them"
     parts = {name: f"{name} {size / meter.GIB:.2f}" for name, size in asdict(needed).items()}
-    fits = "fits" if room.holds(needed) else "does not fit"
     host = [parts.pop(name) for name in ("checkpoints", "plans", "sharded")]
-    lines = [
-        json.dumps(asdict(settings), indent=2),
-        f"parameters: {cost.parameters:,}, {cost.trained_parameters:,} of them trained",
-        f"a step: {tokens:,} tokens of {processes} processes, {accumulation} micro batches "
-        + ("each" if settings.cp == 1 else f"of each {settings.cp} of them"),
-        f"FLOPs of a step: {f'not known: {cost.uncounted}' if cost.uncounted else known}",
-        f"memory of a process, estimated: {needed.total / meter.GIB:.2f} GiB "
-        f"({', '.join(parts.values())}); on its host: {needed.host / meter.GIB:.2f} GiB "
-        f"({', '.join(host)})",
-        transfer(settings, fitted),
-        f"{fits} into {room.device / meter.GIB:.1f} GiB",
-    ]
-    return "\n".join(lines)
+    each = "each" if settings.cp == 1 else f"of each {settings.cp} of them"
+    return "\n".join(
+        [
+            json.dumps(asdict(settings), indent=2),
+            f"parameters: {cost.parameters:,}, {cost.trained_parameters:,} of them trained",
+            f"a step: {tokens:,} tokens of {processes} processes, {accumulation} micro batches "
+            + each,
+            f"FLOPs of a step: {f'not known: {cost.uncounted}' if cost.uncounted else known}",
+            f"memory of a process, estimated: {needed.total / meter.GIB:.2f} GiB "
+            f"({', '.join(parts.values())}); on its host: {needed.host / meter.GIB:.2f} GiB "
+            f"({', '.join(host)})",
+            transfer(settings, fitted),
+            f"{'fits' if room.holds(needed) else 'does not fit'} into "
+            f"{room.device / meter.GIB:.1f} GiB",
+        ]
+    )
 
 
 def room_of(settings: Settings, device: torch.device) -> meter.Room:
-    """What there is, or what the settings say there is."""
+    """The memory that there is, or that the settings give."""
     host = meter.host_bytes(settings.host_gib)
     if settings.gpu_gib:
         return meter.Room(settings.gpu_gib * meter.GIB, host)
@@ -111,14 +113,14 @@ def fit(
         tile=tile_of(tokens // settings.cp, settings.tile_tokens),
         plans=plans,
         short_texts=settings.attention in SPARSE,
-        # which documents are packed together, transformers says to SDPA as a mask of all pairs
+        # transformers gives SDPA a mask of all pairs for packed documents
         mask_pairs=settings.micro_batch * length**2 if settings.attention == "sdpa" else 0,
         mask_itemsize=getattr(torch, settings.dtype).itemsize,
     )
 
 
 def transfer(settings: Settings, fitted: meter.Fit) -> str:
-    """What travels between host and GPU in a micro batch, and how long that takes."""
+    """A line on the copies between host and GPU in a micro batch, and their time."""
     if not fitted.offloaded:
         return "offloaded: no checkpoints"
     size = fitted.memory.checkpoints
@@ -144,16 +146,14 @@ def refuse_too_long(
         f"length is {settings.length} and a step does not fit into {room.device / meter.GIB:.1f} "
         f"GiB of a device and {room.host / meter.GIB:.1f} GiB of the host; "
         + (f"the longest that does has {most} tokens; " if most else "no length does; ")
-        + f"or change {SAVINGS}. A run with a number for --offload-layers does not ask the "
+        + f"or change {SAVINGS}. A run with a number for --offload-layers skips the "
         "estimate."
     )
 
 
-def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:
+def print_report(settings: Settings, accelerator: Accelerator) -> None:
     """Print the settings, what a step costs and whether it fits."""
-    processes = accelerator.num_processes
-    spread = spread_of(accelerator)
-    tell = print if accelerator.is_main_process else lambda sentence: None
+    processes, spread = accelerator.num_processes, spread_of(accelerator)
     try:
         settings.accumulation(processes)
         # what only a network has is not fetched for this
@@ -164,7 +164,8 @@ def tell_what_would_run(settings: Settings, accelerator: Accelerator) -> None:
         raise UsageError(str(error)) from error
     cost, room = meter.Cost.of(model), room_of(settings, accelerator.device)
     fitted = fit(settings, cost, spread, room)
-    tell(report(settings, cost, processes, fitted, room))
+    if accelerator.is_main_process:
+        print(report(settings, cost, processes, fitted, room))
     refuse_too_long(settings, cost, spread, room, fitted)
 
 

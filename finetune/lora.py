@@ -19,7 +19,7 @@ __all__ = ["PROG", "main", "read"]
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run what ``words`` (default: the command line) ask for; the exit status."""
+    """Train as ``words`` (default: the command line) have it; the exit status."""
     settings = read(sys.argv[1:] if words is None else words)
     # torch and transformers are imported once there is something to do
     from cab_hf.finetune import train

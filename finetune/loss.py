@@ -1,4 +1,4 @@
-"""Cross-entropy of hidden states and the weight of a head, without the logits of a whole text.
+"""Cross-entropy of hidden states and the weight of a head, without all logits of a text.
 
 128k tokens times a vocabulary of 128k are 32 GiB in bfloat16. Here a chunk of tokens has its logits
 at a time, and its gradient is made while they are there: nothing is computed twice.
@@ -6,14 +6,11 @@ at a time, and its gradient is made while they are there: nothing is computed tw
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from cab_hf.finetune.settings import KERNELS
 
 IGNORED = -100  # a label that is not to be learnt
 
@@ -29,11 +26,10 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     chunk_tokens: int | None = None,
-    kernel: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The sum of -log softmax(hidden weight^T)[label] over labelled tokens, and how many they are.
 
-    A sum, so that ranks and micro-steps add up before anybody divides. Products are in autocast's
+    A sum, so that ranks and micro batches add up before the division. Products are in autocast's
     dtype where it is on, else in the narrower of both; softmax and sums are in float32, or float64
     where the products are.
 
@@ -43,36 +39,32 @@ def linear_cross_entropy(
         labels: int64 [B, N], the token that each is to predict: already shifted. Those of -100
             are ignored and cost nothing.
         chunk_tokens: tokens whose logits exist at a time; by default as many as have 2^26 of them.
-        kernel: ``chunks``, or ``liger`` for liger-kernel's op on CUDA; ``auto`` takes liger where
-            it can and the weight is frozen, whose gradient it would sum in the weight's dtype.
 
     Returns:
         The sum, a float scalar, and the number of labelled tokens, an int64 scalar.
 
     Raises:
-        ValueError: shapes that do not fit, a label outside the vocabulary, a bad ``chunk_tokens``
-            or ``kernel``, or liger-kernel where it is not installed or does not compute.
+        ValueError: shapes that do not fit, a label outside the vocabulary or a bad
+            ``chunk_tokens``.
     """
-    _check(hidden, weight, labels, chunk_tokens, kernel)
-    dtype = _dtype_of_products(hidden, weight)
+    _check(hidden, weight, labels, chunk_tokens)
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        # a head trained in float32 in a model of bfloat16, or norms whose output is float32
+        dtype = min(hidden.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
     h = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
     w, target = weight.to(dtype), labels.reshape(-1)
     labelled = (target != IGNORED).nonzero().squeeze(-1)
     _check_labels(target[labelled], weight.shape[0])
     count = torch.tensor(labelled.numel(), device=labels.device)
-    if _takes_liger(kernel, h, weight):
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as liger
-
-        return liger(h, w, target, ignore_index=IGNORED, reduction="sum").float(), count
-    chunk = chunk_tokens or _tokens_of_chunk(weight.shape[0])
+    whole_tiles = max(1, CHUNK_LOGITS // (weight.shape[0] * CHUNK_STEP)) * CHUNK_STEP
+    chunk = chunk_tokens or whole_tiles
     return _ChunkedCrossEntropy.apply(h, w, target, labelled, chunk, torch.is_grad_enabled()), count
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None, kernel: str
-) -> None:
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel is {kernel!r}; it must be one of {', '.join(KERNELS)}.")
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int | None) -> None:
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1, or None.")
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
@@ -98,18 +90,6 @@ def _check_labels(labels: Tensor, vocabulary: int) -> None:
             f"labels have {wrong} and the head {vocabulary} tokens; give labels from 0 to "
             f"{vocabulary - 1}, or {IGNORED} for what is not to be learnt."
         )
-
-
-def _dtype_of_products(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    # a head trained in float32 in a model of bfloat16, or norms that hand over float32
-    return min(hidden.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
-
-
-def _tokens_of_chunk(vocabulary: int) -> int:
-    return max(1, CHUNK_LOGITS // (vocabulary * CHUNK_STEP)) * CHUNK_STEP
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -155,22 +135,3 @@ def _softmax_and_loss(
     loss = (lse - own).sum()
     p.scatter_add_(1, target, torch.full_like(own, -1))
     return loss, p.to(h.dtype)
-
-
-def _takes_liger(kernel: str, h: Tensor, weight: Tensor) -> bool:
-    if kernel == "chunks":
-        return False
-    installed = find_spec("liger_kernel") is not None
-    if kernel == "auto":
-        return installed and h.is_cuda and h.dtype != torch.float64 and not weight.requires_grad
-    if not installed:
-        raise ValueError(
-            "kernel is 'liger' and liger-kernel is not installed; `pip install liger-kernel`, or "
-            "take 'chunks'."
-        )
-    if not h.is_cuda or h.dtype == torch.float64:
-        raise ValueError(
-            f"kernel is 'liger' and the products are {h.dtype} on {h.device.type}; it computes on "
-            "CUDA, up to float32: take 'chunks'."
-        )
-    return True

@@ -1,7 +1,7 @@
 """Merge an adapter into its base: ``python -m cab_hf.finetune.merge ADAPTER OUT``.
 
-The merged model is written beside OUT, read again, and asked for the logits that the base with the
-adapter gives; only then does OUT appear.
+The merged model is written beside OUT and read again. OUT appears once its logits are those of the
+base with the adapter.
 """
 
 from __future__ import annotations
@@ -38,15 +38,7 @@ from cab_hf.runs import models as run_models
 from cab_hf.runs.log import write_atomically, writing
 from cab_hf.runs.markdown import code, plain
 from cab_hf.runs.provenance import versions
-from cab_hf.runs.settings import (
-    UsageError,
-    first_line,
-    flag,
-    option,
-    read_settings,
-    refused_as,
-    require,
-)
+from cab_hf.runs.settings import UsageError, flag, option, read_settings, require
 
 PROG = "python -m cab_hf.finetune.merge"
 ADVICE = "give the --base it was trained in"
@@ -92,7 +84,6 @@ class MergeSettings:
     base: str = option("", "name or folder of the base model (default: what the adapter names)")
     dtype: str = option("", "dtype of the merged weights (default: that of the base)")
     device: str = option("cpu", "torch device to merge and compare on")
-    push: str = option("", "repository of the hub to upload the merged model to")
     trust_remote_code: bool = flag("run Python code that comes with the model")
 
     def __post_init__(self) -> None:
@@ -103,27 +94,20 @@ class MergeSettings:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Merge as ``words`` (default: the command line) ask for; the exit status."""
-    settings = read_settings(MergeSettings, _named(words), PROG, __doc__.partition("\n")[0])
+    """Merge as ``words`` (default: the command line) have it; the exit status."""
+    words, named = list(sys.argv[1:] if words is None else words), []
+    # ADAPTER and OUT, which may come first without the names of their options
+    for name in ("--adapter", "--out"):
+        if words and not words[0].startswith("-"):
+            named += [name, words.pop(0)]
+    settings = read_settings(MergeSettings, named + words, PROG, __doc__.partition("\n")[0])
     try:
         difference = merge(settings)
-        if settings.push:
-            push(settings.out, settings.push)
     except (UsageError, NotImplementedError) as error:
         print(f"{PROG}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print(f"{settings.out}: merged; the largest difference of a logit is {difference:.2g}")
     return 0
-
-
-def _named(words: Sequence[str] | None) -> list[str]:
-    """ADAPTER and OUT, which come first, as the options that they are."""
-    words = list(sys.argv[1:] if words is None else words)
-    named = []
-    for name in ("--adapter", "--out"):
-        if words and not words[0].startswith("-"):
-            named += [name, words.pop(0)]
-    return named + words
 
 
 def merge(settings: MergeSettings) -> float:
@@ -157,12 +141,12 @@ def merge(settings: MergeSettings) -> float:
 
 
 def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeSettings) -> Tensor:
-    """Write the merged model to ``folder``; the logits that it is to have."""
+    """Write the merged model to ``folder``; the logits that it must have."""
     given, trusted = read_base(adapter), settings.trust_remote_code
     model_config = run_models.load_config(base, trusted)
     with reading(adapter, run_models.BASE):
         run_models.restore(model_config.get_text_config(), given)
-    dtype = settings.dtype or _called(model_config.dtype or torch.float32)
+    dtype = settings.dtype or _name_of_dtype(model_config.dtype or torch.float32)
     if dtype not in BOUNDS:
         raise UsageError(f"base {name_of(base)!r} has weights of {dtype}; give --dtype bfloat16.")
     options = {"trust_remote_code": trusted}
@@ -173,7 +157,7 @@ def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeS
     expected = probe(adapted)
     _untie(adapted)
     with warnings.catch_warnings():
-        # PEFT says that it unties what has been trained apart
+        # PEFT warns that it unties what has been trained apart
         warnings.simplefilter("ignore")
         merged = adapted.merge_and_unload()
     merged.config.use_cache = True
@@ -202,12 +186,11 @@ def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
 def _untie(adapted: Any) -> None:
     """Give a head that shares its weight its own, where an adapter changes one of the two."""
     causal = causal_model(adapted)
-    head, embeddings = causal.get_output_embeddings(), causal.get_input_embeddings()
-    layers = [getattr(x, "base_layer", None) for x in (head, embeddings)]
-    owners = [layer or x for layer, x in zip(layers, (head, embeddings), strict=True)]
-    if layers == [None, None] or owners[0].weight is not owners[1].weight:
+    modules = causal.get_output_embeddings(), causal.get_input_embeddings()
+    head, embeddings = (getattr(module, "base_layer", module) for module in modules)
+    if (head, embeddings) == modules or head.weight is not embeddings.weight:
         return
-    owners[0].weight = nn.Parameter(owners[0].weight.detach().clone())
+    head.weight = nn.Parameter(head.weight.detach().clone())
     causal.config.get_text_config().tie_word_embeddings = False
     causal.config.tie_word_embeddings = False
 
@@ -224,29 +207,23 @@ def compare(folder: Path, expected: Tensor, settings: MergeSettings) -> float:
     """The largest difference of a logit that the model in ``folder`` has from ``expected``.
 
     Raises:
-        UsageError: it is more than `bound` allows, or no number.
+        UsageError: it is more than roundings to the dtype of the model explain, or not a number.
     """
     merged = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", trust_remote_code=settings.trust_remote_code
     )
-    result = probe(merged.to(settings.device).eval())
+    result, dtype = probe(merged.to(settings.device).eval()), _name_of_dtype(merged.dtype)
     difference = (result.double() - expected.double()).abs().max().item()
-    most = bound(expected, merged.dtype)
+    most = BOUNDS[dtype] * expected.double().abs().max().item()
     if not difference <= most:
         raise UsageError(
             f"the merged model has a logit that is {difference:.2g} off that of base and adapter, "
-            f"more than {most:.2g}, the roundings of {_called(merged.dtype)}; "
-            "merge in a wider --dtype."
+            f"more than {most:.2g}, the roundings of {dtype}; merge in a wider --dtype."
         )
     return difference
 
 
-def bound(expected: Tensor, dtype: torch.dtype) -> float:
-    """How far logits may be off for all that is rounded to ``dtype``."""
-    return BOUNDS[_called(dtype)] * expected.double().abs().max().item()
-
-
-def _called(dtype: torch.dtype) -> str:
+def _name_of_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -275,20 +252,6 @@ def card(name: str, folder: Path, base: str, config: Any, difference: float) -> 
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
     front = yaml.safe_dump({"base_model": name_of(base)}, allow_unicode=True, width=math.inf)
     return CARD.format(name=name, title=plain(name), front=front.strip(), table=table)
-
-
-def push(folder: Path | str, name: str) -> None:
-    """Upload a merged model to the hub; UsageError where that is not to be."""
-    from huggingface_hub import HfApi
-
-    with refused_as(
-        lambda error: (
-            f"push must be a repository of the hub that you may write; got {name!r} "
-            f"({first_line(error)}), and {folder} has the model."
-        )
-    ):
-        repository = HfApi().create_repo(name, exist_ok=True).repo_id
-        HfApi().upload_folder(repo_id=repository, folder_path=str(folder))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ GIB = 2**30
 USABLE = 0.9
 # the share of the host's memory that a run may pin
 PINNABLE = 0.9
-# where Linux says how much of the host a container may have
+# where Linux has the limit of a container
 CONTAINER = Path("/sys/fs/cgroup/memory.max")
 # the share of a row's blocks in its longest list, where nothing bounds it
 WIDEST = 0.25
@@ -51,18 +51,18 @@ ATTENTION = 12
 
 @dataclass(frozen=True)
 class Cost:
-    """What decides the FLOPs and the memory of a model's training step.
+    """What the FLOPs and the memory of a model's training step depend on.
 
     Attributes:
-        frozen, trained: weights of linear layers, all of which multiply every token.
-        linear: as ``frozen``, also where FLOPs are uncounted.
+        frozen, trained: weights of linear layers, which multiply every token; 0 if ``uncounted``.
+        linear: frozen weights of linear layers in any case.
         windows: of each layer, the tokens that its sliding window shows; None without one.
         channels, kv_channels: of each layer, query and KV heads times head dim; where keys and
             values have head dims of their own, their mean.
         heads: query heads, of the layer with the most.
-        inner: channels inside of the widest MLP; four times the hidden size where nothing says so.
+        inner: channels inside of the widest MLP; four times the hidden size where unknown.
         weight_bytes: of frozen parameters and buffers.
-        uncounted: why ``frozen`` and ``trained`` are not known; None where they are.
+        uncounted: why the number of weights that a token uses is unknown; None where it is known.
         untiled: as of `tiles.untiled_mlps`.
     """
 
@@ -88,8 +88,19 @@ class Cost:
         kinds = getattr(config, "layer_types", None)
         layers = [config] * (config.num_hidden_layers if kinds is None else len(kinds))
         if getattr(config, "is_heterogeneous", False):
-            # what differs from layer to layer, the model's own config refuses to say
+            # the model's own config refuses to give what differs from layer to layer
             layers = list(config.per_layer_config)
+        sliding = getattr(config, "use_sliding_window", True) is not False
+        kinds = ["sliding_attention"] * len(layers) if kinds is None else kinds
+        slides = (sliding and kind == "sliding_attention" for kind in kinds)
+        windows = tuple(
+            getattr(layer, "sliding_window", None) if with_window else None
+            for layer, with_window in zip(layers, slides, strict=True)
+        )
+        # old types of models have no grouped heads
+        kv_heads = (
+            getattr(x, "num_key_value_heads", None) or x.num_attention_heads for x in layers
+        )
         linear, uncounted = list(_linear_layers(model)), _uncounted(model)
         counted = [] if uncounted else linear
         parameters = list(model.parameters())
@@ -98,15 +109,9 @@ class Cost:
             frozen=sum(size for size, trained in counted if not trained),
             trained=sum(size for size, trained in counted if trained),
             linear=sum(size for size, trained in linear if not trained),
-            windows=_windows(config, kinds, layers),
+            windows=windows,
             channels=tuple(_channels(each, each.num_attention_heads) for each in layers),
-            # old types of models have no grouped heads
-            kv_channels=tuple(
-                _channels(
-                    each, getattr(each, "num_key_value_heads", None) or each.num_attention_heads
-                )
-                for each in layers
-            ),
+            kv_channels=tuple(map(_channels, layers, kv_heads)),
             heads=max(each.num_attention_heads for each in layers),
             inner=max(map(_widest_mlp, layers)),
             parameters=sum(p.numel() for p in parameters),
@@ -138,7 +143,7 @@ class Cost:
 def _linear_layers(model: nn.Module) -> Iterator[tuple[int, bool]]:
     """(weights, whether they are trained) of every linear layer that computes."""
     for name, module in model.named_modules():
-        # an adapter's layer is the one it wraps and two of its own; a copy that is trained stands
+        # an adapter's layer is the one it wraps and two of its own; a copy that is trained is
         # beside the frozen one it is used for
         wraps = hasattr(module, "base_layer") or ".original_module" in f".{name}"
         if not wraps and hasattr(module, "in_features") and hasattr(module, "weight"):
@@ -169,24 +174,12 @@ def _widest_mlp(config: Any) -> int:
     return sizes if isinstance(sizes, int) else max(sizes)
 
 
-def _windows(
-    config: Any, kinds: Sequence[str] | None, layers: Sequence[Any]
-) -> tuple[int | None, ...]:
-    """The window of each of the ``layers``, which are configs; ``kinds`` are their types."""
-    on = getattr(config, "use_sliding_window", True) is not False
-    kinds = ["sliding_attention"] * len(layers) if kinds is None else kinds
-    return tuple(
-        getattr(layer, "sliding_window", None) if on and kind == "sliding_attention" else None
-        for kind, layer in zip(kinds, layers, strict=True)
-    )
-
-
-def peak_flops(device: torch.device, told_tflops: float = 0.0) -> float | None:
-    """FLOP/s that a device could reach in bfloat16; None where nobody knows."""
-    if not told_tflops and device.type == "cuda":
+def peak_flops(device: torch.device, given_tflops: float = 0.0) -> float | None:
+    """FLOP/s that a device could reach in bfloat16; None where that is unknown."""
+    if not given_tflops and device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        told_tflops = next((x for part, x in PEAK_TFLOPS.items() if part in name), 0.0)
-    return told_tflops * 1e12 or None
+        given_tflops = next((x for part, x in PEAK_TFLOPS.items() if part in name), 0.0)
+    return given_tflops * 1e12 or None
 
 
 def peak_gib(device: torch.device) -> float | None:
@@ -199,46 +192,44 @@ def peak_gib(device: torch.device) -> float | None:
 
 
 class Meter:
-    """Counts what a step of this process computes."""
+    """Counts what a step of this process computes.
+
+    Attributes:
+        totals: tokens, and the FLOPs of products with weights, of pairs that were attended, and of
+            all pairs that causality allows; `line` takes their sums over all processes.
+    """
 
     def __init__(self, cost: Cost) -> None:
         self.cost = cost
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
-        self._start = time.perf_counter()
-        self.tokens = 0
-        self.products = self.attended = self.causal = 0.0
+        """Begin a step."""
+        self._start, self.totals = time.perf_counter(), [0.0] * 4
 
     def count(self, positions: Tensor, layers: Iterable[Mapping[str, Any]]) -> None:
         """Add a micro batch, after its backward pass.
 
         Args:
             positions: int [B, N], restarting with each document.
-            layers: what `cab_hf.stats` says of it; layers without a density attended everything.
+            layers: its `cab_hf.stats`; layers without a density attended everything.
         """
-        self.tokens += positions.numel()
-        self.products += self.cost.products(positions.numel())
-        densities = [layer["density"] for layer in layers]
-        by_layer = self.cost.attention(self.cost.pairs(positions))
-        for flops, density in zip(by_layer, densities, strict=True):
-            self.causal += flops
-            self.attended += flops * (1.0 if density is None else density)
-
-    def totals(self) -> list[float]:
-        """What processes add up before one of them writes `line`."""
-        return [float(self.tokens), self.products, self.attended, self.causal]
+        causal = self.cost.attention(self.cost.pairs(positions))
+        densities = (1.0 if x["density"] is None else x["density"] for x in layers)
+        attended = sum(flops * share for flops, share in zip(causal, densities, strict=True))
+        tokens = positions.numel()
+        counted = (tokens, self.cost.products(tokens), attended, sum(causal))
+        self.totals = [total + more for total, more in zip(self.totals, counted, strict=True)]
 
     def seconds(self) -> float:
-        """Since the step began; the device must have been waited for."""
+        """Seconds since the step began; the device must have been waited for."""
         return time.perf_counter() - self._start
 
 
 def line(
     totals: Sequence[float], seconds: float, processes: int, peak: float | None
 ) -> dict[str, float | None]:
-    """What a step's line of the log says of speed.
+    """The speed of a step, as the log has it.
 
     Args:
         totals: sums of `Meter.totals` over all processes.
@@ -301,52 +292,47 @@ def memory(
 
     Args:
         itemsize: bytes of an activation.
-        checkpointing: whether layers keep only what comes in.
+        checkpointing: whether layers keep only their input.
         shards, cp: processes that the weights are spread over, and those that the tokens are.
         loss_tokens: tokens whose logits exist at once.
-        quantised: bytes of a weight of the layers, where that is not what ``cost`` has seen.
+        quantised: bytes of a weight of the layers, where ``cost`` is of another dtype.
         tile: tokens that MLPs compute at a time; 0: all of them.
         offloaded: layers whose checkpoints the host keeps.
         plans: bytes that the host keeps beside them, as of `plan_bytes`.
-        short_texts: whether packed documents may be shorter than CAB wants texts.
-        mask_pairs, mask_itemsize: pairs of tokens in a mask, which each layer turns into numbers
-            of so many bytes and keeps.
+        short_texts: whether packed documents may be shorter than CAB's ``min_length``.
+        mask_pairs, mask_itemsize: pairs of tokens in a mask, and the bytes of each in every layer.
         weights_on_host: whether weights wait there until a layer needs them, as FSDP2 offloads.
     """
     config, layers = cost.config, cost.config.num_hidden_layers
     hidden, inner = config.hidden_size, cost.inner
-    # of the widest layer, which is the peak where layers keep only what comes in
+    # of the widest layer, which is the peak where layers keep only their input
     channels = max(cost.channels)
     q, kv = itemsize * channels, 2 * itemsize * max(cost.kv_channels)
-    came_in, size = itemsize * hidden, tokens / cp
+    x, size = itemsize * hidden, tokens / cp
     # keys and values of the whole text, while a layer attends; cosines and sines of positions
     beside = (kv * tokens if cp > 1 else 0.0) + size * 2 * itemsize * channels / cost.heads
-    logit = 4 if itemsize == 4 else 4 + itemsize
-    logits = logit * min(size, loss_tokens) * config.vocab_size
+    logits = (4 if itemsize == 4 else 4 + itemsize) * min(size, loss_tokens) * config.vocab_size
+    # the input of a layer, its norm, q, k, v and the output of attention, their sum and its norm
+    kept = 4 * x + 2 * q + kv
     if 0 < tile < size and not cost.untiled:
-        # what comes in, its norm, q, k, v and the output of attention, their sum and its norm
-        kept = 4 * came_in + 2 * q + kv
         # attention's gradients are summed in float32 by some kernels
         summed = 0 if itemsize == 4 else 4 * channels
         # of the MLP's output and input, or of what attention reads and writes: by then both norms
         # behind it are gone
-        flowing = max(2 * came_in, 2 * q + kv + summed - came_in)
+        flowing = max(2 * x, 2 * q + kv + summed - x)
         # tiles of what computes in float32 have as many numbers
         beside += tile * 6 * 4 * inner
         # the last layer's output, its norm, the gradient of that and the same scaled
-        loss = size * 4 * came_in + logits
-        again = kept - came_in
+        loss = size * 4 * x + logits
+        again = kept - x
     else:
-        # what comes in, the norms' inputs and outputs; q, the output of attention, k, v; the MLP
-        kept = 4 * came_in + 2 * q + kv + itemsize * 3 * inner
-        if itemsize < 4:
-            # norms compute in float32
-            kept += 2 * 4 * hidden
-        if short_texts and not checkpointing:
-            # those are attended apart: their queries and outputs are there twice
-            kept += 2 * q
-        flowing = came_in + itemsize * 2 * inner
-        loss = size * came_in + logits
+        kept += itemsize * 3 * inner
+        # norms compute in float32
+        kept += 2 * 4 * hidden if itemsize < 4 else 0
+        # short texts are attended apart: their queries and outputs are there twice
+        kept += 2 * q if short_texts and not checkpointing else 0
+        flowing = x + itemsize * 2 * inner
+        loss = size * x + logits
         again = kept
     mask = mask_itemsize * mask_pairs
     # the checkpoint of a layer is fetched while the one behind it is there
@@ -361,23 +347,20 @@ def memory(
     return Memory(
         weights=here * weights / shards + gathered,
         optimizer=here * optimizer / shards,
-        layers=size * came_in * held if checkpointing else (size * kept + mask) * layers,
+        layers=size * x * held if checkpointing else (size * kept + mask) * layers,
         # the last layers' gradients begin where the loss ends
         working=max(loss, size * flowing + (size * again + mask) * checkpointing + beside)
         + mask_pairs,
-        checkpoints=offloaded * -(-size * came_in // CHUNK_BYTES) * CHUNK_BYTES,
+        checkpoints=offloaded * -(-size * x // CHUNK_BYTES) * CHUNK_BYTES,
         plans=plans,
         sharded=there * (weights + optimizer) / shards,
     )
 
 
 def plan_bytes(cost: Cost, config: CabConfig, length: int, rows: int = 1, cp: int = 1) -> float:
-    """Host memory that the plans of all layers take until the backward pass, roughly.
+    """Roughly the host memory of the plans of all layers, for ``rows`` of ``length`` tokens.
 
     Lists are as wide as the longest of them, which top-p decides: `WIDEST` of all blocks at most.
-
-    Args:
-        length: tokens of each of so many ``rows``.
     """
     if length < config.min_length:
         return 0.0
@@ -402,17 +385,12 @@ class Room:
         return needed.total <= USABLE * self.device and needed.host <= PINNABLE * self.host
 
 
-def host_bytes(told_gib: float = 0.0) -> float:
-    """The share that a process has of its host's memory, which is as told or as it says."""
+def host_bytes(given_gib: float = 0.0) -> float:
+    """The share that a process has of its host's memory, or of ``given_gib``."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if CONTAINER.exists() and (limit := CONTAINER.read_text().strip()).isdigit():
         machine = min(machine, int(limit))
-    return (told_gib * GIB or machine) / processes_here()
-
-
-def processes_here(unsaid: int = 1) -> int:
-    """How many processes of the run this host has; ``unsaid`` where no launcher says it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", unsaid))
+    return (given_gib * GIB or machine) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 @dataclass(frozen=True)
@@ -427,17 +405,15 @@ def fit(cost: Cost, tokens: int, room: Room, offloaded: int | None = None, **how
     """The step with ``offloaded`` layers, or with as few as fit into ``room``.
 
     Where none does, with as many as the host has memory for: more would end other processes there.
-    ``tokens`` and ``how`` are as of `memory`.
+    ``tokens`` and ``how`` are those of `memory`.
     """
     # the device has two at a time, however few it keeps
     most = max(0, cost.config.num_hidden_layers - 2) if how.get("checkpointing", True) else 0
     counts = range(most + 1) if offloaded is None else [offloaded]
-    fitted = None
-    for count in counts:
-        more = Fit(count, memory(cost, tokens, offloaded=count, **how))
-        if fitted is not None and more.memory.host > PINNABLE * room.host:
+    steps = (Fit(count, memory(cost, tokens, offloaded=count, **how)) for count in counts)
+    fitted = next(steps)
+    for more in steps:
+        if room.holds(fitted.memory) or more.memory.host > PINNABLE * room.host:
             break
         fitted = more
-        if room.holds(fitted.memory):
-            break
     return fitted

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -78,11 +77,10 @@ def open_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model ``name`` of a ``config`` in eval mode, and its tokenizer; errors of `load_model`.
 
-    Args:
-        options: of ``from_pretrained``.
+    ``options`` are those of ``from_pretrained``.
     """
     model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
-    # what PEFT records as the base of an adapter: no path where a name says it
+    # what PEFT records as the base of an adapter: no path where there is a name
     model.name_or_path = name
     return model, tokenizer
 
@@ -147,7 +145,18 @@ def stretch_positions(
             )
         return
     text = config.get_text_config()
-    original, parameters = _plain_positions(text, name, rope)
+    parameters = getattr(text, "rope_parameters", None)
+    original = getattr(text, "max_position_embeddings", None)
+    if not parameters or original is None or "rope_type" not in parameters:
+        raise ValueError(
+            f"rope is {rope!r} and model {name!r} has no rotary positions that are alike in all "
+            "layers; leave rope out."
+        )
+    if parameters["rope_type"] != "default":
+        raise ValueError(
+            f"rope is {rope!r} and the positions of model {name!r} have the scaling "
+            f"{parameters['rope_type']!r} already; leave rope out, or take a model without."
+        )
     factor = _factor(factor, length, original, rope)
     if rope == "theta":
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -161,25 +170,8 @@ def stretch_positions(
     scaled |= LLAMA3_FACTORS if rope == "llama3" else {}
     text.rope_parameters = {**parameters, **scaled}
     if rope not in ("linear", "dynamic"):
-        # those two read what was learnt here, the others beside their factor
+        # those two read the original number, the others have it beside their factor
         text.max_position_embeddings = round(factor * original)
-
-
-def _plain_positions(text: Any, name: str, rope: str) -> tuple[int, dict[str, Any]]:
-    """(positions learnt, rope parameters) of a config without a scaling."""
-    parameters = getattr(text, "rope_parameters", None)
-    original = getattr(text, "max_position_embeddings", None)
-    if not parameters or original is None or "rope_type" not in parameters:
-        raise ValueError(
-            f"rope is {rope!r} and model {name!r} has no rotary positions that are alike in all "
-            "layers; leave rope out."
-        )
-    if parameters["rope_type"] != "default":
-        raise ValueError(
-            f"rope is {rope!r} and the positions of model {name!r} have the scaling "
-            f"{parameters['rope_type']!r} already; leave rope out, or take a model without."
-        )
-    return original, parameters
 
 
 def _factor(factor: float | None, length: int | None, original: int, rope: str) -> float:
@@ -216,7 +208,7 @@ def with_lora(
         targets: last names of linear layers, such as ``q_proj``, or ``all-linear`` for all but
             the head.
         alpha: an adapter's product is scaled by ``alpha / rank``.
-        dropout: of what adapters read.
+        dropout: of the inputs of adapters.
         norms: train all norms as well, and
         embeddings: the input embeddings, as LongLoRA does; with them a head that is tied to them.
         qlora: ``model`` is one of 4 bits; refused where it is not.
@@ -233,10 +225,13 @@ def with_lora(
         raise ValueError(
             "qlora is True and the model has no 4-bit weights; load it with qlora too."
         )
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is model.get_input_embeddings().weight
     if targets != ALL_LINEAR:
-        _check_targets(model, targets, dropout)
-    tied = _are_tied(model)
-    kept = _names_of_norms(model) if norms else []
+        _check_targets(model, targets, dropout, tied)
+    # transformers has no class for all norms
+    kept = {_last_name(n) for n, m in model.named_modules() if type(m).__name__.endswith("Norm")}
+    kept = sorted(kept) if norms else []
     kept += [_name_of(model, model.get_input_embeddings())] if embeddings else []
     config = LoraConfig(
         r=rank,
@@ -257,8 +252,13 @@ def with_lora(
     return adapted
 
 
-class _Rounding(nn.Linear):
+class CastLinear(nn.Linear):
     """A linear layer that computes in the dtype of its input, whatever that of its weight."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        has_bias = layer.bias is not None
+        super().__init__(layer.in_features, layer.out_features, has_bias, device="meta")
+        self.weight, self.bias = layer.weight, layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
@@ -278,38 +278,32 @@ def round_products(adapted: nn.Module) -> None:
         module.cast_input_dtype_enabled = False
         for adapters in (module.lora_A, module.lora_B):
             for name, layer in adapters.items():
-                adapters[name] = _rounding(layer)
-
-
-def _rounding(layer: nn.Linear) -> _Rounding:
-    has_bias = layer.bias is not None
-    result = _Rounding(layer.in_features, layer.out_features, has_bias, device="meta")
-    result.weight, result.bias = layer.weight, layer.bias
-    return result
+                adapters[name] = CastLinear(layer)
 
 
 def enable_gradient_checkpointing(model: nn.Module) -> None:
-    """Have layers keep what comes in alone, and compute the rest again in the backward pass."""
+    """Have layers keep only their input, and compute the rest again in the backward pass."""
     # transformers has renamed it
     old = model.gradient_checkpointing_enable
     getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
     causal = causal_model(model)
     if hasattr(causal, "_require_grads_hook"):
-        # nobody needs a gradient of frozen embeddings; they and it would stay until the end
+        # frozen embeddings need no gradient; they and it would stay until the end
         causal.disable_input_require_grads()
 
 
-def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: float) -> None:
+def _check_targets(
+    model: PreTrainedModel, targets: Sequence[str], dropout: float, tied: bool
+) -> None:
     # those of bitsandbytes are of this class too
-    linear = (name for name, m in model.named_modules() if isinstance(m, nn.Linear))
-    names = {name.rpartition(".")[2] for name in linear}
+    names = {_last_name(name) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for target in targets:
         if target not in names:
             near = difflib.get_close_matches(target, sorted(names), n=1)
             text = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(names))}."
             raise ValueError(f"targets have {target!r}, no linear layer of this model; {text}")
     head = _name_of(model, model.get_output_embeddings())
-    if head in targets and _are_tied(model):
+    if head in targets and tied:
         raise ValueError(
             f"targets have {head!r}, which shares its weight with the embeddings in this model; "
             "train both with embeddings, or leave it out."
@@ -321,25 +315,18 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: floa
         )
 
 
-def _are_tied(model: PreTrainedModel) -> bool:
-    head = model.get_output_embeddings()
-    return head is not None and head.weight is model.get_input_embeddings().weight
+def _last_name(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _name_of(model: nn.Module, wanted: nn.Module | None) -> str | None:
     """The last name of a module."""
-    names = (name for name, module in model.named_modules() if module is wanted)
-    return next(names, "").rpartition(".")[2] or None
-
-
-def _names_of_norms(model: nn.Module) -> list[str]:
-    """Last names of the norms of a model: transformers has no class for them all."""
-    norms = (name for name, m in model.named_modules() if type(m).__name__.endswith("Norm"))
-    return sorted({name.rpartition(".")[2] for name in norms})
+    names = (_last_name(name) for name, module in model.named_modules() if module is wanted)
+    return next(names, None)
 
 
 def _keep_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have modules trained in float32 hand on what the model computes in."""
+    """Have modules trained in float32 return the dtype that the model computes in."""
     from peft.utils import ModulesToSaveWrapper
 
     for wrapper in model.modules():
@@ -356,9 +343,9 @@ def _keep_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The hidden states of which the head would make logits, and the weight it would do it with.
+    """The hidden states that the head would multiply, and the weight of the head.
 
-    The head hands its input on meanwhile: what the model then does to logits, such as scaling them,
+    Meanwhile the head returns its input: what the model then does to logits, such as scaling them,
     it does to the hidden states, which is the same as long as it is linear. The model itself is
     called, through whatever is wrapped around it, so that all hooks run.
 
@@ -374,18 +361,23 @@ def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tenso
     Raises:
         NotImplementedError: a head whose logits are no such product.
     """
-    seen = {}
+    weights = []
 
-    def take(hidden: Tensor) -> Tensor:
-        seen["weight"] = head_weight(head)
+    def forward(hidden: Tensor) -> Tensor:
+        weights.append(head_weight(head))
         return hidden
 
-    causal = causal_model(model)
-    head = _head_of(causal)
-    with _hands_on(head, take):
+    head = _head_of(causal_model(model))
+    before = vars(head).get("forward")
+    head.forward = forward
+    try:
         inputs = {name: x for name, x in batch.items() if name != "labels"}
         hidden = model(**inputs, use_cache=False).logits
-    return hidden, seen["weight"]
+    finally:
+        del head.forward
+        if before is not None:
+            head.forward = before
+    return hidden, weights[-1]
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
@@ -435,20 +427,6 @@ def head_weight(head: nn.Module) -> Tensor:
     return weight
 
 
-@contextmanager
-def _hands_on(head: nn.Module, take: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside, ``take`` is what a head computes."""
-    before = vars(head).get("forward")
-    head.forward = take
-    try:
-        yield
-    finally:
-        if before is None:
-            del head.forward
-        else:
-            head.forward = before
-
-
 def save_adapter(
     adapted: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -459,12 +437,16 @@ def save_adapter(
 
     Args:
         adapted: what `with_lora` returned, unwrapped.
-        state_dict: its parameters, whole, where FSDP has sharded them; each under one name at
+        state_dict: its parameters, gathered where FSDP has sharded them; each under one name at
             least, if it has several.
     """
     folder = Path(folder)
     if state_dict is not None:
-        state_dict = _under_all_names(adapted, state_dict)
+        # PyTorch lists tied parameters once, and PEFT looks for all of their names
+        named = dict(adapted.named_parameters(remove_duplicate=False))
+        known = {id(named[name]): x for name, x in state_dict.items() if name in named}
+        tied = {name: known[id(each)] for name, each in named.items() if id(each) in known}
+        state_dict = {**tied, **state_dict}
     # PEFT would ask a hub whether the embeddings have grown
     adapted.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
     tokenizer.save_pretrained(folder)
@@ -475,22 +457,11 @@ def save_adapter(
     write_atomically(folder / run_models.BASE, json.dumps(fields, indent=2) + "\n")
 
 
-def save_model(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path | str,
-    state_dict: Mapping[str, Tensor],
-) -> None:
-    """Write a model and its tokenizer for ``from_pretrained``; ``state_dict`` as `save_adapter`."""
-    model.save_pretrained(folder, state_dict=dict(state_dict))
-    tokenizer.save_pretrained(folder)
-
-
 def loaded_sha256(model: nn.Module) -> str:
     """The `content_sha256` of a loaded model, with adapters or without.
 
-    Every byte of its files is read, the first time alone: checkpoints are many and bases are large,
-    and files that are replaced later are not those that were loaded.
+    Its files are read only the first time: checkpoints are many and bases are large, and files
+    that are replaced later are not those that were loaded.
     """
     causal = causal_model(model)
     if causal not in _contents:
@@ -499,11 +470,3 @@ def loaded_sha256(model: nn.Module) -> str:
 
 
 _contents: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
-
-
-def _under_all_names(model: nn.Module, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give tied parameters, which PyTorch lists once, the names that PEFT looks for."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    known = {id(named[name]): x for name, x in state_dict.items() if name in named}
-    tied = {name: known[id(each)] for name, each in named.items() if id(each) in known}
-    return {**tied, **state_dict}

@@ -1,4 +1,4 @@
-"""What all processes compute together: the loss of a micro batch, or what a model foresees."""
+"""What all processes compute together: the loss of a micro batch, or predicted tokens."""
 
 from __future__ import annotations
 
@@ -19,22 +19,19 @@ Batch = Mapping[str, Tensor]
 class Objective(nn.Module):
     """A model and its loss as one module.
 
-    What spreads a model over processes hooks into the call of a module: so the loss, which reads
-    the weight of the head, has to be made inside of one.
+    DDP and FSDP hook into the call of a module, so the loss, which reads the weight of the head,
+    must be computed inside of one.
     """
 
-    def __init__(
-        self, model: nn.Module, kernel: str = "auto", autocast: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, autocast: torch.dtype | None = None) -> None:
         """``autocast``: of products, where weights of float32 are trained; None: as weights are."""
         super().__init__()
-        self.model = model
-        self.kernel, self.autocast = kernel, autocast
-        # FSDP2 asks for it: the layers that it gathers one by one
+        self.model, self.autocast = model, autocast
+        # the layers that FSDP2 gathers one by one
         self._no_split_modules = getattr(model, "_no_split_modules", None)
 
     def forward(self, batch: Batch, places: Tensor | None = None) -> Tensor:
-        """The summed loss of a batch, a float scalar; or the likeliest tokens behind ``places``.
+        """The summed loss of a batch, a float scalar; or the likeliest tokens after ``places``.
 
         Args:
             batch: ``input_ids``, ``position_ids`` and, for a loss, ``labels``: int64 [B, N], the
@@ -46,7 +43,7 @@ class Objective(nn.Module):
             hidden, weight = forward_hidden(self.model, batch)
             if places is not None:
                 return (hidden[0, places].to(weight.dtype) @ weight.T).argmax(-1)
-            return linear_cross_entropy(hidden, weight, batch["labels"], kernel=self.kernel)[0]
+            return linear_cross_entropy(hidden, weight, batch["labels"])[0]
 
 
 def labelled(batch: Batch) -> Tensor:

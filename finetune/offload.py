@@ -1,16 +1,15 @@
 """Layer checkpoints offloaded to pinned memory of the host, copied while layers compute.
 
 Gradient checkpointing keeps the input of each layer, [B, N, D]. torch's ``save_on_cpu`` copies it
-to the host and back on the computing stream, into memory that is pinned for each copy. Here a
-second stream copies: to the host while the layer computes, and back while the layer behind it does
-its backward pass. Memory is pinned once.
+on the computing stream, into memory that is pinned for each copy. Here a second stream copies: to
+the host while the layer computes, and back during the backward pass of the layer behind it. Memory
+is pinned once.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -84,10 +83,8 @@ class Offload:
             last.tensor = None
         kept = _Input(self, x.detach().contiguous(), last if index else None)
         if index < self.layers:
-            kept.chunks = [
-                self._free.pop() if self._free else self._pinned()
-                for _ in range(self._chunks_of(x.nbytes))
-            ]
+            count = self._chunks_of(x.nbytes)
+            kept.chunks = [self._free.pop() if self._free else self._pinned() for _ in range(count)]
             self._copy(kept, zip(kept.chunks, self._pieces(kept.tensor), strict=True))
         self._last = weakref.ref(kept)
         return kept
@@ -112,7 +109,8 @@ class Offload:
         """Copy pairs (to, from) of pieces of a checkpoint, once the work so far is done."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(kept.device))
-        with self._on_copy_stream():
+        # of None it changes nothing
+        with torch.cuda.stream(self._stream):
             for to, source in pairs:
                 size = min(to.numel(), source.numel())
                 to[:size].copy_(source[:size], non_blocking=True)
@@ -130,9 +128,6 @@ class Offload:
         self._wait_for(kept)
         # copies follow each other on one stream: no later one overtakes those of this checkpoint
         self._free.extend(kept.chunks)
-
-    def _on_copy_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _pieces(self, x: Tensor) -> tuple[Tensor, ...]:
         return x.view(-1).view(torch.uint8).split(self.chunk_bytes)

@@ -1,4 +1,4 @@
-"""Which processes of a run learn a sequence together, and what each of them computes of it."""
+"""The processes that learn a sequence together, and the part that each of them computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cab_hf.plan import EXACT_BLOCK
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# what a model is given of a shard, beside the labels of the loss
+# inputs of a model in a shard, beside the labels of the loss
 INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q")
 
 
@@ -28,13 +28,10 @@ class Parallel:
     """The processes as replicas of ``cp`` each, next to each other in rank.
 
     A replica learns sequences of its own, each sharded over its processes; with ``cp`` 1 every
-    process is one, and everything here leaves things as they are.
-
-    Args:
-        accelerator: whose processes they are; one process group holds them all.
+    process is one, and batches stay as they are.
 
     Attributes:
-        replicas: how many there are; ``replica`` is the one that this process is in.
+        replicas: how many there are; ``replica`` is that of this process.
 
     Raises:
         UsageError: ``cp`` does not divide the processes.
@@ -61,18 +58,15 @@ class Parallel:
         )
 
     def sharded(self, batch: Batch) -> Batch:
-        """What this process computes of a batch that all of its replica have, [B, N] tensors.
+        """This process's part, [1, n] tensors, of a batch of its replica, [B, N] tensors.
 
-        Tensors [1, n], each token and each label in one process of the replica; labels of padding
-        are -100. Rows stand one behind the other, for documents see themselves alone.
+        Each token and label is in one process of the replica; labels of padding are -100. Rows are
+        concatenated, since documents attend to themselves alone.
         """
         return batch if self.group is None else sharded(batch, self.group, self.block)
 
     def positions(self, sharded: Batch) -> Tensor:
-        """int64 [B, n], where the tokens of a sharded batch stand in their documents.
-
-        Without padding, so that those of all processes are the sequence's, each once.
-        """
+        """int64 [B, n], the positions of a sharded batch in its documents, without padding."""
         if self.group is None:
             return sharded["position_ids"]
         lengths = lengths_between(sharded["cu_seq_lens_q"])
@@ -81,7 +75,7 @@ class Parallel:
 
 
 def block_of(model: nn.Module) -> int:
-    """Tokens of which the chunks of processes are whole multiples."""
+    """The tokens that the chunks of processes are multiples of."""
     config = cab_config(model.config.get_text_config())
     return math.lcm(EXACT_BLOCK, config.query_block, config.key_block)
 

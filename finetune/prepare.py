@@ -1,4 +1,4 @@
-"""What settings name, opened: the model with what is trained, and the data."""
+"""The model and the data of a run, opened as its settings name them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
 
 
 def adapted(settings: Settings, model: nn.Module) -> nn.Module:
-    """``model`` with the adapter that the settings ask for, or with all its weights trained."""
+    """``model`` with the adapter of the settings, or with all its weights trained."""
     refuse_token_mixers(
         model,
         "packed into one sequence, documents would read each other there. Train a model in which "
@@ -58,14 +58,14 @@ def open_data(
     settings: Settings,
     tokenizer: Any,
     parallel: Parallel,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     vocabulary: int,
 ) -> tuple[Packed, list[Batch], dict[str, dict[str, str | None]]]:
-    """The sequences of this process's replica, those that the loss is watched on, and the SHA-256
-    of the sources of both, by setting and name.
+    """The sequences of this process's replica, those of the held-out loss, and the SHA-256 of the
+    sources of both, by setting and name.
 
     Args:
-        tell: is given a sentence on each source that has documents which are not learnt.
+        notify: prints a sentence on each source with documents that are held out.
         vocabulary: as of `Packed`.
     """
     learnt, own = (open_sources(settings, settings.sources(x)) for x in ("data", "validation"))
@@ -77,20 +77,20 @@ def open_data(
         }
         for setting, opened in (("data", learnt), ("validation", own))
     }
-    # documents are left out of training where they are needed
+    # documents are held out only where the loss needs them
     hold_out = HOLD_OUT if settings.held_out and not own else 0
     for source, _ in learnt if hold_out else ():
         if source.rows:
-            tell(
+            notify(
                 f"source {source.name!r}: {-(-source.rows // hold_out)} of {source.rows} documents "
                 "are not learnt but held out for the loss; --held-out 0 holds out none."
             )
+    length, count = settings.length, settings.held_out
+    how = {"hold_out": hold_out, "vocabulary": vocabulary}
     place = {"rank": parallel.replica, "world": parallel.replicas}
-    length, count, how = settings.length, settings.held_out, {"vocabulary": vocabulary}
-    packed = Packed(tokenizer, learnt, length, settings.seed, **place, hold_out=hold_out, **how)
-    kept = []
-    if count:
-        kept = held_out(tokenizer, own or learnt, length, count, hold_out=hold_out or 1, **how)
+    packed = Packed(tokenizer, learnt, length, settings.seed, **place, **how)
+    how["hold_out"] = hold_out or 1
+    kept = held_out(tokenizer, own or learnt, length, count, **how) if count else []
     return packed, kept, read
 
 

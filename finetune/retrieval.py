@@ -1,8 +1,7 @@
 """Documents that a model learns retrieval from: keys hidden in running text and asked for again.
 
-They are worded as those of the evaluations are, and none is one of theirs: what an evaluation
-draws, it draws from a seed whose text begins with a whole number, and what is drawn here from one
-that begins with ``finetune/``.
+They are worded as those of the evaluations, and none is the same: seeds of evaluations begin with a
+whole number, and seeds of these documents with ``finetune/``.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ FEWER_KEYS = (6, 3)
 REPEATS, KEYS_ALONE = "repeats", "keys"
 # of keys alone: the nearer a key stands to its name, the sooner a model finds it
 WORDINGS = ("{} {}.", "{} is {}.", "The pass key for {} is {}.")
-TOLD = 3  # tokens that tell which sentence is said again
+BEGINNING = 3  # tokens of a repeated sentence that are given, to identify it
 KINDS = (*KEYS, REPEATS, KEYS_ALONE, *TASKS)
 
 
@@ -103,21 +102,20 @@ def retrieval_document(
     rng = random.Random(f"{own_seed}/{kind}/{length}/{index}")
     if kind in (REPEATS, KEYS_ALONE):
         return _said_again(tokenizer, sentences if kind == REPEATS else (), length, rng)
-    keys = KEYS[kind]
-    if kind == "recall":
-        for fewer in FEWER_KEYS:
-            try:
-                return recall_document(tokenizer, sentences, length, keys, index, own_seed)
-            except ValueError:
-                keys = fewer
-        return recall_document(tokenizer, sentences, length, keys, index, own_seed)
-    return _asked_at_the_end(tokenizer, sentences, length, keys, rng, kind == "distractors")
+    if kind != "recall":
+        return _asked_at_the_end(tokenizer, sentences, length, rng, kind)
+    for keys in (KEYS[kind], *FEWER_KEYS):
+        try:
+            return recall_document(tokenizer, sentences, length, keys, index, own_seed)
+        except ValueError as error:
+            no_room = error
+    raise no_room
 
 
 def _said_again(
     tokenizer: Any, sentences: Sequence[str], length: int, rng: random.Random
 ) -> Document:
-    """Sentences and keys in two orders; the second time all that is not told is an answer."""
+    """Sentences and keys in two orders; the second time all but their beginnings are answers."""
     begun = leading_tokens(tokenizer)
     half, odd = divmod(length - len(begun), 2)
     pieces: list[tuple[Tokens, Span]] = []
@@ -146,7 +144,7 @@ def _to_be_repeated(
 ) -> Iterator[tuple[Tokens, Span]]:
     """Without end four keys and a sentence: tokens, and which of them are learnt the second time.
 
-    Names are few: half of the keys are of lockers, and all once each name has one. Where there are
+    Half of the keys are of lockers, and all once each name has one: names are few. Where there are
     no ``sentences``, names come first.
     """
     names = iter(rng.sample(NAMES, len(NAMES)))
@@ -163,21 +161,21 @@ def _to_be_repeated(
         if sentence is None:
             continue
         tokens = sentence_tokens(tokenizer, sentence)
-        yield tokens, (min(TOLD, len(tokens)), len(tokens))
+        yield tokens, (min(BEGINNING, len(tokens)), len(tokens))
 
 
 def _asked_at_the_end(
-    tokenizer: Any,
-    sentences: Sequence[str],
-    length: int,
-    keys: int,
-    rng: random.Random,
-    distractors: bool,
+    tokenizer: Any, sentences: Sequence[str], length: int, rng: random.Random, kind: str
 ) -> Document:
+    keys = KEYS[kind]
     drawn = draw_keys(rng, keys, named=keys > 1)
     statements = [sentence_tokens(tokenizer, key.statement) for key in drawn]
-    # keys are asked for in this order and stated in any
-    head, after = around_text(tokenizer, _conversation(drawn))
+    # keys are asked for in this order and stated in any: question, answer, next question
+    questions = [QUESTION.format(whose=key.whose) for key in drawn]
+    questions[0] = "\n\n".join([instruction(keys), TEXT, questions[0]])
+    answered = [f"{ANSWER.format(whose=key.whose)}{key.digits}." for key in drawn]
+    turns = chain(*zip(questions, answered, strict=True))
+    head, after = around_text(tokenizer, list(turns))
     tail = sentence_tokens(tokenizer, after)
 
     room = length - len(head) - len(tail) - sum(map(len, statements))
@@ -186,21 +184,10 @@ def _asked_at_the_end(
             f"length {length} has no room for the question and {keys} keys, which take "
             f"{length - room} tokens; give a longer one."
         )
-    text = endless(sentences, rng, drawn if distractors else None)
+    text = endless(sentences, rng, drawn if kind == "distractors" else None)
     pieces = fitted((sentence_tokens(tokenizer, sentence) for sentence in text), room)
     borders = [rng.randrange(len(pieces) + 1) for _ in statements]
     tokens, needles = with_statements(head, pieces, statements, borders)
-    answers = (span_of(tokenizer, after, key.digits) for key in drawn)
-    return Document(
-        tokens=(*tokens, *tail),
-        needles=tuple(needles),
-        answers=tuple((len(tokens) + start, len(tokens) + end) for start, end in answers),
-    )
-
-
-def _conversation(keys: Sequence[Key]) -> list[str]:
-    """What is said in turn: the text with the first question, its answer, the next question."""
-    questions = [QUESTION.format(whose=key.whose) for key in keys]
-    questions[0] = "\n\n".join([instruction(len(keys)), TEXT, questions[0]])
-    answers = [f"{ANSWER.format(whose=key.whose)}{key.digits}." for key in keys]
-    return list(chain(*zip(questions, answers, strict=True)))
+    spans = (span_of(tokenizer, after, key.digits) for key in drawn)
+    answers = ((len(tokens) + start, len(tokens) + end) for start, end in spans)
+    return Document((*tokens, *tail), tuple(needles), tuple(answers))

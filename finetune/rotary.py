@@ -1,7 +1,6 @@
-"""What rotary embeddings remember of the texts they have seen, which a checkpoint has to hold too.
+"""The state of rotary embeddings that follow the longest text, which a checkpoint must hold.
 
-Some follow the longest text of a call, as transformers' ``dynamic`` does: their frequencies are
-then those of the longest one so far.
+The frequencies of transformers' ``dynamic``, for example, are those of the longest text so far.
 """
 
 from __future__ import annotations
@@ -20,13 +19,22 @@ State = dict[str, dict[str, Any]]
 
 
 def rotary_state(model: nn.Module) -> State:
-    """Copies of what every rotary embedding of ``model`` remembers, by its name."""
-    modules = {name: module for name, module in model.named_modules() if _remembers(module)}
-    return {name: copy.deepcopy(_remembered(module)) for name, module in modules.items()}
+    """Copies of the state of every rotary embedding of ``model``, by its name."""
+    result = {}
+    for name, module in model.named_modules():
+        rotary = hasattr(module, "rope_type") or hasattr(module, "max_seq_len_cached")
+        if rotary and next(module.buffers(), None) is not None:
+            own = vars(module)
+            # buffers that no state dict has
+            buffers = {x: own["_buffers"][x] for x in module._non_persistent_buffers_set}
+            numbers = {x: value for x, value in own.items() if x.endswith(REMEMBERED)}
+            fields = {**buffers, **numbers}.items()
+            result[name] = {x: copy.deepcopy(value) for x, value in fields if value is not None}
+    return result
 
 
 def load_rotary_state(model: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Let rotary embeddings go on as they were when `rotary_state` looked."""
+    """Set rotary embeddings to what `rotary_state` returned."""
     modules = dict(model.named_modules())
     for name, fields in state.items():
         module = modules[name]
@@ -39,21 +47,9 @@ def load_rotary_state(model: nn.Module, state: Mapping[str, Mapping[str, Any]]) 
 
 @contextmanager
 def rotary_kept(model: nn.Module) -> Iterator[None]:
-    """Whatever rotary embeddings see inside, they have forgotten behind it."""
+    """Restore the state of rotary embeddings at the end."""
     state = rotary_state(model)
     try:
         yield
     finally:
         load_rotary_state(model, state)
-
-
-def _remembers(module: nn.Module) -> bool:
-    given = hasattr(module, "rope_type") or hasattr(module, "max_seq_len_cached")
-    return given and next(module.buffers(), None) is not None
-
-
-def _remembered(module: nn.Module) -> dict[str, Any]:
-    # buffers that no state dict has
-    buffers = {name: vars(module)["_buffers"][name] for name in module._non_persistent_buffers_set}
-    numbers = {name: x for name, x in vars(module).items() if name.endswith(REMEMBERED)}
-    return {name: x for name, x in {**buffers, **numbers}.items() if x is not None}

@@ -1,9 +1,9 @@
-"""What a fine-tuning run is told: a dataclass of options, from a YAML file and from typed words."""
+"""The settings of a fine-tuning run: options of its command line and of a YAML file."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,13 +26,22 @@ from cab_hf.runs.settings import (
 PROG = "finetune/lora.py"
 DTYPES = ("bfloat16", "float32")
 ROPES = ("linear", "dynamic", "yarn", "llama3", "theta")
-KERNELS = ("auto", "liger", "chunks")
 # tokens of a process above which it computes in tiles by default, and tokens of a tile
 TILED_ABOVE, TILE = 2**17, 2**13
 # what is trained
 ADAPTER, ALL = "adapter", "all"
 # settings that LoRA alone reads
 OF_LORA = ("targets", "rank", "alpha")
+# the least values of settings that are numbers
+LEAST = (
+    (1, "a whole number from 1 on", ("rank", "steps", "micro_batch", "save_every", "cp")),
+    (2, "a whole number from 2 on", ("length",)),
+    (0, "a whole number from 0 on", ("warmup", "tokens_per_step", "held_out")),
+    (0, "a whole number from 0 on", ("eval_every", "passkeys")),
+    (0, "0 or more", ("rope_factor", "rope_theta", "weight_decay", "clip")),
+    (0, "0 or more", ("peak_tflops", "gpu_gib", "host_gib")),
+    (0, "auto, or 0 or more", ("tile_tokens", "offload_layers")),
+)
 TRACKERS = ("tensorboard", "trackio", "wandb")
 # settings that may change when a run goes on: they decide where and how often, and not what
 FREE = (
@@ -50,37 +59,26 @@ class Settings:
     """
 
     # model
-    model: str = option(
-        "smollm2", "smollm2, smollm2-d128-gqa4, smollm2-qk-norm, tiny, a folder, or a hub name"
-    )
+    model: str = option("smollm2", "smollm2, another stand-in, tiny, a folder, or a hub name")
     attention: str = option("cab", "attn_implementation while training: cab, cab_frc, sdpa, ...")
-    cab: tuple[str, ...] = option(
-        (), "field=value of CabConfig; may be given several times", repeatable=True
-    )
+    cab: tuple[str, ...] = option((), "field=value of CabConfig; repeatable", repeatable=True)
     calibration: str = option("", "file that calibrate wrote, with a budget for each head")
     train: str = option(ADAPTER, "adapter (LoRA, all else frozen), or all weights")
-    dtype: str = option(
-        "bfloat16",
-        "dtype of the frozen weights; trained weights are float32; with --train all, of products",
-    )
+    dtype: str = option("bfloat16", "dtype of frozen weights, or of products with --train all")
     rope: str = option("none", f"how positions are stretched: none, {', '.join(ROPES)}")
-    rope_factor: float = option(
-        0.0, "factor on the number of positions; 0: what --length needs", float
-    )
-    rope_theta: float = option(
-        0.0, "new RoPE base of --rope theta; 0: computed from the factor", float
-    )
+    rope_factor: float = option(0.0, "times as many positions; 0: what --length needs", float)
+    rope_theta: float = option(0.0, "RoPE base of --rope theta; 0: by the factor", float)
     trust_remote_code: bool = flag("run Python code that comes with the model")
     checkpointing: bool = option(True, "gradient checkpointing of the decoder layers", parse_flag)
     tile_tokens: int | None = option(
         None,
-        f"compute MLPs, norms and adapters in tiles of so many tokens; 0: no tiles; auto "
-        f"(default): {TILE} where a process has more than {TILED_ABOVE} tokens",
+        "tokens of a tile of MLPs, norms and adapters; 0: no tiles; auto (default): "
+        f"{TILE} where a process has more than {TILED_ABOVE} tokens",
         number_or_auto,
     )
     offload_layers: int | None = option(
         None,
-        "layers whose inputs are offloaded to the host; auto (default): as few as fit",
+        "layers with inputs offloaded to the host; auto (default): as few as fit",
         number_or_auto,
     )
     # adapter
@@ -92,12 +90,8 @@ class Settings:
     dropout: float = option(0.0, "dropout of LoRA's inputs", float)
     norms: bool = flag("train norms, too")
     embeddings: bool = flag("train embeddings, too")
-    adapter: str | None = option(
-        None, "folder of an adapter to begin with, such as one of a shorter length", str
-    )
-    adapter_dtype: str = option(
-        "float32", "dtype in which the adapter or model is saved; training keeps it in float32"
-    )
+    adapter: str | None = option(None, "folder of an adapter to begin with", str)
+    adapter_dtype: str = option("float32", "dtype in which the adapter or model is saved")
     qlora: bool = flag("hold frozen weights in 4 bits (bitsandbytes)")
     # data
     data: tuple[str, ...] = option(
@@ -112,12 +106,10 @@ class Settings:
     held_out: int = option(8, "sequences of the held-out loss; 0: none", int)
     validation: tuple[str, ...] = option(
         (),
-        "sources of the held-out sequences (default: documents of --data that are not trained on)",
+        "sources of the held-out sequences (default: documents kept of --data)",
         comma_separated(str),
     )
-    data_workers: int = option(
-        1, "processes that make sequences ahead for each one that trains: 1, or 0 for none", int
-    )
+    data_workers: int = option(1, "processes that make sequences ahead: 1, or 0 for none", int)
     # optimisation
     steps: int = option(200, "optimizer steps", int)
     lr: float = option(2e-4, "peak learning rate", float)
@@ -126,12 +118,9 @@ class Settings:
     weight_decay: float = option(0.0, "weight decay of AdamW", float)
     beta2: float = option(0.95, "beta2 of AdamW", float)
     clip: float = option(1.0, "gradients are clipped to this norm; 0: not at all", float)
-    tokens_per_step: int = option(
-        0, "tokens of a step over all processes; 0: one micro batch each", int
-    )
+    tokens_per_step: int = option(0, "tokens of a step; 0: one micro batch per process", int)
     micro_batch: int = option(1, "sequences a process computes at once", int)
     cp: int = option(1, "processes that each sequence is sharded over", int)
-    loss_kernel: str = option("auto", f"what computes the loss: {', '.join(KERNELS)}")
     seed: int = option(0, "random seed of the adapter, dropout and the data", int)
     # run
     out: str = option("runs/lora", "folder of log, checkpoints, adapter and curve")
@@ -139,71 +128,64 @@ class Settings:
     eval_every: int = option(50, "steps between evaluations; 0: none", int)
     passkeys: int = option(4, "keys looked for at each length of an evaluation; 0: none", int)
     passkey_lengths: tuple[int, ...] = option(
-        (),
-        "lengths of these evaluations (default: half of --length, and --length)",
-        comma_separated(parse_length),
+        (), "their lengths (default: half of --length, and --length)", comma_separated(parse_length)
     )
     trackers: tuple[str, ...] = option(
-        (), f"log to these as well: {', '.join(TRACKERS)}", comma_separated(str)
+        (), f"also log to some of {', '.join(TRACKERS)}", comma_separated(str)
     )
     peak_tflops: float = option(0.0, "peak TFLOP/s of the GPU in bfloat16; 0: by its name", float)
     gpu_gib: float = option(0.0, "GiB of the GPU for the estimate; 0: all it has", float)
     host_gib: float = option(0.0, "GiB of the host for the estimate; 0: all it has", float)
     link_gbs: float = option(50.0, "GB/s between host and GPU, for the estimate", float)
     cpu: bool = flag("compute on the CPU, also where there is a GPU")
-    dry_run: bool = flag("say what would run, what it costs and whether it fits; then end")
+    dry_run: bool = flag("print what would run, what it costs and whether it fits; then end")
 
     def __post_init__(self) -> None:
-        adapted = self.train == ADAPTER
-        above, at_least_0, at_least_1 = "a number above 0", "0 or more", "a whole number from 1 on"
-        longest = max(self.passkey_lengths, default=2)
+        adapted, offloading = self.train == ADAPTER, self.checkpointing or not self.offload_layers
+        reach = 2 <= max(self.passkey_lengths, default=2) <= self.length
         unknown = [name for name in self.trackers if name not in TRACKERS]
         choices = {"train": (ADAPTER, ALL), "dtype": DTYPES, "adapter_dtype": DTYPES}
-        choices |= {"rope": ("none", *ROPES), "loss_kernel": KERNELS}
-        for name, accepted in choices.items():
-            self._require(f"one of {', '.join(accepted)}", lambda x, a=accepted: x in a, name)
-        counts = ("rank", "steps", "micro_batch", "save_every", "cp")
-        self._require(at_least_1, lambda x: x >= 1, *counts)
-        self._require("a whole number from 2 on", lambda x: x >= 2, "length")
-        self._require(above, lambda x: x > 0, "lr", "alpha", "link_gbs")
-        counts = ("warmup", "tokens_per_step", "held_out", "eval_every", "passkeys")
-        self._require("a whole number from 0 on", lambda x: x >= 0, *counts)
-        sizes = ("rope_factor", "rope_theta", "weight_decay", "clip", "peak_tflops")
-        self._require(at_least_0, lambda x: x >= 0, *sizes, "gpu_gib", "host_gib")
-        auto = ("tile_tokens", "offload_layers")
-        self._require("auto, or 0 or more", lambda x: x is None or x >= 0, *auto)
-        self._require("0 or 1", lambda x: x in (0, 1), "data_workers")
-        self._require("in [0, 1)", lambda x: 0 <= x < 1, "dropout", "beta2")
-        self._require("in [0, 1]", lambda x: 0 <= x <= 1, "lr_end")
-        self._require("0 without checkpointing", lambda x: self.checkpointing or not x, auto[1])
-        for name, accepted in (("dropout", "0"), ("qlora", "off"), ("adapter", "none")):
-            self._require(f"{accepted} with train=all", lambda x: adapted or not x, name)
+        for name, accepted in {**choices, "rope": ("none", *ROPES)}.items():
+            require(self, name, getattr(self, name) in accepted, f"one of {', '.join(accepted)}")
+        for least, accepted, names in LEAST:
+            for name in names:
+                value = getattr(self, name)
+                require(self, name, value is None or value >= least, accepted)
+        for name, holds, accepted in (
+            ("lr", self.lr > 0, "a number above 0"),
+            ("alpha", self.alpha > 0, "a number above 0"),
+            ("link_gbs", self.link_gbs > 0, "a number above 0"),
+            ("data_workers", self.data_workers in (0, 1), "0 or 1"),
+            ("dropout", 0 <= self.dropout < 1, "in [0, 1)"),
+            ("beta2", 0 <= self.beta2 < 1, "in [0, 1)"),
+            ("lr_end", 0 <= self.lr_end <= 1, "in [0, 1]"),
+            ("offload_layers", offloading, "0 without checkpointing"),
+            ("dropout", adapted or not self.dropout, "0 with train=all"),
+            ("qlora", adapted or not self.qlora, "off with train=all"),
+            ("adapter", adapted or not self.adapter, "none with train=all"),
+            ("data", self.data, "at least one source, such as text.jsonl"),
+            ("targets", self.targets, "at least one linear layer, such as q_proj"),
+            ("warmup", self.warmup < self.steps, f"less than steps={self.steps}"),
+            ("passkey_lengths", reach, f"at most length={self.length}, and 2 or more"),
+        ):
+            require(self, name, holds, accepted)
         for name in OF_LORA:
             usual = getattr(Settings, name)
             accepted = f"left out, or {spell(usual)}, with train=all: it is LoRA's"
-            self._require(accepted, lambda x, usual=usual: adapted or x == usual, name)
-        self._require("at least one source, such as text.jsonl", bool, "data")
-        self._require("at least one linear layer, such as q_proj", bool, "targets")
+            require(self, name, adapted or getattr(self, name) == usual, accepted)
         require(self, "trackers", not unknown, f"some of {', '.join(TRACKERS)}", unknown)
-        self._require(f"less than steps={self.steps}", lambda x: x < self.steps, "warmup")
-        accepted = f"at most length={self.length}, and 2 or more"
-        self._require(accepted, lambda _: 2 <= longest <= self.length, "passkey_lengths")
         if self.cp > 1:
             from cab_hf.plan import EXACT_BLOCK
 
             # only these attend to a sequence that several processes hold
             accepted = f"one of {', '.join(NAMES)} with cp={self.cp}"
-            self._require(accepted, lambda x: x in NAMES, "attention")
+            require(self, "attention", self.attention in NAMES, accepted)
             # an early and a late chunk of a document for each process
             least = 2 * self.cp * EXACT_BLOCK
             accepted = f"{least} or more with cp={self.cp}, {2 * EXACT_BLOCK} for each process"
-            self._require(accepted, lambda x: x >= least, "length")
+            require(self, "length", self.length >= least, accepted)
         # these refuse what cannot be read
         self.cab_config(), self.sources(), self.sources("validation")
-
-    def _require(self, accepted: str, holds: Callable[[Any], bool], *names: str) -> None:
-        for name in names:
-            require(self, name, holds(getattr(self, name)), accepted)
 
     def sources(self, field: str = "data") -> list[tuple[str, float]]:
         """(name, weight) of every source in ``data``, or in ``validation``.
@@ -229,7 +211,7 @@ class Settings:
         return "float32" if self.train == ALL else self.dtype
 
     def positions(self) -> dict[str, Any]:
-        """What `models.stretch_positions` is told; without ``rope`` positions stay as they are."""
+        """Arguments of `models.stretch_positions`; without ``rope`` positions stay as they are."""
         rope = None if self.rope == "none" else self.rope
         scaling = {"rope_factor": self.rope_factor or None, "rope_theta": self.rope_theta or None}
         return {"length": self.length, "rope": rope, **scaling}
@@ -279,9 +261,6 @@ class Settings:
     def identity(self, world: int) -> dict[str, Any]:
         """What two runs must share for one to go on with the other's checkpoints, JSON-able."""
         fields = {name: value for name, value in asdict(self).items() if name not in FREE}
-        if self.train == ADAPTER:
-            # logs of earlier versions, which trained nothing else, do not say it
-            del fields["train"]
         return {"run": "lora", **fields, "processes": world}
 
 

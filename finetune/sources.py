@@ -1,7 +1,6 @@
-"""Where documents come from, and a place among them that a run can return to.
+"""Sources of documents, read epoch after epoch without end, each with a place to resume from.
 
-Sources have no end: they are read epoch after epoch. Their ``state_dict`` is JSON: the place of the
-next document. What was read ahead is not part of it and is read again.
+A ``state_dict`` is JSON: the place of the next document. What was read ahead is read again.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,15 +28,14 @@ from cab_hf.runs.stand_ins import MANUALS, manuals_file
 from cab_hf.texts.needles import NOISE, leading_tokens, split_sentences
 
 State = dict[str, Any]
-# files by their endings: what `datasets` reads them with; a byte order mark is no text
+# the reader of `datasets` for each file ending; a byte order mark is no text
 KINDS = {
     ".txt": ("from_text", {"sample_by": "document", "encoding": "utf-8-sig"}),
     ".jsonl": ("from_json", {}),
     ".json": ("from_json", {}),
     ".parquet": ("from_parquet", {}),
 }
-# rows read at once; a stream cannot be shuffled as a whole, so that these blocks of it are
-BLOCK_ROWS = 64
+# texts of a stream that are shuffled together, as a stream cannot be shuffled as a whole
 BLOCK_STREAMED = 256
 # more than text has: sentences around keys repeat only where a source has no more of them
 CHARACTERS_A_TOKEN = 6
@@ -47,10 +45,10 @@ Arrays = tuple[np.ndarray, np.ndarray]
 
 
 class Document(NamedTuple):
-    """A document of ``size`` tokens, or a piece of one, that is made where it is needed.
+    """A document of ``size`` tokens, or a piece of one, that is made only where it is needed.
 
-    ``make()`` returns tokens, int32 [size], and labels, int32 [size]: what each token is to
-    predict, already shifted; IGNORED where nothing.
+    ``make()`` returns tokens, int32 [size], and labels, int32 [size]: the token that each is to
+    predict, already shifted, or IGNORED.
     """
 
     size: int
@@ -58,7 +56,7 @@ class Document(NamedTuple):
 
     @classmethod
     def of(cls, tokens: np.ndarray, labels: np.ndarray) -> Document:
-        """One that is made already."""
+        """A document that is made already."""
         return cls(len(tokens), lambda: (tokens, labels))
 
     def piece(self, start: int, end: int) -> Document:
@@ -67,17 +65,16 @@ class Document(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Which documents of a source: the held out ones, or all others.
+    """The held-out documents of a source, or all others.
 
-    Of every ``every`` documents, in the order of the data and whatever the seed, the first is held
-    out; none where ``every`` is 0.
+    Of each ``every`` documents, in the order of the data, the first is held out; 0 holds out none.
     """
 
     every: int
     held_out: bool = False
 
     def has(self, number: Any) -> Any:
-        """Whether it has a document, by its number; of an array of numbers, each of them."""
+        """Whether the document of a number is in this part; also of an array of numbers."""
         return (number % self.every == 0 if self.every else number < 0) == self.held_out
 
 
@@ -87,8 +84,8 @@ class TextSource:
 
     Attributes:
         dataset: a Dataset or an IterableDataset.
-        files: that the dataset is read from, with the SHA-256 of each; none of the hub's.
-        sha256: of the content of all files; of a data set of the hub its commit.
+        files: the files that the dataset is read from, with their SHA-256; none of the hub's.
+        sha256: of the content of all files; for a data set of the hub its commit.
     """
 
     name: str
@@ -99,59 +96,28 @@ class TextSource:
     files: dict[Path, str] = field(default_factory=dict)
     sha256: str | None = None
 
-    whole = False  # a document may go on in the next sequence
-
     @property
     def rows(self) -> int | None:
         """How many documents it has; None for a stream."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
-    def texts(self, part: Part, salt: str) -> Texts:
-        """Its texts; ``salt`` tells the order from that of another reader of the same source."""
-        return Texts(self, part, f"{salt}/{self.seed}" if self.shuffle else None)
-
-    def documents(
-        self, tokenizer: Any, part: Part, salt: str, length: int, others: Sequence[TextSource]
-    ) -> TextDocuments:
-        """Its documents for sequences of ``length`` tokens."""
-        return TextDocuments(self.name, self.texts(part, salt), tokenizer)
+    @property
+    def contents(self) -> list[tuple[str, str | None]]:
+        """(name, SHA-256) of each file, or of the data set of the hub."""
+        files = self.files or {Path(self.name): self.sha256}
+        return [(file.name, content) for file, content in files.items()]
 
 
 @dataclass(frozen=True)
 class RetrievalSource:
-    """Synthetic documents: keys hidden in the text of the sources beside it.
-
-    Only their answers are learnt.
-    """
+    """Synthetic documents: keys hidden in the text of other sources. Only answers are learnt."""
 
     name: str
     entry: Entry
     seed: int = 0
 
-    whole = True  # a question without its text cannot be answered
     rows = sha256 = None
-    files = ()
-
-    def documents(
-        self, tokenizer: Any, part: Part, salt: str, length: int, others: Sequence[TextSource]
-    ) -> RetrievalDocuments:
-        """Its documents, hidden in texts of ``others``.
-
-        Raises:
-            UsageError: a document is longer than a sequence, or has no room for its keys.
-        """
-        size = self.entry.length or length
-        if size > length:
-            raise UsageError(
-                f"source {self.name!r} has documents of {size} tokens, and a sequence has "
-                f"{length}; give it the length of a sequence or less."
-            )
-        haystacks = [other.texts(part, f"{salt}/{self.name}") for other in others]
-        seed = f"{salt}/{self.seed}/{part.held_out}"
-        documents = RetrievalDocuments(self, tokenizer, size, seed, haystacks)
-        for turn in range(len(self.entry.kinds)):
-            documents.make(turn, ())
-        return documents
+    contents = ()
 
 
 Source = TextSource | RetrievalSource
@@ -166,15 +132,14 @@ def make_source(
     seed: int = 0,
     shuffle: bool = True,
 ) -> Source:
-    """What documents are read from; those of fewer than two tokens are skipped.
+    """Open a source of documents.
 
     Args:
-        name: a ``.txt`` file, which is one document, or a ``.jsonl`` or ``.parquet`` file with one
-            a row; a folder of such files of one kind; ``manuals``, those of open-source packages
-            (see `runs.stand_ins`); ``retrieval:passkey+multi:8192``, synthetic documents of
-            those kinds and that many tokens (see `finetune.retrieval.KINDS`); or a data set of the
-            hub, ``NAME`` or ``NAME:CONFIG``.
-        text_field: the field of a row with its text; files of text and manuals have their own.
+        name: a ``.txt`` file (one document), a ``.jsonl`` or ``.parquet`` file (one a row), a
+            folder of such files of one kind, ``manuals`` (see `runs.stand_ins`),
+            ``retrieval:passkey+multi:8192`` (kinds of `finetune.retrieval.KINDS` and a number of
+            tokens), or a data set of the hub, ``NAME`` or ``NAME:CONFIG``.
+        text_field: the field of a row with its text; text files and manuals have their own.
         split: of a data set of the hub.
         streaming: read while training instead of downloading and indexing first; then blocks of
             256 documents are shuffled, in the order they come.
@@ -192,8 +157,7 @@ def make_source(
     with _reading(name, paths, text_field):
         files = {path: file_sha256(path) for path in paths}
         if paths:
-            dataset = _open_files(files, streaming)
-            sums = list(files.values())
+            dataset, sums = _open_files(files, streaming), list(files.values())
             content = sums[0] if len(sums) == 1 else sha256("".join(sums).encode()).hexdigest()
         else:
             dataset, content = _open_hub(name, split, streaming)
@@ -204,7 +168,7 @@ def make_source(
         near = difflib.get_close_matches(text_field, fields, n=1)
         hint = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(fields)}."
         raise UsageError(f"source {name!r} has no field {text_field!r}; {hint}")
-    # results and checkpoints say which file it was, not in which folder
+    # results and checkpoints have the name of a file, not its folder
     shown = Path(name).name if paths else name
     rows = dataset.select_columns([text_field])
     return TextSource(shown, rows, text_field, seed, shuffle, files, content)
@@ -218,43 +182,33 @@ def is_local(name: str) -> bool:
 def refuse_learnt(
     learnt: Sequence[tuple[Source, float]], watched: Sequence[tuple[Source, float]]
 ) -> None:
-    """Refuse to validate a run on what it learns.
-
-    Synthetic documents are others where they are held out, and texts of share 0 are not learnt.
-
-    Args:
-        learnt, watched: sources and their shares.
+    """Refuse to validate a run on a text that it learns, where both sources have a share.
 
     Raises:
         UsageError: naming a source of ``watched`` with a file that ``learnt`` has too.
     """
-    own, others = (
-        [source for source, share in each if share and isinstance(source, TextSource)]
-        for each in (learnt, watched)
-    )
-    known = {content: source.name for source in own for content in source.files.values()}
-    known |= {source.sha256: source.name for source in own if not source.files}
+    own, others = ([source for source, share in each if share] for each in (learnt, watched))
+    known = {content: source.name for source in own for _, content in source.contents}
     for source in others:
-        parts = source.files or {Path(source.name): source.sha256}
-        for file, content in parts.items():
+        for file, content in source.contents:
             if content in known:
                 raise UsageError(
-                    f"validation has {source.name!r} and data {known[content]!r}, where "
-                    f"{file.name} is the same text; give texts that are not learnt, or leave "
-                    "validation out: then documents of data are kept for it."
+                    f"validation has {source.name!r} and data {known[content]!r}, where {file} is "
+                    "the same text; give texts that are not learnt, or leave validation out: then "
+                    "documents of data are kept for it."
                 )
 
 
 def _local_files(name: str) -> list[Path]:
-    """The files that ``name`` stands for, none where it is no path."""
+    """The files at the path ``name``; none where it is no path."""
     path, known = Path(os.path.expanduser(name)), ", ".join(KINDS)
     if path.is_dir():
-        # hidden ones are copies that editors keep
         results = [
             file
             for file in sorted(path.rglob("*"))
             if file.suffix in KINDS
             and not file.is_dir()
+            # hidden ones are copies that editors keep
             and not any(part.startswith(".") for part in file.relative_to(path).parts)
         ]
         kinds = sorted({file.suffix for file in results})
@@ -264,9 +218,9 @@ def _local_files(name: str) -> list[Path]:
                 f"{' and '.join(kinds) or 'no'} files."
             )
         return results
-    if path.is_file() and path.suffix not in KINDS:
-        raise UsageError(f"source {name!r} must be a file of {known}.")
     if path.is_file():
+        if path.suffix not in KINDS:
+            raise UsageError(f"source {name!r} must be a file of {known}.")
         return [path]
     # datasets would also read the folder before a colon
     local = path.is_absolute() or name.startswith((".", "~")) or Path(name.split(":")[0]).is_dir()
@@ -299,7 +253,7 @@ def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
     from datasets.utils.extract import Extractor
 
     read, usual = KINDS[next(iter(files)).suffix]
-    # of an empty file datasets cannot tell the fields; one of text is a document, skipped later
+    # of an empty file datasets cannot infer the fields; one of text is a document, skipped later
     filled = {
         os.path.abspath(file): (content,)
         for file, content in files.items()
@@ -315,7 +269,7 @@ def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
         return None
     # a path alone would be taken for a pattern, and cached by its time stamp
     named = DataFilesDict(train=DataFilesList(list(filled), list(filled.values())))
-    # unlike load_dataset they ask no server, which counts what is loaded
+    # unlike load_dataset they call no server that counts what is loaded
     how = {"split": "train", "streaming": streaming, **usual, **options}
     return getattr(Dataset, read)(named, **how)
 
@@ -323,25 +277,23 @@ def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
 def _reading(
     name: str, files: Sequence[Path] = (), text_field: str = ""
 ) -> AbstractContextManager[None]:
-    """Whatever goes wrong inside becomes a UsageError that names the source.
+    """Turn any error inside into a UsageError that names the source.
 
-    Args:
-        files: that are read; of several the first that cannot be, or lacks the field, is named.
+    Of several ``files`` it names the first that cannot be read or lacks the field.
     """
 
-    def tell(error: Exception) -> str:
+    def sentence(error: Exception) -> str:
         bad, features = "", None
         for file in files if len(files) > 1 else ():
             try:
                 dataset = _open_files({file: ""}, True, features=features)
-                for row in dataset or ():
-                    if text_field not in row:
-                        raise ValueError(f"it has no field {text_field!r}")
+                if any(text_field not in row for row in dataset or ()):
+                    raise ValueError(f"it has no field {text_field!r}")
             except Exception as of_file:
                 bad, error = f"{file.name}: ", of_file
                 break
             features = features or (dataset and dataset.features)
-        # what datasets raises says that it failed, and its cause why
+        # the error of datasets is that it failed, and its cause why
         error = error.__cause__ or error
         why = error.details() if hasattr(error, "details") else first_line(error)
         return (
@@ -349,34 +301,28 @@ def _reading(
             "the hub that can."
         )
 
-    return refused_as(tell)
+    return refused_as(sentence)
 
 
 class Texts:
-    """The texts of a source, without end, read a block at a time.
+    """The texts of a source, without end, in an order that is drawn anew each epoch.
 
-    Rows are shuffled as a whole, anew each epoch; of a stream each block is shuffled by itself:
-    the buffer of datasets' own shuffling is lost when a run goes on.
-
-    Args:
-        seed: of the order; None keeps that of the data.
+    Rows are shuffled as a whole. Of a stream each block of texts is shuffled by itself, because
+    the buffer of datasets' own shuffling is lost when a run resumes. Readers of one source with
+    different ``salt`` see different orders.
     """
 
-    def __init__(self, source: TextSource, part: Part, seed: str | None) -> None:
-        self._source, self._part, self._seed = source, part, seed
+    def __init__(self, source: TextSource, part: Part, salt: str) -> None:
+        self._source, self._part = source, part
+        self._seed = f"finetune/{salt}/{source.seed}"
+        self._first: State = {"epoch": 0, "row": 0, "block": 0}
         if source.rows is None:
-            # its place is its own: a second reader of a source must not move the first
+            # a second reader of the source must not move this one
             self._dataset = copy.deepcopy(source.dataset)
-            start = copy.deepcopy(self._dataset.state_dict())
-            self._first: State = {"epoch": 0, "number": 0, "block": 0, "dataset": start}
-        else:
-            self._first = {"epoch": 0, "row": 0}
-            if not part.has(np.arange(source.rows)).any():
-                self._refuse_nothing()
-        self._go_to(self._first)
-        self._begun = self._first  # where the block was read
-        self._texts: list[str] = []  # of the block
-        self._taken = 0  # how many of them
+            self._first["dataset"] = copy.deepcopy(self._dataset.state_dict())
+        elif not part.has(np.arange(source.rows)).any():
+            self._refuse_nothing()
+        self.load_state_dict({"begun": self._first, "taken": 0})
 
     @property
     def epoch(self) -> int:
@@ -390,64 +336,64 @@ class Texts:
         self._taken += 1
         return self._texts[self._taken - 1]
 
+    def at_most_twice(self) -> Iterator[str]:
+        """Texts until all of them have been read again from the start."""
+        begun = self.epoch
+        while self.epoch <= begun + 1:
+            yield Texts.__next__(self)
+
     def state_dict(self) -> State:
-        """The place of the next text."""
-        return {"block": self._begun, "taken": self._taken}
+        """The place of the next text: where its block began, and how many of it were taken."""
+        return {"begun": self._begun, "taken": self._taken}
 
     def load_state_dict(self, state: State) -> None:
-        self._begun, self._taken = state["block"], state["taken"]
+        self._begun, self._taken = state["begun"], state["taken"]
         self._go_to(self._begun)
         self._texts = self._read() if self._taken else []
 
     def _go_to(self, place: State) -> None:
         """Have ``place`` be that of the next block."""
-        self._next = place
-        if self._source.rows is None:
+        self._next, source = place, self._source
+        if source.rows is None:
             self._dataset.load_state_dict(copy.deepcopy(place["dataset"]))
-            self._stream = iter(self._dataset)
+            self._rows = zip(count(place["row"]), self._dataset, strict=False)
             return
-        numbers = np.arange(self._source.rows)
-        self._order = numbers[self._part.has(numbers)]
-        if self._seed is not None:
-            drawn = random.Random(f"finetune/{self._seed}/{place['epoch']}").getrandbits(32)
+        order = np.arange(source.rows)
+        order = order[self._part.has(order)]
+        if source.shuffle:
+            drawn = random.Random(f"{self._seed}/{place['epoch']}").getrandbits(32)
             # of numpy's generators the one whose draws are the same in every version
-            self._order = np.random.RandomState(drawn).permutation(self._order)
+            order = np.random.RandomState(drawn).permutation(order)
+        self._rows = ((number, source.dataset[number]) for number in order[place["row"] :].tolist())
 
     def _read(self) -> list[str]:
         """The next block, of the next epoch where this one is read."""
-        read = self._read_stream if self._source.rows is None else self._read_rows
         with _reading(self._source.name, [*self._source.files], self._source.text_field):
-            texts = read()
+            texts = self._read_block()
             if not texts:
-                if not self._next.get("block", 1):
+                if not self._next["block"]:
                     self._refuse_nothing()
                 self._go_to({**self._first, "epoch": self.epoch + 1})
-                texts = read()
+                texts = self._read_block()
         return texts
 
-    def _read_rows(self) -> list[str]:
-        row = self._next["row"]
-        rows = self._order[row : row + BLOCK_ROWS].tolist()
-        self._next = {**self._next, "row": row + len(rows)}
-        texts = self._source.dataset[rows][self._source.text_field] if rows else []
-        return list(map(self._checked, texts, rows))
-
-    def _read_stream(self) -> list[str]:
+    def _read_block(self) -> list[str]:
         texts: list[str] = []
-        epoch, number, block, place = self._next.values()
-        for row in self._stream:
+        place, streamed = dict(self._next), self._source.rows is None
+        for number, row in self._rows:
+            place["row"] += 1
             if self._part.has(number):
                 texts.append(self._checked(row.get(self._source.text_field), number))
-            number += 1
-            if len(texts) == BLOCK_STREAMED:
+            if len(texts) == (BLOCK_STREAMED if streamed else 1):
                 break
-        if texts:
-            # only then: right after a load a data set tells its place from the first row
-            place = copy.deepcopy(self._dataset.state_dict())
-            if self._seed is not None:
-                random.Random(f"finetune/{self._seed}/{epoch}/{block}").shuffle(texts)
-            block += 1
-        self._next = {"epoch": epoch, "number": number, "block": block, "dataset": place}
+        if texts and streamed:
+            # only then: right after a load a data set gives its place from the first row
+            place["dataset"] = copy.deepcopy(self._dataset.state_dict())
+            if self._source.shuffle:
+                seed = f"{self._seed}/{place['epoch']}/{place['block']}"
+                random.Random(seed).shuffle(texts)
+        place["block"] += bool(texts)
+        self._next = place
         return texts
 
     def _checked(self, text: Any, number: int) -> str:
@@ -468,50 +414,66 @@ class Texts:
         )
 
 
-class TextDocuments:
-    """Texts as tokens: the special ones before a text, its own, and the one that ends it."""
+class TextDocuments(Texts):
+    """Texts as tokens: the special ones before a text, its own, and the one that ends it.
 
-    def __init__(self, name: str, texts: Texts, tokenizer: Any) -> None:
-        self._name, self._texts, self._tokenizer = name, texts, tokenizer
-        self._before = leading_tokens(tokenizer)
-        end = tokenizer.eos_token_id
-        self._after = () if end is None else (end,)
+    Texts of fewer than two tokens are skipped.
+    """
 
-    @property
-    def epoch(self) -> int:
-        return self._texts.epoch
+    never_cut = False  # a document may go on in the next sequence
+
+    def __init__(self, source: TextSource, part: Part, salt: str, tokenizer: Any) -> None:
+        super().__init__(source, part, salt)
+        self._tokenizer, end = tokenizer, tokenizer.eos_token_id
+        self._before, self._after = leading_tokens(tokenizer), () if end is None else (end,)
 
     def __next__(self) -> Document:
-        begun = self._texts.epoch
-        while self._texts.epoch <= begun + 1:
-            options = {"add_special_tokens": False, "return_attention_mask": False}
-            ids = self._tokenizer(next(self._texts), verbose=False, **options)["input_ids"]
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        for text in self.at_most_twice():
+            ids = self._tokenizer(text, **options)["input_ids"]
             if len(ids) >= 2:
                 tokens = np.asarray((*self._before, *ids, *self._after), dtype=np.int32)
                 return Document.of(tokens, np.append(tokens[1:], np.int32(IGNORED)))
         raise UsageError(
-            f"source {self._name!r} has only documents of fewer than two tokens, the fewest that "
-            "one can be learnt of; give it longer ones, or leave it out."
+            f"source {self._source.name!r} has only documents of fewer than two tokens, the fewest "
+            "that one can be learnt of; give it longer ones, or leave it out."
         )
 
-    def state_dict(self) -> State:
-        return self._texts.state_dict()
 
-    def load_state_dict(self, state: State) -> None:
-        self._texts.load_state_dict(state)
-
-
-@dataclass
 class RetrievalDocuments:
-    """Synthetic documents in turns: of the kinds, and of the sources whose text is around keys."""
+    """Synthetic documents in turns: of the kinds, and of the sources whose text is around keys.
 
-    _source: RetrievalSource
-    _tokenizer: Any
-    _length: int
-    _seed: str
-    _haystacks: Sequence[Texts]
-    _index: int = 0
-    epoch: None = None  # there are always others
+    Args:
+        length: tokens of a sequence, and of a document where its source has none.
+        others: sources of the text; without any it is `NOISE`.
+
+    Raises:
+        UsageError: a document is longer than a sequence, or has no room for its keys.
+    """
+
+    epoch = None  # there are always others
+    never_cut = True  # a question without its text cannot be answered
+
+    def __init__(
+        self,
+        source: RetrievalSource,
+        part: Part,
+        salt: str,
+        tokenizer: Any,
+        length: int,
+        others: Sequence[TextSource],
+    ) -> None:
+        self._source, self._tokenizer, self._index = source, tokenizer, 0
+        self._length = source.entry.length or length
+        if self._length > length:
+            raise UsageError(
+                f"source {source.name!r} has documents of {self._length} tokens, and a sequence "
+                f"has {length}; give it the length of a sequence or less."
+            )
+        self._seed = f"{salt}/{source.seed}/{part.held_out}"
+        self._haystacks = [Texts(other, part, f"{salt}/{source.name}") for other in others]
+        for turn in range(len(source.entry.kinds)):
+            self.make(turn, ())
 
     def __next__(self) -> Document:
         index, excerpts = self._index, self._excerpts()
@@ -541,17 +503,16 @@ class RetrievalDocuments:
         if not self._haystacks:
             return []
         turn = self._index // len(self._source.entry.kinds)
-        texts = self._haystacks[turn % len(self._haystacks)]
         rng = random.Random(f"finetune/{self._seed}/text/{self._index}")
-        wanted, begun = self._length * CHARACTERS_A_TOKEN, texts.epoch
-        excerpts: list[str] = []
-        while wanted > 0 and texts.epoch <= begun + 1:
-            text = next(texts)
+        wanted, excerpts = self._length * CHARACTERS_A_TOKEN, []
+        for text in self._haystacks[turn % len(self._haystacks)].at_most_twice():
             start = rng.randrange(max(1, len(text) - wanted))
             excerpt = text[start : start + wanted]
             if excerpt.strip():
                 excerpts.append(excerpt)
                 wanted -= len(excerpt)
+            if wanted <= 0:
+                break
         return excerpts
 
     def state_dict(self) -> State:

@@ -2,9 +2,8 @@
 
 An MLP of 524,288 tokens and 14,336 channels makes tensors of 14 GiB, norms compute in float32, and
 adapters add a product of their own. In tiles no such tensor exists: only the input of the module is
-kept, and each tile is computed again when the backward pass reaches it. In a layer with gradient
-checkpointing the MLP runs no third time for that: the layer's own second forward pass ends in front
-of it.
+kept, and each tile is computed again in the backward pass. Under gradient checkpointing the MLP
+runs no third time for that: the layer's own second forward pass ends in front of it.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ ELEMENTWISE = (
 )
 
 
-def tile_of(tokens: int, asked: int | None) -> int:
+def tile_of(tokens: int, given: int | None) -> int:
     """Tokens of a tile in a process of so many ``tokens``, 0 for no tiles; None: by default."""
-    if asked is None:
+    if given is None:
         return TILE if tokens > TILED_ABOVE else 0
-    return asked
+    return given
 
 
 def compute_in_tiles(model: nn.Module, tokens: int) -> None:
@@ -110,26 +109,18 @@ def _in_tiles(
     size = max(1, elements // max(width, x.shape[-1]))
     if rows.shape[1] <= size:
         return forward(x)
-    tiles = rows.split(size, 1)
-    if torch.is_grad_enabled():
-        results = _checkpointed(forward, rows, tiles)
-    else:
-        results = list(map(forward, tiles))
-    return torch.cat(results, 1).view(*x.shape[:-1], -1)
-
-
-def _checkpointed(
-    forward: Callable[[Tensor], Tensor], rows: Tensor, tiles: tuple[Tensor, ...]
-) -> list[Tensor]:
-    """``forward`` of all ``tiles`` of ``rows``, each computed again in the backward pass."""
+    learning = torch.is_grad_enabled()
     # saved once and first of all: a checkpoint around the module has all it needs by then
-    saved = _Saved(rows, tiles[0].shape[1])
+    saved = _Saved(rows, size) if learning else None
     results = []
-    for place, tile in enumerate(tiles):
+    for place, tile in enumerate(rows.split(size, 1)):
+        if not learning:
+            results.append(forward(tile))
+            continue
         # hooks live on in the graph: they hold no tile
         with saved_tensors_hooks(partial(_numbered, place, tile.data_ptr()), saved.tile):
             results.append(checkpoint(forward, tile, use_reentrant=False))
-    return results
+    return torch.cat(results, 1).view(*x.shape[:-1], -1)
 
 
 def _numbered(place: int, address: int, x: Tensor) -> int | Tensor:

@@ -1,4 +1,4 @@
-"""A run of ``finetune/lora.py``: what it trains with, its steps, and where it has got to."""
+"""A run of ``finetune/lora.py``: its parts, its steps and its files."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tqdm import tqdm
 import cab_hf
 from cab_hf.finetune import checkpoints, curve, dry_run, finite, meter
 from cab_hf.finetune.adapters import WEIGHTS
-from cab_hf.finetune.agreement import ending_together, facts_of, require_alike
+from cab_hf.finetune.agreement import ending_together, facts_of, require_equal
 from cab_hf.finetune.checkpoints import Checkpoints
-from cab_hf.finetune.data import Ahead, Packed
-from cab_hf.finetune.models import loaded_sha256, save_adapter, save_model
+from cab_hf.finetune.data import Packed, prefetched
+from cab_hf.finetune.models import loaded_sha256, save_adapter
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
 from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.parallel import Parallel
@@ -57,12 +57,12 @@ OF_SETTINGS = (ValueError, NotImplementedError)
 
 
 def run(settings: Settings) -> int:
-    """Train, or with ``dry_run`` say what that would be; the exit status."""
+    """Train, or with ``dry_run`` print what that would cost; the exit status."""
     rank = int(os.environ.get("RANK", 0))
     try:
         with accelerating(settings) as accelerator, ending_together(), refusing():
             if settings.dry_run:
-                dry_run.tell_what_would_run(settings, accelerator)
+                dry_run.print_report(settings, accelerator)
             else:
                 Run(settings, accelerator).train()
     except (UsageError, NotImplementedError) as error:
@@ -80,14 +80,14 @@ def run(settings: Settings) -> int:
 
 @contextmanager
 def accelerating(settings: Settings) -> Iterator[Accelerator]:
-    """The processes of this run, together."""
+    """Inside, the processes of this run are connected."""
     for name in settings.trackers:
-        # accelerate leaves out what is not installed, and says so in a log that nobody reads
+        # accelerate would leave out what is not installed
         if find_spec(name) is None:
             raise UsageError(f"trackers must be installed; {name!r} is not: pip install {name}.")
     accelerator = Accelerator(
         cpu=settings.cpu or not torch.cuda.is_available(),
-        # autocast is the objective's: whatever a launcher says, frozen weights need none
+        # autocast is the objective's: whatever a launcher sets, frozen weights need none
         mixed_precision="no",
         log_with=list(settings.trackers) or None,
         project_dir=settings.out,
@@ -95,8 +95,8 @@ def accelerating(settings: Settings) -> Iterator[Accelerator]:
     if settings.trackers:
         # some of them take plain values alone
         plain = (bool, int, float, str)
-        told = {name: x if isinstance(x, plain) else str(x) for name, x in vars(settings).items()}
-        accelerator.init_trackers(Path(settings.out).name, config=told)
+        fields = {name: x if isinstance(x, plain) else str(x) for name, x in vars(settings).items()}
+        accelerator.init_trackers(Path(settings.out).name, config=fields)
     try:
         yield accelerator
     finally:
@@ -105,7 +105,7 @@ def accelerating(settings: Settings) -> Iterator[Accelerator]:
 
 @contextmanager
 def refusing(*errors: type[Exception]) -> Iterator[None]:
-    """End the run with one line where ``errors`` are raised, or the device has no memory left."""
+    """Turn ``errors``, and a device out of memory, into a UsageError of one line."""
     try:
         yield
     except errors as error:
@@ -118,11 +118,11 @@ def refusing(*errors: type[Exception]) -> Iterator[None]:
 
 
 class Run:
-    """A run: all that it trains with, and where it has got to.
+    """A run, resumed where its folder has a checkpoint.
 
     Raises:
-        UsageError: what the settings ask for cannot be done, or what is in their folder cannot be
-            gone on with.
+        UsageError: the settings do not fit the model, the data or the machine, or the run in their
+            folder is another.
     """
 
     def __init__(self, settings: Settings, accelerator: Accelerator) -> None:
@@ -139,14 +139,15 @@ class Run:
             self._fit_into_memory(cost)
             self.parallel = Parallel(settings, self.model, accelerator)
             vocabulary = self.model.config.get_text_config().vocab_size
-            data = open_data(settings, self.tokenizer, self.parallel, self._tell, vocabulary)
-            packed, kept, self.read = data
+            packed, kept, self.read = open_data(
+                settings, self.tokenizer, self.parallel, self._tell, vocabulary
+            )
             self._agree(packed)
-        # made by another process while a step computes
-        self.data = Ahead(packed, 2 * settings.micro_batch, settings.data_workers)
+        self.packed, self.place = packed, packed.state_dict()
+        self.data = prefetched(packed, 2 * settings.micro_batch, settings.data_workers)
         self.meter = meter.Meter(cost)
-        if self.meter.cost.uncounted:
-            self._tell(f"no MFU is reported: {self.meter.cost.uncounted}.")
+        if cost.uncounted:
+            self._tell(f"no MFU is reported: {cost.uncounted}.")
         self.objective, self.optimizer = self._prepare()
         self.validation = Validation(self.tokenizer, kept, settings, accelerator, self.parallel)
         self.checkpoints = Checkpoints(
@@ -159,10 +160,7 @@ class Run:
         self.done = self._resume()
 
     def _fit_into_memory(self, cost: meter.Cost) -> None:
-        """Have the model compute in tiles, and its checkpoints offloaded, as the estimate has it.
-
-        A number of layers that was given is taken, whatever the estimate says.
-        """
+        """Have MLPs compute in tiles and checkpoints offloaded, as given or as needed."""
         settings, device = self.settings, self.accelerator.device
         tokens = settings.length * settings.micro_batch // settings.cp
         tile = tile_of(tokens, settings.tile_tokens)
@@ -182,18 +180,17 @@ class Run:
             Offload(offloaded, device).enable(self.model)
 
     def _agree(self, packed: Packed) -> None:
-        """Refuse processes that are to learn other texts, or with other weights."""
-        if self.processes > 1:
-            # of every process one batch
-            first = packed.checksum(self.parallel.replicas * self.settings.micro_batch)
-            files = {
-                f"the content of source {number} of --{field}": sha256
-                for field, sums in self.read.items()
-                for number, sha256 in enumerate(sums.values(), 1)
-            }
-            files["the content of --calibration"] = calibration_sha256(self.settings)
-            facts = facts_of(self.settings, self.model, self.tokenizer)
-            require_alike({**facts, **files, "the first batch": first})
+        """Refuse processes with different texts or weights."""
+        if self.processes == 1:
+            return
+        facts = facts_of(self.settings, self.model, self.tokenizer)
+        for field, sums in self.read.items():
+            for number, sha256 in enumerate(sums.values(), 1):
+                facts[f"the content of source {number} of --{field}"] = sha256
+        facts["the content of --calibration"] = calibration_sha256(self.settings)
+        # of every process one batch
+        first = packed.checksum(self.parallel.replicas * self.settings.micro_batch)
+        require_equal({**facts, "the first batch": first})
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The loss and the optimiser, spread over the processes."""
@@ -207,20 +204,20 @@ class Run:
         )
         rounded = settings.dtype != settings.weights_dtype
         autocast = getattr(torch, settings.dtype) if rounded else None
-        objective = Objective(self.model, settings.loss_kernel, autocast)
+        objective = Objective(self.model, autocast)
         objective, optimizer = self.accelerator.prepare(objective, optimizer)
         return objective.train(), optimizer
 
     def _resume(self) -> int:
-        """Go on from the newest checkpoint; the steps that are done."""
+        """Resume from the newest checkpoint; the number of its steps."""
         # another dropout in every process
         set_seed(self.settings.seed + self.rank)
         # one process looks, lest two see different folders
         (newest,) = broadcast_object_list([self.checkpoints.newest()])
         if newest is None:
             return 0
-        # what was begun with something else is refused before it is taken over; a log without a
-        # line says nothing, and opened it would say what this run is
+        # opened, the log refuses a run of other settings before its checkpoint is read; a log
+        # without a line would become this run's
         log = self.out / LOG
         empty = log.is_file() and b"\n" not in log.read_bytes()
         if is_there(log) and not empty:
@@ -232,13 +229,14 @@ class Run:
             require_identity(newest, json.loads(shared["identity"]), wanted)
         checkpoints.load_parameters(self.model, shared["parameters"])
         checkpoints.load_optimizer(self.optimizer, self.model, shared["optimizer"])
-        self.data.load_state_dict(json.loads(mine["data"]))
+        self.place = json.loads(mine["data"])
+        self.packed.load_state_dict(self.place)
         checkpoints.load_random_state(mine["random"])
         load_rotary_state(self.model, mine["rotary"])
         return shared["step"]
 
     def train(self) -> None:
-        """All steps that are left, and the end."""
+        """Take all steps that are left, and write the results."""
         attending = self.parallel.attending(self.model)
         stopping = checkpoints.asked_to_stop()
         silent = not self.accelerator.is_local_main_process
@@ -246,8 +244,8 @@ class Run:
         with self._log() as log, attending, stopping as asked, bar:
             kinds = [x["kind"] for x in (log.records if log else ()) if x["step"] <= self.done]
             if log and kinds.count(curve.STEP) < self.done:
-                lost = f"{kinds.count(curve.STEP)} of the {self.done} steps"
-                self._tell(f"{LOG} has {lost} that were made before.")
+                count = kinds.count(curve.STEP)
+                self._tell(f"{LOG} has {count} of the {self.done} steps that were made before.")
             for step in range(self.done + 1, self.settings.steps + 1):
                 record, stop = self._step(step, asked)
                 self._note(log, curve.STEP, step, record)
@@ -269,15 +267,16 @@ class Run:
                 self._end(log)
 
     def _step(self, step: int, asked: Any) -> tuple[dict[str, Any], bool]:
-        """One step of the optimiser: what the log says of it, and whether it is to be the last."""
+        """Take a step of the optimiser; its line of the log, and whether to stop behind it."""
         settings, accelerator = self.settings, self.accelerator
         self.meter.begin()
-        micro_batches = [
-            self.parallel.sharded(
-                default_collate([next(self.data) for _ in range(settings.micro_batch)])
-            )
-            for _ in range(self.accumulation)
-        ]
+        micro_batches = []
+        for _ in range(self.accumulation):
+            sequences = []
+            for _ in range(settings.micro_batch):
+                sequence, self.place = next(self.data)
+                sequences.append(sequence)
+            micro_batches.append(self.parallel.sharded(default_collate(sequences)))
         counted = float(sum(labelled(batch) for batch in micro_batches))
         (tokens,) = one_sum([counted], accelerator)
         rate = learning_rate(step, settings)
@@ -288,8 +287,7 @@ class Run:
         finite.require_finite_step(step, loss, norm, self.model, accelerator)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        mine = [loss, float(asked()), *self.meter.totals()]
-        loss, stop, *totals = one_sum(mine, accelerator)
+        loss, stop, *totals = one_sum([loss, float(asked()), *self.meter.totals], accelerator)
         peak = None
         if self.meter.cost.uncounted is None:
             peak = meter.peak_flops(accelerator.device, settings.peak_tflops)
@@ -299,7 +297,7 @@ class Run:
         return {**record, **speed, "peak_gib": peak_gib}, stop > 0
 
     def _gradients(self, micro_batches: Sequence[Batch], tokens: float) -> float:
-        """Make the gradients of a step of ``tokens``; this process's share of its summed loss."""
+        """Compute the gradients of a step of ``tokens``; the summed loss of this process."""
         # gradients are averaged over the processes, and the loss is the mean of all their tokens;
         # each is in one process, whether that holds sequences or shards of them
         scale = self.processes / max(1.0, tokens)
@@ -322,7 +320,7 @@ class Run:
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
     def _save(self, step: int) -> None:
-        # all processes give their parts of what is spread
+        # all processes give their parts of what is sharded
         parameters = checkpoints.parameters_of(self.model)
         optimizer = checkpoints.optimizer_of(self.optimizer, self.model)
         finite.require_finite_state(step, parameters, optimizer)
@@ -331,20 +329,23 @@ class Run:
             shared["identity"] = json.dumps(self._identity)
         mine = {
             "random": checkpoints.random_state(),
-            "data": json.dumps(self.data.state_dict()),
+            "data": json.dumps(self.place),
             "rotary": rotary_state(self.model),
         }
 
         def write_result(folder: Path) -> None:
             dtype = getattr(torch, self.settings.adapter_dtype)
             rounded = {name: x.to(dtype) for name, x in parameters.items()}
-            save = save_model if self.settings.train == ALL else save_adapter
-            save(self.model, self.tokenizer, folder, rounded)
+            if self.settings.train == ALL:
+                self.model.save_pretrained(folder, state_dict=rounded)
+                self.tokenizer.save_pretrained(folder)
+            else:
+                save_adapter(self.model, self.tokenizer, folder, rounded)
 
         self.checkpoints.save(step, shared, mine, write_result)
 
     def _end(self, log: Log) -> None:
-        """What a finished run leaves: what it trained, a curve, and where both come from."""
+        """Write what was trained, a curve, and the provenance of both."""
         settings = {name: x for name, x in asdict(self.settings).items() if name != "out"}
         evaluations = [each for each in log.records if each["kind"] == curve.EVALUATION]
         results = {
@@ -362,7 +363,7 @@ class Run:
         self._tell(f"{self.settings.steps} steps; {self.out / name}, {self.out / CURVE}")
 
     def _log(self) -> Any:
-        """The log where this process writes it; a record counts once, however often it is made."""
+        """The log where this process writes it; a repeated record counts once."""
         if not self.accelerator.is_main_process:
             return nullcontext()
         return Log(self.out / LOG, self._identity, ("kind", "step"))

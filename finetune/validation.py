@@ -1,4 +1,4 @@
-"""What a run is watched by: the loss of texts it never learns, and keys in long documents."""
+"""Validation of a run: the loss of texts it never learns, and keys found in long documents."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SEED = "finetune/validation"
 
 
 class Validation:
-    """The same questions at every evaluation, sharded to the replicas.
+    """The same questions at every evaluation, divided among the replicas.
 
-    All replicas ask equally often, for a model that is spread over them is called by all at once:
-    what is left over at the end of a round is asked of more documents.
+    All replicas compute equally often, because a model that is sharded over them is called by all
+    at once: what is left over at the end of a round is filled up with further documents.
 
     Args:
         held_out: sequences that training never sees, [N] tensors each.
-        settings: say how many keys are looked for, and at which lengths.
+        settings: how many keys are looked for, and at which lengths.
 
     Raises:
         UsageError: a document of one of the lengths has no room for a key.
@@ -42,18 +42,20 @@ class Validation:
         accelerator: Any,
         parallel: Parallel,
     ) -> None:
-        self.accelerator, self.parallel = accelerator, parallel
-        self.held_out = held_out
+        self.accelerator, self.parallel, self.held_out = accelerator, parallel, held_out
         # made now: what has no room is refused before anything is learnt
         mine = self._mine(settings.passkeys)
-        self.documents = {
-            length: {index: _document(tokenizer, length, index) for index in mine}
-            for length in (settings.evaluated_lengths() if mine else ())
-        }
+        try:
+            self.documents = {
+                length: {x: recall_document(tokenizer, NOISE, length, 1, x, SEED) for x in mine}
+                for length in (settings.evaluated_lengths() if mine else ())
+            }
+        except ValueError as error:
+            raise UsageError(f"passkey_lengths: {error}") from error
 
     @torch.no_grad()
     def measure(self, objective: nn.Module) -> dict[str, Any]:
-        """``held_out_loss``, a token's, and ``passkey``, the share of keys found by length."""
+        """``held_out_loss`` per token, and ``passkey``, the share of keys found by length."""
         objective.eval()
         try:
             result = {str(length): self._passkey(objective, length) for length in self.documents}
@@ -63,16 +65,16 @@ class Validation:
         return {"held_out_loss": loss, "passkey": result}
 
     def _mine(self, count: int) -> range:
-        """Which of ``count`` questions, made a multiple of the replicas, this process asks."""
+        """The numbers of this process's of ``count`` questions, the same count on each replica."""
         replicas = self.parallel.replicas
         return range(self.parallel.replica, -(-count // replicas) * replicas, replicas)
 
     def _loss(self, objective: nn.Module) -> float:
         loss, tokens = 0.0, 0.0
         for index in self._mine(len(self.held_out)):
-            batch = self._dealt(self.held_out[index % len(self.held_out)])
+            batch = self._sharded(self.held_out[index % len(self.held_out)])
             part = objective(batch).item()
-            # one that is asked again only keeps the others company
+            # one that comes again is not counted
             if index < len(self.held_out):
                 loss, tokens = loss + part, tokens + labelled(batch).item()
         loss, tokens = one_sum([loss, tokens], self.accelerator)
@@ -88,28 +90,18 @@ class Validation:
         return missed.count(0.0) / len(missed)
 
     def _missed(self, objective: nn.Module, document: Document) -> int:
-        """Tokens of a key, where the document's second half repeats it, that are not foreseen.
-
-        Of those that this process holds.
-        """
+        """Wrongly predicted tokens of the key that the document repeats, in this process's part."""
         start, end = document.answers[0]
         tokens = torch.tensor(document.tokens)
         labels = torch.full_like(tokens, IGNORED)
         labels[start - 1 : end - 1] = tokens[start:end]
         positions = torch.arange(len(tokens))
-        batch = self._dealt({"input_ids": tokens, "position_ids": positions, "labels": labels})
-        (meant,) = batch["labels"]
-        places = (meant != IGNORED).nonzero().squeeze(1)
-        return int((objective(batch, places) != meant[places]).sum())
+        batch = self._sharded({"input_ids": tokens, "position_ids": positions, "labels": labels})
+        (expected,) = batch["labels"]
+        places = (expected != IGNORED).nonzero().squeeze(1)
+        return int((objective(batch, places) != expected[places]).sum())
 
-    def _dealt(self, sequence: Batch) -> Batch:
-        """What this process computes of a sequence, [N] tensors, on its device."""
+    def _sharded(self, sequence: Batch) -> Batch:
+        """This process's part of a sequence, [N] tensors, on its device."""
         mine = self.parallel.sharded({name: each[None] for name, each in sequence.items()})
         return {name: each.to(self.accelerator.device) for name, each in mine.items()}
-
-
-def _document(tokenizer: Any, length: int, index: int) -> Document:
-    try:
-        return recall_document(tokenizer, NOISE, length, 1, index, SEED)
-    except ValueError as error:
-        raise UsageError(f"passkey_lengths: {error}") from error

@@ -20,7 +20,8 @@ from words import make_tokenizer
 
 import cab_hf
 from cab_hf.finetune import data, sources
-from cab_hf.finetune.data import Ahead, Packed, held_out, make_source
+from cab_hf.finetune.data import Packed, held_out, prefetched
+from cab_hf.finetune.sources import make_source
 from cab_hf.runs.settings import UsageError
 from cab_hf.texts.needles import NAMES
 
@@ -35,7 +36,6 @@ def small_blocks(monkeypatch, tmp_path_factory):
     # what datasets makes of files is nobody's but the test's, and nobody is told
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
-    monkeypatch.setattr(sources, "BLOCK_ROWS", 7)
     monkeypatch.setattr(sources, "BLOCK_STREAMED", 8)
 
 
@@ -86,9 +86,6 @@ def assert_same(actual, expected):
         assert one.keys() == other.keys()
         for name in one:
             assert torch.equal(one[name], other[name]), name
-
-
-# --- what stands where
 
 
 def letters():
@@ -162,9 +159,6 @@ def test_special_tokens_begin_a_text_and_not_its_rest():
     assert actual == ["zabc", "d.ze", "f.za"]
 
 
-# --- what documents mean to a model
-
-
 @pytest.mark.parametrize("implementation", ["sdpa", "cab"])
 def test_packed_documents_answer_as_they_do_alone(implementation):
     model = tiny_model(num_hidden_layers=2, vocab_size=len(TOKENIZER))
@@ -173,11 +167,10 @@ def test_packed_documents_answer_as_they_do_alone(implementation):
     source = in_memory(texts_of(12), shuffle=False)
     packed = Packed(TOKENIZER, [(source, 1)], 150, 0, hold_out=0)
 
+    @torch.no_grad()
     def logits(ids, positions):
-        with torch.no_grad():
-            return model(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[
-                0
-            ]
+        row = {"input_ids": ids[None], "position_ids": positions[None]}
+        return model(**row, use_cache=False).logits[0]
 
     for item in firsts(packed, 2):
         ids, positions = item["input_ids"], item["position_ids"]
@@ -190,8 +183,6 @@ def test_packed_documents_answer_as_they_do_alone(implementation):
         # as one document they are another text
         assert not torch.allclose(logits(ids, torch.arange(150))[-1], actual[-1], atol=1e-2)
 
-
-# --- shares
 
 RETRIEVAL = "retrieval:passkey+distractors+multi:260"
 
@@ -209,48 +200,36 @@ def test_sources_have_their_shares_of_the_tokens():
 @pytest.mark.parametrize("share", [0.3, 0.0], ids=["text beside", "no text beside"])
 def test_synthetic_documents_are_never_cut(share):
     mixed = [(in_memory(texts_of(20)), share), (make_source(RETRIEVAL), 0.7)]
-    complete, padded = 0, 0
+    complete = 0
     for item in firsts(Packed(TOKENIZER, mixed, 300, 0), 12):
         ids, positions, labels = (item[name].tolist() for name in item)
         starts = [at for at, position in enumerate(positions) if position == 0]
-        sizes = {at: end - at for at, end in zip(starts, [*starts[1:], len(ids)], strict=True)}
-        begins = [at for at in starts if TOKENIZER.decode(ids[at : at + 3]) == "There is an"]
-        begins += [at for at in starts if TOKENIZER.decode(ids[at : at + 2]) == "There are"]
-        assert [sizes[at] for at in begins] == [260] * len(begins)
-        complete += len(begins)
+        sizes = [end - at for at, end in zip(starts, [*starts[1:], len(ids)], strict=True)]
+        read = (TOKENIZER.decode(ids[at : at + 3]) for at in starts)
+        begun = [each.startswith(("There is an", "There are")) for each in read]
+        assert {size for size, own in zip(sizes, begun, strict=True) if own} <= {260}
+        complete += sum(begun)
         if not share:
-            padded += 1
             assert labels[260:] == [data.IGNORED] * 40
             assert ids[260:] == [TOKENIZER.pad_token_id] * 40
     assert complete >= 8
-    assert padded == (0 if share else 12)
 
 
-# --- position
-
-KINDS = [
-    pytest.param("txt", {}, id="txt"),
-    pytest.param("jsonl", {}, id="jsonl"),
-    pytest.param("parquet", {}, id="parquet"),
-    pytest.param("jsonl", {"shuffle": False}, id="in the order of the data"),
-    pytest.param("txt", {"streaming": True}, id="txt, streaming"),
-    pytest.param("jsonl", {"streaming": True}, id="jsonl, streaming"),
-    pytest.param("parquet", {"streaming": True}, id="parquet, streaming"),
-    pytest.param(
-        "jsonl", {"streaming": True, "shuffle": False}, id="streaming in the order of the data"
-    ),
+ENDINGS = ("txt", "jsonl", "parquet")
+ORDERS = [
+    *((ending, {"streaming": streaming}) for streaming in (False, True) for ending in ENDINGS),
+    *(("jsonl", {"streaming": streaming, "shuffle": False}) for streaming in (False, True)),
 ]
 
 
 @pytest.mark.parametrize("mixture", ["text alone", "retrieval beside"])
-@pytest.mark.parametrize(("ending", "options"), KINDS)
+@pytest.mark.parametrize(("ending", "options"), ORDERS, ids=str)
 def test_a_killed_run_goes_on_where_it_was(tmp_path, ending, options, mixture):
     name = written(tmp_path, ending, texts_of(40))
 
     def opened():
-        mixed = [(make_source(name, **options), 0.6)]
-        if mixture == "retrieval beside":
-            mixed.append((make_source(RETRIEVAL), 0.4))
+        beside = [(make_source(RETRIEVAL), 0.4)] if mixture == "retrieval beside" else []
+        mixed = [(make_source(name, **options), 0.6), *beside]
         return Packed(TOKENIZER, mixed, 280, 5, hold_out=10)
 
     packed, states, items = opened(), [], []
@@ -274,10 +253,8 @@ def test_the_order_is_another_one_each_epoch_and_each_seed(tmp_path, streaming):
 
     def numbers(salt, **options):
         source = make_source(name, streaming=streaming, **options)
-        texts = source.texts(sources.Part(0), str(salt))
-        drawn = []
-        for _ in range(120):
-            drawn.append(int(next(texts).split()[0]))
+        texts = sources.Texts(source, sources.Part(0), str(salt))
+        drawn = [int(next(texts).split()[0]) for _ in range(120)]
         return [drawn[:40], drawn[40:80], drawn[80:]]
 
     one, other = numbers(0), numbers(1)
@@ -286,9 +263,6 @@ def test_the_order_is_another_one_each_epoch_and_each_seed(tmp_path, streaming):
     assert len({tuple(epoch) for epoch in (*one, *other)}) == 6
     assert numbers(0, seed=1) != one
     assert numbers(0, shuffle=False) == [list(range(40))] * 3
-
-
-# --- processes
 
 
 def mixed():
@@ -305,13 +279,11 @@ def test_the_order_does_not_depend_on_the_world(world):
         assert len(set(states)) == 1
     # and goes on in another
     packed = Packed(TOKENIZER, mixed(), 280, 0)
-    state = packed.state_dict()
-    for _ in range(4):
-        next(ranks[0])
+    firsts(ranks[0], 4)
     packed.load_state_dict(ranks[0].state_dict())
     expected = firsts(Packed(TOKENIZER, mixed(), 280, 0), 12 + 4 * world + 2)[-2:]
     assert_same(firsts(packed, 2), expected)
-    assert json.dumps(packed.state_dict()) != json.dumps(state)
+    assert packed.state_dict() != Packed(TOKENIZER, mixed(), 280, 0).state_dict()
 
 
 @pytest.mark.parametrize(("world", "workers"), [(1, 0), (1, 1), (2, 1)])
@@ -319,18 +291,17 @@ def test_reading_ahead_gives_the_same_and_knows_its_place(world, workers):
     def opened():
         return Packed(TOKENIZER, mixed(), 280, 0, rank=world - 1, world=world)
 
-    expected, ahead = firsts(opened(), 8), Ahead(opened(), workers=workers)
+    expected, ahead = firsts(opened(), 8), prefetched(opened(), workers=workers)
     drawn = torch.get_rng_state()
-    assert_same(firsts(ahead, 4), expected[:4])
+    items, states = zip(*firsts(ahead, 4), strict=True)
+    assert_same(items, expected[:4])
     assert torch.equal(torch.get_rng_state(), drawn)
-    state = json.loads(json.dumps(ahead.state_dict()))
-    with pytest.raises(RuntimeError, match="before the first sequence"):
-        ahead.load_state_dict(state)
     # without a worker it goes on where one was
-    again = Ahead(opened(), workers=1 - workers)
-    again.load_state_dict(state)
-    assert again.state_dict() == state
-    assert_same(firsts(again, 4), expected[4:])
+    packed = opened()
+    packed.load_state_dict(json.loads(json.dumps(states[-1])))
+    assert packed.state_dict() == states[-1]
+    items, _ = zip(*firsts(prefetched(packed, workers=1 - workers), 4), strict=True)
+    assert_same(items, expected[4:])
 
 
 @pytest.mark.parametrize("methods", [["fork", "spawn"], ["spawn"]])
@@ -338,13 +309,8 @@ def test_what_goes_wrong_ahead_is_raised_where_it_is_read(methods, monkeypatch):
     monkeypatch.setattr(torch.multiprocessing, "get_all_start_methods", lambda: methods)
     numbers = datasets.Dataset.from_dict({"text": [9]})
     source = sources.TextSource("memory", numbers, "text", shuffle=False)
-    ahead = Ahead(Packed(TOKENIZER, [(source, 1)], 90, 0, hold_out=0))
-    for _ in range(2):
-        with pytest.raises(UsageError, match="must hold text; document 0 has 9"):
-            next(ahead)
-
-
-# --- validation
+    with pytest.raises(UsageError, match="must hold text; document 0 has 9"):
+        next(prefetched(Packed(TOKENIZER, [(source, 1)], 90, 0, hold_out=0)))
 
 
 def numbers_in(items):
@@ -389,9 +355,6 @@ def test_held_out_retrieval_is_of_held_out_text():
     assert all("rained" in text and "nobody" not in text for text in read)
 
 
-# --- a model that knows fewer tokens
-
-
 def test_padding_is_a_token_that_the_model_knows():
     tokenizer = letters()
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
@@ -413,9 +376,6 @@ def test_a_token_that_the_model_does_not_know_is_refused(added):
     with pytest.raises(UsageError, match=rf"data has token {more} \('<more>'\), and the model"):
         next(packed)
     next(Packed(tokenizer, sources_, 8, 0, hold_out=0, vocabulary=more + 1))
-
-
-# --- what is named is what is read
 
 
 def file_of(folder, name, content):
@@ -501,8 +461,6 @@ def test_a_byte_order_mark_is_no_text(tmp_path, ending, streaming):
     file = file_of(tmp_path, f"a.{ending}", codecs.BOM_UTF8 + text.encode())
     assert read_from(file, streaming) == ["It rained."]
 
-
-# --- what is refused
 
 LINE = json.dumps({"content": "a b c", "title": "x"}) + "\n"
 GOOD = {"txt": "a b", "jsonl": rows_of("a b")}
@@ -591,11 +549,9 @@ def test_short_documents_are_skipped(texts, streaming):
     dataset = dataset.to_iterable_dataset() if streaming else dataset
     source = sources.TextSource("memory", dataset, "text", shuffle=False)
     packed = Packed(tokenizer, [(source, 1)], 8, 0, hold_out=0)
-    if texts[0]:
+    refused = nullcontext() if texts[0] else pytest.raises(UsageError, match="only documents of")
+    with refused:
         assert spelled(tokenizer, next(packed)["input_ids"]) == "abc.abc."
-    else:
-        with pytest.raises(UsageError, match="has only documents of"):
-            next(packed)
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])

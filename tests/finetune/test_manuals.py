@@ -12,7 +12,7 @@ from threading import Thread
 import datasets
 import pytest
 
-from cab_hf.finetune.data import make_source
+from cab_hf.finetune.sources import make_source
 from cab_hf.runs import stand_ins as manuals
 from cab_hf.runs.cache import file_sha256
 from cab_hf.runs.settings import UsageError

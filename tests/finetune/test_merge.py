@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -360,33 +359,3 @@ def test_words_that_are_refused(words, sentence, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2 and sentence in capsys.readouterr().err
-
-
-class Hub:
-    """Stands for the hub's client."""
-
-    uploads = []
-
-    def create_repo(self, name, exist_ok):
-        if "/" not in name:
-            raise ValueError("no such owner.\nand more")
-        return type("Repository", (), {"repo_id": name})
-
-    def upload_folder(self, repo_id, folder_path):
-        self.uploads.append((repo_id, sorted(x.name for x in Path(folder_path).iterdir())))
-
-
-def test_a_merged_model_is_pushed_when_asked(bases, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    trained(bases["llama"], tmp_path / "adapter")
-    words = [str(tmp_path / "adapter"), str(tmp_path / "merged"), "--push"]
-    assert main([*words, "me/mine"]) == 0
-    ((name, files),) = Hub.uploads
-    assert name == "me/mine" and {"README.md", "config.json", "model.safetensors"} <= set(files)
-    shutil.rmtree(tmp_path / "merged")
-    assert main([*words, "mine"]) == 2
-    assert (
-        "push must be a repository of the hub that you may write; got 'mine' (no such owner)"
-        in (capsys.readouterr().err)
-    )
-    assert (tmp_path / "merged").exists()

@@ -8,6 +8,7 @@ import transformers
 from held import Held
 from tiny import SIZES, tiny_model, tokens
 from torch.utils.flop_counter import FlopCounterMode
+from trained import batch
 
 from cab_hf import CabConfig
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
@@ -27,12 +28,6 @@ def adapted(**overrides):
     return with_lora(model, TARGETS, rank=4, alpha=8)
 
 
-def batch(length):
-    ids = tokens(1, length)
-    positions = torch.arange(length)[None]
-    return {"input_ids": ids, "position_ids": positions, "labels": ids}
-
-
 def test_flops_are_those_that_torch_counts():
     length = 64
     model = adapted().train()
@@ -40,7 +35,7 @@ def test_flops_are_those_that_torch_counts():
     model.enable_input_require_grads()
     counter = FlopCounterMode(display=False)
     with counter:
-        Objective(model, "chunks")(batch(length)).backward()
+        Objective(model)(batch(length)).backward()
     cost = meter.Cost.of(model)
     # eager attention computes what causality forbids as well
     expected = cost.products(length) + sum(cost.attention([length**2] * 3))
@@ -110,7 +105,7 @@ def test_a_line_has_what_was_attended_beside_what_could_have_been():
     counted = meter.Meter(cost)
     layers = [{"layer": i, "density": density} for i, density in enumerate((0.5, None, 0.25))]
     counted.count(torch.arange(100)[None], layers)
-    actual = meter.line(counted.totals(), seconds=2.0, processes=1, peak=1e9)
+    actual = meter.line(counted.totals, seconds=2.0, processes=1, peak=1e9)
     (attention,) = {*cost.attention([5050] * 3)}
     assert actual["density"] == pytest.approx((0.5 + 1 + 0.25) / 3)
     products = cost.products(100)
@@ -118,7 +113,17 @@ def test_a_line_has_what_was_attended_beside_what_could_have_been():
     assert actual["mfu_dense_equivalent"] == pytest.approx((products + 3 * attention) / 2e9)
     assert actual["tokens_per_second"] == 50
     counted.begin()
-    assert counted.totals() == [0.0] * 4
+    assert counted.totals == [0.0] * 4
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def four_layers(vocabulary, dtype=torch.float32, **options):
+    sizes = {"hidden_size": 128, "intermediate_size": 448, "vocab_size": vocabulary}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
+    model = tiny_model(num_hidden_layers=4, **sizes, **heads, **options)
+    return with_lora(model.to(dtype), ATTENTION, 4, 8).train()
 
 
 @pytest.mark.parametrize(
@@ -132,17 +137,13 @@ def test_a_line_has_what_was_attended_beside_what_could_have_been():
     ],
 )
 def test_the_estimate_of_memory_is_near_what_is_held(vocabulary, dtype, checkpointing):
-    sizes = {"hidden_size": 128, "intermediate_size": 448, "vocab_size": vocabulary}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
-    model = tiny_model(attn_implementation="sdpa", num_hidden_layers=4, **sizes, **heads)
-    model = with_lora(model.to(dtype), ("q_proj", "k_proj", "v_proj", "o_proj"), 4, 8)
+    model = four_layers(vocabulary, dtype, attn_implementation="sdpa")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(trained)
     with Held(*model.parameters(), *model.buffers()) as held:
-        Objective(model, "chunks")(batch(512)).backward()
+        Objective(model)(batch(512)).backward()
         optimizer.step()
     fields = {"itemsize": dtype.itemsize, "checkpointing": checkpointing, "loss_tokens": 2**26}
     estimate = meter.memory(meter.Cost.of(model), 512, **fields)
@@ -153,17 +154,14 @@ def test_the_estimate_of_memory_is_near_what_is_held(vocabulary, dtype, checkpoi
 @pytest.mark.parametrize("vocabulary", [64, 8192], ids=["a layer is the peak", "the loss is"])
 def test_the_estimate_knows_of_tiles_and_of_what_is_offloaded(vocabulary, offloaded):
     length, tile = 1024, 64
-    sizes = {"hidden_size": 128, "intermediate_size": 448, "vocab_size": vocabulary}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
-    model = tiny_model(num_hidden_layers=4, **sizes, **heads)
-    model = with_lora(model, ("q_proj", "k_proj", "v_proj", "o_proj"), 4, 8).train()
+    model = four_layers(vocabulary)
     enable_gradient_checkpointing(model)
     compute_in_tiles(model, tile)
     # chunks of the size of a checkpoint
     offload = Offload(offloaded, torch.device("cpu"), length * 128 * 4)
     offload.enable(model)
     with Held(*model.parameters(), *model.buffers()) as held:
-        Objective(model, "chunks")(batch(length)).backward()
+        Objective(model)(batch(length)).backward()
     cost = meter.Cost.of(model)
     estimate = meter.memory(
         cost, length, itemsize=4, loss_tokens=2**26, tile=tile, offloaded=offloaded
@@ -194,7 +192,7 @@ SMALL = {
 def large():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LARGE)).bfloat16()
-    model = with_lora(model, ("q_proj", "k_proj", "v_proj", "o_proj"), 16, 32)
+    model = with_lora(model, ATTENTION, 16, 32)
     return meter.Cost.of(model)
 
 
@@ -254,7 +252,7 @@ def test_steps_of_packed_documents_take_what_an_h200_measured(kind, heads, setti
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     if "train" not in settings:
-        model = with_lora(model.bfloat16(), ("q_proj", "k_proj", "v_proj", "o_proj"), 32, 64)
+        model = with_lora(model.bfloat16(), ATTENTION, 32, 64)
     asked = Settings(data=("a.txt",), checkpointing=False, **settings)
     room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
     memory = dry_run.fit(asked, meter.Cost.of(model), {}, room).memory
@@ -307,7 +305,7 @@ def test_processes_share_what_a_container_has_of_its_host(tmp_path, monkeypatch)
     file.write_text(f"{2**20}\n")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert meter.host_bytes() == 2**18
-    assert meter.host_bytes(told_gib=8.0) == 2 * meter.GIB
+    assert meter.host_bytes(given_gib=8.0) == 2 * meter.GIB
 
 
 def test_weights_that_wait_on_the_host_leave_room_for_checkpoints(large):

@@ -2,12 +2,14 @@
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
-from tiny import tiny_model, tokens
+import trained
+from tiny import tiny_model
+from trained import batch
 
-from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
 from cab_hf.finetune.objective import Objective
 from cab_hf.finetune.offload import Offload
 
@@ -19,28 +21,13 @@ CPU = torch.device("cpu")
 
 
 def adapted(dropout=0.0):
-    torch.manual_seed(0)
-    model = tiny_model(num_hidden_layers=LAYERS, hidden_size=HIDDEN)
-    model = with_lora(model, ("q_proj", "o_proj", "up_proj"), 4, 8, dropout).train()
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.1)
-    enable_gradient_checkpointing(model)
-    return model
-
-
-def batch(length=LENGTH):
-    ids = tokens(1, length)
-    return {"input_ids": ids, "position_ids": torch.arange(length)[None], "labels": ids}
+    made = partial(tiny_model, num_hidden_layers=LAYERS, hidden_size=HIDDEN)
+    return trained.adapted(("q_proj", "o_proj", "up_proj"), made, dropout=dropout)
 
 
 def learnt(model, length=LENGTH):
     """The loss and all gradients of a step."""
-    torch.manual_seed(1)
-    model.zero_grad()
-    loss = Objective(model, "chunks")(batch(length))
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)]
+    return [*trained.learnt(model, length).values()]
 
 
 @pytest.mark.parametrize("layers", [0, 1, 3, 4])
@@ -122,7 +109,7 @@ def test_two_passes_may_be_open_at_once():
     expected = [2 * gradient for gradient in learnt(model)[1:]]
     Offload(3, CPU, CHUNK).enable(model)
     model.zero_grad()
-    losses = [Objective(model, "chunks")(batch()) for _ in range(2)]
+    losses = [Objective(model)(batch(LENGTH)) for _ in range(2)]
     sum(losses).backward()
     for parameter, gradient in zip(
         (p for p in model.parameters() if p.requires_grad), expected, strict=True

@@ -4,7 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launches import LAUNCH, MEDDLED, ROOT, TRAIN, launched, losses, steps
+from launches import (
+    LAUNCH,
+    MEDDLED,
+    ROOT,
+    TRAIN,
+    check_that_a_killed_run_goes_on_to_the_last_bit,
+    launched,
+    losses,
+    steps,
+)
 from torch import nn
 from words import save_llama
 
@@ -132,12 +141,6 @@ def check_that_they_are_the_same(actual, meant):
     )
     assert one["held_out_loss"] == pytest.approx(other["held_out_loss"], rel=1e-5)
     assert one["passkey"] == other["passkey"]
-
-
-def check_that_a_killed_run_goes_on_to_the_last_bit(killed, complete):
-    assert [step for kind, step, _ in losses(complete) if kind == "step"] == [1, 2, 3, 4, 5, 6]
-    assert losses(killed) == losses(complete)
-    assert steps(killed, "grad_norm") == steps(complete, "grad_norm")
 
 
 def parallel_of(group, cp, attention="cab"):

@@ -9,8 +9,10 @@ from words import CHAT, TEXT, make_tokenizer
 
 from cab_hf.eval.haystack import Haystack
 from cab_hf.finetune import sources
-from cab_hf.finetune.data import IGNORED, Packed, held_out, make_source
+from cab_hf.finetune.data import Packed, held_out
+from cab_hf.finetune.loss import IGNORED
 from cab_hf.finetune.retrieval import KEYS, KINDS, retrieval_document
+from cab_hf.finetune.sources import make_source
 from cab_hf.runs.settings import UsageError
 from cab_hf.texts import needles
 from cab_hf.texts.documents import plain_document, recall_document

@@ -4,9 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+import trained
 import transformers
 from held import Held
-from tiny import SIZES, tiny_model, tokens
+from tiny import SIZES, tiny_model
 
 from cab_hf.finetune import loss, meter
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
@@ -28,30 +29,8 @@ def cohere():
     return transformers.CohereForCausalLM(config)
 
 
-def adapted(made=tiny_model, checkpointing=True, **options):
-    torch.manual_seed(0)
-    model = with_lora(made(), TARGETS, 4, 8, **options).train()
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.1)
-    if checkpointing:
-        enable_gradient_checkpointing(model)
-    return model
-
-
-def batch(length=LENGTH, rows=1):
-    ids = tokens(rows, length)
-    positions = torch.arange(length).expand(rows, -1)
-    return {"input_ids": ids, "position_ids": positions, "labels": ids}
-
-
-def learnt(model, **shape):
-    """The loss and all gradients of a step, by name."""
-    torch.manual_seed(1)
-    total = Objective(model, "chunks")(batch(**shape))
-    total.backward()
-    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    return {"loss": total.detach(), **trained}
+adapted = partial(trained.adapted, TARGETS)
+batch, learnt = (partial(each, length=LENGTH) for each in (trained.batch, trained.learnt))
 
 
 def check_alike(results, expected):
@@ -112,7 +91,7 @@ def test_nothing_of_all_tokens_by_all_inner_channels_is_made(monkeypatch):
     def largest(tile):
         compute_in_tiles(model, tile)
         with Held(*model.parameters()) as held:
-            Objective(model, "chunks")(batch(length)).backward()
+            Objective(model)(batch(length=length)).backward()
         return held.largest
 
     assert largest(length) >= length * inner * 2
@@ -132,9 +111,9 @@ def test_an_mlp_is_computed_twice_and_not_three_times():
 def test_without_gradients_results_are_the_same():
     model = adapted()
     with torch.no_grad():
-        expected = Objective(model, "chunks")(batch())
+        expected = Objective(model)(batch())
         compute_in_tiles(model, TILE_TOKENS)
-        torch.testing.assert_close(Objective(model, "chunks")(batch()), expected)
+        torch.testing.assert_close(Objective(model)(batch()), expected)
 
 
 def mixture():

@@ -71,7 +71,7 @@ def learnt(model, gpu):
     batch = {"input_ids": ids, "position_ids": torch.arange(LENGTH, device=gpu)[None]}
     model.zero_grad()
     torch.cuda.reset_peak_memory_stats()
-    loss = Objective(model, "chunks")({**batch, "labels": ids})
+    loss = Objective(model)({**batch, "labels": ids})
     loss.backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.requires_grad]
     return [loss.detach(), *gradients], torch.cuda.max_memory_allocated()

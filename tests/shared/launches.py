@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
 from cab_hf.finetune import train
 from cab_hf.runs.log import read_log
 
@@ -94,3 +97,15 @@ def losses(out):
 def steps(out, field):
     _, records = read_log(out / train.LOG)
     return [each[field] for each in records if each["kind"] == "step"]
+
+
+def check_that_a_killed_run_goes_on_to_the_last_bit(killed, complete):
+    assert [step for kind, step, _ in losses(complete) if kind == "step"] == [1, 2, 3, 4, 5, 6]
+    assert losses(killed) == losses(complete)
+    assert steps(killed, "grad_norm") == steps(complete, "grad_norm")
+    one, other = (
+        load_file(x / "adapter" / "adapter_model.safetensors") for x in (killed, complete)
+    )
+    assert one.keys() == other.keys() and all(
+        torch.equal(x, other[name]) for name, x in one.items()
+    )

@@ -1,0 +1,35 @@
+"""Tiny models with adapters, and a step of their training."""
+
+import torch
+from tiny import tiny_model, tokens
+
+from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
+from cab_hf.finetune.objective import Objective
+
+
+def adapted(targets, made=tiny_model, checkpointing=True, **options):
+    """A model with adapters that are not small, to be trained."""
+    torch.manual_seed(0)
+    model = with_lora(made(), targets, 4, 8, **options).train()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    if checkpointing:
+        enable_gradient_checkpointing(model)
+    return model
+
+
+def batch(length, rows=1):
+    ids = tokens(rows, length)
+    positions = torch.arange(length).expand(rows, -1)
+    return {"input_ids": ids, "position_ids": positions, "labels": ids}
+
+
+def learnt(model, length, rows=1):
+    """The loss and all gradients of a step, by name."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    total = Objective(model)(batch(length, rows))
+    total.backward()
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return {"loss": total.detach(), **trained}
