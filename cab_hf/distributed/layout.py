@@ -58,14 +58,11 @@ class Layout:
         """Query and key block of plans that keep everything."""
         return math.gcd(self.block, EXACT_BLOCK)
 
-    def pairs(self, rank: Tensor) -> tuple[Tensor, Tensor]:
-        """The early and the late chunk that each rank holds of every document."""
-        return rank, 2 * self.world - 1 - rank
-
     @cached_property
     def offsets(self) -> Tensor:
         """int64 [W, n]: the positions of each rank's tokens in their document, padding behind."""
-        pair = self.pairs(torch.arange(self.world).unsqueeze(1))
+        early = torch.arange(self.world).unsqueeze(1)
+        pair = early, 2 * self.world - 1 - early
         held = [chunk * size + torch.arange(size) for size in self.chunks for chunk in pair]
         return torch.cat(held, dim=1)
 
@@ -237,15 +234,13 @@ class Shard(Spans):
         return named[:, rows.clamp(min=0)] & (rows >= 0)
 
 
-def layout_between(
-    cu_seqlens: Tensor | None, tokens: int, world: int, block: int, kind: type[Layout] = Layout
-) -> Layout:
+def layout_between(cu_seqlens: Tensor | None, tokens: int, world: int, block: int) -> Layout:
     """The layout of documents that begin and end at ``cu_seqlens``.
 
     None is one document without padding, of ``tokens`` for each of ``world`` ranks.
     """
     lengths = (world * tokens,) if cu_seqlens is None else lengths_between(cu_seqlens)
-    return layout_of(lengths, world, block, kind)
+    return layout_of(lengths, world, block)
 
 
 def lengths_between(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
@@ -267,11 +262,9 @@ def lengths_between(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
 
 
 @lru_cache(KEPT)
-def layout_of(
-    lengths: tuple[int, ...], world: int, block: int = EXACT_BLOCK, kind: type[Layout] = Layout
-) -> Layout:
+def layout_of(lengths: tuple[int, ...], world: int, block: int = EXACT_BLOCK) -> Layout:
     """The `Layout`, the same object for the same arguments."""
-    return kind(lengths, world, block)
+    return Layout(lengths, world, block)
 
 
 @lru_cache(KEPT)

@@ -51,13 +51,10 @@ class CPAttention:
         def attend(keys: Tensor, values: Tensor, i: int) -> tuple[Tensor, Tensor]:
             heads = slice(gather.slices[i].start * group, gather.slices[i].stop * group)
             part = plan.slice_heads(heads.start, heads.stop, q.shape[1])
-            return self.launch(q[:, heads], keys, values, part)
+            given = q[:, heads], keys, values, part, self.scale
+            return self.engine.attention(*given, return_lse=True)
 
         return over_slices(gather, k, v, attend)
-
-    def launch(self, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> tuple[Tensor, Tensor]:
-        """`attention` over keys that have arrived."""
-        return self.engine.attention(q, k, v, plan, self.scale, return_lse=True)
 
 
 def zigzag_attention(
@@ -166,18 +163,14 @@ def turn(
     block: int,
     regather_kv: bool,
     check: bool,
-    kind: type[Layout] = Layout,
 ) -> CPAttention:
-    """Validate the arguments of `zigzag_attention`; raises what it documents.
-
-    ``kind`` is the order in which ranks hold the text.
-    """
+    """Validate the arguments of `zigzag_attention`; raises what it documents."""
     group = group_of(group)
     refuse_shapes(q, k, v)
     require(is_whole(heads_k_stride), "heads_k_stride", heads_k_stride, "a whole number >= 1")
     require(is_whole(block) and block % 16 == 0, "block", block, "a multiple of 16")
     world, tokens = group.size(), q.shape[2]
-    layout = layout_between(cu_seqlens, tokens, world, block, kind)
+    layout = layout_between(cu_seqlens, tokens, world, block)
     if check:
         require_equal(rank_facts(q, k, v, layout), group, q.device)
     if layout.tokens != tokens:

@@ -3,7 +3,7 @@
 import torch
 
 from cab_hf.call.frame import Frame, Length
-from cab_hf.distributed.layout import Layout, layout_of, lengths_between
+from cab_hf.distributed.layout import layout_of, lengths_between
 
 BLOCK = 32
 # where documents begin and end; None is a text that fills all ranks
@@ -14,9 +14,9 @@ TEXTS = {
 }
 
 
-def layout_for(world, ends, kind=Layout):
+def layout_for(world, ends):
     lengths = (2 * world * BLOCK * 2,) if ends is None else lengths_between(ends)
-    return layout_of(lengths, world, BLOCK, kind)
+    return layout_of(lengths, world, BLOCK)
 
 
 def shard_of(x, layout, rank):
