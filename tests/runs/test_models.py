@@ -50,7 +50,7 @@ def convert(gguf, folder):
 
 def test_the_model_is_converted_once_and_leftovers_of_killed_processes_go(cache, monkeypatch):
     monkeypatch.setattr(stand_ins, "convert_gguf", convert)
-    stale, fresh = cache / ".smollm2-stale", cache / ".smollm2-fresh"
+    stale, fresh = cache / ".making-stale", cache / ".making-fresh"
     for folder in (stale, fresh):
         folder.mkdir(parents=True)
     os.utime(stale, (0, 0))
