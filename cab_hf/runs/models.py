@@ -47,6 +47,10 @@ TINY_SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
+    "vocab_size": 258,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+    "pad_token_id": 257,
 }
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # beginnings of the names of causal LMs that the hub has without an owner
@@ -62,6 +66,8 @@ ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", BASE)
 # models that are a base and an adapter in a folder of the package
 ADAPTERS = Path(__file__).parents[1] / "adapters"
 ADAPTED = {name: ADAPTERS / name for name in ("smollm2-32k", "smollm2-128k")}
+# what is made in the cache
+MADE = (SMOLLM2, *ADAPTED, *RESHAPED, TINY)
 # the folder in which a training run leaves a model of which it has trained all weights
 TRAINED = "model"
 # a model's files beside its weights
@@ -98,8 +104,6 @@ def load_model(
         )
     _refuse_adapter(name_or_path)
     tokenizer = load_tokenizer(name_or_path, trust_remote_code)
-    if name_or_path == TINY:
-        return _tiny_model(torch_dtype, **options).to(device), tokenizer
     with _loading(name_or_path):
         model = AutoModelForCausalLM.from_pretrained(
             _source(name_or_path),
@@ -117,8 +121,6 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTra
     """The tokenizer of a model, with a pad token; arguments and errors as of `load_model`."""
     from transformers import AutoTokenizer
 
-    if name_or_path == TINY:
-        return _byte_tokenizer()
     with _loading(name_or_path):
         source = _source(name_or_path)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -131,8 +133,6 @@ def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTraine
     """The config of a model, or of that which an adapter is for; as `load_model`."""
     from transformers import AutoConfig
 
-    if name_or_path == TINY:
-        return _tiny_config()
     _refuse_adapter(name_or_path)
     source = _source(name_or_path)
     with _loading(name_or_path):
@@ -160,48 +160,23 @@ def skeleton(
         )
 
 
-def _tiny_config() -> PreTrainedConfig:
-    from transformers import LlamaConfig
-
-    special = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": 257}
-    return LlamaConfig(vocab_size=258, **special, **TINY_SIZES)
-
-
-def _tiny_model(
-    dtype: Any,
-    config: PreTrainedConfig | None = None,
-    attn_implementation: str = "sdpa",
-    **others: Any,
-) -> PreTrainedModel:
-    """It takes only those options of ``from_pretrained`` that a model without files has."""
+def _make_tiny(folder: Path) -> None:
+    """Write a small Llama 2 of random weights, whose tokens are bytes: digits are one each."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-    if others:
-        raise UsageError(
-            f"model {TINY!r} is made of random weights and takes no {', '.join(sorted(others))}; "
-            "leave it out, or give a model that has files."
-        )
-    with _loading(TINY), torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):
         # always the same one, whatever the seed of a run
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            config or _tiny_config(), attn_implementation=attn_implementation, dtype=torch.float32
-        )
-    return model.to(dtype).eval()
-
-
-def _byte_tokenizer() -> PreTrainedTokenizerBase:
-    """A tokenizer whose tokens are bytes, so that digits are one each."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
+        AutoModelForCausalLM.from_config(LlamaConfig(**TINY_SIZES)).save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: i for i, letter in enumerate([*letters, "<eos>", "<pad>"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    special = {"eos_token": "<eos>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
 def greedy(model: PreTrainedModel, **fields: Any) -> GenerationConfig:
@@ -239,8 +214,6 @@ def most_tokens(config: PreTrainedConfig, written: int = 0) -> int | None:
 
 def is_local(name_or_path: str) -> bool:
     """Whether all files of a model are in folders, those of what an adapter is for as well."""
-    if name_or_path == TINY:
-        return True
     folder = Path(_source(name_or_path))
     base = _base_of(folder)
     return folder.is_dir() and (base is None or is_local(base))
@@ -255,7 +228,7 @@ def content_sha256(name_or_path: str) -> str:
     if name_or_path == SMOLLM2:
         return SMOLLM2_SHA256
     if name_or_path == TINY:
-        return _sha256(_tiny_config().to_json_string())
+        return _sha256(json.dumps(TINY_SIZES))
     if name_or_path in RESHAPED:
         return _sha256(f"{SMOLLM2_SHA256} {name_or_path}")
     if name_or_path in ADAPTED:
@@ -320,8 +293,7 @@ def refuse_unknown(name: str) -> None:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    known = (SMOLLM2, *ADAPTED, *RESHAPED, TINY)
-    if name in known or Path(name).exists():
+    if name in MADE or Path(name).exists():
         return
     # the form owner/name, one of the hub's first names, or in its cache
     match = re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", name, re.ASCII)
@@ -331,17 +303,17 @@ def refuse_unknown(name: str) -> None:
         or isinstance(try_to_load_from_cache(name, "config.json"), str)
     ):
         return
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, MADE, n=1)
     meant = f" (did you mean {near[0]!r}?)" if near else ""
     raise UsageError(
-        f"model {name!r} is not here{meant}; give {', '.join(known)}, a folder, or a name of the "
+        f"model {name!r} is not here{meant}; give {', '.join(MADE)}, a folder, or a name of the "
         "hub as owner/name."
     )
 
 
 def is_made(name: str) -> bool:
     """Whether it names a model that is made in the cache."""
-    return name in (SMOLLM2, *ADAPTED, *RESHAPED)
+    return name in MADE
 
 
 def made_folder(name: str) -> Path:
@@ -356,6 +328,8 @@ def made_folder(name: str) -> Path:
         return smollm2_folder()
     if name in RESHAPED:
         return reshaped_folder(name)
+    if name == TINY:
+        return made_once(f"{TINY}-{content_sha256(TINY)[:12]}", _make_tiny)
     # by its content, that of its base included: another would be another model
     return made_once(f"{name}-{content_sha256(name)[:12]}", partial(_merge, name))
 

@@ -54,16 +54,10 @@ def test_apply_is_idempotent_and_remove_puts_back(model):
     assert state(model) == before
 
 
-def test_the_context_manager_restores_what_it_found(model):
-    with cab_hf.cab(model, mass_threshold=0.08):
-        assert model.config._attn_implementation == "cab"
-    assert state(model) == ("sdpa", None)
+def test_a_block_that_raises_leaves_what_it_found(model):
     cab_hf.apply_cab(model, FULL)
-    with cab_hf.cab(model, mass_threshold=0.08):
-        assert model.config.cab_config["mass_threshold"] == 0.08
-        assert state(cab_hf.remove_cab(model)) == ("sdpa", None)
-    assert CabConfig.from_dict(model.config.cab_config) == FULL
     with pytest.raises(RuntimeError, match="from inside"), cab_hf.cab(model, mass_threshold=0.08):
+        assert model.config.cab_config["mass_threshold"] == 0.08
         raise RuntimeError("from inside")
     assert CabConfig.from_dict(model.config.cab_config) == FULL
     cab_hf.remove_cab(model)
@@ -85,23 +79,15 @@ def through_pickle(model):
 @pytest.mark.parametrize(
     "applied_as",
     [
-        pytest.param(lambda m: copy.deepcopy(cab_hf.apply_cab(m, SPARSE)), id="deep-copy"),
-        pytest.param(lambda m: through_pickle(cab_hf.apply_cab(m, SPARSE)), id="pickle"),
-        pytest.param(
-            lambda m: copy.deepcopy(wrapped_in_lora(cab_hf.apply_cab(m, SPARSE))), id="copy-adapter"
-        ),
-        pytest.param(
-            lambda m: wrapped_in_lora(cab_hf.apply_cab(m, SPARSE)).merge_and_unload(), id="merged"
-        ),
-        pytest.param(
-            lambda m: cab_hf.apply_cab(wrapped_in_lora(m), SPARSE).merge_and_unload(),
-            id="applied-adapter-merged",
-        ),
-        pytest.param(
-            lambda m: cab_hf.apply_cab(wrapped_in_lora(m), SPARSE).get_base_model(), id="inside"
-        ),
-        pytest.param(lambda m: torch.compile(cab_hf.apply_cab(m, SPARSE)), id="compiled"),
+        lambda m: copy.deepcopy(cab_hf.apply_cab(m, SPARSE)),
+        lambda m: through_pickle(cab_hf.apply_cab(m, SPARSE)),
+        lambda m: copy.deepcopy(wrapped_in_lora(cab_hf.apply_cab(m, SPARSE))),
+        lambda m: wrapped_in_lora(cab_hf.apply_cab(m, SPARSE)).merge_and_unload(),
+        lambda m: cab_hf.apply_cab(wrapped_in_lora(m), SPARSE).merge_and_unload(),
+        lambda m: cab_hf.apply_cab(wrapped_in_lora(m), SPARSE).get_base_model(),
+        lambda m: torch.compile(cab_hf.apply_cab(m, SPARSE)),
     ],
+    ids=["copy", "pickle", "copy-adapter", "merged", "adapter-merged", "inside", "compiled"],
 )
 def test_what_was_there_before_goes_where_the_model_goes(model, applied_as):
     before = state(model)
@@ -155,12 +141,11 @@ def test_blocks_may_end_in_any_order(model, first_to_end, applied):
 
 
 INSIDE = {
-    "remove": cab_hf.remove_cab,
+    "nothing": lambda model: None,
+    "remove": lambda model: state(cab_hf.remove_cab(model)) == ("sdpa", None) or 1 / 0,
     "apply": lambda model: cab_hf.apply_cab(model, mass_threshold=0.08),
-    "remove-and-apply": lambda model: cab_hf.apply_cab(
-        cab_hf.remove_cab(model), mass_threshold=0.08
-    ),
-    "another-implementation": lambda model: model.set_attn_implementation("eager"),
+    "again": lambda model: cab_hf.apply_cab(cab_hf.remove_cab(model), mass_threshold=0.08),
+    "eager": lambda model: model.set_attn_implementation("eager"),
 }
 
 
@@ -171,6 +156,7 @@ def test_a_block_leaves_what_it_found_whatever_happens_inside(model, inside, app
         cab_hf.apply_cab(model, FULL)
     before = state(model)
     with cab_hf.cab(model, mass_threshold=0.08):
+        assert model.config._attn_implementation == "cab"
         inside(model)
     assert state(model) == before
     cab_hf.remove_cab(model)
@@ -478,11 +464,24 @@ def test_settings_of_another_model_are_refused_where_they_meet_one(
         meet(model, tmp_path, config, way)
 
 
-@pytest.mark.parametrize("use", [cab_hf.describe, lambda model: model(tokens(1, 40))])
-def test_the_calibration_of_another_model_is_refused_where_it_is_set_by_hand(model, use):
+def read_compiled(model, length=40):
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, fullgraph=True, backend="eager")(tokens(1, length))
+
+
+@pytest.mark.parametrize(
+    ("use", "error"),
+    [
+        (cab_hf.describe, ValueError),
+        (lambda model: model(tokens(1, 40)), ValueError),
+        (read_compiled, Exception),
+    ],
+)
+def test_the_calibration_of_another_model_is_refused_where_it_is_set_by_hand(model, use, error):
     model.set_attn_implementation("cab")
     model.config.cab_config = dataclasses.replace(SPARSE, origin=OWN._replace(layers=4))
-    with pytest.raises(ValueError, match="was calibrated for somebody's"):
+    with pytest.raises(error, match="was calibrated for somebody's"):
         use(model)
 
 
@@ -513,14 +512,6 @@ def test_saved_settings_that_nothing_uses_are_named_once(model, tmp_path, nothin
 @pytest.mark.parametrize("unsaid", ["layers", "heads", "kv_heads"])
 def test_what_a_calibration_does_not_say_is_not_compared(model, unsaid):
     cab_hf.apply_cab(model, SPARSE, origin=OWN._replace(**{unsaid: None}))
-
-
-def test_a_calibration_of_another_model_is_named_where_it_is_compiled(model):
-    model.set_attn_implementation("cab")
-    model.config.cab_config = dataclasses.replace(SPARSE, origin=OWN._replace(layers=4))
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="was calibrated for somebody's"):
-        torch.compile(model, fullgraph=True, backend="eager")(tokens(1, 40))
 
 
 # --- a model whose positions end before any prompt is long enough
@@ -599,11 +590,6 @@ def read_in_chunks(model, length):
     model(tokens(1, length), past_key_values=cache)
 
 
-def read_compiled(model, length):
-    torch._dynamo.reset()
-    torch.compile(model, fullgraph=True, backend="eager")(tokens(1, length))
-
-
 def read_packed(model, length):
     model(tokens(1, 2 * length), position_ids=torch.arange(length).repeat(2)[None])
 
@@ -633,15 +619,12 @@ def test_a_prompt_too_short_to_be_sparse_is_news_once(nothing_said, recwarn, rea
         assert sentence.startswith("llama reads 50 tokens and min_length is 16,384, so 'cab' ")
 
 
-@pytest.mark.parametrize("name", ["cab_dense", "cab"])
-def test_nothing_is_said_of_exact_attention_or_while_it_is_compiled(
-    model, nothing_said, recwarn, name
-):
-    model.set_attn_implementation(name)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="eager") if name == "cab" else model
+def test_nothing_is_said_of_exact_attention_or_while_it_is_compiled(model, nothing_said, recwarn):
+    model.set_attn_implementation("cab_dense")
     with torch.no_grad():
-        compiled(tokens(1, 40))
+        model(tokens(1, 40))
+    model.set_attn_implementation("cab")
+    read_compiled(model)
     assert not said(recwarn)
 
 
