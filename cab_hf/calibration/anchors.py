@@ -28,7 +28,7 @@ NEEDLE_WEIGHT = 3.0
 
 
 class Needles(NamedTuple):
-    """Queries that are to find something, and where it stands: int64 [n] each, [start, end)."""
+    """Queries that look for something, and where it is: int64 [n] each, [start, end)."""
 
     queries: Tensor
     starts: Tensor

@@ -68,7 +68,7 @@ ADAPTERS = Path(__file__).parents[1] / "adapters"
 ADAPTED = {name: ADAPTERS / name for name in ("smollm2-32k", "smollm2-128k")}
 # what is made in the cache
 MADE = (SMOLLM2, *ADAPTED, *RESHAPED, TINY)
-# the folder in which a training run leaves a model of which it has trained all weights
+# the folder in which a training run of all weights leaves its model
 TRAINED = "model"
 # a model's files beside its weights
 TEXTS = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
@@ -84,8 +84,7 @@ def load_model(
     `cab_hf.load_model` is this with defaults, and with CAB.
 
     Args:
-        name_or_path: ``smollm2``, a name of `ADAPTED` or `RESHAPED`, ``tiny``, or whatever
-            ``AutoModelForCausalLM.from_pretrained`` takes.
+        name_or_path: a name of `MADE`, or what ``AutoModelForCausalLM.from_pretrained`` takes.
         dtype: a torch dtype, or the name of one.
         trust_remote_code: run Python code that comes with the model.
         options: more of what ``from_pretrained`` takes, such as a ``config``.
@@ -152,7 +151,7 @@ def skeleton(
     import torch
     from transformers import AutoModelForCausalLM
 
-    # named, so that no warning says that nothing uses a cab_config: nothing is computed
+    # named, so that no warning is given that nothing uses a cab_config: nothing is computed
     options = {"attn_implementation": "eager", **options}
     with _loading(config.name_or_path or config.model_type), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
@@ -286,7 +285,7 @@ def _refuse_adapter(name: str) -> None:
 def refuse_unknown(name: str) -> None:
     """Refuse a name that is neither a model here nor one that the hub could have.
 
-    The hub is not asked: without a network its client tries for minutes.
+    No request goes to the hub: without a network its client tries for minutes.
 
     Raises:
         UsageError: with the names that are known.

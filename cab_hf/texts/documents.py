@@ -51,7 +51,7 @@ def recall_document(
         tokenizer: of transformers; special tokens it puts before a text are the first ones.
         sentences: of the running text, which starts at one of the document's own and wraps round.
         index: number of the document.
-        border: of which the place of every answer is a multiple; more text stands before it then.
+        border: of which the place of every answer is a multiple; more text precedes it then.
     Raises:
         ValueError: ``keys`` is more than there are names, or ``length`` has no room for them.
     """
@@ -99,9 +99,9 @@ def asked_document(
     index: int,
     seed: int | str = 0,
 ) -> tuple[Document, int]:
-    """A document whose end repeats all keys, and how many of its tokens stand before that end.
+    """A document whose end repeats all keys, and how many of its tokens precede that end.
 
-    What stands before is a prompt: running text with the keys stated at random sentence borders.
+    The tokens before it are a prompt: running text with keys stated at random sentence borders.
     Behind it there is one sentence a key, in another order, and nothing else.
 
     Args:
