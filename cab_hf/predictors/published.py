@@ -76,15 +76,11 @@ def compute_block_frc(
 
     Edge weights are A = ReLU(Q K^T / sqrt(D)), 0 outside the causal part; A A are the triangles.
 
-    ``"forman"``: F = 4 A - S_i - S_j + 3 A A, with S_i the strength of row i and S_j of column j,
-    summed down to row i when causal. Forman-Ricci curvature; the published reading is that the
-    LOWEST is a bridge and is kept.
-
-    ``"additive"``: F = A scaled to [0, 1] over its row - ``redundancy`` * A A / M. The HIGHEST is
-    kept. M counts all blocks, so a longer text can change what an earlier row keeps.
-
-    Note that the lowest Forman curvature is not a strong edge: the F of an edge grows with its own
-    A. What is kept are weak edges, or none at all, to columns that earlier rows lean on.
+    * ``"forman"``: F = 4 A - S_i - S_j + 3 A A, with S_i the strength of row i and S_j of column j,
+      summed down to row i when causal. Forman-Ricci curvature, of which the LOWEST is kept, as a
+      bridge. It is no strong edge: the F of an edge grows with its own A.
+    * ``"additive"``: F = A scaled to [0, 1] over its row - ``redundancy`` * A A / M. The HIGHEST is
+      kept. M counts all blocks, so a longer text can change what an earlier row keeps.
 
     Args:
         q_coarse: [B, H, M, D].
@@ -303,8 +299,7 @@ def visualize_frc_statistics(
     """A figure of how curvature is distributed; ``visualize_frc_statistics(*diagnostics)``.
 
     Panels: its histogram over the causal part, the heat map of the first head of the first batch
-    row, its quantiles by row, and curvature against affinity and against triangles where these are
-    given. Draws on a figure of its own; nothing global changes.
+    row, its quantiles by row, and curvature against affinity and triangles where these are given.
 
     Args:
         frc, affinity, triangles: [B, H, M, M], as in `BlockFrc`.
@@ -388,9 +383,8 @@ def estimate_flops(
     * attention = 4 D * (query, key) pairs of the kept blocks: q k^T and p v
     * dense = 4 D * all pairs: n (n + 1) / 2 when causal, else n^2
 
-    Causal pairs are exact, the diagonal block counted half like the rest of the diagonal. Otherwise
-    a ragged last block counts as an average one, since which rows keep it is not known. Softmax,
-    sorting and what else is linear in pairs or M^2 is left out, and projections are.
+    Causal pairs are exact. Otherwise a ragged last block counts as an average one, since the rows
+    that keep it are unknown. Softmax, sorting and projections are left out.
 
     Args:
         n, head_dim: tokens, and channels of a head.

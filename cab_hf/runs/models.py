@@ -66,8 +66,6 @@ ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", BASE)
 # models that are a base and an adapter in a folder of the package
 ADAPTERS = Path(__file__).parents[1] / "adapters"
 ADAPTED = {name: ADAPTERS / name for name in ("smollm2-32k", "smollm2-128k")}
-# what is made in the cache
-MADE = (SMOLLM2, *ADAPTED, *RESHAPED, TINY)
 # the folder in which a training run of all weights leaves its model
 TRAINED = "model"
 # a model's files beside its weights
@@ -84,7 +82,7 @@ def load_model(
     `cab_hf.load_model` is this with defaults, and with CAB.
 
     Args:
-        name_or_path: a name of `MADE`, or what ``AutoModelForCausalLM.from_pretrained`` takes.
+        name_or_path: one of `made_names`, or what ``AutoModelForCausalLM.from_pretrained`` takes.
         dtype: a torch dtype, or the name of one.
         trust_remote_code: run Python code that comes with the model.
         options: more of what ``from_pretrained`` takes, such as a ``config``.
@@ -292,7 +290,7 @@ def refuse_unknown(name: str) -> None:
     """
     from huggingface_hub import try_to_load_from_cache
 
-    if name in MADE or Path(name).exists():
+    if is_made(name) or Path(name).exists():
         return
     # the form owner/name, one of the hub's first names, or in its cache
     match = re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", name, re.ASCII)
@@ -302,17 +300,23 @@ def refuse_unknown(name: str) -> None:
         or isinstance(try_to_load_from_cache(name, "config.json"), str)
     ):
         return
-    near = difflib.get_close_matches(name, MADE, n=1)
+    known = made_names()
+    near = difflib.get_close_matches(name, known, n=1)
     meant = f" (did you mean {near[0]!r}?)" if near else ""
     raise UsageError(
-        f"model {name!r} is not here{meant}; give {', '.join(MADE)}, a folder, or a name of the "
+        f"model {name!r} is not here{meant}; give {', '.join(known)}, a folder, or a name of the "
         "hub as owner/name."
     )
 
 
+def made_names() -> tuple[str, ...]:
+    """The names of models that are made in the cache."""
+    return SMOLLM2, *ADAPTED, *RESHAPED, TINY
+
+
 def is_made(name: str) -> bool:
     """Whether it names a model that is made in the cache."""
-    return name in MADE
+    return name in made_names()
 
 
 def made_folder(name: str) -> Path:

@@ -222,8 +222,12 @@ def running(sentences: Sequence[str]) -> str:
 @lru_cache(maxsize=KEPT_SENTENCES)
 def sentence_tokens(tokenizer: Any, sentence: str) -> Tokens:
     """Tokens of a sentence inside running text."""
-    joined = tokenizer(running((NOISE[0], sentence)), add_special_tokens=False)["input_ids"]
-    return tuple(joined[_another(tokenizer) :])
+    # behind another: alone, some tokenizers add a token for the start of a text
+    alone, joined = (
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in (NOISE[0], running((NOISE[0], sentence)))
+    )
+    return tuple(joined[len(alone) :])
 
 
 @lru_cache(maxsize=8)
@@ -254,9 +258,3 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two texts have in common from the start on."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-@lru_cache(maxsize=8)
-def _another(tokenizer: Any) -> int:
-    """Tokens of a sentence that others are behind: alone, some tokenizers add one for its start."""
-    return len(tokenizer(NOISE[0], add_special_tokens=False)["input_ids"])

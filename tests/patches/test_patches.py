@@ -202,10 +202,10 @@ def implementations(model):
 @pytest.mark.parametrize(
     "message",
     [
-        pytest.param({}, id="sdpa"),
-        pytest.param({"vision_config": "eager"}, id="vision-eager"),
-        pytest.param({"text_config": "eager"}, id="text-eager"),
-        pytest.param({"": "eager", "text_config": "sdpa"}, id="top-eager"),
+        {},
+        {"vision_config": "eager"},
+        {"text_config": "eager"},
+        {"": "eager", "text_config": "sdpa"},
     ],
 )
 def test_only_the_text_of_a_vision_language_model_is_switched(message):
@@ -269,11 +269,12 @@ def no_attention_by_name():
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
-        pytest.param(lambda: torch.nn.Linear(2, 2), {}, "no transformers model", id="no-model"),
-        pytest.param(no_attention_by_name, {}, "keeps attn_implementation='sdpa'", id="falcon"),
-        pytest.param(tiny_model, {"mass_threshold": 7}, "mass_threshold", id="setting"),
-        pytest.param(tiny_llava, BY_HEAD | {"sparsity": [[0.5] * 5] * 3}, "sparsity", id="table"),
+        (lambda: torch.nn.Linear(2, 2), {}, "no transformers model"),
+        (no_attention_by_name, {}, "keeps attn_implementation='sdpa'"),
+        (tiny_model, {"mass_threshold": 7}, "mass_threshold"),
+        (tiny_llava, BY_HEAD | {"sparsity": [[0.5] * 5] * 3}, "sparsity"),
     ],
+    ids=["no-model", "falcon", "setting", "table"],
 )
 def test_what_cannot_be_switched_is_refused_and_left_as_it_is(build, options, message):
     model = build()
@@ -409,30 +410,21 @@ def loaded(model, folder, **message):
     return AutoModelForCausalLM.from_pretrained(folder, **message)
 
 
-MISFITS = {
-    "deep": (
-        BY_HEAD | {"sparsity": [[0.5] * 6] * 30},
-        "sparsity has 30 layers of 6 heads, and this model has 3",
-    ),
-    "shallow": (
-        BY_HEAD | {"sparsity": [[0.1] * 6] * 2},
-        "sparsity has 2 layers of 6 heads, and this model",
-    ),
-    "heads": (BY_HEAD | {"sparsity": [[0.5] * 9] * 3}, "9 heads, and this model has 3 layers of 6"),
-    "map": (
-        {"predictor": "cascade", "anchors": [0], "head_map": [[0] * 9] * 3},
-        "head_map has 3 layers of 9 heads",
-    ),
-    "layer": ({"dense_layers": [3]}, "dense_layers has 3; this model has layers 0 to 2"),
-    "origin": (
-        {"origin": OWN._replace(layers=4)._asdict()},
-        r"for somebody's \(4 layers, 6 heads, 2 KV heads\), and \w+ has 3 layers, 6 heads, 2 KV",
-    ),
-    "kv-heads": ({"origin": OWN._replace(kv_heads=6)._asdict()}, "3 layers, 6 heads, 6 KV heads"),
-    "field": ({"mass_treshold": 0.5}, "CabConfig has no field 'mass_treshold'"),
-    "value": ({"mass_threshold": "much"}, "CabConfig.mass_threshold is 'much'; it must be"),
-    "predictor": ({"predictor": "row"}, "predictor"),
-}
+DEEP = BY_HEAD | {"sparsity": [[0.5] * 6] * 30}
+HEAD_MAP = {"predictor": "cascade", "anchors": [0], "head_map": [[0] * 9] * 3}
+SHAPES = r"for somebody's \(4 layers, 6 heads, 2 KV heads\), and \w+ has 3 layers, 6 heads, 2 KV"
+MISFITS = [
+    (DEEP, "sparsity has 30 layers of 6 heads, and this model has 3"),
+    (BY_HEAD | {"sparsity": [[0.1] * 6] * 2}, "sparsity has 2 layers of 6 heads, and this model"),
+    (BY_HEAD | {"sparsity": [[0.5] * 9] * 3}, "9 heads, and this model has 3 layers of 6"),
+    (HEAD_MAP, "head_map has 3 layers of 9 heads"),
+    ({"dense_layers": [3]}, "dense_layers has 3; this model has layers 0 to 2"),
+    ({"origin": OWN._replace(layers=4)._asdict()}, SHAPES),
+    ({"origin": OWN._replace(kv_heads=6)._asdict()}, "3 layers, 6 heads, 6 KV heads"),
+    ({"mass_treshold": 0.5}, "CabConfig has no field 'mass_treshold'"),
+    ({"mass_threshold": "much"}, "CabConfig.mass_threshold is 'much'; it must be"),
+    ({"predictor": "row"}, "predictor"),
+]
 
 
 def meet(model, folder, config, way):
@@ -456,7 +448,7 @@ def meet(model, folder, config, way):
 
 
 @pytest.mark.parametrize("way", ["apply", "block", "load", "save", "build", "switch"])
-@pytest.mark.parametrize(("config", "sentence"), MISFITS.values(), ids=MISFITS)
+@pytest.mark.parametrize(("config", "sentence"), MISFITS)
 def test_settings_of_another_model_are_refused_where_they_meet_one(
     model, tmp_path, way, config, sentence
 ):
@@ -486,11 +478,11 @@ def test_the_calibration_of_another_model_is_refused_where_it_is_set_by_hand(mod
 
 
 def test_settings_that_do_not_fit_are_replaced_by_some_that_do(model):
-    model.config.cab_config = MISFITS["deep"][0]
+    model.config.cab_config = DEEP
     cab_hf.apply_cab(model, SPARSE)
     assert state(model) == ("cab", SPARSE.to_dict())
     cab_hf.remove_cab(model)
-    assert state(model) == ("sdpa", MISFITS["deep"][0])
+    assert state(model) == ("sdpa", DEEP)
 
 
 def test_saved_settings_that_nothing_uses_are_named_once(model, tmp_path, nothing_said, recwarn):
@@ -560,18 +552,11 @@ def test_a_model_that_can_never_be_sparse_says_so_once(model, nothing_said, recw
     assert len(said(recwarn)) == 2
 
 
+LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}
+
+
 @pytest.mark.parametrize("turn_on", WAYS_ON)
-@pytest.mark.parametrize(
-    ("changes", "min_length"),
-    [
-        pytest.param({}, 2048, id="equal"),
-        pytest.param(
-            {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
-            8192,
-            id="stretched",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "min_length"), [({}, 2048), (LINEAR, 8192)])
 def test_a_model_that_can_be_sparse_says_nothing(
     nothing_said, recwarn, turn_on, changes, min_length
 ):
@@ -597,14 +582,14 @@ def read_packed(model, length):
 @pytest.mark.parametrize(
     ("read", "fields", "news"),
     [
-        pytest.param(lambda model, length: model(tokens(1, length)), {}, True, id="read"),
-        pytest.param(generated, {}, True, id="generate"),
-        pytest.param(read_packed, {}, True, id="packed"),
-        pytest.param(generated, {"min_length": 16383}, False, id="min_length-told"),
-        pytest.param(generated, {"min_length": 0}, False, id="min_length-0"),
-        pytest.param(lambda model, length: model(tokens(1, 1)), {}, False, id="a-token"),
-        pytest.param(read_in_chunks, {}, False, id="behind-a-cache"),
-        pytest.param(read_compiled, {}, False, id="compiled"),
+        (lambda model, length: model(tokens(1, length)), {}, True),
+        (generated, {}, True),
+        (read_packed, {}, True),
+        (generated, {"min_length": 16383}, False),
+        (generated, {"min_length": 0}, False),
+        (lambda model, length: model(tokens(1, 1)), {}, False),
+        (read_in_chunks, {}, False),
+        (read_compiled, {}, False),
     ],
 )
 def test_a_prompt_too_short_to_be_sparse_is_news_once(nothing_said, recwarn, read, fields, news):

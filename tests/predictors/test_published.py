@@ -62,16 +62,9 @@ def test_the_loudest_token_of_each_block_by_hand():
     assert k_coarse.tolist() == [[[[0, 2], [0, -3], [1, 1]]]]
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 205])
-def test_coarse_tokens_are_tokens_of_their_block(length):
-    q, k, _ = qkv(batch=2, heads=4, kv_heads=2, q_length=length)
-    coarse = coarsen_qk_max_l2(q, k, 64)
-    assert {x.dtype for x in coarsen_qk_max_l2(q.bfloat16(), k.bfloat16())} == {torch.float32}
-    for x, actual in zip((q, k), coarse, strict=True):
-        assert actual.shape == (2, x.shape[1], math.ceil(length / 64), 16)
-        for block in range(actual.shape[2]):
-            norms = x[:, :, block * 64 : (block + 1) * 64].norm(dim=-1)
-            torch.testing.assert_close(actual[:, :, block].norm(dim=-1), norms.amax(-1))
+def test_coarse_tokens_are_float32():
+    q, k, _ = qkv(q_length=100, dtype=torch.bfloat16)
+    assert {x.dtype for x in coarsen_qk_max_l2(q, k)} == {torch.float32}
 
 
 # --- curvature, by hand
@@ -101,16 +94,6 @@ def test_bidirectional_forman_by_hand():
     first = [4 - 2 - 1 + 3, 4 - 2 - 3 + 9]
     second = [0 - 2 - 1 + 0, 8 - 2 - 3 + 12]
     assert actual.frc.tolist() == [[[first, second]]]
-
-
-@formulas
-def test_a_group_of_heads_shares_its_keys(formula):
-    q, k, _ = qkv(heads=6, kv_heads=2, q_length=8)
-    grouped = compute_block_frc(q, k, formula=formula)
-    repeated = compute_block_frc(q, k.repeat_interleave(3, dim=1), formula=formula)
-    for actual, expected in zip(grouped, repeated, strict=True):
-        assert actual.shape == (1, 6, 8, 8)
-        torch.testing.assert_close(actual, expected)
 
 
 def test_forman_of_an_edge_grows_with_its_own_weight():
@@ -152,7 +135,7 @@ def test_ties_go_to_the_lower_index(keep):
 
 
 @formulas
-@pytest.mark.parametrize("length", [32, 640, 1024, 205, 31], ids=str)
+@pytest.mark.parametrize("length", [1, 31, 32, 63, 65, 205, 640, 1024], ids=str)
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.7, 0.95], ids=str)
 def test_it_keeps_the_plan_of_the_published_config(formula, length, sparsity):
     q, k, _ = qkv(batch=2, q_length=length)

@@ -26,7 +26,7 @@ import cab_hf
 from cab_hf.eval import harness
 from cab_hf.eval.__main__ import main
 from cab_hf.runs import models, stand_ins
-from cab_hf.runs.cache import cache_folder
+from cab_hf.runs.cache import cache_folder, made_once
 from cab_hf.runs.settings import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -49,19 +49,11 @@ def convert(gguf, folder):
 
 
 def test_the_model_is_converted_once_and_leftovers_of_killed_processes_go(cache, monkeypatch):
-    monkeypatch.setattr(stand_ins, "convert_gguf", convert)
     stale, fresh = cache / ".making-stale", cache / ".making-fresh"
     for folder in (stale, fresh):
         folder.mkdir(parents=True)
     os.utime(stale, (0, 0))
-    folder = stand_ins.smollm2_folder()
-    assert (folder / "config.json").read_text() == "model.gguf"
-    assert sorted(cache.iterdir()) == sorted([fresh, folder])
-    monkeypatch.setattr(stand_ins, "convert_gguf", lambda *at: pytest.fail("it was read again"))
-    assert stand_ins.smollm2_folder() == folder
 
-
-def test_a_broken_conversion_leaves_nothing(cache, monkeypatch):
     def broken(gguf, to):
         convert(gguf, to)
         raise KeyboardInterrupt
@@ -69,22 +61,26 @@ def test_a_broken_conversion_leaves_nothing(cache, monkeypatch):
     monkeypatch.setattr(stand_ins, "convert_gguf", broken)
     with pytest.raises(KeyboardInterrupt):
         stand_ins.smollm2_folder()
-    assert list(cache.iterdir()) == []
+    assert list(cache.iterdir()) == [fresh]
+    monkeypatch.setattr(stand_ins, "convert_gguf", convert)
+    folder = stand_ins.smollm2_folder()
+    assert (folder / "config.json").read_text() == "model.gguf"
+    assert sorted(cache.iterdir()) == sorted([fresh, folder])
+    monkeypatch.setattr(stand_ins, "convert_gguf", None)
+    assert stand_ins.smollm2_folder() == folder
 
 
-def test_whoever_converts_second_takes_the_first_copy(cache, monkeypatch):
-    def overtaken(gguf, to):
-        convert(gguf, to)
-        first = cache / f"smollm2-135m-instruct-{stand_ins.SMOLLM2_SHA256[:12]}"
-        convert(gguf, first)
-        (first / "config.json").write_text("the first one's")
+def test_the_second_process_takes_the_copy_of_the_first(cache):
+    def overtaken(folder):
+        folder.mkdir()
+        (cache / "name").mkdir()
+        (cache / "name" / "config.json").write_text("the first one's")
 
-    monkeypatch.setattr(stand_ins, "convert_gguf", overtaken)
-    assert (stand_ins.smollm2_folder() / "config.json").read_text() == "the first one's"
+    assert (made_once("name", overtaken) / "config.json").read_text() == "the first one's"
 
 
 def test_a_file_that_is_missing_or_another_is_refused_before_it_is_read(cache, monkeypatch):
-    monkeypatch.setattr(stand_ins, "convert_gguf", lambda *at: pytest.fail("it was read"))
+    monkeypatch.setattr(stand_ins, "convert_gguf", None)
     monkeypatch.setattr(stand_ins, "SMOLLM2_SHA256", "0" * 64)
     with pytest.raises(ValueError, match="model.gguf has SHA-256 [0-9a-f]{64}, and smollm2 is 000"):
         stand_ins.smollm2_folder()
