@@ -163,12 +163,15 @@ def test_how_far_it_is_is_shown(model, kind, capfd):
     assert "calibrate: 100%" in capfd.readouterr().err
 
 
-def test_more_anchors_than_sparse_layers_are_refused_before_anything_is_measured(model):
+@pytest.mark.parametrize(("kind", "layers"), [("llama", 3), ("qwen3-some-sliding", 1)])
+def test_more_anchors_than_sparse_layers_are_refused_before_anything_is_measured(
+    model, kind, layers
+):
     tokenizer = model[1]
-    model = tiny_model("qwen3-some-sliding", vocab_size=len(tokenizer))
+    model = tiny_model(kind, vocab_size=len(tokenizer))
     model.forward = None
-    fields = {**QUICK, "anchors": 2}
-    with pytest.raises(ValueError, match="it must be 1 to 1, the sparse layers"):
+    fields = {**QUICK, "anchors": layers + 1}
+    with pytest.raises(ValueError, match=f"it must be 1 to {layers}, the sparse layers"):
         cab_hf.calibrate(model, tokenizer, "So it goes.", **fields)
 
 
@@ -273,3 +276,34 @@ def test_what_is_no_file_is_refused(tmp_path):
     (tmp_path / "own.json").write_text("mass: 0.5")
     with pytest.raises(ValueError, match="own.json must be a JSON file of CabConfig fields"):
         CabConfig.calibrated(tmp_path / "own.json")
+
+
+def test_models_that_share_a_config_do_not_share_a_threshold(model):
+    model, tokenizer = model
+    other = type(model)(model.config)
+    assert other.config is model.config
+    cab_hf.calibrate(model, tokenizer, "So it goes.", **QUICK)
+    assert (other.config._attn_implementation, other.config.cab_config) == ("sdpa", None)
+
+
+def test_another_density_gives_another_threshold(model):
+    model, tokenizer = model
+    fields = {"config": CALIBRATED, "length": 300, "documents": 1}
+    ids = torch.arange(300)[None] % len(tokenizer)
+    attended = []
+    for density in (0.6, 0.8):
+        cab_hf.calibrate(model, tokenizer, ["So it goes."], density, **fields)
+        with torch.no_grad():
+            model(ids)
+        attended.append(sum(layer["density"] for layer in cab_hf.stats(model)))
+        cab_hf.remove_cab(model)
+    assert attended[0] < attended[1]
+
+
+def test_documents_and_densities_are_the_same_twice(model):
+    model, tokenizer = model
+    sentences = ["Nobody knows.", "So it goes."]
+    document = of_models.recall_document(tokenizer, sentences, 500, 3, 0)
+    one, other = (of_models.densities_of(model, document, CALIBRATED) for _ in range(2))
+    assert one.keys() == other.keys() == {0, 1, 2}
+    assert all(torch.equal(one[i], other[i]) for i in range(3))

@@ -7,11 +7,12 @@ import torch
 from attention_cases import laid_out
 from marks import slow_but
 from selecting import loud
-from tiny import FULL, SPARSE, tiny_model, tokens
+from tiny import FULL, SMALL, SPARSE, tiny_model, tokens
 from torch import nn
 from valid_plan import require_valid
 
 import cab_hf
+from cab_hf import CabConfig
 from cab_hf.plan import Spans
 from cab_hf.predictors import CascadePredictor, LayerContext, make_predictor
 
@@ -247,3 +248,17 @@ def test_it_compiles_without_a_graph_break(fields):
     with cab_hf.cab(model, config), torch.no_grad():
         actual = compiled(ids, use_cache=False).logits
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_all_layers_as_anchors_give_the_logits_of_cab():
+    model, ids = tiny_model(), tokens(2, 300)
+    config = replace(CASCADE, anchors=(0, 1, 2))
+    assert torch.equal(logits_of(model, config, ids), logits_of(model, SPARSE, ids))
+    assert not torch.equal(logits_of(model, CASCADE, ids), logits_of(model, SPARSE, ids))
+
+
+def test_it_survives_json(tmp_path):
+    config = replace(CASCADE, head_map=((0, 1), (1, 0), (0, 0)))
+    config.save(tmp_path / "own.json")
+    assert CabConfig.calibrated(tmp_path / "own.json") == config
+    assert CabConfig.from_dict(SMALL.to_dict()).head_map == ()

@@ -323,11 +323,21 @@ REFUSED = [
     (coarsen_qk_max_l2, (ONE, ONE, 0), {}, "block_size is 0"),
     (compute_block_frc, (ONE, NINE), {}, "9 blocks and q_coarse 64"),
     (compute_block_frc, (ONE, FOUR), {}, "6 heads and k_coarse 4"),
-    (compute_block_frc, (ONE, ONE), {"formula": "ollivier"}, "formula is 'ollivier'; it must be"),
+    (
+        compute_block_frc,
+        (ONE, ONE),
+        {"formula": "ollivier"},
+        "formula is 'ollivier'; it must be 'forman' or 'additive'",
+    ),
     (compute_block_frc, (ONE, ONE), {"redundancy": 2}, "redundancy is 2"),
     (generate_block_mask_from_frc, (ONE,), {}, "shape of frc is"),
     (generate_block_mask_from_frc, (SQUARE, 1.0), {}, r"sparsity is 1.0; it must be in \[0, 1\)"),
-    (generate_block_mask_from_frc, (SQUARE,), {"keep": "best"}, "keep is 'best'; it must be"),
+    (
+        generate_block_mask_from_frc,
+        (SQUARE,),
+        {"keep": "best"},
+        "keep is 'best'; it must be 'lowest' or 'highest'",
+    ),
     (coarse(), (ONE, NINE), {}, "9 tokens and q 64"),
     (coarse, (6.4,), {}, "block_size is 6.4"),
     (coarse, (), {"sparsity": math.nan}, "sparsity is nan"),
@@ -335,7 +345,12 @@ REFUSED = [
     (adaptive, (), {"threshold": math.inf}, "threshold is inf"),
     (adaptive, (), {"min_keep": 0}, "min_keep is 0;"),
     (adaptive, (), {"max_keep": 1.5}, "max_keep is 1.5"),
-    (adaptive, (), {"min_keep": 0.5, "max_keep": 0.1}, "min_keep is 0.5; .* at most max_keep=0.1"),
+    (
+        adaptive,
+        (),
+        {"min_keep": 0.5, "max_keep": 0.1},
+        "min_keep is 0.5; it must be at most max_keep=0.1",
+    ),
     (visualize_frc_statistics, (ONE,), {}, "shape of frc is"),
     (visualize_frc_statistics, (SQUARE,), {"triangles": ONE}, "shape of triangles is"),
     (estimate_flops, (0, 64), {}, "n is 0"),
@@ -361,3 +376,24 @@ def test_the_example_runs(tmp_path, capsys):
     assert "the bridge in 0 of 4 heads" in result["forman"]
     assert "the bridge in 4 of 4 heads" in result["additive"]
     assert figure.read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 205])
+def test_coarse_tokens_are_tokens_of_their_block(length):
+    q, k, _ = qkv(batch=2, heads=4, kv_heads=2, q_length=length)
+    coarse = coarsen_qk_max_l2(q, k, 64)
+    for x, actual in zip((q, k), coarse, strict=True):
+        assert actual.shape == (2, x.shape[1], math.ceil(length / 64), 16)
+        for block in range(actual.shape[2]):
+            norms = x[:, :, block * 64 : (block + 1) * 64].norm(dim=-1)
+            torch.testing.assert_close(actual[:, :, block].norm(dim=-1), norms.amax(-1))
+
+
+@formulas
+def test_a_group_of_heads_shares_its_keys(formula):
+    q, k, _ = qkv(heads=6, kv_heads=2, q_length=8)
+    grouped = compute_block_frc(q, k, formula=formula)
+    repeated = compute_block_frc(q, k.repeat_interleave(3, dim=1), formula=formula)
+    for actual, expected in zip(grouped, repeated, strict=True):
+        assert actual.shape == (1, 6, 8, 8)
+        torch.testing.assert_close(actual, expected)

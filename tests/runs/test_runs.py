@@ -286,8 +286,12 @@ def test_a_killed_run_goes_on_with_the_same_records(tmp_path):
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "results.json"
     log.write_atomically(path, "old")
-    monkeypatch.setattr(log.os, "replace", lambda *paths: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+
+    def fail(*paths):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(log.os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
         log.write_atomically(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
