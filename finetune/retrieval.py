@@ -33,8 +33,7 @@ from cab_hf.texts.needles import (
     span_of,
     with_statements,
 )
-from cab_hf.texts.tasks import TASKS
-from cab_hf.texts.tasks.retrieval import statement
+from cab_hf.texts.tasks import TASKS, statement
 
 PREFIX = "retrieval"
 # how many keys a document has: one asked for at the end, without and with other numbers in the

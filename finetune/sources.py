@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cab_hf.finetune.loss import IGNORED
+from cab_hf.finetune.manuals import MANUALS, manuals_file
 from cab_hf.finetune.retrieval import Entry, is_entry, parse_entry, retrieval_document
 from cab_hf.runs.models import file_sha256
 from cab_hf.runs.settings import UsageError, first_line, refused_as
-from cab_hf.runs.stand_ins import MANUALS, manuals_file
 from cab_hf.texts.needles import NOISE, leading_tokens, split_sentences
 
 State = dict[str, Any]

@@ -187,7 +187,7 @@ def _sentence(
         if way.one_in:
             text += f", 1 in {way.one_in} of the other blocks sampled"
     else:
-        # what computes it is told where that is not what anybody would expect
+        # the engine is named where it is not the usual one
         how = [] if way.reason and way.engine is SDPA else [way.engine.name]
         text = ", ".join(["dense", *([way.reason] if way.reason else []), *how])
     causal = getattr(module, "is_causal", True)

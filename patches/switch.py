@@ -1,8 +1,7 @@
 """`apply_cab`, `remove_cab` and the context manager `cab`.
 
-What stood before is kept as an attribute of the model itself, so that it goes wherever the model
-goes: into a deep copy, under an adapter and out again, into a pickle. A saved config knows nothing
-of it.
+The former settings are kept in an attribute of the model itself, so that they go wherever the model
+goes: into a deep copy, under an adapter and out again, into a pickle. A saved config has none.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ FOUND = "_cab_found"  # attribute of a model: list of `_SavedState`, the oldest 
 
 @dataclasses.dataclass
 class SavedConfig:
-    """One config, and what stood in it."""
+    """One config, and its former settings."""
 
     config: PreTrainedConfig
     implementation: str
@@ -134,7 +133,7 @@ def cab(
     try:
         yield model
     except BaseException:
-        # what went wrong says more than a manager that was left running
+        # this error matters more than a manager that was left running
         _end(model, result, mine)
         raise
     if mine is result[-1]:
@@ -168,7 +167,7 @@ def _end(model: PreTrainedModel, results: list[_SavedState], mine: _SavedState) 
 def _turn_on(
     model: PreTrainedModel, config: Settings | None, overrides: dict[str, Any]
 ) -> list[SavedConfig]:
-    """Switch ``model`` on, or leave it as it is and raise; what stood in each changed config."""
+    """Switch ``model`` on and return what each changed config held; on errors it stays as it is."""
     inner = transformers_model(model)
     text = inner.config.get_text_config()
     given = cab_config_of(text) if config is None else _config_of(config)
@@ -178,26 +177,26 @@ def _turn_on(
     make_predictor(config)
     require_origin(config.origin, text)
     require_layers(config, text)
-    was = own_configs(model)
+    saved = own_configs(model)
     text = inner.config.get_text_config()
-    # transformers asks whether it fits as it switches
+    # transformers checks it as it switches
     text.cab_config = config.to_dict()
     try:
         switch(inner, text, name)
     except BaseException:
-        for each in was:
+        for each in saved:
             each.put_back()
         raise
     warn_if_never_sparse(config.min_length, text)
     return [
         each
-        for each in was
+        for each in saved
         if each.config is text or each.config._attn_implementation != each.implementation
     ]
 
 
 def _config_of(given: Settings) -> CabConfig:
-    """The settings somebody has typed."""
+    """Settings as a `CabConfig`."""
     if isinstance(given, (str, Path)):
         return CabConfig.calibrated(given)
     if isinstance(given, Mapping):
@@ -221,8 +220,9 @@ def switch(model: PreTrainedModel, text: PreTrainedConfig, implementation: str) 
 
 
 def _request(config: PreTrainedConfig, text: PreTrainedConfig, implementation: str) -> Any:
-    """What transformers is to be told, e.g. ``{"text_config": "cab"}``; None if ``text`` is not
-    in ``config``.
+    """The argument of ``set_attn_implementation``, e.g. ``{"text_config": "cab"}``.
+
+    None where ``text`` is not in ``config``.
     """
     if config is text:
         return implementation
@@ -238,31 +238,17 @@ def _saved_states(model: nn.Module) -> list[_SavedState]:
 
 
 def own_configs(model: nn.Module) -> list[SavedConfig]:
-    """Give ``model`` configs that no other model holds; all of them, and what stands in them.
+    """Give ``model`` copies of its configs that no other model holds, and return their settings.
 
-    Every module that holds one is pointed to its twin, and so is what `FOUND` remembers. Twins are
-    shallow: what is switched stands in the config itself.
+    Every module that holds one gets the copy, and so does what `FOUND` remembers.
     """
-    twins: dict[int, tuple[PreTrainedConfig, PreTrainedConfig]] = {}
+    copies: dict[int, Any] = {}
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, PreTrainedConfig):
-                vars(module)[name] = _twin(value, twins)
+                vars(module)[name] = copy.deepcopy(value, copies)
     for module in model.modules():
         for result in vars(module).get(FOUND, ()):
             for was in result.was:
-                was.config = twins.get(id(was.config), (None, was.config))[1]
-    return [SavedConfig.of(twin) for _, twin in twins.values()]
-
-
-def _twin(
-    config: PreTrainedConfig, twins: dict[int, tuple[PreTrainedConfig, PreTrainedConfig]]
-) -> PreTrainedConfig:
-    # the original is kept beside it, so that its id is not given to another meanwhile
-    if id(config) not in twins:
-        twin = copy.copy(config)
-        twins[id(config)] = config, twin
-        for name, value in vars(config).items():
-            if isinstance(value, PreTrainedConfig):
-                vars(twin)[name] = _twin(value, twins)
-    return twins[id(config)][1]
+                was.config = copies.get(id(was.config), was.config)
+    return [SavedConfig.of(x) for x in copies.values() if isinstance(x, PreTrainedConfig)]

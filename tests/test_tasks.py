@@ -8,8 +8,7 @@ import pytest
 from words import CHAT, TEXT, make_merging_tokenizer, make_tokenizer
 
 from cab_hf.texts.needles import NOISE, split_sentences
-from cab_hf.texts.tasks import TASKS
-from cab_hf.texts.tasks.base import END
+from cab_hf.texts.tasks import END, TASKS
 
 LENGTH = 1500
 TOKENIZERS = {

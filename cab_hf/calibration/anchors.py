@@ -1,4 +1,4 @@
-"""Which layers of a model are to choose blocks for which, and whose head a head takes them from.
+"""Which layers of a model choose blocks for which, and from which head each head takes them.
 
 What the blocks of one layer keep of the attention of another is measured on a text, at several
 thresholds of mass (`viewed`, `kept_between`). At each of them a dynamic program picks the anchors
@@ -28,7 +28,7 @@ NEEDLE_WEIGHT = 3.0
 
 
 class Needles(NamedTuple):
-    """Queries that are to find something, and where it stands: int64 [n] each, [start, end)."""
+    """Queries that look for something, and where it is: int64 [n] each, [start, end)."""
 
     queries: Tensor
     starts: Tensor
@@ -36,7 +36,7 @@ class Needles(NamedTuple):
 
 
 class View(NamedTuple):
-    """What is looked at of one layer.
+    """What is measured of one layer.
 
     Attributes:
         keep: bool [H, M_q, M_k], the blocks it would choose.
@@ -59,14 +59,12 @@ class Coverage(NamedTuple):
     Attributes:
         mass: share of the attention of b's head that the blocks of a's head keep.
         needle: mean over needle queries of the attention on the needle that they keep.
-        needed: [L, H], the mean of what there is of that.
         density: [L, H], the share of all pairs of query and key that are in a's blocks.
         importance: [L], how much a layer changes its input: 1 - cosine.
     """
 
     mass: Tensor
     needle: Tensor
-    needed: Tensor
     density: Tensor
     importance: Tensor
 
@@ -139,12 +137,9 @@ def kept_between(views: Sequence[View], importance: Sequence[float]) -> Coverage
         result = chosen.flatten(0, 1).flatten(1) @ shares.T
         return result.view(layers, heads, layers, heads).transpose(1, 2).double()
 
-    needed = needle.sum(-1).view(layers, heads).double()
     density = torch.stack([view.density for view in views]).double()
-    values = torch.tensor(importance, dtype=torch.float64)
-    return Coverage(
-        products(keep, mass), products(keep[:, :, rows], needle), needed, density, values
-    )
+    weights = torch.tensor(importance, dtype=torch.float64)
+    return Coverage(products(keep, mass), products(keep[:, :, rows], needle), density, weights)
 
 
 def averaged_kept(measured: Sequence[Sequence[Coverage]]) -> list[Coverage]:

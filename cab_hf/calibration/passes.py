@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +53,6 @@ COPIES, PASSAGE = 4, 128  # passages of a document that it has twice, and their 
 RECOGNISED = 16  # tokens of a copy after which every 8th is to be foreseen
 EVERY = 8
 
-Measured = TypeVar("Measured")  # of one layer
-
 
 def calibrate(
     model: PreTrainedModel,
@@ -70,10 +69,10 @@ def calibrate(
     """Give ``model`` the threshold at which it attends a density.
 
     The model reads ``documents`` texts with keys and copies of passages hidden in them once,
-    densely; layer by layer it is counted what it would attend at every threshold of mass
-    (`cab_hf.calibration.density`). Nothing is trained. The model reads in eval mode, and has the
-    mode that it had afterwards. With ``anchors`` it is measured what the blocks of every layer keep
-    for every other, and the model gets a cascade (`cab_hf.calibration.anchors`).
+    densely and in eval mode; for each layer the pairs are counted that it would attend at every
+    threshold of mass (`cab_hf.calibration.density`). Nothing is trained. With ``anchors``, what the
+    blocks of every layer keep for every other is measured, and the model gets a cascade
+    (`cab_hf.calibration.anchors`).
 
     Args:
         model: a causal language model of transformers.
@@ -85,7 +84,7 @@ def calibrate(
         config: whose blocks, predictor and forced blocks stay; by default the model's own. Of a
             cascade, its anchors and heads stay too.
         anchors: how many layers are to choose blocks for those behind them; which ones, and which
-            of their heads for whom, is found. By default every layer chooses, or those that
+            of their heads for whom, is measured. By default every layer chooses, or those that
             ``config`` names.
         length: tokens of a document; by default 8,192, or as many as the model can read.
 
@@ -112,17 +111,29 @@ def calibrate(
     reached = f"at most {most}, as far as the model's positions reach"
     require(most is None or length <= most, "length", length, reached)
     sentences = split_sentences(_joined(texts))
-    read = [_document(tokenizer, sentences, length, index, seed) for index in range(documents)]
+    try:
+        read = [
+            recall_document(tokenizer, sentences, length, KEYS, index, seed)
+            for index in range(documents)
+        ]
+    except ValueError as error:
+        # the caller cannot change the number of keys
+        raise ValueError(
+            f"length {length} has no room for the {KEYS} keys that are hidden in a document; give "
+            "a longer one, or texts of shorter sentences."
+        ) from error
     _require_vocabulary(text, read)
     require_target(config, target_density, length)
-    sparse = _sparse_layers(model, config)
+    # as far as layers show it before they are called
+    sparse = sum(
+        layer not in config.dense_layers and window(module) is None
+        for layer, module in attention_layers(model)
+    )
     if anchors is not None and sparse:
         require_anchors(anchors, sparse)
+    measure = densities_of if anchors is None else kept_of
     with tqdm(desc="calibrate", total=documents * sparse, unit="layer") as bar:
-        if anchors is None:
-            measured = [densities_of(model, each, config, bar.update) for each in read]
-        else:
-            measured = [kept_of(model, each, config, bar.update) for each in read]
+        measured = [measure(model, each, config, bar.update) for each in read]
     if anchors is None:
         chosen = fitted(config, measured, target_density)
     else:
@@ -155,40 +166,15 @@ def _require_vocabulary(text: Any, documents: Sequence[Document]) -> None:
         )
 
 
-def _sparse_layers(model: PreTrainedModel, config: CabConfig) -> int:
-    """How many layers may attend sparsely, as far as they show it before they are called."""
-    return sum(
-        layer not in config.dense_layers and window(module) is None
-        for layer, module in attention_layers(model)
-    )
-
-
 def _joined(texts: str | Sequence[str] | None) -> str:
-    """What keys are hidden in, as one text."""
+    """All texts as one, in which keys are hidden."""
     if texts is None:
         return built_in_text()
     texts = [texts] if isinstance(texts, str) else texts
     some = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
-    require(
-        some and any(text.strip() for text in texts),
-        "texts",
-        texts,
-        "a text or a list of them, with words in it",
-    )
+    accepted = "a text or a list of them, with words in it"
+    require(some and any(text.strip() for text in texts), "texts", texts, accepted)
     return "\n\n".join(texts)
-
-
-def _document(
-    tokenizer: Any, sentences: Sequence[str], length: int, index: int, seed: int
-) -> Document:
-    try:
-        return recall_document(tokenizer, sentences, length, KEYS, index, seed)
-    except ValueError as error:
-        # how many keys there are is nothing that whoever calls can change
-        raise ValueError(
-            f"length {length} has no room for the {KEYS} keys that are hidden in a document; give "
-            "a longer one, or texts of shorter sentences."
-        ) from error
 
 
 def densities_of(
@@ -210,11 +196,11 @@ def _layer_by_layer(
     model: PreTrainedModel,
     document: Document,
     config: CabConfig,
-    measured: Callable[[Tensor, Tensor, LayerContext, Needles], Measured],
+    measured: Callable[[Tensor, Tensor, LayerContext, Needles], Any],
     layer_done: Callable[[], Any],
-) -> dict[int, Measured]:
-    """What is measured of q and k of each layer that may attend sparsely, in one dense pass."""
-    result: dict[int, Measured] = {}
+) -> dict[int, Any]:
+    """``measured`` of q and k of each layer that may attend sparsely, in one dense pass."""
+    result: dict[int, Any] = {}
     tokens, needles = sought(document)
 
     def look(
@@ -224,7 +210,12 @@ def _layer_by_layer(
             require_finite(x, "dense")
         if window is not None:
             return
-        layer = _index_of(module)
+        layer = layer_index(module)
+        if layer is None:
+            raise ValueError(
+                f"{type(module).__name__} serves several layers and has no index; a table of "
+                "layers has no place for it. Give one number for all heads."
+            )
         if layer in config.dense_layers:
             return
         spans = Spans.causal(1, q.shape[2], k.shape[2], q.device)
@@ -239,7 +230,7 @@ def _layer_by_layer(
 
 
 def sought(document: Document) -> tuple[Sequence[int], Needles]:
-    """A document with copies of its passages, and who is to find what in it."""
+    """A document with copies of its passages, and the needles that its queries look for."""
     document, copies = with_copies(document, COPIES, PASSAGE)
     looking = [
         (query, *needle)
@@ -289,40 +280,25 @@ def kept_of(
     return layers, [kept_between(some, weights) for some in by_threshold]
 
 
-def _index_of(module: nn.Module) -> int:
-    index = layer_index(module)
-    if index is None:
-        raise ValueError(
-            f"{type(module).__name__} serves several layers and has no index; a table of layers "
-            "has no place for it. Give one number for all heads."
-        )
-    return index
-
-
 @contextmanager
 def _changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
     """How much each layer changes its input, by its index: the mean of 1 - cosine over tokens."""
     result: dict[int, float] = {}
-    hooks = []
-
-    def watch(index: int, layer: nn.Module) -> None:
-        def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            before = args[0] if args else kwargs["hidden_states"]
-            after = output[0] if isinstance(output, tuple) else output
-            cosine = F.cosine_similarity(before.float(), after.float(), dim=-1)
-            result[index] = float(1 - cosine.mean())
-
-        hooks.append(layer.register_forward_hook(note, with_kwargs=True))
-
     names = {id(module): name for name, module in model.named_modules()}
-    for index, module in attention_layers(model):
-        around = names[id(module)].rpartition(".")[0]
-        # of a layer that attends twice, in a list
-        while isinstance(model.get_submodule(around), nn.ModuleList):
-            around = around.rpartition(".")[0]
-        watch(index, model.get_submodule(around))
-    try:
+
+    def note(index: int, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        before = args[0] if args else kwargs["hidden_states"]
+        after = output[0] if isinstance(output, tuple) else output
+        cosine = F.cosine_similarity(before.float(), after.float(), dim=-1)
+        result[index] = float(1 - cosine.mean())
+
+    with ExitStack() as hooks:
+        for index, module in attention_layers(model):
+            around = names[id(module)].rpartition(".")[0]
+            # of a layer that attends twice, in a list
+            while isinstance(model.get_submodule(around), nn.ModuleList):
+                around = around.rpartition(".")[0]
+            hook = partial(note, index)
+            layer = model.get_submodule(around)
+            hooks.enter_context(layer.register_forward_hook(hook, with_kwargs=True))
         yield result
-    finally:
-        for hook in hooks:
-            hook.remove()

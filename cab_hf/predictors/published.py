@@ -24,7 +24,6 @@ from cab_hf.predictors.frc import (
 )
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # which end of each formula's curvature is attended
@@ -46,7 +45,7 @@ class BlockFrc(NamedTuple):
 
 
 def coarsen_qk_max_l2(q: Tensor, k: Tensor, block_size: int = 64) -> tuple[Tensor, Tensor]:
-    """The loudest token of every block: the one of largest L2 norm, the first of equals.
+    """The token of largest L2 norm of every block, the first of equals.
 
     Args:
         q: [B, H, N_q, D].
@@ -77,15 +76,11 @@ def compute_block_frc(
 
     Edge weights are A = ReLU(Q K^T / sqrt(D)), 0 outside the causal part; A A are the triangles.
 
-    ``"forman"``: F = 4 A - S_i - S_j + 3 A A, with S_i the strength of row i and S_j of column j,
-    summed down to row i when causal. Forman-Ricci curvature; the published reading is that the
-    LOWEST is a bridge and is kept.
-
-    ``"additive"``: F = A scaled to [0, 1] over its row - ``redundancy`` * A A / M. The HIGHEST is
-    kept. M counts all blocks, so a longer text can change what an earlier row keeps.
-
-    Note that the lowest Forman curvature is not a strong edge: the F of an edge grows with its own
-    A. What is kept are weak edges, or none at all, to columns that earlier rows lean on.
+    * ``"forman"``: F = 4 A - S_i - S_j + 3 A A, with S_i the strength of row i and S_j of column j,
+      summed down to row i when causal. Forman-Ricci curvature, of which the LOWEST is kept, as a
+      bridge. It is no strong edge: the F of an edge grows with its own A.
+    * ``"additive"``: F = A scaled to [0, 1] over its row - ``redundancy`` * A A / M. The HIGHEST is
+      kept. M counts all blocks, so a longer text can change what an earlier row keeps.
 
     Args:
         q_coarse: [B, H, M, D].
@@ -151,8 +146,7 @@ def generate_block_mask_from_frc(
     require(keep in KEPT_SIDE.values(), "keep", keep, "'lowest' or 'highest'")
     visible = _visible_blocks(frc, causal)
     count = reference.share_of_row(visible, 1 - sparsity)
-    forced = visible.diag().diag() & bool(keep_diagonal)
-    return _best_blocks(-frc if keep == "lowest" else frc, visible, forced, count)
+    return _best_blocks(-frc if keep == "lowest" else frc, visible, keep_diagonal, count)
 
 
 def _visible_blocks(like: Tensor, causal: bool) -> Tensor:
@@ -160,8 +154,9 @@ def _visible_blocks(like: Tensor, causal: bool) -> Tensor:
     return everything.tril() if causal else everything
 
 
-def _best_blocks(score: Tensor, visible: Tensor, forced: Tensor, count: Tensor) -> Tensor:
-    """The ``count`` best blocks of each row, those that are forced among them."""
+def _best_blocks(score: Tensor, visible: Tensor, keep_diagonal: bool, count: Tensor) -> Tensor:
+    """The ``count`` best blocks of each row, the diagonal among them where it is kept."""
+    forced = visible.diag().diag() & bool(keep_diagonal)
     candidates = (visible & ~forced).expand_as(score)
     return forced | reference.top_blocks(score, candidates, count - forced.sum(-1, keepdim=True))
 
@@ -237,9 +232,6 @@ class CoarseCurvaturePredictor(nn.Module):
             causal=self.causal,
         )
 
-    def extra_repr(self) -> str:
-        return f"block_size={self.block_size}, sparsity={self.sparsity}, formula={self.formula!r}"
-
 
 class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
     """The same, with a sparsity for each row taken from the row's own curvature.
@@ -255,7 +247,7 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
         threshold: standard deviations from the row's mean; any finite number.
         min_keep, max_keep: least and largest share of a row's visible blocks that is kept,
             0 < min_keep <= max_keep <= 1. ``sparsity`` is 1 - min_keep, the largest a row can have.
-        block_size, formula, redundancy, keep_diagonal, causal: see `CoarseCurvaturePredictor`.
+        block_size, recipe: see `CoarseCurvaturePredictor`.
 
     Raises:
         ValueError: naming the argument, the value seen and what is accepted.
@@ -268,23 +260,13 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
         threshold: float = 1.0,
         min_keep: float = 0.05,
         max_keep: float = 0.5,
-        formula: str = "forman",
-        redundancy: float = 0.3,
-        keep_diagonal: bool = True,
-        causal: bool = True,
+        **recipe: Any,
     ) -> None:
         require(is_number(threshold), "threshold", threshold, "a finite number")
         for name, share in (("min_keep", min_keep), ("max_keep", max_keep)):
             require(is_share(share) and share > 0, name, share, "in (0, 1]")
         require(min_keep <= max_keep, "min_keep", min_keep, f"at most max_keep={max_keep}")
-        super().__init__(
-            block_size,
-            1 - min_keep,
-            formula=formula,
-            redundancy=redundancy,
-            keep_diagonal=keep_diagonal,
-            causal=causal,
-        )
+        super().__init__(block_size, 1 - min_keep, **recipe)
         self.threshold = threshold
         self.min_keep = min_keep
         self.max_keep = max_keep
@@ -296,17 +278,14 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
         score = -frc if KEPT_SIDE[self.formula] == "lowest" else frc
         # scaled first: a row of equal curvatures is then exactly its own mean
         deviations = reference.standardise(min_max(score, visible), visible)
-        forced = visible.diag().diag() & bool(self.keep_diagonal)
-        beyond = forced | (visible & (deviations > self.threshold))
+        beyond = visible & (deviations > self.threshold)
+        if self.keep_diagonal:
+            beyond = beyond | visible.diag().diag()
         count = beyond.sum(-1, keepdim=True).clamp(
             min=reference.share_of_row(visible, self.min_keep),
             max=reference.share_of_row(visible, self.max_keep),
         )
-        return _best_blocks(score, visible, forced, count)
-
-    def extra_repr(self) -> str:
-        adaptive = f"threshold={self.threshold}, min_keep={self.min_keep}, max_keep={self.max_keep}"
-        return f"block_size={self.block_size}, {adaptive}, formula={self.formula!r}"
+        return _best_blocks(score, visible, self.keep_diagonal, count)
 
 
 def visualize_frc_statistics(
@@ -320,8 +299,7 @@ def visualize_frc_statistics(
     """A figure of how curvature is distributed; ``visualize_frc_statistics(*diagnostics)``.
 
     Panels: its histogram over the causal part, the heat map of the first head of the first batch
-    row, its quantiles by row, and curvature against affinity and against triangles where these are
-    given. Draws on a figure of its own; nothing global changes.
+    row, its quantiles by row, and curvature against affinity and triangles where these are given.
 
     Args:
         frc, affinity, triangles: [B, H, M, M], as in `BlockFrc`.
@@ -348,35 +326,28 @@ def visualize_frc_statistics(
     visible = _visible_blocks(frc, causal).cpu()
     frc, *drawn = (x.detach().float().cpu() for x in (frc, *others.values()))
     figure = Figure(figsize=(15, 8), layout="constrained")
-    *panels, first, second, spare = figure.subplots(2, 3).flat
-    _draw_curvature(panels, frc, visible)
-    for panel, name, other in zip((first, second), others, drawn, strict=False):
-        _draw_against(panel, name, other[..., visible], frc[..., visible])
-    for panel in (first, second, spare)[len(others) :]:
-        panel.remove()
-    if path is not None:
-        figure.savefig(path)
-    return figure
-
-
-def _draw_curvature(panels: list[Axes], frc: Tensor, visible: Tensor) -> None:
-    histogram, heat_map, by_row = panels
+    histogram, heat_map, by_row, *panels = figure.subplots(2, 3).flat
     histogram.hist(frc[..., visible].flatten().numpy(), bins=100)
     histogram.set(title="curvature, all heads", xlabel="curvature", ylabel="blocks")
     image = heat_map.imshow(frc[0, 0].masked_fill(~visible, torch.nan).numpy(), aspect="equal")
-    heat_map.figure.colorbar(image, ax=heat_map)
+    figure.colorbar(image, ax=heat_map)
     heat_map.set(title="curvature, first head", xlabel="key block", ylabel="query block")
     levels = torch.tensor(QUANTILES)
     rows = [frc[:, :, i, seen].flatten().quantile(levels) for i, seen in enumerate(visible)]
     by_row.plot(torch.stack(rows).numpy(), label=[f"{level:.0%} lie below" for level in QUANTILES])
     by_row.legend()
     by_row.set(title="curvature by row, all heads", xlabel="query block", ylabel="curvature")
-
-
-def _draw_against(axes: Axes, name: str, other: Tensor, curvature: Tensor) -> None:
-    thin = slice(None, None, -(-other.numel() // POINTS_DRAWN))
-    axes.scatter(other.flatten()[thin].numpy(), curvature.flatten()[thin].numpy(), s=4, alpha=0.4)
-    axes.set(title=f"curvature against {name}", xlabel=name, ylabel="curvature")
+    thin = slice(None, None, -(-frc[..., visible].numel() // POINTS_DRAWN))
+    for name, other in zip(others, drawn, strict=True):
+        panel = panels.pop(0)
+        points = (x[..., visible].flatten()[thin].numpy() for x in (other, frc))
+        panel.scatter(*points, s=4, alpha=0.4)
+        panel.set(title=f"curvature against {name}", xlabel=name, ylabel="curvature")
+    for panel in panels:
+        panel.remove()
+    if path is not None:
+        figure.savefig(path)
+    return figure
 
 
 class FlopsEstimate(NamedTuple):
@@ -412,9 +383,8 @@ def estimate_flops(
     * attention = 4 D * (query, key) pairs of the kept blocks: q k^T and p v
     * dense = 4 D * all pairs: n (n + 1) / 2 when causal, else n^2
 
-    Causal pairs are exact, the diagonal block counted half like the rest of the diagonal. Otherwise
-    a ragged last block counts as an average one, since which rows keep it is not known. Softmax,
-    sorting and what else is linear in pairs or M^2 is left out, and projections are.
+    Causal pairs are exact. Otherwise a ragged last block counts as an average one, since the rows
+    that keep it are unknown. Softmax, sorting and projections are left out.
 
     Args:
         n, head_dim: tokens, and channels of a head.
@@ -427,26 +397,23 @@ def estimate_flops(
     _require_sizes(n=n, head_dim=head_dim, heads=heads, block_size=block_size)
     _require_recipe(sparsity=sparsity)
     blocks = -(-n // block_size)
+    # rounded as `reference.share_of_row` rounds
+    kept = [math.ceil((1 - sparsity) * seen - 1e-9) for seen in range(1, blocks + 1)]
+    pairs, every = kept[-1] * n * n // blocks, n * n
+    if causal:
+        sizes = [min(block_size, n - start) for start in range(0, n, block_size)]
+        pairs = sum(
+            size * (size + 1) // 2 + (count - 1) * size * block_size
+            for size, count in zip(sizes, kept, strict=True)
+        )
+        every = n * (n + 1) // 2
     return FlopsEstimate(
         coarsen=4 * n * head_dim * heads,
         scores=2 * blocks**2 * head_dim * heads,
         triangles=2 * blocks**3 * heads,
-        attention=4 * head_dim * heads * _kept_pairs(n, blocks, block_size, sparsity, causal),
-        dense=4 * head_dim * heads * (n * (n + 1) // 2 if causal else n * n),
+        attention=4 * head_dim * heads * pairs,
+        dense=4 * head_dim * heads * every,
     )
-
-
-def _kept_pairs(n: int, blocks: int, block_size: int, sparsity: float, causal: bool) -> int:
-    """(query, key) pairs of one head that are attended."""
-    # rounded as `reference.share_of_row` rounds
-    kept = [math.ceil((1 - sparsity) * seen - 1e-9) for seen in range(1, blocks + 1)]
-    if not causal:
-        return kept[-1] * n * n // blocks
-    pairs = 0
-    for row, blocks_kept in enumerate(kept):
-        queries = min(block_size, n - row * block_size)
-        pairs += queries * (queries + 1) // 2 + (blocks_kept - 1) * queries * block_size
-    return pairs
 
 
 def _require_sizes(**sizes: Any) -> None:

@@ -1,4 +1,4 @@
-"""The user's cache: folders and files that are made once, whole or not at all."""
+"""The user's cache: folders and files that are made once, completely or not at all."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-# a conversion takes under a minute: an older half-made one belongs to a killed process
+SCRATCH = ".making-"  # begins the names of folders in which something is made
+# a conversion takes under a minute: an older scratch folder belongs to a killed process
 STALE_SECONDS = 3600
 
 
@@ -21,32 +21,32 @@ def cache_folder() -> Path:
     return Path(os.environ.get("CAB_HF_CACHE") or shared / "cab_hf")
 
 
-@contextmanager
-def scratch_beside(target: Path, prefix: str) -> Iterator[Path]:
-    """A folder to make ``target`` in, so that one rename is the last step.
+def made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """The file or folder ``name`` of the cache; ``make`` writes it where it does not exist yet.
 
-    Args:
-        prefix: of its name; half-made ones that killed processes have left are removed.
+    ``make`` gets a path in a scratch folder; what it wrote there is renamed at the end.
     """
+    target = cache_folder() / name
+    if target.exists():
+        return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in target.parent.glob(f"{prefix}*"):
+    for leftover in target.parent.glob(f"{SCRATCH}*"):
         if time.time() - leftover.stat().st_mtime > STALE_SECONDS:
             shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as scratch:
-        yield Path(scratch)
-
-
-def keep_first(made: Path, target: Path) -> None:
-    """Rename a folder to ``target``, unless another process was first: its copy is as good."""
-    try:
-        made.rename(target)
-    except OSError:
-        if not target.is_dir():
-            raise
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=target.parent) as scratch:
+        made = Path(scratch) / name
+        make(made)
+        try:
+            made.rename(target)
+        except OSError:
+            # another process was first: its copy is as good
+            if not target.is_dir():
+                raise
+    return target
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of what is in a file."""
+    """SHA-256 of the content of a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while part := file.read(1 << 20):

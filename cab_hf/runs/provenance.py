@@ -1,9 +1,8 @@
-"""What a reader needs to know to get the same numbers again; never a path, never a host name."""
+"""What a reader needs to get the same numbers again; never a path, never a host name."""
 
 from __future__ import annotations
 
 import datetime
-import hashlib
 import os
 import platform
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cab_hf import __version__
+from cab_hf.runs.cache import file_sha256
 from cab_hf.runs.settings import UsageError, first_line
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn-4")
@@ -24,29 +24,28 @@ def utc_now() -> str:
 
 
 def file_identity(path: Path | str) -> dict[str, str]:
-    """The ``name`` and ``sha256`` of a file, which say which one it was but not where."""
-    path = Path(path)
-    return {"name": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-
-
-def _git(*arguments: str) -> str | None:
-    command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    """The ``name`` and ``sha256`` of a file, which identify it but not its place."""
+    return {"name": Path(path).name, "sha256": file_sha256(Path(path))}
 
 
 def git_commit() -> str | None:
     """The commit of this code, ``-dirty`` where files differ from it.
 
-    A copy without its history may be told by ``$CAB_HF_COMMIT``; None where it is not known.
+    For a copy without its history it is read from ``$CAB_HF_COMMIT``; None where it is unknown.
     """
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
     # an installed copy may lie inside somebody else's repository: only a tracked file is ours
-    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return os.environ.get("CAB_HF_COMMIT")
-    return _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def versions() -> dict[str, str]:

@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cab_hf.runs.cache import cache_folder, keep_first, scratch_beside
+from cab_hf.runs.cache import made_once
 from cab_hf.runs.stand_ins import SMOLLM2_SHA256, built_in_text, smollm2_folder
 
 # torch and transformers are imported where they are used: finding a folder needs neither
@@ -37,32 +37,30 @@ MEASURED = slice(20_000, 28_000)
 
 
 def reshaped_folder(name: str) -> Path:
-    """The folder of a model of `RESHAPED` in float32, made when it is not there yet.
+    """The folder of a model of `RESHAPED` in float32, made when it does not exist yet.
 
     Raises:
-        UsageError: as of `smollm2_folder`.
+        UsageError: as `smollm2_folder`.
     """
-    target = cache_folder() / f"{name}-{SMOLLM2_SHA256[:12]}"
-    if target.is_dir():
-        return target
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = smollm2_folder()
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, trust_remote_code=False
-    )
-    if name == WIDE:
-        reshaped = widened(model, head_dim=128, group=4, theta=500_000.0)
-    else:
-        text = built_in_text()[MEASURED]
-        reshaped = with_qk_norm(model, tokenizer(text, return_tensors="pt").input_ids)
-    with scratch_beside(target, f".{name}-") as scratch:
-        reshaped.save_pretrained(scratch / name)
-        tokenizer.save_pretrained(scratch / name)
-        keep_first(scratch / name, target)
-    return target
+    def make(folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        source = smollm2_folder()
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, trust_remote_code=False
+        )
+        if name == WIDE:
+            reshaped = widened(model, head_dim=128, group=4, theta=500_000.0)
+        else:
+            text = built_in_text()[MEASURED]
+            reshaped = with_qk_norm(model, tokenizer(text, return_tensors="pt").input_ids)
+        reshaped.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return made_once(f"{name}-{SMOLLM2_SHA256[:12]}", make)
 
 
 def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> PreTrainedModel:

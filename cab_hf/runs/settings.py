@@ -1,7 +1,7 @@
 """A command's settings: a dataclass whose fields are options of its command line and of YAML files.
 
-Every option is read as text, typed or from the file, and parsed at one place; `spelled` goes the
-other way, from recorded settings to the words that would give them again.
+Every option is read as text, typed or from the file, and parsed by `_parse`; `spelled` does the
+reverse, from recorded settings to the words that give them again.
 """
 
 from __future__ import annotations
@@ -21,41 +21,40 @@ from typing import Any, TypeVar
 from cab_hf import checks
 
 Settings = TypeVar("Settings")
-Fields = Mapping[str, dataclasses.Field]
-# what a text must be; Python's own message is not for users
+# Python's own messages are not for users
 NUMBERS = {int: "a whole number", float: "a finite number"}
 FILE = "config"  # the option that names a YAML file
 
 
 class UsageError(ValueError):
-    """What whoever started a run got wrong; its message is one sentence for them."""
+    """A mistake in how a run was started; its message is one sentence for the user."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first, without a full stop."""
+    """The first line of an error's message, without a full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines or [type(error).__name__])[0].rstrip(".")
 
 
 @contextmanager
-def refused_as(tell: Callable[[Exception], str]) -> Iterator[None]:
-    """Whatever goes wrong inside is `UsageError` in the sentence that ``tell`` makes of it."""
+def refused_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
+    """An error inside becomes a `UsageError` whose message ``sentence`` makes of it."""
     try:
         yield
     except (UsageError, MemoryError):
         raise
     except Exception as error:
-        raise UsageError(tell(error)) from error
+        raise UsageError(sentence(error)) from error
 
 
 def missing_package(error: ImportError) -> str | None:
-    """A sentence on the extra of cab_hf that brings what could not be imported; None: none does."""
+    """A sentence that names the extra of cab_hf with the missing package, or None without one."""
     module = (error.name or "").partition(".")[0]
     package = {"yaml": "pyyaml", "markdown_it": "markdown_it_py"}.get(module, module)
     try:
         required = metadata.requires("cab_hf") or []
     except metadata.PackageNotFoundError:
-        required = []
+        return None
     for line in required:
         match = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", line)
         if match and match[1].replace("-", "_") == package:
@@ -169,11 +168,11 @@ class _Parser(argparse.ArgumentParser):
 def read_settings(
     kind: type[Settings], words: Sequence[str], prog: str, purpose: str = ""
 ) -> Settings:
-    """The settings that ``words`` of a command line ask for.
+    """The settings in ``words`` of a command line.
 
     ``--config FILE`` reads a YAML mapping from option to value; what is typed wins over it, and
-    repeatable options are taken from both, typed ones last. Whatever is refused ends the process
-    with status 2 and one line on stderr.
+    repeatable options are taken from both, typed ones last. An error ends the process with status 2
+    and one line on stderr.
     """
     parser = _Parser(prog=prog, description=purpose.replace("``", ""), allow_abbrev=False)
     fields = {field.name: field for field in dataclasses.fields(kind)}
@@ -181,18 +180,17 @@ def read_settings(
         _add_option(parser, field)
     text = "YAML file of these options; those typed here win"
     parser.add_argument(f"--{FILE}", metavar="FILE", help=text)
-    parsed, unknown = parser.parse_known_intermixed_args(words)
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        known = [_option_name(x) for x, field in fields.items() if "operands" not in field.metadata]
-        parser.error(f"there is no option {name!r}; {_nearest(name, known)}")
-    texts = vars(parsed)
-    path = texts.pop(FILE)
     try:
-        if path is not None:
-            read = _read_yaml(path, fields)
-            both = [x for x in read.keys() & texts if fields[x].metadata["repeatable"]]
-            texts = {**read, **texts, **{x: read[x] + texts[x] for x in both}}
+        parsed, unknown = parser.parse_known_intermixed_args(words)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            options = [x for x, field in fields.items() if "operands" not in field.metadata]
+            known = list(map(_option_name, options))
+            raise ValueError(f"there is no option {name!r}; {_nearest(name, known)}")
+        if parsed.config is not None:
+            parser.set_defaults(**_read_yaml(parsed.config, fields))
+            parsed = parser.parse_intermixed_args(words)
+        texts = {name: text for name, text in vars(parsed).items() if name != FILE}
         return kind(**{name: _parse(fields[name], text) for name, text in texts.items()})
     except ValueError as error:
         parser.error(str(error))
@@ -200,11 +198,11 @@ def read_settings(
 
 def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
     metadata, defaults = field.metadata, _defaults(field)
-    # without a default, what is not typed is not there
-    look: dict[str, Any] = {"default": argparse.SUPPRESS}
+    # an option that is not typed is left out, and has the default of the dataclass
+    look: dict[str, Any] = {"default": argparse.SUPPRESS, "help": metadata["help"]}
     if "operands" in metadata:
-        look |= {"nargs": "*", "metavar": field.name.upper().removesuffix("S")}
-        parser.add_argument(field.name, help=metadata["help"], **look)
+        metavar = field.name.upper().removesuffix("S")
+        parser.add_argument(field.name, nargs="*", metavar=metavar, **look)
         return
     if metadata["repeatable"]:
         look["action"] = "append"
@@ -214,9 +212,10 @@ def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> No
         look["nargs"] = "+"
     # a number may be 0, which equals False
     given = [value for value in defaults if value is not False and value not in (None, (), "")]
-    shown = dict.fromkeys(metadata["spell"](value) for value in given)
-    default = f" (default: {'; on CPU: '.join(shown)})" if shown else ""
-    look["help"] = (metadata["help"] + default).replace("%", "%%")
+    if given:
+        shown = dict.fromkeys(map(metadata["spell"], given))
+        look["help"] += f" (default: {'; on CPU: '.join(shown)})"
+    look["help"] = look["help"].replace("%", "%%")
     parser.add_argument(_option_name(field.name), dest=field.name, **look)
 
 
@@ -234,14 +233,15 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _parse(field: dataclasses.Field, given: str | list[str]) -> Any:
-    """The value of a field, of a text or of several."""
-    parse, text = field.metadata["parse"], given if isinstance(given, str) else ",".join(given)
+    """The value of a field, from one text or several."""
+    parse, repeatable = field.metadata["parse"], field.metadata["repeatable"]
     try:
-        if field.metadata["repeatable"]:
+        if repeatable:
             for each in given:  # refused here, where the option is known
                 (parse_assignment if parse is str else parse)(each)
-        if field.metadata["repeatable"] or "operands" in field.metadata:
+        if repeatable or "operands" in field.metadata:
             return tuple(given)
+        text = given if isinstance(given, str) else ",".join(given)
         value = parse(text)
         for each in value if isinstance(value, tuple) else (value,):
             if isinstance(each, float) and not math.isfinite(each):
@@ -252,8 +252,8 @@ def _parse(field: dataclasses.Field, given: str | list[str]) -> Any:
         raise ValueError(f"{field.name}: {reason}") from error
 
 
-def _read_yaml(path: str, fields: Fields) -> dict[str, list[str]]:
-    """What the file sets, as it would be typed: lists may be lists, assignments a mapping."""
+def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> dict[str, list[str]]:
+    """The options in the file as they are typed: lists may be lists, assignments a mapping."""
     import yaml
 
     try:
@@ -277,8 +277,8 @@ def _read_yaml(path: str, fields: Fields) -> dict[str, list[str]]:
 def spelled(recorded: Mapping[str, Any], kind: type) -> list[str]:
     """The command line that gives the settings ``recorded`` in results, defaults left out.
 
-    ``recorded`` is as JSON leaves it; a file is a mapping with its ``name``, and what is no field
-    of ``kind`` is passed over.
+    ``recorded`` is as JSON leaves it; a file is a mapping with its ``name``, and other names than
+    those of fields of ``kind`` are ignored.
     """
     on_cpu = str(recorded.get("device", "cpu")).startswith("cpu")
     words = []

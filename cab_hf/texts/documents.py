@@ -1,7 +1,7 @@
 """Documents to be read in one pass: running text in which keys are named, and named again later.
 
-A document is made from (tokenizer, sentences, length, keys, seed, index) and nothing else, so every
-method, and every run, is shown the same ones.
+A document is a function of (tokenizer, sentences, length, keys, seed, index), so that every method
+and every run reads the same ones.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ def recall_document(
         tokenizer: of transformers; special tokens it puts before a text are the first ones.
         sentences: of the running text, which starts at one of the document's own and wraps round.
         index: number of the document.
-        border: of which the place of every answer is a multiple; more text stands before it then.
+        border: of which the place of every answer is a multiple; more text precedes it then.
     Raises:
         ValueError: ``keys`` is more than there are names, or ``length`` has no room for them.
     """
     rng = random.Random(f"{seed}/{length}/{keys}/{index}")
-    order, needles, repeats, digits = _named_keys(tokenizer, keys, rng)
+    named = _NamedKeys(tokenizer, keys, rng)
 
     begun = leading_tokens(tokenizer)
     # of running text: how much the first half has room for, and how much the document
-    early = length // 2 - len(begun) - _total(needles)
+    early = length // 2 - len(begun) - _total(named.needles)
     moved = keys * (border - 1)
-    late = length - len(begun) - _total(needles) - _total(repeats) - moved
+    late = length - len(begun) - _total(named.needles) - _total(named.repeats) - moved
     pieces = _text(tokenizer, sentences, rng, late + moved)
     if 0 <= early <= late:
         pieces = _with_border(pieces, early, late)
@@ -82,12 +82,13 @@ def recall_document(
     def before(which: int, at: int) -> Sequence[int]:
         if which < keys:
             return ()
-        missing = -(at + digits[which - keys][0]) % border
+        missing = -(at + named.digits[which - keys][0]) % border
         # what ends a sentence
         return more[len(more) - missing :]
 
-    tokens, spans = with_statements(begun, pieces, [*needles, *repeats], borders, before)
-    return _document(tokens[:length], spans[:keys], spans[keys:], order, digits)
+    statements = [*named.needles, *named.repeats]
+    tokens, spans = with_statements(begun, pieces, statements, borders, before)
+    return named.document(tokens[:length], spans[:keys], spans[keys:])
 
 
 def asked_document(
@@ -98,9 +99,9 @@ def asked_document(
     index: int,
     seed: int | str = 0,
 ) -> tuple[Document, int]:
-    """A document whose end repeats all keys, and how many of its tokens stand before that end.
+    """A document whose end repeats all keys, and how many of its tokens precede that end.
 
-    What stands before is a prompt: running text with the keys stated at random sentence borders.
+    The tokens before it are a prompt: running text with keys stated at random sentence borders.
     Behind it there is one sentence a key, in another order, and nothing else.
 
     Args:
@@ -109,11 +110,11 @@ def asked_document(
         ValueError: ``keys`` is more than there are names, or ``length`` has no room for them.
     """
     rng = random.Random(f"{seed}/asked/{length}/{keys}/{index}")
-    order, needles, repeats, digits = _named_keys(tokenizer, keys, rng)
+    named = _NamedKeys(tokenizer, keys, rng)
 
     begun = leading_tokens(tokenizer)
-    prompt = length - _total(repeats)
-    text = prompt - len(begun) - _total(needles)
+    prompt = length - _total(named.repeats)
+    text = prompt - len(begun) - _total(named.needles)
     pieces = _text(tokenizer, sentences, rng, text)
     borders = [at for at, end in enumerate([0, *accumulate(map(len, pieces))]) if end <= text]
     if not borders:
@@ -121,9 +122,9 @@ def asked_document(
             f"length {length} has no room for {keys} keys and as many questions behind them; give "
             "a longer one or fewer keys."
         )
-    tokens, needed = with_statements(begun, pieces, needles, _drawn(rng, borders, keys))
-    tokens, asking = with_statements(tokens[:prompt], [], repeats, [0] * keys)
-    return _document(tokens, needed, asking, order, digits), prompt
+    tokens, needed = with_statements(begun, pieces, named.needles, _drawn(rng, borders, keys))
+    tokens, asking = with_statements(tokens[:prompt], [], named.repeats, [0] * keys)
+    return named.document(tokens, needed, asking), prompt
 
 
 def with_copies(
@@ -175,9 +176,9 @@ def plain_document(
 
 def least_tokens(tokenizer: Any, sentences: Sequence[str], most: int) -> int:
     """The tokens of ``sentences``, counted until they are ``most``: more text than that repeats."""
-    counts = accumulate(len(sentence_tokens(tokenizer, sentence)) for sentence in sentences)
     total = 0
-    for total in counts:
+    for sentence in sentences:
+        total += len(sentence_tokens(tokenizer, sentence))
         if total >= most:
             break
     return total
@@ -203,44 +204,39 @@ def _with_border(pieces: list[Tokens], low: int, high: int) -> list[Tokens]:
     return [*pieces[:at], sentence[:place], sentence[place:], *pieces[at + 1 :]]
 
 
-def _named_keys(
-    tokenizer: Any, keys: int, rng: random.Random
-) -> tuple[list[int], list[Tokens], list[Tokens], list[Span]]:
-    """An order to repeat keys in, what states each, and in that order what repeats it, and where.
+class _NamedKeys:
+    """Keys of different names, which a document repeats in another order.
+
+    Attributes:
+        needles: the tokens that state each key.
+        repeats: those that repeat each, in the other order.
+        digits: which tokens of each repeat are the key.
 
     Raises:
         ValueError: ``keys`` is more than there are names.
     """
-    drawn = draw_keys(rng, keys)
-    order = _another_order(rng, keys)
-    return (
-        order,
-        [sentence_tokens(tokenizer, key.statement) for key in drawn],
-        [sentence_tokens(tokenizer, drawn[at].repeat) for at in order],
-        [span_of(tokenizer, drawn[at].repeat, drawn[at].digits) for at in order],
-    )
 
+    def __init__(self, tokenizer: Any, keys: int, rng: random.Random) -> None:
+        drawn = draw_keys(rng, keys)
+        self.order = list(range(keys))
+        while keys > 1 and self.order == sorted(self.order):
+            rng.shuffle(self.order)
+        repeated = [drawn[at] for at in self.order]
+        self.needles = [sentence_tokens(tokenizer, key.statement) for key in drawn]
+        self.repeats = [sentence_tokens(tokenizer, key.repeat) for key in repeated]
+        self.digits = [span_of(tokenizer, key.repeat, key.digits) for key in repeated]
 
-def _document(
-    tokens: Sequence[int],
-    needles: Sequence[Span],
-    repeats: Sequence[Span],
-    order: Sequence[int],
-    digits: Sequence[Span],
-) -> Document:
-    """A document whose keys are repeated in another order, with `_named_keys`' digits of each."""
-    answers = {
-        key: (start + first, start + last)
-        for key, (start, _), (first, last) in zip(order, repeats, digits, strict=True)
-    }
-    return Document(tuple(tokens), tuple(needles), tuple(answers[key] for key in range(len(order))))
-
-
-def _another_order(rng: random.Random, keys: int) -> list[int]:
-    order = list(range(keys))
-    while keys > 1 and order == sorted(order):
-        rng.shuffle(order)
-    return order
+    def document(
+        self, tokens: Sequence[int], needles: Sequence[Span], repeats: Sequence[Span]
+    ) -> Document:
+        """The document in which keys are stated and repeated at these places."""
+        answers = {
+            key: (start + first, start + last)
+            for key, (start, _), (first, last) in zip(self.order, repeats, self.digits, strict=True)
+        }
+        return Document(
+            tuple(tokens), tuple(needles), tuple(answers[key] for key in range(len(answers)))
+        )
 
 
 def _drawn(rng: random.Random, borders: Sequence[int], count: int) -> list[int]:

@@ -52,7 +52,7 @@ QUESTION = "What is the pass key{whose}?"
 # the last token of the prefill; otherwise only decoding would be tested where decoding is dense
 ANSWER = "The pass key{whose} is "
 KEPT_SENTENCES = 2**16  # whose tokens are remembered
-# stands for the running text while the turns around it are written
+# a placeholder of the running text while the turns around it are written
 TEXT = "<<running text>>"
 
 Tokens = tuple[int, ...]
@@ -75,7 +75,7 @@ class Key(NamedTuple):
 
 
 def draw_keys(rng: random.Random, keys: int, named: bool = True) -> list[Key]:
-    """Different numbers, each of another name, or of nobody unless ``named``.
+    """Different numbers, each of another name, or without names unless ``named``.
 
     Raises:
         ValueError: ``keys`` is more than there are names.
@@ -90,7 +90,7 @@ def draw_keys(rng: random.Random, keys: int, named: bool = True) -> list[Key]:
 
 
 def instruction(keys: int) -> str:
-    """What stands before a text that hides so many keys."""
+    """The instruction before a text that hides so many keys."""
     if keys > 1:
         return INSTRUCTION.format(are="are important pass keys", it="them")
     return INSTRUCTION.format(are="is an important pass key", it="it")
@@ -126,9 +126,9 @@ def with_statements(
 
     Args:
         begun: what the text begins with.
-        borders: how many pieces stand before each statement; of those at one border the first one
+        borders: how many pieces precede each statement; of those at one border the first one
             comes first.
-        before: (which statement, tokens before it) -> more tokens that are to stand before it.
+        before: (which statement, tokens before it) -> more tokens to put before it.
     """
     tokens, done = list(begun), 0
     spans: dict[int, Span] = {}
@@ -180,18 +180,18 @@ def as_turns(tokenizer: Any, said: Sequence[str]) -> str:
 
 
 def around_text(tokenizer: Any, said: Sequence[str]) -> tuple[Tokens, str]:
-    """What stands around running text: the tokens before it, and the text behind it.
+    """The tokens before running text, and the text behind it.
 
     Args:
         said: as of `as_turns`, with `TEXT` in the place of the running text.
     Raises:
-        ValueError: the chat template does not write what a user says as it stands.
+        ValueError: the chat template changes the text of a user's turn.
     """
     before, result, after = as_turns(tokenizer, said).partition(TEXT)
     if not result:
         raise ValueError(
-            "tokenizer must have a chat template that writes what a user says as it stands; got "
-            "one that changes it."
+            "tokenizer must have a chat template that leaves the text of a user's turn as it is; "
+            "got one that changes it."
         )
     # a chat template writes the special tokens itself
     begun = leading_tokens(tokenizer) if tokenizer.chat_template is None else ()
@@ -221,9 +221,13 @@ def running(sentences: Sequence[str]) -> str:
 
 @lru_cache(maxsize=KEPT_SENTENCES)
 def sentence_tokens(tokenizer: Any, sentence: str) -> Tokens:
-    """Tokens of a sentence as it stands in running text."""
-    joined = tokenizer(running((NOISE[0], sentence)), add_special_tokens=False)["input_ids"]
-    return tuple(joined[_another(tokenizer) :])
+    """Tokens of a sentence inside running text."""
+    # behind another: alone, some tokenizers add a token for the start of a text
+    alone, joined = (
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in (NOISE[0], running((NOISE[0], sentence)))
+    )
+    return tuple(joined[len(alone) :])
 
 
 @lru_cache(maxsize=8)
@@ -254,9 +258,3 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two texts have in common from the start on."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-@lru_cache(maxsize=8)
-def _another(tokenizer: Any) -> int:
-    """Tokens of a sentence that others are behind: alone, some tokenizers add one for its start."""
-    return len(tokenizer(NOISE[0], add_special_tokens=False)["input_ids"])

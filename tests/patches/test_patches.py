@@ -54,16 +54,10 @@ def test_apply_is_idempotent_and_remove_puts_back(model):
     assert state(model) == before
 
 
-def test_the_context_manager_restores_what_it_found(model):
-    with cab_hf.cab(model, mass_threshold=0.08):
-        assert model.config._attn_implementation == "cab"
-    assert state(model) == ("sdpa", None)
+def test_a_block_that_raises_leaves_what_it_found(model):
     cab_hf.apply_cab(model, FULL)
-    with cab_hf.cab(model, mass_threshold=0.08):
-        assert model.config.cab_config["mass_threshold"] == 0.08
-        assert state(cab_hf.remove_cab(model)) == ("sdpa", None)
-    assert CabConfig.from_dict(model.config.cab_config) == FULL
     with pytest.raises(RuntimeError, match="from inside"), cab_hf.cab(model, mass_threshold=0.08):
+        assert model.config.cab_config["mass_threshold"] == 0.08
         raise RuntimeError("from inside")
     assert CabConfig.from_dict(model.config.cab_config) == FULL
     cab_hf.remove_cab(model)
@@ -85,23 +79,15 @@ def through_pickle(model):
 @pytest.mark.parametrize(
     "applied_as",
     [
-        pytest.param(lambda m: copy.deepcopy(cab_hf.apply_cab(m, SPARSE)), id="deep-copy"),
-        pytest.param(lambda m: through_pickle(cab_hf.apply_cab(m, SPARSE)), id="pickle"),
-        pytest.param(
-            lambda m: copy.deepcopy(wrapped_in_lora(cab_hf.apply_cab(m, SPARSE))), id="copy-adapter"
-        ),
-        pytest.param(
-            lambda m: wrapped_in_lora(cab_hf.apply_cab(m, SPARSE)).merge_and_unload(), id="merged"
-        ),
-        pytest.param(
-            lambda m: cab_hf.apply_cab(wrapped_in_lora(m), SPARSE).merge_and_unload(),
-            id="applied-adapter-merged",
-        ),
-        pytest.param(
-            lambda m: cab_hf.apply_cab(wrapped_in_lora(m), SPARSE).get_base_model(), id="inside"
-        ),
-        pytest.param(lambda m: torch.compile(cab_hf.apply_cab(m, SPARSE)), id="compiled"),
+        lambda m: copy.deepcopy(cab_hf.apply_cab(m, SPARSE)),
+        lambda m: through_pickle(cab_hf.apply_cab(m, SPARSE)),
+        lambda m: copy.deepcopy(wrapped_in_lora(cab_hf.apply_cab(m, SPARSE))),
+        lambda m: wrapped_in_lora(cab_hf.apply_cab(m, SPARSE)).merge_and_unload(),
+        lambda m: cab_hf.apply_cab(wrapped_in_lora(m), SPARSE).merge_and_unload(),
+        lambda m: cab_hf.apply_cab(wrapped_in_lora(m), SPARSE).get_base_model(),
+        lambda m: torch.compile(cab_hf.apply_cab(m, SPARSE)),
     ],
+    ids=["copy", "pickle", "copy-adapter", "merged", "adapter-merged", "inside", "compiled"],
 )
 def test_what_was_there_before_goes_where_the_model_goes(model, applied_as):
     before = state(model)
@@ -155,12 +141,11 @@ def test_blocks_may_end_in_any_order(model, first_to_end, applied):
 
 
 INSIDE = {
-    "remove": cab_hf.remove_cab,
+    "nothing": lambda model: None,
+    "remove": lambda model: state(cab_hf.remove_cab(model)) == ("sdpa", None) or 1 / 0,
     "apply": lambda model: cab_hf.apply_cab(model, mass_threshold=0.08),
-    "remove-and-apply": lambda model: cab_hf.apply_cab(
-        cab_hf.remove_cab(model), mass_threshold=0.08
-    ),
-    "another-implementation": lambda model: model.set_attn_implementation("eager"),
+    "again": lambda model: cab_hf.apply_cab(cab_hf.remove_cab(model), mass_threshold=0.08),
+    "eager": lambda model: model.set_attn_implementation("eager"),
 }
 
 
@@ -171,6 +156,7 @@ def test_a_block_leaves_what_it_found_whatever_happens_inside(model, inside, app
         cab_hf.apply_cab(model, FULL)
     before = state(model)
     with cab_hf.cab(model, mass_threshold=0.08):
+        assert model.config._attn_implementation == "cab"
         inside(model)
     assert state(model) == before
     cab_hf.remove_cab(model)
@@ -216,10 +202,10 @@ def implementations(model):
 @pytest.mark.parametrize(
     "message",
     [
-        pytest.param({}, id="sdpa"),
-        pytest.param({"vision_config": "eager"}, id="vision-eager"),
-        pytest.param({"text_config": "eager"}, id="text-eager"),
-        pytest.param({"": "eager", "text_config": "sdpa"}, id="top-eager"),
+        {},
+        {"vision_config": "eager"},
+        {"text_config": "eager"},
+        {"": "eager", "text_config": "sdpa"},
     ],
 )
 def test_only_the_text_of_a_vision_language_model_is_switched(message):
@@ -283,11 +269,12 @@ def no_attention_by_name():
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
-        pytest.param(lambda: torch.nn.Linear(2, 2), {}, "no transformers model", id="no-model"),
-        pytest.param(no_attention_by_name, {}, "keeps attn_implementation='sdpa'", id="falcon"),
-        pytest.param(tiny_model, {"mass_threshold": 7}, "mass_threshold", id="setting"),
-        pytest.param(tiny_llava, BY_HEAD | {"sparsity": [[0.5] * 5] * 3}, "sparsity", id="table"),
+        (lambda: torch.nn.Linear(2, 2), {}, "no transformers model"),
+        (no_attention_by_name, {}, "keeps attn_implementation='sdpa'"),
+        (tiny_model, {"mass_threshold": 7}, "mass_threshold"),
+        (tiny_llava, BY_HEAD | {"sparsity": [[0.5] * 5] * 3}, "sparsity"),
     ],
+    ids=["no-model", "falcon", "setting", "table"],
 )
 def test_what_cannot_be_switched_is_refused_and_left_as_it_is(build, options, message):
     model = build()
@@ -423,30 +410,21 @@ def loaded(model, folder, **message):
     return AutoModelForCausalLM.from_pretrained(folder, **message)
 
 
-MISFITS = {
-    "deep": (
-        BY_HEAD | {"sparsity": [[0.5] * 6] * 30},
-        "sparsity has 30 layers of 6 heads, and this model has 3",
-    ),
-    "shallow": (
-        BY_HEAD | {"sparsity": [[0.1] * 6] * 2},
-        "sparsity has 2 layers of 6 heads, and this model",
-    ),
-    "heads": (BY_HEAD | {"sparsity": [[0.5] * 9] * 3}, "9 heads, and this model has 3 layers of 6"),
-    "map": (
-        {"predictor": "cascade", "anchors": [0], "head_map": [[0] * 9] * 3},
-        "head_map has 3 layers of 9 heads",
-    ),
-    "layer": ({"dense_layers": [3]}, "dense_layers has 3; this model has layers 0 to 2"),
-    "origin": (
-        {"origin": OWN._replace(layers=4)._asdict()},
-        r"for somebody's \(4 layers, 6 heads, 2 KV heads\), and \w+ has 3 layers, 6 heads, 2 KV",
-    ),
-    "kv-heads": ({"origin": OWN._replace(kv_heads=6)._asdict()}, "3 layers, 6 heads, 6 KV heads"),
-    "field": ({"mass_treshold": 0.5}, "CabConfig has no field 'mass_treshold'"),
-    "value": ({"mass_threshold": "much"}, "CabConfig.mass_threshold is 'much'; it must be"),
-    "predictor": ({"predictor": "row"}, "predictor"),
-}
+DEEP = BY_HEAD | {"sparsity": [[0.5] * 6] * 30}
+HEAD_MAP = {"predictor": "cascade", "anchors": [0], "head_map": [[0] * 9] * 3}
+SHAPES = r"for somebody's \(4 layers, 6 heads, 2 KV heads\), and \w+ has 3 layers, 6 heads, 2 KV"
+MISFITS = [
+    (DEEP, "sparsity has 30 layers of 6 heads, and this model has 3"),
+    (BY_HEAD | {"sparsity": [[0.1] * 6] * 2}, "sparsity has 2 layers of 6 heads, and this model"),
+    (BY_HEAD | {"sparsity": [[0.5] * 9] * 3}, "9 heads, and this model has 3 layers of 6"),
+    (HEAD_MAP, "head_map has 3 layers of 9 heads"),
+    ({"dense_layers": [3]}, "dense_layers has 3; this model has layers 0 to 2"),
+    ({"origin": OWN._replace(layers=4)._asdict()}, SHAPES),
+    ({"origin": OWN._replace(kv_heads=6)._asdict()}, "3 layers, 6 heads, 6 KV heads"),
+    ({"mass_treshold": 0.5}, "CabConfig has no field 'mass_treshold'"),
+    ({"mass_threshold": "much"}, "CabConfig.mass_threshold is 'much'; it must be"),
+    ({"predictor": "row"}, "predictor"),
+]
 
 
 def meet(model, folder, config, way):
@@ -470,7 +448,7 @@ def meet(model, folder, config, way):
 
 
 @pytest.mark.parametrize("way", ["apply", "block", "load", "save", "build", "switch"])
-@pytest.mark.parametrize(("config", "sentence"), MISFITS.values(), ids=MISFITS)
+@pytest.mark.parametrize(("config", "sentence"), MISFITS)
 def test_settings_of_another_model_are_refused_where_they_meet_one(
     model, tmp_path, way, config, sentence
 ):
@@ -478,20 +456,33 @@ def test_settings_of_another_model_are_refused_where_they_meet_one(
         meet(model, tmp_path, config, way)
 
 
-@pytest.mark.parametrize("use", [cab_hf.describe, lambda model: model(tokens(1, 40))])
-def test_the_calibration_of_another_model_is_refused_where_it_is_set_by_hand(model, use):
+def read_compiled(model, length=40):
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, fullgraph=True, backend="eager")(tokens(1, length))
+
+
+@pytest.mark.parametrize(
+    ("use", "error"),
+    [
+        (cab_hf.describe, ValueError),
+        (lambda model: model(tokens(1, 40)), ValueError),
+        (read_compiled, Exception),
+    ],
+)
+def test_the_calibration_of_another_model_is_refused_where_it_is_set_by_hand(model, use, error):
     model.set_attn_implementation("cab")
     model.config.cab_config = dataclasses.replace(SPARSE, origin=OWN._replace(layers=4))
-    with pytest.raises(ValueError, match="was calibrated for somebody's"):
+    with pytest.raises(error, match="was calibrated for somebody's"):
         use(model)
 
 
 def test_settings_that_do_not_fit_are_replaced_by_some_that_do(model):
-    model.config.cab_config = MISFITS["deep"][0]
+    model.config.cab_config = DEEP
     cab_hf.apply_cab(model, SPARSE)
     assert state(model) == ("cab", SPARSE.to_dict())
     cab_hf.remove_cab(model)
-    assert state(model) == ("sdpa", MISFITS["deep"][0])
+    assert state(model) == ("sdpa", DEEP)
 
 
 def test_saved_settings_that_nothing_uses_are_named_once(model, tmp_path, nothing_said, recwarn):
@@ -513,14 +504,6 @@ def test_saved_settings_that_nothing_uses_are_named_once(model, tmp_path, nothin
 @pytest.mark.parametrize("unsaid", ["layers", "heads", "kv_heads"])
 def test_what_a_calibration_does_not_say_is_not_compared(model, unsaid):
     cab_hf.apply_cab(model, SPARSE, origin=OWN._replace(**{unsaid: None}))
-
-
-def test_a_calibration_of_another_model_is_named_where_it_is_compiled(model):
-    model.set_attn_implementation("cab")
-    model.config.cab_config = dataclasses.replace(SPARSE, origin=OWN._replace(layers=4))
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="was calibrated for somebody's"):
-        torch.compile(model, fullgraph=True, backend="eager")(tokens(1, 40))
 
 
 # --- a model whose positions end before any prompt is long enough
@@ -569,18 +552,11 @@ def test_a_model_that_can_never_be_sparse_says_so_once(model, nothing_said, recw
     assert len(said(recwarn)) == 2
 
 
+LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}
+
+
 @pytest.mark.parametrize("turn_on", WAYS_ON)
-@pytest.mark.parametrize(
-    ("changes", "min_length"),
-    [
-        pytest.param({}, 2048, id="equal"),
-        pytest.param(
-            {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
-            8192,
-            id="stretched",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "min_length"), [({}, 2048), (LINEAR, 8192)])
 def test_a_model_that_can_be_sparse_says_nothing(
     nothing_said, recwarn, turn_on, changes, min_length
 ):
@@ -599,11 +575,6 @@ def read_in_chunks(model, length):
     model(tokens(1, length), past_key_values=cache)
 
 
-def read_compiled(model, length):
-    torch._dynamo.reset()
-    torch.compile(model, fullgraph=True, backend="eager")(tokens(1, length))
-
-
 def read_packed(model, length):
     model(tokens(1, 2 * length), position_ids=torch.arange(length).repeat(2)[None])
 
@@ -611,14 +582,14 @@ def read_packed(model, length):
 @pytest.mark.parametrize(
     ("read", "fields", "news"),
     [
-        pytest.param(lambda model, length: model(tokens(1, length)), {}, True, id="read"),
-        pytest.param(generated, {}, True, id="generate"),
-        pytest.param(read_packed, {}, True, id="packed"),
-        pytest.param(generated, {"min_length": 16383}, False, id="min_length-told"),
-        pytest.param(generated, {"min_length": 0}, False, id="min_length-0"),
-        pytest.param(lambda model, length: model(tokens(1, 1)), {}, False, id="a-token"),
-        pytest.param(read_in_chunks, {}, False, id="behind-a-cache"),
-        pytest.param(read_compiled, {}, False, id="compiled"),
+        (lambda model, length: model(tokens(1, length)), {}, True),
+        (generated, {}, True),
+        (read_packed, {}, True),
+        (generated, {"min_length": 16383}, False),
+        (generated, {"min_length": 0}, False),
+        (lambda model, length: model(tokens(1, 1)), {}, False),
+        (read_in_chunks, {}, False),
+        (read_compiled, {}, False),
     ],
 )
 def test_a_prompt_too_short_to_be_sparse_is_news_once(nothing_said, recwarn, read, fields, news):
@@ -633,15 +604,12 @@ def test_a_prompt_too_short_to_be_sparse_is_news_once(nothing_said, recwarn, rea
         assert sentence.startswith("llama reads 50 tokens and min_length is 16,384, so 'cab' ")
 
 
-@pytest.mark.parametrize("name", ["cab_dense", "cab"])
-def test_nothing_is_said_of_exact_attention_or_while_it_is_compiled(
-    model, nothing_said, recwarn, name
-):
-    model.set_attn_implementation(name)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="eager") if name == "cab" else model
+def test_nothing_is_said_of_exact_attention_or_while_it_is_compiled(model, nothing_said, recwarn):
+    model.set_attn_implementation("cab_dense")
     with torch.no_grad():
-        compiled(tokens(1, 40))
+        model(tokens(1, 40))
+    model.set_attn_implementation("cab")
+    read_compiled(model)
     assert not said(recwarn)
 
 

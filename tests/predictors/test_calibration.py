@@ -21,7 +21,6 @@ from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor
-from cab_hf.texts.needles import split_sentences
 
 SMALL = {"query_block": 16, "key_block": 16, "min_length": 0}
 # of few blocks nearly every one has a share that a query needs
@@ -110,14 +109,6 @@ QUICK = {
 }
 
 
-def test_models_that_share_a_config_do_not_share_a_threshold(model):
-    model, tokenizer = model
-    other = type(model)(model.config)
-    assert other.config is model.config
-    cab_hf.calibrate(model, tokenizer, "So it goes.", **QUICK)
-    assert (other.config._attn_implementation, other.config.cab_config) == ("sdpa", None)
-
-
 def test_two_models_are_calibrated_at_a_time(model):
     tokenizer = model[1]
     sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 1}
@@ -146,15 +137,10 @@ def test_a_model_in_training_is_read_as_in_eval_mode_and_left_training(model):
     assert training == cab_hf.calibrate(model.eval(), tokenizer, "So it goes.", **QUICK)
 
 
-def test_one_text_is_one_text(model, monkeypatch):
+def test_one_text_is_one_text(model):
     model, tokenizer = model
-    read = []
-    monkeypatch.setattr(
-        of_models, "split_sentences", lambda text: read.append(text) or split_sentences(text)
-    )
-    for texts in ("So it goes.", ["So it goes."]):
-        cab_hf.calibrate(model, tokenizer, texts, **QUICK)
-    assert read == ["So it goes."] * 2
+    given = [cab_hf.calibrate(model, tokenizer, x, **QUICK) for x in ("So it.", ["So it."])]
+    assert given[0] == given[1]
 
 
 @pytest.mark.parametrize("anchors", [None, 1])
@@ -255,20 +241,6 @@ def test_a_layer_without_an_index_has_no_place_in_a_table(model, anchors):
         cab_hf.calibrate(model, tokenizer, ["So it goes."], 0.8, **fields)
 
 
-def test_another_density_gives_another_threshold(model):
-    model, tokenizer = model
-    fields = {"config": CALIBRATED, "length": 300, "documents": 1}
-    ids = torch.arange(300)[None] % len(tokenizer)
-    attended = []
-    for density in (0.6, 0.8):
-        cab_hf.calibrate(model, tokenizer, ["So it goes."], density, **fields)
-        with torch.no_grad():
-            model(ids)
-        attended.append(sum(layer["density"] for layer in cab_hf.stats(model)))
-        cab_hf.remove_cab(model)
-    assert attended[0] < attended[1]
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -304,6 +276,28 @@ def test_what_is_no_file_is_refused(tmp_path):
     (tmp_path / "own.json").write_text("mass: 0.5")
     with pytest.raises(ValueError, match="own.json must be a JSON file of CabConfig fields"):
         CabConfig.calibrated(tmp_path / "own.json")
+
+
+def test_models_that_share_a_config_do_not_share_a_threshold(model):
+    model, tokenizer = model
+    other = type(model)(model.config)
+    assert other.config is model.config
+    cab_hf.calibrate(model, tokenizer, "So it goes.", **QUICK)
+    assert (other.config._attn_implementation, other.config.cab_config) == ("sdpa", None)
+
+
+def test_another_density_gives_another_threshold(model):
+    model, tokenizer = model
+    fields = {"config": CALIBRATED, "length": 300, "documents": 1}
+    ids = torch.arange(300)[None] % len(tokenizer)
+    attended = []
+    for density in (0.6, 0.8):
+        cab_hf.calibrate(model, tokenizer, ["So it goes."], density, **fields)
+        with torch.no_grad():
+            model(ids)
+        attended.append(sum(layer["density"] for layer in cab_hf.stats(model)))
+        cab_hf.remove_cab(model)
+    assert attended[0] < attended[1]
 
 
 def test_documents_and_densities_are_the_same_twice(model):

@@ -177,13 +177,6 @@ def test_a_full_budget_is_dense(family):
     torch.testing.assert_close(logits_of(model, config, ids), meant, atol=1e-4, rtol=1e-4)
 
 
-def test_all_layers_as_anchors_give_the_logits_of_cab():
-    model, ids = tiny_model(), tokens(2, 300)
-    config = replace(CASCADE, anchors=(0, 1, 2))
-    assert torch.equal(logits_of(model, config, ids), logits_of(model, SPARSE, ids))
-    assert not torch.equal(logits_of(model, CASCADE, ids), logits_of(model, SPARSE, ids))
-
-
 def test_a_dense_layer_is_never_asked():
     model, ids = tiny_model(), tokens(1, 200)
     config = replace(CASCADE, anchors=(1,), dense_layers=(0,), mass_threshold=0.3)
@@ -255,6 +248,13 @@ def test_it_compiles_without_a_graph_break(fields):
     with cab_hf.cab(model, config), torch.no_grad():
         actual = compiled(ids, use_cache=False).logits
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_all_layers_as_anchors_give_the_logits_of_cab():
+    model, ids = tiny_model(), tokens(2, 300)
+    config = replace(CASCADE, anchors=(0, 1, 2))
+    assert torch.equal(logits_of(model, config, ids), logits_of(model, SPARSE, ids))
+    assert not torch.equal(logits_of(model, CASCADE, ids), logits_of(model, SPARSE, ids))
 
 
 def test_it_survives_json(tmp_path):

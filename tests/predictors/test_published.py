@@ -62,17 +62,6 @@ def test_the_loudest_token_of_each_block_by_hand():
     assert k_coarse.tolist() == [[[[0, 2], [0, -3], [1, 1]]]]
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 205])
-def test_coarse_tokens_are_tokens_of_their_block(length):
-    q, k, _ = qkv(batch=2, heads=4, kv_heads=2, q_length=length)
-    coarse = coarsen_qk_max_l2(q, k, 64)
-    for x, actual in zip((q, k), coarse, strict=True):
-        assert actual.shape == (2, x.shape[1], math.ceil(length / 64), 16)
-        for block in range(actual.shape[2]):
-            norms = x[:, :, block * 64 : (block + 1) * 64].norm(dim=-1)
-            torch.testing.assert_close(actual[:, :, block].norm(dim=-1), norms.amax(-1))
-
-
 def test_coarse_tokens_are_float32():
     q, k, _ = qkv(q_length=100, dtype=torch.bfloat16)
     assert {x.dtype for x in coarsen_qk_max_l2(q, k)} == {torch.float32}
@@ -83,22 +72,15 @@ def test_coarse_tokens_are_float32():
 LOGITS = [[1.0, 9, 9], [2, 3, 9], [-5, 1, 2]]
 
 
-def test_affinity_and_triangles_by_hand():
-    actual = compute_block_frc(*coarse_tokens(LOGITS))
+def test_curvature_by_hand():
+    actual = compute_block_frc(*coarse_tokens(LOGITS), formula="forman")
     assert actual.affinity.tolist() == [[[[1, 0, 0], [2, 3, 0], [0, 1, 2]]]]
     assert actual.triangles.tolist() == [[[[1, 0, 0], [8, 9, 0], [2, 5, 4]]]]
-
-
-def test_forman_by_hand():
-    actual = compute_block_frc(*coarse_tokens(LOGITS), formula="forman").frc
     # 4 A - row strength - column strength down to the row + 3 A A
     first = [4 - 1 - 1 + 3, 0, 0]
     second = [8 - 5 - 3 + 24, 12 - 5 - 3 + 27, 0]
     third = [0 - 3 - 3 + 6, 4 - 3 - 4 + 15, 8 - 3 - 2 + 12]
-    assert actual.tolist() == [[[first, second, third]]]
-
-
-def test_additive_by_hand():
+    assert actual.frc.tolist() == [[[first, second, third]]]
     # the row scaled to [0, 1], less 0.3 A A / 3
     actual = compute_block_frc(*coarse_tokens(LOGITS), formula="additive", redundancy=0.3).frc
     expected = [[-0.1, 0, 0], [-0.8, 0.1, 0], [-0.2, 0, 0.6]]
@@ -112,16 +94,6 @@ def test_bidirectional_forman_by_hand():
     first = [4 - 2 - 1 + 3, 4 - 2 - 3 + 9]
     second = [0 - 2 - 1 + 0, 8 - 2 - 3 + 12]
     assert actual.frc.tolist() == [[[first, second]]]
-
-
-@formulas
-def test_a_group_of_heads_shares_its_keys(formula):
-    q, k, _ = qkv(heads=6, kv_heads=2, q_length=8)
-    grouped = compute_block_frc(q, k, formula=formula)
-    repeated = compute_block_frc(q, k.repeat_interleave(3, dim=1), formula=formula)
-    for actual, expected in zip(grouped, repeated, strict=True):
-        assert actual.shape == (1, 6, 8, 8)
-        torch.testing.assert_close(actual, expected)
 
 
 def test_forman_of_an_edge_grows_with_its_own_weight():
@@ -163,7 +135,7 @@ def test_ties_go_to_the_lower_index(keep):
 
 
 @formulas
-@pytest.mark.parametrize("length", [32, 640, 1024, 205, 31], ids=str)
+@pytest.mark.parametrize("length", [1, 31, 32, 63, 65, 205, 640, 1024], ids=str)
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.7, 0.95], ids=str)
 def test_it_keeps_the_plan_of_the_published_config(formula, length, sparsity):
     q, k, _ = qkv(batch=2, q_length=length)
@@ -271,12 +243,6 @@ def test_adaptive_rows_stay_between_their_shares(formula, causal):
     assert kept[..., -1].unique().numel() > 1
 
 
-def test_the_same_inputs_give_the_same_adaptive_mask():
-    q, k, _ = qkv(q_length=500)
-    predictor = AdaptiveCurvaturePredictor(32)
-    assert torch.equal(predictor(q, k), predictor(q, k))
-
-
 # --- the figure
 
 
@@ -286,9 +252,12 @@ def diagnostics():
     return CoarseCurvaturePredictor(32)(q, k, return_diagnostics=True)[1]
 
 
-def test_the_figure_is_a_png_of_several_panels(diagnostics, tmp_path):
+def test_the_figure_is_a_png_of_several_panels_and_leaves_pyplot_alone(diagnostics, tmp_path):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    before = pyplot.get_fignums()
     figure = visualize_frc_statistics(*diagnostics, path=tmp_path / "frc.png")
     assert (tmp_path / "frc.png").read_bytes().startswith(PNG)
+    assert pyplot.get_fignums() == before
     titles = [axes.get_title() for axes in figure.axes]
     assert "curvature against affinity" in titles and "curvature against triangles" in titles
 
@@ -299,13 +268,6 @@ def test_the_histogram_counts_the_blocks_a_row_sees(diagnostics, causal):
     counted = sum(bar.get_height() for bar in figure.axes[0].patches)
     assert counted == 6 * (10 * 11 // 2 if causal else 10 * 10)
     assert not any("against" in axes.get_title() for axes in figure.axes)
-
-
-def test_drawing_leaves_pyplot_alone(diagnostics, tmp_path):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    before = pyplot.get_fignums()
-    visualize_frc_statistics(*diagnostics, path=tmp_path / "frc.png")
-    assert pyplot.get_fignums() == before
 
 
 def test_without_matplotlib_it_says_what_to_install(diagnostics, monkeypatch):
@@ -350,80 +312,57 @@ def test_without_sparsity_attention_is_dense(causal):
 # --- refusals
 
 ONE = torch.zeros(1, 6, 64, 16)
+FOUR, NINE, SQUARE = ONE[:, :4], ONE[:, :, :9], ONE[..., :16, :]
+coarse, adaptive = CoarseCurvaturePredictor, AdaptiveCurvaturePredictor
+REFUSED = [
+    (coarsen_qk_max_l2, (ONE[0], ONE), {}, "shape of q is"),
+    (coarsen_qk_max_l2, (ONE, ONE[0]), {}, "shape of k is"),
+    (coarsen_qk_max_l2, (ONE[:, :, :0], ONE), {}, "shape of q is"),
+    (coarsen_qk_max_l2, (ONE, ONE[..., :8]), {}, "shape of k is"),
+    (coarsen_qk_max_l2, (ONE, FOUR), {}, "6 heads and k 4"),
+    (coarsen_qk_max_l2, (ONE, ONE, 0), {}, "block_size is 0"),
+    (compute_block_frc, (ONE, NINE), {}, "9 blocks and q_coarse 64"),
+    (compute_block_frc, (ONE, FOUR), {}, "6 heads and k_coarse 4"),
+    (
+        compute_block_frc,
+        (ONE, ONE),
+        {"formula": "ollivier"},
+        "formula is 'ollivier'; it must be 'forman' or 'additive'",
+    ),
+    (compute_block_frc, (ONE, ONE), {"redundancy": 2}, "redundancy is 2"),
+    (generate_block_mask_from_frc, (ONE,), {}, "shape of frc is"),
+    (generate_block_mask_from_frc, (SQUARE, 1.0), {}, r"sparsity is 1.0; it must be in \[0, 1\)"),
+    (
+        generate_block_mask_from_frc,
+        (SQUARE,),
+        {"keep": "best"},
+        "keep is 'best'; it must be 'lowest' or 'highest'",
+    ),
+    (coarse(), (ONE, NINE), {}, "9 tokens and q 64"),
+    (coarse, (6.4,), {}, "block_size is 6.4"),
+    (coarse, (), {"sparsity": math.nan}, "sparsity is nan"),
+    (coarse, (), {"formula": None}, "formula is None"),
+    (adaptive, (), {"threshold": math.inf}, "threshold is inf"),
+    (adaptive, (), {"min_keep": 0}, "min_keep is 0;"),
+    (adaptive, (), {"max_keep": 1.5}, "max_keep is 1.5"),
+    (
+        adaptive,
+        (),
+        {"min_keep": 0.5, "max_keep": 0.1},
+        "min_keep is 0.5; it must be at most max_keep=0.1",
+    ),
+    (visualize_frc_statistics, (ONE,), {}, "shape of frc is"),
+    (visualize_frc_statistics, (SQUARE,), {"triangles": ONE}, "shape of triangles is"),
+    (estimate_flops, (0, 64), {}, "n is 0"),
+    (estimate_flops, (64, 64), {"heads": 1.5}, "heads is 1.5"),
+    (estimate_flops, (64, 64), {"sparsity": -1}, "sparsity is -1"),
+]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        pytest.param(lambda: coarsen_qk_max_l2(ONE[0], ONE), "shape of q is", id="q-3d"),
-        pytest.param(lambda: coarsen_qk_max_l2(ONE, ONE[0]), "shape of k is", id="k-3d"),
-        pytest.param(lambda: coarsen_qk_max_l2(ONE[:, :, :0], ONE), "shape of q is", id="empty"),
-        pytest.param(lambda: coarsen_qk_max_l2(ONE, ONE[..., :8]), "shape of k is", id="head-dim"),
-        pytest.param(lambda: coarsen_qk_max_l2(ONE, ONE[:, :4]), "6 heads and k 4", id="heads"),
-        pytest.param(lambda: coarsen_qk_max_l2(ONE, ONE, 0), "block_size is 0", id="block"),
-        pytest.param(
-            lambda: compute_block_frc(ONE, ONE[:, :, :9]), "9 blocks and q_coarse 64", id="blocks"
-        ),
-        pytest.param(
-            lambda: compute_block_frc(ONE, ONE[:, :4]), "6 heads and k_coarse 4", id="coarse-heads"
-        ),
-        pytest.param(
-            lambda: compute_block_frc(ONE, ONE, formula="ollivier"),
-            "formula is 'ollivier'; it must be 'forman' or 'additive'",
-            id="formula",
-        ),
-        pytest.param(
-            lambda: compute_block_frc(ONE, ONE, redundancy=2), "redundancy is 2", id="redundancy"
-        ),
-        pytest.param(lambda: generate_block_mask_from_frc(ONE), "shape of frc is", id="square"),
-        pytest.param(
-            lambda: generate_block_mask_from_frc(ONE[..., :16, :], 1.0),
-            r"sparsity is 1.0; it must be in \[0, 1\)",
-            id="sparsity",
-        ),
-        pytest.param(
-            lambda: generate_block_mask_from_frc(ONE[..., :16, :], keep="best"),
-            "keep is 'best'; it must be 'lowest' or 'highest'",
-            id="keep",
-        ),
-        pytest.param(
-            lambda: CoarseCurvaturePredictor()(ONE, ONE[:, :, :9]), "9 tokens and q 64", id="chunk"
-        ),
-        pytest.param(lambda: CoarseCurvaturePredictor(6.4), "block_size is 6.4", id="fraction"),
-        pytest.param(
-            lambda: CoarseCurvaturePredictor(sparsity=math.nan), "sparsity is nan", id="nan"
-        ),
-        pytest.param(
-            lambda: CoarseCurvaturePredictor(formula=None), "formula is None", id="no-formula"
-        ),
-        pytest.param(
-            lambda: AdaptiveCurvaturePredictor(threshold=math.inf), "threshold is inf", id="inf"
-        ),
-        pytest.param(
-            lambda: AdaptiveCurvaturePredictor(min_keep=0), "min_keep is 0;", id="min-keep"
-        ),
-        pytest.param(
-            lambda: AdaptiveCurvaturePredictor(max_keep=1.5), "max_keep is 1.5", id="max-keep"
-        ),
-        pytest.param(
-            lambda: AdaptiveCurvaturePredictor(min_keep=0.5, max_keep=0.1),
-            "min_keep is 0.5; it must be at most max_keep=0.1",
-            id="min-above-max",
-        ),
-        pytest.param(lambda: visualize_frc_statistics(ONE), "shape of frc is", id="figure-square"),
-        pytest.param(
-            lambda: visualize_frc_statistics(ONE[..., :16, :], triangles=ONE),
-            "shape of triangles is",
-            id="figure-triangles",
-        ),
-        pytest.param(lambda: estimate_flops(0, 64), "n is 0", id="no-tokens"),
-        pytest.param(lambda: estimate_flops(64, 64, heads=1.5), "heads is 1.5", id="half-a-head"),
-        pytest.param(lambda: estimate_flops(64, 64, sparsity=-1), "sparsity is -1", id="negative"),
-    ],
-)
-def test_what_is_refused(call, message):
+@pytest.mark.parametrize(("function", "given", "fields", "message"), REFUSED)
+def test_what_is_refused(function, given, fields, message):
     with pytest.raises(ValueError, match=message):
-        call()
+        function(*given, **fields)
 
 
 # --- the example
@@ -437,3 +376,24 @@ def test_the_example_runs(tmp_path, capsys):
     assert "the bridge in 0 of 4 heads" in result["forman"]
     assert "the bridge in 4 of 4 heads" in result["additive"]
     assert figure.read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 205])
+def test_coarse_tokens_are_tokens_of_their_block(length):
+    q, k, _ = qkv(batch=2, heads=4, kv_heads=2, q_length=length)
+    coarse = coarsen_qk_max_l2(q, k, 64)
+    for x, actual in zip((q, k), coarse, strict=True):
+        assert actual.shape == (2, x.shape[1], math.ceil(length / 64), 16)
+        for block in range(actual.shape[2]):
+            norms = x[:, :, block * 64 : (block + 1) * 64].norm(dim=-1)
+            torch.testing.assert_close(actual[:, :, block].norm(dim=-1), norms.amax(-1))
+
+
+@formulas
+def test_a_group_of_heads_shares_its_keys(formula):
+    q, k, _ = qkv(heads=6, kv_heads=2, q_length=8)
+    grouped = compute_block_frc(q, k, formula=formula)
+    repeated = compute_block_frc(q, k.repeat_interleave(3, dim=1), formula=formula)
+    for actual, expected in zip(grouped, repeated, strict=True):
+        assert actual.shape == (1, 6, 8, 8)
+        torch.testing.assert_close(actual, expected)

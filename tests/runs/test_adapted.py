@@ -99,20 +99,6 @@ def test_from_python_it_attends_by_its_own_settings_or_those_that_are_given(ship
     assert model.config.cab_config == chosen.to_dict()
 
 
-@pytest.mark.parametrize("changed", ["nothing", "weights", "positions", "base"])
-def test_it_is_what_it_is_made_of(trained, shipped, tmp_path, changed):
-    base = Path(shutil.copytree(trained[0] / "base", tmp_path / "base"))
-    rewrite(shipped[0] / models.ADAPTER_CONFIG, base_model_name_or_path=str(base))
-    before = models.content_sha256(NAME)
-    if changed == "weights":
-        shutil.copy(base / "model.safetensors", shipped[0] / "adapter_model.safetensors")
-    if changed == "positions":
-        rewrite(shipped[0] / "base.json", max_position_embeddings=1)
-    if changed == "base":
-        rewrite(base / "config.json", rms_norm_eps=0.1)
-    assert (models.content_sha256(NAME) == before) is (changed == "nothing")
-
-
 @pytest.mark.parametrize("file", models.ADAPTER_FILES)
 def test_a_name_without_its_adapter_is_refused(shipped, file):
     (shipped[0] / file).unlink()
@@ -149,3 +135,17 @@ def test_a_wheel_takes_adapters_along():
     for name in models.ADAPTED:
         for file in models.ADAPTER_FILES:
             assert any(fnmatch(f"adapters/{name}/{file}", pattern) for pattern in taken), file
+
+
+@pytest.mark.parametrize("changed", ["nothing", "weights", "positions", "base"])
+def test_it_is_what_it_is_made_of(trained, shipped, tmp_path, changed):
+    base = Path(shutil.copytree(trained[0] / "base", tmp_path / "base"))
+    rewrite(shipped[0] / models.ADAPTER_CONFIG, base_model_name_or_path=str(base))
+    before = models.content_sha256(NAME)
+    if changed == "weights":
+        shutil.copy(base / "model.safetensors", shipped[0] / "adapter_model.safetensors")
+    if changed == "positions":
+        rewrite(shipped[0] / "base.json", max_position_embeddings=1)
+    if changed == "base":
+        rewrite(base / "config.json", rms_norm_eps=0.1)
+    assert (models.content_sha256(NAME) == before) is (changed == "nothing")

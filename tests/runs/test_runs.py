@@ -1,4 +1,4 @@
-"""What runs share: settings from words and files and back, provenance, a log that survives."""
+"""Base of runs: settings from words and files and back, provenance, a log that survives."""
 
 import errno
 import fcntl
@@ -136,10 +136,8 @@ def test_a_torn_last_line_is_dropped(path, torn):
 
 
 @pytest.mark.parametrize("left", [0, 1, 20, -1], ids=["none", "brace", "some", "but brace"])
-def test_a_torn_header_is_written_anew(tmp_path, left):
-    path = tmp_path / "samples.jsonl"
-    Log(path, IDENTITY).close()
-    header = path.read_bytes().rstrip()
+def test_a_torn_header_is_written_anew(path, left):
+    header = path.read_bytes().splitlines()[0]
     path.write_bytes(header[:left])
     with Log(path, IDENTITY, KEY) as opened:
         opened.append(record(0))
@@ -191,24 +189,26 @@ def test_a_last_line_that_lacks_its_newline_is_kept(path, lines):
 HEADER = json.dumps({"identity": IDENTITY, "started": "then"})
 
 
+OTHER_ENGINE = {**IDENTITY, "config": {"mass_threshold": 0.08, "engine": "flex"}}
+
+
 @pytest.mark.parametrize(
     ("content", "identity", "message"),
     [
-        pytest.param(HEADER, {**IDENTITY, "seed": 1}, "seed 0, this run has 1", id="value"),
-        pytest.param(
+        (HEADER, {**IDENTITY, "seed": 1}, "seed 0, this run has 1"),
+        (
             HEADER + '\n{"of": "other fields"}\n{"torn',
-            {**IDENTITY, "config": {"mass_threshold": 0.08, "engine": "flex"}},
+            OTHER_ENGINE,
             "config.engine 'auto', this run has 'flex'",
-            id="nested",
         ),
-        pytest.param(HEADER, {**IDENTITY, "more": 2}, "more None, this run has 2", id="new"),
-        pytest.param(HEADER, {"seed": 0}, "config {'mass_threshold'", id="gone"),
-        pytest.param('{"index": 0}\n', IDENTITY, "header of a run", id="no header"),
-        pytest.param('{"torn', IDENTITY, "header of a run", id="torn"),
-        pytest.param(f"{HEADER}\n[1]\n{{}}\n", IDENTITY, "line 2 is no JSON object", id="list"),
-        pytest.param(f'{HEADER}\n{{"a"\n{{"to', IDENTITY, "line 2 is no JSON", id="no JSON"),
-        pytest.param(f"{HEADER}\n\n{{}}\n", IDENTITY, "line 2 is no JSON", id="blank"),
-        pytest.param(f"{HEADER}\n{{}}\n", IDENTITY, "line 2 has no 'length'", id="no key"),
+        (HEADER, {**IDENTITY, "more": 2}, "more None, this run has 2"),
+        (HEADER, {"seed": 0}, "config {'mass_threshold'"),
+        ('{"index": 0}\n', IDENTITY, "header of a run"),
+        ('{"torn', IDENTITY, "header of a run"),
+        (f"{HEADER}\n[1]\n{{}}\n", IDENTITY, "line 2 is no JSON object"),
+        (f'{HEADER}\n{{"a"\n{{"to', IDENTITY, "line 2 is no JSON"),
+        (f"{HEADER}\n\n{{}}\n", IDENTITY, "line 2 is no JSON"),
+        (f"{HEADER}\n{{}}\n", IDENTITY, "line 2 has no 'length'"),
     ],
 )
 def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path, content, identity, message):
@@ -287,7 +287,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "results.json"
     log.write_atomically(path, "old")
 
-    def fail(*arguments):
+    def fail(*paths):
         raise OSError("disk full")
 
     monkeypatch.setattr(log.os, "replace", fail)
@@ -355,20 +355,20 @@ def test_words_and_a_file_become_settings(tmp_path, words, content, expected):
 @pytest.mark.parametrize(
     ("words", "content", "message"),
     [
-        pytest.param(["--lenghts=1"], None, "no option '--lenghts'; did you mean --l", id="near"),
-        pytest.param(["--zzz", "1"], None, "the options are --lengths, --mass", id="far"),
-        pytest.param(["--mass", "much"], None, "mass: it must be a finite number", id="value"),
-        pytest.param(["--mass", "3"], None, "mass is 3.0; it must be", id="refused"),
-        pytest.param(["--set", "a"], None, "set: an assignment is field=value", id="assignment"),
-        pytest.param(["--mass"], None, "expected one argument", id="nothing"),
-        pytest.param(["--loud", "very"], None, "loud: it is turned on by its name", id="flag"),
-        pytest.param([], "kv_head: 1", "sets 'kv_head'; did you mean kv_heads?", id="file near"),
-        pytest.param([], "mass: much", "mass: it must be a finite", id="file value"),
-        pytest.param([], "- mass", "a mapping from option to value", id="list"),
-        pytest.param([], "mass: [", "must be a YAML file", id="syntax"),
+        (["--lenghts=1"], None, "no option '--lenghts'; did you mean --l"),
+        (["--zzz", "1"], None, "the options are --lengths, --mass"),
+        (["--mass", "much"], None, "mass: it must be a finite number"),
+        (["--mass", "3"], None, "mass is 3.0; it must be"),
+        (["--set", "a"], None, "set: an assignment is field=value"),
+        (["--mass"], None, "expected one argument"),
+        (["--loud", "very"], None, "loud: it is turned on by its name"),
+        ([], "kv_head: 1", "sets 'kv_head'; did you mean kv_heads?"),
+        ([], "mass: much", "mass: it must be a finite"),
+        ([], "- mass", "a mapping from option to value"),
+        ([], "mass: [", "must be a YAML file"),
     ],
 )
-def test_what_is_refused_is_told_in_a_line(tmp_path, capsys, words, content, message):
+def test_bad_options_are_refused_in_a_line(tmp_path, capsys, words, content, message):
     if content is not None:
         (tmp_path / "settings.yaml").write_text(content)
         words = ["--config", str(tmp_path / "settings.yaml")]
@@ -384,7 +384,7 @@ def test_what_is_refused_is_told_in_a_line(tmp_path, capsys, words, content, mes
     [("4096", 4096), ("32K", 32768), ("1M", 1 << 20), ("131_072", 131072), ("-1", -1)]
     + [(text, None) for text in ("", "k", "1.5k", "1kk", "many")],
 )
-def test_a_length_may_be_told_in_thousands(text, tokens):
+def test_a_length_may_be_in_thousands(text, tokens):
     if tokens is None:
         with pytest.raises(ValueError, match="a length is a number of tokens"):
             parse_length(text)
@@ -411,15 +411,15 @@ def test_help_shows_defaults_of_zero_and_none_that_are_empty(capsys):
 @pytest.mark.parametrize(
     ("recorded", "words"),
     [
-        pytest.param({"lengths": [8, 16], "device": "cuda", "mass": 0.9}, "", id="defaults"),
-        pytest.param({"lengths": [4], "device": "cpu"}, "--device cpu", id="of the device"),
-        pytest.param({"lengths": [4]}, "", id="of no device"),
-        pytest.param({"mass": 0.5, "kv_heads": 2}, "--mass 0.5 --kv-heads 2", id="values"),
-        pytest.param({"set": ["a=1", "b=2"]}, "--set a=1 --set b=2", id="repeatable"),
-        pytest.param({"text": {"name": "book.txt", "sha256": "0"}}, "--text book.txt", id="file"),
-        pytest.param({"lengths": [1, 2], "other": 3}, "--lengths 1,2", id="list"),
-        pytest.param({"loud": True}, "--loud True", id="flag"),
-        pytest.param({"loud": False}, "", id="no flag"),
+        ({"lengths": [8, 16], "device": "cuda", "mass": 0.9}, ""),
+        ({"lengths": [4], "device": "cpu"}, "--device cpu"),
+        ({"lengths": [4]}, ""),
+        ({"mass": 0.5, "kv_heads": 2}, "--mass 0.5 --kv-heads 2"),
+        ({"set": ["a=1", "b=2"]}, "--set a=1 --set b=2"),
+        ({"text": {"name": "book.txt", "sha256": "0"}}, "--text book.txt"),
+        ({"lengths": [1, 2], "other": 3}, "--lengths 1,2"),
+        ({"loud": True}, "--loud True"),
+        ({"loud": False}, ""),
     ],
 )
 def test_recorded_settings_are_spelled_as_words(recorded, words):

