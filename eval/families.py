@@ -578,21 +578,16 @@ def step_of_build(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def in_one_process(model_type: str, fields: Mapping[str, Any]) -> tuple[PreTrainedModel, Way, Step]:
     """A model, the first of `WAYS` that it can go, and its step by its own attention."""
-    *others, last = WAYS
-    model = tiny_model(model_type, **fields)
-    for way in others:
+    for way in WAYS:
+        model = tiny_model(model_type, **fields).to(getattr(torch, way.dtype))
         try:
-            wide = copy.deepcopy(model).to(getattr(torch, way.dtype))
-            return wide, way, _finite(step(wide, texts(), way))
+            result = step(model, texts(), way)
+            if not result.logits.isfinite().all():
+                raise ValueError("its logits are not finite")
+            return model, way, result
         except Exception:
-            continue
-    return model, last, _finite(step(model, texts(), last))
-
-
-def _finite(result: Step) -> Step:
-    if not result.logits.isfinite().all():
-        raise ValueError("its logits are not finite")
-    return result
+            if way == WAYS[-1]:
+                raise
 
 
 def texts() -> dict[str, Tensor]:

@@ -93,7 +93,7 @@ class LongRun(OnModel):
 
     @classmethod
     def main(cls, words: Sequence[str]) -> int:
-        rank, ranks = shared_by()
+        rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         take_gpu(ranks)
         experiment = cls(read_settings(cls.Settings, words, f"{PROG} {cls.name}", cls.purpose))
         if rank == 0:
@@ -123,26 +123,17 @@ class LongRun(OnModel):
 
     def ahead(self) -> str:
         """How many cases are left."""
-        case_of, samples = itemgetter(*self.CASE), self._measured()
-        seen = set(map(case_of, samples))
+        case_of, seen = itemgetter(*self.CASE), set()
+        path = Path(self.settings.out) / SAMPLES
+        if is_there(path):
+            _, records = read_log(path, self.CASE, self.ADDED, self.FAILED)
+            seen = {case_of(each) for each in records if each.get(self.FAILED) is None}
         left = sum(case_of(case) not in seen for case in self.planned())
         there = f" ({len(seen):,} are there)" if seen else ""
         return f"{left:,} cases{there}" if left else "nothing is left to measure"
 
-    def _measured(self) -> list[Row]:
-        path = Path(self.settings.out) / SAMPLES
-        if not is_there(path):
-            return []
-        _, records = read_log(path, self.CASE, self.ADDED, self.FAILED)
-        return [record for record in records if record.get(self.FAILED) is None]
-
 
 # --- a run that several processes share
-
-
-def shared_by() -> tuple[int, int]:
-    """(rank, ranks) of this process; (0, 1) where nothing has started several."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def take_gpu(ranks: int) -> None:
