@@ -14,7 +14,7 @@ from cab_hf.runs.log import DISK_FULL
 from cab_hf.runs.settings import UsageError, missing_package
 
 NAMES = (
-    *("calibrate", "families", "families-context-parallel"),
+    *("calibrate", "families"),
     *("fidelity", "harness", "passkey", "readme", "report", "speed"),
 )
 # where a module has another name than its command

@@ -39,7 +39,6 @@ ORDER = (
     *(f"speed {op}" for op in ("ttft", "attention", "predictor", "batches", "breakdown")),
     *(f"speed {op}" for op in ("prefill", "serve", "decode", "lora", "context-parallel")),
     "families",
-    "families-context-parallel",
 )
 DEFAULT_FIGURE = "default.png"
 QUALITY = {

@@ -351,8 +351,7 @@ def test_listing_commands_imports_none():
 @pytest.mark.parametrize(
     "name",
     [
-        *("families", "families-context-parallel"),
-        *("fidelity", "passkey"),
+        *("families", "fidelity", "passkey"),
         *(f"speed {op}" for op in speed.COMMANDS),
     ],
 )
@@ -365,11 +364,8 @@ def test_commands_are_listed_and_others_refused(capsys):
     assert __main__.main(["--help"]) == 0
     shown = capsys.readouterr().out
     # one column of names, as wide as the longest
-    assert f"  {'passkey':25}  find a number hidden in a long text\n" in shown
-    assert "  families-context-parallel  whether" in shown
+    assert f"  {'passkey':9}  find a number hidden in a long text\n" in shown
+    assert "  families   whether" in shown
     for words in (["magic"], []):
         assert __main__.main(words) == 2
-        assert (
-            "give a command, one of calibrate, families, "
-            "families-context-parallel" in capsys.readouterr().err
-        )
+        assert "give a command, one of calibrate, families, fidelity" in capsys.readouterr().err

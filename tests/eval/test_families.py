@@ -1,9 +1,13 @@
 """The sweep over model types: the families that matter, its verdicts, its guard, its files."""
 
 import json
+import math
+import multiprocessing
+from multiprocessing.connection import wait
 
 import pytest
 import torch
+from marks import slow_but
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -31,7 +35,7 @@ def one_thread():
 
 
 def judged(model_type):
-    return families.Families.row({"model_type": model_type, **families.examine(model_type)})
+    return families.judged({"model_type": model_type, **families.examine(model_type)})
 
 
 @pytest.mark.parametrize("model_type", EXACT_TYPES.split())
@@ -53,6 +57,48 @@ def test_a_type_is_refused_in_a_sentence(model_type):
 def test_a_type_that_is_not_reached_is_not_switched(model_type):
     row = judged(model_type)
     assert row["verdict"] == REFUSED, row
+
+
+# --- over ranks
+
+# with experts and their routers' loss, latent keys, windows, learnt positions, layers that differ
+EXACT_OVER_RANKS = "llama mixtral gemma3 deepseek_v3 gpt2"
+# by what a type does -> what its refusal says
+REFUSED_OVER_RANKS = {
+    "bamba": r"BambaForCausalLM has layers that mix tokens without attention \(BambaMixer\)",
+    "bart": "BartForCausalLM takes no position_ids",
+    "roberta": "RobertaForCausalLM counts positions from padding_idx",
+    "stablelm": "StableLmForCausalLM does not hand position_ids and cu_seq_lens_q on",
+    "minimax_m3_vl_text": r"MiniMaxM3VLAttention .* is not computed by 'cab' \(keys chosen",
+    "gemma2": "soft-capped logits",
+    "bloom": "attention is not reached",
+}
+
+
+def judged_over_ranks(model_type):
+    sample = families.in_processes(model_type, 2, 120, 24)
+    return families.judged({"model_type": model_type, **sample})
+
+
+@pytest.mark.parametrize("model_type", slow_but(EXACT_OVER_RANKS.split(), 0, 1))
+def test_a_type_computes_over_ranks_what_it_does_in_one_process(model_type):
+    row = judged_over_ranks(model_type)
+    assert row["verdict"] == row["plain"] == EXACT, row
+    assert row["layers"] > 0
+    assert max(row["loss"], row["logits"], row["gradients"]) <= 1e-5
+
+
+@pytest.mark.parametrize("model_type", REFUSED_OVER_RANKS)
+def test_a_type_is_refused_over_ranks_in_a_sentence_that_names_the_cause(model_type):
+    row = judged_over_ranks(model_type)
+    assert row["verdict"] == REFUSED, row
+    with pytest.raises(ValueError, match=REFUSED_OVER_RANKS[model_type]):
+        raise ValueError(row["said"])
+
+
+@pytest.mark.parametrize("build", slow_but(["windowed", "dynamic"], 1))
+def test_what_a_type_may_have_is_built_too(build):
+    assert judged_over_ranks("mistral" if build == "dynamic" else "mixtral")[build] == EXACT
 
 
 # --- verdicts
@@ -120,11 +166,32 @@ def sample_of(by_name, applied, layers):
     ],
 )
 def test_the_worst_is_said_of_all(by_name, applied, verdict):
-    assert families.Families.row(sample_of(by_name, applied, layers=2))["verdict"] == verdict
+    assert families.judged(sample_of(by_name, applied, layers=2))["verdict"] == verdict
+
+
+STEP = {"loss": 1e-7, "logits": 1e-7, "gradients": 9e-6, "layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "packed", "verdict"),
+    [
+        pytest.param(STEP, STEP, EXACT, id="exact"),
+        pytest.param(NO, NO, REFUSED, id="refused"),
+        pytest.param(STEP, NO, IN_PART, id="one-input-refused"),
+        pytest.param(STEP, {**STEP, "gradients": 2e-5}, WRONG, id="gradients-off"),
+        pytest.param({**STEP, "logits": math.inf}, STEP, WRONG, id="not-a-number"),
+        pytest.param({**STEP, "loss": 2e-5}, STEP, WRONG, id="loss-off"),
+        pytest.param(BROKEN, NO, FAILS, id="an-error"),
+        pytest.param({**STEP, "layers": 0}, STEP, NOT_OURS, id="not-reached"),
+    ],
+)
+def test_the_worst_is_said_of_all_over_ranks(text, packed, verdict):
+    sample = {"model_type": "x", "model": "X", "plain": {"one text": text, "packed": packed}}
+    assert families.judged(sample)["verdict"] == verdict
 
 
 def test_what_no_layer_has_asked_cab_for_is_not_called_exact():
-    row = families.Families.row(sample_of([FINE, FINE], [FINE, FINE], layers=0))
+    row = families.judged(sample_of([FINE, FINE], [FINE, FINE], layers=0))
     assert row["verdict"] == NOT_OURS
 
 
@@ -137,30 +204,44 @@ def test_an_input_with_padding_that_the_model_reads_is_not_compared():
 
 
 @pytest.mark.parametrize(
-    ("model_type", "timeout", "why"),
+    ("model_type", "ranks", "timeout", "memory", "why"),
     [
-        pytest.param("llama", 0.01, "took longer than 0.01 seconds", id="slow"),
-        pytest.param("gemma4_assistant", 120, "hidden_size_per_layer_input", id="no-config"),
+        pytest.param("llama", 1, 0.01, 12, "took longer than 0.01 seconds", id="slow"),
+        pytest.param("llama", 2, 0.001, 24, "took longer than 0.001 seconds", id="ranks-slow"),
+        pytest.param("gemma4_assistant", 1, 120, 12, "hidden_size_per_layer_input", id="no-config"),
     ],
 )
-def test_a_type_that_cannot_be_examined_ends_nothing_else(model_type, timeout, why):
-    assert why in families.in_a_process(model_type, timeout, 12)["not_built"]
+def test_a_type_that_cannot_be_examined_ends_nothing_else(model_type, ranks, timeout, memory, why):
+    assert why in families.in_processes(model_type, ranks, timeout, memory)["not_built"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_process_that_dies_ends_nothing_else(ranks, monkeypatch):
+    def kill_one(pipes, timeout):
+        multiprocessing.active_children()[0].kill()
+        return wait(pipes, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(families, "wait", kill_one)
+        fields = {"not_built": "its process died with exit code -9"}
+        assert families.in_processes("llama", ranks, 120, 24) == fields
+    assert families.in_processes("gemma2", ranks, 120, 24)["model"] == "Gemma2ForCausalLM"
 
 
 def test_the_command_writes_everything_and_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
     command = ["families", "--types", "llama,gemma2,gpt_neo", "--out", str(tmp_path)]
     measured = []
 
-    def killed_after_two(model_type, timeout, memory):
+    def killed_after_two(model_type, *_):
         if len(measured) == 2:
             raise KeyboardInterrupt
         measured.append(model_type)
         return families.examine(model_type)
 
-    monkeypatch.setattr(families, "in_a_process", killed_after_two)
+    monkeypatch.setattr(families, "in_processes", killed_after_two)
     with pytest.raises(KeyboardInterrupt):
         __main__.main(command)
-    monkeypatch.setattr(families, "in_a_process", lambda *_: {"not_built": "no reason"})
+    monkeypatch.setattr(families, "in_processes", lambda *_: {"not_built": "no reason"})
     assert __main__.main(command) == 0
     rows = {
         row["model_type"]: row
@@ -185,3 +266,20 @@ def test_a_type_that_does_not_exist_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         __main__.main(["families", "--types", "llama,llamma"])
     assert "types is 'llamma'; it must be types of AutoModelForCausalLM" in capsys.readouterr().err
+
+
+def test_the_command_writes_what_ranks_compute(tmp_path, monkeypatch):
+    actual = {
+        "llama": {"model": "L", "dtype": "float64", "plain": {"one text": STEP, "packed": STEP}},
+        "bamba": {"model": "B", "plain": {"one text": NO, "packed": NO}},
+        "opt": {"not_built": "no reason"},
+    }
+    monkeypatch.setattr(families, "in_processes", lambda model_type, ranks, *_: actual[model_type])
+    command = ["families", "--ranks", "2", "--types", ",".join(actual), "--out", str(tmp_path)]
+    assert __main__.main(command) == 0
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    verdicts = {row["model_type"]: row["verdict"] for row in rows}
+    assert verdicts == {"llama": EXACT, "bamba": REFUSED, "opt": NOT_BUILT}
+    report = (tmp_path / "report.md").read_text()
+    assert "| exact | 1 | llama |" in report and "cab does not." in report
+    assert (tmp_path / "figure.png").stat().st_size > 0

@@ -8,7 +8,7 @@ from bench import torchrun
 from tiny import SPARSE_WORDS
 from torch import distributed as dist
 
-from cab_hf.eval import fidelity, passkey, shares
+from cab_hf.eval import fidelity, long_run, passkey
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import run
 from cab_hf.runs.log import read_log
@@ -124,20 +124,20 @@ def test_every_case_is_of_one_rank_and_a_question_is_asked_by_it_of_all(words, r
     kind = {"passkey": passkey, "fidelity": fidelity}[words[0]].EXPERIMENT
     settings = kind.Settings(device="cpu", lengths=(300,), methods=("dense", "cab", "random"))
     experiment = kind(settings)
-    given = [shares.Share(experiment, rank, ranks).mine([]) for rank in range(ranks)]
+    given = [long_run.Share(experiment, rank, ranks).mine([]) for rank in range(ranks)]
     everything = list(experiment.planned())
     assert sorted(map(str, everything)) == sorted(str(case) for mine in given for case in mine)
     questions = [set(map(experiment.question, mine)) for mine in given]
     assert sum(map(len, questions)) == len(set().union(*questions))
     known = everything[:4]
-    left = [shares.Share(experiment, rank, ranks).mine(known) for rank in range(ranks)]
+    left = [long_run.Share(experiment, rank, ranks).mine(known) for rank in range(ranks)]
     assert sum(map(len, left)) == len(everything) - 4
 
 
 def test_what_is_timed_is_of_one_rank(monkeypatch):
     monkeypatch.setattr(fidelity.Fidelity, "alone", lambda self, case: case["probe"] == "recall")
     settings = fidelity.Settings(device="cpu", lengths=(300,), methods=("dense", "cab", "random"))
-    given = [shares.Share(fidelity.Fidelity(settings), rank, 3).mine([]) for rank in range(3)]
+    given = [long_run.Share(fidelity.Fidelity(settings), rank, 3).mine([]) for rank in range(3)]
     timed = [[case["probe"] for case in mine].count("recall") for mine in given]
     assert timed == [3, 0, 0] and all(given)
 
@@ -163,9 +163,9 @@ def test_processes_take_turns_at_gpus(monkeypatch, rank, gpu):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setenv("LOCAL_RANK", str(rank))
-    shares.take_gpu(1)
+    long_run.take_gpu(1)
     assert not taken
-    shares.take_gpu(6)
+    long_run.take_gpu(6)
     assert taken == [gpu]
 
 
@@ -210,7 +210,7 @@ def test_what_another_rank_found_and_missed_is_in_the_log(
     complete = command(PASSKEY, out="complete")
     _, samples = read_log(tmp_path / "complete" / "samples.jsonl")
     experiment = passkey.Passkey(settings_of(model_folder, tmp_path / "out"))
-    share = shares.Share(experiment, 0, 2)
+    share = long_run.Share(experiment, 0, 2)
     asked = set(map(experiment.question, share.mine([])))
     others = [s for s in samples if experiment.question(s) not in asked]
     assert others and len(others) + len(share.mine([])) == len(samples)
@@ -232,14 +232,14 @@ def test_what_a_kill_left_of_another_rank_is_taken_up(command, model_folder, tmp
     complete = command(PASSKEY, out="complete")
     _, samples = read_log(tmp_path / "complete" / "samples.jsonl")
     experiment = passkey.Passkey(settings_of(model_folder, tmp_path / "out"))
-    with shares._opened(experiment, tmp_path / "out" / "samples.rank1.jsonl") as log:
+    with long_run._opened(experiment, tmp_path / "out" / "samples.rank1.jsonl") as log:
         for sample in samples[1::2]:
             log.append(sample)
     measured = []
     experiment.sample = lambda case: (
         measured.append(case) or passkey.Passkey.sample(experiment, case)
     )
-    rows = run(experiment, shares._measure_alone)
+    rows = run(experiment, long_run._measure_alone)
     assert len(measured) == len(samples[::2]) and rows == complete["rows"]
     assert not list((tmp_path / "out").glob("*rank*"))
 
