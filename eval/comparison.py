@@ -40,7 +40,7 @@ from cab_hf.eval.methods import (
 )
 from cab_hf.eval.on_model import realised_density, refusing
 from cab_hf.eval.passkey import MATCH, fitted
-from cab_hf.eval.report import column, digits, grouped, ratio_with_interval
+from cab_hf.eval.report import column, digits, grouped, with_interval
 from cab_hf.eval.speed.timing import Bench
 from cab_hf.eval.teacher_forcing import CHUNK
 from cab_hf.runs.markdown import plain
@@ -466,7 +466,7 @@ def ratio_to_dense(result: Row) -> str | None:
     """The ratio with its interval, where there is one."""
     if result.get("ratio") is None:
         return None
-    return ratio_with_interval(*map(result.get, RATIO))
+    return with_interval(*map(result.get, RATIO), "{:.3f}".format)
 
 
 def off_readings(rows: Sequence[Row]) -> list[str]:

@@ -77,21 +77,21 @@ def markdown_table(
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def with_interval(
+    value: float,
+    low: float | None,
+    high: float | None,
+    write: Callable[[float], str | None] = "{:.2f}".format,
+) -> str:
+    """A value and the interval around it where there is one, ``0.05 [0.04, 0.06]``."""
+    return f"{write(value)}" + ("" if low is None else f" [{write(low)}, {write(high)}]")
+
+
 def difference(row: Mapping[str, Any]) -> str | None:
     """``delta`` of a row with its interval, ``+0.05 [+0.04, +0.06]``; None where it has none."""
     if row.get("delta") is None:
         return None
-    return f"{row['delta']:+.2f} [{row['delta_low']:+.2f}, {row['delta_high']:+.2f}]"
-
-
-def ratio_with_interval(ratio: float, low: float | None, high: float | None) -> str:
-    """A ratio, and the interval around it where there is one."""
-    return f"{ratio:.3f}" + ("" if low is None else f" [{low:.3f}, {high:.3f}]")
-
-
-def with_interval(share: float, low: float, high: float) -> str:
-    """A share and the interval around it."""
-    return f"{share:.2f} [{low:.2f}, {high:.2f}]"
+    return with_interval(row["delta"], row["delta_low"], row["delta_high"], "{:+.2f}".format)
 
 
 def digits(value: float | None) -> str | None:

@@ -17,7 +17,14 @@ from words import CHAT, TEXT, make_tokenizer
 
 import cab_hf
 from cab_hf.config import CabConfig
-from cab_hf.eval import attention_time, comparison, fidelity, teacher_forcing
+from cab_hf.eval import (
+    attention_time,
+    comparison,
+    fidelity,
+    fidelity_report,
+    probes,
+    teacher_forcing,
+)
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.attention_time import AttentionClock
 from cab_hf.eval.comparison import draw_by_name
@@ -475,9 +482,9 @@ def test_a_report_says_what_its_cascades_are():
 
 
 def test_borders_are_read_beside_the_rest(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(fidelity, "BORDER", 32)
-    probes = ("--probes", "recall,recall_border,perplexity,perplexity_border")
-    results = command(model_folder, tmp_path, *probes, methods="dense,full,cab")
+    monkeypatch.setattr(probes, "BORDER", 32)
+    asked = ("--probes", "recall,recall_border,perplexity,perplexity_border")
+    results = command(model_folder, tmp_path, *asked, methods="dense,full,cab")
     dense, cab, full = sorted(results["rows"], key=lambda row: row["method"] != "dense")
     # tokens 160, 192, 224, 256 and 288
     assert dense["perplexity_border"]["tokens"] == 5
@@ -491,7 +498,7 @@ def test_borders_are_read_beside_the_rest(model_folder, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("probe", ["recall", "recall_border"])
 def test_only_at_borders_nothing_behind_takes_part(model_folder, monkeypatch, probe):
-    monkeypatch.setattr(fidelity, "BORDER", 32)
+    monkeypatch.setattr(probes, "BORDER", 32)
     third = (*SPARSE_WORDS, "mass_threshold=0", "max_density=0.3")
     given = {"device": "cpu", "lengths": (900,), "keys": 2, "cab": third, "methods": ("cab",)}
     measured = Fidelity(Settings(model=str(model_folder), **given))
@@ -637,7 +644,7 @@ def test_what_follows_a_prompt_is_read_exactly_but_by_what_has_no_keys_left(mode
         with method.applied(measured.model):
             # nothing but its cache makes a method forget what it has read
             complete = distributions(measured.model, reading, measured.settings.chunk)
-            measured.reference("noise", 900, 0)
+            measured.dense_of(case)
             likely[name] = measured.read(case, reading, method)["nll"]
         exact = -complete[range(112), list(reading.tokens[788:])].sum().item()
         assert (likely[name] == pytest.approx(exact, abs=1e-3)) == (name == "cab")
@@ -1146,7 +1153,9 @@ def test_tasks_stand_side_by_side_in_a_figure(tmp_path, monkeypatch):
     ]
     rows = Fidelity.rows(samples, {})
     drawn = []
-    monkeypatch.setattr(fidelity, "draw_by_name", lambda axis, *given: drawn.append((axis, given)))
+    monkeypatch.setattr(
+        fidelity_report, "draw_by_name", lambda axis, *given: drawn.append((axis, given))
+    )
     Fidelity.draw(tmp_path / "figure.png", rows)
     ((_, given),) = drawn
     axis = Figure().subplots()
