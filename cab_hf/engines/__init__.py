@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.ops import HAS_TRITON, reference
-from cab_hf.ops.attention import dense_parts, ffpa, traced
-from cab_hf.plan import BlockPlan
+from cab_hf.ops.attention import ffpa, gather, traced
+from cab_hf.ops.attention.dense_parts import complete
 
 HOPPER = 9
 # SDPA's fast kernels end here; beyond, all it has is memory-efficient attention
@@ -43,165 +44,107 @@ class Workload:
         training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         return cls(q.device.type, q.shape[-1], q.dtype, training, *blocks)
 
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """(query, key) block sizes."""
+        return self.query_block, self.key_block
 
-class Engine:
-    """One way to compute attention; stateless, so that there is one of each.
+
+class Engine(NamedTuple):
+    """One way to compute attention under a plan.
 
     Attributes:
         name: what `CabConfig.engine` calls it. Engines of one name are its backends.
+        unavailable: a `Workload` to why the engine cannot run it, as half a sentence; None when it
+            can.
+        label: a `Workload` to the engine's name for people, with the kernels that run it where the
+            name leaves it open.
+        attention: (q [B, H, N_q, D], k [B, H_kv, N_k, D], v [B, H_kv, N_k, D_v], plan, scale,
+            return_lse=False) to [B, H, N_q, D_v]; with ``return_lse`` also the log-sum-exp, float32
+            [B, H, N_q]. See `reference.attention`, which defines both.
     """
 
     name: str
-
-    def unavailable(self, work: Workload) -> str | None:
-        """Why it cannot run ``work``, as half a sentence; None when it can."""
-        return None
-
-    def label(self, work: Workload) -> str:
-        """Its name for people, with the kernels that run ``work`` where the name leaves it open."""
-        return self.name
-
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: BlockPlan,
-        scale: float,
-        return_lse: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attention under ``plan``: q [B, H, N_q, D], k [B, H_kv, N_k, D], v [B, H_kv, N_k, D_v].
-
-        Returns:
-            [B, H, N_q, D_v]; with ``return_lse`` also the log-sum-exp, float32 [B, H, N_q]. See
-            `reference.attention`, which defines both.
-        """
-        wanted = v.shape[-1]
-        if wanted == q.shape[-1]:
-            return dense_parts.attention(self._attend_lists, q, k, v, plan, scale, return_lse)
-        # kernels take one head dim: channels of zeros change no logit and no value
-        widest = max(wanted, q.shape[-1])
-        q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
-        result = dense_parts.attention(self._attend_lists, q, k, v, plan, scale, return_lse)
-        return (result[0][..., :wanted], result[1]) if return_lse else result[..., :wanted]
-
-    def _attend_lists(self, q, k, v, plan, scale, return_lse):
-        """`attention` under a plan's lists, of v with the head dim of q."""
-        if plan.sampled is None:
-            return self._attend(q, k, v, plan, scale, return_lse)
-        from cab_hf.ops.attention import sampled
-
-        result = sampled.attention(self._attend, q, k, v, plan, scale)
-        return result if return_lse else result[0]
-
-    def _attend(self, q, k, v, plan, scale, return_lse):
-        """The same without what a plan samples."""
-        raise NotImplementedError
+    unavailable: Callable[[Workload], str | None]
+    label: Callable[[Workload], str]
+    attention: Callable[..., Any]
 
 
-class Reference(Engine):
-    """Plain PyTorch, everywhere: the meaning of a plan."""
-
-    name = "reference"
-
-    def attention(self, q, k, v, plan, scale, return_lse=False):
-        if torch.compiler.is_compiling():
-            return traced.attention(q, k, v, plan, scale, return_lse)
-        return reference.attention(q, k, v, plan, scale, return_lse)
+def _reference(q, k, v, plan, scale, return_lse=False):
+    if torch.compiler.is_compiling():
+        return traced.attention(q, k, v, plan, scale, return_lse)
+    return reference.attention(q, k, v, plan, scale, return_lse)
 
 
-class Gather(Engine):
-    """Plain PyTorch over the listed keys alone: what a CPU takes for a prompt."""
-
-    name = "gather"
-
-    def unavailable(self, work: Workload) -> str | None:
-        if work.device != "cpu":
-            return f"runs on a CPU, not on {work.device}"
-        if torch.compiler.is_compiling():
-            return "is not traced by torch.compile"
-        return "has no backward" if work.training else None
-
-    def _attend(self, *arguments):
-        from cab_hf.ops.attention import gather
-
-        return gather.attention(*arguments)
+def _gather_unavailable(work: Workload) -> str | None:
+    if work.device != "cpu":
+        return f"runs on a CPU, not on {work.device}"
+    if torch.compiler.is_compiling():
+        return "is not traced by torch.compile"
+    return "has no backward" if work.training else None
 
 
-class Triton(Engine):
-    """Our own kernels."""
+def _triton_unavailable(work: Workload) -> str | None:
+    if not HAS_TRITON:
+        return "needs the package triton, which is not installed"
+    from cab_hf.ops.attention import block
 
-    name = "triton"
-
-    def unavailable(self, work: Workload) -> str | None:
-        if not HAS_TRITON:
-            return "needs the package triton, which is not installed"
-        from cab_hf.ops.attention import block
-
-        return block.unavailable(work.device, work.head_dim, work.dtype)
-
-    def _attend(self, *arguments):
-        from cab_hf.ops.attention import block
-
-        return block.attention(*arguments)
+    return block.unavailable(work.device, work.head_dim, work.dtype)
 
 
-class Flex(Engine):
-    """FlexAttention: its TRITON backend on CUDA, its CPU one."""
+# imported on first use: Triton and FlexAttention are heavy imports that models without sparse
+# layers on a GPU never need
+def _triton(*arguments):
+    from cab_hf.ops.attention import block
 
-    name = "flex"
-
-    def unavailable(self, work: Workload) -> str | None:
-        # imported here: FlexAttention is a heavy import that models without sparse layers never
-        # need
-        from cab_hf.ops.attention import flex
-
-        blocks = work.query_block, work.key_block
-        return flex.unavailable(work.device, work.head_dim, work.dtype, work.training, *blocks)
-
-    def label(self, work: Workload) -> str:
-        from cab_hf.ops.attention import flex
-
-        if work.device == "cpu":
-            return "flex (CPU)"
-        blocks = work.query_block, work.key_block
-        trained = flex.merged_blocks(*blocks)
-        if not work.training or trained == blocks:
-            return "flex (TRITON)"
-        return "flex (TRITON, blocks merged to {} x {})".format(*trained)
-
-    def _attend(self, *arguments):
-        from cab_hf.ops.attention import flex
-
-        return flex.attention(*arguments)
+    return block.attention(*arguments)
 
 
-class Flash(Flex):
-    """FlexAttention's FLASH backend: flash-attn-4's kernels."""
+def _flex(*arguments):
+    from cab_hf.ops.attention import flex
 
-    def unavailable(self, work: Workload) -> str | None:
-        blocks = work.query_block, work.key_block
-        return super().unavailable(work) or _flash_unavailable(
-            work.device, work.head_dim, work.dtype, *blocks
-        )
-
-    def label(self, work: Workload) -> str:
-        from cab_hf.ops.attention import flash
-
-        blocks = work.query_block, work.key_block
-        if not work.training or flash.own_backward(work.head_dim, *blocks):
-            return "flex (FLASH)"
-        return "flex (FLASH, gradients by triton)"
-
-    def _attend(self, q, k, v, plan, scale, return_lse):
-        from cab_hf.ops.attention import flash
-
-        out, lse = flash.attention(q, k, v, plan, scale)
-        return (out, lse) if return_lse else out
+    return flex.attention(*arguments)
 
 
-@dataclass(frozen=True)
-class DenseKernel:
+def _flash(q, k, v, plan, scale, return_lse):
+    from cab_hf.ops.attention import flash
+
+    out, lse = flash.attention(q, k, v, plan, scale)
+    return (out, lse) if return_lse else out
+
+
+def _flex_unavailable(work: Workload) -> str | None:
+    from cab_hf.ops.attention import flex
+
+    return flex.unavailable(work.device, work.head_dim, work.dtype, work.training, *work.blocks)
+
+
+def _flex_label(work: Workload) -> str:
+    from cab_hf.ops.attention import flex
+
+    if work.device == "cpu":
+        return "flex (CPU)"
+    trained = flex.merged_blocks(*work.blocks)
+    if not work.training or trained == work.blocks:
+        return "flex (TRITON)"
+    return "flex (TRITON, blocks merged to {} x {})".format(*trained)
+
+
+def _flash_unavailable(work: Workload) -> str | None:
+    return _flex_unavailable(work) or _flash_missing(
+        work.device, work.head_dim, work.dtype, *work.blocks
+    )
+
+
+def _flash_label(work: Workload) -> str:
+    from cab_hf.ops.attention import flash
+
+    if not work.training or flash.own_backward(work.head_dim, *work.blocks):
+        return "flex (FLASH)"
+    return "flex (FLASH, gradients by triton)"
+
+
+class DenseKernel(NamedTuple):
     """One way to compute exact causal attention: of a text, or of the last of its queries.
 
     Attributes:
@@ -220,7 +163,14 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     )
 
 
-REFERENCE, GATHER, TRITON, FLEX, FLASH = Reference(), Gather(), Triton(), Flex(), Flash()
+# plain PyTorch, everywhere: the meaning of a plan; and over the listed keys alone, for a CPU
+REFERENCE = Engine("reference", lambda work: None, lambda work: "reference", _reference)
+GATHER = Engine("gather", _gather_unavailable, lambda work: "gather", complete(gather.attention))
+# our own kernels
+TRITON = Engine("triton", _triton_unavailable, lambda work: "triton", complete(_triton))
+# FlexAttention: its TRITON backend on CUDA or its CPU one, and flash-attn-4's kernels
+FLEX = Engine("flex", _flex_unavailable, _flex_label, complete(_flex))
+FLASH = Engine("flex", _flash_unavailable, _flash_label, complete(_flash))
 # PyTorch's own, and ffpa-attn's for large heads of texts that have no cache
 SDPA, FFPA = DenseKernel("sdpa", _sdpa), DenseKernel("ffpa", ffpa.attention)
 # name -> what it stands for, the preferred first
@@ -287,7 +237,7 @@ def _measured_here() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _flash_unavailable(
+def _flash_missing(
     device: str, head_dim: int, dtype: torch.dtype, query_block: int, key_block: int
 ) -> str | None:
     # a ROCm device has capabilities of other meaning

@@ -139,7 +139,7 @@ def test_transposes_are_those_of_the_definition(rows, columns):
     meant = lists.transpose(columns)
     actual = transpose.transpose(lists, columns)
     assert torch.equal(actual.to_dense(rows), meant.to_dense(rows))
-    packed = transpose.place_columns(lists, columns)
+    packed = transpose.pack_columns(lists, columns, placed=True)
     assert torch.equal(packed.counts, meant.counts)
     for b, p, c in meant.counts.nonzero().tolist():
         start, count = int(packed.starts[b, p, c]), int(packed.counts[b, p, c])

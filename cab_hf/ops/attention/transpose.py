@@ -26,18 +26,8 @@ class ColumnLists(NamedTuple):
         counts: int32 [B, P, C], rows listing each key block.
         starts: int64 [B, P, C], where each key block's rows begin in ``rows``.
         rows: int32, as long as the lists had room for; what is behind the last means nothing.
-    """
-
-    counts: Tensor
-    starts: Tensor
-    rows: Tensor
-
-
-class PlacedColumns(NamedTuple):
-    """`ColumnLists` that know where each row lists the key block.
-
-    Attributes:
-        slots: int32 beside ``rows``: at which place of that row's list the key block stands.
+        slots: int32 beside ``rows``: at which place of that row's list the key block is; ``rows``
+            again where that was not wanted, as Triton 3.6 loses a None in a tuple inside a tuple.
     """
 
     counts: Tensor
@@ -46,29 +36,19 @@ class PlacedColumns(NamedTuple):
     slots: Tensor
 
 
-def pack_columns(lists: BlockLists, columns: int) -> ColumnLists:
-    """The transpose of ``lists`` over ``columns`` key blocks. Never waits for the device."""
-    return ColumnLists(*_packed(lists, columns, None))
+def pack_columns(lists: BlockLists, columns: int, placed: bool = False) -> ColumnLists:
+    """The transpose of ``lists`` over ``columns`` key blocks. Never waits for the device.
 
-
-def place_columns(lists: BlockLists, columns: int) -> PlacedColumns:
-    """`pack_columns`, and where the key blocks stand in ``lists``."""
-    slots = _room_for(lists)
-    return PlacedColumns(*_packed(lists, columns, slots), slots)
-
-
-def _packed(lists: BlockLists, columns: int, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(counts, starts, rows) of `ColumnLists`; fills ``slots`` where they are asked for."""
+    Args:
+        placed: whether ``slots`` are written.
+    """
     bits, counts = _bits_by_column(lists, columns)
     starts = counts.flatten().cumsum(0, dtype=torch.int64) - counts.flatten()
-    starts, rows = starts.view_as(counts), _room_for(lists)
+    starts = starts.view_as(counts)
+    rows = lists.indices.new_empty(max(1, lists.indices.numel()))
+    slots = torch.empty_like(rows) if placed else None
     _fill(bits, starts, rows, lists, slots)
-    return counts, starts, rows
-
-
-def _room_for(lists: BlockLists) -> Tensor:
-    """int32, a place for everything that may be listed."""
-    return lists.indices.new_empty(max(1, lists.indices.numel()))
+    return ColumnLists(counts, starts, rows, slots if placed else rows)
 
 
 def transpose(lists: BlockLists, columns: int, width: int | None = None) -> BlockLists:
