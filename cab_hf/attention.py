@@ -19,7 +19,6 @@ from cab_hf.call.mask import CabMask
 from cab_hf.call.prompt import prompt_of
 from cab_hf.call.refusals import refuse
 from cab_hf.config import CabConfig
-from cab_hf.decode.cache import taken
 from cab_hf.engines import Workload
 from cab_hf.hf.fit import warn_if_too_short
 from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
@@ -98,8 +97,8 @@ def _attend(
     position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    # before anything can fail or be cast: what a cache has left is for this call alone
-    held = taken(key)
+    # the cache's, which is lost where keys are cast
+    index = getattr(key, "cab_index", None)
     # since transformers 5.24 layers have no mask in continuous batching
     batch = kwargs.get("batch") if mask is None else mask
     batched = isinstance(batch, Batch)
@@ -129,7 +128,7 @@ def _attend(
         texts = [(slice(None), parallel.text(mask, query, key, value, config, *parts))]
     outs = []
     for queries, text in texts:
-        way = route(text, config, work, sparse=sparse, layer=module, held=held)
+        way = route(text, config, work, sparse=sparse, layer=module, index=index)
         if sparse and way.kind != "sparse" and parallel is None:
             _warn_of_a_short_prompt(module, text, config)
         outs.append(way.attend(query[:, :, queries], key, value, scale))

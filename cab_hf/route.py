@@ -9,7 +9,7 @@ from torch import nn
 
 from cab_hf import engines
 from cab_hf.config import CabConfig
-from cab_hf.decode.cache import Indexed
+from cab_hf.decode.cache import KeyIndex
 from cab_hf.decode.step import SparseDecode, why_dense
 from cab_hf.engines import SDPA, Engine, Workload
 from cab_hf.engines.dense import Exact, ExactByBlocks, ExactByRows
@@ -24,7 +24,7 @@ def route(
     *,
     sparse: bool,
     layer: nn.Module | None,
-    held: Indexed | None = None,
+    index: KeyIndex | None = None,
 ) -> Exact | Sparse | SparseDecode:
     """What computes one layer in one call, by its ``attend(q, k, v, scale)``; and why so.
 
@@ -34,12 +34,12 @@ def route(
         work: with the blocks of ``config``.
         sparse: whether sparse attention is asked for at all.
         layer: the module that attends; its ``layer_idx`` counts, where it has one.
-        held: the index that the layer's cache has, if any.
+        index: of the keys, where the layer's cache has one.
 
     Raises:
         ValueError: for an engine asked for by name that cannot run this.
     """
-    kind, reason = _kind(text, config, layer, held) if sparse else ("exact", None)
+    kind, reason = _kind(text, config, layer, index) if sparse else ("exact", None)
     if kind == "sparse":
         tail = text.tail_from(config.dense_tail_blocks, config.query_block)
         if tail is not None and text.q_slot + text.q_length <= tail:
@@ -47,7 +47,7 @@ def route(
         engine = engines.choose(config.engine, work)
         return Sparse(text, engine, config, layer, sampled_one_in(config, work))
     if kind == SparseDecode.kind:
-        return SparseDecode(text, layer, config, held)
+        return SparseDecode(text, layer, config, index)
     q_length, kv_length = text.q_length, text.kv_length
     if text.exact_block is not None:
         work = replace(work, query_block=text.exact_block, key_block=text.exact_block)
@@ -68,7 +68,7 @@ def sampled_one_in(config: CabConfig, work: Workload) -> int:
 
 
 def _kind(
-    text: Any, config: CabConfig, layer: nn.Module | None, held: Indexed | None
+    text: Any, config: CabConfig, layer: nn.Module | None, index: KeyIndex | None
 ) -> tuple[str, str | None]:
     """(kind, reason why it is not sparse) of a layer that is asked to be."""
     if text.window is not None:
@@ -80,7 +80,7 @@ def _kind(
     # of a static cache, compiled, it is not known how many tokens it holds: no fewer than these
     tokens = queries if tokens is None else tokens
     if text.behind_prompt or queries < config.query_block:
-        reason = why_dense(text, config, layer, held)
+        reason = why_dense(text, config, layer, index)
         return ("decode", reason) if reason else (SparseDecode.kind, None)
     if tokens < config.min_length:
         return "exact", f"input shorter than min_length={config.min_length}"

@@ -9,7 +9,7 @@ import torch
 from cab_hf import CabConfig, engines
 from cab_hf.call.frame import Length
 from cab_hf.call.mask import CabMask
-from cab_hf.decode.cache import Indexed
+from cab_hf.decode.cache import KeyIndex
 from cab_hf.engines import Workload
 from cab_hf.engines.dense import Exact, ExactByBlocks, ExactByRows
 from cab_hf.route import route
@@ -25,14 +25,14 @@ def way(
     q_length=300,
     kv_length=300,
     longest=None,
-    held=None,
+    index=None,
     **masked,
 ):
     text = CabMask(1, q_length, kv_length, 0, **masked)
     if longest is not None:
         text.document, text._lengths = torch.zeros(1, kv_length), [[Length(*longest)]]
     layer = SimpleNamespace(layer_idx=layer)
-    return route(text, config, CPU, sparse=sparse, layer=layer, held=held)
+    return route(text, config, CPU, sparse=sparse, layer=layer, index=index)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_is_computed_and_why(changes, kind, reason):
 
 
 STEP = CabConfig(min_length=0, dense_layers=(3,), sparse_decode=True, decode_tokens=128)
-HELD = Indexed(*torch.zeros(2, 1, 1, 512, 16), ())
+INDEX = KeyIndex(torch.zeros(1, 1, 512, 16), ())
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ HELD = Indexed(*torch.zeros(2, 1, 1, 512, 16), ())
     [
         pytest.param({}, None, id="sparse"),
         pytest.param({"kv_length": None, "slots": 512}, None, id="static-cache"),
-        pytest.param({"held": None}, "without an index", id="plain-cache"),
+        pytest.param({"index": None}, "without an index", id="plain-cache"),
         pytest.param({"q_length": 2}, "fewer than query_block=128", id="few-queries"),
         pytest.param({"kv_length": 511}, "too short for decode_tokens=128", id="short"),
         pytest.param({"kv_length": None, "slots": 511}, "too short", id="few-slots"),
@@ -81,7 +81,7 @@ HELD = Indexed(*torch.zeros(2, 1, 1, 512, 16), ())
     ],
 )
 def test_when_a_step_is_sparse_and_why_not(changes, reason):
-    actual = way(**{"config": STEP, "q_length": 1, "kv_length": 512, "held": HELD, **changes})
+    actual = way(**{"config": STEP, "q_length": 1, "kv_length": 512, "index": INDEX, **changes})
     assert (actual.kind == "sparse decode") == (reason is None)
     assert (actual.reason is None) if reason is None else reason in actual.reason
 

@@ -6,7 +6,6 @@ makes of the keys: it is made once a key, when the key is written.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from cab_hf.checks import warn_once
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Index
 
@@ -30,16 +28,16 @@ from cab_hf.ops.decode import Index
 ROOM = 1024
 
 
-class Indexed(NamedTuple):
-    """The keys of a layer as `update` returns them, and their index.
+class KeyIndex(NamedTuple):
+    """The index of the keys that a layer's `update` returns, which is their ``cab_index``.
+
+    Keys that are made of these, as a cast or a repetition makes them, have none.
 
     Attributes:
-        keys: [B, H_kv, N, D].
-        index: of the same keys, on their device.
+        index: of the keys, on their device.
         channels: those of the index; () for all.
     """
 
-    keys: Tensor
     index: Index
     channels: tuple[int, ...]
 
@@ -84,7 +82,7 @@ class IndexedDynamicLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._append(key_states, value_states)
-        hand_on(Indexed(self.keys, self.index, self.channels))
+        self.keys.cab_index = KeyIndex(self.index, self.channels)
         return self.keys, self.values
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
@@ -209,7 +207,7 @@ class IndexedStaticLayer(StaticLayer):
         keys = key_states.detach()
         decode.write_index(self.index, keys, self.channels, self.cumulative_length)
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        hand_on(Indexed(keys, self.index, self.channels))
+        keys.cab_index = KeyIndex(self.index, self.channels)
         return keys, values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -287,43 +285,6 @@ def indexed(layer: CacheLayerMixin, channels: tuple[int, ...]) -> CacheLayerMixi
     """A plain layer with an index of what it holds; any other layer as it is."""
     kind = KINDS.get(type(layer))
     return layer if kind is None else kind.of(layer, channels)
-
-
-class _Slot:
-    def __init__(self) -> None:
-        # its own from the beginning: dynamo would compile again once it has one
-        self.held: Indexed | None = None
-
-
-class _SlotOfThread(threading.local):
-    held: Indexed | None = None
-
-
-# dynamo knows no threads
-_eager, _traced = _SlotOfThread(), _Slot()
-
-
-def hand_on(held: Indexed) -> None:
-    """Leave what a layer has just returned, for the attention function that is called next."""
-    slot = _traced if torch.compiler.is_compiling() else _eager
-    slot.held = held
-
-
-def taken(keys: Tensor) -> Indexed | None:
-    """What was left last, if it is about these very ``keys``; nothing is left then."""
-    compiling = torch.compiler.is_compiling()
-    slot = _traced if compiling else _eager
-    held, slot.held = slot.held, None
-    if held is None or held.keys is keys:
-        return held
-    if not compiling:
-        warn_once(
-            ("index", "unread"),
-            "sparse_decode is True and a layer attends other keys than its cache has returned: the "
-            "index of the cache is not read there, and steps are dense. Pass the keys that the "
-            "cache returned to the attention function, or set sparse_decode=False.",
-        )
-    return None
 
 
 def _grown(old: Tensor | None, new: Tensor, room: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from cab_hf.config import CabConfig
-from cab_hf.decode.cache import Indexed
+from cab_hf.decode.cache import KeyIndex
 from cab_hf.hf.fit import layer_index
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice
@@ -34,65 +34,48 @@ class SparseDecode:
     Attributes:
         text: a `CabMask`.
         layer: the module that attends.
-        held: the index of the cache; None behind an anchor of a cascade, whose choice it reads.
+        index: of the keys; None behind an anchor of a cascade, whose choice the layer reads.
     """
 
     text: Any
     layer: nn.Module | None
     config: CabConfig
-    held: Indexed | None
+    index: KeyIndex | None
     kind: ClassVar[str] = "sparse decode"
     reason: ClassVar[None] = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """[B, H, 1, D_v] of q [B, H, 1, D] over k and v [B, H_kv, N, D or D_v]."""
-        index = layer_index(self.layer)
+        text, config, layer = self.text, self.config, layer_index(self.layer)
         heads = q.shape[1], k.shape[1]
-        anchor = anchor_of(self.config, index)
-        if anchor is None or anchor == index:
-            choice = self._choose(q, scale, index, heads)
+        length, wanted = text.reach(config.decode_tokens, decode_from(config), q.device)
+        valid = None if text.valid is None else text.valid.to(q.device)
+        anchor = anchor_of(config, layer)
+        if anchor is None or anchor == layer:
+            index, channels = self.index
+            choice = decode.choose(q, index, scale, length, wanted, channels, valid)
         else:
-            shared: SharedChoice = self.text.shared_state[SHARED_CHOICE]
-            choice = self._mapped(shared, index, heads, q.device)
-        if anchor is not None and anchor == index:
-            self.text.shared_state[SHARED_CHOICE] = SharedChoice(index, heads, choice)
-        length, _ = self._reach(q.device)
-        return decode.attend(q, k, v, choice, scale, length, self._valid(q.device))
-
-    def _reach(self, device: Any) -> tuple[Tensor, Tensor]:
-        return self.text.reach(self.config.decode_tokens, decode_from(self.config), device)
-
-    def _valid(self, device: Any) -> Tensor | None:
-        return None if self.text.valid is None else self.text.valid.to(device)
-
-    def _choose(self, q: Tensor, scale: float, index: int | None, heads: tuple[int, int]) -> Choice:
-        length, wanted = self._reach(q.device)
-        return decode.choose(
-            q,
-            self.held.index,
-            scale,
-            length,
-            wanted,
-            self.held.channels,
-            self._valid(q.device),
-        )
+            choice = self._mapped(text.shared_state[SHARED_CHOICE], layer, heads, q.device)
+        if anchor is not None and anchor == layer:
+            text.shared_state[SHARED_CHOICE] = SharedChoice(layer, heads, choice)
+        return decode.attend(q, k, v, choice, scale, length, valid)
 
     def _mapped(
-        self, shared: SharedChoice, index: int, heads: tuple[int, int], device: Any
+        self, shared: SharedChoice, layer: int, heads: tuple[int, int], device: Any
     ) -> Choice:
         """The anchor's choice, KV head by KV head as most of a group's heads are mapped."""
-        require_heads_of(shared.layer, shared.heads, index, heads)
+        require_heads_of(shared.layer, shared.heads, layer, heads)
         # the layers of a model may be spread over devices
         mapped = None
         if self.config.head_map:
-            mapped = mapped_kv_heads(self.config.head_map[index], heads[1])
+            mapped = mapped_kv_heads(self.config.head_map[layer], heads[1])
         if mapped == tuple(range(heads[1])):
             mapped = None
         return shared.choice.elsewhere(device, mapped)
 
 
 def why_dense(
-    text: Any, config: CabConfig, layer: nn.Module | None, held: Indexed | None
+    text: Any, config: CabConfig, layer: nn.Module | None, index: KeyIndex | None
 ) -> str | None:
     """Why a call of few queries is no sparse step, as half a sentence; None where it is one."""
     if not config.sparse_decode or text.q_length != 1 or text.document is not None:
@@ -108,7 +91,7 @@ def why_dense(
         shared = text.shared_state.get(SHARED_CHOICE)
         ready = shared is not None and shared.layer == anchor
     else:
-        ready = held is not None
+        ready = index is not None
     return None if ready else "a cache without an index (decode)"
 
 

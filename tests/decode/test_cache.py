@@ -15,7 +15,6 @@ from transformers.cache_utils import (
 )
 
 import cab_hf
-from cab_hf import checks
 from cab_hf.decode import cache
 from cab_hf.decode.cache import (
     IndexedDynamicLayer,
@@ -23,7 +22,6 @@ from cab_hf.decode.cache import (
     IndexedStaticHybridLayer,
     IndexedStaticLayer,
     indexed,
-    taken,
 )
 from cab_hf.ops import decode
 
@@ -210,20 +208,16 @@ def test_a_plain_layer_is_indexed_as_if_it_had_been_from_the_start(kind, options
 
 
 @torch.no_grad()
-def test_what_a_layer_leaves_is_for_the_next_call_and_these_keys_alone(monkeypatch):
-    layer = filled(channels=CHANNELS)
-    assert taken(layer.keys).index is layer.index
-    assert taken(layer.keys) is None
-    keys, _ = layer.update(*key_value(1))
-    held = taken(keys)
-    assert held.index is layer.index and held.channels == CHANNELS
-    assert taken(keys) is None
-    keys, _ = layer.update(*key_value(1))
-    monkeypatch.setattr(checks, "_warned", set())
-    with pytest.warns(UserWarning, match="attends other keys than its cache has returned"):
-        assert taken(keys.clone()) is None
-    # nothing is kept alive
-    assert taken(keys) is None
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(IndexedDynamicLayer, {}), (IndexedStaticLayer, {"max_cache_len": 40})],
+)
+def test_the_keys_that_a_layer_returns_have_its_index_and_others_none(kind, options):
+    layer = kind(channels=CHANNELS, **options)
+    for tokens_at_once in (20, 1):
+        keys, values = layer.update(*key_value(tokens_at_once))
+        assert keys.cab_index.index is layer.index and keys.cab_index.channels == CHANNELS
+        assert not any(hasattr(x, "cab_index") for x in (keys.clone(), values))
 
 
 def test_a_layer_that_needs_none_keeps_no_index():

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.call.mask import CabMask
-from cab_hf.decode.cache import Indexed
+from cab_hf.decode.cache import KeyIndex
 from cab_hf.decode.step import SHARED_CHOICE, SparseDecode, mapped_kv_heads
 from cab_hf.ops import decode
 
@@ -19,8 +19,8 @@ FEW = {"sparse_decode": True, "decode_tokens": 128}
 
 
 def step(text, config, layer, k=None):
-    held = None if k is None else Indexed(k, decode.index_keys(k, ()), ())
-    return SparseDecode(text, SimpleNamespace(layer_idx=layer), config, held)
+    index = None if k is None else KeyIndex(decode.index_keys(k, ()), ())
+    return SparseDecode(text, SimpleNamespace(layer_idx=layer), config, index)
 
 
 def dense(q, k, v):
