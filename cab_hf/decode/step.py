@@ -55,9 +55,9 @@ class SparseDecode:
             index, channels = self.index
             choice = decode.choose(q, index, scale, length, wanted, channels, valid)
         else:
-            choice = self._mapped(text.shared_state[SHARED_CHOICE], layer, heads, q.device)
+            choice = self._mapped(text.state.shared[SHARED_CHOICE], layer, heads, q.device)
         if anchor is not None and anchor == layer:
-            text.shared_state[SHARED_CHOICE] = SharedChoice(layer, heads, choice)
+            text.state.shared[SHARED_CHOICE] = SharedChoice(layer, heads, choice)
         return decode.attend(q, k, v, choice, scale, length, valid)
 
     def _mapped(
@@ -88,7 +88,7 @@ def why_dense(
         return f"too short for {name}={getattr(config, name)} (decode)"
     anchor = anchor_of(config, getattr(layer, "layer_idx", None))
     if anchor is not None and anchor < layer.layer_idx:
-        shared = text.shared_state.get(SHARED_CHOICE)
+        shared = text.state.shared.get(SHARED_CHOICE)
         ready = shared is not None and shared.layer == anchor
     else:
         ready = index is not None

@@ -17,6 +17,8 @@ from cab_hf.plan import BlockLists
 
 WORD = 32
 CHUNK = 256
+# bytes up to which transposed lists are as wide as they could be: to know their width is a wait
+WIDE_LISTS = 64 << 20
 
 
 class ColumnLists(NamedTuple):
@@ -51,14 +53,13 @@ def pack_columns(lists: BlockLists, columns: int, placed: bool = False) -> Colum
     return ColumnLists(counts, starts, rows, slots if placed else rows)
 
 
-def transpose(lists: BlockLists, columns: int, width: int | None = None) -> BlockLists:
-    """`BlockLists.transpose` on the GPU: rectangular lists of ``width`` rows a key block.
-
-    Without ``width`` they are as wide as the longest, which waits for the device.
-    """
+def transpose(lists: BlockLists, columns: int) -> BlockLists:
+    """`BlockLists.transpose` on the GPU; large lists, unless captured, wait to be no wider."""
+    batch, heads, rows = lists.counts.shape
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    wide = captured or 4 * batch * heads * columns * rows <= WIDE_LISTS
     bits, counts = _bits_by_column(lists, columns)
-    if width is None:
-        width = max(1, int(counts.max()))
+    width = rows if wide else max(1, int(counts.max()))
     starts = torch.arange(counts.numel(), device=counts.device, dtype=torch.int64) * width
     indices = lists.indices.new_zeros(*counts.shape, width)
     _fill(bits, starts.view_as(counts), indices, lists)
