@@ -35,8 +35,6 @@ def cab_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: CabMask | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Block-sparse attention under the signature of transformers' attention functions.
@@ -45,9 +43,8 @@ def cab_attention(
         query: [B, H, N_q, D] after RoPE.
         key, value: [B, H_kv, N_k, D] after the cache update.
         attention_mask: what `cab_mask` made, or None for plain causal attention.
-        dropout: refused unless it is 0.
-        scaling: of logits; 1/sqrt(D) by default.
-        kwargs: what transformers adds; ``position_ids`` int [B, N_q] and ``cu_seq_lens_q`` int
+        kwargs: what transformers adds. ``dropout`` is refused unless it is 0; ``scaling`` of logits
+            is 1/sqrt(D) by default; ``position_ids`` int [B, N_q] and ``cu_seq_lens_q`` int
             [documents + 1] are used and, without a mask, ``sliding_window`` in tokens. What is None
             or in `refusals.HARMLESS` is ignored, the rest refused.
 
@@ -65,8 +62,7 @@ def cab_attention(
     Raises:
         ValueError, NotImplementedError: for what cannot be computed exactly as asked.
     """
-    given = query, key, value, attention_mask, dropout, scaling
-    return _attend(module, *given, sparse=True, **kwargs)
+    return _attend(module, query, key, value, attention_mask, sparse=True, **kwargs), None
 
 
 def cab_dense_attention(
@@ -75,13 +71,10 @@ def cab_dense_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: CabMask | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Exact attention through the same door as `cab_attention`, with the same arguments."""
-    given = query, key, value, attention_mask, dropout, scaling
-    return _attend(module, *given, sparse=False, **kwargs)
+    """Exact attention; arguments, results and errors are those of `cab_attention`."""
+    return _attend(module, query, key, value, attention_mask, sparse=False, **kwargs), None
 
 
 def _attend(
@@ -90,14 +83,15 @@ def _attend(
     key: Tensor,
     value: Tensor,
     mask: CabMask | None,
-    dropout: float,
-    scaling: float | None,
+    *,
     sparse: bool,
+    dropout: float = 0.0,
+    scaling: float | None = None,
     sliding_window: int | None = None,
     position_ids: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    # before a cast, which makes another tensor
+) -> Tensor:
+    # the cache's, which is lost where keys are cast
     index = getattr(key, "cab_index", None)
     # since transformers 5.24 layers have no mask in continuous batching
     batch = kwargs.get("batch") if mask is None else mask
@@ -107,8 +101,8 @@ def _attend(
     query, key, value = _one_dtype(module, query, key, value)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if batched:
-        config = batch.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
-        return batch.attend(module, query, key, value, config, scale, sparse, packed), None
+        config = batch.state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
+        return batch.attend(module, query, key, value, config, scale, sparse, packed)
     if mask is None:
         _require_seen(module)
         batch, q_length, kv_length = query.shape[0], query.shape[2], key.shape[2]
@@ -116,10 +110,10 @@ def _attend(
             batch, q_length, kv_length, kv_length - q_length, window=sliding_window or None
         )
         mask.prompt = None if torch.compiler.is_compiling() else prompt_of(batch)
-    config = mask.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
+    config = mask.state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
     parallel: Parallel | None = getattr(module, PARALLEL, None)
     work = Workload.of(query, key, value, (config.query_block, config.key_block))
-    mask.require_as_before(module, (config, sparse, parallel), sampled_one_in(config, work))
+    mask.state.require_as_before(module, (config, sparse, parallel), sampled_one_in(config, work))
     parts = position_ids, kwargs.get("cu_seq_lens_q")
     if parallel is None:
         mask.find_documents(*parts, value)
@@ -134,7 +128,7 @@ def _attend(
         outs.append(way.attend(query[:, :, queries], key, value, scale))
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
     # [B, N_q, H, D]; engines leave it in memory so, and models may ask for a view of it
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
 
 
 def _warn_of_a_short_prompt(module: nn.Module, mask: CabMask, config: CabConfig) -> None:

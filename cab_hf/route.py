@@ -34,7 +34,7 @@ def route(
         work: with the blocks of ``config``.
         sparse: whether sparse attention is requested at all.
         layer: the module that attends; its ``layer_idx`` counts, where it has one.
-        index: of the layer's cache, if it has one.
+        index: of the keys, where the layer's cache has one.
 
     Raises:
         ValueError: for a named engine that cannot run this.

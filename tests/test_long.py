@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
 
 import cab_hf
-from cab_hf import engines
 from cab_hf.engines import dense
+from cab_hf.ops import reference
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
 CHUNK = 3 * SPARSE.query_block
@@ -80,11 +80,11 @@ class Waits(TorchDispatchMode):
 def test_no_layer_waits_for_the_device(monkeypatch):
     """A forward pass may ask where its chunk begins; what it asks does not grow with layers."""
 
-    def blind(engine, q, k, v, plan, scale):
+    def blind(q, k, v, plan, scale, return_lse):
         return torch.zeros_like(q)
 
     # the reference engine asks how far each chunk of rows reaches; those for a GPU do not
-    monkeypatch.setattr(engines.Reference, "attention", blind)
+    monkeypatch.setattr(reference, "attention", blind)
     asked = Counter()
     for layers in (1, 3):
         model = tiny_model(num_hidden_layers=layers)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cab_hf.call.forward_pass import ForwardPass, is_captured
+from cab_hf.call.forward_pass import ForwardState, is_captured
 from cab_hf.call.mask import CabMask
 from cab_hf.call.placeholder import NotATensor
 from cab_hf.call.prompt import Prompt
@@ -73,18 +73,20 @@ class Packed(NamedTuple):
 
 
 @dataclass(eq=False)
-class Batch(NotATensor, ForwardPass):
+class Batch(NotATensor):
     """The mask of all layers in a forward pass of continuous batching.
 
     Attributes:
         model: its name, for error messages.
         tokens: of all sequences, and what pads them.
         prompts: tokens of the prompt of each request, in the order of the batch.
+        state: what the layers share.
     """
 
     model: str
     tokens: int
     prompts: tuple[int, ...] = ()
+    state: ForwardState = field(default_factory=ForwardState)
     _packed: dict[Any, Packed] = field(default_factory=dict)
     _paged: dict[Any, tuple[Tensor, Choice]] = field(default_factory=dict)
 

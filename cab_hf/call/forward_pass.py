@@ -28,19 +28,30 @@ SAMPLED_LATER = (
 
 
 @dataclass(eq=False, kw_only=True)
-class ForwardPass:
-    """One forward pass, as all layers of a model see it.
+class ForwardState:
+    """What all layers of one kind share in one forward pass.
 
     Attributes:
-        shared_state: what predictors of one layer leave for those of later ones.
+        shared: what predictors and steps of one layer leave for those of later ones.
     """
 
-    shared_state: dict[Any, Any] = field(default_factory=dict)
+    shared: dict[Any, Any] = field(default_factory=dict)
+    _made: dict[Any, Any] = field(default_factory=dict)
     _parsed: list[tuple[Any, Any]] = field(default_factory=list)
     # how each layer attended, by layer
     _attended: dict[Any, Any] = field(default_factory=dict)
     # of layers that gradients flow through
     _predicted: dict[Any, list[BlockPlan]] = field(default_factory=dict)
+
+    def of_some_queries(self) -> ForwardState:
+        """That of a part of the queries, which layers attend in the same way as the others."""
+        return ForwardState(_parsed=self._parsed, _attended=self._attended)
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` returns, made once for all layers that give the same ``key``."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def parsed(self, config: Any, parse: Callable[[Any], Any]) -> Any:
         """What ``parse`` makes of a model's ``config``, once a forward pass.
@@ -91,7 +102,7 @@ class ForwardPass:
             return plan
         if len(kept) > 1:
             # which of the calls this is, and whose plans those before it left, cannot be told
-            self.shared_state.clear()
+            self.shared.clear()
         if len(kept) != 1:
             return predict()
         return kept.pop().map_tensors(lambda part: part.to(x.device, non_blocking=True).int())

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function
 
 from cab_hf.call import packing
-from cab_hf.call.forward_pass import ForwardPass
+from cab_hf.call.forward_pass import ForwardState
 from cab_hf.call.frame import Frame, Length, whole_documents
 from cab_hf.call.placeholder import NotATensor
 from cab_hf.call.prompt import Prompt, prompt_of
@@ -29,7 +29,7 @@ A_RUN, SAME_VALUE = 4, 1e-3
 
 
 @dataclass(eq=False)
-class CabMask(NotATensor, ForwardPass):
+class CabMask(NotATensor):
     """What may be attended, for one forward pass; every layer of one kind gets the same object.
 
     Slots are indices into the key tensor a layer hands over.
@@ -52,6 +52,7 @@ class CabMask(NotATensor, ForwardPass):
             first layer that uses the mask refuses it there. None where it is known that none does.
         exact_block: block size of the plan under which exact attention is computed; None where a
             dense kernel may compute it.
+        state: what the layers share.
     """
 
     batch: int
@@ -67,13 +68,12 @@ class CabMask(NotATensor, ForwardPass):
     prompt: Prompt | None = None
     looks_ahead: Tensor | None = None
     exact_block: int | None = None
+    # torch.compile traces no class as a factory
+    state: ForwardState = field(default_factory=lambda: ForwardState())
     _looked_for_documents: bool = False
     # of the document ids, where they are known without a wait
     _most_documents: int | None = None
     _lengths: list[list[Length]] | None = None
-    _frames: dict[tuple[Any, ...], Frame] = field(default_factory=dict)
-    _reach: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    _pieces: dict[bool, list[tuple[slice, CabMask]]] = field(default_factory=dict)
 
     def __getitem__(self, index: Any) -> CabMask:
         """``mask[:, :, -n:, :]``, as Gemma 4 asks where layers compute the last n queries alone."""
@@ -95,9 +95,7 @@ class CabMask(NotATensor, ForwardPass):
             kept["kv_length"] = self.q_slot + stop
             parts = {"valid": self.valid, "document": self.document}
             kept |= {name: x[:, : self.q_slot + stop] for name, x in parts.items() if x is not None}
-        # what the layers share is about all queries
-        fresh = {"_frames": {}, "_reach": {}, "_pieces": {}, "shared_state": {}, "_predicted": {}}
-        rest = replace(self, **kept, **fresh)
+        rest = replace(self, **kept, state=self.state.of_some_queries())
         if self._lengths is not None and self.document is None:
             # of padded rows, which have fewer queries now
             rest._lengths = None
@@ -112,12 +110,14 @@ class CabMask(NotATensor, ForwardPass):
         """
         if self.prompt is None:
             return [(slice(None), self)]
-        if steps not in self._pieces:
+
+        def cut() -> list[tuple[slice, CabMask]]:
             border = min(max(self.prompt.end - self.q_slot, 0), self.q_length)
             cuts = range(border, self.q_length) if steps else (border,) * (border < self.q_length)
             ends = sorted({0, *cuts, self.q_length})
-            self._pieces[steps] = [(slice(*x), self._cut(*x)) for x in pairwise(ends)]
-        return self._pieces[steps]
+            return [(slice(*x), self._cut(*x)) for x in pairwise(ends)]
+
+        return self.state.once(("pieces", steps), cut)
 
     @property
     def in_prompt(self) -> bool:
@@ -282,12 +282,12 @@ class CabMask(NotATensor, ForwardPass):
             from_start: whether query blocks are counted from the first token of each row's text,
                 as they are in one call; else from the first of this call.
         """
-        key = (query_block, key_block, device, from_start)
-        if key not in self._frames:
+
+        def build() -> Frame:
             # layers of a model spread over devices share this mask
             valid = None if self.valid is None else self.valid.to(device)
             document = None if self.document is None else self.document.to(device)
-            self._frames[key] = Frame.build(
+            return Frame.build(
                 self.batch,
                 self.q_length,
                 self.slots if self.kv_length is None else self.kv_length,
@@ -300,7 +300,8 @@ class CabMask(NotATensor, ForwardPass):
                 ahead=self._ahead(query_block) if from_start else 0,
                 end=self._text_end(device),
             )
-        return self._frames[key]
+
+        return self.state.once(("frame", query_block, key_block, device, from_start), build)
 
     def _ahead(self, query_block: int) -> int | list[int]:
         """Tokens of each row's text that stand before this call in the query block of its first."""
@@ -334,7 +335,8 @@ class CabMask(NotATensor, ForwardPass):
         Returns:
             (int64 [1], keys written so far; int32 [B], how many of them each row reads).
         """
-        if device not in self._reach:
+
+        def measure() -> tuple[Tensor, Tensor]:
             length = self.q_slot + self.q_length
             if isinstance(length, Tensor):
                 length = length.to(device).reshape(1)
@@ -350,9 +352,9 @@ class CabMask(NotATensor, ForwardPass):
             else:
                 wanted = (own * decode_tokens).ceil().long()
             everything = torch.iinfo(torch.int32).max
-            wanted = wanted.masked_fill(own < least, everything).to(torch.int32)
-            self._reach[device] = length, wanted
-        return self._reach[device]
+            return length, wanted.masked_fill(own < least, everything).to(torch.int32)
+
+        return self.state.once(("reach", device), measure)
 
     def dense_rows(self, start: int, stop: int, low: int, high: int, device: Any) -> Tensor:
         """bool [B or 1, 1, stop - start, high - low]: keys that these queries may see."""

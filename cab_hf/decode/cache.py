@@ -29,12 +29,12 @@ ROOM = 1024
 
 
 class KeyIndex(NamedTuple):
-    """The index of a layer's keys: the attribute ``cab_index`` of the tensor that `update` returns.
+    """The index of the keys that a layer's `update` returns, which is their ``cab_index``.
 
-    Keys that a model makes of these have no such attribute, and are attended densely.
+    Keys that are made of these, as a cast or a repetition makes them, have none.
 
     Attributes:
-        index: of the same keys, on their device.
+        index: of the keys, on their device.
         channels: those of the index; () for all.
     """
 

@@ -36,7 +36,7 @@ class SparseDecode:
     Attributes:
         text: a `CabMask`.
         layer: the module that attends.
-        index: of the cache; None behind an anchor of a cascade, whose choice it reads.
+        index: of the keys; None behind an anchor of a cascade, whose choice the layer reads.
     """
 
     text: Any
@@ -48,46 +48,29 @@ class SparseDecode:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """[B, H, 1, D_v] of q [B, H, 1, D] over k and v [B, H_kv, N, D or D_v]."""
-        index = layer_index(self.layer)
+        text, config, layer = self.text, self.config, layer_index(self.layer)
         heads = q.shape[1], k.shape[1]
-        anchor = anchor_of(self.config, index)
-        if anchor is None or anchor == index:
-            choice = self._choose(q, scale, index, heads)
+        length, wanted = text.reach(config.decode_tokens, decode_from(config), q.device)
+        valid = None if text.valid is None else text.valid.to(q.device)
+        anchor = anchor_of(config, layer)
+        if anchor is None or anchor == layer:
+            index, channels = self.index
+            choice = decode.choose(q, index, scale, length, wanted, channels, valid)
         else:
-            shared: SharedChoice = self.text.shared_state[SHARED_CHOICE]
-            choice = self._mapped(shared, index, heads, q.device)
-        if anchor is not None and anchor == index:
-            self.text.shared_state[SHARED_CHOICE] = SharedChoice(index, heads, choice)
-        length, _ = self._reach(q.device)
-        return decode.attend(q, k, v, choice, scale, length, self._valid(q.device))
-
-    def _reach(self, device: Any) -> tuple[Tensor, Tensor]:
-        return self.text.reach(self.config.decode_tokens, decode_from(self.config), device)
-
-    def _valid(self, device: Any) -> Tensor | None:
-        return None if self.text.valid is None else self.text.valid.to(device)
-
-    def _choose(self, q: Tensor, scale: float, index: int | None, heads: tuple[int, int]) -> Choice:
-        length, wanted = self._reach(q.device)
-        return decode.choose(
-            q,
-            self.index.index,
-            scale,
-            length,
-            wanted,
-            self.index.channels,
-            self._valid(q.device),
-        )
+            choice = self._mapped(text.state.shared[SHARED_CHOICE], layer, heads, q.device)
+        if anchor is not None and anchor == layer:
+            text.state.shared[SHARED_CHOICE] = SharedChoice(layer, heads, choice)
+        return decode.attend(q, k, v, choice, scale, length, valid)
 
     def _mapped(
-        self, shared: SharedChoice, index: int, heads: tuple[int, int], device: Any
+        self, shared: SharedChoice, layer: int, heads: tuple[int, int], device: Any
     ) -> Choice:
         """The anchor's choice, KV head by KV head as most of a group's heads are mapped."""
-        require_heads_of(shared.layer, shared.heads, index, heads)
+        require_heads_of(shared.layer, shared.heads, layer, heads)
         # the layers of a model may be spread over devices
         mapped = None
         if self.config.head_map:
-            mapped = mapped_kv_heads(self.config.head_map[index], heads[1])
+            mapped = mapped_kv_heads(self.config.head_map[layer], heads[1])
         if mapped == tuple(range(heads[1])):
             mapped = None
         return shared.choice.elsewhere(device, mapped)
@@ -107,17 +90,10 @@ def why_dense(
         return f"too short for {name}={getattr(config, name)} (decode)"
     anchor = anchor_of(config, getattr(layer, "layer_idx", None))
     if anchor is not None and anchor < layer.layer_idx:
-        shared = text.shared_state.get(SHARED_CHOICE)
+        shared = text.state.shared.get(SHARED_CHOICE)
         ready = shared is not None and shared.layer == anchor
     else:
         ready = index is not None
-        if not ready and not torch.compiler.is_compiling():
-            warn_once(
-                ("sparse_decode", "no index"),
-                "sparse_decode is True and the keys of a step have no index, so it is dense: let "
-                "generate make the cache, or call cab_hf.index_cache, and pass the keys that the "
-                "cache returns to the attention function.",
-            )
     return None if ready else "a cache without an index (decode)"
 
 

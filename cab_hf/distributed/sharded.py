@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from cab_hf.call.forward_pass import ForwardState
 from cab_hf.call.frame import Length, everything
 from cab_hf.call.mask import CabMask
 from cab_hf.distributed.exchange import gathered
@@ -185,14 +186,11 @@ class ShardedText:
         return self.layout.exact_block
 
     @property
-    def shared_state(self) -> dict[Any, Any]:
-        return self.mask.shared_state
+    def state(self) -> ForwardState:
+        return self.mask.state
 
     def tail_from(self, blocks: int, query_block: int) -> None:
         """The prompt ends with the text."""
-
-    def planned(self, *values: Any) -> BlockPlan:
-        return self.mask.planned(*values)
 
 
 @once_per_spans

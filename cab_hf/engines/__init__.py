@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.ops import HAS_TRITON, reference
-from cab_hf.ops.attention import complete, ffpa, gather, traced
+from cab_hf.ops.attention import ffpa, gather, traced
+from cab_hf.ops.attention.dense_parts import complete
 
 HOPPER = 9
 # SDPA's fast kernels end here; beyond, all it has is memory-efficient attention
@@ -44,35 +44,36 @@ class Workload:
         training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         return cls(q.device.type, q.shape[-1], q.dtype, training, *blocks)
 
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """(query, key) block sizes."""
+        return self.query_block, self.key_block
+
 
 class Engine(NamedTuple):
     """One way to compute attention under a plan.
 
     Attributes:
-        name: as `CabConfig.engine` has it. Engines of one name are its backends.
-        load: imports what computes it, which models that never need it do not; see `attention`.
-        unavailable: why it cannot run some work, as half a sentence; None when it can.
-        label: its name for people, with the kernels that run some work where the name leaves it
-            open.
+        name: what `CabConfig.engine` calls it. Engines of one name are its backends.
+        unavailable: a `Workload` to why the engine cannot run it, as half a sentence; None when it
+            can.
+        label: a `Workload` to the engine's name for people, with the kernels that run it where the
+            name leaves it open.
+        attention: (q [B, H, N_q, D], k [B, H_kv, N_k, D], v [B, H_kv, N_k, D_v], plan, scale,
+            return_lse=False) to [B, H, N_q, D_v]; with ``return_lse`` also the log-sum-exp, float32
+            [B, H, N_q]. See `reference.attention`, which defines both.
     """
 
     name: str
-    load: Callable[[], Callable[..., Any]]
     unavailable: Callable[[Workload], str | None]
     label: Callable[[Workload], str]
-
-    @property
-    def attention(self) -> Callable[..., Any]:
-        """Attention under a plan, as `reference.attention` defines it.
-
-        (q [B, H, N_q, D], k [B, H_kv, N_k, D], v [B, H_kv, N_k, D_v], plan, scale, return_lse) to
-        [B, H, N_q, D_v]; with ``return_lse`` also the log-sum-exp, float32 [B, H, N_q].
-        """
-        return self.load()
+    attention: Callable[..., Any]
 
 
-def _reference() -> Callable[..., Any]:
-    return traced.attention if torch.compiler.is_compiling() else reference.attention
+def _reference(q, k, v, plan, scale, return_lse=False):
+    if torch.compiler.is_compiling():
+        return traced.attention(q, k, v, plan, scale, return_lse)
+    return reference.attention(q, k, v, plan, scale, return_lse)
 
 
 def _gather_unavailable(work: Workload) -> str | None:
@@ -83,12 +84,6 @@ def _gather_unavailable(work: Workload) -> str | None:
     return "has no backward" if work.training else None
 
 
-def _triton() -> Callable[..., Any]:
-    from cab_hf.ops.attention import block
-
-    return partial(complete.attention, block.attention)
-
-
 def _triton_unavailable(work: Workload) -> str | None:
     if not HAS_TRITON:
         return "needs the package triton, which is not installed"
@@ -97,18 +92,31 @@ def _triton_unavailable(work: Workload) -> str | None:
     return block.unavailable(work.device, work.head_dim, work.dtype)
 
 
-def _flex() -> Callable[..., Any]:
-    # FlexAttention is a heavy import
+# imported on first use: Triton and FlexAttention are heavy imports that models without sparse
+# layers on a GPU never need
+def _triton(*arguments):
+    from cab_hf.ops.attention import block
+
+    return block.attention(*arguments)
+
+
+def _flex(*arguments):
     from cab_hf.ops.attention import flex
 
-    return partial(complete.attention, flex.attention)
+    return flex.attention(*arguments)
+
+
+def _flash(q, k, v, plan, scale, return_lse):
+    from cab_hf.ops.attention import flash
+
+    out, lse = flash.attention(q, k, v, plan, scale)
+    return (out, lse) if return_lse else out
 
 
 def _flex_unavailable(work: Workload) -> str | None:
     from cab_hf.ops.attention import flex
 
-    blocks = work.query_block, work.key_block
-    return flex.unavailable(work.device, work.head_dim, work.dtype, work.training, *blocks)
+    return flex.unavailable(work.device, work.head_dim, work.dtype, work.training, *work.blocks)
 
 
 def _flex_label(work: Workload) -> str:
@@ -116,50 +124,27 @@ def _flex_label(work: Workload) -> str:
 
     if work.device == "cpu":
         return "flex (CPU)"
-    blocks = work.query_block, work.key_block
-    trained = flex.merged_blocks(*blocks)
-    if not work.training or trained == blocks:
+    trained = flex.merged_blocks(*work.blocks)
+    if not work.training or trained == work.blocks:
         return "flex (TRITON)"
     return "flex (TRITON, blocks merged to {} x {})".format(*trained)
 
 
-def _flash() -> Callable[..., Any]:
-    from cab_hf.ops.attention import flash
-
-    return partial(complete.attention, flash.attention)
-
-
 def _flash_unavailable(work: Workload) -> str | None:
-    return _flex_unavailable(work) or _flash_unavailable_here(
-        work.device, work.head_dim, work.dtype, work.query_block, work.key_block
+    return _flex_unavailable(work) or _flash_missing(
+        work.device, work.head_dim, work.dtype, *work.blocks
     )
 
 
 def _flash_label(work: Workload) -> str:
     from cab_hf.ops.attention import flash
 
-    if not work.training or flash.own_backward(work.head_dim, work.query_block, work.key_block):
+    if not work.training or flash.own_backward(work.head_dim, *work.blocks):
         return "flex (FLASH)"
     return "flex (FLASH, gradients by triton)"
 
 
-# plain PyTorch: everywhere, as the definition of a plan, and over the listed keys alone on a CPU
-REFERENCE = Engine("reference", _reference, lambda _: None, lambda _: "reference")
-GATHER = Engine(
-    "gather",
-    lambda: partial(complete.attention, gather.attention),
-    _gather_unavailable,
-    lambda _: "gather",
-)
-# our own kernels
-TRITON = Engine("triton", _triton, _triton_unavailable, lambda _: "triton")
-# FlexAttention: its TRITON backend on CUDA or its CPU one, and flash-attn-4's kernels
-FLEX = Engine("flex", _flex, _flex_unavailable, _flex_label)
-FLASH = Engine("flex", _flash, _flash_unavailable, _flash_label)
-
-
-@dataclass(frozen=True)
-class DenseKernel:
+class DenseKernel(NamedTuple):
     """One way to compute exact causal attention: of a text, or of the last of its queries.
 
     Attributes:
@@ -178,6 +163,14 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     )
 
 
+# plain PyTorch, everywhere: the meaning of a plan; and over the listed keys alone, for a CPU
+REFERENCE = Engine("reference", lambda work: None, lambda work: "reference", _reference)
+GATHER = Engine("gather", _gather_unavailable, lambda work: "gather", complete(gather.attention))
+# our own kernels
+TRITON = Engine("triton", _triton_unavailable, lambda work: "triton", complete(_triton))
+# FlexAttention: its TRITON backend on CUDA or its CPU one, and flash-attn-4's kernels
+FLEX = Engine("flex", _flex_unavailable, _flex_label, complete(_flex))
+FLASH = Engine("flex", _flash_unavailable, _flash_label, complete(_flash))
 # PyTorch's own, and ffpa-attn's for large heads of texts that have no cache
 SDPA, FFPA = DenseKernel("sdpa", _sdpa), DenseKernel("ffpa", ffpa.attention)
 # engines by name, the preferred first
@@ -244,7 +237,7 @@ def _measured_here() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _flash_unavailable_here(
+def _flash_missing(
     device: str, head_dim: int, dtype: torch.dtype, query_block: int, key_block: int
 ) -> str | None:
     # a ROCm device has capabilities of other meaning

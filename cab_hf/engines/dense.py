@@ -24,7 +24,6 @@ ROWS_AT_A_TIME = 1024
 MASK_AT_A_TIME = 1 << 28
 # logits that the backward pass of a compiled model holds
 LOGITS_AT_A_TIME = 1 << 26
-ALL_SEEN = "all keys of a decode step"  # under which the layers of a forward pass share them
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,10 @@ def _written(text: CabMask, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _all_seen(text: CabMask, k: Tensor) -> Choice:
     """The keys of k [B, H_kv, N, D] that one query may see; found once for all layers."""
     batch, kv_heads, slots = k.shape[:3]
-    known = ALL_SEEN, slots, k.device
-    if known not in text.shared_state:
-        text.shared_state[known] = Choice.of(text.dense_rows(0, 1, 0, slots, k.device)[:, 0])
-    seen: Choice = text.shared_state[known]
+    seen: Choice = text.state.once(
+        ("all keys of a decode step", slots, k.device),
+        lambda: Choice.of(text.dense_rows(0, 1, 0, slots, k.device)[:, 0]),
+    )
     return seen.expanded(batch, kv_heads)
 
 

@@ -57,7 +57,7 @@ class Sparse:
 
         # plans are kept for a backward pass where any of these has one
         trained = next((x for x in (q, k, v) if x.requires_grad), q)
-        plan = text.planned(self.layer, trained, predict)
+        plan = text.state.planned(self.layer, trained, predict)
         out = frame.attend(self.engine, q_frame, k_frame, v_frame, plan, scale)
         if not torch.compiler.is_compiling():
             _count(self.layer, plan)
@@ -68,7 +68,7 @@ class Sparse:
         config = self.config
         index = layer_index(self.layer)
         channels = slow_channels(self.layer, q.shape[-1])
-        call = LayerContext(frame.spans, scale, index, self.text.shared_state, channels)
+        call = LayerContext(frame.spans, scale, index, self.text.state.shared, channels)
         plan = frame.choose(make_predictor(config), q, k, call)
         short = frame.short(config.query_block, config.min_length, plan.query_block)
         # documents that would be exact alone

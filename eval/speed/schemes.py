@@ -19,7 +19,6 @@ from cab_hf.distributed.exchange import finish, watched
 from cab_hf.distributed.layout import Places
 from cab_hf.distributed.zigzag import CPAttention, zigzag_attention
 from cab_hf.engines import Workload
-from cab_hf.ops.attention.complete import merged
 from cab_hf.plan import Spans, once_per_spans
 
 if TYPE_CHECKING:
@@ -64,11 +63,29 @@ def _around(q: Tensor, k: Tensor, v: Tensor, turn: CPAttention) -> tuple[Tensor,
         result = result[0].to(result[1].dtype), result[1]
         if step > 0:
             pairs = zip((out, lse), result, strict=True)
-            result = merged(*(torch.stack(pair, dim=2) for pair in pairs))
+            result = _merged(*(torch.stack(pair, dim=2) for pair in pairs))
         out, lse = result
         if step + 1 < world:
             k, v = passing()
     return out.to(q.dtype), lse.detach()
+
+
+def _merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over all keys, of attention over each of P parts of them.
+
+    Args:
+        out: [B, H, P, N, D], zeros where a query sees nothing of a part.
+        lse: [B, H, P, N], the log-sum-exps.
+
+    Returns:
+        (out [B, H, N, D], log-sum-exp [B, H, N]), differentiable by both.
+    """
+    # a query that sees nothing has no part to weigh; looking away keeps NaN out of gradients
+    blind = (lse == -torch.inf).all(2)
+    lse = lse.masked_fill(blind.unsqueeze(2), 0.0)
+    total = lse.logsumexp(2)
+    weight = (lse - total.unsqueeze(2)).exp().unsqueeze(-1)
+    return (out * weight).sum(2).to(out.dtype), total.masked_fill(blind, -torch.inf)
 
 
 @once_per_spans

@@ -208,12 +208,16 @@ def test_a_plain_layer_is_indexed_as_if_it_had_been_from_the_start(kind, options
 
 
 @torch.no_grad()
-def test_the_index_is_an_attribute_of_these_keys_alone():
-    layer = filled(channels=CHANNELS)
-    keys, _ = layer.update(*key_value(1))
-    assert keys.cab_index.index is layer.index and keys.cab_index.channels == CHANNELS
-    for other in (keys.clone(), keys.to(torch.float64), keys[:, :, :5]):
-        assert not hasattr(other, "cab_index")
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(IndexedDynamicLayer, {}), (IndexedStaticLayer, {"max_cache_len": 40})],
+)
+def test_the_keys_that_a_layer_returns_have_its_index_and_others_none(kind, options):
+    layer = kind(channels=CHANNELS, **options)
+    for tokens_at_once in (20, 1):
+        keys, values = layer.update(*key_value(tokens_at_once))
+        assert keys.cab_index.index is layer.index and keys.cab_index.channels == CHANNELS
+        assert not any(hasattr(x, "cab_index") for x in (keys.clone(), values))
 
 
 def test_a_layer_that_needs_none_keeps_no_index():

@@ -40,7 +40,7 @@ def test_a_layer_behind_an_anchor_reads_what_that_chooses(head_map, mapped):
     text = CabMask(1, 1, LENGTH, LENGTH - 1)
     q, k, v = qkv(q_length=1, kv_length=LENGTH)
     step(text, config, 0, k).attend(q, k, v, 0.25)
-    choice = text.shared_state[SHARED_CHOICE].choice.elsewhere(q.device, tuple(mapped))
+    choice = text.state.shared[SHARED_CHOICE].choice.elsewhere(q.device, tuple(mapped))
     q, k, v = qkv(q_length=1, kv_length=LENGTH, seed=1)
     actual = step(text, config, 1).attend(q, k, v, 0.25)
     torch.testing.assert_close(actual, decode.attend(q, k, v, choice, 0.25, torch.tensor([LENGTH])))

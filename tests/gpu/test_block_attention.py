@@ -128,7 +128,7 @@ def test_transposes_are_those_of_the_definition(gpu):
     lists = BlockLists.from_dense(chosen)
     meant = chosen.transpose(2, 3)
     assert torch.equal(transpose.transpose(lists, 2000).to_dense(1000), meant)
-    packed = transpose.place_columns(lists, 2000)
+    packed = transpose.pack_columns(lists, 2000, placed=True)
     assert torch.equal(packed.counts, meant.sum(-1, dtype=torch.int32))
     plane, row = 3, int(packed.rows[int(packed.starts[0, 3, 77])])
     slot = int(packed.slots[int(packed.starts[0, 3, 77])])

@@ -131,15 +131,18 @@ def test_an_empty_plan_attends_nothing():
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(5, 7), (33, 16), (270, 3)])
-def test_transposes_are_those_of_the_definition(rows, columns):
+def test_transposes_are_those_of_the_definition(rows, columns, monkeypatch):
     generator = torch.Generator().manual_seed(rows)
     chosen = torch.rand(1, 2, rows, columns, generator=generator) < 0.3
     chosen[0, 0] = False
     lists = BlockLists.from_dense(chosen)
     meant = lists.transpose(columns)
-    actual = transpose.transpose(lists, columns)
-    assert torch.equal(actual.to_dense(rows), meant.to_dense(rows))
-    packed = transpose.place_columns(lists, columns)
+    for widest in (transpose.WIDE_LISTS, 0):
+        monkeypatch.setattr(transpose, "WIDE_LISTS", widest)
+        actual = transpose.transpose(lists, columns)
+        assert torch.equal(actual.to_dense(rows), meant.to_dense(rows))
+        assert actual.width == (rows if widest else int(meant.counts.max()))
+    packed = transpose.pack_columns(lists, columns, placed=True)
     assert torch.equal(packed.counts, meant.counts)
     for b, p, c in meant.counts.nonzero().tolist():
         start, count = int(packed.starts[b, p, c]), int(packed.counts[b, p, c])

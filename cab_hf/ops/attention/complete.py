@@ -1,8 +1,7 @@
-"""Attention under a whole plan, by kernels that read its lists alone.
+"""What every engine does around its kernel: head dims of values, sampled blocks, dense rows.
 
-Values of another head dim are padded, what the plan samples is merged, and rows that attend
-everything run apart under a plan of one head that keeps everything. The definition is
-`reference.attention`.
+Rows that attend everything run apart from the lists, under a plan of one head that keeps
+everything, and their output is put into place. The definition is `reference.attention`.
 """
 
 from __future__ import annotations
@@ -27,39 +26,36 @@ MOST_SPLITS = 16
 Attend = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 
-def attention(
-    attend: Attend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: BlockPlan,
-    scale: float,
-    return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`reference.attention` under ``plan``.
+def complete(attend: Attend) -> Attend:
+    """Attention under any plan, by a kernel that reads lists alone and takes one head dim.
 
     Args:
         attend: attention under the lists of a plan, for v of the head dim of q, with the arguments
             of `reference.attention`.
     """
-    wanted = v.shape[-1]
-    if wanted != q.shape[-1]:
-        # kernels take one head dim: channels of zeros change no logit and no value
-        widest = max(wanted, q.shape[-1])
-        q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
-    if plan.sampled is not None:
-        from cab_hf.ops.attention import sampled
 
-        attend = partial(sampled.attention, attend)
-    if plan.dense_rows is None:
-        result = attend(q, k, v, plan, scale, return_lse)
-    else:
-        result = attend(q, k, v, replace(plan, dense_rows=None), scale, return_lse)
-        result = _with_rows(attend, result if return_lse else (result,), q, k, v, plan, scale)
-        result = tuple(result) if return_lse else result[0]
-    if wanted == v.shape[-1]:
-        return result
-    return (result[0][..., :wanted], result[1]) if return_lse else result[..., :wanted]
+    def attention(q, k, v, plan, scale, return_lse=False):
+        dim = v.shape[-1]
+        if dim != q.shape[-1]:
+            # channels of zeros change no logit and no value
+            widest = max(dim, q.shape[-1])
+            q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
+        lists = plan if plan.dense_rows is None else replace(plan, dense_rows=None)
+        if plan.sampled is None:
+            result = attend(q, k, v, lists, scale, return_lse)
+            result = result if return_lse else (result,)
+        else:
+            # on CUDA devices
+            from cab_hf.ops.attention import sampled
+
+            result = sampled.attention(attend, q, k, v, lists, scale)[: 1 + return_lse]
+        if plan.dense_rows is not None:
+            result = _with_rows(attend, result, q, k, v, plan, scale)
+        out, *sums = result
+        out = out if out.shape[-1] == dim else out[..., :dim]
+        return (out, *sums) if return_lse else out
+
+    return attention
 
 
 def _with_rows(attend, result, q, k, v, plan, scale) -> list[Tensor]:
@@ -67,22 +63,19 @@ def _with_rows(attend, result, q, k, v, plan, scale) -> list[Tensor]:
     # backward reads what an engine returned: it changes in place only where there is none
     trained = result[0].requires_grad
     # merging weighs by log-sum-exps, through which no gradient flows
-    whole = trained or torch.compiler.is_compiling() or q.device.type not in SPLIT_ON
-    splits = 1 if whole else _splits(plan.kv_length)
+    split = q.device.type in SPLIT_ON and HAS_TRITON
+    splits = 1
+    if split and not trained and not torch.compiler.is_compiling():
+        splits = _splits(plan.kv_length)
     query, taken, real, rows = _gathered(plan.spans, plan.dense_rows, plan.blocks, splits)
-    some = _take(q, taken)
-    if splits == 1:
-        apart = attend(some, k, v, rows, scale, len(result) > 1)
-        apart = apart if len(result) > 1 else (apart,)
-    else:
-        apart = attend(some, k, v, rows, scale, True)
-        if HAS_TRITON:
-            # models on the CPU, which split nothing, never need Triton
-            from cab_hf.ops.attention.merge import write_merged
+    index = taken[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
+    apart = attend(q.gather(2, index), k, v, rows, scale, splits > 1 or len(result) > 1)
+    if splits > 1:
+        from cab_hf.ops.attention.merge import write_merged
 
-            write_merged(result[0], result[1] if len(result) > 1 else None, *apart, query, real)
-            return list(result)
-        apart = merged(*(x.unflatten(2, (splits, -1)) for x in apart))
+        write_merged(result[0], result[1] if len(result) > 1 else None, *apart, query, real)
+        return list(result)
+    apart = apart if len(result) > 1 else (apart,)
     # such a row listed nothing: its output is 0 and its sum -inf. Rows named -1 all stand for query
     # 0, where adding zeros changes nothing
     target, source = result[0], apart[0].masked_fill(~real[:, None, :, None], 0.0)
@@ -98,28 +91,6 @@ def _with_rows(attend, result, q, k, v, plan, scale) -> list[Tensor]:
 def _splits(kv_length: int) -> int:
     """In how many parts rows walk the keys: few rows that walk them all leave a GPU waiting."""
     return max(1, min(MOST_SPLITS, kv_length // SPLIT_KEYS))
-
-
-def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over all keys, of attention over each of P parts of them.
-
-    Args:
-        out: [B, H, P, N, D], zeros where a query sees nothing of a part.
-        lse: [B, H, P, N], the log-sum-exps.
-
-    Returns:
-        (out [B, H, N, D], log-sum-exp [B, H, N]), differentiable by both.
-    """
-    # a query that sees nothing has no part to weigh; looking away keeps NaN out of gradients
-    blind = (lse == -torch.inf).all(2)
-    lse = lse.masked_fill(blind.unsqueeze(2), 0.0)
-    total = lse.logsumexp(2)
-    weight = (lse - total.unsqueeze(2)).exp().unsqueeze(-1)
-    return (out * weight).sum(2).to(out.dtype), total.masked_fill(blind, -torch.inf)
-
-
-def _take(x: Tensor, query: Tensor) -> Tensor:
-    return x.gather(2, query[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 @once_per_spans

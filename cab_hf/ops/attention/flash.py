@@ -41,8 +41,6 @@ TILE = 64
 # above this head dim a tile of 128 keys does not fit beside its pipeline
 WIDE_HEAD_DIM = 128
 BLANK_ROWS = 32
-# bytes up to which transposed lists are as wide as they could be: to know their width is a wait
-WIDE_LISTS = 64 << 20
 
 
 def unavailable(
@@ -180,21 +178,13 @@ def finer_columns(lists: BlockLists, parts: int, columns: int) -> BlockLists:
 
 def by_tile(lists: BlockLists, key_block: int, tile: int, kv_length: int) -> BlockLists:
     """For every tile of keys the query blocks that attend it."""
-    turned = transposed(lists, -(-kv_length // key_block))
+    turned = transpose(lists, -(-kv_length // key_block))
     parts, tiles = key_block // tile, -(-kv_length // tile)
     if parts == 1:
         return turned
     return turned.map_tensors(
         lambda x: x.repeat_interleave(parts, dim=2).narrow(2, 0, tiles).contiguous()
     )
-
-
-def transposed(lists: BlockLists, columns: int) -> BlockLists:
-    """`BlockLists.transpose` on the GPU; large lists, unless captured, wait to be no wider."""
-    batch, heads, rows = lists.counts.shape
-    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    wide = captured or 4 * batch * heads * columns * rows <= WIDE_LISTS
-    return transpose(lists, columns, rows if wide else None)
 
 
 def _heads_as_batch(x: Tensor, kv_heads: int) -> Tensor:

@@ -151,9 +151,9 @@ def block_tables(plan: BlockPlan, heads: int, device: torch.device, training: bo
 def _transposed(lists: BlockLists, columns: int) -> BlockLists:
     if lists.counts.device.type == "cpu" or torch.compiler.is_compiling():
         return lists.transpose(columns)
-    from cab_hf.ops.attention import flash
+    from cab_hf.ops.attention.transpose import transpose
 
-    return flash.transposed(lists, columns)
+    return transpose(lists, columns)
 
 
 def block_mask(tables: BlockTables, q_length: int, kv_length: int) -> BlockMask:

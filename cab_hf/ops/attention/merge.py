@@ -1,6 +1,6 @@
-"""Write rows that were attended in parts where they belong, in one launch: in PyTorch it is twenty.
+"""Write rows that were attended in parts of the keys where they belong, in one launch.
 
-The definition is `complete.merged`, of the parts.
+Each part counts by the share that exp(log-sum-exp) has of it; in PyTorch it is twenty launches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def write_merged(
 
     Args:
         out: [B, H, N, D], changed in place.
-        lse: float32 [B, H, N], changed in place; None where nobody asks for it.
+        lse: float32 [B, H, N], changed in place; None where it is not wanted.
         parts: [B, H, P * R, D], all rows over the first part of the keys, then over the second.
         sums: float32 [B, H, P * R], the log-sum-exps of the parts.
         query: int64 [B, R], the queries that the rows are.

@@ -14,12 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cab_hf.ops.attention.transpose import (
-    ColumnLists,
-    PlacedColumns,
-    pack_columns,
-    place_columns,
-)
+from cab_hf.ops.attention.transpose import ColumnLists, pack_columns
 from cab_hf.plan import BlockLists
 
 # bytes that a row of a descriptor, and where it starts, must be a multiple of
@@ -63,8 +58,8 @@ class Plan(NamedTuple):
     The lists stand first, so that ``plan[MASKED]`` are those whose blocks are masked or not.
     """
 
-    full: Lists | ColumnLists | PlacedColumns
-    partial: Lists | ColumnLists | PlacedColumns
+    full: Lists | ColumnLists
+    partial: Lists | ColumnLists
     first: Tensor
     last: Tensor
     first_stride: int
@@ -122,10 +117,9 @@ def arguments(q: Tensor, k: Tensor, rows: PlanTensors) -> tuple[Plan, Sizes]:
 def by_column(plan: Plan, kv_blocks: int, placed: bool = False) -> Plan:
     """The plan with its lists the other way round, for each of ``kv_blocks`` key blocks.
 
-    They are `PlacedColumns` where they are to be ``placed``.
+    ``placed`` is that of `pack_columns`.
     """
-    pack = place_columns if placed else pack_columns
-    full, partial = (pack(lists, kv_blocks) for lists in plan[:2])
+    full, partial = (pack_columns(lists, kv_blocks, placed) for lists in plan[:2])
     return plan._replace(full=full, partial=partial)
 
 

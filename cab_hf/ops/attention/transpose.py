@@ -17,6 +17,8 @@ from cab_hf.plan import BlockLists
 
 WORD = 32
 CHUNK = 256
+# bytes up to which transposed lists are as wide as they could be: to know their width is a wait
+WIDE_LISTS = 64 << 20
 
 
 class ColumnLists(NamedTuple):
@@ -26,18 +28,8 @@ class ColumnLists(NamedTuple):
         counts: int32 [B, P, C], rows listing each key block.
         starts: int64 [B, P, C], where each key block's rows begin in ``rows``.
         rows: int32, as long as the lists had room for; what is behind the last means nothing.
-    """
-
-    counts: Tensor
-    starts: Tensor
-    rows: Tensor
-
-
-class PlacedColumns(NamedTuple):
-    """`ColumnLists` that know where each row lists the key block.
-
-    Attributes:
-        slots: int32 beside ``rows``: at which place of that row's list the key block stands.
+        slots: int32 beside ``rows``: at which place of that row's list the key block is; ``rows``
+            again where that was not wanted, as Triton 3.6 loses a None in a tuple inside a tuple.
     """
 
     counts: Tensor
@@ -46,39 +38,28 @@ class PlacedColumns(NamedTuple):
     slots: Tensor
 
 
-def pack_columns(lists: BlockLists, columns: int) -> ColumnLists:
-    """The transpose of ``lists`` over ``columns`` key blocks. Never waits for the device."""
-    return ColumnLists(*_packed(lists, columns, None))
+def pack_columns(lists: BlockLists, columns: int, placed: bool = False) -> ColumnLists:
+    """The transpose of ``lists`` over ``columns`` key blocks. Never waits for the device.
 
-
-def place_columns(lists: BlockLists, columns: int) -> PlacedColumns:
-    """`pack_columns`, and where the key blocks stand in ``lists``."""
-    slots = _room_for(lists)
-    return PlacedColumns(*_packed(lists, columns, slots), slots)
-
-
-def _packed(lists: BlockLists, columns: int, slots: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(counts, starts, rows) of `ColumnLists`; fills ``slots`` where they are asked for."""
-    bits, counts = _bits_by_column(lists, columns)
-    starts = counts.flatten().cumsum(0, dtype=torch.int64) - counts.flatten()
-    starts, rows = starts.view_as(counts), _room_for(lists)
-    _fill(bits, starts, rows, lists, slots)
-    return counts, starts, rows
-
-
-def _room_for(lists: BlockLists) -> Tensor:
-    """int32, a place for everything that may be listed."""
-    return lists.indices.new_empty(max(1, lists.indices.numel()))
-
-
-def transpose(lists: BlockLists, columns: int, width: int | None = None) -> BlockLists:
-    """`BlockLists.transpose` on the GPU: rectangular lists of ``width`` rows a key block.
-
-    Without ``width`` they are as wide as the longest, which waits for the device.
+    Args:
+        placed: whether ``slots`` are written.
     """
     bits, counts = _bits_by_column(lists, columns)
-    if width is None:
-        width = max(1, int(counts.max()))
+    starts = counts.flatten().cumsum(0, dtype=torch.int64) - counts.flatten()
+    starts = starts.view_as(counts)
+    rows = lists.indices.new_empty(max(1, lists.indices.numel()))
+    slots = torch.empty_like(rows) if placed else None
+    _fill(bits, starts, rows, lists, slots)
+    return ColumnLists(counts, starts, rows, slots if placed else rows)
+
+
+def transpose(lists: BlockLists, columns: int) -> BlockLists:
+    """`BlockLists.transpose` on the GPU; large lists, unless captured, wait to be no wider."""
+    batch, heads, rows = lists.counts.shape
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    wide = captured or 4 * batch * heads * columns * rows <= WIDE_LISTS
+    bits, counts = _bits_by_column(lists, columns)
+    width = rows if wide else max(1, int(counts.max()))
     starts = torch.arange(counts.numel(), device=counts.device, dtype=torch.int64) * width
     indices = lists.indices.new_zeros(*counts.shape, width)
     _fill(bits, starts.view_as(counts), indices, lists)

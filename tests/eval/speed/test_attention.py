@@ -7,9 +7,10 @@ import pytest
 import torch
 from bench import FakeBench, sample_of, shown
 
-from cab_hf.engines import Reference
+from cab_hf.engines import REFERENCE
 from cab_hf.eval.speed import attention, checks, dense
 from cab_hf.eval.speed.attention import Attention, Settings
+from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, Spans
 
 KEY = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16", "budget": 0.2}
@@ -102,8 +103,8 @@ def test_a_graph_that_fails_is_told():
     ],
 )
 def test_a_wrong_engine_is_not_timed(monkeypatch, garbage, why):
-    attend = Reference.attention
-    monkeypatch.setattr(Reference, "attention", lambda *known: garbage(attend(*known)))
+    attend = reference.attention
+    monkeypatch.setattr(reference, "attention", lambda *known: garbage(attend(*known)))
     row = measured(KEY)
     assert row["attend_ms"] == row["total_ms"] == {}
     assert why in row["not_measured"]["reference"] and "queries" in row["not_measured"]["reference"]
@@ -120,7 +121,7 @@ def test_an_engine_with_a_wrong_gradient_is_not_timed(monkeypatch):
         def backward(ctx, gradient):
             return gradient.flip(-1)
 
-    attend = Reference.attention
+    attend = reference.attention
 
     def wrong(*known):
         # what it is compared with runs in float32 too: only the one under test is wrong
@@ -129,7 +130,7 @@ def test_an_engine_with_a_wrong_gradient_is_not_timed(monkeypatch):
         return Wrong.apply(out) if wrong.calls < 3 else out
 
     wrong.calls = 0
-    monkeypatch.setattr(Reference, "attention", wrong)
+    monkeypatch.setattr(reference, "attention", wrong)
     row = measured(KEY | {"direction": "backward"})
     assert row["attend_ms"] == {}
     assert "in the gradient of q" in row["not_measured"]["reference"]
@@ -139,7 +140,7 @@ def test_some_rows_are_compared_exactly():
     settings = tiny()
     q, k, v = settings.random_heads(300, 16, torch.device("cpu"), "qkv")
     plan = settings.planner(KEY)(q, k, Spans.causal(1, 300, 300, "cpu"))
-    full = Reference().attention(q, k, v, plan, 0.25)
+    full = REFERENCE.attention(q, k, v, plan, 0.25)
     for start, stop in ((0, 32), (100, 150), (268, 300)):
         actual = checks.exact_rows(q, k, v, plan, start, stop)
         torch.testing.assert_close(actual, full[:, :, start:stop])
