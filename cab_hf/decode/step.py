@@ -94,6 +94,13 @@ def why_dense(
         ready = shared is not None and shared.layer == anchor
     else:
         ready = index is not None
+        if not ready and not torch.compiler.is_compiling():
+            warn_once(
+                ("sparse_decode", "no index"),
+                "sparse_decode is True and the keys of a step have no index, so it is dense: let "
+                "generate make the cache, or call cab_hf.index_cache, and pass the keys that the "
+                "cache returns to the attention function.",
+            )
     return None if ready else "a cache without an index (decode)"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.ops import HAS_TRITON, reference
-from cab_hf.ops.attention import ffpa, gather, traced
-from cab_hf.ops.attention.dense_parts import complete
+from cab_hf.ops.attention import complete, ffpa, gather, traced
 
 HOPPER = 9
 # SDPA's fast kernels end here; beyond, all it has is memory-efficient attention
@@ -54,26 +54,30 @@ class Engine(NamedTuple):
     """One way to compute attention under a plan.
 
     Attributes:
-        name: what `CabConfig.engine` calls it. Engines of one name are its backends.
-        unavailable: a `Workload` to why the engine cannot run it, as half a sentence; None when it
-            can.
-        label: a `Workload` to the engine's name for people, with the kernels that run it where the
-            name leaves it open.
-        attention: (q [B, H, N_q, D], k [B, H_kv, N_k, D], v [B, H_kv, N_k, D_v], plan, scale,
-            return_lse=False) to [B, H, N_q, D_v]; with ``return_lse`` also the log-sum-exp, float32
-            [B, H, N_q]. See `reference.attention`, which defines both.
+        name: as `CabConfig.engine` has it. Engines of one name are its backends.
+        load: imports what computes it, which models that never need it do not; see `attention`.
+        unavailable: why it cannot run some work, as half a sentence; None when it can.
+        label: its name for people, with the kernels that run some work where the name leaves it
+            open.
     """
 
     name: str
+    load: Callable[[], Callable[..., Any]]
     unavailable: Callable[[Workload], str | None]
     label: Callable[[Workload], str]
-    attention: Callable[..., Any]
+
+    @property
+    def attention(self) -> Callable[..., Any]:
+        """Attention under a plan, as `reference.attention` defines it.
+
+        (q [B, H, N_q, D], k [B, H_kv, N_k, D], v [B, H_kv, N_k, D_v], plan, scale, return_lse) to
+        [B, H, N_q, D_v]; with ``return_lse`` also the log-sum-exp, float32 [B, H, N_q].
+        """
+        return self.load()
 
 
-def _reference(q, k, v, plan, scale, return_lse=False):
-    if torch.compiler.is_compiling():
-        return traced.attention(q, k, v, plan, scale, return_lse)
-    return reference.attention(q, k, v, plan, scale, return_lse)
+def _reference() -> Callable[..., Any]:
+    return traced.attention if torch.compiler.is_compiling() else reference.attention
 
 
 def _gather_unavailable(work: Workload) -> str | None:
@@ -84,6 +88,12 @@ def _gather_unavailable(work: Workload) -> str | None:
     return "has no backward" if work.training else None
 
 
+def _triton() -> Callable[..., Any]:
+    from cab_hf.ops.attention import block
+
+    return partial(complete.attention, block.attention)
+
+
 def _triton_unavailable(work: Workload) -> str | None:
     if not HAS_TRITON:
         return "needs the package triton, which is not installed"
@@ -92,25 +102,11 @@ def _triton_unavailable(work: Workload) -> str | None:
     return block.unavailable(work.device, work.head_dim, work.dtype)
 
 
-# imported on first use: Triton and FlexAttention are heavy imports that models without sparse
-# layers on a GPU never need
-def _triton(*arguments):
-    from cab_hf.ops.attention import block
-
-    return block.attention(*arguments)
-
-
-def _flex(*arguments):
+def _flex() -> Callable[..., Any]:
+    # FlexAttention is a heavy import
     from cab_hf.ops.attention import flex
 
-    return flex.attention(*arguments)
-
-
-def _flash(q, k, v, plan, scale, return_lse):
-    from cab_hf.ops.attention import flash
-
-    out, lse = flash.attention(q, k, v, plan, scale)
-    return (out, lse) if return_lse else out
+    return partial(complete.attention, flex.attention)
 
 
 def _flex_unavailable(work: Workload) -> str | None:
@@ -130,8 +126,14 @@ def _flex_label(work: Workload) -> str:
     return "flex (TRITON, blocks merged to {} x {})".format(*trained)
 
 
+def _flash() -> Callable[..., Any]:
+    from cab_hf.ops.attention import flash
+
+    return partial(complete.attention, flash.attention)
+
+
 def _flash_unavailable(work: Workload) -> str | None:
-    return _flex_unavailable(work) or _flash_missing(
+    return _flex_unavailable(work) or _flash_unavailable_here(
         work.device, work.head_dim, work.dtype, *work.blocks
     )
 
@@ -142,6 +144,21 @@ def _flash_label(work: Workload) -> str:
     if not work.training or flash.own_backward(work.head_dim, *work.blocks):
         return "flex (FLASH)"
     return "flex (FLASH, gradients by triton)"
+
+
+# plain PyTorch: everywhere, as the definition of a plan, and over the listed keys alone on a CPU
+REFERENCE = Engine("reference", _reference, lambda _: None, lambda _: "reference")
+GATHER = Engine(
+    "gather",
+    lambda: partial(complete.attention, gather.attention),
+    _gather_unavailable,
+    lambda _: "gather",
+)
+# our own kernels
+TRITON = Engine("triton", _triton, _triton_unavailable, lambda _: "triton")
+# FlexAttention: its TRITON backend on CUDA or its CPU one, and flash-attn-4's kernels
+FLEX = Engine("flex", _flex, _flex_unavailable, _flex_label)
+FLASH = Engine("flex", _flash, _flash_unavailable, _flash_label)
 
 
 class DenseKernel(NamedTuple):
@@ -163,14 +180,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     )
 
 
-# plain PyTorch, everywhere: the meaning of a plan; and over the listed keys alone, for a CPU
-REFERENCE = Engine("reference", lambda work: None, lambda work: "reference", _reference)
-GATHER = Engine("gather", _gather_unavailable, lambda work: "gather", complete(gather.attention))
-# our own kernels
-TRITON = Engine("triton", _triton_unavailable, lambda work: "triton", complete(_triton))
-# FlexAttention: its TRITON backend on CUDA or its CPU one, and flash-attn-4's kernels
-FLEX = Engine("flex", _flex_unavailable, _flex_label, complete(_flex))
-FLASH = Engine("flex", _flash_unavailable, _flash_label, complete(_flash))
 # PyTorch's own, and ffpa-attn's for large heads of texts that have no cache
 SDPA, FFPA = DenseKernel("sdpa", _sdpa), DenseKernel("ffpa", ffpa.attention)
 # engines by name, the preferred first
@@ -237,7 +246,7 @@ def _measured_here() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _flash_missing(
+def _flash_unavailable_here(
     device: str, head_dim: int, dtype: torch.dtype, query_block: int, key_block: int
 ) -> str | None:
     # a ROCm device has capabilities of other meaning

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import cab_hf
-from cab_hf import CabConfig
+from cab_hf import CabConfig, checks
 from cab_hf.decode import cache as cache_layers
 from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer
 from cab_hf.decode.step import decode_from
@@ -184,7 +184,7 @@ def test_describe_says_whether_a_type_is_decoded_sparsely(model_type, steps):
     assert said[1] == ("sparse" if steps else "dense")
 
 
-def test_keys_that_are_changed_before_attention_are_read_densely(monkeypatch, steps):
+def test_keys_that_are_changed_before_attention_are_read_densely_with_a_warning(monkeypatch, steps):
     model, ids = tiny_model(), tokens(1, 130)
     expected = generate(model, ids)
     cab_hf.apply_cab(model, DENSELY, **FEW)
@@ -194,7 +194,10 @@ def test_keys_that_are_changed_before_attention_are_read_densely(monkeypatch, st
         return attend(module, q, k.clone(), v, *args, **kwargs)
 
     monkeypatch.setitem(AttentionInterface._global_mapping, "cab", changed)
-    assert torch.equal(generate(model, ids), expected)
+    monkeypatch.setattr(checks, "_warned", set())
+    with pytest.warns(UserWarning) as warned:
+        assert torch.equal(generate(model, ids), expected)
+    assert sum("keys of a step have no index" in str(each.message) for each in warned) == 1
     assert not steps
 
 

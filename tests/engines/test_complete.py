@@ -18,7 +18,7 @@ from valid_plan import require_valid
 import cab_hf
 from cab_hf import BlockPlan, engines
 from cab_hf.ops import reference
-from cab_hf.ops.attention import block, dense_parts
+from cab_hf.ops.attention import complete
 from cab_hf.plan import Spans
 
 FOUR = {"heads": 4, "kv_heads": 2}
@@ -134,9 +134,9 @@ def test_without_gradient_it_is_put_in_place(shape, blocks, return_lse):
 def test_rows_may_walk_the_keys_in_parts(shape, blocks, return_lse, monkeypatch):
     """Long texts: few rows that walk all keys would leave a GPU waiting."""
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
-    monkeypatch.setattr(dense_parts, "SPLIT_ON", ("cpu",))
-    monkeypatch.setattr(dense_parts, "SPLIT_KEYS", 16)
-    monkeypatch.setattr(dense_parts, "EXACT_BLOCK", max(blocks))
+    monkeypatch.setattr(complete, "SPLIT_ON", ("cpu",))
+    monkeypatch.setattr(complete, "SPLIT_KEYS", 16)
+    monkeypatch.setattr(complete, "EXACT_BLOCK", max(blocks))
     splits = []
     gathered = complete._gathered
     monkeypatch.setattr(complete, "_gathered", lambda *a: splits.append(a[3]) or gathered(*a))
@@ -186,8 +186,7 @@ def test_a_plan_that_lists_everything_runs_as_it_did():
     q, k, v = qkv(q_length=70)
     plan = random_plan(q, k, (32, 16))
     seen = []
-    monkeypatch.setattr(block, "attention", lambda *a: seen.append(a) or a[0])
-    engines.TRITON.attention(q, k, v, plan, 0.2)
+    complete.attention(lambda *a: seen.append(a) or a[0], q, k, v, plan, 0.2)
     assert len(seen) == 1 and seen[0][0] is q and seen[0][3] is plan
 
 

@@ -1,7 +1,8 @@
-"""What every engine does around its kernel: head dims of values, sampled blocks, dense rows.
+"""Attention under a whole plan, by kernels that read its lists alone.
 
-Rows that attend everything run apart from the lists, under a plan of one head that keeps
-everything, and their output is put into place. The definition is `reference.attention`.
+Values of another head dim are padded, what the plan samples is merged, and rows that attend
+everything run apart under a plan of one head that keeps everything. The definition is
+`reference.attention`.
 """
 
 from __future__ import annotations
@@ -26,36 +27,39 @@ MOST_SPLITS = 16
 Attend = Callable[..., Tensor | tuple[Tensor, Tensor]]
 
 
-def complete(attend: Attend) -> Attend:
-    """Attention under any plan, by a kernel that reads lists alone and takes one head dim.
+def attention(
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: BlockPlan,
+    scale: float,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`reference.attention` under ``plan``.
 
     Args:
         attend: attention under the lists of a plan, for v of the head dim of q, with the arguments
             of `reference.attention`.
     """
+    wanted = v.shape[-1]
+    if wanted != q.shape[-1]:
+        # kernels take one head dim: channels of zeros change no logit and no value
+        widest = max(wanted, q.shape[-1])
+        q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
+    if plan.sampled is not None:
+        from cab_hf.ops.attention import sampled
 
-    def attention(q, k, v, plan, scale, return_lse=False):
-        dim = v.shape[-1]
-        if dim != q.shape[-1]:
-            # channels of zeros change no logit and no value
-            widest = max(dim, q.shape[-1])
-            q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
-        lists = plan if plan.dense_rows is None else replace(plan, dense_rows=None)
-        if plan.sampled is None:
-            result = attend(q, k, v, lists, scale, return_lse)
-            result = result if return_lse else (result,)
-        else:
-            # on CUDA devices
-            from cab_hf.ops.attention import sampled
-
-            result = sampled.attention(attend, q, k, v, lists, scale)[: 1 + return_lse]
-        if plan.dense_rows is not None:
-            result = _with_rows(attend, result, q, k, v, plan, scale)
-        out, *sums = result
-        out = out if out.shape[-1] == dim else out[..., :dim]
-        return (out, *sums) if return_lse else out
-
-    return attention
+        attend = partial(sampled.attention, attend)
+    if plan.dense_rows is None:
+        result = attend(q, k, v, plan, scale, return_lse)
+    else:
+        result = attend(q, k, v, replace(plan, dense_rows=None), scale, return_lse)
+        result = _with_rows(attend, result if return_lse else (result,), q, k, v, plan, scale)
+        result = tuple(result) if return_lse else result[0]
+    if wanted == v.shape[-1]:
+        return result
+    return (result[0][..., :wanted], result[1]) if return_lse else result[..., :wanted]
 
 
 def _with_rows(attend, result, q, k, v, plan, scale) -> list[Tensor]:

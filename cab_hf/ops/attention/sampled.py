@@ -60,7 +60,7 @@ def _forward_op(q, k, v, listed_out, listed_lse, counts, indices, one_in, *plan)
     # the share of what is sampled; none where nothing is, also for padding queries
     share = (sums - listed_lse).sigmoid().masked_fill(sums == -torch.inf, 0.0)
     out = like(q, v.shape[3])
-    # in one pass over both
+    # in one pass over both, which `complete.merged` would want in one tensor first
     torch.lerp(listed_out, more, share.unsqueeze(-1).to(more.dtype), out=out)
     return out, torch.logaddexp(listed_lse, sums)
 
