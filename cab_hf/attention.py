@@ -35,6 +35,8 @@ def cab_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: CabMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Block-sparse attention under the signature of transformers' attention functions.
@@ -43,8 +45,9 @@ def cab_attention(
         query: [B, H, N_q, D] after RoPE.
         key, value: [B, H_kv, N_k, D] after the cache update.
         attention_mask: what `cab_mask` made, or None for plain causal attention.
-        kwargs: what transformers adds. ``dropout`` is refused unless it is 0; ``scaling`` of logits
-            is 1/sqrt(D) by default; ``position_ids`` int [B, N_q] and ``cu_seq_lens_q`` int
+        dropout: refused unless it is 0.
+        scaling: of logits; 1/sqrt(D) by default.
+        kwargs: what transformers adds; ``position_ids`` int [B, N_q] and ``cu_seq_lens_q`` int
             [documents + 1] are used and, without a mask, ``sliding_window`` in tokens. What is None
             or in `refusals.HARMLESS` is ignored, the rest refused.
 
@@ -62,7 +65,8 @@ def cab_attention(
     Raises:
         ValueError, NotImplementedError: for what cannot be computed exactly as asked.
     """
-    return _attend(module, query, key, value, attention_mask, sparse=True, **kwargs), None
+    given = query, key, value, attention_mask, dropout, scaling
+    return _attend(module, *given, sparse=True, **kwargs), None
 
 
 def cab_dense_attention(
@@ -71,10 +75,13 @@ def cab_dense_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: CabMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Exact attention; arguments, results and errors are those of `cab_attention`."""
-    return _attend(module, query, key, value, attention_mask, sparse=False, **kwargs), None
+    given = query, key, value, attention_mask, dropout, scaling
+    return _attend(module, *given, sparse=False, **kwargs), None
 
 
 def _attend(

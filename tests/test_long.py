@@ -80,7 +80,7 @@ class Waits(TorchDispatchMode):
 def test_no_layer_waits_for_the_device(monkeypatch):
     """A forward pass may ask where its chunk begins; what it asks does not grow with layers."""
 
-    def blind(q, k, v, plan, scale, return_lse):
+    def blind(q, k, v, plan, scale, return_lse=False):
         return torch.zeros_like(q)
 
     # the reference engine asks how far each chunk of rows reaches; those for a GPU do not
