@@ -63,7 +63,7 @@ def cab_attention(
         [B, N_q, H, D], and None for the attention weights, which never exist.
 
     Raises:
-        ValueError, NotImplementedError: for what cannot be computed exactly as asked.
+        ValueError, NotImplementedError: for what cannot be computed exactly.
     """
     given = query, key, value, attention_mask, dropout, scaling
     return _attend(module, *given, sparse=True, **kwargs), None
@@ -151,7 +151,7 @@ def _warn_of_a_short_prompt(module: nn.Module, mask: CabMask, config: CabConfig)
 def _require_seen(module: nn.Module) -> None:
     """Refuse a layer without a mask that is computed again, and was not computed here before.
 
-    "sdpa" makes no mask where it needs none: nothing else tells that the forward pass was its.
+    "sdpa" makes no mask where it needs none: nothing else shows that the forward pass was its.
     """
     if torch.compiler.is_compiling():
         return

@@ -29,7 +29,7 @@ def route(
     """What computes one layer in one call, by its ``attend(q, k, v, scale)``; and why so.
 
     Args:
-        text: a `CabMask`, or what stands for it over ranks: how long the call and its documents
+        text: a `CabMask`, or a `ShardedText` over ranks: how long the call and its documents
             are, and what masks them.
         work: with the blocks of ``config``.
         sparse: whether sparse attention is requested at all.

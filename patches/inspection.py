@@ -71,7 +71,7 @@ def describe(
         first, *others = [index for _, index in run]
         of = f"layers {first}-{others[-1]}" if others else f"layer {first}"
         if first is None:
-            of = "layers that stand in several places"
+            of = "layers that are in several places"
         lines.append(f"  {of}: {sentence}")
     if sparse and layers:
         lines.append(f"  decode: {_decode(model, config)}")

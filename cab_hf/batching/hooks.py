@@ -1,7 +1,7 @@
 """Makes transformers' continuous batching run models with our attention.
 
 It knows implementations by their names: one without "flash" in it would be switched to flash
-attention, given a mask of all pairs of tokens, or refused. Where it decides such things it asks us
+attention, given a mask of all pairs of tokens, or refused. Where it decides such things it calls us
 first, and nothing changes for other models.
 """
 
@@ -145,7 +145,7 @@ def _or_ours(is_flash: Callable[..., bool]) -> Callable[..., bool]:
     """Ours reads packed sequences without a mask too: it is not switched, and given no mask."""
 
     @functools.wraps(is_flash)
-    def asked(
+    def requested(
         config: Any = None, requested_attention_implementation: Any = None, **kwargs: Any
     ) -> bool:
         name = requested_attention_implementation or getattr(config, "_attn_implementation", None)
@@ -154,7 +154,7 @@ def _or_ours(is_flash: Callable[..., bool]) -> Callable[..., bool]:
             return not kwargs
         return is_flash(config, requested_attention_implementation, **kwargs)
 
-    return asked
+    return requested
 
 
 def _resolved(resolve: Callable[..., Any]) -> Callable[..., Any]:
@@ -298,7 +298,7 @@ def _left_to_the_batch(update: Callable[..., Any]) -> Callable[..., Any]:
     """A `Batch` updates the cache when it attends, and reads of it what it needs.
 
     Since transformers 5.24 layers do so before they call attention, and have no mask with a paged
-    cache: the keywords that they hand on tell it both.
+    cache: the keywords that they pass on have both.
     """
 
     @functools.wraps(update)

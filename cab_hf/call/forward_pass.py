@@ -97,11 +97,11 @@ class ForwardState:
         kept = self._predicted.setdefault(layer, [])
         if not in_backward_pass():
             plan = trimmed(predict())
-            # lists of all layers would stand beside what the longest layer needs
+            # lists of all layers would take memory beside what the longest layer needs
             kept.append(narrowed(plan).map_tensors(_to_pinned_host))
             return plan
         if len(kept) > 1:
-            # which of the calls this is, and whose plans those before it left, cannot be told
+            # which of the calls this is, and whose plans are left, is not known
             self.shared.clear()
         if len(kept) != 1:
             return predict()
@@ -110,7 +110,7 @@ class ForwardState:
 
 def in_backward_pass() -> bool:
     """Whether autograd runs, and what is computed is computed again."""
-    # what torch.utils.checkpoint asks too
+    # as torch.utils.checkpoint finds out
     return torch._C._current_graph_task_id() != -1
 
 

@@ -1,4 +1,4 @@
-"""Where tokens stand on the block grid: padding closed up, documents at block borders."""
+"""The places of tokens on the block grid: padding closed up, documents at block borders."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Frame:
 
     @classmethod
     def _led(cls, spans: Spans, kv_length: int, ahead: int) -> Frame:
-        """The frame whose first queries stand behind so many places without one."""
+        """The frame whose first queries come after so many places without one."""
         batch, tokens = spans.last.shape
         place = torch.arange(ahead, ahead + tokens, device=spans.last.device)
         source = torch.arange(-ahead, tokens, device=spans.last.device)

@@ -1,7 +1,7 @@
-"""The mask hook: what every layer gets instead of a 4-D tensor, and what it says.
+"""The mask hook: what every layer gets instead of a 4-D tensor.
 
-A `CabMask` knows who may see whom and where the tokens stand on the block grid. It is also where
-the layers of one forward pass leave what they share.
+A `CabMask` knows which tokens may see which, and their places on the block grid. Its `ForwardState`
+is what the layers of one forward pass share.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class CabMask(NotATensor):
         model: its name, for error messages.
         refusal: why no layer may use it; None where layers may. Models also make masks that none
             of their layers uses.
-        prompt: what is read, up to where it is known to end; None where nobody told: the end of
-            a call is then that of a prompt, and few queries are an answer.
+        prompt: what is read, up to where it is known to end; None where that is not known: the end
+            of a call is then that of a prompt, and few queries are an answer.
         looks_ahead: whether a token sees a later one, bool [], where only the device knows: the
             first layer that uses the mask refuses it there. None where it is known that none does.
         exact_block: block size of the plan under which exact attention is computed; None where a
@@ -76,7 +76,7 @@ class CabMask(NotATensor):
     _lengths: list[list[Length]] | None = None
 
     def __getitem__(self, index: Any) -> CabMask:
-        """``mask[:, :, -n:, :]``, as Gemma 4 asks where layers compute the last n queries alone."""
+        """``mask[:, :, -n:, :]``, as Gemma 4 slices it for layers of the last n queries alone."""
         everything = slice(None)
         rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
         if not isinstance(rows, slice) or index != (everything, everything, rows, everything):
@@ -151,8 +151,8 @@ class CabMask(NotATensor):
         allowed.
         """
         if self.in_prompt and self.document is None:
-            told = self.prompt.lengths
-            return None if told is None else [[Length(n, n)] for n in told]
+            lengths = self.prompt.lengths
+            return None if lengths is None else [[Length(n, n)] for n in lengths]
         known = self._lengths is not None or self.document is None
         if not known and not torch.compiler.is_compiling():
             document, valid = self.document, self.valid
@@ -178,7 +178,7 @@ class CabMask(NotATensor):
         Rows that end in runs of one token, as right padding does, are warned of where no mask came
         with them: ``value``, [B, H_kv, N, D_v] of the first layer, is alike for equal tokens.
 
-        A row is packed where ``cu_seq_lens``, int [documents + 1], says so, or else where
+        A row is packed by ``cu_seq_lens``, int [documents + 1], where it is given, or else where
         ``position_ids``, int [B or 1, N_q], restart, whatever mask or cache comes with them:
         transformers looks at them only where there is neither. A call that continues a cache sees
         all that is in it. Positions are not read while compiling.
@@ -209,15 +209,15 @@ class CabMask(NotATensor):
         self._look(starts, value if plain and self.batch > 1 else None)
 
     def _refuse_looking_ahead(self) -> None:
-        """Have what says who sees whom fail where a token sees a later one."""
-        told = self.looks_ahead, _sentence(self.model, AHEAD)
+        """Make the mask tensors fail on the device where a token sees a later one."""
+        refusal = self.looks_ahead, _sentence(self.model, AHEAD)
         if self.document is not None:
-            self.document = packing.refuse_where(self.document, *told)
+            self.document = packing.refuse_where(self.document, *refusal)
             return
         if self.valid is None:
             shape = self.batch, self.kv_length or self.slots
             self.valid = torch.ones(shape, dtype=torch.bool, device=self.looks_ahead.device)
-        self.valid = packing.refuse_where(self.valid, *told)
+        self.valid = packing.refuse_where(self.valid, *refusal)
 
     def _readable(self, position_ids: Tensor | None) -> bool:
         """Whether these may be looked at, and are one a token: those of pictures are several."""
@@ -236,20 +236,20 @@ class CabMask(NotATensor):
         step = self.q_length == 1 and not self.in_prompt
         if step or torch.compiler.is_compiling():
             return
-        asked = [] if starts is None else [starts.sum(-1).expand(self.batch)]
+        wanted = [] if starts is None else [starts.sum(-1).expand(self.batch)]
         if self.valid is not None:
             mine = self.valid[:, self.q_slot : self.q_slot + self.q_length]
-            asked = [x.to(self.valid.device) for x in asked]
-            asked += [mine.sum(-1), self.valid.sum(-1)]
+            wanted = [x.to(self.valid.device) for x in wanted]
+            wanted += [mine.sum(-1), self.valid.sum(-1)]
         if value is not None:
             # a layer that is computed again does not look again
             end = value[:, :, -A_RUN:].detach().float()
             off = (end - end[:, :, -1:]).flatten(1)
             run = off.abs().amax(-1) <= SAME_VALUE * end.flatten(1).abs().amax(-1)
-            asked = [*(x.to(value.device) for x in asked), run.long()]
-        if not asked:
+            wanted = [*(x.to(value.device) for x in wanted), run.long()]
+        if not wanted:
             return
-        counts = torch.stack(asked, dim=-1).tolist()
+        counts = torch.stack(wanted, dim=-1).tolist()
         if starts is not None:
             self._most_documents = max(row[0] for row in counts)
             if self._most_documents > 1:
@@ -276,7 +276,7 @@ class CabMask(NotATensor):
     def frame(
         self, query_block: int, key_block: int, device: torch.device, from_start: bool = True
     ) -> Frame:
-        """Where the tokens of this call stand on the block grid; made once for all layers.
+        """The places of this call's tokens on the block grid; made once for all layers.
 
         Args:
             from_start: whether query blocks are counted from the first token of each row's text,
@@ -304,7 +304,7 @@ class CabMask(NotATensor):
         return self.state.once(("frame", query_block, key_block, device, from_start), build)
 
     def _ahead(self, query_block: int) -> int | list[int]:
-        """Tokens of each row's text that stand before this call in the query block of its first."""
+        """Tokens of each row's text before this call that are in the query block of its first."""
         if self.document is not None or isinstance(self.q_slot, Tensor):
             return 0
         if self.valid is None:
@@ -318,10 +318,10 @@ class CabMask(NotATensor):
         """Tokens of the prompt, int or int32 [B, 1]; None where documents end with the call."""
         if not self.in_prompt or self.document is not None:
             return None
-        told = self.prompt.lengths
-        if told is None:
+        lengths = self.prompt.lengths
+        if lengths is None:
             return self.prompt.end
-        return torch.tensor(told, dtype=torch.int32, device=device).unsqueeze(1)
+        return torch.tensor(lengths, dtype=torch.int32, device=device).unsqueeze(1)
 
     def reach(
         self, decode_tokens: int | float, least: int, device: torch.device
@@ -430,7 +430,7 @@ def cab_mask(
     model, document = name_of(config), None
     refusal, ahead = None, None
     if use_vmap:
-        # functions of somebody's own, or those of pictures, which text alone may have as well
+        # a caller's own functions, or those of pictures, which text alone may have as well
         parts = packing.parts_of(mask_function) if eager else None
         if parts is None or "chunked_overlay" in parts:
             refusal = "adds an or_mask_function or and_mask_function"
@@ -501,7 +501,7 @@ def _sentence(model: str, refusal: str) -> str:
 
 
 def too_short(tokens: int, keys: int | str) -> str:
-    """What is said of an attention_mask for fewer tokens than there are keys."""
+    """The error for an attention_mask with fewer tokens than there are keys."""
     return (
         f"attention_mask has {tokens} tokens and there are {keys} keys; give one number for each "
         "token, those in the cache among them."
@@ -509,7 +509,7 @@ def too_short(tokens: int, keys: int | str) -> str:
 
 
 def of_another_kind(mask: Any) -> str:
-    """What is said of an attention_mask that is no padding mask."""
+    """The error for an attention_mask that is no padding mask."""
     return (
         f"attention_mask is {short(mask)}; 'cab' takes the 2-D padding mask [batch, tokens] of the "
         "tokenizer, or none. Use attn_implementation='sdpa' for a mask of your own."

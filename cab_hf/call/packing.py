@@ -89,7 +89,7 @@ def documents_between(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
 def pattern_of(
     mask_function: Any, batch: int, q_offset: int | Tensor, q_length: int, device: Any
 ) -> tuple[Tensor, Tensor]:
-    """What transformers' own mask function says of the queries of a call, from ``q_offset`` on.
+    """What transformers' own mask function shows the queries of a call, from ``q_offset`` on.
 
     Returns:
         (whether a token sees the one behind it, bool []; tokens that may not see the one before

@@ -9,11 +9,11 @@ from cab_hf.call.forward_pass import LEFT_EARLY, in_backward_pass
 
 
 class UsedAsTensor(NotImplementedError, AttributeError):
-    """A model computes with the mask itself. An AttributeError too, so that `hasattr` says no."""
+    """A model computes with the mask itself. An AttributeError too, so that `hasattr` is False."""
 
 
 class _NoShape(tuple[int, ...]):
-    """The shape of what is no tensor: its length may be asked, a size may not."""
+    """The shape of a placeholder: its length is known, its sizes are not."""
 
     model: str
 
@@ -28,7 +28,7 @@ class NotATensor:
         model: whose mask it is, for the sentence.
     """
 
-    # transformers asks this and the shape of a mask to tell 2-D and 4-D tensors; this is neither
+    # transformers reads this and the shape to distinguish 2-D from 4-D masks; this is neither
     ndim: ClassVar[int] = 0
     model: str
 
@@ -46,7 +46,7 @@ class NotATensor:
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         masks = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)]
-        # none of them where it stands in a list, as for torch.cat
+        # none of them where it is in a list, as for torch.cat
         model = masks[0].model if masks else "this model"
         raise used_as_tensor(model, getattr(function, "__name__", "a function of torch"))
 
@@ -56,11 +56,11 @@ class NotATensor:
 
 
 def used_as_tensor(model: str, what: str) -> UsedAsTensor:
-    """What a model is told that asks ``what`` of its mask."""
+    """The error for a model that reads the attribute ``what`` of its mask."""
     if in_backward_pass():
         return UsedAsTensor(LEFT_EARLY)
     return UsedAsTensor(
-        f"{model} computes with its attention mask (asks it for {what!r}), for which 'cab' "
+        f"{model} computes with its attention mask (reads its {what!r}), for which 'cab' "
         "provides no mask tensor. Load it with attn_implementation='eager'."
     )
 
@@ -72,7 +72,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return refused
 
 
-# Python asks the class for these, not `__getattr__`
+# Python looks these up on the class, not by `__getattr__`
 for _name in ("getitem", "setitem", "invert", "neg", "lt", "le", "gt", "ge"):
     setattr(NotATensor, f"__{_name}__", _operator(_name))
 for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):

@@ -16,7 +16,7 @@ from cab_hf.hf.fit import layer_type, name_of
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # looked at one by one
 READ = frozenset({"cu_seq_lens_q", "is_causal", "output_attentions"})
-# what reaches attention functions and says nothing about attention: caching is done by then, the
+# what reaches attention functions and changes no attention: caching is done by then, the
 # lengths follow from cu_seq_lens_q, the rest concerns the model around the layer
 HARMLESS = frozenset(
     {
@@ -40,7 +40,7 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-# what else models hand over, by what it asks for
+# other arguments of models, by what they mean
 MEANINGS = {
     "alibi_slopes": "a bias on logits",
     "attn_bias": "a bias on logits",
@@ -179,7 +179,7 @@ def _refuse_mask(mask: Any, key: Tensor, sliding_window: int | None) -> None:
             "part of past_key_values does not hold what that of the first one does. Give a cache "
             "that all layers have written alike, or none."
         )
-    # eager and sdpa compute what the mask says; the keyword is for kernels that read no mask
+    # eager and sdpa follow the mask; the keyword is for kernels that read no mask
     if mask.window is None and sliding_window is not None and sliding_window < key.shape[2]:
         raise NotImplementedError(
             f"sliding_window is {sliding_window}, and the mask of this layer has none; 'cab' "

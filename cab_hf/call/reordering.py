@@ -53,7 +53,7 @@ class Reordering:
 
 
 class _Moved(torch.autograd.Function):
-    """`_rows` of x, and those of its gradient, which are told by ``back`` and ``back_zero``."""
+    """`_rows` of x, and those of its gradient, which ``back`` and ``back_zero`` give."""
 
     @staticmethod
     def forward(

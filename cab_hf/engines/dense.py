@@ -31,11 +31,11 @@ class Exact:
     """Exact attention by a dense kernel, of a text that nothing but causality masks.
 
     Attributes:
-        text: whose layers attend: a `CabMask`, or what stands for it over ranks.
+        text: whose layers attend: a `CabMask`, or a `ShardedText` over ranks.
         engine: what computes it.
         kind: ``"exact"``, or ``"decode"``: exact for so few queries that choosing blocks for them
             does not pay.
-        reason: why it is not sparse, as half a sentence; None where it was not asked to be.
+        reason: why it is not sparse, as half a sentence; None where it was not requested to be.
     """
 
     text: Any
@@ -61,7 +61,7 @@ class ExactByBlocks(Exact):
 class ExactByRows(Exact):
     """Exact attention under a mask of its own for some rows at a time, by SDPA.
 
-    Of one query by the kernel of sparse decode, told to read all that may be seen: SDPA's kernels
+    Of one query by the kernel of sparse decode, with all keys that may be seen: SDPA's kernels
     have a program for each row of a batch and head, which are few, and read every slot.
     """
 
@@ -131,7 +131,7 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: floa
 
 
 def _mask_of(query: Tensor, key: Tensor, values: tuple) -> CabMask:
-    """What `_by_rows` tells of a mask to the op."""
+    """The mask of the values that `_by_rows` passes to the op."""
     valid, document, window, slot, live, _ = values
     q_slot = slot if live is None else live
     shape = query.shape[0], query.shape[2], key.shape[2]

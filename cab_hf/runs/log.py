@@ -274,10 +274,10 @@ def writing(path: Path | str) -> Iterator[None]:
         raise
     except Exception as error:
         # libraries may hide it behind errors of their own, or word it as Rust does
-        said = error if isinstance(error, OSError) else error.__context__
+        cause = error if isinstance(error, OSError) else error.__context__
         rust = re.search(r"([^:]+) \(os error \d+\)", str(error))
-        if isinstance(said, OSError):
-            why = said.strerror or said
+        if isinstance(cause, OSError):
+            why = cause.strerror or cause
         elif rust:
             why = rust[1].strip()
         else:

@@ -42,7 +42,7 @@ def git_commit() -> str | None:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    # an installed copy may lie inside somebody else's repository: only a tracked file is ours
+    # an installed copy may lie inside another repository: only a tracked file is ours
     if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return os.environ.get("CAB_HF_COMMIT")
     return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

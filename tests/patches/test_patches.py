@@ -359,7 +359,7 @@ def test_what_is_no_model_is_refused(function, nothing):
 def test_describe_knows_layers_without_an_index(name):
     model = cab_hf.apply_cab(tiny_type(name), FULL)
     lines = cab_hf.describe(model, tokens=100).splitlines()
-    assert lines[1].startswith("  layers that stand in several places: sparse, ")
+    assert lines[1].startswith("  layers that are in several places: sparse, ")
     with pytest.raises(ValueError, match="sparsity is a table of layers, and this layer has no"):
         cab_hf.apply_cab(model, **BY_HEAD, sparsity=((0.5,) * 4,) * 4)(tokens(1, 100))
 

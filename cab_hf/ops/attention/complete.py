@@ -80,7 +80,7 @@ def _with_rows(attend, result, q, k, v, plan, scale) -> list[Tensor]:
         write_merged(result[0], result[1] if len(result) > 1 else None, *apart, query, real)
         return list(result)
     apart = apart if len(result) > 1 else (apart,)
-    # such a row listed nothing: its output is 0 and its sum -inf. Rows named -1 all stand for query
+    # such a row listed nothing: its output is 0 and its sum -inf. Rows named -1 all become query
     # 0, where adding zeros changes nothing
     target, source = result[0], apart[0].masked_fill(~real[:, None, :, None], 0.0)
     add = target.scatter_add if trained else target.scatter_add_

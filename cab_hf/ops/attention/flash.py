@@ -169,7 +169,7 @@ def finer_columns(lists: BlockLists, parts: int, columns: int) -> BlockLists:
     part = torch.arange(parts, device=lists.indices.device, dtype=torch.int32)
     indices = (lists.indices.unsqueeze(-1) * parts + part).flatten(-2)
     indices = indices.narrow(-1, 0, min(columns, indices.shape[-1]))
-    # only the last block may reach past the end, and it stands at the end of a list
+    # only the last block may reach past the end, and it is the last of a list
     at = (lists.counts - 1).clamp(min=0).unsqueeze(-1).to(torch.int64)
     largest = lists.indices.gather(-1, at).squeeze(-1) * parts + (parts - 1)
     missing = (largest - (columns - 1)).clamp(min=0).where(lists.counts > 0, 0)
@@ -267,7 +267,7 @@ def _sparsity(
     first: Tensor,
     last: Tensor,
 ) -> dict[str, object]:
-    """What says the plan to flash-attn-4: lists for its grid, and what masks in partial blocks."""
+    """The plan as flash-attn-4 takes it: lists for its grid, and what masks in partial blocks."""
     spans = [first.contiguous(), last.contiguous()]
     for span in spans:
         # read by flash-attn-4: the dimension of stride 1, which shapes of one leave open

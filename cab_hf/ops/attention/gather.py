@@ -44,9 +44,9 @@ def attention(
                     listed_k, listed_v = (_taken(x[batch, kv_head], keys) for x in (k, v))
                     if not sound:
                         # a weight of 0 removes no NaN
-                        nobody = unseen.all(1).unsqueeze(-1)
+                        unused = unseen.all(1).unsqueeze(-1)
                         listed_k, listed_v = (
-                            x.masked_fill(nobody, 0.0) for x in (listed_k, listed_v)
+                            x.masked_fill(unused, 0.0) for x in (listed_k, listed_v)
                         )
                     part = blocks[batch, heads, rows].to(wide).transpose(0, 1)
                     part, sums = _attend(part, listed_k.to(wide), listed_v.to(wide), unseen)

@@ -55,7 +55,7 @@ class Lists(NamedTuple):
 class Plan(NamedTuple):
     """`PlanTensors` as an argument of kernels; block sizes are constants of theirs.
 
-    The lists stand first, so that ``plan[MASKED]`` are those whose blocks are masked or not.
+    The lists come first, so that ``plan[MASKED]`` are those whose blocks are masked or not.
     """
 
     full: Lists | ColumnLists
@@ -106,7 +106,7 @@ class BackwardStats(NamedTuple):
 
 
 def arguments(q: Tensor, k: Tensor, rows: PlanTensors) -> tuple[Plan, Sizes]:
-    """What every kernel is told of a plan, and of q [B, H, N_q, D] and k [B, H_kv, N_k, D]."""
+    """What every kernel gets of a plan, and of q [B, H, N_q, D] and k [B, H_kv, N_k, D]."""
     full, partial = map(Lists.of, (rows.full, rows.partial))
     first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (rows.first, rows.last))
     plan = Plan(full, partial, first, last, first.stride(0), last.stride(0))

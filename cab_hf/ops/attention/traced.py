@@ -47,8 +47,8 @@ def register(
     """The op ``cab_hf::name`` of (q, k, v, scale, others), with gradients.
 
     Args:
-        schema: of the others, the last of which says whether the log-sum-exp is asked for.
-        attend: what it computes: output [B, H, N_q, D_v] and log-sum-exp, empty if not asked for.
+        schema: of the others, the last of which is whether to return the log-sum-exp.
+        attend: what it computes: output [B, H, N_q, D_v] and log-sum-exp, empty if not wanted.
         masks: the same arguments to what each query attends.
     """
     given = f"Tensor q, Tensor k, Tensor v, float scale, {schema}"
@@ -120,7 +120,7 @@ def gradients(
 
 
 def _plan_of(values: tuple) -> BlockPlan:
-    """What `attention` tells of a plan."""
+    """The plan of the values that `attention` passes."""
     lists, (sampled, indices, one_in, dense_rows) = values[:4], values[4:8]
     return BlockPlan(
         BlockLists(*lists[:2]),

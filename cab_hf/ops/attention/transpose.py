@@ -1,6 +1,6 @@
 """Lists the other way round: for every key block, the rows that attend it. Backward reads these.
 
-The definition is `BlockLists.transpose`. Between the two forms stands one bit for every (row, key
+The definition is `BlockLists.transpose`. Between the two forms is one bit for every (row, key
 block), so that nothing of the size of rows x key blocks is held in whole numbers.
 """
 
@@ -174,7 +174,7 @@ def _unpack_kernel(
 
 @triton.jit
 def _find(column, counts, indices, row, width, listed, CHUNK: tl.constexpr):
-    """Where ``column`` stands in the ascending list of every ``row`` that lists it."""
+    """The index of ``column`` in the ascending list of every ``row`` that lists it."""
     low = tl.zeros((CHUNK,), tl.int32)
     high = tl.load(counts + row, mask=listed, other=1) - 1
     indices += row.to(tl.int64) * width
