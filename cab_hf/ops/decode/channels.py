@@ -67,8 +67,3 @@ class Channels(NamedTuple):
     def room(self) -> int:
         """Of one run."""
         return max(LEAST_CHANNELS // self.count, triton.next_power_of_2(self.size))
-
-    @property
-    def constants(self) -> dict[str, int]:
-        """As arguments of kernels."""
-        return {"FIRST": self.first, "STEP": self.step, "SIZE": self.size, "RUNS": self.count}
