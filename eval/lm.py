@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,10 +90,7 @@ def watch(kind: type[HFLM]) -> None:
     lm_eval asks a model for its info when all requests are answered, and before any score is shown
     or saved.
     """
-    tell, detect, call, generate, init = (
-        *(kind.get_model_info, kind._detect_batch_size),
-        *(kind._model_call, kind._model_generate, kind.__init__),
-    )
+    init, tell, detect = kind.__init__, kind.get_model_info, kind._detect_batch_size
 
     @functools.wraps(init)
     def __init__(self: HFLM, *args: Any, **kwargs: Any) -> None:
@@ -119,15 +116,14 @@ def watch(kind: type[HFLM]) -> None:
         self.cab_was_asked = asked
         return size
 
-    @functools.wraps(call)
-    def _model_call(self: HFLM, *args: Any, **kwargs: Any) -> Any:
-        self.cab_was_asked = True
-        return call(self, *args, **kwargs)
+    def asking(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapped(self: HFLM, *args: Any, **kwargs: Any) -> Any:
+            self.cab_was_asked = True
+            return method(self, *args, **kwargs)
 
-    @functools.wraps(generate)
-    def _model_generate(self: HFLM, *args: Any, **kwargs: Any) -> Any:
-        self.cab_was_asked = True
-        return generate(self, *args, **kwargs)
+        return wrapped
 
-    for function in (__init__, get_model_info, _detect_batch_size, _model_call, _model_generate):
+    requests = asking(kind._model_call), asking(kind._model_generate)
+    for function in (__init__, get_model_info, _detect_batch_size, *requests):
         setattr(kind, function.__name__, function)

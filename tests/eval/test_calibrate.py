@@ -60,20 +60,6 @@ def test_it_writes_a_config_for_every_density(model_folder, book, tmp_path, caps
     assert cab_hf.calibrate(model, tokenizer, book.read_text(), 0.6, **fields) == low
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--target-densities", "1.5"], r"target_densities is (1.5,); it must be in (0, 1]"),
-        (["--texts", "nowhere.txt"], "texts is 'nowhere.txt'; it must be UTF-8 files or built-in"),
-        (["--cab", "mas=1"], "CabConfig has no field 'mas'"),
-    ],
-)
-def test_bad_settings_are_refused(words, message, capsys):
-    with pytest.raises(SystemExit):
-        main(["calibrate", *words])
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("more", [(), ("--anchors", 1)], ids=["threshold", "anchors"])
 def test_a_density_out_of_reach_is_refused_before_the_model_is_opened(
     model_folder, book, tmp_path, capsys, monkeypatch, more

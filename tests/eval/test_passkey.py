@@ -210,53 +210,6 @@ def test_decoded_text_is_scored(answer, correct):
 # --- settings
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        pytest.param(
-            ["--methods", "magic"], "methods is 'magic'; it must be names of dense", id="method"
-        ),
-        pytest.param(
-            ["--methods", "random"],
-            "budget is 'match'; it must be a density such as 0.2",
-            id="budget",
-        ),
-        pytest.param(["--budget", "1.5"], "budget is 1.5; it must be match or", id="budget size"),
-        pytest.param(
-            ["--depths", "0.5,1.5"], "depths is (0.5, 1.5); it must be shares", id="depth"
-        ),
-        pytest.param(["--samples", "0"], "samples is 0; it must be at least 1", id="samples"),
-        pytest.param(["--controls", "9"], "controls is 9; it must be 0 to", id="controls"),
-        pytest.param(["--stage", "decode"], "stage is 'decode'; it must be one of", id="stage"),
-        pytest.param(["--filler", "prose"], "filler is 'prose'; it must be one of", id="filler"),
-        pytest.param(
-            ["--filler", "text"], "haystack is None; it must be a text file", id="no file"
-        ),
-        pytest.param(
-            ["--haystack", "x.txt"], "haystack is 'x.txt'; it must be a text file", id="idle file"
-        ),
-        pytest.param(
-            ["--filler", "text", "--haystack", "no.txt"], "a text file with filler", id="file"
-        ),
-        pytest.param(["--keys", "99"], "keys is 99; it must be 1 to", id="keys"),
-        pytest.param(["--cab", "engine"], "cab: an assignment is field=value", id="assignment"),
-        pytest.param(["--cab", "mass_threshold=3"], "mass_threshold", id="field value"),
-        pytest.param(["--cab", "weight=3"], "weight", id="field name"),
-        pytest.param(
-            ["--stage", "both", "--lengths", "511", "--cab", "decode_tokens=128"],
-            "lengths is (511,); it must be 4 times decode_tokens=128 at least",
-            id="too short to decode sparsely",
-        ),
-        pytest.param(["--lengths", "many"], "lengths: a length is a number of tokens", id="length"),
-    ],
-)
-def test_bad_settings_are_refused_in_a_sentence(options, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["passkey", *options])
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_settings_from_the_command_line_reach_cab():
     chosen = Settings(
         cab=("mass_threshold=0.08", "dense_layers=(0, 2)", "engine=gather"), stage="both"
