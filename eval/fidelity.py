@@ -316,11 +316,12 @@ class Fidelity(FidelityReport):
 
         @lru_cache(maxsize=3 * settings.documents)
         def made(text: str, length: int, probe: str, indices: range) -> Tensor:
-            readings, ids, prompt = self._side_by_side(text, length, probe, indices)
             if probe == DECODE:
-                return behind_prompt(self.model, ids, prompt).cpu()
+                _, *given = self._side_by_side(text, length, probe, indices)
+                return behind_prompt(self.model, *given).cpu()
             compute, _ = COMPARED[probe]
-            return compute(self.model, readings[0], settings.chunk).cpu()
+            reading = self.reading(text, length, probe, None, indices[0])
+            return compute(self.model, reading, settings.chunk).cpu()
 
         return made
 

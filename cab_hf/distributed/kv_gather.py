@@ -142,11 +142,10 @@ def over_slices(gather: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple
     gather.start(0)
     for i in range(len(gather.slices)):
         gather.start(i + 1)
-        keys, values = (
-            _GatherSlice.apply(gather, i, *placeholders[2 * i :][:2])
-            if tracked
-            else gather.arrive(i)
-        )
+        if tracked:
+            keys, values = _GatherSlice.apply(gather, i, *placeholders[2 * i :][:2])
+        else:
+            keys, values = gather.arrive(i)
         with gather.attending(i, keys):
             out, lse = attend(keys, values, i)
         # the next slice takes its memory

@@ -200,7 +200,7 @@ def test_sources_have_their_shares_of_the_tokens():
 @pytest.mark.parametrize("share", [0.3, 0.0], ids=["text beside", "no text beside"])
 def test_synthetic_documents_are_never_cut(share):
     mixed = [(in_memory(texts_of(20)), share), (make_source(RETRIEVAL), 0.7)]
-    complete = 0
+    complete, padded = 0, 0
     for item in firsts(Packed(TOKENIZER, mixed, 300, 0), 12):
         ids, positions, labels = (item[name].tolist() for name in item)
         starts = [at for at, position in enumerate(positions) if position == 0]
@@ -210,9 +210,11 @@ def test_synthetic_documents_are_never_cut(share):
         assert {size for size, own in zip(sizes, begun, strict=True) if own} <= {260}
         complete += sum(begun)
         if not share:
+            padded += 1
             assert labels[260:] == [data.IGNORED] * 40
             assert ids[260:] == [TOKENIZER.pad_token_id] * 40
     assert complete >= 8
+    assert padded == (0 if share else 12)
 
 
 ENDINGS = ("txt", "jsonl", "parquet")

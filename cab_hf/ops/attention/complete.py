@@ -47,14 +47,15 @@ def attention(
         # kernels take one head dim: channels of zeros change no logit and no value
         widest = max(wanted, q.shape[-1])
         q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
+    lists = attend
     if plan.sampled is not None:
         from cab_hf.ops.attention import sampled
 
-        attend = partial(sampled.attention, attend)
+        lists = partial(sampled.attention, attend)
     if plan.dense_rows is None:
-        result = attend(q, k, v, plan, scale, return_lse)
+        result = lists(q, k, v, plan, scale, return_lse)
     else:
-        result = attend(q, k, v, replace(plan, dense_rows=None), scale, return_lse)
+        result = lists(q, k, v, replace(plan, dense_rows=None), scale, return_lse)
         result = _with_rows(attend, result if return_lse else (result,), q, k, v, plan, scale)
         result = tuple(result) if return_lse else result[0]
     if wanted == v.shape[-1]:

@@ -38,13 +38,12 @@ def attention(
     scale: float,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`reference.attention` under a plan's lists and its sample, if it has one; on CUDA devices.
+    """`reference.attention` under a plan's lists and its sample; on CUDA devices.
 
     Args:
         attend: attention under the lists of a plan, with the arguments of `reference.attention`.
     """
-    if plan.sampled is None:
-        return attend(q, k, v, plan, scale, return_lse)
+    assert plan.sampled is not None
     # gradients are those of the op below
     with torch.no_grad():
         listed = attend(q, k, v, plan, scale, True)
