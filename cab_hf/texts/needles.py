@@ -223,21 +223,21 @@ def running(sentences: Sequence[str]) -> str:
 def sentence_tokens(tokenizer: Any, sentence: str) -> Tokens:
     """Tokens of a sentence inside running text."""
     # behind another: alone, some tokenizers add a token for the start of a text
-    alone, joined = (
-        tokenizer(text, add_special_tokens=False)["input_ids"]
-        for text in (NOISE[0], running((NOISE[0], sentence)))
-    )
-    return tuple(joined[len(alone) :])
+    joined = tokenizer(running((NOISE[0], sentence)), add_special_tokens=False)["input_ids"]
+    return tuple(joined[len(_alone(tokenizer)) :])
 
 
 @lru_cache(maxsize=8)
 def leading_tokens(tokenizer: Any) -> Tokens:
     """The special tokens that ``tokenizer`` puts before a text."""
-    with_special, alone = (
-        tokenizer(NOISE[0], add_special_tokens=special)["input_ids"] for special in (True, False)
-    )
-    first = next(at for at, token in enumerate(with_special) if token == alone[0])
-    return tuple(with_special[:first])
+    with_special = tokenizer(NOISE[0], add_special_tokens=True)["input_ids"]
+    return tuple(with_special[: with_special.index(_alone(tokenizer)[0])])
+
+
+@lru_cache(maxsize=8)
+def _alone(tokenizer: Any) -> Tokens:
+    """Tokens of a sentence that is a whole text."""
+    return tuple(tokenizer(NOISE[0], add_special_tokens=False)["input_ids"])
 
 
 def span_of(tokenizer: Any, sentence: str, part: str, start: int = 0) -> Span:

@@ -146,6 +146,7 @@ def test_of_a_text(refused, command, words, file, message):
         ("passkey", "--filler text --haystack no.txt", "a text file with filler"),
         ("passkey", "--keys 99", "keys is 99; it must be 1 to"),
         ("passkey", "--cab engine", "cab: an assignment is field=value"),
+        ("passkey", "--cab mass_threshold=3", "mass_threshold"),
         ("passkey", "--cab weight=3", "weight"),
         (
             "passkey",
