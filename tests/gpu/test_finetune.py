@@ -81,7 +81,7 @@ class Late(Offload):
     """Copies begin long after what they follow: whoever does not wait for them reads rubbish."""
 
     def _copy(self, kept, pairs):
-        with self._on_copy_stream():
+        with torch.cuda.stream(self._stream):
             torch.cuda._sleep(20_000_000)
         super()._copy(kept, pairs)
 
