@@ -39,8 +39,7 @@ def require_finite_step(
     culprits = []
     if wrong:
         gradients = ((name, x.grad) for name, x in trained(model).items() if x.grad is not None)
-        weight = first_not_finite(model.named_parameters())
-        gradient = first_not_finite(gradients)
+        weight, gradient = map(first_not_finite, (model.named_parameters(), gradients))
         if weight is not None:
             culprits = [f"a weight that is not finite, in {weight}"]
         elif gradient is not None:

@@ -62,26 +62,15 @@ def load_model(
     stretch_positions(config, name, length, rope, rope_factor, rope_theta)
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     options |= _four_bits(dtype, device) if qlora else {}
-    model, tokenizer = open_model(name, config, dtype, device, **options)
+    model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
+    # what PEFT records as the base of an adapter: no path where there is a name
+    model.name_or_path = name
     if attn_implementation in SPARSE:
         complete = cab_config is None or isinstance(cab_config, CabConfig)
         apply_cab(model, cab_config) if complete else apply_cab(model, **cab_config)
     elif isinstance(cab_config, Mapping):
         # nothing reads them, but they are refused as where something does
         cab_config_of(model.config.get_text_config()).changed(**cab_config)
-    return model, tokenizer
-
-
-def open_model(
-    name: str, config: PreTrainedConfig, dtype: str, device: Any, **options: Any
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model ``name`` of a ``config`` in eval mode, and its tokenizer; errors of `load_model`.
-
-    ``options`` are those of ``from_pretrained``.
-    """
-    model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
-    # what PEFT records as the base of an adapter: no path where there is a name
-    model.name_or_path = name
     return model, tokenizer
 
 
@@ -125,18 +114,10 @@ def stretch_positions(
             as much (``configs/smollm2_128k_start.yaml``).
 
     Raises:
-        ValueError: positions that do not reach, a scaling of what has one already or has no
-            rotary positions, or numbers without the scaling they are for.
+        ValueError: positions that do not reach, or a scaling of what has one already or has no
+            rotary positions.
     """
-    if rope not in (*ROPES, None):
-        raise ValueError(f"rope is {rope!r}; it must be one of {', '.join(ROPES)}, or None.")
-    if theta is not None and (rope != "theta" or theta <= 0):
-        raise ValueError(
-            f"rope_theta is {theta} and rope {rope!r}; it is the base of 'theta', > 0."
-        )
     if rope is None:
-        if factor is not None:
-            raise ValueError(f"rope_factor is {factor} and rope is None; give one of {ROPES}.")
         reach = run_models.most_tokens(config)
         if None not in (length, reach) and length > reach:
             raise ValueError(
@@ -157,7 +138,18 @@ def stretch_positions(
             f"rope is {rope!r} and the positions of model {name!r} have the scaling "
             f"{parameters['rope_type']!r} already; leave rope out, or take a model without."
         )
-    factor = _factor(factor, length, original, rope)
+    needed = 0.0 if length is None else length / original
+    if factor is None and needed <= 1:
+        raise ValueError(
+            f"rope is {rope!r} and length {length} is within the {original} positions of the "
+            "model; leave rope out, or give rope_factor."
+        )
+    factor = factor or needed
+    if factor < max(1.0, needed):
+        raise ValueError(
+            f"rope_factor is {factor:g} and must be at least {max(1.0, needed):g}, for a length of "
+            f"{length} tokens in a model of {original} positions."
+        )
     if rope == "theta":
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         dim = int(dim * parameters.get("partial_rotary_factor", 1.0))
@@ -174,22 +166,6 @@ def stretch_positions(
         text.max_position_embeddings = round(factor * original)
 
 
-def _factor(factor: float | None, length: int | None, original: int, rope: str) -> float:
-    needed = 0.0 if length is None else length / original
-    if factor is None and needed <= 1:
-        raise ValueError(
-            f"rope is {rope!r} and length {length} is within the {original} positions of the "
-            "model; leave rope out, or give rope_factor."
-        )
-    factor = needed if factor is None else float(factor)
-    if factor < max(1.0, needed):
-        raise ValueError(
-            f"rope_factor is {factor:g} and must be at least {max(1.0, needed):g}, for a length of "
-            f"{length} tokens in a model of {original} positions."
-        )
-    return factor
-
-
 def with_lora(
     model: PreTrainedModel,
     targets: Sequence[str] | str,
@@ -198,7 +174,6 @@ def with_lora(
     dropout: float = 0.0,
     norms: bool = False,
     embeddings: bool = False,
-    qlora: bool = False,
 ) -> Any:
     """``model`` with LoRA adapters, all else frozen; a PeftModel. What is trained is in float32.
 
@@ -211,7 +186,6 @@ def with_lora(
         dropout: of the inputs of adapters.
         norms: train all norms as well, and
         embeddings: the input embeddings, as LongLoRA does; with them a head that is tied to them.
-        qlora: ``model`` is one of 4 bits; refused where it is not.
 
     Raises:
         ValueError: a target that is no layer of the model, adapters of a head that is tied to the
@@ -221,10 +195,6 @@ def with_lora(
 
     listed = sorted(set(targets.split(",") if isinstance(targets, str) else targets))
     targets = ALL_LINEAR if listed == [ALL_LINEAR] else listed
-    if qlora and not getattr(model, "is_loaded_in_4bit", False):
-        raise ValueError(
-            "qlora is True and the model has no 4-bit weights; load it with qlora too."
-        )
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is model.get_input_embeddings().weight
     if targets != ALL_LINEAR:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import chain, count
+from itertools import chain, count, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -102,10 +102,10 @@ class TextSource:
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
     @property
-    def contents(self) -> list[tuple[str, str | None]]:
-        """(name, SHA-256) of each file, or of the data set of the hub."""
+    def contents(self) -> dict[str, str]:
+        """The names of its files, or of the data set of the hub, by SHA-256."""
         files = self.files or {Path(self.name): self.sha256}
-        return [(file.name, content) for file, content in files.items()]
+        return {content: file.name for file, content in files.items()}
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class RetrievalSource:
     seed: int = 0
 
     rows = sha256 = None
-    contents = ()
+    contents: ClassVar[dict[str, str]] = {}
 
 
 Source = TextSource | RetrievalSource
@@ -130,21 +130,18 @@ def make_source(
     split: str = "train",
     streaming: bool = False,
     seed: int = 0,
-    shuffle: bool = True,
 ) -> Source:
     """Open a source of documents.
 
     Args:
         name: a ``.txt`` file (one document), a ``.jsonl`` or ``.parquet`` file (one a row), a
-            folder of such files of one kind, ``manuals`` (see `runs.stand_ins`),
-            ``retrieval:passkey+multi:8192`` (kinds of `finetune.retrieval.KINDS` and a number of
-            tokens), or a data set of the hub, ``NAME`` or ``NAME:CONFIG``.
+            folder of such files of one kind, ``manuals``, ``retrieval:passkey+multi:8192`` (kinds
+            of `retrieval.KINDS` and a number of tokens), or ``NAME`` or ``NAME:CONFIG`` of the hub.
         text_field: the field of a row with its text; text files and manuals have their own.
         split: of a data set of the hub.
         streaming: read while training instead of downloading and indexing first; then blocks of
             256 documents are shuffled, in the order they come.
         seed: of the order of the documents, or of the synthetic ones.
-        shuffle: False leaves the documents in the order of the data.
 
     Raises:
         UsageError: there is no such source, it cannot be read, has no text or no such field.
@@ -171,7 +168,7 @@ def make_source(
     # results and checkpoints have the name of a file, not its folder
     shown = Path(name).name if paths else name
     rows = dataset.select_columns([text_field])
-    return TextSource(shown, rows, text_field, seed, shuffle, files, content)
+    return TextSource(shown, rows, text_field, seed, files=files, sha256=content)
 
 
 def is_local(name: str) -> bool:
@@ -188,45 +185,36 @@ def refuse_learnt(
         UsageError: naming a source of ``watched`` with a file that ``learnt`` has too.
     """
     own, others = ([source for source, share in each if share] for each in (learnt, watched))
-    known = {content: source.name for source in own for _, content in source.contents}
-    for source in others:
-        for file, content in source.contents:
-            if content in known:
-                raise UsageError(
-                    f"validation has {source.name!r} and data {known[content]!r}, where {file} is "
-                    "the same text; give texts that are not learnt, or leave validation out: then "
-                    "documents of data are kept for it."
-                )
+    for one, other in product(own, others):
+        for content in one.contents.keys() & other.contents.keys():
+            raise UsageError(
+                f"validation has {other.name!r} and data {one.name!r}, where "
+                f"{other.contents[content]} is the same text; give texts that are not learnt, or "
+                "leave validation out: then documents of data are kept for it."
+            )
 
 
 def _local_files(name: str) -> list[Path]:
     """The files at the path ``name``; none where it is no path."""
     path, known = Path(os.path.expanduser(name)), ", ".join(KINDS)
+    if not path.is_file() and not path.is_dir():
+        local = path.suffix in KINDS or path.is_absolute() or name.startswith((".", "~"))
+        # datasets would also read the folder before a colon
+        if local or Path(name.split(":")[0]).is_dir():
+            raise _nothing_there(name)
+        return []
+    files = [path]
     if path.is_dir():
-        results = [
-            file
-            for file in sorted(path.rglob("*"))
-            if file.suffix in KINDS
-            and not file.is_dir()
-            # hidden ones are copies that editors keep
-            and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        ]
-        kinds = sorted({file.suffix for file in results})
-        if len(kinds) != 1:
-            raise UsageError(
-                f"source {name!r} must be a folder of files of one kind of {known}; it holds "
-                f"{' and '.join(kinds) or 'no'} files."
-            )
-        return results
-    if path.is_file():
-        if path.suffix not in KINDS:
-            raise UsageError(f"source {name!r} must be a file of {known}.")
-        return [path]
-    # datasets would also read the folder before a colon
-    local = path.is_absolute() or name.startswith((".", "~")) or Path(name.split(":")[0]).is_dir()
-    if path.suffix in KINDS or local:
-        raise _nothing_there(name)
-    return []
+        shown = (file for file in path.rglob("*") if file.suffix in KINDS and not file.is_dir())
+        # hidden ones are copies that editors keep
+        files = sorted(x for x in shown if "/." not in f"/{x.relative_to(path).as_posix()}")
+    kinds = sorted({file.suffix for file in files})
+    if len(kinds) != 1 or kinds[0] not in KINDS:
+        raise UsageError(
+            f"source {name!r} must be a file of {known}, or a folder of files of one of these "
+            f"kinds; it holds {' and '.join(kinds) or 'no'} files."
+        )
+    return files
 
 
 def _nothing_there(name: str) -> UsageError:
@@ -260,8 +248,6 @@ def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
         if file.stat().st_size or (read == "from_text" and len(files) > 1)
     }
     for file in filled:
-        if "::" in file:
-            raise ValueError(f"datasets takes the '::' in {file} for an address")
         # datasets keeps what it unpacks by its path alone
         if read != "from_parquet" and Extractor.infer_extractor_format(file):
             raise ValueError(f"{Path(file).name} is compressed")
@@ -308,8 +294,7 @@ class Texts:
     """The texts of a source, without end, in an order that is drawn anew each epoch.
 
     Rows are shuffled as a whole. Of a stream each block of texts is shuffled by itself, because
-    the buffer of datasets' own shuffling is lost when a run resumes. Readers of one source with
-    different ``salt`` see different orders.
+    the buffer of datasets' own shuffling is lost when a run resumes. ``salt`` is of the order.
     """
 
     def __init__(self, source: TextSource, part: Part, salt: str) -> None:

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import tracking
-from accelerate.utils import DistributedType, LoggerType
+from accelerate.utils import DistributedType
 from launches import (
     LAUNCH,
     MEDDLED,
@@ -477,33 +476,6 @@ def test_a_gpu_offloads_as_few_layers_as_the_estimate_asks_for(monkeypatch, gpu_
     assert enabled == ([] if offloaded is None else [(offloaded, device), started.model])
 
 
-def test_a_tracker_is_told_of_the_settings_and_of_every_step(tmp_path, monkeypatch):
-    told = []
-
-    class Tracker(tracking.GeneralTracker):
-        name, requires_logging_directory, tracker = "tensorboard", True, None
-
-        def __init__(self, run_name, logging_dir):
-            super().__init__()
-            told.append(run_name)
-
-        def store_init_configuration(self, values):
-            told.append(values)
-
-        def log(self, values, step, **_):
-            told.append((step, values))
-
-    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, Tracker.name, Tracker)
-    monkeypatch.setattr(tracking, "get_available_trackers", lambda: [LoggerType.TENSORBOARD])
-    monkeypatch.setattr(train, "find_spec", lambda name: True)
-    assert run(tmp_path, "--trackers", Tracker.name) == 0
-    name, settings, *logged = told
-    assert name == "run" and settings["attention"] == "cab"
-    assert {type(value) for value in settings.values()} <= {bool, int, float, str}
-    losses_told = [(step, values["loss"]) for step, values in logged if "loss" in values]
-    assert losses_told == [(step, loss) for _, step, loss in losses(tmp_path / "run")]
-
-
 def test_dense_layers_are_logged_as_dense(tmp_path):
     assert run(tmp_path, "--attention", "sdpa", "--peak-tflops", "1") == 0
     assert steps(tmp_path / "run", "density") == [1.0] * 4
@@ -522,7 +494,6 @@ def test_dense_layers_are_logged_as_dense(tmp_path):
         pytest.param(["--passkey-lengths", "64"], "passkey_lengths", id="keys"),
         pytest.param(["--data", "gone.txt"], "gone.txt", id="data"),
         pytest.param(["--data", "gone.txt", "--dry-run"], "gone.txt", id="data of a dry run"),
-        pytest.param(["--trackers", "wandb"], "trackers", id="tracker"),
         pytest.param(["--model", "/nowhere"], "'/nowhere' is not here", id="model"),
         pytest.param(["--attention", "falsh"], "or give another attention.", id="attention"),
         pytest.param(["--attention", "falsh", "--dry-run"], "attention", id="of a dry run"),
@@ -532,8 +503,7 @@ def test_dense_layers_are_logged_as_dense(tmp_path):
         pytest.param(["--adapter", "nowhere"], "adapter must be a folder", id="adapter"),
     ],
 )
-def test_what_cannot_run_is_refused_in_one_line(tmp_path, monkeypatch, capsys, words, message):
-    monkeypatch.setattr(train, "find_spec", lambda name: None)
+def test_what_cannot_run_is_refused_in_one_line(tmp_path, capsys, words, message):
     assert run(tmp_path, *words) == 2
     assert message in refusal(capsys)
     assert not (tmp_path / "run" / "log.jsonl").exists()

@@ -102,18 +102,15 @@ def test_a_sliding_window_shows_fewer_pairs():
 
 def test_a_line_has_what_was_attended_beside_what_could_have_been():
     cost = meter.Cost.of(tiny_model())
-    counted = meter.Meter(cost)
     layers = [{"layer": i, "density": density} for i, density in enumerate((0.5, None, 0.25))]
-    counted.count(torch.arange(100)[None], layers)
-    actual = meter.line(counted.totals, seconds=2.0, processes=1, peak=1e9)
+    totals = meter.count(cost, torch.arange(100)[None], layers).tolist()
+    actual = meter.line(totals, seconds=2.0, processes=1, peak=1e9)
     (attention,) = {*cost.attention([5050] * 3)}
     assert actual["density"] == pytest.approx((0.5 + 1 + 0.25) / 3)
     products = cost.products(100)
     assert actual["mfu"] == pytest.approx((products + 1.75 * attention) / 2e9)
     assert actual["mfu_dense_equivalent"] == pytest.approx((products + 3 * attention) / 2e9)
     assert actual["tokens_per_second"] == 50
-    counted.begin()
-    assert counted.totals == [0.0] * 4
 
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

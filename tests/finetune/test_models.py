@@ -347,9 +347,6 @@ def test_parameters_that_were_gathered_are_saved_as_the_models_own(tmp_path, tie
         ),
         pytest.param({}, {"rope": "yarn", "factor": 0.5}, "rope_factor is 0.5 and", id="shrunk"),
         pytest.param({}, {"rope": "yarn", "length": 900}, "length 900 is within", id="unneeded"),
-        pytest.param({}, {"rope": "ntk", "length": 4000}, "rope is 'ntk'", id="unknown"),
-        pytest.param({}, {"rope": None, "factor": 2.0}, "rope_factor is 2.0", id="factor"),
-        pytest.param({}, {"rope": "yarn", "theta": 5e5}, "rope_theta is 500000.0", id="theta"),
         pytest.param(
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
             {"rope": "yarn", "length": 4000},
@@ -367,7 +364,6 @@ def test_positions_that_are_refused(config, options, sentence):
     ("options", "sentence"),
     [
         pytest.param({"targets": ["q_prj"]}, "targets have 'q_prj'", id="near"),
-        pytest.param({"qlora": True}, "qlora is True", id="qlora"),
         pytest.param({"targets": ["lm_head"], "dropout": 0.1}, "dropout is 0.1", id="head"),
         pytest.param({"targets": ["lm_head"], "tied": True}, "targets have 'lm_head'", id="tied"),
     ],

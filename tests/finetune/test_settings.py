@@ -93,7 +93,7 @@ def test_steps_are_counted_in_tokens():
 
 
 def test_a_run_is_told_by_what_it_learns_and_not_by_where():
-    one, same = settings(), settings(out="elsewhere", save_every=1, trackers=("wandb",))
+    one, same = settings(), settings(out="elsewhere", save_every=1)
     assert one.identity(2) == same.identity(2) and not set(FREE) & one.identity(2).keys()
     for other in (settings(lr=1e-3), settings(steps=300), settings(seed=1), settings(cp=2)):
         assert other.identity(2) != one.identity(2)
@@ -154,7 +154,8 @@ def test_the_learning_rate_rises_and_falls(step, rate):
         ({"link_gbs": 0.0}, "link_gbs"),
         ({"dtype": "float16"}, "dtype"),
         ({"rope": "ntk"}, "rope"),
-        ({"trackers": ("mlflow",)}, "trackers"),
+        ({"rope_factor": 2.0}, "rope_factor"),
+        ({"rope": "yarn", "rope_theta": 5e5}, "rope_theta"),
         ({"passkey_lengths": (9999,)}, "passkey_lengths"),
         ({"calibration": "smollm3"}, "calibration"),
     ],
