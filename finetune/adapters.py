@@ -81,8 +81,8 @@ def check_base(
     ``fields`` are those of `read_base`, ``recorded`` is the name in PEFT's config.
     """
     if fields.get("sha256"):
-        wanted, seen = fields["sha256"][:12], run_models.content_sha256(base)[:12]
-        of, has = f"a model of SHA-256 {wanted}", f"base {name_of(base)!r} has {seen}"
+        wanted, seen = fields["sha256"], run_models.content_sha256(base)
+        of, has = f"a model of SHA-256 {wanted[:12]}", f"base {name_of(base)!r} has {seen[:12]}"
     else:
         wanted, seen = name_of(recorded or base), name_of(base)
         of, has = repr(wanted), f"base is {seen!r}"

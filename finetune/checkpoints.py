@@ -16,6 +16,7 @@ import signal
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +35,15 @@ NAME = re.compile(r"step-\d{8,}")
 State = dict[str, Any]
 
 
+@dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of a run, in one folder that all of its processes see.
+    """The checkpoints of a run, in one folder that all of its processes see."""
 
-    Args:
-        wait: a barrier of all processes.
-        result: the name of what is trained, a folder in each checkpoint.
-    """
-
-    def __init__(
-        self,
-        folder: Path | str,
-        rank: int,
-        processes: int,
-        wait: Callable[[], None],
-        result: str = ADAPTER,
-    ) -> None:
-        self.folder, self.rank, self.result = Path(folder), rank, result
-        self.processes, self.wait = processes, wait
+    folder: Path
+    rank: int
+    processes: int
+    wait: Callable[[], None]  # a barrier of all processes
+    result: str = ADAPTER  # the name of what is trained, a folder in each checkpoint
 
     def newest(self) -> Path | None:
         """The folder of the last complete checkpoint; None where there is none."""
@@ -61,8 +53,6 @@ class Checkpoints:
         self, step: int, shared: State, mine: State, write_result: Callable[[Path], None]
     ) -> Path:
         """Save as the checkpoint of ``step``, called by all processes; its folder.
-
-        One that exists already is left as it is.
 
         Args:
             shared: what is the same in all processes; that of process 0 is saved.
@@ -74,8 +64,6 @@ class Checkpoints:
         """
         target = self.folder / f"step-{step:08d}"
         aside = self.folder / f".{target.name}.partial"
-        if target.exists():
-            return target
         with writing(target):
             if self.rank == 0:
                 self.clear()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -127,15 +125,6 @@ class Packed:
         self._made = state["made"]
         for cursor, place in zip(self._cursors, state["cursors"], strict=True):
             cursor.load_state_dict(place)
-
-    def checksum(self, sequences: int) -> int:
-        """Of the tokens and labels of what comes next in all processes; the place stays."""
-        place, result = self.state_dict(), 0
-        for _ in range(sequences):
-            for part in chain(*(piece.make() for piece in self._pack())):
-                result = zlib.crc32(part.tobytes(), result)
-        self.load_state_dict(place)
-        return result
 
     def _finish_round(self) -> None:
         """Pass over what the other processes read beside this one's last sequence."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import sys
 import tempfile
 import warnings
@@ -173,14 +172,12 @@ def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
     """``model`` with the adapter in ``adapter``; UsageError where they do not fit."""
     from peft import get_peft_model
 
-    try:
-        adapted = get_peft_model(model, config).eval()
-    except ValueError as error:
-        raise misfit(adapter, model, first_sentence(error), ADVICE) from error
-    except (TypeError, AttributeError, KeyError, ImportError, re.error) as error:
-        # of values that PEFT does not look at when it reads them
-        with reading(adapter, run_models.ADAPTER_CONFIG):
-            raise error
+    # other errors are of values that PEFT does not look at when it reads them
+    with reading(adapter, run_models.ADAPTER_CONFIG):
+        try:
+            adapted = get_peft_model(model, config).eval()
+        except ValueError as error:
+            raise misfit(adapter, model, first_sentence(error), ADVICE) from error
     load_weights(adapted, adapter, ADVICE)
     return adapted
 

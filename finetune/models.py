@@ -173,7 +173,6 @@ def with_lora(
     alpha: float,
     dropout: float = 0.0,
     norms: bool = False,
-    embeddings: bool = False,
 ) -> Any:
     """``model`` with LoRA adapters, all else frozen; a PeftModel. What is trained is in float32.
 
@@ -184,8 +183,7 @@ def with_lora(
             the head.
         alpha: an adapter's product is scaled by ``alpha / rank``.
         dropout: of the inputs of adapters.
-        norms: train all norms as well, and
-        embeddings: the input embeddings, as LongLoRA does; with them a head that is tied to them.
+        norms: train all norms as well.
 
     Raises:
         ValueError: a target that is no layer of the model, adapters of a head that is tied to the
@@ -195,21 +193,16 @@ def with_lora(
 
     listed = sorted(set(targets.split(",") if isinstance(targets, str) else targets))
     targets = ALL_LINEAR if listed == [ALL_LINEAR] else listed
-    head = model.get_output_embeddings()
-    tied = head is not None and head.weight is model.get_input_embeddings().weight
     if targets != ALL_LINEAR:
-        _check_targets(model, targets, dropout, tied)
+        _check_targets(model, targets, dropout)
     # transformers has no class for all norms
     kept = {_last_name(n) for n, m in model.named_modules() if type(m).__name__.endswith("Norm")}
-    kept = sorted(kept) if norms else []
-    kept += [_name_of(model, model.get_input_embeddings())] if embeddings else []
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules=targets,
-        modules_to_save=kept or None,
-        ensure_weight_tying=embeddings and tied,
+        modules_to_save=sorted(kept) if norms else None,
         task_type="CAUSAL_LM",
     )
     adapted = get_peft_model(model, config)
@@ -262,9 +255,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
         causal.disable_input_require_grads()
 
 
-def _check_targets(
-    model: PreTrainedModel, targets: Sequence[str], dropout: float, tied: bool
-) -> None:
+def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: float) -> None:
     # those of bitsandbytes are of this class too
     names = {_last_name(name) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for target in targets:
@@ -272,11 +263,13 @@ def _check_targets(
             near = difflib.get_close_matches(target, sorted(names), n=1)
             text = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(names))}."
             raise ValueError(f"targets have {target!r}, no linear layer of this model; {text}")
-    head = _name_of(model, model.get_output_embeddings())
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is model.get_input_embeddings().weight
+    head = next((_last_name(name) for name, m in model.named_modules() if m is head), None)
     if head in targets and tied:
         raise ValueError(
             f"targets have {head!r}, which shares its weight with the embeddings in this model; "
-            "train both with embeddings, or leave it out."
+            "leave it out."
         )
     if head in targets and dropout:
         raise ValueError(
@@ -289,27 +282,14 @@ def _last_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _name_of(model: nn.Module, wanted: nn.Module | None) -> str | None:
-    """The last name of a module."""
-    names = (_last_name(name) for name, module in model.named_modules() if module is wanted)
-    return next(names, None)
-
-
 def _keep_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have modules trained in float32 return the dtype that the model computes in."""
+    """Have norms trained in float32 return the dtype that the model computes in."""
     from peft.utils import ModulesToSaveWrapper
 
     for wrapper in model.modules():
-        if not isinstance(wrapper, ModulesToSaveWrapper):
-            continue
-        for module in wrapper.modules_to_save.values():
-            if isinstance(module, nn.Linear):
-                # a head is in float32 itself
-                module.register_forward_pre_hook(
-                    lambda module, inputs: tuple(x.to(module.weight.dtype) for x in inputs)
-                )
-            else:
-                module.register_forward_hook(lambda module, inputs, output: output.to(dtype))
+        if isinstance(wrapper, ModulesToSaveWrapper):
+            for norm in wrapper.modules_to_save.values():
+                norm.register_forward_hook(lambda module, inputs, output: output.to(dtype))
 
 
 def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -379,22 +359,12 @@ def _head_of(causal: PreTrainedModel) -> nn.Module:
 
 
 def head_weight(head: nn.Module) -> Tensor:
-    """[V, D]: what a head multiplies by, the products of its adapters added.
-
-    Raises:
-        NotImplementedError: for an adapter that is no plain LoRA.
-    """
+    """[V, D]: what a head multiplies by, the product of an adapter of `with_lora` added."""
     if not hasattr(head, "lora_A"):
         return head.weight
-    weight = head.base_layer.weight
-    for name in () if head.merged or head.disable_adapters else head.active_adapters:
-        if head.lora_variant.get(name) is not None or name not in head.lora_A:
-            raise NotImplementedError(
-                f"the head has adapter {name!r}, which is no plain LoRA; leave the head out."
-            )
-        a, b = head.lora_A[name].weight, head.lora_B[name].weight
-        weight = weight + (head.scaling[name] * (b @ a)).to(weight.dtype)
-    return weight
+    (name,), weight = head.active_adapters, head.base_layer.weight
+    product = head.lora_B[name].weight @ head.lora_A[name].weight
+    return weight + (head.scaling[name] * product).to(weight.dtype)
 
 
 def save_adapter(
@@ -407,16 +377,9 @@ def save_adapter(
 
     Args:
         adapted: what `with_lora` returned, unwrapped.
-        state_dict: its parameters, gathered where FSDP has sharded them; each under one name at
-            least, if it has several.
+        state_dict: its parameters, gathered where FSDP has sharded them.
     """
     folder = Path(folder)
-    if state_dict is not None:
-        # PyTorch lists tied parameters once, and PEFT looks for all of their names
-        named = dict(adapted.named_parameters(remove_duplicate=False))
-        known = {id(named[name]): x for name, x in state_dict.items() if name in named}
-        tied = {name: known[id(each)] for name, each in named.items() if id(each) in known}
-        state_dict = {**tied, **state_dict}
     # PEFT would ask a hub whether the embeddings have grown
     adapted.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
     tokenizer.save_pretrained(folder)

@@ -88,7 +88,6 @@ class Settings:
     alpha: float = option(32.0, "LoRA scales its product by alpha / rank", float)
     dropout: float = option(0.0, "dropout of LoRA's inputs", float)
     norms: bool = flag("train norms, too")
-    embeddings: bool = flag("train embeddings, too")
     adapter: str | None = option(None, "folder of an adapter to begin with", str)
     adapter_dtype: str = option("float32", "dtype in which the adapter or model is saved")
     qlora: bool = flag("hold frozen weights in 4 bits (bitsandbytes)")

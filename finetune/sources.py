@@ -22,7 +22,7 @@ import numpy as np
 
 from cab_hf.finetune.loss import IGNORED
 from cab_hf.finetune.manuals import MANUALS, manuals_file
-from cab_hf.finetune.retrieval import Entry, is_entry, parse_entry, retrieval_document
+from cab_hf.finetune.retrieval import is_entry, parse_entry, retrieval_document
 from cab_hf.runs.models import file_sha256
 from cab_hf.runs.settings import UsageError, first_line, refused_as
 from cab_hf.texts.needles import NOISE, leading_tokens, split_sentences
@@ -54,11 +54,6 @@ class Document(NamedTuple):
     size: int
     make: Callable[[], Arrays]
 
-    @classmethod
-    def of(cls, tokens: np.ndarray, labels: np.ndarray) -> Document:
-        """A document that is made already."""
-        return cls(len(tokens), lambda: (tokens, labels))
-
     def piece(self, start: int, end: int) -> Document:
         """Its tokens from ``start`` to ``end``."""
         return Document(end - start, lambda: tuple(each[start:end] for each in self.make()))
@@ -80,21 +75,16 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class TextSource:
-    """Texts that `datasets` reads.
-
-    Attributes:
-        dataset: a Dataset or an IterableDataset.
-        files: the files that the dataset is read from, with their SHA-256; none of the hub's.
-        sha256: of the content of all files; for a data set of the hub its commit.
-    """
+    """Texts that `datasets` reads."""
 
     name: str
-    dataset: Any
+    dataset: Any  # a Dataset or an IterableDataset
     text_field: str
     seed: int = 0
     shuffle: bool = True
+    # that the dataset is read from, with their SHA-256; none of the hub's
     files: dict[Path, str] = field(default_factory=dict)
-    sha256: str | None = None
+    sha256: str | None = None  # of all files; for a data set of the hub its commit
 
     @property
     def rows(self) -> int | None:
@@ -113,7 +103,8 @@ class RetrievalSource:
     """Synthetic documents: keys hidden in the text of other sources. Only answers are learnt."""
 
     name: str
-    entry: Entry
+    kinds: tuple[str, ...]  # of `retrieval.KINDS`; they take turns, and one named twice has two
+    length: int | None  # tokens of a document; None: as many as a sequence has
     seed: int = 0
 
     rows = sha256 = None
@@ -147,7 +138,7 @@ def make_source(
         UsageError: there is no such source, it cannot be read, has no text or no such field.
     """
     if is_entry(name):
-        return RetrievalSource(name, parse_entry(name), seed)
+        return RetrievalSource(name, *parse_entry(name), seed)
     paths = [manuals_file()] if name == MANUALS else _local_files(name)
     if name == MANUALS or (paths and paths[0].suffix == ".txt"):
         text_field = "text"
@@ -260,9 +251,7 @@ def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
     return getattr(Dataset, read)(named, **how)
 
 
-def _reading(
-    name: str, files: Sequence[Path] = (), text_field: str = ""
-) -> AbstractContextManager[None]:
+def _reading(name: str, files: Sequence[Path], text_field: str) -> AbstractContextManager[None]:
     """Turn any error inside into a UsageError that names the source.
 
     Of several ``files`` it names the first that cannot be read or lacks the field.
@@ -282,10 +271,7 @@ def _reading(
         # the error of datasets is that it failed, and its cause why
         error = error.__cause__ or error
         why = error.details() if hasattr(error, "details") else first_line(error)
-        return (
-            f"source {name!r} cannot be read ({bad}{why}); give a file, a folder or a data set of "
-            "the hub that can."
-        )
+        return f"source {name!r} cannot be read ({bad}{why}); give files or a data set that can."
 
     return refused_as(sentence)
 
@@ -306,7 +292,7 @@ class Texts:
             self._dataset = copy.deepcopy(source.dataset)
             self._first["dataset"] = copy.deepcopy(self._dataset.state_dict())
         elif not part.has(np.arange(source.rows)).any():
-            self._refuse_nothing()
+            raise self._no_documents()
         self.load_state_dict({"begun": self._first, "taken": 0})
 
     @property
@@ -357,7 +343,7 @@ class Texts:
             texts = self._read_block()
             if not texts:
                 if not self._next["block"]:
-                    self._refuse_nothing()
+                    raise self._no_documents()
                 self._go_to({**self._first, "epoch": self.epoch + 1})
                 texts = self._read_block()
         return texts
@@ -389,13 +375,12 @@ class Texts:
             )
         return text if text and text.strip() else ""
 
-    def _refuse_nothing(self) -> None:
-        part = self._part
-        which = "held-out documents" if part.held_out else "documents"
-        rule = f"one in {part.every} is held out" if part.every else "none is held out"
-        raise UsageError(
-            f"source {self._source.name!r} has no {which} where {rule}; give it more, or hold out "
-            "those of another source."
+    def _no_documents(self) -> UsageError:
+        which = "held-out documents" if self._part.held_out else "documents"
+        rule = f"one in {self._part.every}" if self._part.every else "none"
+        return UsageError(
+            f"source {self._source.name!r} has no {which} where {rule} is held out; give it more, "
+            "or hold out those of another source."
         )
 
 
@@ -418,7 +403,8 @@ class TextDocuments(Texts):
             ids = self._tokenizer(text, **options)["input_ids"]
             if len(ids) >= 2:
                 tokens = np.asarray((*self._before, *ids, *self._after), dtype=np.int32)
-                return Document.of(tokens, np.append(tokens[1:], np.int32(IGNORED)))
+                made = tokens, np.append(tokens[1:], np.int32(IGNORED))
+                return Document(len(tokens), lambda made=made: made)
         raise UsageError(
             f"source {self._source.name!r} has only documents of fewer than two tokens, the fewest "
             "that one can be learnt of; give it longer ones, or leave it out."
@@ -449,7 +435,7 @@ class RetrievalDocuments:
         others: Sequence[TextSource],
     ) -> None:
         self._source, self._tokenizer, self._index = source, tokenizer, 0
-        self._length = source.entry.length or length
+        self._length = source.length or length
         if self._length > length:
             raise UsageError(
                 f"source {source.name!r} has documents of {self._length} tokens, and a sequence "
@@ -457,7 +443,7 @@ class RetrievalDocuments:
             )
         self._seed = f"{salt}/{source.seed}/{part.held_out}"
         self._haystacks = [Texts(other, part, f"{salt}/{source.name}") for other in others]
-        for turn in range(len(source.entry.kinds)):
+        for turn in range(len(source.kinds)):
             self.make(turn, ())
 
     def __next__(self) -> Document:
@@ -467,7 +453,7 @@ class RetrievalDocuments:
 
     def make(self, index: int, excerpts: Sequence[str]) -> Arrays:
         """Tokens and labels of a document; UsageError where it has no room for its keys."""
-        kinds = self._source.entry.kinds
+        kinds = self._source.kinds
         kind, around = kinds[index % len(kinds)], list(_sentences(excerpts)) or NOISE
         try:
             document = retrieval_document(
@@ -477,7 +463,7 @@ class RetrievalDocuments:
             # other names and numbers are drawn for each: one may be longer than the first was
             raise UsageError(f"source {self._source.name!r}: {error}") from None
         tokens = np.asarray(document.tokens, dtype=np.int32)
-        labels = np.full(len(tokens), IGNORED, np.int32)
+        labels = np.full_like(tokens, IGNORED)
         for start, end in document.answers:
             # each is predicted by the token before it
             labels[start - 1 : end - 1] = tokens[start:end]
@@ -487,7 +473,7 @@ class RetrievalDocuments:
         """As much text as one document takes; of a longer text an excerpt at a drawn place."""
         if not self._haystacks:
             return []
-        turn = self._index // len(self._source.entry.kinds)
+        turn = self._index // len(self._source.kinds)
         rng = random.Random(f"finetune/{self._seed}/text/{self._index}")
         wanted, excerpts = self._length * CHARACTERS_A_TOKEN, []
         for text in self._haystacks[turn % len(self._haystacks)].at_most_twice():
@@ -501,7 +487,7 @@ class RetrievalDocuments:
         return excerpts
 
     def state_dict(self) -> State:
-        return {"index": self._index, "texts": [texts.state_dict() for texts in self._haystacks]}
+        return {"index": self._index, "texts": [each.state_dict() for each in self._haystacks]}
 
     def load_state_dict(self, state: State) -> None:
         self._index = state["index"]

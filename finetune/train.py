@@ -27,7 +27,7 @@ from cab_hf.finetune import checkpoints, curve, dry_run, finite, meter
 from cab_hf.finetune.adapters import WEIGHTS
 from cab_hf.finetune.agreement import ending_together, facts_of, require_equal
 from cab_hf.finetune.checkpoints import Checkpoints
-from cab_hf.finetune.data import Packed, prefetched
+from cab_hf.finetune.data import prefetched
 from cab_hf.finetune.models import loaded_sha256, save_adapter
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
 from cab_hf.finetune.offload import Offload
@@ -132,7 +132,7 @@ class Run:
             packed, kept, self.read = open_data(
                 settings, self.tokenizer, self.parallel, self._tell, vocabulary
             )
-            self._agree(packed)
+            self._agree()
         self.packed, self.place = packed, packed.state_dict()
         self.data = prefetched(packed, 2 * settings.micro_batch, settings.data_workers)
         self.cost = cost
@@ -169,18 +169,15 @@ class Run:
         if offloaded:
             Offload(offloaded, device).enable(self.model)
 
-    def _agree(self, packed: Packed) -> None:
-        """Refuse processes with different texts or weights."""
+    def _agree(self) -> None:
+        """Refuse processes with different settings, texts or weights."""
         if self.processes == 1:
             return
         facts = facts_of(self.settings, self.model, self.tokenizer)
         for field, sums in self.read.items():
             for number, sha256 in enumerate(sums.values(), 1):
                 facts[f"the content of source {number} of --{field}"] = sha256
-        facts["the content of --calibration"] = calibration_sha256(self.settings)
-        # of every process one batch
-        first = packed.checksum(self.parallel.replicas * self.settings.micro_batch)
-        require_equal({**facts, "the first batch": first})
+        require_equal({**facts, "the content of --calibration": calibration_sha256(self.settings)})
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The loss and the optimiser, spread over the processes."""
@@ -374,7 +371,6 @@ class Run:
         return {**settings.identity(self.processes), "sha256": sums}
 
     def _note(self, log: Log | None, kind: str, step: int, record: Mapping[str, Any]) -> None:
-        finite.require_finite_numbers(step, record)
         if log is not None:
             log.append({"kind": kind, "step": step, **record})
 
