@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -397,9 +396,6 @@ def loaded_sha256(model: nn.Module) -> str:
     that are replaced later are not those that were loaded.
     """
     causal = causal_model(model)
-    if causal not in _contents:
-        _contents[causal] = run_models.content_sha256(causal.name_or_path)
-    return _contents[causal]
-
-
-_contents: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+    if not hasattr(causal, "_cab_sha256"):
+        causal._cab_sha256 = run_models.content_sha256(causal.name_or_path)
+    return causal._cab_sha256

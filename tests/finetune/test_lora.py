@@ -436,6 +436,7 @@ def test_a_gpu_offloads_as_few_layers_as_the_estimate_asks_for(monkeypatch, gpu_
         pytest.param(["--length", "8192"], "length is 8192", id="positions"),
         pytest.param(["--targets", "q_prj"], "targets have 'q_prj'", id="target"),
         pytest.param(["--passkey-lengths", "64"], "passkey_lengths", id="keys"),
+        pytest.param(["--cp", "2", "--length", "512"], "cp must divide the 1 processes", id="cp"),
         pytest.param(["--data", "gone.txt"], "gone.txt", id="data"),
         pytest.param(["--data", "gone.txt", "--dry-run"], "gone.txt", id="data of a dry run"),
         pytest.param(["--model", "/nowhere"], "'/nowhere' is not here", id="model"),

@@ -117,23 +117,20 @@ def test_the_loss_is_that_of_the_logits(make):
 
 
 @pytest.mark.parametrize(
-    ("model", "sentence"),
+    ("kind", "config", "sentence"),
     [
         pytest.param(
-            lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, final_logit_softcapping=30.0)),
+            Gemma2ForCausalLM,
+            Gemma2Config(**SMALL, final_logit_softcapping=30.0),
             r"Gemma2ForCausalLM caps its logits \(final_logit_softcapping=30.0\)",
             id="soft cap",
         ),
-        pytest.param(
-            lambda: PhiForCausalLM(PhiConfig(**SMALL)),
-            "PhiForCausalLM has a head with a bias",
-            id="bias",
-        ),
+        pytest.param(PhiForCausalLM, PhiConfig(**SMALL), "has a head with a bias", id="bias"),
     ],
 )
-def test_heads_of_other_logits_are_refused(model, sentence):
+def test_heads_of_other_logits_are_refused(kind, config, sentence):
     with pytest.raises(NotImplementedError, match=sentence):
-        forward_hidden(model().eval(), batch_of())
+        forward_hidden(kind(config).eval(), batch_of())
 
 
 LLAMA = {"max_position_embeddings": 1000, "head_dim": 16}
