@@ -29,7 +29,7 @@ def read_adapter_config(adapter: Path) -> Any:
     """PEFT's config of an adapter; UsageError where it, its weights or LoRA is missing."""
     from peft import LoraConfig, PeftConfig
 
-    if not (adapter / run_models.ADAPTER_CONFIG).is_file() or not (adapter / WEIGHTS).is_file():
+    if not all((adapter / name).is_file() for name in (run_models.ADAPTER_CONFIG, WEIGHTS)):
         raise UsageError(
             f"adapter must be a folder with {run_models.ADAPTER_CONFIG} and {WEIGHTS}; got "
             f"{str(adapter)!r}."
@@ -81,18 +81,13 @@ def check_base(
     ``fields`` are those of `read_base`, ``recorded`` is the name in PEFT's config.
     """
     if fields.get("sha256"):
-        seen = run_models.content_sha256(base)
-        if seen != fields["sha256"]:
-            raise UsageError(
-                f"adapter {adapter.name} was trained in a model of SHA-256 "
-                f"{fields['sha256'][:12]}, "
-                f"and base {name_of(base)!r} has {seen[:12]}; {advice}."
-            )
-    elif name_of(base) != name_of(recorded or base):
-        raise UsageError(
-            f"adapter {adapter.name} was trained in {name_of(recorded)!r}, and base is "
-            f"{name_of(base)!r}; {advice}."
-        )
+        wanted, seen = fields["sha256"], run_models.content_sha256(base)
+        of, has = f"a model of SHA-256 {wanted[:12]}", f"base {name_of(base)!r} has {seen[:12]}"
+    else:
+        wanted, seen = name_of(recorded or base), name_of(base)
+        of, has = repr(wanted), f"base is {seen!r}"
+    if seen != wanted:
+        raise UsageError(f"adapter {adapter.name} was trained in {of}, and {has}; {advice}.")
 
 
 def name_of(model: str) -> str:

@@ -16,6 +16,7 @@ import signal
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,39 +31,28 @@ from cab_hf.runs.settings import UsageError
 
 KEPT = 2  # of the newest
 SHARED, MINE, ADAPTER = "shared.pt", "process-{}.pt", "adapter"
-NAME = re.compile(r"step-(\d{8,})")
+NAME = re.compile(r"step-\d{8,}")
 State = dict[str, Any]
 
 
+@dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of a run, in one folder that all of its processes see.
+    """The checkpoints of a run, in one folder that all of its processes see."""
 
-    Args:
-        wait: a barrier of all processes.
-        result: the name of what is trained, a folder in each checkpoint.
-    """
-
-    def __init__(
-        self,
-        folder: Path | str,
-        rank: int,
-        processes: int,
-        wait: Callable[[], None],
-        result: str = ADAPTER,
-    ) -> None:
-        self.folder, self.rank, self.result = Path(folder), rank, result
-        self.processes, self.wait = processes, wait
+    folder: Path
+    rank: int
+    processes: int
+    wait: Callable[[], None]  # a barrier of all processes
+    result: str = ADAPTER  # the name of what is trained, a folder in each checkpoint
 
     def newest(self) -> Path | None:
         """The folder of the last complete checkpoint; None where there is none."""
-        return max(self._complete(), key=step_of, default=None)
+        return next(reversed(self._complete()), None)
 
     def save(
         self, step: int, shared: State, mine: State, write_result: Callable[[Path], None]
     ) -> Path:
         """Save as the checkpoint of ``step``, called by all processes; its folder.
-
-        One that exists already is left as it is.
 
         Args:
             shared: what is the same in all processes; that of process 0 is saved.
@@ -74,13 +64,10 @@ class Checkpoints:
         """
         target = self.folder / f"step-{step:08d}"
         aside = self.folder / f".{target.name}.partial"
-        if target.exists():
-            return target
         with writing(target):
             if self.rank == 0:
-                self.folder.mkdir(parents=True, exist_ok=True)
                 self.clear()
-                aside.mkdir()
+                aside.mkdir(parents=True)
             self.wait()
             own = aside / MINE.format(self.rank)
             _write(mine, own)
@@ -119,8 +106,10 @@ class Checkpoints:
         files = (file for file in place.rglob("*") if file.is_file())
         return {str(file.relative_to(place)): file_sha256(file) for file in files}
 
-    def _complete(self) -> Iterator[Path]:
-        return (path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name))
+    def _complete(self) -> list[Path]:
+        """The folders of complete checkpoints, the newest last."""
+        complete = (path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name))
+        return sorted(complete, key=step_of)
 
     def clear(self) -> None:
         """Remove what a kill left half-written or half-removed; for process 0."""
@@ -132,7 +121,7 @@ class Checkpoints:
             put_on_disk(path)
         os.rename(aside, target)
         put_on_disk(self.folder)
-        for old in sorted(self._complete(), key=step_of)[:-KEPT]:
+        for old in self._complete()[:-KEPT]:
             # half-removed, it must not look complete
             hidden = old.with_name(f".{old.name}.removed")
             os.rename(old, hidden)
@@ -159,7 +148,7 @@ def _read(path: Path) -> State:
     except Exception:
         # torch's message is how to run the code in it
         state = None
-    if not isinstance(state, dict):
+    if state is None:
         raise _unreadable(path.parent, f"{path.name} is damaged, or belongs to another run")
     return state
 
@@ -172,8 +161,7 @@ def _unreadable(folder: Path, why: str) -> UsageError:
 
 
 def step_of(folder: Path) -> int:
-    """The step of a checkpoint's folder."""
-    return int(NAME.fullmatch(folder.name)[1])
+    return int(folder.name.removeprefix("step-"))
 
 
 def put_on_disk(path: Path) -> None:
@@ -261,9 +249,12 @@ def _sharded_like(value: Tensor, parameter: Tensor) -> Tensor:
 def random_state() -> State:
     """The state of every generator that this process may draw from."""
     kind, keys, *rest = np.random.get_state()
-    numbers = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest)}
-    on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
-    return {**numbers, "torch": torch.get_rng_state(), **on_gpu}
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+    }
 
 
 def load_random_state(state: Mapping[str, Any]) -> None:
@@ -271,5 +262,5 @@ def load_random_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if "cuda" in state:
+    if state.get("cuda") is not None:
         torch.cuda.set_rng_state(state["cuda"])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -42,8 +40,8 @@ class Packed:
     the cut still predicting the first behind it. Synthetic documents are never cut: one that does
     not fit waits for the next sequence, and where nothing else fits, padding fills this one.
 
-    Sequence i goes to process i % ``world``. The order does not depend on ``world``: every process
-    packs all sequences and makes tensors of its own.
+    Sequence i goes to process i % ``world``. Every process packs all sequences and makes tensors of
+    its own, so that the order does not depend on ``world``.
 
     Args:
         sources: each with its share of the tokens; synthetic documents are hidden in the texts of
@@ -54,9 +52,9 @@ class Packed:
             `held_out`; 0 keeps none.
         only_held_out: pack those that are kept instead of the others.
         vocabulary: how many tokens the model knows; None: any number.
+
     Raises:
-        UsageError: arguments that make no sense together; while reading, documents that cannot be
-            read or learnt.
+        UsageError: no source has a share; while reading, documents that cannot be read or learnt.
     """
 
     def __init__(
@@ -72,15 +70,10 @@ class Packed:
         only_held_out: bool = False,
         vocabulary: int | None = None,
     ) -> None:
-        _check(sources, length, rank, world, hold_out)
+        if not any(share for _, share in sources):
+            raise UsageError("data must have a source whose share of the tokens is above 0.")
         self.length, self.rank, self.world = length, rank, world
         self._tokenizer, self._vocabulary = tokenizer, vocabulary or math.inf
-        self._identity = {
-            "sources": [[source.name, source.rows, float(share)] for source, share in sources],
-            "length": length,
-            "seed": seed,
-            "hold_out": hold_out,
-        }
         # nothing is learnt of padding
         padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self._padding = next(x for x in padding if x is not None and x < self._vocabulary)
@@ -88,13 +81,15 @@ class Packed:
         texts = [source for source, _ in sources if isinstance(source, TextSource)]
         self._cursors = []
         for place, (source, share) in enumerate(sources):
+            if not share:
+                continue
             # one entry named twice is shuffled twice
             how = part, f"{seed}/{place}", tokenizer
-            if share and isinstance(source, TextSource):
-                self._cursors.append(SourceCursor(TextDocuments(source, *how), share))
-            elif share:
+            if isinstance(source, TextSource):
+                documents = TextDocuments(source, *how)
+            else:
                 documents = RetrievalDocuments(source, *how, length, texts)
-                self._cursors.append(SourceCursor(documents, share))
+            self._cursors.append(SourceCursor(documents, share))
         self._made = 0  # sequences, of all processes
 
     @property
@@ -123,39 +118,13 @@ class Packed:
     def state_dict(self) -> State:
         """The place behind the last sequence, small and as JSON has it; equal in all processes."""
         self._finish_round()
-        cursors = [cursor.state_dict() for cursor in self._cursors]
-        return {"identity": self._identity, "made": self._made, "cursors": cursors}
+        return {"made": self._made, "cursors": [each.state_dict() for each in self._cursors]}
 
     def load_state_dict(self, state: State) -> None:
-        """Resume from a place, in as many processes as divide the sequences made until then.
-
-        Raises:
-            UsageError: it is a place in other data, or ``world`` does not divide.
-        """
-        for name, mine in self._identity.items():
-            theirs = state["identity"].get(name)
-            if theirs != mine:
-                raise UsageError(
-                    f"{name} of the data must be {theirs!r}, as where the run goes on; got "
-                    f"{mine!r}."
-                )
+        """Resume from a place in the same data; ``world`` must divide the sequences made."""
         self._made = state["made"]
-        if self._made % self.world:
-            raise UsageError(
-                f"world must divide the {self._made} sequences read until the run goes on; got "
-                f"{self.world}."
-            )
         for cursor, place in zip(self._cursors, state["cursors"], strict=True):
             cursor.load_state_dict(place)
-
-    def checksum(self, sequences: int) -> int:
-        """Of the tokens and labels of what comes next in all processes; the place stays."""
-        place, result = self.state_dict(), 0
-        for _ in range(sequences):
-            for part in chain(*(piece.make() for piece in self._pack())):
-                result = zlib.crc32(part.tobytes(), result)
-        self.load_state_dict(place)
-        return result
 
     def _finish_round(self) -> None:
         """Pass over what the other processes read beside this one's last sequence."""
@@ -266,30 +235,12 @@ def held_out(
     Fewer where these hold every such document already. ``hold_out`` is 1 for sources that training
     does not read; other arguments and errors are those of `Packed`.
     """
-    if count < 1:
-        raise UsageError(f"count of held-out sequences must be 1 or more; got {count!r}.")
     how = {"hold_out": hold_out, "only_held_out": True, "vocabulary": vocabulary}
     packed = Packed(tokenizer, sources, length, seed, **how)
     sequences: list[Item] = []
     while len(sequences) < count and not packed.epoch:
         sequences.append(next(packed))
     return sequences
-
-
-def _check(
-    sources: Sequence[tuple[Source, float]], length: int, rank: int, world: int, hold_out: int
-) -> None:
-    shares = [share for _, share in sources]
-    numbers = all(math.isfinite(share) and share >= 0 for share in shares)
-    for holds, rule, seen in (
-        (any(shares), "sources must be at least one with a share of the tokens", shares),
-        (numbers, "shares of sources must be numbers, none below 0", shares),
-        (length >= 2, "length must be 2 tokens or more", length),
-        (0 <= rank < world, "rank must be 0 or more and below world", f"{rank} of {world}"),
-        (hold_out >= 0, "hold_out must be 0 or more", hold_out),
-    ):
-        if not holds:
-            raise UsageError(f"{rule}; got {seen}.")
 
 
 def _as_tensors(pieces: Sequence[Document], length: int, padding: int) -> Item:

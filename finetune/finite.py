@@ -1,4 +1,4 @@
-"""Refusals of a step, a checkpoint or a log line with numbers that are not finite.
+"""Refusals of a step or a checkpoint with numbers that are not finite; logs refuse them as well.
 
 A single NaN spreads to every value that is trained, and from there into every checkpoint.
 """
@@ -39,8 +39,7 @@ def require_finite_step(
     culprits = []
     if wrong:
         gradients = ((name, x.grad) for name, x in trained(model).items() if x.grad is not None)
-        weight = first_not_finite(model.named_parameters())
-        gradient = first_not_finite(gradients)
+        weight, gradient = map(first_not_finite, (model.named_parameters(), gradients))
         if weight is not None:
             culprits = [f"a weight that is not finite, in {weight}"]
         elif gradient is not None:
@@ -72,13 +71,3 @@ def require_finite_state(
             f"step {step} has left {name} with values that are not finite; it is not saved. Give a "
             "smaller lr or weight_decay, and the run goes on from the checkpoint before."
         )
-
-
-def require_finite_numbers(step: int, record: Mapping[str, Any]) -> None:
-    """Refuse to log numbers that JSON cannot hold, naming the step and the number."""
-    for name, value in record.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(
-                f"step {step} has a {name} of {value}; it is neither logged nor saved. Give a "
-                "smaller lr, and the run goes on from the checkpoint before."
-            )

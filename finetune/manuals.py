@@ -103,27 +103,15 @@ def _check(name: str, result: str, pinned: str) -> None:
 
 
 def documents(archive: bytes, folder: str) -> list[str]:
-    """The documents of a manual, each of consecutive files.
+    """The documents of a manual, each of consecutive files: of each folder its own first, by name.
 
-    Each has `LEAST` characters or more, or is the whole manual.
+    Each document has `LEAST` characters or more, or is the whole manual.
 
     Args:
         archive: a source distribution.
         folder: of the manual's text, inside.
     """
-    parts: list[list[str]] = [[]]
-    for text in _files(archive, folder):
-        if sum(map(len, parts[-1])) >= LEAST:
-            parts.append([])
-        parts[-1].append(text)
-    if len(parts) > 1 and sum(map(len, parts[-1])) < LEAST:
-        parts[-2].extend(parts.pop())
-    return ["\n\n\n".join(texts) for texts in parts if texts]
-
-
-def _files(archive: bytes, folder: str) -> list[str]:
-    """The texts of a manual: of each folder its own files first, by their names."""
-    results = []
+    files = []
     with tarfile.open(fileobj=io.BytesIO(archive)) as sdist:
         for member in sdist:
             # the first part of a path is the package and its version
@@ -136,8 +124,15 @@ def _files(archive: bytes, folder: str) -> list[str]:
             text = sdist.extractfile(member).read().decode("utf-8-sig", errors="replace")
             text = "\n".join(text.splitlines()).strip()
             if len(text) >= SHORTEST:
-                results.append((path.parent.parts, path.name, text))
-    return [text for _, _, text in sorted(results)]
+                files.append((path.parent.parts, path.name, text))
+    parts: list[list[str]] = [[]]
+    for *_, text in sorted(files):
+        if sum(map(len, parts[-1])) >= LEAST:
+            parts.append([])
+        parts[-1].append(text)
+    if len(parts) > 1 and sum(map(len, parts[-1])) < LEAST:
+        parts[-2].extend(parts.pop())
+    return ["\n\n\n".join(texts) for texts in parts if texts]
 
 
 def download(sdist: str) -> bytes:

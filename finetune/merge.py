@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import sys
 import tempfile
 import warnings
@@ -33,7 +32,7 @@ from cab_hf.finetune.adapters import (
     read_base,
     reading,
 )
-from cab_hf.finetune.models import causal_model, open_model
+from cab_hf.finetune.models import causal_model
 from cab_hf.runs import models as run_models
 from cab_hf.runs.log import write_atomically, writing
 from cab_hf.runs.markdown import code, plain
@@ -149,8 +148,10 @@ def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeS
     dtype = settings.dtype or _name_of_dtype(model_config.dtype or torch.float32)
     if dtype not in BOUNDS:
         raise UsageError(f"base {name_of(base)!r} has weights of {dtype}; give --dtype bfloat16.")
-    options = {"trust_remote_code": trusted}
-    model, tokenizer = open_model(base, model_config, dtype, settings.device, **options)
+    options = {"config": model_config, "trust_remote_code": trusted}
+    model, tokenizer = run_models.load_model(base, settings.device, dtype, **options)
+    # PEFT warns of a path where it knows a name
+    model.name_or_path = base
     # what is not local is in a cache by now
     check_base(adapter, base, given, config.base_model_name_or_path, ADVICE)
     adapted = attach(model, adapter, config)
@@ -171,14 +172,12 @@ def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
     """``model`` with the adapter in ``adapter``; UsageError where they do not fit."""
     from peft import get_peft_model
 
-    try:
-        adapted = get_peft_model(model, config).eval()
-    except ValueError as error:
-        raise misfit(adapter, model, first_sentence(error), ADVICE) from error
-    except (TypeError, AttributeError, KeyError, ImportError, re.error) as error:
-        # of values that PEFT does not look at when it reads them
-        with reading(adapter, run_models.ADAPTER_CONFIG):
-            raise error
+    # other errors are of values that PEFT does not look at when it reads them
+    with reading(adapter, run_models.ADAPTER_CONFIG):
+        try:
+            adapted = get_peft_model(model, config).eval()
+        except ValueError as error:
+            raise misfit(adapter, model, first_sentence(error), ADVICE) from error
     load_weights(adapted, adapter, ADVICE)
     return adapted
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,34 +50,23 @@ ATTENTION = 12
 
 @dataclass(frozen=True)
 class Cost:
-    """What the FLOPs and the memory of a model's training step depend on.
+    """What the FLOPs and the memory of a model's training step depend on."""
 
-    Attributes:
-        frozen, trained: weights of linear layers, which multiply every token; 0 if ``uncounted``.
-        linear: frozen weights of linear layers in any case.
-        windows: of each layer, the tokens that its sliding window shows; None without one.
-        channels, kv_channels: of each layer, query and KV heads times head dim; where keys and
-            values have head dims of their own, their mean.
-        heads: query heads, of the layer with the most.
-        inner: channels inside of the widest MLP; four times the hidden size where unknown.
-        weight_bytes: of frozen parameters and buffers.
-        uncounted: why the number of weights that a token uses is unknown; None where it is known.
-        untiled: as of `tiles.untiled_mlps`.
-    """
-
+    # weights of linear layers, which multiply every token; 0 where ``uncounted``
     frozen: int
     trained: int
-    linear: int
-    windows: tuple[int | None, ...]
+    linear: int  # frozen weights of linear layers in any case
+    windows: tuple[int | None, ...]  # tokens that each layer's sliding window shows
+    # of each layer, heads times head dim; the mean of keys and values where theirs differ
     channels: tuple[int, ...]
     kv_channels: tuple[int, ...]
-    heads: int
-    inner: int
+    heads: int  # query heads, of the layer with the most
+    inner: int  # channels inside of the widest MLP
     parameters: int
     trained_parameters: int
-    weight_bytes: int
-    uncounted: str | None
-    untiled: tuple[str, ...]
+    weight_bytes: int  # of frozen parameters and buffers
+    uncounted: str | None  # why the number of weights that a token uses is unknown
+    untiled: tuple[str, ...]  # as of `tiles.untiled_mlps`
     config: Any = field(repr=False)
 
     @classmethod
@@ -191,39 +179,19 @@ def peak_gib(device: torch.device) -> float | None:
     return peak
 
 
-class Meter:
-    """Counts what a step of this process computes.
+def count(cost: Cost, positions: Tensor, layers: Iterable[Mapping[str, Any]]) -> Tensor:
+    """What a micro batch takes, float64 [4]: tokens, and the FLOPs of products with weights, of
+    pairs that were attended, and of all pairs that causality allows.
 
-    Attributes:
-        totals: tokens, and the FLOPs of products with weights, of pairs that were attended, and of
-            all pairs that causality allows; `line` takes their sums over all processes.
+    Args:
+        positions: int [B, N], restarting with each document.
+        layers: its `cab_hf.stats`; layers without a density attended everything.
     """
-
-    def __init__(self, cost: Cost) -> None:
-        self.cost = cost
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a step."""
-        self._start, self.totals = time.perf_counter(), [0.0] * 4
-
-    def count(self, positions: Tensor, layers: Iterable[Mapping[str, Any]]) -> None:
-        """Add a micro batch, after its backward pass.
-
-        Args:
-            positions: int [B, N], restarting with each document.
-            layers: its `cab_hf.stats`; layers without a density attended everything.
-        """
-        causal = self.cost.attention(self.cost.pairs(positions))
-        densities = (1.0 if x["density"] is None else x["density"] for x in layers)
-        attended = sum(flops * share for flops, share in zip(causal, densities, strict=True))
-        tokens = positions.numel()
-        counted = (tokens, self.cost.products(tokens), attended, sum(causal))
-        self.totals = [total + more for total, more in zip(self.totals, counted, strict=True)]
-
-    def seconds(self) -> float:
-        """Seconds since the step began; the device must have been waited for."""
-        return time.perf_counter() - self._start
+    causal = cost.attention(cost.pairs(positions))
+    densities = (1.0 if x["density"] is None else x["density"] for x in layers)
+    attended = sum(flops * share for flops, share in zip(causal, densities, strict=True))
+    tokens = positions.numel()
+    return torch.tensor([tokens, cost.products(tokens), attended, sum(causal)], dtype=torch.float64)
 
 
 def line(
@@ -232,7 +200,7 @@ def line(
     """The speed of a step, as the log has it.
 
     Args:
-        totals: sums of `Meter.totals` over all processes.
+        totals: sums of `count` over all micro batches and processes.
         peak: FLOP/s that a device could reach, or None.
     """
     tokens, products, attended, causal = totals
@@ -293,7 +261,7 @@ def memory(
     Args:
         itemsize: bytes of an activation.
         checkpointing: whether layers keep only their input.
-        shards, cp: processes that the weights are spread over, and those that the tokens are.
+        shards, cp: processes that weights, and tokens, are spread over.
         loss_tokens: tokens whose logits exist at once.
         quantised: bytes of a weight of the layers, where ``cost`` is of another dtype.
         tile: tokens that MLPs compute at a time; 0: all of them.

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -62,26 +61,15 @@ def load_model(
     stretch_positions(config, name, length, rope, rope_factor, rope_theta)
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     options |= _four_bits(dtype, device) if qlora else {}
-    model, tokenizer = open_model(name, config, dtype, device, **options)
+    model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
+    # what PEFT records as the base of an adapter: no path where there is a name
+    model.name_or_path = name
     if attn_implementation in SPARSE:
         complete = cab_config is None or isinstance(cab_config, CabConfig)
         apply_cab(model, cab_config) if complete else apply_cab(model, **cab_config)
     elif isinstance(cab_config, Mapping):
         # nothing reads them, but they are refused as where something does
         cab_config_of(model.config.get_text_config()).changed(**cab_config)
-    return model, tokenizer
-
-
-def open_model(
-    name: str, config: PreTrainedConfig, dtype: str, device: Any, **options: Any
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model ``name`` of a ``config`` in eval mode, and its tokenizer; errors of `load_model`.
-
-    ``options`` are those of ``from_pretrained``.
-    """
-    model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
-    # what PEFT records as the base of an adapter: no path where there is a name
-    model.name_or_path = name
     return model, tokenizer
 
 
@@ -125,18 +113,10 @@ def stretch_positions(
             as much (``configs/smollm2_128k_start.yaml``).
 
     Raises:
-        ValueError: positions that do not reach, a scaling of what has one already or has no
-            rotary positions, or numbers without the scaling they are for.
+        ValueError: positions that do not reach, or a scaling of what has one already or has no
+            rotary positions.
     """
-    if rope not in (*ROPES, None):
-        raise ValueError(f"rope is {rope!r}; it must be one of {', '.join(ROPES)}, or None.")
-    if theta is not None and (rope != "theta" or theta <= 0):
-        raise ValueError(
-            f"rope_theta is {theta} and rope {rope!r}; it is the base of 'theta', > 0."
-        )
     if rope is None:
-        if factor is not None:
-            raise ValueError(f"rope_factor is {factor} and rope is None; give one of {ROPES}.")
         reach = run_models.most_tokens(config)
         if None not in (length, reach) and length > reach:
             raise ValueError(
@@ -157,7 +137,18 @@ def stretch_positions(
             f"rope is {rope!r} and the positions of model {name!r} have the scaling "
             f"{parameters['rope_type']!r} already; leave rope out, or take a model without."
         )
-    factor = _factor(factor, length, original, rope)
+    needed = 0.0 if length is None else length / original
+    if factor is None and needed <= 1:
+        raise ValueError(
+            f"rope is {rope!r} and length {length} is within the {original} positions of the "
+            "model; leave rope out, or give rope_factor."
+        )
+    factor = factor or needed
+    if factor < max(1.0, needed):
+        raise ValueError(
+            f"rope_factor is {factor:g} and must be at least {max(1.0, needed):g}, for a length of "
+            f"{length} tokens in a model of {original} positions."
+        )
     if rope == "theta":
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         dim = int(dim * parameters.get("partial_rotary_factor", 1.0))
@@ -174,22 +165,6 @@ def stretch_positions(
         text.max_position_embeddings = round(factor * original)
 
 
-def _factor(factor: float | None, length: int | None, original: int, rope: str) -> float:
-    needed = 0.0 if length is None else length / original
-    if factor is None and needed <= 1:
-        raise ValueError(
-            f"rope is {rope!r} and length {length} is within the {original} positions of the "
-            "model; leave rope out, or give rope_factor."
-        )
-    factor = needed if factor is None else float(factor)
-    if factor < max(1.0, needed):
-        raise ValueError(
-            f"rope_factor is {factor:g} and must be at least {max(1.0, needed):g}, for a length of "
-            f"{length} tokens in a model of {original} positions."
-        )
-    return factor
-
-
 def with_lora(
     model: PreTrainedModel,
     targets: Sequence[str] | str,
@@ -197,8 +172,6 @@ def with_lora(
     alpha: float,
     dropout: float = 0.0,
     norms: bool = False,
-    embeddings: bool = False,
-    qlora: bool = False,
 ) -> Any:
     """``model`` with LoRA adapters, all else frozen; a PeftModel. What is trained is in float32.
 
@@ -209,9 +182,7 @@ def with_lora(
             the head.
         alpha: an adapter's product is scaled by ``alpha / rank``.
         dropout: of the inputs of adapters.
-        norms: train all norms as well, and
-        embeddings: the input embeddings, as LongLoRA does; with them a head that is tied to them.
-        qlora: ``model`` is one of 4 bits; refused where it is not.
+        norms: train all norms as well.
 
     Raises:
         ValueError: a target that is no layer of the model, adapters of a head that is tied to the
@@ -221,25 +192,16 @@ def with_lora(
 
     listed = sorted(set(targets.split(",") if isinstance(targets, str) else targets))
     targets = ALL_LINEAR if listed == [ALL_LINEAR] else listed
-    if qlora and not getattr(model, "is_loaded_in_4bit", False):
-        raise ValueError(
-            "qlora is True and the model has no 4-bit weights; load it with qlora too."
-        )
-    head = model.get_output_embeddings()
-    tied = head is not None and head.weight is model.get_input_embeddings().weight
     if targets != ALL_LINEAR:
-        _check_targets(model, targets, dropout, tied)
+        _check_targets(model, targets, dropout)
     # transformers has no class for all norms
     kept = {_last_name(n) for n, m in model.named_modules() if type(m).__name__.endswith("Norm")}
-    kept = sorted(kept) if norms else []
-    kept += [_name_of(model, model.get_input_embeddings())] if embeddings else []
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules=targets,
-        modules_to_save=kept or None,
-        ensure_weight_tying=embeddings and tied,
+        modules_to_save=sorted(kept) if norms else None,
         task_type="CAUSAL_LM",
     )
     adapted = get_peft_model(model, config)
@@ -292,9 +254,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
         causal.disable_input_require_grads()
 
 
-def _check_targets(
-    model: PreTrainedModel, targets: Sequence[str], dropout: float, tied: bool
-) -> None:
+def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: float) -> None:
     # those of bitsandbytes are of this class too
     names = {_last_name(name) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for target in targets:
@@ -302,11 +262,13 @@ def _check_targets(
             near = difflib.get_close_matches(target, sorted(names), n=1)
             text = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(names))}."
             raise ValueError(f"targets have {target!r}, no linear layer of this model; {text}")
-    head = _name_of(model, model.get_output_embeddings())
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is model.get_input_embeddings().weight
+    head = next((_last_name(name) for name, m in model.named_modules() if m is head), None)
     if head in targets and tied:
         raise ValueError(
             f"targets have {head!r}, which shares its weight with the embeddings in this model; "
-            "train both with embeddings, or leave it out."
+            "leave it out."
         )
     if head in targets and dropout:
         raise ValueError(
@@ -319,27 +281,14 @@ def _last_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _name_of(model: nn.Module, wanted: nn.Module | None) -> str | None:
-    """The last name of a module."""
-    names = (_last_name(name) for name, module in model.named_modules() if module is wanted)
-    return next(names, None)
-
-
 def _keep_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have modules trained in float32 return the dtype that the model computes in."""
+    """Have norms trained in float32 return the dtype that the model computes in."""
     from peft.utils import ModulesToSaveWrapper
 
     for wrapper in model.modules():
-        if not isinstance(wrapper, ModulesToSaveWrapper):
-            continue
-        for module in wrapper.modules_to_save.values():
-            if isinstance(module, nn.Linear):
-                # a head is in float32 itself
-                module.register_forward_pre_hook(
-                    lambda module, inputs: tuple(x.to(module.weight.dtype) for x in inputs)
-                )
-            else:
-                module.register_forward_hook(lambda module, inputs, output: output.to(dtype))
+        if isinstance(wrapper, ModulesToSaveWrapper):
+            for norm in wrapper.modules_to_save.values():
+                norm.register_forward_hook(lambda module, inputs, output: output.to(dtype))
 
 
 def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -409,22 +358,12 @@ def _head_of(causal: PreTrainedModel) -> nn.Module:
 
 
 def head_weight(head: nn.Module) -> Tensor:
-    """[V, D]: what a head multiplies by, the products of its adapters added.
-
-    Raises:
-        NotImplementedError: for an adapter that is no plain LoRA.
-    """
+    """[V, D]: what a head multiplies by, the product of an adapter of `with_lora` added."""
     if not hasattr(head, "lora_A"):
         return head.weight
-    weight = head.base_layer.weight
-    for name in () if head.merged or head.disable_adapters else head.active_adapters:
-        if head.lora_variant.get(name) is not None or name not in head.lora_A:
-            raise NotImplementedError(
-                f"the head has adapter {name!r}, which is no plain LoRA; leave the head out."
-            )
-        a, b = head.lora_A[name].weight, head.lora_B[name].weight
-        weight = weight + (head.scaling[name] * (b @ a)).to(weight.dtype)
-    return weight
+    (name,), weight = head.active_adapters, head.base_layer.weight
+    product = head.lora_B[name].weight @ head.lora_A[name].weight
+    return weight + (head.scaling[name] * product).to(weight.dtype)
 
 
 def save_adapter(
@@ -437,16 +376,9 @@ def save_adapter(
 
     Args:
         adapted: what `with_lora` returned, unwrapped.
-        state_dict: its parameters, gathered where FSDP has sharded them; each under one name at
-            least, if it has several.
+        state_dict: its parameters, gathered where FSDP has sharded them.
     """
     folder = Path(folder)
-    if state_dict is not None:
-        # PyTorch lists tied parameters once, and PEFT looks for all of their names
-        named = dict(adapted.named_parameters(remove_duplicate=False))
-        known = {id(named[name]): x for name, x in state_dict.items() if name in named}
-        tied = {name: known[id(each)] for name, each in named.items() if id(each) in known}
-        state_dict = {**tied, **state_dict}
     # PEFT would ask a hub whether the embeddings have grown
     adapted.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
     tokenizer.save_pretrained(folder)
@@ -464,9 +396,6 @@ def loaded_sha256(model: nn.Module) -> str:
     that are replaced later are not those that were loaded.
     """
     causal = causal_model(model)
-    if causal not in _contents:
-        _contents[causal] = run_models.content_sha256(causal.name_or_path)
-    return _contents[causal]
-
-
-_contents: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+    if not hasattr(causal, "_cab_sha256"):
+        causal._cab_sha256 = run_models.content_sha256(causal.name_or_path)
+    return causal._cab_sha256

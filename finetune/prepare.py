@@ -48,10 +48,8 @@ def adapted(settings: Settings, model: nn.Module) -> nn.Module:
     )
     if settings.train == ALL:
         return model.requires_grad_(True)
-    how = {name: getattr(settings, name) for name in ("dropout", "norms", "embeddings")}
-    # a skeleton has no bits at all
-    how["qlora"] = settings.qlora and not settings.dry_run
-    return with_lora(model, settings.targets, settings.rank, settings.alpha, **how)
+    adapter = settings.targets, settings.rank, settings.alpha
+    return with_lora(model, *adapter, settings.dropout, settings.norms)
 
 
 def open_data(

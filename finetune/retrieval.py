@@ -10,7 +10,7 @@ import difflib
 import random
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 from cab_hf.runs.settings import UsageError
 from cab_hf.texts.documents import Document, recall_document
@@ -50,20 +50,13 @@ BEGINNING = 3  # tokens of a repeated sentence that are given, to identify it
 KINDS = (*KEYS, REPEATS, KEYS_ALONE, *TASKS)
 
 
-class Entry(NamedTuple):
-    """What a source of synthetic documents is made of."""
-
-    kinds: tuple[str, ...]  # of KINDS; they take turns, and one named twice has two
-    length: int | None  # tokens of a document; None: as many as a sequence has
-
-
 def is_entry(name: str) -> bool:
     """Whether a source named so is synthetic."""
     return name.partition(":")[0] == PREFIX
 
 
-def parse_entry(name: str) -> Entry:
-    """``retrieval:KIND+KIND:LENGTH`` as an `Entry`; ``:LENGTH`` may be left out.
+def parse_entry(name: str) -> tuple[tuple[str, ...], int | None]:
+    """(kinds, tokens of a document) of ``retrieval:KIND+KIND:LENGTH``; None without ``:LENGTH``.
 
     Raises:
         UsageError: a kind is none, or the length no number of tokens.
@@ -78,7 +71,7 @@ def parse_entry(name: str) -> Entry:
             near = difflib.get_close_matches(kind, KINDS, n=1)
             text = f"did you mean {near[0]}" if near else f"the kinds are {', '.join(KINDS)}"
             raise UsageError(f"{PREFIX} has no kind {kind!r} in {name!r}; {text}.")
-    return Entry(tuple(kinds.split("+")), int(length) if length else None)
+    return tuple(kinds.split("+")), int(length) if length else None
 
 
 def retrieval_document(

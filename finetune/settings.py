@@ -42,10 +42,9 @@ LEAST = (
     (0, "0 or more", ("peak_tflops", "gpu_gib", "host_gib")),
     (0, "auto, or 0 or more", ("tile_tokens", "offload_layers")),
 )
-TRACKERS = ("tensorboard", "trackio", "wandb")
 # settings that may change when a run goes on: they decide where and how often, and not what
 FREE = (
-    *("out", "save_every", "eval_every", "trackers", "dry_run", "cpu", "peak_tflops"),
+    *("out", "save_every", "eval_every", "dry_run", "cpu", "peak_tflops"),
     *("offload_layers", "gpu_gib", "host_gib", "link_gbs", "data_workers"),
 )
 
@@ -89,7 +88,6 @@ class Settings:
     alpha: float = option(32.0, "LoRA scales its product by alpha / rank", float)
     dropout: float = option(0.0, "dropout of LoRA's inputs", float)
     norms: bool = flag("train norms, too")
-    embeddings: bool = flag("train embeddings, too")
     adapter: str | None = option(None, "folder of an adapter to begin with", str)
     adapter_dtype: str = option("float32", "dtype in which the adapter or model is saved")
     qlora: bool = flag("hold frozen weights in 4 bits (bitsandbytes)")
@@ -130,9 +128,6 @@ class Settings:
     passkey_lengths: tuple[int, ...] = option(
         (), "their lengths (default: half of --length, and --length)", comma_separated(parse_length)
     )
-    trackers: tuple[str, ...] = option(
-        (), f"also log to some of {', '.join(TRACKERS)}", comma_separated(str)
-    )
     peak_tflops: float = option(0.0, "peak TFLOP/s of the GPU in bfloat16; 0: by its name", float)
     gpu_gib: float = option(0.0, "GiB of the GPU for the estimate; 0: all it has", float)
     host_gib: float = option(0.0, "GiB of the host for the estimate; 0: all it has", float)
@@ -142,8 +137,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         adapted, offloading = self.train == ADAPTER, self.checkpointing or not self.offload_layers
+        scaled = self.rope != "none"
         reach = 2 <= max(self.passkey_lengths, default=2) <= self.length
-        unknown = [name for name in self.trackers if name not in TRACKERS]
         choices = {"train": (ADAPTER, ALL), "dtype": DTYPES, "adapter_dtype": DTYPES}
         for name, accepted in {**choices, "rope": ("none", *ROPES)}.items():
             require(self, name, getattr(self, name) in accepted, f"one of {', '.join(accepted)}")
@@ -163,6 +158,8 @@ class Settings:
             ("dropout", adapted or not self.dropout, "0 with train=all"),
             ("qlora", adapted or not self.qlora, "off with train=all"),
             ("adapter", adapted or not self.adapter, "none with train=all"),
+            ("rope_factor", scaled or not self.rope_factor, "0 without rope"),
+            ("rope_theta", self.rope == "theta" or not self.rope_theta, "0 without rope=theta"),
             ("data", self.data, "at least one source, such as text.jsonl"),
             ("targets", self.targets, "at least one linear layer, such as q_proj"),
             ("warmup", self.warmup < self.steps, f"less than steps={self.steps}"),
@@ -173,7 +170,6 @@ class Settings:
             usual = getattr(Settings, name)
             accepted = f"left out, or {spell(usual)}, with train=all: it is LoRA's"
             require(self, name, adapted or getattr(self, name) == usual, accepted)
-        require(self, "trackers", not unknown, f"some of {', '.join(TRACKERS)}", unknown)
         if self.cp > 1:
             from cab_hf.plan import EXACT_BLOCK
 
@@ -212,9 +208,12 @@ class Settings:
 
     def positions(self) -> dict[str, Any]:
         """Arguments of `models.stretch_positions`; without ``rope`` positions stay as they are."""
-        rope = None if self.rope == "none" else self.rope
-        scaling = {"rope_factor": self.rope_factor or None, "rope_theta": self.rope_theta or None}
-        return {"length": self.length, "rope": rope, **scaling}
+        return {
+            "length": self.length,
+            "rope": None if self.rope == "none" else self.rope,
+            "rope_factor": self.rope_factor or None,
+            "rope_theta": self.rope_theta or None,
+        }
 
     def cab_config(self) -> dict[str, Any]:
         """The fields of CabConfig that were given; a calibration has all of them."""

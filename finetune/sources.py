@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import chain, count
+from itertools import chain, count, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from cab_hf.finetune.loss import IGNORED
 from cab_hf.finetune.manuals import MANUALS, manuals_file
-from cab_hf.finetune.retrieval import Entry, is_entry, parse_entry, retrieval_document
+from cab_hf.finetune.retrieval import is_entry, parse_entry, retrieval_document
 from cab_hf.runs.models import file_sha256
 from cab_hf.runs.settings import UsageError, first_line, refused_as
 from cab_hf.texts.needles import NOISE, leading_tokens, split_sentences
@@ -54,11 +54,6 @@ class Document(NamedTuple):
     size: int
     make: Callable[[], Arrays]
 
-    @classmethod
-    def of(cls, tokens: np.ndarray, labels: np.ndarray) -> Document:
-        """A document that is made already."""
-        return cls(len(tokens), lambda: (tokens, labels))
-
     def piece(self, start: int, end: int) -> Document:
         """Its tokens from ``start`` to ``end``."""
         return Document(end - start, lambda: tuple(each[start:end] for each in self.make()))
@@ -80,21 +75,16 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class TextSource:
-    """Texts that `datasets` reads.
-
-    Attributes:
-        dataset: a Dataset or an IterableDataset.
-        files: the files that the dataset is read from, with their SHA-256; none of the hub's.
-        sha256: of the content of all files; for a data set of the hub its commit.
-    """
+    """Texts that `datasets` reads."""
 
     name: str
-    dataset: Any
+    dataset: Any  # a Dataset or an IterableDataset
     text_field: str
     seed: int = 0
     shuffle: bool = True
+    # that the dataset is read from, with their SHA-256; none of the hub's
     files: dict[Path, str] = field(default_factory=dict)
-    sha256: str | None = None
+    sha256: str | None = None  # of all files; for a data set of the hub its commit
 
     @property
     def rows(self) -> int | None:
@@ -102,10 +92,10 @@ class TextSource:
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
     @property
-    def contents(self) -> list[tuple[str, str | None]]:
-        """(name, SHA-256) of each file, or of the data set of the hub."""
+    def contents(self) -> dict[str, str]:
+        """The names of its files, or of the data set of the hub, by SHA-256."""
         files = self.files or {Path(self.name): self.sha256}
-        return [(file.name, content) for file, content in files.items()]
+        return {content: file.name for file, content in files.items()}
 
 
 @dataclass(frozen=True)
@@ -113,11 +103,12 @@ class RetrievalSource:
     """Synthetic documents: keys hidden in the text of other sources. Only answers are learnt."""
 
     name: str
-    entry: Entry
+    kinds: tuple[str, ...]  # of `retrieval.KINDS`; they take turns, and one named twice has two
+    length: int | None  # tokens of a document; None: as many as a sequence has
     seed: int = 0
 
     rows = sha256 = None
-    contents = ()
+    contents: ClassVar[dict[str, str]] = {}
 
 
 Source = TextSource | RetrievalSource
@@ -130,27 +121,24 @@ def make_source(
     split: str = "train",
     streaming: bool = False,
     seed: int = 0,
-    shuffle: bool = True,
 ) -> Source:
     """Open a source of documents.
 
     Args:
         name: a ``.txt`` file (one document), a ``.jsonl`` or ``.parquet`` file (one a row), a
-            folder of such files of one kind, ``manuals`` (see `runs.stand_ins`),
-            ``retrieval:passkey+multi:8192`` (kinds of `finetune.retrieval.KINDS` and a number of
-            tokens), or a data set of the hub, ``NAME`` or ``NAME:CONFIG``.
+            folder of such files of one kind, ``manuals``, ``retrieval:passkey+multi:8192`` (kinds
+            of `retrieval.KINDS` and a number of tokens), or ``NAME`` or ``NAME:CONFIG`` of the hub.
         text_field: the field of a row with its text; text files and manuals have their own.
         split: of a data set of the hub.
         streaming: read while training instead of downloading and indexing first; then blocks of
             256 documents are shuffled, in the order they come.
         seed: of the order of the documents, or of the synthetic ones.
-        shuffle: False leaves the documents in the order of the data.
 
     Raises:
         UsageError: there is no such source, it cannot be read, has no text or no such field.
     """
     if is_entry(name):
-        return RetrievalSource(name, parse_entry(name), seed)
+        return RetrievalSource(name, *parse_entry(name), seed)
     paths = [manuals_file()] if name == MANUALS else _local_files(name)
     if name == MANUALS or (paths and paths[0].suffix == ".txt"):
         text_field = "text"
@@ -171,7 +159,7 @@ def make_source(
     # results and checkpoints have the name of a file, not its folder
     shown = Path(name).name if paths else name
     rows = dataset.select_columns([text_field])
-    return TextSource(shown, rows, text_field, seed, shuffle, files, content)
+    return TextSource(shown, rows, text_field, seed, files=files, sha256=content)
 
 
 def is_local(name: str) -> bool:
@@ -188,45 +176,36 @@ def refuse_learnt(
         UsageError: naming a source of ``watched`` with a file that ``learnt`` has too.
     """
     own, others = ([source for source, share in each if share] for each in (learnt, watched))
-    known = {content: source.name for source in own for _, content in source.contents}
-    for source in others:
-        for file, content in source.contents:
-            if content in known:
-                raise UsageError(
-                    f"validation has {source.name!r} and data {known[content]!r}, where {file} is "
-                    "the same text; give texts that are not learnt, or leave validation out: then "
-                    "documents of data are kept for it."
-                )
+    for one, other in product(own, others):
+        for content in one.contents.keys() & other.contents.keys():
+            raise UsageError(
+                f"validation has {other.name!r} and data {one.name!r}, where "
+                f"{other.contents[content]} is the same text; give texts that are not learnt, or "
+                "leave validation out: then documents of data are kept for it."
+            )
 
 
 def _local_files(name: str) -> list[Path]:
     """The files at the path ``name``; none where it is no path."""
     path, known = Path(os.path.expanduser(name)), ", ".join(KINDS)
+    if not path.is_file() and not path.is_dir():
+        local = path.suffix in KINDS or path.is_absolute() or name.startswith((".", "~"))
+        # datasets would also read the folder before a colon
+        if local or Path(name.split(":")[0]).is_dir():
+            raise _nothing_there(name)
+        return []
+    files = [path]
     if path.is_dir():
-        results = [
-            file
-            for file in sorted(path.rglob("*"))
-            if file.suffix in KINDS
-            and not file.is_dir()
-            # hidden ones are copies that editors keep
-            and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        ]
-        kinds = sorted({file.suffix for file in results})
-        if len(kinds) != 1:
-            raise UsageError(
-                f"source {name!r} must be a folder of files of one kind of {known}; it holds "
-                f"{' and '.join(kinds) or 'no'} files."
-            )
-        return results
-    if path.is_file():
-        if path.suffix not in KINDS:
-            raise UsageError(f"source {name!r} must be a file of {known}.")
-        return [path]
-    # datasets would also read the folder before a colon
-    local = path.is_absolute() or name.startswith((".", "~")) or Path(name.split(":")[0]).is_dir()
-    if path.suffix in KINDS or local:
-        raise _nothing_there(name)
-    return []
+        shown = (file for file in path.rglob("*") if file.suffix in KINDS and not file.is_dir())
+        # hidden ones are copies that editors keep
+        files = sorted(x for x in shown if "/." not in f"/{x.relative_to(path).as_posix()}")
+    kinds = sorted({file.suffix for file in files})
+    if len(kinds) != 1 or kinds[0] not in KINDS:
+        raise UsageError(
+            f"source {name!r} must be a file of {known}, or a folder of files of one of these "
+            f"kinds; it holds {' and '.join(kinds) or 'no'} files."
+        )
+    return files
 
 
 def _nothing_there(name: str) -> UsageError:
@@ -260,8 +239,6 @@ def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
         if file.stat().st_size or (read == "from_text" and len(files) > 1)
     }
     for file in filled:
-        if "::" in file:
-            raise ValueError(f"datasets takes the '::' in {file} for an address")
         # datasets keeps what it unpacks by its path alone
         if read != "from_parquet" and Extractor.infer_extractor_format(file):
             raise ValueError(f"{Path(file).name} is compressed")
@@ -274,9 +251,7 @@ def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
     return getattr(Dataset, read)(named, **how)
 
 
-def _reading(
-    name: str, files: Sequence[Path] = (), text_field: str = ""
-) -> AbstractContextManager[None]:
+def _reading(name: str, files: Sequence[Path], text_field: str) -> AbstractContextManager[None]:
     """Turn any error inside into a UsageError that names the source.
 
     Of several ``files`` it names the first that cannot be read or lacks the field.
@@ -296,10 +271,7 @@ def _reading(
         # the error of datasets is that it failed, and its cause why
         error = error.__cause__ or error
         why = error.details() if hasattr(error, "details") else first_line(error)
-        return (
-            f"source {name!r} cannot be read ({bad}{why}); give a file, a folder or a data set of "
-            "the hub that can."
-        )
+        return f"source {name!r} cannot be read ({bad}{why}); give files or a data set that can."
 
     return refused_as(sentence)
 
@@ -308,8 +280,7 @@ class Texts:
     """The texts of a source, without end, in an order that is drawn anew each epoch.
 
     Rows are shuffled as a whole. Of a stream each block of texts is shuffled by itself, because
-    the buffer of datasets' own shuffling is lost when a run resumes. Readers of one source with
-    different ``salt`` see different orders.
+    the buffer of datasets' own shuffling is lost when a run resumes. ``salt`` is of the order.
     """
 
     def __init__(self, source: TextSource, part: Part, salt: str) -> None:
@@ -321,7 +292,7 @@ class Texts:
             self._dataset = copy.deepcopy(source.dataset)
             self._first["dataset"] = copy.deepcopy(self._dataset.state_dict())
         elif not part.has(np.arange(source.rows)).any():
-            self._refuse_nothing()
+            raise self._no_documents()
         self.load_state_dict({"begun": self._first, "taken": 0})
 
     @property
@@ -372,7 +343,7 @@ class Texts:
             texts = self._read_block()
             if not texts:
                 if not self._next["block"]:
-                    self._refuse_nothing()
+                    raise self._no_documents()
                 self._go_to({**self._first, "epoch": self.epoch + 1})
                 texts = self._read_block()
         return texts
@@ -404,13 +375,12 @@ class Texts:
             )
         return text if text and text.strip() else ""
 
-    def _refuse_nothing(self) -> None:
-        part = self._part
-        which = "held-out documents" if part.held_out else "documents"
-        rule = f"one in {part.every} is held out" if part.every else "none is held out"
-        raise UsageError(
-            f"source {self._source.name!r} has no {which} where {rule}; give it more, or hold out "
-            "those of another source."
+    def _no_documents(self) -> UsageError:
+        which = "held-out documents" if self._part.held_out else "documents"
+        rule = f"one in {self._part.every}" if self._part.every else "none"
+        return UsageError(
+            f"source {self._source.name!r} has no {which} where {rule} is held out; give it more, "
+            "or hold out those of another source."
         )
 
 
@@ -433,7 +403,8 @@ class TextDocuments(Texts):
             ids = self._tokenizer(text, **options)["input_ids"]
             if len(ids) >= 2:
                 tokens = np.asarray((*self._before, *ids, *self._after), dtype=np.int32)
-                return Document.of(tokens, np.append(tokens[1:], np.int32(IGNORED)))
+                made = tokens, np.append(tokens[1:], np.int32(IGNORED))
+                return Document(len(tokens), lambda made=made: made)
         raise UsageError(
             f"source {self._source.name!r} has only documents of fewer than two tokens, the fewest "
             "that one can be learnt of; give it longer ones, or leave it out."
@@ -464,7 +435,7 @@ class RetrievalDocuments:
         others: Sequence[TextSource],
     ) -> None:
         self._source, self._tokenizer, self._index = source, tokenizer, 0
-        self._length = source.entry.length or length
+        self._length = source.length or length
         if self._length > length:
             raise UsageError(
                 f"source {source.name!r} has documents of {self._length} tokens, and a sequence "
@@ -472,7 +443,7 @@ class RetrievalDocuments:
             )
         self._seed = f"{salt}/{source.seed}/{part.held_out}"
         self._haystacks = [Texts(other, part, f"{salt}/{source.name}") for other in others]
-        for turn in range(len(source.entry.kinds)):
+        for turn in range(len(source.kinds)):
             self.make(turn, ())
 
     def __next__(self) -> Document:
@@ -482,7 +453,7 @@ class RetrievalDocuments:
 
     def make(self, index: int, excerpts: Sequence[str]) -> Arrays:
         """Tokens and labels of a document; UsageError where it has no room for its keys."""
-        kinds = self._source.entry.kinds
+        kinds = self._source.kinds
         kind, around = kinds[index % len(kinds)], list(_sentences(excerpts)) or NOISE
         try:
             document = retrieval_document(
@@ -492,7 +463,7 @@ class RetrievalDocuments:
             # other names and numbers are drawn for each: one may be longer than the first was
             raise UsageError(f"source {self._source.name!r}: {error}") from None
         tokens = np.asarray(document.tokens, dtype=np.int32)
-        labels = np.full(len(tokens), IGNORED, np.int32)
+        labels = np.full_like(tokens, IGNORED)
         for start, end in document.answers:
             # each is predicted by the token before it
             labels[start - 1 : end - 1] = tokens[start:end]
@@ -502,7 +473,7 @@ class RetrievalDocuments:
         """As much text as one document takes; of a longer text an excerpt at a drawn place."""
         if not self._haystacks:
             return []
-        turn = self._index // len(self._source.entry.kinds)
+        turn = self._index // len(self._source.kinds)
         rng = random.Random(f"finetune/{self._seed}/text/{self._index}")
         wanted, excerpts = self._length * CHARACTERS_A_TOKEN, []
         for text in self._haystacks[turn % len(self._haystacks)].at_most_twice():
@@ -516,7 +487,7 @@ class RetrievalDocuments:
         return excerpts
 
     def state_dict(self) -> State:
-        return {"index": self._index, "texts": [texts.state_dict() for texts in self._haystacks]}
+        return {"index": self._index, "texts": [each.state_dict() for each in self._haystacks]}
 
     def load_state_dict(self, state: State) -> None:
         self._index = state["index"]

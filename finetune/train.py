@@ -6,11 +6,11 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from cab_hf.finetune import checkpoints, curve, dry_run, finite, meter
 from cab_hf.finetune.adapters import WEIGHTS
 from cab_hf.finetune.agreement import ending_together, facts_of, require_equal
 from cab_hf.finetune.checkpoints import Checkpoints
-from cab_hf.finetune.data import Packed, prefetched
+from cab_hf.finetune.data import prefetched
 from cab_hf.finetune.models import loaded_sha256, save_adapter
 from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate, one_sum
 from cab_hf.finetune.offload import Offload
@@ -81,22 +81,12 @@ def run(settings: Settings) -> int:
 @contextmanager
 def accelerating(settings: Settings) -> Iterator[Accelerator]:
     """Inside, the processes of this run are connected."""
-    for name in settings.trackers:
-        # accelerate would leave out what is not installed
-        if find_spec(name) is None:
-            raise UsageError(f"trackers must be installed; {name!r} is not: pip install {name}.")
     accelerator = Accelerator(
         cpu=settings.cpu or not torch.cuda.is_available(),
         # autocast is the objective's: whatever a launcher sets, frozen weights need none
         mixed_precision="no",
-        log_with=list(settings.trackers) or None,
         project_dir=settings.out,
     )
-    if settings.trackers:
-        # some of them take plain values alone
-        plain = (bool, int, float, str)
-        fields = {name: x if isinstance(x, plain) else str(x) for name, x in vars(settings).items()}
-        accelerator.init_trackers(Path(settings.out).name, config=fields)
     try:
         yield accelerator
     finally:
@@ -142,10 +132,10 @@ class Run:
             packed, kept, self.read = open_data(
                 settings, self.tokenizer, self.parallel, self._tell, vocabulary
             )
-            self._agree(packed)
+            self._agree()
         self.packed, self.place = packed, packed.state_dict()
         self.data = prefetched(packed, 2 * settings.micro_batch, settings.data_workers)
-        self.meter = meter.Meter(cost)
+        self.cost = cost
         if cost.uncounted:
             self._tell(f"no MFU is reported: {cost.uncounted}.")
         self.objective, self.optimizer = self._prepare()
@@ -179,18 +169,15 @@ class Run:
         if offloaded:
             Offload(offloaded, device).enable(self.model)
 
-    def _agree(self, packed: Packed) -> None:
-        """Refuse processes with different texts or weights."""
+    def _agree(self) -> None:
+        """Refuse processes with different settings, texts or weights."""
         if self.processes == 1:
             return
         facts = facts_of(self.settings, self.model, self.tokenizer)
         for field, sums in self.read.items():
             for number, sha256 in enumerate(sums.values(), 1):
                 facts[f"the content of source {number} of --{field}"] = sha256
-        facts["the content of --calibration"] = calibration_sha256(self.settings)
-        # of every process one batch
-        first = packed.checksum(self.parallel.replicas * self.settings.micro_batch)
-        require_equal({**facts, "the first batch": first})
+        require_equal({**facts, "the content of --calibration": calibration_sha256(self.settings)})
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The loss and the optimiser, spread over the processes."""
@@ -242,10 +229,11 @@ class Run:
         silent = not self.accelerator.is_local_main_process
         bar = tqdm(total=self.settings.steps, initial=self.done, unit="step", disable=silent)
         with self._log() as log, attending, stopping as asked, bar:
-            kinds = [x["kind"] for x in (log.records if log else ()) if x["step"] <= self.done]
-            if log and kinds.count(curve.STEP) < self.done:
-                count = kinds.count(curve.STEP)
-                self._tell(f"{LOG} has {count} of the {self.done} steps that were made before.")
+            if log is not None:
+                noted = [x["step"] for x in log.records if x["kind"] == curve.STEP]
+                count = sum(step <= self.done for step in noted)
+                if count < self.done:
+                    self._tell(f"{LOG} has {count} of the {self.done} steps that were made before.")
             for step in range(self.done + 1, self.settings.steps + 1):
                 record, stop = self._step(step, asked)
                 self._note(log, curve.STEP, step, record)
@@ -268,8 +256,7 @@ class Run:
 
     def _step(self, step: int, asked: Any) -> tuple[dict[str, Any], bool]:
         """Take a step of the optimiser; its line of the log, and whether to stop behind it."""
-        settings, accelerator = self.settings, self.accelerator
-        self.meter.begin()
+        settings, accelerator, start = self.settings, self.accelerator, time.perf_counter()
         micro_batches = []
         for _ in range(self.accumulation):
             sequences = []
@@ -277,31 +264,36 @@ class Run:
                 sequence, self.place = next(self.data)
                 sequences.append(sequence)
             micro_batches.append(self.parallel.sharded(default_collate(sequences)))
-        counted = float(sum(labelled(batch) for batch in micro_batches))
-        (tokens,) = one_sum([counted], accelerator)
+        mine = float(sum(labelled(batch) for batch in micro_batches))
+        (tokens,) = one_sum([mine], accelerator)
         rate = learning_rate(step, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self._gradients(micro_batches, tokens)
+        loss, counted = self._gradients(micro_batches, tokens)
         norm = self._clip()
         finite.require_finite_step(step, loss, norm, self.model, accelerator)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        loss, stop, *totals = one_sum([loss, float(asked()), *self.meter.totals], accelerator)
+        loss, stop, *totals = one_sum([loss, float(asked()), *counted.tolist()], accelerator)
         peak = None
-        if self.meter.cost.uncounted is None:
+        if self.cost.uncounted is None:
             peak = meter.peak_flops(accelerator.device, settings.peak_tflops)
-        speed = meter.line(totals, self.meter.seconds(), self.processes, peak)
+        # the sum has waited for the device
+        speed = meter.line(totals, time.perf_counter() - start, self.processes, peak)
         peak_gib = meter.peak_gib(accelerator.device)
         record = {"loss": loss / max(1.0, tokens), "grad_norm": norm, "lr": rate}
         return {**record, **speed, "peak_gib": peak_gib}, stop > 0
 
-    def _gradients(self, micro_batches: Sequence[Batch], tokens: float) -> float:
-        """Compute the gradients of a step of ``tokens``; the summed loss of this process."""
+    def _gradients(
+        self, micro_batches: Sequence[Batch], tokens: float
+    ) -> tuple[float, torch.Tensor]:
+        """Compute the gradients of a step of ``tokens``; the summed loss of this process, and the
+        `meter.count`."""
         # gradients are averaged over the processes, and the loss is the mean of all their tokens;
         # each is in one process, whether that holds sequences or shards of them
         scale = self.processes / max(1.0, tokens)
         total = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
+        counted = torch.zeros(4, dtype=torch.float64)
         for place, batch in enumerate(micro_batches, 1):
             on_device = {name: each.to(total.device) for name, each in batch.items()}
             alone = place < len(micro_batches)
@@ -310,8 +302,8 @@ class Run:
                 self.accelerator.backward(loss * scale)
             total += loss.detach()
             positions = self.parallel.positions(batch)
-            self.meter.count(positions, cab_hf.stats(self.model, reset=True))
-        return total.item()
+            counted += meter.count(self.cost, positions, cab_hf.stats(self.model, reset=True))
+        return total.item(), counted
 
     def _clip(self) -> float:
         """Clip the gradients of all processes together; their norm before."""
@@ -379,11 +371,8 @@ class Run:
         return {**settings.identity(self.processes), "sha256": sums}
 
     def _note(self, log: Log | None, kind: str, step: int, record: Mapping[str, Any]) -> None:
-        finite.require_finite_numbers(step, record)
         if log is not None:
             log.append({"kind": kind, "step": step, **record})
-            numbers = {name: x for name, x in record.items() if isinstance(x, float)}
-            self.accelerator.log(numbers, step=step)
 
     def _tell(self, sentence: str) -> None:
         if self.accelerator.is_main_process:

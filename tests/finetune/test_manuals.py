@@ -119,9 +119,8 @@ def test_they_are_downloaded_once(index, tmp_path):
     assert list((tmp_path / "cache").iterdir()) == [file]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_they_are_a_source_of_texts(index, streaming):
-    source = make_source("manuals", text_field="other", streaming=streaming)
+def test_they_are_a_source_of_texts(index):
+    source = make_source("manuals", text_field="other")
     assert source.name == "manuals"
     assert [row["text"] for row in source.dataset] == TEXTS
 

@@ -59,10 +59,6 @@ def test_of_a_mixture_of_experts_nothing_is_counted():
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
     cost = meter.Cost.of(model)
     assert "mlp" in cost.uncounted and cost.products(1) == 0
-    settings = Settings(data=("a.txt",), length=64, model="of-nobody")
-    room = meter.Room(2**40, 2**40)
-    printed = dry_run.report(settings, cost, 1, dry_run.fit(settings, cost, {}, room), room)
-    assert f"FLOPs of a step: not known: {cost.uncounted}\n" in printed
 
 
 def test_heads_that_differ_are_counted_as_they_are():
@@ -80,11 +76,8 @@ def test_heads_that_differ_are_counted_as_they_are():
 
 @pytest.mark.parametrize(
     ("positions", "pairs"),
-    [
-        pytest.param([[0, 1, 2, 3]], 10, id="one document"),
-        pytest.param([[0, 1, 0, 1]], 6, id="two documents"),
-        pytest.param([[0, 1, 2, 3], [0, 0, 1, 2]], 17, id="two rows"),
-    ],
+    [([[0, 1, 2, 3]], 10), ([[0, 1, 0, 1]], 6), ([[0, 1, 2, 3], [0, 0, 1, 2]], 17)],
+    ids=["one document", "two documents", "two rows"],
 )
 def test_pairs_are_those_within_documents(positions, pairs):
     cost = meter.Cost.of(tiny_model())
@@ -102,21 +95,19 @@ def test_a_sliding_window_shows_fewer_pairs():
 
 def test_a_line_has_what_was_attended_beside_what_could_have_been():
     cost = meter.Cost.of(tiny_model())
-    counted = meter.Meter(cost)
     layers = [{"layer": i, "density": density} for i, density in enumerate((0.5, None, 0.25))]
-    counted.count(torch.arange(100)[None], layers)
-    actual = meter.line(counted.totals, seconds=2.0, processes=1, peak=1e9)
+    totals = meter.count(cost, torch.arange(100)[None], layers).tolist()
+    actual = meter.line(totals, seconds=2.0, processes=1, peak=1e9)
     (attention,) = {*cost.attention([5050] * 3)}
     assert actual["density"] == pytest.approx((0.5 + 1 + 0.25) / 3)
     products = cost.products(100)
     assert actual["mfu"] == pytest.approx((products + 1.75 * attention) / 2e9)
     assert actual["mfu_dense_equivalent"] == pytest.approx((products + 3 * attention) / 2e9)
     assert actual["tokens_per_second"] == 50
-    counted.begin()
-    assert counted.totals == [0.0] * 4
 
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+H200 = meter.Room(140 * meter.GIB, 128 * meter.GIB)
 
 
 def four_layers(vocabulary, dtype=torch.float32, **options):
@@ -150,7 +141,7 @@ def test_the_estimate_of_memory_is_near_what_is_held(vocabulary, dtype, checkpoi
     assert estimate.total == pytest.approx(held.peak, rel=0.15)
 
 
-@pytest.mark.parametrize("offloaded", [0, 1, 3])
+@pytest.mark.parametrize("offloaded", [0, 3])
 @pytest.mark.parametrize("vocabulary", [64, 8192], ids=["a layer is the peak", "the loss is"])
 def test_the_estimate_knows_of_tiles_and_of_what_is_offloaded(vocabulary, offloaded):
     length, tile = 1024, 64
@@ -219,17 +210,13 @@ def test_as_few_layers_are_offloaded_as_must_be(large, length, gpu, host, offloa
 
 
 def test_a_step_that_fits_nowhere_is_refused_with_the_longest_that_does(large):
-    room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
     asked = long_step(2**20)
-    fitted = dry_run.fit(asked, large, {}, room)
-    with pytest.raises(
-        UsageError, match="length is 1048576 and a step .* the longest that"
-    ) as told:
-        dry_run.refuse_too_long(asked, large, {}, room, fitted)
+    fitted = dry_run.fit(asked, large, {}, H200)
+    with pytest.raises(UsageError, match="length is 1048576 and a step") as told:
+        dry_run.refuse_too_long(asked, large, {}, H200, fitted)
     longest = int(re.search(r"that does has (\d+) tokens", str(told.value))[1])
     for length, fits in ((longest, True), (longest + 1024, False)):
-        memory = dry_run.fit(long_step(length), large, {}, room).memory
-        assert room.holds(memory) == fits
+        assert H200.holds(dry_run.fit(long_step(length), large, {}, H200).memory) == fits
 
 
 @pytest.mark.parametrize(
@@ -254,15 +241,13 @@ def test_steps_of_packed_documents_take_what_an_h200_measured(kind, heads, setti
     if "train" not in settings:
         model = with_lora(model.bfloat16(), ATTENTION, 32, 64)
     asked = Settings(data=("a.txt",), checkpointing=False, **settings)
-    room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
-    memory = dry_run.fit(asked, meter.Cost.of(model), {}, room).memory
+    memory = dry_run.fit(asked, meter.Cost.of(model), {}, H200).memory
     assert memory.total / meter.GIB == pytest.approx(peak_gib, rel=0.1)
 
 
 def test_weights_that_are_loaded_in_4_bits_are_counted_as_they_are(large):
-    room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
     run, skeleton = (
-        dry_run.fit(long_step(2**13, qlora=True, dry_run=dry), large, {}, room).memory.weights
+        dry_run.fit(long_step(2**13, qlora=True, dry_run=dry), large, {}, H200).memory.weights
         for dry in (False, True)
     )
     assert run == large.weight_bytes
@@ -287,8 +272,7 @@ def test_memory_is_known_whatever_a_config_calls_its_sizes(kind):
 
 def test_a_report_says_what_travels_and_for_how_long(large):
     settings = long_step(2**19, link_gbs=25.0)
-    room = meter.Room(140 * meter.GIB, 128 * meter.GIB)
-    printed = dry_run.report(settings, large, 1, dry_run.fit(settings, large, {}, room), room)
+    printed = dry_run.report(settings, large, 1, dry_run.fit(settings, large, {}, H200), H200)
     # 15 times 4 GiB there and back
     travel = f"copies 120.0 GiB out and back, in {120 * 2**30 / 25e9:.1f} s at 25 GB/s"
     assert f"checkpoints of the first 15 layers; a micro batch {travel}" in printed
@@ -321,12 +305,13 @@ def test_weights_that_wait_on_the_host_leave_room_for_checkpoints(large):
     ("config", "share"),
     [
         # 4,096 query blocks and 8,192 key blocks in each of 32 heads, in 16 bits
-        pytest.param(CabConfig(), 1 / 4, id="by top-p"),
-        pytest.param(CabConfig(max_density=0.06), 1 / 16, id="a budget"),
-        pytest.param(CabConfig(min_length=2**20), 0, id="attended exactly"),
+        pytest.param({}, 1 / 4, id="by top-p"),
+        pytest.param({"max_density": 0.06}, 1 / 16, id="a budget"),
+        pytest.param({"min_length": 2**20}, 0, id="attended exactly"),
     ],
 )
 def test_plans_are_counted_by_their_longest_list(large, config, share):
     entries = 32 * 4096 * 8192 * share
     # rounded up to a power of two
-    assert meter.plan_bytes(large, config, 2**19) in (32 * 2 * entries, 64 * 2 * entries)
+    actual = meter.plan_bytes(large, CabConfig(**config), 2**19)
+    assert actual in (32 * 2 * entries, 64 * 2 * entries)

@@ -235,11 +235,6 @@ def test_a_key_is_found_where_every_process_foresees_its_part(four):
     assert [result for result, _ in four.run(4, passkeys_on_a_process, (1, 3))] == [meant] * 4
 
 
-def test_processes_that_cp_does_not_divide_are_refused(tmp_path, capsys):
-    assert lora.main([*WORDS, "--cp", "2", "--out", str(tmp_path / "run")]) == 2
-    assert "cp must divide the 1 processes of the run" in capsys.readouterr().err
-
-
 def test_a_dry_run_divides_what_a_sequence_takes(tmp_path):
     model = str(save_llama(tmp_path / "model"))
     fields = {"data": ("a.txt",), "length": 2048, "model": model, "dtype": "float32"}
@@ -251,5 +246,3 @@ def test_a_dry_run_divides_what_a_sequence_takes(tmp_path):
     assert shared.layers == alone.layers / 4 and shared.weights == alone.weights
     # keys and values of all of it come by
     assert alone.working / 4 < shared.working < alone.working
-    report = dry_run.report(four, cost, 8, dry_run.fit(four, cost, {}, room), room)
-    assert "a step: 4,096 tokens of 8 processes, 1 micro batches of each 4 of them" in report

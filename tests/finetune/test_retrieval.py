@@ -34,9 +34,6 @@ def document_of(kind, tokenizer="plain", length=LENGTH, index=0, seed=0):
     return retrieval_document(kind, TOKENIZERS[tokenizer], SENTENCES, length, index, seed)
 
 
-# --- what a document holds
-
-
 @kinds
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 def test_each_key_is_stated_once_and_answered_later(kind, tokenizer):
@@ -131,9 +128,6 @@ def test_a_document_is_a_function_of_its_place(kind, change):
     assert keys(other) != keys(document)
 
 
-# --- what is learnt
-
-
 def read_of(name, texts=(), length=LENGTH, count=4, **options):
     mixture = [(make_source(name, **options), 1)]
     if texts:
@@ -177,9 +171,6 @@ def test_kinds_take_turns():
     assert learnt == [1, 12, 1, 1, 12, 1]
 
 
-# --- the text around keys
-
-
 @pytest.mark.parametrize(
     "texts",
     [
@@ -194,9 +185,6 @@ def test_keys_are_hidden_in_the_text_of_the_sources_beside(texts):
         read = text_of(TOKENIZERS["chat"], item["input_ids"])
         assert read.count("oldtownslept") > 20
         assert "grassisgreen" not in read
-
-
-# --- apart from the evaluations
 
 
 class Recorded(random.Random):
@@ -241,9 +229,6 @@ def test_no_document_is_one_of_the_evaluations(monkeypatch):
     assert all(re.match(r"-?\d+/", seed) for seed in drawn["evaluations"])
     assert all(seed.startswith("finetune/") for seed in drawn["training"])
     assert len(drawn["training"]) > 2 * 4 * len(KINDS)
-
-
-# --- entries
 
 
 @pytest.mark.parametrize(

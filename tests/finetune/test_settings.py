@@ -7,8 +7,7 @@ import yaml
 
 from cab_hf import CabConfig
 from cab_hf.finetune.objective import learning_rate
-from cab_hf.finetune.settings import ADAPTER, ALL, FREE, Settings, read
-from cab_hf.runs.log import Log, LogError
+from cab_hf.finetune.settings import FREE, Settings, read
 from cab_hf.runs.settings import UsageError
 
 FOLDER = Path(__file__).parents[2] / "finetune"
@@ -22,24 +21,20 @@ def settings(**given):
 @pytest.mark.parametrize("path", sorted((FOLDER / "configs").iterdir()), ids=lambda path: path.stem)
 def test_every_config_that_ships_is_one(path):
     actual = read(["--config", str(path)])
-    assert actual.data and actual.accumulation(1) >= 1
+    # those of LLaMA are for eight GPUs
+    assert actual.data and actual.accumulation(8 if "llama3" in path.stem else 1) >= 1
     CabConfig.from_dict(actual.cab_config())
     given = yaml.safe_load(path.read_text())
     assert actual.length == given["length"] and actual.model == given["model"]
 
 
-def test_configs_for_eight_gpus_divide_their_steps_among_them():
-    for path in (FOLDER / "configs").glob("llama3*.yaml"):
-        read(["--config", str(path)]).accumulation(8)
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "processes"),
     [
-        pytest.param("one_gpu", "NO", 1, id="one GPU"),
-        pytest.param("ddp_8gpu", "MULTI_GPU", 8, id="DDP"),
-        pytest.param("fsdp2_8gpu", "FSDP", 8, id="FSDP2"),
-        pytest.param("cpu_2", "MULTI_GPU", 2, id="CPU"),
+        ("one_gpu", "NO", 1),
+        ("ddp_8gpu", "MULTI_GPU", 8),
+        ("fsdp2_8gpu", "FSDP", 8),
+        ("cpu_2", "MULTI_GPU", 2),
     ],
 )
 def test_accelerate_reads_its_configs(name, kind, processes):
@@ -93,35 +88,21 @@ def test_steps_are_counted_in_tokens():
 
 
 def test_a_run_is_told_by_what_it_learns_and_not_by_where():
-    one, same = settings(), settings(out="elsewhere", save_every=1, trackers=("wandb",))
+    one, same = settings(), settings(out="elsewhere", save_every=1)
     assert one.identity(2) == same.identity(2) and not set(FREE) & one.identity(2).keys()
-    for other in (settings(lr=1e-3), settings(steps=300), settings(seed=1), settings(cp=2)):
-        assert other.identity(2) != one.identity(2)
+    for other in ({"lr": 1e-3}, {"steps": 300}, {"seed": 1}, {"cp": 2}, {"train": "all"}):
+        assert settings(**other).identity(2) != one.identity(2)
     assert one.identity(1) != one.identity(2)
 
 
-@pytest.mark.parametrize("order", [(ADAPTER, ALL), (ALL, ADAPTER)], ids=["adapter", "all"])
-def test_a_run_does_not_go_on_with_training_something_else(order, tmp_path):
-    first, second = (settings(train=train).identity(1) for train in order)
-    Log(tmp_path / "log.jsonl", first).close()
-    with pytest.raises(LogError, match="log.jsonl was made with train"):
-        Log(tmp_path / "log.jsonl", second)
-
-
 @pytest.mark.parametrize(
+    # half way along the cosine it is the mean of both ends
     ("step", "rate"),
-    [
-        pytest.param(1, 0.5, id="rising"),
-        pytest.param(2, 1.0, id="the largest"),
-        # half way along the cosine: the mean of both ends
-        pytest.param(6, 0.6, id="half way"),
-        pytest.param(10, 0.2, id="the last"),
-    ],
+    [(1, 0.5), (2, 1.0), (6, 0.6), (10, 0.2)],
 )
 def test_the_learning_rate_rises_and_falls(step, rate):
-    assert learning_rate(step, settings(steps=10, warmup=2, lr=1.0, lr_end=0.2)) == pytest.approx(
-        rate
-    )
+    schedule = settings(steps=10, warmup=2, lr=1.0, lr_end=0.2)
+    assert learning_rate(step, schedule) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +135,8 @@ def test_the_learning_rate_rises_and_falls(step, rate):
         ({"link_gbs": 0.0}, "link_gbs"),
         ({"dtype": "float16"}, "dtype"),
         ({"rope": "ntk"}, "rope"),
-        ({"trackers": ("mlflow",)}, "trackers"),
+        ({"rope_factor": 2.0}, "rope_factor"),
+        ({"rope": "yarn", "rope_theta": 5e5}, "rope_theta"),
         ({"passkey_lengths": (9999,)}, "passkey_lengths"),
         ({"calibration": "smollm3"}, "calibration"),
     ],

@@ -18,17 +18,6 @@ TARGETS = ("q_proj", "k_proj", "o_proj", "down_proj")
 LENGTH, TILE_TOKENS = 300, 64
 
 
-def olmo2():
-    """A model with norms behind attention and MLP."""
-    return transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES))
-
-
-def cohere():
-    """A model whose norms of queries and keys have a weight for each head."""
-    config = transformers.CohereConfig(**SIZES, use_qk_norm=True)
-    return transformers.CohereForCausalLM(config)
-
-
 adapted = partial(trained.adapted, TARGETS)
 batch, learnt = (partial(each, length=LENGTH) for each in (trained.batch, trained.learnt))
 
@@ -46,8 +35,18 @@ def check_alike(results, expected):
         pytest.param(tiny_model, False, id="llama"),
         pytest.param(tiny_model, True, id="norms trained"),
         pytest.param(partial(tiny_model, "qwen3"), False, id="norms of heads"),
-        pytest.param(olmo2, False, id="norms behind"),
-        pytest.param(cohere, False, id="a norm for each head"),
+        pytest.param(
+            lambda: transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES)),
+            False,
+            id="norms behind",
+        ),
+        pytest.param(
+            lambda: transformers.CohereForCausalLM(
+                transformers.CohereConfig(**SIZES, use_qk_norm=True)
+            ),
+            False,
+            id="a norm for each head",
+        ),
     ],
 )
 def test_losses_and_gradients_are_those_of_all_tokens_at_once(made, norms, checkpointing):
@@ -116,15 +115,11 @@ def test_without_gradients_results_are_the_same():
         torch.testing.assert_close(Objective(model)(batch()), expected)
 
 
-def mixture():
+def test_experts_are_left_as_they_are_and_named():
     sizes = {**SIZES, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
     model.set_experts_implementation("eager")
-    return with_lora(model, ("q_proj",), 4, 8)
-
-
-def test_experts_are_left_as_they_are_and_named():
-    model = mixture().train()
+    model = with_lora(model, ("q_proj",), 4, 8).train()
     expected = learnt(model)
     model.zero_grad()
     assert untiled_mlps(model) == ["MixtralSparseMoeBlock"]

@@ -53,8 +53,6 @@ def built(settings, device):
     return model, tokenizer
 
 def opened(settings, *told):
-    if settings.out.endswith("spoilt-data") and rank == 1:
-        settings = replace(settings, seed=1)
     if "spoilt-source" in settings.out and rank == 1:
         # of another machine
         fields = {name: getattr(settings, name) for name in ("data", "validation")}
