@@ -70,7 +70,13 @@ class Experiment(ABC):
 
     def identity(self) -> dict[str, Any]:
         """What two samples must share to stand in one log: all settings but those in `GROWS`."""
-        return {name: value for name, value in self.recorded().items() if name not in self.GROWS}
+        recorded = self.recorded()
+        fixed = {name: recorded[name] for name in recorded if name not in self.GROWS}
+        return {"experiment": self.name, **fixed}
+
+    def log(self, path: Path) -> Log:
+        """The log at ``path`` of samples of this run, opened to be written."""
+        return Log(path, self.identity(), self.CASE, self.ADDED, self.FAILED)
 
     def provenance(self, started: str) -> dict[str, Any]:
         """What results say of the run that made them."""
@@ -155,11 +161,6 @@ class Experiment(ABC):
         return 0
 
 
-def identity_of(experiment: Experiment) -> dict[str, Any]:
-    """What a log of it says of its run."""
-    return {"experiment": experiment.name, **experiment.identity()}
-
-
 def run(experiment: Experiment) -> list[dict[str, Any]]:
     """Measure what is missing in the folder, write all files, print the first table; the rows.
 
@@ -171,8 +172,8 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
     out = Path(experiment.settings.out)
     _refuse_files_of_others(out)
     experiment.check()
-    kind, identity = type(experiment), identity_of(experiment)
-    with Log(out / SAMPLES, identity, kind.CASE, kind.ADDED, kind.FAILED) as log:
+    kind = type(experiment)
+    with experiment.log(out / SAMPLES) as log:
         before = read_provenance(out)
         measured = experiment.measure_missing(log)
         if log.failures and not log.records:

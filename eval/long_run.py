@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from tqdm import tqdm
 
-from cab_hf.eval.experiment import PROG, SAMPLES, Row, identity_of, run
+from cab_hf.eval.experiment import PROG, SAMPLES, Row, run
 from cab_hf.eval.on_model import OnModel, OnModelSettings
 from cab_hf.eval.speed.timing import in_a_sentence, ran_out
 from cab_hf.runs.log import Log, as_recorded, is_there, read_log, require_identity
@@ -78,6 +78,9 @@ class LongRun(OnModel):
     def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
         """What all methods are asked alike; the cases of one question are of one shard."""
 
+    def expected(self) -> int:
+        return sum(1 for _ in self.planned())
+
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         return self._with_match(self.planned(), samples)
 
@@ -128,7 +131,7 @@ class LongRun(OnModel):
 
     def found(self) -> list[Row]:
         """The samples in the folder, of the run and of all shards; LogError for another run's."""
-        identity, path = as_recorded(identity_of(self)), Path(self.settings.out) / SAMPLES
+        identity, path = as_recorded(self.identity()), Path(self.settings.out) / SAMPLES
         samples = []
         for each in [path, *self._shard_logs()] if is_there(path) else self._shard_logs():
             header, records = read_log(each, self.CASE, self.ADDED, self.FAILED)
@@ -160,14 +163,14 @@ class LongRun(OnModel):
         """Measure the share of this process."""
         path = Path(self.settings.out) / SHARD_LOG.format(*self.settings.shard.split("/"))
         cases = self.share(found)
-        with self._opened(path) as log:
+        with self.log(path) as log:
             for case in tqdm(self._with_match(cases, found), "shard", len(cases), unit="case"):
                 log.append(self.sample(case))
 
     def measure_missing(self, log: Log) -> bool:
         before = len(log.records)
         for path in self._shard_logs():
-            with self._opened(path) as shard:
+            with self.log(path) as shard:
                 for sample in shard.records:
                     log.append(sample)
             path.unlink()
@@ -177,6 +180,3 @@ class LongRun(OnModel):
         """Those with something in them: one that has just been created may be empty."""
         paths = sorted(Path(self.settings.out).glob(SHARD_LOG.format("*", "*")))
         return [path for path in paths if path.stat().st_size]
-
-    def _opened(self, path: Path) -> Log:
-        return Log(path, identity_of(self), self.CASE, self.ADDED, self.FAILED)
