@@ -140,15 +140,11 @@ class Table:
     """
 
     def __init__(self, declared: Mapping[str, Any]) -> None:
-        self.declared = declared
-        self.folders: list[str] = declared.get("folders") or declared.get("any", [])
+        self.declared, self.folders = declared, declared["folders"]
 
     def read(self, results: Path) -> list[Results]:
         """Its folders, of all in ``results``; ValueError for one that is missing."""
-        paths = [results / name for name in self.folders]
-        if "any" in self.declared:
-            paths = list(filter(Path.is_dir, paths)) or paths
-        return list(map(read_results, paths))
+        return [read_results(results / name) for name in self.folders]
 
     def rows(self, read: Sequence[Results]) -> list[Row]:
         """What is shown of what was read; rows have ``folder`` and ``run``, its provenance, too."""

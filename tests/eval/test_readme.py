@@ -122,7 +122,7 @@ def test_rows_and_columns_are_those_declared(tmp_path, monkeypatch):
         )
     ]
     write(tmp_path / "a", rows)
-    declared = {"any": ["a", "b"], "where": {"held": 1}, "has": "ms", "rows": "by_way"}
+    declared = {"folders": ["a"], "where": {"held": 1}, "has": "ms", "rows": "by_way"}
     columns = {"tokens": "length|,", "* s": "*.ms|s", "none": "cab.inner.none|s"}
     columns |= {"KL (sdpa)": ["cab.inner.kl|digits", "sdpa.inner.kl|.1f"]}
     columns |= {"of none": ["cab.inner.kl|digits", "FA3.inner.kl"]}
