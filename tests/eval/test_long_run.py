@@ -141,6 +141,12 @@ def test_what_is_timed_is_of_no_shard(monkeypatch):
     assert "recall" not in {case["probe"] for mine in shares for case in mine}
 
 
+def test_what_is_fitted_by_time_is_of_no_shard():
+    experiment = experiment_of(FIDELITY, "1/1", equal="time")
+    free = [case for case in experiment.planned() if not experiment.waits(case)]
+    assert experiment.share([]) and not experiment.share(free)
+
+
 def test_a_run_that_stops_has_asked_all_methods_alike():
     experiment = experiment_of(FIDELITY)
     cases = list(experiment.planned())
