@@ -11,7 +11,7 @@ import importlib
 import json
 import shlex
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from operator import itemgetter
 from pathlib import Path
@@ -70,7 +70,13 @@ class Experiment(ABC):
 
     def identity(self) -> dict[str, Any]:
         """What two samples must share to stand in one log: all settings but those in `GROWS`."""
-        return {name: value for name, value in self.recorded().items() if name not in self.GROWS}
+        recorded = self.recorded()
+        fixed = {name: recorded[name] for name in recorded if name not in self.GROWS}
+        return {"experiment": self.name, **fixed}
+
+    def log(self, path: Path) -> Log:
+        """The log at ``path`` of samples of this run, opened to be written."""
+        return Log(path, self.identity(), self.CASE, self.ADDED, self.FAILED)
 
     def provenance(self, started: str) -> dict[str, Any]:
         """What results say of the run that made them."""
@@ -102,6 +108,21 @@ class Experiment(ABC):
     def sample(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """What is logged of a case; with `FAILED` where a later run is to try it again."""
         return {**case, **self.measure(case)}
+
+    def measure_missing(self, log: Log) -> bool:
+        """Measure the cases that ``log`` lacks; whether it got any sample."""
+        before = len(log.records)
+        # cells differ too much for the latest cases to tell the time left
+        with tqdm(total=self.expected(), unit="case", smoothing=0) as bar:
+            for case in self.cases(log.records):
+                if case in log:
+                    # an earlier run has spent its time
+                    bar.initial += 1
+                else:
+                    bar.set_description(", ".join(f"{name} {case[name]}" for name in self.CASE))
+                    log.append(self.sample(case))
+                bar.update()
+        return len(log.records) > before
 
     @staticmethod
     @abstractmethod
@@ -140,33 +161,8 @@ class Experiment(ABC):
         return 0
 
 
-def measure_missing(experiment: Experiment, log: Log) -> bool:
-    """Measure the cases that ``log`` lacks; whether there were any."""
-    before = len(log.records)
-    # cells differ too much for the latest cases to tell the time left
-    with tqdm(total=experiment.expected(), unit="case", smoothing=0) as bar:
-        for case in experiment.cases(log.records):
-            if case in log:
-                # an earlier run has spent its time
-                bar.initial += 1
-            else:
-                bar.set_description(", ".join(f"{name} {case[name]}" for name in experiment.CASE))
-                log.append(experiment.sample(case))
-            bar.update()
-    return len(log.records) > before
-
-
-def identity_of(experiment: Experiment) -> dict[str, Any]:
-    """What a log of it says of its run."""
-    return {"experiment": experiment.name, **experiment.identity()}
-
-
-def run(
-    experiment: Experiment, measure: Callable[[Any, Log], bool] = measure_missing
-) -> list[dict[str, Any]]:
+def run(experiment: Experiment) -> list[dict[str, Any]]:
     """Measure what is missing in the folder, write all files, print the first table; the rows.
-
-    ``measure`` does so with the log, and says whether there was something.
 
     Raises:
         LogError: the folder holds what this run cannot go on with (`cab_hf.runs.log`), or cannot be
@@ -176,10 +172,10 @@ def run(
     out = Path(experiment.settings.out)
     _refuse_files_of_others(out)
     experiment.check()
-    kind, identity = type(experiment), identity_of(experiment)
-    with Log(out / SAMPLES, identity, kind.CASE, kind.ADDED, kind.FAILED) as log:
+    kind = type(experiment)
+    with experiment.log(out / SAMPLES) as log:
         before = read_provenance(out)
-        measured = measure(experiment, log)
+        measured = experiment.measure_missing(log)
         if log.failures and not log.records:
             raise UsageError(
                 f"no case could be measured: {_whys(kind, log.failures)}; give shorter lengths, or "

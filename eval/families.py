@@ -502,7 +502,7 @@ class Step(NamedTuple):
 def examine_over_ranks(model_type: str) -> dict[str, Any]:
     """What a type does in each build of `builds`, or ``{"not_built": why}``; all ranks call this.
 
-    The first rank compares; what the others return is not used.
+    Every rank finds the same, and computes for itself what a step in one process gives.
     """
     try:
         given = builds(model_type)
@@ -540,8 +540,7 @@ def builds(model_type: str) -> dict[str, dict[str, Any]]:
 
 
 def step_of_build(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The outcome of every input of one build, on the first rank."""
-    mine = dist.get_rank() == 0
+    """The outcome of every input of one build."""
     try:
         model = tiny_model(model_type, **fields)
     except Exception as error:
@@ -551,29 +550,20 @@ def step_of_build(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         apply_cab(model, FULL)
     except Exception as error:
         return {**known, "inputs": dict.fromkeys((TEXT, PACKED), outcome(error))}
-    why, way, expected = None, None, {}
-    if mine:
-        try:
-            model, way, expected[TEXT] = in_one_process(model_type, fields)
-            apply_cab(model, FULL)
-        except Exception as error:
-            why = _last_line(error)
-    why, way = _from_first((why, way))
-    if why is not None:
-        return {"not_built": why}
-    known["dtype"] = way.dtype
+    try:
+        alone, way, expected = in_one_process(model_type, fields)
+        apply_cab(alone, FULL)
+    except Exception as error:
+        return {"not_built": _last_line(error)}
     model = model.to(getattr(torch, way.dtype))
-    result = {}
-    for name in (TEXT, PACKED):
-        refused = None
-        if mine and name not in expected:
-            try:
-                expected[name] = step(model, packed(texts()), way)
-            except Exception as error:
-                refused = outcome(error)
-        (refused,) = _from_first((refused,))
-        result[name] = refused or over_ranks(model, name, way, expected.get(name))
-    return {**known, "inputs": result}
+    result = {TEXT: over_ranks(model, texts(), way, expected)}
+    try:
+        expected = step(alone, packed(texts()), way)
+    except Exception as error:
+        result[PACKED] = outcome(error)
+    else:
+        result[PACKED] = over_ranks(model, packed(texts()), way, expected)
+    return {**known, "dtype": way.dtype, "inputs": result}
 
 
 def in_one_process(model_type: str, fields: Mapping[str, Any]) -> tuple[PreTrainedModel, Way, Step]:
@@ -634,10 +624,9 @@ def _loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def over_ranks(
-    model: PreTrainedModel, name: str, way: Way, expected: Step | None
+    model: PreTrainedModel, batch: Mapping[str, Tensor], way: Way, expected: Step
 ) -> dict[str, Any]:
-    """How far a step over ranks is off, or why there was none; ``expected`` is the first rank's."""
-    batch = texts() if name == TEXT else packed(texts())
+    """How far a step over ranks is off from the one ``expected``, or why there was none."""
     mine, why = None, None
     with counted("cab") as layers:
         try:
@@ -656,8 +645,6 @@ def over_ranks(
     logits = distributed.unshard(mine.logits, inputs["cu_seq_lens_q"], block=BLOCK)
     for summed in (mine.loss, *mine.gradients.values()):
         dist.all_reduce(summed)
-    if expected is None:
-        return {}
     largest = max(float(x.abs().max()) for x in expected.gradients.values())
     gradients = (
         _relative(mine.gradients[name], meant, LEAST_SCALE * largest)
@@ -678,10 +665,3 @@ def _relative(result: Tensor, meant: Tensor, least: float = 0.0) -> float:
     if math.isnan(off):
         return math.inf
     return off / max(float(meant.abs().max()), least) if off else 0.0
-
-
-def _from_first(value: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What the first rank has, on all of them."""
-    parts = [value]
-    dist.broadcast_object_list(parts)
-    return parts[0]

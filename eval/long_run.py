@@ -1,52 +1,52 @@
-"""Long runs on a model: how many cases they have, memory that runs out, and several processes.
+"""Long runs on a model: how many cases are left, memory that runs out, and shards of a run.
 
-Processes share a run as torchrun and accelerate start them, one or more a GPU. Each measures the
-cases of its share of the questions, under all methods. First come the cases that wait for no other;
-then all know every sample of them, and so what the others are to match. What is timed rank 0
-measures, while the others wait. It also writes the log and the report. The others keep what they
-measure in logs beside it until rank 0 has it; what a kill leaves of them is taken up by the next
-run, of any number of processes.
+Several processes measure a run together: each is given ``--shard i/n``, a share of the questions,
+and logs its samples beside those of the others. The same command without it adds what they logged,
+measures what is left and writes the report.
 """
 
 from __future__ import annotations
 
 import gc
-import os
+import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from itertools import chain, product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import distributed as dist
 from tqdm import tqdm
 
-from cab_hf.eval.experiment import PROG, SAMPLES, Row, identity_of, measure_missing, run
+from cab_hf.eval.experiment import PROG, SAMPLES, Row, run
 from cab_hf.eval.on_model import OnModel, OnModelSettings
 from cab_hf.eval.speed.timing import in_a_sentence, ran_out
-from cab_hf.runs.log import Log, is_there, read_log
-from cab_hf.runs.settings import UsageError, flag, read_settings
+from cab_hf.runs.log import Log, as_recorded, is_there, read_log, require_identity
+from cab_hf.runs.settings import flag, option, read_settings, require
 
-# for the slowest of the others
-PATIENCE = timedelta(days=30)
+SHARD_LOG = "samples.shard-{}-of-{}.jsonl"
 
 
 @dataclass(frozen=True)
 class LongRunSettings(OnModelSettings):
-    """Of runs that say how many cases they have."""
+    """Of runs that say how many cases they have, and that several processes may share."""
 
     dry_run: bool = flag("say how many cases are left, and end")
+    shard: str | None = option(None, "i/n: measure the i-th of n shares, and write no report")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = re.fullmatch(r"(\d+)/(\d+)", self.shard or "1/1")
+        fits = given and 1 <= int(given[1]) <= int(given[2])
+        require(self, "shard", fits, "i/n, such as 1/4 for the first of four")
 
 
 class LongRun(OnModel):
     """Base of experiments whose cases are known before any is measured, all but what some match.
 
     A case that finds no memory is recorded with its ``error`` and passed over; a later run tries it
-    again. Several processes share the cases, see `Share`.
+    again.
 
     Attributes:
         CELL: fields of a case that say what is measured, and not on what.
@@ -67,7 +67,7 @@ class LongRun(OnModel):
         """Whether what it is to match follows from samples of other cases, which do not wait."""
 
     def alone(self, case: Mapping[str, Any]) -> bool:
-        """Whether it is timed, so that no process may measure another case beside it."""
+        """Whether it is timed, and so no case of a shard."""
         return False
 
     @abstractmethod
@@ -76,15 +76,17 @@ class LongRun(OnModel):
 
     @abstractmethod
     def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What all methods are asked alike; cases that are measured at once have one."""
+        """What all methods are asked alike; the cases of one question are of one shard."""
+
+    def expected(self) -> int:
+        return sum(1 for _ in self.planned())
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
-        return self.with_match(self.planned(), samples)
+        return self._with_match(self.planned(), samples)
 
-    def with_match(
+    def _with_match(
         self, cases: Iterable[dict[str, Any]], samples: Sequence[Row]
     ) -> Iterator[dict[str, Any]]:
-        """The ``cases``, each with what its cell is to match."""
         cell_of, matches = itemgetter(*self.CELL), {}
         for case in cases:
             if cell_of(case) not in matches:
@@ -93,18 +95,22 @@ class LongRun(OnModel):
 
     @classmethod
     def main(cls, words: Sequence[str]) -> int:
-        rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        take_gpu(ranks)
         experiment = cls(read_settings(cls.Settings, words, f"{PROG} {cls.name}", cls.purpose))
-        if rank == 0:
-            experiment.check()
-            print(experiment.ahead(), flush=True)
-        if not experiment.settings.dry_run:
-            run_shares(experiment, rank, ranks)
+        experiment.check()
+        found = experiment.found()
+        left, there = len(experiment.missing(found)), f" ({len(found):,} are there)" * bool(found)
+        print(f"{left:,} cases{there}" if left else "nothing is left to measure", flush=True)
+        if experiment.settings.dry_run:
+            return 0
+        if experiment.settings.shard:
+            experiment.measure_shard(found)
+        else:
+            run(experiment)
         return 0
 
     def recorded(self) -> dict[str, Any]:
-        return {name: value for name, value in super().recorded().items() if name != "dry_run"}
+        given = super().recorded()
+        return {name: given[name] for name in given if name not in ("dry_run", "shard")}
 
     def sample(self, case: Mapping[str, Any]) -> dict[str, Any]:
         if self.waits(case) and case[self.FITTED] is None:
@@ -121,141 +127,56 @@ class LongRun(OnModel):
             torch.cuda.empty_cache()
         return {**case, self.FAILED: why}
 
-    def ahead(self) -> str:
-        """How many cases are left."""
-        case_of, seen = itemgetter(*self.CASE), set()
-        path = Path(self.settings.out) / SAMPLES
-        if is_there(path):
-            _, records = read_log(path, self.CASE, self.ADDED, self.FAILED)
-            seen = {case_of(each) for each in records if each.get(self.FAILED) is None}
-        left = sum(case_of(case) not in seen for case in self.planned())
-        there = f" ({len(seen):,} are there)" if seen else ""
-        return f"{left:,} cases{there}" if left else "nothing is left to measure"
+    # --- shards
 
+    def found(self) -> list[Row]:
+        """The samples in the folder, of the run and of all shards; LogError for another run's."""
+        identity, path = as_recorded(self.identity()), Path(self.settings.out) / SAMPLES
+        samples = []
+        for each in [path, *self._shard_logs()] if is_there(path) else self._shard_logs():
+            header, records = read_log(each, self.CASE, self.ADDED, self.FAILED)
+            require_identity(each, header, identity)
+            samples += [record for record in records if record.get(self.FAILED) is None]
+        return samples
 
-# --- a run that several processes share
+    def missing(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
+        """The planned cases of which there is no sample."""
+        case_of = itemgetter(*self.CASE)
+        seen = set(map(case_of, samples))
+        return [case for case in self.planned() if case_of(case) not in seen]
 
-
-def take_gpu(ranks: int) -> None:
-    """Have "cuda" mean the GPU of this process, before anything is put on one.
-
-    Where a host has more processes than GPUs they take turns: a small model leaves a GPU idle.
-    """
-    if ranks > 1 and torch.cuda.is_available():
-        mine = int(os.environ.get("LOCAL_RANK", 0))
-        torch.cuda.set_device(mine % torch.cuda.device_count())
-
-
-def run_shares(experiment: LongRun, rank: int, ranks: int) -> None:
-    """Run ``experiment``, of which this process measures its share; errors as of `run`.
-
-    Raises:
-        UsageError: a device is named that all processes would take.
-    """
-    if ranks == 1:
-        run(experiment, _measure_alone)
-        return
-    device = experiment.settings.device
-    if device not in ("cuda", "cpu"):
-        raise UsageError(
-            f"device is {device!r}; where {ranks} processes share a run it must be cuda or cpu: "
-            "each takes the GPU of its own number."
-        )
-    dist.init_process_group("gloo", timeout=PATIENCE)
-    try:
-        share = Share(experiment, rank, ranks)
-        if rank == 0:
-            run(experiment, share.lead)
-        else:
-            share.follow()
-    finally:
-        dist.destroy_process_group()
-
-
-def _measure_alone(experiment: LongRun, log: Log) -> bool:
-    taken = _take_up(experiment, log)
-    return measure_missing(experiment, log) or taken
-
-
-class Share:
-    """The cases of one of several processes."""
-
-    def __init__(self, experiment: LongRun, rank: int, ranks: int) -> None:
-        self.experiment, self.rank, self.ranks = experiment, rank, ranks
-
-    def lead(self, experiment: LongRun, log: Log) -> bool:
-        """`measure_missing` of rank 0, whose ``log`` gets the samples of all."""
-        before = len(log.records)
-        _take_up(experiment, log)
-        known = list(log.records)
-        dist.broadcast_object_list([known])
-        _, *others = self.measure(known, log)
-        for sample in chain(*others):
-            log.append(sample)
-        # the others may drop theirs
-        dist.barrier()
-        return len(log.records) > before
-
-    def follow(self) -> None:
-        """Measure beside rank 0."""
-        given: list[Any] = [None]
-        dist.broadcast_object_list(given)
-        path = Path(self.experiment.settings.out) / _log_of(self.rank)
-        with _opened(self.experiment, path) as log:
-            self.measure(given[0], log)
-        dist.barrier()
-        path.unlink()
-
-    def measure(self, known: Sequence[Row], log: Log) -> list[list[Row]]:
-        """The samples of each rank beyond those ``known``; this one's go into ``log``."""
-        experiment, everyone, own = self.experiment, [], []
-        mine = self.mine(known)
-        with tqdm(total=len(mine), unit="case", smoothing=0, disable=self.rank > 0) as bar:
-            # what waits for no other, then the rest; of both first what is timed
-            for stage in product((False, True), (True, False)):
-                counted = [s for s in chain(*everyone) if s.get(experiment.FAILED) is None]
-                cases = (c for c in mine if (experiment.waits(c), experiment.alone(c)) == stage)
-                for case in experiment.with_match(cases, [*known, *counted]):
-                    words = (f"{name} {case[name]}" for name in experiment.CASE)
-                    bar.set_description(", ".join(words))
-                    own.append(experiment.sample(case))
-                    log.append(own[-1])
-                    bar.update()
-                # waits for the slowest
-                everyone = [[] for _ in range(self.ranks)]
-                dist.all_gather_object(everyone, own)
-        return everyone
-
-    def mine(self, known: Sequence[Row]) -> list[dict[str, Any]]:
-        """The missing cases of this rank's questions; all that are timed are those of rank 0."""
-        case_of, questions = itemgetter(*self.experiment.CASE), {}
-        seen = set(map(case_of, known))
-        missing = [case for case in self.experiment.planned() if case_of(case) not in seen]
-        places = [
-            questions.setdefault(self.experiment.question(case), len(questions)) for case in missing
-        ]
+    def share(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
+        """What a shard measures beyond ``samples``: cases that wait, once no others are missing."""
+        part, parts = map(int, self.settings.shard.split("/"))
+        # the same in every shard, whatever has been measured
+        questions = dict.fromkeys(map(self.question, self.planned()))
+        mine = set(list(questions)[part - 1 :: parts])
+        missing = [case for case in self.missing(samples) if not self.alone(case)]
+        all_wait = all(map(self.waits, missing))
         return [
             case
-            for case, place in zip(missing, places, strict=True)
-            if (0 if self.experiment.alone(case) else place % self.ranks) == self.rank
+            for case in missing
+            if self.question(case) in mine and (all_wait or not self.waits(case))
         ]
 
+    def measure_shard(self, found: Sequence[Row]) -> None:
+        """Measure the share of this process."""
+        path = Path(self.settings.out) / SHARD_LOG.format(*self.settings.shard.split("/"))
+        cases = self.share(found)
+        with self.log(path) as log:
+            for case in tqdm(self._with_match(cases, found), "shard", len(cases), unit="case"):
+                log.append(self.sample(case))
 
-def _log_of(rank: int | str) -> str:
-    return f"{Path(SAMPLES).stem}.rank{rank}{Path(SAMPLES).suffix}"
+    def measure_missing(self, log: Log) -> bool:
+        before = len(log.records)
+        for path in self._shard_logs():
+            with self.log(path) as shard:
+                for sample in shard.records:
+                    log.append(sample)
+            path.unlink()
+        return super().measure_missing(log) or len(log.records) > before
 
-
-def _opened(experiment: LongRun, path: Path) -> Log:
-    kind = type(experiment)
-    return Log(path, identity_of(experiment), kind.CASE, kind.ADDED, kind.FAILED)
-
-
-def _take_up(experiment: LongRun, log: Log) -> bool:
-    """Whether a run that was killed has left samples of other ranks, which ``log`` then has."""
-    before = len(log.records)
-    for path in sorted(Path(experiment.settings.out).glob(_log_of("*"))):
-        with _opened(experiment, path) as left:
-            for sample in left.records:
-                log.append(sample)
-        path.unlink()
-    return len(log.records) > before
+    def _shard_logs(self) -> list[Path]:
+        """Those with something in them: one that has just been created may be empty."""
+        paths = sorted(Path(self.settings.out).glob(SHARD_LOG.format("*", "*")))
+        return [path for path in paths if path.stat().st_size]

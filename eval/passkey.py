@@ -226,10 +226,6 @@ class Passkey(LongRun):
         controls = [name for name in CONTROLS if settings.controls and name not in chosen]
         return dict.fromkeys(chosen, settings.samples) | dict.fromkeys(controls, settings.controls)
 
-    def expected(self) -> int:
-        settings = self.settings
-        return len(settings.lengths) * len(settings.depths) * sum(self.methods.values())
-
     def planned(self) -> Iterator[dict[str, Any]]:
         settings = self.settings
         for length, (method, number) in product(settings.lengths, self.methods.items()):
@@ -241,25 +237,23 @@ class Passkey(LongRun):
         return METHODS[case["method"]].matched and self.settings.budget == MATCH
 
     def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> float | None:
-        matched = METHODS[case["method"]].matched
-        return self.budget(case["length"], samples) if matched else None
+        """The density baselines are to match, in the layers that are not dense."""
+        if not METHODS[case["method"]].matched:
+            return None
+        if self.settings.budget != MATCH:
+            return self.settings.budget
+        ours = (Cab.name, case["length"], self.settings.keys)
+        return realised_density([s for s in samples if cell_of(s) == ours])
 
     def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
         return question_of(case)
-
-    def budget(self, length: int, samples: Sequence[Row]) -> float | None:
-        """The density baselines are to match at ``length``, in the layers that are not dense."""
-        if self.settings.budget != MATCH:
-            return self.settings.budget
-        ours = (Cab.name, length, self.settings.keys)
-        return realised_density([s for s in samples if cell_of(s) == ours])
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """What became of one prompt."""
         settings, length = self.settings, case["length"]
         realised, layers = self.realised(length), layers_of(self.model)
-        config, device = settings.cab_config, settings.device
-        cell = Cell(config, case["budget"], length, device, realised, layers)
+        given = settings.cab_config, case["budget"], length, settings.device
+        cell = Cell(*given, realised, layers)
         method = fitted(METHODS[case["method"]], cell)
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
         result = self.under(method, lambda: {"answer": self.answer(prompt, method)})
@@ -305,9 +299,11 @@ class Passkey(LongRun):
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
-        both = any(row.get("stage") == "both" for row in rows)
-        shown = COLUMNS | {"decoded": _decoded} if both else COLUMNS
-        return {"Accuracy": markdown_table(rows, shown)}
+        columns = dict(COLUMNS)
+        if any(row.get("stage") == "both" for row in rows):
+            decodes = {name: method.decodes for name, method in METHODS.items()}
+            columns["decoded"] = lambda row: (decodes | {Cab.name: "sparsely"})[row["method"]]
+        return {"Accuracy": markdown_table(rows, columns)}
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -370,11 +366,6 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
     for s in members:
         by_depth.setdefault(f"{s['depth']:g}", []).append(s["correct"])
     return {**row, "by_depth": {depth: fmean(each) for depth, each in by_depth.items()}}
-
-
-def _decoded(row: Row) -> str:
-    """How the answers of a row were decoded in stage both."""
-    return "sparsely" if row["method"] == Cab.name else METHODS[row["method"]].decodes
 
 
 def _share(part: str, complete: str, row: Row) -> str | None:

@@ -77,22 +77,19 @@ def source(results: Sequence[Results]) -> str:
         "torch ": [each["versions"]["torch"] for each in made],
         "commit ": [_short(each["commit"] or "unknown") for each in made],
     }
-    line = ", ".join(what + _listed(list(dict.fromkeys(each))) for what, each in told.items())
-    old = [_chose_otherwise(each) for each in results]
+    parts = []
+    for what, each in told.items():
+        *first, last = dict.fromkeys(each)
+        parts.append(what + (f"{', '.join(first)} and {last}" if first else last))
+    line = ", ".join(parts)
+    old = [_chose_otherwise(each["settings"]) for each in made]
     return line + (f"; {'' if all(old) else 'in part '}by the default of cab_hf 0.2" * any(old))
 
 
-def _chose_otherwise(result: Results) -> bool:
+def _chose_otherwise(settings: Row) -> bool:
     """Whether blocks were chosen by settings that have gone since."""
-    settings = result.provenance["settings"]
     configs = [settings.get("cab_config"), *settings.get("cab_configs", {}).values()]
     return any(config and not of_today(config) for config in configs)
-
-
-def _listed(names: Sequence[str]) -> str:
-    """As "a", "a and b" or "a, b and c"."""
-    *first, last = names
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _short(commit: str) -> str:
@@ -123,11 +120,8 @@ def _cell(column: str | Sequence[str], row: Row) -> Any:
 
 def _task(result: Row) -> str:
     """The share that was right; bold where it is surely less than that of dense attention."""
-    return _bold(f"{result['share']:.2f}", result.get("delta_high", 0.0) < 0)
-
-
-def _bold(text: str, sure: bool) -> str:
-    return f"**{text}**" if sure else text
+    share = f"{result['share']:.2f}"
+    return f"**{share}**" if result.get("delta_high", 0.0) < 0 else share
 
 
 FORMATS: dict[str, Callable[[Any], str | None]] = {
@@ -146,15 +140,11 @@ class Table:
     """
 
     def __init__(self, declared: Mapping[str, Any]) -> None:
-        self.declared = declared
-        self.folders: list[str] = declared.get("folders") or declared.get("any", [])
+        self.declared, self.folders = declared, declared["folders"]
 
     def read(self, results: Path) -> list[Results]:
         """Its folders, of all in ``results``; ValueError for one that is missing."""
-        paths = [results / name for name in self.folders]
-        if "any" in self.declared:
-            paths = list(filter(Path.is_dir, paths)) or paths
-        return list(map(read_results, paths))
+        return [read_results(results / name) for name in self.folders]
 
     def rows(self, read: Sequence[Results]) -> list[Row]:
         """What is shown of what was read; rows have ``folder`` and ``run``, its provenance, too."""
@@ -167,8 +157,9 @@ class Table:
         kept = [row for row in rows if (not has or row[has]) and where.items() <= row.items()]
         return list(ROWS[self.declared.get("rows")](kept))
 
-    def text(self, read: Sequence[Results]) -> str:
+    def __call__(self, results: Path) -> str:
         """The table in Markdown, and below it where its results are from."""
+        read = self.read(results)
         rows, columns = self.rows(read), {}
         ways = dict.fromkeys(name for row in rows for name in row.get("ways", ()))
         for heading, column in self.declared["columns"].items():
@@ -177,9 +168,6 @@ class Table:
                 columns[heading.replace("*", way)] = partial(_cell, of_way)
         shown = markdown_table(rows, columns)
         return f"{shown}\n\n{source(read)}; more in [eval/results](eval/results)."
-
-    def __call__(self, results: Path) -> str:
-        return self.text(self.read(results))
 
 
 # --- rows of tables that show more than rows as they are
@@ -291,7 +279,8 @@ def _trainings(rows: Sequence[Row]) -> Iterator[Row]:
         row, first = _over_runs(some), some[0]
         for probe in ("recall", "recall_border"):
             if probe in row:
-                row[probe] = _bold(with_interval(*row[probe]), row[probe][2] < best[probe][1])
+                less = row[probe][2] < best[probe][1]
+                row[probe] = "**" * less + with_interval(*row[probe]) + "**" * less
         for probe in ("perplexity", "perplexity_border"):
             ratio = row.get(probe, 0) / best[probe]
             # far off, it tells nothing

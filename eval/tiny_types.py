@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,136 +26,60 @@ VOCABULARY = 128
 # below are special tokens
 FIRST_TOKEN = 32
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 4, 2, 16, 64
-WINDOW, POSITIONS = 64, 512
-
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
-# what is of which size
-NAMES = (
-    (
-        HIDDEN,
-        """
-        hidden_size d_model n_embd emb_dim embedding_dim embedding_size input_embedding_size
-        output_embedding_size word_embed_proj_dim lru_width hidden_size_global backbone_hidden_size
-        out_hidden_size adapter_in_dim adapter_out_dim adapter_input_size dim_model_base
-        projector_input_dim projector_output_dim ple_embed_dim router_hidden_size
-        intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim d_inner d_ff dff dim_ff n_inner
-        mlp_dim feed_forward_size ffn_hidden_size expert_ffn_hidden_size moe_intermediate_size
-        intermediate_size_mlp dense_intermediate_size shared_intermediate_size
-        shared_expert_intermediate_size shared_experts_intermediate_size
-        moe_shared_expert_intermediate_size hidden_size_per_layer_input
-        """,
-    ),
-    (2 * HIDDEN, "attention_hidden_size mamba_d_ssm"),
-    (
-        LAYERS,
-        """
-        num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_blocks
-        num_decoder_layers num_encoder_layers depth max_window_layers conf_num_hidden_layers
-        num_global_layers
-        """,
-    ),
-    (
-        HEADS,
-        """
-        num_attention_heads n_head n_heads decoder_attention_heads encoder_attention_heads num_heads
-        attention_heads num_decoder_attention_heads num_encoder_attention_heads
-        swa_num_attention_heads conf_num_attention_heads index_n_heads linear_num_heads
-        linear_num_value_heads
-        """,
-    ),
-    (
-        KV_HEADS,
-        """
-        num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads
-        """,
-    ),
-    (
-        HEAD_DIM,
-        """
-        head_dim d_kv d_head dim_head attention_head_size kv_channels swa_head_dim d_rel
-        linear_head_dim linear_key_head_dim linear_value_head_dim index_head_dim qk_nope_head_dim
-        qk_rope_head_dim v_head_dim query_pre_attn_scalar state_size ssm_state_size mamba_d_state
-        mamba_d_head mamba_head_dim mamba_headdim
-        """,
-    ),
-    (2 * HEAD_DIM, "qk_head_dim kv_lora_rank q_lora_rank o_lora_rank attention_head_dim"),
-    (
-        8,
-        """
-        rotary_dim mamba_n_heads mamba_num_heads n_mamba_heads time_step_rank mamba_dt_rank
-        laurel_rank adapter_rank hc_lowrank gated_norm_rank
-        """,
-    ),
-    (4, "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num"),
-    (2, "num_experts_per_tok num_experts_per_token moe_k moe_top_k moe_topk"),
-    (
-        1,
-        """
-        n_group num_expert_group topk_group n_groups mamba_n_groups mamba_ngroups n_shared_experts
-        num_shared_experts moe_num_shared_experts first_k_dense_replace num_dense_layers
-        moe_layer_start_index
-        """,
-    ),
-    # periods of patterns over layers
-    (
-        2,
-        """
-        sliding_window_pattern _sliding_window_pattern attn_layer_period attn_layer_offset
-        layer_group_size global_attn_every_n_layers no_rope_layer_interval num_kv_shared_layers
-        """,
-    ),
-    (
-        VOCABULARY,
-        """
-        vocab_size vocab_size_per_layer_input decoder_vocab_size audio_vocab_size
-        unpadded_vocab_size pronunciation_vocab_size shape_vocab_size encoder_hash_byte_group_vocab
-        ngram_vocab_size_base
-        """,
-    ),
-    (
-        POSITIONS,
-        """
-        max_position_embeddings n_positions n_ctx max_seq_len max_target_positions
-        max_source_positions context_length model_max_length original_max_position_embeddings
-        position_bias_max_distance floor_scale log_scaling_n_floor
-        """,
-    ),
-    # fewer than the tokens of a test, so that what lies outside is missed
-    (
-        WINDOW,
-        """
-        sliding_window sliding_window_size attention_window_size window_size local_attention
-        attention_chunk_size local_attention_window_len rel_extent keep_window_size
-        """,
-    ),
-    (32, "index_topk"),
-    (16, "chunk_size mamba_chunk_size index_block_size"),
-    (2, "index_topk_blocks"),
-)
-SIZES = {name: size for size, names in NAMES for name in names.split()}
+# fewer than the tokens of a test, so that what lies outside is missed
+WINDOW = 64
+# a size, and the fields that have it
+SIZE_TABLE = """
+64 hidden_size d_model n_embd emb_dim embedding_dim embedding_size input_embedding_size
+64 output_embedding_size word_embed_proj_dim lru_width hidden_size_global backbone_hidden_size
+64 out_hidden_size adapter_in_dim adapter_out_dim adapter_input_size dim_model_base
+64 projector_input_dim projector_output_dim ple_embed_dim router_hidden_size
+64 intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim d_inner d_ff dff dim_ff n_inner
+64 mlp_dim feed_forward_size ffn_hidden_size expert_ffn_hidden_size moe_intermediate_size
+64 intermediate_size_mlp dense_intermediate_size shared_intermediate_size
+64 shared_expert_intermediate_size shared_experts_intermediate_size
+64 moe_shared_expert_intermediate_size hidden_size_per_layer_input
+128 attention_hidden_size mamba_d_ssm
+4 num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_blocks
+4 num_decoder_layers num_encoder_layers depth max_window_layers conf_num_hidden_layers
+4 num_global_layers
+4 num_attention_heads n_head n_heads decoder_attention_heads encoder_attention_heads num_heads
+4 attention_heads num_decoder_attention_heads num_encoder_attention_heads
+4 swa_num_attention_heads conf_num_attention_heads index_n_heads linear_num_heads
+4 linear_num_value_heads
+4 num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num
+2 num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads
+2 num_experts_per_tok moe_k moe_top_k moe_topk index_topk_blocks
+2 sliding_window_pattern attn_layer_period attn_layer_offset layer_group_size
+2 global_attn_every_n_layers no_rope_layer_interval num_kv_shared_layers
+1 n_group topk_group n_groups mamba_n_groups mamba_ngroups n_shared_experts num_shared_experts
+1 moe_num_shared_experts first_k_dense_replace num_dense_layers moe_layer_start_index
+16 head_dim d_kv d_head dim_head attention_head_size kv_channels swa_head_dim d_rel
+16 linear_head_dim linear_key_head_dim linear_value_head_dim index_head_dim qk_nope_head_dim
+16 qk_rope_head_dim v_head_dim query_pre_attn_scalar state_size ssm_state_size mamba_d_state
+16 mamba_d_head mamba_head_dim chunk_size mamba_chunk_size index_block_size
+32 qk_head_dim kv_lora_rank q_lora_rank o_lora_rank attention_head_dim index_topk
+8 rotary_dim mamba_n_heads mamba_num_heads n_mamba_heads time_step_rank mamba_dt_rank
+8 laurel_rank adapter_rank hc_lowrank gated_norm_rank
+128 vocab_size vocab_size_per_layer_input decoder_vocab_size audio_vocab_size
+128 unpadded_vocab_size pronunciation_vocab_size shape_vocab_size encoder_hash_byte_group_vocab
+128 ngram_vocab_size_base
+512 max_position_embeddings n_positions n_ctx max_seq_len max_target_positions
+512 max_source_positions context_length original_max_position_embeddings
+512 position_bias_max_distance floor_scale log_scaling_n_floor
+64 sliding_window sliding_window_size attention_window_size window_size local_attention
+64 attention_chunk_size local_attention_window_len rel_extent keep_window_size
+"""
+SIZES = {
+    name: int(size)
+    for size, *names in map(str.split, SIZE_TABLE.strip().splitlines())
+    for name in names
+}
 # sizes that a type leaves open and its model then needs
 ALWAYS = ("head_dim", "num_key_value_heads")
 KINDS = ("sliding_attention", "full_attention")
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 SOME_SLIDING = list(KINDS) * (LAYERS // 2)
-LINEAR_AND_FULL = ["linear_attention", "full_attention"] * (LAYERS // 2)
-INDEXER = dict(
-    indexer_n_heads=HEADS,
-    indexer_kv_heads=1,
-    indexer_head_dim=HEAD_DIM,
-    indexer_budget=64,
-    indexer_compress_ratio=8,
-)
-SLIDING_HEADS = {
-    "swa_num_attention_heads": HEADS,
-    "swa_num_key_value_heads": HEADS,
-    "swa_q_lora_rank": 2 * HEAD_DIM,
-    "swa_kv_lora_rank": 2 * HEAD_DIM,
-    "swa_head_dim": 2 * HEAD_DIM,
-    "swa_qk_nope_head_dim": HEAD_DIM,
-    "swa_v_head_dim": HEAD_DIM,
-}
 # type -> what its config is told beside the sizes
 REPAIRS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -165,10 +88,15 @@ REPAIRS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": KV_HEADS, "rope_theta": 10_000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "dots3_note_text": SLIDING_HEADS,
+    "dots3_note_text": {
+        **{"swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS},
+        **{"swa_q_lora_rank": 2 * HEAD_DIM, "swa_kv_lora_rank": 2 * HEAD_DIM},
+        **{"swa_head_dim": 2 * HEAD_DIM, "swa_qk_nope_head_dim": HEAD_DIM},
+        **{"swa_v_head_dim": HEAD_DIM},
+    },
     "gemma4_text": {"global_head_dim": 2 * HEAD_DIM},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
-    "granitemoehybrid": {"layer_types": LINEAR_AND_FULL},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)},
     "jamba": {"attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
@@ -179,7 +107,10 @@ REPAIRS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
-    "qwen4_exp_text": INDEXER,
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": HEADS, "indexer_kv_heads": 1, "indexer_head_dim": HEAD_DIM},
+        **{"indexer_budget": 64, "indexer_compress_ratio": 8},
+    },
     "reformer": {"axial_pos_embds": False, "hash_seed": 0},
     "rwkv": {"attention_hidden_size": HIDDEN},
     "xlstm": {"hidden_size": 2 * HIDDEN, "embedding_dim": 2 * HIDDEN},
@@ -209,21 +140,17 @@ def window_fields(model_type: str) -> dict[str, Any]:
     """What to tell `tiny_config` for sliding windows in a type that may have some and has none."""
     config = tiny_config(model_type)
     has = {field.name for field in dataclasses.fields(config)}
-    kinds = set(vars(config).get("layer_types") or ())
+    own = vars(config)
+    kinds = set(own.get("layer_types") or ())
     fields = {"sliding_window": WINDOW, "use_sliding_window": True}
     if kinds == {"full_attention"}:
         fields["layer_types"] = SOME_SLIDING
-    elif kinds or _slides(config):
+    elif kinds or (getattr(config, "use_sliding_window", True) and own.get("sliding_window")):
         return {}
     return {name: fields[name] for name in fields if name in has and "sliding_window" in has}
 
 
-def _slides(config: PreTrainedConfig) -> bool:
-    """Whether a config that does not name its layers has windows in them."""
-    return bool(vars(config).get("sliding_window")) and getattr(config, "use_sliding_window", True)
-
-
-def _tiny(default: PreTrainedConfig, given: Mapping[str, Any] = NOTHING) -> PreTrainedConfig:
+def _tiny(default: PreTrainedConfig, given: Mapping[str, Any] | None = None) -> PreTrainedConfig:
     """One like ``default`` in miniature."""
     # read past the properties: some refuse to say what is not the same in all layers
     values = vars(default)
@@ -240,7 +167,7 @@ def _tiny(default: PreTrainedConfig, given: Mapping[str, Any] = NOTHING) -> PreT
     if "kv_lora_rank" in fields:
         # keys and values are made of one small vector, for all heads
         fields["num_key_value_heads"] = HEADS
-    return type(default)(**{**fields, **REPAIRS.get(default.model_type, {}), **given})
+    return type(default)(**{**fields, **REPAIRS.get(default.model_type, {}), **(given or {})})
 
 
 def _number(name: str, value: int | None) -> dict[str, int]:

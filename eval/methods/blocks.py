@@ -47,13 +47,11 @@ class BlockPredictor(Predictor):
     """Base of predictors that say of every block whether it is kept."""
 
     @abstractmethod
-    def keep(
-        self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, forced: Tensor
-    ) -> Tensor:
+    def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
         """The blocks that are kept, bool, broadcast to [B, H, M_q, M_k].
 
         Args:
-            seen, forced: bool [B, 1, M_q, M_k], the blocks that may be kept and that must be.
+            seen, must: bool [B, 1, M_q, M_k], the blocks that may be kept and that must be.
         """
 
     @property
@@ -76,10 +74,8 @@ class StreamingPredictor(BlockPredictor):
     def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
         return ()
 
-    def keep(
-        self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, forced: Tensor
-    ) -> Tensor:
-        return forced
+    def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
+        return must
 
 
 class ScorePredictor(BlockPredictor):
@@ -89,17 +85,15 @@ class ScorePredictor(BlockPredictor):
     def score(self, q: Tensor, k: Tensor, call: LayerContext) -> Tensor:
         """What ranks the key blocks of a row, highest kept: [B, H, M_q, M_k]."""
 
-    def keep(
-        self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, forced: Tensor
-    ) -> Tensor:
+    def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
         dropped = torch.tensor(
             sparsity_of(self.config, call.layer, q.shape[1]), device=q.device, dtype=torch.float64
         )
         share = (1 - dropped[:, None, None]).clamp(max=self.config.max_density)
-        wanted = reference.share_of_row(seen, share).maximum(forced.sum(-1, keepdim=True))
+        wanted = reference.share_of_row(seen, share).maximum(must.sum(-1, keepdim=True))
         score = self.score(q, k, call)
         wanted = wanted.squeeze(-1).expand(score.shape[:3])
-        return reference.best_of_rows(score, seen, forced, wanted)
+        return reference.best_of_rows(score, seen, must, wanted)
 
 
 class RandomPredictor(ScorePredictor):
@@ -180,11 +174,9 @@ class XAttentionPredictor(SharePredictor):
 
     usual, stride = 0.8, 8
 
-    def keep(
-        self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, forced: Tensor
-    ) -> Tensor:
+    def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
         mass = block_mass(q, k, call.spans, call.scale, *self.blocks, stride=self.stride)
-        return fewest(normalised(mass).log(), seen, forced, self.share)
+        return fewest(normalised(mass).log(), seen, must, self.share)
 
 
 class XAttention16Predictor(XAttentionPredictor):
@@ -203,10 +195,8 @@ class MeanPooledPredictor(SharePredictor):
 
     usual = 0.95
 
-    def keep(
-        self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, forced: Tensor
-    ) -> Tensor:
-        return fewest(self.pooled_log_mass(q, k, call, seen), seen, forced, self.share)
+    def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
+        return fewest(self.pooled_log_mass(q, k, call, seen), seen, must, self.share)
 
     def pooled_log_mass(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor) -> Tensor:
         """The log-softmax of pooled logits over the blocks that a row sees, [B, H, M_q, M_k]."""

@@ -58,9 +58,7 @@ class FlexPrefillPredictor(MeanPooledPredictor):
     paper as far as we know; the README of its code has gamma 0.9 and 512 tokens.
     """
 
-    def keep(
-        self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, forced: Tensor
-    ) -> Tensor:
+    def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
         self.refuse_packed(call.spans)
         (query_block, key_block), spans = self.blocks, call.spans
         gamma = torch.tensor(self.share, device=q.device, dtype=torch.float64)

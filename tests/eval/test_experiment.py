@@ -195,11 +195,7 @@ def test_nothing_is_measured_twice_and_its_provenance_stays(tmp_path, monkeypatc
     monkeypatch.setattr(provenance, "utc_now", lambda: "later")
     start(tmp_path)
     assert MEASURED == [1, 2, 3] and read(tmp_path) == before
-
-
-def test_a_run_whose_samples_are_packed_goes_on(tmp_path, monkeypatch):
-    start(tmp_path)
-    before = read(tmp_path)
+    # where the samples are packed as well
     pack(tmp_path / "samples.jsonl")
     (tmp_path / "results.csv").unlink()
     monkeypatch.setattr(experiment, "named", {"powers": Powers}.get)

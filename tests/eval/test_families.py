@@ -153,20 +153,24 @@ def sample_of(by_name, applied, layers):
     return sample
 
 
+NAN = {"difference": float("nan")}
+
+
 @pytest.mark.parametrize(
-    ("by_name", "applied", "verdict"),
+    ("by_name", "applied", "layers", "verdict"),
     [
-        pytest.param([FINE, FINE], [FINE, FINE], EXACT, id="exact"),
-        pytest.param([NO, NO], [NO, NO], REFUSED, id="refused"),
-        pytest.param([FINE, NO], [FINE, NO], IN_PART, id="one-input-refused"),
-        pytest.param([FINE, FINE], [NO, NO], IN_PART, id="one-door-refused"),
-        pytest.param([FINE, OFF], [NO, NO], WRONG, id="one-input-off"),
-        pytest.param([BROKEN, BROKEN], [NO, NO], FAILS, id="one-door-fails"),
-        pytest.param([FINE, {"difference": float("nan")}], [FINE, FINE], WRONG, id="not-a-number"),
+        pytest.param([FINE, FINE], [FINE, FINE], 2, EXACT, id="exact"),
+        pytest.param([FINE, FINE], [FINE, FINE], 0, NOT_OURS, id="no-layer-has-asked-cab"),
+        pytest.param([NO, NO], [NO, NO], 2, REFUSED, id="refused"),
+        pytest.param([FINE, NO], [FINE, NO], 2, IN_PART, id="one-input-refused"),
+        pytest.param([FINE, FINE], [NO, NO], 2, IN_PART, id="one-door-refused"),
+        pytest.param([FINE, OFF], [NO, NO], 2, WRONG, id="one-input-off"),
+        pytest.param([BROKEN, BROKEN], [NO, NO], 2, FAILS, id="one-door-fails"),
+        pytest.param([FINE, NAN], [FINE, FINE], 2, WRONG, id="not-a-number"),
     ],
 )
-def test_the_worst_is_said_of_all(by_name, applied, verdict):
-    assert families.judged(sample_of(by_name, applied, layers=2))["verdict"] == verdict
+def test_the_worst_is_said_of_all(by_name, applied, layers, verdict):
+    assert families.judged(sample_of(by_name, applied, layers))["verdict"] == verdict
 
 
 STEP = {"loss": 1e-7, "logits": 1e-7, "gradients": 9e-6, "layers": 2}
@@ -188,11 +192,6 @@ STEP = {"loss": 1e-7, "logits": 1e-7, "gradients": 9e-6, "layers": 2}
 def test_the_worst_is_said_of_all_over_ranks(text, packed, verdict):
     sample = {"model_type": "x", "model": "X", "plain": {"one text": text, "packed": packed}}
     assert families.judged(sample)["verdict"] == verdict
-
-
-def test_what_no_layer_has_asked_cab_for_is_not_called_exact():
-    row = families.judged(sample_of([FINE, FINE], [FINE, FINE], layers=0))
-    assert row["verdict"] == NOT_OURS
 
 
 def test_an_input_with_padding_that_the_model_reads_is_not_compared():
@@ -269,20 +268,3 @@ def test_a_type_that_does_not_exist_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         __main__.main(["families", "--types", "llama,llamma"])
     assert "types is 'llamma'; it must be types of AutoModelForCausalLM" in capsys.readouterr().err
-
-
-def test_the_command_writes_what_ranks_compute(tmp_path, monkeypatch):
-    actual = {
-        "llama": {"model": "L", "dtype": "float64", "plain": {"one text": STEP, "packed": STEP}},
-        "bamba": {"model": "B", "plain": {"one text": NO, "packed": NO}},
-        "opt": {"not_built": "no reason"},
-    }
-    monkeypatch.setattr(families, "in_processes", lambda model_type, ranks, *_: actual[model_type])
-    command = ["families", "--ranks", "2", "--types", ",".join(actual), "--out", str(tmp_path)]
-    assert __main__.main(command) == 0
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    verdicts = {row["model_type"]: row["verdict"] for row in rows}
-    assert verdicts == {"llama": EXACT, "bamba": REFUSED, "opt": NOT_BUILT}
-    report = (tmp_path / "report.md").read_text()
-    assert "| exact | 1 | llama |" in report and "cab does not." in report
-    assert (tmp_path / "figure.png").stat().st_size > 0

@@ -1,18 +1,14 @@
-"""Long runs: what they say before they begin, memory that runs out, shares of processes."""
+"""Long runs: what they say before they begin, memory that runs out, shards."""
 
 import json
 
 import pytest
 import torch
-from bench import torchrun
 from tiny import SPARSE_WORDS
-from torch import distributed as dist
 
-from cab_hf.eval import fidelity, long_run, passkey
+from cab_hf.eval import fidelity, passkey
 from cab_hf.eval.__main__ import main
-from cab_hf.eval.experiment import run
 from cab_hf.runs.log import read_log
-from cab_hf.runs.settings import read_settings
 
 SET = [word for assignment in SPARSE_WORDS for word in ("--cab", assignment)]
 PASSKEY = ["passkey", *SET, "--methods", "dense,cab,random", "--lengths", "400", "--depths", "3"]
@@ -115,36 +111,44 @@ def test_without_any_memory_nothing_is_reported(command, monkeypatch, capsys):
     assert f"no case could be measured: {OUT_OF_MEMORY}" in capsys.readouterr().err
 
 
-# --- shares of processes
+# --- shards
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("words", [PASSKEY, FIDELITY], ids=lambda words: words[0])
-def test_every_case_is_of_one_rank_and_a_question_is_asked_by_it_of_all(words, ranks):
+def experiment_of(words, shard=None, **fields):
     kind = {"passkey": passkey, "fidelity": fidelity}[words[0]].EXPERIMENT
-    settings = kind.Settings(device="cpu", lengths=(300,), methods=("dense", "cab", "random"))
-    experiment = kind(settings)
-    given = [long_run.Share(experiment, rank, ranks).mine([]) for rank in range(ranks)]
-    everything = list(experiment.planned())
-    assert sorted(map(str, everything)) == sorted(str(case) for mine in given for case in mine)
-    questions = [set(map(experiment.question, mine)) for mine in given]
-    assert sum(map(len, questions)) == len(set().union(*questions))
-    known = everything[:4]
-    left = [long_run.Share(experiment, rank, ranks).mine(known) for rank in range(ranks)]
-    assert sum(map(len, left)) == len(everything) - 4
+    methods = ("dense", "cab", "random")
+    return kind(kind.Settings(device="cpu", lengths=(300,), methods=methods, shard=shard, **fields))
 
 
-def test_what_is_timed_is_of_one_rank(monkeypatch):
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("words", [PASSKEY, FIDELITY], ids=lambda words: words[0])
+def test_every_case_is_of_one_shard_and_a_question_is_asked_by_it_of_all(words, parts):
+    experiments = [experiment_of(words, f"{part}/{parts}") for part in range(1, parts + 1)]
+    free = [case for case in experiments[0].planned() if not experiments[0].waits(case)]
+    waiting = [case for case in experiments[0].planned() if experiments[0].waits(case)]
+    # some are there, of which the others are not to depend
+    for known, cases in ((free[:4], free[4:]), (free, waiting)):
+        shares = [each.share(known) for each in experiments]
+        assert sorted(map(str, cases)) == sorted(str(case) for mine in shares for case in mine)
+        questions = [set(map(experiments[0].question, mine)) for mine in shares]
+        assert sum(map(len, questions)) == len(set().union(*questions))
+
+
+def test_what_is_timed_is_of_no_shard(monkeypatch):
     monkeypatch.setattr(fidelity.Fidelity, "alone", lambda self, case: case["probe"] == "recall")
-    settings = fidelity.Settings(device="cpu", lengths=(300,), methods=("dense", "cab", "random"))
-    given = [long_run.Share(fidelity.Fidelity(settings), rank, 3).mine([]) for rank in range(3)]
-    timed = [[case["probe"] for case in mine].count("recall") for mine in given]
-    assert timed == [3, 0, 0] and all(given)
+    shares = [experiment_of(FIDELITY, f"{part}/3").share([]) for part in (1, 2, 3)]
+    assert all(shares)
+    assert "recall" not in {case["probe"] for mine in shares for case in mine}
+
+
+def test_what_is_fitted_by_time_is_of_no_shard():
+    experiment = experiment_of(FIDELITY, "1/1", equal="time")
+    free = [case for case in experiment.planned() if not experiment.waits(case)]
+    assert experiment.share([]) and not experiment.share(free)
 
 
 def test_a_run_that_stops_has_asked_all_methods_alike():
-    settings = fidelity.Settings(device="cpu", lengths=(300,), methods=("dense", "cab", "random"))
-    experiment = fidelity.Fidelity(settings)
+    experiment = experiment_of(FIDELITY)
     cases = list(experiment.planned())
     free = [case for case in cases if not experiment.waits(case)]
     # what waits for all of the others comes behind them
@@ -156,97 +160,26 @@ def test_a_run_that_stops_has_asked_all_methods_alike():
     assert all(experiment.question(a) == experiment.question(b) for a, b in pairs)
 
 
-@pytest.mark.parametrize(("rank", "gpu"), [(0, 0), (1, 1), (5, 1)])
-def test_processes_take_turns_at_gpus(monkeypatch, rank, gpu):
-    taken = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setenv("LOCAL_RANK", str(rank))
-    long_run.take_gpu(1)
-    assert not taken
-    long_run.take_gpu(6)
-    assert taken == [gpu]
-
-
-@pytest.mark.slow
-def test_processes_find_what_one_finds(command, model_folder, tmp_path):
-    out = tmp_path / "shared"
-    given = [*FIDELITY, "--model", str(model_folder), "--out", str(out)]
-    done = torchrun("-m", "cab_hf.eval", *given)
-    assert done.returncode == 0, done.stderr
-    # one says what is ahead, and shows the rows
-    assert done.stdout.count("24 cases\n") == 1 == done.stdout.count("report:")
-    # a thread each, as torchrun has it: sums of two are rounded otherwise
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    expected = command(FIDELITY)
-    torch.set_num_threads(threads)
-    results = json.loads((out / "results.json").read_text())
-    assert results["rows"] == expected["rows"]
-    assert results["provenance"]["settings"] == expected["provenance"]["settings"]
-    names = {path.name for path in out.iterdir()}
-    assert names == {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
-
-
-@pytest.fixture
-def alone(tmp_path):
-    """A group of this process alone."""
-    store = f"file://{tmp_path / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def settings_of(model_folder, out):
-    """Those of `PASSKEY`."""
-    given = [*PASSKEY[1:], "--model", str(model_folder), "--out", str(out)]
-    return read_settings(passkey.Settings, given, "passkey")
-
-
-def test_what_another_rank_found_and_missed_is_in_the_log(
-    command, model_folder, tmp_path, monkeypatch, alone
-):
+def test_shards_find_what_one_process_finds(command, tmp_path, monkeypatch, capsys):
     complete = command(PASSKEY, out="complete")
-    _, samples = read_log(tmp_path / "complete" / "samples.jsonl")
-    experiment = passkey.Passkey(settings_of(model_folder, tmp_path / "out"))
-    share = long_run.Share(experiment, 0, 2)
-    asked = set(map(experiment.question, share.mine([])))
-    others = [s for s in samples if experiment.question(s) not in asked]
-    assert others and len(others) + len(share.mine([])) == len(samples)
-    last = {name: others[-1][name] for name in experiment.CASE} | {"error": OUT_OF_MEMORY}
+    answer, answered = passkey.Passkey.answer, []
 
-    def gather(given, own):
-        given[:] = [own, [*others[:-1], last]]
+    def counted(self, prompt, method):
+        answered.append(type(method).name)
+        return answer(self, prompt, method)
 
-    monkeypatch.setattr(dist, "all_gather_object", gather)
-    rows = run(experiment, share.lead)
-    failed = json.loads((tmp_path / "out" / "results.json").read_text())["provenance"]["failed"]
-    assert [(cell["method"], cell["cases"]) for cell in failed] == [("random", 1)]
-    assert [row["n"] for row in rows] == [3, 3, 2]
-    # and is tried again by whoever goes on
-    assert command(PASSKEY)["rows"] == complete["rows"]
-
-
-def test_what_a_kill_left_of_another_rank_is_taken_up(command, model_folder, tmp_path):
-    complete = command(PASSKEY, out="complete")
-    _, samples = read_log(tmp_path / "complete" / "samples.jsonl")
-    experiment = passkey.Passkey(settings_of(model_folder, tmp_path / "out"))
-    with long_run._opened(experiment, tmp_path / "out" / "samples.rank1.jsonl") as log:
-        for sample in samples[1::2]:
-            log.append(sample)
-    measured = []
-    experiment.sample = lambda case: (
-        measured.append(case) or passkey.Passkey.sample(experiment, case)
-    )
-    rows = run(experiment, long_run._measure_alone)
-    assert len(measured) == len(samples[::2]) and rows == complete["rows"]
-    assert not list((tmp_path / "out").glob("*rank*"))
-
-
-def test_a_device_that_all_processes_would_take_is_refused(model_folder, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    words = [*PASSKEY, "--model", str(model_folder), "--device", "cpu:0"]
-    assert main(words) == 2
-    assert "device is 'cpu:0'; where 2 processes share a run it must be" in capsys.readouterr().err
+    monkeypatch.setattr(passkey.Passkey, "answer", counted)
+    # those that match another method are left to the second time
+    for methods in ({"dense", "cab"}, {"random"}):
+        answered.clear()
+        for shard in ("1/2", "2/2"):
+            assert command(PASSKEY, "--shard", shard) is None
+        assert set(answered) == methods and len(answered) == 3 * len(methods)
+    assert len(list((tmp_path / "out").iterdir())) == 2
+    assert command(PASSKEY, "--seed", "1", "--shard", "1/2", status=2) is None
+    assert "made with seed 0, this run has 1" in capsys.readouterr().err
+    answered.clear()
+    results = command(PASSKEY)
+    assert not answered and results["rows"] == complete["rows"]
+    assert results["provenance"]["settings"] == complete["provenance"]["settings"]
+    assert not list((tmp_path / "out").glob("*shard*"))

@@ -289,44 +289,30 @@ def test_the_command_writes_one_file(folder, tmp_path, capsys):
     assert (out / "index.html").read_text() == made(folder)
 
 
-def no_results(folder):
-    (folder / "results.json").unlink()
+def rows_of_another_kind(folder):
+    return json.dumps({**json.loads((folder / "results.json").read_text()), "rows": [3]})
 
 
-def no_figure(folder):
-    (folder / "figure.png").unlink()
-
-
-def broken_figure(folder):
-    (folder / "figure.png").write_text("version https://git-lfs.github.com/spec/v1")
-
-
-def broken_results(folder):
-    (folder / "results.json").write_text("{")
-
-
-def other_rows(folder):
-    complete = json.loads((folder / "results.json").read_text())
-    (folder / "results.json").write_text(json.dumps({**complete, "rows": [3]}))
-
-
-def gone(folder):
-    shutil.rmtree(folder)
-
-
+# a file and what is in it instead, None where it is missing
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "content", "message"),
     [
-        pytest.param(gone, "told has no results.json; measure it again", id="gone"),
-        pytest.param(no_results, "told has no results.json; measure it again", id="no results"),
-        pytest.param(broken_results, "has no results of a run; take it away", id="broken"),
-        pytest.param(other_rows, "told cannot be shown: TypeError: ", id="rows"),
-        pytest.param(no_figure, "told cannot be shown: FileNotFoundError: ", id="no figure"),
-        pytest.param(broken_figure, "figure.png is no PNG", id="figure"),
+        pytest.param("", None, "told has no results.json; measure it again", id="gone"),
+        pytest.param("results.json", None, "told has no results.json; measure", id="no results"),
+        pytest.param("results.json", "{", "has no results of a run; take it away", id="broken"),
+        pytest.param("results.json", rows_of_another_kind, "shown: TypeError: ", id="rows"),
+        pytest.param("figure.png", None, "shown: FileNotFoundError: ", id="no figure"),
+        pytest.param("figure.png", "version https://git-lfs", "figure.png is no PNG", id="figure"),
     ],
 )
-def test_a_folder_that_cannot_be_shown_is_refused(folder, tmp_path, capsys, change, message):
-    change(folder)
+def test_a_folder_that_cannot_be_shown_is_refused(folder, tmp_path, capsys, name, content, message):
+    path = folder / name
+    if content is not None:
+        path.write_text(content(folder) if callable(content) else content)
+    elif name:
+        path.unlink()
+    else:
+        shutil.rmtree(path)
     status, said = run(capsys, folder, "--out", tmp_path / "out")
     assert status == 2 and said.count("\n") == 1 and not (tmp_path / "out").exists()
     assert said.startswith("python -m cab_hf.eval: report: ") and message in said

@@ -9,7 +9,7 @@ import pytest
 
 from cab_hf import CabConfig
 from cab_hf.eval import readme, report
-from cab_hf.eval.tables import ROWS, TABLES, TIMED, Table, pivoted, read_results, source
+from cab_hf.eval.tables import ROWS, TABLES, Table, pivoted, read_results, source
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
@@ -57,22 +57,6 @@ def results(tmp_path):
     write(tmp_path / SPEED, rows, commit="fedcba9876")
     write(tmp_path / CHOOSING, [{"length": 8192, "ms": 0.12}])
     return tmp_path
-
-
-def test_settings_are_named_beside_means_over_texts(tmp_path):
-    run = {"settings": {"cab_configs": {"cab": {}, "cab:few": {"exact_queries": 8}}}}
-    run["settings"]["cab_configs"]["cab"] = CabConfig(min_length=0).to_dict()
-    rows = [
-        {"method": method, "text": text, "length": 64, "run": run, "recall": {"share": share}}
-        for method, shares in {
-            "dense": (1.0, 1.0),
-            "cab": (0.9, 0.7),
-            "cab:few": (0.5, 0.5),
-        }.items()
-        for text, share in zip("ab", shares, strict=True)
-    ]
-    shown = [(row["setting"], row["recall"]["share"]) for row in ROWS["over_texts"](rows)]
-    assert shown == [("dense", 1.0), ("default", 0.8), ("exact_queries=8", 0.5)]
 
 
 # --- what is committed
@@ -138,7 +122,7 @@ def test_rows_and_columns_are_those_declared(tmp_path, monkeypatch):
         )
     ]
     write(tmp_path / "a", rows)
-    declared = {"any": ["a", "b"], "where": {"held": 1}, "has": "ms", "rows": "by_way"}
+    declared = {"folders": ["a"], "where": {"held": 1}, "has": "ms", "rows": "by_way"}
     columns = {"tokens": "length|,", "* s": "*.ms|s", "none": "cab.inner.none|s"}
     columns |= {"KL (sdpa)": ["cab.inner.kl|digits", "sdpa.inner.kl|.1f"]}
     columns |= {"of none": ["cab.inner.kl|digits", "FA3.inner.kl"]}
@@ -167,56 +151,6 @@ def test_the_default_by_hand(results):
     assert first == ["8,192", *measured, "0.00200 (0.00100)", "× 1.00"]
 
 
-def test_a_step_of_training_is_of_the_last_folder_that_has_its_size(results):
-    def step(length, name, ms, density=1.0, over=None):
-        row = {"length": length, "implementation": name, "ms": ms, "density": density}
-        return row | {"over_best": over, "ceiling": 2.0, "peak_gib": 32.0}
-
-    first, second, fewer, *_ = TABLES["lora"].folders
-    rows = [step(4096, "sdpa", 4000.0), step(4096, "FA4", 3000.0)]
-    rows += [step(4096, "cab", 2000.0, 0.2, 1.5), step(8192, "cab", 9000.0, 0.2, 1.5)]
-    write(results / first, rows, settings={"layers": 32}, experiment="speed lora")
-    for name, ms, layers in ((second, 5000.0, 32), (fewer, 700.0, 4)):
-        rows = [step(8192, "cab", ms, 0.1)]
-        write(results / name, rows, settings={"layers": layers}, experiment="speed lora")
-    assert table("lora", results) == [
-        ["4,096", "32", "4.00", "3.00", "2.00", "1.50", "2.00", "0.20", "32.0"],
-        ["8,192", "32", "–", "–", "5.00", "–", "2.00", "0.10", "32.0"],
-        ["8,192", "4", "–", "–", "0.700", "–", "2.00", "0.10", "32.0"],
-    ]
-
-
-def test_what_trainings_keep_is_bold_where_it_is_less_for_sure(results):
-    few = ("recall", "perplexity")
-    most = (*few, "recall_border", "perplexity_border")
-    for folder in TABLES["trained"].folders:
-        untrained, dense = "beyond" in folder, "dense" in folder
-        correct, value = (0, 900.0) if untrained else (90, 6.0) if dense else (50, 6.3)
-        # the second run is 21 % worse, so that the geometric mean of both is by 10 %
-        result = {"correct": correct, "n": 100, "value": value * 1.21 ** folder.endswith("seed-1")}
-        asked = dict.fromkeys(few if untrained else most, result)
-        rows = [
-            {"method": method, "length": 32768, "density": 0.5, **asked}
-            for method in (["dense"] if untrained else ["dense", "cab"])
-        ]
-        write(results / folder, rows, experiment="fidelity")
-    # steps of dense training alone on a GPU; the first of them do not count
-    log = results / "fidelity-trained-dense" / TIMED
-    log.parent.mkdir()
-    steps = [{"kind": "step", "step": n, "seconds": 9.0 if n <= 3 else n / 2} for n in range(1, 7)]
-    lines = [{"identity": {}, "started": ""}, *steps]
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown = table("trained", results)
-    assert len(shown) == 9
-    nothing = ["**0.00 [0.00, 0.04]**", "–", "900", "–", "–", "–"]
-    assert shown[0] == ["not at all", "1", "dense", "0.50", *nothing]
-    # 180 of 200 keys, and 50 of 100
-    best, less = "0.90 [0.85, 0.93]", "**0.50 [0.40, 0.60]**"
-    dense = [best, best, "6.00, 7.26", "1.000", "1.000", "2.50"]
-    assert shown[1] == ["dense", "2", "dense", "0.50", *dense]
-    assert shown[4] == ["cab", "1", "cab", "0.50", less, less, "6.30", "0.955", "0.955", "–"]
-
-
 def fidelity_run(folder, config, model="a", **settings):
     """A run of the default, or of another config, on two texts."""
     asked = {"recall": {"ratio": 0.9}, "tasks": {"delta": -0.013}}
@@ -242,44 +176,6 @@ def test_models_are_shown_that_the_default_has_read(results):
     write(results / "by-others", rows, experiment="fidelity", settings=others)
     kept = ["0.20", "0.50", "0.0200 (0.00100)", "–", "× 0.90", "–", "-1.3 points"]
     assert table("models", results) == 2 * [["a", "32,768", "2", *kept]]
-
-
-def test_tasks_are_bold_where_they_are_surely_below_dense(results):
-    def row(method, over, mean=None, **tasks):
-        asked = {name: {"share": of[0], "delta_high": of[1]} for name, of in tasks.items()}
-        fields = {"length": 8192, "method": method, "density": 0.5, "over_dense": over}
-        return {**fields, **asked, **({"tasks": {"delta": mean}} if mean else {})}
-
-    rows = [
-        row("dense", 1.0, uuid=(0.9, 0.0)),
-        row("cab", 0.5, -0.01, uuid=(0.5, -0.1), tracking=(0.4, 0.1)),
-    ]
-    write(results / TABLES["tasks"].folders[0], rows, settings={"model": "a"})
-    (*_, tasks, mean, points), cab = table("tasks", results)
-    assert (mean, points) == ("0.90", "–")
-    # the mean is of the tasks that all were asked
-    nothing, place = ["–"] * 3, ["a", "8,192", "cab", "0.50", "0.50"]
-    scores = [*nothing, "**0.50**", "–", "0.40", *nothing, "0.50", "-1.0 points"]
-    assert cab == [*place, *scores]
-
-
-def test_context_parallelism_is_shown_of_the_most_ranks(results):
-    def ranked(scheme, world, efficiency, **more):
-        row = {"scheme": scheme, "world": world, "length": 65536, "direction": "forward"}
-        row |= {"efficiency": efficiency, "ms": None, "density": None, "shape": "llama3-8b"}
-        return {**row, "measured": True, **more}
-
-    short, longer, *_ = TABLES["parallel"].folders
-    rows = [ranked("grouped", 2, 0.75), ranked("ring", 8, None), ranked("grouped", 8, 0.875)]
-    rows.append(ranked("grouped", 16, 0.9, measured=False))
-    write(results / short, rows, experiment="speed context-parallel")
-    rows = [ranked("grouped", 2, 1.0, ms=30.0)]
-    rows.append(ranked("grouped+cab", 2, 0.75, ms=4.0, density=0.1))
-    write(results / longer, rows, experiment="speed context-parallel")
-    assert table("parallel", results) == [
-        ["llama3-8b", "65,536", "8", "forward", "–", "87.5 %", "–", "–", "–"],
-        ["llama3-8b", "65,536", "2", "forward", "–", "100 %", "75.0 %", "0.10", "7.50 ×"],
-    ]
 
 
 # --- the command
