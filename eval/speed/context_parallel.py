@@ -255,8 +255,7 @@ class ContextParallel(Ranked):
         made = {"At the longest text": markdown_table(longest, COLUMNS)}
         if len(longest) < len(rows):
             made["Every text"] = markdown_table(rows, COLUMNS)
-        by = {"direction": "direction", "scheme": "scheme", "ranks": "world"}
-        return made | remarks(rows, by)
+        return made | remarks(list(map(_by_scheme, rows)), {"direction": "direction"})
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -306,6 +305,12 @@ class ContextParallel(Ranked):
 
 
 EXPERIMENT = ContextParallel
+
+
+def _by_scheme(row: Row) -> dict[str, Any]:
+    """``row`` with what is told of it under the name of its scheme and ranks."""
+    name = row["scheme"] + f" on {row['world']}" * (row["world"] > 1)
+    return {**row, **{told: {name: row[told]} for told in ("error", "ran_as") if row[told]}}
 
 
 COLUMNS = {
