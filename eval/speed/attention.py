@@ -132,14 +132,8 @@ class Attention(HeadSpeed):
         sample |= counted(plan, settings.heads)
         if _predicts(sample):
             sample["predict_ms"] = self.time(sample, "predicting", decide).ms
-        work = engines.Workload(
-            device=bench.device.type,
-            head_dim=head_dim,
-            dtype=settings.torch_dtype,
-            training=sample["direction"] == "backward",
-            query_block=plan.query_block,
-            key_block=plan.key_block,
-        )
+        like = bench.device.type, head_dim, settings.torch_dtype, sample["direction"] == "backward"
+        work = engines.Workload(*like, plan.query_block, plan.key_block)
         for name in settings.engines:
             bench.settle()
             try:
@@ -192,12 +186,13 @@ class Attention(HeadSpeed):
         ``tflops_pairs``), of the causal half for dense kernels. ``rate_ratio`` is over
         `RATED_AGAINST`, or the fastest.
         """
-        ordered = sorted(samples, key=itemgetter("head_dim", "blocks", "budget", "length"))
-        rows = [dict(s) for way in DIRECTIONS for s in ordered if s["direction"] == way]
-        rows.sort(key=itemgetter("head_dim"))
+        ways = list(DIRECTIONS)
+        rows = [{**sample, "way": ways.index(sample["direction"])} for sample in samples]
+        rows.sort(key=itemgetter("head_dim", "way", "blocks", "budget", "length"))
         for alike in grouped(rows, "head_dim", "direction"):
             for row in alike:
-                times = _times(row)
+                del row["way"]
+                times = row["total_ms" if _predicts(row) else "attend_ms"]
                 row["engine"] = min(times, key=times.__getitem__, default=None)
                 row["ms"] = times.get(row["engine"])
                 row |= dense.compared(row, alike, preferred=()) | rates(row, alike)
@@ -206,13 +201,17 @@ class Attention(HeadSpeed):
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
         """What the longest input of every group takes, then every engine and dense kernel."""
-        which = varying(rows, VARYING) | TOKENS
-        longest = {"direction": "direction"} | which | LONGEST
-        made = {"At the longest length": markdown_table(_longest(rows), longest)}
-        for some in grouped(rows, "direction"):
-            made |= _direction_tables(some, which)
         by = {"direction": "direction"} | varying(rows, {"head dim": "head_dim"})
-        return made | remarks(rows, by)
+        which = {"direction": "direction"} | varying(rows, VARYING) | TOKENS
+        by_engine = [_of_engine(row, name) for row in rows for name in row["attend_ms"]]
+        once = [alike[0] for alike in grouped(rows, "head_dim", "direction", "length")]
+        kernels = {name: partial(_dense, name) for name in names(rows)}
+        return {
+            "At the longest length": markdown_table(_longest(rows), which | COLUMNS | LONGEST),
+            "Attending": markdown_table(by_engine, which | COLUMNS | ENGINES),
+            "Dense causal attention, ms (TFLOP/s)": markdown_table(once, by | TOKENS | kernels),
+            **remarks(rows, by),
+        }
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -247,15 +246,16 @@ class Attention(HeadSpeed):
     def draw(path: Path, rows: Sequence[Row]) -> None:
         """Time and rate by length: two panels for every direction, head dim and size of blocks."""
         panels = grouped(rows, "head_dim", "blocks", "direction")
+        # one grey a kernel, in every panel
+        kernels = names(rows)
         with charts.figure(path, len(panels), 2, figsize=(12, 4.8 * len(panels))) as axes:
             for (left, right), some in zip(axes, panels, strict=True):
-                # one grey a kernel, in every panel
-                _draw_lines(left, some, names(rows), _time_of)
-                _draw_lines(right, some, names(rows), lambda name, row: row["tflops"].get(name))
+                _draw_lines(left, some, kernels, _time_of)
+                _draw_lines(right, some, kernels, lambda name, row: row["tflops"].get(name))
                 first, lengths = some[0], [row["length"] for row in some]
-                predicted = " (predicting included)" if first["direction"] == "forward" else ""
-                named = f"{first['direction']}, head dim {first['head_dim']}, {first['blocks']}"
-                charts.over_tokens(left, lengths, f"{named}: time{predicted}", "ms")
+                predicted = " (predicting included)" * (first["direction"] == "forward")
+                title = f"{first['direction']}, head dim {first['head_dim']}, {first['blocks']}"
+                charts.over_tokens(left, lengths, f"{title}: time{predicted}", "ms")
                 rate = ("rate of attending: listed blocks, dense half", "TFLOP/s")
                 charts.over_tokens(right, lengths, *rate, log=False, legend=False)
 
@@ -278,36 +278,30 @@ def counted(plan: BlockPlan, heads: int) -> dict[str, float]:
     }
 
 
-def flops(row: Row, pairs: float) -> float:
-    """Floating-point operations of that many (query, key) pairs in the row's direction.
-
-    Forward, a pair is a multiplication and an addition per channel, in each of two products.
-    """
-    return 4 * row["head_dim"] * pairs * DIRECTIONS[row["direction"]]
-
-
-def dense_flops(row: Row) -> float:
-    """The same for the causal half of all pairs."""
-    return flops(row, row["batch"] * row["heads"] * row["length"] ** 2 / 2)
-
-
 def rates(row: Row, alike: Sequence[Row]) -> dict[str, Any]:
     """TFLOP/s of the engines and dense kernels of ``row``, and whose its engines are compared with.
 
-    ``alike`` has the head dim and direction of ``row``.
+    Forward, a (query, key) pair is a multiplication and an addition per channel, in each of two
+    products. ``alike`` has the head dim and direction of ``row``.
     """
-    blocks, pairs = (
-        {name: flops(row, row[counted]) / ms / 1e9 for name, ms in row["attend_ms"].items()}
-        for counted in ("listed_pairs", "attended_pairs")
-    )
-    kernels = {name: dense_flops(row) / ms / 1e9 for name, ms in row["baselines"].items()}
-    result = {"tflops": blocks | kernels, "tflops_pairs": pairs}
+
+    def tflops(pairs: float, times: Mapping[str, float]) -> dict[str, float]:
+        operations = 4 * row["head_dim"] * pairs * DIRECTIONS[row["direction"]]
+        return {name: operations / ms / 1e9 for name, ms in times.items()}
+
+    causal = row["batch"] * row["heads"] * row["length"] ** 2 / 2
+    blocks = tflops(row["listed_pairs"], row["attend_ms"])
     rated = dense.compared(row, alike, preferred=RATED_AGAINST[row["direction"]])
-    name, ms = rated["baseline"], rated["baseline_ms"]
-    if name is None:
-        return {**result, "rated_against": None, "rate_ratio": None}
-    over = {engine: rate / (dense_flops(row) / ms / 1e9) for engine, rate in blocks.items()}
-    return {**result, "rated_against": name, "rate_ratio": over}
+    name, over = rated["baseline"], None
+    if name is not None:
+        rate = tflops(causal, {name: rated["baseline_ms"]})[name]
+        over = {engine: each / rate for engine, each in blocks.items()}
+    return {
+        "tflops": blocks | tflops(causal, row["baselines"]),
+        "tflops_pairs": tflops(row["attended_pairs"], row["attend_ms"]),
+        "rated_against": name,
+        "rate_ratio": over,
+    }
 
 
 def _predicts(row: Row) -> bool:
@@ -315,15 +309,13 @@ def _predicts(row: Row) -> bool:
     return row["direction"] == "forward" and row["budget"] != EVERYTHING
 
 
-def _times(row: Row) -> Mapping[str, float]:
-    """ms by engine, predicting included where there is anything to predict."""
-    return row["total_ms" if _predicts(row) else "attend_ms"]
-
-
 def _of_engine(row: Row, name: str | None) -> dict[str, Any]:
     """``row`` with what one engine has where it has something by name."""
     by_name = (*OF_ENGINES, "tflops", "tflops_pairs", "rate_ratio")
-    return {**row, "engine": name, **{f: (row[f] or {}).get(name) for f in by_name}}
+    named = {field: (row[field] or {}).get(name) for field in by_name}
+    ms = named["total_ms" if _predicts(row) else "attend_ms"]
+    ratio = None if None in (ms, row["baseline_ms"]) else ms / row["baseline_ms"]
+    return {**row, **named, "engine": name, "ms": ms, "ratio": ratio}
 
 
 def _longest(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -332,8 +324,8 @@ def _longest(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for alike in grouped(rows, *GROUP):
         compared = [row for row in alike if row["ratio"] is not None]
         last = (compared or alike)[-1]
-        last = _of_engine(last, last["engine"])
-        longest.append({**last, "break_even": dense.break_even_shown(compared)})
+        break_even = dense.break_even_shown(compared)
+        longest.append({**_of_engine(last, last["engine"]), "break_even": break_even})
     return longest
 
 
@@ -341,9 +333,8 @@ def _budget(row: Row) -> str:
     return "all" if row["budget"] == EVERYTHING else f"{row['budget']:g}"
 
 
-def _of_dense(row: Row) -> str | None:
-    ms = row["total_ms" if _predicts(row) else "attend_ms"]
-    return None if None in (ms, row["baseline_ms"]) else percent(ms / row["baseline_ms"])
+def _rate_over(row: Row) -> str | None:
+    return row["rate_ratio"] and f"{row['rate_ratio']:.2f} {row['rated_against']}"
 
 
 def _dense(name: str, row: Row) -> str | None:
@@ -353,52 +344,26 @@ def _dense(name: str, row: Row) -> str | None:
     return f"{digits(row['baselines'][name])} ({digits(row['tflops'][name])})"
 
 
-BUDGET = {"budget": _budget, "density": column("{:.3f}".format, "density")}
-RATES = {
-    "TFLOP/s of blocks": column(digits, "tflops"),
-    "of pairs": column(digits, "tflops_pairs"),
-    "rate over": lambda row: (
-        row["rate_ratio"] and f"{row['rate_ratio']:.2f} {row['rated_against']}"
-    ),
-}
-# of a row
-LONGEST = {
-    **BUDGET,
+# of a row and one of its engines
+COLUMNS = {
+    "budget": _budget,
+    "density": column("{:.3f}".format, "density"),
     "engine": "engine",
     "ms": column(digits, "ms"),
     "dense ms": dense.time_shown,
     "of dense": column(percent, "ratio"),
-    **RATES,
-    "faster than dense": "break_even",
+    "TFLOP/s of blocks": column(digits, "tflops"),
+    "of pairs": column(digits, "tflops_pairs"),
+    "rate over": _rate_over,
 }
-# of a row and each of its engines
+LONGEST = {"faster than dense": "break_even"}
 ENGINES = {
-    **BUDGET,
-    "engine": lambda row: row["labels"] or row["engine"],
     "predict ms": column(digits, "predict_ms"),
     "attend ms": column(digits, "attend_ms"),
-    "predict + attend ms": column(digits, "total_ms"),
     "from Python ms": column(digits, "total_eager_ms"),
-    "of dense": _of_dense,
-    **RATES,
     "peak MiB": column(digits, "peak_mib"),
+    "computed by": "labels",
 }
-FORWARD_ONLY = ("predict ms", "predict + attend ms", "from Python ms")
-
-
-def _direction_tables(rows: Sequence[Row], which: Mapping[str, Any]) -> dict[str, str]:
-    """Every engine of every row and every dense kernel; ``rows`` are of one direction."""
-    direction = rows[0]["direction"]
-    hidden = () if direction == "forward" else FORWARD_ONLY
-    columns = which | {heading: get for heading, get in ENGINES.items() if heading not in hidden}
-    by_engine = [_of_engine(row, name) for row in rows for name in row["attend_ms"]]
-    once = [alike[0] for alike in grouped(rows, "head_dim", "length")]
-    kernels = {f"{name} ms (TFLOP/s)": partial(_dense, name) for name in names(rows)}
-    which = varying(once, {"head dim": "head_dim"}) | TOKENS
-    return {
-        f"Attending, {direction}": markdown_table(by_engine, columns),
-        f"Dense causal attention, {direction}": markdown_table(once, which | kernels),
-    }
 
 
 def _time_of(name: str, row: Row) -> float | None:

@@ -40,7 +40,6 @@ REMARKS = {
     "why_no_split": "not split into parts",
     "without_graph": "no CUDA graph, so its time is eager",
     "not_measured": "not measured",
-    "missed": "density missed",
 }
 MADE_BY = ("device", "versions", "baselines", "commit")  # of the provenance
 
@@ -274,16 +273,14 @@ def remarks(rows: Sequence[Row], by: Mapping[str, str] | None = None) -> dict[st
     for (field, kind), row in itertools.product(REMARKS.items(), rows):
         said = row.get(field) or {}
         for name, text in (said if isinstance(said, Mapping) else {"": said}).items():
-            parts = (*(row[each] for each in by.values()), kind, text, name)
-            lengths.setdefault(parts, []).append(f"{row['length']:,}")
+            what = (*(row[each] for each in by.values()), kind, text)
+            lengths.setdefault((what, name), {})[f"{row['length']:,}"] = None
     # what is said of several names alike is said once
     names: dict[tuple, list[str]] = {}
-    for (*said, name), where in lengths.items():
-        names.setdefault((*said, ", ".join(dict.fromkeys(where))), []).append(name)
+    for (what, name), where in lengths.items():
+        names.setdefault((*what, ", ".join(where)), []).append(name)
     headings = (*by, "what", "why or how", "tokens", "of")
-    lines = [
-        dict(zip(headings, (*said, ", ".join(who)), strict=True)) for said, who in names.items()
-    ]
+    lines = [dict(zip(headings, (*k, ", ".join(of)), strict=True)) for k, of in names.items()]
     shown = headings if any(line["of"] for line in lines) else headings[:-1]
     return {"Remarks": markdown_table(lines, shown)} if lines else {}
 

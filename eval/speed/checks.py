@@ -52,6 +52,11 @@ def gradients_of(
     return lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)
 
 
+def planless(attend: Attend) -> Callable[..., Tensor]:
+    """Attention that is dense whatever the plan, called as an engine's."""
+    return lambda q, k, v, plan, scale: attend(q, k, v, scale)
+
+
 def close(result: Tensor, expected: Tensor, where: str, tolerance: float = CHECK_TOLERANCE) -> None:
     """ArithmeticError, with the relative error, unless the two agree."""
     error = float((result.float() - expected).norm() / expected.norm())
@@ -88,11 +93,9 @@ def exact_rows(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, start: int, sto
         # [B, H, rows, .] -> [B, H_kv, group * rows, .]: no key is repeated
         return x.unflatten(1, (kv_heads, group)).flatten(2, 3)
 
-    mask = plan.token_mask(start, stop)
-    mask = mask.repeat_interleave(plan.shared_by(q.shape[1]), dim=1)
-    logits = (
-        grouped(q[:, :, start:stop].float()) @ k.float().transpose(-1, -2) * q.shape[-1] ** -0.5
-    )
+    mask = plan.token_mask(start, stop).repeat_interleave(plan.shared_by(q.shape[1]), dim=1)
+    rows = grouped(q[:, :, start:stop].float()) * q.shape[-1] ** -0.5
+    logits = rows @ k.float().transpose(-1, -2)
     weights = logits.masked_fill_(~grouped(mask), -torch.inf).softmax(dim=-1)
     return (weights @ v.float()).unflatten(2, (group, -1)).flatten(1, 2)
 
@@ -110,11 +113,11 @@ def check_gradients(
         ArithmeticError: with the relative error, and of which gradient.
     """
     q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
-    batch, _, length, _ = q.shape
+    batch, _, length, dim = q.shape
     plan = planner(q, k, Spans.causal(batch, length, length, q.device))
-    result = gradients_of(attend, q, k, v, plan, q.shape[-1] ** -0.5)()
-    reference = REFERENCE.attention
-    exact = gradients_of(reference, *(x.float() for x in (q, k, v)), plan, q.shape[-1] ** -0.5)()
+    floats = (x.float() for x in (q, k, v))
+    result = gradients_of(attend, q, k, v, plan, dim**-0.5)()
+    exact = gradients_of(REFERENCE.attention, *floats, plan, dim**-0.5)()
     for name, ours, theirs in zip("qkv", result, exact, strict=True):
         where = f"in the gradient of {name} at {length} tokens"
         close(ours, theirs, where, CHECK_GRADIENT_TOLERANCE)
@@ -129,11 +132,8 @@ def check_dense(attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool 
     def causal(q: Tensor, k: Tensor, spans: Spans) -> BlockPlan:
         return BlockPlan.causal(spans, q.shape[1], *CHECK_BLOCKS)
 
-    def under_plan(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float) -> Tensor:
-        return attend(q, k, v, scale)
-
     q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
     spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    check_rows(under_plan, q, k, v, causal(q, k, spans))
+    check_rows(planless(attend), q, k, v, causal(q, k, spans))
     if backward:
-        check_gradients(under_plan, q, k, v, causal)
+        check_gradients(planless(attend), q, k, v, causal)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
@@ -31,7 +33,6 @@ from cab_hf.eval.speed.sharded_layer import (
     ALONE,
     BOTH,
     DIRECTIONS,
-    FORWARD,
     OVER_RANKS,
     SCHEMES,
     BenchCase,
@@ -90,17 +91,9 @@ class Settings(RandomHeads, SpeedSettings):
         for length in self.lengths:
             self.budgeted(length)
 
-    @property
-    def heads(self) -> int:
-        return SHAPES[self.shape][0]
-
-    @property
-    def kv_heads(self) -> int:
-        return SHAPES[self.shape][1]
-
-    @property
-    def head_dim(self) -> int:
-        return SHAPES[self.shape][2]
+    heads = property(lambda self: SHAPES[self.shape][0])
+    kv_heads = property(lambda self: SHAPES[self.shape][1])
+    head_dim = property(lambda self: SHAPES[self.shape][2])
 
     def budgeted(self, length: int) -> CabConfig:
         """The config at that length."""
@@ -186,33 +179,31 @@ class ContextParallel(Ranked):
         if turn.length > WARM_UP_TOKENS and not turn.scheme.sparse:
             warm_up = WARM_UP_SECONDS
             short = self.turn(sample, team, WARM_UP_TOKENS)
-            team.together(self.held(short, team, backward)[1])
+            team.together(short.call(*self.held(short, team, backward)))
         bench.settle()
-        held, call = self.held(turn, team, backward)
-        sample["ran_as"] = turn.label(*held, backward)
+        held = self.held(turn, team, backward)
+        sample["ran_as"] = turn.label(*held[:3], backward)
         how = settings.runs, settings.seconds, settings.turns, warm_up
-        sample |= team.slowest(bench, call, *how)._asdict()
+        sample |= team.slowest(bench, turn.call(*held), *how)._asdict()
         if turn.scheme.sparse:
             self.describe_plan(sample, team, turn, *held[:2])
 
-    def whole(self, turn: BenchCase) -> tuple[torch.Tensor, ...]:
+    def whole(self, turn: BenchCase) -> tuple[Tensor, ...]:
         """q, k and v of the text of a turn."""
         settings = self.settings
-        return settings.random_heads(
-            turn.length, head_dim=settings.head_dim, device=self.bench.device, names="qkv"
-        )
+        return settings.random_heads(turn.length, settings.head_dim, self.bench.device, "qkv")
 
-    def held(
-        self, turn: BenchCase, team: Team, backward: bool
-    ) -> tuple[list[torch.Tensor], Callable[[], Any]]:
-        """(what this rank holds of q, k and v, what computes the turn on them)."""
-        held = team.together(lambda: [turn.sharded(x) for x in self.whole(turn)])
-        if not backward:
-            return held, turn.forward(*held)
-        return held, turn.both(*held, team.together(lambda: torch.randn_like(held[0])))
+    def held(self, turn: BenchCase, team: Team, backward: bool) -> list[Tensor]:
+        """What this rank holds of q, k and v, and a gradient of the output for ``backward``."""
+
+        def drawn() -> list[Tensor]:
+            held = [turn.sharded(x) for x in self.whole(turn)]
+            return [*held, torch.randn_like(held[0])] if backward else held
+
+        return team.together(drawn)
 
     def describe_plan(
-        self, sample: dict[str, Any], team: Team, turn: BenchCase, q: torch.Tensor, k: torch.Tensor
+        self, sample: dict[str, Any], team: Team, turn: BenchCase, q: Tensor, k: Tensor
     ) -> None:
         """Write what CAB chose, and how long that took."""
         settings = self.settings
@@ -232,23 +223,24 @@ class ContextParallel(Ranked):
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """By direction, length, ranks and scheme, each beside one rank alone where that ran."""
-        alone = {
-            (s["scheme"], s["direction"], s["length"]): s["ms"]
-            for s in samples
-            if s["scheme"] in ALONE
-        }
-        order = list(SCHEMES)
-        rows = sorted(
-            ({**sample, "measured": True, **dict.fromkeys(DERIVED)} for sample in samples),
-            key=lambda s: (
-                *(s["direction"] != FORWARD, s["length"], s["world"], order.index(s["scheme"])),
-            ),
+        ways, schemes = list(DIRECTIONS), list(SCHEMES)
+        rows = [{**sample, "measured": True, **dict.fromkeys(DERIVED)} for sample in samples]
+        rows.sort(
+            key=lambda row: (
+                *(ways.index(row["direction"]), row["length"], row["world"]),
+                schemes.index(row["scheme"]),
+            )
         )
+        alone = {
+            (row["scheme"], row["direction"], row["length"]): row["ms"]
+            for row in rows
+            if row["scheme"] in ALONE
+        }
         for row in rows:
             ms, scheme = row["ms"], SCHEMES[row["scheme"]]
             if ms is not None:
                 row["iterations_s"] = 1e3 / ms
-            if row["scheme"] in ALONE:
+            if scheme.function is None:
                 continue
             one = row["alone_ms"] = alone.get((scheme.against, row["direction"], row["length"]))
             if None not in (ms, one):
@@ -300,21 +292,15 @@ class ContextParallel(Ranked):
 
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Efficiency by length: a panel a direction and number of ranks."""
-        turns = [row for row in rows if row["scheme"] in OVER_RANKS]
-        # one rank that is alone is held against itself
-        turns = turns or [{**r, "efficiency": 1.0} for r in rows if r["scheme"] in ALONE]
-        panels = grouped(turns, "world", "direction")
-        across = len({row["direction"] for row in turns})
-        down = -(-len(panels) // across)
-        with charts.figure(path, down, across, figsize=(6 * across, 4.6 * down)) as axes:
-            for axis, some in zip(axes.flat, panels, strict=False):
-                for colour, alike in enumerate(grouped(some, "scheme")):
-                    look = {"color": f"C{colour}"}
-                    named = {"label": alike[0]["scheme"]}
-                    charts.line(axis, alike, lambda r: r["efficiency"], **look, **named)
-                title = f"{some[0]['direction']}, {some[0]['world']} ranks"
-                lengths = [row["length"] for row in some]
+        """Efficiency by length, a panel a direction, beside the 1 of one rank alone."""
+        panels = grouped(rows, "direction")
+        with charts.figure(path, 1, len(panels), figsize=(6 * len(panels), 4.6)) as axes:
+            for axis, some in zip(axes[0], panels, strict=True):
+                axis.axhline(1, color="grey", linewidth=1)
+                for alike in grouped(some, "scheme", "world"):
+                    label = f"{alike[0]['scheme']} on {alike[0]['world']}"
+                    charts.line(axis, alike, itemgetter("efficiency"), label=label)
+                lengths, title = [row["length"] for row in some], some[0]["direction"]
                 charts.over_tokens(axis, lengths, title, "efficiency", "{:.0%}".format, log=False)
 
 
@@ -324,7 +310,7 @@ EXPERIMENT = ContextParallel
 def _by_scheme(row: Row) -> dict[str, Any]:
     """``row`` with what is told of it under the name of its scheme and ranks."""
     name = row["scheme"] + f" on {row['world']}" * (row["world"] > 1)
-    return {**row, **{given: {name: row[given]} for given in ("error", "ran_as") if row[given]}}
+    return {**row, **{told: {name: row[told]} for told in ("error", "ran_as") if row[told]}}
 
 
 COLUMNS = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module, metadata
@@ -106,12 +107,12 @@ def break_even(points: Sequence[tuple[int, float]]) -> float | None:
     Between two lengths that were measured, on a straight line through the logarithms of both; the
     first one where the ratio is never 1 or more; None where it is so at the last.
     """
-    lost = [place for place, (_, ratio) in enumerate(points) if ratio >= 1]
-    if not lost:
+    lost = max((place for place, (_, ratio) in enumerate(points) if ratio >= 1), default=None)
+    if lost is None:
         return points[0][0]
-    if lost[-1] == len(points) - 1:
+    if lost == len(points) - 1:
         return None
-    (length, ratio), (longer, lower) = points[lost[-1] : lost[-1] + 2]
+    (length, ratio), (longer, lower) = points[lost : lost + 2]
     return length * (longer / length) ** (math.log(ratio) / math.log(ratio / lower))
 
 
@@ -123,9 +124,8 @@ def break_even_shown(rows: Iterable[Row]) -> str | None:
     length = break_even(points)
     if length is None:
         return f"at no length up to {points[-1][0]:,} tokens"
-    if all(ratio < 1 for _, ratio in points):
-        return f"at every length from {round(length):,} tokens on"
-    return f"from about {round(length):,} tokens on"
+    always = all(ratio < 1 for _, ratio in points)
+    return f"{'at every length from' if always else 'from about'} {round(length):,} tokens on"
 
 
 @torch.no_grad()
@@ -230,10 +230,8 @@ def _package(*names: str) -> Callable[[], str | None]:
 
     def version() -> str | None:
         for name in names:
-            try:
+            with suppress(metadata.PackageNotFoundError):
                 return f"{name} {metadata.version(name)}"
-            except metadata.PackageNotFoundError:
-                continue
         return None
 
     return version

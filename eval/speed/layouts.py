@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from cab_hf.attention import cab_dense_attention
 from cab_hf.call.mask import CabMask, cab_mask
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.checks import CHECK_BLOCKS, Attend, check_rows
+from cab_hf.eval.speed.checks import CHECK_BLOCKS, Attend, check_rows, planless
 from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, FLASH_DIMS, ON_GPU, Baseline
 from cab_hf.plan import BlockPlan, Spans
 
@@ -92,11 +92,7 @@ class Texts:
 
     def check(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> None:
         """`check_rows` of dense attention within each text."""
-
-        def under_plan(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float) -> Tensor:
-            return attend(q, k, v, scale)
-
-        check_rows(under_plan, q, k, v, BlockPlan.causal(self.spans, 1, *CHECK_BLOCKS))
+        check_rows(planless(attend), q, k, v, BlockPlan.causal(self.spans, 1, *CHECK_BLOCKS))
 
 
 def baselines(texts: Texts, layer: nn.Module) -> dict[str, Baseline]:
@@ -146,17 +142,16 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
 def _varlen(texts: Texts, load: Callable[[], Kernel]) -> Attend:
     """A kernel of texts one behind the other, as one of rows; zeros at padding."""
     kernel, cu_seq_lens, longest = load(), texts.cu_seq_lens, max(texts.lengths)
-    real = None
-    if texts.layout == PADDED:
-        real = texts.spans.key_valid.flatten().nonzero().squeeze(1)
+    padded = texts.layout == PADDED
+    real = texts.spans.key_valid.flatten().nonzero().squeeze(1) if padded else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         # [B, H, N, D] -> [B * N, H, D]
         tokens = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-        if real is not None:
+        if padded:
             tokens = [x.index_select(0, real) for x in tokens]
         out = kernel(*tokens, cu_seq_lens, longest, scale)
-        if real is not None:
+        if padded:
             slots = out.new_zeros(texts.rows * texts.slots, *out.shape[1:])
             out = slots.index_copy_(0, real, out)
         return out.unflatten(0, (texts.rows, texts.slots)).transpose(1, 2)
@@ -168,9 +163,9 @@ def _flash(*modules: str) -> Kernel:
     kernel = dense.first_of(modules).flash_attn_varlen_func
 
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, cu_seq_lens: Tensor, longest: int, scale: float
+        q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float
     ) -> Tensor:
-        lengths = {"cu_seqlens_q": cu_seq_lens, "cu_seqlens_k": cu_seq_lens}
+        lengths = {"cu_seqlens_q": borders, "cu_seqlens_k": borders}
         lengths |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
         out = kernel(q, k, v, **lengths, softmax_scale=scale, causal=True)
         # some versions return the log-sum-exp as well
@@ -182,14 +177,10 @@ def _flash(*modules: str) -> Kernel:
 def _torch_varlen() -> Kernel:
     from torch.nn.attention.varlen import varlen_attn
 
-    def attend(
-        q: Tensor, k: Tensor, v: Tensor, cu_seq_lens: Tensor, longest: int, scale: float
-    ) -> Tensor:
-        lengths = (cu_seq_lens, cu_seq_lens, longest, longest)
-        # nothing behind a query: causal
-        return varlen_attn(q, k, v, *lengths, scale=scale, window_size=(-1, 0))
-
-    return attend
+    # nothing behind a query: causal
+    return lambda q, k, v, borders, longest, scale: varlen_attn(
+        *(q, k, v, borders, borders, longest, longest), scale=scale, window_size=(-1, 0)
+    )
 
 
 # name, the baseline whose library it is of, what loads it, whether it takes fewer key heads in all

@@ -78,18 +78,10 @@ class Predictor(HeadSpeed):
         density = plan.density()
         del plan
         timing = self.time(sample, "predictor", call)
-        gflops = None
+        sample |= {"density": density, "peak_mib": peak, **bench.parts(call)}
+        sample |= {"ms": timing.ms, "eager_ms": timing.eager, "graph_ms": timing.graph}
         if config.predictor in CAB:
-            gflops = sum(predictor_flops(config, settings, length).values()) / timing.ms / 1e6
-        sample |= {
-            "density": density,
-            "ms": timing.ms,
-            "eager_ms": timing.eager,
-            "graph_ms": timing.graph,
-            "peak_mib": peak,
-            "gflops": gflops,
-            **bench.parts(call),
-        }
+            sample["gflops"] = predictor_flops(config, settings, length) / timing.ms / 1e6
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -156,23 +148,21 @@ class Predictor(HeadSpeed):
                 look = {"label": f"    {part}", "linewidth": 1, "markersize": 2.5}
                 charts.line(left, rows, itemgetter(f"{part}_ms"), **look)
             draw_dense(left, rows, names(rows), lambda name, row: row["baselines"].get(name))
+            beyond = [row for row in rows if row["extrapolated"]]
             look = {"color": "black", "linestyle": "--", "marker": "", "label": "dense, ≈ by N²"}
-            charts.line(
-                left, rows, lambda row: row["baseline_ms"] if row["extrapolated"] else None, **look
-            )
+            charts.line(left, beyond, itemgetter("baseline_ms"), **look)
             charts.line(right, rows, itemgetter("ratio"), label="predictor / dense")
             right.axhline(1, color="grey", linewidth=1)
-            title = "time of one layer's selection and of its dense attention"
-            charts.over_tokens(left, lengths, title, "ms")
-            title, share = "what selecting adds to a layer", "share of dense attention"
-            charts.over_tokens(right, lengths, title, share, lambda value: f"{value * 100:g} %")
+            charts.over_tokens(left, lengths, "one layer's selection and dense attention", "ms")
+            title = "selection over dense attention of a layer"
+            charts.over_tokens(right, lengths, title, "share", "{:.3g}".format)
 
 
 EXPERIMENT = Predictor
 
 
-def predictor_flops(config: CabConfig, settings: Settings, length: int) -> dict[str, int]:
-    """Floating-point operations of deciding a causal prefill, by step.
+def predictor_flops(config: CabConfig, settings: Settings, length: int) -> int:
+    """Floating-point operations of deciding a causal prefill.
 
     Counted are a multiplication and an addition per channel of the scored queries of every block
     and of the keys up to its end: outliers on their channels, typical queries on all. Rounding
@@ -181,9 +171,8 @@ def predictor_flops(config: CabConfig, settings: Settings, length: int) -> dict[
     dim, rows = settings.head_dim, -(-length // config.query_block)
     ends = sum(min(length, (row + 1) * config.query_block) for row in range(rows))
     some = len(llama_channels(dim)) or dim
-    scored = {"outliers": config.exact_queries * some, "typical": config.typical_queries * dim}
-    heads = settings.batch * settings.heads
-    return {name: 2 * channels * heads * ends for name, channels in scored.items()}
+    channels = config.exact_queries * some + config.typical_queries * dim
+    return 2 * channels * settings.batch * settings.heads * ends
 
 
 def growth(rows: Sequence[Row]) -> dict[str, float]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -86,22 +87,22 @@ class BenchCase:
         slots = self.layout.slots[self.group.rank()].to(x.device)
         return x.transpose(1, 2).index_select(1, slots).transpose(1, 2)
 
-    def real(self, x: Tensor) -> Tensor:
-        """What this rank holds, padding left out."""
+    def padding(self, x: Tensor) -> Tensor:
+        """Bool [n, 1]: which of this rank's tokens of [B, H, n, D] are padding."""
         if self.layout is None:
-            return x
-        return x[:, :, self.layout.real[self.group.rank()].to(x.device)]
+            return torch.zeros(x.shape[2], 1, dtype=torch.bool, device=x.device)
+        return ~self.layout.real[self.group.rank()].to(x.device)[:, None]
 
     @cached_property
-    def _by_device(self) -> dict[torch.device, Spans]:
+    def _kept(self) -> dict[str, Spans]:
+        """Spans that all calls share, as the layers of a forward pass do."""
         return {}
 
     def spans(self, q: Tensor) -> Spans:
         """Of the whole text; the same every time, as is what is made of them."""
-        if q.device not in self._by_device:
-            made = Spans.causal(q.shape[0], self.length, self.length, q.device)
-            self._by_device[q.device] = made
-        return self._by_device[q.device]
+        if "whole" not in self._kept:
+            self._kept["whole"] = Spans.causal(q.shape[0], self.length, self.length, q.device)
+        return self._kept["whole"]
 
     @torch.no_grad()
     def choose(self, q: Tensor, k: Tensor) -> BlockPlan | None:
@@ -111,24 +112,21 @@ class BenchCase:
         if self.layout is None:
             call = LayerContext(self.spans(q), q.shape[-1] ** -0.5)
             return make_predictor(self.config)(q, k, call)
-        fields = {"cu_seqlens": (0, self.length), "block": EXACT_BLOCK}
-        # as the layers of a forward pass share them
-        known = self._by_device.get(q.device)
-        plan = predict(q, k, group=self.group, config=self.config, spans=known, **fields)
-        self._by_device[q.device] = plan.spans
+        fields = {"cu_seqlens": (0, self.length), "block": EXACT_BLOCK, "config": self.config}
+        plan = predict(q, k, group=self.group, spans=self._kept.get("mine"), **fields)
+        self._kept["mine"] = plan.spans
         return plan
 
     def workload(self, q: Tensor, k: Tensor, v: Tensor) -> Workload:
         """What the engine is asked for, with the gradients that these need."""
-        exact, config = (EXACT_BLOCK, EXACT_BLOCK), self.config
-        blocks = (config.query_block, config.key_block) if self.scheme.sparse else exact
-        return Workload.of(q, k, v, blocks)
+        config = self.config
+        blocks = config.query_block, config.key_block
+        return Workload.of(q, k, v, blocks if self.scheme.sparse else (EXACT_BLOCK, EXACT_BLOCK))
 
     def label(self, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> str:
         """What attends, for people."""
         with torch.set_grad_enabled(backward):
-            leaves = [x.detach().requires_grad_(backward) for x in (q, k, v)]
-            work = self.workload(*leaves)
+            work = self.workload(*(x.detach().requires_grad_(backward) for x in (q, k, v)))
         return engines.choose(self.config.engine, work).label(work)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -138,31 +136,22 @@ class BenchCase:
             engine = engines.choose(self.config.engine, self.workload(q, k, v))
             plan = plan or everything(self.spans(q), EXACT_BLOCK)
             return engine.attention(q, k, v, plan, q.shape[-1] ** -0.5, return_lse=True)[0]
-        return self.scheme.function(
-            *(q, k, v),
-            group=self.group,
-            plan=plan,
-            heads_k_stride=self.heads_k_stride,
-            cu_seqlens=(0, self.length),
-            engine=self.config.engine,
-            block=EXACT_BLOCK,
-            check=False,
-        )[0]
+        fields = {"cu_seqlens": (0, self.length), "block": EXACT_BLOCK, "check": False}
+        fields |= {"heads_k_stride": self.heads_k_stride, "engine": self.config.engine}
+        return self.scheme.function(q, k, v, group=self.group, plan=plan, **fields)[0]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-        """What computes attention again and again."""
+    def call(self, *heads: Tensor) -> Callable[[], Any]:
+        """What computes attention of q, k and v again and again.
 
-        @torch.no_grad()
-        def call() -> Tensor:
-            return self.attend(q, k, v)
+        Their gradients too where a fourth tensor is given, the gradient of the output.
+        """
+        if len(heads) == 4:
+            return lambda: outcome(self.attend, *heads)
+        return lambda: (self._without_gradients(*heads),)
 
-        return call
-
-    def both(
-        self, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor
-    ) -> Callable[[], tuple[Tensor, ...]]:
-        """What computes attention and the gradients of q, k and v, again and again."""
-        return lambda: outcome(self.attend, q, k, v, gradient)[1:]
+    @torch.no_grad()
+    def _without_gradients(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend(q, k, v)
 
 
 @torch.enable_grad()
@@ -194,29 +183,24 @@ def check(turn: BenchCase, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> N
     def exactly(*heads: Tensor) -> Tensor:
         return REFERENCE.attention(*heads, plan, q.shape[-1] ** -0.5)
 
-    held = [turn.sharded(x) for x in (q, k, v, gradient)]
-    if turn.layout is not None:
-        # the loss of a padding query counts nothing
-        padding = ~turn.layout.real[turn.group.rank()].to(q.device)
-        held[3] = held[3].masked_fill(padding[:, None], 0.0)
-    if backward:
-        result = outcome(turn.attend, *held)
-        exact = outcome(exactly, *(x.float() for x in (q, k, v, gradient)))
-    else:
-        result, exact = [turn.forward(*held[:3])()], [exactly(*(x.float() for x in (q, k, v)))]
-    parts = ("", "in the gradient of q", "in the gradient of k", "in the gradient of v")
-    for where, ours, theirs in zip(parts, result, exact, strict=False):
-        tolerance = CHECK_GRADIENT_TOLERANCE if where else CHECK_TOLERANCE
-        place = f"{where or 'in the output'} at {turn.length} tokens"
-        close(turn.real(ours), turn.real(turn.sharded(theirs)), place, tolerance)
+    whole = (q, k, v, gradient)[: 4 if backward else 3]
+    held = [turn.sharded(x) for x in whole]
+    padding = turn.padding(held[0])
+    # the loss of a padding query counts nothing
+    held[3:] = [x.masked_fill(padding, 0.0) for x in held[3:]]
+    result = turn.call(*held)()
+    floats = [x.float() for x in whole]
+    exact = outcome(exactly, *floats) if backward else [exactly(*floats)]
+    places = ("output", "gradient of q", "gradient of k", "gradient of v")
+    for place, ours, theirs in zip(places, result, exact, strict=False):
+        tolerance = CHECK_TOLERANCE if place == "output" else CHECK_GRADIENT_TOLERANCE
+        pair = (x.masked_fill(padding, 0.0) for x in (ours, turn.sharded(theirs)))
+        close(*pair, f"in the {place} at {turn.length} tokens", tolerance)
 
 
 def needed(plan: BlockPlan, heads: int, kv_heads: int) -> float:
     """The share of the text's key blocks that any query of this rank attends, over KV heads."""
     group = heads // kv_heads
     # one KV head at a time: as a grid, a plan is large
-    parts = [
-        union(plan.slice_heads(i * group, (i + 1) * group, heads), 1).float().mean()
-        for i in range(kv_heads)
-    ]
-    return float(torch.stack(parts).mean())
+    slices = (plan.slice_heads(i * group, (i + 1) * group, heads) for i in range(kv_heads))
+    return fmean(float(union(part, 1).float().mean()) for part in slices)

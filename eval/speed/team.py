@@ -124,30 +124,34 @@ class Team:
         """
 
         def walls(runs: int, row: int = 1) -> tuple[list[float], float | None]:
+            """(ms a call of the slowest rank in each run, the highest peak)."""
+
             def some() -> None:
                 for _ in range(row):
                     call()
 
-            return self.together(lambda: bench.walls(some, runs, self.barrier))
+            mine = self.together(lambda: bench.walls(some, runs, self.barrier))
+            times, peaks = zip(*self.everyone(mine), strict=True)
+            slowest = [max(run) / row for run in zip(*times, strict=True)]
+            return slowest, None if None in peaks else max(peaks)
 
-        def one() -> tuple[list[float], float | None, float]:
-            first, peak = walls(1)
-            return first, peak, max(*self.everyone(first[0]), 1e-6)
-
-        first, peak, took = one()
-        if took <= warm_up * 1e3:
-            first, peak, took = one()
+        each, peak = walls(1)
+        if each[0] <= warm_up * 1e3:
+            each, peak = walls(1)
+        took = max(each[0], 1e-6)
         row = max(1, min(in_a_row, int(ROW_SECONDS * 1e3 / took)))
         runs = min(MOST_RUNS, max(least, int(seconds * 1e3 / (row * took))))
         if row > 1:
-            first, peak = walls(runs, row)
+            each, peak = walls(runs, row)
         elif runs > 1:
             more, peak = walls(runs - 1)
-            first += more
-        each = [max(times) / row for times in zip(*self.everyone(first), strict=True)]
-        peaks = self.everyone(peak)
-        highest = None if None in peaks else max(peaks)
-        return Slowest(statistics.median(each), highest, runs, row, each)
+            each += more
+        return Slowest(statistics.median(each), peak, runs, row, each)
+
+
+def by_torchrun() -> bool:
+    """Whether torchrun has started this process."""
+    return "RANK" in os.environ
 
 
 @contextmanager
@@ -157,7 +161,7 @@ def launched(device: str, command: str) -> Iterator[Team]:
     Raises:
         UsageError: where torchrun has started nothing.
     """
-    if "RANK" not in os.environ:
+    if not by_torchrun():
         raise UsageError(
             "it runs on ranks that torchrun starts, and this process is none; launch it with "
             f"torchrun --nproc_per_node=N -m {command}."
@@ -178,11 +182,6 @@ def launched(device: str, command: str) -> Iterator[Team]:
         yield Team(dist.group.WORLD, control)
     finally:
         dist.destroy_process_group()
-
-
-def by_torchrun() -> bool:
-    """Whether torchrun has started this process."""
-    return "RANK" in os.environ
 
 
 class Ranked(Speed):

@@ -39,19 +39,20 @@ OTHER = "other"
 
 def method_on(device: str, seconds: float | None = None, clean: bool = False) -> str:
     """How `Bench.time` measures there, in words; ``clean`` as for `GpuBench`."""
-    if torch.device(device).type == "cpu":
-        return (
-            f"median of {LEAST_RUNS} to {MOST_RUNS} runs by time.perf_counter after at least "
-            f"{WARM_UP_CALLS} calls and {WARM_UP_SECONDS} s of warm-up; a functional check, no "
-            "result"
-        )
+    on_cpu = torch.device(device).type == "cpu"
     seconds = SECONDS_A_CASE if seconds is None else seconds
-    return (
+    text = (
         f"median of {LEAST_RUNS} to {MOST_RUNS} runs ({seconds} s where there is time for more) by "
-        f"CUDA events after at least {WARM_UP_CALLS} calls and {WARM_UP_SECONDS} s of warm-up; "
-        f"{FLUSHED_BYTES >> 20} MiB are {'read' if clean else 'zeroed'} before every run, outside "
-        "of the events, so the L2 cache is cold"
-        + (" and holds nothing that is to be written back" if clean else "")
+        f"{'time.perf_counter' if on_cpu else 'CUDA events'} after at least {WARM_UP_CALLS} calls "
+        f"and {WARM_UP_SECONDS} s of warm-up; "
+    )
+    if on_cpu:
+        return f"{text}a functional check, no result"
+    return (
+        f"{text}{FLUSHED_BYTES >> 20} MiB are {'read' if clean else 'zeroed'} before every run, "
+        "outside of the events, so the L2 cache is cold"
+        + " and holds nothing that is to be written back"
+        * clean
     )
 
 
@@ -90,8 +91,20 @@ class Bench:
 
     def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
         """The median over many runs; ``graph`` says whether a CUDA graph is made of it as well."""
-        times, _ = self.walls(call, number_of_runs(warm_up(call), self.seconds))
-        return Timing(statistics.median(times))
+        return Timing(statistics.median(self.walls(call, self._warm_up(call))[0]))
+
+    def _warm_up(self, call: Callable[[], Any]) -> int:
+        """Call until it is warm; how often it is timed after that, in the seconds of one case."""
+        began = time.perf_counter()
+        for done in itertools.count(1):
+            started = time.perf_counter()
+            call()
+            self._wait()
+            now = time.perf_counter()
+            if done >= WARM_UP_CALLS and now - began >= WARM_UP_SECONDS:
+                break
+        seconds = SECONDS_A_CASE if self.seconds is None else self.seconds
+        return min(MOST_RUNS, max(LEAST_RUNS, int(seconds / max(now - started, 1e-9))))
 
     def wall(
         self,
@@ -102,8 +115,7 @@ class Bench:
     ) -> tuple[float, float | None]:
         """(median ms until ``call`` and all it started is done, GiB at its peak) of ``runs``.
 
-        ``before`` is called ahead of each, untimed. For calls of seconds. The peak is of all that
-        is allocated, by whomever, less the clock's own.
+        For calls of seconds, after others that warm up.
         """
         for _ in range(warm_up_calls):
             before()
@@ -115,17 +127,19 @@ class Bench:
     def walls(
         self, call: Callable[[], Any], runs: int, before: Callable[[], Any] = lambda: None
     ) -> tuple[list[float], float | None]:
-        """As `wall`, with the ms of every run; ``before`` is called ahead of each, untimed."""
+        """(the ms of every run, GiB at the peak); ``before`` is called ahead of each, untimed.
 
-        def once() -> float:
+        The peak is of all that is allocated, by whomever, less the clock's own.
+        """
+        times = []
+        for _ in range(runs):
             before()
             self._wait()
             started = time.perf_counter()
             call()
             self._wait()
-            return (time.perf_counter() - started) * 1e3
-
-        return [once() for _ in range(runs)], None
+            times.append((time.perf_counter() - started) * 1e3)
+        return times, None
 
     def room(self) -> float | None:
         """GiB that can be allocated, with all that is already but without the clock's own."""
@@ -229,7 +243,7 @@ class GpuBench(Bench):
         return calls
 
     def _median(self, call: Callable[[], Any]) -> float:
-        return self.by_events(call, number_of_runs(warm_up(call, self._wait), self.seconds))
+        return self.by_events(call, self._warm_up(call))
 
     def by_events(
         self,
@@ -275,25 +289,6 @@ def bench_on(device: str, seconds: float | None = None, clean: bool = False) -> 
     if torch.device(device).type == "cuda":
         return GpuBench(device, seconds, clean)
     return Bench(device, seconds)
-
-
-def warm_up(call: Callable[[], Any], wait: Callable[[], None] = lambda: None) -> float:
-    """Call until it is warm; the seconds the last call took."""
-    began = time.perf_counter()
-    for done in itertools.count(1):
-        started = time.perf_counter()
-        call()
-        wait()
-        now = time.perf_counter()
-        if done >= WARM_UP_CALLS and now - began >= WARM_UP_SECONDS:
-            break
-    return now - started
-
-
-def number_of_runs(took: float, seconds: float | None = None) -> int:
-    """How often a call that took so many seconds is timed, in ``seconds`` altogether."""
-    seconds = SECONDS_A_CASE if seconds is None else seconds
-    return min(MOST_RUNS, max(LEAST_RUNS, int(seconds / max(took, 1e-9))))
 
 
 def in_a_sentence(error: BaseException) -> str:

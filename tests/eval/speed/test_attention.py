@@ -65,9 +65,7 @@ def test_rates_by_hand():
     assert (row["engine"], row["ms"], row["ratio"]) == ("triton", 3.0, 0.75)
     assert back["tflops"]["triton"] == pytest.approx(2.5 * row["tflops"]["triton"])
     assert back["rated_against"] == "FA4" and (back["ms"], back["ratio"]) == (2.0, 0.5)
-
-
-def test_a_ratio_is_over_the_fastest_and_a_rate_over_the_one_named():
+    # a ratio is over the fastest, a rate over the one that is named
     (row,) = derive([row_of(1000, 2.0, {"FA3": 4.0, "FA4": 2.0})])
     assert (row["baseline"], row["ratio"]) == ("FA4", 1.5)
     assert (row["rated_against"], row["rate_ratio"]["triton"]) == ("FA3", pytest.approx(1.0))
@@ -97,10 +95,11 @@ def test_a_graph_that_fails_is_told():
 @pytest.mark.parametrize(
     ("garbage", "why"),
     [
-        pytest.param(lambda out: torch.zeros_like(out), "wrong by 1 (relative)", id="zeros"),
-        pytest.param(lambda out: out.roll(1, dims=1), "wrong by", id="other heads"),
-        pytest.param(lambda out: out * torch.nan, "wrong by nan", id="nan"),
+        (lambda out: torch.zeros_like(out), "wrong by 1 (relative)"),
+        (lambda out: out.roll(1, dims=1), "wrong by"),
+        (lambda out: out * torch.nan, "wrong by nan"),
     ],
+    ids=["zeros", "other heads", "nan"],
 )
 def test_a_wrong_engine_is_not_timed(monkeypatch, garbage, why):
     attend = reference.attention
@@ -208,36 +207,24 @@ def test_ffpa_is_measured_only_where_it_computes_itself(monkeypatch, hands_over)
         assert measured["not_measured"] == {"ffpa CuTe": "it would hand this over to SDPA"}
     else:
         assert measured["baselines"] == {"ffpa CuTe": 2.0}
-    narrow = dense.measure(q[..., :128], q[..., :128], q[..., :128], 0.05, FakeBench())
-    assert narrow["not_measured"] == {"ffpa CuTe": "it takes head dims 257 to 1024, not 128"}
-
-
-# --- break-even
 
 
 @pytest.mark.parametrize(
     ("points", "length", "message"),
     [
         # a slope of -1 in logarithms: the ratio halves as the length doubles
-        pytest.param([(1000, 2.0), (4000, 0.5)], 2000, "from about 2,000 tokens on", id="between"),
-        pytest.param(
-            [(1000, 0.9), (2000, 2.0), (8000, 0.5)], 4000, "from about 4,000", id="the last time"
-        ),
-        pytest.param([(1000, 1.0), (2000, 0.5)], 1000, "from about 1,000", id="at one"),
-        pytest.param([(1000, 0.5), (2000, 0.4)], 1000, "at every length from 1,000", id="always"),
-        pytest.param([(1000, 0.5), (2000, 1.0)], None, "no length up to 2,000", id="never"),
+        ([(1000, 2.0), (4000, 0.5)], 2000, "from about 2,000 tokens on"),
+        ([(1000, 0.9), (2000, 2.0), (8000, 0.5)], 4000, "from about 4,000"),
+        ([(1000, 1.0), (2000, 0.5)], 1000, "from about 1,000"),
+        ([(1000, 0.5), (2000, 0.4)], 1000, "at every length from 1,000"),
+        ([(1000, 0.5), (2000, 1.0)], None, "no length up to 2,000"),
     ],
+    ids=["between", "the last time", "at one", "always", "never"],
 )
 def test_break_even(points, length, message):
     assert dense.break_even(points) == (None if length is None else pytest.approx(length))
     rows = [{"length": length, "ratio": ratio} for length, ratio in points]
     assert message in dense.break_even_shown(rows)
-
-
-# --- the files
-
-
-# --- settings
 
 
 def test_a_budget_is_filled():

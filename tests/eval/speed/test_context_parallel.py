@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from bench import shown, torchrun
 
-from cab_hf import distributed
+from cab_hf import distributed, engines
 from cab_hf.eval.speed import sharded_layer
 from cab_hf.eval.speed.context_parallel import ContextParallel, Settings
 from cab_hf.eval.speed.sharded_layer import BOTH, DIRECTIONS, FORWARD
@@ -74,41 +74,34 @@ def test_a_killed_run_goes_on(tmp_path):
     assert "torchrun --nproc_per_node=2 -m cab_hf.eval" in (folder / "report.md").read_text()
 
 
-def sample_on(group, scheme, direction, meddle=None):
-    """The sample of a case, on each rank of a group."""
+def sample_on(group, scheme, direction, meddle):
+    """The sample of a case, on each rank of a group, with something wrong."""
     with pytest.MonkeyPatch.context() as patch:
-        if meddle is not None:
-            meddle(group, patch)
-        measured = ContextParallel(settings_of(), Team(group, group))
-        world = 1 if scheme in sharded_layer.ALONE else group.size()
-        case = {"world": world, "length": 600, "direction": direction, "scheme": scheme}
-        return measured.measure(case)
+        meddle(group, patch)
+        case = {"world": 2, "length": 600, "direction": direction, "scheme": scheme}
+        return ContextParallel(settings_of(), Team(group, group)).measure(case)
 
 
 def bad_output(group, patch):
     """Attention that is wrong on one rank."""
-
-    def shifted(*heads, **settings):
-        out, lse = distributed.zigzag_attention(*heads, **settings)
-        return out + group.rank(), lse
-
-    patch.setitem(sharded_layer.SCHEMES, "grouped", sharded_layer.Scheme(shifted))
+    meddle_with_grouped(patch, lambda out: out + group.rank())
 
 
 def bad_gradient(group, patch):
     """Attention whose gradient is half of what it should be."""
+    meddle_with_grouped(patch, lambda out: out / 2 + out.detach() / 2)
 
-    def halved(*heads, **settings):
+
+def meddle_with_grouped(patch, change):
+    def wrong(*heads, **settings):
         out, lse = distributed.zigzag_attention(*heads, **settings)
-        return out / 2 + out.detach() / 2, lse
+        return change(out), lse
 
-    patch.setitem(sharded_layer.SCHEMES, "grouped", sharded_layer.Scheme(halved))
+    patch.setitem(sharded_layer.SCHEMES, "grouped", sharded_layer.Scheme(wrong))
 
 
 def gpu_engine(group, patch):
     """The engines of a GPU: their log-sum-exp has no gradient."""
-    from cab_hf import engines
-
     patch.setattr(engines, "choose", lambda name, work: engines.FLEX)
 
 

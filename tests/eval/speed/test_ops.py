@@ -21,16 +21,10 @@ from cab_hf.runs.log import read_file, read_log
 from cab_hf.runs.settings import read_settings
 
 RESULTS = Path(__file__).parents[3] / "eval" / "results"
+SDPA = dense.ON_CPU["SDPA"].load
 HEADS = "--heads 4 --kv-heads 2"
 # so few that a hundred tokens have blocks to leave out
 BLOCKS = "--cab query_block=32 --cab key_block=16 --cab local_blocks=1 --cab dense_tail_blocks=1"
-
-
-def ways_of(rows):
-    """Of two lengths, each with all ways in their order."""
-    lengths = [row["length"] for row in rows]
-    assert lengths == sorted(lengths)
-    return [row["implementation"] for row in rows]
 
 
 def by_predictor(rows):
@@ -61,11 +55,13 @@ def by_batches(rows):
     assert all(row["density"] < 1 for row in rows if row["length"] == 192)
 
 
-def by_ttft(rows):
-    assert ways_of(rows) == ["sdpa", "SDPA", "cab", "cab-always"] * 2
+def by_ways(rows, sparse="cab-always", ways=("sdpa", "SDPA", "cab", "cab-always")):
+    pairs = [(row["length"], row["implementation"]) for row in rows]
+    assert pairs == list(product((96, 192), ways))
     for row in rows:
-        sparse = row["implementation"] == "cab-always"
-        assert row["over_best"] > 0 and (row["density"] < 1) == (row["ceiling"] > 1) == sparse
+        attends_few = row["implementation"] == sparse
+        assert row["over_best"] > 0
+        assert (row["density"] < 1) == (row["ceiling"] > 1) == attends_few
 
 
 def by_breakdown(rows):
@@ -80,10 +76,7 @@ def by_prefill(rows):
 
 
 def by_lora(rows):
-    assert ways_of(rows) == ["sdpa", "SDPA", "cab"] * 2
-    for row in rows:
-        sparse = row["implementation"] == "cab"
-        assert row["over_best"] > 0 and (row["density"] < 1) == (row["ceiling"] > 1) == sparse
+    by_ways(rows, "cab", ("sdpa", "SDPA", "cab"))
 
 
 def by_serve(rows):
@@ -110,7 +103,7 @@ def by_serve(rows):
             by_batches,
             12,
         ),
-        ("ttft", f"--layers 1 --lengths 96,192 --runs 1 {BLOCKS}", by_ttft, 8),
+        ("ttft", f"--layers 1 --lengths 96,192 --runs 1 {BLOCKS}", by_ways, 8),
         ("breakdown", f"--layers 1 --lengths 96,192 {BLOCKS}", by_breakdown, 2),
         ("prefill", f"--layers 1 --chunk 64 --lengths 128,192 {BLOCKS}", by_prefill, 2),
         (
@@ -161,17 +154,12 @@ def test_ops_are_listed_and_others_refused(capsys):
 @pytest.mark.parametrize(
     ("where", "name", "value", "told"),
     [
-        pytest.param(provenance, "git_commit", lambda: "1" * 40, "commit", id="code"),
-        pytest.param(provenance, "device_name", lambda device: "a GPU", "device", id="GPU"),
-        pytest.param(provenance, "versions", lambda: {"torch": "9"}, "versions", id="versions"),
-        pytest.param(
-            dense,
-            "ON_CPU",
-            {"SDPA": dense.Baseline(dense.ON_CPU["SDPA"].load, lambda: "SDPA 9")},
-            "baselines",
-            id="baselines",
-        ),
+        (provenance, "git_commit", lambda: "1" * 40, "commit"),
+        (provenance, "device_name", lambda device: "a GPU", "device"),
+        (provenance, "versions", lambda: {"torch": "9"}, "versions"),
+        (dense, "ON_CPU", {"SDPA": dense.Baseline(SDPA, lambda: "SDPA 9")}, "baselines"),
     ],
+    ids=str,
 )
 def test_a_run_is_extended_unless_it_is_of_another_making(
     tmp_path, monkeypatch, capsys, where, name, value, told
@@ -183,9 +171,8 @@ def test_a_run_is_extended_unless_it_is_of_another_making(
     assert content["rows"][1]["ms"] == first["ms"]
     assert sorted(content["provenance"]["settings"]["lengths"]) == [256, 512]
     monkeypatch.setattr(where, name, value)
-    assert (
-        main(["speed", "predictor", "--device", "cpu", "--out", str(tmp_path), *words, "96"]) == 2
-    )
+    more = ["--device", "cpu", "--out", str(tmp_path), *words, "96"]
+    assert main(["speed", "predictor", *more]) == 2
     assert f"made with {told}" in capsys.readouterr().err
 
 
@@ -234,19 +221,15 @@ def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
 # --- words
 
 
-@pytest.mark.parametrize(
-    ("error", "memory"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
-        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
-        (RuntimeError("a kernel is wrong"), False),
-        (ValueError("out of memory of what"), False),
-    ],
-    ids=str,
-)
-def test_which_errors_are_of_memory(error, memory):
-    assert ran_out(error) == memory
+def test_which_errors_are_of_memory():
+    errors = {
+        torch.OutOfMemoryError("CUDA out of memory"): True,
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"): True,
+        RuntimeError("Triton Error [CUDA]: out of memory"): True,
+        RuntimeError("a kernel is wrong"): False,
+        ValueError("out of memory of what"): False,
+    }
+    assert {error: ran_out(error) for error in errors} == errors
 
 
 def test_three_digits_count():
