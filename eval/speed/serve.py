@@ -12,21 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import column, digits, grouped, markdown_table
-from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import DENSITY, Speed, listed, remarks
-from cab_hf.eval.speed.model import (
-    CAB,
-    CAB_DENSE,
-    SDPA,
-    ModelSettings,
-    attended_by,
-    attending,
-    described,
-    random_model,
-)
+from cab_hf.eval.speed import base, dense
+from cab_hf.eval.speed import model as models
+from cab_hf.eval.speed.model import CAB, CAB_DENSE, COUNT, SDPA, TIMES
 from cab_hf.eval.speed.trace import (
     SUMMARY,
-    Request,
     RequestFailed,
     prompts_of,
     serve,
@@ -36,7 +26,7 @@ from cab_hf.eval.speed.trace import (
 from cab_hf.runs.settings import by_device, comma_separated, flag, option, parse_length
 
 if TYPE_CHECKING:
-    from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, PreTrainedModel
+    from transformers import ContinuousBatchingManager, PreTrainedModel
 
 FLASH = ("flash_attention_3", "flash_attention_4", "flash_attention_2")
 KNOWN = (SDPA, *FLASH, CAB_DENSE, *CAB)
@@ -51,14 +41,14 @@ BATCHING = (
 
 
 @dataclass(frozen=True)
-class Settings(ModelSettings):
+class Settings(models.ModelSettings):
     """What a run that serves requests is told."""
 
     KEYS: ClassVar[Mapping[str, str]] = {"implementation": "implementations"}
 
-    POSITIVE = (*ModelSettings.POSITIVE, "batch_tokens", "warm_up")
+    POSITIVE = (*models.ModelSettings.POSITIVE, "batch_tokens", "warm_up")
 
-    lengths: tuple[int, ...] | None = listed(
+    lengths: tuple[int, ...] | None = base.listed(
         (32_768, 131_072), (256, 512), "tokens of prompts", parse_length
     )
     requests: tuple[str, ...] | None = by_device(
@@ -67,7 +57,7 @@ class Settings(ModelSettings):
         "requests of every length, or LENGTH:COUNT for that length alone",
         comma_separated(str),
     )
-    implementations: tuple[str, ...] | None = listed(
+    implementations: tuple[str, ...] | None = base.listed(
         # what takes longest comes last: sdpa attends all pairs of a batch under a mask
         (*FLASH, CAB_DENSE, "cab", SDPA),
         (SDPA, CAB_DENSE, *CAB),
@@ -125,7 +115,7 @@ class Settings(ModelSettings):
         )
 
 
-class Serve(Speed):
+class Serve(base.Speed):
     """A case is one way to attend; all of them serve the same trace."""
 
     name = "speed serve"
@@ -142,31 +132,26 @@ class Serve(Speed):
     REPORTED_ERRORS = Exception  # what is not installed, is refused or does not fit
 
     def find(self, sample: dict[str, Any]) -> None:
-        from cab_hf.patches import stats
-
-        settings, name = self.settings, sample["implementation"]
-        model = random_model(settings)
-
-        def prompts(trace: Sequence[Request], after: int) -> list[list[int]]:
-            return prompts_of(trace, settings.vocab, settings.shared, settings.seed + after)
-
-        counts = settings.counts
-        trace = trace_of(counts, settings.rate, settings.seed)
+        settings, way, longest = self.settings, sample["implementation"], sample["longest"]
+        model, counts = models.random_model(settings), settings.counts
         few = {length: min(count, settings.warm_up) for length, count in counts.items()}
         before = trace_of(few, 0.0, settings.seed)
-        config = settings.budgeted(settings.longest, **CAB.get(name, {}))
-        with attending(model, name, config), managing(model, settings, name) as manager:
-            # of another seed: what counts shares no beginning with what warms up
-            serve(manager, before, prompts(before, 1), WARM_UP_TOKENS)
-            stats(model, reset=True)
-            served, given = [], (manager, trace, prompts(trace, 0), settings.new_tokens)
+        trace = trace_of(counts, settings.rate, settings.seed)
+        # of another seed: what counts shares no beginning with what warms up
+        warming, prompts = (
+            prompts_of(requests, settings.vocab, settings.shared, seed)
+            for requests, seed in ((before, settings.seed + 1), (trace, settings.seed))
+        )
+        config, served = settings.budgeted(longest, way), []
+        with models.attending(model, way, config), managing(model, settings, way) as manager:
+            serve(manager, before, warming, WARM_UP_TOKENS)
+            models.attended_by(model, longest, way, reset=True)
+            given = manager, trace, prompts, settings.new_tokens
             _, sample["peak_gib"] = self.bench.walls(lambda: served.extend(serve(*given)), 1)
             used = manager.continuous_batching_config
             sample["batching"] = {field: getattr(used, field) for field in BATCHING}
-            tokens = used.num_blocks * used.page_size
-            sample["cache_gib"] = settings.cache_bytes(tokens) / 2**30
-            sample |= attended_by(model, settings.longest, name)
-            sample["served"] = served
+            sample["cache_gib"] = settings.cache_gib(used.num_blocks * used.page_size)
+            sample |= {**models.attended_by(model, longest, way), "served": served}
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -196,15 +181,15 @@ class Serve(Speed):
             for row in rows
             for some in grouped(sorted(row["served"] or (), key=itemgetter("length")), "length")
         ]
-        batching = [{**row, **row["batching"]} for row in rows if row["batching"]]
+        told = [{**row, **row["batching"]} for row in rows if row["batching"]]
         shown = [{**row, "length": row["longest"]} for row in rows]
         return {
-            "All requests": markdown_table(rows, WAY | IN_ALL | LATENCY | COMPARED | MEMORY),
+            "All requests": markdown_table(rows, WAY | IN_ALL | LATENCY | MEMORY),
             "By length": markdown_table(by_length, WAY | OF_LENGTH | LATENCY),
             "What continuous batching was told": markdown_table(
-                batching, WAY | {name: name for name in BATCHING}
+                told, WAY | {name: name for name in BATCHING}
             ),
-            **remarks(shown, {"way": "implementation"}),
+            **base.remarks(shown, {"way": "implementation"}),
         }
 
     @staticmethod
@@ -212,7 +197,7 @@ class Serve(Speed):
         rate = settings["rate"]
         arrive = f"a Poisson process of {rate:g} requests/s" if rate else "all at once"
         return (
-            f"{described(settings)}\n\nThe trace: prompts of "
+            f"{models.described(settings)}\n\nThe trace: prompts of "
             f"{', '.join(f'{length:,}' for length in settings['lengths'])} tokens, requests "
             f"{', '.join(settings['requests'])}, arriving {arrive}, "
             f"{settings['new_tokens']} new tokens each, seed {settings['seed']}; prompts are random"
@@ -229,29 +214,22 @@ class Serve(Speed):
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
         with charts.figure(path, 1, 1, figsize=(7, 4.6)) as axes:
-            axis, greys = axes[0, 0], iter(charts.GREYS)
-            for place, row in enumerate(rows):
-                name = row["implementation"]
-                colour = f"C{place}" if name in CAB else next(greys)
-                done = sorted(row["served"] or (), key=lambda each: each["last"])
-                tokens = [0]
-                for each in done:
+            axis = axes[0, 0]
+            for row in filter(itemgetter("served"), rows):
+                seconds, tokens = [0.0], [0]
+                for each in sorted(row["served"], key=itemgetter("last")):
+                    seconds.append(each["last"])
                     tokens.append(tokens[-1] + each["length"] + row["new_tokens"])
-                if done:
-                    seconds = [0.0, *(each["last"] for each in done)]
-                    axis.step(seconds, tokens, where="post", color=colour, label=name)
+                axis.step(seconds, tokens, where="post", label=row["implementation"])
+                axis.legend(fontsize=8)
             axis.set_title("tokens of finished requests, prompts included", fontsize=10)
             axis.set_xlabel("s")
             axis.yaxis.set_major_formatter("{x:,.0f}")
             axis.grid(alpha=0.3)
-            if axis.get_legend_handles_labels()[0]:
-                axis.legend(fontsize=8)
 
 
 EXPERIMENT = Serve
 
-TIMES = "{:.2f}×".format
-COUNT = "{:,.0f}".format
 # how many times less of a field a row has than the best dense way
 OVER = {"over_best": "total_s", "ttft_over_best": "ttft_p99", "tpot_over_best": "tpot_p99"}
 WAY = {"way": "implementation"}
@@ -267,34 +245,15 @@ LATENCY = {
     "TPOT p50 ms": column(digits, "tpot_p50"),
     "TPOT p99 ms": column(digits, "tpot_p99"),
 }
-COMPARED = {
+MEMORY = {
     "TTFT p99 over best dense": column(TIMES, "ttft_over_best"),
     "TPOT p99 over best dense": column(TIMES, "tpot_over_best"),
-}
-MEMORY = {
-    **DENSITY,
+    **base.DENSITY,
     "peak GiB": column(digits, "peak_gib"),
     "of it cache": column(digits, "cache_gib"),
     "preempted": "preempted",
 }
 OF_LENGTH = {"tokens": column(COUNT, "length"), "requests": "requests"}
-
-
-def batching_config(settings: Settings, way: str) -> ContinuousBatchingConfig:
-    """The config of a manager, the same for all ways but for CUDA graphs."""
-    from transformers import ContinuousBatchingConfig
-
-    # batches with prompts have many shapes, each captured when it first comes
-    decode_only = way in FLASH and not settings.prefill_graphs
-    return ContinuousBatchingConfig(
-        page_size=settings.page_size,
-        num_blocks=settings.blocks,
-        max_batch_tokens=settings.batch_tokens,
-        max_memory_percent=settings.memory,
-        use_cuda_graph=(False, True) if decode_only else None,
-        # what is asked for is what is measured
-        auto_switch_to_flash=False,
-    )
 
 
 @contextmanager
@@ -303,19 +262,32 @@ def managing(
 ) -> Iterator[ContinuousBatchingManager]:
     """A manager that serves ``model``, sized for the trace, its CUDA graphs captured.
 
+    It is the same for all ways to attend, but for CUDA graphs.
+
     Raises:
         Exception: what ended the generation, where that made a request fail.
     """
-    from transformers import GenerationConfig
+    from transformers import ContinuousBatchingConfig, GenerationConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
+    # batches with prompts have many shapes, each captured when it first comes
+    decode_only = way in FLASH and not settings.prefill_graphs
+    batching = ContinuousBatchingConfig(
+        page_size=settings.page_size,
+        num_blocks=settings.blocks,
+        max_batch_tokens=settings.batch_tokens,
+        max_memory_percent=settings.memory,
+        use_cuda_graph=(False, True) if decode_only else None,
+        # what is asked for is what is measured
+        auto_switch_to_flash=False,
+    )
     # all requests have as many tokens: nothing ends one early
     tokens = {"max_new_tokens": settings.new_tokens, "eos_token_id": -1, "pad_token_id": 0}
     hints = WorkloadHints(settings.longest, settings.new_tokens, sum(settings.counts.values()))
     try:
         with model.continuous_batching_context_manager(
             GenerationConfig(do_sample=False, **tokens),
-            continuous_batching_config=batching_config(settings, way),
+            continuous_batching_config=batching,
             workload_hints=hints,
         ) as manager:
             yield manager

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+import statistics
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo.utils import counters
 
 from cab_hf.config import CabConfig
 from cab_hf.eval.kv_cache import cache_arguments
-from cab_hf.eval.speed.model import ModelShape, random_model
+from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.timing import Bench
 
 if TYPE_CHECKING:
@@ -29,43 +29,32 @@ ALIGNED = 128
 WARM_UP_STEPS = 5
 
 
-class Decoded(NamedTuple):
-    """What steps took: ms of each, seconds of the first of all, and GiB.
-
-    ``index_gib`` is None where there is no index, ``peak_gib`` where nobody counts.
-    """
-
-    times: list[float]
-    first_s: float
-    peak_gib: float | None
-    cache_gib: float
-    index_gib: float | None
-    ran_as: str | None
-    without_graph: str | None
-
-
 @torch.no_grad()
 def time_steps(
-    settings: ModelShape,
+    settings: models.ModelShape,
     bench: Bench,
     length: int,
     batch: int,
     mode: str,
     config: CabConfig | None,
-    steps: int,
-) -> Decoded:
+) -> dict[str, Any]:
     """Steps behind ``length`` tokens of ``batch`` texts, each of which writes its token.
 
     ``config`` is that of cab; None for transformers' own attention.
+
+    Returns:
+        ``ms`` of a step, ``least_ms`` and ``most_ms``; seconds of the first of all, ``first_s``;
+        ``peak_gib``, ``cache_gib`` and ``index_gib``; ``ran_as`` and ``without_graph``.
 
     Raises:
         RuntimeError: when steps are to be compiled and there is no GPU.
     """
     if mode == COMPILED and bench.device.type != "cuda":
         raise RuntimeError("reduce-overhead makes CUDA graphs, which need a GPU")
-    model = random_model(settings)
-    with attending(model, config):
-        cache = filled(model, length, batch, WARM_UP_STEPS + steps, mode != DYNAMIC, config)
+    model, steps = models.random_model(settings), settings.steps
+    slots = -(-(length + WARM_UP_STEPS + steps) // ALIGNED) * ALIGNED if mode != DYNAMIC else 0
+    with models.attending(model, "cab" if config else models.SDPA, config):
+        cache = models.random_cache(model, length, batch, slots, sparse=config is not None)
         bench.settle()
         counters.clear()
         try:
@@ -79,24 +68,17 @@ def time_steps(
     indices = [layer.index for layer in cache.layers if getattr(layer, "index", None) is not None]
     kept = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
     skipped = counters["inductor"]["cudagraph_skips"]
-    return Decoded(
-        times,
-        first[0] / 1e3,
-        peak and max(peak, later),
-        kept / 2**30,
-        sum(index.nbytes for index in indices) / 2**30 if indices else None,
-        ran_as(config, len(indices), cache.layers[0].keys.shape[2]) if config else None,
-        f"inductor makes none of {skipped} graphs" if skipped else None,
-    )
-
-
-@contextmanager
-def attending(model: PreTrainedModel, config: CabConfig | None) -> Iterator[None]:
-    """Let ``model`` attend by cab for a while, where there is a config."""
-    from cab_hf.patches import cab
-
-    with cab(model, config) if config else nullcontext():
-        yield
+    return {
+        "ms": statistics.median(times),
+        "least_ms": min(times),
+        "most_ms": max(times),
+        "first_s": first[0] / 1e3,
+        "peak_gib": peak and max(peak, later),
+        "cache_gib": kept / 2**30,
+        "index_gib": sum(index.nbytes for index in indices) / 2**30 if indices else None,
+        "ran_as": config and ran_as(config, len(indices), cache.layers[0].keys.shape[2]),
+        "without_graph": f"inductor makes none of {skipped} graphs" if skipped else None,
+    }
 
 
 def ran_as(config: CabConfig, layers: int, slots: int) -> str:
@@ -106,34 +88,6 @@ def ran_as(config: CabConfig, layers: int, slots: int) -> str:
     if not decodes_sparsely(config, slots):
         return "dense: few tokens beside those that a step would read"
     return f"{layers} layers choose the keys they read"
-
-
-def filled(
-    model: PreTrainedModel,
-    length: int,
-    batch: int,
-    room: int,
-    static: bool,
-    config: CabConfig | None,
-) -> Cache:
-    """A cache of random keys and values of ``length`` tokens, static with ``room`` for more.
-
-    Slots are aligned to `ALIGNED`.
-    """
-    from transformers import DynamicCache, StaticCache
-
-    from cab_hf import index_cache
-
-    text = model.config
-    slots = {"max_cache_len": -(-(length + room) // ALIGNED) * ALIGNED} if static else {}
-    cache = (StaticCache if static else DynamicCache)(config=text, **slots)
-    cache = index_cache(model, cache) if config else cache
-    generator = torch.Generator(model.device).manual_seed(0)
-    like = {"device": model.device, "dtype": model.dtype, "generator": generator}
-    shape = (batch, text.num_key_value_heads, length, text.head_dim)
-    for layer in range(text.num_hidden_layers):
-        cache.update(torch.randn(shape, **like), torch.randn(shape, **like), layer)
-    return cache
 
 
 def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -> Callable[[], Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections import deque
@@ -49,9 +48,11 @@ def trace_of(counts: Mapping[int, int], rate: float, seed: int) -> list[Request]
     draw = random.Random(seed)
     lengths = [length for length, count in counts.items() for _ in range(count)]
     draw.shuffle(lengths)
-    gaps = [draw.expovariate(rate) if rate else 0.0 for _ in lengths[1:]]
-    arrivals = itertools.accumulate(gaps, initial=0.0)
-    return [Request(*each) for each in zip(arrivals, lengths, strict=True)]
+    made, arrives = [], 0.0
+    for length in lengths:
+        made.append(Request(arrives, length))
+        arrives += draw.expovariate(rate) if rate else 0.0
+    return made
 
 
 def prompts_of(trace: Sequence[Request], vocab: int, shared: int, seed: int) -> list[list[int]]:
@@ -79,18 +80,17 @@ def serve(
     Raises:
         RequestFailed: with what the manager says of the first request that it gave up.
     """
-    began = time.perf_counter()
-    waiting = deque(zip(itertools.count(), trace, prompts))
-    arrived, handed_in, first, last, preempted = {}, {}, {}, {}, {}
-    running = len(trace)
+    began, running = time.perf_counter(), len(trace)
+    served = {str(number): {"length": each.length} for number, each in enumerate(trace)}
+    waiting, handed_in = deque(zip(served, trace, prompts, strict=True)), {}
     while running:
         patience = LOOK_AGAIN
         if waiting:
-            until = began + waiting[0][1].arrives - time.perf_counter()
+            name, request, prompt = waiting[0]
+            until = began + request.arrives - time.perf_counter()
             if until <= 0:
-                number, _, prompt = waiting.popleft()
-                name = str(number)
-                arrived[name] = time.perf_counter()
+                waiting.popleft()
+                served[name]["arrived"] = time.perf_counter() - began
                 manager.add_request(
                     prompt, name, new_tokens, streaming=True, record_timestamps=True
                 )
@@ -105,18 +105,15 @@ def serve(
         if output.error is not None:
             raise RequestFailed(output.error)
         # taken where the token came out, before it waited here
-        name, now = output.request_id, output.timestamps[-1]
-        first.setdefault(name, now)
-        last[name] = now
+        name, now = output.request_id, output.timestamps[-1] - began
+        served[name].setdefault("first", now)
         # what is read again is another request by the same name
-        preempted[name] = output.created_time > handed_in[name]
+        preempted = output.created_time > handed_in[name]
+        served[name] |= {"last": now, "preempted": preempted}
         running -= output.is_finished()
-    times = {"arrived": arrived, "first": first, "last": last}
     return [
-        {"length": each.length}
-        | {what: round(when[str(number)] - began, 6) for what, when in times.items()}
-        | {"preempted": preempted[str(number)]}
-        for number, each in enumerate(trace)
+        {what: round(x, 6) if isinstance(x, float) else x for what, x in each.items()}
+        for each in served.values()
     ]
 
 
@@ -128,11 +125,8 @@ def summary_of(served: Sequence[Mapping[str, Any]], new_tokens: int) -> dict[str
     total = max(each["last"] for each in served) - min(each["arrived"] for each in served)
     ttft = [each["first"] - each["arrived"] for each in served]
     tpot = [(each["last"] - each["first"]) / (new_tokens - 1) * 1e3 for each in served]
-    return {
-        "total_s": total,
-        "prompt_tokens_s": sum(each["length"] for each in served) / total,
-        "output_tokens_s": len(served) * new_tokens / total,
-        **{f"ttft_p{p}": float(np.percentile(ttft, p)) for p in (50, 99)},
-        **{f"tpot_p{p}": float(np.percentile(tpot, p)) for p in (50, 99)},
-        "preempted": sum(each["preempted"] for each in served),
-    }
+    prompt_tokens = sum(each["length"] for each in served)
+    rates = prompt_tokens / total, len(served) * new_tokens / total
+    percentiles = (float(np.percentile(x, p)) for x in (ttft, tpot) for p in (50, 99))
+    preempted = sum(each["preempted"] for each in served)
+    return dict(zip(SUMMARY, (total, *rates, *percentiles, preempted), strict=True))

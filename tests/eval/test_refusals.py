@@ -214,7 +214,7 @@ def test_of_one_command(refused, command, words, message):
         ("ttft", "--runs 0", "runs is 0; it must be at least 1"),
         ("prefill", "--chunk 100", "chunk is 100; it must be a multiple of query_block=128"),
         ("prefill", "--chunk 0", "chunk is 0; it must be a multiple"),
-        ("prefill", "--longest maybe", "longest: must be yes or no"),
+        ("prefill", "--longest maybe", "longest: it is turned on by its name, or true or false"),
         (
             "prefill",
             "--max-density 0.1,256:0.2",

@@ -1,7 +1,5 @@
 """``speed decode``: what a step reads by hand, rows beside dense ones, what is not timed."""
 
-import json
-
 import pytest
 import torch
 from bench import sample_of, speed_run
@@ -9,7 +7,7 @@ from torch.nn import functional as F
 
 from cab_hf.eval.speed import decode, one_query, steps
 from cab_hf.eval.speed.decode import Decode, Settings
-from cab_hf.eval.speed.model import random_model
+from cab_hf.eval.speed.model import random_cache, random_model
 from cab_hf.ops import decode as ops
 
 TINY = {"layers": 2, "hidden": 48, "intermediate": 48, "heads": 6, "kv_heads": 2, "head_dim": 16}
@@ -26,10 +24,6 @@ def tiny(**more):
 
 def step_of(settings):
     return one_query.random_step(settings, 600, 2, 16, torch.device("cpu"))
-
-
-def derive(samples):
-    return Decode.rows(samples, {})
 
 
 def row_of(way, ms, budget=None, mode=None, length=1000, batch=1, **more):
@@ -58,8 +52,7 @@ def test_what_is_expected_is_attention():
 @pytest.mark.parametrize("name", ["SDPA", "transformers", "flash"])
 def test_dense_ways_that_a_cpu_has_are_timed(name):
     step = step_of(tiny())
-    for call in one_query.DENSE[name](step).values():
-        torch.testing.assert_close(call(), step.expected)
+    torch.testing.assert_close(one_query.DENSE[name](step)(), step.expected)
     row = sample_of(Decode, tiny(), CASE | {"way": name, "budget": None})
     assert (row["error"], row["ms"], row["eager_ms"], row["kept"]) == (None, 2.0, 3.0, 600)
     # K and V of 600 tokens, two texts of two heads, 16 channels in float32
@@ -68,19 +61,15 @@ def test_dense_ways_that_a_cpu_has_are_timed(name):
 
 def test_flash_attn_gets_token_major_views_and_lengths(monkeypatch):
     step = step_of(tiny())
-    seen = []
 
-    def kernel(q, k, v, softmax_scale, causal, cache_seqlens, **told):
+    def kernel(q, k, v, softmax_scale, causal, cache_seqlens):
         assert q.shape == (2, 1, 6, 16) and k.shape == v.shape == (2, 600, 2, 16)
         assert k.data_ptr() == step.k.data_ptr() and cache_seqlens.tolist() == [600, 600]
-        seen.append(told)
         return step.expected.transpose(1, 2), "log-sum-exp"
 
     module = type("Module", (), {"flash_attn_with_kvcache": staticmethod(kernel)})
     monkeypatch.setattr(one_query, "first_of", lambda modules: module)
-    for call in one_query.DENSE["FA3"](step).values():
-        torch.testing.assert_close(call(), step.expected)
-    assert seen == [{}, {"pack_gqa": True}]
+    torch.testing.assert_close(one_query.DENSE["FA3"](step)(), step.expected)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +80,10 @@ def test_flash_attn_gets_token_major_views_and_lengths(monkeypatch):
     ],
 )
 def test_a_kernel_that_is_missing_or_wrong_is_a_row_with_its_reason(monkeypatch, name, why):
-    def backwards(step):
-        return {"zeros": lambda: torch.zeros_like(step.expected)}
+    def zeros(step):
+        return lambda: torch.zeros_like(step.expected)
 
-    monkeypatch.setitem(one_query.DENSE, "SDPA", backwards)
+    monkeypatch.setitem(one_query.DENSE, "SDPA", zeros)
     row = sample_of(Decode, tiny(), CASE | {"way": name, "budget": None})
     assert row["ms"] is None and why in row["error"]
 
@@ -123,13 +112,10 @@ def test_the_index_of_the_new_key_is_made_and_written(monkeypatch):
         write_index(index, k, channels, start)
 
     monkeypatch.setattr(ops, "write_index", counted)
-    row = sample_of(Decode, tiny(), CASE | {"budget": 600})
-    assert row["error"] is None and row["ms"] == 2.0
+    assert sample_of(Decode, tiny(), CASE | {"budget": 600})["error"] is None
     # one key at a time, behind all others
     assert set(written) == {(1, 599)}
-
-
-def test_a_share_is_of_the_text():
+    # a budget may be a share of the text
     assert decode.tokens_of(0.25, 600) == 150 and decode.tokens_of(128, 600) == 128
 
 
@@ -154,7 +140,7 @@ def test_steps_write_their_tokens_and_are_alike_in_every_cache():
     model = random_model(tiny())
     caches = []
     for static in (True, False):
-        cache = steps.filled(model, 40, 2, 4, static, None)
+        cache = random_cache(model, 40, 2, slots=steps.ALIGNED if static else 0)
         step = steps.stepping(model, cache, 2, compiled=False)
         for _ in range(4):
             step()
@@ -208,7 +194,7 @@ def test_cab_is_held_against_the_fastest_dense_way():
         row_of("cab", 5.0, 128, mode="compiled", index_gib=0.5),
         row_of("SDPA", 1.0, batch=4),
     ]
-    rows = derive(reversed(samples))
+    rows = Decode.rows(samples[::-1], {})
     attention, model = (row for row in rows if row["way"] == "cab")
     assert (attention["baseline"], attention["over_best"]) == ("FA3", 4.0)
     # 2 MB in a millisecond, of 1,000 GB/s
@@ -216,9 +202,9 @@ def test_cab_is_held_against_the_fastest_dense_way():
     assert attention["over_same"] is None
     assert (model["baseline"], model["over_best"]) == ("sdpa dynamic", 1.6)
     assert model["over_same"] == 2.0
-    beside, *_ = Decode.tables(rows).values()
-    line = "| 1,000 | 1 | 128 | 1.00 | 4.00 FA3 | 4.00× | compiled | 200 | 2.00× | 1.60× |"
-    assert beside.splitlines()[2:] == [line]
+    table = Decode.tables(rows)["Steps of the model"].splitlines()
+    start = "| 1,000 | 1 | cab | compiled | 128 | 5.00 | 8.00 sdpa dynamic | 1.60× | 2.00× | 200 |"
+    assert [line.startswith(start) for line in table].count(True) == 1
 
 
 @pytest.mark.gpu
@@ -228,7 +214,8 @@ def test_a_gpu_has_graphs_kernels_and_compiled_steps(gpu, tmp_path):
         **shape, vocab=512, lengths=(8192,), batches=(2,), budgets=(512,), steps=4, seconds=0.0
     )
     experiment = Decode(settings)
-    rows = derive([{**case, **experiment.measure(case)} for case in settings.asked()])
+    samples = [{**case, **experiment.measure(case)} for case in settings.asked()]
+    rows = Decode.rows(samples, {})
     for row in rows:
         if row["way"] in ("SDPA", "transformers", "flash", "sdpa", "cab"):
             assert row["error"] is None, row
@@ -238,21 +225,13 @@ def test_a_gpu_has_graphs_kernels_and_compiled_steps(gpu, tmp_path):
             assert row["peak_gib"] > row["cache_gib"] > row["index_gib"] > 0
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """The folder of a whole run, to read."""
-    out = tmp_path_factory.mktemp("decode")
+def test_a_whole_run(tmp_path):
     words = ("--lengths", "512,640", "--batches", "1,2", "--kernels", "SDPA,FA3")
-    speed_run("decode", out, *WORDS, *words, drawn=True)
-    return out
-
-
-def test_a_whole_run(finished):
-    rows = json.loads((finished / "results.json").read_text())["rows"]
+    rows = speed_run("decode", tmp_path, *WORDS, *words, drawn=True)["rows"]
     # two lengths and batches: two kernels and cab; three modes of sdpa and cab
     assert [row["part"] for row in rows] == ["attention"] * 4 * 3 + ["model"] * 4 * 6
     failed = {row["way"] if row["mode"] is None else row["mode"] for row in rows if row["error"]}
     assert failed == {"FA3", "compiled"}
     timed = [row for row in rows if row["error"] is None and row["way"] == "cab"]
     assert len(timed) == 4 * 3 and all(row["over_best"] > 0 for row in timed)
-    assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
