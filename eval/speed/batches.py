@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,12 +14,12 @@ from cab_hf.attention import cab_attention
 from cab_hf.config import CabConfig
 from cab_hf.engines import Workload
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
+from cab_hf.eval.report import column, digits, grouped, percent
 from cab_hf.eval.speed import base, dense
-from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.checks import check_rows
 from cab_hf.eval.speed.heads import INPUTS, RandomHeads, inputs_option, names
 from cab_hf.eval.speed.layouts import LAYOUTS, Texts, baselines
+from cab_hf.eval.speed.reported import Panel, Reported, table
 from cab_hf.eval.speed.timing import method_on
 from cab_hf.plan import BlockPlan
 from cab_hf.route import route
@@ -30,6 +29,33 @@ if TYPE_CHECKING:
     from transformers.models.llama.modeling_llama import LlamaAttention
 
 WHERE = {"layout": "layout", "batch": "batch"}  # columns beside the tokens
+COLUMNS = {
+    **WHERE,
+    **base.TOKENS,
+    "texts": "texts",
+    "tokens in all": column("{:,}".format, "tokens"),
+    "budget": column("{:g}".format, "budget"),
+    **base.DENSITY,
+    "choose ms": column(digits, "choose_ms"),
+    "attend ms": column(digits, "attend_ms"),
+    "ms": column(digits, "ms"),
+    "eager ms": column(digits, "eager_ms"),
+    "dense ms": dense.time_shown,
+    "of dense": column(percent, "ratio"),
+    "once a pass ms": column(digits, "frame_ms"),
+    "peak MiB": column(digits, "peak_mib"),
+    "engine": "engine",
+}
+NOTES = (
+    f"Layouts: {'; '.join(f'{name}: {text}' for name, text in LAYOUTS.items())}. A budget is "
+    "max_density, density what came of it, attended over causal pairs within texts. Choosing is "
+    "that of one layer, with q and k moved to their blocks; attending moves v there and the output "
+    "back. ms is the layer as a model calls it, which also counts pairs. Once a pass: padding and "
+    "documents found, for all layers. Dense ways find their masks and lengths made; taking padding "
+    "out and putting it back counts. Masked SDPA, flash varlen and efficient attention get k and v "
+    "repeated before the clock starts. cab_dense is what cab_hf computes exactly. Of dense is over "
+    "the fastest of them."
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +115,7 @@ class Settings(RandomHeads, base.SpeedSettings):
         return Texts.drawn(case["layout"], case["batch"], case["length"], self.seed, self.device)
 
 
-class Batches(base.Speed):
+class Batches(Reported, base.Speed):
     """A case is one layout, batch, length and budget."""
 
     name = "speed batches"
@@ -107,6 +133,21 @@ class Batches(base.Speed):
     )
     BY_NAME = dense.MEASURED
     REPORTED_ERRORS = Exception  # an engine that refuses, is wrong or does not fit
+    BY: ClassVar[Mapping[str, str]] = {**WHERE, "budget": "budget"}
+    COLUMNS = COLUMNS
+    PANELS = (
+        Panel("a layer", "ms", ("ms",)),
+        Panel("over the fastest dense way", "share of its time", ("ratio",), log=False),
+    )
+
+    @staticmethod
+    def notes(settings: Mapping[str, Any]) -> str:
+        shape = (
+            f"{settings['heads']} query and {settings['kv_heads']} key heads of "
+            f"{settings['head_dim']}, {settings['dtype']}; inputs are "
+            f"{INPUTS[settings['inputs']]}, and no model made them"
+        )
+        return f"{base.made_of(shape, settings)}\n\n{NOTES}"
 
     def layer(self, config: CabConfig) -> LlamaAttention:
         """An attention layer of a LLaMA that carries ``config``; its weights take no room."""
@@ -177,69 +218,12 @@ class Batches(base.Speed):
             row |= dense.compared(row, [row], preferred=())
         return rows
 
-    @staticmethod
-    def tables(rows: Sequence[Row]) -> dict[str, str]:
+    @classmethod
+    def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
         once = [alike[0] for alike in grouped(rows, "layout", "batch", "length")]
         ways = {f"{name} ms": column(digits, "baselines", name) for name in names(rows)}
-        return {
-            "A layer": markdown_table(rows, COLUMNS),
-            "Dense attention of the same": markdown_table(once, WHERE | base.TOKENS | ways),
-            **base.remarks(rows, WHERE),
-        }
-
-    @staticmethod
-    def notes(settings: Mapping[str, Any]) -> str:
-        shape = (
-            f"{settings['heads']} query and {settings['kv_heads']} key heads of "
-            f"{settings['head_dim']}, {settings['dtype']}; inputs are "
-            f"{INPUTS[settings['inputs']]}, and no model made them"
-        )
-        layouts = "; ".join(f"{name}: {text}" for name, text in LAYOUTS.items())
-        return (
-            f"{base.made_of(shape, settings)}\n\nLayouts: {layouts}. A budget is max_density, "
-            "density what came of it, attended over causal pairs within texts. Choosing is that of "
-            "one layer, with q and k moved to their blocks; attending moves v there and the output "
-            "back. ms is the layer as a model calls it, which also counts pairs. Once a pass: "
-            "padding and documents found, for all layers. Dense ways find their masks and lengths "
-            "made; taking padding out and putting it back counts. Masked SDPA, flash varlen and "
-            "efficient attention get k and v repeated before the clock starts. cab_dense is what "
-            "cab_hf computes exactly. Of dense is over the fastest of them."
-        )
-
-    @staticmethod
-    def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Time by length, a panel for every layout and batch."""
-        panels = []
-        for some in grouped(rows, "layout", "batch"):
-            lines = {}
-            for alike in grouped(some, "budget"):
-                lines[f"cab, {alike[0]['budget']:g}"] = alike, "ms"
-                lines[f"cab, {alike[0]['budget']:g}, choosing"] = alike, "choose_ms"
-            once = [alike[0] for alike in grouped(some, "length")]
-            for name in names(rows):
-                timed = [{**row, "ms": row["baselines"].get(name)} for row in once]
-                lines[f"{name} dense"] = timed, "ms"
-            title = f"{some[0]['layout']}, batch {some[0]['batch']}"
-            panels.append(models.Panel(title, "ms", lines))
-        models.draw_panels(path, panels, across=len(grouped(rows, "batch")))
+        dense_ms = table(once, WHERE | base.TOKENS | ways)
+        return {**super().tables(rows), "Dense attention of the same": dense_ms}
 
 
 EXPERIMENT = Batches
-
-COLUMNS = {
-    **WHERE,
-    **base.TOKENS,
-    "texts": "texts",
-    "tokens in all": column("{:,}".format, "tokens"),
-    "budget": column("{:g}".format, "budget"),
-    **base.DENSITY,
-    "choose ms": column(digits, "choose_ms"),
-    "attend ms": column(digits, "attend_ms"),
-    "ms": column(digits, "ms"),
-    "eager ms": column(digits, "eager_ms"),
-    "dense ms": dense.time_shown,
-    "of dense": column(percent, "ratio"),
-    "once a pass ms": column(digits, "frame_ms"),
-    "peak MiB": column(digits, "peak_mib"),
-    "engine": "engine",
-}

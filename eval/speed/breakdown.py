@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, markdown_table, percent
+from cab_hf.eval.report import column, digits, percent
 from cab_hf.eval.speed import base
 from cab_hf.eval.speed import model as models
+from cab_hf.eval.speed.reported import Panel, Reported
 from cab_hf.eval.speed.timing import OTHER, PREDICTOR, PROFILED_CALLS, method_on
 from cab_hf.runs.settings import by_device
 
@@ -23,7 +22,12 @@ PARTS = {
 }
 # part -> how a reader calls it
 SHOWN = {part: part for part in PARTS} | {OTHER: "rest"}
-GREYS = {OTHER: "darkgrey", "idle": "gainsboro"}
+
+
+def _with_share(field: str, row: Row) -> str | None:
+    """``12.3 (4.5 %)`` of the wall time."""
+    ms = row[field]
+    return None if ms is None else f"{digits(ms)} ({percent(ms / row['ms'])})"
 
 
 @dataclass(frozen=True)
@@ -41,21 +45,38 @@ class Settings(models.ModelSettings):
         )
 
 
-class Breakdown(base.Speed):
+class Breakdown(Reported, base.Speed):
     """A case is one length."""
 
     name = "speed breakdown"
     purpose = "where the time of a prefill goes: choosing blocks, attention, the rest"
     title = "Where the time of a prefill goes"
-    caption = "shares of the wall time by length"
+    caption = "time of the parts by length"
     Settings = Settings
 
     SHAPE = ("layers", "dtype")
     FOUND = ("ms", "density", "ran_as", *(f"{part}_ms" for part in SHOWN), "why_no_split")
     REPORTED_ERRORS = Exception  # an engine that refuses or does not fit
+    COLUMNS: ClassVar[Mapping[str, Any]] = {
+        **base.TOKENS,
+        **base.DENSITY,
+        "wall ms": column(digits, "ms"),
+        **{f"{shown} ms": partial(_with_share, f"{part}_ms") for part, shown in SHOWN.items()},
+        "kernels ms": column(digits, "kernels_ms"),
+        "idle ms": partial(_with_share, "idle_ms"),
+    }
+    PANELS = (
+        Panel("a prefill", "ms", ("ms", "attention_ms", f"{OTHER}_ms")),
+        Panel("choosing blocks", "ms", tuple(f"{part}_ms" for part in PREDICTOR)),
+    )
+    NOTES: ClassVar[Mapping[str, str]] = {
+        "": "Rest: projections, MLP, norms, rotary embedding, cache, embedding and logits. Idle: "
+        "the wall time less all kernels, negative where profiled calls ran longer. Density is "
+        "attended over causal pairs."
+    }
 
     def find(self, sample: dict[str, Any]) -> None:
-        with models.prefilling(self.settings, sample["length"], "cab-always") as (call, known):
+        with models.prefilling(self.settings, sample["length"], "cab-always") as (call, known, _):
             sample["ms"] = self.bench.time(call, graph=False).ms
             sample |= known() | self.bench.parts(call, PARTS)
 
@@ -74,51 +95,5 @@ class Breakdown(base.Speed):
                 row["gap"] = row["idle_ms"] / row["ms"]
         return rows
 
-    @staticmethod
-    def tables(rows: Sequence[Row]) -> dict[str, str]:
-        return {"Parts": markdown_table(rows, COLUMNS), **base.remarks(rows)}
-
-    @staticmethod
-    def notes(settings: Mapping[str, Any]) -> str:
-        return (
-            f"{models.described(settings)}\n\nRest: projections, MLP, norms, rotary embedding, "
-            "cache, embedding and the last token's logits. Idle: the wall time less all kernels, "
-            "negative where profiled calls ran longer. Density is attended over causal pairs."
-        )
-
-    @staticmethod
-    def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Shares of the wall time, a stacked bar a length."""
-        split = [row for row in rows if row["gap"] is not None]
-        bars, below = [charts.short(row["length"]) for row in split], [0.0] * len(split)
-        with charts.figure(path, 1, 1, figsize=(7, 4.6)) as axes:
-            axis = axes[0, 0]
-            for part, shown in {**SHOWN, "idle": "idle"}.items():
-                # a gap below zero has no height: profiled kernels ran longer than the wall time
-                heights = [100 * max(0.0, row[f"{part}_ms"]) / row["ms"] for row in split]
-                look = {"color": GREYS[part]} if part in GREYS else {}
-                axis.bar(bars, heights, bottom=below, label=shown, **look)
-                below = [low + height for low, height in zip(below, heights, strict=True)]
-            axis.set_title("where the time of a prefill goes", fontsize=10)
-            axis.set_xlabel("tokens")
-            axis.set_ylabel("% of the wall time")
-            axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-
 
 EXPERIMENT = Breakdown
-
-
-def _with_share(field: str, row: Row) -> str | None:
-    """``12.3 (4.5 %)`` of the wall time."""
-    ms = row[field]
-    return None if ms is None else f"{digits(ms)} ({percent(ms / row['ms'])})"
-
-
-COLUMNS = {
-    **base.TOKENS,
-    **base.DENSITY,
-    "wall ms": column(digits, "ms"),
-    **{f"{shown} ms": partial(_with_share, f"{part}_ms") for part, shown in SHOWN.items()},
-    "kernels ms": column(digits, "kernels_ms"),
-    "idle ms": partial(_with_share, "idle_ms"),
-}

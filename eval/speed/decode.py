@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch._dynamo.utils import counters
 
 from cab_hf.config import CabConfig
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
+from cab_hf.eval.kv_cache import cache_arguments
+from cab_hf.eval.report import column, digits, grouped, percent
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.heads import INPUTS, RandomHeads, inputs_option
-from cab_hf.eval.speed.model import COUNT, SDPA, TIMES, Panel
+from cab_hf.eval.speed.heads import RandomHeads, inputs_option
+from cab_hf.eval.speed.model import COUNT, SDPA, TIMES
 from cab_hf.eval.speed.one_query import DENSE, bandwidth, random_step, time_cab, time_dense
-from cab_hf.eval.speed.steps import MODES, WARM_UP_STEPS, time_steps
+from cab_hf.eval.speed.reported import Panel, Reported, table
 from cab_hf.eval.speed.timing import Bench, bench_on, method_on
 from cab_hf.runs.settings import comma_separated, option, parse_length
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
 
 CAB = "cab"
 ATTENTION, MODEL = "attention", "model"
@@ -30,6 +37,68 @@ OF_CAB = ("index", "choose", "attend")  # what a step of it consists of
 def parse_budget(text: str) -> int | float:
     """``decode_tokens``: a number of tokens, such as 4096 or 4k, or a share of the text."""
     return float(text) if "." in text else parse_length(text)
+
+
+DYNAMIC, STATIC, COMPILED = "dynamic", "static", "compiled"
+MODES = {
+    COMPILED: 'a static cache, torch.compile(mode="reduce-overhead", fullgraph=True)',
+    STATIC: "a static cache, eager",
+    DYNAMIC: "a dynamic cache, eager",
+}
+# slots are a multiple of it: kernels under a mask pad what is not aligned
+ALIGNED = 128
+# compiled: one that compiles, one that records its graph, and replays
+WARM_UP_STEPS = 5
+NOTES = (
+    "Attention is that of one layer of this model. All kernels read the cache as transformers lays "
+    "it out; transformers is what its sdpa calls over a static cache, with a mask of the slots. "
+    "cab: the new key is written into the index, keys are chosen, the chosen ones attended; the "
+    "parts are timed apart as well, so that they do not sum up. GB: K and V once for dense ways, "
+    "whatever copies they make; for cab its index, and K and V of the keys that are read. Of "
+    "bandwidth: GB/s over that at which a large tensor is summed in the same run. Mass: the share "
+    "of attention on the chosen keys. Error: relative, of cab where everything is chosen, against "
+    "float32 attention.\n\nThe model attends by transformers' sdpa or by cab, here whatever "
+    "min_length says, though never below four times decode_tokens. "
+    f"{'; '.join(f'{mode}: {what}' for mode, what in MODES.items())}. Slowest: the slowest step "
+    "over the median; first: seconds of the first step, compiling included."
+)
+COLUMNS = {
+    **base.TOKENS,
+    "texts": "batch",
+    "way": "way",
+    "run": "mode",
+    "keys": lambda row: "all" if row["budget"] is None else str(row["budget"]),
+    "ms": column(digits, "ms"),
+    "eager ms": column(digits, "eager_ms"),
+    "best dense ms": lambda row: (
+        row["baseline"] and f"{digits(row['baseline_ms'])} {row['baseline']}"
+    ),
+    "over best dense": column(TIMES, "over_best"),
+    "over sdpa alike": column(TIMES, "over_same"),
+    **{f"{part} ms": column(digits, f"{part}_ms") for part in OF_CAB},
+    "GB": column(lambda count: digits(count / 1e9), "bytes"),
+    "GB/s": column(digits, "gb_s"),
+    "of bandwidth": column(percent, "of_bandwidth"),
+    "keys read": column(COUNT, "kept"),
+    "mass": column("{:.3f}".format, "mass"),
+    "error": column("{:.1e}".format, "full_error"),
+    "tokens/s": column(digits, "tokens_s"),
+    "slowest": lambda row: row["most_ms"] and TIMES(row["most_ms"] / row["ms"]),
+    "first s": column(digits, "first_s"),
+    "peak GiB": column(digits, "peak_gib"),
+    "cache GiB": column(digits, "cache_gib"),
+    "index GiB": column(digits, "index_gib"),
+}
+
+
+def tokens_of(budget: float, length: int) -> int:
+    """The keys that a budget of `decode_tokens` stands for."""
+    return budget if isinstance(budget, int) else round(budget * length)
+
+
+def _way(row: Row) -> str:
+    """``FA3``, or ``sdpa compiled``."""
+    return " ".join(filter(None, (row["way"], row["mode"])))
 
 
 @dataclass(frozen=True)
@@ -103,7 +172,7 @@ class Settings(RandomHeads, models.ModelShape):
         ]
 
 
-class Decode(base.Speed):
+class Decode(Reported, base.Speed):
     """A case is one way to attend one layer's cache, or to run a model, by length and batch."""
 
     name = "speed decode"
@@ -120,6 +189,11 @@ class Decode(base.Speed):
         *("peak_gib", "cache_gib", "index_gib", "ran_as", "without_graph"),
     )
     REPORTED_ERRORS = Exception  # a kernel that is missing, refuses, is wrong or does not fit
+    BY: ClassVar[Mapping[str, str]] = {
+        **{"part": "part", "texts": "batch", "way": "way", "run": "mode", "keys": "budget"}
+    }
+    PANELS = (Panel("a step", "ms", ("ms",)), Panel("a model", "tokens/s", ("tokens_s",)))
+    NOTES: ClassVar[Mapping[str, str]] = {"": NOTES}
 
     @cached_property
     def bench(self) -> Bench:
@@ -178,96 +252,92 @@ class Decode(base.Speed):
                 row["over_same"] = same and same / row["ms"]
         return rows
 
-    @staticmethod
-    def tables(rows: Sequence[Row]) -> dict[str, str]:
+    @classmethod
+    def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
         """Every way to attend, and every way to run the model."""
-        columns = {ATTENTION: OF_ATTENTION, MODEL: OF_MODEL}
-        made = {
-            TITLES[some[0]["part"]]: markdown_table(some, PLACE | columns[some[0]["part"]])
-            for some in grouped(rows, "part")
-        }
-        by = {"part": "part", "texts": "batch", "way": "way", "run": "mode", "keys": "budget"}
-        # None is a dash in tables, and here too
-        shown = [
-            {**row, "mode": row["mode"] or "–", "budget": row["budget"] or "all"} for row in rows
-        ]
-        return made | base.remarks(shown, by)
-
-    @staticmethod
-    def notes(settings: Mapping[str, Any]) -> str:
-        modes = "; ".join(f"{mode}: {what}" for mode, what in MODES.items())
-        return (
-            f"{base.made_of(models.shape_of(settings), settings)}\n\nAttention is that of one "
-            f"layer of this model; its inputs are {INPUTS[settings['inputs']]}. All kernels read "
-            "the cache as transformers lays it out; transformers is what its sdpa calls over a "
-            "static cache, with a mask of the slots. cab: the new key is written into the index, "
-            "keys are chosen, the chosen ones attended; the parts are timed apart as well, so that "
-            "they do not sum up. GB: K and V once for dense ways, whatever copies they make; for "
-            "cab its index, and K and V of the keys that are read. Of bandwidth: GB/s over that at "
-            "which a large tensor is summed in the same run. Mass: the share of attention on the "
-            "chosen keys. Error: relative, of cab where everything is chosen, against float32 "
-            "attention.\n\nThe model attends by transformers' sdpa or by cab, here whatever "
-            "min_length says, though never below four times decode_tokens. "
-            f"{modes}. Slowest: the slowest step over the median; first: seconds of the first "
-            "step, compiling included."
-        )
-
-    @staticmethod
-    def draw(path: Path, rows: Sequence[Row]) -> None:
-        """ms of attention and tokens/s of the model by length, a row of panels a batch."""
-        panels = []
-        for batch, part in itertools.product({row["batch"]: 0 for row in rows}, PARTS):
-            some = [row for row in rows if row["batch"] == batch and row["part"] == part]
-            unit = "ms" if part == ATTENTION else "tokens/s"
-            lines = models.by_way(some, unit.replace("/", "_"), "way", "mode", "budget")
-            if some:
-                title = f"{TITLES[part]}, batch {batch}"
-                panels.append(Panel(title, unit, lines, log=part == ATTENTION))
-        models.draw_panels(path, panels, across=len({row["part"] for row in rows}))
+        parts = {some[0]["part"]: table(some, COLUMNS) for some in grouped(rows, "part")}
+        titles = {ATTENTION: "Attention of one step", MODEL: "Steps of the model"}
+        return {titles[part]: text for part, text in parts.items()} | cls.remarks(rows)
 
 
 EXPERIMENT = Decode
 
 
-def tokens_of(budget: float, length: int) -> int:
-    """The keys that a budget of `decode_tokens` stands for."""
-    return budget if isinstance(budget, int) else round(budget * length)
+@torch.no_grad()
+def time_steps(
+    settings: models.ModelShape,
+    bench: Bench,
+    length: int,
+    batch: int,
+    mode: str,
+    config: CabConfig | None,
+) -> dict[str, Any]:
+    """Steps behind ``length`` tokens of ``batch`` texts, each of which writes its token.
+
+    ``config`` is that of cab; None for transformers' own attention.
+
+    Returns:
+        ``ms`` of a step, ``least_ms`` and ``most_ms``; seconds of the first of all, ``first_s``;
+        ``peak_gib``, ``cache_gib`` and ``index_gib``; ``ran_as`` and ``without_graph``.
+
+    Raises:
+        RuntimeError: when steps are to be compiled and there is no GPU.
+    """
+    if mode == COMPILED and bench.device.type != "cuda":
+        raise RuntimeError("reduce-overhead makes CUDA graphs, which need a GPU")
+    model, steps = models.random_model(settings), settings.steps
+    slots = -(-(length + WARM_UP_STEPS + steps) // ALIGNED) * ALIGNED if mode != DYNAMIC else 0
+    with models.attending(model, "cab" if config else SDPA, config):
+        cache = models.random_cache(model, length, batch, slots, sparse=config is not None)
+        bench.settle()
+        counters.clear()
+        try:
+            step = stepping(model, cache, batch, mode == COMPILED)
+            first, peak = bench.walls(step, WARM_UP_STEPS)
+            times, later = bench.walls(step, steps)
+        finally:
+            if mode == COMPILED:
+                # graphs and what they hold
+                torch._dynamo.reset()
+    indices = [layer.index for layer in cache.layers if getattr(layer, "index", None) is not None]
+    kept = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    skipped = counters["inductor"]["cudagraph_skips"]
+    return {
+        "ms": statistics.median(times),
+        "least_ms": min(times),
+        "most_ms": max(times),
+        "first_s": first[0] / 1e3,
+        "peak_gib": peak and max(peak, later),
+        "cache_gib": kept / 2**30,
+        "index_gib": sum(index.nbytes for index in indices) / 2**30 if indices else None,
+        "ran_as": config and ran_as(config, len(indices), cache.layers[0].keys.shape[2]),
+        "without_graph": f"inductor makes none of {skipped} graphs" if skipped else None,
+    }
 
 
-def _way(row: Row) -> str:
-    """``FA3``, or ``sdpa compiled``."""
-    return " ".join(filter(None, (row["way"], row["mode"])))
+def ran_as(config: CabConfig, layers: int, slots: int) -> str:
+    """What so many layers with an index do where their cache has that many slots."""
+    from cab_hf.decode.step import decodes_sparsely
+
+    if not decodes_sparsely(config, slots):
+        return "dense: few tokens beside those that a step would read"
+    return f"{layers} layers choose the keys they read"
 
 
-TITLES = {ATTENTION: "Attention of one step", MODEL: "Steps of the model"}
-PLACE = {
-    **base.TOKENS,
-    "texts": "batch",
-    "way": "way",
-    "run": "mode",
-    "keys": lambda row: "all" if row["budget"] is None else str(row["budget"]),
-    "ms": column(digits, "ms"),
-    "best dense ms": lambda row: (
-        row["baseline"] and f"{digits(row['baseline_ms'])} {row['baseline']}"
-    ),
-    "over best dense": column(TIMES, "over_best"),
-}
-OF_ATTENTION = {
-    "eager ms": column(digits, "eager_ms"),
-    **{f"{part} ms": column(digits, f"{part}_ms") for part in OF_CAB},
-    "GB": column(lambda count: digits(count / 1e9), "bytes"),
-    "GB/s": column(digits, "gb_s"),
-    "of bandwidth": column(percent, "of_bandwidth"),
-    "keys read": column(COUNT, "kept"),
-    "mass": column("{:.3f}".format, "mass"),
-    "error": column("{:.1e}".format, "full_error"),
-}
-OF_MODEL = {
-    "over sdpa alike": column(TIMES, "over_same"),
-    "tokens/s": column(digits, "tokens_s"),
-    "slowest": lambda row: row["ms"] and TIMES(row["most_ms"] / row["ms"]),
-    "first s": column(digits, "first_s"),
-    "peak GiB": column(digits, "peak_gib"),
-    "cache GiB": column(digits, "cache_gib"),
-    "index GiB": column(digits, "index_gib"),
-}
+def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -> Callable[[], Any]:
+    """What reads a token of each text and takes the likeliest next one."""
+    forward = model.__call__
+    if compiled:
+        forward = torch.compile(forward, mode="reduce-overhead", fullgraph=True)
+    # 0 pads, and its embedding is nothing
+    tokens = torch.ones(batch, 1, dtype=torch.long, device=model.device)
+    cached = cache_arguments(model, cache)
+
+    def step() -> None:
+        if compiled:
+            # what the last step returned is not needed any more
+            torch.compiler.cudagraph_mark_step_begin()
+        logits = forward(tokens, **cached).logits
+        tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
+
+    return step

@@ -10,17 +10,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from cab_hf.config import NAMES
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
+from cab_hf.eval.report import column, digits, grouped, percent
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.model import CAB_DENSE, COUNT, SDPA, Panel, by_way
+from cab_hf.eval.speed.model import CAB_DENSE, COUNT, SDPA
+from cab_hf.eval.speed.reported import Panel, table
 from cab_hf.eval.speed.spread import (
     ALONE,
     CP,
@@ -33,7 +33,7 @@ from cab_hf.eval.speed.spread import (
     training,
 )
 from cab_hf.eval.speed.team import Team, by_torchrun
-from cab_hf.eval.speed.ttft import COLUMNS, TimeToFirstToken, draw_gains
+from cab_hf.eval.speed.ttft import GAIN, TimeToFirstToken
 from cab_hf.finetune.meter import GIB, Cost, Room, fit, host_bytes, plan_bytes
 from cab_hf.finetune.tiles import tile_of
 from cab_hf.runs.settings import by_device, comma_separated, flag, number_or_auto, option
@@ -42,8 +42,29 @@ CAB = "cab"
 # tokens of the step that compiles all kernels, which is as long as CAB wants a text: one that is
 # timed may take a minute
 WARM_UP_TOKENS = 2**15
-# what tells rows of one length apart
-PLACE = ("implementation", "spread", "world")
+
+
+SPREADING = (
+    "Alone is one rank, the others wait. ddp: torch's DistributedDataParallel, a sequence a rank; "
+    "fsdp2: torch's fully_shard of each decoder layer and of what is around them, a sequence a "
+    "rank; cp: one sequence sharded over all ranks by cab_hf.context_parallel. Efficiency is "
+    "tokens a second of a rank over those of one alone by the same way at the same length; TFLOP/s "
+    "are a rank's as well. Below float32 CAB keeps every block where gradients are compared."
+)
+COLUMNS = {
+    **TimeToFirstToken.COLUMNS,
+    "spread": lambda row: None if row["spread"] == ALONE else row["spread"],
+    "tokens/s a GPU": column(COUNT, "tokens_s"),
+    "efficiency": lambda row: None if row["spread"] == ALONE else percent(row["efficiency"]),
+    "tile": lambda row: row["tile_tokens"] or None,
+    "offloaded layers": lambda row: row["offloaded"] or None,
+    "GiB of the host": lambda row: row["host_gib"] and digits(row["host_gib"]),
+}
+LONGEST = {
+    **COLUMNS,
+    "room": column(digits, "room_gib"),
+    "too many": column("{:,}".format, "over"),
+}
 
 
 @dataclass(frozen=True)
@@ -112,10 +133,9 @@ class Settings(models.ModelSettings):
         text = (
             f"median of {self.runs} steps by time.perf_counter after one of at most "
             f"{WARM_UP_TOKENS:,} tokens that warms up; a step is the forward and the backward pass "
-            "of one sequence of random tokens, every layer being computed again in the latter, the "
-            "loss in chunks, clipping and AdamW; MLPs, norms and adapters compute long sequences "
-            "in tiles, and checkpoints that have no room are offloaded to the host; the peak is "
-            "all that was allocated, weights included"
+            "of one sequence of random tokens under gradient checkpointing, clipping and AdamW, in "
+            "tiles and with offloaded checkpoints as in fine-tuning; the peak is all that was "
+            "allocated"
         )
         if self.is_spread or by_torchrun():
             text += (
@@ -148,6 +168,19 @@ class LoraStep(TimeToFirstToken):
         *("tile_tokens", "offload_layers", "host_gib"),
     )
     SHAPE = ("dtype", "rank")
+    BY: ClassVar[Mapping[str, str]] = {**TimeToFirstToken.BY, "spread": "spread"}
+    COLUMNS = COLUMNS
+    PANELS = (
+        Panel("a training step", "tokens/s of a rank", ("tokens_s",)),
+        GAIN,
+        Panel("over one rank alone", "efficiency", ("efficiency",), log=False),
+    )
+    NOTES: ClassVar[Mapping[str, str]] = {
+        "": f"LoRA in {', '.join(TARGETS)}, all else frozen. {models.WAYS} {models.GAINS} "
+        "Operations are those of the forward and the backward pass, without what is computed a "
+        "second time. Room: all that torch can allocate.",
+        "worlds": SPREADING,
+    }
     FOUND = (
         *(*TimeToFirstToken.FOUND, "fits", "room_gib"),
         *("tile_tokens", "offloaded", "host_gib"),
@@ -156,13 +189,6 @@ class LoraStep(TimeToFirstToken):
     @staticmethod
     def needs_ranks(settings: Settings) -> bool:
         return settings.is_spread or by_torchrun()
-
-    def recorded(self) -> dict[str, Any]:
-        given = super().recorded()
-        if not self.is_ranked:
-            # as it is without the option
-            del given["spread"]
-        return given
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         settings = self.settings
@@ -268,46 +294,14 @@ class LoraStep(TimeToFirstToken):
                 row["efficiency"] = row["tokens_s"] / complete
         return rows
 
-    @staticmethod
-    def tables(rows: Sequence[Row]) -> dict[str, str]:
+    @classmethod
+    def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
         """Every way to attend and to share a step, and the longest sequences."""
-        place = dict(base.TOKENS)
-        many = any(row["spread"] != ALONE for row in rows)
-        columns = COLUMNS | (RATE if many else {})
-        if many:
-            place |= {"ranks": "world", "spread": "spread"}
-        if any(row["tile_tokens"] or row["offloaded"] for row in rows):
-            columns |= SAVED_MEMORY
-        made = {"Every way to attend": markdown_table(rows, place | columns)}
+        made = super().tables(rows)
         if any(row["sought"] for row in rows):
-            shown = [longest(alike) for alike in grouped(rows, *PLACE)]
-            made["The longest sequence of which a step fits"] = markdown_table(shown, LONGEST)
-        return made | base.remarks(rows, {name: name for name in PLACE})
-
-    @staticmethod
-    def notes(settings: Mapping[str, Any]) -> str:
-        text = (
-            f"{models.described(settings)}\n\nLoRA of rank {settings['rank']} in "
-            f"{', '.join(TARGETS)}, all else frozen. sdpa is transformers' own; other dense ways "
-            "take its place. At most: operations of the dense step over those at the realised "
-            "density, attended over causal pairs in all layers; TFLOP/s count what is attended. "
-            "Operations are those of the forward and the backward pass, without what is computed "
-            f"a second time. {dense.BREAK_EVEN}"
-        )
-        text += f"\n\n{SPREADING}" if settings.get("worlds") else ""
-        return f"{text}\n\n{SEEKING}" if settings.get("longest") else text
-
-    @staticmethod
-    def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Seconds and gains of one rank; of several, tokens/s and the share of one rank's."""
-        if all(row["spread"] == ALONE for row in rows):
-            draw_gains(path, rows, "a training step")
-            return
-        panels = [
-            Panel("a training step", "tokens/s of a rank", by_way(rows, "tokens_s", *PLACE)),
-            Panel("over one rank alone", "efficiency", by_way(rows, "efficiency", *PLACE), False),
-        ]
-        models.draw_panels(path, panels)
+            shown = [longest(alike) for alike in grouped(rows, *cls.BY.values())]
+            made["The longest sequence of which a step fits"] = table(shown, LONGEST)
+        return made
 
 
 EXPERIMENT = LoraStep
@@ -347,36 +341,3 @@ def longest(alike: Sequence[Row]) -> dict[str, Any]:
     fitting = [row for row in alike if row["fits"]]
     last = max(fitting, key=itemgetter("length"), default={**alike[0], "length": None})
     return {**last, "over": min((r["length"] for r in alike if r["fits"] is False), default=None)}
-
-
-SPREADING = (
-    "Alone is one rank, the others wait. ddp: torch's DistributedDataParallel, a sequence a rank; "
-    "fsdp2: torch's fully_shard of each decoder layer and of what is around them, frozen weights "
-    "and adapters in their own dtypes, a sequence a rank; cp: one sequence sharded over all "
-    "ranks by cab_hf.context_parallel, whose gradients DistributedDataParallel adds up. Efficiency "
-    "is tokens a second of a rank over those of one alone by the same way at the same length; "
-    "TFLOP/s are a rank's as well. What is compared with one process beforehand are the gradients "
-    "of all adapters, CAB keeping every block where that is done below float32."
-)
-SEEKING = (
-    "The longest sequence is sought among whole multiples of a few thousand tokens, from an "
-    "estimate of memory on. Room: all that torch can allocate."
-)
-RATE = {
-    "tokens/s a GPU": column(COUNT, "tokens_s"),
-    "efficiency": column(percent, "efficiency"),
-}
-SAVED_MEMORY = {
-    "tile": column("{:,}".format, "tile_tokens"),
-    "offloaded layers": "offloaded",
-    "GiB of the host": column(digits, "host_gib"),
-}
-LONGEST = {
-    "ranks": "world",
-    "spread": "spread",
-    "way": "implementation",
-    **base.TOKENS,
-    "peak GiB": column(digits, "peak_gib"),
-    "room": column(digits, "room_gib"),
-    "too many": column("{:,}".format, "over"),
-}

@@ -1,27 +1,21 @@
-"""What speed ops on a whole model share: its shape and weights, how it attends, and figures."""
+"""What speed ops on a whole model share: its shape and weights, and how it attends."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from operator import itemgetter
-from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cab_hf.call.prompt import reading
 from cab_hf.config import CabConfig
-from cab_hf.eval import charts
-from cab_hf.eval.experiment import Row
 from cab_hf.eval.kv_cache import cache_arguments
-from cab_hf.eval.report import grouped
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import KEEPS_ALL, SpeedSettings, densities, made_of
 from cab_hf.eval.speed.checks import CHECK_LENGTH, check_dense, repeated
@@ -36,6 +30,15 @@ CAB_DENSE = "cab_dense"  # exact, and over ranks as well
 # how CAB is run -> what is set beyond the budget
 CAB = {"cab": {}, "cab-always": {"min_length": 0}}
 INITIAL_STD = 0.02
+# of reports: what ways to attend are, and what they may gain
+WAYS = (
+    "sdpa is transformers' own; other dense ways take its place. cab computes prompts shorter than "
+    "min_length dense, cab-always none. Density: attended over causal pairs in all layers."
+)
+GAINS = (
+    "At most: operations of the dense model over those at the realised density. TFLOP/s count what "
+    f"is attended. {dense.BREAK_EVEN}"
+)
 TIMES = "{:.2f}×".format
 COUNT = "{:,.0f}".format
 
@@ -102,20 +105,17 @@ class ModelSettings(ModelShape):
         return dataclasses.replace(config, **CAB.get(way, {}))
 
 
-def shape_of(settings: Mapping[str, Any]) -> str:
-    """The model of a run with these recorded ``settings``."""
-    return (
+def described(settings: Mapping[str, Any]) -> str:
+    """The model of a run with these recorded ``settings``, and how it was timed."""
+    budgets = settings.get("max_density")
+    return made_of(
         f"A LLaMA with random weights (standard deviation {INITIAL_STD}): {settings['layers']} "
         f"layers of {settings['hidden']} channels ({settings['intermediate']} in the MLP), "
         f"{settings['heads']} query and {settings['kv_heads']} key heads of "
         f"{settings['head_dim']}, {settings['vocab']:,} tokens, {settings['dtype']}"
+        + (f", max_density {', '.join(budgets)}" if budgets else ""),
+        settings,
     )
-
-
-def described(settings: Mapping[str, Any]) -> str:
-    """The model of a run with these recorded ``settings``, and how it was timed."""
-    budget = f"max_density {', '.join(settings['max_density'])}"
-    return made_of(f"{shape_of(settings)}, {budget}", settings)
 
 
 @lru_cache(maxsize=1)
@@ -176,35 +176,47 @@ def random_cache(
 
 @contextmanager
 def prefilling(
-    settings: ModelSettings, length: int, way: str, chunk: int | None = None
-) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]]]]:
-    """(what reads a prompt, what then is known of it) while the model attends that ``way``.
+    settings: ModelSettings, length: int, way: str, chunk: int | None = None, behind: int = 0
+) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]], Callable[[], None]]]:
+    """(what reads random tokens, what then is known of them, what takes them off the cache again).
 
-    The prompt is read into a new cache, and gives the logits of its last token. With ``chunk`` it
-    is read that many tokens at a time into a static cache of exactly its length: a dynamic one
-    would copy all of a layer's keys, and then its values, at every chunk, and need room for the
-    copy. Known is what `attended_by` says.
+    The model attends that ``way``, and gives the logits of the last token; what is known is what
+    `attended_by` says.
+
+    Args:
+        chunk: they are read that many at a time into a static cache of exactly their length: a
+            dynamic one would copy all of a layer's keys, and then its values, at every chunk, and
+            need room for the copy.
+        behind: tokens of random keys and values in a `DynamicCache` before them; without it, each
+            call begins a new cache.
     """
     from transformers import StaticCache
 
     model, prompt = random_model(settings), random_tokens(settings, length)
+    cached = random_cache(model, behind) if behind else None
 
     @torch.inference_mode()
     def call() -> Any:
-        cache = None
+        cache = cached
         if chunk is not None:
             cache = StaticCache(config=model.config, max_cache_len=length)
             # before anything else, while free memory is whole
             cache.early_initialization(
                 1, settings.kv_heads, settings.head_dim, model.dtype, model.device
             )
-        with reading(length):
+        with reading(behind + length):
             for piece in prompt.split(chunk or length, dim=1):
                 read = model(piece, **cache_arguments(model, cache), logits_to_keep=1)
         return read
 
-    with attending(model, way, settings.budgeted(length, way)):
-        yield call, partial(attended_by, model, length, way)
+    def crop() -> None:
+        asked = cached.get_seq_length() - behind if behind else 0
+        # a crop by nothing is not the same in all versions of transformers
+        if asked:
+            cached.crop(-asked)
+
+    with attending(model, way, settings.budgeted(length, way), continues=behind > 0):
+        yield call, partial(attended_by, model, behind + length, way), crop
 
 
 @contextmanager
@@ -230,26 +242,24 @@ def attending(
         with cab(model, config):
             yield
         return
-    name = way
-    if way in dense.on(model.device):
+    name, baseline = way, dense.on(model.device).get(way)
+    if baseline is not None:
+        if continues and not baseline.continues:
+            first = "to it, queries are the first tokens"
+            raise RuntimeError(f"{way} cannot continue a cache: {first}")
         name = f"speed_{way.replace(' ', '_')}"
-        ALL_ATTENTION_FUNCTIONS[name] = _function(model, way, continues)
+        ALL_ATTENTION_FUNCTIONS[name] = _function(model, way, baseline, continues)
     try:
         model.set_attn_implementation(name)
         yield
     finally:
         model.set_attn_implementation(SDPA)
-        if name != way:
-            del ALL_ATTENTION_FUNCTIONS[name]
 
 
 def _function(
-    model: PreTrainedModel, name: str, continues: bool
+    model: PreTrainedModel, name: str, baseline: dense.Baseline, continues: bool
 ) -> Callable[..., tuple[Tensor, None]]:
     """A dense baseline under the signature of transformers' attention functions, checked."""
-    baseline = dense.on(model.device)[name]
-    if continues and not baseline.continues:
-        raise RuntimeError(f"{name} cannot continue a cache: to it, queries are the first tokens")
     kernel = baseline.load()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -286,35 +296,3 @@ def attended_by(
     if way in CAB:
         lines = describe(model, tokens=length, training=model.training).splitlines()[1:-1]
     return {"density": fmean(layers), "ran_as": "; ".join(map(str.strip, lines)) or None}
-
-
-class Panel(NamedTuple):
-    """A panel of a figure over tokens: its title, its unit, and label -> (rows, field) of lines."""
-
-    title: str
-    unit: str
-    lines: Mapping[str, tuple[Sequence[Row], str]]
-    log: bool = True
-    write: Callable[[float], str] = "{:g}".format
-
-
-def draw_panels(path: Path, panels: Sequence[Panel], across: int = 2) -> None:
-    """Draw ``panels``, so many side by side; what is dense is grey."""
-    down = -(-len(panels) // across)
-    with charts.figure(path, down, across, figsize=(5.5 * across, 4.6 * down)) as axes:
-        for axis, panel in zip(axes.flat, panels, strict=False):
-            greys = itertools.cycle(charts.GREYS)
-            for label, (rows, field) in panel.lines.items():
-                ours = label.startswith("cab") and not label.startswith(CAB_DENSE)
-                look = {} if ours else {"color": next(greys), "marker": "s"}
-                charts.line(axis, rows, itemgetter(field), label=label, **look)
-            lengths = [row["length"] for rows, _ in panel.lines.values() for row in rows]
-            charts.over_tokens(axis, lengths, panel.title, panel.unit, panel.write, panel.log)
-
-
-def by_way(rows: Sequence[Row], field: str, *names: str) -> dict[str, tuple[list[Row], str]]:
-    """Lines of a `Panel`: what rows that are alike in ``names`` have in ``field``."""
-    return {
-        ", ".join(str(some[0][name]) for name in names if some[0][name] is not None): (some, field)
-        for some in grouped(rows, *names)
-    }

@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, markdown_table, seconds
+from cab_hf.eval.report import column, digits, seconds
 from cab_hf.eval.speed import base
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.model import COUNT, Panel
+from cab_hf.eval.speed.model import COUNT
+from cab_hf.eval.speed.reported import Panel, Reported
 from cab_hf.runs.settings import by_device, comma_separated, option, parse_flag
 
 WAY = "cab-always"
@@ -50,7 +50,7 @@ class Settings(models.ModelSettings):
         )
 
 
-class Prefill(base.Speed):
+class Prefill(Reported, base.Speed):
     """A case is one length: those asked for, then those tried in search of the longest that fits.
 
     A line through the peaks of those asked for says what should fit, which is then run.
@@ -68,6 +68,29 @@ class Prefill(base.Speed):
         *("rest_gib", "room_gib", "ran_as", "fits"),
     )
     REPORTED_ERRORS = Exception  # a length that does not fit, or an engine that refuses
+    COLUMNS: ClassVar[Mapping[str, Any]] = {
+        **base.TOKENS,
+        "s": column(seconds, "ms"),
+        "tokens/s": column(COUNT, "tokens_s"),
+        "TFLOP/s": column(digits, "tflops"),
+        **base.DENSITY,
+        "peak GiB": "peak_gib",
+        "weights": "weights_gib",
+        "cache": "cache_gib",
+        "rest": "rest_gib",
+        "by the line": "line_gib",
+        "room": "room_gib",
+        "tokens of a chunk": "chunk",
+    }
+    PANELS = (
+        Panel("rate of a whole prefill", "tokens/s", ("tokens_s",), log=False),
+        Panel("memory", "GiB", ("peak_gib", "line_gib", "cache_gib", "weights_gib"), log=False),
+    )
+    NOTES: ClassVar[Mapping[str, str]] = {
+        "": "Every layer attends sparsely. Rest: the peak less weights and cache. Room: all that "
+        "torch can allocate. By the line: the peak, on a line through those of the lengths asked "
+        "for. Density is attended over causal pairs in all layers; TFLOP/s count what is attended."
+    }
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         for case in self.settings.asked():
@@ -89,7 +112,7 @@ class Prefill(base.Speed):
         sample |= {"cache_gib": settings.cache_gib(length), "weights_gib": weights}
         _warm_up(settings)
         sample["room_gib"] = bench.room()
-        with models.prefilling(settings, length, WAY, settings.chunk) as (call, known):
+        with models.prefilling(settings, length, WAY, settings.chunk) as (call, known, _):
             ms, peak = bench.wall(call, warm_up_calls=0)
             sample |= {"fits": True, "ms": ms, "peak_gib": peak, **known()}
         sample["tokens_s"] = length / ms * 1e3
@@ -107,19 +130,12 @@ class Prefill(base.Speed):
         return rows
 
     @staticmethod
-    def tables(rows: Sequence[Row]) -> dict[str, str]:
-        return {"By length": markdown_table(rows, COLUMNS), **base.remarks(rows)}
-
-    @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
         """The longest prompt, and what one chunk more would take."""
-        line, fitting = line_through(rows), [row for row in rows if row["fits"]]
-        if line is None:
-            unknown = "The longest prompt that fits is unknown: it takes the peaks of two lengths."
-            return [unknown] if fitting else []
-        if left := longest_left(rows):
-            return [f"By the line through the peaks {left:,} tokens would fit; that was not run."]
-        last = fitting[-1]
+        line = line_through(rows)
+        if line is None or longest_left(rows) is not None:
+            return []
+        last = [row for row in rows if row["fits"]][-1]
         more = last["length"] + last["chunk"]
         needs = f"needs {line.slope * more + line.intercept:,.2f} GiB by the line"
         if any(row["fits"] is False and row["length"] <= more for row in rows):
@@ -131,28 +147,6 @@ class Prefill(base.Speed):
             f"{last['chunk']:,} more {needs}."
         ]
 
-    @staticmethod
-    def notes(settings: Mapping[str, Any]) -> str:
-        return (
-            f"{models.described(settings)}\n\nChunks have {settings['chunk']:,} tokens, and every "
-            "layer attends sparsely. Rest: the peak less weights and cache, which is what one "
-            "chunk needs on its way. Room: all that torch can allocate. By the line: the peak, on "
-            "a line through those of the lengths asked for. Density is attended over causal pairs, "
-            "over all layers; TFLOP/s count what is attended."
-        )
-
-    @staticmethod
-    def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Tokens a second by length, and beside it what the peak is made of."""
-        parts = ("peak", "line", "cache", "weights", "room")
-        memory = {part: (rows, f"{part}_gib") for part in parts}
-        rate = {"cab": (rows, "tokens_s")}
-        panels = [
-            Panel("rate of a whole prefill", "tokens/s", rate, log=False, write=COUNT),
-            Panel("memory", "GiB", memory, log=False),
-        ]
-        models.draw_panels(path, panels)
-
 
 EXPERIMENT = Prefill
 
@@ -161,7 +155,7 @@ EXPERIMENT = Prefill
 @lru_cache(maxsize=1)
 def _warm_up(settings: Settings) -> None:
     length = WARM_UP_CHUNKS * settings.chunk
-    with models.prefilling(settings, length, WAY, settings.chunk) as (call, _):
+    with models.prefilling(settings, length, WAY, settings.chunk) as (call, *_):
         call()
 
 
@@ -194,18 +188,3 @@ def longest_left(rows: Sequence[Row]) -> int | None:
     chunk = rows[0]["chunk"]
     most = min([int((room - line.intercept) / line.slope), *failed]) // chunk * chunk
     return most if most > max(row["length"] for row in rows if row["fits"]) else None
-
-
-COLUMNS = {
-    **base.TOKENS,
-    "s": column(seconds, "ms"),
-    "tokens/s": column(COUNT, "tokens_s"),
-    "TFLOP/s": column(digits, "tflops"),
-    **base.DENSITY,
-    "peak GiB": "peak_gib",
-    "weights": "weights_gib",
-    "cache": "cache_gib",
-    "rest": "rest_gib",
-    "by the line": "line_gib",
-    "room": "room_gib",
-}

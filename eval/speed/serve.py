@@ -9,16 +9,15 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, grouped, markdown_table
+from cab_hf.eval.report import column, digits, grouped
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import CAB, CAB_DENSE, COUNT, SDPA, TIMES
+from cab_hf.eval.speed.reported import Panel, Reported, table
 from cab_hf.eval.speed.trace import (
     SUMMARY,
     RequestFailed,
-    prompts_of,
     serve,
     summary_of,
     trace_of,
@@ -37,6 +36,39 @@ BATCHING = (
     *("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch"),
     *("max_blocks_per_request", "max_memory_percent", "use_cuda_graph", "use_async_batching"),
     *("allow_block_sharing", "scheduler_type"),
+)
+# how many times less of a field a row has than the best dense way
+OVER = {"over_best": "total_s", "ttft_over_best": "ttft_p99", "tpot_over_best": "tpot_p99"}
+WAY = {"way": "implementation"}
+OF_LENGTH = {
+    **WAY,
+    "requests": "requests",
+    "TTFT p50 s": column(digits, "ttft_p50"),
+    "TTFT p99 s": column(digits, "ttft_p99"),
+    "TPOT p50 ms": column(digits, "tpot_p50"),
+    "TPOT p99 ms": column(digits, "tpot_p99"),
+}
+COLUMNS = {
+    **WAY,
+    "s": column(digits, "total_s"),
+    "over best dense": column(TIMES, "over_best"),
+    "prompt tokens/s": column(COUNT, "prompt_tokens_s"),
+    "output tokens/s": column(digits, "output_tokens_s"),
+    **{name: get for name, get in OF_LENGTH.items() if callable(get)},
+    "TTFT p99 over best dense": column(TIMES, "ttft_over_best"),
+    "TPOT p99 over best dense": column(TIMES, "tpot_over_best"),
+    **base.DENSITY,
+    "peak GiB": column(digits, "peak_gib"),
+    "of it cache": column(digits, "cache_gib"),
+    "preempted": "preempted",
+}
+NOTES = (
+    "All ways serve the same trace of random prompts. TTFT: from arrival to the first token. TPOT: "
+    "time per output token, behind the first one. Percentiles are over requests; tokens/s are over "
+    "all seconds from the first arrival to the last token. Preempted: requests that were put back "
+    f"for lack of pages, and read again. {models.WAYS} It counts what is computed sparsely: "
+    "neither chunks that end before min_length nor decoding. Over best dense: times faster than "
+    "the dense way that took the fewest seconds in all."
 )
 
 
@@ -106,22 +138,23 @@ class Settings(models.ModelSettings):
 
     @property
     def method(self) -> str:
+        arrive = f"a Poisson process of {self.rate:g} requests/s" if self.rate else "all at once"
+        counts = ", ".join(f"{count} of {length:,}" for length, count in self.counts.items())
         return (
-            "once, after a trace of other tokens with at most "
-            f"{self.warm_up} requests of every length and {WARM_UP_TOKENS} new tokens, served by "
-            "the same manager; tokens have the time.perf_counter at which the manager has them on "
-            "the host, and a request arrives when add_request is called; the peak is all that was "
-            "allocated, weights and cache included"
+            f"requests ({counts} tokens, the first {self.shared} shared) arrive {arrive} and have "
+            f"{self.new_tokens} new tokens each, once, after at most {self.warm_up} other ones of "
+            f"every length with {WARM_UP_TOKENS}; tokens have the time.perf_counter at which the "
+            "manager has them on the host; the peak is all that was allocated"
         )
 
 
-class Serve(base.Speed):
+class Serve(Reported, base.Speed):
     """A case is one way to attend; all of them serve the same trace."""
 
     name = "speed serve"
     purpose = "serve requests of mixed lengths by continuous batching, beside dense"
     title = "Continuous batching"
-    caption = "tokens of finished requests over time"
+    caption = "latency by tokens of the prompt"
     Settings = Settings
     CASE = tuple(Settings.KEYS)
     GROWS = (*Settings.KEYS.values(), "cab")
@@ -130,23 +163,25 @@ class Serve(base.Speed):
     FOUND = ("served", "density", "peak_gib", "cache_gib", "ran_as")
     BY_NAME = ("batching",)
     REPORTED_ERRORS = Exception  # what is not installed, is refused or does not fit
+    BY = WAY
+    PANELS = (
+        Panel("99 % have their first token within", "s", ("ttft_p99",), log=False),
+        Panel("99 % have a further token within", "ms", ("tpot_p99",), log=False),
+    )
+    NOTES: ClassVar[Mapping[str, str]] = {"": NOTES}
 
     def find(self, sample: dict[str, Any]) -> None:
         settings, way, longest = self.settings, sample["implementation"], sample["longest"]
         model, counts = models.random_model(settings), settings.counts
         few = {length: min(count, settings.warm_up) for length, count in counts.items()}
-        before = trace_of(few, 0.0, settings.seed)
-        trace = trace_of(counts, settings.rate, settings.seed)
         # of another seed: what counts shares no beginning with what warms up
-        warming, prompts = (
-            prompts_of(requests, settings.vocab, settings.shared, seed)
-            for requests, seed in ((before, settings.seed + 1), (trace, settings.seed))
-        )
+        before = trace_of(few, settings.seed + 1, settings.vocab)
+        trace = trace_of(counts, settings.seed, settings.vocab, settings.rate, settings.shared)
         config, served = settings.budgeted(longest, way), []
         with models.attending(model, way, config), managing(model, settings, way) as manager:
-            serve(manager, before, warming, WARM_UP_TOKENS)
+            serve(manager, before, WARM_UP_TOKENS)
             models.attended_by(model, longest, way, reset=True)
-            given = manager, trace, prompts, settings.new_tokens
+            given = manager, trace, settings.new_tokens
             _, sample["peak_gib"] = self.bench.walls(lambda: served.extend(serve(*given)), 1)
             used = manager.continuous_batching_config
             sample["batching"] = {field: getattr(used, field) for field in BATCHING}
@@ -173,87 +208,33 @@ class Serve(base.Speed):
                 row[name] = others[best][field] / row[field]
         return rows
 
-    @staticmethod
-    def tables(rows: Sequence[Row]) -> dict[str, str]:
+    @classmethod
+    def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
         """All requests, those of each length, and what the manager was told."""
-        by_length = [
-            {**row, **some[0], **summary_of(some, row["new_tokens"]), "requests": len(some)}
-            for row in rows
-            for some in grouped(sorted(row["served"] or (), key=itemgetter("length")), "length")
-        ]
         told = [{**row, **row["batching"]} for row in rows if row["batching"]]
-        shown = [{**row, "length": row["longest"]} for row in rows]
+        columns = WAY | {name: name for name in BATCHING}
         return {
-            "All requests": markdown_table(rows, WAY | IN_ALL | LATENCY | MEMORY),
-            "By length": markdown_table(by_length, WAY | OF_LENGTH | LATENCY),
-            "What continuous batching was told": markdown_table(
-                told, WAY | {name: name for name in BATCHING}
-            ),
-            **base.remarks(shown, {"way": "implementation"}),
+            "All requests": table(rows, COLUMNS),
+            "By length": table(by_length(rows), base.TOKENS | OF_LENGTH),
+            "What continuous batching was told": table(told, columns),
+            **cls.remarks([{**row, "length": row["longest"]} for row in rows]),
         }
 
-    @staticmethod
-    def notes(settings: Mapping[str, Any]) -> str:
-        rate = settings["rate"]
-        arrive = f"a Poisson process of {rate:g} requests/s" if rate else "all at once"
-        return (
-            f"{models.described(settings)}\n\nThe trace: prompts of "
-            f"{', '.join(f'{length:,}' for length in settings['lengths'])} tokens, requests "
-            f"{', '.join(settings['requests'])}, arriving {arrive}, "
-            f"{settings['new_tokens']} new tokens each, seed {settings['seed']}; prompts are random"
-            f" tokens that share their first {settings['shared']}. TTFT: from arrival to the first "
-            "token. TPOT: time per output token, behind the first one. Percentiles are over "
-            "requests; tokens/s are over all seconds from the first arrival to the last token. "
-            "Preempted: requests that were put back for lack of pages, and read again. "
-            "Density: attended over causal pairs in all layers, of what is computed sparsely: not "
-            "of chunks that end before min_length, nor of decoding. "
-            "Over best dense: times faster than the dense way that took the fewest seconds in all. "
-            "cab computes prompts shorter than min_length dense, cab-always none."
-        )
-
-    @staticmethod
-    def draw(path: Path, rows: Sequence[Row]) -> None:
-        with charts.figure(path, 1, 1, figsize=(7, 4.6)) as axes:
-            axis = axes[0, 0]
-            for row in filter(itemgetter("served"), rows):
-                seconds, tokens = [0.0], [0]
-                for each in sorted(row["served"], key=itemgetter("last")):
-                    seconds.append(each["last"])
-                    tokens.append(tokens[-1] + each["length"] + row["new_tokens"])
-                axis.step(seconds, tokens, where="post", label=row["implementation"])
-                axis.legend(fontsize=8)
-            axis.set_title("tokens of finished requests, prompts included", fontsize=10)
-            axis.set_xlabel("s")
-            axis.yaxis.set_major_formatter("{x:,.0f}")
-            axis.grid(alpha=0.3)
+    @classmethod
+    def draw(cls, path: Path, rows: Sequence[Row]) -> None:
+        super().draw(path, by_length(rows))
 
 
 EXPERIMENT = Serve
 
-# how many times less of a field a row has than the best dense way
-OVER = {"over_best": "total_s", "ttft_over_best": "ttft_p99", "tpot_over_best": "tpot_p99"}
-WAY = {"way": "implementation"}
-IN_ALL = {
-    "s": column(digits, "total_s"),
-    "over best dense": column(TIMES, "over_best"),
-    "prompt tokens/s": column(COUNT, "prompt_tokens_s"),
-    "output tokens/s": column(digits, "output_tokens_s"),
-}
-LATENCY = {
-    "TTFT p50 s": column(digits, "ttft_p50"),
-    "TTFT p99 s": column(digits, "ttft_p99"),
-    "TPOT p50 ms": column(digits, "tpot_p50"),
-    "TPOT p99 ms": column(digits, "tpot_p99"),
-}
-MEMORY = {
-    "TTFT p99 over best dense": column(TIMES, "ttft_over_best"),
-    "TPOT p99 over best dense": column(TIMES, "tpot_over_best"),
-    **base.DENSITY,
-    "peak GiB": column(digits, "peak_gib"),
-    "of it cache": column(digits, "cache_gib"),
-    "preempted": "preempted",
-}
-OF_LENGTH = {"tokens": column(COUNT, "length"), "requests": "requests"}
+
+def by_length(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What requests of each length took, for every row."""
+    return [
+        {**row, **some[0], **summary_of(some, row["new_tokens"]), "requests": len(some)}
+        for row in rows
+        for some in grouped(sorted(row["served"] or (), key=itemgetter("length")), "length")
+    ]
 
 
 @contextmanager

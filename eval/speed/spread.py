@@ -70,12 +70,9 @@ def trainee(settings: Settings) -> Trainee:
 
 
 def save_memory(settings: Settings, tokens: int, tile: int, offloaded: int) -> float:
-    """Have the model compute in tiles, with checkpoints offloaded; the GiB that are pinned.
+    """Have the model compute ``tokens`` a rank in tiles, 0 for none; the GiB that are pinned.
 
-    Args:
-        tokens: of a rank.
-        tile: tokens of a tile; 0: no tiles.
-        offloaded: layers whose checkpoints are.
+    ``offloaded`` are the layers whose checkpoints are.
     """
     model = trainee(settings).objective.model
     # one tile of all tokens, and of the padding of ranks, is none
@@ -112,21 +109,6 @@ class Step:
     batch: Callable[[int], Batch]
     scale: int = 1
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        fused = self.learnt[0].device.type == "cuda"
-        return torch.optim.AdamW(self.learnt, LEARNING_RATE, fused=fused)
-
-    def backward(self, tokens: int) -> None:
-        """Make the gradients of a step on ``tokens`` a sequence."""
-        loss = self.objective(self.batch(tokens)) * (self.scale / tokens)
-        loss.backward()
-
-    def forget(self) -> None:
-        """Drop the gradients."""
-        for parameter in self.learnt:
-            parameter.grad = None
-
     def gradients(self, tokens: int) -> Tensor:
         """Those of a step in a row, float32 and whole; none is left behind."""
         self.backward(tokens)
@@ -134,6 +116,15 @@ class Step:
         self.forget()
         whole = (g.full_tensor() if isinstance(g, DTensor) else g for g in results)
         return torch.cat([g.float().flatten() for g in whole])
+
+    def backward(self, tokens: int) -> None:
+        """Make the gradients of a step on ``tokens`` a sequence."""
+        (self.objective(self.batch(tokens)) * (self.scale / tokens)).backward()
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        for parameter in self.learnt:
+            parameter.grad = None
 
 
 def learn(step: Step, optimizer: torch.optim.Optimizer, tokens: int) -> None:
@@ -146,34 +137,32 @@ def learn(step: Step, optimizer: torch.optim.Optimizer, tokens: int) -> None:
 
 @contextmanager
 def shared(settings: Settings, how: str, team: Team) -> Iterator[Step]:
-    """A step shared by ``team``; `FSDP2` leaves the weights of the model spread.
+    """A step shared by ``team``, of a model that attends already as it shall.
 
-    The model attends already as it shall.
+    `FSDP2` leaves the weights of the model spread.
     """
-    objective = trainee(settings).objective
+    objective = wrapped = trainee(settings).objective
+    number = team.rank if how in (DDP, FSDP2) else 0
+    batch, inside = partial(batch_of, settings, number=number), nullcontext()
     if how == FSDP2:
         # as accelerate does: layers are gathered one by one, what is around them is one more unit
         mesh = DeviceMesh.from_group(team.group, torch.device(settings.device).type)
         for layer in models.random_model(settings).model.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         fully_shard(objective, mesh=mesh)
-    # weights that are spread are others by now
-    learnt = trainee(settings).learnt
-    wrapped = objective
     if how in (DDP, CP):
         wrapped = DistributedDataParallel(objective, process_group=team.group)
-    if how != CP:
-        number = 0 if how == ALONE else team.rank
-        yield Step(wrapped, learnt, partial(batch_of, settings, number=number))
-        return
-    block = block_of(objective.model)
-
-    def part(tokens: int) -> Batch:
-        return sharded(batch_of(settings, tokens), team.group, block)
-
-    # a layer that is computed again gathers again by itself
-    with context_parallel(objective.model, team.group, block=block, regather_kv=False):
-        yield Step(wrapped, learnt, part, team.size)
+    if how == CP:
+        block = block_of(objective.model)
+        # a layer that is computed again gathers again by itself
+        inside = context_parallel(objective.model, team.group, block=block, regather_kv=False)
+    with inside:
+        # weights that are spread are others by now
+        learnt = trainee(settings).learnt
+        if how == CP:
+            yield Step(wrapped, learnt, lambda n: sharded(batch(n), team.group, block), team.size)
+        else:
+            yield Step(wrapped, learnt, batch)
 
 
 @contextmanager
@@ -205,9 +194,11 @@ def training(
                 team.together(lambda: check_gradients(step, expected, how))
                 # what is timed has the memory to itself
                 expected = None
+            fused = torch.device(settings.device).type == "cuda"
+            optimizer = torch.optim.AdamW(step.learnt, LEARNING_RATE, fused=fused)
             try:
                 with cab(model, config) if way in models.CAB else nullcontext():
-                    yield partial(learn, step, step.optimizer), known
+                    yield partial(learn, step, optimizer), known
             finally:
                 step.forget()
     finally:

@@ -23,54 +23,42 @@ SUMMARY = (
 
 
 class Request(NamedTuple):
-    """A request of a trace.
-
-    Attributes:
-        arrives: when it is handed in, in seconds after the first one.
-        length: tokens of its prompt.
-    """
+    """A prompt, and when it is handed in, in seconds after the first one."""
 
     arrives: float
-    length: int
+    prompt: list[int]
 
 
 class RequestFailed(RuntimeError):
     """A request was given up by the manager that served it."""
 
 
-def trace_of(counts: Mapping[int, int], rate: float, seed: int) -> list[Request]:
-    """Requests in random order; the same arguments give the same trace.
+def trace_of(
+    counts: Mapping[int, int], seed: int, vocab: int, rate: float = 0.0, shared: int = 0
+) -> list[Request]:
+    """Requests in random order with random tokens; the same arguments give the same trace.
 
     Args:
         counts: tokens of a prompt -> how many requests have as many.
+        vocab: tokens are below it.
         rate: requests a second of a Poisson process; with 0 all arrive at once.
+        shared: tokens at their beginning that all prompts share.
     """
     draw = random.Random(seed)
     lengths = [length for length, count in counts.items() for _ in range(count)]
     draw.shuffle(lengths)
+    beginning = draw.choices(range(vocab), k=shared)
     made, arrives = [], 0.0
     for length in lengths:
-        made.append(Request(arrives, length))
+        made.append(Request(arrives, beginning + draw.choices(range(vocab), k=length - shared)))
         arrives += draw.expovariate(rate) if rate else 0.0
     return made
 
 
-def prompts_of(trace: Sequence[Request], vocab: int, shared: int, seed: int) -> list[list[int]]:
-    """Random tokens below ``vocab`` for each request, of which the first ``shared`` are alike."""
-    # the order of requests is drawn from the seed itself
-    draw = random.Random(f"prompts {seed}")
-    tokens = range(vocab)
-    beginning = draw.choices(tokens, k=shared)
-    return [beginning + draw.choices(tokens, k=each.length - shared) for each in trace]
-
-
 def serve(
-    manager: ContinuousBatchingManager,
-    trace: Sequence[Request],
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
+    manager: ContinuousBatchingManager, trace: Sequence[Request], new_tokens: int
 ) -> list[dict[str, Any]]:
-    """Hand in ``prompts`` when they arrive, and wait until all have ``new_tokens``.
+    """Hand in requests when they arrive, and wait until all have ``new_tokens``.
 
     Returns:
         For each request in order its ``length``; in seconds after the start when it ``arrived``,
@@ -81,19 +69,18 @@ def serve(
         RequestFailed: with what the manager says of the first request that it gave up.
     """
     began, running = time.perf_counter(), len(trace)
-    served = {str(number): {"length": each.length} for number, each in enumerate(trace)}
-    waiting, handed_in = deque(zip(served, trace, prompts, strict=True)), {}
+    served = {str(number): {"length": len(each.prompt)} for number, each in enumerate(trace)}
+    waiting, handed_in = deque(zip(served, trace, strict=True)), {}
     while running:
         patience = LOOK_AGAIN
         if waiting:
-            name, request, prompt = waiting[0]
+            name, request = waiting[0]
             until = began + request.arrives - time.perf_counter()
             if until <= 0:
                 waiting.popleft()
                 served[name]["arrived"] = time.perf_counter() - began
-                manager.add_request(
-                    prompt, name, new_tokens, streaming=True, record_timestamps=True
-                )
+                told = {"streaming": True, "record_timestamps": True}
+                manager.add_request(request.prompt, name, new_tokens, **told)
                 handed_in[name] = time.perf_counter()
                 continue
             patience = min(patience, until)

@@ -10,19 +10,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.kv_cache import cache_arguments
-from cab_hf.eval.report import column, digits, grouped, markdown_table, percent, seconds
+from cab_hf.eval.report import column, digits, grouped, percent, seconds
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.model import CAB, CAB_DENSE, SDPA, TIMES, Panel, by_way
+from cab_hf.eval.speed.model import CAB, CAB_DENSE, SDPA, TIMES
+from cab_hf.eval.speed.reported import Panel, Reported
 from cab_hf.eval.speed.team import Ranked, Team, by_torchrun
 from cab_hf.runs.settings import option, parse_length
 
@@ -30,6 +28,33 @@ from cab_hf.runs.settings import option, parse_length
 MLP_TOKENS = 2**16
 # of the prompt that compiles all kernels where ranks share one
 WARM_UP_TOKENS = 2**17
+
+
+CONTINUED = (
+    "A DynamicCache is cropped before every run, untimed, and copies keys and values of a layer to "
+    "put new ones behind them, for every way alike. sdpa gets a mask of all pairs from "
+    "transformers, which repeats keys and values for every query head then. The last "
+    "dense_tail_blocks query blocks of a question attend everything, of a short one a large share."
+)
+ACROSS = (
+    "Ranks share one prompt inside cab_hf.context_parallel, and the one that has its last token "
+    "makes the logits; the cache stays sharded as the prompt is. MLPs compute tiles of "
+    f"{MLP_TOKENS:,} tokens, as in fine-tuning. TFLOP/s are those of a rank."
+)
+COLUMNS = {
+    "cached tokens": lambda row: row.get("behind") or None,
+    **base.TOKENS,
+    "ranks": lambda row: row["world"] if row["world"] > 1 else None,
+    "way": "implementation",
+    "s": column(seconds, "ms"),
+    **base.DENSITY,
+    "over sdpa": column(TIMES, "over_sdpa"),
+    "over best dense": column(TIMES, "over_best"),
+    "at most": column(TIMES, "ceiling"),
+    "peak GiB": column(digits, "peak_gib"),
+    "TFLOP/s": column(digits, "tflops"),
+}
+GAIN = Panel("over the fastest dense way", "times as fast", ("over_best", "ceiling"), log=False)
 
 
 @dataclass(frozen=True)
@@ -74,15 +99,11 @@ class Settings(models.ModelSettings):
 
     @property
     def method(self) -> str:
-        where = (
-            f" behind a DynamicCache of {self.behind:,} tokens, random keys and values, to which "
-            "it is cropped before every run, outside of the time"
-        )
+        behind = f", behind {self.behind:,} random ones in the cache" if self.behind else ""
         text = (
             f"median of {self.runs} runs by time.perf_counter after one that warms up, from the "
-            f"call of the model on random tokens{where if self.behind else ''} until the device is "
-            "done: all of them are in the cache and the logits of the last one are there; the peak "
-            "is all that was allocated, weights and cache included"
+            f"call of the model on random tokens{behind} until the device is done: all are in the "
+            "cache and the logits of the last one are there; the peak is all that was allocated"
         )
         if by_torchrun():
             text += (
@@ -92,7 +113,7 @@ class Settings(models.ModelSettings):
         return text
 
 
-class TimeToFirstToken(Ranked):
+class TimeToFirstToken(Reported, Ranked):
     """A case is one length, one way to attend, and on how many ranks."""
 
     name = "speed ttft"
@@ -106,6 +127,14 @@ class TimeToFirstToken(Ranked):
     SHAPE = ("dtype", "behind")
     FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as")
     REPORTED_ERRORS = Exception  # a kernel that is missing, refuses, is wrong or does not fit
+    BY: ClassVar[Mapping[str, str]] = {"way": "implementation", "ranks": "world"}
+    COLUMNS = COLUMNS
+    PANELS = (Panel("time to the first token", "ms", ("ms",)), GAIN)
+    NOTES: ClassVar[Mapping[str, str]] = {
+        "": f"{models.WAYS} {models.GAINS}",
+        "behind": CONTINUED,
+        "worlds": ACROSS,
+    }
 
     @staticmethod
     def needs_ranks(settings: base.SpeedSettings) -> bool:
@@ -123,13 +152,9 @@ class TimeToFirstToken(Ranked):
             with prefilling_across(settings, length, way, team) as (call, known):
                 ms, peak, *_ = team.slowest(bench, call, settings.runs, warm_up=0)
                 sample |= known()
-        elif behind:
-            with asking(settings, length, way) as (call, crop, known):
-                ms, peak = bench.wall(call, settings.runs, before=crop)
-                sample |= known()
         else:
-            with models.prefilling(settings, length, way) as (call, known):
-                ms, peak = bench.wall(call, settings.runs)
+            with models.prefilling(settings, length, way, behind=behind) as (call, known, crop):
+                ms, peak = bench.wall(call, settings.runs, before=crop)
                 sample |= known()
         done = settings.flops(length, sample["density"], behind)
         sample |= {
@@ -164,22 +189,15 @@ class TimeToFirstToken(Ranked):
         return rows
 
     @staticmethod
-    def tables(rows: Sequence[Row]) -> dict[str, str]:
-        ranks = {"ranks": "world"} if any(row["world"] > 1 for row in rows) else {}
-        place = (BEHIND if any(row["behind"] for row in rows) else base.TOKENS) | ranks
-        return {
-            "Every way to attend": markdown_table(rows, place | COLUMNS),
-            **base.remarks(rows, {"way": "implementation"} | ranks),
-        }
-
-    @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
         """What each of `CAB` gains at the longest prompt, of how much there is to gain."""
         parts = []
-        ours = [row for row in rows if row["ratio"] is not None and row["implementation"] in CAB]
-        for some in grouped(
-            [{**row, "where": where(row)} for row in ours], "where", "implementation"
-        ):
+        ours = [
+            {**row, "where": where(row)}
+            for row in rows
+            if row["ratio"] is not None and row["implementation"] in CAB
+        ]
+        for some in grouped(ours, "where", "implementation"):
             last = some[-1]
             parts.append(
                 f"At {last['length']:,} tokens{last['where']} {last['implementation']} is "
@@ -189,53 +207,8 @@ class TimeToFirstToken(Ranked):
             )
         return parts
 
-    @staticmethod
-    def notes(settings: Mapping[str, Any]) -> str:
-        text = (
-            f"{models.described(settings)}\n\nsdpa is transformers' own; other dense ways take its "
-            "place. cab computes prompts shorter than min_length dense, cab-always none. "
-            "At most: operations of the dense model over those at the realised density, attended "
-            f"over causal pairs in all layers. TFLOP/s count what is attended. {dense.BREAK_EVEN}"
-        )
-        text += f"\n\n{CONTINUED}" if settings.get("behind") else ""
-        return f"{text}\n\n{ACROSS}" if settings.get("worlds") else text
-
-    @staticmethod
-    def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Of the most ranks there are."""
-        world = max(row["world"] for row in rows)
-        draw_gains(path, [row for row in rows if row["world"] == world], "time to the first token")
-
 
 EXPERIMENT = TimeToFirstToken
-
-
-@contextmanager
-def asking(
-    settings: Settings, length: int, way: str
-) -> Iterator[tuple[Callable[[], Any], Callable[[], Any], Callable[[], dict[str, Any]]]]:
-    """(what reads a question, what takes it off the cache again, what then is known of it).
-
-    The question has ``length`` random tokens, behind those of random keys and values in a
-    `DynamicCache`; reading it gives the logits of its last token. Known is what `attended_by`
-    says, of pairs with the cached tokens too.
-    """
-    model, question = models.random_model(settings), models.random_tokens(settings, length)
-    cache = models.random_cache(model, settings.behind)
-    cached = cache_arguments(model, cache)
-
-    @torch.inference_mode()
-    def call() -> Any:
-        return model(question, **cached, logits_to_keep=1)
-
-    def crop() -> None:
-        asked = cache.get_seq_length() - settings.behind
-        # a crop by nothing is not the same in all versions of transformers
-        if asked:
-            cache.crop(-asked)
-
-    with models.attending(model, way, settings.budgeted(length, way), continues=True):
-        yield call, crop, partial(models.attended_by, model, settings.behind + length, way)
 
 
 @contextmanager
@@ -271,19 +244,19 @@ def prefilling_across(
 
 
 def reading(model: nn.Module, prompt: Tensor, team: Team, block: int) -> Callable[[], Any]:
-    """What reads this rank's tokens of a prompt [1, N] into a cache, with the logits of one of
-    them: on the rank that holds it, of the prompt's last."""
+    """What reads this rank's tokens of a prompt [1, N] into a cache.
+
+    The rank that holds the prompt's last token gives its logits.
+    """
     from cab_hf.distributed import shard
-    from cab_hf.distributed.layout import layout_of
 
     mine = shard({"input_ids": prompt}, team.group, block)
-    layout = layout_of((prompt.shape[1],), team.size, block)
-    holder, place = divmod(int(layout.holders[-1]), layout.tokens)
-    kept = torch.tensor([place if holder == team.rank else 0], device=prompt.device)
+    # padding behind it has its position as well
+    last = torch.where(mine["position_ids"][0] == prompt.shape[1] - 1)[0][:1]
 
     @torch.inference_mode()
     def call() -> Any:
-        return model(**mine, use_cache=True, logits_to_keep=kept)
+        return model(**mine, use_cache=True, logits_to_keep=last)
 
     return call
 
@@ -294,46 +267,3 @@ def where(row: Row) -> str:
     behind = f" behind {row['behind']:,} in the cache" if row.get("behind") else ""
     by = "" if row.get("spread", "alone") == "alone" else f" by {row['spread']}"
     return behind + (f" on {row['world']} ranks{by}" if row["world"] > 1 else "")
-
-
-def draw_gains(path: Path, rows: Sequence[Row], what: str) -> None:
-    """Seconds by length of every way to attend, and beside it what each of `CAB` gains."""
-    shown = [{**row, "s": row["ms"] and row["ms"] / 1e3} for row in rows]
-    ours = [row for row in rows if row["implementation"] in CAB]
-    ceilings = by_way(ours, "ceiling", "implementation")
-    gains = by_way(ours, "over_best", "implementation")
-    gains |= {f"{way}, at most at its density": line for way, line in ceilings.items()}
-    panels = [
-        Panel(f"{what}{where(rows[0])}", "s", by_way(shown, "s", "implementation")),
-        Panel("gain over the fastest dense way", "times as fast", gains, log=False),
-    ]
-    models.draw_panels(path, panels)
-
-
-CONTINUED = (
-    "Pairs are those of the question's tokens with each other and with all that are cached. A "
-    "DynamicCache copies keys and values of a layer to put new ones behind them, for every way "
-    "alike. sdpa gets a mask of all pairs from transformers, which repeats keys and values for "
-    "every query head then. The last dense_tail_blocks query blocks of a question attend "
-    "everything, which of a short one is a large share."
-)
-ACROSS = (
-    "Ranks share one prompt, sharded by cab_hf.distributed.shard and read inside "
-    "cab_hf.context_parallel: every rank reads its tokens through all layers, and the one that has "
-    "the prompt's last makes its logits. The cache stays sharded as the prompt is. MLPs compute "
-    f"tiles of {MLP_TOKENS:,} tokens, as in fine-tuning. TFLOP/s are those of a rank."
-)
-BEHIND = {
-    "cached tokens": column("{:,}".format, "behind"),
-    "tokens of the question": base.TOKENS["tokens"],
-}
-COLUMNS = {
-    "way": "implementation",
-    "s": column(seconds, "ms"),
-    **base.DENSITY,
-    "over sdpa": column(TIMES, "over_sdpa"),
-    "over best dense": column(TIMES, "over_best"),
-    "at most": column(TIMES, "ceiling"),
-    "peak GiB": column(digits, "peak_gib"),
-    "TFLOP/s": column(digits, "tflops"),
-}

@@ -51,7 +51,7 @@ def test_the_table_and_the_bars_show_every_part(tmp_path):
 
     samples = [sample(1024, 10.0, sweep=1.0, attention=4.0, other=5.2), sample(2048, 20.0)]
     rows = Breakdown.rows(samples, {})
-    table = Breakdown.tables(rows)["Parts"].splitlines()
+    table = Breakdown.tables(rows)["All cases"].splitlines()
     assert table[2].count("|") == table[0].count("|") and "rest ms" in table[0]
     assert "4.00 (40.0 %)" in table[2] and "-0.200 (-2.00 %)" in table[2]
     Breakdown.draw(tmp_path / "figure.png", rows)

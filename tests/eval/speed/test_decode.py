@@ -5,7 +5,7 @@ import torch
 from bench import sample_of, speed_run
 from torch.nn import functional as F
 
-from cab_hf.eval.speed import decode, one_query, steps
+from cab_hf.eval.speed import decode, one_query
 from cab_hf.eval.speed.decode import Decode, Settings
 from cab_hf.eval.speed.model import random_cache, random_model
 from cab_hf.ops import decode as ops
@@ -140,14 +140,14 @@ def test_steps_write_their_tokens_and_are_alike_in_every_cache():
     model = random_model(tiny())
     caches = []
     for static in (True, False):
-        cache = random_cache(model, 40, 2, slots=steps.ALIGNED if static else 0)
-        step = steps.stepping(model, cache, 2, compiled=False)
+        cache = random_cache(model, 40, 2, slots=decode.ALIGNED if static else 0)
+        step = decode.stepping(model, cache, 2, compiled=False)
         for _ in range(4):
             step()
         assert int(cache.get_seq_length()) == 44
         caches.append(cache)
     for one, other in zip(*(cache.layers for cache in caches), strict=True):
-        assert one.keys.shape[2] == steps.ALIGNED
+        assert one.keys.shape[2] == decode.ALIGNED
         torch.testing.assert_close(one.keys[:, :, :44], other.keys)
         assert other.keys[:, :, 40:].abs().amin((0, 1, 3)).gt(0).all()
 
@@ -163,16 +163,16 @@ def test_a_model_is_timed_with_its_cache_and_index(mode, monkeypatch):
         assert 0 < row["least_ms"] <= row["ms"] <= row["most_ms"]
         assert row["tokens_s"] == pytest.approx(2 / row["ms"] * 1e3)
         # the prompt, the steps that warm up and those that are timed; slots are aligned
-        tokens = 640 if mode == "static" else 600 + steps.WARM_UP_STEPS + 3
+        tokens = 640 if mode == "static" else 600 + decode.WARM_UP_STEPS + 3
         assert row["cache_gib"] * 2**30 == 2 * 2 * 2 * 2 * tokens * 16 * 4
     assert dense["index_gib"] is None and dense["ran_as"] is None
     assert 0 < sparse["index_gib"] < sparse["cache_gib"]
     assert sparse["ran_as"] == "2 layers choose the keys they read"
-    assert len(choices) == 2 * (steps.WARM_UP_STEPS + 3)
+    assert len(choices) == 2 * (decode.WARM_UP_STEPS + 3)
     # of 600 tokens 256 are too many for a choice to pay
     row = sample_of(Decode, settings, MODEL | {"mode": mode, "budget": 256})
     assert row["error"] is None and row["ran_as"].startswith("dense: ")
-    assert len(choices) == 2 * (steps.WARM_UP_STEPS + 3)
+    assert len(choices) == 2 * (decode.WARM_UP_STEPS + 3)
 
 
 def test_without_a_gpu_nothing_is_compiled():

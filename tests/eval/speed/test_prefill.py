@@ -44,7 +44,7 @@ def search(tmp_path, monkeypatch, bench, *words, **how):
     def prefilling(settings, length, way, chunk):
         cache = SimpleNamespace(get_seq_length=lambda: length)
         read = SimpleNamespace(past_key_values=cache)
-        yield lambda: read, lambda: {"density": 0.1, "ran_as": None}
+        yield lambda: read, lambda: {"density": 0.1, "ran_as": None}, None
 
     monkeypatch.setattr(model, "prefilling", prefilling)
     monkeypatch.setattr(Prefill, "bench", bench)
@@ -54,9 +54,9 @@ def search(tmp_path, monkeypatch, bench, *words, **how):
 @pytest.mark.parametrize("length", [192, 200])
 def test_a_prompt_in_chunks_gives_the_logits_of_the_whole_prompt(length):
     settings = settings_of(length, max_density=("1.0",))
-    with model.prefilling(settings, length, "sdpa") as (call, _):
+    with model.prefilling(settings, length, "sdpa") as (call, *_):
         expected = call().logits
-    with model.prefilling(settings, length, "cab-always", settings.chunk) as (call, _):
+    with model.prefilling(settings, length, "cab-always", settings.chunk) as (call, *_):
         read = call()
     torch.testing.assert_close(read.logits, expected)
     assert read.logits.shape == (1, 1, settings.vocab)
