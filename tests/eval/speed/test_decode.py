@@ -38,9 +38,6 @@ def row_of(way, ms, budget=None, mode=None, length=1000, batch=1, **more):
     return key | {"budget": budget} | fields | {"ms": ms} | more
 
 
-# --- attention of one query
-
-
 def test_what_is_expected_is_attention():
     step = step_of(tiny())
     result = F.scaled_dot_product_attention(*step[:3], enable_gqa=True)
@@ -132,9 +129,6 @@ def test_a_step_of_cab_that_computes_something_else_is_not_timed(monkeypatch):
     assert row["ms"] is None and "over what is chosen" in row["error"]
 
 
-# --- steps of the model
-
-
 @torch.no_grad()
 def test_steps_write_their_tokens_and_are_alike_in_every_cache():
     model = random_model(tiny())
@@ -178,9 +172,6 @@ def test_a_model_is_timed_with_its_cache_and_index(mode, monkeypatch):
 def test_without_a_gpu_nothing_is_compiled():
     row = sample_of(Decode, tiny(), MODEL | {"mode": "compiled", "way": "sdpa", "budget": None})
     assert row["error"] == "reduce-overhead makes CUDA graphs, which need a GPU"
-
-
-# --- rows and what is said of them
 
 
 def test_cab_is_held_against_the_fastest_dense_way():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from bench import FakeBench, sample_of, torchrun
+from bench import FakeBench, sample_of, speed_run, torchrun
 
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.speed import dense, lora, model, spread
@@ -31,9 +31,6 @@ class Clock(FakeBench):
     def walls(self, call, runs, before=lambda: None):
         call()
         return [500.0] * runs, 2.0
-
-
-# --- one process
 
 
 def test_a_step_learns_and_its_gradients_are_gone_behind_it():
@@ -60,7 +57,7 @@ def test_operations_by_hand():
     assert lora.step_flops(cost, 64) - lora.step_flops(cost, 64, 0.25) == 0.75 * attention
 
 
-def test_a_row_has_its_ceiling_by_hand():
+def test_a_row_has_its_ceiling_by_hand(monkeypatch):
     settings = tiny(lengths=(192,), cab=SMALL)
     row = sample_of(LoraStep, settings, CASE, Clock())
     cost = spread.trainee(settings).cost
@@ -69,15 +66,10 @@ def test_a_row_has_its_ceiling_by_hand():
     done = lora.step_flops(cost, 192, row["density"])
     assert row["ceiling"] == pytest.approx(lora.step_flops(cost, 192) / done)
     assert row["tflops"] == pytest.approx(done / 0.5 / 1e12)
-
-
-def test_what_warms_up_does_not_count(monkeypatch):
-    settings = tiny(lengths=(192,), cab=SMALL)
-    found = []
-    for tokens in (16, 192):
-        monkeypatch.setattr(lora, "WARM_UP_TOKENS", tokens)
-        found.append(sample_of(LoraStep, settings, CASE, Clock())["density"])
-    assert found[0] == pytest.approx(found[1])
+    # what warms up does not count
+    monkeypatch.setattr(lora, "WARM_UP_TOKENS", 16)
+    again = sample_of(LoraStep, settings, CASE, Clock())
+    assert again["density"] == pytest.approx(row["density"])
 
 
 def test_a_long_step_is_computed_in_tiles_with_offloaded_checkpoints():
@@ -124,9 +116,6 @@ def test_a_kernel_without_gradients_is_a_row_with_its_reason(monkeypatch):
     assert "no backward" in sample_of(LoraStep, settings, {**settings.asked()[0], **ONE})["error"]
 
 
-# --- over ranks
-
-
 @pytest.mark.slow
 def test_a_run_of_two_ranks(tmp_path):
     sizes = [word for name, x in TINY.items() for word in ("--" + name.replace("_", "-"), str(x))]
@@ -160,13 +149,11 @@ def test_a_run_of_two_ranks(tmp_path):
     assert sharded["density"] == pytest.approx(alone["cab"]["density"], rel=1e-6)
 
 
-@pytest.mark.parametrize("how", ["ddp", "alone,cp"])
-def test_without_torchrun_it_says_how_to_launch(tmp_path, monkeypatch, capsys, how):
+def test_without_torchrun_it_says_how_to_launch(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
-    words = ["--device", "cpu", "--out", str(tmp_path / "none"), "--spread", how]
+    words = ["--device", "cpu", "--out", str(tmp_path / "none"), "--spread", "alone,cp"]
     assert main(["speed", "lora", *words]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.endswith("torchrun --nproc_per_node=N -m cab_hf.eval speed lora.")
+    assert "torchrun --nproc_per_node=N -m cab_hf.eval speed lora." in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 
 
@@ -273,9 +260,6 @@ def test_below_float32_gradients_are_compared_with_those_of_float32():
         spread.check_gradients(twice, expected, "ddp")
 
 
-# --- the longest
-
-
 @pytest.mark.parametrize("limit", [0, 63, 64, 200, 1000, 6399, 6400, 100_000])
 @pytest.mark.parametrize("guess", [64, 1024, 6400, 50_000])
 @pytest.mark.parametrize("asked", [(), (100,), (100, 3000)])
@@ -310,16 +294,12 @@ def test_a_search_for_the_longest(tmp_path, monkeypatch):
         learn(step, optimizer, tokens)
 
     monkeypatch.setattr(LoraStep, "bench", Small())
-    monkeypatch.setattr(LoraStep, "draw", lambda *_: None)
     monkeypatch.setattr(lora, "WARM_UP_TOKENS", 32)
     monkeypatch.setattr(spread, "learn", full_at_300)
-    words = ["--layers", "3", "--runs", "1", "--lengths", "96", "--implementations", "sdpa,cab"]
-    words += ["--longest", "--device", "cpu", "--out", str(tmp_path)]
-    assert main(["speed", "lora", *words]) == 0
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    words = ("--layers", "3", "--runs", "1", "--lengths", "96", "--implementations", "sdpa,cab")
+    rows = speed_run("lora", tmp_path, *words, "--longest")["rows"]
     for way in ("sdpa", "cab"):
-        some = [row for row in rows if row["implementation"] == way]
-        tried = {row["length"]: row["fits"] for row in some}
+        tried = {row["length"]: row["fits"] for row in rows if row["implementation"] == way}
         assert tried[256] and tried[320] is False and tried[96]
         assert all(fits == (length <= 300) for length, fits in tried.items())
     # nothing is left of what did not fit

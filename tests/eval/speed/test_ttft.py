@@ -29,9 +29,6 @@ def made_sample(length, implementation, ms, density=1.0):
     return place | {"ms": ms, "density": density} | fixed
 
 
-# --- the model
-
-
 def test_operations_by_hand_are_those_of_the_model():
     settings = tiny(vocab=11)
     # per layer and token: q and o 24 x 32 each, k and v 24 x 16 each, three of 24 x 40 in the MLP
@@ -67,9 +64,6 @@ def test_a_budget_for_every_length():
     assert settings.budgeted(256).max_density == 0.1
     config = settings.budgeted(512, "cab-always")
     assert (config.max_density, config.mass_threshold, config.min_length) == (0.05, 0.0, 0)
-
-
-# --- rows
 
 
 class Clock(FakeBench):
@@ -132,9 +126,6 @@ def test_gains_are_over_sdpa_and_over_the_fastest_dense_way():
     assert "from about 2,000 tokens on" in said
 
 
-# --- behind a cache
-
-
 @pytest.mark.parametrize("way", ["sdpa", "cab_dense", "cab-always"])
 def test_a_question_continues_the_same_cache_again_and_again(way):
     config = (*SMALL, "mass_threshold=0.0")
@@ -181,9 +172,6 @@ def test_a_question_that_no_block_holds_is_refused(capsys, tmp_path):
     words = ("--device", "cpu", "--behind", "256", "--lengths", "64", "--out", str(tmp_path))
     said = refused(capsys, "ttft", *words)
     assert "lengths is (64,); it must be at least query_block=128 each behind a cache" in said
-
-
-# --- over ranks
 
 
 @pytest.mark.slow
