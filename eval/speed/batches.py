@@ -14,10 +14,10 @@ from cab_hf.attention import cab_attention
 from cab_hf.config import CabConfig
 from cab_hf.engines import Workload
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, grouped, percent
+from cab_hf.eval.report import grouped
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed.checks import check_rows
-from cab_hf.eval.speed.heads import INPUTS, RandomHeads, inputs_option, names
+from cab_hf.eval.speed.heads import INPUTS, RandomHeads, inputs_option
 from cab_hf.eval.speed.layouts import LAYOUTS, Texts, baselines
 from cab_hf.eval.speed.reported import Panel, Reported, table
 from cab_hf.eval.speed.timing import method_on
@@ -29,32 +29,14 @@ if TYPE_CHECKING:
     from transformers.models.llama.modeling_llama import LlamaAttention
 
 WHERE = {"layout": "layout", "batch": "batch"}  # columns beside the tokens
-COLUMNS = {
-    **WHERE,
-    **base.TOKENS,
-    "texts": "texts",
-    "tokens in all": column("{:,}".format, "tokens"),
-    "budget": column("{:g}".format, "budget"),
-    **base.DENSITY,
-    "choose ms": column(digits, "choose_ms"),
-    "attend ms": column(digits, "attend_ms"),
-    "ms": column(digits, "ms"),
-    "eager ms": column(digits, "eager_ms"),
-    "dense ms": dense.time_shown,
-    "of dense": column(percent, "ratio"),
-    "once a pass ms": column(digits, "frame_ms"),
-    "peak MiB": column(digits, "peak_mib"),
-    "engine": "engine",
-}
 NOTES = (
     f"Layouts: {'; '.join(f'{name}: {text}' for name, text in LAYOUTS.items())}. A budget is "
     "max_density, density what came of it, attended over causal pairs within texts. Choosing is "
     "that of one layer, with q and k moved to their blocks; attending moves v there and the output "
-    "back. ms is the layer as a model calls it, which also counts pairs. Once a pass: padding and "
-    "documents found, for all layers. Dense ways find their masks and lengths made; taking padding "
-    "out and putting it back counts. Masked SDPA, flash varlen and efficient attention get k and v "
-    "repeated before the clock starts. cab_dense is what cab_hf computes exactly. Of dense is over "
-    "the fastest of them."
+    "back. ms is the layer as a model calls it, which also counts pairs. Frame: padding and "
+    "documents found, once for all layers. Dense ways find their masks and lengths made; taking "
+    "padding out and putting it back counts. Masked SDPA, flash varlen and efficient attention get "
+    "k and v repeated before the clock starts. cab_dense is what cab_hf computes exactly."
 )
 
 
@@ -134,7 +116,6 @@ class Batches(Reported, base.Speed):
     BY_NAME = dense.MEASURED
     REPORTED_ERRORS = Exception  # an engine that refuses, is wrong or does not fit
     BY: ClassVar[Mapping[str, str]] = {**WHERE, "budget": "budget"}
-    COLUMNS = COLUMNS
     PANELS = (
         Panel("a layer", "ms", ("ms",)),
         Panel("over the fastest dense way", "share of its time", ("ratio",), log=False),
@@ -221,9 +202,11 @@ class Batches(Reported, base.Speed):
     @classmethod
     def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
         once = [alike[0] for alike in grouped(rows, "layout", "batch", "length")]
-        ways = {f"{name} ms": column(digits, "baselines", name) for name in names(rows)}
-        dense_ms = table(once, WHERE | base.TOKENS | ways)
-        return {**super().tables(rows), "Dense attention of the same": dense_ms}
+        ways = [
+            {name: row[name] for name in ("layout", "batch", "length")} | row["baselines"]
+            for row in once
+        ]
+        return {**super().tables(rows), "Dense attention of the same, ms": table(ways)}
 
 
 EXPERIMENT = Batches

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, percent
 from cab_hf.eval.speed import base
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.reported import Panel, Reported
@@ -20,14 +18,6 @@ PARTS = {
     # our own; FlexAttention's, compiled from a template or not; the dense libraries'
     "attention": ("block_attention", "flex", "triton_tem", "flash", "fmha", "cudnn"),
 }
-# part -> how a reader calls it
-SHOWN = {part: part for part in PARTS} | {OTHER: "rest"}
-
-
-def _with_share(field: str, row: Row) -> str | None:
-    """``12.3 (4.5 %)`` of the wall time."""
-    ms = row[field]
-    return None if ms is None else f"{digits(ms)} ({percent(ms / row['ms'])})"
 
 
 @dataclass(frozen=True)
@@ -55,22 +45,14 @@ class Breakdown(Reported, base.Speed):
     Settings = Settings
 
     SHAPE = ("layers", "dtype")
-    FOUND = ("ms", "density", "ran_as", *(f"{part}_ms" for part in SHOWN), "why_no_split")
+    FOUND = ("ms", "density", "ran_as", *(f"{part}_ms" for part in (*PARTS, OTHER)), "why_no_split")
     REPORTED_ERRORS = Exception  # an engine that refuses or does not fit
-    COLUMNS: ClassVar[Mapping[str, Any]] = {
-        **base.TOKENS,
-        **base.DENSITY,
-        "wall ms": column(digits, "ms"),
-        **{f"{shown} ms": partial(_with_share, f"{part}_ms") for part, shown in SHOWN.items()},
-        "kernels ms": column(digits, "kernels_ms"),
-        "idle ms": partial(_with_share, "idle_ms"),
-    }
     PANELS = (
         Panel("a prefill", "ms", ("ms", "attention_ms", f"{OTHER}_ms")),
         Panel("choosing blocks", "ms", tuple(f"{part}_ms" for part in PREDICTOR)),
     )
     NOTES: ClassVar[Mapping[str, str]] = {
-        "": "Rest: projections, MLP, norms, rotary embedding, cache, embedding and logits. Idle: "
+        "": "Other: projections, MLP, norms, rotary embedding, cache, embedding and logits. Idle: "
         "the wall time less all kernels, negative where profiled calls ran longer. Density is "
         "attended over causal pairs."
     }
@@ -90,7 +72,7 @@ class Breakdown(Reported, base.Speed):
         rows = base.by_length(samples, ("kernels_ms", "idle_ms", "gap"))
         for row in rows:
             if row["ms"] is not None and row[f"{OTHER}_ms"] is not None:
-                row["kernels_ms"] = sum(row[f"{part}_ms"] for part in SHOWN)
+                row["kernels_ms"] = sum(row[f"{part}_ms"] for part in (*PARTS, OTHER))
                 row["idle_ms"] = row["ms"] - row["kernels_ms"]
                 row["gap"] = row["idle_ms"] / row["ms"]
         return rows

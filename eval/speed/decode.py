@@ -15,13 +15,13 @@ from torch._dynamo.utils import counters
 from cab_hf.config import CabConfig
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.kv_cache import cache_arguments
-from cab_hf.eval.report import column, digits, grouped, percent
+from cab_hf.eval.report import grouped
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.heads import RandomHeads, inputs_option
-from cab_hf.eval.speed.model import COUNT, SDPA, TIMES
+from cab_hf.eval.speed.model import SDPA
 from cab_hf.eval.speed.one_query import DENSE, bandwidth, random_step, time_cab, time_dense
-from cab_hf.eval.speed.reported import Panel, Reported, table
+from cab_hf.eval.speed.reported import Panel, Reported
 from cab_hf.eval.speed.timing import Bench, bench_on, method_on
 from cab_hf.runs.settings import comma_separated, option, parse_length
 
@@ -53,42 +53,14 @@ NOTES = (
     "Attention is that of one layer of this model. All kernels read the cache as transformers lays "
     "it out; transformers is what its sdpa calls over a static cache, with a mask of the slots. "
     "cab: the new key is written into the index, keys are chosen, the chosen ones attended; the "
-    "parts are timed apart as well, so that they do not sum up. GB: K and V once for dense ways, "
-    "whatever copies they make; for cab its index, and K and V of the keys that are read. Of "
+    "parts are timed apart as well, so that they do not sum up. Bytes: K and V once for dense "
+    "ways, whatever copies they make; for cab its index, and K and V of the keys that are read. Of "
     "bandwidth: GB/s over that at which a large tensor is summed in the same run. Mass: the share "
-    "of attention on the chosen keys. Error: relative, of cab where everything is chosen, against "
-    "float32 attention.\n\nThe model attends by transformers' sdpa or by cab, here whatever "
-    "min_length says, though never below four times decode_tokens. "
-    f"{'; '.join(f'{mode}: {what}' for mode, what in MODES.items())}. Slowest: the slowest step "
-    "over the median; first: seconds of the first step, compiling included."
+    "of attention on the chosen keys. Full error: relative, of cab where everything is chosen."
+    "\n\nThe model attends by transformers' sdpa or by cab, here whatever min_length says, though "
+    "never below four times decode_tokens. "
+    f"{'; '.join(f'{mode}: {what}' for mode, what in MODES.items())}. First s includes compiling."
 )
-COLUMNS = {
-    **base.TOKENS,
-    "texts": "batch",
-    "way": "way",
-    "run": "mode",
-    "keys": lambda row: "all" if row["budget"] is None else str(row["budget"]),
-    "ms": column(digits, "ms"),
-    "eager ms": column(digits, "eager_ms"),
-    "best dense ms": lambda row: (
-        row["baseline"] and f"{digits(row['baseline_ms'])} {row['baseline']}"
-    ),
-    "over best dense": column(TIMES, "over_best"),
-    "over sdpa alike": column(TIMES, "over_same"),
-    **{f"{part} ms": column(digits, f"{part}_ms") for part in OF_CAB},
-    "GB": column(lambda count: digits(count / 1e9), "bytes"),
-    "GB/s": column(digits, "gb_s"),
-    "of bandwidth": column(percent, "of_bandwidth"),
-    "keys read": column(COUNT, "kept"),
-    "mass": column("{:.3f}".format, "mass"),
-    "error": column("{:.1e}".format, "full_error"),
-    "tokens/s": column(digits, "tokens_s"),
-    "slowest": lambda row: row["most_ms"] and TIMES(row["most_ms"] / row["ms"]),
-    "first s": column(digits, "first_s"),
-    "peak GiB": column(digits, "peak_gib"),
-    "cache GiB": column(digits, "cache_gib"),
-    "index GiB": column(digits, "index_gib"),
-}
 
 
 def tokens_of(budget: float, length: int) -> int:
@@ -255,7 +227,7 @@ class Decode(Reported, base.Speed):
     @classmethod
     def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
         """Every way to attend, and every way to run the model."""
-        parts = {some[0]["part"]: table(some, COLUMNS) for some in grouped(rows, "part")}
+        parts = {some[0]["part"]: cls.table(some) for some in grouped(rows, "part")}
         titles = {ATTENTION: "Attention of one step", MODEL: "Steps of the model"}
         return {titles[part]: text for part, text in parts.items()} | cls.remarks(rows)
 

@@ -16,11 +16,11 @@ import torch
 
 from cab_hf.config import NAMES
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, grouped, percent
+from cab_hf.eval.report import grouped
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.model import CAB_DENSE, COUNT, SDPA
-from cab_hf.eval.speed.reported import Panel, table
+from cab_hf.eval.speed.model import CAB_DENSE, SDPA
+from cab_hf.eval.speed.reported import Panel
 from cab_hf.eval.speed.spread import (
     ALONE,
     CP,
@@ -51,20 +51,6 @@ SPREADING = (
     "tokens a second of a rank over those of one alone by the same way at the same length; TFLOP/s "
     "are a rank's as well. Below float32 CAB keeps every block where gradients are compared."
 )
-COLUMNS = {
-    **TimeToFirstToken.COLUMNS,
-    "spread": lambda row: None if row["spread"] == ALONE else row["spread"],
-    "tokens/s a GPU": column(COUNT, "tokens_s"),
-    "efficiency": lambda row: None if row["spread"] == ALONE else percent(row["efficiency"]),
-    "tile": lambda row: row["tile_tokens"] or None,
-    "offloaded layers": lambda row: row["offloaded"] or None,
-    "GiB of the host": lambda row: row["host_gib"] and digits(row["host_gib"]),
-}
-LONGEST = {
-    **COLUMNS,
-    "room": column(digits, "room_gib"),
-    "too many": column("{:,}".format, "over"),
-}
 
 
 @dataclass(frozen=True)
@@ -169,7 +155,6 @@ class LoraStep(TimeToFirstToken):
     )
     SHAPE = ("dtype", "rank")
     BY: ClassVar[Mapping[str, str]] = {**TimeToFirstToken.BY, "spread": "spread"}
-    COLUMNS = COLUMNS
     PANELS = (
         Panel("a training step", "tokens/s of a rank", ("tokens_s",)),
         GAIN,
@@ -300,7 +285,7 @@ class LoraStep(TimeToFirstToken):
         made = super().tables(rows)
         if any(row["sought"] for row in rows):
             shown = [longest(alike) for alike in grouped(rows, *cls.BY.values())]
-            made["The longest sequence of which a step fits"] = table(shown, LONGEST)
+            made["The longest sequence of which a step fits"] = cls.table(shown)
         return made
 
 

@@ -9,10 +9,9 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, seconds
+from cab_hf.eval.report import seconds
 from cab_hf.eval.speed import base
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.model import COUNT
 from cab_hf.eval.speed.reported import Panel, Reported
 from cab_hf.runs.settings import by_device, comma_separated, option, parse_flag
 
@@ -68,20 +67,6 @@ class Prefill(Reported, base.Speed):
         *("rest_gib", "room_gib", "ran_as", "fits"),
     )
     REPORTED_ERRORS = Exception  # a length that does not fit, or an engine that refuses
-    COLUMNS: ClassVar[Mapping[str, Any]] = {
-        **base.TOKENS,
-        "s": column(seconds, "ms"),
-        "tokens/s": column(COUNT, "tokens_s"),
-        "TFLOP/s": column(digits, "tflops"),
-        **base.DENSITY,
-        "peak GiB": "peak_gib",
-        "weights": "weights_gib",
-        "cache": "cache_gib",
-        "rest": "rest_gib",
-        "by the line": "line_gib",
-        "room": "room_gib",
-        "tokens of a chunk": "chunk",
-    }
     PANELS = (
         Panel("rate of a whole prefill", "tokens/s", ("tokens_s",), log=False),
         Panel("memory", "GiB", ("peak_gib", "line_gib", "cache_gib", "weights_gib"), log=False),

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import grouped, markdown_table
+from cab_hf.eval.report import digits, grouped, markdown_table, percent
 from cab_hf.eval.speed import base
-from cab_hf.eval.speed.model import CAB_DENSE, described
+from cab_hf.eval.speed.model import CAB_DENSE, TIMES, described
+
+HEADINGS = {
+    **{"length": "tokens", "implementation": "way", "world": "ranks", "ceiling": "at most"},
+    **{"tokens": "tokens in all", "tokens_s": "tokens/s", "gb_s": "GB/s", "tflops": "TFLOP/s"},
+    **{"prompt_tokens_s": "prompt tokens/s", "output_tokens_s": "output tokens/s"},
+    **{"cab_dense": "cab_dense", "peak_mib": "peak MiB"},
+}
+SHARES = ("efficiency", "of_bandwidth", "gap", "density", "mass")
 
 
 class Panel(NamedTuple):
@@ -29,19 +38,24 @@ class Reported:
 
     Attributes:
         BY: what tells rows of one length apart, heading -> field.
-        COLUMNS: of the table; those without a value in any row are left out.
         PANELS: of the figure; those without a value in any row are left out.
         NOTES: text on all runs, under "", and on those that have a setting.
     """
 
     BY: ClassVar[Mapping[str, str]] = {}
-    COLUMNS: ClassVar[Mapping[str, Any]]
     PANELS: ClassVar[Sequence[Panel]]
     NOTES: ClassVar[Mapping[str, str]]
 
     @classmethod
     def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
-        return {"All cases": table(rows, cls.COLUMNS), **cls.remarks(rows)}
+        return {"All cases": cls.table(rows), **cls.remarks(rows)}
+
+    @classmethod
+    def table(cls, rows: Sequence[Row]) -> str:
+        """`table` without settings that all rows share, and without what is a remark."""
+        settings = ("op", *cls.SHAPE, *cls.ADDED)
+        same = [name for name in settings if len({row.get(name) for row in rows}) < 2]
+        return table(rows, (*same, *base.REMARKS))
 
     @classmethod
     def remarks(cls, rows: Sequence[Row]) -> dict[str, str]:
@@ -84,8 +98,25 @@ def is_ours(name: Any) -> bool:
     return str(name).startswith("cab") and name != CAB_DENSE
 
 
-def table(rows: Sequence[Row], columns: Mapping[str, Any]) -> str:
-    """`markdown_table` of those ``columns`` that have a value in any row."""
-    gets = {name: get if callable(get) else itemgetter(get) for name, get in columns.items()}
-    kept = {name: get for name, get in gets.items() if any(get(row) is not None for row in rows)}
-    return markdown_table(rows, kept)
+def table(rows: Sequence[Row], hidden: Sequence[str] = ()) -> str:
+    """Numbers and names in ``rows`` that are no flags, a column for each field with a value."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {}
+    for name in names:
+        kinds = {type(row.get(name)) for row in rows} - {type(None)}
+        if name not in hidden and kinds and kinds <= {int, float, str}:
+            heading = HEADINGS.get(name, name.replace("_", " ").replace("gib", "GiB"))
+            columns[heading] = partial(written, name)
+    return markdown_table(rows, columns)
+
+
+def written(name: str, row: Row) -> str | None:
+    """The field ``name`` of a row as a table shows it."""
+    value = row.get(name)
+    if value is None or isinstance(value, str):
+        return value
+    if name in SHARES:
+        return percent(value)
+    if "over_" in name or name == "ceiling":
+        return TIMES(value)
+    return f"{value:,}" if isinstance(value, int) else digits(value)

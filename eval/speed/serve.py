@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, grouped
+from cab_hf.eval.report import grouped, markdown_table
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.model import CAB, CAB_DENSE, COUNT, SDPA, TIMES
+from cab_hf.eval.speed.model import CAB, CAB_DENSE, SDPA
 from cab_hf.eval.speed.reported import Panel, Reported, table
 from cab_hf.eval.speed.trace import (
     SUMMARY,
@@ -40,35 +40,13 @@ BATCHING = (
 # how many times less of a field a row has than the best dense way
 OVER = {"over_best": "total_s", "ttft_over_best": "ttft_p99", "tpot_over_best": "tpot_p99"}
 WAY = {"way": "implementation"}
-OF_LENGTH = {
-    **WAY,
-    "requests": "requests",
-    "TTFT p50 s": column(digits, "ttft_p50"),
-    "TTFT p99 s": column(digits, "ttft_p99"),
-    "TPOT p50 ms": column(digits, "tpot_p50"),
-    "TPOT p99 ms": column(digits, "tpot_p99"),
-}
-COLUMNS = {
-    **WAY,
-    "s": column(digits, "total_s"),
-    "over best dense": column(TIMES, "over_best"),
-    "prompt tokens/s": column(COUNT, "prompt_tokens_s"),
-    "output tokens/s": column(digits, "output_tokens_s"),
-    **{name: get for name, get in OF_LENGTH.items() if callable(get)},
-    "TTFT p99 over best dense": column(TIMES, "ttft_over_best"),
-    "TPOT p99 over best dense": column(TIMES, "tpot_over_best"),
-    **base.DENSITY,
-    "peak GiB": column(digits, "peak_gib"),
-    "of it cache": column(digits, "cache_gib"),
-    "preempted": "preempted",
-}
 NOTES = (
-    "All ways serve the same trace of random prompts. TTFT: from arrival to the first token. TPOT: "
-    "time per output token, behind the first one. Percentiles are over requests; tokens/s are over "
-    "all seconds from the first arrival to the last token. Preempted: requests that were put back "
-    f"for lack of pages, and read again. {models.WAYS} It counts what is computed sparsely: "
-    "neither chunks that end before min_length nor decoding. Over best dense: times faster than "
-    "the dense way that took the fewest seconds in all."
+    "All ways serve the same trace of random prompts. ttft: s from arrival to the first token. "
+    "tpot: ms per output token, behind the first one. Percentiles are over requests; tokens/s are "
+    "over all seconds from the first arrival to the last token. Preempted: requests that were put "
+    f"back for lack of pages, and read again. {models.WAYS} It counts what is computed sparsely: "
+    "neither chunks that end before min_length nor decoding. The baseline is the dense way that "
+    "took the fewest seconds in all."
 )
 
 
@@ -211,12 +189,13 @@ class Serve(Reported, base.Speed):
     @classmethod
     def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
         """All requests, those of each length, and what the manager was told."""
-        told = [{**row, **row["batching"]} for row in rows if row["batching"]]
-        columns = WAY | {name: name for name in BATCHING}
+        told = [
+            {**row["batching"], "way": row["implementation"]} for row in rows if row["batching"]
+        ]
         return {
-            "All requests": table(rows, COLUMNS),
-            "By length": table(by_length(rows), base.TOKENS | OF_LENGTH),
-            "What continuous batching was told": table(told, columns),
+            "All requests": cls.table(rows),
+            "By length": table(by_length(rows)),
+            "What continuous batching was told": markdown_table(told, ("way", *BATCHING)),
             **cls.remarks([{**row, "length": row["longest"]} for row in rows]),
         }
 
@@ -231,7 +210,8 @@ EXPERIMENT = Serve
 def by_length(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """What requests of each length took, for every row."""
     return [
-        {**row, **some[0], **summary_of(some, row["new_tokens"]), "requests": len(some)}
+        {"implementation": row["implementation"], "length": some[0]["length"]}
+        | {"requests": len(some), **summary_of(some, row["new_tokens"])}
         for row in rows
         for some in grouped(sorted(row["served"] or (), key=itemgetter("length")), "length")
     ]

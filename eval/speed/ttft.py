@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, grouped, percent, seconds
+from cab_hf.eval.report import grouped, percent
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import CAB, CAB_DENSE, SDPA, TIMES
@@ -41,19 +41,6 @@ ACROSS = (
     "makes the logits; the cache stays sharded as the prompt is. MLPs compute tiles of "
     f"{MLP_TOKENS:,} tokens, as in fine-tuning. TFLOP/s are those of a rank."
 )
-COLUMNS = {
-    "cached tokens": lambda row: row.get("behind") or None,
-    **base.TOKENS,
-    "ranks": lambda row: row["world"] if row["world"] > 1 else None,
-    "way": "implementation",
-    "s": column(seconds, "ms"),
-    **base.DENSITY,
-    "over sdpa": column(TIMES, "over_sdpa"),
-    "over best dense": column(TIMES, "over_best"),
-    "at most": column(TIMES, "ceiling"),
-    "peak GiB": column(digits, "peak_gib"),
-    "TFLOP/s": column(digits, "tflops"),
-}
 GAIN = Panel("over the fastest dense way", "times as fast", ("over_best", "ceiling"), log=False)
 
 
@@ -128,7 +115,6 @@ class TimeToFirstToken(Reported, Ranked):
     FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as")
     REPORTED_ERRORS = Exception  # a kernel that is missing, refuses, is wrong or does not fit
     BY: ClassVar[Mapping[str, str]] = {"way": "implementation", "ranks": "world"}
-    COLUMNS = COLUMNS
     PANELS = (Panel("time to the first token", "ms", ("ms",)), GAIN)
     NOTES: ClassVar[Mapping[str, str]] = {
         "": f"{models.WAYS} {models.GAINS}",
