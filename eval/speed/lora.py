@@ -124,11 +124,8 @@ class Settings(models.ModelSettings):
             "allocated"
         )
         if self.is_spread or by_torchrun():
-            text += (
-                "; all ranks begin together, the slowest of each step and the highest peak of any "
-                "count; gradients of ranks are compared with those of one process at a small "
-                "length before they are timed"
-            )
+            text += f"{models.TOGETHER}; at a small length gradients are first compared with those "
+            text += "of one process"
         return text
 
 
@@ -191,25 +188,17 @@ class LoraStep(TimeToFirstToken):
 
     def search(self, place: Mapping[str, Any], samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         """Lengths to try at ``place`` until the longest is known; none where no room is known."""
-        if self.bench.room() is None:
-            return
-        step, foreseen = self.settings.multiple, {}
-        while (length := next_length(foreseen, step, step)) is not None:
-            *_, foreseen[length] = self.fitted(place, length)
-        guess = max((length for length, fits in foreseen.items() if fits), default=step)
-        while True:
+        while self.bench.room() is not None:
             same = [row for row in samples if place.items() <= row.items()]
             tried = {row["length"]: row["fits"] for row in same}
+            length = next_length(tried, self.settings.multiple)
             # what failed for another reason ends the search
-            if None in tried.values():
-                return
-            length = next_length(tried, guess, step)
-            if length is None:
+            if None in tried.values() or length is None:
                 return
             yield {**place, "length": length, "sought": True}
 
-    def fitted(self, place: Mapping[str, Any], length: int) -> tuple[int, int, bool]:
-        """Of a step at ``place``: tokens of a tile or 0, layers offloaded, whether it should fit.
+    def fitted(self, place: Mapping[str, Any], length: int) -> tuple[int, int]:
+        """(tokens of a tile or 0, layers offloaded) of a step at ``place``.
 
         A CPU has room without end.
         """
@@ -221,8 +210,7 @@ class LoraStep(TimeToFirstToken):
         more["shards"] = world if how == FSDP2 else 1
         if place["implementation"] == CAB:
             more["plans"] = plan_bytes(cost, settings.budgeted(length), length, cp=cp)
-        fitted = fit(cost, length, room, settings.offload_layers, **more)
-        return tile, fitted.offloaded, room.holds(fitted.memory)
+        return tile, fit(cost, length, room, settings.offload_layers, **more).offloaded
 
     def find(self, sample: dict[str, Any]) -> None:
         if sample["spread"] == ALONE:
@@ -236,7 +224,7 @@ class LoraStep(TimeToFirstToken):
         # what spread an earlier step hooks into gradients until it is gone
         gc.collect()
         sample["room_gib"] = self.bench.room()
-        tile, offloaded, _ = self.fitted(sample, length)
+        tile, offloaded = self.fitted(sample, length)
         sharing = team.size if how == CP else 1
         host = save_memory(settings, length // sharing, tile, offloaded)
         sample |= {"tile_tokens": tile, "offloaded": offloaded, "host_gib": host}
@@ -298,26 +286,19 @@ def step_flops(cost: Cost, length: int, density: float = 1.0) -> float:
     return cost.products(length) + density * attention
 
 
-def next_length(tried: Mapping[int, bool], guess: int, step: int) -> int | None:
+def next_length(tried: Mapping[int, bool | None], step: int) -> int | None:
     """The length to try next for the longest multiple of ``step`` that fits; None once it is known.
 
-    It begins with ``guess``, goes up or down from there by strides that double, and then halves
-    what is left.
-
-    Args:
-        tried: lengths, and whether they fit.
+    ``tried`` are lengths, and whether they fit. What fits is doubled until it does not, and then
+    halves what is left.
     """
     least = max((length // step for length, fits in tried.items() if fits), default=0)
     fails = min((length for length, fits in tried.items() if not fits), default=None)
-    stride = max(1, guess // step // 16) * 2 ** len(tried)
     if fails is None:
-        first = max(1, guess // step)
-        return (first if first > least else least + stride) * step
+        return max(1, 2 * least) * step
     # the longest multiple that may fit
     most = (fails - 1) // step
-    if most <= least:
-        return None
-    return max((least + most + 1) // 2, most + 1 - stride) * step
+    return (least + most + 1) // 2 * step if most > least else None
 
 
 def longest(alike: Sequence[Row]) -> dict[str, Any]:

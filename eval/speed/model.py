@@ -39,8 +39,8 @@ GAINS = (
     "At most: operations of the dense model over those at the realised density. TFLOP/s count what "
     f"is attended. {dense.BREAK_EVEN}"
 )
+TOGETHER = "; all ranks begin together, the slowest of each run and the highest peak of any count"
 TIMES = "{:.2f}×".format
-COUNT = "{:,.0f}".format
 
 
 @dataclass(frozen=True)

@@ -143,8 +143,8 @@ class Serve(Reported, base.Speed):
     REPORTED_ERRORS = Exception  # what is not installed, is refused or does not fit
     BY = WAY
     PANELS = (
-        Panel("99 % have their first token within", "s", ("ttft_p99",), log=False),
-        Panel("99 % have a further token within", "ms", ("tpot_p99",), log=False),
+        Panel("time to the first token, p99", "s", ("ttft_p99",), log=False),
+        Panel("time per output token, p99", "ms", ("tpot_p99",), log=False),
     )
     NOTES: ClassVar[Mapping[str, str]] = {"": NOTES}
 

@@ -92,12 +92,8 @@ class Settings(models.ModelSettings):
             f"call of the model on random tokens{behind} until the device is done: all are in the "
             "cache and the logits of the last one are there; the peak is all that was allocated"
         )
-        if by_torchrun():
-            text += (
-                "; all ranks begin together, the slowest of each run and the highest peak of any "
-                f"count; what warms up has at most {WARM_UP_TOKENS:,} tokens"
-            )
-        return text
+        warming = f"{models.TOGETHER}; what warms up has at most {WARM_UP_TOKENS:,} tokens"
+        return text + (warming if by_torchrun() else "")
 
 
 class TimeToFirstToken(Reported, Ranked):

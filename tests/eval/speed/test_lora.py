@@ -261,12 +261,11 @@ def test_below_float32_gradients_are_compared_with_those_of_float32():
 
 
 @pytest.mark.parametrize("limit", [0, 63, 64, 200, 1000, 6399, 6400, 100_000])
-@pytest.mark.parametrize("guess", [64, 1024, 6400, 50_000])
 @pytest.mark.parametrize("asked", [(), (100,), (100, 3000)])
-def test_the_longest_that_fits_is_found(limit, guess, asked):
+def test_the_longest_that_fits_is_found(limit, asked):
     tried = {length: length <= limit for length in asked}
     for _ in range(40):
-        length = next_length(tried, guess, 64)
+        length = next_length(tried, 64)
         if length is None:
             break
         assert length % 64 == 0 and length > 0 and length not in tried
