@@ -55,7 +55,10 @@ class Reported:
         """`table` without settings that all rows share, and without what is a remark."""
         settings = ("op", *cls.SHAPE, *cls.ADDED)
         same = [name for name in settings if len({row.get(name) for row in rows}) < 2]
-        return table(rows, (*same, *base.REMARKS))
+        # what tells rows apart comes first
+        names = dict.fromkeys(("length", *cls.BY.values(), *rows[0])) if rows else ()
+        ordered = [{name: row[name] for name in names if name in row} for row in rows]
+        return table(ordered, (*same, *base.REMARKS))
 
     @classmethod
     def remarks(cls, rows: Sequence[Row]) -> dict[str, str]:
