@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,37 +13,35 @@ from torch import Tensor
 from cab_hf.attention import cab_attention
 from cab_hf.config import CabConfig
 from cab_hf.engines import Workload
-from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
-from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import (
-    DENSITY,
-    KEEPS_ALL,
-    TOKENS,
-    Speed,
-    SpeedSettings,
-    listed,
-    made_of,
-    remarks,
-)
+from cab_hf.eval.report import grouped
+from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed.checks import check_rows
-from cab_hf.eval.speed.heads import INPUTS, RandomHeads, draw_dense, inputs_option, names
+from cab_hf.eval.speed.heads import INPUTS, RandomHeads, inputs_option
 from cab_hf.eval.speed.layouts import LAYOUTS, Texts, baselines
-from cab_hf.eval.speed.timing import in_a_sentence, method_on
+from cab_hf.eval.speed.reported import Panel, Reported, table
+from cab_hf.eval.speed.timing import method_on
 from cab_hf.plan import BlockPlan
 from cab_hf.route import route
 from cab_hf.runs.settings import comma_separated, option, parse_length
 
-# transformers is imported where it is used: asking for help needs none of it
 if TYPE_CHECKING:
     from transformers.models.llama.modeling_llama import LlamaAttention
 
 WHERE = {"layout": "layout", "batch": "batch"}  # columns beside the tokens
+NOTES = (
+    f"Layouts: {'; '.join(f'{name}: {text}' for name, text in LAYOUTS.items())}. A budget is "
+    "max_density, density what came of it, attended over causal pairs within texts. Choosing is "
+    "that of one layer, with q and k moved to their blocks; attending moves v there and the output "
+    "back. ms is the layer as a model calls it, which also counts pairs. Frame: padding and "
+    "documents found, once for all layers. Dense ways find their masks and lengths made; taking "
+    "padding out and putting it back counts. Masked SDPA, flash varlen and efficient attention get "
+    "k and v repeated before the clock starts. cab_dense is what cab_hf computes exactly."
+)
 
 
 @dataclass(frozen=True)
-class Settings(RandomHeads, SpeedSettings):
+class Settings(RandomHeads, base.SpeedSettings):
     """What a run of batches is told."""
 
     KEYS: ClassVar[Mapping[str, str]] = {
@@ -55,11 +51,11 @@ class Settings(RandomHeads, SpeedSettings):
         "budget": "densities",
     }
     # a short text would be read densely
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**KEEPS_ALL, "min_length": 0}
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {**base.KEEPS_ALL, "min_length": 0}
     POSITIVE = ("kv_heads", "head_dim")
 
-    lengths: tuple[int, ...] | None = listed((4096, 8192), (256,), "tokens", parse_length)
-    batches: tuple[int, ...] | None = listed((1, 8, 32), (1, 2), "texts of that length", int)
+    lengths: tuple[int, ...] | None = base.listed((4096, 8192), (256,), "tokens", parse_length)
+    batches: tuple[int, ...] | None = base.listed((1, 8, 32), (1, 2), "texts of that length", int)
     layouts: tuple[str, ...] = option(
         tuple(LAYOUTS), f"of {', '.join(LAYOUTS)}", comma_separated(str)
     )
@@ -101,7 +97,7 @@ class Settings(RandomHeads, SpeedSettings):
         return Texts.drawn(case["layout"], case["batch"], case["length"], self.seed, self.device)
 
 
-class Batches(Speed):
+class Batches(Reported, base.Speed):
     """A case is one layout, batch, length and budget."""
 
     name = "speed batches"
@@ -119,6 +115,20 @@ class Batches(Speed):
     )
     BY_NAME = dense.MEASURED
     REPORTED_ERRORS = Exception  # an engine that refuses, is wrong or does not fit
+    BY: ClassVar[Mapping[str, str]] = {**WHERE, "budget": "budget"}
+    PANELS = (
+        Panel("a layer", "ms", ("ms",)),
+        Panel("over the fastest dense way", "share of its time", ("ratio",), log=False),
+    )
+
+    @staticmethod
+    def notes(settings: Mapping[str, Any]) -> str:
+        shape = (
+            f"{settings['heads']} query and {settings['kv_heads']} key heads of "
+            f"{settings['head_dim']}, {settings['dtype']}; inputs are "
+            f"{INPUTS[settings['inputs']]}, and no model made them"
+        )
+        return f"{base.made_of(shape, settings)}\n\n{NOTES}"
 
     def layer(self, config: CabConfig) -> LlamaAttention:
         """An attention layer of a LLaMA that carries ``config``; its weights take no room."""
@@ -137,30 +147,17 @@ class Batches(Speed):
         with torch.device("meta"):
             return LlamaAttention(LlamaConfig(**shape, cab_config=config.to_dict()), index)
 
-    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        sample = super().measure(case)
-        place = itemgetter("layout", "batch", "length")(case)
-        for field, by_name in self.dense(*place).items():
-            sample[field] |= by_name
-        self.bench.settle()
-        return sample
-
-    def heads(self, texts: Texts) -> tuple[Tensor, Tensor, Tensor]:
-        """Random q [B, H, N, D], k and v [B, H_kv, N, D]; padding has values as well."""
-        settings = self.settings
-        shape = texts.slots, settings.head_dim, texts.device
-        return settings.random_heads(*shape, "qkv", texts.rows)
-
     @torch.no_grad()
     def find(self, sample: dict[str, Any]) -> None:
-        bench, texts, config = (
-            self.bench,
-            self.settings.texts(sample),
-            self.settings.budgeted(sample),
-        )
+        settings, bench = self.settings, self.bench
+        texts, config = settings.texts(sample), settings.budgeted(sample)
         layer, scale = self.layer(config), sample["head_dim"] ** -0.5
         sample |= {"texts": len(texts.places), "tokens": sum(texts.lengths)}
-        q, k, v = self.heads(texts)
+        # padding has values as well
+        shape = texts.slots, settings.head_dim, texts.device
+        q, k, v = settings.random_heads(*shape, "qkv", texts.rows)
+        ways = baselines(texts, layer)
+        sample |= dense.measure(q, k, v, scale, bench, baselines=ways, check=texts.check)
         blocks = config.query_block, config.key_block
         mask = texts.mask(layer.config)
         way = route(mask, config, Workload.of(q, k, v, blocks), sparse=True, layer=layer)
@@ -192,21 +189,6 @@ class Batches(Speed):
         timing = self.time(sample, "the layer", complete)
         sample |= {"ms": timing.ms, "eager_ms": timing.eager}
 
-    @cached_property
-    def dense(self) -> Callable[[str, int, int], dict[str, dict[str, Any]]]:
-        """(layout, batch, length) -> what `dense.measure` tells, once for all budgets."""
-        return lru_cache(maxsize=1)(self._dense)
-
-    def _dense(self, layout: str, batch: int, length: int) -> dict[str, dict[str, Any]]:
-        texts = self.settings.texts({"layout": layout, "batch": batch, "length": length})
-        ways = baselines(texts, self.layer(self.settings.cab_config))
-        try:
-            heads = self.heads(texts)
-        except torch.OutOfMemoryError as error:
-            return {"not_measured": dict.fromkeys(ways, in_a_sentence(error))}
-        scale = self.settings.head_dim**-0.5
-        return dense.measure(*heads, scale, self.bench, baselines=ways, check=texts.check)
-
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """By layout, batch, length and budget, each with its ratio over the fastest dense way."""
@@ -217,71 +199,14 @@ class Batches(Speed):
             row |= dense.compared(row, [row], preferred=())
         return rows
 
-    @staticmethod
-    def tables(rows: Sequence[Row]) -> dict[str, str]:
+    @classmethod
+    def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
         once = [alike[0] for alike in grouped(rows, "layout", "batch", "length")]
-        measured = [row for row in once if row["baselines"]]
-        ways = {f"{name} ms": column(digits, "baselines", name) for name in names(rows)}
-        return {
-            "A layer": markdown_table(rows, COLUMNS),
-            "Dense attention of the same": markdown_table(measured, WHERE | TOKENS | ways),
-            **remarks(rows, WHERE),
-        }
-
-    @staticmethod
-    def notes(settings: Mapping[str, Any]) -> str:
-        shape = (
-            f"{settings['heads']} query and {settings['kv_heads']} key heads of "
-            f"{settings['head_dim']}, {settings['dtype']}; inputs are "
-            f"{INPUTS[settings['inputs']]}, and no model made them"
-        )
-        layouts = "; ".join(f"{name}: {text}" for name, text in LAYOUTS.items())
-        return (
-            f"{made_of(shape, settings)}\n\nLayouts: {layouts}. A budget is max_density, density "
-            "what came of it, attended over causal pairs within texts. Choosing is that of one "
-            "layer, with q and k moved to their blocks; attending moves v there and the output "
-            "back. ms is the layer as a model calls it, which also counts pairs. Once a pass: "
-            "padding and documents found, for all layers. Dense ways find their masks and lengths "
-            "made; taking padding out and putting it back counts. Masked SDPA, flash varlen and "
-            "efficient attention get k and v repeated before the clock starts. cab_dense is what "
-            "cab_hf computes exactly. Of dense is over the fastest of them."
-        )
-
-    @staticmethod
-    def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Time by length, a panel for every layout and batch."""
-        panels = grouped(rows, "layout", "batch")
-        down = len(grouped(rows, "layout"))
-        across = -(-len(panels) // down)
-        with charts.figure(path, down, across, figsize=(4.4 * across, 3.4 * down)) as axes:
-            for axis, some in zip(axes.flat, panels, strict=False):
-                for colour, alike in enumerate(grouped(some, "budget")):
-                    look = {"color": f"C{colour}", "label": f"cab, {alike[0]['budget']:g}"}
-                    charts.line(axis, alike, itemgetter("ms"), linewidth=2.2, **look)
-                    look["label"] += ", choosing"
-                    charts.line(axis, alike, itemgetter("choose_ms"), linestyle=":", **look)
-                once = [alike[0] for alike in grouped(some, "length")]
-                draw_dense(axis, once, names(rows), lambda name, row: row["baselines"].get(name))
-                title = f"{some[0]['layout']}, batch {some[0]['batch']}"
-                charts.over_tokens(axis, [row["length"] for row in some], title, "ms")
+        ways = [
+            {name: row[name] for name in ("layout", "batch", "length")} | row["baselines"]
+            for row in once
+        ]
+        return {**super().tables(rows), "Dense attention of the same, ms": table(ways)}
 
 
 EXPERIMENT = Batches
-
-COLUMNS = {
-    **WHERE,
-    **TOKENS,
-    "texts": "texts",
-    "tokens in all": column("{:,}".format, "tokens"),
-    "budget": column("{:g}".format, "budget"),
-    **DENSITY,
-    "choose ms": column(digits, "choose_ms"),
-    "attend ms": column(digits, "attend_ms"),
-    "ms": column(digits, "ms"),
-    "eager ms": column(digits, "eager_ms"),
-    "dense ms": dense.time_shown,
-    "of dense": column(percent, "ratio"),
-    "once a pass ms": column(digits, "frame_ms"),
-    "peak MiB": column(digits, "peak_mib"),
-    "engine": "engine",
-}

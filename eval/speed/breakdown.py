@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, markdown_table, percent
-from cab_hf.eval.speed.base import DENSITY, TOKENS, Speed, by_length, remarks
-from cab_hf.eval.speed.model import ModelSettings, described, prefilling
+from cab_hf.eval.speed import base
+from cab_hf.eval.speed import model as models
+from cab_hf.eval.speed.reported import Panel, Reported
 from cab_hf.eval.speed.timing import OTHER, PREDICTOR, PROFILED_CALLS, method_on
 from cab_hf.runs.settings import by_device
 
@@ -21,15 +18,10 @@ PARTS = {
     # our own; FlexAttention's, compiled from a template or not; the dense libraries'
     "attention": ("block_attention", "flex", "triton_tem", "flash", "fmha", "cudnn"),
 }
-# part -> how a reader calls it
-SHOWN = {part: part for part in PARTS} | {OTHER: "rest"}
-
-COLOURS = {part: f"C{place}" for place, part in enumerate(PARTS)}
-COLOURS |= {OTHER: "darkgrey", "idle": "gainsboro"}
 
 
 @dataclass(frozen=True)
-class Settings(ModelSettings):
+class Settings(models.ModelSettings):
     """What a breakdown is told."""
 
     layers: int | None = by_device(4, 2, "decoder layers", int)
@@ -43,21 +35,30 @@ class Settings(ModelSettings):
         )
 
 
-class Breakdown(Speed):
+class Breakdown(Reported, base.Speed):
     """A case is one length."""
 
     name = "speed breakdown"
     purpose = "where the time of a prefill goes: choosing blocks, attention, the rest"
     title = "Where the time of a prefill goes"
-    caption = "shares of the wall time by length"
+    caption = "time of the parts by length"
     Settings = Settings
 
     SHAPE = ("layers", "dtype")
-    FOUND = ("ms", "density", "ran_as", *(f"{part}_ms" for part in SHOWN), "why_no_split")
+    FOUND = ("ms", "density", "ran_as", *(f"{part}_ms" for part in (*PARTS, OTHER)), "why_no_split")
     REPORTED_ERRORS = Exception  # an engine that refuses or does not fit
+    PANELS = (
+        Panel("a prefill", "ms", ("ms", "attention_ms", f"{OTHER}_ms")),
+        Panel("choosing blocks", "ms", tuple(f"{part}_ms" for part in PREDICTOR)),
+    )
+    NOTES: ClassVar[Mapping[str, str]] = {
+        "": "Other: projections, MLP, norms, rotary embedding, cache, embedding and logits. Idle: "
+        "the wall time less all kernels, negative where profiled calls ran longer. Density is "
+        "attended over causal pairs."
+    }
 
     def find(self, sample: dict[str, Any]) -> None:
-        with prefilling(self.settings, sample["length"], "cab-always") as (call, known):
+        with models.prefilling(self.settings, sample["length"], "cab-always") as (call, known, _):
             sample["ms"] = self.bench.time(call, graph=False).ms
             sample |= known() | self.bench.parts(call, PARTS)
 
@@ -68,66 +69,13 @@ class Breakdown(Speed):
         ``idle_ms`` is the wall time less all kernels, ``gap`` its share: what passes while none
         runs, or, where it is negative, what the two kinds of call differ by.
         """
-        rows = by_length(samples, ("kernels_ms", "idle_ms", "gap"))
+        rows = base.by_length(samples, ("kernels_ms", "idle_ms", "gap"))
         for row in rows:
             if row["ms"] is not None and row[f"{OTHER}_ms"] is not None:
-                row["kernels_ms"] = sum(row[f"{part}_ms"] for part in SHOWN)
+                row["kernels_ms"] = sum(row[f"{part}_ms"] for part in (*PARTS, OTHER))
                 row["idle_ms"] = row["ms"] - row["kernels_ms"]
                 row["gap"] = row["idle_ms"] / row["ms"]
         return rows
 
-    @staticmethod
-    def tables(rows: Sequence[Row]) -> dict[str, str]:
-        return {"Parts": markdown_table(rows, COLUMNS), **remarks(rows)}
-
-    @staticmethod
-    def notes(settings: Mapping[str, Any]) -> str:
-        return (
-            f"{described(settings)}\n\nRest: projections, MLP, norms, rotary embedding, cache, "
-            "embedding and the last token's logits. Idle: the wall time less all kernels, negative "
-            "where profiled calls ran longer. Density is attended over causal pairs."
-        )
-
-    @staticmethod
-    def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Shares of the wall time, a stacked bar a length, and beside it those of predicting."""
-        split = [row for row in rows if row["gap"] is not None]
-        with charts.figure(path, 1, 2, figsize=(11, 4.6)) as axes:
-            left, right = axes[0]
-            _stack(left, split, {**SHOWN, "idle": "idle"})
-            _stack(right, split, {part: SHOWN[part] for part in PREDICTOR})
-            left.set_title("where the time of a prefill goes", fontsize=10)
-            right.set_title("of it, predicting", fontsize=10)
-
 
 EXPERIMENT = Breakdown
-
-
-def _with_share(field: str, row: Row) -> str | None:
-    """``12.3 (4.5 %)`` of the wall time."""
-    ms = row[field]
-    return None if ms is None else f"{digits(ms)} ({percent(ms / row['ms'])})"
-
-
-def _stack(axis: Any, rows: Sequence[Row], parts: Mapping[str, str]) -> None:
-    bars = [charts.short(row["length"]) for row in rows]
-    below = [0.0] * len(rows)
-    for part, shown in parts.items():
-        # a gap below zero has no height: profiled kernels ran longer than the wall time
-        heights = [100 * max(0.0, row[f"{part}_ms"]) / row["ms"] for row in rows]
-        axis.bar(bars, heights, bottom=below, label=shown, color=COLOURS[part])
-        below = [low + height for low, height in zip(below, heights, strict=True)]
-    axis.set_xlabel("tokens")
-    axis.set_ylabel("% of the wall time")
-    if rows:
-        axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-
-
-COLUMNS = {
-    **TOKENS,
-    **DENSITY,
-    "wall ms": column(digits, "ms"),
-    **{f"{shown} ms": partial(_with_share, f"{part}_ms") for part, shown in SHOWN.items()},
-    "kernels ms": column(digits, "kernels_ms"),
-    "idle ms": partial(_with_share, "idle_ms"),
-}

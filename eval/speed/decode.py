@@ -4,33 +4,31 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch._dynamo.utils import counters
 
 from cab_hf.config import CabConfig
-from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
-from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import TOKENS, Speed, by_length, listed, made_of, remarks
-from cab_hf.eval.speed.heads import INPUTS, RandomHeads, inputs_option
-from cab_hf.eval.speed.model import SDPA, ModelShape, shape_of
-from cab_hf.eval.speed.one_query import (
-    CAB,
-    DENSE,
-    bandwidth,
-    random_step,
-    time_cab,
-    time_dense,
-)
-from cab_hf.eval.speed.steps import MODES, WARM_UP_STEPS, time_steps
+from cab_hf.eval.kv_cache import cache_arguments
+from cab_hf.eval.report import grouped
+from cab_hf.eval.speed import base, dense
+from cab_hf.eval.speed import model as models
+from cab_hf.eval.speed.heads import RandomHeads, inputs_option
+from cab_hf.eval.speed.model import SDPA
+from cab_hf.eval.speed.one_query import DENSE, bandwidth, random_step, time_cab, time_dense
+from cab_hf.eval.speed.reported import Panel, Reported
 from cab_hf.eval.speed.timing import Bench, bench_on, method_on
 from cab_hf.runs.settings import comma_separated, option, parse_length
 
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+CAB = "cab"
 ATTENTION, MODEL = "attention", "model"
 PARTS = (ATTENTION, MODEL)  # the cheap one first
 OF_CAB = ("index", "choose", "attend")  # what a step of it consists of
@@ -41,16 +39,52 @@ def parse_budget(text: str) -> int | float:
     return float(text) if "." in text else parse_length(text)
 
 
+DYNAMIC, STATIC, COMPILED = "dynamic", "static", "compiled"
+MODES = {
+    COMPILED: 'a static cache, torch.compile(mode="reduce-overhead", fullgraph=True)',
+    STATIC: "a static cache, eager",
+    DYNAMIC: "a dynamic cache, eager",
+}
+# slots are a multiple of it: kernels under a mask pad what is not aligned
+ALIGNED = 128
+# compiled: one that compiles, one that records its graph, and replays
+WARM_UP_STEPS = 5
+NOTES = (
+    "Attention is that of one layer of this model. All kernels read the cache as transformers lays "
+    "it out; transformers is what its sdpa calls over a static cache, with a mask of the slots. "
+    "cab: the new key is written into the index, keys are chosen, the chosen ones attended; the "
+    "parts are timed apart as well, so that they do not sum up. Bytes: K and V once for dense "
+    "ways, whatever copies they make; for cab its index, and K and V of the keys that are read. Of "
+    "bandwidth: GB/s over that at which a large tensor is summed in the same run. Mass: the share "
+    "of attention on the chosen keys. Full error: relative, of cab where everything is chosen."
+    "\n\nThe model attends by transformers' sdpa or by cab, here whatever min_length says, though "
+    "never below four times decode_tokens. "
+    f"{'; '.join(f'{mode}: {what}' for mode, what in MODES.items())}. First s includes compiling."
+)
+
+
+def tokens_of(budget: float, length: int) -> int:
+    """The keys that a budget of `decode_tokens` stands for."""
+    return budget if isinstance(budget, int) else round(budget * length)
+
+
+def _way(row: Row) -> str:
+    """``FA3``, or ``sdpa compiled``."""
+    return " ".join(filter(None, (row["way"], row["mode"])))
+
+
 @dataclass(frozen=True)
-class Settings(RandomHeads, ModelShape):
+class Settings(RandomHeads, models.ModelShape):
     """What a run of decode steps is told."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {"min_length": 0, "sparse_decode": True}
-    POSITIVE = (*ModelShape.POSITIVE, "steps")
+    POSITIVE = (*models.ModelShape.POSITIVE, "steps")
 
-    lengths: tuple[int, ...] | None = listed((32_768, 131_072), (1024,), "tokens", parse_length)
-    batches: tuple[int, ...] | None = listed((1, 4, 8), (1, 2), "batch sizes", int)
-    budgets: tuple[int | float, ...] | None = listed(
+    lengths: tuple[int, ...] | None = base.listed(
+        (32_768, 131_072), (1024,), "tokens", parse_length
+    )
+    batches: tuple[int, ...] | None = base.listed((1, 4, 8), (1, 2), "batch sizes", int)
+    budgets: tuple[int | float, ...] | None = base.listed(
         (4096,), (128,), "decode_tokens, a number of tokens or a share", parse_budget
     )
     parts: tuple[str, ...] = option(
@@ -78,12 +112,11 @@ class Settings(RandomHeads, ModelShape):
 
     @property
     def method(self) -> str:
-        clock = method_on(self.device, self.seconds, clean=True)
         return (
-            f"attention: {clock}; ms is the replay of a CUDA graph "
-            "where one could be made, eager ms the same call made from Python; every kernel is "
-            "compared with float32 attention before it is timed, cab with that over its choice; of "
-            "several ways to call a kernel the fastest counts. Model: median of "
+            f"attention: {method_on(self.device, self.seconds, clean=True)}; ms is the replay of a "
+            "CUDA graph where one could be made, eager ms the same call made from Python; every "
+            "kernel is compared with float32 attention before it is timed, cab with that over its "
+            "choice. Model: median of "
             f"{self.steps} steps by time.perf_counter, each until the device is done, after "
             f"{WARM_UP_STEPS} that warm up; every step writes its token into the cache, which "
             "random keys and values fill up to the length; the peak is all that was allocated, "
@@ -96,26 +129,22 @@ class Settings(RandomHeads, ModelShape):
 
     def asked(self) -> list[dict[str, Any]]:
         sparse = [(CAB, budget) for budget in self.budgets]
-        attention = [(name, None) for name in self.kernels] + sparse
+        kernels = [*((name, None) for name in self.kernels), *sparse]
         ways = {
-            ATTENTION: [{"way": name, "mode": None, "budget": keys} for name, keys in attention],
-            MODEL: [
-                {"way": name, "mode": mode, "budget": keys}
-                for mode in self.modes
-                for name, keys in ((SDPA, None), *sparse)
-            ],
+            ATTENTION: [(None, *each) for each in kernels],
+            MODEL: [(mode, *each) for mode in self.modes for each in ((SDPA, None), *sparse)],
         }
         # the cheap part first, and the cheap cases of each
         parts = [part for part in PARTS if part in self.parts]
-        places = itertools.product(parts, self.lengths, self.batches)
+        names = ("part", "length", "batch", "mode", "way", "budget")
         return [
-            {"part": part, "length": length, "batch": batch, **way}
-            for part, length, batch in places
+            dict(zip(names, (part, length, batch, *way), strict=True))
+            for part, length, batch in itertools.product(parts, self.lengths, self.batches)
             for way in ways[part]
         ]
 
 
-class Decode(Speed):
+class Decode(Reported, base.Speed):
     """A case is one way to attend one layer's cache, or to run a model, by length and batch."""
 
     name = "speed decode"
@@ -124,8 +153,7 @@ class Decode(Speed):
     caption = "time of a step by length"
     Settings = Settings
     CASE = ("part", "length", "batch", "way", "mode", "budget")
-    GROWS = (*Speed.GROWS, "parts", "batches", "budgets", "kernels", "modes")
-
+    GROWS = (*base.Speed.GROWS, "parts", "batches", "budgets", "kernels", "modes")
     SHAPE = ("heads", "kv_heads", "head_dim", "layers", "dtype")
     FOUND = (
         *("ms", "eager_ms", *(f"{part}_ms" for part in OF_CAB), "bytes", "bandwidth"),
@@ -133,6 +161,11 @@ class Decode(Speed):
         *("peak_gib", "cache_gib", "index_gib", "ran_as", "without_graph"),
     )
     REPORTED_ERRORS = Exception  # a kernel that is missing, refuses, is wrong or does not fit
+    BY: ClassVar[Mapping[str, str]] = {
+        **{"part": "part", "texts": "batch", "way": "way", "run": "mode", "keys": "budget"}
+    }
+    PANELS = (Panel("a step", "ms", ("ms",)), Panel("a model", "tokens/s", ("tokens_s",)))
+    NOTES: ClassVar[Mapping[str, str]] = {"": NOTES}
 
     @cached_property
     def bench(self) -> Bench:
@@ -141,35 +174,28 @@ class Decode(Speed):
     def find(self, sample: dict[str, Any]) -> None:
         if sample["part"] == ATTENTION:
             self.find_attention(sample)
-        else:
-            random_step.cache_clear()
-            self.find_model(sample)
+            return
+        random_step.cache_clear()
+        settings, budget, batch = self.settings, sample["budget"], sample["batch"]
+        config = None if budget is None else settings.budgeted(budget)
+        place = sample["length"], batch, sample["mode"]
+        sample |= time_steps(settings, self.bench, *place, config)
+        sample["tokens_s"] = batch / sample["ms"] * 1e3
 
     def find_attention(self, sample: dict[str, Any]) -> None:
         settings, bench = self.settings, self.bench
-        length, budget = sample["length"], sample["budget"]
+        length, batch, budget = sample["length"], sample["batch"], sample["budget"]
         sample["bandwidth"] = bandwidth(bench)
-        place = length, sample["batch"], settings.head_dim, bench.device
-        step = random_step(settings, *place)
+        step = random_step(settings, length, batch, settings.head_dim, bench.device)
         if budget is None:
-            timing, sample["ran_as"] = time_dense(step, sample["way"], bench)
-            keys = sample["batch"] * settings.kv_heads * length
-            sample |= {"kept": length, "mass": 1.0, "bytes": keys * step.bytes_a_key}
+            timing = time_dense(step, sample["way"], bench)
+            count = batch * settings.kv_heads * length * step.bytes_a_key
+            sample |= {"kept": length, "mass": 1.0, "bytes": count}
         else:
             found = time_cab(step, tokens_of(budget, length), bench)
             timing = found.pop("timing")
             sample |= {f"{part}_ms": found.pop(part).ms for part in OF_CAB} | found
         sample |= {"ms": timing.ms, "eager_ms": timing.eager, "without_graph": timing.why_not}
-
-    def find_model(self, sample: dict[str, Any]) -> None:
-        settings, budget, batch = self.settings, sample["budget"], sample["batch"]
-        config = None if budget is None else settings.budgeted(budget)
-        place = sample["length"], batch, sample["mode"]
-        found = time_steps(settings, self.bench, *place, config, settings.steps)._asdict()
-        times = found.pop("times")
-        ms = statistics.median(times)
-        sample |= {"ms": ms, "least_ms": min(times), "most_ms": max(times), **found}
-        sample["tokens_s"] = batch / ms * 1e3
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -180,7 +206,7 @@ class Decode(Speed):
         moves.
         """
         compared = ("baseline", "baseline_ms", "over_best", "over_same")
-        rows = by_length(samples, (*compared, "gb_s", "of_bandwidth"))
+        rows = base.by_length(samples, (*compared, "gb_s", "of_bandwidth"))
         rows.sort(key=lambda row: (PARTS.index(row["part"]), row["length"], row["batch"]))
         for alike in grouped(rows, "part", "length", "batch"):
             timed = [row for row in alike if row["ms"] is not None]
@@ -198,144 +224,92 @@ class Decode(Speed):
                 row["over_same"] = same and same / row["ms"]
         return rows
 
-    @staticmethod
-    def tables(rows: Sequence[Row]) -> dict[str, str]:
-        """Sparse steps beside dense ones, then every way to attend and to run the model."""
-        attention, model = (_of(rows, part) for part in PARTS)
-        made = {"Beside dense": markdown_table(_beside(rows), PLACE | BESIDE)}
-        if attention:
-            made["Attention of one step"] = markdown_table(attention, PLACE | OF_ATTENTION)
-        if model:
-            made["Steps of the model"] = markdown_table(model, PLACE | OF_MODEL)
-        by = {"part": "part", "texts": "batch", "way": "way", "run": "mode", "keys": "budget"}
-        # None is a dash in tables, and here too
-        shown = [
-            {**row, "mode": row["mode"] or "–", "budget": row["budget"] or "all"} for row in rows
-        ]
-        return made | remarks(shown, by)
-
-    @staticmethod
-    def notes(settings: Mapping[str, Any]) -> str:
-        modes = "; ".join(f"{mode}: {what}" for mode, what in MODES.items())
-        return (
-            f"{made_of(shape_of(settings), settings)}\n\nAttention is that of one layer of this "
-            f"model; its inputs are {INPUTS[settings['inputs']]}. All kernels read the cache as "
-            "transformers lays it out; transformers is what its sdpa calls over a static cache, "
-            "with a mask of the slots. cab: the new key is written into the index, keys are "
-            "chosen, the chosen ones attended; the parts are timed apart as well, so that they do "
-            "not sum up. GB: K and V once for dense ways, whatever copies they make; for cab its "
-            "index, and K and V of the keys that are read. Of bandwidth: GB/s over that at which a "
-            "large tensor is summed in the same run. Mass: the share of attention on the chosen "
-            "keys. Error: relative, of cab where "
-            "everything is chosen, against float32 attention.\n\nThe model attends by "
-            "transformers' sdpa or by cab, here whatever min_length says, though never below four "
-            f"times decode_tokens. {modes}. Slowest: the slowest step over the median; first: "
-            "seconds of the first step, compiling included."
-        )
-
-    @staticmethod
-    def draw(path: Path, rows: Sequence[Row]) -> None:
-        """ms of attention and tokens/s of the model by length, a row of panels a batch."""
-        batches = grouped(rows, "batch")
-        titles = {ATTENTION: ("attention of one step", "ms"), MODEL: ("decoding", "tokens/s")}
-        titles = {part: text for part, text in titles.items() if _of(rows, part)}
-        size = (5.5 * len(titles), 4.6 * len(batches))
-        with charts.figure(path, len(batches), len(titles), figsize=size) as axes:
-            for panels, some in zip(axes, batches, strict=True):
-                for axis, (part, (title, unit)) in zip(panels, titles.items(), strict=True):
-                    _draw_ways(axis, _of(some, part), "ms" if part == ATTENTION else "tokens_s")
-                    lengths = [row["length"] for row in some]
-                    title = f"{title}, batch {some[0]['batch']}"
-                    charts.over_tokens(axis, lengths, title, unit, log=part == ATTENTION)
+    @classmethod
+    def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
+        """Every way to attend, and every way to run the model."""
+        parts = {some[0]["part"]: cls.table(some) for some in grouped(rows, "part")}
+        titles = {ATTENTION: "Attention of one step", MODEL: "Steps of the model"}
+        return {titles[part]: text for part, text in parts.items()} | cls.remarks(rows)
 
 
 EXPERIMENT = Decode
 
 
-def tokens_of(budget: float, length: int) -> int:
-    """The keys that a budget of `decode_tokens` stands for."""
-    return budget if isinstance(budget, int) else round(budget * length)
+@torch.no_grad()
+def time_steps(
+    settings: models.ModelShape,
+    bench: Bench,
+    length: int,
+    batch: int,
+    mode: str,
+    config: CabConfig | None,
+) -> dict[str, Any]:
+    """Steps behind ``length`` tokens of ``batch`` texts, each of which writes its token.
 
+    ``config`` is that of cab; None for transformers' own attention.
 
-def _of(rows: Sequence[Row], part: str) -> list[Row]:
-    return [row for row in rows if row["part"] == part]
+    Returns:
+        ``ms`` of a step, ``least_ms`` and ``most_ms``; seconds of the first of all, ``first_s``;
+        ``peak_gib``, ``cache_gib`` and ``index_gib``; ``ran_as`` and ``without_graph``.
 
-
-def _way(row: Row) -> str:
-    """``FA3``, or ``sdpa compiled``."""
-    return " ".join(filter(None, (row["way"], row["mode"])))
-
-
-def _beside(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """A line for each length, batch and budget: cab's attention, and its model in the first mode.
-
-    The first mode that was run, which is `COMPILED` unless it failed.
+    Raises:
+        RuntimeError: when steps are to be compiled and there is no GPU.
     """
-    lines = []
-    sparse = [row for row in rows if row["budget"] is not None and row["ms"] is not None]
-    for alike in sorted(grouped(sparse, "length", "batch", "budget"), key=_place):
-        model = _of(alike, MODEL)
-        model.sort(key=lambda row: list(MODES).index(row["mode"]))
-        both = {ATTENTION: _of(alike, ATTENTION)[:1], MODEL: model[:1]}
-        line = {name: alike[0][name] for name in ("length", "batch", "budget")}
-        lines.append(line | {part: row[0] for part, row in both.items() if row})
-    return lines
+    if mode == COMPILED and bench.device.type != "cuda":
+        raise RuntimeError("reduce-overhead makes CUDA graphs, which need a GPU")
+    model, steps = models.random_model(settings), settings.steps
+    slots = -(-(length + WARM_UP_STEPS + steps) // ALIGNED) * ALIGNED if mode != DYNAMIC else 0
+    with models.attending(model, "cab" if config else SDPA, config):
+        cache = models.random_cache(model, length, batch, slots, sparse=config is not None)
+        bench.settle()
+        counters.clear()
+        try:
+            step = stepping(model, cache, batch, mode == COMPILED)
+            first, peak = bench.walls(step, WARM_UP_STEPS)
+            times, later = bench.walls(step, steps)
+        finally:
+            if mode == COMPILED:
+                # graphs and what they hold
+                torch._dynamo.reset()
+    indices = [layer.index for layer in cache.layers if getattr(layer, "index", None) is not None]
+    kept = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    skipped = counters["inductor"]["cudagraph_skips"]
+    return {
+        "ms": statistics.median(times),
+        "least_ms": min(times),
+        "most_ms": max(times),
+        "first_s": first[0] / 1e3,
+        "peak_gib": peak and max(peak, later),
+        "cache_gib": kept / 2**30,
+        "index_gib": sum(index.nbytes for index in indices) / 2**30 if indices else None,
+        "ran_as": config and ran_as(config, len(indices), cache.layers[0].keys.shape[2]),
+        "without_graph": f"inductor makes none of {skipped} graphs" if skipped else None,
+    }
 
 
-def _place(alike: Sequence[Row]) -> tuple[int, int]:
-    return alike[0]["length"], alike[0]["batch"]
+def ran_as(config: CabConfig, layers: int, slots: int) -> str:
+    """What so many layers with an index do where their cache has that many slots."""
+    from cab_hf.decode.step import decodes_sparsely
+
+    if not decodes_sparsely(config, slots):
+        return "dense: few tokens beside those that a step would read"
+    return f"{layers} layers choose the keys they read"
 
 
-def _best(row: Row | None) -> str | None:
-    return row and row["baseline"] and f"{digits(row['baseline_ms'])} {row['baseline']}"
+def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -> Callable[[], Any]:
+    """What reads a token of each text and takes the likeliest next one."""
+    forward = model.__call__
+    if compiled:
+        forward = torch.compile(forward, mode="reduce-overhead", fullgraph=True)
+    # 0 pads, and its embedding is nothing
+    tokens = torch.ones(batch, 1, dtype=torch.long, device=model.device)
+    cached = cache_arguments(model, cache)
 
+    def step() -> None:
+        if compiled:
+            # what the last step returned is not needed any more
+            torch.compiler.cudagraph_mark_step_begin()
+        logits = forward(tokens, **cached).logits
+        tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
-def _draw_ways(axis: Any, rows: Sequence[Row], field: str) -> None:
-    for alike in grouped(rows, "way", "mode", "budget"):
-        first = alike[0]
-        keys = "" if first["budget"] is None else f", {first['budget']} keys"
-        charts.line(axis, alike, itemgetter(field), label=f"{_way(first)}{keys}")
-
-
-TIMES = "{:.2f}×".format
-COUNT = "{:,.0f}".format
-PLACE = {**TOKENS, "texts": "batch"}
-BUDGET = {"keys": lambda row: "all" if row["budget"] is None else str(row["budget"])}
-BESIDE = {
-    **BUDGET,
-    "attention ms": column(digits, ATTENTION, "ms"),
-    "best dense ms": lambda row: _best(row.get(ATTENTION)),
-    "attention": column(TIMES, ATTENTION, "over_best"),
-    "model": column(str, MODEL, "mode"),
-    "tokens/s": column(digits, MODEL, "tokens_s"),
-    "over sdpa in this mode": column(TIMES, MODEL, "over_same"),
-    "over sdpa in its best": column(TIMES, MODEL, "over_best"),
-}
-OF_ATTENTION = {
-    "way": "way",
-    **BUDGET,
-    "ms": column(digits, "ms"),
-    "eager ms": column(digits, "eager_ms"),
-    **{f"{part} ms": column(digits, f"{part}_ms") for part in OF_CAB},
-    "GB": column(lambda count: digits(count / 1e9), "bytes"),
-    "GB/s": column(digits, "gb_s"),
-    "of bandwidth": column(percent, "of_bandwidth"),
-    "over best dense": column(TIMES, "over_best"),
-    "keys read": column(COUNT, "kept"),
-    "mass": column("{:.3f}".format, "mass"),
-    "error": column("{:.1e}".format, "full_error"),
-}
-OF_MODEL = {
-    "way": "way",
-    "run": "mode",
-    **BUDGET,
-    "ms a step": column(digits, "ms"),
-    "slowest": lambda row: row["ms"] and TIMES(row["most_ms"] / row["ms"]),
-    "tokens/s": column(digits, "tokens_s"),
-    "over sdpa alike": column(TIMES, "over_same"),
-    "over best sdpa": column(TIMES, "over_best"),
-    "first s": column(digits, "first_s"),
-    "peak GiB": column(digits, "peak_gib"),
-    "cache GiB": column(digits, "cache_gib"),
-    "index GiB": column(digits, "index_gib"),
-}
+    return step

@@ -1,4 +1,4 @@
-"""What speed ops on a whole model share: its shape, random weights, and how it attends."""
+"""What speed ops on a whole model share: its shape and weights, and how it attends."""
 
 from __future__ import annotations
 
@@ -23,13 +23,24 @@ from cab_hf.runs.settings import by_device, option
 
 # transformers is imported where it is used: asking for help needs none of it
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
 SDPA = "sdpa"  # what transformers attends with unless it is told otherwise
 CAB_DENSE = "cab_dense"  # exact, and over ranks as well
 # how CAB is run -> what is set beyond the budget
 CAB = {"cab": {}, "cab-always": {"min_length": 0}}
 INITIAL_STD = 0.02
+# of reports: what ways to attend are, and what they may gain
+WAYS = (
+    "sdpa is transformers' own; other dense ways take its place. cab computes prompts shorter than "
+    "min_length dense, cab-always none. Density: attended over causal pairs in all layers."
+)
+GAINS = (
+    "At most: operations of the dense model over those at the realised density. TFLOP/s count what "
+    f"is attended. {dense.BREAK_EVEN}"
+)
+TOGETHER = "; all ranks begin together, the slowest of each run and the highest peak of any count"
+TIMES = "{:.2f}×".format
 
 
 @dataclass(frozen=True)
@@ -56,30 +67,23 @@ class ModelShape(SpeedSettings):
         """Of the longest text that the model reads."""
         return max(self.lengths)
 
-    def model_flops(self, length: int, behind: int = 0) -> dict[str, float]:
-        """Floating-point operations of reading a prompt densely: ``linear`` and ``attention``.
+    def flops(self, length: int, density: float = 1.0, behind: int = 0) -> float:
+        """Floating-point operations of reading a prompt, that share of the pairs being attended.
 
         A multiplication and an addition per weight and token, the logits of the last token alone;
-        attention counts the causal half of all pairs, and those with the ``behind`` tokens that a
-        cache holds before the prompt. Norms, rotary embedding and softmax are not
-        counted.
+        pairs are the causal half of all, and those with the ``behind`` tokens that a cache holds
+        before the prompt. Norms, rotary embedding and softmax are not counted.
         """
         heads = 2 * (self.heads + self.kv_heads) * self.head_dim
         weights = self.layers * self.hidden * (heads + 3 * self.intermediate)
-        pairs = length * behind + length**2 / 2
+        pairs = density * (length * behind + length**2 / 2)
         attention = self.layers * self.heads * 4 * self.head_dim * pairs
-        linear = 2.0 * (length * weights + self.hidden * self.vocab)
-        return {"linear": linear, "attention": attention}
+        return 2.0 * (length * weights + self.hidden * self.vocab) + attention
 
-    def attended_flops(self, length: int, density: float, behind: int = 0) -> float:
-        """The same in all, where that share of the causal pairs is attended."""
-        work = self.model_flops(length, behind)
-        return work["linear"] + density * work["attention"]
-
-    def cache_bytes(self, length: int) -> int:
-        """Bytes of the keys and values of a prompt."""
+    def cache_gib(self, length: int) -> float:
+        """GiB of the keys and values of a prompt."""
         a_token = 2 * self.layers * self.kv_heads * self.head_dim * self.torch_dtype.itemsize
-        return length * a_token
+        return length * a_token / 2**30
 
 
 @dataclass(frozen=True)
@@ -95,25 +99,23 @@ class ModelSettings(ModelShape):
         for length in self.lengths:
             self.budgeted(length)
 
-    def budgeted(self, length: int, **fields: Any) -> CabConfig:
-        """The config at that length, with ``fields`` beyond its budget."""
-        return dataclasses.replace(self.configured(max_density=self.density_at(length)), **fields)
-
-
-def shape_of(settings: Mapping[str, Any]) -> str:
-    """The model of a run with these recorded ``settings``."""
-    return (
-        f"A LLaMA with random weights (standard deviation {INITIAL_STD}): {settings['layers']} "
-        f"layers of {settings['hidden']} channels ({settings['intermediate']} in the MLP), "
-        f"{settings['heads']} query and {settings['kv_heads']} key heads of "
-        f"{settings['head_dim']}, {settings['vocab']:,} tokens, {settings['dtype']}"
-    )
+    def budgeted(self, length: int, way: str = "cab") -> CabConfig:
+        """The config at that length; ``way`` is one of `CAB`, or a dense one, which needs none."""
+        config = self.configured(max_density=self.density_at(length))
+        return dataclasses.replace(config, **CAB.get(way, {}))
 
 
 def described(settings: Mapping[str, Any]) -> str:
     """The model of a run with these recorded ``settings``, and how it was timed."""
-    budget = f"max_density {', '.join(settings['max_density'])}"
-    return made_of(f"{shape_of(settings)}, {budget}", settings)
+    budgets = settings.get("max_density")
+    return made_of(
+        f"A LLaMA with random weights (standard deviation {INITIAL_STD}): {settings['layers']} "
+        f"layers of {settings['hidden']} channels ({settings['intermediate']} in the MLP), "
+        f"{settings['heads']} query and {settings['kv_heads']} key heads of "
+        f"{settings['head_dim']}, {settings['vocab']:,} tokens, {settings['dtype']}"
+        + (f", max_density {', '.join(budgets)}" if budgets else ""),
+        settings,
+    )
 
 
 @lru_cache(maxsize=1)
@@ -144,48 +146,86 @@ def random_model(settings: ModelShape) -> PreTrainedModel:
     return model.eval()
 
 
-def prompt_of(settings: ModelSettings, length: int) -> Tensor:
-    """A prompt int64 [1, length] of random tokens, the same on all ranks."""
-    generator = torch.Generator(settings.device).manual_seed(settings.seed)
+def random_tokens(settings: ModelShape, length: int, seed: int = 0) -> Tensor:
+    """Random tokens int64 [1, length], the same on all ranks; ``seed`` adds to that of the run."""
+    generator = torch.Generator(settings.device).manual_seed(settings.seed + seed)
     return torch.randint(settings.vocab, (1, length), generator=generator, device=settings.device)
 
 
-def prefill(settings: ModelSettings, length: int, chunk: int | None = None) -> Callable[[], Any]:
-    """What reads a random prompt of that length into a new cache and gives its last logits.
+def random_cache(
+    model: PreTrainedModel, length: int, batch: int = 1, slots: int = 0, sparse: bool = False
+) -> Cache:
+    """A cache of random keys and values of ``length`` tokens.
 
-    With ``chunk`` it is read that many tokens at a time into a static cache of exactly its length:
-    a dynamic one would copy all of a layer's keys, and then its values, at every chunk, and need
-    room for the copy.
+    It is static if it has ``slots``; ``sparse`` says whether it has an index of the keys as well.
+    """
+    from transformers import DynamicCache, StaticCache
+
+    from cab_hf import index_cache
+
+    text = model.config
+    cache = StaticCache(config=text, max_cache_len=slots) if slots else DynamicCache(config=text)
+    cache = index_cache(model, cache) if sparse else cache
+    generator = torch.Generator(model.device).manual_seed(0)
+    like = {"device": model.device, "dtype": model.dtype, "generator": generator}
+    shape = (batch, text.num_key_value_heads, length, text.head_dim)
+    for layer in range(text.num_hidden_layers):
+        cache.update(torch.randn(shape, **like), torch.randn(shape, **like), layer)
+    return cache
+
+
+@contextmanager
+def prefilling(
+    settings: ModelSettings, length: int, way: str, chunk: int | None = None, behind: int = 0
+) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]], Callable[[], None]]]:
+    """(what reads random tokens, what then is known of them, what takes them off the cache again).
+
+    The model attends that ``way``, and gives the logits of the last token; what is known is what
+    `attended_by` says.
+
+    Args:
+        chunk: they are read that many at a time into a static cache of exactly their length: a
+            dynamic one would copy all of a layer's keys, and then its values, at every chunk, and
+            need room for the copy.
+        behind: tokens of random keys and values in a `DynamicCache` before them; without it, each
+            call begins a new cache.
     """
     from transformers import StaticCache
 
-    model, prompt = random_model(settings), prompt_of(settings, length)
+    model, prompt = random_model(settings), random_tokens(settings, length)
+    cached = random_cache(model, behind) if behind else None
 
     @torch.inference_mode()
     def call() -> Any:
-        cache = None
+        cache = cached
         if chunk is not None:
             cache = StaticCache(config=model.config, max_cache_len=length)
             # before anything else, while free memory is whole
             cache.early_initialization(
                 1, settings.kv_heads, settings.head_dim, model.dtype, model.device
             )
-        cached = cache_arguments(model, cache)
-        with reading(length):
+        with reading(behind + length):
             for piece in prompt.split(chunk or length, dim=1):
-                read = model(piece, **cached, logits_to_keep=1)
+                read = model(piece, **cache_arguments(model, cache), logits_to_keep=1)
         return read
 
-    return call
+    def crop() -> None:
+        asked = cached.get_seq_length() - behind if behind else 0
+        # a crop by nothing is not the same in all versions of transformers
+        if asked:
+            cached.crop(-asked)
+
+    with attending(model, way, settings.budgeted(length, way), continues=behind > 0):
+        yield call, partial(attended_by, model, behind + length, way), crop
 
 
 @contextmanager
 def attending(
-    model: PreTrainedModel, name: str, config: CabConfig, continues: bool = False
+    model: PreTrainedModel, way: str, config: CabConfig | None = None, continues: bool = False
 ) -> Iterator[None]:
-    """Let ``model`` attend by ``name`` for a while; what it attends is counted anew.
+    """Let ``model`` attend by ``way`` for a while; what it attends is counted anew.
 
-    ``name`` is one of `CAB`, a baseline, or an ``attn_implementation`` of transformers.
+    ``way`` is one of `CAB`, a baseline, or an ``attn_implementation`` of transformers.
     ``continues`` says that calls continue a cache.
 
     Raises:
@@ -198,30 +238,28 @@ def attending(
     from cab_hf.patches import cab, stats
 
     stats(model, reset=True)
-    if name in CAB:
+    if way in CAB:
         with cab(model, config):
             yield
         return
-    way = name
-    if name in dense.on(model.device):
-        way = f"speed_{name.replace(' ', '_')}"
-        ALL_ATTENTION_FUNCTIONS[way] = _function(model, name, continues)
+    name, baseline = way, dense.on(model.device).get(way)
+    if baseline is not None:
+        if continues and not baseline.continues:
+            first = "to it, queries are the first tokens"
+            raise RuntimeError(f"{way} cannot continue a cache: {first}")
+        name = f"speed_{way.replace(' ', '_')}"
+        ALL_ATTENTION_FUNCTIONS[name] = _function(model, way, baseline, continues)
     try:
-        model.set_attn_implementation(way)
+        model.set_attn_implementation(name)
         yield
     finally:
         model.set_attn_implementation(SDPA)
-        if way != name:
-            del ALL_ATTENTION_FUNCTIONS[way]
 
 
 def _function(
-    model: PreTrainedModel, name: str, continues: bool
+    model: PreTrainedModel, name: str, baseline: dense.Baseline, continues: bool
 ) -> Callable[..., tuple[Tensor, None]]:
     """A dense baseline under the signature of transformers' attention functions, checked."""
-    baseline = dense.on(model.device)[name]
-    if continues and not baseline.continues:
-        raise RuntimeError(f"{name} cannot continue a cache: to it, queries are the first tokens")
     kernel = baseline.load()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -242,33 +280,19 @@ def _function(
     return attention
 
 
-def layers_as(model: PreTrainedModel, length: int, training: bool) -> str:
-    """What each layer of ``model`` does with a text, and a step of decode, in one line."""
-    from cab_hf.patches import describe
+def attended_by(
+    model: PreTrainedModel, length: int, way: str, reset: bool = False
+) -> dict[str, Any]:
+    """Of what was read since it was counted anew: ``density``, and what CAB ``ran_as``.
 
-    lines = describe(model, tokens=length, training=training).splitlines()[1:-1]
-    return "; ".join(map(str.strip, lines))
-
-
-@contextmanager
-def prefilling(
-    settings: ModelSettings, length: int, way: str, chunk: int | None = None
-) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]]]]:
-    """(what reads a prompt, what then is known of it) while the model attends that ``way``.
-
-    Known are its ``density``, attended over causal pairs in all layers, and what CAB ``ran_as``.
+    The density is attended over causal pairs, in all layers; ``ran_as`` says what each layer does
+    with a text of ``length`` tokens, in one line.
     """
-    model = random_model(settings)
-    call = prefill(settings, length, chunk)
-    with attending(model, way, settings.budgeted(length, **CAB.get(way, {}))):
-        yield call, partial(attended_by, model, length, way)
-
-
-def attended_by(model: PreTrainedModel, length: int, way: str) -> dict[str, Any]:
-    """``density`` since it was counted anew, and what CAB ``ran_as`` at ``length`` tokens."""
-    from cab_hf.patches import stats
+    from cab_hf.patches import describe, stats
 
     # layers that are computed dense attend everything
-    layers = [1.0 if layer["density"] is None else layer["density"] for layer in stats(model)]
-    text = layers_as(model, length, training=False) if way in CAB else None
-    return {"density": fmean(layers), "ran_as": text}
+    layers = [1.0 if x["density"] is None else x["density"] for x in stats(model, reset=reset)]
+    lines = []
+    if way in CAB:
+        lines = describe(model, tokens=length, training=model.training).splitlines()[1:-1]
+    return {"density": fmean(layers), "ran_as": "; ".join(map(str.strip, lines)) or None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from types import SimpleNamespace
@@ -22,7 +22,6 @@ from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice, reference
 
 READ_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # of a sum that tells the bandwidth
-CAB = "cab"
 
 
 class Step(NamedTuple):
@@ -61,12 +60,8 @@ def random_step(
     q, k, v = q[:, :, -1:].contiguous(), k.contiguous(), v.contiguous()
     grouped = q.float().unflatten(1, (k.shape[1], -1)).squeeze(3) * head_dim**-0.5
     # a text at a time: a cache in float32 is twice the cache
-    weights = torch.stack(
-        [
-            (one @ keys.float().transpose(-1, -2)).softmax(-1)
-            for one, keys in zip(grouped, k, strict=True)
-        ]
-    )
+    logits = [one @ keys.float().transpose(-1, -2) for one, keys in zip(grouped, k, strict=True)]
+    weights = torch.stack(logits).softmax(-1)
     return Step(q, k, v, weights, weighted(weights, v))
 
 
@@ -84,30 +79,19 @@ def bandwidth(bench: Bench) -> float:
     return source.nbytes / bench.time(lambda: source.sum(dtype=torch.float32)).ms / 1e6
 
 
-# --- dense kernels: (q, k, v, scale) -> calls that give [B, H, 1, D], by what they are told
-
-Calls = Mapping[str, Callable[[], Tensor]]
-
-
-def _sdpa(backend: SDPBackend | None, *ways: str) -> Callable[[Step], Calls]:
-    """`F.scaled_dot_product_attention`; a group's heads can be handed over as several queries."""
-
-    def calls(step: Step) -> Calls:
-        q, k, v, _, _ = step
-        folded = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])
-        given = {"enable_gqa": (q, True), "a group as queries": (folded, False)}
-
-        def attend(query: Tensor, gqa: bool) -> Tensor:
-            with nullcontext() if backend is None else sdpa_kernel(backend):
-                out = F.scaled_dot_product_attention(query, k, v, scale=step.scale, enable_gqa=gqa)
-            return out.view(q.shape)
-
-        return {way: partial(attend, *given[way]) for way in ways}
-
-    return calls
+# a call that gives [B, H, 1, D]
+Call = Callable[[], Tensor]
 
 
-def _transformers(step: Step) -> Calls:
+def _sdpa(backend: SDPBackend | None, step: Step) -> Call:
+    def attend() -> Tensor:
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*step[:3], scale=step.scale, enable_gqa=True)
+
+    return attend
+
+
+def _transformers(step: Step) -> Call:
     """What transformers calls where the cache is static: a mask of its slots."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -118,64 +102,42 @@ def _transformers(step: Step) -> Calls:
     def attend() -> Tensor:
         return sdpa_attention_forward(module, q, k, v, mask, scaling=step.scale)[0].transpose(1, 2)
 
-    return {"with a mask": attend}
+    return attend
 
 
-def _flash(
-    modules: Iterable[str], name: str, told: Mapping[str, Mapping[str, Any]], lengths: bool
-) -> Callable[[Step], Calls]:
+def _flash(modules: tuple[str, ...], name: str, step: Step) -> Call:
     """A function of flash-attn, which takes [B, N, H, D]: views, nothing is copied."""
+    kernel = getattr(first_of(modules), name)
+    q, k, v = (x.transpose(1, 2) for x in step[:3])
+    more: dict[str, Any] = {"softmax_scale": step.scale, "causal": True}
+    if name == "flash_attn_with_kvcache":
+        batch, length, *_ = k.shape
+        more["cache_seqlens"] = torch.full((batch,), length, dtype=torch.int32, device=k.device)
 
-    def calls(step: Step) -> Calls:
-        kernel = getattr(first_of(tuple(modules)), name)
-        q, k, v = (x.transpose(1, 2) for x in step[:3])
-        more = {"softmax_scale": step.scale, "causal": True}
-        if lengths:
-            each = torch.full(q.shape[:1], k.shape[1], dtype=torch.int32, device=q.device)
-            more["cache_seqlens"] = each
+    def attend() -> Tensor:
+        out = kernel(q, k, v, **more)
+        # some versions return the log-sum-exp as well
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
-        def attend(options: Mapping[str, Any]) -> Tensor:
-            out = kernel(q, k, v, **more, **options)
-            # some versions return the log-sum-exp as well
-            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-        return {way: partial(attend, options) for way, options in told.items()}
-
-    return calls
+    return attend
 
 
-EITHER = ("enable_gqa", "a group as queries")
-FA3_TOLD = {"pack_gqa by itself": {}, "pack_gqa": {"pack_gqa": True}}
-FA4_TOLD = {"one split": {}, "num_splits by itself": {"num_splits": 0}}
-DENSE: Mapping[str, Callable[[Step], Calls]] = {
-    "SDPA": _sdpa(None, "enable_gqa"),
+DENSE: Mapping[str, Callable[[Step], Call]] = {
+    "SDPA": partial(_sdpa, None),
     "transformers": _transformers,
-    "FA3": _flash(FA3_MODULES, "flash_attn_with_kvcache", FA3_TOLD, lengths=True),
-    "FA4": _flash(FA4_MODULES, "flash_attn_func", FA4_TOLD, lengths=False),
-    "cuDNN": _sdpa(SDPBackend.CUDNN_ATTENTION, *EITHER),
-    "flash": _sdpa(SDPBackend.FLASH_ATTENTION, *EITHER),
+    "FA3": partial(_flash, FA3_MODULES, "flash_attn_with_kvcache"),
+    "FA4": partial(_flash, FA4_MODULES, "flash_attn_func"),
+    "cuDNN": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
 }
 
 
 @torch.no_grad()
-def time_dense(step: Step, name: str, bench: Bench) -> tuple[Timing, str]:
-    """(time, what it was told) of the fastest way to call one of `DENSE`, each checked before.
-
-    Raises:
-        Exception: the last one, where no way works.
-    """
-    timed, failed = {}, None
-    for told, call in DENSE[name](step).items():
-        try:
-            close(call(), step.expected, "of one query")
-            timed[told] = bench.time(call)
-        except Exception as error:
-            # what one GPU refuses another takes
-            failed = error
-    if not timed:
-        raise failed
-    told = min(timed, key=lambda each: timed[each].ms)
-    return timed[told], told
+def time_dense(step: Step, name: str, bench: Bench) -> Timing:
+    """The time of one of `DENSE`; ArithmeticError where it computes something else."""
+    call = DENSE[name](step)
+    close(call(), step.expected, "of one query")
+    return bench.time(call)
 
 
 @torch.no_grad()
@@ -194,16 +156,15 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
     channels, length = llama_channels(q.shape[-1]), k.shape[2]
     index = decode.index_keys(k, channels)
     place = torch.tensor([length - 1], device=q.device)
-    so_far = torch.tensor([length], dtype=torch.int32, device=q.device)
+    so_far, most = (
+        torch.tensor([count], dtype=torch.int32, device=q.device) for count in (length, wanted)
+    )
 
     def write() -> None:
         decode.write_index(index, k[:, :, -1:], channels, place)
 
-    def choosing(count: int) -> Callable[[], Any]:
-        count = torch.tensor([count], dtype=torch.int32, device=q.device)
-        return partial(decode.choose, q, index, step.scale, so_far, count, channels)
-
-    choose = choosing(wanted)
+    def choose(most: Tensor = most) -> Choice:
+        return decode.choose(q, index, step.scale, so_far, most, channels)
 
     def attend(choice: Choice) -> Tensor:
         return decode.attend(q, k, v, choice, step.scale, so_far)
@@ -212,20 +173,19 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
         write()
         return attend(choose())
 
-    everything = attend(choosing(length)())
+    everything, choice = attend(choose(so_far)), choose()
     close(everything, expected, "where everything is chosen")
-    choice = choose()
     kept = weights * choice.kept().unsqueeze(2)
     alone = attend(choice.elsewhere(q.device))
     close(alone, weighted(kept / kept.sum(-1, keepdim=True), v), "over what is chosen")
     # a text at a time, as a cache in float32 is twice the cache
-    meant = [
+    exact = [
         reference.attend(
             q[[i]].float(), k[[i]], v[[i]], Choice(*(x[[i]] for x in choice)), step.scale, so_far
         )
         for i in range(len(q))
     ]
-    close(complete(), torch.cat(meant), "with what is not read")
+    close(complete(), torch.cat(exact), "with what is not read")
     count = int(choice.counts.sum())
     return {
         "timing": bench.time(complete),

@@ -9,26 +9,15 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, grouped, markdown_table
-from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import DENSITY, Speed, listed, remarks
-from cab_hf.eval.speed.model import (
-    CAB,
-    CAB_DENSE,
-    SDPA,
-    ModelSettings,
-    attended_by,
-    attending,
-    described,
-    random_model,
-)
+from cab_hf.eval.report import grouped, markdown_table
+from cab_hf.eval.speed import base, dense
+from cab_hf.eval.speed import model as models
+from cab_hf.eval.speed.model import CAB, CAB_DENSE, SDPA
+from cab_hf.eval.speed.reported import Panel, Reported, table
 from cab_hf.eval.speed.trace import (
     SUMMARY,
-    Request,
     RequestFailed,
-    prompts_of,
     serve,
     summary_of,
     trace_of,
@@ -36,7 +25,7 @@ from cab_hf.eval.speed.trace import (
 from cab_hf.runs.settings import by_device, comma_separated, flag, option, parse_length
 
 if TYPE_CHECKING:
-    from transformers import ContinuousBatchingConfig, ContinuousBatchingManager, PreTrainedModel
+    from transformers import ContinuousBatchingManager, PreTrainedModel
 
 FLASH = ("flash_attention_3", "flash_attention_4", "flash_attention_2")
 KNOWN = (SDPA, *FLASH, CAB_DENSE, *CAB)
@@ -48,17 +37,28 @@ BATCHING = (
     *("max_blocks_per_request", "max_memory_percent", "use_cuda_graph", "use_async_batching"),
     *("allow_block_sharing", "scheduler_type"),
 )
+# how many times less of a field a row has than the best dense way
+OVER = {"over_best": "total_s", "ttft_over_best": "ttft_p99", "tpot_over_best": "tpot_p99"}
+WAY = {"way": "implementation"}
+NOTES = (
+    "All ways serve the same trace of random prompts. ttft: s from arrival to the first token. "
+    "tpot: ms per output token, behind the first one. Percentiles are over requests; tokens/s are "
+    "over all seconds from the first arrival to the last token. Preempted: requests that were put "
+    f"back for lack of pages, and read again. {models.WAYS} It counts what is computed sparsely: "
+    "neither chunks that end before min_length nor decoding. The baseline is the dense way that "
+    "took the fewest seconds in all."
+)
 
 
 @dataclass(frozen=True)
-class Settings(ModelSettings):
+class Settings(models.ModelSettings):
     """What a run that serves requests is told."""
 
     KEYS: ClassVar[Mapping[str, str]] = {"implementation": "implementations"}
 
-    POSITIVE = (*ModelSettings.POSITIVE, "batch_tokens", "warm_up")
+    POSITIVE = (*models.ModelSettings.POSITIVE, "batch_tokens", "warm_up")
 
-    lengths: tuple[int, ...] | None = listed(
+    lengths: tuple[int, ...] | None = base.listed(
         (32_768, 131_072), (256, 512), "tokens of prompts", parse_length
     )
     requests: tuple[str, ...] | None = by_device(
@@ -67,7 +67,7 @@ class Settings(ModelSettings):
         "requests of every length, or LENGTH:COUNT for that length alone",
         comma_separated(str),
     )
-    implementations: tuple[str, ...] | None = listed(
+    implementations: tuple[str, ...] | None = base.listed(
         # what takes longest comes last: sdpa attends all pairs of a batch under a mask
         (*FLASH, CAB_DENSE, "cab", SDPA),
         (SDPA, CAB_DENSE, *CAB),
@@ -116,22 +116,23 @@ class Settings(ModelSettings):
 
     @property
     def method(self) -> str:
+        arrive = f"a Poisson process of {self.rate:g} requests/s" if self.rate else "all at once"
+        counts = ", ".join(f"{count} of {length:,}" for length, count in self.counts.items())
         return (
-            "once, after a trace of other tokens with at most "
-            f"{self.warm_up} requests of every length and {WARM_UP_TOKENS} new tokens, served by "
-            "the same manager; tokens have the time.perf_counter at which the manager has them on "
-            "the host, and a request arrives when add_request is called; the peak is all that was "
-            "allocated, weights and cache included"
+            f"requests ({counts} tokens, the first {self.shared} shared) arrive {arrive} and have "
+            f"{self.new_tokens} new tokens each, once, after at most {self.warm_up} other ones of "
+            f"every length with {WARM_UP_TOKENS}; tokens have the time.perf_counter at which the "
+            "manager has them on the host; the peak is all that was allocated"
         )
 
 
-class Serve(Speed):
+class Serve(Reported, base.Speed):
     """A case is one way to attend; all of them serve the same trace."""
 
     name = "speed serve"
     purpose = "serve requests of mixed lengths by continuous batching, beside dense"
     title = "Continuous batching"
-    caption = "tokens of finished requests over time"
+    caption = "latency by tokens of the prompt"
     Settings = Settings
     CASE = tuple(Settings.KEYS)
     GROWS = (*Settings.KEYS.values(), "cab")
@@ -140,33 +141,30 @@ class Serve(Speed):
     FOUND = ("served", "density", "peak_gib", "cache_gib", "ran_as")
     BY_NAME = ("batching",)
     REPORTED_ERRORS = Exception  # what is not installed, is refused or does not fit
+    BY = WAY
+    PANELS = (
+        Panel("time to the first token, p99", "s", ("ttft_p99",), log=False),
+        Panel("time per output token, p99", "ms", ("tpot_p99",), log=False),
+    )
+    NOTES: ClassVar[Mapping[str, str]] = {"": NOTES}
 
     def find(self, sample: dict[str, Any]) -> None:
-        from cab_hf.patches import stats
-
-        settings, name = self.settings, sample["implementation"]
-        model = random_model(settings)
-
-        def prompts(trace: Sequence[Request], after: int) -> list[list[int]]:
-            return prompts_of(trace, settings.vocab, settings.shared, settings.seed + after)
-
-        counts = settings.counts
-        trace = trace_of(counts, settings.rate, settings.seed)
+        settings, way, longest = self.settings, sample["implementation"], sample["longest"]
+        model, counts = models.random_model(settings), settings.counts
         few = {length: min(count, settings.warm_up) for length, count in counts.items()}
-        before = trace_of(few, 0.0, settings.seed)
-        config = settings.budgeted(settings.longest, **CAB.get(name, {}))
-        with attending(model, name, config), managing(model, settings, name) as manager:
-            # of another seed: what counts shares no beginning with what warms up
-            serve(manager, before, prompts(before, 1), WARM_UP_TOKENS)
-            stats(model, reset=True)
-            served, given = [], (manager, trace, prompts(trace, 0), settings.new_tokens)
+        # of another seed: what counts shares no beginning with what warms up
+        before = trace_of(few, settings.seed + 1, settings.vocab)
+        trace = trace_of(counts, settings.seed, settings.vocab, settings.rate, settings.shared)
+        config, served = settings.budgeted(longest, way), []
+        with models.attending(model, way, config), managing(model, settings, way) as manager:
+            serve(manager, before, WARM_UP_TOKENS)
+            models.attended_by(model, longest, way, reset=True)
+            given = manager, trace, settings.new_tokens
             _, sample["peak_gib"] = self.bench.walls(lambda: served.extend(serve(*given)), 1)
             used = manager.continuous_batching_config
             sample["batching"] = {field: getattr(used, field) for field in BATCHING}
-            tokens = used.num_blocks * used.page_size
-            sample["cache_gib"] = settings.cache_bytes(tokens) / 2**30
-            sample |= attended_by(model, settings.longest, name)
-            sample["served"] = served
+            sample["cache_gib"] = settings.cache_gib(used.num_blocks * used.page_size)
+            sample |= {**models.attended_by(model, longest, way), "served": served}
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -188,113 +186,35 @@ class Serve(Speed):
                 row[name] = others[best][field] / row[field]
         return rows
 
-    @staticmethod
-    def tables(rows: Sequence[Row]) -> dict[str, str]:
+    @classmethod
+    def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
         """All requests, those of each length, and what the manager was told."""
-        by_length = [
-            {**row, **some[0], **summary_of(some, row["new_tokens"]), "requests": len(some)}
-            for row in rows
-            for some in grouped(sorted(row["served"] or (), key=itemgetter("length")), "length")
+        told = [
+            {**row["batching"], "way": row["implementation"]} for row in rows if row["batching"]
         ]
-        batching = [{**row, **row["batching"]} for row in rows if row["batching"]]
-        shown = [{**row, "length": row["longest"]} for row in rows]
         return {
-            "All requests": markdown_table(rows, WAY | IN_ALL | LATENCY | COMPARED | MEMORY),
-            "By length": markdown_table(by_length, WAY | OF_LENGTH | LATENCY),
-            "What continuous batching was told": markdown_table(
-                batching, WAY | {name: name for name in BATCHING}
-            ),
-            **remarks(shown, {"way": "implementation"}),
+            "All requests": cls.table(rows),
+            "By length": table(by_length(rows)),
+            "What continuous batching was told": markdown_table(told, ("way", *BATCHING)),
+            **cls.remarks([{**row, "length": row["longest"]} for row in rows]),
         }
 
-    @staticmethod
-    def notes(settings: Mapping[str, Any]) -> str:
-        rate = settings["rate"]
-        arrive = f"a Poisson process of {rate:g} requests/s" if rate else "all at once"
-        return (
-            f"{described(settings)}\n\nThe trace: prompts of "
-            f"{', '.join(f'{length:,}' for length in settings['lengths'])} tokens, requests "
-            f"{', '.join(settings['requests'])}, arriving {arrive}, "
-            f"{settings['new_tokens']} new tokens each, seed {settings['seed']}; prompts are random"
-            f" tokens that share their first {settings['shared']}. TTFT: from arrival to the first "
-            "token. TPOT: time per output token, behind the first one. Percentiles are over "
-            "requests; tokens/s are over all seconds from the first arrival to the last token. "
-            "Preempted: requests that were put back for lack of pages, and read again. "
-            "Density: attended over causal pairs in all layers, of what is computed sparsely: not "
-            "of chunks that end before min_length, nor of decoding. "
-            "Over best dense: times faster than the dense way that took the fewest seconds in all. "
-            "cab computes prompts shorter than min_length dense, cab-always none."
-        )
-
-    @staticmethod
-    def draw(path: Path, rows: Sequence[Row]) -> None:
-        with charts.figure(path, 1, 1, figsize=(7, 4.6)) as axes:
-            axis, greys = axes[0, 0], iter(charts.GREYS)
-            for place, row in enumerate(rows):
-                name = row["implementation"]
-                colour = f"C{place}" if name in CAB else next(greys)
-                done = sorted(row["served"] or (), key=lambda each: each["last"])
-                tokens = [0]
-                for each in done:
-                    tokens.append(tokens[-1] + each["length"] + row["new_tokens"])
-                if done:
-                    seconds = [0.0, *(each["last"] for each in done)]
-                    axis.step(seconds, tokens, where="post", color=colour, label=name)
-            axis.set_title("tokens of finished requests, prompts included", fontsize=10)
-            axis.set_xlabel("s")
-            axis.yaxis.set_major_formatter("{x:,.0f}")
-            axis.grid(alpha=0.3)
-            if axis.get_legend_handles_labels()[0]:
-                axis.legend(fontsize=8)
+    @classmethod
+    def draw(cls, path: Path, rows: Sequence[Row]) -> None:
+        super().draw(path, by_length(rows))
 
 
 EXPERIMENT = Serve
 
-TIMES = "{:.2f}×".format
-COUNT = "{:,.0f}".format
-# how many times less of a field a row has than the best dense way
-OVER = {"over_best": "total_s", "ttft_over_best": "ttft_p99", "tpot_over_best": "tpot_p99"}
-WAY = {"way": "implementation"}
-IN_ALL = {
-    "s": column(digits, "total_s"),
-    "over best dense": column(TIMES, "over_best"),
-    "prompt tokens/s": column(COUNT, "prompt_tokens_s"),
-    "output tokens/s": column(digits, "output_tokens_s"),
-}
-LATENCY = {
-    "TTFT p50 s": column(digits, "ttft_p50"),
-    "TTFT p99 s": column(digits, "ttft_p99"),
-    "TPOT p50 ms": column(digits, "tpot_p50"),
-    "TPOT p99 ms": column(digits, "tpot_p99"),
-}
-COMPARED = {
-    "TTFT p99 over best dense": column(TIMES, "ttft_over_best"),
-    "TPOT p99 over best dense": column(TIMES, "tpot_over_best"),
-}
-MEMORY = {
-    **DENSITY,
-    "peak GiB": column(digits, "peak_gib"),
-    "of it cache": column(digits, "cache_gib"),
-    "preempted": "preempted",
-}
-OF_LENGTH = {"tokens": column(COUNT, "length"), "requests": "requests"}
 
-
-def batching_config(settings: Settings, way: str) -> ContinuousBatchingConfig:
-    """The config of a manager, the same for all ways but for CUDA graphs."""
-    from transformers import ContinuousBatchingConfig
-
-    # batches with prompts have many shapes, each captured when it first comes
-    decode_only = way in FLASH and not settings.prefill_graphs
-    return ContinuousBatchingConfig(
-        page_size=settings.page_size,
-        num_blocks=settings.blocks,
-        max_batch_tokens=settings.batch_tokens,
-        max_memory_percent=settings.memory,
-        use_cuda_graph=(False, True) if decode_only else None,
-        # what is asked for is what is measured
-        auto_switch_to_flash=False,
-    )
+def by_length(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What requests of each length took, for every row."""
+    return [
+        {"implementation": row["implementation"], "length": some[0]["length"]}
+        | {"requests": len(some), **summary_of(some, row["new_tokens"])}
+        for row in rows
+        for some in grouped(sorted(row["served"] or (), key=itemgetter("length")), "length")
+    ]
 
 
 @contextmanager
@@ -303,19 +223,32 @@ def managing(
 ) -> Iterator[ContinuousBatchingManager]:
     """A manager that serves ``model``, sized for the trace, its CUDA graphs captured.
 
+    It is the same for all ways to attend, but for CUDA graphs.
+
     Raises:
         Exception: what ended the generation, where that made a request fail.
     """
-    from transformers import GenerationConfig
+    from transformers import ContinuousBatchingConfig, GenerationConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
+    # batches with prompts have many shapes, each captured when it first comes
+    decode_only = way in FLASH and not settings.prefill_graphs
+    batching = ContinuousBatchingConfig(
+        page_size=settings.page_size,
+        num_blocks=settings.blocks,
+        max_batch_tokens=settings.batch_tokens,
+        max_memory_percent=settings.memory,
+        use_cuda_graph=(False, True) if decode_only else None,
+        # what is asked for is what is measured
+        auto_switch_to_flash=False,
+    )
     # all requests have as many tokens: nothing ends one early
     tokens = {"max_new_tokens": settings.new_tokens, "eos_token_id": -1, "pad_token_id": 0}
     hints = WorkloadHints(settings.longest, settings.new_tokens, sum(settings.counts.values()))
     try:
         with model.continuous_batching_context_manager(
             GenerationConfig(do_sample=False, **tokens),
-            continuous_batching_config=batching_config(settings, way),
+            continuous_batching_config=batching,
             workload_hints=hints,
         ) as manager:
             yield manager

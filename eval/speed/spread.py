@@ -1,11 +1,17 @@
-"""How ranks share a training step: a sequence each, or one that is sharded over all of them."""
+"""A training step of a whole model, by one process or shared by ranks.
+
+Ranks learn a sequence each, or one that is sharded over all of them. Their gradients are compared
+with those of one process before they are timed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,186 +24,255 @@ from torch.nn.parallel import DistributedDataParallel
 from cab_hf import context_parallel
 from cab_hf.config import CabConfig
 from cab_hf.distributed.layout import layout_of
+from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.checks import close
-from cab_hf.eval.speed.model import INITIAL_STD
 from cab_hf.eval.speed.team import Team
+from cab_hf.finetune.meter import GIB, Cost
+from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
+from cab_hf.finetune.objective import Batch, Objective
+from cab_hf.finetune.offload import Offload
+from cab_hf.finetune.parallel import block_of, sharded
+from cab_hf.finetune.tiles import compute_in_tiles
+from cab_hf.patches import cab
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from cab_hf.finetune.objective import Batch
+    from cab_hf.eval.speed.lora import Settings
 
 ALONE, DDP, FSDP2, CP = SPREADS = ("alone", "ddp", "fsdp2", "cp")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALPHA = 32.0
+LEARNING_RATE = 1e-4
+CLIP = 1.0
 # gradients of float32 differ by the order of sums alone
 EXACT_TOLERANCE = 1e-4
 # those of lower precision may be off by so many times what one process is off by
 MOST_ROUNDING = 1.5
 
-Sequences = Callable[[int, int], "Batch"]  # (tokens, number) -> a sequence of that number
+
+class Trainee(NamedTuple):
+    """A model that is trained, with its loss, and what a step of it costs."""
+
+    objective: Objective
+    cost: Cost
+
+    @property
+    def learnt(self) -> list[nn.Parameter]:
+        return [p for p in self.objective.parameters() if p.requires_grad]
+
+
+@lru_cache(maxsize=1)
+def trainee(settings: Settings) -> Trainee:
+    """The random model with adapters that are about to be learnt."""
+    model = with_lora(models.random_model(settings), TARGETS, settings.rank, ALPHA)
+    enable_gradient_checkpointing(model)
+    model.train()
+    return Trainee(Objective(model), Cost.of(model))
+
+
+def save_memory(settings: Settings, tokens: int, tile: int, offloaded: int) -> float:
+    """Have the model compute ``tokens`` a rank in tiles, 0 for none; the GiB that are pinned.
+
+    ``offloaded`` are the layers whose checkpoints are.
+    """
+    model = trainee(settings).objective.model
+    # one tile of all tokens, and of the padding of ranks, is none
+    compute_in_tiles(model, tile or sys.maxsize)
+    offload = Offload(offloaded, torch.device(settings.device))
+    # the one before gives its memory back first: the host may have no room for both
+    offload.enable(model)
+    # what is timed allocates nothing
+    offload.reserve(tokens * settings.hidden * settings.torch_dtype.itemsize)
+    return offload.host_bytes / GIB
+
+
+def batch_of(settings: Settings, tokens: int, number: int = 0) -> Batch:
+    """Sequence [1, tokens] of that number: random tokens, each of which is to predict another."""
+    drawn = models.random_tokens(settings, tokens + 1, number)
+    positions = torch.arange(tokens, device=settings.device)[None]
+    return {"input_ids": drawn[:, :-1], "position_ids": positions, "labels": drawn[:, 1:]}
 
 
 @dataclass(frozen=True, eq=False)
-class Shared:
+class Step:
     """A training step as this rank takes part in it.
 
     Attributes:
         objective: the model and its loss, as it is called.
+        learnt: its parameters that are trained.
         batch: tokens of a sequence -> what this rank computes of it.
         scale: of the summed loss over ``tokens``, by which the gradients of all ranks come out as
             those of the mean loss of all their tokens.
     """
 
     objective: nn.Module
+    learnt: Sequence[nn.Parameter]
     batch: Callable[[int], Batch]
     scale: int = 1
 
-    @property
-    def learnt(self) -> list[nn.Parameter]:
-        return [p for p in self.objective.parameters() if p.requires_grad]
+    def gradients(self, tokens: int) -> Tensor:
+        """Those of a step in a row, float32 and whole; none is left behind."""
+        self.backward(tokens)
+        results = [p.grad for p in self.learnt]
+        self.forget()
+        whole = (g.full_tensor() if isinstance(g, DTensor) else g for g in results)
+        return torch.cat([g.float().flatten() for g in whole])
 
     def backward(self, tokens: int) -> None:
         """Make the gradients of a step on ``tokens`` a sequence."""
-        loss = self.objective(self.batch(tokens)) * (self.scale / tokens)
-        loss.backward()
+        (self.objective(self.batch(tokens)) * (self.scale / tokens)).backward()
 
     def forget(self) -> None:
         """Drop the gradients."""
         for parameter in self.learnt:
             parameter.grad = None
 
-    def gradients(self, tokens: int) -> list[Tensor]:
-        """Those of a step, float32 and whole, in order; none is left behind."""
-        self.backward(tokens)
-        results = [p.grad for p in self.learnt]
-        self.forget()
-        return [(g.full_tensor() if isinstance(g, DTensor) else g).float() for g in results]
+
+def learn(step: Step, optimizer: torch.optim.Optimizer, tokens: int) -> None:
+    """A step on ``tokens`` a sequence."""
+    step.backward(tokens)
+    torch.nn.utils.clip_grad_norm_(step.learnt, CLIP)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @contextmanager
-def shared(
-    spread: str, objective: nn.Module, layers: Sequence[nn.Module], team: Team, sequences: Sequences
-) -> Iterator[Shared]:
-    """A step spread over the ranks of ``team``; `FSDP2` leaves the weights of a model spread.
+def shared(settings: Settings, how: str, team: Team) -> Iterator[Step]:
+    """A step shared by ``team``, of a model that attends already as it shall.
 
-    Args:
-        objective: of a whole model, the same on all ranks, that attends already as it shall.
-        layers: decoder layers, which are gathered one by one.
+    `FSDP2` leaves the weights of the model spread.
     """
-    if spread == ALONE:
-        yield Shared(objective, lambda tokens: sequences(tokens, 0))
-    elif spread == DDP:
+    objective = wrapped = trainee(settings).objective
+    number = team.rank if how in (DDP, FSDP2) else 0
+    batch, inside = partial(batch_of, settings, number=number), nullcontext()
+    if how == FSDP2:
+        # as accelerate does: layers are gathered one by one, what is around them is one more unit
+        mesh = DeviceMesh.from_group(team.group, torch.device(settings.device).type)
+        for layer in models.random_model(settings).model.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(objective, mesh=mesh)
+    if how in (DDP, CP):
         wrapped = DistributedDataParallel(objective, process_group=team.group)
-        yield Shared(wrapped, lambda tokens: sequences(tokens, team.rank))
-    elif spread == FSDP2:
-        spread_weights(objective, layers, team.group)
-        yield Shared(objective, lambda tokens: sequences(tokens, team.rank))
-    else:
-        from cab_hf.finetune.parallel import sharded
-
-        model, block = objective.model, block_of(objective.model)
-        wrapped = DistributedDataParallel(objective, process_group=team.group)
+    if how == CP:
+        block = block_of(objective.model)
         # a layer that is computed again gathers again by itself
-        with context_parallel(model, team.group, block=block, regather_kv=False):
-            yield Shared(
-                wrapped, lambda tokens: sharded(sequences(tokens, 0), team.group, block), team.size
-            )
+        inside = context_parallel(objective.model, team.group, block=block, regather_kv=False)
+    with inside:
+        # weights that are spread are others by now
+        learnt = trainee(settings).learnt
+        if how == CP:
+            yield Step(wrapped, learnt, lambda n: sharded(batch(n), team.group, block), team.size)
+        else:
+            yield Step(wrapped, learnt, batch)
 
 
-def spread_weights(objective: nn.Module, layers: Sequence[nn.Module], group: ProcessGroup) -> None:
-    """Leave this rank its part of all weights, as accelerate does by FSDP version 2.
+@contextmanager
+def training(
+    settings: Settings, length: int, way: str, how: str = ALONE, team: Team | None = None
+) -> Iterator[tuple[Callable[[int], None], Callable[[], dict[str, Any]]]]:
+    """(what learns from a text of so many tokens, what is known of it since it was asked last).
 
-    Layers are gathered one by one and given back behind each pass, what is around them is one more
-    unit; frozen weights and adapters keep their dtypes.
+    Known are its ``density``, attended over causal pairs in all layers and of all ranks, and what
+    CAB ``ran_as``. Of steps that ranks share gradients are checked first.
+
+    Raises:
+        RuntimeError: where gradients are not those of one process.
     """
-    mesh = DeviceMesh.from_group(group, next(objective.parameters()).device.type)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    fully_shard(objective, mesh=mesh)
+    team = Team() if team is None else team
+    model, config = models.random_model(settings), settings.budgeted(length)
+    first = config if how == ALONE else check_config(settings, config)
+    expected = None if how == ALONE else expected_gradients(settings, way, first, how, team)
+
+    def known() -> dict[str, Any]:
+        found = models.attended_by(model, length, way, reset=True)
+        density = density_of_all(team, found["density"], how, length, block_of(model))
+        # ranks that share a sequence are not what is described
+        return {"density": density, "ran_as": None if how == CP else found["ran_as"]}
+
+    try:
+        with models.attending(model, way, first), shared(settings, how, team) as step:
+            if expected is not None:
+                team.together(lambda: check_gradients(step, expected, how))
+                # what is timed has the memory to itself
+                expected = None
+            fused = torch.device(settings.device).type == "cuda"
+            optimizer = torch.optim.AdamW(step.learnt, LEARNING_RATE, fused=fused)
+            try:
+                with cab(model, config) if way in models.CAB else nullcontext():
+                    yield partial(learn, step, optimizer), known
+            finally:
+                step.forget()
+    finally:
+        if how == FSDP2:
+            # this rank has a part of the model left
+            models.random_model.cache_clear()
+            trainee.cache_clear()
 
 
-def block_of(model: nn.Module) -> int:
-    """Tokens of which the chunks of ranks are whole multiples, as finetuning has it."""
-    from cab_hf.finetune import parallel
-
-    return parallel.block_of(model)
-
-
-def causal_pairs(spread: str, length: int, team: Team, block: int) -> int:
-    """(query, key) pairs of a head that causality allows the queries of this rank."""
-    if spread != CP:
-        return length * (length + 1) // 2
-    layout = layout_of((length,), team.size, block)
-    return int((layout.positions[team.rank] + 1)[layout.real[team.rank]].sum())
-
-
-def density_of_all(team: Team, density: float, pairs: int) -> float:
-    """What all ranks attend over causal pairs, this one that share of so many."""
+def density_of_all(team: Team, density: float, how: str, length: int, block: int) -> float:
+    """What all ranks attend over causal pairs; this one attends ``density`` of its own."""
+    pairs = 1
+    if how == CP:
+        layout = layout_of((length,), team.size, block)
+        pairs = int((layout.positions[team.rank] + 1)[layout.real[team.rank]].sum())
     everyone = team.everyone((density, pairs))
     return sum(share * n for share, n in everyone) / sum(n for _, n in everyone)
-
-
-def tokens_of_step(spread: str, world: int, length: int) -> int:
-    """That all ranks learn in a step together."""
-    return length * world if spread in (DDP, FSDP2) else length
 
 
 # --- what is known to be right
 
 
-def check_length(team: Team, block: int) -> int:
-    """Tokens of a small sequence: chunks of two blocks, the last one not whole."""
-    return 4 * team.size * block - 37
+class Expected(NamedTuple):
+    """What the gradients of ranks are compared with: those of one process on so many tokens."""
+
+    tokens: int
+    gradients: Tensor
+    tolerance: float
 
 
-def check_config(config: CabConfig, dtype: torch.dtype) -> CabConfig:
+def check_config(settings: Settings, config: CabConfig) -> CabConfig:
     """``config`` as a small sequence is checked with: sparse, however short it is.
 
     Below float32 it keeps every block: ranks round hidden states in another order than one process
     does, and blocks on the border of a budget would be others.
     """
     changed: dict[str, Any] = {"min_length": 0}
-    if dtype != torch.float32:
+    if settings.torch_dtype != torch.float32:
         changed |= {"mass_threshold": 0.0, "max_density": 1.0}
     return dataclasses.replace(config, **changed)
 
 
-@torch.no_grad()
-def draw_adapters(learnt: Sequence[nn.Parameter], seed: int) -> None:
-    """Draw what is learnt, the same on all ranks; half of it is zero when it is new."""
-    generator = torch.Generator(learnt[0].device).manual_seed(seed)
-    for parameter in learnt:
-        parameter.normal_(std=INITIAL_STD, generator=generator)
+def expected_gradients(
+    settings: Settings, way: str, config: CabConfig, how: str, team: Team
+) -> Expected:
+    """The mean gradients of what the ranks of ``team`` learn in a step, one behind the other.
 
-
-class Meant(NamedTuple):
-    """What the gradients of a step are compared with.
-
-    Attributes:
-        gradients: of one process, computed in float32.
-        rounding: how far one process is from them in the dtype of the weights, relative.
+    Adapters are drawn for it, the same on all ranks; half of them are zero when they are new.
+    Below float32 the gradients are computed in float32, and ranks may be off by little more than
+    one process is in the dtype of the weights.
     """
+    model, (objective, _) = models.random_model(settings), trainee(settings)
+    learnt = trainee(settings).learnt
+    generator = torch.Generator(settings.device).manual_seed(settings.seed)
+    with torch.no_grad():
+        for parameter in learnt:
+            parameter.normal_(std=models.INITIAL_STD, generator=generator)
+    numbers = range(team.size if how in (DDP, FSDP2) else 1)
 
-    gradients: Tensor
-    rounding: float
+    def by_one_process() -> Tensor:
+        batches = [partial(batch_of, settings, number=number) for number in numbers]
+        return sum(Step(objective, learnt, x).gradients(tokens) for x in batches) / len(numbers)
 
-
-def of_one_process(
-    objective: nn.Module, spread: str, world: int, tokens: int, sequences: Sequences
-) -> Tensor:
-    """The gradients of what ``world`` ranks learn in a step, one behind the other."""
-    numbers = range(world if spread in (DDP, FSDP2) else 1)
-    each = [
-        flat(Shared(objective, lambda tokens, n=n: sequences(tokens, n)).gradients(tokens))
-        for n in numbers
-    ]
-    return sum(each) / len(numbers)
-
-
-def meant(rounded: Tensor, exact: Tensor | None) -> Meant:
-    """`Meant` from what one process computes as ranks do, and in float32 where that is more."""
-    if exact is None:
-        return Meant(rounded, 0.0)
-    return Meant(exact, float((rounded - exact).norm() / exact.norm()))
+    with models.attending(model, way, config):
+        # chunks of two blocks, the last one not whole
+        tokens = 4 * team.size * block_of(model) - 37
+        rounded = team.together(by_one_process)
+    if settings.torch_dtype == torch.float32:
+        return Expected(tokens, rounded, EXACT_TOLERANCE)
+    # every block is kept, which is what transformers computes
+    with models.attending(model, models.SDPA), in_float32(objective):
+        exact = team.together(by_one_process)
+    rounding = float((rounded - exact).norm() / exact.norm())
+    return Expected(tokens, exact, max(EXACT_TOLERANCE, MOST_ROUNDING * rounding))
 
 
 @contextmanager
@@ -213,69 +288,7 @@ def in_float32(module: nn.Module) -> Iterator[None]:
             parameter.data = data
 
 
-def flat(gradients: Sequence[Tensor]) -> Tensor:
-    return torch.cat([x.flatten() for x in gradients])
-
-
-def check_gradients(results: Sequence[Tensor], expected: Meant, place: str) -> None:
+def check_gradients(step: Step, expected: Expected, how: str) -> None:
     """ArithmeticError, with the relative error of all together, unless the two agree."""
-    tolerance = max(EXACT_TOLERANCE, MOST_ROUNDING * expected.rounding)
-    close(flat(results), expected.gradients, f"in the gradients of {place}", tolerance)
-
-
-# --- how much fits
-
-
-class Reached(Exception):  # noqa: N818  it is what one hopes for
-    """The peak of a backward pass is behind it."""
-
-
-@contextmanager
-def until_peak(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, a backward pass ends in `Reached` behind the second-to-last of ``layers``.
-
-    What it allocates at most it has allocated then: all layers' inputs are kept, and two layers
-    have been computed again.
-    """
-
-    def stop(_gradient: Tensor) -> None:
-        raise Reached
-
-    def watch(_layer: nn.Module, inputs: tuple, more: dict) -> None:
-        hidden = inputs[0] if inputs else more["hidden_states"]
-        # nothing is learnt before it
-        if hidden.requires_grad:
-            hidden.register_hook(stop)
-
-    handle = layers[-2:][0].register_forward_pre_hook(watch, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def next_length(tried: Mapping[int, bool], guess: int, step: int) -> int | None:
-    """The length to try next for the longest multiple of ``step`` that fits; None once it is known.
-
-    It begins with ``guess``, goes up or down from there by strides that double, and then halves
-    what is left.
-
-    Args:
-        tried: lengths, and whether they fit.
-    """
-    least = max((length // step for length, fit in tried.items() if fit), default=0)
-    fails = min((length for length, fit in tried.items() if not fit), default=None)
-    stride = max(1, guess // step // 16) * 2 ** len(tried)
-    if fails is None:
-        first = max(1, guess // step)
-        return (first if first > least else least + stride) * step
-    # the longest multiple that may fit
-    most = (fails - 1) // step
-    if most <= least:
-        return None
-    return max((least + most + 1) // 2, most + 1 - stride) * step
-
-
-def weights_in(spread: str, world: int) -> dict[str, int]:
-    """What `cab_hf.finetune.meter.memory` is told of ``spread``."""
-    return {"shards": world if spread == FSDP2 else 1, "cp": world if spread == CP else 1}
+    place = f"in the gradients of {how} at {expected.tokens} tokens"
+    close(step.gradients(expected.tokens), expected.gradients, place, expected.tolerance)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections import deque
@@ -24,52 +23,42 @@ SUMMARY = (
 
 
 class Request(NamedTuple):
-    """A request of a trace.
-
-    Attributes:
-        arrives: when it is handed in, in seconds after the first one.
-        length: tokens of its prompt.
-    """
+    """A prompt, and when it is handed in, in seconds after the first one."""
 
     arrives: float
-    length: int
+    prompt: list[int]
 
 
 class RequestFailed(RuntimeError):
     """A request was given up by the manager that served it."""
 
 
-def trace_of(counts: Mapping[int, int], rate: float, seed: int) -> list[Request]:
-    """Requests in random order; the same arguments give the same trace.
+def trace_of(
+    counts: Mapping[int, int], seed: int, vocab: int, rate: float = 0.0, shared: int = 0
+) -> list[Request]:
+    """Requests in random order with random tokens; the same arguments give the same trace.
 
     Args:
         counts: tokens of a prompt -> how many requests have as many.
+        vocab: tokens are below it.
         rate: requests a second of a Poisson process; with 0 all arrive at once.
+        shared: tokens at their beginning that all prompts share.
     """
     draw = random.Random(seed)
     lengths = [length for length, count in counts.items() for _ in range(count)]
     draw.shuffle(lengths)
-    gaps = [draw.expovariate(rate) if rate else 0.0 for _ in lengths[1:]]
-    arrivals = itertools.accumulate(gaps, initial=0.0)
-    return [Request(*each) for each in zip(arrivals, lengths, strict=True)]
-
-
-def prompts_of(trace: Sequence[Request], vocab: int, shared: int, seed: int) -> list[list[int]]:
-    """Random tokens below ``vocab`` for each request, of which the first ``shared`` are alike."""
-    # the order of requests is drawn from the seed itself
-    draw = random.Random(f"prompts {seed}")
-    tokens = range(vocab)
-    beginning = draw.choices(tokens, k=shared)
-    return [beginning + draw.choices(tokens, k=each.length - shared) for each in trace]
+    beginning = draw.choices(range(vocab), k=shared)
+    made, arrives = [], 0.0
+    for length in lengths:
+        made.append(Request(arrives, beginning + draw.choices(range(vocab), k=length - shared)))
+        arrives += draw.expovariate(rate) if rate else 0.0
+    return made
 
 
 def serve(
-    manager: ContinuousBatchingManager,
-    trace: Sequence[Request],
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
+    manager: ContinuousBatchingManager, trace: Sequence[Request], new_tokens: int
 ) -> list[dict[str, Any]]:
-    """Hand in ``prompts`` when they arrive, and wait until all have ``new_tokens``.
+    """Hand in requests when they arrive, and wait until all have ``new_tokens``.
 
     Returns:
         For each request in order its ``length``; in seconds after the start when it ``arrived``,
@@ -79,21 +68,19 @@ def serve(
     Raises:
         RequestFailed: with what the manager says of the first request that it gave up.
     """
-    began = time.perf_counter()
-    waiting = deque(zip(itertools.count(), trace, prompts))
-    arrived, handed_in, first, last, preempted = {}, {}, {}, {}, {}
-    running = len(trace)
+    began, running = time.perf_counter(), len(trace)
+    served = {str(number): {"length": len(each.prompt)} for number, each in enumerate(trace)}
+    waiting, handed_in = deque(zip(served, trace, strict=True)), {}
     while running:
         patience = LOOK_AGAIN
         if waiting:
-            until = began + waiting[0][1].arrives - time.perf_counter()
+            name, request = waiting[0]
+            until = began + request.arrives - time.perf_counter()
             if until <= 0:
-                number, _, prompt = waiting.popleft()
-                name = str(number)
-                arrived[name] = time.perf_counter()
-                manager.add_request(
-                    prompt, name, new_tokens, streaming=True, record_timestamps=True
-                )
+                waiting.popleft()
+                served[name]["arrived"] = time.perf_counter() - began
+                told = {"streaming": True, "record_timestamps": True}
+                manager.add_request(request.prompt, name, new_tokens, **told)
                 handed_in[name] = time.perf_counter()
                 continue
             patience = min(patience, until)
@@ -105,18 +92,15 @@ def serve(
         if output.error is not None:
             raise RequestFailed(output.error)
         # taken where the token came out, before it waited here
-        name, now = output.request_id, output.timestamps[-1]
-        first.setdefault(name, now)
-        last[name] = now
+        name, now = output.request_id, output.timestamps[-1] - began
+        served[name].setdefault("first", now)
         # what is read again is another request by the same name
-        preempted[name] = output.created_time > handed_in[name]
+        preempted = output.created_time > handed_in[name]
+        served[name] |= {"last": now, "preempted": preempted}
         running -= output.is_finished()
-    times = {"arrived": arrived, "first": first, "last": last}
     return [
-        {"length": each.length}
-        | {what: round(when[str(number)] - began, 6) for what, when in times.items()}
-        | {"preempted": preempted[str(number)]}
-        for number, each in enumerate(trace)
+        {what: round(x, 6) if isinstance(x, float) else x for what, x in each.items()}
+        for each in served.values()
     ]
 
 
@@ -128,11 +112,8 @@ def summary_of(served: Sequence[Mapping[str, Any]], new_tokens: int) -> dict[str
     total = max(each["last"] for each in served) - min(each["arrived"] for each in served)
     ttft = [each["first"] - each["arrived"] for each in served]
     tpot = [(each["last"] - each["first"]) / (new_tokens - 1) * 1e3 for each in served]
-    return {
-        "total_s": total,
-        "prompt_tokens_s": sum(each["length"] for each in served) / total,
-        "output_tokens_s": len(served) * new_tokens / total,
-        **{f"ttft_p{p}": float(np.percentile(ttft, p)) for p in (50, 99)},
-        **{f"tpot_p{p}": float(np.percentile(tpot, p)) for p in (50, 99)},
-        "preempted": sum(each["preempted"] for each in served),
-    }
+    prompt_tokens = sum(each["length"] for each in served)
+    rates = prompt_tokens / total, len(served) * new_tokens / total
+    percentiles = (float(np.percentile(x, p)) for x in (ttft, tpot) for p in (50, 99))
+    preempted = sum(each["preempted"] for each in served)
+    return dict(zip(SUMMARY, (total, *rates, *percentiles, preempted), strict=True))

@@ -29,17 +29,6 @@ def measured(layout, bench=None, **more):
     return sample_of(Batches, tiny(), case_of(layout, **more), bench)
 
 
-def row_of(layout, batch, ms, baselines, **more):
-    """A sample, as `Batches.measure` makes it."""
-    times = dict.fromkeys(("frame_ms", "choose_ms", "attend_ms", "eager_ms", "peak_mib"))
-    counted = {"texts": batch, "tokens": 8192 * batch, "density": 0.2, "engine": "triton"}
-    fields = {"baselines": baselines, "not_measured": {}, "without_graph": {}, "error": None}
-    return case_of(layout, batch, 8192) | times | counted | fields | {"ms": ms} | more
-
-
-# --- where texts stand
-
-
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_texts_are_of_a_half_to_all_of_the_length(layout):
     texts = Texts.drawn(layout, 3, 200, 0, "cpu")
@@ -63,9 +52,6 @@ def test_a_mask_says_what_the_spans_say(layout):
     allowed = (key >= spans.first[..., None]) & (key <= spans.last[..., None])
     real = spans.last >= 0
     assert torch.equal(seen.expand_as(allowed)[real], allowed[real])
-
-
-# --- dense ways
 
 
 def varlen_of_flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **how):
@@ -105,9 +91,6 @@ def test_a_way_that_attends_across_texts_is_told_of_and_not_timed(monkeypatch):
     assert row["baselines"].keys() == {"masked SDPA"}
 
 
-# --- the layer
-
-
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_a_row_has_what_a_layer_took(layout):
     row = measured(layout)
@@ -133,18 +116,14 @@ def test_a_layer_that_would_be_dense_is_told_of():
     assert row["error"] == "the layer is dense: input shorter than min_length=4096"
 
 
-# --- what is said
-
-
 def test_a_ratio_is_over_the_fastest_dense_way_of_the_same_row():
-    quick, slow, unknown = Batches.rows(
-        [
-            row_of(PACKED, 32, 9.0, {}),
-            row_of(PADDED, 8, 3.0, {"FA3 varlen": 6.0, "FA4 varlen": 4.0}),
-            row_of(PADDED, 1, 3.0, {"FA3 varlen": 2.0, "masked SDPA": 9.0}),
-        ],
-        {},
-    )
+    samples = [
+        case_of(PACKED, 32, 8192) | {"ms": 9.0, "baselines": {}},
+        case_of(PADDED, 8, 8192) | {"ms": 3.0, "baselines": {"FA3 varlen": 6.0, "FA4 varlen": 4.0}},
+        case_of(PADDED, 1, 8192)
+        | {"ms": 3.0, "baselines": {"FA3 varlen": 2.0, "masked SDPA": 9.0}},
+    ]
+    quick, slow, unknown = Batches.rows(samples, {})
     assert (quick["batch"], quick["baseline"], quick["ratio"]) == (1, "FA3 varlen", 1.5)
     assert (slow["batch"], slow["baseline"], slow["ratio"]) == (8, "FA4 varlen", 0.75)
     assert (unknown["layout"], unknown["baseline"], unknown["ratio"]) == (PACKED, None, None)

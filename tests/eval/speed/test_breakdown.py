@@ -11,22 +11,6 @@ TINY = {"layers": 1, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2
 BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=0")
 
 
-def derive(samples):
-    return Breakdown.rows(samples, {})
-
-
-def measured(bench=None, **more):
-    settings = Settings(device="cpu", lengths=(96,), cab=BLOCKS, **TINY, **more)
-    return derive([sample_of(Breakdown, settings, {"length": 96}, bench)])
-
-
-def split_row(length, ms, **parts):
-    """A sample, as `Breakdown.measure` makes it; parts left out took no time."""
-    spent = {f"{part}_ms": parts.get(part, 0.0) for part in breakdown.SHOWN}
-    fixed = {"density": 0.1, "ran_as": None, "why_no_split": None, "error": None}
-    return {"length": length, "ms": ms} | spent | fixed
-
-
 @pytest.mark.parametrize(
     ("kernel", "part"),
     [
@@ -51,7 +35,8 @@ def test_kernels_of_a_prefill_are_sorted_by_name(kernel, part):
 
 def test_a_row_holds_the_wall_time_and_its_parts():
     bench = FakeBench(kernels=("_scored_keys_kernel", "_block_attention_fwd_kernel", "nvjet"))
-    (row,) = measured(bench)
+    settings = Settings(device="cpu", lengths=(96,), cab=BLOCKS, **TINY)
+    (row,) = Breakdown.rows([sample_of(Breakdown, settings, {"length": 96}, bench)], {})
     # the wall time is never that of a graph
     assert (row["ms"], row["kernels_ms"], row["idle_ms"], row["gap"]) == (3.0, 3.0, 0.0, 0.0)
     assert (row["keys_ms"], row["lists_ms"], row["attention_ms"]) == (1.0, 0.0, 1.0)
@@ -59,11 +44,16 @@ def test_a_row_holds_the_wall_time_and_its_parts():
 
 
 def test_the_table_and_the_bars_show_every_part(tmp_path):
-    rows = derive(
-        [split_row(1024, 10.0, sweep=1.0, attention=4.0, other=5.2), split_row(2048, 20.0)]
-    )
-    table = Breakdown.tables(rows)["Parts"].splitlines()
-    assert table[2].count("|") == table[0].count("|") and "rest ms" in table[0]
-    assert "4.00 (40.0 %)" in table[2] and "-0.200 (-2.00 %)" in table[2]
+    def sample(length, ms, **parts):
+        spent = {f"{part}_ms": parts.get(part, 0.0) for part in (*breakdown.PARTS, "other")}
+        fixed = {"density": 0.1, "ran_as": None, "why_no_split": None, "error": None}
+        return {"length": length, "ms": ms} | spent | fixed
+
+    samples = [sample(1024, 10.0, sweep=1.0, attention=4.0, other=5.2), sample(2048, 20.0)]
+    rows = Breakdown.rows(samples, {})
+    head, _, first, _ = Breakdown.tables(rows)["All cases"].splitlines()
+    cells = dict(zip(head.split(" | "), first.split(" | "), strict=True))
+    assert (cells["attention ms"], cells["other ms"]) == ("4.00", "5.20")
+    assert (cells["idle ms"], cells["keys ms"]) == ("-0.200", "0")
     Breakdown.draw(tmp_path / "figure.png", rows)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

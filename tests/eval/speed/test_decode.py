@@ -1,15 +1,13 @@
 """``speed decode``: what a step reads by hand, rows beside dense ones, what is not timed."""
 
-import json
-
 import pytest
 import torch
 from bench import sample_of, speed_run
 from torch.nn import functional as F
 
-from cab_hf.eval.speed import decode, one_query, steps
+from cab_hf.eval.speed import decode, one_query
 from cab_hf.eval.speed.decode import Decode, Settings
-from cab_hf.eval.speed.model import random_model
+from cab_hf.eval.speed.model import random_cache, random_model
 from cab_hf.ops import decode as ops
 
 TINY = {"layers": 2, "hidden": 48, "intermediate": 48, "heads": 6, "kv_heads": 2, "head_dim": 16}
@@ -28,38 +26,13 @@ def step_of(settings):
     return one_query.random_step(settings, 600, 2, 16, torch.device("cpu"))
 
 
-def derive(samples):
-    return Decode.rows(samples, {})
-
-
-def row_of(way, ms, budget=None, mode=None, length=1000, batch=1, **more):
-    """A sample, as `Decode.measure` makes it."""
-    part = "model" if mode else "attention"
-    key = {"part": part, "length": length, "batch": batch, "way": way, "mode": mode}
-    fields = dict.fromkeys((*Decode.FOUND, "error"))
-    if part == "attention":
-        fields |= {"bytes": 2e6, "bandwidth": 1000.0, "kept": 5.0, "mass": 1.0, "eager_ms": ms}
-    elif ms:
-        fields |= {"least_ms": ms, "most_ms": ms, "tokens_s": batch / ms * 1e3}
-    return key | {"budget": budget} | fields | {"ms": ms} | more
-
-
-# --- attention of one query
-
-
-def test_what_is_expected_is_attention():
+@pytest.mark.parametrize("name", ["SDPA", "transformers", "flash"])
+def test_dense_ways_that_a_cpu_has_are_timed(name):
     step = step_of(tiny())
     result = F.scaled_dot_product_attention(*step[:3], enable_gqa=True)
     torch.testing.assert_close(step.expected, result)
     torch.testing.assert_close(step.weights.sum(-1), torch.ones(2, 2, 3))
-    assert step.k.is_contiguous() and step.k.shape == (2, 2, 600, 16)
-
-
-@pytest.mark.parametrize("name", ["SDPA", "transformers", "flash"])
-def test_dense_ways_that_a_cpu_has_are_timed(name):
-    step = step_of(tiny())
-    for call in one_query.DENSE[name](step).values():
-        torch.testing.assert_close(call(), step.expected)
+    torch.testing.assert_close(one_query.DENSE[name](step)(), step.expected)
     row = sample_of(Decode, tiny(), CASE | {"way": name, "budget": None})
     assert (row["error"], row["ms"], row["eager_ms"], row["kept"]) == (None, 2.0, 3.0, 600)
     # K and V of 600 tokens, two texts of two heads, 16 channels in float32
@@ -68,35 +41,24 @@ def test_dense_ways_that_a_cpu_has_are_timed(name):
 
 def test_flash_attn_gets_token_major_views_and_lengths(monkeypatch):
     step = step_of(tiny())
-    seen = []
 
-    def kernel(q, k, v, softmax_scale, causal, cache_seqlens, **told):
+    def kernel(q, k, v, softmax_scale, causal, cache_seqlens):
         assert q.shape == (2, 1, 6, 16) and k.shape == v.shape == (2, 600, 2, 16)
         assert k.data_ptr() == step.k.data_ptr() and cache_seqlens.tolist() == [600, 600]
-        seen.append(told)
         return step.expected.transpose(1, 2), "log-sum-exp"
 
     module = type("Module", (), {"flash_attn_with_kvcache": staticmethod(kernel)})
     monkeypatch.setattr(one_query, "first_of", lambda modules: module)
-    for call in one_query.DENSE["FA3"](step).values():
-        torch.testing.assert_close(call(), step.expected)
-    assert seen == [{}, {"pack_gqa": True}]
+    torch.testing.assert_close(one_query.DENSE["FA3"](step)(), step.expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        pytest.param("FA3", "is not installed", id="not there"),
-        pytest.param("SDPA", "wrong by 1", id="wrong"),
-    ],
-)
-def test_a_kernel_that_is_missing_or_wrong_is_a_row_with_its_reason(monkeypatch, name, why):
-    def backwards(step):
-        return {"zeros": lambda: torch.zeros_like(step.expected)}
+def test_a_wrong_kernel_is_a_row_with_its_reason(monkeypatch):
+    def zeros(step):
+        return lambda: torch.zeros_like(step.expected)
 
-    monkeypatch.setitem(one_query.DENSE, "SDPA", backwards)
-    row = sample_of(Decode, tiny(), CASE | {"way": name, "budget": None})
-    assert row["ms"] is None and why in row["error"]
+    monkeypatch.setitem(one_query.DENSE, "SDPA", zeros)
+    row = sample_of(Decode, tiny(), CASE | {"way": "SDPA", "budget": None})
+    assert row["ms"] is None and "wrong by 1" in row["error"]
 
 
 def test_what_a_step_of_cab_reads_by_hand():
@@ -123,13 +85,10 @@ def test_the_index_of_the_new_key_is_made_and_written(monkeypatch):
         write_index(index, k, channels, start)
 
     monkeypatch.setattr(ops, "write_index", counted)
-    row = sample_of(Decode, tiny(), CASE | {"budget": 600})
-    assert row["error"] is None and row["ms"] == 2.0
+    assert sample_of(Decode, tiny(), CASE | {"budget": 600})["error"] is None
     # one key at a time, behind all others
     assert set(written) == {(1, 599)}
-
-
-def test_a_share_is_of_the_text():
+    # a budget may be a share of the text
     assert decode.tokens_of(0.25, 600) == 150 and decode.tokens_of(128, 600) == 128
 
 
@@ -146,22 +105,19 @@ def test_a_step_of_cab_that_computes_something_else_is_not_timed(monkeypatch):
     assert row["ms"] is None and "over what is chosen" in row["error"]
 
 
-# --- steps of the model
-
-
 @torch.no_grad()
 def test_steps_write_their_tokens_and_are_alike_in_every_cache():
     model = random_model(tiny())
     caches = []
     for static in (True, False):
-        cache = steps.filled(model, 40, 2, 4, static, None)
-        step = steps.stepping(model, cache, 2, compiled=False)
+        cache = random_cache(model, 40, 2, slots=decode.ALIGNED if static else 0)
+        step = decode.stepping(model, cache, 2, compiled=False)
         for _ in range(4):
             step()
         assert int(cache.get_seq_length()) == 44
         caches.append(cache)
     for one, other in zip(*(cache.layers for cache in caches), strict=True):
-        assert one.keys.shape[2] == steps.ALIGNED
+        assert one.keys.shape[2] == decode.ALIGNED
         torch.testing.assert_close(one.keys[:, :, :44], other.keys)
         assert other.keys[:, :, 40:].abs().amin((0, 1, 3)).gt(0).all()
 
@@ -177,38 +133,37 @@ def test_a_model_is_timed_with_its_cache_and_index(mode, monkeypatch):
         assert 0 < row["least_ms"] <= row["ms"] <= row["most_ms"]
         assert row["tokens_s"] == pytest.approx(2 / row["ms"] * 1e3)
         # the prompt, the steps that warm up and those that are timed; slots are aligned
-        tokens = 640 if mode == "static" else 600 + steps.WARM_UP_STEPS + 3
+        tokens = 640 if mode == "static" else 600 + decode.WARM_UP_STEPS + 3
         assert row["cache_gib"] * 2**30 == 2 * 2 * 2 * 2 * tokens * 16 * 4
     assert dense["index_gib"] is None and dense["ran_as"] is None
     assert 0 < sparse["index_gib"] < sparse["cache_gib"]
     assert sparse["ran_as"] == "2 layers choose the keys they read"
-    assert len(choices) == 2 * (steps.WARM_UP_STEPS + 3)
+    assert len(choices) == 2 * (decode.WARM_UP_STEPS + 3)
     # of 600 tokens 256 are too many for a choice to pay
     row = sample_of(Decode, settings, MODEL | {"mode": mode, "budget": 256})
     assert row["error"] is None and row["ran_as"].startswith("dense: ")
-    assert len(choices) == 2 * (steps.WARM_UP_STEPS + 3)
-
-
-def test_without_a_gpu_nothing_is_compiled():
-    row = sample_of(Decode, tiny(), MODEL | {"mode": "compiled", "way": "sdpa", "budget": None})
-    assert row["error"] == "reduce-overhead makes CUDA graphs, which need a GPU"
-
-
-# --- rows and what is said of them
+    assert len(choices) == 2 * (decode.WARM_UP_STEPS + 3)
 
 
 def test_cab_is_held_against_the_fastest_dense_way():
+    def sample(way, ms, budget=None, mode=None, batch=1):
+        part = "model" if mode else "attention"
+        case = {"part": part, "length": 1000, "batch": batch, "way": way, "mode": mode}
+        fields = dict.fromkeys((*Decode.SHAPE, *Decode.FOUND, "error"))
+        fields |= {} if mode else {"bytes": 2e6, "bandwidth": 1000.0}
+        return case | {"budget": budget} | fields | {"ms": ms}
+
     samples = [
-        row_of("SDPA", 8.0),
-        row_of("FA3", 4.0),
-        row_of("FA4", None, error="flash_attn is not installed"),
-        row_of("cab", 1.0, 128, index_ms=0.1, choose_ms=0.5, attend_ms=0.4),
-        row_of("sdpa", 10.0, mode="compiled"),
-        row_of("sdpa", 8.0, mode="dynamic"),
-        row_of("cab", 5.0, 128, mode="compiled", index_gib=0.5),
-        row_of("SDPA", 1.0, batch=4),
+        sample("SDPA", 8.0),
+        sample("FA3", 4.0),
+        sample("FA4", None),
+        sample("cab", 1.0, 128),
+        sample("sdpa", 10.0, mode="compiled"),
+        sample("sdpa", 8.0, mode="dynamic"),
+        sample("cab", 5.0, 128, mode="compiled"),
+        sample("SDPA", 1.0, batch=4),
     ]
-    rows = derive(reversed(samples))
+    rows = Decode.rows(samples[::-1], {})
     attention, model = (row for row in rows if row["way"] == "cab")
     assert (attention["baseline"], attention["over_best"]) == ("FA3", 4.0)
     # 2 MB in a millisecond, of 1,000 GB/s
@@ -216,9 +171,10 @@ def test_cab_is_held_against_the_fastest_dense_way():
     assert attention["over_same"] is None
     assert (model["baseline"], model["over_best"]) == ("sdpa dynamic", 1.6)
     assert model["over_same"] == 2.0
-    beside, *_ = Decode.tables(rows).values()
-    line = "| 1,000 | 1 | 128 | 1.00 | 4.00 FA3 | 4.00× | compiled | 200 | 2.00× | 1.60× |"
-    assert beside.splitlines()[2:] == [line]
+    head, _, *lines = Decode.tables(rows)["Steps of the model"].splitlines()
+    cells = [dict(zip(head.split(" | "), x.split(" | "), strict=True)) for x in lines]
+    (shown,) = (each for each in cells if each["way"] == "cab")
+    assert (shown["ms"], shown["baseline"], shown["over best"]) == ("5.00", "sdpa dynamic", "1.60×")
 
 
 @pytest.mark.gpu
@@ -228,7 +184,8 @@ def test_a_gpu_has_graphs_kernels_and_compiled_steps(gpu, tmp_path):
         **shape, vocab=512, lengths=(8192,), batches=(2,), budgets=(512,), steps=4, seconds=0.0
     )
     experiment = Decode(settings)
-    rows = derive([{**case, **experiment.measure(case)} for case in settings.asked()])
+    samples = [{**case, **experiment.measure(case)} for case in settings.asked()]
+    rows = Decode.rows(samples, {})
     for row in rows:
         if row["way"] in ("SDPA", "transformers", "flash", "sdpa", "cab"):
             assert row["error"] is None, row
@@ -238,21 +195,13 @@ def test_a_gpu_has_graphs_kernels_and_compiled_steps(gpu, tmp_path):
             assert row["peak_gib"] > row["cache_gib"] > row["index_gib"] > 0
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """The folder of a whole run, to read."""
-    out = tmp_path_factory.mktemp("decode")
+def test_a_whole_run(tmp_path):
     words = ("--lengths", "512,640", "--batches", "1,2", "--kernels", "SDPA,FA3")
-    speed_run("decode", out, *WORDS, *words, drawn=True)
-    return out
-
-
-def test_a_whole_run(finished):
-    rows = json.loads((finished / "results.json").read_text())["rows"]
+    rows = speed_run("decode", tmp_path, *WORDS, *words, drawn=True)["rows"]
     # two lengths and batches: two kernels and cab; three modes of sdpa and cab
     assert [row["part"] for row in rows] == ["attention"] * 4 * 3 + ["model"] * 4 * 6
     failed = {row["way"] if row["mode"] is None else row["mode"] for row in rows if row["error"]}
     assert failed == {"FA3", "compiled"}
     timed = [row for row in rows if row["error"] is None and row["way"] == "cab"]
     assert len(timed) == 4 * 3 and all(row["over_best"] > 0 for row in timed)
-    assert (finished / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

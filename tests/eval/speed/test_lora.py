@@ -1,19 +1,26 @@
-"""``speed lora``: a step learns, its operations by hand, and a whole run."""
+"""``speed lora``: a step learns, its operations by hand, ranks, lengths that are sought."""
 
+import json
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
-from bench import FakeBench, sample_of
+import torch.distributed as dist
+from bench import FakeBench, sample_of, speed_run, torchrun
 
-from cab_hf.eval.speed import lora
-from cab_hf.eval.speed.lora import LoraStep, Settings
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.speed import dense, lora, model, spread
+from cab_hf.eval.speed.lora import LoraStep, Settings, next_length
+from cab_hf.eval.speed.spread import SPREADS
+from cab_hf.eval.speed.team import Team
 from cab_hf.finetune.offload import Offload
 
 TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "min_length=0", "dense_tail_blocks=1")
 # a case of one process
 ONE = {"spread": "alone", "world": 1, "sought": False}
+CASE = {"length": 192, "implementation": "cab", **ONE}
 
 
 def tiny(**more):
@@ -21,75 +28,62 @@ def tiny(**more):
 
 
 class Clock(FakeBench):
-    def wall(self, call, runs, warm_up_calls):
-        assert warm_up_calls == 0
+    def walls(self, call, runs, before=lambda: None):
         call()
-        return 500.0, 2.0
+        return [500.0] * runs, 2.0
 
 
 def test_a_step_learns_and_its_gradients_are_gone_behind_it():
     settings = tiny(lengths=(64,), vocab=32)
-    objective, optimizer, _ = lora.trainee(settings)
-    batch = lora.batch_of(settings, 64)
-    with lora.training(settings, 64, "sdpa") as (call, _):
-        before = objective(batch).item()
+    trainee, batch = spread.trainee(settings), spread.batch_of(settings, 64)
+    with spread.training(settings, 64, "sdpa") as (call, _):
+        before = trainee.objective(batch).item()
         for _ in range(20):
             call(64)
-        assert objective(batch).item() < before - 0.01
-    learnt = optimizer.param_groups[0]["params"]
+        assert trainee.objective(batch).item() < before - 0.01
+    learnt = trainee.learnt
     assert all(p.grad is None for p in learnt) and len(learnt) == 2 * 2 * 4
-    assert all(
-        layer.gradient_checkpointing for layer in objective.model.base_model.model.model.layers
-    )
+    assert all(layer.gradient_checkpointing for layer in model.random_model(settings).model.layers)
 
 
 def test_operations_by_hand():
     settings = tiny(lengths=(64,), vocab=11, rank=3)
-    flops = lora.useful_flops(lora.trainee(settings).cost, 64)
+    cost = spread.trainee(settings).cost
     # frozen: q and o 24 x 32, k and v 24 x 16, three of 24 x 40 in the MLP; the head
     frozen = 2 * (2 * 24 * 32 + 2 * 24 * 16 + 3 * 24 * 40) + 24 * 11
     adapters = 2 * 3 * 2 * ((24 + 32) + (24 + 16))
     attention = 2 * 12 * 32 * 64 * 65 / 2
-    assert flops(1.0) == 64 * (4 * frozen + 6 * adapters) + attention
-    assert flops(1.0) - flops(0.25) == 0.75 * attention
+    assert lora.step_flops(cost, 64) == 64 * (4 * frozen + 6 * adapters) + attention
+    assert lora.step_flops(cost, 64) - lora.step_flops(cost, 64, 0.25) == 0.75 * attention
 
 
-def test_a_row_has_its_ceiling_by_hand():
+def test_a_row_has_its_ceiling_by_hand(monkeypatch):
     settings = tiny(lengths=(192,), cab=SMALL)
-    case = {"length": 192, "implementation": "cab", **ONE}
-    row = sample_of(LoraStep, settings, case, Clock())
-    flops = lora.useful_flops(lora.trainee(settings).cost, 192)
+    row = sample_of(LoraStep, settings, CASE, Clock())
+    cost = spread.trainee(settings).cost
     assert (row["ms"], row["peak_gib"], row["error"]) == (500.0, 2.0, None)
     assert 0 < row["density"] < 0.7 and "sparse" in row["ran_as"]
-    assert row["ceiling"] == pytest.approx(flops(1.0) / flops(row["density"]))
-    assert row["tflops"] == pytest.approx(flops(row["density"]) / 0.5 / 1e12)
-
-
-def test_what_warms_up_does_not_count(monkeypatch):
+    done = lora.step_flops(cost, 192, row["density"])
+    assert row["ceiling"] == pytest.approx(lora.step_flops(cost, 192) / done)
+    assert row["tflops"] == pytest.approx(done / 0.5 / 1e12)
+    # what warms up does not count
     monkeypatch.setattr(lora, "WARM_UP_TOKENS", 16)
-    settings = tiny(lengths=(192,), cab=SMALL)
-    case = {"length": 192, "implementation": "cab", **ONE}
-    short = sample_of(LoraStep, settings, case, Clock())["density"]
-    monkeypatch.setattr(lora, "WARM_UP_TOKENS", 192)
-    assert sample_of(LoraStep, settings, case, Clock())["density"] == pytest.approx(short)
+    again = sample_of(LoraStep, settings, CASE, Clock())
+    assert again["density"] == pytest.approx(row["density"])
 
 
 def test_a_long_step_is_computed_in_tiles_with_offloaded_checkpoints():
-    settings = tiny(lengths=(192,), cab=SMALL, tile_tokens=50, offload_layers=1)
-    case = {"length": 192, "implementation": "cab", **ONE}
+    settings = tiny(lengths=(192,), runs=1, cab=SMALL, tile_tokens=50, offload_layers=1)
     calls = []
-    mlp = lora.layers_of(settings)[0].mlp
-    handle = mlp.act_fn.register_forward_hook(
-        lambda _, inputs, __: calls.append(inputs[0].shape[1])
-    )
-    row = sample_of(LoraStep, settings, case, Clock())
+    mlp = model.random_model(settings).model.layers[0].mlp
+    handle = mlp.act_fn.register_forward_hook(lambda _, given, __: calls.append(given[0].shape[1]))
+    row = sample_of(LoraStep, settings, CASE, Clock())
     assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (50, 1, 0.25)
     # forward and backward, of what warms up and of what is timed
     assert sorted(calls) == sorted([50, 50, 50, 42] * 4)
     # the next row is told anew
-    calls.clear()
     settings = tiny(lengths=(192,), cab=SMALL, tile_tokens=0, offload_layers=0)
-    row = sample_of(LoraStep, settings, case, Clock())
+    row = sample_of(LoraStep, settings, CASE, Clock())
     handle.remove()
     assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (0, 0, 0.0)
 
@@ -105,9 +99,9 @@ def test_a_step_gives_its_pinned_memory_back_before_the_next_takes_its_own(monke
 
     monkeypatch.setattr(Offload, "_pinned", noted)
     for _ in range(2):
-        lora.save_memory(settings, 192, 50, 1)
+        spread.save_memory(settings, 192, 50, 1)
     assert seen == [1, 1]
-    lora.save_memory(settings, 192, 0, 0)
+    spread.save_memory(settings, 192, 0, 0)
 
 
 def test_a_kernel_without_gradients_is_a_row_with_its_reason(monkeypatch):
@@ -117,7 +111,199 @@ def test_a_kernel_without_gradients_is_a_row_with_its_reason(monkeypatch):
                 q, k, v, is_causal=True, scale=scale, enable_gqa=True
             )
 
-    baseline = lora.dense.Baseline(lambda: forward_only)
-    monkeypatch.setattr(lora.dense, "ON_CPU", {"FA3": baseline})
+    monkeypatch.setattr(dense, "ON_CPU", {"FA3": dense.Baseline(lambda: forward_only)})
     settings = tiny(lengths=(96,), implementations=("FA3",))
     assert "no backward" in sample_of(LoraStep, settings, {**settings.asked()[0], **ONE})["error"]
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks(tmp_path):
+    sizes = [word for name, x in TINY.items() for word in ("--" + name.replace("_", "-"), str(x))]
+    words = [*sizes, "--device", "cpu", "--lengths", "600", "--runs", "1", "--max-density", "0.2"]
+    words += [word for each in SMALL for word in ("--cab", each)]
+    words += ["--implementations", "sdpa,cab_dense,cab", "--out", str(tmp_path / "run")]
+    done = torchrun("-m", "cab_hf.eval", "speed", "lora", *words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    rows = results["rows"]
+    assert results["provenance"]["settings"]["worlds"] == [2]
+    ways = ("sdpa", "cab_dense", "cab")
+    # a sequence that is sharded is attended by what knows of ranks
+    asked = [(how, way) for how in SPREADS for way in (ways[1:] if how == "cp" else ways)]
+    assert [(row["spread"], row["implementation"]) for row in rows] == asked
+    assert [row["world"] for row in rows] == [1] * 3 + [2] * 8
+    alone = {row["implementation"]: row for row in rows[:3]}
+    for row in rows:
+        assert row["error"] is None and row["ms"] > 0 and row["fits"]
+        one = alone[row["implementation"]]
+        # one half of a text, or a text of its own
+        share = 0.5 if row["spread"] == "cp" else 1.0
+        assert row["tokens_s"] == pytest.approx(share * 600 / row["ms"] * 1e3)
+        assert row["efficiency"] == pytest.approx(share * one["ms"] / row["ms"])
+        # ranks choose as one does
+        assert row["density"] == pytest.approx(one["density"], rel=0.1)
+        assert (row["density"] < 1) == (row["implementation"] == "cab")
+    (sharded,) = (row for row in rows if row["spread"] == "cp" and row["implementation"] == "cab")
+    assert sharded["baseline"] == "cab_dense"
+    # of the same text, every query being on one rank
+    assert sharded["density"] == pytest.approx(alone["cab"]["density"], rel=1e-6)
+
+
+def test_without_torchrun_it_says_how_to_launch(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    words = ["--device", "cpu", "--out", str(tmp_path / "none"), "--spread", "alone,cp"]
+    assert main(["speed", "lora", *words]) == 2
+    assert "torchrun --nproc_per_node=N -m cab_hf.eval speed lora." in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_one_rank_is_refused(one_process, tmp_path):
+    measured = LoraStep(tiny(spread=SPREADS, out=str(tmp_path)), Team(dist.group.WORLD))
+    with pytest.raises(ValueError, match="torchrun started 1; give it --nproc_per_node=2"):
+        measured.over_ranks()
+
+
+def test_efficiency_is_over_the_same_way_and_length_alone():
+    def sample(length, way, how, world, ms):
+        place = {"length": length, "implementation": way, "spread": how, "world": world}
+        return {**place, "ms": ms, "density": 1.0, "ceiling": 1.0}
+
+    rows = LoraStep.rows(
+        [
+            sample(1000, "cab", "alone", 1, 100.0),
+            sample(1000, "cab_dense", "alone", 1, 200.0),
+            sample(2000, "cab", "alone", 1, 400.0),
+            sample(1000, "cab", "ddp", 2, 125.0),
+            sample(2000, "cab", "cp", 2, 250.0),
+            sample(2000, "cab_dense", "cp", 2, 1000.0),
+            sample(1000, "cab", "fsdp2", 4, 160.0),
+        ],
+        {},
+    )
+    actual = {(r["spread"], r["implementation"], r["length"]): r for r in rows}
+    sharded = actual["cp", "cab", 2000]
+    assert actual["ddp", "cab", 1000]["efficiency"] == pytest.approx(100 / 125)
+    assert actual["ddp", "cab", 1000]["tokens_s"] == pytest.approx(8000)
+    assert sharded["efficiency"] == pytest.approx(400 / 250 / 2)
+    assert actual["fsdp2", "cab", 1000]["tokens_s"] == pytest.approx(1000 / 0.16)
+    # nobody has read so much alone
+    assert actual["cp", "cab_dense", 2000]["efficiency"] is None
+    assert (sharded["baseline"], sharded["over_best"]) == ("cab_dense", 4.0)
+    said = LoraStep.readings(rows)
+    assert any("on 2 ranks by cp cab is 4.00× as fast as cab_dense" in each for each in said)
+
+
+def sample_on(group, how, way, meddle):
+    """The sample of a case, on each rank of a group."""
+    settings = tiny(lengths=(600,), runs=1, cab=SMALL, spread=SPREADS)
+    with pytest.MonkeyPatch.context() as patch:
+        meddle(group, patch)
+        case = {"length": 600, "implementation": way, "spread": how, "world": group.size()}
+        try:
+            return LoraStep(settings, Team(group, group)).measure({**case, "sought": False})
+        finally:
+            spread.trainee.cache_clear()
+            model.random_model.cache_clear()
+
+
+def each_for_itself(group, patch):
+    """Ranks whose gradients are not averaged."""
+    patch.setattr(spread, "DistributedDataParallel", lambda objective, **_: objective)
+    patch.setattr(spread, "fully_shard", lambda *_, **__: None)
+
+
+def deaf(group, patch):
+    """Attention on the second rank that does not see the first half of a head."""
+    from cab_hf.distributed.sharded import ShardedFrame
+
+    attend = ShardedFrame.attend
+
+    def halved(self, *heads):
+        out = attend(self, *heads)
+        return out * 0.5 if group.rank() else out
+
+    patch.setattr(ShardedFrame, "attend", halved)
+
+
+@pytest.mark.parametrize(
+    ("how", "way", "meddle"),
+    [
+        pytest.param("ddp", "sdpa", each_for_itself, id="ddp", marks=pytest.mark.slow),
+        pytest.param("fsdp2", "sdpa", each_for_itself, id="fsdp2", marks=pytest.mark.slow),
+        pytest.param("cp", "cab_dense", deaf, id="cp"),
+    ],
+)
+def test_what_is_wrong_is_not_timed(ranks, how, way, meddle):
+    for sample in ranks.run(2, sample_on, how, way, meddle):
+        assert sample["ms"] is None and sample["fits"] is None
+        assert "wrong by" in sample["error"] and f"in the gradients of {how} at" in sample["error"]
+
+
+def test_below_float32_gradients_are_compared_with_those_of_float32():
+    settings = tiny(lengths=(64,), cab=SMALL, dtype="bfloat16")
+    weights = [p.detach().clone() for p in model.random_model(settings).parameters()]
+    config = spread.check_config(settings, settings.budgeted(64))
+    assert (config.max_density, config.mass_threshold) == (1.0, 0.0)
+    expected = spread.expected_gradients(settings, "cab", config, "ddp", Team())
+    learnt = spread.trainee(settings).learnt
+    assert 1.5e-4 < expected.tolerance < 0.075
+    with spread.in_float32(spread.trainee(settings).objective):
+        step = spread.Step(
+            spread.trainee(settings).objective, learnt, lambda n: spread.batch_of(settings, n)
+        )
+        torch.testing.assert_close(step.gradients(expected.tokens), expected.gradients)
+    after = [p for n, p in model.random_model(settings).named_parameters() if "lora" not in n]
+    assert all(map(torch.equal, after, weights))
+    # a little more than that is wrong
+    with pytest.raises(ArithmeticError, match="wrong by .* in the gradients of ddp"):
+        twice = replace(step, scale=2)
+        spread.check_gradients(twice, expected, "ddp")
+
+
+@pytest.mark.parametrize("limit", [0, 63, 64, 200, 1000, 6399, 6400, 100_000])
+@pytest.mark.parametrize("asked", [(), (100,), (100, 3000)])
+def test_the_longest_that_fits_is_found(limit, asked):
+    tried = {length: length <= limit for length in asked}
+    for _ in range(40):
+        length = next_length(tried, 64)
+        if length is None:
+            break
+        assert length % 64 == 0 and length > 0 and length not in tried
+        tried[length] = length <= limit
+    assert length is None
+    fitting = [n for n, fits in tried.items() if fits]
+    assert max(fitting, default=0) // 64 == limit // 64
+
+
+@pytest.mark.slow
+def test_a_search_for_the_longest(tmp_path, monkeypatch):
+    """On a GPU that holds 300 tokens, whatever they are learnt by."""
+    learn = spread.learn
+
+    class Small(Clock):
+        def room(self):
+            return 2.0**-10
+
+    def full_at_300(step, optimizer, tokens):
+        if tokens > 300:
+            # a step that has begun
+            for parameter in step.learnt:
+                parameter.grad = torch.ones_like(parameter)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
+        learn(step, optimizer, tokens)
+
+    monkeypatch.setattr(LoraStep, "bench", Small())
+    monkeypatch.setattr(lora, "WARM_UP_TOKENS", 32)
+    monkeypatch.setattr(spread, "learn", full_at_300)
+    words = ("--layers", "3", "--runs", "1", "--lengths", "96", "--implementations", "sdpa,cab")
+    rows = speed_run("lora", tmp_path, *words, "--longest")["rows"]
+    for way in ("sdpa", "cab"):
+        tried = {row["length"]: row["fits"] for row in rows if row["implementation"] == way}
+        assert tried[256] and tried[320] is False and tried[96]
+        assert all(fits == (length <= 300) for length, fits in tried.items())
+    # nothing is left of what did not fit
+    given = {"device": "cpu", "layers": 3, "lengths": (96,), "runs": 1, "out": str(tmp_path)}
+    settings = Settings(**given, implementations=("sdpa", "cab"), longest=True)
+    hits = spread.trainee.cache_info().hits
+    assert all(p.grad is None for p in spread.trainee(settings).learnt)
+    assert spread.trainee.cache_info().hits == hits + 1

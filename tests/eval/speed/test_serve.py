@@ -14,7 +14,7 @@ from bench import sample_of, shown
 from cab_hf.batching.batch import Batch
 from cab_hf.eval.speed.model import random_model
 from cab_hf.eval.speed.serve import Serve, Settings
-from cab_hf.eval.speed.trace import Request, prompts_of, serve, summary_of, trace_of
+from cab_hf.eval.speed.trace import Request, serve, summary_of, trace_of
 
 SHAPE = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=1")
@@ -25,57 +25,36 @@ def tiny(**more):
     return Settings(device="cpu", **{**SHAPE, **fields, **more})
 
 
-def derive(samples):
-    return Serve.rows(samples, {})
-
-
 def took(length, arrived, first, last):
     times = {"arrived": arrived, "first": first, "last": last}
     return {"length": length, **times, "preempted": False}
 
 
-def made_sample(way, served, density=1.0, **more):
-    """A sample, as `Serve.measure` makes it."""
-    fixed = {"dtype": "float32", "new_tokens": 5, "longest": 300, "density": density}
-    fixed |= {"peak_gib": None, "cache_gib": 1.0, "ran_as": None, "error": None, "batching": {}}
-    return {"implementation": way, "served": served} | fixed | more
-
-
-# --- the trace
-
-
 def test_a_trace_has_all_requests_and_is_that_of_its_seed():
     counts = {100: 30, 300: 3}
-    made = trace_of(counts, 2.0, seed=5)
-    assert made == trace_of(counts, 2.0, seed=5) != trace_of(counts, 2.0, seed=6)
-    lengths = [each.length for each in made]
+    made = trace_of(counts, 5, 1000, rate=2.0)
+    assert made == trace_of(counts, 5, 1000, rate=2.0) != trace_of(counts, 6, 1000, rate=2.0)
+    lengths = [len(each.prompt) for each in made]
     assert {length: lengths.count(length) for length in counts} == counts
     assert lengths != sorted(lengths)
+    assert {each.arrives for each in trace_of({10: 5}, 0, 1000)} == {0.0}
 
 
-def test_arrivals_are_a_poisson_process_or_all_at_once():
-    arrivals = [each.arrives for each in trace_of({10: 2001}, 4.0, seed=0)]
+def test_arrivals_are_a_poisson_process():
+    arrivals = [each.arrives for each in trace_of({10: 2001}, 0, 1000, rate=4.0)]
     gaps = torch.tensor(arrivals).diff()
     assert arrivals[0] == 0 and (gaps > 0).all()
     # of an exponential distribution mean and deviation are alike
     assert gaps.mean().item() == pytest.approx(1 / 4, rel=0.1)
     assert gaps.std().item() == pytest.approx(1 / 4, rel=0.1)
-    assert {each.arrives for each in trace_of({10: 5}, 0.0, seed=0)} == {0.0}
 
 
 @pytest.mark.parametrize("shared", [0, 7])
 def test_prompts_share_as_many_first_tokens_as_they_are_told_to(shared):
-    requests = [Request(0.0, length) for length in (20, 50, 30)]
-    prompts = prompts_of(requests, 1000, shared, seed=3)
-    assert prompts == prompts_of(requests, 1000, shared, seed=3)
-    assert [len(prompt) for prompt in prompts] == [20, 50, 30]
+    prompts = [each.prompt for each in trace_of({20: 1, 50: 1, 30: 1}, 3, 1000, shared=shared)]
     assert len({tuple(prompt[:shared]) for prompt in prompts}) == 1
     assert len({prompt[shared] for prompt in prompts}) == 3
     assert all(0 <= token < 1000 for prompt in prompts for token in prompt)
-    assert prompts[0] != prompts_of(requests, 1000, shared, seed=4)[0]
-
-
-# --- what requests took
 
 
 def test_a_summary_by_hand():
@@ -115,8 +94,8 @@ class Manager:
 
 
 def test_tokens_have_the_time_at_which_they_came_out():
-    requests = [Request(0.0, 2), Request(0.05, 3)]
-    first, second = serve(Manager(), requests, [[1, 2], [1, 2, 3]], 3)
+    requests = [Request(0.0, [1, 2]), Request(0.05, [1, 2, 3])]
+    first, second = serve(Manager(), requests, 3)
     assert (first["length"], second["length"]) == (2, 3)
     assert second["arrived"] >= 0.05
     for each in (first, second):
@@ -127,23 +106,25 @@ def test_tokens_have_the_time_at_which_they_came_out():
 
 def test_requests_that_are_read_again_are_counted():
     settings = tiny(blocks=26, new_tokens=40, implementations=("cab",))
-    (row,) = derive([sample_of(Serve, settings, case) for case in settings.asked()])
+    (row,) = Serve.rows([sample_of(Serve, settings, settings.asked()[0])], {})
     assert row["error"] is None and 0 < row["preempted"] < 4
     # tokens from before count as well
     assert all(each["first"] < each["last"] for each in row["served"])
 
 
-# --- rows
-
-
 def test_rows_are_beside_the_fastest_dense_way():
+    def sample(way, served, error=None):
+        fixed = {"new_tokens": 5, "longest": 300, "ran_as": None, "error": error}
+        fixed |= dict.fromkeys(("density", "peak_gib", "cache_gib")) | {"batching": {}}
+        return {"implementation": way, "served": served, **fixed}
+
     samples = [
-        made_sample("sdpa", [took(100, 0.0, 4.0, 8.0), took(300, 0.0, 8.0, 12.0)]),
-        made_sample("flash_attention_3", [took(100, 0.0, 2.0, 4.0), took(300, 0.0, 4.0, 6.0)]),
-        made_sample("cab", [took(100, 0.0, 1.0, 2.0), took(300, 0.0, 2.0, 3.0)], 0.25),
-        made_sample("cab-always", None, error="out of memory"),
+        sample("sdpa", [took(100, 0.0, 4.0, 8.0), took(300, 0.0, 8.0, 12.0)]),
+        sample("flash_attention_3", [took(100, 0.0, 2.0, 4.0), took(300, 0.0, 4.0, 6.0)]),
+        sample("cab", [took(100, 0.0, 1.0, 2.0), took(300, 0.0, 2.0, 3.0)]),
+        sample("cab-always", None, error="out of memory"),
     ]
-    rows = derive(samples)
+    rows = Serve.rows(samples, {})
     *_, cab, failed = rows
     assert (cab["baseline"], cab["over_best"]) == ("flash_attention_3", 2.0)
     assert (cab["ttft_over_best"], cab["tpot_over_best"]) == (2.0, 2.0)

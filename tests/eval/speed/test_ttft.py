@@ -1,14 +1,14 @@
-"""``speed ttft``: the model and its operations, rows by hand, gains and their ceiling."""
+"""``speed ttft``: the model and its operations, rows by hand, questions behind a cache, ranks."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
-from bench import FakeBench, refused, sample_of, shown, speed_run
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from bench import FakeBench, refused, sample_of, shown, speed_run, torchrun
 
-from cab_hf import CabConfig
-from cab_hf.eval.speed import dense, model
+from cab_hf.eval.speed import dense, model, ttft
+from cab_hf.eval.speed.team import Team
 from cab_hf.eval.speed.ttft import Settings
 from cab_hf.eval.speed.ttft import TimeToFirstToken as Ttft
 
@@ -22,81 +22,75 @@ def tiny(**more):
     return Settings(device="cpu", **{**TINY, **more})
 
 
-def derive(samples):
-    return Ttft.rows([{**Ttft.ADDED, **sample} for sample in samples], {})
-
-
-def made_sample(length, implementation, ms, density=1.0, **more):
+def made_sample(length, implementation, ms, density=1.0):
     """A sample, as `Ttft.measure` makes it."""
     fixed = {"ceiling": 2.0, "peak_gib": None, "tflops": 1.0, "ran_as": None, "error": None}
-    key = {"length": length, "implementation": implementation}
-    return key | {"ms": ms, "density": density} | fixed | more
+    place = {"length": length, "implementation": implementation, "world": 1, "behind": 0}
+    return place | {"ms": ms, "density": density} | fixed
 
 
-# --- the model
-
-
-def test_operations_by_hand():
+def test_operations_by_hand_are_those_of_the_model():
     settings = tiny(vocab=11)
-    work = settings.model_flops(10)
     # per layer and token: q and o 24 x 32 each, k and v 24 x 16 each, three of 24 x 40 in the MLP
     weights = 3 * (2 * 24 * 32 + 2 * 24 * 16 + 3 * 24 * 40)
-    assert work["linear"] == 2 * (10 * weights + 24 * 11)
-    assert work["attention"] == 3 * 4 * 4 * 8 * 10 * 10 / 2
-
-
-def test_the_weights_counted_are_those_of_the_model():
-    settings = tiny(vocab=11)
+    linear, attention = 2 * (10 * weights + 24 * 11), 3 * 4 * 4 * 8 * 10 * 10 / 2
+    assert settings.flops(10) == linear + attention
+    assert settings.flops(10, 0.25) == linear + 0.25 * attention
+    # behind a cache: those of the whole less what is cached
+    cached = 3 * 4 * 4 * 8 * (30**2 - 20**2) / 2
+    assert settings.flops(10, behind=20) == linear + cached
     made = model.random_model(settings)
-    linear = [
-        parameter.numel()
-        for name, parameter in made.named_parameters()
-        if "proj" in name or "lm_head" in name
-    ]
-    assert settings.model_flops(1)["linear"] == 2 * sum(linear)
+    counted = [p.numel() for n, p in made.named_parameters() if "proj" in n or "lm_head" in n]
+    assert settings.flops(1, 0.0) == 2 * sum(counted)
     assert made.dtype == torch.float32 and 0.01 < made.lm_head.weight.std() < 0.03
 
 
-@pytest.mark.parametrize("name", ["sdpa", "SDPA", "cab-always"])
-def test_every_way_to_attend_gives_the_same_logits(name):
-    settings = tiny(lengths=(70,), cab=("mass_threshold=0.0",))
-    made, call = model.random_model(settings), model.prefill(settings, 70)
-    expected = call().logits
-    config = CabConfig(mass_threshold=0.0, min_length=0, query_block=32, key_block=16)
-    with model.attending(made, name, config):
+@pytest.mark.parametrize("way", ["sdpa", "SDPA", "cab-always"])
+def test_every_way_to_attend_gives_the_same_logits(way):
+    settings = tiny(lengths=(70,), cab=(*SMALL[:2], "mass_threshold=0.0"), max_density=("1.0",))
+    with model.prefilling(settings, 70, "sdpa") as (call, *_):
+        expected = call().logits
+    with model.prefilling(settings, 70, way) as (call, *_):
         actual = call()
     torch.testing.assert_close(actual.logits, expected)
     assert actual.logits.shape == (1, 1, settings.vocab)
     assert actual.past_key_values.get_seq_length() == 70
     # as it was found
-    assert made.config._attn_implementation == "sdpa"
-    assert not [key for key in ALL_ATTENTION_FUNCTIONS if key.startswith("speed_")]
+    assert model.random_model(settings).config._attn_implementation == "sdpa"
 
 
 def test_a_budget_for_every_length():
     settings = Settings(device="cpu", lengths=(256, 512), max_density=("0.1", "512:0.05"))
     assert settings.budgeted(256).max_density == 0.1
-    config = settings.budgeted(512, min_length=0)
+    config = settings.budgeted(512, "cab-always")
     assert (config.max_density, config.mass_threshold, config.min_length) == (0.05, 0.0, 0)
 
 
-# --- ttft
+class Clock(FakeBench):
+    def wall(self, call, runs, before=lambda: None):
+        before()
+        call()
+        return 500.0, 2.0
 
 
-def test_a_row_has_its_ceiling_by_hand():
-    class Clock(FakeBench):
-        def wall(self, call, runs):
-            call()
-            return 500.0, 2.0
-
-    settings = tiny(lengths=(192,), cab=SMALL)
-    case = {"length": 192, "implementation": "cab-always"}
+@pytest.mark.parametrize(
+    ("length", "behind", "least", "most"),
+    [
+        pytest.param(192, 0, 0, 0.6, id="prompt"),
+        # the last 32 tokens reach into two query blocks of the text, of which the call has 52
+        # tokens: these attend all
+        pytest.param(96, 500, 52 / 96, 0.7, id="question"),
+    ],
+)
+def test_a_row_has_its_ceiling_by_hand(length, behind, least, most):
+    settings = tiny(lengths=(length,), behind=behind, cab=SMALL)
+    case = {"length": length, "implementation": "cab-always"}
     row = sample_of(Ttft, settings, case, Clock())
-    work = settings.model_flops(192)
     assert (row["ms"], row["peak_gib"], row["error"]) == (500.0, 2.0, None)
-    assert 0 < row["density"] < 0.6 and "sparse" in row["ran_as"]
-    done = work["linear"] + row["density"] * work["attention"]
-    assert row["ceiling"] == pytest.approx((work["linear"] + work["attention"]) / done)
+    assert row["behind"] == behind
+    assert least < row["density"] < most and "sparse" in row["ran_as"]
+    done = settings.flops(length, row["density"], behind)
+    assert row["ceiling"] == pytest.approx(settings.flops(length, 1.0, behind) / done)
     assert row["tflops"] == pytest.approx(done / 0.5 / 1e12)
 
 
@@ -104,11 +98,11 @@ def test_a_kernel_that_is_missing_or_wrong_is_a_row_with_its_reason(monkeypatch)
     def load():
         import no_such_kernels  # noqa: F401
 
-    backwards = dense.Baseline(lambda: lambda q, k, v, scale: torch.zeros_like(q))
-    both = {"FA3": dense.Baseline(load), "FA4": backwards}
-    monkeypatch.setattr(dense, "ON_CPU", both)
+    zeros = dense.Baseline(lambda: lambda q, k, v, scale: torch.zeros_like(q))
+    monkeypatch.setattr(dense, "ON_CPU", {"FA3": dense.Baseline(load), "FA4": zeros})
     settings = tiny(lengths=(96,), implementations=("FA3", "FA4"))
-    rows = derive([sample_of(Ttft, settings, case) for case in settings.asked()])
+    samples = [sample_of(Ttft, settings, case) for case in settings.asked()]
+    rows = Ttft.rows([{**Ttft.ADDED, **sample} for sample in samples], {})
     assert rows[0]["error"] == "no_such_kernels is not installed"
     assert "wrong by 1" in rows[1]["error"]
     assert [row["over_best"] for row in rows] == [None, None]
@@ -116,57 +110,39 @@ def test_a_kernel_that_is_missing_or_wrong_is_a_row_with_its_reason(monkeypatch)
     assert said in shown(Ttft, rows) and Ttft.readings(rows) == []
 
 
-# --- behind a cache
+def test_gains_are_over_sdpa_and_over_the_fastest_dense_way():
+    samples = [
+        made_sample(1000, "sdpa", 8.0),
+        made_sample(1000, "FA3", 4.0),
+        made_sample(1000, "cab-always", 8.0, 0.1),
+        made_sample(4000, "sdpa", 80.0),
+        made_sample(4000, "FA3", 40.0),
+        made_sample(4000, "cab-always", 20.0, 0.1),
+    ]
+    rows = Ttft.rows(samples[::-1], {})
+    last = next(r for r in rows if r["length"] == 4000 and r["implementation"] == "cab-always")
+    assert (last["baseline"], last["over_best"], last["over_sdpa"]) == ("FA3", 2.0, 4.0)
+    (said,) = Ttft.readings(rows)
+    assert "from about 2,000 tokens on" in said
 
 
-def test_operations_behind_a_cache_are_those_of_the_whole_less_what_is_cached():
-    settings = tiny(vocab=11)
-    complete, cached, asked = (settings.model_flops(*n) for n in ((30,), (20,), (10, 20)))
-    assert asked["attention"] == complete["attention"] - cached["attention"]
-    assert asked["linear"] == settings.model_flops(10)["linear"]
-
-
-@pytest.mark.parametrize("name", ["sdpa", "cab_dense", "cab-always"])
-def test_a_question_continues_the_same_cache_again_and_again(name):
-    from cab_hf.eval.speed.steps import filled
-    from cab_hf.eval.speed.ttft import asking
-
-    settings = tiny(
-        lengths=(70,), behind=90, cab=(*SMALL, "mass_threshold=0.0"), max_density=("1.0",)
-    )
+@pytest.mark.parametrize("way", ["sdpa", "cab_dense", "cab-always"])
+def test_a_question_continues_the_same_cache_again_and_again(way):
+    config = (*SMALL, "mass_threshold=0.0")
+    settings = tiny(lengths=(70,), behind=90, cab=config, max_density=("1.0",))
     made = model.random_model(settings)
     assert made.config.max_position_embeddings == 160
-    cache = filled(made, 90, 1, 0, static=False, config=None)
     with torch.no_grad():
-        expected = made(model.prompt_of(settings, 70), past_key_values=cache).logits[:, -1:]
-    with asking(settings, 70, 90, name) as (call, crop, known):
+        cache = model.random_cache(made, 90)
+        read = made(model.random_tokens(settings, 70), past_key_values=cache)
+    expected = read.logits[:, -1:]
+    with model.prefilling(settings, 70, way, behind=90) as (call, known, crop):
         for _ in range(3):
             crop()
             read = call()
             assert read.past_key_values.get_seq_length() == 160
             torch.testing.assert_close(read.logits, expected, rtol=1e-4, atol=1e-4)
         assert known()["density"] == 1
-    assert made.config._attn_implementation == "sdpa"
-
-
-def test_a_row_behind_a_cache_by_hand():
-    class Clock(FakeBench):
-        def wall(self, call, runs, before):
-            before()
-            call()
-            return 500.0, 2.0
-
-    settings = tiny(lengths=(96,), behind=500, cab=SMALL)
-    case = {"length": 96, "implementation": "cab-always"}
-    row = sample_of(Ttft, settings, case, Clock())
-    assert (row["behind"], row["ms"], row["error"]) == (500, 500.0, None)
-    # the last 32 tokens reach into two query blocks of the text, of which the call has 52 tokens:
-    # these attend all
-    assert 52 / 96 < row["density"] < 0.7 and "sparse" in row["ran_as"]
-    work = settings.model_flops(96, 500)
-    done = work["linear"] + row["density"] * work["attention"]
-    assert row["ceiling"] == pytest.approx((work["linear"] + work["attention"]) / done)
-    assert row["tflops"] == pytest.approx(done / 0.5 / 1e12)
 
 
 def test_a_kernel_that_continues_no_cache_is_a_row_with_its_reason(monkeypatch):
@@ -179,25 +155,6 @@ def test_a_kernel_that_continues_no_cache_is_a_row_with_its_reason(monkeypatch):
     assert rows[0]["error"] == said
     # what says that it can is looked at
     assert rows[1]["error"].startswith("ArithmeticError: wrong by ")
-
-
-def test_gains_are_over_sdpa_and_over_the_fastest_dense_way():
-    samples = [
-        made_sample(1000, "sdpa", 8.0),
-        made_sample(1000, "FA3", 4.0),
-        made_sample(1000, "cab-always", 8.0, 0.1),
-        made_sample(4000, "sdpa", 80.0),
-        made_sample(4000, "FA3", 40.0),
-        made_sample(4000, "cab-always", 20.0, 0.1),
-    ]
-    rows = derive(reversed(samples))
-    last = next(r for r in rows if r["length"] == 4000 and r["implementation"] == "cab-always")
-    assert (last["baseline"], last["over_best"], last["over_sdpa"]) == ("FA3", 2.0, 4.0)
-    (said,) = Ttft.readings(rows)
-    assert "from about 2,000 tokens on" in said
-
-
-# --- settings
 
 
 def test_a_run_behind_a_cache(tmp_path):
@@ -215,3 +172,76 @@ def test_a_question_that_no_block_holds_is_refused(capsys, tmp_path):
     words = ("--device", "cpu", "--behind", "256", "--lengths", "64", "--out", str(tmp_path))
     said = refused(capsys, "ttft", *words)
     assert "lengths is (64,); it must be at least query_block=128 each behind a cache" in said
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks(tmp_path):
+    words = ["--device", "cpu", "--lengths", "600", "--runs", "1", "--max-density", "0.2", *BLOCKS]
+    done = torchrun("-m", "cab_hf.eval", "speed", "ttft", *words, "--out", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    rows = results["rows"]
+    # what knows of ranks
+    assert [row["implementation"] for row in rows] == ["cab_dense", "cab", "cab-always"]
+    assert results["provenance"]["settings"]["worlds"] == [2]
+    for row in rows:
+        assert row["error"] is None and row["ms"] > 0 and row["world"] == 2
+        assert row["baseline"] == "cab_dense"
+        assert (row["density"] < 1) == (row["implementation"] == "cab-always")
+
+
+def read_on(group, way, length):
+    """(logits, keys a layer, density) on a rank."""
+    settings = tiny(lengths=(length,), max_density=("0.2",), cab=SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ttft, "WARM_UP_TOKENS", 512)
+        patch.setattr(ttft, "MLP_TOKENS", 100)
+        with ttft.prefilling_across(settings, length, way, Team(group, group)) as (call, known):
+            read = call()
+            cached = [layer.keys.shape[2] for layer in read.past_key_values.layers]
+            # inference tensors stay where they were made
+            return read.logits.clone().tolist(), cached, known()["density"]
+
+
+@pytest.mark.parametrize("length", [600, 1024])
+@pytest.mark.parametrize("way", ["cab_dense", "cab-always"])
+def test_the_last_token_has_the_logits_of_one_process(ranks, way, length):
+    settings = tiny(lengths=(length,), max_density=("0.2",), cab=SMALL)
+    with model.prefilling(settings, length, way) as (call, known, _):
+        expected, density = call().logits, known()["density"]
+    actual = ranks.run(2, read_on, way, length)
+    # the first of four chunks and the last are on rank 0; 600 tokens end in the third, on rank 1
+    holder = 0 if length == 1024 else 1
+    torch.testing.assert_close(torch.tensor(actual[holder][0]), expected)
+    for _, cached, share in actual:
+        # chunks of 256 and of 256 tokens: half of the prompt, with its padding
+        assert cached == [512] * 3
+        assert share == pytest.approx(density, rel=1e-6)
+
+
+def slowest_on(group):
+    """The sample of a case, of ranks of which one has a higher peak."""
+
+    class Uneven(FakeBench):
+        def walls(self, call, runs, before=lambda: None):
+            call()
+            return [100.0 * (group.rank() + 1)] * runs, 3.0 - group.rank()
+
+    measured = Ttft(tiny(lengths=(600,), runs=1, cab=SMALL), Team(group, group))
+    measured.bench = Uneven()
+    return measured.measure({"length": 600, "implementation": "cab_dense", "world": 2})
+
+
+def test_the_slowest_rank_and_the_highest_peak_count(ranks):
+    work = tiny(lengths=(600,)).flops(600)
+    for sample in ranks.run(2, slowest_on):
+        assert (sample["ms"], sample["peak_gib"], sample["error"]) == (200.0, 3.0, None)
+        assert sample["tflops"] == pytest.approx(work / 2 / 0.2 / 1e12)
+
+
+def test_ranks_take_what_knows_of_them(monkeypatch):
+    assert tiny().implementations[0] == "sdpa"
+    monkeypatch.setenv("RANK", "0")
+    assert tiny().implementations == ("cab_dense", "cab", "cab-always")
+    with pytest.raises(ValueError, match="'sdpa',.; it must be out of cab_dense, cab"):
+        tiny(implementations=("sdpa",))
