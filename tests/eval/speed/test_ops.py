@@ -159,7 +159,7 @@ def test_ops_are_listed_and_others_refused(capsys):
         (provenance, "versions", lambda: {"torch": "9"}, "versions"),
         (dense, "ON_CPU", {"SDPA": dense.Baseline(SDPA, lambda: "SDPA 9")}, "baselines"),
     ],
-    ids=str,
+    ids=["commit", "device", "versions", "baselines"],
 )
 def test_a_run_is_extended_unless_it_is_of_another_making(
     tmp_path, monkeypatch, capsys, where, name, value, told
