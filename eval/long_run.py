@@ -8,6 +8,7 @@ measures what is left and writes the report.
 from __future__ import annotations
 
 import gc
+import os
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,11 @@ class LongRunSettings(OnModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError(
+                "each process that torchrun or accelerate starts would measure everything; start "
+                "them without either, with `--shard 1/2`, `--shard 2/2` and so on."
+            )
         given = re.fullmatch(r"(\d+)/(\d+)", self.shard or "1/1")
         fits = given and 1 <= int(given[1]) <= int(given[2])
         require(self, "shard", fits, "i/n, such as 1/4 for the first of four")

@@ -160,6 +160,14 @@ def test_a_run_that_stops_has_asked_all_methods_alike():
     assert all(experiment.question(a) == experiment.question(b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("words", [PASSKEY, FIDELITY], ids=["passkey", "fidelity"])
+def test_processes_that_a_launcher_starts_are_refused(command, monkeypatch, capsys, words):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="2"):
+        command(words)
+    assert "--shard 1/2" in capsys.readouterr().err
+
+
 def test_shards_find_what_one_process_finds(command, tmp_path, monkeypatch, capsys):
     complete = command(PASSKEY, out="complete")
     answer, answered = passkey.Passkey.answer, []
