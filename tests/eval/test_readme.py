@@ -9,7 +9,7 @@ import pytest
 
 from cab_hf import CabConfig
 from cab_hf.eval import readme, report
-from cab_hf.eval.tables import ROWS, TABLES, Table, pivoted, read_results, source
+from cab_hf.eval.tables import ROWS, TABLES, Table, _over_runs, pivoted, read_results, source
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
@@ -162,6 +162,21 @@ def fidelity_run(folder, config, model="a", **settings):
     full = {"length": 32768, "method": "full", "continuation": {"kl": 0.001}}
     settings |= {"model": model, "cab_configs": {"cab": config}}
     write(folder, [*rows, full], experiment="fidelity", settings=settings)
+
+
+def test_runs_of_a_training_are_pooled():
+    shares, perplexities = ((3, 4), (1, 6)), (2.0, 8.0)
+    rows = [
+        {
+            "density": 0.25,
+            "recall": {"correct": right, "n": n},
+            "perplexity": {"value": perplexity},
+        }
+        for (right, n), perplexity in zip(shares, perplexities, strict=True)
+    ]
+    found = _over_runs(rows)
+    assert found["recall"][0] == pytest.approx(0.4)
+    assert found["perplexity"] == pytest.approx(4.0)
 
 
 def test_models_are_shown_that_the_default_has_read(results):
