@@ -116,6 +116,7 @@ class Batches(Reported, base.Speed):
     BY_NAME = dense.MEASURED
     REPORTED_ERRORS = Exception  # an engine that refuses, is wrong or does not fit
     BY: ClassVar[Mapping[str, str]] = {**WHERE, "budget": "budget"}
+    APART = ("layout",)
     PANELS = (
         Panel("a layer", "ms", ("ms",)),
         Panel("over the fastest dense way", "share of its time", ("ratio",), log=False),

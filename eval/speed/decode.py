@@ -164,6 +164,7 @@ class Decode(Reported, base.Speed):
     BY: ClassVar[Mapping[str, str]] = {
         **{"part": "part", "texts": "batch", "way": "way", "run": "mode", "keys": "budget"}
     }
+    APART = ("part", "texts")
     PANELS = (Panel("a step", "ms", ("ms",)), Panel("a model", "tokens/s", ("tokens_s",)))
     NOTES: ClassVar[Mapping[str, str]] = {"": NOTES}
 

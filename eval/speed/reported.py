@@ -32,17 +32,23 @@ class Panel(NamedTuple):
     fields: tuple[str, ...]
     log: bool = True
 
+    def shows(self, rows: Sequence[Row]) -> bool:
+        """Whether any row has a value for it."""
+        return any(row[field] is not None for row in rows for field in self.fields)
+
 
 class Reported:
     """Base of experiments whose rows make one table and lines over tokens.
 
     Attributes:
-        BY: what tells rows of one length apart, heading -> field.
+        BY: what tells rows of one length apart, heading -> field; "way" is how they attend.
+        APART: headings of those whose values have panels of their own.
         PANELS: of the figure; those without a value in any row are left out.
         NOTES: text on all runs, under "", and on those that have a setting.
     """
 
     BY: ClassVar[Mapping[str, str]] = {}
+    APART: ClassVar[Sequence[str]] = ()
     PANELS: ClassVar[Sequence[Panel]]
     NOTES: ClassVar[Mapping[str, str]]
 
@@ -74,26 +80,46 @@ class Reported:
 
     @classmethod
     def draw(cls, path: Path, rows: Sequence[Row]) -> None:
-        """The panels side by side; what attends densely is grey."""
-        panels = [
-            panel
-            for panel in cls.PANELS
-            if any(row[field] is not None for row in rows for field in panel.fields)
-        ]
-        across, lengths = max(1, len(panels)), [row["length"] for row in rows]
-        with charts.figure(path, 1, across, figsize=(5.5 * across, 4.6)) as axes:
-            for axis, panel in zip(axes[0], panels, strict=False):
-                greys = itertools.cycle(charts.GREYS)
-                for alike, field in itertools.product(
-                    grouped(rows, *cls.BY.values()), panel.fields
-                ):
-                    names = [alike[0][name] for name in cls.BY.values()]
-                    names += [field] if len(panel.fields) > 1 else []
-                    dense = cls.BY and not any(map(is_ours, names))
-                    look = {"color": next(greys), "marker": "s"} if dense else {}
-                    label = ", ".join(str(name) for name in names if name is not None)
-                    charts.line(axis, alike, itemgetter(field), label=label, **look)
-                charts.over_tokens(axis, lengths, panel.title, panel.unit, log=panel.log)
+        """The panels side by side, a line of them for each of `APART`; dense ways are grey."""
+        panels = [panel for panel in cls.PANELS if panel.shows(rows)]
+        by = base.varying(rows, cls.BY)
+        apart = {heading: by.pop(heading) for heading in cls.APART if heading in by}
+        groups, across = grouped(rows, *apart.values()), max(1, len(panels))
+        with charts.figure(
+            path, len(groups), across, figsize=(5.5 * across, 4.6 * len(groups))
+        ) as (axes):
+            for beside, some in zip(axes, groups, strict=True):
+                lengths = [row["length"] for row in some]
+                for axis, panel in zip(beside, panels, strict=False):
+                    axis.set_visible(panel.shows(some))
+                    cls.draw_lines(axis, panel, some, by)
+                    title = ", ".join([*named(some[0], apart), panel.title])
+                    charts.over_tokens(axis, lengths, title, panel.unit, log=panel.log)
+
+    @classmethod
+    def draw_lines(
+        cls, axis: Any, panel: Panel, rows: Sequence[Row], by: Mapping[str, str]
+    ) -> None:
+        """The lines of a panel, told apart by ``by``; of several fields those of cab alone."""
+        greys, several = itertools.cycle(charts.GREYS), len(panel.fields) > 1
+        for alike, field in itertools.product(grouped(rows, *by.values()), panel.fields):
+            dense = "way" in cls.BY and not is_ours(alike[0][cls.BY["way"]])
+            if dense and several:
+                continue
+            look = {"color": next(greys), "marker": "s"} if dense else {}
+            label = ", ".join([*named(alike[0], by), *[heading_of(field)] * several])
+            charts.line(axis, alike, itemgetter(field), label=label or None, **look)
+
+
+def named(row: Row, by: Mapping[str, str]) -> list[str]:
+    """What tells a row from others, numbers behind their headings."""
+    values = {heading: row[name] for heading, name in by.items() if row[name] is not None}
+    return [x if isinstance(x, str) else f"{heading} {x:g}" for heading, x in values.items()]
+
+
+def heading_of(name: str) -> str:
+    """A field as people read it."""
+    return HEADINGS.get(name, name.replace("_", " ").replace("gib", "GiB"))
 
 
 def is_ours(name: Any) -> bool:
@@ -108,8 +134,7 @@ def table(rows: Sequence[Row], hidden: Sequence[str] = ()) -> str:
     for name in names:
         kinds = {type(row.get(name)) for row in rows} - {type(None)}
         if name not in hidden and kinds and kinds <= {int, float, str}:
-            heading = HEADINGS.get(name, name.replace("_", " ").replace("gib", "GiB"))
-            columns[heading] = partial(written, name)
+            columns[heading_of(name)] = partial(written, name)
     return markdown_table(rows, columns)
 
 

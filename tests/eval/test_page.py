@@ -137,9 +137,8 @@ def test_the_contents_lead_to_every_section(committed):
 
 @pytest.mark.parametrize("name", COMMITTED)
 def test_tables_and_headings_are_those_of_the_report(name):
+    complete = (RESULTS / name / "report.md").read_text()
     result = readme.read_results(RESULTS / name)
-    made_by = experiment.named(result.provenance["experiment"])
-    complete = experiment.report_text(made_by, result.rows, result.provenance)
     shown = Page(made(RESULTS / name))
     lines = [line for line in complete.splitlines() if line.startswith("| ")]
     rows = [re.split(r" (?<!\\)\| ", line[2:-2]) for line in lines if "| --- |" not in line]
