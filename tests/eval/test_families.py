@@ -268,3 +268,20 @@ def test_a_type_that_does_not_exist_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         __main__.main(["families", "--types", "llama,llamma"])
     assert "types is 'llamma'; it must be types of AutoModelForCausalLM" in capsys.readouterr().err
+
+
+def test_the_command_writes_what_ranks_compute(tmp_path, monkeypatch):
+    actual = {
+        "llama": {"model": "L", "dtype": "float64", "plain": {"one text": STEP, "packed": STEP}},
+        "bamba": {"model": "B", "plain": {"one text": NO, "packed": NO}},
+        "opt": {"not_built": "no reason"},
+    }
+    monkeypatch.setattr(families, "in_processes", lambda model_type, ranks, *_: actual[model_type])
+    command = ["families", "--ranks", "2", "--types", ",".join(actual), "--out", str(tmp_path)]
+    assert __main__.main(command) == 0
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    verdicts = {row["model_type"]: row["verdict"] for row in rows}
+    assert verdicts == {"llama": EXACT, "bamba": REFUSED, "opt": NOT_BUILT}
+    report = (tmp_path / "report.md").read_text()
+    assert "| exact | 1 | llama |" in report and "cab does not." in report
+    assert (tmp_path / "figure.png").stat().st_size > 0

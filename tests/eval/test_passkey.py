@@ -463,3 +463,10 @@ def test_committed_rows_follow_from_their_samples(folder):
     assert identity.items() <= {"experiment": "passkey", **settings}.items()
     # as shown: the last digits are the library's
     assert Passkey.tables(Passkey.rows(samples, settings)) == Passkey.tables(content["rows"])
+
+
+def test_a_run_can_be_extended_by_methods(model_folder, tmp_path):
+    command(model_folder, tmp_path, "--controls", "0", methods="dense,cab")
+    results = command(model_folder, tmp_path, "--controls", "0", methods="cab,streaming")
+    assert [row["method"] for row in results["rows"]] == ["dense", "cab", "streaming"]
+    assert results["provenance"]["settings"]["methods"] == ["dense", "cab", "streaming"]

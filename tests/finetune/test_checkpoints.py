@@ -1,5 +1,6 @@
 """Checkpoints: whole or not there, the newest two, and all that a run needs to go on exactly."""
 
+import io
 import os
 import random
 import resource
@@ -143,6 +144,16 @@ def damaged(content):
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
+class Foreign:
+    """What torch loads where it is told to trust a file."""
+
+
+def foreign(content):
+    written = io.BytesIO()
+    torch.save(Foreign(), written)
+    return written.getvalue()
+
+
 @pytest.mark.parametrize("file", ["shared.pt", "process-0.pt", "adapter/weights"])
 @pytest.mark.parametrize(
     "change",
@@ -150,6 +161,7 @@ def damaged(content):
         pytest.param(damaged, id="a bit"),
         pytest.param(lambda content: content[: len(content) // 2], id="truncated"),
         pytest.param(lambda content: b"no checkpoint", id="text"),
+        pytest.param(foreign, id="foreign"),
         pytest.param(None, id="gone"),
     ],
 )

@@ -557,3 +557,19 @@ def test_a_document_without_room_is_told_of_its_source():
     packed = Packed(TOKENIZER, [(make_source("retrieval:keys:25"), 1)], 25, 0)
     with pytest.raises(UsageError, match="source 'retrieval:keys:25': length 25 has no room for"):
         firsts(packed, 50)
+
+
+def test_every_token_is_learnt_once():
+    """But for the first of each document."""
+    source = in_memory(texts_of(30), shuffle=False)
+    packed = Packed(TOKENIZER, [(source, 1)], LENGTH, 0, hold_out=0)
+    learnt = [label for item in firsts(packed, 20) for label in item["labels"].tolist()]
+    learnt = [label for label in learnt if label != data.IGNORED]
+    all_of_them = [token for each in texts_of(30) for token in tokens_of(each)[1:]]
+    assert learnt[: len(all_of_them)] == all_of_them[: len(learnt)]
+    assert len(learnt) > 20 * LENGTH * 0.9
+
+
+def test_a_source_of_its_own_is_held_out_as_a_whole():
+    kept = held_out(TOKENIZER, [(in_memory([text(1000), text(1001)]), 1)], LENGTH, 9, hold_out=1)
+    assert numbers_in(kept) == {"1000", "1001"}

@@ -576,3 +576,8 @@ def test_a_run_begins_with_the_adapter_of_another(tmp_path, finished):
     # a run goes on only with the same
     assert run(tmp_path, *adapter) == 0
     assert run(tmp_path, "--adapter", str(tmp_path / "run" / "adapter")) == 2
+
+
+def test_other_settings_do_not_go_on_with_a_run(go_on, capsys):
+    assert go_on("--lr", "1e-3") == 2
+    assert "log.jsonl was made with lr 0.002, this run has 0.001" in refusal(capsys)
