@@ -120,8 +120,11 @@ def _cell(column: str | Sequence[str], row: Row) -> Any:
 
 def _task(result: Row) -> str:
     """The share that was right; bold where it is surely less than that of dense attention."""
-    share = f"{result['share']:.2f}"
-    return f"**{share}**" if result.get("delta_high", 0.0) < 0 else share
+    return _bold(f"{result['share']:.2f}", result.get("delta_high", 0.0) < 0)
+
+
+def _bold(text: str, sure: bool) -> str:
+    return f"**{text}**" if sure else text
 
 
 FORMATS: dict[str, Callable[[Any], str | None]] = {
@@ -279,8 +282,7 @@ def _trainings(rows: Sequence[Row]) -> Iterator[Row]:
         row, first = _over_runs(some), some[0]
         for probe in ("recall", "recall_border"):
             if probe in row:
-                less = row[probe][2] < best[probe][1]
-                row[probe] = "**" * less + with_interval(*row[probe]) + "**" * less
+                row[probe] = _bold(with_interval(*row[probe]), row[probe][2] < best[probe][1])
         for probe in ("perplexity", "perplexity_border"):
             ratio = row.get(probe, 0) / best[probe]
             # far off, it tells nothing

@@ -22,13 +22,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
-VOCABULARY = 128
 # below are special tokens
 FIRST_TOKEN = 32
-LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 4, 2, 16, 64
-# fewer than the tokens of a test, so that what lies outside is missed
-WINDOW = 64
-# a size, and the fields that have it
+# a size, and the fields that have it; windows show fewer tokens than a test has, so that what lies
+# outside is missed
 SIZE_TABLE = """
 64 hidden_size d_model n_embd emb_dim embedding_dim embedding_size input_embedding_size
 64 output_embedding_size word_embed_proj_dim lru_width hidden_size_global backbone_hidden_size
@@ -75,6 +72,9 @@ SIZES = {
     for size, *names in map(str.split, SIZE_TABLE.strip().splitlines())
     for name in names
 }
+LAYERS, HEADS = SIZES["num_hidden_layers"], SIZES["num_attention_heads"]
+KV_HEADS, HEAD_DIM, HIDDEN = SIZES["num_key_value_heads"], SIZES["head_dim"], SIZES["hidden_size"]
+VOCABULARY, WINDOW = SIZES["vocab_size"], SIZES["sliding_window"]
 # sizes that a type leaves open and its model then needs
 ALWAYS = ("head_dim", "num_key_value_heads")
 KINDS = ("sliding_attention", "full_attention")

@@ -148,7 +148,7 @@ def _read(path: Path) -> State:
     except Exception:
         # torch's message is how to run the code in it
         state = None
-    if state is None:
+    if not isinstance(state, dict):
         raise _unreadable(path.parent, f"{path.name} is damaged, or belongs to another run")
     return state
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import chain, count, product
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -176,13 +176,15 @@ def refuse_learnt(
         UsageError: naming a source of ``watched`` with a file that ``learnt`` has too.
     """
     own, others = ([source for source, share in each if share] for each in (learnt, watched))
-    for one, other in product(own, others):
-        for content in one.contents.keys() & other.contents.keys():
-            raise UsageError(
-                f"validation has {other.name!r} and data {one.name!r}, where "
-                f"{other.contents[content]} is the same text; give texts that are not learnt, or "
-                "leave validation out: then documents of data are kept for it."
-            )
+    known = {content: source.name for source in own for content in source.contents}
+    for source in others:
+        for content, file in source.contents.items():
+            if content in known:
+                raise UsageError(
+                    f"validation has {source.name!r} and data {known[content]!r}, where {file} is "
+                    "the same text; give texts that are not learnt, or leave validation out: then "
+                    "documents of data are kept for it."
+                )
 
 
 def _local_files(name: str) -> list[Path]:

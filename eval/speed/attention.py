@@ -187,11 +187,13 @@ class Attention(HeadSpeed):
         `RATED_AGAINST`, or the fastest.
         """
         ways = list(DIRECTIONS)
-        rows = [{**sample, "way": ways.index(sample["direction"])} for sample in samples]
-        rows.sort(key=itemgetter("head_dim", "way", "blocks", "budget", "length"))
+        order = itemgetter("blocks", "budget", "length")
+        rows = sorted(
+            map(dict, samples),
+            key=lambda row: (row["head_dim"], ways.index(row["direction"]), *order(row)),
+        )
         for alike in grouped(rows, "head_dim", "direction"):
             for row in alike:
-                del row["way"]
                 times = row["total_ms" if _predicts(row) else "attend_ms"]
                 row["engine"] = min(times, key=times.__getitem__, default=None)
                 row["ms"] = times.get(row["engine"])

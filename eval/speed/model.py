@@ -254,6 +254,8 @@ def attending(
         yield
     finally:
         model.set_attn_implementation(SDPA)
+        if baseline is not None:
+            del ALL_ATTENTION_FUNCTIONS[name]
 
 
 def _function(

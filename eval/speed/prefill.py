@@ -110,8 +110,9 @@ class Prefill(Reported, base.Speed):
         """By length, each with what the line says of its peak."""
         rows = base.by_length(samples, ("line_gib",))
         line = line_through(rows)
-        for row in rows if line else ():
-            row["line_gib"] = line.slope * row["length"] + line.intercept
+        if line is not None:
+            for row in rows:
+                row["line_gib"] = line.slope * row["length"] + line.intercept
         return rows
 
     @staticmethod

@@ -112,8 +112,11 @@ def summary_of(served: Sequence[Mapping[str, Any]], new_tokens: int) -> dict[str
     total = max(each["last"] for each in served) - min(each["arrived"] for each in served)
     ttft = [each["first"] - each["arrived"] for each in served]
     tpot = [(each["last"] - each["first"]) / (new_tokens - 1) * 1e3 for each in served]
-    prompt_tokens = sum(each["length"] for each in served)
-    rates = prompt_tokens / total, len(served) * new_tokens / total
-    percentiles = (float(np.percentile(x, p)) for x in (ttft, tpot) for p in (50, 99))
-    preempted = sum(each["preempted"] for each in served)
-    return dict(zip(SUMMARY, (total, *rates, *percentiles, preempted), strict=True))
+    return {
+        "total_s": total,
+        "prompt_tokens_s": sum(each["length"] for each in served) / total,
+        "output_tokens_s": len(served) * new_tokens / total,
+        **{f"ttft_p{p}": float(np.percentile(ttft, p)) for p in (50, 99)},
+        **{f"tpot_p{p}": float(np.percentile(tpot, p)) for p in (50, 99)},
+        "preempted": sum(each["preempted"] for each in served),
+    }

@@ -160,14 +160,13 @@ class TimeToFirstToken(Reported, Ranked):
             timed = {row["implementation"]: row["ms"] for row in alike if row["ms"]}
             others = {name: ms for name, ms in timed.items() if name not in CAB}
             best = dense.against(others, preferred=())
-            for row in alike if best else ():
-                if row["ms"] is not None:
-                    row |= {"baseline": best, "baseline_ms": others[best]}
-                    row |= {
-                        "ratio": row["ms"] / others[best],
-                        "over_best": others[best] / row["ms"],
-                    }
-                    row["over_sdpa"] = others[SDPA] / row["ms"] if SDPA in others else None
+            for row in alike:
+                if best is None or row["ms"] is None:
+                    continue
+                row |= {"baseline": best, "baseline_ms": others[best]}
+                row["ratio"] = row["ms"] / others[best]
+                row["over_best"] = others[best] / row["ms"]
+                row["over_sdpa"] = others[SDPA] / row["ms"] if SDPA in others else None
         return rows
 
     @staticmethod
