@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from cab_hf.calibration import calibrate
-from cab_hf.calibration.passes import DOCUMENTS, KEYS, LENGTH, require_target
+from cab_hf.calibration.density import require_target
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import FIGURE, PROG, Row
@@ -24,6 +23,7 @@ from cab_hf.eval.haystack import read_text
 from cab_hf.eval.methods import known
 from cab_hf.eval.on_model import OnModelSettings, refusing, require_positions
 from cab_hf.eval.report import grouped, markdown_table
+from cab_hf.patches.calibration import DOCUMENTS, KEYS, LENGTH, calibrate
 from cab_hf.patches.inspection import stats
 from cab_hf.patches.switch import cab
 from cab_hf.runs.log import writing

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cab_hf.calibration.density import between, block_pairs, require_reachable
+from cab_hf.calibration.density import block_pairs, threshold_for
 from cab_hf.config import CabConfig
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext
@@ -238,14 +238,13 @@ def cascaded(
         gain = gains(each)
         tried.append(assign_anchors(gain, best_anchors(values(gain, each.importance), count)))
     spent = [each.density(of_all) for each, of_all in zip(tried, kept, strict=True)]
-    require_reachable(target, spent[0])
-    at = max(at for at, density in enumerate(spent) if density <= target)
+    at, threshold = threshold_for(THRESHOLDS, spent, target)
     result = tried[at]
     same = list(range(result.sources.shape[1]))
     rows = {layer: row.tolist() for layer, row in zip(layers, result.sources, strict=True)}
     return config.changed(
         predictor="cascade",
-        mass_threshold=between(THRESHOLDS, spent, at, target),
+        mass_threshold=threshold,
         anchors=tuple(layers[anchor] for anchor in result.anchors),
         head_map=[rows.get(layer, same) for layer in range(total)],
     )

@@ -11,10 +11,11 @@ from words import TEXT
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.calibration import anchors as of_anchors
-from cab_hf.calibration import passes as of_models
+from cab_hf.calibration.density import require_target
 from cab_hf.config import Origin
 from cab_hf.eval import calibrate
 from cab_hf.eval.__main__ import main
+from cab_hf.patches import calibration as of_models
 
 # of few blocks, each of which has more of the attention than one among many
 THRESHOLDS = (0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01)
@@ -75,7 +76,7 @@ def test_a_density_out_of_reach_is_refused_before_the_model_is_opened(
 def test_what_is_measured_by_default_on_a_cpu_can_be_reached():
     settings = calibrate.Settings(model="tiny", device="cpu")
     target = min(settings.target_densities)
-    of_models.require_target(settings.cab_config, target, settings.length)
+    require_target(settings.cab_config, target, settings.length)
 
 
 # --- anchors

@@ -23,9 +23,9 @@ from words import make_tokenizer
 
 import cab_hf
 from cab_hf import CabConfig, checks
-from cab_hf.calibration import passes
 from cab_hf.config import Origin
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
+from cab_hf.patches import calibration as passes
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ from words import make_tokenizer
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.calibration import anchors as of_anchors
-from cab_hf.calibration import passes as of_models
 from cab_hf.calibration.density import THRESHOLDS, densities, fitted, least_density
 from cab_hf.config import Origin
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
+from cab_hf.patches import calibration as of_models
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor
 

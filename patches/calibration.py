@@ -14,23 +14,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from cab_hf.calibration.anchors import (
-    Coverage,
-    Needles,
-    View,
-    averaged_kept,
-    cascaded,
-    kept_between,
-    require_anchors,
-    viewed,
-)
-from cab_hf.calibration.density import (
-    densities,
-    fitted,
-    least_density,
-    require_reachable,
-    require_thresholds,
-)
+from cab_hf.calibration import anchors as of_anchors
+from cab_hf.calibration.anchors import Coverage, Needles, View
+from cab_hf.calibration.density import densities, fitted, require_target
 from cab_hf.checks import is_share, is_whole, require, require_finite
 from cab_hf.config import CabConfig
 from cab_hf.hf.fit import layer_index, number, origin_of, positions
@@ -110,19 +96,14 @@ def calibrate(
     length = length or min(LENGTH, most or LENGTH)
     reached = f"at most {most}, as far as the model's positions reach"
     require(most is None or length <= most, "length", length, reached)
-    sentences = split_sentences(_joined(texts))
-    try:
-        read = [
-            recall_document(tokenizer, sentences, length, KEYS, index, seed)
-            for index in range(documents)
-        ]
-    except ValueError as error:
-        # the caller cannot change the number of keys
+    read = _documents(tokenizer, texts, length, documents, seed)
+    tokens, known = max(max(each.tokens) for each in read), number(text, "vocab_size")
+    if known is not None and tokens >= known:
+        # a GPU stops at what a model does not know
         raise ValueError(
-            f"length {length} has no room for the {KEYS} keys that are hidden in a document; give "
-            "a longer one, or texts of shorter sentences."
-        ) from error
-    _require_vocabulary(text, read)
+            f"tokenizer produced token {tokens}, and the model knows tokens 0 to {known - 1}; give "
+            "the tokenizer of the model."
+        )
     require_target(config, target_density, length)
     # as far as layers show it before they are called
     sparse = sum(
@@ -130,51 +111,42 @@ def calibrate(
         for layer, module in attention_layers(model)
     )
     if anchors is not None and sparse:
-        require_anchors(anchors, sparse)
-    measure = densities_of if anchors is None else kept_of
+        of_anchors.require_anchors(anchors, sparse)
     with tqdm(desc="calibrate", total=documents * sparse, unit="layer") as bar:
-        measured = [measure(model, each, config, bar.update) for each in read]
-    if anchors is None:
-        chosen = fitted(config, measured, target_density)
-    else:
-        layers, kept = zip(*measured, strict=True)
-        parts = layers[0], text.num_hidden_layers, anchors, target_density
-        chosen = cascaded(config, averaged_kept(kept), *parts)
+        if anchors is None:
+            spent = [densities_of(model, each, config, bar.update) for each in read]
+            chosen = fitted(config, spent, target_density)
+        else:
+            layers, kept = zip(
+                *(kept_of(model, each, config, bar.update) for each in read), strict=True
+            )
+            parts = layers[0], text.num_hidden_layers, anchors, target_density
+            chosen = of_anchors.cascaded(config, of_anchors.averaged_kept(kept), *parts)
     chosen = dataclasses.replace(chosen, origin=origin_of(text, length))
     apply_cab(model, chosen)
     return chosen
 
 
-def require_target(config: CabConfig, target_density: float, length: int) -> None:
-    """Refuse a predictor without a threshold, and a density that forced blocks alone exceed.
-
-    Raises:
-        ValueError: naming the predictor, or the least density.
-    """
-    require_thresholds(config)
-    require_reachable(target_density, least_density(config, length))
-
-
-def _require_vocabulary(text: Any, documents: Sequence[Document]) -> None:
-    """Refuse tokens that a model with the config ``text`` does not know: a GPU stops at them."""
-    known = number(text, "vocab_size")
-    most = max(max(document.tokens) for document in documents)
-    if known is not None and most >= known:
-        raise ValueError(
-            f"tokenizer produced token {most}, and the model knows tokens 0 to {known - 1}; give "
-            "the tokenizer of the model."
-        )
-
-
-def _joined(texts: str | Sequence[str] | None) -> str:
-    """All texts as one, in which keys are hidden."""
-    if texts is None:
-        return built_in_text()
-    texts = [texts] if isinstance(texts, str) else texts
+def _documents(
+    tokenizer: Any, texts: str | Sequence[str] | None, length: int, count: int, seed: int
+) -> list[Document]:
+    """So many documents, whose text is all of ``texts``."""
+    texts = [built_in_text()] if texts is None else [texts] if isinstance(texts, str) else texts
     some = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
     accepted = "a text or a list of them, with words in it"
     require(some and any(text.strip() for text in texts), "texts", texts, accepted)
-    return "\n\n".join(texts)
+    sentences = split_sentences("\n\n".join(texts))
+    try:
+        return [
+            recall_document(tokenizer, sentences, length, KEYS, index, seed)
+            for index in range(count)
+        ]
+    except ValueError as error:
+        # the caller cannot change the number of keys
+        raise ValueError(
+            f"length {length} has no room for the {KEYS} keys that are hidden in a document; give "
+            "a longer one, or texts of shorter sentences."
+        ) from error
 
 
 def densities_of(
@@ -184,11 +156,9 @@ def densities_of(
     layer_done: Callable[[], Any] = lambda: None,
 ) -> dict[int, Tensor]:
     """`densities` of each layer on one document; layers with a window have no part."""
-
-    def measured(q: Tensor, k: Tensor, call: LayerContext, _: Needles) -> Tensor:
-        return densities(q, k, call, config).cpu()
-
-    return _layer_by_layer(model, document, config, measured, layer_done)
+    return _layer_by_layer(
+        model, document, config, lambda q, k, call, _: densities(q, k, call, config), layer_done
+    )
 
 
 @torch.no_grad()
@@ -196,10 +166,10 @@ def _layer_by_layer(
     model: PreTrainedModel,
     document: Document,
     config: CabConfig,
-    measured: Callable[[Tensor, Tensor, LayerContext, Needles], Any],
+    measure: Callable[[Tensor, Tensor, LayerContext, Needles], Any],
     layer_done: Callable[[], Any],
 ) -> dict[int, Any]:
-    """``measured`` of q and k of each layer that may attend sparsely, in one dense pass."""
+    """``measure`` of q and k of each layer that may attend sparsely, in one dense pass."""
     result: dict[int, Any] = {}
     tokens, needles = sought(document)
 
@@ -220,7 +190,7 @@ def _layer_by_layer(
             return
         spans = Spans.causal(1, q.shape[2], k.shape[2], q.device)
         call = LayerContext(spans, scale, layer, channels=slow_channels(module, q.shape[-1]))
-        result[layer] = measured(q, k, call, Needles(*(x.to(q.device) for x in needles)))
+        result[layer] = measure(q, k, call, Needles(*(x.to(q.device) for x in needles)))
         layer_done()
 
     ids = torch.tensor([tokens], device=model.device)
@@ -260,12 +230,12 @@ def kept_of(
     """
     heads: set[tuple[int, int]] = set()
 
-    def measured(q: Tensor, k: Tensor, call: LayerContext, needles: Needles) -> list[View]:
+    def measure(q: Tensor, k: Tensor, call: LayerContext, needles: Needles) -> list[View]:
         heads.add((q.shape[1], k.shape[1]))
-        return viewed(q, k, call, config, needles)
+        return of_anchors.viewed(q, k, call, config, needles)
 
     with _changes(model) as importance:
-        views = _layer_by_layer(model, document, config, measured, layer_done)
+        views = _layer_by_layer(model, document, config, measure, layer_done)
     if not views:
         raise ValueError("None of the model's layers attends sparsely: none can be an anchor.")
     if len(heads) > 1:
@@ -277,7 +247,7 @@ def kept_of(
     layers = sorted(views)
     weights = [importance[layer] for layer in layers]
     by_threshold = zip(*(views[layer] for layer in layers), strict=True)
-    return layers, [kept_between(some, weights) for some in by_threshold]
+    return layers, [of_anchors.kept_between(some, weights) for some in by_threshold]
 
 
 @contextmanager
