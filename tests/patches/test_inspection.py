@@ -167,18 +167,6 @@ def test_a_model_that_can_never_be_sparse_says_so_once(model, said, turn_on):
     assert len(said("positions")) == 2
 
 
-LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}
-
-
-@pytest.mark.parametrize("turn_on", WAYS_ON)
-@pytest.mark.parametrize(
-    ("changes", "min_length"), [({}, 2048), (LINEAR, 8192)], ids=["as-long", "stretched"]
-)
-def test_a_model_that_can_be_sparse_says_nothing(said, turn_on, changes, min_length):
-    turn_on(tiny_model(**changes), min_length)
-    assert not said("positions")
-
-
 def read(model):
     model(tokens(1, 50))
 
@@ -212,6 +200,29 @@ def read_exactly(model):
     read(model)
 
 
+LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(
+    ("use", "changes", "min_length"),
+    [
+        *((turn_on, {}, 2048) for turn_on in WAYS_ON),
+        *((turn_on, LINEAR, 8192) for turn_on in WAYS_ON),
+        # of exact attention, and while it is compiled
+        (read_exactly, {}, None),
+        (read_compiled, {}, None),
+    ],
+)
+def test_what_can_be_sparse_or_is_meant_to_be_exact_says_nothing(said, use, changes, min_length):
+    model = tiny_model(**changes)
+    if min_length is None:
+        model.set_attn_implementation("cab")
+        use(model)
+    else:
+        use(model, min_length)
+    assert not said("positions")
+
+
 @pytest.mark.parametrize(
     ("use", "fields", "news"),
     [
@@ -236,11 +247,3 @@ def test_a_prompt_too_short_to_be_sparse_is_news_once(said, use, fields, news):
     assert len(sentences) == news
     for sentence in sentences:
         assert sentence.startswith("llama reads 50 tokens and min_length is 16,384, so 'cab' ")
-
-
-@pytest.mark.parametrize("use", [read_exactly, read_compiled])
-def test_nothing_is_said_of_exact_attention_or_while_it_is_compiled(model, said, use):
-    model.set_attn_implementation("cab")
-    with torch.no_grad():
-        use(model)
-    assert not said("positions")

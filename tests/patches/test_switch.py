@@ -1,4 +1,4 @@
-"""Turning CAB on and off leaves a model as it was found, and refuses settings that do not fit it."""
+"""Turning CAB on and off leaves a model as it was found; settings that do not fit are refused."""
 
 import copy
 import dataclasses
@@ -165,22 +165,11 @@ def test_a_block_leaves_what_it_found_whatever_happens_inside(model, inside, fin
 
 
 def tiny_llava(**implementations):
-    vision = CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=28,
-        patch_size=14,
-        projection_dim=16,
-    )
-    config = LlavaConfig(
-        vision_config=vision,
-        text_config=LlamaConfig(**SIZES),
-        image_token_index=5,
-        attn_implementation=implementations or None,
-    )
-    return LlavaForConditionalGeneration(config).eval()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "projection_dim": 16}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    parts = {"vision_config": CLIPVisionConfig(**sizes), "text_config": LlamaConfig(**SIZES)}
+    given = {"image_token_index": 5, "attn_implementation": implementations or None}
+    return LlavaForConditionalGeneration(LlavaConfig(**parts, **given)).eval()
 
 
 def implementations(model):
@@ -188,15 +177,11 @@ def implementations(model):
     return {name: part._attn_implementation for name, part in parts.items()}
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        pytest.param({}, id="default"),
-        pytest.param({"vision_config": "eager"}, id="vision"),
-        pytest.param({"text_config": "eager"}, id="text"),
-        pytest.param({"": "eager", "text_config": "sdpa"}, id="others"),
-    ],
-)
+GIVEN = [{}, {"vision_config": "eager"}, {"text_config": "eager"}]
+GIVEN += [{"": "eager", "text_config": "sdpa"}]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=["default", "vision", "text", "others"])
 def test_only_the_text_of_a_vision_language_model_is_switched(given):
     model = tiny_llava(**given)
     before = implementations(model)
@@ -297,8 +282,8 @@ def test_settings_may_be_a_dict_or_a_file(model, tmp_path, kind):
     cab_hf.apply_cab(model, fields)
     assert state(model) == ("cab", chosen.to_dict())
     # what is saved with a model needs no other file
-    options = {"attn_implementation": "cab", "cab_config": fields}
-    assert state(loaded(tiny_model(), tmp_path / "model", **options)) == ("cab", chosen.to_dict())
+    given = {"attn_implementation": "cab", "cab_config": fields}
+    assert state(loaded(tiny_model(), tmp_path / "model", **given)) == ("cab", chosen.to_dict())
     # a dict is all there is
     cab_hf.apply_cab(model, {"mass_threshold": 0.08})
     assert state(model)[1] == CabConfig(mass_threshold=0.08).to_dict()
@@ -326,43 +311,33 @@ MISFITS = {
 }
 
 
-def in_a_block(model, folder, config):
-    with cab_hf.cab(model, config):
-        pass
+def meet(model, folder, config, way):
+    """Give a model settings in one of the ways that there are."""
+    if way == "apply":
+        cab_hf.apply_cab(model, config)
+    elif way == "block":
+        with cab_hf.cab(model, config):
+            pass
+    elif way == "load":
+        loaded(model, folder, attn_implementation="cab", cab_config=config)
+    else:
+        model.config.cab_config = config
+        if way == "save":
+            loaded(model, folder, attn_implementation="cab")
+        elif way == "build":
+            model.config._attn_implementation = "cab"
+            type(model)(model.config)
+        else:
+            model.set_attn_implementation("cab")
 
 
-def saved_with_it(model, folder, config):
-    model.config.cab_config = config
-    loaded(model, folder, attn_implementation="cab")
-
-
-def built(model, folder, config):
-    model.config.cab_config, model.config._attn_implementation = config, "cab"
-    type(model)(model.config)
-
-
-def switched(model, folder, config):
-    model.config.cab_config = config
-    model.set_attn_implementation("cab")
-
-
-MEET = {
-    "apply": lambda model, folder, config: cab_hf.apply_cab(model, config),
-    "block": in_a_block,
-    "load": lambda *given: loaded(*given[:2], attn_implementation="cab", cab_config=given[2]),
-    "save": saved_with_it,
-    "build": built,
-    "switch": switched,
-}
-
-
-@pytest.mark.parametrize("meet", MEET.values(), ids=MEET)
+@pytest.mark.parametrize("way", ["apply", "block", "load", "save", "build", "switch"])
 @pytest.mark.parametrize(("config", "sentence"), MISFITS.values(), ids=MISFITS)
 def test_settings_of_another_model_are_refused_where_they_meet_one(
-    model, tmp_path, meet, config, sentence
+    model, tmp_path, way, config, sentence
 ):
     with pytest.raises(ValueError, match=sentence):
-        meet(model, tmp_path, config)
+        meet(model, tmp_path, config, way)
 
 
 def read_compiled(model):
