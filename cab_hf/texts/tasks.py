@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import string
 import uuid
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -460,13 +461,10 @@ def frequent_words(rng: random.Random, depth: float) -> Draft:
 
         if not fits(LEAST):
             raise NoRoom
-        low, high = LEAST, 2 * LEAST
+        high = 2 * LEAST
         while fits(high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        text = pieces(low)
+            high *= 2
+        text = pieces(bisect_left(range(high), True, lo=LEAST, key=lambda n: not fits(n)) - 1)
         rng.shuffle(text)
         return fitted(repeat(tokens_of(DOTS)), room - sum(map(len, text))) + text
 
