@@ -13,10 +13,9 @@ import json
 import lzma
 import os
 import re
-import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -112,24 +111,20 @@ class Log(_Records):
         failed: str | None = None,
     ) -> None:
         super().__init__(key, failed)
-        self.path = Path(path)
-        identity = as_recorded(identity)
-        with writing(self.path):
+        self.path, identity = Path(path), as_recorded(identity)
+        with writing(self.path), ExitStack() as stack:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if is_there(self.path) and not self.path.exists():
                 content = read_file(self.path)
                 _parse(self.path, content, key, added or {}, identity)
                 write_atomically(self.path, content)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        _open.add(self)
-        try:
-            with writing(self.path):
-                self._lock()
-                self._read(identity, added or {})
-                drop_packed(self.path)
-        except BaseException:
-            self.close()
-            raise
+            _open.add(self)
+            stack.callback(self.close)
+            self._lock()
+            self._read(identity, added or {})
+            drop_packed(self.path)
+            stack.pop_all()
 
     def __enter__(self) -> Log:
         return self
@@ -163,8 +158,6 @@ class Log(_Records):
         self._count(json.loads(line))
 
     def _lock(self) -> None:
-        if not stat.S_ISREG(os.fstat(self._file).st_mode):
-            raise LogError(f"{self.path} is not a file; remove it or give another --out.")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
