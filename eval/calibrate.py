@@ -83,11 +83,6 @@ class Settings(OnModelSettings):
         check("documents", self.documents > 0, "at least 1")
         _ = self.cab_config  # refuses bad fields
 
-    @property
-    def source(self) -> tuple[str, bool]:
-        """The model, and whether code that comes with it may run."""
-        return self.model, self.trust_remote_code
-
     @cached_property
     def text(self) -> str:
         """All texts; UsageError for a file that is none."""
@@ -106,11 +101,10 @@ def main(words: Sequence[str]) -> int:
     settings = read_settings(Settings, words, f"{PROG} calibrate", __doc__.partition("\n")[0])
     out = Path(settings.out)
     require_positions(settings, "length", settings.length)
-    tokenizer, sentences = load_tokenizer(*settings.source), split_sentences(settings.text)
+    tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
     with refusing("length"):
-        document = recall_document(
-            tokenizer, sentences, settings.length, KEYS, index=0, seed=settings.seed
-        )
+        place = settings.length, KEYS, 0, settings.seed
+        document = recall_document(tokenizer, split_sentences(settings.text), *place)
     with refusing("target_densities"):
         require_target(settings.cab_config, min(settings.target_densities), settings.length)
     with writing(out):
@@ -135,8 +129,8 @@ def main(words: Sequence[str]) -> int:
 
 def _calibrated(settings: Settings, tokenizer: Any, document: Document, out: Path) -> list[Row]:
     """What sparse layers attend of a document by the config of each target, saved in ``out``."""
-    name, trusted = settings.source
-    model, _ = load_model(name, settings.device, settings.dtype, trusted)
+    where = settings.device, settings.dtype
+    model, _ = load_model(settings.model, *where, settings.trust_remote_code)
     how = {name: getattr(settings, name) for name in ("length", "documents", "seed")}
     how |= {"config": settings.cab_config, "anchors": settings.anchors or None}
     tokens = torch.tensor([document.tokens], device=model.device)

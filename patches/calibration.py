@@ -29,7 +29,7 @@ from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext
 from cab_hf.runs.stand_ins import built_in_text
 from cab_hf.texts.documents import Document, recall_document, with_copies
-from cab_hf.texts.needles import split_sentences
+from cab_hf.texts.needles import Tokens, split_sentences
 
 TARGET_DENSITY = 0.25
 LENGTH = 8192
@@ -97,11 +97,11 @@ def calibrate(
     reached = f"at most {most}, as far as the model's positions reach"
     require(most is None or length <= most, "length", length, reached)
     read = _documents(tokenizer, texts, length, documents, seed)
-    tokens, known = max(max(each.tokens) for each in read), number(text, "vocab_size")
-    if known is not None and tokens >= known:
+    last, known = max(max(tokens) for tokens, _ in read), number(text, "vocab_size")
+    if known is not None and last >= known:
         # a GPU stops at what a model does not know
         raise ValueError(
-            f"tokenizer produced token {tokens}, and the model knows tokens 0 to {known - 1}; give "
+            f"tokenizer produced token {last}, and the model knows tokens 0 to {known - 1}; give "
             "the tokenizer of the model."
         )
     require_target(config, target_density, length)
@@ -114,12 +114,11 @@ def calibrate(
         of_anchors.require_anchors(anchors, sparse)
     with tqdm(desc="calibrate", total=documents * sparse, unit="layer") as bar:
         if anchors is None:
-            spent = [densities_of(model, each, config, bar.update) for each in read]
+            measure = partial(densities, config=config)
+            spent = [_layer_by_layer(model, x, config, measure, bar.update) for x, _ in read]
             chosen = fitted(config, spent, target_density)
         else:
-            layers, kept = zip(
-                *(kept_of(model, each, config, bar.update) for each in read), strict=True
-            )
+            layers, kept = zip(*(kept_of(model, *x, config, bar.update) for x in read), strict=True)
             parts = layers[0], text.num_hidden_layers, anchors, target_density
             chosen = of_anchors.cascaded(config, of_anchors.averaged_kept(kept), *parts)
     chosen = dataclasses.replace(chosen, origin=origin_of(text, length))
@@ -129,8 +128,8 @@ def calibrate(
 
 def _documents(
     tokenizer: Any, texts: str | Sequence[str] | None, length: int, count: int, seed: int
-) -> list[Document]:
-    """So many documents, whose text is all of ``texts``."""
+) -> list[tuple[Tokens, Needles]]:
+    """So many documents whose text is all of ``texts``, as of `sought`."""
     texts = [built_in_text()] if texts is None else [texts] if isinstance(texts, str) else texts
     some = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
     accepted = "a text or a list of them, with words in it"
@@ -138,7 +137,7 @@ def _documents(
     sentences = split_sentences("\n\n".join(texts))
     try:
         return [
-            recall_document(tokenizer, sentences, length, KEYS, index, seed)
+            sought(recall_document(tokenizer, sentences, length, KEYS, index, seed))
             for index in range(count)
         ]
     except ValueError as error:
@@ -149,29 +148,19 @@ def _documents(
         ) from error
 
 
-def densities_of(
-    model: PreTrainedModel,
-    document: Document,
-    config: CabConfig,
-    layer_done: Callable[[], Any] = lambda: None,
-) -> dict[int, Tensor]:
-    """`densities` of each layer on one document; layers with a window have no part."""
-    return _layer_by_layer(
-        model, document, config, lambda q, k, call, _: densities(q, k, call, config), layer_done
-    )
-
-
 @torch.no_grad()
 def _layer_by_layer(
     model: PreTrainedModel,
-    document: Document,
+    tokens: Tokens,
     config: CabConfig,
-    measure: Callable[[Tensor, Tensor, LayerContext, Needles], Any],
+    measure: Callable[[Tensor, Tensor, LayerContext], Any],
     layer_done: Callable[[], Any],
 ) -> dict[int, Any]:
-    """``measure`` of q and k of each layer that may attend sparsely, in one dense pass."""
+    """``measure`` of q and k of each layer that may attend sparsely, in one dense pass.
+
+    Layers with a window have no part.
+    """
     result: dict[int, Any] = {}
-    tokens, needles = sought(document)
 
     def look(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
@@ -190,7 +179,7 @@ def _layer_by_layer(
             return
         spans = Spans.causal(1, q.shape[2], k.shape[2], q.device)
         call = LayerContext(spans, scale, layer, channels=slow_channels(module, q.shape[-1]))
-        result[layer] = measure(q, k, call, Needles(*(x.to(q.device) for x in needles)))
+        result[layer] = measure(q, k, call)
         layer_done()
 
     ids = torch.tensor([tokens], device=model.device)
@@ -199,8 +188,8 @@ def _layer_by_layer(
     return result
 
 
-def sought(document: Document) -> tuple[Sequence[int], Needles]:
-    """A document with copies of its passages, and the needles that its queries look for."""
+def sought(document: Document) -> tuple[Tokens, Needles]:
+    """The tokens of a document with copies of passages, and the needles its queries look for."""
     document, copies = with_copies(document, COPIES, PASSAGE)
     looking = [
         (query, *needle)
@@ -219,9 +208,10 @@ def sought(document: Document) -> tuple[Sequence[int], Needles]:
 
 def kept_of(
     model: PreTrainedModel,
-    document: Document,
+    tokens: Tokens,
+    needles: Needles,
     config: CabConfig,
-    layer_done: Callable[[], Any] = lambda: None,
+    layer_done: Callable[[], Any],
 ) -> tuple[list[int], list[Coverage]]:
     """The layers that could attend sparsely, and what blocks of each keep of each, by `THRESHOLDS`.
 
@@ -230,12 +220,13 @@ def kept_of(
     """
     heads: set[tuple[int, int]] = set()
 
-    def measure(q: Tensor, k: Tensor, call: LayerContext, needles: Needles) -> list[View]:
+    def measure(q: Tensor, k: Tensor, call: LayerContext) -> list[View]:
         heads.add((q.shape[1], k.shape[1]))
-        return of_anchors.viewed(q, k, call, config, needles)
+        here = Needles(*(x.to(q.device) for x in needles))
+        return of_anchors.viewed(q, k, call, config, here)
 
     with _changes(model) as importance:
-        views = _layer_by_layer(model, document, config, measure, layer_done)
+        views = _layer_by_layer(model, tokens, config, measure, layer_done)
     if not views:
         raise ValueError("None of the model's layers attends sparsely: none can be an anchor.")
     if len(heads) > 1:
