@@ -62,7 +62,7 @@ class _Records:
     def failures(self) -> list[Record]:
         return list(self._failures.values())
 
-    def _count(self, record: Record) -> None:
+    def count(self, record: Record) -> None:
         key = self._key(record)
         if record in self:
             return
@@ -155,7 +155,7 @@ class Log(_Records):
                     "in a folder that nothing else writes."
                 )
             self._write(line)
-        self._count(json.loads(line))
+        self.count(json.loads(line))
 
     def _lock(self) -> None:
         try:
@@ -179,7 +179,7 @@ class Log(_Records):
         header, records, complete = _parse(self.path, content, self.key, added, identity)
         self.started = header["started"]
         for record in records:
-            self._count(record)
+            self.count(record)
         os.ftruncate(self._file, complete)
         if not content[:complete].endswith(b"\n"):
             self._write("")
@@ -225,7 +225,7 @@ def read_log(
     header, records, _ = _parse(path, content, key, added or {})
     counted = _Records(key, failed)
     for record in records:
-        counted._count(record)
+        counted.count(record)
     return header["identity"], counted.records + counted.failures
 
 
