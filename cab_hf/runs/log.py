@@ -63,6 +63,7 @@ class _Records:
         return list(self._failures.values())
 
     def count(self, record: Record) -> None:
+        """Take a record in, as it was read or written."""
         key = self._key(record)
         if record in self:
             return

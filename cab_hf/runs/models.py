@@ -329,7 +329,7 @@ def made_folder(name: str) -> Path:
     """
     if name == SMOLLM2:
         return smollm2_folder()
-    make = _merge if name in ADAPTED else make_reshaped if name in RESHAPED else _make_tiny
+    make = {TINY: _make_tiny, **dict.fromkeys(RESHAPED, make_reshaped)}.get(name, _merge)
     # by its content, that of its base included: another would be another model
     return made_once(f"{name}-{content_sha256(name)[:12]}", partial(make, name))
 

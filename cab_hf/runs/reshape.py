@@ -96,9 +96,11 @@ def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> 
             q[:, own:] = random(kv_heads, group - own, head_dim, hidden)
             state[name] = q.flatten(0, 2)
         elif kind in ("k_proj.weight", "v_proj.weight"):
-            added = random(kv_heads, head_dim, hidden)
-            added[:, rotated if kind[0] == "k" else slice(dim)] = before.view(kv_heads, dim, hidden)
-            state[name] = added.flatten(0, 1)
+            larger = random(kv_heads, head_dim, hidden)
+            # RoPE pairs channels of keys; values have their first ones
+            channels = rotated if kind == "k_proj.weight" else slice(dim)
+            larger[:, channels] = before.view(kv_heads, dim, hidden)
+            state[name] = larger.flatten(0, 1)
         elif kind == "o_proj.weight":
             o = torch.zeros(hidden, kv_heads, group, head_dim)
             o[:, :, :own, :dim] = before.view(hidden, kv_heads, own, dim)
@@ -139,7 +141,7 @@ def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
         model(ids, use_cache=False, logits_to_keep=1)
     for handle in handles:
         handle.remove()
-    norms = {x: torch.full_like(made.state_dict()[x], float(rms)) for x, rms in measured.items()}
+    norms = {name: rms.expand(config.head_dim) for name, rms in measured.items()}
     made.load_state_dict({**model.state_dict(), **norms})
     return made
 
