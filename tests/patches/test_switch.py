@@ -375,15 +375,9 @@ def test_what_a_calibration_does_not_say_is_not_compared(model, unsaid):
 # --- layers that are computed again
 
 
-def checkpointed(implementation, reentrant):
-    model = tiny_model(attn_implementation=implementation, num_hidden_layers=2).train()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    return model
-
-
-def loss_of(model, **mask):
+def loss_of(model, padded=False):
     ids = tokens(1, 160)
+    mask = {"attention_mask": (torch.arange(160) > 4)[None].long()} if padded else {}
     return model(input_ids=ids, labels=ids, use_cache=False, **mask).loss
 
 
@@ -394,50 +388,48 @@ def gradient_of(loss, model):
     return gradient
 
 
-reentrants = pytest.mark.parametrize("reentrant", [True, False])
+def left(model, padded):
+    with cab_hf.cab(model, SPARSE):
+        return loss_of(model, padded)
 
 
-@reentrants
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", "cab", "cab_dense"])
-def test_layers_computed_again_behind_the_block_are_refused(implementation, reentrant):
-    model = checkpointed(implementation, reentrant)
+def removed(model, padded):
+    loss = loss_of(applied(model), padded)
+    cab_hf.remove_cab(model)
+    return loss
+
+
+def entered(model, padded):
+    loss = loss_of(model, padded)
+    cab_hf.apply_cab(model, SPARSE)
+    return loss
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("change", [left, removed, entered])
+@pytest.mark.parametrize(
+    ("implementation", "padded"),
+    [("sdpa", False), ("sdpa", True), ("eager", False), ("cab", False), ("cab_dense", False)],
+)
+def test_layers_computed_again_by_other_settings_are_refused(
+    implementation, padded, change, reentrant
+):
+    model = tiny_model(attn_implementation=implementation, num_hidden_layers=2).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
     with cab_hf.cab(model, SPARSE):
-        inside = gradient_of(loss_of(model), model)
-    with cab_hf.cab(model, SPARSE):
-        loss = loss_of(model)
-    with pytest.raises(RuntimeError, match="Call backward inside the bl"):
+        # an earlier step, which is none of the later one's business
+        inside = gradient_of(loss_of(model, padded), model)
+    loss = change(model, padded)
+    with pytest.raises(RuntimeError, match="was left or entered in between"):
         loss.backward()
     model.zero_grad()
     # what is refused once leaves nothing behind, and the same settings are no other ones
-    loss = loss_of(applied(model))
+    loss = loss_of(applied(model), padded)
     assert torch.equal(gradient_of(loss, applied(model)), inside)
-    # without checkpointing a backward pass may come behind the block
-    model.gradient_checkpointing_disable()
-    loss = loss_of(model)
-    assert torch.equal(gradient_of(loss, cab_hf.remove_cab(model)), inside)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    loss = loss_of(applied(model))
-    cab_hf.remove_cab(model)
-    with pytest.raises(RuntimeError, match="remove_cab called"):
-        loss.backward()
 
 
-@reentrants
-@pytest.mark.parametrize(
-    ("implementation", "padded"),
-    [("sdpa", False), ("sdpa", True), ("cab", False), ("cab_dense", False)],
-)
-def test_layers_computed_again_in_a_block_that_began_later_are_refused(
-    implementation, padded, reentrant
-):
-    model = checkpointed(implementation, reentrant)
+def test_without_checkpointing_a_backward_pass_may_come_behind_the_block(model):
     with cab_hf.cab(model, SPARSE):
-        # an earlier step, which is none of the later one's business
-        loss_of(model).backward()
-    mask = {"attention_mask": (torch.arange(160) > 4)[None].long()} if padded else {}
-    loss = loss_of(model, **mask)
-    with (
-        cab_hf.cab(model, SPARSE),
-        pytest.raises(RuntimeError, match="was left or entered in between"),
-    ):
-        loss.backward()
+        inside = gradient_of(loss_of(model), model)
+    assert torch.equal(gradient_of(left(model, padded=False), model), inside)
