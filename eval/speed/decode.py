@@ -6,7 +6,6 @@ import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,11 +17,11 @@ from cab_hf.eval.kv_cache import cache_arguments
 from cab_hf.eval.report import grouped
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.heads import RandomHeads, inputs_option
+from cab_hf.eval.speed.heads import RandomHeads
 from cab_hf.eval.speed.model import SDPA
 from cab_hf.eval.speed.one_query import DENSE, bandwidth, random_step, time_cab, time_dense
-from cab_hf.eval.speed.reported import Panel, Reported
-from cab_hf.eval.speed.timing import Bench, bench_on, method_on
+from cab_hf.eval.speed.reported import Panel
+from cab_hf.eval.speed.timing import Bench, method_on
 from cab_hf.runs.settings import comma_separated, option, parse_length
 
 if TYPE_CHECKING:
@@ -78,7 +77,9 @@ class Settings(RandomHeads, models.ModelShape):
     """What a run of decode steps is told."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {"min_length": 0, "sparse_decode": True}
-    POSITIVE = (*models.ModelShape.POSITIVE, "steps")
+    POSITIVE = (*models.ModelShape.POSITIVE, "steps", "batches")
+    FROM_0 = ("seconds",)
+    CHOICES: ClassVar[Mapping[str, Any]] = {"parts": PARTS, "kernels": DENSE, "modes": MODES}
 
     lengths: tuple[int, ...] | None = base.listed(
         (32_768, 131_072), (1024,), "tokens", parse_length
@@ -95,28 +96,18 @@ class Settings(RandomHeads, models.ModelShape):
     )
     modes: tuple[str, ...] = option(tuple(MODES), "how the model is run", comma_separated(str))
     steps: int | None = option(32, "timed steps of the model", int)
-    inputs: str = inputs_option()
     seconds: float = option(0.5, "seconds of timing one call, or what five take", float)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in (("parts", PARTS), ("kernels", DENSE), ("modes", MODES)):
-            given = getattr(self, name)
-            self.check(name, set(given) <= set(known), f"out of {', '.join(known)}")
-        self.check("parts", self.parts, f"out of {', '.join(PARTS)}")
-        self.check("batches", min(self.batches, default=0) > 0, "numbers from 1 up")
-        self.check("seconds", self.seconds >= 0, "0 or more")
-        self.check_inputs()
         for budget in self.budgets:
             self.budgeted(budget)
 
     @property
     def method(self) -> str:
         return (
-            f"attention: {method_on(self.device, self.seconds, clean=True)}; ms is the replay of a "
-            "CUDA graph where one could be made, eager ms the same call made from Python; every "
-            "kernel is compared with float32 attention before it is timed, cab with that over its "
-            "choice. Model: median of "
+            f"attention: {method_on(self.device, self.seconds)}; every kernel is compared with "
+            "float32 attention before it is timed, cab with that over its choice. Model: median of "
             f"{self.steps} steps by time.perf_counter, each until the device is done, after "
             f"{WARM_UP_STEPS} that warm up; every step writes its token into the cache, which "
             "random keys and values fill up to the length; the peak is all that was allocated, "
@@ -144,7 +135,7 @@ class Settings(RandomHeads, models.ModelShape):
         ]
 
 
-class Decode(Reported, base.Speed):
+class Decode(models.ModelSpeed):
     """A case is one way to attend one layer's cache, or to run a model, by length and batch."""
 
     name = "speed decode"
@@ -160,17 +151,12 @@ class Decode(Reported, base.Speed):
         *("kept", "mass", "full_error", "tokens_s", "least_ms", "most_ms", "first_s"),
         *("peak_gib", "cache_gib", "index_gib", "ran_as", "without_graph"),
     )
-    REPORTED_ERRORS = Exception  # a kernel that is missing, refuses, is wrong or does not fit
     BY: ClassVar[Mapping[str, str]] = {
         **{"part": "part", "texts": "batch", "way": "way", "run": "mode", "keys": "budget"}
     }
     APART = ("part", "texts")
     PANELS = (Panel("a step", "ms", ("ms",)), Panel("a model", "tokens/s", ("tokens_s",)))
     NOTES: ClassVar[Mapping[str, str]] = {"": NOTES}
-
-    @cached_property
-    def bench(self) -> Bench:
-        return bench_on(self.settings.device, self.settings.seconds, clean=True)
 
     def find(self, sample: dict[str, Any]) -> None:
         if sample["part"] == ATTENTION:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import digits
+from cab_hf.eval.report import digits, percent
 from cab_hf.eval.speed.checks import Attend, check_dense, gradients_of, repeated
 from cab_hf.eval.speed.timing import Bench, in_a_sentence
 
@@ -126,6 +126,16 @@ def break_even_shown(rows: Iterable[Row]) -> str | None:
         return f"at no length up to {points[-1][0]:,} tokens"
     always = all(ratio < 1 for _, ratio in points)
     return f"{'at every length from' if always else 'from about'} {round(length):,} tokens on"
+
+
+def reading(rows: Sequence[Row], what: str) -> str:
+    """How ``what`` compares with dense attention, a sentence on rows by length with a ``ratio``."""
+    last = rows[-1]
+    return (
+        f"At {last['length']:,} tokens {what} takes {percent(last['ratio'])} of "
+        f"{last['baseline']}'s time{' (extrapolated)' * last['extrapolated']}; it is faster "
+        f"{break_even_shown(rows)}."
+    )
 
 
 @torch.no_grad()

@@ -67,10 +67,6 @@ class Team:
     def size(self) -> int:
         return 1 if self.group is None else self.group.size()
 
-    def from_rank_0(self, value: Found) -> Found:
-        """What rank 0 gave, on every rank."""
-        return self.everyone(value)[0]
-
     def everyone(self, value: Found) -> list[Found]:
         """What the ranks gave, in order."""
         if self.control is None:
@@ -78,6 +74,10 @@ class Team:
         result: list[Any] = [None] * self.size
         dist.all_gather_object(result, value, group=self.control)
         return result
+
+    def from_rank_0(self, value: Found) -> Found:
+        """What rank 0 gave, on every rank."""
+        return self.everyone(value)[0]
 
     def together(self, call: Callable[[], Found]) -> Found:
         """What ``call`` returns on this rank, once it has returned on all.
@@ -115,13 +115,19 @@ class Team:
         seconds: float = 0.0,
         in_a_row: int = 1,
         warm_up: float = math.inf,
+        before: Callable[[], Any] = lambda: None,
     ) -> Slowest:
         """Time ``call``, which all ranks begin together: at least ``least`` runs, for ``seconds``.
 
         A run is at most ``in_a_row`` calls, as many as take `ROW_SECONDS`: what follows on others
         is set under way while they compute, as the layers of a model are; how many, one before
         tells. A first call is not counted, unless it takes more than ``warm_up`` seconds.
+        ``before`` is called ahead of each run, untimed.
         """
+
+        def begin() -> None:
+            before()
+            self.barrier()
 
         def walls(runs: int, row: int = 1) -> tuple[list[float], float | None]:
             """(ms a call of the slowest rank in each run, the highest peak)."""
@@ -130,7 +136,7 @@ class Team:
                 for _ in range(row):
                     call()
 
-            mine = self.together(lambda: bench.walls(some, runs, self.barrier))
+            mine = self.together(lambda: bench.walls(some, runs, begin))
             times, peaks = zip(*self.everyone(mine), strict=True)
             slowest = [max(run) / row for run in zip(*times, strict=True)]
             return slowest, None if None in peaks else max(peaks)
@@ -159,7 +165,7 @@ def launched(device: str, command: str) -> Iterator[Team]:
     """The ranks that torchrun has started, one a GPU of this host, or one a process on the CPU.
 
     Raises:
-        UsageError: where torchrun has started nothing.
+        UsageError: where torchrun has started nothing, or ranks of several hosts.
     """
     if not by_torchrun():
         raise UsageError(
@@ -168,8 +174,8 @@ def launched(device: str, command: str) -> Iterator[Team]:
         )
     if os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_WORLD_SIZE"):
         raise UsageError(
-            f"torchrun has started {os.environ['WORLD_SIZE']} ranks on several hosts; it measures "
-            "those of one, and foresees what several take."
+            f"torchrun has started {os.environ['WORLD_SIZE']} ranks on several hosts; start all on "
+            "one, of which it measures the ranks."
         )
     if torch.device(device).type == "cuda":
         mine = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -200,7 +206,7 @@ class Ranked(Speed):
     @staticmethod
     def needs_ranks(settings: SpeedSettings) -> bool:
         """Whether what is asked for runs on ranks, torchrun's or none."""
-        return True
+        return by_torchrun()
 
     @property
     def is_ranked(self) -> bool:
@@ -228,13 +234,11 @@ class Ranked(Speed):
 
     def check(self) -> None:
         super().check()
-        if not self.is_ranked:
-            return
-        if self.team.size < self.LEAST_RANKS:
+        if self.is_ranked and self.team.size < self.LEAST_RANKS:
             raise UsageError(
                 "it is about ranks, and torchrun started 1; give it --nproc_per_node=2."
             )
-        if self.settings.device not in ("cuda", "cpu"):
+        if self.is_ranked and self.settings.device not in ("cuda", "cpu"):
             raise UsageError(
                 f"device is {self.settings.device!r}; over ranks it must be cuda or cpu: every "
                 "rank takes the GPU of its own number."

@@ -11,7 +11,8 @@ from bench import FakeBench, sample_of, speed_run, torchrun
 
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.speed import dense, lora, model, spread
-from cab_hf.eval.speed.lora import LoraStep, Settings, next_length
+from cab_hf.eval.speed.base import next_length
+from cab_hf.eval.speed.lora import LoraStep, Settings
 from cab_hf.eval.speed.spread import SPREADS
 from cab_hf.eval.speed.team import Team
 from cab_hf.finetune.offload import Offload
@@ -166,7 +167,7 @@ def test_one_rank_is_refused(one_process, tmp_path):
 def test_efficiency_is_over_the_same_way_and_length_alone():
     def sample(length, way, how, world, ms):
         place = {"length": length, "implementation": way, "spread": how, "world": world}
-        return {**place, "ms": ms, "density": 1.0, "ceiling": 1.0}
+        return {**LoraStep.ADDED, **place, "ms": ms, "density": 1.0, "ceiling": 1.0}
 
     rows = LoraStep.rows(
         [

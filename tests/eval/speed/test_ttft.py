@@ -67,10 +67,10 @@ def test_a_budget_for_every_length():
 
 
 class Clock(FakeBench):
-    def wall(self, call, runs, before=lambda: None):
+    def walls(self, call, runs, before):
         before()
         call()
-        return 500.0, 2.0
+        return [500.0] * runs, 2.0
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def read_on(group, way, length):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ttft, "WARM_UP_TOKENS", 512)
         patch.setattr(ttft, "MLP_TOKENS", 100)
-        with ttft.prefilling_across(settings, length, way, Team(group, group)) as (call, known):
+        with ttft.prefilling_across(settings, length, way, Team(group, group)) as (call, known, _):
             read = call()
             cached = [layer.keys.shape[2] for layer in read.past_key_values.layers]
             # inference tensors stay where they were made
