@@ -120,18 +120,18 @@ class Settings(RandomHeads, models.ModelShape):
 
     def asked(self) -> list[dict[str, Any]]:
         sparse = [(CAB, budget) for budget in self.budgets]
-        kernels = [*((name, None) for name in self.kernels), *sparse]
-        ways = {
-            ATTENTION: [(None, *each) for each in kernels],
-            MODEL: [(mode, *each) for mode in self.modes for each in ((SDPA, None), *sparse)],
-        }
+        dense_ways = {ATTENTION: self.kernels, MODEL: (SDPA,)}
         # the cheap part first, and the cheap cases of each
-        parts = [part for part in PARTS if part in self.parts]
-        names = ("part", "length", "batch", "mode", "way", "budget")
         return [
-            dict(zip(names, (part, length, batch, *way), strict=True))
-            for part, length, batch in itertools.product(parts, self.lengths, self.batches)
-            for way in ways[part]
+            {
+                **{"part": part, "length": length, "batch": batch},
+                **{"mode": mode, "way": way, "budget": budget},
+            }
+            for part in PARTS
+            if part in self.parts
+            for length, batch in itertools.product(self.lengths, self.batches)
+            for mode in (self.modes if part == MODEL else (None,))
+            for way, budget in (*((name, None) for name in dense_ways[part]), *sparse)
         ]
 
 
@@ -148,7 +148,7 @@ class Decode(models.ModelSpeed):
     SHAPE = ("heads", "kv_heads", "head_dim", "layers", "dtype")
     FOUND = (
         *("ms", "eager_ms", *(f"{part}_ms" for part in OF_CAB), "bytes", "bandwidth"),
-        *("kept", "mass", "full_error", "tokens_s", "least_ms", "most_ms", "first_s"),
+        *("kept", "mass", "full_error", "tokens_s", "first_s"),
         *("peak_gib", "cache_gib", "index_gib", "ran_as", "without_graph"),
     )
     BY: ClassVar[Mapping[str, str]] = {
@@ -211,13 +211,6 @@ class Decode(models.ModelSpeed):
                 row["over_same"] = same and same / row["ms"]
         return rows
 
-    @classmethod
-    def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
-        """Every way to attend, and every way to run the model."""
-        parts = {some[0]["part"]: cls.table(some) for some in grouped(rows, "part")}
-        titles = {ATTENTION: "Attention of one step", MODEL: "Steps of the model"}
-        return {titles[part]: text for part, text in parts.items()} | cls.remarks(rows)
-
 
 EXPERIMENT = Decode
 
@@ -236,8 +229,8 @@ def time_steps(
     ``config`` is that of cab; None for transformers' own attention.
 
     Returns:
-        ``ms`` of a step, ``least_ms`` and ``most_ms``; seconds of the first of all, ``first_s``;
-        ``peak_gib``, ``cache_gib`` and ``index_gib``; ``ran_as`` and ``without_graph``.
+        ``ms`` of a step; seconds of the first of all, ``first_s``; ``peak_gib``, ``cache_gib`` and
+        ``index_gib``; ``ran_as`` and ``without_graph``.
 
     Raises:
         RuntimeError: when steps are to be compiled and there is no GPU.
@@ -263,8 +256,6 @@ def time_steps(
     skipped = counters["inductor"]["cudagraph_skips"]
     return {
         "ms": statistics.median(times),
-        "least_ms": min(times),
-        "most_ms": max(times),
         "first_s": first[0] / 1e3,
         "peak_gib": peak and max(peak, later),
         "cache_gib": kept / 2**30,

@@ -161,16 +161,14 @@ def _varlen(texts: Texts, load: Callable[[], Kernel]) -> Attend:
 
 
 def _flash(*modules: str) -> Kernel:
-    kernel = dense.first_of(modules).flash_attn_varlen_func
+    kernel = dense.flash_attn("flash_attn_varlen_func", modules)
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float
     ) -> Tensor:
         lengths = {"cu_seqlens_q": borders, "cu_seqlens_k": borders}
         lengths |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-        out = kernel(q, k, v, **lengths, softmax_scale=scale, causal=True)
-        # some versions return the log-sum-exp as well
-        return out[0] if isinstance(out, tuple) else out
+        return kernel(q, k, v, **lengths, softmax_scale=scale)
 
     return attend
 

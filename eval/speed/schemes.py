@@ -5,7 +5,6 @@ It takes the arguments of `cab_hf.distributed.zigzag_attention`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,16 +48,16 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Te
 def _around(q: Tensor, k: Tensor, v: Tensor, turn: CPAttention) -> tuple[Tensor, Tensor]:
     """W steps around the ring, each over the keys of one rank."""
     rank, world = turn.group.rank(), turn.group.size()
-    size = turn.places.layout.exact_block
     out = lse = None
+    both = torch.cat((k, v), dim=-1)
     for step in range(world):
-        holder = (rank - step) % world
         if step + 1 < world:
-            # on their way while this step computes
-            passing = _passed(k, v, turn.group)
-        spans = _seen_of(turn.spans, turn.places, holder)
-        plan = everything(spans, size)
-        result = turn.engine.attention(q, k, v, plan, turn.scale, return_lse=True)
+            # on its way to the next rank while this step computes
+            received, works = _hop(both.detach(), turn.group, 1)
+        keys, values = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
+        spans = _seen_of(turn.spans, turn.places, (rank - step) % world)
+        plan = everything(spans, turn.places.layout.exact_block)
+        result = turn.engine.attention(q, keys, values, plan, turn.scale, return_lse=True)
         # merged at no less than float32, rounded once
         result = result[0].to(result[1].dtype), result[1]
         if step > 0:
@@ -66,7 +65,9 @@ def _around(q: Tensor, k: Tensor, v: Tensor, turn: CPAttention) -> tuple[Tensor,
             result = _merged(*(torch.stack(pair, dim=2) for pair in pairs))
         out, lse = result
         if step + 1 < world:
-            k, v = passing()
+            for work in works:
+                finish(work, turn.group)
+            both = _Passed.apply(both, received, turn.group)
     return out.to(q.dtype), lse.detach()
 
 
@@ -110,21 +111,8 @@ def _seen_of(spans: Spans, places: Places, holder: int) -> Spans:
     )
 
 
-def _passed(k: Tensor, v: Tensor, group: ProcessGroup) -> Callable[[], tuple[Tensor, Tensor]]:
-    """K and V of the rank before, once asked for; ours are on their way to the next one."""
-    both = torch.cat((k, v), dim=-1)
-    received, works = _hop(both.detach(), group, 1)
-
-    def arrived() -> tuple[Tensor, Tensor]:
-        for work in works:
-            finish(work, group)
-        passed = _Passed.apply(both, received, group)
-        return passed[..., : k.shape[-1]], passed[..., k.shape[-1] :]
-
-    return arrived
-
-
 def _hop(x: Tensor, group: ProcessGroup, step: int) -> tuple[Tensor, list[dist.Work]]:
+    """(what the rank ``step`` before will have sent, the work to wait for); ``x`` goes on."""
     rank, world = group.rank(), group.size()
     x = x.contiguous()
     received = torch.empty_like(x)

@@ -143,11 +143,7 @@ class BenchCase:
         """
         if len(heads) == 4:
             return lambda: outcome(self.attend, *heads)
-        return lambda: (self._without_gradients(*heads),)
-
-    @torch.no_grad()
-    def _without_gradients(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.attend(q, k, v)
+        return torch.no_grad()(lambda: (self.attend(*heads),))
 
 
 @torch.enable_grad()

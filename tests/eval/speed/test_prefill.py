@@ -5,14 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench import FakeBench, sample_of, speed_run
+from bench import TINY, FakeBench, sample_of, speed_run
 
 from cab_hf.eval.speed import model
 from cab_hf.eval.speed.prefill import Prefill, Settings
 
-TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
-BLOCKS = ("query_block=32", "key_block=16", "dense_tail_blocks=1")
-WORDS = ["--layers", "1", "--chunk", "64", *(w for b in BLOCKS for w in ("--cab", b))]
+SMALL = ("query_block=32", "key_block=16", "dense_tail_blocks=1")
+WORDS = ["--layers", "1", "--chunk", "64", *(w for b in SMALL for w in ("--cab", b))]
 
 
 class Device(FakeBench):
@@ -34,7 +33,7 @@ class Device(FakeBench):
 
 
 def settings_of(length, **more):
-    return Settings(device="cpu", lengths=(length,), chunk=64, cab=BLOCKS, **TINY, **more)
+    return Settings(device="cpu", lengths=(length,), chunk=64, cab=SMALL, **TINY, **more)
 
 
 def search(tmp_path, monkeypatch, bench, *words, **how):
