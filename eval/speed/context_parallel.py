@@ -164,23 +164,13 @@ class ContextParallel(Ranked):
                     case = {"world": ranks, "length": length, "direction": direction}
                     yield {**case, "scheme": scheme}
 
-    def expected(self) -> int:
-        return sum(1 for _ in self.cases(()))
-
-    def find(self, sample: dict[str, Any]) -> None:
-        team = self.team
-        if sample["world"] > 1:
-            self.time_turn(sample, team)
-        else:
-            self.alone(lambda: self.time_turn(sample, Team()))
-
     def turn(self, sample: Mapping[str, Any], team: Team, length: int) -> BenchCase:
         """The scheme of a case, on a text of ``length`` tokens."""
         settings, scheme = self.settings, SCHEMES[sample["scheme"]]
         config = settings.budgeted(sample["length"])
         return BenchCase(scheme, length, team.group, config)
 
-    def time_turn(self, sample: dict[str, Any], team: Team) -> None:
+    def find_on(self, sample: dict[str, Any], team: Team) -> None:
         """Write into ``sample`` what a turn takes, once it is known to be right."""
         settings, bench = self.settings, self.bench
         backward = sample["direction"] == BOTH
@@ -198,7 +188,11 @@ class ContextParallel(Ranked):
         how = settings.runs, settings.seconds, TURNS, warm_up
         sample |= team.slowest(bench, turn.call(*held), *how)._asdict()
         if turn.scheme.sparse:
-            self.describe_plan(sample, team, turn, *held[:2])
+            choose = partial(turn.choose, *held[:2])
+            pairs = team.everyone(team.together(lambda: tuple(map(int, choose().pairs()))))
+            attended, causal = map(sum, zip(*pairs, strict=True))
+            sample["density"] = attended / causal
+            sample["choose_ms"] = team.slowest(bench, choose, settings.runs, SHORT_SECONDS).ms
 
     def whole(self, turn: BenchCase) -> tuple[Tensor, ...]:
         """q, k and v of the text of a turn."""
@@ -213,16 +207,6 @@ class ContextParallel(Ranked):
             return [*held, torch.randn_like(held[0])] if backward else held
 
         return team.together(drawn)
-
-    def describe_plan(
-        self, sample: dict[str, Any], team: Team, turn: BenchCase, q: Tensor, k: Tensor
-    ) -> None:
-        """Write what CAB chose, and how long that took."""
-        pairs = team.everyone(team.together(lambda: tuple(map(int, turn.choose(q, k).pairs()))))
-        attended, causal = map(sum, zip(*pairs, strict=True))
-        sample["density"] = attended / causal
-        choose = partial(turn.choose, q, k)
-        sample["choose_ms"] = team.slowest(self.bench, choose, self.settings.runs, SHORT_SECONDS).ms
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:

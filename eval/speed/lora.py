@@ -180,9 +180,6 @@ class LoraStep(TimeToFirstToken):
                     place |= {"implementation": way}
                     yield from self.search(place, samples, settings.multiple)
 
-    def expected(self) -> int | None:
-        return None if self.settings.longest else sum(1 for _ in self.cases(()))
-
     def fitted(self, place: Mapping[str, Any], length: int) -> tuple[int, int]:
         """(tokens of a tile or 0, layers offloaded) of a step at ``place``.
 
@@ -198,13 +195,7 @@ class LoraStep(TimeToFirstToken):
             more["plans"] = plan_bytes(cost, settings.budgeted(length), length, cp=cp)
         return tile, fit(cost, length, room, settings.offload_layers, **more).offloaded
 
-    def find(self, sample: dict[str, Any]) -> None:
-        if sample["spread"] == ALONE:
-            self.alone(lambda: self.step(sample, Team()))
-        else:
-            self.step(sample, self.team)
-
-    def step(self, sample: dict[str, Any], team: Team) -> None:
+    def find_on(self, sample: dict[str, Any], team: Team) -> None:
         """Write into ``sample`` what a step of ``team`` takes, once it is known to be right."""
         settings, length, how = self.settings, sample["length"], sample["spread"]
         # what spread an earlier step hooks into gradients until it is gone

@@ -77,9 +77,6 @@ class Prefill(models.ModelSpeed):
         if self.settings.longest:
             yield from self.search({}, samples, self.settings.chunk)
 
-    def expected(self) -> int | None:
-        return None if self.settings.longest else super().expected()
-
     def find(self, sample: dict[str, Any]) -> None:
         settings, bench, length = self.settings, self.bench, sample["length"]
         model = models.random_model(settings)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -268,9 +269,17 @@ class Ranked(Speed):
             raise error
         return super().reported(error)
 
-    def alone(self, call: Callable[[], Found]) -> Found | None:
-        """What ``call`` returns on rank 0; the others wait meanwhile, for None."""
+    def find(self, sample: dict[str, Any]) -> None:
+        """As `find_on`; where a case is of one rank, rank 0 measures it and the others wait."""
+        if sample["world"] > 1:
+            self.find_on(sample, self.team)
+            return
         try:
-            return call() if self.team.rank == 0 else None
+            if self.team.rank == 0:
+                self.find_on(sample, Team())
         finally:
             self.team.from_rank_0(None)
+
+    @abstractmethod
+    def find_on(self, sample: dict[str, Any], team: Team) -> None:
+        """Write into ``sample`` what the ranks of ``team`` find, each of which calls it."""

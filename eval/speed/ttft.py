@@ -121,8 +121,8 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
         for case in self.settings.asked():
             yield {**case, "world": self.team.size}
 
-    def find(self, sample: dict[str, Any]) -> None:
-        settings, bench, team = self.settings, self.bench, self.team
+    def find_on(self, sample: dict[str, Any], team: Team) -> None:
+        settings, bench = self.settings, self.bench
         length, way, behind = sample["length"], sample["implementation"], settings.behind
         if team.size > 1:
             team.together(bench.settle)

@@ -74,7 +74,7 @@ def test_a_budget_for_every_length():
 )
 def test_a_row_has_its_ceiling_by_hand(length, behind, least, most):
     settings = tiny(lengths=(length,), behind=behind, cab=BLOCKS)
-    case = {"length": length, "implementation": "cab-always"}
+    case = {"length": length, "implementation": "cab-always", "world": 1}
     row = sample_of(Ttft, settings, case, Clock())
     assert (row["ms"], row["peak_gib"], row["error"]) == (500.0, 2.0, None)
     assert row["behind"] == behind
@@ -91,8 +91,8 @@ def test_a_kernel_that_is_missing_or_wrong_is_a_row_with_its_reason(monkeypatch)
     zeros = dense.Baseline(lambda: lambda q, k, v, scale: torch.zeros_like(q))
     monkeypatch.setattr(dense, "ON_CPU", {"FA3": dense.Baseline(load), "FA4": zeros})
     settings = tiny(lengths=(96,), implementations=("FA3", "FA4"))
-    samples = [sample_of(Ttft, settings, case) for case in settings.asked()]
-    rows = Ttft.rows([{**Ttft.ADDED, **sample} for sample in samples], {})
+    samples = [sample_of(Ttft, settings, case | {"world": 1}) for case in settings.asked()]
+    rows = Ttft.rows(samples, {})
     assert rows[0]["error"] == "no_such_kernels is not installed"
     assert "wrong by 1" in rows[1]["error"]
     assert [row["over_best"] for row in rows] == [None, None]
@@ -140,7 +140,7 @@ def test_a_kernel_that_continues_no_cache_is_a_row_with_its_reason(monkeypatch):
     both = {"SDPA": first, "FA3": replace(first, continues=True)}
     monkeypatch.setattr(dense, "ON_CPU", both)
     settings = tiny(lengths=(96,), behind=64, implementations=("SDPA", "FA3"), cab=BLOCKS)
-    rows = [sample_of(Ttft, settings, case) for case in settings.asked()]
+    rows = [sample_of(Ttft, settings, case | {"world": 1}) for case in settings.asked()]
     said = "SDPA cannot continue a cache: to it, queries are the first tokens"
     assert rows[0]["error"] == said
     # what says that it can is looked at
