@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bench import BLOCKS, TINY, Clock, FakeBench, refused, sample_of, shown, speed_run, torchrun
+from bench import BLOCKS, TINY, Clock, refused, sample_of, shown, speed_run, torchrun
 
 from cab_hf.eval.speed import dense, model, ttft
 from cab_hf.eval.speed.team import Team
@@ -207,26 +207,6 @@ def test_the_last_token_has_the_logits_of_one_process(ranks, way, length):
         # chunks of 256 and of 256 tokens: half of the prompt, with its padding
         assert cached == [512] * 2
         assert share == pytest.approx(density, rel=1e-6)
-
-
-def slowest_on(group):
-    """The sample of a case, of ranks of which one has a higher peak."""
-
-    class Uneven(FakeBench):
-        def walls(self, call, runs, before=lambda: None):
-            call()
-            return [100.0 * (group.rank() + 1)] * runs, 3.0 - group.rank()
-
-    measured = Ttft(tiny(lengths=(600,), runs=1, cab=BLOCKS), Team(group, group))
-    measured.bench = Uneven()
-    return measured.measure({"length": 600, "implementation": "cab_dense", "world": 2})
-
-
-def test_the_slowest_rank_and_the_highest_peak_count(ranks):
-    work = tiny(lengths=(600,)).flops(600)
-    for sample in ranks.run(2, slowest_on):
-        assert (sample["ms"], sample["peak_gib"], sample["error"]) == (200.0, 3.0, None)
-        assert sample["tflops"] == pytest.approx(work / 2 / 0.2 / 1e12)
 
 
 def test_ranks_take_what_knows_of_them(monkeypatch):
