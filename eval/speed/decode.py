@@ -12,6 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from cab_hf.config import CabConfig
+from cab_hf.decode.step import decodes_sparsely
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.kv_cache import cache_arguments
 from cab_hf.eval.report import grouped
@@ -21,7 +22,7 @@ from cab_hf.eval.speed.heads import RandomHeads
 from cab_hf.eval.speed.model import SDPA
 from cab_hf.eval.speed.one_query import DENSE, bandwidth, random_step, time_cab, time_dense
 from cab_hf.eval.speed.reported import Panel
-from cab_hf.eval.speed.timing import Bench, method_on
+from cab_hf.eval.speed.timing import method_on
 from cab_hf.runs.settings import comma_separated, option, parse_length
 
 if TYPE_CHECKING:
@@ -158,16 +159,13 @@ class Decode(models.ModelSpeed):
     PANELS = (Panel("a step", "ms", ("ms",)), Panel("a model", "tokens/s", ("tokens_s",)))
     NOTES: ClassVar[Mapping[str, str]] = {"": NOTES}
 
+    @torch.no_grad()
     def find(self, sample: dict[str, Any]) -> None:
         if sample["part"] == ATTENTION:
             self.find_attention(sample)
-            return
-        random_step.cache_clear()
-        settings, budget, batch = self.settings, sample["budget"], sample["batch"]
-        config = None if budget is None else settings.budgeted(budget)
-        place = sample["length"], batch, sample["mode"]
-        sample |= time_steps(settings, self.bench, *place, config)
-        sample["tokens_s"] = batch / sample["ms"] * 1e3
+        else:
+            random_step.cache_clear()
+            self.find_steps(sample)
 
     def find_attention(self, sample: dict[str, Any]) -> None:
         settings, bench = self.settings, self.bench
@@ -183,6 +181,50 @@ class Decode(models.ModelSpeed):
             timing = found.pop("timing")
             sample |= {f"{part}_ms": found.pop(part).ms for part in OF_CAB} | found
         sample |= {"ms": timing.ms, "eager_ms": timing.eager, "without_graph": timing.why_not}
+
+    def find_steps(self, sample: dict[str, Any]) -> None:
+        """Time steps of the model, each of which writes its token behind those in the cache.
+
+        Raises:
+            RuntimeError: when steps are to be compiled and there is no GPU.
+        """
+        settings, bench = self.settings, self.bench
+        length, batch, budget = sample["length"], sample["batch"], sample["budget"]
+        compiled = sample["mode"] == COMPILED
+        if compiled and bench.device.type != "cuda":
+            raise RuntimeError("reduce-overhead makes CUDA graphs, which need a GPU")
+        model = models.random_model(settings)
+        config = None if budget is None else settings.budgeted(budget)
+        slots = -(-(length + WARM_UP_STEPS + settings.steps) // ALIGNED) * ALIGNED
+        slots = 0 if sample["mode"] == DYNAMIC else slots
+        with models.attending(model, CAB if config else SDPA, config):
+            cache = models.random_cache(model, length, batch, slots, sparse=config is not None)
+            bench.settle()
+            counters.clear()
+            try:
+                step = stepping(model, cache, batch, compiled)
+                first, peak = bench.walls(step, WARM_UP_STEPS)
+                times, later = bench.walls(step, settings.steps)
+            finally:
+                if compiled:
+                    # graphs and what they hold
+                    torch._dynamo.reset()
+        sample |= {"ms": statistics.median(times), "first_s": first[0] / 1e3}
+        sample |= {"tokens_s": batch / sample["ms"] * 1e3, "peak_gib": peak and max(peak, later)}
+        kept = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+        sample["cache_gib"] = kept / 2**30
+        if config is not None:
+            found = (getattr(layer, "index", None) for layer in cache.layers)
+            indices = [index for index in found if index is not None]
+            sample["index_gib"] = sum(index.nbytes for index in indices) / 2**30
+            sparse = decodes_sparsely(config, cache.layers[0].keys.shape[2])
+            sample["ran_as"] = (
+                f"{len(indices)} layers choose the keys they read"
+                if sparse
+                else "dense: few tokens beside those that a step would read"
+            )
+        if skipped := counters["inductor"]["cudagraph_skips"]:
+            sample["without_graph"] = f"inductor makes none of {skipped} graphs"
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -213,65 +255,6 @@ class Decode(models.ModelSpeed):
 
 
 EXPERIMENT = Decode
-
-
-@torch.no_grad()
-def time_steps(
-    settings: models.ModelShape,
-    bench: Bench,
-    length: int,
-    batch: int,
-    mode: str,
-    config: CabConfig | None,
-) -> dict[str, Any]:
-    """Steps behind ``length`` tokens of ``batch`` texts, each of which writes its token.
-
-    ``config`` is that of cab; None for transformers' own attention.
-
-    Returns:
-        ``ms`` of a step; seconds of the first of all, ``first_s``; ``peak_gib``, ``cache_gib`` and
-        ``index_gib``; ``ran_as`` and ``without_graph``.
-
-    Raises:
-        RuntimeError: when steps are to be compiled and there is no GPU.
-    """
-    if mode == COMPILED and bench.device.type != "cuda":
-        raise RuntimeError("reduce-overhead makes CUDA graphs, which need a GPU")
-    model, steps = models.random_model(settings), settings.steps
-    slots = -(-(length + WARM_UP_STEPS + steps) // ALIGNED) * ALIGNED if mode != DYNAMIC else 0
-    with models.attending(model, "cab" if config else SDPA, config):
-        cache = models.random_cache(model, length, batch, slots, sparse=config is not None)
-        bench.settle()
-        counters.clear()
-        try:
-            step = stepping(model, cache, batch, mode == COMPILED)
-            first, peak = bench.walls(step, WARM_UP_STEPS)
-            times, later = bench.walls(step, steps)
-        finally:
-            if mode == COMPILED:
-                # graphs and what they hold
-                torch._dynamo.reset()
-    indices = [layer.index for layer in cache.layers if getattr(layer, "index", None) is not None]
-    kept = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
-    skipped = counters["inductor"]["cudagraph_skips"]
-    return {
-        "ms": statistics.median(times),
-        "first_s": first[0] / 1e3,
-        "peak_gib": peak and max(peak, later),
-        "cache_gib": kept / 2**30,
-        "index_gib": sum(index.nbytes for index in indices) / 2**30 if indices else None,
-        "ran_as": config and ran_as(config, len(indices), cache.layers[0].keys.shape[2]),
-        "without_graph": f"inductor makes none of {skipped} graphs" if skipped else None,
-    }
-
-
-def ran_as(config: CabConfig, layers: int, slots: int) -> str:
-    """What so many layers with an index do where their cache has that many slots."""
-    from cab_hf.decode.step import decodes_sparsely
-
-    if not decodes_sparsely(config, slots):
-        return "dense: few tokens beside those that a step would read"
-    return f"{layers} layers choose the keys they read"
 
 
 def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -> Callable[[], Any]:

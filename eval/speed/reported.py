@@ -229,4 +229,5 @@ def written(name: str, row: Row) -> str | None:
         return percent(value)
     if "over_" in name or name == "ceiling":
         return TIMES(value)
-    return f"{value:,}" if isinstance(value, int) else digits(value)
+    shown = f"{value:,}" if isinstance(value, int) else digits(value)
+    return f"≈ {shown}" if name == "baseline_ms" and row.get("extrapolated") else shown

@@ -133,11 +133,19 @@ class Bench:
     def parts(
         self, call: Callable[[], Any], parts: Mapping[str, Sequence[str]] = PREDICTOR
     ) -> dict[str, Any]:
-        """`split` of the kernels of ``call``, or ``why_no_split``."""
+        """ms of every part of the kernels of ``call`` and of the rest, or ``why_no_split``.
+
+        Each is the median over calls of what its kernels take together.
+        """
         try:
-            return split(self.kernels(call), parts)
+            calls = self.kernels(call)
         except RuntimeError as error:
             return {"why_no_split": in_a_sentence(error)}
+        spent = {part: [0.0] * len(calls) for part in (*parts, OTHER)}
+        for place, kernels in enumerate(calls):
+            for name, ms in kernels:
+                spent[part_of(name, parts)][place] += ms
+        return {f"{part}_ms": statistics.median(each) for part, each in spent.items()}
 
     def kernels(self, call: Callable[[], Any]) -> list[list[tuple[str, float]]]:
         """(name, ms) of the kernels of every profiled call."""
@@ -291,14 +299,3 @@ def ran_out(error: BaseException) -> bool:
 def part_of(kernel: str, parts: Mapping[str, Sequence[str]] = PREDICTOR) -> str:
     """Which of ``parts`` a kernel of that name belongs to; `OTHER` where none fits."""
     return next((part for part in parts if any(mark in kernel for mark in parts[part])), OTHER)
-
-
-def split(
-    calls: Sequence[Sequence[tuple[str, float]]], parts: Mapping[str, Sequence[str]] = PREDICTOR
-) -> dict[str, float]:
-    """ms of every part and of the rest, the median over calls of (kernel name, ms) each."""
-    sums = {part: [0.0] * len(calls) for part in (*parts, OTHER)}
-    for place, call in enumerate(calls):
-        for name, ms in call:
-            sums[part_of(name, parts)][place] += ms
-    return {f"{part}_ms": statistics.median(spent) for part, spent in sums.items()}

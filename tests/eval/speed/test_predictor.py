@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from bench import sample_of, speed_run
+from bench import sample_of, shown, speed_run
 
 from cab_hf.eval import charts
 from cab_hf.eval.__main__ import main
@@ -87,6 +87,7 @@ def test_a_baseline_is_extrapolated_from_the_longest_measured():
     assert (middle["baseline_ms"], middle["extrapolated"]) == (3.0, False)
     assert (far["baseline"], far["baseline_ms"], far["extrapolated"]) == ("FA3", 12.0, True)
     assert far["ratio"] == pytest.approx(2.0 / 12.0)
+    assert "| ≈ 12.0 |" in shown(Predictor, [near, middle, far])
     assert dense.extrapolate(3.0, 1000, 1500) == pytest.approx(6.75)
 
 
