@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cab_hf.eval.speed.checks import close
 from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, flash_attn
 from cab_hf.eval.speed.heads import RandomHeads
-from cab_hf.eval.speed.timing import Bench, Timing
+from cab_hf.eval.speed.timing import Bench
 from cab_hf.hf.rotary import llama_channels
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice, reference
@@ -124,14 +124,6 @@ DENSE: Mapping[str, Callable[[Step], Call]] = {
     "cuDNN": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
     "flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
 }
-
-
-@torch.no_grad()
-def time_dense(step: Step, name: str, bench: Bench) -> Timing:
-    """The time of one of `DENSE`; ArithmeticError where it computes something else."""
-    call = DENSE[name](step)
-    close(call(), step.expected, "of one query")
-    return bench.time(call)
 
 
 @torch.no_grad()

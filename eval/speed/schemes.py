@@ -60,10 +60,7 @@ def _around(q: Tensor, k: Tensor, v: Tensor, turn: CPAttention) -> tuple[Tensor,
         result = turn.engine.attention(q, keys, values, plan, turn.scale, return_lse=True)
         # merged at no less than float32, rounded once
         result = result[0].to(result[1].dtype), result[1]
-        if step > 0:
-            pairs = zip((out, lse), result, strict=True)
-            result = _merged(*(torch.stack(pair, dim=2) for pair in pairs))
-        out, lse = result
+        out, lse = result if step == 0 else _merged((out, lse), result)
         if step + 1 < world:
             for work in works:
                 finish(work, turn.group)
@@ -71,22 +68,18 @@ def _around(q: Tensor, k: Tensor, v: Tensor, turn: CPAttention) -> tuple[Tensor,
     return out.to(q.dtype), lse.detach()
 
 
-def _merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over all keys, of attention over each of P parts of them.
+def _merged(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of two parts, of that over each, differentiable.
 
-    Args:
-        out: [B, H, P, N, D], zeros where a query sees nothing of a part.
-        lse: [B, H, P, N], the log-sum-exps.
-
-    Returns:
-        (out [B, H, N, D], log-sum-exp [B, H, N]), differentiable by both.
+    Each is (out [B, H, N, D], zeros where a query sees nothing; log-sum-exp [B, H, N]).
     """
+    (one, first), (other, second) = parts
     # a query that sees nothing has no part to weigh; looking away keeps NaN out of gradients
-    blind = (lse == -torch.inf).all(2)
-    lse = lse.masked_fill(blind.unsqueeze(2), 0.0)
-    total = lse.logsumexp(2)
-    weight = (lse - total.unsqueeze(2)).exp().unsqueeze(-1)
-    return (out * weight).sum(2).to(out.dtype), total.masked_fill(blind, -torch.inf)
+    blind = (first == -torch.inf) & (second == -torch.inf)
+    lse = torch.stack((first, second)).masked_fill(blind, 0.0)
+    total = lse.logsumexp(0)
+    weight = (lse - total).exp().unsqueeze(-1)
+    return one * weight[0] + other * weight[1], total.masked_fill(blind, -torch.inf)
 
 
 @once_per_spans
