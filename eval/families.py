@@ -9,17 +9,19 @@ padding. Several compare a training step inside `cab_hf.context_parallel` with t
 from __future__ import annotations
 
 import copy
+import json
 import math
 import multiprocessing
+import os
 import re
 import resource
 import tempfile
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +29,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -55,6 +62,7 @@ TOKENS, PADDING, BLOCK = 150, 43, 32
 # documents of one sequence, one of them a single token
 DOCUMENTS = (70, 1, 79)
 TEXT, PACKED = "one text", "packed"
+SAMPLE = "sample.json"  # what the processes of a type leave
 # blocks small enough that a few tokens are many of them, and all of them kept
 FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
 # how far results may differ: logits of one process absolutely, those over ranks relatively
@@ -297,48 +305,39 @@ def in_processes(model_type: str, ranks: int, timeout: float, memory: float) -> 
         memory: GiB of address space of each process.
     """
     # children are forked from a process that has imported everything and computed nothing
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    processes, pipes = [], []
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    ends = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
+        words = model_type, memory, ranks, folder
+        group = start_processes(_child, words, ranks, False, True, "forkserver")
         try:
-            for rank in range(ranks):
-                ours, theirs = context.Pipe(duplex=False)
-                words = theirs, model_type, memory, rank, ranks, f"file://{folder}/store"
-                process = context.Process(target=_child, args=words, daemon=True)
-                process.start()
-                theirs.close()
-                processes.append(process)
-                pipes.append(ours)
-            answers: dict[Connection, dict[str, Any]] = {}
-            while len(answers) < ranks:
-                ready = wait([pipe for pipe in pipes if pipe not in answers], timeout)
-                if not ready:
+            while not group.join(max(0.0, ends - time.monotonic())):
+                if time.monotonic() > ends:
                     return {"not_built": f"took longer than {timeout:g} seconds"}
-                for pipe in ready:
-                    answers[pipe] = pipe.recv()
-            return answers[pipes[0]]
-        except (EOFError, ConnectionResetError):
-            process = processes[pipes.index(pipe)]
-            process.join()
-            return {"not_built": f"its process died with exit code {process.exitcode}"}
+            return json.loads(Path(folder, SAMPLE).read_text())
+        except (ProcessExitedException, ProcessRaisedException) as error:
+            code = getattr(error, "exit_code", 1)
+            return {"not_built": f"its process died with exit code {code}"}
         finally:
-            for process in processes:
+            for process in group.processes:
                 process.kill()
                 process.join()
 
 
-def _child(
-    pipe: Connection, model_type: str, memory: float, rank: int, ranks: int, store: str
-) -> None:
+def _child(rank: int, model_type: str, memory: float, ranks: int, folder: str) -> None:
     limit = round(memory * 2**30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     torch.set_num_threads(1)
     if ranks == 1:
-        pipe.send(examine(model_type))
-        return
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    pipe.send(examine_over_ranks(model_type))
+        sample = examine(model_type)
+    else:
+        store = f"file://{folder}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+        sample = examine_over_ranks(model_type)
+    if rank == 0:
+        Path(folder, SAMPLE).write_text(json.dumps(sample))
+    # a group whose ranks did not go on together would wait for them
+    os._exit(0)
 
 
 def examine(model_type: str) -> dict[str, Any]:

@@ -194,6 +194,10 @@ FIDELITY = """
 --variant odd.yaml > no field 'weight'
 """
 OTHERS = {
+    "families": """
+--types llama,llamma > types is 'llamma'
+--ranks 0 > ranks is 0
+""",
     "calibrate": """
 --documents 0 > documents is 0
 --target-densities 7 > must be in (0, 1]
