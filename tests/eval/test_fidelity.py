@@ -26,7 +26,6 @@ from cab_hf.eval import (
 )
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.attention_time import AttentionClock
-from cab_hf.eval.experiment import render, unlike_default
 from cab_hf.eval.fidelity import Fidelity, Settings
 from cab_hf.eval.haystack import Haystack
 from cab_hf.eval.intervals import mean_interval, mean_of_intervals, paired_difference
@@ -44,7 +43,6 @@ from cab_hf.eval.teacher_forcing import (
     nll,
 )
 from cab_hf.runs.log import read_file, read_log
-from cab_hf.runs.settings import read_settings, spelled
 from cab_hf.texts.needles import NOISE, QUESTION
 from cab_hf.texts.tasks import TASKS
 
@@ -351,29 +349,6 @@ def test_full_reads_as_dense_does(model_folder, tmp_path):
     # documents have no needle to hide
     assert "pass" in hidden
     assert "recall" not in hidden
-
-
-def test_the_report_is_made_from_the_files_alone(model_folder, tmp_path, book):
-    """And says by which command it was."""
-    out, texts = tmp_path / "out", ("--texts", f"noise,{book}")
-    command(
-        model_folder, out, *texts, "--variant", f"wide={SMALL}", "--probes", "recall", drawn=True
-    )
-    before = {name: (out / name).read_bytes() for name in FILES}
-    settings = json.loads(before["results.json"])["provenance"]["settings"]
-    for name in ("results.csv", "report.md", "figure.png"):
-        (out / name).unlink()
-    render(out)
-    assert {name: (out / name).read_bytes() for name in FILES} == before
-    for name, config in settings["cab_configs"].items():
-        shown = json.dumps(unlike_default(config))
-        assert f"Config of {name}: `{shown}`, the default" in before["report.md"].decode()
-    words = spelled(settings, Settings)
-    # no result has the paths of files
-    for option, path in (("--model", str(model_folder)), ("--texts", f"noise,{book}")):
-        words[words.index(option) + 1] = path
-    again = Fidelity(read_settings(Settings, words, "fidelity"))
-    assert json.loads(json.dumps(again.recorded())) == settings
 
 
 BEHIND = ("--probes", "continuation,asked", "--lengths", 900, "--documents", 2, "--asked", 2)

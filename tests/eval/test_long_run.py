@@ -1,14 +1,18 @@
 """Long runs: what they say before they begin, memory that runs out, shards."""
 
 import json
+import shlex
 
 import pytest
 import torch
 from tiny import SPARSE_WORDS
+from words import TEXT
 
 from cab_hf.eval import fidelity, passkey
 from cab_hf.eval.__main__ import main
+from cab_hf.eval.experiment import render, unlike_default
 from cab_hf.runs.log import read_log
+from cab_hf.runs.settings import read_settings, spelled
 
 SET = [word for assignment in SPARSE_WORDS for word in ("--cab", assignment)]
 PASSKEY = ["passkey", *SET, "--methods", "dense,cab,random", "--lengths", "400", "--depths", "3"]
@@ -48,6 +52,39 @@ def test_a_run_says_what_is_ahead_and_a_dry_one_ends_there(command, tmp_path, ca
     assert capsys.readouterr().out == "nothing is left to measure\n"
     command(words, "--dry-run", "--lengths", "400,300,420")
     assert capsys.readouterr().out == f"{2 * cases} cases ({cases} are there)\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "methods"),
+    [
+        pytest.param(passkey.Passkey, PASSKEY, "dense,cab", id="passkey"),
+        pytest.param(fidelity.Fidelity, FIDELITY, "dense,cab", id="fidelity"),
+    ],
+)
+def test_a_report_is_made_from_the_files_alone_and_says_its_command(
+    command, tmp_path, monkeypatch, model_folder, kind, words, methods
+):
+    (book := tmp_path / "book.txt").write_text(TEXT)
+    texts = {"passkey": ("--filler", "text", "--haystack"), "fidelity": ("--texts",)}[kind.name]
+    more = ["--variant", "wide=mass_threshold=0.06"] if kind is fidelity.Fidelity else []
+    settings = command(words, *texts, str(book), *more, "--methods", methods)
+    settings = settings["provenance"]["settings"]
+    folder = tmp_path / "out"
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".png"}
+    for name in ("results.csv", "report.md"):
+        (folder / name).unlink()
+    render(folder)
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    given = spelled(settings, kind.Settings)
+    report = before["report.md"].decode()
+    assert f"python -m cab_hf.eval {kind.name} {shlex.join(given)}" in report
+    for name, config in settings.get("cab_configs", {"cab": settings.get("cab_config")}).items():
+        assert f"Config of {name}: `{json.dumps(unlike_default(config))}`, the default" in report
+    # no result has the paths of files
+    for option, path in (("--model", model_folder), (texts[-1], book)):
+        given[given.index(option) + 1] = str(path)
+    again = kind(read_settings(kind.Settings, given, kind.name))
+    assert json.loads(json.dumps(again.recorded())) == settings
 
 
 # --- memory that runs out
