@@ -10,7 +10,7 @@ from torch.multiprocessing import start_processes
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from cab_hf.eval import __main__, families
+from cab_hf.eval import __main__, examined, families
 from cab_hf.eval.families import EXACT, FAILS, IN_PART, NOT_BUILT, NOT_OURS, REFUSED, WRONG
 
 # with experts, latent keys, windows, recurrent layers, cross-attention, layers that differ
@@ -34,7 +34,7 @@ def one_thread():
 
 
 def judged(model_type):
-    return families.judged({"model_type": model_type, **families.examine(model_type)})
+    return families.judged({"model_type": model_type, **examined.examine(model_type)})
 
 
 @pytest.mark.parametrize("model_type", EXACT_TYPES.split())
@@ -75,7 +75,7 @@ REFUSED_OVER_RANKS = {
 
 
 def judged_over_ranks(model_type):
-    sample = families.in_processes(model_type, 2, 120, 24)
+    sample = examined.in_processes(model_type, 2, 120, 24)
     return families.judged({"model_type": model_type, **sample})
 
 
@@ -207,7 +207,7 @@ def test_an_input_with_padding_that_the_model_reads_is_not_compared():
     ],
 )
 def test_a_type_that_cannot_be_examined_ends_nothing_else(model_type, ranks, timeout, memory, why):
-    assert why in families.in_processes(model_type, ranks, timeout, memory)["not_built"]
+    assert why in examined.in_processes(model_type, ranks, timeout, memory)["not_built"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -218,10 +218,10 @@ def test_a_process_that_dies_ends_nothing_else(ranks, monkeypatch):
         return group
 
     with monkeypatch.context() as patch:
-        patch.setattr(families, "start_processes", killed)
+        patch.setattr(examined, "start_processes", killed)
         fields = {"not_built": "its process died with exit code -9"}
-        assert families.in_processes("llama", ranks, 120, 24) == fields
-    assert families.in_processes("gemma2", ranks, 120, 24)["model"] == "Gemma2ForCausalLM"
+        assert examined.in_processes("llama", ranks, 120, 24) == fields
+    assert examined.in_processes("gemma2", ranks, 120, 24)["model"] == "Gemma2ForCausalLM"
 
 
 def test_the_command_writes_everything_and_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
@@ -232,7 +232,7 @@ def test_the_command_writes_everything_and_goes_on_after_a_kill(tmp_path, monkey
         if len(measured) == 2:
             raise KeyboardInterrupt
         measured.append(model_type)
-        return families.examine(model_type)
+        return examined.examine(model_type)
 
     monkeypatch.setattr(families, "in_processes", killed_after_two)
     with pytest.raises(KeyboardInterrupt):
