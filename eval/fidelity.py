@@ -379,7 +379,7 @@ class Fidelity(LongRun):
             return behind_prompt(self.model, *given).cpu()
         compute, _ = COMPARED[probe]
         reading = self.reading(text, length, probe, None, indices[0])
-        return compute(self.model, reading, self.settings.chunk).cpu()
+        return compute(self.model, reading, chunk=self.settings.chunk).cpu()
 
     def dense_of(self, case: Mapping[str, Any]) -> Tensor:
         """`dense` of a case that is read alone."""
@@ -393,16 +393,16 @@ class Fidelity(LongRun):
         probe, settings = case["probe"], self.settings
         # CAB keeps all keys, and reads them all where it does not decode
         cache = None if type(method) is Cab else method.cache(self.model)
-        how = settings.chunk, cache, settings.prefill_chunk
+        how = {"chunk": settings.chunk, "cache": cache, "prefill_chunk": settings.prefill_chunk}
         if probe in COMPARED:
             compute, compare = COMPARED[probe]
             dense = self.dense_of(case)
             # dense attention is what the others are held against, and so exactly itself
             itself = case["method"] == Dense.name
-            return compare(dense if itself else compute(self.model, reading, *how), dense, reading)
+            return compare(dense if itself else compute(self.model, reading, **how), dense, reading)
         if probe in PERPLEXITIES:
             return nll(self.model, reading)
-        return greedy_match(self.model, reading, *how)
+        return greedy_match(self.model, reading, **how)
 
     def _decoded(self, first: tuple) -> list[dict[str, Any]]:
         case, settings = dict(first), self.settings

@@ -270,20 +270,14 @@ def _mark_fewer(rows: Sequence[dict[str, Any]], cells: Sequence[Sequence[Row]]) 
 
 
 def tables_of(rows: Sequence[Row]) -> dict[str, str]:
-    """A table of each text, and one of its turns; columns that no row fills are left out."""
+    """A table of each text; columns that no row fills are left out."""
     shown = {
         heading: write
         for heading, (probe, write) in COLUMNS.items()
         if probe is None or any(row.get(probe) for row in rows)
     }
-    turned = [row for row in rows if row.get(TURNS)]
     return {
-        f"{heading} {plain(own[0]['text'])}": markdown_table(own, columns)
-        for heading, some, columns in (
-            ("On", rows, shown),
-            ("Turn after turn on", turned, TURN_COLUMNS),
-        )
-        for own in grouped(some, "text")
+        f"On {plain(own[0]['text'])}": markdown_table(own, shown) for own in grouped(rows, "text")
     }
 
 
@@ -301,6 +295,14 @@ def _ratio(result: Row) -> str | None:
 def _divergence(result: Row) -> str:
     """KL a token, and its interval where there is one."""
     return with_interval(*map(result.get, KL), digits)
+
+
+def _agreement(result: Row) -> str:
+    return f"{result['agreement']:.3f}"
+
+
+def _listed(turns: Sequence[Row], write: Callable[[Row], str]) -> str:
+    return ", ".join(map(write, turns))
 
 
 def _equal(result: Row) -> str | None:
@@ -339,22 +341,23 @@ def _right(probe: str, heading: str, mark: str = " [95 %]") -> dict[str, tuple]:
     }
 
 
-def _turn(at: int) -> Callable[[Row], Any]:
-    return column(lambda result: _divergence(result["turns"][at]), TURNS)
-
-
 # heading -> the probe or time that a row must have for it, and what is shown of a row
 COLUMNS = {
     **{name: (None, name) for name in ("method", "length", "budget", "density")},
     "KL behind the prompt": _of(CONTINUATION, _divergence),
-    "agreement": _of(CONTINUATION, lambda result: f"{result['agreement']:.3f}"),
+    "agreement": _of(CONTINUATION, _agreement),
     "perplexity behind the prompt × dense": _of(CONTINUATION, _ratio),
     **_right(ASKED, "end-of-prompt recall", ""),
     "KL over turns": _of(TURNS, _divergence),
+    "KL, turn by turn": _of(TURNS, lambda result: _listed(result["turns"], _divergence)),
+    f"turn {TURN_COUNT} less turn 1": _of(
+        TURNS, lambda result: with_interval(*map(result.get, GROWTH), "{:+.2g}".format)
+    ),
+    "agreement, turn by turn": _of(TURNS, lambda result: _listed(result["turns"], _agreement)),
     "keys a step": ("step_tokens", column(lambda tokens: f"{tokens:,.0f}", "step_tokens")),
     "decode KL": _of(DECODE, _divergence),
     "× floor": _of(DECODE, lambda result: digits(result.get("over_floor"))),
-    "decode agreement": _of(DECODE, lambda result: f"{result['agreement']:.3f}"),
+    "decode agreement": _of(DECODE, _agreement),
     **_right(DECODE_ASKED, "decode recall", ""),
     "equal continuations": _of(GREEDY, _equal),
     "agreeing prefix": _of(GREEDY, _prefix),
@@ -377,18 +380,6 @@ COLUMNS = {
         for heading, shown in _right(name, task.title).items()
     },
 }
-TURN_COLUMNS = {
-    **{name: name for name in ("method", "length", "budget", "density")},
-    **{f"KL of turn {at + 1}": _turn(at) for at in range(TURN_COUNT)},
-    f"turn {TURN_COUNT} less turn 1": column(
-        lambda result: with_interval(*map(result.get, GROWTH), "{:+.2g}".format), TURNS
-    ),
-    "agreement, turn by turn": column(
-        lambda result: ", ".join(f"{turn['agreement']:.3f}" for turn in result["turns"]), TURNS
-    ),
-}
-
-
 # --- sentences
 
 

@@ -133,7 +133,7 @@ def test_what_follows_a_prompt_is_foreseen_as_in_one_pass(model_folder, chunk):
     tokens = tuple(torch.randint(3, 60, (90,), generator=torch.Generator().manual_seed(0)).tolist())
     spans = ((50, 51), (60, 90))
     complete = distributions(model, TeacherForced(tokens, spans))
-    behind = distributions(model, TeacherForced(tokens, spans, prompt=50), chunk)
+    behind = distributions(model, TeacherForced(tokens, spans, prompt=50), chunk=chunk)
     torch.testing.assert_close(behind, complete, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="must be behind the prompt of 70; got 50"):
         distributions(model, TeacherForced(tokens, spans, prompt=70))
@@ -148,7 +148,7 @@ def test_a_prompt_is_read_in_chunks(model_folder):
     tokens = tuple(torch.randint(3, 60, (290,), generator=generator).tolist())
     text = TeacherForced(tokens, ((260, 290),), prompt=256)
     complete, blocks, others = (
-        distributions(model, text, 7, prefill_chunk=each) for each in (0, 64, 80)
+        distributions(model, text, chunk=7, prefill_chunk=each) for each in (0, 64, 80)
     )
     # 32 queries a block: where chunks end inside of one, it chooses by fewer of them
     torch.testing.assert_close(blocks, complete, atol=1e-4, rtol=1e-4)
@@ -331,7 +331,9 @@ def test_only_at_borders_nothing_behind_takes_part(model_folder, monkeypatch, pr
 
     def before(tokens, at):
         with measured.method(case).applied(measured.model):
-            return teacher_forcing._predictions(measured.model, TeacherForced(tokens, ()), [at])
+            return teacher_forcing.predictions(
+                measured.model, TeacherForced(tokens, ((at, at + 1),))
+            )
 
     changes = 0
     for at, _ in reading.spans:
@@ -413,7 +415,7 @@ def test_what_follows_a_prompt_is_read_exactly_but_by_what_has_no_keys_left(mode
         method = measured.method(case)
         with method.applied(measured.model):
             # nothing but its cache makes a method forget what it has read
-            complete = distributions(measured.model, reading, measured.settings.chunk)
+            complete = distributions(measured.model, reading, chunk=measured.settings.chunk)
             measured.dense_of(case)
             likely[name] = measured.read(case, reading, method)["nll"]
         exact = -complete[range(112), list(reading.tokens[788:])].sum().item()
@@ -851,7 +853,7 @@ def test_turns_by_hand():
     interval = mean_interval([5.0, 10.0], [1.0, 2.0])
     names = ("growth", "growth_low", "growth_high")
     assert [cab["turns"][name] for name in names] == pytest.approx(interval)
-    table = Fidelity.tables([dense, cab])["Turn after turn on noise"]
+    (table,) = Fidelity.tables([dense, cab]).values()
     assert "| +6 [-19, +31] | 0.500, 0.500, 0.500, 0.500, 0.500 |" in table
     (said,) = Fidelity.readings([dense, cab])
     assert "KL a token 1.50 [" in said and "] in turn 5 of a chat" in said
