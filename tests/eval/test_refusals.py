@@ -66,44 +66,44 @@ def refused(folder, tmp_path, capsys, monkeypatch):
     return run
 
 
+def table(lines):
+    """The cases of lines, ``words > what is said``, by their words."""
+    rows = [line.split(" > ") for line in lines.strip().splitlines()]
+    return [pytest.param(*row, id=row[0]) for row in rows]
+
+
 @pytest.mark.parametrize("command", SMALL)
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        pytest.param("--model no/such/model", "model 'no/such/model' is not here", id="model"),
-        pytest.param("--model folder", "model 'folder' cannot be loaded", id="no model"),
-        pytest.param("--model book.txt", "model 'book.txt' cannot be loaded", id="file as model"),
-        pytest.param("--device gpu", "device must be one that torch computes on", id="device"),
-        pytest.param("--device cuda:99", "got 'cuda:99'", id="no such device"),
-        pytest.param("--device meta", "got 'meta'", id="device of no values"),
-        pytest.param(
-            "--dtype float13", "dtype is 'float13'; it must be one of bfloat16", id="dtype"
-        ),
-        pytest.param(
-            "--dtype int8", "dtype is 'int8'; it must be one of bfloat16", id="dtype of no model"
-        ),
-        pytest.param("--dtype load", "dtype is 'load'; it must be one of bfloat16", id="no dtype"),
-        pytest.param("--LENGTH 30", "length 30 has no room for", id="too short"),
-        pytest.param("--LENGTH 0", "must be", id="no length"),
-        pytest.param("--LENGTH -5", "must be", id="negative length"),
-        pytest.param(
-            "--LENGTH 99999", "must be at most 2048, as far as the positions", id="too long"
-        ),
-        pytest.param("--LENGTH 1e3", "a length is a number of tokens", id="not whole"),
-        pytest.param("--cab mas=1", "mas", id="field"),
-        pytest.param("--cab mass_threshold=9", "mass_threshold", id="field value"),
-        pytest.param("--cab engine=magic", "CabConfig.engine is 'magic'", id="engine"),
-        pytest.param("--cab predictor=magic", "CabConfig.predictor is 'magic'", id="predictor"),
-        pytest.param("--config broken.yaml", "config must be a YAML file", id="YAML"),
-        pytest.param("--config unknown.yaml", "unknown.yaml sets 'lenghts'", id="YAML option"),
-        pytest.param("--config binary", "config must be a YAML file", id="binary YAML"),
-        pytest.param("--config none.yaml", "config must be a YAML file", id="no YAML"),
-        pytest.param("--out book.txt", "book.txt/FIRST cannot be written", id="out"),
-        pytest.param("--out book.txt/deep", "cannot be written", id="out in a file"),
-        pytest.param("--out /proc/none", "cannot be written", id="out that nobody writes"),
-        pytest.param("--zzz", "there is no option '--zzz'", id="option"),
-        pytest.param("--trust-remote-code maybe", "it is turned on by its name", id="flag"),
-    ],
+    table("""
+--model no/such/model > model 'no/such/model' is not here
+--model folder > model 'folder' cannot be loaded
+--model book.txt > model 'book.txt' cannot be loaded
+--device gpu > device must be one that torch computes on
+--device cuda:99 > got 'cuda:99'
+--device meta > got 'meta'
+--dtype float13 > dtype is 'float13'; it must be one of bfloat16
+--dtype int8 > dtype is 'int8'
+--dtype load > dtype is 'load'
+--LENGTH 30 > length 30 has no room for
+--LENGTH 0 > must be
+--LENGTH -5 > must be
+--LENGTH 99999 > must be at most 2048, as far as the positions
+--LENGTH 1e3 > a length is a number of tokens
+--cab mas=1 > mas
+--cab mass_threshold=9 > mass_threshold
+--cab engine=magic > CabConfig.engine is 'magic'
+--cab predictor=magic > CabConfig.predictor is 'magic'
+--config broken.yaml > config must be a YAML file
+--config unknown.yaml > unknown.yaml sets 'lenghts'
+--config binary > config must be a YAML file
+--config none.yaml > config must be a YAML file
+--out book.txt > book.txt/FIRST cannot be written
+--out book.txt/deep > cannot be written
+--out /proc/none > cannot be written
+--zzz > there is no option '--zzz'
+--trust-remote-code maybe > it is turned on by its name
+"""),
 )
 def test_of_a_model_and_a_run(refused, command, words, message):
     # what a command writes first
@@ -122,14 +122,14 @@ def test_of_a_model_and_a_run(refused, command, words, message):
 )
 @pytest.mark.parametrize(
     ("file", "message"),
-    [
-        pytest.param("binary", "UTF-8 text; got 'binary' (not UTF-8)", id="binary"),
-        pytest.param("zeros", "UTF-8 text; got 'zeros' (binary)", id="zeros"),
-        pytest.param("empty", "UTF-8 text; got 'empty' (empty)", id="empty"),
-        pytest.param("blank", "UTF-8 text; got 'blank' (empty)", id="blank"),
-        pytest.param("folder", "must be", id="folder"),
-        pytest.param("none.txt", "must be", id="no file"),
-    ],
+    table("""
+binary > UTF-8 text; got 'binary' (not UTF-8)
+zeros > UTF-8 text; got 'zeros' (binary)
+empty > UTF-8 text; got 'empty' (empty)
+blank > UTF-8 text; got 'blank' (empty)
+folder > must be
+none.txt > must be
+"""),
 )
 def test_of_a_text(refused, command, words, file, message):
     assert message in refused(command, f"{words} {file}")
@@ -293,15 +293,15 @@ OTHERS = {
 --blocks 0 > blocks is 0
 """,
 }
-TABLE = [
-    (command, *line.split(" > "))
-    for command, lines in {"passkey": PASSKEY, "fidelity": FIDELITY, **OTHERS}.items()
-    for line in lines.strip().splitlines()
-]
 
 
 @pytest.mark.parametrize(
-    ("command", "words", "message"), TABLE, ids=[f"{row[0]} {row[1]}" for row in TABLE]
+    ("command", "words", "message"),
+    [
+        pytest.param(command, *case.values, id=f"{command} {case.id}")
+        for command, lines in {"passkey": PASSKEY, "fidelity": FIDELITY, **OTHERS}.items()
+        for case in table(lines)
+    ],
 )
 def test_of_one_command(refused, command, words, message):
     device = "--device cpu " if "speed" in command and "--device" not in words else ""
