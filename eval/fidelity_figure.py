@@ -7,26 +7,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from cab_hf.eval import charts
+from cab_hf.eval import charts, probes
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.fidelity_report import KL, RATIO
 from cab_hf.eval.fidelity_settings import kind_of
 from cab_hf.eval.methods import Cab, Dense
-from cab_hf.eval.probes import (
-    ALL_TASKS,
-    ASKED,
-    CONTINUATION,
-    DECODE,
-    DECODE_ASKED,
-    DECODES,
-    GREEDY,
-    PASS,
-    PERPLEXITY,
-    PERPLEXITY_BORDER,
-    RECALL,
-    RECALL_BORDER,
-    TURNS,
-)
 from cab_hf.eval.report import grouped
 from cab_hf.texts.tasks import TASKS
 
@@ -34,17 +19,17 @@ from cab_hf.texts.tasks import TASKS
 SHARE = ("share", "low", "high")
 # probe -> the title of its panel, and what is drawn
 DRAWN = {
-    CONTINUATION: ("KL behind the prompt", KL),
-    ASKED: ("end-of-prompt recall", SHARE),
-    TURNS: ("KL over turns", KL),
-    DECODE: ("KL of decoding", KL),
-    DECODE_ASKED: ("decoded recall", SHARE),
-    GREEDY: ("equal continuations", SHARE),
-    RECALL: ("in-text recall", SHARE),
-    RECALL_BORDER: ("block-start recall", SHARE),
-    PASS: ("pass", SHARE),
-    PERPLEXITY: ("perplexity × dense", RATIO),
-    PERPLEXITY_BORDER: ("block-start perplexity × dense", RATIO),
+    probes.CONTINUATION: ("KL behind the prompt", KL),
+    probes.ASKED: ("end-of-prompt recall", SHARE),
+    probes.TURNS: ("KL over turns", KL),
+    probes.DECODE: ("KL of decoding", KL),
+    probes.DECODE_ASKED: ("decoded recall", SHARE),
+    probes.GREEDY: ("equal continuations", SHARE),
+    probes.RECALL: ("in-text recall", SHARE),
+    probes.RECALL_BORDER: ("block-start recall", SHARE),
+    probes.PASS: ("pass", SHARE),
+    probes.PERPLEXITY: ("perplexity × dense", RATIO),
+    probes.PERPLEXITY_BORDER: ("block-start perplexity × dense", RATIO),
 }
 # what stands along a panel
 ACROSS = {
@@ -65,7 +50,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     tasks = {name: task.title for name, task in TASKS.items() if any(x.get(name) for x in rows)}
     asked = [probe for probe in DRAWN if any(row.get(probe) for row in rows)]
     columns = {probe: DRAWN[probe] for probe in asked or ([] if tasks else DRAWN)}
-    columns |= {ALL_TASKS: ("right answers by task", SHARE)} if tasks else {}
+    columns |= {probes.ALL_TASKS: ("right answers by task", SHARE)} if tasks else {}
     names = dict.fromkeys(row["method"] for row in rows if row["method"] != Dense.name)
     looks = {
         name: {
@@ -77,13 +62,13 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
         for i, name in enumerate(names)
     }
     # names of tasks stand beside each other
-    widths = [max(1, 0.3 * len(tasks)) if probe == ALL_TASKS else 1 for probe in columns]
+    widths = [max(1, 0.3 * len(tasks)) if probe == probes.ALL_TASKS else 1 for probe in columns]
     size = (max(7.2, 3.6 * sum(widths)), 0.9 + 2.9 * len(panels))
     grid = {"figsize": size, "width_ratios": widths}
     with charts.figure(path, len(panels), len(columns), **grid) as axes:
         for beside, own in zip(axes, panels, strict=True):
             for axis, (probe, (title, values)) in zip(beside, columns.items(), strict=True):
-                if probe == ALL_TASKS:
+                if probe == probes.ALL_TASKS:
                     _by_name(axis, own, tasks, looks)
                 else:
                     _panel(axis, own, probe, values, looks)
@@ -111,7 +96,7 @@ def _panel(
         axis.axhline(1, **level)
     drawn = [row for row in results if row["method"] in looks]
     timed = bool(drawn) and all(row.get("over_dense") is not None for row in drawn)
-    across = "step_share" if probe in DECODES else "over_dense" if timed else "density"
+    across = "step_share" if probe in probes.DECODES else "over_dense" if timed else "density"
     for own in grouped(drawn, "method"):
         own = sorted(own, key=itemgetter(across))
         parts, name = [row[probe] for row in own], own[0]["method"]
