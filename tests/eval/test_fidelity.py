@@ -309,15 +309,22 @@ def test_the_command_writes_its_files(model_folder, tmp_path, book, capsys):
 
 def test_borders_are_read_beside_the_rest(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(probes, "BORDER", 32)
-    asked = ("--probes", "recall,recall_border,perplexity,perplexity_border")
-    results = command(model_folder, tmp_path, *asked, methods="dense,full,cab")
-    dense, cab, full = sorted(results["rows"], key=lambda row: row["method"] != "dense")
+    asked = ("--probes", "pass,recall,recall_border,perplexity,perplexity_border")
+    results = command(model_folder, tmp_path, *asked, methods="dense,full,cab,no_needle")
+    rows = {row["method"]: row for row in results["rows"]}
+    # documents have no needle to hide
+    hidden = rows.pop("no_needle")
+    assert "pass" in hidden and "recall" not in hidden
     # tokens 160, 192, 224, 256 and 288
-    assert dense["perplexity_border"]["tokens"] == 5
-    for row in (dense, cab, full):
+    assert rows["dense"]["perplexity_border"]["tokens"] == 5
+    for row in rows.values():
         assert row["recall_border"]["n"] == row["recall"]["n"] == 2
-    assert full["perplexity_border"]["ratio"] == pytest.approx(1, abs=1e-5)
-    assert cab["perplexity_border"]["ratio"] != pytest.approx(1, abs=1e-5)
+    full = rows["full"]
+    assert full["density"] == 1
+    assert full["recall"]["share"] == rows["dense"]["recall"]["share"]
+    for probe in ("perplexity", "perplexity_border"):
+        assert full[probe]["ratio"] == pytest.approx(1, abs=1e-5)
+    assert rows["cab"]["perplexity_border"]["ratio"] != pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("probe", ["recall", "recall_border"])
@@ -340,17 +347,6 @@ def test_only_at_borders_nothing_behind_takes_part(model_folder, monkeypatch, pr
         others = reading.tokens[:at] + tuple(reversed(reading.tokens[at:]))
         changes += not torch.equal(before(reading.tokens, at), before(others, at))
     assert (changes > 0) == (probe == "recall")
-
-
-def test_full_reads_as_dense_does(model_folder, tmp_path):
-    results = command(model_folder, tmp_path, methods="dense,full,no_needle")
-    dense, full, hidden = results["rows"]
-    assert full["density"] == 1
-    assert full["perplexity"]["ratio"] == pytest.approx(1, abs=1e-5)
-    assert full["recall"]["share"] == dense["recall"]["share"]
-    # documents have no needle to hide
-    assert "pass" in hidden
-    assert "recall" not in hidden
 
 
 BEHIND = ("--probes", "continuation,asked", "--lengths", 900, "--documents", 2, "--asked", 2)
@@ -592,16 +588,6 @@ RIVALS = (
 TIMED = ("--probes", "continuation", "--lengths", "1200", "--equal", "time")
 
 
-def test_densities_are_matched(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(last_queries, "MIN_TOKENS", 32)
-    more = ("--probes", "perplexity", "--lengths", "1200", "--cab", "mass_threshold=0.02")
-    results = command(model_folder, tmp_path, *more, methods=f"cab,{RIVALS},oracle")
-    rows = {row["method"]: row for row in results["rows"]}
-    assert len(rows) == 9
-    for row in rows.values():
-        assert row["density"] == pytest.approx(rows["cab"]["density"], rel=0.05)
-
-
 def test_times_are_matched(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
     # of which so short a text has too little to leave out
@@ -621,13 +607,9 @@ def test_times_are_matched(model_folder, tmp_path, monkeypatch):
 
 def test_a_time_that_no_budget_takes_is_said():
     row = sample("random", "time", 0, predict_ms=0.0, attend_ms=12.0, dense_ms=20.0)
-    row |= {"dense_kernel": "SDPA", "match_ms": 10.0}
-    rows = Fidelity.rows([row], {})
+    rows = Fidelity.rows([{**row, "dense_kernel": "SDPA", "match_ms": 10.0}], {})
     assert rows[0]["over_match"] == 1.2
-    (said,) = Fidelity.readings(rows)
-    assert (
-        said == "No budget takes the matched time within 5%: random on noise at 8 tokens (1.20 ×)."
-    )
+    assert ["random on noise at 8 tokens (1.20 ×)" in x for x in Fidelity.readings(rows)] == [True]
 
 
 def test_a_density_that_is_not_the_matched_one_is_said():
@@ -654,27 +636,19 @@ def test_a_density_that_is_not_the_matched_one_is_said():
 
 
 def test_rows_of_fewer_cases_than_others_are_named():
-    answer = {"right": [True]}
-    samples = [
-        *(sample("dense", "recall", i, **answer) for i in range(3)),
-        *(sample("dense", "asked", i, **answer) for i in range(2)),
-        *(sample("cab", "recall", i, **answer) for i in range(3)),
-        # never asked the other probe, which may be as it was to be
-        *(sample("random", "recall", i, **answer) for i in range(2)),
-        *(sample("oracle", "recall", i, **answer) for i in range(1)),
-        sample("oracle", "asked", 0, **answer),
-        # another text has as many as it has
-        sample("cab", "recall", 0, "other", **answer),
-    ]
-    rows = Fidelity.rows(samples, {})
+    cases = [("dense", "recall", 3), ("dense", "asked", 2), ("cab", "recall", 3)]
+    # never asked the other probe, which may be as it was to be
+    cases += [("random", "recall", 2), ("oracle", "recall", 1), ("oracle", "asked", 1)]
+    samples = [sample(x, probe, i, right=[True]) for x, probe, n in cases for i in range(n)]
+    # another text has as many as it has
+    rows = Fidelity.rows([*samples, sample("cab", "recall", 0, "other", right=[True])], {})
     marked = {row["method"]: row["fewer"] for row in rows if "fewer" in row}
     assert marked == {
         "random": {"recall": "2 of 3"},
         "oracle": {"recall": "1 of 3", "asked": "1 of 2"},
     }
-    assert Fidelity.readings(rows)[-1] == (
-        "Not measured in all the cases that others have: random on noise at 8 tokens (2 of 3), "
-        "oracle on noise at 8 tokens (1 of 3 or 1 of 2)."
+    assert Fidelity.readings(rows)[-1].endswith(
+        "random on noise at 8 tokens (2 of 3), oracle on noise at 8 tokens (1 of 3 or 1 of 2)."
     )
 
 

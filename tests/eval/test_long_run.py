@@ -163,17 +163,14 @@ def test_every_case_is_of_one_shard_and_a_question_is_asked_by_it_of_all(words, 
         assert sum(map(len, questions)) == len(set().union(*questions))
 
 
-def test_what_is_timed_is_of_no_shard(monkeypatch):
+def test_what_is_timed_or_fitted_by_time_is_of_no_shard(monkeypatch):
+    experiment = experiment_of(FIDELITY, "1/1", equal="time")
+    free = [case for case in experiment.planned() if not experiment.waits(case)]
+    assert experiment.share([]) and not experiment.share(free)
     monkeypatch.setattr(fidelity.Fidelity, "alone", lambda self, case: case["probe"] == "recall")
     shares = [experiment_of(FIDELITY, f"{part}/3").share([]) for part in (1, 2, 3)]
     assert all(shares)
     assert "recall" not in {case["probe"] for mine in shares for case in mine}
-
-
-def test_what_is_fitted_by_time_is_of_no_shard():
-    experiment = experiment_of(FIDELITY, "1/1", equal="time")
-    free = [case for case in experiment.planned() if not experiment.waits(case)]
-    assert experiment.share([]) and not experiment.share(free)
 
 
 def test_a_run_that_stops_has_asked_all_methods_alike():
