@@ -116,7 +116,7 @@ class SharePredictor(BlockPredictor):
 
     def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
         mass = self.score(q, k, call, *self.blocks)
-        return fewest(normalised(mass).log(), seen, must, self.share)
+        return fewest(normalised(mass), seen, must, self.share)
 
 
 def random_scores(q: Tensor, k: Tensor, call: LayerContext, *blocks: int) -> Tensor:
@@ -153,18 +153,17 @@ def pooled_mass(q: Tensor, k: Tensor, call: LayerContext, *blocks: int) -> Tenso
     queries = block_means(q, call.spans.last >= 0, blocks[0])
     keys = block_means(k, call.spans.key_valid, blocks[1])
     seen = block_visibility(call.spans, *blocks).unsqueeze(1)
-    return block_log_mass(queries, keys, seen, call.scale).exp()
+    return share_of_blocks(queries, keys, seen, call.scale)
 
 
-def fewest(log_mass: Tensor, seen: Tensor, forced: Tensor, wanted: float | Tensor) -> Tensor:
+def fewest(share: Tensor, seen: Tensor, forced: Tensor, wanted: float) -> Tensor:
     """bool: the fewest entries of the last dimension that hold ``wanted``, forced ones first.
 
     Args:
-        seen, forced: entries that may be kept, and that must be; they broadcast with ``log_mass``.
-        wanted: share in [0, 1]; a tensor broadcasts with ``log_mass``.
+        share: of each entry. seen, forced: entries that may be kept, and that must be; they
+            broadcast with ``share``.
+        wanted: share in [0, 1].
     """
-    wanted = torch.as_tensor(wanted, dtype=torch.float64, device=log_mass.device)
-    share = log_mass.exp()
     # a forced entry's share counts, whatever its size: it goes to the front of the queue
     queue = torch.where(forced, 2.0, share).masked_fill(~seen, -1.0)
     order = queue.argsort(dim=-1, descending=True, stable=True)
@@ -188,19 +187,18 @@ def block_means(x: Tensor, valid: Tensor, block: int) -> Tensor:
     return total / real.sum(-1).clamp(min=1).unsqueeze(-1)
 
 
-def block_log_mass(queries: Tensor, keys: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """log softmax of vectors of query blocks over those of the key blocks that they see.
+def share_of_blocks(queries: Tensor, keys: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """The softmax of vectors of query blocks over those of the key blocks that they see.
 
     Args:
         queries: [B, H, M_q, D]. keys: [B, H_kv, M_k, D].
 
     Returns:
-        [B, H, M_q, M_k], -inf for blocks that are not ``seen``.
+        [B, H, M_q, M_k], 0 for blocks that are not ``seen``.
     """
     grouped = queries.unflatten(1, (keys.shape[1], -1))
     logits = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scale
-    masked = logits.masked_fill(~seen, -torch.inf)
-    return F.log_softmax(masked, dim=-1).masked_fill(~seen, -torch.inf)
+    return logits.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0.0)
 
 
 @dataclass(frozen=True)

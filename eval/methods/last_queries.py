@@ -15,11 +15,11 @@ from cab_hf.eval.methods.blocks import (
     SHARES,
     ScorePredictor,
     SharePredictor,
-    block_log_mass,
     block_means,
     fewest,
     normalised,
     pooled_mass,
+    share_of_blocks,
 )
 from cab_hf.eval.methods.caches import columns_and_diagonals, last_queries
 from cab_hf.ops import reference
@@ -68,7 +68,7 @@ class FlexPrefillPredictor(SharePredictor):
             own = q[:, [head]], k[:, [head // group]]
             # over all rows together: rows that are spread out keep more
             share = pooled_mass(*own, call, *self.blocks)
-            together = normalised(share.flatten(2)).log()
+            together = normalised(share.flatten(2))
             everything = torch.ones_like(together, dtype=torch.bool)
             held = fewest(together, everything, ~everything, self.share).view_as(share)
             keep[:, head] |= held[:, 0] & aware[:, head, None, None]
@@ -139,7 +139,7 @@ def pooled_last_block(
     start = torch.arange(0, spans.kv_length, block, device=q.device)
     # [B, 1, 1, M_k]: the blocks that one of them sees
     begun = (start <= last.amax(-1, keepdim=True)) & (start + block > first[:, :1])
-    return block_log_mass(mean, keys, begun[:, None, None], scale).exp().squeeze(2)
+    return share_of_blocks(mean, keys, begun[:, None, None], scale).squeeze(2)
 
 
 def root_divergence(p: Tensor, q: Tensor) -> Tensor:

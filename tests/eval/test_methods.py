@@ -279,7 +279,7 @@ def test_the_fewest_entries_by_hand():
     everything, forced = torch.ones(4, dtype=torch.bool), torch.arange(4) == 0
 
     def held(wanted, forced=forced):
-        return blocks.fewest(share.log(), everything, forced, wanted).nonzero().flatten().tolist()
+        return blocks.fewest(share, everything, forced, wanted).nonzero().flatten().tolist()
 
     assert held(0.05) == [0]
     assert held(0.45) == [0, 1]
