@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cab_hf.config import CabConfig
 from cab_hf.eval import fidelity_figure, fidelity_report
 from cab_hf.eval.attention_time import REPORTED, AttentionClock, layer_bench
 from cab_hf.eval.experiment import Row
@@ -36,7 +35,7 @@ from cab_hf.eval.fidelity_settings import (
 )
 from cab_hf.eval.haystack import Haystack, parse_depths, read_sentences
 from cab_hf.eval.long_run import MATCH, LongRun
-from cab_hf.eval.methods import CACHES, Cab, Dense, Method, Realised, logged_config
+from cab_hf.eval.methods import CACHES, Cab, Dense, Method, logged_config
 from cab_hf.eval.on_model import realised_density, refusing
 from cab_hf.eval.probes import (
     CONTINUATION,
@@ -132,7 +131,6 @@ class Fidelity(LongRun):
         self.reading = lru_cache(a_length)(self._reading)
         self.dense = lru_cache(3 * settings.documents)(self._dense)
         self.tokens_kept = cache(self._tokens_kept)
-        self.took_on = cache(self._took_on)
         # items of a case -> what is found in it and in those beside it, which follow each other
         self.decoded = lru_cache(1)(self._decoded)
         # cell -> the method whose time is matched: fitted once, as no time is taken twice
@@ -314,14 +312,6 @@ class Fidelity(LongRun):
             bench = Bench(device)
         return None if bench is None else AttentionClock(bench)
 
-    def _took_on(self, text: str, length: int) -> Realised:
-        """What tells how many ms a config takes there."""
-
-        def took(config: CabConfig) -> float:
-            return attention_ms(self.clock.time(self.model, self.typical(text, length), config))
-
-        return took
-
     def _tokens_kept(self, length: int, budget: str | float) -> int:
         """Tokens of as many bytes as a step of the matched config reads."""
         if budget != MATCH:
@@ -339,7 +329,8 @@ class Fidelity(LongRun):
         config = settings.configs.get(name, settings.configs[settings.match])
         place, more = (case["text"], length), {}
         if self.by_time(case):
-            more["took"] = self.took_on(*place)
+            clock, model, tokens = self.clock, self.model, self.typical(*place)
+            more["took"] = lambda config: attention_ms(clock.time(model, tokens, config))
         method = self.fit(kind_of(name), config, case, *place, **more)
         if more:
             self.timed[cell_of(case)] = method
