@@ -19,6 +19,7 @@ PASSKEY = ["passkey", *SET, "--methods", "dense,cab,random", "--lengths", "400",
 PASSKEY += ["--device", "cpu", "--controls", "0"]
 FIDELITY = ["fidelity", *SET, "--methods", "dense,cab,random", "--lengths", "300", "--keys", "2"]
 FIDELITY += ["--device", "cpu"]
+WIDE = ["--variant", "wide=mass_threshold=0.06"]
 OUT_OF_MEMORY = "out of memory: tried to allocate 4.00 GiB"
 
 
@@ -55,28 +56,24 @@ def test_a_run_says_what_is_ahead_and_a_dry_one_ends_there(command, tmp_path, ca
 
 
 @pytest.mark.parametrize(
-    ("kind", "words", "methods"),
+    ("kind", "words", "texts"),
     [
-        pytest.param(passkey.Passkey, PASSKEY, "dense,cab", id="passkey"),
-        pytest.param(fidelity.Fidelity, FIDELITY, "dense,cab", id="fidelity"),
+        pytest.param(passkey.Passkey, PASSKEY, ["--filler", "text", "--haystack"], id="passkey"),
+        pytest.param(fidelity.Fidelity, [*FIDELITY, *WIDE], ["--texts"], id="fidelity"),
     ],
 )
 def test_a_report_is_made_from_the_files_alone_and_says_its_command(
-    command, tmp_path, monkeypatch, model_folder, kind, words, methods
+    command, tmp_path, model_folder, kind, words, texts
 ):
     (book := tmp_path / "book.txt").write_text(TEXT)
-    texts = {"passkey": ("--filler", "text", "--haystack"), "fidelity": ("--texts",)}[kind.name]
-    more = ["--variant", "wide=mass_threshold=0.06"] if kind is fidelity.Fidelity else []
-    settings = command(words, *texts, str(book), *more, "--methods", methods)
-    settings = settings["provenance"]["settings"]
-    folder = tmp_path / "out"
-    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".png"}
+    results = command([*words, *texts, str(book)], "--methods", "dense,cab")
+    settings, folder = results["provenance"]["settings"], tmp_path / "out"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     for name in ("results.csv", "report.md"):
         (folder / name).unlink()
     render(folder)
-    assert {name: (folder / name).read_bytes() for name in before} == before
-    given = spelled(settings, kind.Settings)
-    report = before["report.md"].decode()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    given, report = spelled(settings, kind.Settings), before["report.md"].decode()
     assert f"python -m cab_hf.eval {kind.name} {shlex.join(given)}" in report
     for name, config in settings.get("cab_configs", {"cab": settings.get("cab_config")}).items():
         assert f"Config of {name}: `{json.dumps(unlike_default(config))}`, the default" in report
