@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from cab_hf.registration import register_when_imported
 
 if TYPE_CHECKING:
-    from cab_hf.calibration import calibrate
     from cab_hf.config import CabConfig
     from cab_hf.decode.generation import index_cache
     from cab_hf.distributed import context_parallel
     from cab_hf.patches import apply_cab, cab, describe, remove_cab, stats
+    from cab_hf.patches.calibration import calibrate
     from cab_hf.plan import BlockPlan
     from cab_hf.predictors import register_predictor
     from cab_hf.runs.loading import load_model
@@ -38,7 +38,7 @@ __all__ = [
 _HOME = {
     "BlockPlan": "cab_hf.plan",
     "CabConfig": "cab_hf.config",
-    "calibrate": "cab_hf.calibration",
+    "calibrate": "cab_hf.patches.calibration",
     "context_parallel": "cab_hf.distributed",
     "index_cache": "cab_hf.decode.generation",
     "load_model": "cab_hf.runs.loading",

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from cab_hf.calibration import calibrate
-from cab_hf.calibration.passes import DOCUMENTS, KEYS, LENGTH, require_target
+from cab_hf.calibration.density import require_target
 from cab_hf.config import CabConfig
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import FIGURE, PROG, Row
@@ -24,6 +23,7 @@ from cab_hf.eval.haystack import read_text
 from cab_hf.eval.methods import known
 from cab_hf.eval.on_model import OnModelSettings, refusing, require_positions
 from cab_hf.eval.report import grouped, markdown_table
+from cab_hf.patches.calibration import DOCUMENTS, KEYS, LENGTH, calibrate
 from cab_hf.patches.inspection import stats
 from cab_hf.patches.switch import cab
 from cab_hf.runs.log import writing
@@ -83,11 +83,6 @@ class Settings(OnModelSettings):
         check("documents", self.documents > 0, "at least 1")
         _ = self.cab_config  # refuses bad fields
 
-    @property
-    def source(self) -> tuple[str, bool]:
-        """The model, and whether code that comes with it may run."""
-        return self.model, self.trust_remote_code
-
     @cached_property
     def text(self) -> str:
         """All texts; UsageError for a file that is none."""
@@ -106,11 +101,10 @@ def main(words: Sequence[str]) -> int:
     settings = read_settings(Settings, words, f"{PROG} calibrate", __doc__.partition("\n")[0])
     out = Path(settings.out)
     require_positions(settings, "length", settings.length)
-    tokenizer, sentences = load_tokenizer(*settings.source), split_sentences(settings.text)
+    tokenizer = load_tokenizer(settings.model, settings.trust_remote_code)
     with refusing("length"):
-        document = recall_document(
-            tokenizer, sentences, settings.length, KEYS, index=0, seed=settings.seed
-        )
+        place = settings.length, KEYS, 0, settings.seed
+        document = recall_document(tokenizer, split_sentences(settings.text), *place)
     with refusing("target_densities"):
         require_target(settings.cab_config, min(settings.target_densities), settings.length)
     with writing(out):
@@ -135,8 +129,8 @@ def main(words: Sequence[str]) -> int:
 
 def _calibrated(settings: Settings, tokenizer: Any, document: Document, out: Path) -> list[Row]:
     """What sparse layers attend of a document by the config of each target, saved in ``out``."""
-    name, trusted = settings.source
-    model, _ = load_model(name, settings.device, settings.dtype, trusted)
+    where = settings.device, settings.dtype
+    model, _ = load_model(settings.model, *where, settings.trust_remote_code)
     how = {name: getattr(settings, name) for name in ("length", "documents", "seed")}
     how |= {"config": settings.cab_config, "anchors": settings.anchors or None}
     tokens = torch.tensor([document.tokens], device=model.device)

@@ -37,18 +37,6 @@ class SavedConfig:
     implementation: str
     cab_config: Any
 
-    @classmethod
-    def of(cls, config: PreTrainedConfig) -> SavedConfig:
-        return cls(config, config._attn_implementation, getattr(config, "cab_config", None))
-
-    def put_back(self) -> None:
-        # not the property, which would set all configs inside too
-        self.config._attn_implementation_internal = self.implementation
-        if self.cab_config is not None:
-            self.config.cab_config = self.cab_config
-        elif hasattr(self.config, "cab_config"):
-            del self.config.cab_config
-
 
 @dataclasses.dataclass(eq=False)
 class _SavedState:
@@ -57,9 +45,16 @@ class _SavedState:
     was: list[SavedConfig]
     scoped: bool
 
-    def put_back(self) -> None:
-        for each in self.was:
-            each.put_back()
+
+def put_back(saved: list[SavedConfig]) -> None:
+    """Give configs their former settings."""
+    for was in saved:
+        # not the property, which would set all configs inside too
+        was.config._attn_implementation_internal = was.implementation
+        if was.cab_config is None:
+            del was.config.cab_config
+        else:
+            was.config.cab_config = was.cab_config
 
 
 def apply_cab(
@@ -109,7 +104,7 @@ def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
         if result:
             _refuse_while_batching(module, result[0])
             own_configs(model)
-            result[0].put_back()
+            put_back(result[0].was)
             if not result[-1].scoped:
                 result.pop()
     return model
@@ -157,7 +152,7 @@ def _end(model: PreTrainedModel, results: list[_SavedState], mine: _SavedState) 
     place = results.index(mine)
     if mine is results[-1]:
         own_configs(model)
-        mine.put_back()
+        put_back(mine.was)
     else:
         # a block that began later goes on, and will leave what this one found
         results[place + 1].was = mine.was
@@ -184,8 +179,7 @@ def _turn_on(
     try:
         switch(inner, text, name)
     except BaseException:
-        for each in saved:
-            each.put_back()
+        put_back(saved)
         raise
     warn_if_never_sparse(config.min_length, text)
     return [
@@ -251,4 +245,5 @@ def own_configs(model: nn.Module) -> list[SavedConfig]:
         for result in vars(module).get(FOUND, ()):
             for was in result.was:
                 was.config = copies.get(id(was.config), was.config)
-    return [SavedConfig.of(x) for x in copies.values() if isinstance(x, PreTrainedConfig)]
+    configs = [x for x in copies.values() if isinstance(x, PreTrainedConfig)]
+    return [SavedConfig(x, x._attn_implementation, x.cab_config) for x in configs]

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from cab_hf.attention import cab_dense_attention
 from cab_hf.call.mask import cab_mask
 from cab_hf.hf.layers import transformers_model
-from cab_hf.patches.switch import own_configs, switch
+from cab_hf.patches.switch import own_configs, put_back, switch
 
 WATCHED = "cab_watched"
 
@@ -41,8 +41,7 @@ def watched(model: PreTrainedModel, look: Look) -> Iterator[None]:
         model.eval()
         yield
     finally:
-        for each in was:
-            each.put_back()
+        put_back(was)
         for module in training:
             module.training = True
         for module in modules:

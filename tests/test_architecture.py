@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = [
     *("checks", "config", "hf", "runs", "texts", "plan"),
     *("ops", "predictors", "call", "engines", "layers", "distributed", "decode", "route"),
-    *("batching", "attention", "patches", "calibration", "finetune", "eval"),
+    *("calibration", "batching", "attention", "patches", "finetune", "eval"),
 ]
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names.split()}
 # these import whatever is asked for by name
@@ -64,7 +64,7 @@ def test_imports_run_one_way():
         ("from cab_hf.patches.switch import apply_cab", {"cab_hf.patches.switch"}),
         ("from cab_hf import apply_cab, plan", {"cab_hf.patches"}),
         ("import cab_hf.eval", {"cab_hf.eval"}),
-        ("import cab_hf\ncab_hf.calibrate(model)", {"cab_hf.calibration"}),
+        ("import cab_hf\ncab_hf.calibrate(model)", {"cab_hf.patches.calibration"}),
         ("import_module('cab_hf.finetune.merge')", {"cab_hf.finetune.merge"}),
         ("import_module(f'cab_hf.eval.{name}')", {"cab_hf.eval."}),
         ("def late():\n    from cab_hf.eval import report", {"cab_hf.eval"}),

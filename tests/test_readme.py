@@ -12,7 +12,7 @@ from words import save_llama
 
 import cab_hf
 from cab_hf import CabConfig
-from cab_hf.calibration import passes
+from cab_hf.patches import calibration as passes
 from cab_hf.runs import models
 
 ROOT = Path(__file__).parents[1]

@@ -1,5 +1,1 @@
-"""Fitting CAB to a model: which head gets what budget, or which layers choose blocks for which."""
-
-from cab_hf.calibration.passes import calibrate
-
-__all__ = ["calibrate"]
+"""What `cab_hf.calibrate` fits to a model: a threshold, or which layers choose for which."""

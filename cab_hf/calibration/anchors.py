@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cab_hf.calibration.density import between, block_pairs, require_reachable
+from cab_hf.calibration.density import block_pairs, threshold_for
 from cab_hf.config import CabConfig
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext
@@ -36,51 +36,30 @@ class Needles(NamedTuple):
 
 
 class View(NamedTuple):
-    """What is measured of one layer.
+    """What is measured of one layer."""
 
-    Attributes:
-        keep: bool [H, M_q, M_k], the blocks it would choose.
-        density: float64 [H], the share of all pairs of query and key that are in them.
-        mass: float32 [H, M_q, M_k], the attention blocks get, of all that queries give; sums to 1.
-        needle: float32 [H, n, M_k], what falls on the needle that each of n queries looks for.
-        rows: int64 [n], the query blocks of those.
-    """
-
-    keep: Tensor
-    density: Tensor
-    mass: Tensor
-    needle: Tensor
-    rows: Tensor
+    keep: Tensor  # bool [H, M_q, M_k], the blocks it would choose
+    density: Tensor  # float64 [H], the share of all pairs of query and key that are in them
+    mass: Tensor  # float32 [H, M_q, M_k], their share of the attention; sums to 1
+    needle: Tensor  # float32 [H, n, M_k], what falls on the needle that each of n queries seeks
+    rows: Tensor  # int64 [n], the query blocks of those
 
 
 class Coverage(NamedTuple):
-    """What blocks of layer a keep for layer b: float64 [L, L, H, H], as [a, b, head, head].
+    """What blocks of layer a keep for layer b: float64 [L, L, H, H], as [a, b, head, head]."""
 
-    Attributes:
-        mass: share of the attention of b's head that the blocks of a's head keep.
-        needle: mean over needle queries of the attention on the needle that they keep.
-        density: [L, H], the share of all pairs of query and key that are in a's blocks.
-        importance: [L], how much a layer changes its input: 1 - cosine.
-    """
-
-    mass: Tensor
-    needle: Tensor
-    density: Tensor
-    importance: Tensor
+    mass: Tensor  # share of the attention of b's head that the blocks of a's head keep
+    needle: Tensor  # mean over needle queries of the attention on the needle that they keep
+    density: Tensor  # [L, H], the share of all pairs of query and key that are in a's blocks
+    importance: Tensor  # [L], how much a layer changes its input: 1 - cosine
 
 
 class Assignment(NamedTuple):
-    """Who takes blocks from whom.
+    """Who takes blocks from whom."""
 
-    Attributes:
-        anchors: ascending, as indices of what was measured.
-        of_layer: [L], the anchor of each layer.
-        sources: int64 [L, H], the head of its anchor that each head has.
-    """
-
-    anchors: tuple[int, ...]
-    of_layer: tuple[int, ...]
-    sources: Tensor
+    anchors: tuple[int, ...]  # ascending, as indices of what was measured
+    of_layer: tuple[int, ...]  # [L], the anchor of each layer
+    sources: Tensor  # int64 [L, H], the head of its anchor that each head has
 
     def density(self, kept: Coverage) -> float:
         """The share of the pairs that the layers attend, in the mean."""
@@ -238,14 +217,13 @@ def cascaded(
         gain = gains(each)
         tried.append(assign_anchors(gain, best_anchors(values(gain, each.importance), count)))
     spent = [each.density(of_all) for each, of_all in zip(tried, kept, strict=True)]
-    require_reachable(target, spent[0])
-    at = max(at for at, density in enumerate(spent) if density <= target)
+    at, threshold = threshold_for(THRESHOLDS, spent, target)
     result = tried[at]
     same = list(range(result.sources.shape[1]))
     rows = {layer: row.tolist() for layer, row in zip(layers, result.sources, strict=True)}
     return config.changed(
         predictor="cascade",
-        mass_threshold=between(THRESHOLDS, spent, at, target),
+        mass_threshold=threshold,
         anchors=tuple(layers[anchor] for anchor in result.anchors),
         head_map=[rows.get(layer, same) for layer in range(total)],
     )

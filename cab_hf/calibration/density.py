@@ -41,7 +41,7 @@ def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Te
         seen = rank >= 0
         found += torch.bincount(place[seen], pairs[seen], len(found))
     reached = found.flip(0).cumsum(0)[:-1]
-    return reached / (pairs.sum() * q.shape[1])
+    return (reached / (pairs.sum() * q.shape[1])).cpu()
 
 
 def block_pairs(spans: Spans, config: CabConfig) -> Tensor:
@@ -62,17 +62,18 @@ def least_density(config: CabConfig, length: int) -> float:
     return float((pairs * reference.forced_blocks(visible, spans, config)[0]).sum() / pairs.sum())
 
 
-def require_thresholds(config: CabConfig) -> None:
-    """Refuse a predictor that goes by no threshold of mass.
+def require_target(config: CabConfig, target: float, length: int) -> None:
+    """Refuse a predictor that goes by no threshold, and a density below that of forced blocks.
 
     Raises:
-        ValueError: naming it.
+        ValueError: naming the predictor, or the least density in a text of ``length`` tokens.
     """
     if config.predictor not in CAB:
         raise ValueError(
             f"predictor {config.predictor!r} does not choose blocks by their mass, so there "
             "is nothing to calibrate."
         )
+    require_reachable(target, least_density(config, length))
 
 
 def require_reachable(target: float, least: float) -> None:
@@ -103,22 +104,25 @@ def fitted(config: CabConfig, measured: Sequence[Mapping[int, Tensor]], target: 
     choosing = [anchor_of(config, layer) for layer in layers]
     choosing = [layer if a is None else a for a, layer in zip(choosing, layers, strict=True)]
     of_all = torch.stack([each[layer] for each in measured for layer in choosing]).mean(0).tolist()
-    require_reachable(target, of_all[0])
     # nothing reaches a threshold above 1
-    thresholds = (1.0, *THRESHOLDS)
-    at = max(at for at, density in enumerate(of_all) if density <= target)
-    if at == len(THRESHOLDS):
-        return config.changed(mass_threshold=0.0)
-    return config.changed(mass_threshold=between(thresholds, of_all, at, target))
+    at, threshold = threshold_for((1.0, *THRESHOLDS), of_all, target)
+    return config.changed(mass_threshold=0.0 if at == len(THRESHOLDS) else threshold)
 
 
-def between(thresholds: Sequence[float], spent: Sequence[float], at: int, target: float) -> float:
-    """The threshold of the target density, from ``at`` on and before the next one, if any.
+def threshold_for(
+    thresholds: Sequence[float], spent: Sequence[float], target: float
+) -> tuple[int, float]:
+    """The last of ``thresholds`` that spends no more than the target, and the one that meets it.
 
-    On a line between both, by their logarithms; to three digits.
+    The latter is on a line to the next one, if any, by their logarithms; to three digits.
+
+    Raises:
+        ValueError: for a target below what the first one spends.
     """
+    require_reachable(target, spent[0])
+    at = max(at for at, density in enumerate(spent) if density <= target)
     named = thresholds[at]
     if at + 1 < len(thresholds):
         way = (target - spent[at]) / max(spent[at + 1] - spent[at], 1e-12)
         named *= exp(min(way, 1.0) * log(thresholds[at + 1] / named))
-    return float(f"{named:.3g}")
+    return at, float(f"{named:.3g}")

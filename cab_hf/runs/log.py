@@ -13,10 +13,9 @@ import json
 import lzma
 import os
 import re
-import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -46,7 +45,40 @@ def as_json(value: Any, path: Path) -> str:
         ) from error
 
 
-class Log:
+class _Records:
+    """Records of a log, as `Log` describes them: those of one key count once."""
+
+    def __init__(self, key: Sequence[str], failed: str | None) -> None:
+        self.key, self.failed = tuple(key), failed
+        self.records: list[Record] = []
+        self._failures: dict[str, Record] = {}
+        self._seen: set[str] = set()
+
+    def __contains__(self, record: Mapping[str, Any]) -> bool:
+        """Whether there is a record of the same key; without a key no two are the same."""
+        return bool(self.key) and self._key(record) in self._seen
+
+    @property
+    def failures(self) -> list[Record]:
+        return list(self._failures.values())
+
+    def count(self, record: Record) -> None:
+        """Take a record in, as it was read or written."""
+        key = self._key(record)
+        if record in self:
+            return
+        if self.failed is not None and record.get(self.failed) is not None:
+            self._failures[key] = record
+            return
+        self._failures.pop(key, None)
+        self._seen.add(key)
+        self.records.append(record)
+
+    def _key(self, record: Mapping[str, Any]) -> str:
+        return json.dumps([record.get(name) for name in self.key])
+
+
+class Log(_Records):
     """The log of a run, locked so that no other process writes it.
 
     The lock is on the file itself and ends with the process. An existing file is checked completely
@@ -79,27 +111,21 @@ class Log:
         added: Mapping[str, Any] | None = None,
         failed: str | None = None,
     ) -> None:
-        self.path, self.key, self.failed = Path(path), tuple(key), failed
-        self.records: list[Record] = []
-        self._failures: dict[str, Record] = {}
-        self._seen: set[str] = set()
-        identity = as_recorded(identity)
-        with writing(self.path):
+        super().__init__(key, failed)
+        self.path, identity = Path(path), as_recorded(identity)
+        with writing(self.path), ExitStack() as stack:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if _is_packed(self.path):
+            if is_there(self.path) and not self.path.exists():
                 content = read_file(self.path)
                 _parse(self.path, content, key, added or {}, identity)
                 write_atomically(self.path, content)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        _open.add(self)
-        try:
-            with writing(self.path):
-                self._lock()
-                self._read(identity, added or {})
-                drop_packed(self.path)
-        except BaseException:
-            self.close()
-            raise
+            _open.add(self)
+            stack.callback(self.close)
+            self._lock()
+            self._read(identity, added or {})
+            drop_packed(self.path)
+            stack.pop_all()
 
     def __enter__(self) -> Log:
         return self
@@ -113,14 +139,6 @@ class Log:
             _open.discard(self)
             os.close(self._file)
 
-    def __contains__(self, record: Mapping[str, Any]) -> bool:
-        """Whether there is a record of the same key; without a key no two are the same."""
-        return bool(self.key) and _key(record, self.key) in self._seen
-
-    @property
-    def failures(self) -> list[Record]:
-        return list(self._failures.values())
-
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one JSON-able record, unless there is one of its key.
 
@@ -131,19 +149,16 @@ class Log:
         if record in self:
             return
         with writing(self.path):
-            if not (
-                self.path.exists() and os.path.samestat(os.fstat(self._file), self.path.stat())
-            ):
+            there = self.path.exists()
+            if not there or not os.path.samestat(os.fstat(self._file), self.path.stat()):
                 raise LogError(
                     f"{self.path} was removed or replaced while this run wrote it; start it again, "
                     "in a folder that nothing else writes."
                 )
             self._write(line)
-        self._count(json.loads(line))
+        self.count(json.loads(line))
 
     def _lock(self) -> None:
-        if not stat.S_ISREG(os.fstat(self._file).st_mode):
-            raise LogError(f"{self.path} is not a file; remove it or give another --out.")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -155,7 +170,8 @@ class Log:
     def _read(self, identity: Mapping[str, Any], added: Mapping[str, Any]) -> None:
         with open(self._file, "rb", closefd=False) as file:
             content = file.read()
-        if b"\n" not in content and not _is_json(content) and HEADER.startswith(content[:13]):
+        begun = b"\n" not in content and HEADER.startswith(content[: len(HEADER)])
+        if begun and _value(content) is None:
             # new, or a kill tore its header off
             self.started = utc_now()
             os.ftruncate(self._file, 0)
@@ -164,21 +180,10 @@ class Log:
         header, records, complete = _parse(self.path, content, self.key, added, identity)
         self.started = header["started"]
         for record in records:
-            self._count(record)
+            self.count(record)
         os.ftruncate(self._file, complete)
         if not content[:complete].endswith(b"\n"):
             self._write("")
-
-    def _count(self, record: Record) -> None:
-        if record in self:
-            return
-        key = _key(record, self.key)
-        if _has_failed(record, self.failed):
-            self._failures[key] = record
-            return
-        self._failures.pop(key, None)
-        self._seen.add(key)
-        self.records.append(record)
 
     def _write(self, line: str) -> None:
         size = os.fstat(self._file).st_size
@@ -209,7 +214,7 @@ def read_log(
 ) -> tuple[dict[str, Any], list[Record]]:
     """(identity, records) of a log, which is neither locked nor changed; LogError as for `Log`.
 
-    Of records of one ``key`` the first is taken; those that failed come last.
+    Of records of one ``key`` one is taken, as by `Log`; those that only failed come last.
     """
     path = Path(path)
     try:
@@ -219,12 +224,10 @@ def read_log(
             f"{path} cannot be read ({error.strerror}); give the run's folder."
         ) from None
     header, records, _ = _parse(path, content, key, added or {})
-    if key:
-        first: dict[str, Record] = {}
-        for record in sorted(records, key=lambda each: _has_failed(each, failed)):
-            first.setdefault(_key(record, key), record)
-        records = list(first.values())
-    return header["identity"], records
+    counted = _Records(key, failed)
+    for record in records:
+        counted.count(record)
+    return header["identity"], counted.records + counted.failures
 
 
 def pack(path: Path | str) -> None:
@@ -238,12 +241,12 @@ def pack(path: Path | str) -> None:
 
 def is_there(path: Path) -> bool:
     """Whether a file exists at ``path``, packed or not."""
-    return path.exists() or _is_packed(path)
+    return path.exists() or _packed(path).exists()
 
 
 def read_file(path: Path) -> bytes:
     """The bytes of the file at ``path``, unpacked if `pack` has compressed it."""
-    if not _is_packed(path):
+    if path.exists() or not _packed(path).exists():
         return path.read_bytes()
     try:
         return lzma.decompress(_packed(path).read_bytes())
@@ -255,10 +258,6 @@ def read_file(path: Path) -> bytes:
 def drop_packed(path: Path) -> None:
     """Remove the packed version of an earlier file at ``path``."""
     _packed(path).unlink(missing_ok=True)
-
-
-def _is_packed(path: Path) -> bool:
-    return not path.exists() and _packed(path).exists()
 
 
 def _packed(path: Path) -> Path:
@@ -287,14 +286,6 @@ def writing(path: Path | str) -> Iterator[None]:
         ) from error
 
 
-def _key(record: Mapping[str, Any], names: Sequence[str]) -> str:
-    return json.dumps([record.get(name) for name in names])
-
-
-def _has_failed(record: Mapping[str, Any], failed: str | None) -> bool:
-    return failed is not None and record.get(failed) is not None
-
-
 def _parse(
     path: Path,
     content: bytes,
@@ -304,11 +295,12 @@ def _parse(
 ) -> tuple[dict[str, Any], list[Record], int]:
     """(header, records, length of the complete lines) of the bytes of a log of ``identity``."""
     lines = content.split(b"\n")
+    values = list(map(_value, lines))
     complete = len(content)
-    if not _is_json(lines[-1]):
+    if values[-1] is None:
         # torn off by a kill, or nothing behind the last newline
-        complete -= len(lines.pop())
-    values = [json.loads(line) if _is_json(line) else None for line in lines]
+        complete -= len(lines[-1])
+        values.pop()
     header = values[0] if values else None
     if not isinstance(header, dict) or not {"identity", "started"} <= header.keys():
         raise LogError(f"{path} does not begin with the header of a run; give another --out.")
@@ -326,12 +318,12 @@ def _parse(
     return header, records, complete
 
 
-def _is_json(line: bytes) -> bool:
+def _value(line: bytes) -> Any:
+    """What a line holds; None where it is no complete JSON."""
     try:
-        json.loads(line)
+        return json.loads(line)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def as_recorded(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from cab_hf.hf.fit import positions
 from cab_hf.runs.cache import file_sha256, made_once
-from cab_hf.runs.reshape import RESHAPED, reshaped_folder
+from cab_hf.runs.reshape import RESHAPED, make_reshaped
 from cab_hf.runs.settings import UsageError, first_line, refused_as
 from cab_hf.runs.stand_ins import SMOLLM2, SMOLLM2_SHA256, smollm2_folder
 
@@ -157,7 +157,7 @@ def skeleton(
         )
 
 
-def _make_tiny(folder: Path) -> None:
+def _make_tiny(_: str, folder: Path) -> None:
     """Write a small Llama 2 of random weights, whose tokens are bytes: digits are one each."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -323,18 +323,15 @@ def made_folder(name: str) -> Path:
     """The folder of a model that is made in the cache, which is done when it does not exist yet.
 
     Raises:
-        UsageError: as `smollm2_folder` and `reshaped_folder`; or the adapter of a model of
-            `ADAPTED` is not in the package, peft is not installed, or its base cannot be had or is
-            another than the one that the adapter was trained in.
+        UsageError: as `smollm2_folder`; or the adapter of a model of `ADAPTED` is not in the
+            package, peft is not installed, or its base cannot be had or is another than the one
+            that the adapter was trained in.
     """
     if name == SMOLLM2:
         return smollm2_folder()
-    if name in RESHAPED:
-        return reshaped_folder(name)
-    if name == TINY:
-        return made_once(f"{TINY}-{content_sha256(TINY)[:12]}", _make_tiny)
+    make = {TINY: _make_tiny, **dict.fromkeys(RESHAPED, make_reshaped)}.get(name, _merge)
     # by its content, that of its base included: another would be another model
-    return made_once(f"{name}-{content_sha256(name)[:12]}", partial(_merge, name))
+    return made_once(f"{name}-{content_sha256(name)[:12]}", partial(make, name))
 
 
 def _loading(name: str) -> AbstractContextManager[None]:

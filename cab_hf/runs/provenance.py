@@ -34,18 +34,16 @@ def git_commit() -> str | None:
     For a copy without its history it is read from ``$CAB_HF_COMMIT``; None where it is unknown.
     """
 
-    def git(*arguments: str) -> str | None:
-        command = ["git", "-C", str(Path(__file__).resolve().parent), *arguments]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    # an installed copy may lie inside another repository: only a tracked file is ours
-    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+    here = Path(__file__).resolve()
+    git = ["git", "-C", str(here.parent)]
+    how = {"capture_output": True, "text": True, "timeout": 10, "check": True}
+    try:
+        # an installed copy may lie inside another repository: only a tracked file is ours
+        subprocess.run([*git, "ls-files", "--error-unmatch", here.name], **how)
+        describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run([*git, *describe], **how).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return os.environ.get("CAB_HF_COMMIT")
-    return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def versions() -> dict[str, str]:

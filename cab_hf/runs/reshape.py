@@ -14,8 +14,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cab_hf.runs.cache import made_once
-from cab_hf.runs.stand_ins import SMOLLM2_SHA256, built_in_text, smollm2_folder
+from cab_hf.runs.stand_ins import built_in_text, smollm2_folder
 
 # torch and transformers are imported where they are used: finding a folder needs neither
 if TYPE_CHECKING:
@@ -36,31 +35,27 @@ RANDOM = 0.03
 MEASURED = slice(20_000, 28_000)
 
 
-def reshaped_folder(name: str) -> Path:
-    """The folder of a model of `RESHAPED` in float32, made when it does not exist yet.
+def make_reshaped(name: str, folder: Path) -> None:
+    """Write a model of `RESHAPED` in float32 to ``folder``.
 
     Raises:
         UsageError: as `smollm2_folder`.
     """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    def make(folder: Path) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        source = smollm2_folder()
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=torch.float32, trust_remote_code=False
-        )
-        if name == WIDE:
-            reshaped = widened(model, head_dim=128, group=4, theta=500_000.0)
-        else:
-            text = built_in_text()[MEASURED]
-            reshaped = with_qk_norm(model, tokenizer(text, return_tensors="pt").input_ids)
-        reshaped.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-
-    return made_once(f"{name}-{SMOLLM2_SHA256[:12]}", make)
+    source = smollm2_folder()
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, trust_remote_code=False
+    )
+    if name == WIDE:
+        reshaped = widened(model, head_dim=128, group=4, theta=500_000.0)
+    else:
+        text = built_in_text()[MEASURED]
+        reshaped = with_qk_norm(model, tokenizer(text, return_tensors="pt").input_ids)
+    reshaped.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> PreTrainedModel:
@@ -91,7 +86,7 @@ def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> 
     def random(*shape: int) -> Tensor:
         return RANDOM * torch.randn(*shape, generator=generator)
 
-    hidden, new = config.hidden_size, made.state_dict()
+    hidden = config.hidden_size
     for name, before in state.items():
         kind = name.rpartition("self_attn.")[2]
         if kind == "q_proj.weight":
@@ -99,22 +94,18 @@ def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> 
             # logits are divided by the root of more channels
             q[:, :own, rotated] = before.view(kv_heads, own, dim, hidden) * (head_dim / dim) ** 0.5
             q[:, own:] = random(kv_heads, group - own, head_dim, hidden)
-            new[name] = q.flatten(0, 2)
-        elif kind == "k_proj.weight":
-            k = random(kv_heads, head_dim, hidden)
-            k[:, rotated] = before.view(kv_heads, dim, hidden)
-            new[name] = k.flatten(0, 1)
-        elif kind == "v_proj.weight":
-            v = random(kv_heads, head_dim, hidden)
-            v[:, :dim] = before.view(kv_heads, dim, hidden)
-            new[name] = v.flatten(0, 1)
+            state[name] = q.flatten(0, 2)
+        elif kind in ("k_proj.weight", "v_proj.weight"):
+            larger = random(kv_heads, head_dim, hidden)
+            # RoPE pairs channels of keys; values have their first ones
+            channels = rotated if kind == "k_proj.weight" else slice(dim)
+            larger[:, channels] = before.view(kv_heads, dim, hidden)
+            state[name] = larger.flatten(0, 1)
         elif kind == "o_proj.weight":
             o = torch.zeros(hidden, kv_heads, group, head_dim)
             o[:, :, :own, :dim] = before.view(hidden, kv_heads, own, dim)
-            new[name] = o.flatten(1)
-        else:
-            new[name] = before
-    made.load_state_dict(new)
+            state[name] = o.flatten(1)
+    made.load_state_dict(state)
     return made
 
 
@@ -150,10 +141,8 @@ def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
         model(ids, use_cache=False, logits_to_keep=1)
     for handle in handles:
         handle.remove()
-    new = made.state_dict()
-    new |= model.state_dict()
-    new |= {name: torch.full_like(new[name], float(rms)) for name, rms in measured.items()}
-    made.load_state_dict(new)
+    norms = {name: rms.expand(config.head_dim) for name, rms in measured.items()}
+    made.load_state_dict({**model.state_dict(), **norms})
     return made
 
 

@@ -83,15 +83,16 @@ def option(
         repeatable: the option may be given several times; a tuple of texts. Each is an assignment,
             or what ``parse`` accepts.
         spell: what ``parse`` understands, from a value; lists are as JSON leaves them.
-        more: what `flag`, `operands` and `by_device` note.
+        more: what `operands` and `by_device` note.
     """
-    fields = {"help": help, "parse": parse, "repeatable": repeatable, "spell": spell, **more}
-    return dataclasses.field(default=default, metadata=fields)
+    noted = {"help": help, "parse": parse, "repeatable": repeatable, "spell": spell}
+    noted |= {"operands": False, "defaults": (default,), **more}
+    return dataclasses.field(default=default, metadata=noted)
 
 
 def flag(help: str) -> Any:
     """An `option` that its name alone turns on; False where it is not given."""
-    return option(False, help, parse_flag, flag=True)
+    return option(False, help, parse_flag)
 
 
 def operands(help: str) -> Any:
@@ -101,14 +102,15 @@ def operands(help: str) -> Any:
 
 def by_device(gpu: Any, cpu: Any, help: str, parse: Callable[[str], Any] = str, **more: Any) -> Any:
     """An `option` whose default is ``gpu`` or, on a CPU, ``cpu``; see `fill_by_device`."""
-    return option(None, help, parse, by_device=(gpu, cpu), **more)
+    return option(None, help, parse, defaults=(gpu, cpu), **more)
 
 
 def fill_by_device(settings: Any, on_cpu: bool) -> None:
     """Give fields `by_device` that were not given the default of that device."""
     for field in dataclasses.fields(settings):
-        if "by_device" in field.metadata and getattr(settings, field.name) in (None, ()):
-            object.__setattr__(settings, field.name, field.metadata["by_device"][on_cpu])
+        defaults = field.metadata["defaults"]
+        if len(defaults) > 1 and getattr(settings, field.name) in (None, ()):
+            object.__setattr__(settings, field.name, defaults[on_cpu])
 
 
 def parse_flag(text: str) -> bool:
@@ -184,47 +186,41 @@ def read_settings(
         parsed, unknown = parser.parse_known_intermixed_args(words)
         if unknown:
             name = unknown[0].partition("=")[0]
-            options = [x for x, field in fields.items() if "operands" not in field.metadata]
-            known = list(map(_option_name, options))
+            known = [_option_name(x) for x in fields if not fields[x].metadata["operands"]]
             raise ValueError(f"there is no option {name!r}; {_nearest(name, known)}")
         if parsed.config is not None:
             parser.set_defaults(**_read_yaml(parsed.config, fields))
             parsed = parser.parse_intermixed_args(words)
-        texts = {name: text for name, text in vars(parsed).items() if name != FILE}
-        return kind(**{name: _parse(fields[name], text) for name, text in texts.items()})
+        del parsed.config
+        return kind(**{name: _parse(fields[name], text) for name, text in vars(parsed).items()})
     except ValueError as error:
         parser.error(str(error))
 
 
 def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
-    metadata, defaults = field.metadata, _defaults(field)
+    metadata, defaults = field.metadata, field.metadata["defaults"]
     # an option that is not typed is left out, and has the default of the dataclass
-    look: dict[str, Any] = {"default": argparse.SUPPRESS, "help": metadata["help"]}
-    if "operands" in metadata:
-        metavar = field.name.upper().removesuffix("S")
-        parser.add_argument(field.name, nargs="*", metavar=metavar, **look)
-        return
-    if metadata["repeatable"]:
+    look: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+    if metadata["operands"]:
+        look |= {"nargs": "*", "metavar": field.name.upper().removesuffix("S")}
+    elif metadata["repeatable"]:
         look["action"] = "append"
-    elif "flag" in metadata:
+    elif metadata["parse"] is parse_flag:
         look |= {"nargs": "?", "const": "true"}
     elif any(isinstance(default, tuple) for default in defaults):
         look["nargs"] = "+"
+    help = metadata["help"]
     # a number may be 0, which equals False
     given = [value for value in defaults if value is not False and value not in (None, (), "")]
     if given:
         shown = dict.fromkeys(map(metadata["spell"], given))
-        look["help"] += f" (default: {'; on CPU: '.join(shown)})"
-    look["help"] = look["help"].replace("%", "%%")
-    parser.add_argument(_option_name(field.name), dest=field.name, **look)
+        help += f" (default: {'; on CPU: '.join(shown)})"
+    names = [] if metadata["operands"] else [_option_name(field.name)]
+    parser.add_argument(*names, help=help.replace("%", "%%"), **look)
 
 
 def _option_name(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _defaults(field: dataclasses.Field) -> tuple:
-    return field.metadata.get("by_device", (field.default,))
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
@@ -235,13 +231,13 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 def _parse(field: dataclasses.Field, given: str | list[str]) -> Any:
     """The value of a field, from one text or several."""
     parse, repeatable = field.metadata["parse"], field.metadata["repeatable"]
+    text = given if isinstance(given, str) else ",".join(given)
     try:
         if repeatable:
             for each in given:  # refused here, where the option is known
                 (parse_assignment if parse is str else parse)(each)
-        if repeatable or "operands" in field.metadata:
+        if repeatable or field.metadata["operands"]:
             return tuple(given)
-        text = given if isinstance(given, str) else ",".join(given)
         value = parse(text)
         for each in value if isinstance(value, tuple) else (value,):
             if isinstance(each, float) and not math.isfinite(each):
@@ -287,7 +283,7 @@ def spelled(recorded: Mapping[str, Any], kind: type) -> list[str]:
         if value is None:
             continue
         value = value["name"] if isinstance(value, Mapping) else value
-        metadata, default = field.metadata, _defaults(field)[-1 if on_cpu else 0]
+        metadata, default = field.metadata, field.metadata["defaults"][-1 if on_cpu else 0]
         values, usual = (each if metadata["repeatable"] else [each] for each in (value, default))
         texts = list(map(metadata["spell"], values))
         if default is None or texts != list(map(metadata["spell"], usual)):

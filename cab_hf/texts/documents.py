@@ -56,13 +56,12 @@ def recall_document(
         ValueError: ``keys`` is more than there are names, or ``length`` has no room for them.
     """
     rng = random.Random(f"{seed}/{length}/{keys}/{index}")
-    named = _NamedKeys(tokenizer, keys, rng)
-
+    stated, repeated, digits = _named_keys(tokenizer, keys, rng)
     begun = leading_tokens(tokenizer)
     # of running text: how much the first half has room for, and how much the document
-    early = length // 2 - len(begun) - _total(named.needles)
+    early = length // 2 - len(begun) - _total(stated)
     moved = keys * (border - 1)
-    late = length - len(begun) - _total(named.needles) - _total(named.repeats) - moved
+    late = length - len(begun) - _total(stated) - _total(repeated) - moved
     pieces = _text(tokenizer, sentences, rng, late + moved)
     if 0 <= early <= late:
         pieces = _with_border(pieces, early, late)
@@ -79,16 +78,15 @@ def recall_document(
     borders = [at for half in halves for at in _drawn(rng, half, keys)]
     more = [*chain(*_text(tokenizer, sentences, rng, border - 1))]
 
+    begins = [first for first, _ in digits.values()]
+
     def before(which: int, at: int) -> Sequence[int]:
-        if which < keys:
-            return ()
-        missing = -(at + named.digits[which - keys][0]) % border
+        missing = -(at + begins[which - keys]) % border if which >= keys else 0
         # what ends a sentence
         return more[len(more) - missing :]
 
-    statements = [*named.needles, *named.repeats]
-    tokens, spans = with_statements(begun, pieces, statements, borders, before)
-    return named.document(tokens[:length], spans[:keys], spans[keys:])
+    tokens, spans = with_statements(begun, pieces, [*stated, *repeated], borders, before)
+    return _document(tokens[:length], spans[:keys], spans[keys:], digits)
 
 
 def asked_document(
@@ -110,11 +108,10 @@ def asked_document(
         ValueError: ``keys`` is more than there are names, or ``length`` has no room for them.
     """
     rng = random.Random(f"{seed}/asked/{length}/{keys}/{index}")
-    named = _NamedKeys(tokenizer, keys, rng)
-
+    stated, repeated, digits = _named_keys(tokenizer, keys, rng)
     begun = leading_tokens(tokenizer)
-    prompt = length - _total(named.repeats)
-    text = prompt - len(begun) - _total(named.needles)
+    prompt = length - _total(repeated)
+    text = prompt - len(begun) - _total(stated)
     pieces = _text(tokenizer, sentences, rng, text)
     borders = [at for at, end in enumerate([0, *accumulate(map(len, pieces))]) if end <= text]
     if not borders:
@@ -122,9 +119,9 @@ def asked_document(
             f"length {length} has no room for {keys} keys and as many questions behind them; give "
             "a longer one or fewer keys."
         )
-    tokens, needed = with_statements(begun, pieces, named.needles, _drawn(rng, borders, keys))
-    tokens, asking = with_statements(tokens[:prompt], [], named.repeats, [0] * keys)
-    return named.document(tokens, needed, asking), prompt
+    tokens, needed = with_statements(begun, pieces, stated, _drawn(rng, borders, keys))
+    tokens, asking = with_statements(tokens[:prompt], [], repeated, [0] * keys)
+    return _document(tokens, needed, asking, digits), prompt
 
 
 def with_copies(
@@ -204,39 +201,36 @@ def _with_border(pieces: list[Tokens], low: int, high: int) -> list[Tokens]:
     return [*pieces[:at], sentence[:place], sentence[place:], *pieces[at + 1 :]]
 
 
-class _NamedKeys:
-    """Keys of different names, which a document repeats in another order.
+def _named_keys(
+    tokenizer: Any, keys: int, rng: random.Random
+) -> tuple[list[Tokens], list[Tokens], dict[int, Span]]:
+    """Keys of different names: (what states each, what repeats each, digits).
 
-    Attributes:
-        needles: the tokens that state each key.
-        repeats: those that repeat each, in the other order.
-        digits: which tokens of each repeat are the key.
+    The keys are repeated in another order, which is that of ``digits``: by the number of the key,
+    which tokens of its repeat are the digits.
 
     Raises:
         ValueError: ``keys`` is more than there are names.
     """
+    drawn = draw_keys(rng, keys)
+    order = list(range(keys))
+    while keys > 1 and order == sorted(order):
+        rng.shuffle(order)
+    stated = [sentence_tokens(tokenizer, key.statement) for key in drawn]
+    repeated = [sentence_tokens(tokenizer, drawn[at].repeat) for at in order]
+    digits = {at: span_of(tokenizer, drawn[at].repeat, drawn[at].digits) for at in order}
+    return stated, repeated, digits
 
-    def __init__(self, tokenizer: Any, keys: int, rng: random.Random) -> None:
-        drawn = draw_keys(rng, keys)
-        self.order = list(range(keys))
-        while keys > 1 and self.order == sorted(self.order):
-            rng.shuffle(self.order)
-        repeated = [drawn[at] for at in self.order]
-        self.needles = [sentence_tokens(tokenizer, key.statement) for key in drawn]
-        self.repeats = [sentence_tokens(tokenizer, key.repeat) for key in repeated]
-        self.digits = [span_of(tokenizer, key.repeat, key.digits) for key in repeated]
 
-    def document(
-        self, tokens: Sequence[int], needles: Sequence[Span], repeats: Sequence[Span]
-    ) -> Document:
-        """The document in which keys are stated and repeated at these places."""
-        answers = {
-            key: (start + first, start + last)
-            for key, (start, _), (first, last) in zip(self.order, repeats, self.digits, strict=True)
-        }
-        return Document(
-            tuple(tokens), tuple(needles), tuple(answers[key] for key in range(len(answers)))
-        )
+def _document(
+    tokens: Sequence[int], needles: Sequence[Span], repeats: Sequence[Span], digits: dict[int, Span]
+) -> Document:
+    """The document in which keys are stated and, in the order of ``digits``, repeated."""
+    answers = {
+        key: (start + first, start + last)
+        for (key, (first, last)), (start, _) in zip(digits.items(), repeats, strict=True)
+    }
+    return Document(tuple(tokens), tuple(needles), tuple(answers[key] for key in sorted(answers)))
 
 
 def _drawn(rng: random.Random, borders: Sequence[int], count: int) -> list[int]:

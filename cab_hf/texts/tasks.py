@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import string
 import uuid
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,27 +45,20 @@ __all__ = ["TASKS", "Example", "Task"]
 END = "That is the end of the text."
 # steps of it spread over [0, 1) evenly, however many there are
 GOLDEN = (5**0.5 - 1) / 2
-# (tokens that are left for it, sentence -> its tokens) -> a text of just so many, in pieces
-Filler = Callable[[int, Callable[[str], Tokens]], list[Tokens]]
+# (tokens that are left for it, sentence -> its tokens) -> a text of just so many, in pieces; None
+# where its words have no room
+Filler = Callable[[int, Callable[[str], Tokens]], list[Tokens] | None]
 
 
 class Example(NamedTuple):
-    """A prompt and, behind it, its answers.
+    """A prompt and, behind it, its answers."""
 
-    Attributes:
-        tokens: of both, as many as the length.
-        prompt: how many of them are the prompt; the first answer begins behind it.
-        needles: [start, end) in tokens of what the answers need, in the order of the draft; none
-            where they need all of the text.
-        answers: [start, end) in tokens of each answer.
-        replies: the text of each answer.
-    """
-
-    tokens: Tokens
-    prompt: int
+    tokens: Tokens  # of both, as many as the length
+    prompt: int  # how many of them are the prompt; the first answer begins behind it
+    # what the answers need, in the order of the draft; none where they need all of the text
     needles: tuple[Span, ...]
     answers: tuple[Span, ...]
-    replies: tuple[str, ...]
+    replies: tuple[str, ...]  # the text of each answer
 
 
 class Fact(NamedTuple):
@@ -76,40 +70,25 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class Draft:
-    """An example before it is fitted to a length.
+    """An example before it is fitted to a length."""
 
-    Attributes:
-        instruction: precedes the text.
-        question: follows it.
-        begun: the beginning of the answer, given to the model; the replies follow it.
-        replies: the answers of the model, with commas between them.
-        needed: what the answers need.
-        others: more that the text hides.
-        filler: what is around them; None: running text.
-    """
-
-    instruction: str
-    question: str
-    begun: str
-    replies: tuple[str, ...]
-    needed: Sequence[Fact] = ()
-    others: Sequence[Fact] = ()
-    filler: Filler | None = None
+    instruction: str  # before the text
+    question: str  # behind it
+    begun: str  # the beginning of the answer, given to the model; the replies follow it
+    replies: tuple[str, ...]  # the answers of the model, with commas between them
+    needed: Sequence[Fact] = ()  # what the answers need
+    others: Sequence[Fact] = ()  # more that the text hides
+    filler: Filler | None = None  # what is around them; None: running text
 
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of question about a long text.
+    """A kind of question about a long text."""
 
-    Attributes:
-        name: of the probe in ``fidelity``, and behind ``cab_`` of the task in lm_eval.
-        title: heading of its column.
-        draft: (what draws everything, where one of the needed facts goes, from 0 to 1) -> what is
-            hidden and asked.
-    """
-
-    name: str
-    title: str
+    name: str  # of the probe in ``fidelity``, and behind ``cab_`` of the task in lm_eval
+    title: str  # heading of its column
+    # (what draws everything, where one of the needed facts goes, from 0 to 1) -> what is hidden
+    # and asked
     draft: Callable[[random.Random, float], Draft]
 
     def make(
@@ -142,14 +121,11 @@ class Task:
 
         filler = draft.filler or running_text(endless(sentences, rng))
         room = length - len(head) - len(tail) - sum(map(len, statements))
-        try:
-            if room < 0:
-                raise NoRoom
-            pieces = filler(room, tokens_of)
-        except NoRoom:
+        pieces = filler(room, tokens_of) if room >= 0 else None
+        if pieces is None:
             raise ValueError(
                 f"length {length} has no room for the task {self.name}; give a longer one."
-            ) from None
+            )
         ends = [0, *accumulate(map(len, pieces))]
         borders = [nearest(ends, fact.depth * ends[-1]) for fact in facts]
         tokens, spans = with_statements(head, pieces, statements, borders)
@@ -161,10 +137,6 @@ class Task:
             answers=tuple(answers),
             replies=draft.replies,
         )
-
-
-class NoRoom(Exception):
-    """A filler cannot hold its words in the room that is left."""
 
 
 def running_text(sentences: Iterator[str]) -> Filler:
@@ -407,12 +379,12 @@ def common_words(rng: random.Random, depth: float) -> Draft:
     words = coined_words(rng)
     common = tuple(next(words) for _ in range(COMMON))
 
-    def fill(room: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens]:
+    def fill(room: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens] | None:
         often, seldom = (30, 3) if room >= LONG else (10, 1)
         slots = [place for place in range(COMMON) for _ in range(often)]
         left = room - often * sum(len(tokens_of(word)) for word in common)
         if left < 0:
-            raise NoRoom
+            return None
         others: list[Tokens] = []
         while left >= seldom * len(word := tokens_of(next(words))):
             others += [word] * seldom
@@ -445,7 +417,7 @@ def frequent_words(rng: random.Random, depth: float) -> Draft:
     asked = tuple(next(words) for _ in range(FREQUENT))
     ranked = [DOTS, *asked]
 
-    def fill(room: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens]:
+    def fill(room: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens] | None:
         def pieces(size: int) -> list[Tokens]:
             """The words of a text of about ``size`` words, in order of rank."""
             shares = (6 / (pi * rank) ** 2 for rank in range(1, size))
@@ -459,14 +431,11 @@ def frequent_words(rng: random.Random, depth: float) -> Draft:
             return sum(map(len, pieces(size))) <= room
 
         if not fits(LEAST):
-            raise NoRoom
-        low, high = LEAST, 2 * LEAST
+            return None
+        high = 2 * LEAST
         while fits(high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        text = pieces(low)
+            high *= 2
+        text = pieces(bisect_left(range(high), True, lo=LEAST, key=lambda n: not fits(n)) - 1)
         rng.shuffle(text)
         return fitted(repeat(tokens_of(DOTS)), room - sum(map(len, text))) + text
 

@@ -1,6 +1,5 @@
 """The calibrate command: config files, and what layers attend by them."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,11 @@ from words import TEXT
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.calibration import anchors as of_anchors
-from cab_hf.calibration import passes as of_models
+from cab_hf.calibration.density import require_target
 from cab_hf.config import Origin
 from cab_hf.eval import calibrate
 from cab_hf.eval.__main__ import main
+from cab_hf.patches import calibration as of_models
 
 # of few blocks, each of which has more of the attention than one among many
 THRESHOLDS = (0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01)
@@ -25,14 +25,10 @@ SMALL = ("query_block=16", "key_block=16", "share_threshold=1.0")
 def book(tmp_path, monkeypatch):
     for module in (of_models, calibrate):
         monkeypatch.setattr(module, "KEYS", 2)
+    monkeypatch.setattr(of_anchors, "THRESHOLDS", THRESHOLDS)
     file = tmp_path / "book.txt"
     file.write_text(TEXT)
     return file
-
-
-@pytest.fixture
-def few_blocks(monkeypatch):
-    monkeypatch.setattr(of_anchors, "THRESHOLDS", THRESHOLDS)
 
 
 def command(model_folder, book, out, *more):
@@ -75,21 +71,19 @@ def test_a_density_out_of_reach_is_refused_before_the_model_is_opened(
 def test_what_is_measured_by_default_on_a_cpu_can_be_reached():
     settings = calibrate.Settings(model="tiny", device="cpu")
     target = min(settings.target_densities)
-    of_models.require_target(settings.cab_config, target, settings.length)
+    require_target(settings.cab_config, target, settings.length)
 
 
-# --- anchors
-
-
-def test_anchors_are_found_and_saved_with_their_map(
-    model_folder, book, tmp_path, capsys, few_blocks
-):
+def test_anchors_are_found_and_saved_with_their_map(model_folder, book, tmp_path, capsys):
     out, words = tmp_path / "run", ("--target-densities", "0.8", "--anchors")
     assert command(model_folder, book, out, *words, 1) == 0
     config = CabConfig.calibrated(out / "cab_config-0.8.json")
     assert (config.predictor, config.anchors, config.max_density) == ("cascade", (0,), 1.0)
     assert THRESHOLDS[-1] <= config.mass_threshold <= THRESHOLDS[0]
     assert config.head_map[0] == tuple(range(6)) and len(config.head_map) == 2
+    # heads of the second layer attend what heads of the first chose, whichever they like
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "config-" in line]
+    assert float(rows[0][2]) == pytest.approx(0.8, abs=0.05) and 0.5 < float(rows[0][3]) < 0.95
     assert command(model_folder, book, out, *words, 2) == 0
     assert CabConfig.calibrated(out / "cab_config-0.8.json").anchors == (0, 1)
     assert command(model_folder, book, tmp_path / "too-many", *words, 3) == 2
@@ -108,21 +102,3 @@ def test_what_a_layer_changes_is_one_less_the_cosine(model_folder):
     actual.clear()
     model(ids)
     assert not actual
-
-
-def test_a_calibrated_cascade_runs_and_keeps_its_anchors(model_folder, book, tmp_path, few_blocks):
-    out = tmp_path / "run"
-    assert command(model_folder, book, out, "--target-densities", "0.8", "--anchors", 1) == 0
-    config = replace(CabConfig.calibrated(out / "cab_config-0.8.json"), min_length=0)
-    model = AutoModelForCausalLM.from_pretrained(model_folder)
-    ids = torch.arange(3, 60).repeat(5)[None]
-    with cab_hf.cab(model, config), torch.no_grad():
-        model(ids)
-        first, second = (layer["density"] for layer in cab_hf.stats(model))
-    # heads of the second layer attend what heads of the first chose, whichever they like
-    assert 0.5 < first < 0.95 and (first + second) / 2 == pytest.approx(0.8, abs=0.05)
-    # the same anchors and heads, by another threshold
-    tokenizer, fields = AutoTokenizer.from_pretrained(model_folder), {"length": 300, "documents": 1}
-    given = cab_hf.calibrate(model, tokenizer, [book.read_text()], 0.7, config=config, **fields)
-    assert given.anchors == (0,) and given.head_map == config.head_map
-    assert given.mass_threshold > config.mass_threshold

@@ -59,12 +59,8 @@ def test_anchors_by_hand():
     assert best_anchors(value, 2) == (0, 2)
     # of two that are worth the same the first
     assert best_anchors([[1.0] * 4] * 4, 3) == (0, 1, 2)
-
-
-@pytest.mark.parametrize("count", [0, 5])
-def test_more_anchors_than_layers_are_refused(count):
-    with pytest.raises(ValueError, match=f"anchors is {count}; it must be 1 to 4"):
-        best_anchors([[1.0] * 4] * 4, count)
+    with pytest.raises(ValueError, match="anchors is 5; it must be 1 to 4"):
+        best_anchors(value, 5)
 
 
 def kept_of(config, layers, importance=None):

@@ -15,7 +15,6 @@ from words import save_llama
 
 import cab_hf
 from cab_hf import CabConfig
-from cab_hf.eval import passkey
 from cab_hf.finetune.models import load_model, save_adapter, with_lora
 from cab_hf.runs import models
 from cab_hf.runs.settings import UsageError
@@ -71,19 +70,6 @@ def test_it_is_merged_once_and_computes_what_base_and_adapter_do(trained, shippe
     config = models.load_config(NAME)
     assert models.most_tokens(config) == config.max_position_embeddings == LENGTH
     assert models.is_local(NAME) and list(shipped[1].iterdir()) == [folder]
-
-
-@pytest.mark.parametrize("length", [LENGTH, LENGTH + 1])
-def test_an_experiment_reads_as_much_as_it_was_trained_for(shipped, length):
-    settings = passkey.Settings(model=NAME, lengths=(length,), device="cpu")
-    experiment = passkey.EXPERIMENT(settings)
-    if length > LENGTH:
-        with pytest.raises(UsageError, match=f"lengths must be at most {LENGTH}, .*'{NAME}'"):
-            experiment.check()
-    else:
-        experiment.check()
-        result = experiment.recorded()
-        assert (result["model"], result["model_sha256"]) == (NAME, models.content_sha256(NAME))
 
 
 def rewrite(file, **fields):

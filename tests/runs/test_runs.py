@@ -124,24 +124,34 @@ def test_a_packed_log_is_read_and_gone_on_with(path):
     assert list(path.parent.iterdir()) == [packed]
 
 
-@pytest.mark.parametrize("torn", ['{"length": 8, "ind', '{"length": 8, "index": 2', '{"a": "\\ud8'])
-def test_a_torn_last_line_is_dropped(path, torn):
+def lines_of(count, torn=b""):
+    """(a log) -> its first lines, and what a kill left of the next one."""
+    return lambda content: b"".join(content.splitlines(keepends=True)[:count]) + torn
+
+
+@pytest.mark.parametrize(
+    ("half", "left"),
+    [
+        pytest.param(lines_of(3, b'{"length": 8, "ind'), 2, id="record"),
+        pytest.param(lines_of(3, b'{"length": 8, "index": 2'), 2, id="but-brace"),
+        pytest.param(lines_of(3, b'{"a": "\\ud8'), 2, id="character"),
+        pytest.param(lambda content: content[:-1], 2, id="newline"),
+        pytest.param(lambda content: lines_of(1)(content)[:-1], 0, id="header-newline"),
+        pytest.param(lambda content: lines_of(1)(content)[:-2], 0, id="header-brace"),
+        *(pytest.param(lambda c, n=n: c[:n], 0, id=f"header-{n}") for n in (0, 1, 20)),
+    ],
+)
+def test_a_half_written_line_is_mended(path, half, left):
     complete = path.read_bytes()
-    path.write_bytes(complete + torn.encode())
-    assert indices(path) == [0, 1]
+    path.write_bytes(half(complete))
+    # nor is it read
+    assert left == 0 or indices(path) == [0, 1]
     with Log(path, IDENTITY, KEY) as opened:
-        assert path.read_bytes() == complete
-        opened.append(record(2))
-    assert indices(path) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("left", [0, 1, 20, -1], ids=["none", "brace", "some", "but brace"])
-def test_a_torn_header_is_written_anew(path, left):
-    header = path.read_bytes().splitlines()[0]
-    path.write_bytes(header[:left])
-    with Log(path, IDENTITY, KEY) as opened:
-        opened.append(record(0))
-    assert indices(path) == [0] and read_log(path)[0] == IDENTITY
+        assert len(opened.records) == left
+        # what only lacked its newline is kept
+        assert left == 0 or path.read_bytes() == complete
+        opened.append(record(7))
+    assert indices(path) == [0, 1, 7][-1 - left :] and read_log(path)[0] == IDENTITY
 
 
 def test_a_disk_that_is_full_leaves_the_log_as_it_was(path, monkeypatch):
@@ -177,18 +187,7 @@ def test_a_log_that_is_taken_away_is_not_written_on(path, taken):
     assert indices(path) == [7]
 
 
-@pytest.mark.parametrize("lines", [1, 3], ids=["header", "record"])
-def test_a_last_line_that_lacks_its_newline_is_kept(path, lines):
-    complete = b"\n".join(path.read_bytes().split(b"\n")[:lines])
-    path.write_bytes(complete)
-    with Log(path, IDENTITY, KEY) as opened:
-        assert len(opened.records) == lines - 1
-    assert path.read_bytes() == complete + b"\n"
-
-
 HEADER = json.dumps({"identity": IDENTITY, "started": "then"})
-
-
 OTHER_ENGINE = {**IDENTITY, "config": {"mass_threshold": 0.08, "engine": "flex"}}
 
 
@@ -196,11 +195,7 @@ OTHER_ENGINE = {**IDENTITY, "config": {"mass_threshold": 0.08, "engine": "flex"}
     ("content", "identity", "message"),
     [
         (HEADER, {**IDENTITY, "seed": 1}, "seed 0, this run has 1"),
-        (
-            HEADER + '\n{"of": "other fields"}\n{"torn',
-            OTHER_ENGINE,
-            "config.engine 'auto', this run has 'flex'",
-        ),
+        (HEADER + '\n{"of": "others"}\n{"torn', OTHER_ENGINE, "engine 'auto', this run has 'flex'"),
         (HEADER, {**IDENTITY, "more": 2}, "more None, this run has 2"),
         (HEADER, {"seed": 0}, "config {'mass_threshold'"),
         ('{"index": 0}\n', IDENTITY, "header of a run"),
@@ -322,6 +317,15 @@ class Folders:
 
 
 FILE = "lengths: [1, 2]\nmass: 0.5\nkv-heads: 2\nset: {a: 1, b: x}\ntext: null\nloud: yes\n"
+MIXED = Settings((1, 2), 0.7, 2, ("a=1", "b='x'", "a=2"), loud=True)
+
+
+def with_file(words, content, folder):
+    """The words of a command line, the last of them a file of ``content``, if any."""
+    if content is None:
+        return words.split()
+    (folder / "settings.yaml").write_text(content)
+    return [*words.split(), "--config", str(folder / "settings.yaml")]
 
 
 @pytest.mark.parametrize(
@@ -333,11 +337,7 @@ FILE = "lengths: [1, 2]\nmass: 0.5\nkv-heads: 2\nset: {a: 1, b: x}\ntext: null\n
         ("--set a=1 --kv-heads 2 --set b=x", None, Settings(set=("a=1", "b=x"), kv_heads=2)),
         ("--loud --mass 0.5", None, Settings(mass=0.5, loud=True)),
         ("--loud False", None, Settings()),
-        (
-            "--mass 0.7 --set a=2",
-            FILE,
-            Settings((1, 2), 0.7, 2, ("a=1", "b='x'", "a=2"), loud=True),
-        ),
+        ("--mass 0.7 --set a=2", FILE, MIXED),
         ("", None, Folders()),
         ("a,b --out o c", None, Folders(("a,b", "c"), "o")),
         ("", "folders: [a, b]", Folders(("a", "b"))),
@@ -345,35 +345,28 @@ FILE = "lengths: [1, 2]\nmass: 0.5\nkv-heads: 2\nset: {a: 1, b: x}\ntext: null\n
     ],
 )
 def test_words_and_a_file_become_settings(tmp_path, words, content, expected):
-    words = words.split()
-    if content is not None:
-        (tmp_path / "settings.yaml").write_text(content)
-        words += ["--config", str(tmp_path / "settings.yaml")]
-    assert read_settings(type(expected), words, "try") == expected
+    assert read_settings(type(expected), with_file(words, content, tmp_path), "try") == expected
 
 
 @pytest.mark.parametrize(
     ("words", "content", "message"),
     [
-        (["--lenghts=1"], None, "no option '--lenghts'; did you mean --l"),
-        (["--zzz", "1"], None, "the options are --lengths, --mass"),
-        (["--mass", "much"], None, "mass: it must be a finite number"),
-        (["--mass", "3"], None, "mass is 3.0; it must be"),
-        (["--set", "a"], None, "set: an assignment is field=value"),
-        (["--mass"], None, "expected one argument"),
-        (["--loud", "very"], None, "loud: it is turned on by its name"),
-        ([], "kv_head: 1", "sets 'kv_head'; did you mean kv_heads?"),
-        ([], "mass: much", "mass: it must be a finite"),
-        ([], "- mass", "a mapping from option to value"),
-        ([], "mass: [", "must be a YAML file"),
+        ("--lenghts=1", None, "no option '--lenghts'; did you mean --l"),
+        ("--zzz 1", None, "the options are --lengths, --mass"),
+        ("--mass much", None, "mass: it must be a finite number"),
+        ("--mass 3", None, "mass is 3.0; it must be"),
+        ("--set a", None, "set: an assignment is field=value"),
+        ("--mass", None, "expected one argument"),
+        ("--loud very", None, "loud: it is turned on by its name"),
+        ("", "kv_head: 1", "sets 'kv_head'; did you mean kv_heads?"),
+        ("", "mass: much", "mass: it must be a finite"),
+        ("", "- mass", "a mapping from option to value"),
+        ("", "mass: [", "must be a YAML file"),
     ],
 )
 def test_bad_options_are_refused_in_a_line(tmp_path, capsys, words, content, message):
-    if content is not None:
-        (tmp_path / "settings.yaml").write_text(content)
-        words = ["--config", str(tmp_path / "settings.yaml")]
     with pytest.raises(SystemExit) as stop:
-        read_settings(Settings, words, "try")
+        read_settings(Settings, with_file(words, content, tmp_path), "try")
     said = capsys.readouterr().err
     assert stop.value.code == 2
     assert message in said and said.startswith("try: ") and said.count("\n") == 1

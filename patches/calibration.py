@@ -14,23 +14,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from cab_hf.calibration.anchors import (
-    Coverage,
-    Needles,
-    View,
-    averaged_kept,
-    cascaded,
-    kept_between,
-    require_anchors,
-    viewed,
-)
-from cab_hf.calibration.density import (
-    densities,
-    fitted,
-    least_density,
-    require_reachable,
-    require_thresholds,
-)
+from cab_hf.calibration import anchors as of_anchors
+from cab_hf.calibration.anchors import Coverage, Needles, View
+from cab_hf.calibration.density import densities, fitted, require_target
 from cab_hf.checks import is_share, is_whole, require, require_finite
 from cab_hf.config import CabConfig
 from cab_hf.hf.fit import layer_index, number, origin_of, positions
@@ -43,7 +29,7 @@ from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext
 from cab_hf.runs.stand_ins import built_in_text
 from cab_hf.texts.documents import Document, recall_document, with_copies
-from cab_hf.texts.needles import split_sentences
+from cab_hf.texts.needles import Tokens, split_sentences
 
 TARGET_DENSITY = 0.25
 LENGTH = 8192
@@ -110,19 +96,14 @@ def calibrate(
     length = length or min(LENGTH, most or LENGTH)
     reached = f"at most {most}, as far as the model's positions reach"
     require(most is None or length <= most, "length", length, reached)
-    sentences = split_sentences(_joined(texts))
-    try:
-        read = [
-            recall_document(tokenizer, sentences, length, KEYS, index, seed)
-            for index in range(documents)
-        ]
-    except ValueError as error:
-        # the caller cannot change the number of keys
+    read = _documents(tokenizer, texts, length, documents, seed)
+    last, known = max(max(tokens) for tokens, _ in read), number(text, "vocab_size")
+    if known is not None and last >= known:
+        # a GPU stops at what a model does not know
         raise ValueError(
-            f"length {length} has no room for the {KEYS} keys that are hidden in a document; give "
-            "a longer one, or texts of shorter sentences."
-        ) from error
-    _require_vocabulary(text, read)
+            f"tokenizer produced token {last}, and the model knows tokens 0 to {known - 1}; give "
+            "the tokenizer of the model."
+        )
     require_target(config, target_density, length)
     # as far as layers show it before they are called
     sparse = sum(
@@ -130,78 +111,56 @@ def calibrate(
         for layer, module in attention_layers(model)
     )
     if anchors is not None and sparse:
-        require_anchors(anchors, sparse)
-    measure = densities_of if anchors is None else kept_of
+        of_anchors.require_anchors(anchors, sparse)
     with tqdm(desc="calibrate", total=documents * sparse, unit="layer") as bar:
-        measured = [measure(model, each, config, bar.update) for each in read]
-    if anchors is None:
-        chosen = fitted(config, measured, target_density)
-    else:
-        layers, kept = zip(*measured, strict=True)
-        parts = layers[0], text.num_hidden_layers, anchors, target_density
-        chosen = cascaded(config, averaged_kept(kept), *parts)
+        if anchors is None:
+            measure = partial(densities, config=config)
+            spent = [_layer_by_layer(model, x, config, measure, bar.update) for x, _ in read]
+            chosen = fitted(config, spent, target_density)
+        else:
+            layers, kept = zip(*(kept_of(model, *x, config, bar.update) for x in read), strict=True)
+            parts = layers[0], text.num_hidden_layers, anchors, target_density
+            chosen = of_anchors.cascaded(config, of_anchors.averaged_kept(kept), *parts)
     chosen = dataclasses.replace(chosen, origin=origin_of(text, length))
     apply_cab(model, chosen)
     return chosen
 
 
-def require_target(config: CabConfig, target_density: float, length: int) -> None:
-    """Refuse a predictor without a threshold, and a density that forced blocks alone exceed.
-
-    Raises:
-        ValueError: naming the predictor, or the least density.
-    """
-    require_thresholds(config)
-    require_reachable(target_density, least_density(config, length))
-
-
-def _require_vocabulary(text: Any, documents: Sequence[Document]) -> None:
-    """Refuse tokens that a model with the config ``text`` does not know: a GPU stops at them."""
-    known = number(text, "vocab_size")
-    most = max(max(document.tokens) for document in documents)
-    if known is not None and most >= known:
-        raise ValueError(
-            f"tokenizer produced token {most}, and the model knows tokens 0 to {known - 1}; give "
-            "the tokenizer of the model."
-        )
-
-
-def _joined(texts: str | Sequence[str] | None) -> str:
-    """All texts as one, in which keys are hidden."""
-    if texts is None:
-        return built_in_text()
-    texts = [texts] if isinstance(texts, str) else texts
+def _documents(
+    tokenizer: Any, texts: str | Sequence[str] | None, length: int, count: int, seed: int
+) -> list[tuple[Tokens, Needles]]:
+    """So many documents whose text is all of ``texts``, as of `sought`."""
+    texts = [built_in_text()] if texts is None else [texts] if isinstance(texts, str) else texts
     some = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
     accepted = "a text or a list of them, with words in it"
     require(some and any(text.strip() for text in texts), "texts", texts, accepted)
-    return "\n\n".join(texts)
-
-
-def densities_of(
-    model: PreTrainedModel,
-    document: Document,
-    config: CabConfig,
-    layer_done: Callable[[], Any] = lambda: None,
-) -> dict[int, Tensor]:
-    """`densities` of each layer on one document; layers with a window have no part."""
-
-    def measured(q: Tensor, k: Tensor, call: LayerContext, _: Needles) -> Tensor:
-        return densities(q, k, call, config).cpu()
-
-    return _layer_by_layer(model, document, config, measured, layer_done)
+    sentences = split_sentences("\n\n".join(texts))
+    try:
+        return [
+            sought(recall_document(tokenizer, sentences, length, KEYS, index, seed))
+            for index in range(count)
+        ]
+    except ValueError as error:
+        # the caller cannot change the number of keys
+        raise ValueError(
+            f"length {length} has no room for the {KEYS} keys that are hidden in a document; give "
+            "a longer one, or texts of shorter sentences."
+        ) from error
 
 
 @torch.no_grad()
 def _layer_by_layer(
     model: PreTrainedModel,
-    document: Document,
+    tokens: Tokens,
     config: CabConfig,
-    measured: Callable[[Tensor, Tensor, LayerContext, Needles], Any],
+    measure: Callable[[Tensor, Tensor, LayerContext], Any],
     layer_done: Callable[[], Any],
 ) -> dict[int, Any]:
-    """``measured`` of q and k of each layer that may attend sparsely, in one dense pass."""
+    """``measure`` of q and k of each layer that may attend sparsely, in one dense pass.
+
+    Layers with a window have no part.
+    """
     result: dict[int, Any] = {}
-    tokens, needles = sought(document)
 
     def look(
         module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
@@ -220,7 +179,7 @@ def _layer_by_layer(
             return
         spans = Spans.causal(1, q.shape[2], k.shape[2], q.device)
         call = LayerContext(spans, scale, layer, channels=slow_channels(module, q.shape[-1]))
-        result[layer] = measured(q, k, call, Needles(*(x.to(q.device) for x in needles)))
+        result[layer] = measure(q, k, call)
         layer_done()
 
     ids = torch.tensor([tokens], device=model.device)
@@ -229,8 +188,8 @@ def _layer_by_layer(
     return result
 
 
-def sought(document: Document) -> tuple[Sequence[int], Needles]:
-    """A document with copies of its passages, and the needles that its queries look for."""
+def sought(document: Document) -> tuple[Tokens, Needles]:
+    """The tokens of a document with copies of passages, and the needles its queries look for."""
     document, copies = with_copies(document, COPIES, PASSAGE)
     looking = [
         (query, *needle)
@@ -249,9 +208,10 @@ def sought(document: Document) -> tuple[Sequence[int], Needles]:
 
 def kept_of(
     model: PreTrainedModel,
-    document: Document,
+    tokens: Tokens,
+    needles: Needles,
     config: CabConfig,
-    layer_done: Callable[[], Any] = lambda: None,
+    layer_done: Callable[[], Any],
 ) -> tuple[list[int], list[Coverage]]:
     """The layers that could attend sparsely, and what blocks of each keep of each, by `THRESHOLDS`.
 
@@ -260,12 +220,13 @@ def kept_of(
     """
     heads: set[tuple[int, int]] = set()
 
-    def measured(q: Tensor, k: Tensor, call: LayerContext, needles: Needles) -> list[View]:
+    def measure(q: Tensor, k: Tensor, call: LayerContext) -> list[View]:
         heads.add((q.shape[1], k.shape[1]))
-        return viewed(q, k, call, config, needles)
+        here = Needles(*(x.to(q.device) for x in needles))
+        return of_anchors.viewed(q, k, call, config, here)
 
     with _changes(model) as importance:
-        views = _layer_by_layer(model, document, config, measured, layer_done)
+        views = _layer_by_layer(model, tokens, config, measure, layer_done)
     if not views:
         raise ValueError("None of the model's layers attends sparsely: none can be an anchor.")
     if len(heads) > 1:
@@ -277,7 +238,7 @@ def kept_of(
     layers = sorted(views)
     weights = [importance[layer] for layer in layers]
     by_threshold = zip(*(views[layer] for layer in layers), strict=True)
-    return layers, [kept_between(some, weights) for some in by_threshold]
+    return layers, [of_anchors.kept_between(some, weights) for some in by_threshold]
 
 
 @contextmanager

@@ -1,0 +1,249 @@
+"""What a model says of itself: `describe`, `stats`, and warnings of settings that do nothing."""
+
+import pytest
+import torch
+import transformers
+from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
+
+import cab_hf
+from cab_hf import checks
+from cab_hf.config import Origin
+from cab_hf.eval.tiny_types import tiny_model as tiny_type
+
+OWN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
+
+
+@pytest.fixture
+def model():
+    return tiny_model()
+
+
+def test_stats_add_up_until_reset(model):
+    cab_hf.apply_cab(model, SPARSE, dense_layers=(1,))
+    assert cab_hf.stats(model) == [{"layer": i, "density": None} for i in range(3)]
+    with torch.no_grad():
+        model(tokens(1, 300))
+        once = cab_hf.stats(model)
+        model(tokens(1, 300))
+    assert cab_hf.stats(model) == once
+    assert once[1]["density"] is None
+    assert all(0 < once[i]["density"] < 1 for i in (0, 2))
+    cab_hf.stats(model, reset=True)
+    assert cab_hf.stats(model)[0]["density"] is None
+
+
+def test_describe_says_what_runs_where_and_why(model):
+    assert "'sdpa'" in cab_hf.describe(model)
+    cab_hf.apply_cab(model, SPARSE, dense_layers=(0,), min_length=100)
+    lines = cab_hf.describe(model, tokens=500).splitlines()
+    assert "mass_threshold 0.08" in lines[0] and "32 x 16" in lines[0] and "500 tokens" in lines[0]
+    assert lines[1] == "  layer 0: dense, in dense_layers"
+    assert lines[2] == "  layers 1-2: sparse, engine reference"
+    assert "shorter than min_length=100" in cab_hf.describe(model, tokens=99)
+    cab_hf.apply_cab(model, sampled_one_in=16, origin=OWN)
+    trained = cab_hf.describe(model, tokens=500, training=True)
+    assert "sparse, engine reference, 1 in 16 of the other blocks sampled" in trained
+    assert "(calibrated for somebody's at 4,096 tokens):" in trained
+    assert "sampled" not in cab_hf.describe(model, tokens=500, training=False)
+    sliding = cab_hf.apply_cab(tiny_model("qwen3-some-sliding"), SPARSE)
+    assert "layers 1-2: dense, sliding window of 40 tokens" in cab_hf.describe(sliding)
+
+
+def test_describe_says_which_layer_chooses_for_which(model):
+    cab_hf.apply_cab(model, SPARSE, predictor="cascade", anchors=(0, 2))
+    lines = cab_hf.describe(model, tokens=500).splitlines()
+    assert "predictor cascade (2 anchors, " in lines[0]
+    assert lines[1:] == [
+        "  layer 0: sparse, engine reference, an anchor",
+        "  layer 1: sparse, engine reference, the blocks of layer 0",
+        "  layer 2: sparse, engine reference, an anchor",
+        "  decode: dense",
+        "  generate_batch: each sequence by itself, decode dense",
+    ]
+
+
+def test_describe_finds_layers_that_are_causal_by_call_alone():
+    config = transformers.CLIPTextConfig(
+        **SIZES | {"num_hidden_layers": 2, "eos_token_id": 2}, projection_dim=48
+    )
+    model = transformers.CLIPTextModel(config).eval()
+    model.config.cab_config = FULL
+    model.set_attn_implementation("cab")
+    assert "layers 0-1: sparse" in cab_hf.describe(model, tokens=100)
+    with torch.no_grad():
+        model(tokens(1, 100))
+    assert cab_hf.stats(model) == [{"layer": i, "density": 1.0} for i in range(2)]
+
+
+@pytest.mark.parametrize("name", ["zamba", "zamba2"])
+def test_describe_knows_layers_without_an_index(name):
+    model = cab_hf.apply_cab(tiny_type(name), FULL)
+    lines = cab_hf.describe(model, tokens=100).splitlines()
+    assert lines[1].startswith("  layers that are in several places: sparse, ")
+    cab_hf.apply_cab(model, predictor="frc", sparsity=((0.5,) * 4,) * 4)
+    with pytest.raises(ValueError, match="sparsity is a table of layers, and this layer has no"):
+        model(tokens(1, 100))
+
+
+def test_describe_says_what_will_be_refused_layer_by_layer():
+    config = transformers.MiMoV2FlashConfig(
+        **SIZES | {"num_hidden_layers": 2}, layer_types=["full_attention", "sliding_attention"]
+    )
+    with torch.device("meta"):
+        model = transformers.MiMoV2FlashForCausalLM(config)
+    model.set_attn_implementation("cab")
+    lines = cab_hf.describe(model, tokens=200).splitlines()[1:]
+    assert lines[0] == "  layer 0: dense, input shorter than min_length=16384"
+    assert lines[1] == "  layer 1: refused, sink logits"
+
+
+def test_describe_agrees_with_what_runs(model):
+    cab_hf.apply_cab(model, SPARSE, dense_layers=(2,))
+    with torch.no_grad():
+        model(tokens(1, 200))
+    ran = [row["density"] is not None for row in cab_hf.stats(model)]
+    text = cab_hf.describe(model, tokens=200)
+    assert ran == [True, True, False] and "layers 0-1: sparse" in text and "layer 2: dense" in text
+
+
+# --- warnings
+
+
+@pytest.fixture
+def said(monkeypatch, recwarn):
+    """(words) -> the warnings of this test that have them."""
+    monkeypatch.setattr(checks, "_warned", set())
+    return lambda words: [str(each.message) for each in recwarn if words in str(each.message)]
+
+
+def test_saved_settings_that_nothing_uses_are_named_once(model, tmp_path, said):
+    model.config.cab_config = SPARSE.to_dict()
+    model.save_pretrained(tmp_path / "own")
+
+    def load(**given):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own", **given)
+
+    for asked in ("cab", "cab_dense", "sdpa", "eager"):
+        load(attn_implementation=asked)
+    assert not said("has a cab_config")
+    for _ in range(2):
+        load()
+    (sentence,) = said("has a cab_config")
+    assert sentence.startswith("The config of own has a cab_config, which nothing uses")
+    assert "attn_implementation='cab'" in sentence
+
+
+def switched_on(model, min_length):
+    cab_hf.apply_cab(model, min_length=min_length)
+
+
+def switched_on_for_a_block(model, min_length):
+    with cab_hf.cab(model, min_length=min_length):
+        pass
+
+
+def read_as_it_was_loaded(model, min_length):
+    model.config.cab_config = {"min_length": min_length}
+    model.set_attn_implementation("cab")
+    with torch.no_grad():
+        model(tokens(1, 40))
+
+
+WAYS_ON = [switched_on, switched_on_for_a_block, read_as_it_was_loaded]
+
+
+@pytest.mark.parametrize("turn_on", WAYS_ON)
+def test_a_model_that_can_never_be_sparse_says_so_once(model, said, turn_on):
+    turn_on(model, 8192)
+    (sentence,) = said("positions")
+    assert sentence.startswith("llama has 2,048 positions and min_length is 8,192, so 'cab' ")
+    assert 'set cab_config={"min_length": 1024}' in sentence
+    # whatever follows with the same model
+    for again in WAYS_ON:
+        again(model, 8192)
+    assert len(said("positions")) == 1
+    # other settings are other news
+    turn_on(model, 4096)
+    assert len(said("positions")) == 2
+
+
+def read(model):
+    model(tokens(1, 50))
+
+
+def generated(model):
+    model.generate(tokens(1, 50), max_new_tokens=3, do_sample=False)
+
+
+def read_one(model):
+    model(tokens(1, 1))
+
+
+def read_in_chunks(model):
+    model.set_attn_implementation("cab_dense")
+    cache = model(tokens(1, 50)).past_key_values
+    model.set_attn_implementation("cab")
+    model(tokens(1, 50), past_key_values=cache)
+
+
+def read_packed(model):
+    model(tokens(1, 100), position_ids=torch.arange(50).repeat(2)[None])
+
+
+def read_compiled(model):
+    torch._dynamo.reset()
+    torch.compile(model, fullgraph=True, backend="eager")(tokens(1, 50))
+
+
+def read_exactly(model):
+    model.set_attn_implementation("cab_dense")
+    read(model)
+
+
+LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(
+    ("use", "changes", "min_length"),
+    [
+        *((turn_on, {}, 2048) for turn_on in WAYS_ON),
+        *((turn_on, LINEAR, 8192) for turn_on in WAYS_ON),
+        # of exact attention, and while it is compiled
+        (read_exactly, {}, None),
+        (read_compiled, {}, None),
+    ],
+)
+def test_what_can_be_sparse_or_is_meant_to_be_exact_says_nothing(said, use, changes, min_length):
+    model = tiny_model(**changes)
+    if min_length is None:
+        model.set_attn_implementation("cab")
+        use(model)
+    else:
+        use(model, min_length)
+    assert not said("positions")
+
+
+@pytest.mark.parametrize(
+    ("use", "fields", "news"),
+    [
+        (read, {}, True),
+        (generated, {}, True),
+        (read_packed, {}, True),
+        (generated, {"min_length": 16383}, False),
+        (generated, {"min_length": 0}, False),
+        (read_one, {}, False),
+        (read_in_chunks, {}, False),
+        (read_compiled, {}, False),
+        (read_exactly, {}, False),
+    ],
+)
+def test_a_prompt_too_short_to_be_sparse_is_news_once(said, use, fields, news):
+    model = tiny_model(max_position_embeddings=32768, num_hidden_layers=1)
+    cab_hf.apply_cab(model, fields)
+    with torch.no_grad():
+        for _ in range(1 + news):
+            use(model)
+    sentences = said("min_length")
+    assert len(sentences) == news
+    for sentence in sentences:
+        assert sentence.startswith("llama reads 50 tokens and min_length is 16,384, so 'cab' ")

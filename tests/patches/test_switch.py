@@ -1,0 +1,435 @@
+"""Turning CAB on and off leaves a model as it was found; settings that do not fit are refused."""
+
+import copy
+import dataclasses
+import io
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
+from words import make_tokenizer
+
+import cab_hf
+from cab_hf import CabConfig
+from cab_hf.config import Origin
+from cab_hf.patches import calibration
+
+PLAIN = ("sdpa", None)
+# what has a number for every head
+BY_HEAD = {"predictor": "frc"}
+OWN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
+
+
+@pytest.fixture
+def model():
+    return tiny_model()
+
+
+def state(model):
+    return model.config._attn_implementation, getattr(model.config, "cab_config", None)
+
+
+def test_apply_is_idempotent_and_remove_puts_back(model):
+    assert cab_hf.apply_cab(model, SPARSE) is model
+    cab_hf.apply_cab(model, mass_threshold=0.05)
+    assert model.config.cab_config["mass_threshold"] == 0.05
+    assert model.config.cab_config["key_block"] == SPARSE.key_block
+    for _ in range(2):
+        assert cab_hf.remove_cab(model) is model and state(model) == PLAIN
+
+
+def through_pickle(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def in_lora(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+
+
+def applied(model):
+    return cab_hf.apply_cab(model, SPARSE)
+
+
+MOVED = {
+    "copy": lambda m: copy.deepcopy(applied(m)),
+    "pickle": lambda m: through_pickle(applied(m)),
+    "copy-adapter": lambda m: copy.deepcopy(in_lora(applied(m))),
+    "merged": lambda m: in_lora(applied(m)).merge_and_unload(),
+    "adapter-merged": lambda m: applied(in_lora(m)).merge_and_unload(),
+    "inside": lambda m: applied(in_lora(m)).get_base_model(),
+    "compiled": lambda m: torch.compile(applied(m)),
+}
+
+
+@pytest.mark.parametrize("move", MOVED.values(), ids=MOVED)
+def test_what_was_there_before_goes_where_the_model_goes(model, move):
+    moved = move(model)
+    assert state(moved)[0] == "cab"
+    assert "layers 0-2: sparse" in cab_hf.describe(moved, tokens=200)
+    assert [row["layer"] for row in cab_hf.stats(moved)] == [0, 1, 2]
+    assert state(cab_hf.remove_cab(moved)) == PLAIN
+
+
+def test_a_copy_is_switched_alone(model):
+    applied(model)
+    with cab_hf.cab(model, mass_threshold=0.05):
+        other = copy.deepcopy(model)
+    assert state(cab_hf.remove_cab(model)) == PLAIN
+    assert state(other)[1]["mass_threshold"] == 0.05
+    assert state(cab_hf.remove_cab(other)) == PLAIN
+
+
+def test_a_saved_config_has_the_settings_and_nothing_else_of_ours(model, tmp_path):
+    plain = model.config.to_dict()
+    saved = loaded(applied(model), tmp_path)
+    assert saved.config.to_dict().keys() == plain.keys() | {"cab_config", "architectures"}
+    before = state(saved)
+    assert before[0] == "sdpa" and CabConfig.from_dict(before[1]) == SPARSE
+    # nobody has applied it to what was loaded
+    assert state(cab_hf.remove_cab(saved)) == before
+    assert state(cab_hf.remove_cab(cab_hf.apply_cab(saved, mass_threshold=0.08))) == before
+
+
+def set_by_hand(model):
+    cab_hf.apply_cab(model, FULL)
+    model.config.cab_config = SPARSE.to_dict()
+    model.set_attn_implementation("cab_dense")
+
+
+FOUND = {
+    "plain": lambda model: None,
+    "applied": lambda model: cab_hf.apply_cab(model, FULL),
+    "by-hand": set_by_hand,
+}
+found = pytest.mark.parametrize("find", FOUND.values(), ids=FOUND)
+
+
+@found
+@pytest.mark.parametrize("first_to_end", [0, 1, 2])
+def test_blocks_may_end_in_any_order(model, first_to_end, find):
+    find(model)
+    before = state(model)
+    blocks = [cab_hf.cab(model, mass_threshold=each) for each in (0.5, 0.6, 0.7)]
+    for block in blocks:
+        block.__enter__()
+    blocks.pop(first_to_end).__exit__(None, None, None)
+    # the block that began last of those still open is the one that holds
+    assert state(model)[1]["mass_threshold"] == (0.6 if first_to_end == 2 else 0.7)
+    for block in blocks:
+        block.__exit__(None, None, None)
+    assert state(model) == before
+    assert state(cab_hf.remove_cab(model)) == PLAIN
+
+
+def fail(model):
+    raise RuntimeError("from inside")
+
+
+INSIDE = {
+    "nothing": lambda model: None,
+    "remove": lambda model: state(cab_hf.remove_cab(model)) == PLAIN or 1 / 0,
+    "apply": lambda model: cab_hf.apply_cab(model, mass_threshold=0.08),
+    "again": lambda model: cab_hf.apply_cab(cab_hf.remove_cab(model), mass_threshold=0.08),
+    "eager": lambda model: model.set_attn_implementation("eager"),
+    "error": fail,
+}
+
+
+@found
+@pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
+def test_a_block_leaves_what_it_found_whatever_happens_inside(model, inside, find):
+    find(model)
+    before = state(model)
+    raised = pytest.raises(RuntimeError, match="from inside") if inside is fail else nullcontext()
+    with raised, cab_hf.cab(model, mass_threshold=0.08):
+        assert state(model)[0] == "cab" and state(model)[1]["mass_threshold"] == 0.08
+        inside(model)
+    assert state(model) == before
+    assert state(cab_hf.remove_cab(model)) == PLAIN
+
+
+def tiny_llava(**implementations):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "projection_dim": 16}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    parts = {"vision_config": CLIPVisionConfig(**sizes), "text_config": LlamaConfig(**SIZES)}
+    given = {"image_token_index": 5, "attn_implementation": implementations or None}
+    return LlavaForConditionalGeneration(LlavaConfig(**parts, **given)).eval()
+
+
+def implementations(model):
+    parts = {"": model.config, "v": model.config.vision_config, "t": model.config.text_config}
+    return {name: part._attn_implementation for name, part in parts.items()}
+
+
+GIVEN = [{}, {"vision_config": "eager"}, {"text_config": "eager"}]
+GIVEN += [{"": "eager", "text_config": "sdpa"}]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=["default", "vision", "text", "others"])
+def test_only_the_text_of_a_vision_language_model_is_switched(given):
+    model = tiny_llava(**given)
+    before = implementations(model)
+    ids = tokens(1, 150).clamp(min=6)
+    ids[:, 3:7] = 5
+    pixels = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(input_ids=ids, pixel_values=pixels).logits
+        cab_hf.apply_cab(model, FULL)
+        assert implementations(model) == before | {"t": "cab"}
+        actual = model(input_ids=ids, pixel_values=pixels).logits
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+    assert [row["density"] for row in cab_hf.stats(model)] == [1.0, 1.0, 1.0]
+    cab_hf.remove_cab(model)
+    assert implementations(model) == before
+    with cab_hf.cab(model, FULL):
+        assert implementations(model) == before | {"t": "cab"}
+    assert implementations(model) == before
+
+
+@pytest.mark.parametrize("given", [{}, {"text_config": "cab"}], ids=["sdpa", "text-cab"])
+def test_only_the_text_of_a_vision_language_model_is_calibrated(given, monkeypatch):
+    monkeypatch.setattr(calibration, "KEYS", 2)
+    model = tiny_llava(**given)
+    model.resize_token_embeddings(400)
+    chosen = cab_hf.calibrate(
+        model, make_tokenizer(), "So it goes.", 0.7, config=SPARSE, length=300, documents=1
+    )
+    assert implementations(model) == {"": "sdpa", "v": "sdpa", "t": "cab"}
+    assert model.config.text_config.cab_config == chosen.to_dict()
+    assert model.config.cab_config is model.config.vision_config.cab_config is None
+
+
+def test_two_models_of_one_config_do_not_share_the_switch():
+    config = LlamaConfig(**SIZES)
+    a, b = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    ids = tokens(1, 200)
+    with torch.no_grad():
+        expected = b(ids).logits
+        applied(a)
+        assert state(b) == PLAIN == (config._attn_implementation, None)
+        assert torch.equal(b(ids).logits, expected)
+        cab_hf.apply_cab(b, FULL)
+        assert state(a)[1]["mass_threshold"] == SPARSE.mass_threshold
+        cab_hf.remove_cab(a)
+        assert state(b)[1]["mass_threshold"] == FULL.mass_threshold
+    with cab_hf.cab(b, mass_threshold=0.08):
+        born_later = LlamaForCausalLM(b.config)
+    cab_hf.remove_cab(b)
+    assert state(born_later)[1]["mass_threshold"] == 0.08
+
+
+def no_attention_by_name():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return FalconForCausalLM(FalconConfig(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        pytest.param(lambda: torch.nn.Linear(2, 2), {}, "no transformers model", id="no-model"),
+        pytest.param(no_attention_by_name, {}, "keeps attn_implementation='sdpa'", id="falcon"),
+        pytest.param(tiny_model, {"mass_threshold": 7}, "mass_threshold", id="setting"),
+        pytest.param(tiny_llava, BY_HEAD | {"sparsity": [[0.5] * 5] * 3}, "sparsity", id="table"),
+    ],
+)
+def test_what_cannot_be_switched_is_refused_and_left_as_it_is(build, options, message):
+    model = build()
+    before = copy.deepcopy(getattr(model, "config", None))
+    with pytest.raises(ValueError, match=message):
+        cab_hf.apply_cab(model, **options)
+    with pytest.raises(ValueError, match=message), cab_hf.cab(model, **options):
+        pass
+    assert getattr(model, "config", None) == before
+    assert cab_hf.remove_cab(model) is model and getattr(model, "config", None) == before
+
+
+@pytest.mark.parametrize("nothing", [None, "meta-llama/Llama-3.1-8B"], ids=["none", "name"])
+@pytest.mark.parametrize(
+    "function", ["apply_cab", "describe", "stats", "index_cache", "remove_cab", "calibrate"]
+)
+def test_what_is_no_model_is_refused(function, nothing):
+    more = ("a tokenizer",) if function == "calibrate" else ()
+    with pytest.raises(ValueError, match="model is "):
+        getattr(cab_hf, function)(nothing, *more)
+
+
+# --- settings as they are given
+
+
+@pytest.mark.parametrize("kind", [dict, str, Path])
+def test_settings_may_be_a_dict_or_a_file(model, tmp_path, kind):
+    chosen = dataclasses.replace(SPARSE, dense_layers=(1,))
+    chosen.save(tmp_path / "own.json")
+    fields = chosen.to_dict() if kind is dict else kind(tmp_path / "own.json")
+    with cab_hf.cab(model, fields, mass_threshold=0.05):
+        assert state(model) == ("cab", dataclasses.replace(chosen, mass_threshold=0.05).to_dict())
+    cab_hf.apply_cab(model, fields)
+    assert state(model) == ("cab", chosen.to_dict())
+    # what is saved with a model needs no other file
+    given = {"attn_implementation": "cab", "cab_config": fields}
+    assert state(loaded(tiny_model(), tmp_path / "model", **given)) == ("cab", chosen.to_dict())
+    # a dict is all there is
+    cab_hf.apply_cab(model, {"mass_threshold": 0.08})
+    assert state(model)[1] == CabConfig(mass_threshold=0.08).to_dict()
+
+
+def loaded(model, folder, **given):
+    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, **given)
+
+
+DEEP = BY_HEAD | {"sparsity": [[0.5] * 6] * 30}
+HEAD_MAP = {"predictor": "cascade", "anchors": [0], "head_map": [[0] * 9] * 3}
+SHAPES = r"for somebody's \(4 layers, 6 heads, 2 KV heads\), and \w+ has 3 layers, 6 heads, 2 KV"
+MISFITS = {
+    "layers": (DEEP, "sparsity has 30 layers of 6 heads, and this model has 3"),
+    "fewer-layers": (BY_HEAD | {"sparsity": [[0.1] * 6] * 2}, "sparsity has 2 layers of 6 heads"),
+    "heads": (BY_HEAD | {"sparsity": [[0.5] * 9] * 3}, "9 heads, and this model has 3 layers of 6"),
+    "map": (HEAD_MAP, "head_map has 3 layers of 9 heads"),
+    "dense": ({"dense_layers": [3]}, "dense_layers has 3; this model has layers 0 to 2"),
+    "origin-layers": ({"origin": OWN._replace(layers=4)._asdict()}, SHAPES),
+    "origin-heads": ({"origin": OWN._replace(kv_heads=6)._asdict()}, "3 layers, 6 heads, 6 KV"),
+    "field": ({"mass_treshold": 0.5}, "CabConfig has no field 'mass_treshold'"),
+    "kind": ({"mass_threshold": "much"}, "CabConfig.mass_threshold is 'much'; it must be"),
+    "predictor": ({"predictor": "row"}, "predictor"),
+}
+
+
+def meet(model, folder, config, way):
+    """Give a model settings in one of the ways that there are."""
+    if way == "apply":
+        cab_hf.apply_cab(model, config)
+    elif way == "block":
+        with cab_hf.cab(model, config):
+            pass
+    elif way == "load":
+        loaded(model, folder, attn_implementation="cab", cab_config=config)
+    else:
+        model.config.cab_config = config
+        if way == "save":
+            loaded(model, folder, attn_implementation="cab")
+        elif way == "build":
+            model.config._attn_implementation = "cab"
+            type(model)(model.config)
+        else:
+            model.set_attn_implementation("cab")
+
+
+@pytest.mark.parametrize("way", ["apply", "block", "load", "save", "build", "switch"])
+@pytest.mark.parametrize(("config", "sentence"), MISFITS.values(), ids=MISFITS)
+def test_settings_of_another_model_are_refused_where_they_meet_one(
+    model, tmp_path, way, config, sentence
+):
+    with pytest.raises(ValueError, match=sentence):
+        meet(model, tmp_path, config, way)
+
+
+def read_compiled(model):
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, fullgraph=True, backend="eager")(tokens(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("use", "error"),
+    [
+        pytest.param(cab_hf.describe, ValueError, id="described"),
+        pytest.param(lambda model: model(tokens(1, 40)), ValueError, id="read"),
+        pytest.param(read_compiled, Exception, id="compiled"),
+    ],
+)
+def test_the_calibration_of_another_model_is_refused_where_it_is_set_by_hand(model, use, error):
+    model.set_attn_implementation("cab")
+    model.config.cab_config = dataclasses.replace(SPARSE, origin=OWN._replace(layers=4))
+    with pytest.raises(error, match="was calibrated for somebody's"):
+        use(model)
+
+
+def test_settings_that_do_not_fit_are_replaced_by_some_that_do(model):
+    model.config.cab_config = DEEP
+    assert state(applied(model)) == ("cab", SPARSE.to_dict())
+    assert state(cab_hf.remove_cab(model)) == ("sdpa", DEEP)
+
+
+@pytest.mark.parametrize("unsaid", ["layers", "heads", "kv_heads"])
+def test_what_a_calibration_does_not_say_is_not_compared(model, unsaid):
+    cab_hf.apply_cab(model, SPARSE, origin=OWN._replace(**{unsaid: None}))
+
+
+# --- layers that are computed again
+
+
+def loss_of(model, padded=False):
+    ids = tokens(1, 160)
+    mask = {"attention_mask": (torch.arange(160) > 4)[None].long()} if padded else {}
+    return model(input_ids=ids, labels=ids, use_cache=False, **mask).loss
+
+
+def gradient_of(loss, model):
+    loss.backward()
+    gradient = torch.cat([each.grad.flatten() for each in model.parameters()])
+    model.zero_grad()
+    return gradient
+
+
+def left(model, padded):
+    with cab_hf.cab(model, SPARSE):
+        return loss_of(model, padded)
+
+
+def removed(model, padded):
+    loss = loss_of(applied(model), padded)
+    cab_hf.remove_cab(model)
+    return loss
+
+
+def entered(model, padded):
+    loss = loss_of(model, padded)
+    cab_hf.apply_cab(model, SPARSE)
+    return loss
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("change", [left, removed, entered])
+@pytest.mark.parametrize(
+    ("implementation", "padded"),
+    [("sdpa", False), ("sdpa", True), ("eager", False), ("cab", False), ("cab_dense", False)],
+)
+def test_layers_computed_again_by_other_settings_are_refused(
+    implementation, padded, change, reentrant
+):
+    model = tiny_model(attn_implementation=implementation, num_hidden_layers=2).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with cab_hf.cab(model, SPARSE):
+        # an earlier step, which is none of the later one's business
+        inside = gradient_of(loss_of(model, padded), model)
+    loss = change(model, padded)
+    with pytest.raises(RuntimeError, match="was left or entered in between"):
+        loss.backward()
+    model.zero_grad()
+    # what is refused once leaves nothing behind, and the same settings are no other ones
+    loss = loss_of(applied(model), padded)
+    assert torch.equal(gradient_of(loss, applied(model)), inside)
+
+
+def test_without_checkpointing_a_backward_pass_may_come_behind_the_block(model):
+    with cab_hf.cab(model, SPARSE):
+        inside = gradient_of(loss_of(model), model)
+    assert torch.equal(gradient_of(left(model, padded=False), model), inside)
