@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -14,13 +13,13 @@ from torch import Tensor
 
 from cab_hf import engines
 from cab_hf.config import CabConfig
-from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
+from cab_hf.eval.report import grouped, percent
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import KEEPS_ALL, TOKENS, listed, remarks, varying
+from cab_hf.eval.speed.base import KEEPS_ALL, listed
 from cab_hf.eval.speed.checks import CHECK_LENGTH, check_gradients, check_rows, gradients_of
-from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, call_of, described, draw_dense, names
+from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, call_of
+from cab_hf.eval.speed.reported import Panel, named, varying
 from cab_hf.eval.speed.timing import in_a_sentence, method_on
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import make_predictor
@@ -28,11 +27,8 @@ from cab_hf.runs.settings import comma_separated, option
 
 # direction -> its floating-point operations over those of the forward pass: five products, not two
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}
-# whose rate an engine's is held against: the fastest dense kernels known
-RATED_AGAINST = {"forward": ("FA3",), "backward": ("FA4",)}
 EVERYTHING = 1.0  # the budget that leaves nothing out
 ENGINES_ON_GPU = ("flex", "triton")
-VARYING = {"head dim": "head_dim", "blocks": "blocks"}  # columns, where rows differ in them
 OF_ENGINES = ("attend_ms", "total_ms", "total_eager_ms", "peak_mib", "labels")
 GROUP = ("head_dim", "direction", "blocks", "budget")  # rows of one differ in length alone
 
@@ -49,6 +45,9 @@ class Settings(HeadSettings):
         "budget": "densities",
     }
     DEFAULTS = {**KEEPS_ALL, "min_length": 0}
+    POSITIVE = (*HeadSettings.POSITIVE, "head_dims")
+    FROM_0 = (*HeadSettings.FROM_0, "seconds")
+    CHOICES = {"directions": DIRECTIONS, "engines": engines.ENGINES}
 
     head_dims: tuple[int, ...] | None = listed((128,), (32,), "channels of a head", int)
     densities: tuple[float, ...] = option(
@@ -67,23 +66,17 @@ class Settings(HeadSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in (("directions", DIRECTIONS), ("engines", engines.ENGINES)):
-            named = set(getattr(self, name)) <= set(known)
-            self.check(name, named, f"out of {', '.join(known)}")
-        self.check("head_dims", min(self.head_dims, default=0) > 0, "at least 1 each")
-        self.check("seconds", self.seconds >= 0, "0 or more")
         for case in self.asked():
             self.budgeted(case)
 
     @property
     def method(self) -> str:
         return (
-            f"{method_on(self.device, self.seconds)}; forward times are those of a CUDA graph "
-            "where one could be made, backward times are of torch.autograd.grad alone, called from "
-            "Python on a graph that is kept; predict + attend is one call, not a sum; the peak is "
-            "that of such a call over its inputs, its result included; every kernel is compared "
-            "with float32 attention before it is timed, an engine on rows of the whole length, "
-            f"gradients on {CHECK_LENGTH} tokens"
+            f"{method_on(self.device, self.seconds)}; backward times are of torch.autograd.grad "
+            "alone, called from Python on a graph that is kept; predict + attend is one call, not "
+            "a sum; the peak is that of such a call over its inputs, its result included; every "
+            "kernel is compared with float32 attention before it is timed, an engine on rows of "
+            f"the whole length, gradients on {CHECK_LENGTH} tokens"
         )
 
     def budgeted(self, case: Mapping[str, Any]) -> CabConfig:
@@ -117,8 +110,28 @@ class Attention(HeadSpeed):
     CASE = tuple(Settings.KEYS)
     GROWS = (*Settings.KEYS.values(), "cab")
 
-    FOUND = ("density", "attended_pairs", "listed_pairs", "predict_ms")
+    FOUND = ("density", "listed_pairs", "predict_ms")
     BY_NAME = (*OF_ENGINES, *HeadSpeed.BY_NAME)
+    BY: ClassVar[Mapping[str, str]] = {
+        **{"direction": "direction", "head dim": "head_dim", "blocks": "blocks"},
+        **{"budget": "budget", "way": "way"},
+    }
+    APART = ("direction", "head dim", "blocks")
+    DENSE = ("direction", "head_dim")
+    OF_DENSE: ClassVar[Mapping[str, str]] = {"ms": "baselines", "tflops": "tflops"}
+    HIDDEN = ("engine", "total_ms", "attended_pairs", "listed_pairs")
+    LONGEST_FIRST = True
+    PANELS = (
+        Panel("time", "ms", ("ms",)),
+        Panel("rate of attending", "TFLOP/s", ("tflops",), log=False),
+    )
+    NOTES: ClassVar[Mapping[str, str]] = {
+        "": "A budget is max_density, 1 attends everything; density is what came of it, attended "
+        "over causal pairs. ms: predicting included; total eager ms is that from Python. TFLOP/s, "
+        "predicting left out, count four operations a pair and channel forward and ten backward: "
+        "every pair of a listed block, masked or not; of dense kernels, half of all. Efficient "
+        "attention gets k and v repeated before the clock starts."
+    }
 
     @torch.no_grad()
     def find(self, sample: dict[str, Any]) -> None:
@@ -138,7 +151,7 @@ class Attention(HeadSpeed):
             bench.settle()
             try:
                 engine = engines.choose(name, work)
-                check_rows(engine.attention, *heads, plan)
+                check_rows(engine.attention(*heads, plan, head_dim**-0.5), *heads, plan)
                 if work.training:
                     check_gradients(engine.attention, *heads, planner)
                 self.time_engine(sample, name, partial(engine.attention, *heads), decide, plan)
@@ -182,9 +195,7 @@ class Attention(HeadSpeed):
 
         ``ms`` is that of the fastest engine, predicting included where there is anything to
         predict; ``ratio`` is over the fastest dense kernel, measured at its length or extrapolated.
-        Rates are TFLOP/s: of listed blocks for engines (and of attended pairs alone,
-        ``tflops_pairs``), of the causal half for dense kernels. ``rate_ratio`` is over
-        `RATED_AGAINST`, or the fastest.
+        Rates are TFLOP/s: of listed blocks for engines, of the causal half for dense kernels.
         """
         ways = list(DIRECTIONS)
         order = itemgetter("blocks", "budget", "length")
@@ -194,26 +205,27 @@ class Attention(HeadSpeed):
         )
         for alike in grouped(rows, "head_dim", "direction"):
             for row in alike:
-                times = row["total_ms" if _predicts(row) else "attend_ms"]
+                times = _times(row)
                 row["engine"] = min(times, key=times.__getitem__, default=None)
                 row["ms"] = times.get(row["engine"])
-                row |= dense.compared(row, alike, preferred=()) | rates(row, alike)
+                row |= dense.compared(row, alike, preferred=()) | {"tflops": rates(row)}
         return rows
 
-    @staticmethod
-    def tables(rows: Sequence[Row]) -> dict[str, str]:
-        """What the longest input of every group takes, then every engine and dense kernel."""
-        by = {"direction": "direction"} | varying(rows, {"head dim": "head_dim"})
-        which = {"direction": "direction"} | varying(rows, VARYING) | TOKENS
-        by_engine = [_of_engine(row, name) for row in rows for name in row["attend_ms"]]
-        once = [alike[0] for alike in grouped(rows, "head_dim", "direction", "length")]
-        kernels = {name: partial(_dense, name) for name in names(rows)}
-        return {
-            "At the longest length": markdown_table(_longest(rows), which | COLUMNS | LONGEST),
-            "Attending": markdown_table(by_engine, which | COLUMNS | ENGINES),
-            "Dense causal attention, ms (TFLOP/s)": markdown_table(once, by | TOKENS | kernels),
-            **remarks(rows, by),
-        }
+    @classmethod
+    def shown(cls, rows: Sequence[Row]) -> list[Row]:
+        """A row for each engine, with the length from which it is faster than dense attention."""
+        by_name, made = (*OF_ENGINES, "tflops"), []
+        first = dict.fromkeys(("density", "ms", "baseline", "baseline_ms", "ratio"))
+        for row in rows:
+            for name, ms in _times(row).items():
+                own = {field: (row[field] or {}).get(name) for field in by_name}
+                ratio = row["baseline_ms"] and ms / row["baseline_ms"]
+                made.append({**first, **row, **own, "ms": ms, "ratio": ratio, "way": f"cab {name}"})
+        for alike in grouped(made, *GROUP, "way"):
+            break_even = dense.break_even_shown(alike)
+            for row in alike:
+                row["break_even"] = break_even
+        return made
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -222,88 +234,39 @@ class Attention(HeadSpeed):
         for some in grouped([row for row in rows if row["ratio"] is not None], "direction"):
             row = min(some, key=lambda row: (row["budget"], -row["length"], row["ratio"]))
             alike = [each for each in some if all(each[name] == row[name] for name in GROUP)]
-            predicting = ", predicting included" if _predicts(row) else ""
-            named = "".join(f"{h} {row[field]}, " for h, field in varying(rows, VARYING).items())
-            parts.append(
-                f"{row['direction'].capitalize()}, {named}{row['engine']} attends "
-                f"{percent(row['density'])} of the pairs of {row['length']:,} tokens in "
-                f"{percent(row['ratio'])} of {row['baseline']}'s time"
-                f"{' (extrapolated)' * row['extrapolated']}{predicting}, and is faster "
-                f"{dense.break_even_shown(alike)}."
-            )
+            which = named(row, varying(rows, {"head dim": "head_dim", "blocks": "blocks"}))
+            share = f"{percent(row['density'])} of the pairs by {row['engine']}"
+            predicting = ["predicting included"] if _predicts(row) else []
+            what = ", ".join([f"{row['direction']} of {share}", *which, *predicting])
+            parts.append(dense.reading(alike, what))
         return parts
-
-    @staticmethod
-    def notes(settings: Mapping[str, Any]) -> str:
-        return (
-            f"{described(settings)} A budget is max_density, density what came of it, attended "
-            "over causal pairs. ms: predicting included. TFLOP/s, predicting left out, count four "
-            "operations a pair and channel forward and ten backward: of blocks, every pair of a "
-            "listed block, masked or not; of pairs, those attended; of dense kernels, half of all. "
-            "Rate over: that of blocks over FA3's forward or FA4's backward, else over the fastest "
-            "dense kernel's. Efficient attention gets k and v repeated before the clock starts."
-        )
-
-    @staticmethod
-    def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Time and rate by length: two panels for every direction, head dim and size of blocks."""
-        panels = grouped(rows, "head_dim", "blocks", "direction")
-        # one grey a kernel, in every panel
-        kernels = names(rows)
-        with charts.figure(path, len(panels), 2, figsize=(12, 4.8 * len(panels))) as axes:
-            for (left, right), some in zip(axes, panels, strict=True):
-                _draw_lines(left, some, kernels, _time_of)
-                _draw_lines(right, some, kernels, lambda name, row: row["tflops"].get(name))
-                first, lengths = some[0], [row["length"] for row in some]
-                predicted = " (predicting included)" * (first["direction"] == "forward")
-                title = f"{first['direction']}, head dim {first['head_dim']}, {first['blocks']}"
-                charts.over_tokens(left, lengths, f"{title}: time{predicted}", "ms")
-                rate = ("rate of attending: listed blocks, dense half", "TFLOP/s")
-                charts.over_tokens(right, lengths, *rate, log=False, legend=False)
 
 
 EXPERIMENT = Attention
 
 
 def counted(plan: BlockPlan, heads: int) -> dict[str, float]:
-    """Density, and (query, key) pairs over all ``heads``: attended ones, and all of listed blocks.
+    """Density, and (query, key) pairs of listed blocks over all ``heads``.
 
     A listed block counts whole, masked pairs and all: that is what a kernel computes.
     """
-    attended, causal = map(int, plan.pairs())
     listed = int(plan.full.counts.sum() + plan.partial.counts.sum())
-    sharing = plan.shared_by(heads)
-    return {
-        "density": attended / causal,
-        "attended_pairs": attended * sharing,
-        "listed_pairs": listed * sharing * plan.query_block * plan.key_block,
-    }
+    pairs = listed * plan.shared_by(heads) * plan.query_block * plan.key_block
+    return {"density": plan.density(), "listed_pairs": pairs}
 
 
-def rates(row: Row, alike: Sequence[Row]) -> dict[str, Any]:
-    """TFLOP/s of the engines and dense kernels of ``row``, and whose its engines are compared with.
+def rates(row: Row) -> dict[str, float]:
+    """TFLOP/s of the engines, over listed blocks, and of the dense kernels of ``row``.
 
     Forward, a (query, key) pair is a multiplication and an addition per channel, in each of two
-    products. ``alike`` has the head dim and direction of ``row``.
+    products.
     """
-
-    def tflops(pairs: float, times: Mapping[str, float]) -> dict[str, float]:
-        operations = 4 * row["head_dim"] * pairs * DIRECTIONS[row["direction"]]
-        return {name: operations / ms / 1e9 for name, ms in times.items()}
-
     causal = row["batch"] * row["heads"] * row["length"] ** 2 / 2
-    blocks = tflops(row["listed_pairs"], row["attend_ms"])
-    rated = dense.compared(row, alike, preferred=RATED_AGAINST[row["direction"]])
-    name, over = rated["baseline"], None
-    if name is not None:
-        rate = tflops(causal, {name: rated["baseline_ms"]})[name]
-        over = {engine: each / rate for engine, each in blocks.items()}
-    return {
-        "tflops": blocks | tflops(causal, row["baselines"]),
-        "tflops_pairs": tflops(row["attended_pairs"], row["attend_ms"]),
-        "rated_against": name,
-        "rate_ratio": over,
-    }
+    pairs = {name: row["listed_pairs"] for name in row["attend_ms"]}
+    pairs |= dict.fromkeys(row["baselines"], causal)
+    operations = 4 * row["head_dim"] * DIRECTIONS[row["direction"]]
+    times = row["attend_ms"] | row["baselines"]
+    return {name: operations * pairs[name] / ms / 1e9 for name, ms in times.items()}
 
 
 def _predicts(row: Row) -> bool:
@@ -311,76 +274,6 @@ def _predicts(row: Row) -> bool:
     return row["direction"] == "forward" and row["budget"] != EVERYTHING
 
 
-def _of_engine(row: Row, name: str | None) -> dict[str, Any]:
-    """``row`` with what one engine has where it has something by name."""
-    by_name = (*OF_ENGINES, "tflops", "tflops_pairs", "rate_ratio")
-    named = {field: (row[field] or {}).get(name) for field in by_name}
-    ms = named["total_ms" if _predicts(row) else "attend_ms"]
-    ratio = None if None in (ms, row["baseline_ms"]) else ms / row["baseline_ms"]
-    return {**row, **named, "engine": name, "ms": ms, "ratio": ratio}
-
-
-def _longest(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Of every group the longest row that is compared, with the break-even of the group."""
-    longest = []
-    for alike in grouped(rows, *GROUP):
-        compared = [row for row in alike if row["ratio"] is not None]
-        last = (compared or alike)[-1]
-        break_even = dense.break_even_shown(compared)
-        longest.append({**_of_engine(last, last["engine"]), "break_even": break_even})
-    return longest
-
-
-def _budget(row: Row) -> str:
-    return "all" if row["budget"] == EVERYTHING else f"{row['budget']:g}"
-
-
-def _rate_over(row: Row) -> str | None:
-    return row["rate_ratio"] and f"{row['rate_ratio']:.2f} {row['rated_against']}"
-
-
-def _dense(name: str, row: Row) -> str | None:
-    """``2.61 (628)``: ms and TFLOP/s of a dense kernel."""
-    if name not in row["baselines"]:
-        return None
-    return f"{digits(row['baselines'][name])} ({digits(row['tflops'][name])})"
-
-
-# of a row and one of its engines
-COLUMNS = {
-    "budget": _budget,
-    "density": column("{:.3f}".format, "density"),
-    "engine": "engine",
-    "ms": column(digits, "ms"),
-    "dense ms": dense.time_shown,
-    "of dense": column(percent, "ratio"),
-    "TFLOP/s of blocks": column(digits, "tflops"),
-    "of pairs": column(digits, "tflops_pairs"),
-    "rate over": _rate_over,
-}
-LONGEST = {"faster than dense": "break_even"}
-ENGINES = {
-    "predict ms": column(digits, "predict_ms"),
-    "attend ms": column(digits, "attend_ms"),
-    "from Python ms": column(digits, "total_eager_ms"),
-    "peak MiB": column(digits, "peak_mib"),
-    "computed by": "labels",
-}
-
-
-def _time_of(name: str, row: Row) -> float | None:
-    return {**row["baselines"], **row["attend_ms"], **row["total_ms"]}.get(name)
-
-
-def _draw_lines(
-    axis: Any,
-    rows: Sequence[Row],
-    kernels: Sequence[str],
-    value: Callable[[str, Row], float | None],
-) -> None:
-    for colour, alike in enumerate(grouped(rows, "budget")):
-        for name, style in zip(names(rows, "attend_ms"), ("-", "--", ":"), strict=False):
-            label = f"{name}, {_budget(alike[0])}"
-            look = {"color": f"C{colour}", "linestyle": style, "label": label}
-            charts.line(axis, alike, partial(value, name), **look)
-    draw_dense(axis, [alike[0] for alike in grouped(rows, "length")], kernels, value)
+def _times(row: Row) -> Mapping[str, float]:
+    """Engine -> ms, predicting included where there is anything to predict."""
+    return row["total_ms" if _predicts(row) else "attend_ms"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -14,8 +15,9 @@ import torch
 from cab_hf.config import CabConfig, without_rivals
 from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.methods import known
-from cab_hf.eval.report import column, markdown_table
+from cab_hf.eval.report import digits, grouped, seconds
 from cab_hf.eval.speed import dense
+from cab_hf.eval.speed.reported import Reported, named, varying
 from cab_hf.eval.speed.timing import Bench, Timing, bench_on, in_a_sentence, ran_out
 from cab_hf.runs.provenance import computing_device
 from cab_hf.runs.settings import (
@@ -31,16 +33,6 @@ from cab_hf.runs.settings import (
 DTYPES = ("bfloat16", "float16", "float32")
 # no block has too little of the attention mass: every row fills its budget
 KEEPS_ALL = {"mass_threshold": 0.0}
-TOKENS = {"tokens": column("{:,}".format, "length")}
-DENSITY = {"density": column("{:.3f}".format, "density")}
-# field of a sample -> what it tells of; it holds a text or texts by name
-REMARKS = {
-    "ran_as": "ran as",
-    "error": "not measured",
-    "why_no_split": "not split into parts",
-    "without_graph": "no CUDA graph, so its time is eager",
-    "not_measured": "not measured",
-}
 MADE_BY = ("device", "versions", "baselines", "commit")  # of the provenance
 
 
@@ -71,7 +63,9 @@ class SpeedSettings:
         KEYS: what identifies a case -> the option that lists its values. A run measures their
             product, the last one varying fastest.
         DEFAULTS: fields of CabConfig whose default is another one here.
-        POSITIVE: numbers from 1 up.
+        POSITIVE: numbers from 1 up, or lists of them.
+        FROM_0: numbers from 0 up, or None.
+        CHOICES: names of fields -> what they may hold.
 
     Raises:
         ValueError: naming the option, the value seen and what is accepted.
@@ -80,6 +74,8 @@ class SpeedSettings:
     KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths"}
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
     POSITIVE: ClassVar[tuple[str, ...]] = ()
+    FROM_0: ClassVar[tuple[str, ...]] = ()
+    CHOICES: ClassVar[Mapping[str, Iterable[str]]] = {}
 
     lengths: tuple[int, ...] | None = powers(13, 17)
     dtype: str | None = by_device("bfloat16", "float32", f"one of {', '.join(DTYPES)}")
@@ -105,10 +101,15 @@ class SpeedSettings:
         fill_by_device(self, torch.device(device).type == "cpu")
         self._set("lengths", tuple(sorted(self.lengths)))
         self.check("lengths", self.lengths and self.lengths[0] > 0, "numbers of tokens")
-        self.check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         self.check("seed", 0 <= self.seed < 1 << 63, "0 to 2^63 - 1")
         for name in self.POSITIVE:
-            self.check(name, getattr(self, name) > 0, "at least 1")
+            value = getattr(self, name)
+            least = min(value, default=0) if isinstance(value, tuple) else value
+            self.check(name, least > 0, "at least 1")
+        for name in self.FROM_0:
+            self.check(name, (getattr(self, name) or 0) >= 0, "0 or more")
+        for name, choices in {"dtype": DTYPES, **self.CHOICES}.items():
+            self.check_choice(name, choices)
         _ = self.cab_config  # refuses bad fields here rather than in the middle of a run
 
     def _set(self, name: str, value: Any) -> None:
@@ -117,6 +118,14 @@ class SpeedSettings:
     def check(self, name: str, holds: object, accepted: str) -> None:
         """Refuse the field ``name`` unless ``holds``."""
         require(self, name, holds, accepted)
+
+    def check_choice(self, name: str, choices: Iterable[str]) -> None:
+        """Refuse the field ``name`` unless it is, or all that it has are, out of ``choices``."""
+        given = getattr(self, name)
+        several = isinstance(given, tuple)
+        values = set(given if several else (given,))
+        accepted = f"{'out' if several else 'one'} of {', '.join(choices)}"
+        self.check(name, values and values <= set(choices), accepted)
 
     def check_heads(self) -> None:
         """Refuse query heads that the key and value heads do not divide."""
@@ -171,14 +180,13 @@ class SpeedSettings:
         return [dict(zip(self.KEYS, values, strict=True)) for values in itertools.product(*lists)]
 
 
-class Speed(Experiment):
+class Speed(Reported, Experiment):
     """Base of the ops. Only samples of the same code, GPU, versions and baselines are compared.
 
     Class attributes:
         SHAPE: settings that a sample repeats.
         FOUND: fields of a sample that are None until `find` has found them.
         BY_NAME: those that hold something by name, at first nothing.
-        REPORTED_ERRORS: errors that a sample tells of; others end the run.
     """
 
     CASE = ("length",)
@@ -186,7 +194,6 @@ class Speed(Experiment):
     SHAPE: ClassVar[tuple[str, ...]]
     FOUND: ClassVar[tuple[str, ...]]
     BY_NAME: ClassVar[tuple[str, ...]] = ()
-    REPORTED_ERRORS: ClassVar[type[Exception]] = torch.OutOfMemoryError
 
     @cached_property
     def bench(self) -> Bench:
@@ -213,17 +220,21 @@ class Speed(Experiment):
         return self.settings.asked()
 
     def expected(self) -> int | None:
-        return len(self.settings.asked())
+        sought = getattr(self.settings, "longest", False)
+        return None if sought else sum(1 for _ in self.cases(()))
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """What `find` finds, or as much of it as was found before an error that is told of."""
+        """What `find` finds, or as much of it as was found before an error, which is told of.
+
+        What is missing, refuses, is wrong or does not fit is a sample with its reason.
+        """
         sample = {"op": self.name.removeprefix("speed "), **case}
         sample |= {name: getattr(self.settings, name) for name in self.SHAPE}
         sample |= dict.fromkeys((*self.FOUND, "error"))
         sample |= {name: {} for name in self.BY_NAME}
         try:
             self.find(sample)
-        except self.REPORTED_ERRORS as error:
+        except Exception as error:
             sample |= self.reported(error)
         self.bench.settle()
         return sample
@@ -233,9 +244,9 @@ class Speed(Experiment):
         """Write into ``sample``, which has the fields of its case, what is found."""
 
     @staticmethod
-    def readings(rows: Sequence[Row]) -> list[str]:
-        """Nothing, unless an op has something to say that its first table does not show."""
-        return []
+    def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """By length, unless an op derives more."""
+        return by_length(samples)
 
     def time(self, sample: dict[str, Any], what: str, call: Callable[[], Any]) -> Timing:
         """`Bench.time`, with a word in ``sample``, by name, where there is no graph of ``what``."""
@@ -252,37 +263,58 @@ class Speed(Experiment):
         fits = {"fits": False if ran_out(error) else None} if "fits" in self.FOUND else {}
         return {"error": in_a_sentence(error), **fits}
 
+    def search(
+        self, place: Mapping[str, Any], samples: Sequence[Row], step: int
+    ) -> Iterator[dict[str, Any]]:
+        """Cases at ``place`` until the longest length that fits is known, in multiples of ``step``.
+
+        No case where no room is known, and no further one where one failed for another reason.
+        """
+        while True:
+            same = [row for row in samples if place.items() <= row.items()]
+            tried = {row["length"]: row["fits"] for row in same}
+            length = next_length(tried, step)
+            if None in tried.values() or length is None or self.bench.room() is None:
+                return
+            yield {**place, "length": length, "sought": True}
+
+
+def next_length(tried: Mapping[int, bool | None], step: int) -> int | None:
+    """The length to try next for the longest multiple of ``step`` that fits; None once it is known.
+
+    ``tried`` are lengths, and whether they fit. What fits is doubled until it does not, and then
+    halves what is left.
+    """
+    least = max((length // step for length, fits in tried.items() if fits), default=0)
+    fails = min((length for length, fits in tried.items() if not fits), default=None)
+    if fails is None:
+        return max(1, 2 * least) * step
+    # the longest multiple that may fit
+    most = (fails - 1) // step
+    return (least + most + 1) // 2 * step if most > least else None
+
+
+def longest(rows: Sequence[Row], by: Mapping[str, str]) -> list[str]:
+    """Of rows alike in ``by``, heading -> field, the longest that fits, where it was sought."""
+    parts = []
+    for alike in grouped(rows, *by.values()):
+        fits = [row for row in alike if row["fits"]]
+        fails = [row["length"] for row in alike if row["fits"] is False]
+        if fits and fails and any(row["sought"] for row in alike):
+            last = max(fits, key=itemgetter("length"))
+            which = "".join(f" of {each}" for each in named(last, varying(rows, by)))
+            parts.append(
+                f"{last['length']:,} tokens are the longest that fit{which}: {seconds(last['ms'])} "
+                f"s, {digits(last['peak_gib'])} of {digits(last['room_gib'])} GiB at the peak; "
+                f"{min(fails):,} do not."
+            )
+    return parts
+
 
 def by_length(samples: Sequence[Row], derived: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Rows to be: the samples by length, with columns for what is ``derived``."""
     ordered = sorted(samples, key=lambda sample: sample["length"])
     return [{**sample, **dict.fromkeys(derived)} for sample in ordered]
-
-
-def varying(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:
-    """Those of ``columns``, heading -> field, that differ among rows."""
-    return {h: name for h, name in columns.items() if len({row[name] for row in rows}) > 1}
-
-
-def remarks(rows: Sequence[Row], by: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A table of `REMARKS` and at which lengths, under its heading; none where nothing is said.
-
-    ``by``, heading -> field, tells rows apart beside their length.
-    """
-    by, lengths = by or {}, {}
-    for (field, kind), row in itertools.product(REMARKS.items(), rows):
-        said = row.get(field) or {}
-        for name, text in (said if isinstance(said, Mapping) else {"": said}).items():
-            what = (*(row[each] for each in by.values()), kind, text)
-            lengths.setdefault((what, name), {})[f"{row['length']:,}"] = None
-    # what is said of several names alike is said once
-    names: dict[tuple, list[str]] = {}
-    for (what, name), where in lengths.items():
-        names.setdefault((*what, ", ".join(where)), []).append(name)
-    headings = (*by, "what", "why or how", "tokens", "of")
-    lines = [dict(zip(headings, (*k, ", ".join(of)), strict=True)) for k, of in names.items()]
-    shown = headings if any(line["of"] for line in lines) else headings[:-1]
-    return {"Remarks": markdown_table(lines, shown)} if lines else {}
 
 
 def made_of(shape: str, settings: Mapping[str, Any]) -> str:

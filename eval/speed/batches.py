@@ -14,12 +14,11 @@ from cab_hf.attention import cab_attention
 from cab_hf.config import CabConfig
 from cab_hf.engines import Workload
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import grouped
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed.checks import check_rows
-from cab_hf.eval.speed.heads import INPUTS, RandomHeads, inputs_option
+from cab_hf.eval.speed.heads import RandomHeads, described
 from cab_hf.eval.speed.layouts import LAYOUTS, Texts, baselines
-from cab_hf.eval.speed.reported import Panel, Reported, table
+from cab_hf.eval.speed.reported import Panel
 from cab_hf.eval.speed.timing import method_on
 from cab_hf.plan import BlockPlan
 from cab_hf.route import route
@@ -28,7 +27,6 @@ from cab_hf.runs.settings import comma_separated, option, parse_length
 if TYPE_CHECKING:
     from transformers.models.llama.modeling_llama import LlamaAttention
 
-WHERE = {"layout": "layout", "batch": "batch"}  # columns beside the tokens
 NOTES = (
     f"Layouts: {'; '.join(f'{name}: {text}' for name, text in LAYOUTS.items())}. A budget is "
     "max_density, density what came of it, attended over causal pairs within texts. Choosing is "
@@ -52,7 +50,9 @@ class Settings(RandomHeads, base.SpeedSettings):
     }
     # a short text would be read densely
     DEFAULTS: ClassVar[Mapping[str, Any]] = {**base.KEEPS_ALL, "min_length": 0}
-    POSITIVE = ("kv_heads", "head_dim")
+    POSITIVE = ("kv_heads", "head_dim", "batches")
+    FROM_0 = ("seconds",)
+    CHOICES: ClassVar[Mapping[str, Any]] = {"layouts": LAYOUTS}
 
     lengths: tuple[int, ...] | None = base.listed((4096, 8192), (256,), "tokens", parse_length)
     batches: tuple[int, ...] | None = base.listed((1, 8, 32), (1, 2), "texts of that length", int)
@@ -65,27 +65,20 @@ class Settings(RandomHeads, base.SpeedSettings):
     heads: int = option(32, "query heads", int)
     kv_heads: int = option(8, "key and value heads", int)
     head_dim: int = option(128, "head dim", int)
-    inputs: str = inputs_option()
     seconds: float = option(0.5, "seconds of timing one call, or what five take", float)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_heads()
-        self.check_inputs()
-        known = self.layouts and set(self.layouts) <= set(LAYOUTS)
-        self.check("layouts", known, f"out of {', '.join(LAYOUTS)}")
-        self.check("batches", min(self.batches, default=0) > 0, "numbers from 1 up")
-        self.check("seconds", self.seconds >= 0, "0 or more")
         for case in self.asked():
             self.budgeted(case)
 
     @property
     def method(self) -> str:
         return (
-            f"{method_on(self.device, self.seconds)}; ms is the replay of a CUDA graph where one "
-            "could be made, for dense attention too, and eager ms the same call made from Python; "
-            "every way is compared with float32 attention before it is timed, cab with that over "
-            "its choice; the peak is that of an eager call over its inputs, its result included"
+            f"{method_on(self.device, self.seconds)}; every way is compared with float32 attention "
+            "before it is timed, cab with that over its choice; the peak is that of an eager call "
+            "over its inputs, its result included"
         )
 
     def budgeted(self, case: Mapping[str, Any]) -> CabConfig:
@@ -97,7 +90,7 @@ class Settings(RandomHeads, base.SpeedSettings):
         return Texts.drawn(case["layout"], case["batch"], case["length"], self.seed, self.device)
 
 
-class Batches(Reported, base.Speed):
+class Batches(base.Speed):
     """A case is one layout, batch, length and budget."""
 
     name = "speed batches"
@@ -114,22 +107,16 @@ class Batches(Reported, base.Speed):
         *("frame_ms", "choose_ms", "attend_ms", "ms", "eager_ms", "peak_mib"),
     )
     BY_NAME = dense.MEASURED
-    REPORTED_ERRORS = Exception  # an engine that refuses, is wrong or does not fit
-    BY: ClassVar[Mapping[str, str]] = {**WHERE, "budget": "budget"}
+    BY: ClassVar[Mapping[str, str]] = {"layout": "layout", "batch": "batch", "budget": "budget"}
     APART = ("layout",)
+    DENSE = ("layout", "batch")
+    OF_DENSE: ClassVar[Mapping[str, str]] = {}
     PANELS = (
         Panel("a layer", "ms", ("ms",)),
         Panel("over the fastest dense way", "share of its time", ("ratio",), log=False),
     )
-
-    @staticmethod
-    def notes(settings: Mapping[str, Any]) -> str:
-        shape = (
-            f"{settings['heads']} query and {settings['kv_heads']} key heads of "
-            f"{settings['head_dim']}, {settings['dtype']}; inputs are "
-            f"{INPUTS[settings['inputs']]}, and no model made them"
-        )
-        return f"{base.made_of(shape, settings)}\n\n{NOTES}"
+    NOTES: ClassVar[Mapping[str, str]] = {"": NOTES}
+    described = staticmethod(described)
 
     def layer(self, config: CabConfig) -> LlamaAttention:
         """An attention layer of a LLaMA that carries ``config``; its weights take no room."""
@@ -181,7 +168,7 @@ class Batches(Reported, base.Speed):
             texts.mask(layer.config).frame(*blocks, texts.device)
 
         plan = choose()
-        check_rows(lambda *_: frame.queries(complete()), *framed, plan)
+        check_rows(frame.queries(complete()), *framed, plan)
         sample |= {"density": plan.density(), "peak_mib": bench.peak(complete)[1]}
         sample["engine"] = way.engine.label(Workload.of(q, k, v, plan.blocks))
         sample["frame_ms"] = bench.time(look, graph=False).ms
@@ -199,15 +186,6 @@ class Batches(Reported, base.Speed):
             # other batches tell nothing of this one: nothing is extrapolated
             row |= dense.compared(row, [row], preferred=())
         return rows
-
-    @classmethod
-    def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
-        once = [alike[0] for alike in grouped(rows, "layout", "batch", "length")]
-        ways = [
-            {name: row[name] for name in ("layout", "batch", "length")} | row["baselines"]
-            for row in once
-        ]
-        return {**super().tables(rows), "Dense attention of the same, ms": table(ways)}
 
 
 EXPERIMENT = Batches

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.speed import base
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.reported import Panel, Reported
+from cab_hf.eval.speed.reported import Panel
 from cab_hf.eval.speed.timing import OTHER, PREDICTOR, PROFILED_CALLS, method_on
 from cab_hf.runs.settings import by_device
 
@@ -29,13 +29,13 @@ class Settings(models.ModelSettings):
     @property
     def method(self) -> str:
         return (
-            f"{method_on(self.device)}; that is the wall time of the whole prefill, called from "
-            "Python and not profiled; the parts are kernel times of the profiler, median of "
-            f"{PROFILED_CALLS} other calls"
+            f"{method_on(self.device, graph=False)}; that is the wall time of the whole prefill, "
+            "called from Python and not profiled; the parts are kernel times of the profiler, "
+            f"median of {PROFILED_CALLS} other calls"
         )
 
 
-class Breakdown(Reported, base.Speed):
+class Breakdown(models.ModelSpeed):
     """A case is one length."""
 
     name = "speed breakdown"
@@ -46,7 +46,6 @@ class Breakdown(Reported, base.Speed):
 
     SHAPE = ("layers", "dtype")
     FOUND = ("ms", "density", "ran_as", *(f"{part}_ms" for part in (*PARTS, OTHER)), "why_no_split")
-    REPORTED_ERRORS = Exception  # an engine that refuses or does not fit
     PANELS = (
         Panel("a prefill", "ms", ("ms", "attention_ms", f"{OTHER}_ms")),
         Panel("choosing blocks", "ms", tuple(f"{part}_ms" for part in PREDICTOR)),

@@ -52,11 +52,6 @@ def gradients_of(
     return lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)
 
 
-def planless(attend: Attend) -> Callable[..., Tensor]:
-    """Attention that is dense whatever the plan, called as an engine's."""
-    return lambda q, k, v, plan, scale: attend(q, k, v, scale)
-
-
 def close(result: Tensor, expected: Tensor, where: str, tolerance: float = CHECK_TOLERANCE) -> None:
     """ArithmeticError, with the relative error, unless the two agree."""
     error = float((result.float() - expected).norm() / expected.norm())
@@ -64,17 +59,14 @@ def close(result: Tensor, expected: Tensor, where: str, tolerance: float = CHECK
         raise ArithmeticError(f"wrong by {error:.2g} (relative) {where}")
 
 
-def check_rows(
-    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan
-) -> None:
-    """Compare some rows of queries with float32 attention over what the plan lets them see.
+def check_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
+    """Compare some rows of ``out`` with float32 attention over what the plan lets queries see.
 
     Padding queries see nothing, and are left out.
 
     Raises:
         ArithmeticError: with the relative error, and where.
     """
-    out = attend(q, k, v, plan, q.shape[-1] ** -0.5)
     last = max(0, plan.q_length - CHECKED_QUERIES)
     for start in dict.fromkeys((0, last // 2, last)):
         stop = min(start + CHECKED_QUERIES, plan.q_length)
@@ -134,6 +126,6 @@ def check_dense(attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool 
 
     q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
     spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    check_rows(planless(attend), q, k, v, causal(q, k, spans))
+    check_rows(attend(q, k, v, q.shape[-1] ** -0.5), q, k, v, causal(q, k, spans))
     if backward:
-        check_gradients(planless(attend), q, k, v, causal)
+        check_gradients(lambda q, k, v, plan, scale: attend(q, k, v, scale), q, k, v, causal)

@@ -6,29 +6,17 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from cab_hf.config import CabConfig
-from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
-from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, grouped, markdown_table, percent
-from cab_hf.eval.speed.base import (
-    KEEPS_ALL,
-    TOKENS,
-    Speed,
-    SpeedSettings,
-    densities,
-    listed,
-    made_of,
-    remarks,
-)
-from cab_hf.eval.speed.heads import INPUTS, RandomHeads, inputs_option
+from cab_hf.eval.report import grouped, percent
+from cab_hf.eval.speed.base import KEEPS_ALL, Speed, SpeedSettings, densities, listed, made_of
+from cab_hf.eval.speed.heads import INPUTS, RandomHeads
+from cab_hf.eval.speed.reported import Panel
 from cab_hf.eval.speed.sharded_layer import (
     ALONE,
     BOTH,
@@ -37,17 +25,17 @@ from cab_hf.eval.speed.sharded_layer import (
     SCHEMES,
     BenchCase,
     check,
-    needed,
 )
 from cab_hf.eval.speed.team import ROW_SECONDS, Ranked, Team
 from cab_hf.eval.speed.timing import MOST_RUNS
-from cab_hf.plan import EXACT_BLOCK, BlockPlan
+from cab_hf.plan import EXACT_BLOCK
 from cab_hf.runs.settings import by_device, comma_separated, option, parse_length
 
 DERIVED = ("iterations_s", "alone_ms", "efficiency")
 # query heads, KV heads, channels of each
 SHAPES = {"llama3-8b": (32, 8, 128), "llama3-70b": (64, 8, 128), "tiny": (4, 2, 16)}
-SHORT_SECONDS = 0.5  # for timing collectives alone, or choosing alone
+TURNS = 8  # calls in a timed run, fewer if they take more than a second
+SHORT_SECONDS = 0.5  # for timing choosing alone
 # dense attention of a longer text is warmed up by one of so many tokens; a turn on it that takes
 # more seconds than that is not computed again for being the first. CAB has kernels for every length
 WARM_UP_TOKENS, WARM_UP_SECONDS = 2**17, 2.0
@@ -58,7 +46,11 @@ class Settings(RandomHeads, SpeedSettings):
     """What a run of context parallelism is told."""
 
     DEFAULTS = {**KEEPS_ALL, "min_length": 0}
-    POSITIVE = ("batch", "heads_k_stride", "runs", "turns")
+    POSITIVE = ("runs",)
+    FROM_0 = ("seconds",)
+    CHOICES: ClassVar[Mapping[str, Any]] = {
+        **{"shape": SHAPES, "directions": DIRECTIONS, "schemes": OVER_RANKS}
+    }
 
     lengths: tuple[int, ...] | None = listed(
         tuple(2**n for n in range(16, 21)), (1024,), "tokens of the whole text", parse_length
@@ -66,31 +58,22 @@ class Settings(RandomHeads, SpeedSettings):
     shape: str | None = by_device(
         "llama3-8b", "tiny", f"head counts of a layer: {', '.join(SHAPES)}"
     )
-    batch: int = option(1, "sequences", int)
-    inputs: str = inputs_option()
     max_density: tuple[str, ...] = densities("0.1")
     directions: tuple[str, ...] = option(DIRECTIONS, " or ".join(DIRECTIONS), comma_separated(str))
     schemes: tuple[str, ...] = option(
         tuple(OVER_RANKS), "what is compared over ranks", comma_separated(str)
     )
-    heads_k_stride: int = option(KV_HEADS_TOGETHER, "KV heads sent at a time", int)
     runs: int = option(3, "timed runs of a case, at least", int)
-    turns: int = option(8, "calls in a timed run, fewer if they take more than a second", int)
     seconds: float = option(5.0, "seconds of timing one case, or what --runs take", float)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_inputs()
         ours = self.device in ("cuda", "cpu")
         self.check("device", ours, "cuda or cpu: every rank takes the GPU of its own number")
-        self.check("shape", self.shape in SHAPES, f"one of {', '.join(SHAPES)}")
-        for name, known in (("directions", DIRECTIONS), ("schemes", OVER_RANKS)):
-            given = getattr(self, name)
-            self.check(name, given and set(given) <= set(known), f"out of {', '.join(known)}")
-        self.check("seconds", self.seconds >= 0, "0 or more")
         for length in self.lengths:
             self.budgeted(length)
 
+    batch = 1
     heads = property(lambda self: SHAPES[self.shape][0])
     kv_heads = property(lambda self: SHAPES[self.shape][1])
     head_dim = property(lambda self: SHAPES[self.shape][2])
@@ -112,12 +95,23 @@ class Settings(RandomHeads, SpeedSettings):
             f"median of {self.runs} to {MOST_RUNS} runs ({self.seconds} s where there is time for "
             f"more) by time.perf_counter after one that warms up (where dense attention takes more "
             f"than {WARM_UP_SECONDS:g} s, one of {WARM_UP_TOKENS:,} tokens), a run being "
-            f"{self.turns} turns in a row, fewer where they take more than {ROW_SECONDS:g} s: all "
+            f"{TURNS} turns in a row, fewer where they take more than {ROW_SECONDS:g} s: all "
             "ranks begin together, the device is waited for, and the slowest rank of each run "
             "counts; CAB's plan is made inside of what is timed; the peak is the highest of any "
             "rank, inputs included; every scheme is compared with float32 "
             "attention of one process, gradients too, before it is timed"
         )
+
+
+def described(settings: Mapping[str, Any]) -> str:
+    """The layer of a run with these recorded ``settings``, and how it was timed."""
+    heads, kv_heads, head_dim = SHAPES[settings["shape"]]
+    shape = (
+        f"One layer of {settings['shape']}: {heads} query and {kv_heads} key heads of {head_dim}, "
+        f"{settings['dtype']}; inputs are {INPUTS}; max_density "
+        f"{', '.join(settings['max_density'])}"
+    )
+    return made_of(shape, settings)
 
 
 class ContextParallel(Ranked):
@@ -130,16 +124,34 @@ class ContextParallel(Ranked):
     Settings = Settings
     CASE = ("world", "length", "direction", "scheme")
     GROWS = (*Speed.GROWS, "worlds", "directions", "schemes")
-    SHAPE = ("shape", "batch", "dtype")
+    SHAPE = ("shape", "dtype")
     FOUND = (
         *("ms", "runs", "in_a_row", "each_ms", "peak_gib"),
-        *("ran_as", "density", "needed", "needed_by_rank", "choose_ms"),
+        *("ran_as", "density", "choose_ms"),
     )
     ADDED: ClassVar[Mapping[str, Any]] = {"each_ms": None}
-    REPORTED_ERRORS = (
-        Exception  # what does not fit, refuses or is wrong is told of and not measured
-    )
     LEAST_RANKS = 1  # which measures what more of them are held against
+    BY: ClassVar[Mapping[str, str]] = {
+        "direction": "direction",
+        "ranks": "world",
+        "scheme": "scheme",
+    }
+    APART = ("direction",)
+    HIDDEN = (
+        *("runs", "in_a_row", "batch"),
+        *("needed", "collectives_ms", "received_bytes"),  # of earlier versions
+    )
+    LONGEST_FIRST = True
+    PANELS = (Panel("efficiency over ranks", "efficiency", ("efficiency",), log=False),)
+    NOTES: ClassVar[Mapping[str, str]] = {
+        "": "Alone is one rank with the whole text. Efficiency is its time over the ranks' number "
+        "and time."
+    }
+    described = staticmethod(described)
+
+    @staticmethod
+    def needs_ranks(settings: SpeedSettings) -> bool:
+        return True
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         settings, world = self.settings, self.team.size
@@ -152,23 +164,13 @@ class ContextParallel(Ranked):
                     case = {"world": ranks, "length": length, "direction": direction}
                     yield {**case, "scheme": scheme}
 
-    def expected(self) -> int:
-        return sum(1 for _ in self.cases(()))
-
-    def find(self, sample: dict[str, Any]) -> None:
-        team = self.team
-        if sample["world"] > 1:
-            self.time_turn(sample, team)
-        else:
-            self.alone(lambda: self.time_turn(sample, Team()))
-
     def turn(self, sample: Mapping[str, Any], team: Team, length: int) -> BenchCase:
         """The scheme of a case, on a text of ``length`` tokens."""
         settings, scheme = self.settings, SCHEMES[sample["scheme"]]
         config = settings.budgeted(sample["length"])
-        return BenchCase(scheme, length, team.group, config, settings.heads_k_stride)
+        return BenchCase(scheme, length, team.group, config)
 
-    def time_turn(self, sample: dict[str, Any], team: Team) -> None:
+    def find_on(self, sample: dict[str, Any], team: Team) -> None:
         """Write into ``sample`` what a turn takes, once it is known to be right."""
         settings, bench = self.settings, self.bench
         backward = sample["direction"] == BOTH
@@ -183,10 +185,14 @@ class ContextParallel(Ranked):
         bench.settle()
         held = self.held(turn, team, backward)
         sample["ran_as"] = turn.label(*held[:3], backward)
-        how = settings.runs, settings.seconds, settings.turns, warm_up
+        how = settings.runs, settings.seconds, TURNS, warm_up
         sample |= team.slowest(bench, turn.call(*held), *how)._asdict()
         if turn.scheme.sparse:
-            self.describe_plan(sample, team, turn, *held[:2])
+            choose = partial(turn.choose, *held[:2])
+            pairs = team.everyone(team.together(lambda: tuple(map(int, choose().pairs()))))
+            attended, causal = map(sum, zip(*pairs, strict=True))
+            sample["density"] = attended / causal
+            sample["choose_ms"] = team.slowest(bench, choose, settings.runs, SHORT_SECONDS).ms
 
     def whole(self, turn: BenchCase) -> tuple[Tensor, ...]:
         """q, k and v of the text of a turn."""
@@ -201,24 +207,6 @@ class ContextParallel(Ranked):
             return [*held, torch.randn_like(held[0])] if backward else held
 
         return team.together(drawn)
-
-    def describe_plan(
-        self, sample: dict[str, Any], team: Team, turn: BenchCase, q: Tensor, k: Tensor
-    ) -> None:
-        """Write what CAB chose, and how long that took."""
-        settings = self.settings
-
-        def seen() -> tuple[int, int, float]:
-            plan: BlockPlan = turn.choose(q, k)
-            return *map(int, plan.pairs()), needed(plan, settings.heads, settings.kv_heads)
-
-        attended, causal, shares = zip(*team.everyone(team.together(seen)), strict=True)
-        sample["density"] = sum(attended) / sum(causal)
-        # one rank alone has the last rows, which attend everything
-        if team.group is not None:
-            sample["needed"], sample["needed_by_rank"] = sum(shares) / len(shares), list(shares)
-        choose = partial(turn.choose, q, k)
-        sample["choose_ms"] = team.slowest(self.bench, choose, settings.runs, SHORT_SECONDS).ms
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -248,16 +236,6 @@ class ContextParallel(Ranked):
         return rows
 
     @staticmethod
-    def tables(rows: Sequence[Row]) -> dict[str, str]:
-        """What was measured at the longest text, then at all of them."""
-        most = max((row["length"] for row in rows), default=0)
-        longest = [row for row in rows if row["length"] == most]
-        made = {"At the longest text": markdown_table(longest, COLUMNS)}
-        if len(longest) < len(rows):
-            made["Every text"] = markdown_table(rows, COLUMNS)
-        return made | remarks(list(map(_by_scheme, rows)), {"direction": "direction"})
-
-    @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
         """Of each direction, how the schemes compare at the longest text on most ranks."""
         parts = []
@@ -274,54 +252,5 @@ class ContextParallel(Ranked):
             )
         return parts
 
-    @staticmethod
-    def notes(settings: Mapping[str, Any]) -> str:
-        heads, kv_heads, head_dim = SHAPES[settings["shape"]]
-        shape = (
-            f"One layer of {settings['shape']}: batch {settings['batch']}, {heads} query and "
-            f"{kv_heads} key heads of {head_dim}, {settings['dtype']}; inputs are "
-            f"{INPUTS[settings['inputs']]}; max_density {', '.join(settings['max_density'])}; "
-            f"{settings['heads_k_stride']} KV heads travel together"
-        )
-        return (
-            f"{made_of(shape, settings)}\n\nAlone is one rank with the whole text. Efficiency is "
-            "its time over the ranks' number and time. Key blocks needed: those "
-            "that any query of a rank attends, the mean over ranks and KV heads; ranks get all of "
-            "them."
-        )
-
-    @staticmethod
-    def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Efficiency by length, a panel a direction, beside the 1 of one rank alone."""
-        panels = grouped(rows, "direction")
-        with charts.figure(path, 1, len(panels), figsize=(6 * len(panels), 4.6)) as axes:
-            for axis, some in zip(axes[0], panels, strict=True):
-                axis.axhline(1, color="grey", linewidth=1)
-                for alike in grouped(some, "scheme", "world"):
-                    label = f"{alike[0]['scheme']} on {alike[0]['world']}"
-                    charts.line(axis, alike, itemgetter("efficiency"), label=label)
-                lengths, title = [row["length"] for row in some], some[0]["direction"]
-                charts.over_tokens(axis, lengths, title, "efficiency", "{:.0%}".format, log=False)
-
 
 EXPERIMENT = ContextParallel
-
-
-def _by_scheme(row: Row) -> dict[str, Any]:
-    """``row`` with what is told of it under the name of its scheme and ranks."""
-    name = row["scheme"] + f" on {row['world']}" * (row["world"] > 1)
-    return {**row, **{told: {name: row[told]} for told in ("error", "ran_as") if row[told]}}
-
-
-COLUMNS = {
-    "direction": "direction",
-    **TOKENS,
-    "ranks": "world",
-    "scheme": "scheme",
-    "ms": column(digits, "ms"),
-    "turns/s": column(digits, "iterations_s"),
-    "efficiency": column(percent, "efficiency"),
-    "peak GiB": column(digits, "peak_gib"),
-    "density": column("{:.3f}".format, "density"),
-    "key blocks needed": column(percent, "needed"),
-}

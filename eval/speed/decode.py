@@ -6,23 +6,24 @@ import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch._dynamo.utils import counters
 
 from cab_hf.config import CabConfig
+from cab_hf.decode.step import decodes_sparsely
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.kv_cache import cache_arguments
 from cab_hf.eval.report import grouped
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.heads import RandomHeads, inputs_option
+from cab_hf.eval.speed.checks import close
+from cab_hf.eval.speed.heads import RandomHeads
 from cab_hf.eval.speed.model import SDPA
-from cab_hf.eval.speed.one_query import DENSE, bandwidth, random_step, time_cab, time_dense
-from cab_hf.eval.speed.reported import Panel, Reported
-from cab_hf.eval.speed.timing import Bench, bench_on, method_on
+from cab_hf.eval.speed.one_query import DENSE, bandwidth, random_step, time_cab
+from cab_hf.eval.speed.reported import Panel
+from cab_hf.eval.speed.timing import method_on
 from cab_hf.runs.settings import comma_separated, option, parse_length
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ class Settings(RandomHeads, models.ModelShape):
     """What a run of decode steps is told."""
 
     DEFAULTS: ClassVar[Mapping[str, Any]] = {"min_length": 0, "sparse_decode": True}
-    POSITIVE = (*models.ModelShape.POSITIVE, "steps")
+    POSITIVE = (*models.ModelShape.POSITIVE, "steps", "batches")
+    FROM_0 = ("seconds",)
+    CHOICES: ClassVar[Mapping[str, Any]] = {"parts": PARTS, "kernels": DENSE, "modes": MODES}
 
     lengths: tuple[int, ...] | None = base.listed(
         (32_768, 131_072), (1024,), "tokens", parse_length
@@ -95,28 +98,18 @@ class Settings(RandomHeads, models.ModelShape):
     )
     modes: tuple[str, ...] = option(tuple(MODES), "how the model is run", comma_separated(str))
     steps: int | None = option(32, "timed steps of the model", int)
-    inputs: str = inputs_option()
     seconds: float = option(0.5, "seconds of timing one call, or what five take", float)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in (("parts", PARTS), ("kernels", DENSE), ("modes", MODES)):
-            given = getattr(self, name)
-            self.check(name, set(given) <= set(known), f"out of {', '.join(known)}")
-        self.check("parts", self.parts, f"out of {', '.join(PARTS)}")
-        self.check("batches", min(self.batches, default=0) > 0, "numbers from 1 up")
-        self.check("seconds", self.seconds >= 0, "0 or more")
-        self.check_inputs()
         for budget in self.budgets:
             self.budgeted(budget)
 
     @property
     def method(self) -> str:
         return (
-            f"attention: {method_on(self.device, self.seconds, clean=True)}; ms is the replay of a "
-            "CUDA graph where one could be made, eager ms the same call made from Python; every "
-            "kernel is compared with float32 attention before it is timed, cab with that over its "
-            "choice. Model: median of "
+            f"attention: {method_on(self.device, self.seconds)}; every kernel is compared with "
+            "float32 attention before it is timed, cab with that over its choice. Model: median of "
             f"{self.steps} steps by time.perf_counter, each until the device is done, after "
             f"{WARM_UP_STEPS} that warm up; every step writes its token into the cache, which "
             "random keys and values fill up to the length; the peak is all that was allocated, "
@@ -129,22 +122,22 @@ class Settings(RandomHeads, models.ModelShape):
 
     def asked(self) -> list[dict[str, Any]]:
         sparse = [(CAB, budget) for budget in self.budgets]
-        kernels = [*((name, None) for name in self.kernels), *sparse]
-        ways = {
-            ATTENTION: [(None, *each) for each in kernels],
-            MODEL: [(mode, *each) for mode in self.modes for each in ((SDPA, None), *sparse)],
-        }
+        dense_ways = {ATTENTION: self.kernels, MODEL: (SDPA,)}
         # the cheap part first, and the cheap cases of each
-        parts = [part for part in PARTS if part in self.parts]
-        names = ("part", "length", "batch", "mode", "way", "budget")
         return [
-            dict(zip(names, (part, length, batch, *way), strict=True))
-            for part, length, batch in itertools.product(parts, self.lengths, self.batches)
-            for way in ways[part]
+            {
+                **{"part": part, "length": length, "batch": batch},
+                **{"mode": mode, "way": way, "budget": budget},
+            }
+            for part in PARTS
+            if part in self.parts
+            for length, batch in itertools.product(self.lengths, self.batches)
+            for mode in (self.modes if part == MODEL else (None,))
+            for way, budget in (*((name, None) for name in dense_ways[part]), *sparse)
         ]
 
 
-class Decode(Reported, base.Speed):
+class Decode(models.ModelSpeed):
     """A case is one way to attend one layer's cache, or to run a model, by length and batch."""
 
     name = "speed decode"
@@ -157,10 +150,9 @@ class Decode(Reported, base.Speed):
     SHAPE = ("heads", "kv_heads", "head_dim", "layers", "dtype")
     FOUND = (
         *("ms", "eager_ms", *(f"{part}_ms" for part in OF_CAB), "bytes", "bandwidth"),
-        *("kept", "mass", "full_error", "tokens_s", "least_ms", "most_ms", "first_s"),
+        *("kept", "mass", "full_error", "tokens_s", "first_s"),
         *("peak_gib", "cache_gib", "index_gib", "ran_as", "without_graph"),
     )
-    REPORTED_ERRORS = Exception  # a kernel that is missing, refuses, is wrong or does not fit
     BY: ClassVar[Mapping[str, str]] = {
         **{"part": "part", "texts": "batch", "way": "way", "run": "mode", "keys": "budget"}
     }
@@ -168,20 +160,13 @@ class Decode(Reported, base.Speed):
     PANELS = (Panel("a step", "ms", ("ms",)), Panel("a model", "tokens/s", ("tokens_s",)))
     NOTES: ClassVar[Mapping[str, str]] = {"": NOTES}
 
-    @cached_property
-    def bench(self) -> Bench:
-        return bench_on(self.settings.device, self.settings.seconds, clean=True)
-
+    @torch.no_grad()
     def find(self, sample: dict[str, Any]) -> None:
         if sample["part"] == ATTENTION:
             self.find_attention(sample)
-            return
-        random_step.cache_clear()
-        settings, budget, batch = self.settings, sample["budget"], sample["batch"]
-        config = None if budget is None else settings.budgeted(budget)
-        place = sample["length"], batch, sample["mode"]
-        sample |= time_steps(settings, self.bench, *place, config)
-        sample["tokens_s"] = batch / sample["ms"] * 1e3
+        else:
+            random_step.cache_clear()
+            self.find_steps(sample)
 
     def find_attention(self, sample: dict[str, Any]) -> None:
         settings, bench = self.settings, self.bench
@@ -189,7 +174,9 @@ class Decode(Reported, base.Speed):
         sample["bandwidth"] = bandwidth(bench)
         step = random_step(settings, length, batch, settings.head_dim, bench.device)
         if budget is None:
-            timing = time_dense(step, sample["way"], bench)
+            call = DENSE[sample["way"]](step)
+            close(call(), step.expected, "of one query")
+            timing = bench.time(call)
             count = batch * settings.kv_heads * length * step.bytes_a_key
             sample |= {"kept": length, "mass": 1.0, "bytes": count}
         else:
@@ -197,6 +184,50 @@ class Decode(Reported, base.Speed):
             timing = found.pop("timing")
             sample |= {f"{part}_ms": found.pop(part).ms for part in OF_CAB} | found
         sample |= {"ms": timing.ms, "eager_ms": timing.eager, "without_graph": timing.why_not}
+
+    def find_steps(self, sample: dict[str, Any]) -> None:
+        """Time steps of the model, each of which writes its token behind those in the cache.
+
+        Raises:
+            RuntimeError: when steps are to be compiled and there is no GPU.
+        """
+        settings, bench = self.settings, self.bench
+        length, batch, budget = sample["length"], sample["batch"], sample["budget"]
+        compiled = sample["mode"] == COMPILED
+        if compiled and bench.device.type != "cuda":
+            raise RuntimeError("reduce-overhead makes CUDA graphs, which need a GPU")
+        model = models.random_model(settings)
+        config = None if budget is None else settings.budgeted(budget)
+        slots = -(-(length + WARM_UP_STEPS + settings.steps) // ALIGNED) * ALIGNED
+        slots = 0 if sample["mode"] == DYNAMIC else slots
+        with models.attending(model, CAB if config else SDPA, config):
+            cache = models.random_cache(model, length, batch, slots, sparse=config is not None)
+            bench.settle()
+            counters.clear()
+            try:
+                step = stepping(model, cache, batch, compiled)
+                first, peak = bench.walls(step, WARM_UP_STEPS)
+                times, later = bench.walls(step, settings.steps)
+            finally:
+                if compiled:
+                    # graphs and what they hold
+                    torch._dynamo.reset()
+        sample |= {"ms": statistics.median(times), "first_s": first[0] / 1e3}
+        sample |= {"tokens_s": batch / sample["ms"] * 1e3, "peak_gib": peak and max(peak, later)}
+        kept = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+        sample["cache_gib"] = kept / 2**30
+        if config is not None:
+            found = (getattr(layer, "index", None) for layer in cache.layers)
+            indices = [index for index in found if index is not None]
+            sample["index_gib"] = sum(index.nbytes for index in indices) / 2**30
+            sparse = decodes_sparsely(config, cache.layers[0].keys.shape[2])
+            sample["ran_as"] = (
+                f"{len(indices)} layers choose the keys they read"
+                if sparse
+                else "dense: few tokens beside those that a step would read"
+            )
+        if skipped := counters["inductor"]["cudagraph_skips"]:
+            sample["without_graph"] = f"inductor makes none of {skipped} graphs"
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -225,76 +256,8 @@ class Decode(Reported, base.Speed):
                 row["over_same"] = same and same / row["ms"]
         return rows
 
-    @classmethod
-    def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
-        """Every way to attend, and every way to run the model."""
-        parts = {some[0]["part"]: cls.table(some) for some in grouped(rows, "part")}
-        titles = {ATTENTION: "Attention of one step", MODEL: "Steps of the model"}
-        return {titles[part]: text for part, text in parts.items()} | cls.remarks(rows)
-
 
 EXPERIMENT = Decode
-
-
-@torch.no_grad()
-def time_steps(
-    settings: models.ModelShape,
-    bench: Bench,
-    length: int,
-    batch: int,
-    mode: str,
-    config: CabConfig | None,
-) -> dict[str, Any]:
-    """Steps behind ``length`` tokens of ``batch`` texts, each of which writes its token.
-
-    ``config`` is that of cab; None for transformers' own attention.
-
-    Returns:
-        ``ms`` of a step, ``least_ms`` and ``most_ms``; seconds of the first of all, ``first_s``;
-        ``peak_gib``, ``cache_gib`` and ``index_gib``; ``ran_as`` and ``without_graph``.
-
-    Raises:
-        RuntimeError: when steps are to be compiled and there is no GPU.
-    """
-    if mode == COMPILED and bench.device.type != "cuda":
-        raise RuntimeError("reduce-overhead makes CUDA graphs, which need a GPU")
-    model, steps = models.random_model(settings), settings.steps
-    slots = -(-(length + WARM_UP_STEPS + steps) // ALIGNED) * ALIGNED if mode != DYNAMIC else 0
-    with models.attending(model, "cab" if config else SDPA, config):
-        cache = models.random_cache(model, length, batch, slots, sparse=config is not None)
-        bench.settle()
-        counters.clear()
-        try:
-            step = stepping(model, cache, batch, mode == COMPILED)
-            first, peak = bench.walls(step, WARM_UP_STEPS)
-            times, later = bench.walls(step, steps)
-        finally:
-            if mode == COMPILED:
-                # graphs and what they hold
-                torch._dynamo.reset()
-    indices = [layer.index for layer in cache.layers if getattr(layer, "index", None) is not None]
-    kept = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
-    skipped = counters["inductor"]["cudagraph_skips"]
-    return {
-        "ms": statistics.median(times),
-        "least_ms": min(times),
-        "most_ms": max(times),
-        "first_s": first[0] / 1e3,
-        "peak_gib": peak and max(peak, later),
-        "cache_gib": kept / 2**30,
-        "index_gib": sum(index.nbytes for index in indices) / 2**30 if indices else None,
-        "ran_as": config and ran_as(config, len(indices), cache.layers[0].keys.shape[2]),
-        "without_graph": f"inductor makes none of {skipped} graphs" if skipped else None,
-    }
-
-
-def ran_as(config: CabConfig, layers: int, slots: int) -> str:
-    """What so many layers with an index do where their cache has that many slots."""
-    from cab_hf.decode.step import decodes_sparsely
-
-    if not decodes_sparsely(config, slots):
-        return "dense: few tokens beside those that a step would read"
-    return f"{layers} layers choose the keys they read"
 
 
 def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -> Callable[[], Any]:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import digits
+from cab_hf.eval.report import digits, percent
 from cab_hf.eval.speed.checks import Attend, check_dense, gradients_of, repeated
 from cab_hf.eval.speed.timing import Bench, in_a_sentence
 
@@ -128,6 +128,16 @@ def break_even_shown(rows: Iterable[Row]) -> str | None:
     return f"{'at every length from' if always else 'from about'} {round(length):,} tokens on"
 
 
+def reading(rows: Sequence[Row], what: str) -> str:
+    """How ``what`` compares with dense attention, a sentence on rows by length with a ``ratio``."""
+    last = rows[-1]
+    return (
+        f"At {last['length']:,} tokens {what} takes {percent(last['ratio'])} of "
+        f"{last['baseline']}'s time{' (extrapolated)' * last['extrapolated']}; it is faster "
+        f"{break_even_shown(rows)}."
+    )
+
+
 @torch.no_grad()
 def measure(
     q: Tensor,
@@ -184,26 +194,35 @@ def _sdpa(backend: SDPBackend) -> Callable[[], Attend]:
     return lambda: attend
 
 
-def _token_major(kernel: Callable[..., Tensor | tuple]) -> Attend:
-    """A flash-attn function, [B, N, H, D], as one of head-major views: nothing is copied."""
+def flash_attn(name: str, modules: Sequence[str]) -> Callable[..., Tensor]:
+    """A causal function of flash-attn, from the first of ``modules`` that is installed.
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        turned = (x.transpose(1, 2) for x in (q, k, v))
-        out = kernel(*turned, softmax_scale=scale, causal=True)
+    Raises:
+        ImportError: where none is.
+    """
+    kernel = getattr(import_module(next(filter(find_spec, modules), modules[-1])), name)
+
+    def attend(*tensors: Tensor, **more: Any) -> Tensor:
+        out = kernel(*tensors, causal=True, **more)
         # some versions return the log-sum-exp as well
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+        return out[0] if isinstance(out, tuple) else out
 
     return attend
 
 
-def first_of(modules: Sequence[str]) -> Any:
-    """The first of these modules that is installed; ImportError where none is."""
-    return import_module(next(filter(find_spec, modules), modules[-1]))
-
-
 def _flash(*modules: str) -> Callable[[], Attend]:
-    """flash-attn's function of the first of these modules that is installed."""
-    return lambda: _token_major(first_of(modules).flash_attn_func)
+    """flash-attn's function, which takes [B, N, H, D], of head-major views: nothing is copied."""
+
+    def load() -> Attend:
+        kernel = flash_attn("flash_attn_func", modules)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            turned = (x.transpose(1, 2) for x in (q, k, v))
+            return kernel(*turned, softmax_scale=scale).transpose(1, 2)
+
+        return attend
+
+    return load
 
 
 def _ffpa(backend: str) -> Callable[[], Attend]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cab_hf.config import CabConfig
-from cab_hf.eval import charts
-from cab_hf.eval.experiment import Row
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import Speed, SpeedSettings, made_of
 from cab_hf.eval.speed.timing import Bench, in_a_sentence
@@ -21,27 +19,15 @@ from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext
 from cab_hf.runs.settings import option
 
-INPUTS = {
-    "topics": "random with the block structure of text (runs of tokens that share a direction)",
-    "noise": "white noise, where every block matters alike",
-}
 # of inputs with the structure of text: directions, tokens that share one, its size beside the noise
 TOPICS = 64
 TOPIC_TOKENS = 512
 TOPIC_STRENGTH = 0.8
-
-
-def inputs_option() -> Any:
-    """The option of what q and k are like."""
-    return option("topics", "topics (blocks differ, as in text) or noise (they do not)")
+INPUTS = "random with the block structure of text (runs of tokens that share a direction)"
 
 
 class RandomHeads:
-    """Of settings that have batch, heads, kv_heads, inputs, seed and a dtype: heads like them."""
-
-    def check_inputs(self) -> None:
-        """Refuse inputs that nobody knows."""
-        self.check("inputs", self.inputs in INPUTS, " or ".join(INPUTS))
+    """Of settings that have batch, heads, kv_heads, seed and a dtype: heads like them."""
 
     def random_heads(
         self,
@@ -55,10 +41,9 @@ class RandomHeads:
 
         [B, H, N, D] views of [B, N, H * D]; k and v have the key and value heads. B is ``batch``
         where the settings have several.
-        ``inputs="topics"`` has the block structure of text: in q and k, runs of `TOPIC_TOKENS`
-        tokens share one of `TOPICS` directions, so that a query has most of its mass on the blocks
-        of its topic. ``"noise"`` is white: every block matters alike, and next to nothing can be
-        left out.
+        They have the block structure of text: in q and k, runs of `TOPIC_TOKENS` tokens share one
+        of `TOPICS` directions, so that a query has most of its mass on the blocks of its topic. On
+        white noise every block matters alike, and next to nothing can be left out.
         """
         generator = torch.Generator(device).manual_seed(self.seed)
         like = {"device": device, "dtype": self.torch_dtype, "generator": generator}
@@ -73,7 +58,7 @@ class RandomHeads:
         for name in names:
             heads = self.heads if name == "q" else self.kv_heads
             x = torch.randn(batch, length, heads, head_dim, **like)
-            if self.inputs == "topics" and name != "v":
+            if name != "v":
                 x += shared[:, None]
             made.append(x.transpose(1, 2))
         return tuple(made)
@@ -90,11 +75,11 @@ class HeadSettings(RandomHeads, SpeedSettings):
     """Of ops that run on the heads of one layer."""
 
     POSITIVE = ("batch", "kv_heads")
+    FROM_0 = ("dense_up_to",)
 
     batch: int = option(1, "sequences", int)
     heads: int = option(32, "query heads", int)
     kv_heads: int = option(8, "key and value heads", int)
-    inputs: str = inputs_option()
     dense_up_to: int = option(
         131_072, "tokens up to which dense attention is run; beyond, it is extrapolated by N²", int
     )
@@ -102,8 +87,24 @@ class HeadSettings(RandomHeads, SpeedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_heads()
-        self.check_inputs()
-        self.check("dense_up_to", self.dense_up_to >= 0, "a number of tokens, 0 for never")
+
+
+def described(settings: Mapping[str, Any]) -> str:
+    """The heads and inputs of a run with these recorded ``settings``, and how it was timed."""
+    dims = settings.get("head_dims") or [settings["head_dim"]]
+    batch = f"Batch {settings['batch']}, " if "batch" in settings else ""
+    made = made_of(
+        f"{batch}{settings['heads']} query and {settings['kv_heads']} key heads of "
+        f"{', '.join(map(str, dims))}, {settings['dtype']}; inputs are {INPUTS}, and no model made "
+        "them",
+        settings,
+    )
+    if "dense_up_to" not in settings:
+        return made
+    return (
+        f"{made}\n\n≈: extrapolated by N² beyond {settings['dense_up_to']:,} tokens. "
+        f"{dense.BREAK_EVEN}"
+    )
 
 
 class HeadSpeed(Speed):
@@ -111,6 +112,7 @@ class HeadSpeed(Speed):
 
     SHAPE = ("batch", "heads", "kv_heads", "dtype")
     BY_NAME = dense.MEASURED
+    described = staticmethod(described)
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         sample = super().measure(case)
@@ -135,34 +137,3 @@ def time_baselines(
         why = in_a_sentence(error)
         return {"not_measured": dict.fromkeys(dense.on(bench.device), why)}
     return dense.measure(q, k, v, head_dim**-0.5, bench, backward)
-
-
-def described(settings: Mapping[str, Any]) -> str:
-    """The heads and inputs of a run with these recorded ``settings``, and how it was timed."""
-    dims = settings.get("head_dims") or [settings["head_dim"]]
-    shape = (
-        f"Batch {settings['batch']}, {settings['heads']} query and {settings['kv_heads']} key "
-        f"heads of {', '.join(map(str, dims))}, {settings['dtype']}; inputs are "
-        f"{INPUTS[settings['inputs']]}, and no model made them"
-    )
-    return (
-        f"{made_of(shape, settings)}\n\n≈: extrapolated by N² beyond {settings['dense_up_to']:,} "
-        f"tokens. {dense.BREAK_EVEN}"
-    )
-
-
-def names(rows: Sequence[Row], field: str = "baselines") -> list[str]:
-    """The names in ``field`` of any row, each once."""
-    return list(dict.fromkeys(name for row in rows for name in row[field]))
-
-
-def draw_dense(
-    axis: Any,
-    rows: Sequence[Row],
-    kernels: Sequence[str],
-    value: Callable[[str, Row], float | None],
-) -> None:
-    """One grey line for each of the dense ``kernels``, always the same one."""
-    for name, grey in zip(kernels, charts.GREYS, strict=False):
-        look = {"color": grey, "linewidth": 1.2, "marker": "s", "label": f"{name} dense"}
-        charts.line(axis, rows, partial(value, name), **look)

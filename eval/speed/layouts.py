@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from cab_hf.attention import cab_dense_attention
 from cab_hf.call.mask import CabMask, cab_mask
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.checks import CHECK_BLOCKS, Attend, check_rows, planless
+from cab_hf.eval.speed.checks import CHECK_BLOCKS, Attend, check_rows
 from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, FLASH_DIMS, ON_GPU, Baseline
 from cab_hf.plan import BlockPlan, Spans
 
@@ -92,7 +92,8 @@ class Texts:
 
     def check(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> None:
         """`check_rows` of dense attention within each text."""
-        check_rows(planless(attend), q, k, v, BlockPlan.causal(self.spans, 1, *CHECK_BLOCKS))
+        out = attend(q, k, v, q.shape[-1] ** -0.5)
+        check_rows(out, q, k, v, BlockPlan.causal(self.spans, 1, *CHECK_BLOCKS))
 
 
 def baselines(texts: Texts, layer: nn.Module) -> dict[str, Baseline]:
@@ -160,16 +161,14 @@ def _varlen(texts: Texts, load: Callable[[], Kernel]) -> Attend:
 
 
 def _flash(*modules: str) -> Kernel:
-    kernel = dense.first_of(modules).flash_attn_varlen_func
+    kernel = dense.flash_attn("flash_attn_varlen_func", modules)
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, scale: float
     ) -> Tensor:
         lengths = {"cu_seqlens_q": borders, "cu_seqlens_k": borders}
         lengths |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-        out = kernel(q, k, v, **lengths, softmax_scale=scale, causal=True)
-        # some versions return the log-sum-exp as well
-        return out[0] if isinstance(out, tuple) else out
+        return kernel(q, k, v, **lengths, softmax_scale=scale)
 
     return attend
 

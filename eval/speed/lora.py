@@ -9,7 +9,6 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -19,8 +18,8 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.model import CAB_DENSE, SDPA
-from cab_hf.eval.speed.reported import Panel
+from cab_hf.eval.speed.model import SDPA
+from cab_hf.eval.speed.reported import CAB_DENSE, Panel
 from cab_hf.eval.speed.spread import (
     ALONE,
     CP,
@@ -61,6 +60,8 @@ class Settings(models.ModelSettings):
     # the blocks whose gradients are fastest
     DEFAULTS: ClassVar[Mapping[str, Any]] = {**base.KEEPS_ALL, "key_block": 128}
     POSITIVE = (*models.ModelSettings.POSITIVE, "rank", "runs", "multiple")
+    FROM_0 = ("tile_tokens", "offload_layers")
+    CHOICES: ClassVar[Mapping[str, Any]] = {"spread": SPREADS}
 
     lengths: tuple[int, ...] | None = base.powers(13, 17)
     implementations: tuple[str, ...] | None = base.listed(
@@ -84,7 +85,6 @@ class Settings(models.ModelSettings):
         "layers whose inputs are offloaded to the host; auto (default): as few as fit",
         number_or_auto,
     )
-    host_gib: float = option(0.0, "GiB of the host; 0: all it has", float)
     longest: bool = flag("also search for the longest sequence of which a step fits")
     multiple: int | None = by_device(
         2**13, 64, "the longest sequence is a multiple of so many tokens", int
@@ -98,15 +98,11 @@ class Settings(models.ModelSettings):
         if self.is_spread and not asked:
             self._set("implementations", (CAB_DENSE, CAB))
         known = (SDPA, CAB_DENSE, CAB, *dense.on(self.device))
-        named = set(self.implementations) <= set(known)
-        self.check("implementations", named, f"out of {', '.join(known)}")
-        self.check("spread", set(self.spread) <= set(SPREADS), f"out of {', '.join(SPREADS)}")
+        self.check_choice("implementations", known)
         across = CP not in self.spread or set(self.implementations) & set(NAMES)
         ours = ", ".join(name for name in NAMES if name in known)
         text = f"some of {ours} where a sequence is sharded ({CP})"
         self.check("implementations", across, text)
-        for name in ("tile_tokens", "offload_layers", "host_gib"):
-            self.check(name, (getattr(self, name) or 0) >= 0, "auto, or 0 or more")
         every = not self.longest or any(":" not in part for part in self.max_density)
         self.check("max_density", every, "a share for all lengths where the longest is sought")
 
@@ -148,7 +144,7 @@ class LoraStep(TimeToFirstToken):
     }
     GROWS = (
         *(*TimeToFirstToken.GROWS, "spread", "longest", "multiple", "worlds"),
-        *("tile_tokens", "offload_layers", "host_gib"),
+        *("tile_tokens", "offload_layers"),
     )
     SHAPE = ("dtype", "rank")
     BY: ClassVar[Mapping[str, str]] = {**TimeToFirstToken.BY, "spread": "spread"}
@@ -181,21 +177,8 @@ class LoraStep(TimeToFirstToken):
                 yield {**case, **place, "sought": False}
             if settings.longest:
                 for way in dict.fromkeys(case["implementation"] for case in asked):
-                    yield from self.search({"implementation": way, **place}, samples)
-
-    def expected(self) -> int | None:
-        return None if self.settings.longest else sum(1 for _ in self.cases(()))
-
-    def search(self, place: Mapping[str, Any], samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
-        """Lengths to try at ``place`` until the longest is known; none where no room is known."""
-        while self.bench.room() is not None:
-            same = [row for row in samples if place.items() <= row.items()]
-            tried = {row["length"]: row["fits"] for row in same}
-            length = next_length(tried, self.settings.multiple)
-            # what failed for another reason ends the search
-            if None in tried.values() or length is None:
-                return
-            yield {**place, "length": length, "sought": True}
+                    place |= {"implementation": way}
+                    yield from self.search(place, samples, settings.multiple)
 
     def fitted(self, place: Mapping[str, Any], length: int) -> tuple[int, int]:
         """(tokens of a tile or 0, layers offloaded) of a step at ``place``.
@@ -204,7 +187,7 @@ class LoraStep(TimeToFirstToken):
         """
         settings, how, world = self.settings, place["spread"], place["world"]
         cp, cost, device = world if how == CP else 1, trainee(settings).cost, self.bench.room()
-        room = Room(inf if device is None else device * GIB, host_bytes(settings.host_gib))
+        room = Room(inf if device is None else device * GIB, host_bytes())
         tile = tile_of(length // cp, settings.tile_tokens)
         more = {"itemsize": settings.torch_dtype.itemsize, "tile": tile, "cp": cp}
         more["shards"] = world if how == FSDP2 else 1
@@ -212,13 +195,7 @@ class LoraStep(TimeToFirstToken):
             more["plans"] = plan_bytes(cost, settings.budgeted(length), length, cp=cp)
         return tile, fit(cost, length, room, settings.offload_layers, **more).offloaded
 
-    def find(self, sample: dict[str, Any]) -> None:
-        if sample["spread"] == ALONE:
-            self.alone(lambda: self.step(sample, Team()))
-        else:
-            self.step(sample, self.team)
-
-    def step(self, sample: dict[str, Any], team: Team) -> None:
+    def find_on(self, sample: dict[str, Any], team: Team) -> None:
         """Write into ``sample`` what a step of ``team`` takes, once it is known to be right."""
         settings, length, how = self.settings, sample["length"], sample["spread"]
         # what spread an earlier step hooks into gradients until it is gone
@@ -268,13 +245,8 @@ class LoraStep(TimeToFirstToken):
         return rows
 
     @classmethod
-    def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
-        """Every way to attend and to share a step, and the longest sequences."""
-        made = super().tables(rows)
-        if any(row["sought"] for row in rows):
-            shown = [longest(alike) for alike in grouped(rows, *cls.BY.values())]
-            made["The longest sequence of which a step fits"] = cls.table(shown)
-        return made
+    def readings(cls, rows: Sequence[Row]) -> list[str]:
+        return [*super().readings(rows), *base.longest(rows, cls.BY)]
 
 
 EXPERIMENT = LoraStep
@@ -284,26 +256,3 @@ def step_flops(cost: Cost, length: int, density: float = 1.0) -> float:
     """Floating-point operations of a step of one text, that share of its pairs being attended."""
     attention = sum(cost.attention(cost.pairs(torch.arange(length)[None])))
     return cost.products(length) + density * attention
-
-
-def next_length(tried: Mapping[int, bool | None], step: int) -> int | None:
-    """The length to try next for the longest multiple of ``step`` that fits; None once it is known.
-
-    ``tried`` are lengths, and whether they fit. What fits is doubled until it does not, and then
-    halves what is left.
-    """
-    least = max((length // step for length, fits in tried.items() if fits), default=0)
-    fails = min((length for length, fits in tried.items() if not fits), default=None)
-    if fails is None:
-        return max(1, 2 * least) * step
-    # the longest multiple that may fit
-    most = (fails - 1) // step
-    return (least + most + 1) // 2 * step if most > least else None
-
-
-def longest(alike: Sequence[Row]) -> dict[str, Any]:
-    """Of rows by one way on the same ranks: the longest that fits, and ``over``, the shortest
-    length that does not."""
-    fitting = [row for row in alike if row["fits"]]
-    last = max(fitting, key=itemgetter("length"), default={**alike[0], "length": None})
-    return {**last, "over": min((r["length"] for r in alike if r["fits"] is False), default=None)}

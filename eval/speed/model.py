@@ -17,19 +17,19 @@ from cab_hf.call.prompt import reading
 from cab_hf.config import CabConfig
 from cab_hf.eval.kv_cache import cache_arguments
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import KEEPS_ALL, SpeedSettings, densities, made_of
+from cab_hf.eval.speed.base import KEEPS_ALL, Speed, SpeedSettings, densities, made_of
 from cab_hf.eval.speed.checks import CHECK_LENGTH, check_dense, repeated
-from cab_hf.runs.settings import by_device, option
+from cab_hf.runs.settings import by_device
 
 # transformers is imported where it is used: asking for help needs none of it
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 SDPA = "sdpa"  # what transformers attends with unless it is told otherwise
-CAB_DENSE = "cab_dense"  # exact, and over ranks as well
 # how CAB is run -> what is set beyond the budget
 CAB = {"cab": {}, "cab-always": {"min_length": 0}}
 INITIAL_STD = 0.02
+ROPE_THETA = 500_000.0
 # of reports: what ways to attend are, and what they may gain
 WAYS = (
     "sdpa is transformers' own; other dense ways take its place. cab computes prompts shorter than "
@@ -40,7 +40,6 @@ GAINS = (
     f"is attended. {dense.BREAK_EVEN}"
 )
 TOGETHER = "; all ranks begin together, the slowest of each run and the highest peak of any count"
-TIMES = "{:.2f}×".format
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,6 @@ class ModelShape(SpeedSettings):
     kv_heads: int | None = by_device(8, 2, "key and value heads", int)
     head_dim: int | None = by_device(128, 16, "head dim", int)
     vocab: int | None = by_device(128_256, 256, "vocabulary size", int)
-    rope_theta: float = option(500_000.0, "base of the rotary frequencies", float)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,6 +116,12 @@ def described(settings: Mapping[str, Any]) -> str:
     )
 
 
+class ModelSpeed(Speed):
+    """Base of ops that run a whole model."""
+
+    described = staticmethod(described)
+
+
 @lru_cache(maxsize=1)
 def random_model(settings: ModelShape) -> PreTrainedModel:
     """The model, made where it runs: no weight is ever on another device or of another dtype."""
@@ -132,7 +136,7 @@ def random_model(settings: ModelShape) -> PreTrainedModel:
         num_key_value_heads=settings.kv_heads,
         head_dim=settings.head_dim,
         max_position_embeddings=settings.positions,
-        rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         initializer_range=INITIAL_STD,
         pad_token_id=0,
         bos_token_id=1,

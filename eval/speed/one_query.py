@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cab_hf.eval.speed.checks import close
-from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, first_of
+from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, flash_attn
 from cab_hf.eval.speed.heads import RandomHeads
-from cab_hf.eval.speed.timing import Bench, Timing
+from cab_hf.eval.speed.timing import Bench
 from cab_hf.hf.rotary import llama_channels
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice, reference
@@ -107,19 +107,13 @@ def _transformers(step: Step) -> Call:
 
 def _flash(modules: tuple[str, ...], name: str, step: Step) -> Call:
     """A function of flash-attn, which takes [B, N, H, D]: views, nothing is copied."""
-    kernel = getattr(first_of(modules), name)
+    kernel = flash_attn(name, modules)
     q, k, v = (x.transpose(1, 2) for x in step[:3])
-    more: dict[str, Any] = {"softmax_scale": step.scale, "causal": True}
+    more: dict[str, Any] = {"softmax_scale": step.scale}
     if name == "flash_attn_with_kvcache":
         batch, length, *_ = k.shape
         more["cache_seqlens"] = torch.full((batch,), length, dtype=torch.int32, device=k.device)
-
-    def attend() -> Tensor:
-        out = kernel(q, k, v, **more)
-        # some versions return the log-sum-exp as well
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-    return attend
+    return lambda: kernel(q, k, v, **more).transpose(1, 2)
 
 
 DENSE: Mapping[str, Callable[[Step], Call]] = {
@@ -130,14 +124,6 @@ DENSE: Mapping[str, Callable[[Step], Call]] = {
     "cuDNN": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
     "flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
 }
-
-
-@torch.no_grad()
-def time_dense(step: Step, name: str, bench: Bench) -> Timing:
-    """The time of one of `DENSE`; ArithmeticError where it computes something else."""
-    call = DENSE[name](step)
-    close(call(), step.expected, "of one query")
-    return bench.time(call)
 
 
 @torch.no_grad()

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from cab_hf.config import CAB, CabConfig
-from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import column, digits, markdown_table, percent
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import TOKENS, by_length, powers, remarks
-from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, call_of, described, draw_dense, names
+from cab_hf.eval.speed.base import by_length, powers
+from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, call_of
+from cab_hf.eval.speed.reported import Panel
 from cab_hf.eval.speed.timing import OTHER, PREDICTOR, PROFILED_CALLS, method_on
-from cab_hf.hf.rotary import llama_channels
 from cab_hf.plan import Spans
 from cab_hf.predictors import make_predictor
 from cab_hf.runs.settings import option
 
-PARTS = (*PREDICTOR, OTHER)
-GROWTH_FROM = 131_072  # tokens from which growth is summed up, where there are such rows
-GROWTH = ("growth", "growth_linear", "growth_quadratic", "exponent")
+PARTS = tuple(f"{part}_ms" for part in (*PREDICTOR, OTHER))
 
 
 @dataclass(frozen=True)
@@ -43,10 +35,9 @@ class Settings(HeadSettings):
     @property
     def method(self) -> str:
         return (
-            f"{method_on(self.device)}; ms is the replay of a CUDA graph, for the dense baselines "
-            "too, and eager_ms the same calls made from Python; the parts are kernel times of the "
-            f"profiler, median of {PROFILED_CALLS} eager calls; the peak is that of an eager call "
-            "over its inputs, its result included"
+            f"{method_on(self.device)}; the parts are kernel times of the profiler, median of "
+            f"{PROFILED_CALLS} eager calls; the peak is that of an eager call over its inputs, its "
+            "result included"
         )
 
 
@@ -61,9 +52,20 @@ class Predictor(HeadSpeed):
 
     SHAPE = (*HeadSpeed.SHAPE, "head_dim")
     FOUND = (
-        *("density", "ms", "eager_ms", "graph_ms", *(f"{part}_ms" for part in PARTS)),
-        *("peak_mib", "gflops", "why_no_split"),
+        *("density", "ms", "eager_ms", "graph_ms", *PARTS),
+        *("peak_mib", "why_no_split"),
     )
+    BY: ClassVar[Mapping[str, str]] = {"way": "way"}
+    HIDDEN = ("way", "graph_ms", "gflops")
+    PANELS = (
+        Panel("choosing, and dense attention", "ms", ("ms",)),
+        Panel("parts of choosing", "ms", PARTS),
+        Panel("choosing over dense attention", "share of its time", ("ratio",)),
+    )
+    NOTES: ClassVar[Mapping[str, str]] = {
+        "": "Density is attended over causal (query, key) pairs. Exponent: the time grows as N "
+        "to its power from the row above."
+    }
 
     @torch.no_grad()
     def find(self, sample: dict[str, Any]) -> None:
@@ -80,129 +82,33 @@ class Predictor(HeadSpeed):
         timing = self.time(sample, "predictor", call)
         sample |= {"density": density, "peak_mib": peak, **bench.parts(call)}
         sample |= {"ms": timing.ms, "eager_ms": timing.eager, "graph_ms": timing.graph}
-        if config.predictor in CAB:
-            sample["gflops"] = predictor_flops(config, settings, length) / timing.ms / 1e6
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """By length, with the ratio over dense attention and the growth from the row before.
+        """By length, with the ratio over dense attention and how the time grows with the length.
 
-        The row before is the last that has a time.
+        ``exponent`` is that of N from the row before, the last that has a time.
         """
-        rows = by_length(samples, (*dense.COMPARED, *GROWTH))
+        rows = by_length(samples, (*dense.COMPARED, "exponent"))
         before = None
         for row in rows:
             row |= dense.compared(row, rows)
             if row["ms"] is not None:
-                row |= growth([before, row]) if before else {}
+                if before is not None:
+                    longer = row["length"] / before["length"]
+                    row["exponent"] = math.log(row["ms"] / before["ms"]) / math.log(longer)
                 before = row
         return rows
 
-    @staticmethod
-    def tables(rows: Sequence[Row]) -> dict[str, str]:
-        dense_ms = {f"{name} ms": column(digits, "baselines", name) for name in names(rows)}
-        measured = [row for row in rows if row["baselines"]]
-        return {
-            "Predicting": markdown_table(rows, COLUMNS),
-            "Dense causal attention, forward": markdown_table(measured, TOKENS | dense_ms),
-            **remarks(rows),
-        }
+    @classmethod
+    def shown(cls, rows: Sequence[Row]) -> Sequence[Row]:
+        return [{**row, "way": "cab"} for row in rows]
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """What predicting costs at the longest input, and how that grows."""
-        timed = [row for row in rows if row["ms"] is not None]
-        parts = []
-        if compared := [row for row in timed if row["ratio"] is not None]:
-            last = compared[-1]
-            parts.append(
-                f"At {last['length']:,} tokens predicting takes {percent(last['ratio'])} of "
-                f"{last['baseline']}'s time{' (extrapolated)' * last['extrapolated']}; it is "
-                f"faster {dense.break_even_shown(compared)}."
-            )
-        long = [row for row in timed if row["length"] >= GROWTH_FROM]
-        over = long if len(long) > 1 else timed
-        if len(over) > 1:
-            grown = growth(over)
-            parts.append(
-                f"From {over[0]['length']:,} to {over[-1]['length']:,} tokens its time grows "
-                f"{grown['growth']:.1f} times, as N to the power of {grown['exponent']:.2f}."
-            )
-        return parts
-
-    @staticmethod
-    def notes(settings: Mapping[str, Any]) -> str:
-        return (
-            f"{described(settings)} Density is attended over causal (query, key) pairs. GFLOP/s "
-            "count the products of scored queries and keys."
-        )
-
-    @staticmethod
-    def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Time with its parts and dense attention, and beside it the share of the latter."""
-        lengths = [row["length"] for row in rows]
-        with charts.figure(path, 1, 2, figsize=(11, 4.6), sharex=True) as axes:
-            left, right = axes[0]
-            charts.line(left, rows, itemgetter("ms"), label="predictor", linewidth=2.2)
-            for part in PARTS:
-                look = {"label": f"    {part}", "linewidth": 1, "markersize": 2.5}
-                charts.line(left, rows, itemgetter(f"{part}_ms"), **look)
-            draw_dense(left, rows, names(rows), lambda name, row: row["baselines"].get(name))
-            beyond = [row for row in rows if row["extrapolated"]]
-            look = {"color": "black", "linestyle": "--", "marker": "", "label": "dense, ≈ by N²"}
-            charts.line(left, beyond, itemgetter("baseline_ms"), **look)
-            charts.line(right, rows, itemgetter("ratio"), label="predictor / dense")
-            right.axhline(1, color="grey", linewidth=1)
-            charts.over_tokens(left, lengths, "one layer's selection and dense attention", "ms")
-            title = "selection over dense attention of a layer"
-            charts.over_tokens(right, lengths, title, "share", "{:.3g}".format)
+        """What predicting costs at the longest input."""
+        compared = [row for row in rows if row["ratio"] is not None]
+        return [dense.reading(compared, "predicting")] if compared else []
 
 
 EXPERIMENT = Predictor
-
-
-def predictor_flops(config: CabConfig, settings: Settings, length: int) -> int:
-    """Floating-point operations of deciding a causal prefill.
-
-    Counted are a multiplication and an addition per channel of the scored queries of every block
-    and of the keys up to its end: outliers on their channels, typical queries on all. Rounding
-    keys, finding outliers, softmax and the pass that keeps are not.
-    """
-    dim, rows = settings.head_dim, -(-length // config.query_block)
-    ends = sum(min(length, (row + 1) * config.query_block) for row in range(rows))
-    some = len(llama_channels(dim)) or dim
-    channels = config.exact_queries * some + config.typical_queries * dim
-    return 2 * channels * settings.batch * settings.heads * ends
-
-
-def growth(rows: Sequence[Row]) -> dict[str, float]:
-    """How the time grows from the first row to the last, and how it would if linear or quadratic.
-
-    The exponent is that of N in a least squares fit of log ms over all the rows, at least two.
-    """
-    first, last = rows[0], rows[-1]
-    longer = last["length"] / first["length"]
-    fit = statistics.linear_regression(
-        [math.log(row["length"]) for row in rows], [math.log(row["ms"]) for row in rows]
-    )
-    return dict(zip(GROWTH, (last["ms"] / first["ms"], longer, longer**2, fit.slope), strict=True))
-
-
-def _growth(row: Row) -> str | None:
-    if row["growth"] is None:
-        return None
-    return f"{row['growth']:.2f} (N: {row['growth_linear']:.3g}, N²: {row['growth_quadratic']:.3g})"
-
-
-COLUMNS = {
-    **TOKENS,
-    "graph ms": column(digits, "graph_ms"),
-    "eager ms": column(digits, "eager_ms"),
-    **{part: column(digits, f"{part}_ms") for part in PARTS},
-    "GFLOP/s": column(digits, "gflops"),
-    "peak MiB": column(digits, "peak_mib"),
-    "density": "density",
-    "dense ms": dense.time_shown,
-    "of dense": column(percent, "ratio"),
-    "times the row above": _growth,
-}

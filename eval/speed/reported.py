@@ -1,27 +1,35 @@
-"""What ops on a whole model report: a table of all cases, notes, and lines over tokens."""
+"""What speed ops report: a table of all cases, remarks, notes, and lines over tokens."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import digits, grouped, markdown_table, percent
-from cab_hf.eval.speed import base
-from cab_hf.eval.speed.model import CAB_DENSE, TIMES, described
 
+CAB_DENSE = "cab_dense"  # exact, and over ranks as well
 HEADINGS = {
     **{"length": "tokens", "implementation": "way", "world": "ranks", "ceiling": "at most"},
-    **{"tokens": "tokens in all", "tokens_s": "tokens/s", "gb_s": "GB/s", "tflops": "TFLOP/s"},
+    **{"tokens": "tokens in all", "tokens_s": "tokens/s", "gb_s": "GB/s"},
+    **{"tflops": "TFLOP/s", "labels": "computed by", "break_even": "faster than dense"},
     **{"prompt_tokens_s": "prompt tokens/s", "output_tokens_s": "output tokens/s"},
-    **{"cab_dense": "cab_dense", "peak_mib": "peak MiB"},
+    **{"cab_dense": "cab_dense", "peak_mib": "peak MiB", "iterations_s": "turns/s"},
 }
 SHARES = ("efficiency", "of_bandwidth", "gap", "density", "mass")
+TIMES = "{:.2f}×".format
+# field of a sample -> what it tells of; it holds a text or texts by name
+REMARKS = {
+    "ran_as": "ran as",
+    "error": "not measured",
+    "why_no_split": "not split into parts",
+    "without_graph": "no CUDA graph, so its time is eager",
+    "not_measured": "not measured",
+}
 
 
 class Panel(NamedTuple):
@@ -34,7 +42,7 @@ class Panel(NamedTuple):
 
     def shows(self, rows: Sequence[Row]) -> bool:
         """Whether any row has a value for it."""
-        return any(row[field] is not None for row in rows for field in self.fields)
+        return any(row.get(field) is not None for row in rows for field in self.fields)
 
 
 class Reported:
@@ -43,56 +51,102 @@ class Reported:
     Attributes:
         BY: what tells rows of one length apart, heading -> field; "way" is how they attend.
         APART: headings of those whose values have panels of their own.
+        DENSE: fields beside the length on which the ``baselines`` of a row depend.
+        OF_DENSE: what is drawn of them -> the field that has it by name of a kernel; empty where
+            they are not drawn.
+        HIDDEN: fields that are no column.
+        LONGEST_FIRST: whether the first table is of the longest length alone.
         PANELS: of the figure; those without a value in any row are left out.
         NOTES: text on all runs, under "", and on those that have a setting.
+        described: what was computed on and how it was timed, of recorded settings.
     """
 
     BY: ClassVar[Mapping[str, str]] = {}
     APART: ClassVar[Sequence[str]] = ()
+    DENSE: ClassVar[Sequence[str]] = ()
+    OF_DENSE: ClassVar[Mapping[str, str]] = {"ms": "baselines"}
+    HIDDEN: ClassVar[Sequence[str]] = ()
+    LONGEST_FIRST: ClassVar[bool] = False
     PANELS: ClassVar[Sequence[Panel]]
     NOTES: ClassVar[Mapping[str, str]]
+    described: ClassVar[Callable[[Mapping[str, Any]], str]]
+
+    @classmethod
+    def shown(cls, rows: Sequence[Row]) -> Sequence[Row]:
+        """The rows as tables and figures have them: a row a way to attend."""
+        return rows
 
     @classmethod
     def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
-        return {"All cases": cls.table(rows), **cls.remarks(rows)}
+        shown, made = cls.shown(rows), {}
+        if cls.LONGEST_FIRST:
+            most = max((row["length"] for row in shown), default=0)
+            longest = [row for row in shown if row["length"] == most]
+            if len(longest) < len(shown):
+                made["At the longest length"] = cls.table(longest)
+        made["All cases"] = cls.table(shown)
+        if any(row.get("baselines") for row in rows):
+            names = (*cls.DENSE, "length")
+            once = [alike[0] for alike in grouped(rows, *names)]
+            ways = [{name: row[name] for name in names} | row["baselines"] for row in once]
+            made["Dense attention, ms"] = table(ways)
+        return made | cls.remarks(rows)
 
     @classmethod
     def table(cls, rows: Sequence[Row]) -> str:
         """`table` without settings that all rows share, and without what is a remark."""
         settings = ("op", *cls.SHAPE, *cls.ADDED)
-        same = [name for name in settings if len({row.get(name) for row in rows}) < 2]
+        same = [n for n in settings if all(row.get(n) == rows[0].get(n) for row in rows)]
         # what tells rows apart comes first
         names = dict.fromkeys(("length", *cls.BY.values(), *rows[0])) if rows else ()
         ordered = [{name: row[name] for name in names if name in row} for row in rows]
-        return table(ordered, (*same, *base.REMARKS))
+        return table(ordered, (*same, *REMARKS, *cls.HIDDEN))
 
     @classmethod
     def remarks(cls, rows: Sequence[Row]) -> dict[str, str]:
-        """`base.remarks`, by what differs among rows; what there is not is a dash, as in tables."""
-        by = base.varying(rows, cls.BY)
+        """`remarks`, by what differs among rows; what there is not is a dash, as in tables."""
+        told = {h: name for h, name in cls.BY.items() if not cls.DENSE or name in cls.DENSE}
+        by = varying(rows, told)
         dashes = [{name: "–" for name in by.values() if row[name] is None} for row in rows]
-        return base.remarks([{**row, **x} for row, x in zip(rows, dashes, strict=True)], by)
+        return remarks([{**row, **x} for row, x in zip(rows, dashes, strict=True)], by)
+
+    @staticmethod
+    def readings(rows: Sequence[Row]) -> list[str]:
+        """Nothing, unless an op has something to say that its first table does not show."""
+        return []
 
     @classmethod
     def notes(cls, settings: Mapping[str, Any]) -> str:
         texts = [text for name, text in cls.NOTES.items() if not name or settings.get(name)]
-        return "\n\n".join([described(settings), *texts])
+        return "\n\n".join([cls.described(settings), *texts])
+
+    @classmethod
+    def lines(cls, rows: Sequence[Row]) -> list[Row]:
+        """Rows to draw: those that are shown, and one for each dense kernel beside them."""
+        names, made = (*cls.DENSE, "length"), list(cls.shown(rows))
+        for first, *_ in grouped(rows, *names) if cls.OF_DENSE else ():
+            place = dict.fromkeys(cls.BY.values()) | {field: first[field] for field in names}
+            for way in first.get("baselines") or ():
+                values = {field: first[named].get(way) for field, named in cls.OF_DENSE.items()}
+                made.append({**place, "way": way, **values})
+        return made
 
     @classmethod
     def draw(cls, path: Path, rows: Sequence[Row]) -> None:
         """The panels side by side, a line of them for each of `APART`; dense ways are grey."""
-        panels = [panel for panel in cls.PANELS if panel.shows(rows)]
-        by = base.varying(rows, cls.BY)
+        lines = cls.lines(rows)
+        panels = [panel for panel in cls.PANELS if panel.shows(lines)]
+        by = varying(lines, cls.BY)
         apart = {heading: by.pop(heading) for heading in cls.APART if heading in by}
         groups, across = grouped(rows, *apart.values()), max(1, len(panels))
         with charts.figure(
             path, len(groups), across, figsize=(5.5 * across, 4.6 * len(groups))
         ) as (axes):
             for beside, some in zip(axes, groups, strict=True):
-                lengths = [row["length"] for row in some]
+                lengths, drawn = [row["length"] for row in some], cls.lines(some)
                 for axis, panel in zip(beside, panels, strict=False):
-                    axis.set_visible(panel.shows(some))
-                    cls.draw_lines(axis, panel, some, by)
+                    axis.set_visible(panel.shows(drawn))
+                    cls.draw_lines(axis, panel, drawn, by)
                     title = ", ".join([*named(some[0], apart), panel.title])
                     charts.over_tokens(axis, lengths, title, panel.unit, log=panel.log)
 
@@ -108,7 +162,35 @@ class Reported:
                 continue
             look = {"color": next(greys), "marker": "s"} if dense else {}
             label = ", ".join([*named(alike[0], by), *[heading_of(field)] * several])
-            charts.line(axis, alike, itemgetter(field), label=label or None, **look)
+            charts.line(
+                axis, alike, lambda row, field=field: row.get(field), label=label or None, **look
+            )
+
+
+def varying(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:
+    """Those of ``columns``, heading -> field, that differ among rows."""
+    return {h: name for h, name in columns.items() if len({row.get(name) for row in rows}) > 1}
+
+
+def remarks(rows: Sequence[Row], by: Mapping[str, str]) -> dict[str, str]:
+    """A table of `REMARKS` and at which lengths, under its heading; none where nothing is said.
+
+    ``by``, heading -> field, tells rows apart beside their length.
+    """
+    lengths: dict[tuple, dict[str, None]] = {}
+    for (field, kind), row in itertools.product(REMARKS.items(), rows):
+        said = row.get(field) or {}
+        for name, text in (said if isinstance(said, Mapping) else {"": said}).items():
+            what = (*(row[each] for each in by.values()), kind, text)
+            lengths.setdefault((what, name), {})[f"{row['length']:,}"] = None
+    # what is said of several names alike is said once
+    names: dict[tuple, list[str]] = {}
+    for (what, name), where in lengths.items():
+        names.setdefault((*what, ", ".join(where)), []).append(name)
+    headings = (*by, "what", "why or how", "tokens", "of")
+    lines = [dict(zip(headings, (*k, ", ".join(of)), strict=True)) for k, of in names.items()]
+    shown = headings if any(line["of"] for line in lines) else headings[:-1]
+    return {"Remarks": markdown_table(lines, shown)} if lines else {}
 
 
 def named(row: Row, by: Mapping[str, str]) -> list[str]:
@@ -147,4 +229,5 @@ def written(name: str, row: Row) -> str | None:
         return percent(value)
     if "over_" in name or name == "ceiling":
         return TIMES(value)
-    return f"{value:,}" if isinstance(value, int) else digits(value)
+    shown = f"{value:,}" if isinstance(value, int) else digits(value)
+    return f"≈ {shown}" if name == "baseline_ms" and row.get("extrapolated") else shown

@@ -5,7 +5,6 @@ It takes the arguments of `cab_hf.distributed.zigzag_attention`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,43 +48,38 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Te
 def _around(q: Tensor, k: Tensor, v: Tensor, turn: CPAttention) -> tuple[Tensor, Tensor]:
     """W steps around the ring, each over the keys of one rank."""
     rank, world = turn.group.rank(), turn.group.size()
-    size = turn.places.layout.exact_block
     out = lse = None
+    both = torch.cat((k, v), dim=-1)
     for step in range(world):
-        holder = (rank - step) % world
         if step + 1 < world:
-            # on their way while this step computes
-            passing = _passed(k, v, turn.group)
-        spans = _seen_of(turn.spans, turn.places, holder)
-        plan = everything(spans, size)
-        result = turn.engine.attention(q, k, v, plan, turn.scale, return_lse=True)
+            # on its way to the next rank while this step computes
+            received, works = _hop(both.detach(), turn.group, 1)
+        keys, values = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
+        spans = _seen_of(turn.spans, turn.places, (rank - step) % world)
+        plan = everything(spans, turn.places.layout.exact_block)
+        result = turn.engine.attention(q, keys, values, plan, turn.scale, return_lse=True)
         # merged at no less than float32, rounded once
         result = result[0].to(result[1].dtype), result[1]
-        if step > 0:
-            pairs = zip((out, lse), result, strict=True)
-            result = _merged(*(torch.stack(pair, dim=2) for pair in pairs))
-        out, lse = result
+        out, lse = result if step == 0 else _merged((out, lse), result)
         if step + 1 < world:
-            k, v = passing()
+            for work in works:
+                finish(work, turn.group)
+            both = _Passed.apply(both, received, turn.group)
     return out.to(q.dtype), lse.detach()
 
 
-def _merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over all keys, of attention over each of P parts of them.
+def _merged(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of two parts, of that over each, differentiable.
 
-    Args:
-        out: [B, H, P, N, D], zeros where a query sees nothing of a part.
-        lse: [B, H, P, N], the log-sum-exps.
-
-    Returns:
-        (out [B, H, N, D], log-sum-exp [B, H, N]), differentiable by both.
+    Each is (out [B, H, N, D], zeros where a query sees nothing; log-sum-exp [B, H, N]).
     """
+    (one, first), (other, second) = parts
     # a query that sees nothing has no part to weigh; looking away keeps NaN out of gradients
-    blind = (lse == -torch.inf).all(2)
-    lse = lse.masked_fill(blind.unsqueeze(2), 0.0)
-    total = lse.logsumexp(2)
-    weight = (lse - total.unsqueeze(2)).exp().unsqueeze(-1)
-    return (out * weight).sum(2).to(out.dtype), total.masked_fill(blind, -torch.inf)
+    blind = (first == -torch.inf) & (second == -torch.inf)
+    lse = torch.stack((first, second)).masked_fill(blind, 0.0)
+    total = lse.logsumexp(0)
+    weight = (lse - total).exp().unsqueeze(-1)
+    return one * weight[0] + other * weight[1], total.masked_fill(blind, -torch.inf)
 
 
 @once_per_spans
@@ -110,21 +104,8 @@ def _seen_of(spans: Spans, places: Places, holder: int) -> Spans:
     )
 
 
-def _passed(k: Tensor, v: Tensor, group: ProcessGroup) -> Callable[[], tuple[Tensor, Tensor]]:
-    """K and V of the rank before, once asked for; ours are on their way to the next one."""
-    both = torch.cat((k, v), dim=-1)
-    received, works = _hop(both.detach(), group, 1)
-
-    def arrived() -> tuple[Tensor, Tensor]:
-        for work in works:
-            finish(work, group)
-        passed = _Passed.apply(both, received, group)
-        return passed[..., : k.shape[-1]], passed[..., k.shape[-1] :]
-
-    return arrived
-
-
 def _hop(x: Tensor, group: ProcessGroup, step: int) -> tuple[Tensor, list[dist.Work]]:
+    """(what the rank ``step`` before will have sent, the work to wait for); ``x`` goes on."""
     rank, world = group.rank(), group.size()
     x = x.contiguous()
     received = torch.empty_like(x)

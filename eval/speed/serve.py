@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.report import grouped, markdown_table
+from cab_hf.eval.report import grouped
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.model import CAB, CAB_DENSE, SDPA
-from cab_hf.eval.speed.reported import Panel, Reported, table
+from cab_hf.eval.speed.model import CAB, SDPA
+from cab_hf.eval.speed.reported import CAB_DENSE, Panel, table
 from cab_hf.eval.speed.trace import (
     SUMMARY,
     RequestFailed,
@@ -57,6 +57,8 @@ class Settings(models.ModelSettings):
     KEYS: ClassVar[Mapping[str, str]] = {"implementation": "implementations"}
 
     POSITIVE = (*models.ModelSettings.POSITIVE, "batch_tokens", "warm_up")
+    FROM_0 = ("rate",)
+    CHOICES: ClassVar[Mapping[str, Any]] = {"implementations": KNOWN}
 
     lengths: tuple[int, ...] | None = base.listed(
         (32_768, 131_072), (256, 512), "tokens of prompts", parse_length
@@ -89,8 +91,6 @@ class Settings(models.ModelSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        named = set(self.implementations) <= set(KNOWN)
-        self.check("implementations", named, f"out of {', '.join(KNOWN)}")
         named = self.option_by_length("requests", int).keys() <= {None, *self.lengths}
         self.check("requests", named, f"of lengths out of {', '.join(map(str, self.lengths))}")
         counts = self.counts.values()
@@ -98,7 +98,6 @@ class Settings(models.ModelSettings):
         densities = {self.density_at(length) for length in self.lengths}
         self.check("max_density", len(densities) == 1, "one: a model serves all lengths alike")
         self.check("new_tokens", self.new_tokens > 1, "at least 2: the first one is not timed")
-        self.check("rate", self.rate >= 0, "0 or more")
         self.check("shared", 0 <= self.shared < self.lengths[0], "less than the shortest prompt")
         self.check("blocks", self.blocks is None or self.blocks > 0, "at least 1")
         self.check("memory", 0 < self.memory <= 1, "in (0, 1]")
@@ -126,7 +125,7 @@ class Settings(models.ModelSettings):
         )
 
 
-class Serve(Reported, base.Speed):
+class Serve(models.ModelSpeed):
     """A case is one way to attend; all of them serve the same trace."""
 
     name = "speed serve"
@@ -140,7 +139,6 @@ class Serve(Reported, base.Speed):
     SHAPE = ("dtype", "new_tokens", "longest")
     FOUND = ("served", "density", "peak_gib", "cache_gib", "ran_as")
     BY_NAME = ("batching",)
-    REPORTED_ERRORS = Exception  # what is not installed, is refused or does not fit
     BY = WAY
     PANELS = (
         Panel("time to the first token, p99", "s", ("ttft_p99",), log=False),
@@ -188,14 +186,10 @@ class Serve(Reported, base.Speed):
 
     @classmethod
     def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
-        """All requests, those of each length, and what the manager was told."""
-        told = [
-            {**row["batching"], "way": row["implementation"]} for row in rows if row["batching"]
-        ]
+        """All requests, and those of each length."""
         return {
             "All requests": cls.table(rows),
             "By length": table(by_length(rows)),
-            "What continuous batching was told": markdown_table(told, ("way", *BATCHING)),
             **cls.remarks([{**row, "length": row["longest"]} for row in rows]),
         }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +13,7 @@ from torch import Tensor
 from cab_hf import engines
 from cab_hf.call.frame import everything
 from cab_hf.config import CabConfig
-from cab_hf.distributed import predict, union, zigzag_attention
-from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
+from cab_hf.distributed import predict, zigzag_attention
 from cab_hf.distributed.layout import Layout, layout_of
 from cab_hf.engines import REFERENCE, Workload
 from cab_hf.eval.speed.checks import CHECK_GRADIENT_TOLERANCE, CHECK_TOLERANCE, close
@@ -65,14 +63,12 @@ class BenchCase:
     Attributes:
         group: the ranks that hold the text; of no matter to one alone.
         config: what CAB is told, and the engine of all.
-        heads_k_stride: KV heads that travel together.
     """
 
     scheme: Scheme
     length: int
     group: ProcessGroup | None
     config: CabConfig
-    heads_k_stride: int = KV_HEADS_TOGETHER
 
     @cached_property
     def layout(self) -> Layout | None:
@@ -137,7 +133,7 @@ class BenchCase:
             plan = plan or everything(self.spans(q), EXACT_BLOCK)
             return engine.attention(q, k, v, plan, q.shape[-1] ** -0.5, return_lse=True)[0]
         fields = {"cu_seqlens": (0, self.length), "block": EXACT_BLOCK, "check": False}
-        fields |= {"heads_k_stride": self.heads_k_stride, "engine": self.config.engine}
+        fields["engine"] = self.config.engine
         return self.scheme.function(q, k, v, group=self.group, plan=plan, **fields)[0]
 
     def call(self, *heads: Tensor) -> Callable[[], Any]:
@@ -147,11 +143,7 @@ class BenchCase:
         """
         if len(heads) == 4:
             return lambda: outcome(self.attend, *heads)
-        return lambda: (self._without_gradients(*heads),)
-
-    @torch.no_grad()
-    def _without_gradients(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.attend(q, k, v)
+        return torch.no_grad()(lambda: (self.attend(*heads),))
 
 
 @torch.enable_grad()
@@ -196,11 +188,3 @@ def check(turn: BenchCase, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> N
         tolerance = CHECK_TOLERANCE if place == "output" else CHECK_GRADIENT_TOLERANCE
         pair = (x.masked_fill(padding, 0.0) for x in (ours, turn.sharded(theirs)))
         close(*pair, f"in the {place} at {turn.length} tokens", tolerance)
-
-
-def needed(plan: BlockPlan, heads: int, kv_heads: int) -> float:
-    """The share of the text's key blocks that any query of this rank attends, over KV heads."""
-    group = heads // kv_heads
-    # one KV head at a time: as a grid, a plan is large
-    slices = (plan.slice_heads(i * group, (i + 1) * group, heads) for i in range(kv_heads))
-    return fmean(float(union(part, 1).float().mean()) for part in slices)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,10 +68,6 @@ class Team:
     def size(self) -> int:
         return 1 if self.group is None else self.group.size()
 
-    def from_rank_0(self, value: Found) -> Found:
-        """What rank 0 gave, on every rank."""
-        return self.everyone(value)[0]
-
     def everyone(self, value: Found) -> list[Found]:
         """What the ranks gave, in order."""
         if self.control is None:
@@ -78,6 +75,10 @@ class Team:
         result: list[Any] = [None] * self.size
         dist.all_gather_object(result, value, group=self.control)
         return result
+
+    def from_rank_0(self, value: Found) -> Found:
+        """What rank 0 gave, on every rank."""
+        return self.everyone(value)[0]
 
     def together(self, call: Callable[[], Found]) -> Found:
         """What ``call`` returns on this rank, once it has returned on all.
@@ -115,13 +116,19 @@ class Team:
         seconds: float = 0.0,
         in_a_row: int = 1,
         warm_up: float = math.inf,
+        before: Callable[[], Any] = lambda: None,
     ) -> Slowest:
         """Time ``call``, which all ranks begin together: at least ``least`` runs, for ``seconds``.
 
         A run is at most ``in_a_row`` calls, as many as take `ROW_SECONDS`: what follows on others
         is set under way while they compute, as the layers of a model are; how many, one before
         tells. A first call is not counted, unless it takes more than ``warm_up`` seconds.
+        ``before`` is called ahead of each run, untimed.
         """
+
+        def begin() -> None:
+            before()
+            self.barrier()
 
         def walls(runs: int, row: int = 1) -> tuple[list[float], float | None]:
             """(ms a call of the slowest rank in each run, the highest peak)."""
@@ -130,7 +137,7 @@ class Team:
                 for _ in range(row):
                     call()
 
-            mine = self.together(lambda: bench.walls(some, runs, self.barrier))
+            mine = self.together(lambda: bench.walls(some, runs, begin))
             times, peaks = zip(*self.everyone(mine), strict=True)
             slowest = [max(run) / row for run in zip(*times, strict=True)]
             return slowest, None if None in peaks else max(peaks)
@@ -159,7 +166,7 @@ def launched(device: str, command: str) -> Iterator[Team]:
     """The ranks that torchrun has started, one a GPU of this host, or one a process on the CPU.
 
     Raises:
-        UsageError: where torchrun has started nothing.
+        UsageError: where torchrun has started nothing, or ranks of several hosts.
     """
     if not by_torchrun():
         raise UsageError(
@@ -168,8 +175,8 @@ def launched(device: str, command: str) -> Iterator[Team]:
         )
     if os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_WORLD_SIZE"):
         raise UsageError(
-            f"torchrun has started {os.environ['WORLD_SIZE']} ranks on several hosts; it measures "
-            "those of one, and foresees what several take."
+            f"torchrun has started {os.environ['WORLD_SIZE']} ranks on several hosts; start all on "
+            "one, of which it measures the ranks."
         )
     if torch.device(device).type == "cuda":
         mine = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -200,7 +207,7 @@ class Ranked(Speed):
     @staticmethod
     def needs_ranks(settings: SpeedSettings) -> bool:
         """Whether what is asked for runs on ranks, torchrun's or none."""
-        return True
+        return by_torchrun()
 
     @property
     def is_ranked(self) -> bool:
@@ -228,13 +235,11 @@ class Ranked(Speed):
 
     def check(self) -> None:
         super().check()
-        if not self.is_ranked:
-            return
-        if self.team.size < self.LEAST_RANKS:
+        if self.is_ranked and self.team.size < self.LEAST_RANKS:
             raise UsageError(
                 "it is about ranks, and torchrun started 1; give it --nproc_per_node=2."
             )
-        if self.settings.device not in ("cuda", "cpu"):
+        if self.is_ranked and self.settings.device not in ("cuda", "cpu"):
             raise UsageError(
                 f"device is {self.settings.device!r}; over ranks it must be cuda or cpu: every "
                 "rank takes the GPU of its own number."
@@ -264,9 +269,17 @@ class Ranked(Speed):
             raise error
         return super().reported(error)
 
-    def alone(self, call: Callable[[], Found]) -> Found | None:
-        """What ``call`` returns on rank 0; the others wait meanwhile, for None."""
+    def find(self, sample: dict[str, Any]) -> None:
+        """As `find_on`; where a case is of one rank, rank 0 measures it and the others wait."""
+        if sample["world"] > 1:
+            self.find_on(sample, self.team)
+            return
         try:
-            return call() if self.team.rank == 0 else None
+            if self.team.rank == 0:
+                self.find_on(sample, Team())
         finally:
             self.team.from_rank_0(None)
+
+    @abstractmethod
+    def find_on(self, sample: dict[str, Any], team: Team) -> None:
+        """Write into ``sample`` what the ranks of ``team`` find, each of which calls it."""

@@ -37,22 +37,22 @@ PREDICTOR = {
 OTHER = "other"
 
 
-def method_on(device: str, seconds: float | None = None, clean: bool = False) -> str:
-    """How `Bench.time` measures there, in words; ``clean`` as for `GpuBench`."""
-    on_cpu = torch.device(device).type == "cpu"
-    seconds = SECONDS_A_CASE if seconds is None else seconds
-    text = (
-        f"median of {LEAST_RUNS} to {MOST_RUNS} runs ({seconds} s where there is time for more) by "
-        f"{'time.perf_counter' if on_cpu else 'CUDA events'} after at least {WARM_UP_CALLS} calls "
-        f"and {WARM_UP_SECONDS} s of warm-up; "
+def method_on(device: str, seconds: float = SECONDS_A_CASE, graph: bool = True) -> str:
+    """How `Bench.time` measures there, in words; ``graph`` as there."""
+    how = (
+        f"median of {LEAST_RUNS} to {MOST_RUNS} runs ({seconds} s where there is time for more) "
+        f"after at least {WARM_UP_CALLS} calls and {WARM_UP_SECONDS} s of warm-up, by "
     )
-    if on_cpu:
-        return f"{text}a functional check, no result"
+    if torch.device(device).type == "cpu":
+        return f"{how}time.perf_counter; a functional check, no result"
+    replayed = (
+        "; ms is the replay of a CUDA graph where one could be made, for dense attention too, and "
+        "eager ms the same call made from Python"
+    )
     return (
-        f"{text}{FLUSHED_BYTES >> 20} MiB are {'read' if clean else 'zeroed'} before every run, "
-        "outside of the events, so the L2 cache is cold"
-        + " and holds nothing that is to be written back"
-        * clean
+        f"{how}CUDA events, {FLUSHED_BYTES >> 20} MiB being read before every run, outside of the "
+        "events, so that the L2 cache is cold and holds nothing that is to be written back"
+        f"{replayed * graph}"
     )
 
 
@@ -106,24 +106,6 @@ class Bench:
         seconds = SECONDS_A_CASE if self.seconds is None else self.seconds
         return min(MOST_RUNS, max(LEAST_RUNS, int(seconds / max(now - started, 1e-9))))
 
-    def wall(
-        self,
-        call: Callable[[], Any],
-        runs: int = 1,
-        warm_up_calls: int = 1,
-        before: Callable[[], Any] = lambda: None,
-    ) -> tuple[float, float | None]:
-        """(median ms until ``call`` and all it started is done, GiB at its peak) of ``runs``.
-
-        For calls of seconds, after others that warm up.
-        """
-        for _ in range(warm_up_calls):
-            before()
-            call()
-        self.settle()
-        times, peak = self.walls(call, runs, before)
-        return statistics.median(times), peak
-
     def walls(
         self, call: Callable[[], Any], runs: int, before: Callable[[], Any] = lambda: None
     ) -> tuple[list[float], float | None]:
@@ -151,11 +133,19 @@ class Bench:
     def parts(
         self, call: Callable[[], Any], parts: Mapping[str, Sequence[str]] = PREDICTOR
     ) -> dict[str, Any]:
-        """`split` of the kernels of ``call``, or ``why_no_split``."""
+        """ms of every part of the kernels of ``call`` and of the rest, or ``why_no_split``.
+
+        Each is the median over calls of what its kernels take together.
+        """
         try:
-            return split(self.kernels(call), parts)
+            calls = self.kernels(call)
         except RuntimeError as error:
             return {"why_no_split": in_a_sentence(error)}
+        spent = {part: [0.0] * len(calls) for part in (*parts, OTHER)}
+        for place, kernels in enumerate(calls):
+            for name, ms in kernels:
+                spent[part_of(name, parts)][place] += ms
+        return {f"{part}_ms": statistics.median(each) for part, each in spent.items()}
 
     def kernels(self, call: Callable[[], Any]) -> list[list[tuple[str, float]]]:
         """(name, ms) of the kernels of every profiled call."""
@@ -165,16 +155,15 @@ class Bench:
 class GpuBench(Bench):
     """CUDA events, cold L2, graphs, peak memory and kernel times.
 
-    What empties the L2 cache is written, or read where it is to be ``clean``: a call of
-    microseconds would be timed together with writing back what was written before.
+    What empties the L2 cache is read, not written: a call of microseconds would be timed together
+    with writing back what was written before.
     """
 
-    def __init__(self, device: str, seconds: float | None = None, clean: bool = False) -> None:
+    def __init__(self, device: str, seconds: float | None = None) -> None:
         super().__init__(device, seconds)
-        self.clean = clean
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
-        self.flushed = torch.zeros(FLUSHED_BYTES, device=self.device, dtype=torch.uint8)
+        self.flushed = torch.zeros(FLUSHED_BYTES // 8, device=self.device, dtype=torch.int64)
 
     def settle(self) -> None:
         gc.collect()
@@ -265,10 +254,7 @@ class GpuBench(Bench):
         return statistics.median(start.elapsed_time(end) for start, end in events)
 
     def _flush(self) -> None:
-        if self.clean:
-            self.flushed.view(torch.int64).amax()
-        else:
-            self.flushed.zero_()
+        self.flushed.amax()
 
     def _captured(self, call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         stream = torch.cuda.Stream()
@@ -284,11 +270,10 @@ class GpuBench(Bench):
         return graph
 
 
-def bench_on(device: str, seconds: float | None = None, clean: bool = False) -> Bench:
-    """The clock of that device; ``clean`` as for `GpuBench`."""
-    if torch.device(device).type == "cuda":
-        return GpuBench(device, seconds, clean)
-    return Bench(device, seconds)
+def bench_on(device: str, seconds: float | None = None) -> Bench:
+    """The clock of that device."""
+    kind = GpuBench if torch.device(device).type == "cuda" else Bench
+    return kind(device, seconds)
 
 
 def in_a_sentence(error: BaseException) -> str:
@@ -313,16 +298,4 @@ def ran_out(error: BaseException) -> bool:
 
 def part_of(kernel: str, parts: Mapping[str, Sequence[str]] = PREDICTOR) -> str:
     """Which of ``parts`` a kernel of that name belongs to; `OTHER` where none fits."""
-    fitting = (part for part, marks in parts.items() if any(mark in kernel for mark in marks))
-    return next(fitting, OTHER)
-
-
-def split(
-    calls: Sequence[Sequence[tuple[str, float]]], parts: Mapping[str, Sequence[str]] = PREDICTOR
-) -> dict[str, float]:
-    """ms of every part and of the rest, the median over calls of (kernel name, ms) each."""
-    sums = {part: [0.0] * len(calls) for part in (*parts, OTHER)}
-    for place, call in enumerate(calls):
-        for name, ms in call:
-            sums[part_of(name, parts)][place] += ms
-    return {f"{part}_ms": statistics.median(spent) for part, spent in sums.items()}
+    return next((part for part in parts if any(mark in kernel for mark in parts[part])), OTHER)

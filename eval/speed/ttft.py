@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import Any, ClassVar
 
 import torch
@@ -19,8 +20,8 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped, percent
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.model import CAB, CAB_DENSE, SDPA, TIMES
-from cab_hf.eval.speed.reported import Panel, Reported
+from cab_hf.eval.speed.model import CAB, SDPA
+from cab_hf.eval.speed.reported import CAB_DENSE, TIMES, Panel
 from cab_hf.eval.speed.team import Ranked, Team, by_torchrun
 from cab_hf.runs.settings import option, parse_length
 
@@ -50,6 +51,7 @@ class Settings(models.ModelSettings):
 
     KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths", "implementation": "implementations"}
     POSITIVE = (*models.ModelSettings.POSITIVE, "runs")
+    FROM_0 = ("behind",)
 
     lengths: tuple[int, ...] | None = base.powers(12, 17)
     implementations: tuple[str, ...] | None = base.listed(
@@ -71,9 +73,7 @@ class Settings(models.ModelSettings):
             known = (SDPA, *known, *dense.on(self.device))
         elif not asked:
             self._set("implementations", known)
-        named = set(self.implementations) <= set(known)
-        self.check("implementations", named, f"out of {', '.join(known)}")
-        self.check("behind", self.behind >= 0, "0 or more")
+        self.check_choice("implementations", known)
         if self.behind:
             self.check("behind", not by_torchrun(), "0 where ranks share a prompt")
             block = self.cab_config.query_block
@@ -96,7 +96,7 @@ class Settings(models.ModelSettings):
         return text + (warming if by_torchrun() else "")
 
 
-class TimeToFirstToken(Reported, Ranked):
+class TimeToFirstToken(models.ModelSpeed, Ranked):
     """A case is one length, one way to attend, and on how many ranks."""
 
     name = "speed ttft"
@@ -109,7 +109,6 @@ class TimeToFirstToken(Reported, Ranked):
     GROWS = (*Settings.KEYS.values(), "cab", "worlds")
     SHAPE = ("dtype", "behind")
     FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as")
-    REPORTED_ERRORS = Exception  # a kernel that is missing, refuses, is wrong or does not fit
     BY: ClassVar[Mapping[str, str]] = {"way": "implementation", "ranks": "world"}
     PANELS = (Panel("time to the first token", "ms", ("ms",)), GAIN)
     NOTES: ClassVar[Mapping[str, str]] = {
@@ -118,26 +117,22 @@ class TimeToFirstToken(Reported, Ranked):
         "worlds": ACROSS,
     }
 
-    @staticmethod
-    def needs_ranks(settings: base.SpeedSettings) -> bool:
-        return by_torchrun()
-
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         for case in self.settings.asked():
             yield {**case, "world": self.team.size}
 
-    def find(self, sample: dict[str, Any]) -> None:
-        settings, bench, team = self.settings, self.bench, self.team
+    def find_on(self, sample: dict[str, Any], team: Team) -> None:
+        settings, bench = self.settings, self.bench
         length, way, behind = sample["length"], sample["implementation"], settings.behind
         if team.size > 1:
             team.together(bench.settle)
-            with prefilling_across(settings, length, way, team) as (call, known):
-                ms, peak, *_ = team.slowest(bench, call, settings.runs, warm_up=0)
-                sample |= known()
+            # it has read a shorter prompt by then, so that the first call counts
+            prefill, warm_up = prefilling_across(settings, length, way, team), 0.0
         else:
-            with models.prefilling(settings, length, way, behind=behind) as (call, known, crop):
-                ms, peak = bench.wall(call, settings.runs, before=crop)
-                sample |= known()
+            prefill, warm_up = models.prefilling(settings, length, way, behind=behind), inf
+        with prefill as (call, known, crop):
+            ms, peak, *_ = team.slowest(bench, call, settings.runs, warm_up=warm_up, before=crop)
+            sample |= known()
         done = settings.flops(length, sample["density"], behind)
         sample |= {
             "ms": ms,
@@ -195,8 +190,8 @@ EXPERIMENT = TimeToFirstToken
 @contextmanager
 def prefilling_across(
     settings: models.ModelSettings, length: int, way: str, team: Team
-) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]]]]:
-    """As `prefilling`, where each rank of ``team`` reads its tokens of the prompt.
+) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]], Callable[[], None]]]:
+    """As `models.prefilling`, where each rank of ``team`` reads its tokens of the prompt.
 
     What is known is of all ranks, and asked for by all of them. Kernels are compiled by then.
     """
@@ -218,7 +213,7 @@ def prefilling_across(
                 team.together(reading(model, prompt[:, :WARM_UP_TOKENS], team, block))
                 # what that one attended is not of the prompt that is asked for
                 models.attended_by(model, length, way, reset=True)
-                yield reading(model, prompt, team, block), known
+                yield reading(model, prompt, team, block), known, lambda: None
         finally:
             # one tile of all tokens is none
             compute_in_tiles(model, sys.maxsize)

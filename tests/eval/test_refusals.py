@@ -224,7 +224,6 @@ OTHERS = {
 --cab max_density=0.3 > cab sets max_density
 --head-dims 0 > head_dims is (0,)
 --heads 5 > heads is 5
---inputs magic > inputs is 'magic'
 """,
     "speed ttft": """
 --device meta > device must be one

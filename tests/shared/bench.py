@@ -17,6 +17,9 @@ from cab_hf.plan import BlockPlan
 ROOT = Path(__file__).parents[2]
 # standalone: several may run at once
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+# a model for ops on whole ones, and blocks so few that a hundred tokens have some to leave out
+TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
+BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=1")
 FILES = ["figure.png", "report.md", "results.csv", "results.json", "samples.jsonl"]
 
 
@@ -79,6 +82,15 @@ class FakeBench(timing.Bench):
 
     def kernels(self, call):
         return [[(name, 1.0) for name in self.names]]
+
+
+class Clock(FakeBench):
+    """Every run takes half a second and 2 GiB."""
+
+    def walls(self, call, runs, before=lambda: None):
+        before()
+        call()
+        return [500.0] * runs, 2.0
 
 
 class DensityBench(Bench):

@@ -68,9 +68,8 @@ def test_a_killed_run_goes_on(tmp_path):
             assert row["efficiency"] == row["alone_ms"] / row["ms"] / 2
     sparse = [row for row in rows if "cab" in row["scheme"]]
     for one, many in zip(sparse[::2], sparse[1::2], strict=True):
-        # the plan of one process, whose rows the ranks share out; rank 0 has those that end it
+        # the plan of one process, whose rows the ranks share out
         assert one["density"] == many["density"] < 1
-        assert many["needed_by_rank"][0] == 1 > many["needed_by_rank"][1]
     assert "torchrun --nproc_per_node=2 -m cab_hf.eval" in (folder / "report.md").read_text()
 
 

@@ -3,21 +3,22 @@
 import json
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from bench import FakeBench, sample_of, speed_run, torchrun
+from bench import BLOCKS, TINY, Clock, sample_of, torchrun
 
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.speed import dense, lora, model, spread
-from cab_hf.eval.speed.lora import LoraStep, Settings, next_length
+from cab_hf.eval.speed.base import next_length
+from cab_hf.eval.speed.lora import LoraStep, Settings
 from cab_hf.eval.speed.spread import SPREADS
 from cab_hf.eval.speed.team import Team
 from cab_hf.finetune.offload import Offload
 
-TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
-SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "min_length=0", "dense_tail_blocks=1")
+SMALL = (*BLOCKS, "min_length=0")
 # a case of one process
 ONE = {"spread": "alone", "world": 1, "sought": False}
 CASE = {"length": 192, "implementation": "cab", **ONE}
@@ -25,12 +26,6 @@ CASE = {"length": 192, "implementation": "cab", **ONE}
 
 def tiny(**more):
     return Settings(device="cpu", **{**TINY, **more})
-
-
-class Clock(FakeBench):
-    def walls(self, call, runs, before=lambda: None):
-        call()
-        return [500.0] * runs, 2.0
 
 
 def test_a_step_learns_and_its_gradients_are_gone_behind_it():
@@ -166,7 +161,7 @@ def test_one_rank_is_refused(one_process, tmp_path):
 def test_efficiency_is_over_the_same_way_and_length_alone():
     def sample(length, way, how, world, ms):
         place = {"length": length, "implementation": way, "spread": how, "world": world}
-        return {**place, "ms": ms, "density": 1.0, "ceiling": 1.0}
+        return {**LoraStep.ADDED, **place, "ms": ms, "density": 1.0, "ceiling": 1.0}
 
     rows = LoraStep.rows(
         [
@@ -275,35 +270,27 @@ def test_the_longest_that_fits_is_found(limit, asked):
     assert max(fitting, default=0) // 64 == limit // 64
 
 
-@pytest.mark.slow
-def test_a_search_for_the_longest(tmp_path, monkeypatch):
+def test_the_longest_is_sought_by_every_way():
     """On a GPU that holds 300 tokens, whatever they are learnt by."""
-    learn = spread.learn
-
-    class Small(Clock):
-        def room(self):
-            return 2.0**-10
-
-    def full_at_300(step, optimizer, tokens):
-        if tokens > 300:
-            # a step that has begun
-            for parameter in step.learnt:
-                parameter.grad = torch.ones_like(parameter)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
-        learn(step, optimizer, tokens)
-
-    monkeypatch.setattr(LoraStep, "bench", Small())
-    monkeypatch.setattr(lora, "WARM_UP_TOKENS", 32)
-    monkeypatch.setattr(spread, "learn", full_at_300)
-    words = ("--layers", "3", "--runs", "1", "--lengths", "96", "--implementations", "sdpa,cab")
-    rows = speed_run("lora", tmp_path, *words, "--longest")["rows"]
+    experiment = LoraStep(tiny(lengths=(96,), implementations=("sdpa", "cab"), longest=True))
+    experiment.bench = SimpleNamespace(room=lambda: 1.0)
+    samples = []
+    for case in experiment.cases(samples):
+        samples.append({**case, "fits": case["length"] <= 300})
     for way in ("sdpa", "cab"):
-        tried = {row["length"]: row["fits"] for row in rows if row["implementation"] == way}
-        assert tried[256] and tried[320] is False and tried[96]
-        assert all(fits == (length <= 300) for length, fits in tried.items())
-    # nothing is left of what did not fit
-    given = {"device": "cpu", "layers": 3, "lengths": (96,), "runs": 1, "out": str(tmp_path)}
-    settings = Settings(**given, implementations=("sdpa", "cab"), longest=True)
-    hits = spread.trainee.cache_info().hits
+        tried = {x["length"]: x["sought"] for x in samples if x["implementation"] == way}
+        assert tried == {96: False, 128: True, 256: True, 512: True, 384: True, 320: True}
+
+
+def test_what_does_not_fit_leaves_no_gradients(monkeypatch):
+    def full(step, optimizer, tokens):
+        # a step that has begun
+        for parameter in step.learnt:
+            parameter.grad = torch.ones_like(parameter)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
+
+    monkeypatch.setattr(spread, "learn", full)
+    settings = tiny(lengths=(192,), cab=SMALL)
+    row = sample_of(LoraStep, settings, CASE, Clock())
+    assert row["fits"] is False and row["error"].startswith("out of memory")
     assert all(p.grad is None for p in spread.trainee(settings).learnt)
-    assert spread.trainee.cache_info().hits == hits + 1

@@ -5,14 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench import FakeBench, sample_of, speed_run
+from bench import TINY, FakeBench, sample_of, speed_run
 
 from cab_hf.eval.speed import model
 from cab_hf.eval.speed.prefill import Prefill, Settings
 
-TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
-BLOCKS = ("query_block=32", "key_block=16", "dense_tail_blocks=1")
-WORDS = ["--layers", "1", "--chunk", "64", *(w for b in BLOCKS for w in ("--cab", b))]
+SMALL = ("query_block=32", "key_block=16", "dense_tail_blocks=1")
+WORDS = ["--layers", "1", "--chunk", "64", *(w for b in SMALL for w in ("--cab", b))]
 
 
 class Device(FakeBench):
@@ -22,19 +21,19 @@ class Device(FakeBench):
         super().__init__()
         self.limit = limit
 
-    def wall(self, call, warm_up_calls):
+    def walls(self, call, runs):
         length = int(call().past_key_values.get_seq_length())
         peak = 100.0 + length / 2
         if peak > self.limit:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
-        return 10.0 * length, peak / 1024
+        return [10.0 * length], peak / 1024
 
     def room(self):
         return 500.0 / 1024
 
 
 def settings_of(length, **more):
-    return Settings(device="cpu", lengths=(length,), chunk=64, cab=BLOCKS, **TINY, **more)
+    return Settings(device="cpu", lengths=(length,), chunk=64, cab=SMALL, **TINY, **more)
 
 
 def search(tmp_path, monkeypatch, bench, *words, **how):
@@ -74,17 +73,16 @@ def test_a_row_by_hand():
     assert (row["peak_gib"], row["room_gib"]) == (196 / 1024, 500 / 1024)
     assert row["cache_gib"] == settings.cache_gib(192)
     assert row["rest_gib"] == pytest.approx(196 / 1024 - row["cache_gib"] - row["weights_gib"])
-    # the prompt that warms up is not counted, and one length makes no line; half of each chunk is
-    # its tail
-    assert 0 < row["density"] < 0.8 and row["line_gib"] is None
+    # the prompt that warms up is not counted; half of each chunk is its tail
+    assert 0 < row["density"] < 0.8
 
 
 @pytest.mark.parametrize(
     ("limit", "tried"),
     [
         # 100 + N / 2 <= 500, in chunks of 64
-        pytest.param(500.0, {768: True}, id="as the line says"),
-        pytest.param(430.0, {640: True, 704: False, 768: False}, id="two chunks less"),
+        pytest.param(500.0, {768: True, 832: False, 896: False, 1024: False}, id="800"),
+        pytest.param(430.0, {640: True, 704: False, 768: False, 1024: False}, id="660"),
     ],
 )
 def test_the_longest_length_is_run(tmp_path, monkeypatch, limit, tried):
@@ -92,22 +90,21 @@ def test_the_longest_length_is_run(tmp_path, monkeypatch, limit, tried):
     assert {row["length"]: row["fits"] for row in rows if row["sought"]} == tried
     assert [row["length"] for row in rows] == sorted({256, 512, *tried})
     for row in rows:
-        assert row["line_gib"] == pytest.approx((100 + row["length"] / 2) / 1024)
         assert (row["peak_gib"] is None) == (row["fits"] is False) == (row["error"] is not None)
     (said,) = Prefill.readings(rows)
-    assert ("one chunk of 64 more ran out of memory" in said) == (len(tried) > 1)
-    assert ("one chunk of 64 more needs 0.50 GiB by the line" in said) == (len(tried) == 1)
+    fits = max(length for length, fits in tried.items() if fits)
+    assert said.startswith(f"{fits} tokens are the longest") and f"{fits + 64} do not" in said
     # nothing is left to do
     assert search(tmp_path, monkeypatch, None) == rows
 
 
 def test_what_fails_otherwise_ends_the_search(tmp_path, monkeypatch):
     class Broken(Device):
-        def wall(self, call, warm_up_calls):
-            ms, peak = super().wall(call, warm_up_calls)
+        def walls(self, call, runs):
+            ms, peak = super().walls(call, runs)
             if peak > 400 / 1024:
                 raise RuntimeError("a kernel is wrong")
             return ms, peak
 
-    last = search(tmp_path, monkeypatch, Broken())[-1]
+    last = search(tmp_path, monkeypatch, Broken())[-2]
     assert (last["length"], last["fits"], last["error"]) == (768, None, "a kernel is wrong")

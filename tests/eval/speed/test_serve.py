@@ -9,20 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench import sample_of, shown
+from bench import BLOCKS, TINY, sample_of, shown
 
 from cab_hf.batching.batch import Batch
 from cab_hf.eval.speed.model import random_model
 from cab_hf.eval.speed.serve import Serve, Settings
 from cab_hf.eval.speed.trace import Request, serve, summary_of, trace_of
 
-SHAPE = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
-BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=1")
-
 
 def tiny(**more):
     fields = {"lengths": (96, 192), "requests": ("2",), "cab": BLOCKS, "warm_up": 1}
-    return Settings(device="cpu", **{**SHAPE, **fields, **more})
+    return Settings(device="cpu", **{**TINY, **fields, **more})
 
 
 def took(length, arrived, first, last):
@@ -38,15 +35,6 @@ def test_a_trace_has_all_requests_and_is_that_of_its_seed():
     assert {length: lengths.count(length) for length in counts} == counts
     assert lengths != sorted(lengths)
     assert {each.arrives for each in trace_of({10: 5}, 0, 1000)} == {0.0}
-
-
-def test_arrivals_are_a_poisson_process():
-    arrivals = [each.arrives for each in trace_of({10: 2001}, 0, 1000, rate=4.0)]
-    gaps = torch.tensor(arrivals).diff()
-    assert arrivals[0] == 0 and (gaps > 0).all()
-    # of an exponential distribution mean and deviation are alike
-    assert gaps.mean().item() == pytest.approx(1 / 4, rel=0.1)
-    assert gaps.std().item() == pytest.approx(1 / 4, rel=0.1)
 
 
 @pytest.mark.parametrize("shared", [0, 7])

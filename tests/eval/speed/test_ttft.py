@@ -5,17 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bench import FakeBench, refused, sample_of, shown, speed_run, torchrun
+from bench import BLOCKS, TINY, Clock, refused, sample_of, shown, speed_run, torchrun
 
 from cab_hf.eval.speed import dense, model, ttft
 from cab_hf.eval.speed.team import Team
 from cab_hf.eval.speed.ttft import Settings
 from cab_hf.eval.speed.ttft import TimeToFirstToken as Ttft
 
-TINY = {"layers": 3, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
-# so few that 96 tokens have blocks to leave out
-SMALL = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=1")
-BLOCKS = [word for each in SMALL for word in ("--cab", each)]
+WORDS = [word for each in BLOCKS for word in ("--cab", each)]
 
 
 def tiny(**more):
@@ -32,12 +29,12 @@ def made_sample(length, implementation, ms, density=1.0):
 def test_operations_by_hand_are_those_of_the_model():
     settings = tiny(vocab=11)
     # per layer and token: q and o 24 x 32 each, k and v 24 x 16 each, three of 24 x 40 in the MLP
-    weights = 3 * (2 * 24 * 32 + 2 * 24 * 16 + 3 * 24 * 40)
-    linear, attention = 2 * (10 * weights + 24 * 11), 3 * 4 * 4 * 8 * 10 * 10 / 2
+    weights = 2 * (2 * 24 * 32 + 2 * 24 * 16 + 3 * 24 * 40)
+    linear, attention = 2 * (10 * weights + 24 * 11), 2 * 4 * 4 * 8 * 10 * 10 / 2
     assert settings.flops(10) == linear + attention
     assert settings.flops(10, 0.25) == linear + 0.25 * attention
     # behind a cache: those of the whole less what is cached
-    cached = 3 * 4 * 4 * 8 * (30**2 - 20**2) / 2
+    cached = 2 * 4 * 4 * 8 * (30**2 - 20**2) / 2
     assert settings.flops(10, behind=20) == linear + cached
     made = model.random_model(settings)
     counted = [p.numel() for n, p in made.named_parameters() if "proj" in n or "lm_head" in n]
@@ -47,7 +44,7 @@ def test_operations_by_hand_are_those_of_the_model():
 
 @pytest.mark.parametrize("way", ["sdpa", "SDPA", "cab-always"])
 def test_every_way_to_attend_gives_the_same_logits(way):
-    settings = tiny(lengths=(70,), cab=(*SMALL[:2], "mass_threshold=0.0"), max_density=("1.0",))
+    settings = tiny(lengths=(70,), cab=(*BLOCKS[:2], "mass_threshold=0.0"), max_density=("1.0",))
     with model.prefilling(settings, 70, "sdpa") as (call, *_):
         expected = call().logits
     with model.prefilling(settings, 70, way) as (call, *_):
@@ -66,13 +63,6 @@ def test_a_budget_for_every_length():
     assert (config.max_density, config.mass_threshold, config.min_length) == (0.05, 0.0, 0)
 
 
-class Clock(FakeBench):
-    def wall(self, call, runs, before=lambda: None):
-        before()
-        call()
-        return 500.0, 2.0
-
-
 @pytest.mark.parametrize(
     ("length", "behind", "least", "most"),
     [
@@ -83,8 +73,8 @@ class Clock(FakeBench):
     ],
 )
 def test_a_row_has_its_ceiling_by_hand(length, behind, least, most):
-    settings = tiny(lengths=(length,), behind=behind, cab=SMALL)
-    case = {"length": length, "implementation": "cab-always"}
+    settings = tiny(lengths=(length,), behind=behind, cab=BLOCKS)
+    case = {"length": length, "implementation": "cab-always", "world": 1}
     row = sample_of(Ttft, settings, case, Clock())
     assert (row["ms"], row["peak_gib"], row["error"]) == (500.0, 2.0, None)
     assert row["behind"] == behind
@@ -101,8 +91,8 @@ def test_a_kernel_that_is_missing_or_wrong_is_a_row_with_its_reason(monkeypatch)
     zeros = dense.Baseline(lambda: lambda q, k, v, scale: torch.zeros_like(q))
     monkeypatch.setattr(dense, "ON_CPU", {"FA3": dense.Baseline(load), "FA4": zeros})
     settings = tiny(lengths=(96,), implementations=("FA3", "FA4"))
-    samples = [sample_of(Ttft, settings, case) for case in settings.asked()]
-    rows = Ttft.rows([{**Ttft.ADDED, **sample} for sample in samples], {})
+    samples = [sample_of(Ttft, settings, case | {"world": 1}) for case in settings.asked()]
+    rows = Ttft.rows(samples, {})
     assert rows[0]["error"] == "no_such_kernels is not installed"
     assert "wrong by 1" in rows[1]["error"]
     assert [row["over_best"] for row in rows] == [None, None]
@@ -128,7 +118,7 @@ def test_gains_are_over_sdpa_and_over_the_fastest_dense_way():
 
 @pytest.mark.parametrize("way", ["sdpa", "cab_dense", "cab-always"])
 def test_a_question_continues_the_same_cache_again_and_again(way):
-    config = (*SMALL, "mass_threshold=0.0")
+    config = (*BLOCKS, "mass_threshold=0.0")
     settings = tiny(lengths=(70,), behind=90, cab=config, max_density=("1.0",))
     made = model.random_model(settings)
     assert made.config.max_position_embeddings == 160
@@ -149,8 +139,8 @@ def test_a_kernel_that_continues_no_cache_is_a_row_with_its_reason(monkeypatch):
     first = dense.ON_CPU["SDPA"]
     both = {"SDPA": first, "FA3": replace(first, continues=True)}
     monkeypatch.setattr(dense, "ON_CPU", both)
-    settings = tiny(lengths=(96,), behind=64, implementations=("SDPA", "FA3"), cab=SMALL)
-    rows = [sample_of(Ttft, settings, case) for case in settings.asked()]
+    settings = tiny(lengths=(96,), behind=64, implementations=("SDPA", "FA3"), cab=BLOCKS)
+    rows = [sample_of(Ttft, settings, case | {"world": 1}) for case in settings.asked()]
     said = "SDPA cannot continue a cache: to it, queries are the first tokens"
     assert rows[0]["error"] == said
     # what says that it can is looked at
@@ -158,7 +148,7 @@ def test_a_kernel_that_continues_no_cache_is_a_row_with_its_reason(monkeypatch):
 
 
 def test_a_run_behind_a_cache(tmp_path):
-    words = ("--layers", "1", "--lengths", "64,128", "--behind", "256", "--runs", "1", *BLOCKS)
+    words = ("--layers", "1", "--lengths", "64,128", "--behind", "256", "--runs", "1", *WORDS)
     rows = speed_run("ttft", tmp_path, *words, drawn=True)["rows"]
     assert {row["behind"] for row in rows} == {256}
     errors = {row["implementation"] for row in rows if row["error"]}
@@ -176,7 +166,7 @@ def test_a_question_that_no_block_holds_is_refused(capsys, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_of_two_ranks(tmp_path):
-    words = ["--device", "cpu", "--lengths", "600", "--runs", "1", "--max-density", "0.2", *BLOCKS]
+    words = ["--device", "cpu", "--lengths", "600", "--runs", "1", "--max-density", "0.2", *WORDS]
     done = torchrun("-m", "cab_hf.eval", "speed", "ttft", *words, "--out", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
@@ -192,11 +182,11 @@ def test_a_run_of_two_ranks(tmp_path):
 
 def read_on(group, way, length):
     """(logits, keys a layer, density) on a rank."""
-    settings = tiny(lengths=(length,), max_density=("0.2",), cab=SMALL)
+    settings = tiny(lengths=(length,), max_density=("0.2",), cab=BLOCKS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ttft, "WARM_UP_TOKENS", 512)
         patch.setattr(ttft, "MLP_TOKENS", 100)
-        with ttft.prefilling_across(settings, length, way, Team(group, group)) as (call, known):
+        with ttft.prefilling_across(settings, length, way, Team(group, group)) as (call, known, _):
             read = call()
             cached = [layer.keys.shape[2] for layer in read.past_key_values.layers]
             # inference tensors stay where they were made
@@ -206,7 +196,7 @@ def read_on(group, way, length):
 @pytest.mark.parametrize("length", [600, 1024])
 @pytest.mark.parametrize("way", ["cab_dense", "cab-always"])
 def test_the_last_token_has_the_logits_of_one_process(ranks, way, length):
-    settings = tiny(lengths=(length,), max_density=("0.2",), cab=SMALL)
+    settings = tiny(lengths=(length,), max_density=("0.2",), cab=BLOCKS)
     with model.prefilling(settings, length, way) as (call, known, _):
         expected, density = call().logits, known()["density"]
     actual = ranks.run(2, read_on, way, length)
@@ -215,28 +205,8 @@ def test_the_last_token_has_the_logits_of_one_process(ranks, way, length):
     torch.testing.assert_close(torch.tensor(actual[holder][0]), expected)
     for _, cached, share in actual:
         # chunks of 256 and of 256 tokens: half of the prompt, with its padding
-        assert cached == [512] * 3
+        assert cached == [512] * 2
         assert share == pytest.approx(density, rel=1e-6)
-
-
-def slowest_on(group):
-    """The sample of a case, of ranks of which one has a higher peak."""
-
-    class Uneven(FakeBench):
-        def walls(self, call, runs, before=lambda: None):
-            call()
-            return [100.0 * (group.rank() + 1)] * runs, 3.0 - group.rank()
-
-    measured = Ttft(tiny(lengths=(600,), runs=1, cab=SMALL), Team(group, group))
-    measured.bench = Uneven()
-    return measured.measure({"length": 600, "implementation": "cab_dense", "world": 2})
-
-
-def test_the_slowest_rank_and_the_highest_peak_count(ranks):
-    work = tiny(lengths=(600,)).flops(600)
-    for sample in ranks.run(2, slowest_on):
-        assert (sample["ms"], sample["peak_gib"], sample["error"]) == (200.0, 3.0, None)
-        assert sample["tflops"] == pytest.approx(work / 2 / 0.2 / 1e12)
 
 
 def test_ranks_take_what_knows_of_them(monkeypatch):
