@@ -112,16 +112,21 @@ class AttentionClock:
         ) -> None:
             if window is not None:
                 return
-            name, dense_ms = self.dense(q, k, v, scale)
-            spent["dense_kernel"] = name
+            spent["dense_kernel"], dense_ms = self.dense(q, k, v, scale)
+            batch, _, length, dim = q.shape
+            spans, channels = (
+                Spans.causal(batch, length, length, q.device),
+                slow_channels(module, dim),
+            )
+            layer = LayerContext(spans, scale, layer_index(module), shared_state, channels)
+            calls = None if config is None else sparse_calls(module, q, k, v, layer, config)
+            predict_ms, attend_ms = 0.0, dense_ms
+            if calls is not None:
+                predict, attend = calls
+                measured = reported is None
+                predict_ms = self.bench.time(predict).ms if measured else reported * dense_ms
+                attend_ms = self.bench.time(attend).ms
             spent["dense_ms"] += dense_ms
-            if config is None:
-                predict_ms, attend_ms = 0.0, dense_ms
-            else:
-                times = self._sparse(module, q, k, v, scale, config, shared_state)
-                predict_ms, attend_ms = times or (0.0, dense_ms)
-                if times and reported is not None:
-                    predict_ms = reported * dense_ms
             spent["predict_ms"] += predict_ms
             spent["attend_ms"] += attend_ms
 
@@ -144,32 +149,18 @@ class AttentionClock:
             self._dense[key] = min(result["baselines"].items(), key=lambda each: each[1])
         return self._dense[key]
 
-    def _sparse(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        config: CabConfig,
-        shared_state: dict[Any, Any],
-    ) -> tuple[float, float] | None:
-        """(ms of choosing, ms of attending) in one layer; None where the layer is exact.
 
-        What choosing takes by `REPORTED` is not measured, and 0 here.
-        """
-        batch, _, length, dim = q.shape
-        layer = layer_index(module)
-        work = Workload.of(q, k, v, (config.query_block, config.key_block))
-        text = CabMask(batch, length, length, 0)
-        way = route(text, config, work, sparse=True, layer=module)
-        if way.kind != "sparse":
-            return None
-        spans, channels = Spans.causal(batch, length, length, q.device), slow_channels(module, dim)
-        call = LayerContext(spans, scale, layer, shared_state, channels)
-        predict = partial(make_predictor(config), q, k, call)
-        # before the clock starts: what spans keep is made once for all layers of a pass
-        plan = predict()
-        attend = partial(way.engine.attention, q, k, v, plan, scale)
-        predict_ms = 0.0 if rival(config) in REPORTED else self.bench.time(predict).ms
-        return predict_ms, self.bench.time(attend).ms
+def sparse_calls(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, layer: LayerContext, config: CabConfig
+) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
+    """What chooses blocks in a layer, and what attends them; None where the layer is exact."""
+    batch, _, length, _ = q.shape
+    work = Workload.of(q, k, v, (config.query_block, config.key_block))
+    text = CabMask(batch, length, length, 0)
+    way = route(text, config, work, sparse=True, layer=module)
+    if way.kind != "sparse":
+        return None
+    predict = partial(make_predictor(config), q, k, layer)
+    # before the clock starts: what spans keep is made once for all layers of a pass
+    plan = predict()
+    return predict, partial(way.engine.attention, q, k, v, plan, layer.scale)

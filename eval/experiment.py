@@ -13,7 +13,6 @@ import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -176,19 +175,18 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
     with experiment.log(out / SAMPLES) as log:
         before = read_provenance(out)
         measured = experiment.measure_missing(log)
-        if log.failures and not log.records:
+        failures, why = log.failures, _whys(kind, log.failures)
+        if failures and not log.records:
             raise UsageError(
-                f"no case could be measured: {_whys(kind, log.failures)}; give shorter lengths, or "
-                "a device with more memory, on which the same command goes on."
+                f"no case could be measured: {why}; give shorter lengths, or a device with more "
+                "memory, on which the same command goes on."
             )
         made = _provenance(experiment, before, log.started, measured)
-        made = _with_failures(kind, made, log.failures)
-        rows = _write(kind, out, log.records, made)
-    if log.failures:
-        count, why = len(log.failures), _whys(kind, log.failures)
+        rows = _write(kind, out, log.records, failures, made)
+    if failures:
         print(
-            f"\n{count} cases failed ({why}); the report names them, and the same command tries "
-            "them again."
+            f"\n{len(failures)} cases failed ({why}); the report names them, and the same command "
+            "tries them again."
         )
     print("\n" + "\n\n".join([*summary(kind, rows), *made.get("repeated", ())]))
     print(f"\nfigure: {out / FIGURE}\nreport: {out / REPORT}")
@@ -203,14 +201,15 @@ def named(name: str) -> type[Experiment]:
 
 def render(folder: Path | str) -> list[dict[str, Any]]:
     """Derive rows, table, figure and report of ``folder`` anew from its samples; the rows."""
-    made = read_provenance(Path(folder))
+    folder = Path(folder)
+    made = read_provenance(folder)
     if made is None:
         raise LogError(f"{folder} has no {RESULTS}; let the run that it is of end.")
     kind = named(made["experiment"])
-    _, records = read_log(Path(folder) / SAMPLES, kind.CASE, kind.ADDED, kind.FAILED)
-    failures = [] if kind.FAILED is None else [r for r in records if r.get(kind.FAILED)]
-    samples = records[: len(records) - len(failures)]
-    return _write(kind, Path(folder), samples, _with_failures(kind, made, failures))
+    _, records = read_log(folder / SAMPLES, kind.CASE, kind.ADDED, kind.FAILED)
+    failures = [record for record in records if kind.FAILED and record.get(kind.FAILED)]
+    # which come last
+    return _write(kind, folder, records[: len(records) - len(failures)], failures, made)
 
 
 def read_provenance(folder: Path) -> Row | None:
@@ -233,28 +232,16 @@ def read_provenance(folder: Path) -> Row | None:
 
 def _refuse_files_of_others(out: Path) -> None:
     """Files under the names of results, where no samples are, are not ours to write over."""
-    if not is_there(out / SAMPLES):
-        for name in (RESULTS, CSV, REPORT, FIGURE):
-            if (out / name).exists():
-                raise LogError(
-                    f"{out} has {name} and no {SAMPLES}, so that it is of no run; take it away or "
-                    "give another --out."
-                )
+    for name in () if is_there(out / SAMPLES) else (RESULTS, CSV, REPORT, FIGURE):
+        if (out / name).exists():
+            raise LogError(
+                f"{out} has {name} and no {SAMPLES}, so that it is of no run; take it away or give "
+                "another --out."
+            )
 
 
 def _whys(kind: type[Experiment], failures: Sequence[Row]) -> str:
     return "; ".join(dict.fromkeys(str(each[kind.FAILED]) for each in failures))
-
-
-def _with_failures(kind: type[Experiment], made: Row, failures: Sequence[Row]) -> Row:
-    """``made`` with the cells of cases that failed: their fields, why, and how many ``cases``."""
-    made = {name: value for name, value in made.items() if name != "failed"}
-    names = [name for name in kind.CASE if name not in REPEATED]
-    cells = [
-        {**{name: some[0][name] for name in names}, "cases": len(some), "why": _whys(kind, some)}
-        for some in report.grouped(failures, *names)
-    ]
-    return {**made, "failed": cells} if cells else made
 
 
 def _provenance(experiment: Experiment, before: Row | None, started: str, measured: bool) -> Row:
@@ -275,8 +262,16 @@ def _provenance(experiment: Experiment, before: Row | None, started: str, measur
 
 
 def _write(
-    kind: type[Experiment], out: Path, samples: Sequence[Row], made: Row
+    kind: type[Experiment], out: Path, samples: Sequence[Row], failures: Sequence[Row], made: Row
 ) -> list[dict[str, Any]]:
+    """All files; provenance has the cells of ``failures``: their fields, why and how many cases."""
+    made = {name: value for name, value in made.items() if name != "failed"}
+    names = [name for name in kind.CASE if name not in REPEATED]
+    if cells := report.grouped(failures, *names):
+        made["failed"] = [
+            {**{x: some[0][x] for x in names}, "cases": len(some), "why": _whys(kind, some)}
+            for some in cells
+        ]
     # as they will be read
     rows = json.loads(as_json(kind.rows(samples, made["settings"]), out / RESULTS))
     with writing(out):
@@ -331,11 +326,14 @@ def configs(settings: Row) -> list[str]:
     """What the configs that were in force set unlike the default; of other versions, the whole."""
     known = settings.get("cab_configs") or {"cab": settings.get("cab_config")}
     made = []
-    for name, config in filter(itemgetter(1), known.items()):
-        today = of_today(config)
-        shown = json.dumps(unlike_default(config) if today else config)
-        beside = f", the default of cab_hf {__version__} beside it" if today else ""
-        made.append(f"Config of {name}: `{shown}`{beside}")
+    for name, config in known.items():
+        if config and of_today(config):
+            shown = json.dumps(unlike_default(config))
+            made.append(
+                f"Config of {name}: `{shown}`, the default of cab_hf {__version__} beside it"
+            )
+        elif config:
+            made.append(f"Config of {name}: `{json.dumps(config)}`")
     return made
 
 
@@ -352,6 +350,5 @@ def unlike_default(config: Row) -> dict[str, Any]:
 
 def command(kind: type[Experiment], settings: Row) -> str:
     """The command lines, as code, that measure anew what was recorded with ``settings``."""
-    words = kind.name, shlex.join(spelled(settings, kind.Settings))
-    lines = [" ".join(filter(None, (program, *words))) for program in kind.programs(settings)]
-    return "\n".join(["```", *lines, "```"])
+    words = f"{kind.name} {shlex.join(spelled(settings, kind.Settings))}".strip()
+    return "\n".join(["```", *(f"{program} {words}" for program in kind.programs(settings)), "```"])

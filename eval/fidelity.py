@@ -1,18 +1,19 @@
 """Fidelity: whether a method keeps the answers of dense attention, on any text.
 
-Nothing is generated: a model reads a text whose answers stand in it, once, and is asked what it
-would have said at each of their tokens. Three probes, and those of tasks, are what a user of sparse
-prefill feels: there the method reads a prompt, and what follows is read through the KV cache,
-densely; one of them does so turn after turn, as chats do. Three are what a user of sparse decoding
-feels: what follows is read, or written, one token at a time and as the method decodes. Cells are
-(method, text, length, budget); a case is (cell, probe, depth, index).
+Several methods read the same texts, at budgets matched by density or by time. Nothing is generated:
+a model reads a text whose answers stand in it, once, and is asked what it would have said at each
+of their tokens. Three probes, and those of tasks, are what a user of sparse prefill feels: there
+the method reads a prompt, and what follows is read through the KV cache, densely; one of them does
+so turn after turn, as chats do. Three are what a user of sparse decoding feels: what follows is
+read, or written, one token at a time and as the method decodes. Cells are (method, text, length,
+budget); a case is (cell, probe, depth, index). How long attention takes in a cell is timed once, on
+a device where times mean something.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, cached_property, lru_cache
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -20,29 +21,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cab_hf.config import CabConfig
-from cab_hf.decode.step import decodes_sparsely
-from cab_hf.eval.comparison import (
-    CELL,
+from cab_hf.eval import fidelity_figure, fidelity_report
+from cab_hf.eval.attention_time import REPORTED, AttentionClock, layer_bench
+from cab_hf.eval.experiment import Row
+from cab_hf.eval.fidelity_report import CELL, attention_ms, cell_of, usual
+from cab_hf.eval.fidelity_settings import (
+    DENSITY,
+    OFF,
     TIME,
-    Comparison,
-    ComparisonSettings,
+    Settings,
     kind_of,
+    without_folder,
 )
-from cab_hf.eval.fidelity_report import FidelityReport
-from cab_hf.eval.haystack import Haystack, read_sentences
-from cab_hf.eval.methods import (
-    CACHES,
-    Cab,
-    Dense,
-    Method,
-    Published,
-)
-from cab_hf.eval.on_model import refusing
-from cab_hf.eval.passkey import MATCH, parse_depths
+from cab_hf.eval.haystack import Haystack, parse_depths, read_sentences
+from cab_hf.eval.long_run import MATCH, LongRun
+from cab_hf.eval.methods import CACHES, Cab, Dense, Method, logged_config
+from cab_hf.eval.on_model import realised_density, refusing
 from cab_hf.eval.probes import (
-    ALL_TASKS,
-    ASKED,
     CONTINUATION,
     CONTINUED,
     CONTINUED_SHARE,
@@ -54,7 +49,6 @@ from cab_hf.eval.probes import (
     NOISE,
     PERPLEXITIES,
     PERPLEXITY,
-    PERPLEXITY_BORDER,
     PROBES,
     PROMPTED,
     QUESTION_FIRST,
@@ -63,11 +57,11 @@ from cab_hf.eval.probes import (
     TOKENS_AT_ONCE,
     TURN_COUNT,
     TURNS,
-    USUAL,
     WITH_KEYS_ASKED,
     border_of,
     question_of,
 )
+from cab_hf.eval.speed.timing import Bench
 from cab_hf.eval.teacher_forcing import (
     TeacherForced,
     answered,
@@ -82,9 +76,8 @@ from cab_hf.eval.teacher_forcing import (
     right_spans,
 )
 from cab_hf.runs.provenance import file_identity
-from cab_hf.runs.settings import by_device, comma_separated, option, require
 from cab_hf.texts.documents import asked_document, plain_document, recall_document
-from cab_hf.texts.needles import NAMES, Span, Tokens
+from cab_hf.texts.needles import Span, Tokens
 from cab_hf.texts.tasks import TASKS
 
 # of probes that are held against what dense attention foresees: it, and the comparison
@@ -92,117 +85,6 @@ COMPARED = {
     CONTINUATION: (distributions, divergence),
     TURNS: (behind_turns, divergence_by_turn),
 }
-
-
-def spell_texts(texts: Sequence[str | Mapping[str, str]]) -> str:
-    """Texts as they are typed, from what is given or recorded."""
-    return ",".join(text["name"] if isinstance(text, Mapping) else text for text in texts)
-
-
-@dataclass(frozen=True)
-class Settings(ComparisonSettings):
-    """What a run is told. None stands for a default that depends on the device."""
-
-    texts: tuple[str, ...] = option(
-        (NOISE,),
-        f"comma-separated, {NOISE} (five sentences) or UTF-8 files; both repeat if they are short",
-        comma_separated(str),
-        spell=spell_texts,
-    )
-    probes: tuple[str, ...] = option(
-        USUAL,
-        f"comma-separated, of {', '.join(PROBES)}; {ALL_TASKS}: the last {len(TASKS)}",
-        comma_separated(str),
-    )
-    depths: int | None = by_device(20, 2, "depths of the key in a prompt, evenly spaced", int)
-    pass_samples: int | None = by_device(100, 2, "prompts of each length, over all depths", int)
-    documents: int | None = by_device(20, 1, "documents of each length", int)
-    task_samples: int | None = by_device(100, 2, "prompts of each length and task", int)
-    keys: int | None = by_device(12, 4, "how many keys a document of recall has", int)
-    asked: int | None = by_device(
-        12,
-        4,
-        f"how many keys a prompt of the probe {ASKED} has, all asked for after it; 0: none",
-        int,
-    )
-    decoded: int | None = by_device(
-        512, 48, f"tokens after a prompt that the probe {DECODE} reads, one at a time", int
-    )
-    continuations: int | None = by_device(100, 2, f"prompts of each length for {GREEDY}", int)
-    written: int | None = by_device(256, 32, f"tokens that {GREEDY} generates after a prompt", int)
-    out: str = option("fidelity_results", "folder for the results; a run found there goes on")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        named = ((*TASKS,) if probe == ALL_TASKS else (probe,) for probe in self.probes)
-        object.__setattr__(self, "probes", tuple(dict.fromkeys(chain(*named))))
-        check = partial(require, self)
-        others = self.asked or set(self.probes) - {*WITH_KEYS_ASKED}
-        check("asked", others, "at least 1 where all probes ask for keys")
-        for probe in self.probes:
-            check("probes", probe in PROBES, f"of {', '.join(PROBES)}", probe)
-        check("probes", self.probes, "at least one name")
-        for text in self.texts:
-            check("texts", text == NOISE or Path(text).is_file(), f"{NOISE} or text files", text)
-        for text in self.texts:
-            if text != NOISE:
-                read_sentences("texts", text)
-        distinct = self.texts and len(self.files) == len(self.texts)
-        check("texts", distinct, "at least one, of different names without folder and ending")
-        counts = ("depths", "pass_samples", "task_samples", "documents", "continuations")
-        for name in (*counts, "decoded", "written"):
-            check(name, getattr(self, name) > 0, "at least 1")
-        check("keys", 1 <= self.keys <= len(NAMES), f"1 to {len(NAMES)}")
-        check("asked", 0 <= self.asked <= len(NAMES), f"0 to {len(NAMES)}")
-        complete = all(self.border % config.query_block == 0 for config in self.configs.values())
-        borders = complete or not {RECALL_BORDER, PERPLEXITY_BORDER} & set(self.probes)
-        of = f"none at block starts where query blocks do not divide {self.border}"
-        check("probes", borders, of)
-        for config in self.configs.values():
-            # what is decoded may be an eighth of the text
-            prompt = min(self.lengths) * (CONTINUED_SHARE - 1) // CONTINUED_SHARE
-            check(
-                "lengths",
-                not self.decoding or not config.sparse_decode or decodes_sparsely(config, prompt),
-                f"such that 7/8 of each are 4 times decode_tokens={config.decode_tokens} or more, "
-                "for below decoding is dense",
-            )
-        if TURNS in self.probes:
-            block = self.largest_block
-            check(
-                "lengths",
-                min(self.lengths) // TURN_COUNT >= 2 * block,
-                f"at least {2 * TURN_COUNT * block} each for {TURNS}: {TURN_COUNT} turns of 2 "
-                f"query blocks of {block}",
-            )
-        caches = [name for name in self.methods if name in CACHES] if self.decoding else []
-        check(
-            "match",
-            not caches or MATCH not in self.budgets or self.configs[self.match].sparse_decode,
-            f"a config with sparse_decode=true, the bytes of whose steps {', '.join(caches)} are "
-            "to match",
-        )
-
-    @cached_property
-    def files(self) -> dict[str, str | None]:
-        """Short name of each text -> its file, None for noise."""
-        return {Path(text).stem: None if text == NOISE else text for text in self.texts}
-
-    @property
-    def border(self) -> int:
-        return border_of(config.query_block for config in self.configs.values())
-
-    @property
-    def decoding(self) -> set[str]:
-        return {*self.probes} & {*DECODES}
-
-    @property
-    def largest_block(self) -> int:
-        """Tokens of the largest query block of any method."""
-        configs = list(self.configs.values())
-        if Published.name in self.methods:
-            configs.append(CabConfig.published())
-        return max(config.query_block for config in configs)
 
 
 def turn_ends(length: int) -> tuple[Span, ...]:
@@ -217,19 +99,42 @@ def at_once(length: int) -> int:
     return max(1, TOKENS_AT_ONCE // length)
 
 
-class Fidelity(FidelityReport):
-    """A case is one text read under one method; a sample is what of it was foreseen."""
+class Fidelity(LongRun):
+    """A case is one text read under one method; a sample is what of it was foreseen.
+
+    The probe of a case is `TIME` where attention is timed.
+    """
 
     name = "fidelity"
     purpose = "whether answers and perplexity are those of dense attention, on texts of your own"
     title = "Fidelity to dense attention"
     caption = "quality by attention time, or by density where no time was measured"
     Settings = Settings
+    CELL, FITTED = CELL, "fitted"
     CASE = (*CELL, "probe", "depth", "index")
+    # what cab and variant say is in cab_configs
     GROWS = (
-        *(*Comparison.GROWS, "lengths", "probes"),
+        *("methods", "budgets", "cab", "variant", "lengths", "probes"),
         *("pass_samples", "task_samples", "documents", "continuations"),
     )
+    rows = staticmethod(fidelity_report.rows_of)
+    tables = staticmethod(fidelity_report.tables_of)
+    readings = staticmethod(fidelity_report.readings_of)
+    draw = staticmethod(fidelity_figure.draw)
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        a_length = len(PROMPTED) * settings.pass_samples + len(PROBES) * settings.documents
+        a_length += settings.continuations + len(TASKS) * settings.task_samples
+        # kept for all methods
+        self.haystack = cache(self._haystack)
+        self.reading = lru_cache(a_length)(self._reading)
+        self.dense = lru_cache(3 * settings.documents)(self._dense)
+        self.tokens_kept = cache(self._tokens_kept)
+        # items of a case -> what is found in it and in those beside it, which follow each other
+        self.decoded = lru_cache(1)(self._decoded)
+        # cell -> the method whose time is matched: fitted once, as no time is taken twice
+        self.timed: dict[tuple, Method] = {}
 
     def check(self) -> None:
         super().check()
@@ -246,26 +151,28 @@ class Fidelity(FidelityReport):
             if probe in TASKS:
                 self.reading(next(iter(settings.files)), min(settings.lengths), probe, None, index)
 
-    @cached_property
-    def haystack(self) -> Callable[[str, str], Haystack]:
-        """(text, probe) -> what makes its prompts."""
-        files, tokenizer = self.settings.files, self.tokenizer
+    def recorded(self) -> dict[str, Any]:
+        settings, given = self.settings, super().recorded()
+        given["variant"] = list(map(without_folder, settings.variant))
+        if settings.equal == DENSITY:
+            # as it always was
+            del given["equal"]
+        files = settings.files.values()
+        given["texts"] = [NOISE if file is None else file_identity(file) for file in files]
+        configs = {name: config.to_dict() for name, config in settings.configs.items()}
+        return {**given, "cab_configs": configs}
 
-        @lru_cache
-        def made(text: str, probe: str) -> Haystack:
-            filler = NOISE if files[text] is None else "text"
-            keys = NAMED_KEYS.get(probe, 1)
-            return Haystack(tokenizer, filler, keys, files[text], probe == QUESTION_FIRST)
+    def running(self) -> dict[str, Sequence[str]]:
+        files = filter(None, self.settings.files.values())
+        return {Path(file).name: read_sentences("texts", file) for file in files}
 
-        return made
+    # --- texts
 
-    @cached_property
-    def reading(self) -> Callable[..., TeacherForced]:
-        """(text, length, probe, depth, index, hide_needle) -> it, kept for all methods."""
-        settings = self.settings
-        a_length = len(PROMPTED) * settings.pass_samples + len(PROBES) * settings.documents
-        a_length += settings.continuations + len(TASKS) * settings.task_samples
-        return lru_cache(maxsize=a_length)(self._reading)
+    def _haystack(self, text: str, probe: str) -> Haystack:
+        """What makes the prompts of a probe."""
+        file = self.settings.files[text]
+        filler, keys = NOISE if file is None else "text", NAMED_KEYS.get(probe, 1)
+        return Haystack(self.tokenizer, filler, keys, file, probe == QUESTION_FIRST)
 
     def _reading(
         self,
@@ -306,53 +213,10 @@ class Fidelity(FidelityReport):
             document = recall_document(*place, settings.keys, index, settings.seed, border)
         return TeacherForced(document.tokens, document.answers)
 
-    @cached_property
-    def dense(self) -> Callable[[str, int, str, range], Tensor]:
-        """(text, length, probe, indices) -> what dense attention foresees there, on the CPU.
-
-        Kept for the methods that are held against it; a run that goes on computes it anew.
-        """
-        settings = self.settings
-
-        @lru_cache(maxsize=3 * settings.documents)
-        def made(text: str, length: int, probe: str, indices: range) -> Tensor:
-            if probe == DECODE:
-                _, *given = self._side_by_side(text, length, probe, indices)
-                return behind_prompt(self.model, *given).cpu()
-            compute, _ = COMPARED[probe]
-            reading = self.reading(text, length, probe, None, indices[0])
-            return compute(self.model, reading, settings.chunk).cpu()
-
-        return made
-
-    @cached_property
-    def tokens_kept(self) -> Callable[[int, str | float], int]:
-        """(length, budget) -> tokens of as many bytes as a step of the matched config reads."""
-
-        @lru_cache
-        def made(length: int, budget: str | float) -> int:
-            if budget != MATCH:
-                return max(2, round(budget * length))
-            matched = Cab(self.settings.configs[self.settings.match])
-            return round(matched.step_tokens(self.model, length))
-
-        return made
-
-    @property
-    def texts(self) -> Sequence[str]:
-        return list(self.settings.files)
-
     def typical(self, text: str, length: int) -> Tokens:
         return self.reading(text, length, PERPLEXITY, None, 0).tokens
 
-    def running(self) -> dict[str, Sequence[str]]:
-        files = filter(None, self.settings.files.values())
-        return {Path(file).name: read_sentences("texts", file) for file in files}
-
-    def recorded(self) -> dict[str, Any]:
-        given, files = super().recorded(), self.settings.files.values()
-        given["texts"] = [NOISE if file is None else file_identity(file) for file in files]
-        return given
+    # --- cases
 
     def questions(self, method: str) -> list[dict[str, Any]]:
         """Probe, depth and index of all that a method is asked of a text and a length."""
@@ -362,13 +226,14 @@ class Fidelity(FidelityReport):
             {"depth": depths[i % len(depths)], "index": i // len(depths)}
             for i in range(settings.pass_samples)
         ]
-        documents = [{"depth": None, "index": index} for index in range(settings.documents)]
-        # a document has no needle to hide
-        hidden = kind_of(method).hides_needle
-        continuations = [{"depth": None, "index": i} for i in range(settings.continuations)]
-        examples = [{"depth": None, "index": i} for i in range(settings.task_samples)]
+        documents, continuations, examples = (
+            [{"depth": None, "index": index} for index in range(count)]
+            for count in (settings.documents, settings.continuations, settings.task_samples)
+        )
         places = dict.fromkeys(PROMPTED, prompts) | dict.fromkeys(TASKS, examples)
         places[GREEDY] = continuations
+        # a document has no needle to hide
+        hidden = kind_of(method).hides_needle
         # what is dense but for its steps has no more to say
         kept = DECODES if kind_of(method).dense_prefill else PROBES
         if not settings.asked:
@@ -388,40 +253,147 @@ class Fidelity(FidelityReport):
         together = at_once(case["length"]) if case["probe"] in DECODES else 1
         return *asked, index // together
 
+    def planned(self) -> Iterator[dict[str, Any]]:
+        """All methods are asked a question before the next: a run that stops has asked them alike.
+
+        So what a question needs of dense attention is computed once, too. What is matched to a
+        method waits for all that this is asked.
+        """
+        settings = self.settings
+        matched = [name for name in settings.compared if kind_of(name).matched]
+        arms = [(name, None) for name in settings.compared if name not in matched]
+        arms += [(name, budget) for budget, name in product(settings.budgets, matched)]
+        for text, length in product(settings.files, settings.lengths):
+            asked: dict[tuple, list[dict[str, Any]]] = {}
+            for method, budget in arms:
+                cell = dict(zip(CELL, (method, text, length, budget), strict=True))
+                for question in self.questions(method):
+                    case = {**cell, **question}
+                    asked.setdefault(self.question(case), []).append(case)
+            yield from sorted(chain.from_iterable(asked.values()), key=self.waits)
+
+    def alone(self, case: Mapping[str, Any]) -> bool:
+        # one fit by time, which is logged, holds for all cases of a cell
+        return case["probe"] == TIME or self.by_time(case)
+
+    def waits(self, case: Mapping[str, Any]) -> bool:
+        return case["budget"] == MATCH
+
+    def by_time(self, case: Mapping[str, Any]) -> bool:
+        """Whether what it is to match is a time."""
+        return self.settings.equal == TIME and self.waits(case)
+
+    def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> float | None:
+        """The density in layers that are not dense, or ms.
+
+        What an earlier run fitted to the cell by time, and logged, is what it goes on with.
+        """
+        for sample in samples:
+            if cell_of(sample) == cell_of(case) and "fitted_config" in sample:
+                config = logged_config(sample["fitted_config"])
+                self.timed[cell_of(case)] = kind_of(case["method"])(config)
+        if not self.waits(case):
+            return case["budget"]
+        ours = (self.settings.match, case["text"], case["length"], None)
+        own = [sample for sample in samples if cell_of(sample) == ours]
+        if self.by_time(case):
+            return next((attention_ms(s) for s in own if s["probe"] == TIME), None)
+        return realised_density(usual(own))
+
+    # --- methods, and what they take
+
+    @cached_property
+    def clock(self) -> AttentionClock | None:
+        """What times attention in a model's layers; None where times would mean nothing."""
+        device = self.settings.device
+        bench = layer_bench(device)
+        if bench is None and self.settings.equal == TIME:
+            # which is asked for all the same
+            bench = Bench(device)
+        return None if bench is None else AttentionClock(bench)
+
+    def _tokens_kept(self, length: int, budget: str | float) -> int:
+        """Tokens of as many bytes as a step of the matched config reads."""
+        if budget != MATCH:
+            return max(2, round(budget * length))
+        matched = Cab(self.settings.configs[self.settings.match])
+        return round(matched.step_tokens(self.model, length))
+
     def method(self, case: Mapping[str, Any]) -> Method:
-        name = case["method"]
+        """Set up for a case; block sizes and engine of baselines are the matched method's."""
+        settings, name, length = self.settings, case["method"], case["length"]
         if name in CACHES and case["probe"] in DECODES:
-            return CACHES[name](self.tokens_kept(case["length"], case["budget"]))
-        return super().method(case)
+            return CACHES[name](self.tokens_kept(length, case["budget"]))
+        if cell_of(case) in self.timed:
+            return self.timed[cell_of(case)]
+        config = settings.configs.get(name, settings.configs[settings.match])
+        place, more = (case["text"], length), {}
+        if self.by_time(case):
+            clock, model, tokens = self.clock, self.model, self.typical(*place)
+            more["took"] = lambda config: attention_ms(clock.time(model, tokens, config))
+        method = self.fit(kind_of(name), config, case, *place, **more)
+        if more:
+            self.timed[cell_of(case)] = method
+        return method
+
+    # --- samples
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """What was foreseen."""
-        if case["probe"] not in DECODES:
-            return super().measure(case)
-        place = case["index"] % at_once(case["length"])
-        first = {**case, "index": case["index"] - place}
-        return self.decoded(tuple(first.items()))[place]
+        """What was foreseen, or how long attention takes."""
+        if case["probe"] in DECODES:
+            place = case["index"] % at_once(case["length"])
+            first = {**case, "index": case["index"] - place}
+            return self.decoded(tuple(first.items()))[place]
+        new = cell_of(case) not in self.timed
+        method = self.method(case)
+        timed = cell_of(case) in self.timed
+        logged = {"fitted_config": method.config.to_dict()} if new and timed else {}
+        if case["probe"] == TIME:
+            tokens = self.typical(case["text"], case["length"])
+            with refusing("model"):
+                result = self.clock.time(self.model, tokens, getattr(method, "config", None))
+            if timed:
+                result["match_ms"] = case["fitted"]
+        else:
+            reading = self.reading(*question_of(case), hide_needle=method.hides_needle)
+            tokens = reading.tokens
+            # before the method is on
+            if case["probe"] in COMPARED:
+                self.dense_of(case)
+            result = self.under(method, lambda: self.read(case, reading, method))
+        return {"tokens": len(tokens), **result, **logged}
 
-    def probed(self, case: Mapping[str, Any], method: Method) -> dict[str, Any]:
-        reading = self.reading(*question_of(case), hide_needle=method.hides_needle)
-        # before the method is on
-        if case["probe"] in COMPARED:
-            self.dense_of(case)
-        result = self.under(method, lambda: self.read(case, reading, method))
-        return {"tokens": len(reading.tokens), **result}
+    def _dense(self, text: str, length: int, probe: str, indices: range) -> Tensor:
+        """What dense attention foresees there, on the CPU; a run that goes on computes it anew."""
+        if probe == DECODE:
+            _, *given = self._side_by_side(text, length, probe, indices)
+            return behind_prompt(self.model, *given).cpu()
+        compute, _ = COMPARED[probe]
+        reading = self.reading(text, length, probe, None, indices[0])
+        return compute(self.model, reading, chunk=self.settings.chunk).cpu()
 
     def dense_of(self, case: Mapping[str, Any]) -> Tensor:
         """`dense` of a case that is read alone."""
         alone = range(case["index"], case["index"] + 1)
         return self.dense(case["text"], case["length"], case["probe"], alone)
 
-    @cached_property
-    def decoded(self) -> Callable[[tuple], list[dict[str, Any]]]:
-        """Items of a case -> what was found in it and in those that are decoded beside it.
-
-        Kept until others are: they follow each other.
-        """
-        return lru_cache(maxsize=1)(self._decoded)
+    def read(
+        self, case: Mapping[str, Any], reading: TeacherForced, method: Method
+    ) -> dict[str, Any]:
+        """What the model foresees of ``reading``, by the method, which is on."""
+        probe, settings = case["probe"], self.settings
+        # CAB keeps all keys, and reads them all where it does not decode
+        cache = None if type(method) is Cab else method.cache(self.model)
+        how = {"chunk": settings.chunk, "cache": cache, "prefill_chunk": settings.prefill_chunk}
+        if probe in COMPARED:
+            compute, compare = COMPARED[probe]
+            dense = self.dense_of(case)
+            # dense attention is what the others are held against, and so exactly itself
+            itself = case["method"] == Dense.name
+            return compare(dense if itself else compute(self.model, reading, **how), dense, reading)
+        if probe in PERPLEXITIES:
+            return nll(self.model, reading)
+        return greedy_match(self.model, reading, **how)
 
     def _decoded(self, first: tuple) -> list[dict[str, Any]]:
         case, settings = dict(first), self.settings
@@ -467,23 +439,40 @@ class Fidelity(FidelityReport):
         ids = torch.tensor([reading.tokens for reading in readings], device=self.model.device)
         return readings, ids, min(reading.prompt for reading in readings)
 
-    def read(
-        self, case: Mapping[str, Any], reading: TeacherForced, method: Method
-    ) -> dict[str, Any]:
-        """What the model foresees of ``reading``, by the method, which is on."""
-        probe, settings = case["probe"], self.settings
-        # CAB keeps all keys, and reads them all where it does not decode
-        cache = None if type(method) is Cab else method.cache(self.model)
-        how = settings.chunk, cache, settings.prefill_chunk
-        # dense attention is what the others are held against, and so exactly itself
-        itself = case["method"] == Dense.name
-        if probe in COMPARED:
-            compute, compare = COMPARED[probe]
-            dense = self.dense_of(case)
-            return compare(dense if itself else compute(self.model, reading, *how), dense, reading)
-        if probe in PERPLEXITIES:
-            return nll(self.model, reading)
-        return greedy_match(self.model, reading, *how)
+    # --- words
+
+    @staticmethod
+    def notes(settings: Mapping[str, Any]) -> str:
+        chunk = settings.get("prefill_chunk")
+        configs = settings["cab_configs"].values()
+        border = border_of(config.get("query_block", 0) for config in configs)
+        parts = [f"Prompts are read in chunks of {chunk:,} tokens."] if chunk else []
+        if settings.get("equal") == TIME:
+            parts.append(
+                "Matched methods have the budget at which attention takes as long as that of "
+                f"{settings['match']}, choosing included, within {OFF:.0%} where there is one."
+            )
+        parts.append(
+            f"{NOTES} At block starts it does not: what is asked there is the first of {border} "
+            "tokens that whole query blocks make up."
+        )
+        return " ".join(parts)
 
 
 EXPERIMENT = Fidelity
+
+NOTES = (
+    "docs/evaluation.md (Words) says what is asked and what the columns mean. Nothing but "
+    "continuations is generated: an answer is right when each of its tokens is the likeliest one "
+    f"after all that stands before it. Behind a prompt {CONTINUED} tokens of the same text are "
+    "read (an eighth of it at most), by exact attention but for methods that have dropped keys for "
+    "good. Shares with Wilson's interval, differences to dense with Newcombe's (over keys, those "
+    "of one text counting as independent), ratios of perplexity the geometric mean over documents "
+    "with Student's, as KL is the mean, all 95 %. Attention ms: by CUDA events, on the q, k and v "
+    "of one text of the cell as dense attention has them; × dense: over the fastest dense kernel "
+    "on the same. Behind ~, choosing is not measured: it takes what Xu et al. 2025 report, over "
+    f"dense attention {', '.join(f'{x:.3f} for {name}' for name, x in REPORTED.items() if x)}, and "
+    f"0 for {', '.join(name for name, x in REPORTED.items() if not x)}. Elsewhere it is measured, "
+    "in older results that of plain PyTorch too. Query blocks are decided as a whole, so that what "
+    "an answer's first token attends may depend on all that follow in the block."
+)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from cab_hf.runs.settings import UsageError
+from cab_hf.runs.settings import UsageError, comma_separated
 from cab_hf.texts.needles import (
     ANSWER,
     NAMES,
@@ -199,6 +199,14 @@ class Haystack:
             if room(excerpt) >= 0:
                 return excerpt
         return complete
+
+
+def parse_depths(text: str) -> tuple[float, ...]:
+    """``0,0.5,1``, or a whole number: that many, evenly spaced from 0 to 1."""
+    if not text.strip().isdigit():
+        return comma_separated(float)(text)
+    last = int(text) - 1
+    return tuple(i / last for i in range(last + 1)) if last else (0.5,)
 
 
 def read_sentences(name: str, file: Path | str) -> list[str]:

@@ -50,6 +50,28 @@ def paired_difference(ours: Sequence[bool], base: Sequence[bool]) -> Interval:
     return p - q, p - q - joined(p - p_low, q_high - q), p - q + joined(p_high - p, q - q_low)
 
 
+def compared_shares(
+    right: Sequence[bool], pairs: Sequence[tuple[bool, bool]]
+) -> dict[str, float | int]:
+    """The share of outcomes that are right, and the difference to dense attention over ``pairs``.
+
+    Args:
+        pairs: outcomes of both, of what both were asked.
+
+    Returns:
+        ``n, correct, share, low, high``; where there are pairs ``delta, delta_low, delta_high`` and
+        ``pairs``, their number.
+    """
+    low, high = wilson(sum(right), len(right))
+    fields = {"n": len(right), "correct": sum(right), "share": fmean(right)}
+    fields |= {"low": low, "high": high}
+    if pairs:
+        names = ("delta", "delta_low", "delta_high")
+        fields |= zip(names, paired_difference(*zip(*pairs, strict=True)), strict=True)
+        fields["pairs"] = len(pairs)
+    return fields
+
+
 def mean_of_intervals(parts: Sequence[Interval]) -> Interval:
     """The mean of independent estimates, each with its own interval.
 

@@ -13,6 +13,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,13 +21,17 @@ from typing import Any, ClassVar
 import torch
 from tqdm import tqdm
 
+from cab_hf.config import CabConfig
 from cab_hf.eval.experiment import PROG, SAMPLES, Row, run
+from cab_hf.eval.methods import METHODS, Cell, Method, Realised, layers_of, realised_on
 from cab_hf.eval.on_model import OnModel, OnModelSettings
 from cab_hf.eval.speed.timing import in_a_sentence, ran_out
 from cab_hf.runs.log import Log, as_recorded, is_there, read_log, require_identity
 from cab_hf.runs.settings import flag, option, read_settings, require
+from cab_hf.texts.needles import Tokens
 
 SHARD_LOG = "samples.shard-{}-of-{}.jsonl"
+MATCH = "match"  # a budget: what the matched method realises on the same texts
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,27 @@ class LongRunSettings(OnModelSettings):
         fits = given and 1 <= int(given[1]) <= int(given[2])
         require(self, "shard", fits, "i/n, such as 1/4 for the first of four")
 
+    def check_methods(self) -> None:
+        """Refuse a name in ``methods`` that is none, and no name."""
+        for method in self.methods:
+            require(self, "methods", method in METHODS, f"names of {', '.join(METHODS)}", method)
+        require(self, "methods", self.methods, "at least one name")
+
+    def check_match(self, name: str, match: str, there: bool) -> None:
+        """Refuse, by the setting ``name``, methods to match ``match`` unless that is ``there``."""
+        matched = [method for method in self.methods if METHODS[method].matched]
+        accepted = (
+            f"a density such as 0.2 where {', '.join(matched)} is to match a budget and {match}, "
+            "whose density would be matched, is not among the methods"
+        )
+        require(self, name, there or not matched, accepted)
+
+
+@lru_cache(maxsize=1)
+def fitted(kind: type[Method], cell: Cell) -> Method:
+    """A method of that class, fitted once for all samples of a cell."""
+    return kind.fit(cell)
+
 
 class LongRun(OnModel):
     """Base of experiments whose cases are known before any is measured, all but what some match.
@@ -63,6 +89,10 @@ class LongRun(OnModel):
     FAILED = "error"
     CELL: ClassVar[tuple[str, ...]]
     FITTED: ClassVar[str]
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self.realised_on = cache(self._realised_on)
 
     @abstractmethod
     def planned(self) -> Iterator[dict[str, Any]]:
@@ -84,17 +114,28 @@ class LongRun(OnModel):
     def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
         """What all methods are asked alike; the cases of one question are of one shard."""
 
+    @abstractmethod
+    def typical(self, *place: Any) -> Tokens:
+        """What tells densities (and times) at a text and length, or a length: always the same."""
+
+    def _realised_on(self, *place: Any) -> Realised:
+        return realised_on(self.model, self.typical(*place))
+
+    def fit(
+        self, kind: type[Method], config: CabConfig, case: Mapping[str, Any], *place: Any, **more
+    ) -> Method:
+        """A method set up for the cell of a case at `typical`'s ``place``; ``more`` of `Cell`."""
+        given = config, case[self.FITTED], case["length"], self.settings.device
+        return fitted(kind, Cell(*given, self.realised_on(*place), layers_of(self.model), **more))
+
     def expected(self) -> int:
         return sum(1 for _ in self.planned())
 
-    def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
-        return self._with_match(self.planned(), samples)
-
-    def _with_match(
-        self, cases: Iterable[dict[str, Any]], samples: Sequence[Row]
+    def cases(
+        self, samples: Sequence[Row], planned: Iterable[dict[str, Any]] | None = None
     ) -> Iterator[dict[str, Any]]:
         cell_of, matches = itemgetter(*self.CELL), {}
-        for case in cases:
+        for case in self.planned() if planned is None else planned:
             if cell_of(case) not in matches:
                 matches[cell_of(case)] = self.fitted(case, samples)
             yield {**case, self.FITTED: matches[cell_of(case)]}
@@ -158,19 +199,15 @@ class LongRun(OnModel):
         questions = dict.fromkeys(map(self.question, self.planned()))
         mine = set(list(questions)[part - 1 :: parts])
         missing = [case for case in self.missing(samples) if not self.alone(case)]
-        all_wait = all(map(self.waits, missing))
-        return [
-            case
-            for case in missing
-            if self.question(case) in mine and (all_wait or not self.waits(case))
-        ]
+        now = [case for case in missing if not self.waits(case)] or missing
+        return [case for case in now if self.question(case) in mine]
 
     def measure_shard(self, found: Sequence[Row]) -> None:
         """Measure the share of this process."""
         path = Path(self.settings.out) / SHARD_LOG.format(*self.settings.shard.split("/"))
         cases = self.share(found)
         with self.log(path) as log:
-            for case in tqdm(self._with_match(cases, found), "shard", len(cases), unit="case"):
+            for case in tqdm(self.cases(found, cases), "shard", len(cases), unit="case"):
                 log.append(self.sample(case))
 
     def measure_missing(self, log: Log) -> bool:

@@ -6,7 +6,7 @@ index).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import product
@@ -21,30 +21,33 @@ from cab_hf.config import CabConfig
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
-from cab_hf.eval.haystack import FILLERS, Haystack, Prompt, answered, read_sentences
-from cab_hf.eval.intervals import paired_difference, wilson
+from cab_hf.eval.haystack import (
+    FILLERS,
+    Haystack,
+    Prompt,
+    answered,
+    parse_depths,
+    read_sentences,
+)
+from cab_hf.eval.intervals import compared_shares
 from cab_hf.eval.kv_cache import cache_name
-from cab_hf.eval.long_run import LongRun, LongRunSettings
+from cab_hf.eval.long_run import MATCH, LongRun, LongRunSettings
 from cab_hf.eval.methods import (
     CONTROLS,
     METHODS,
     Cab,
-    Cell,
     Dense,
     Method,
-    Realised,
     exact_readings,
     known,
-    layers_of,
     never_sparse,
-    realised_on,
 )
 from cab_hf.eval.on_model import realised_density
 from cab_hf.eval.report import difference, grouped, markdown_table, with_interval
 from cab_hf.runs.models import greedily
 from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import by_device, comma_separated, option, parse_length, require, spell
-from cab_hf.texts.needles import NAMES
+from cab_hf.texts.needles import NAMES, Tokens
 
 ANSWER_TOKENS = 8  # five digits of a token each, and what a model may put around them
 STAGES = {
@@ -56,15 +59,6 @@ DECODE_SHARE = 0.125  # of the text that cab reads a step in stage both, unless 
 CELL = ("method", "length", "keys")
 cell_of = itemgetter(*CELL)
 question_of = itemgetter("length", "keys", "depth", "index")  # what every method is asked alike
-MATCH = "match"  # a budget: what CAB realises in the same cell
-
-
-def parse_depths(text: str) -> tuple[float, ...]:
-    """``0,0.5,1``, or a whole number: that many, evenly spaced from 0 to 1."""
-    if not text.strip().isdigit():
-        return comma_separated(float)(text)
-    last = int(text) - 1
-    return tuple(i / last for i in range(last + 1)) if last else (0.5,)
 
 
 def spell_depths(depths: Sequence[float]) -> str:
@@ -118,9 +112,7 @@ class Settings(LongRunSettings):
         if self.controls is None:
             object.__setattr__(self, "controls", 1 if self.on_cpu else self.samples)
         check = partial(require, self)
-        for method in self.methods:
-            check("methods", method in METHODS, f"names of {', '.join(METHODS)}", method)
-        check("methods", self.methods, "at least one name")
+        self.check_methods()
         check("lengths", self.lengths and min(self.lengths) > 0, "numbers of tokens")
         check("depths", self.depths and all(0 <= d <= 1 for d in self.depths), "shares from 0 to 1")
         check("samples", self.samples > 0, "at least 1")
@@ -133,16 +125,10 @@ class Settings(LongRunSettings):
         if file is not None:
             read_sentences("haystack", file)
         check("stage", self.stage in STAGES, f"one of {', '.join(STAGES)}")
-        matched = [name for name in self.methods if METHODS[name].matched]
-        if self.budget == MATCH:
-            check(
-                "budget",
-                not matched or Cab.name in self.methods,
-                f"a density such as 0.2 when {', '.join(matched)} is to match a budget and cab, "
-                "whose density would be matched, is not among the methods",
-            )
-        else:
-            check("budget", 0 < self.budget <= 1, "match or a density in (0, 1]")
+        there = self.budget != MATCH or Cab.name in self.methods
+        self.check_match("budget", Cab.name, there)
+        fits = self.budget == MATCH or 0 < self.budget <= 1
+        check("budget", fits, f"{MATCH} or a density in (0, 1]")
         # refuses bad fields here rather than in the middle of a run
         config = self.cab_config
         check(
@@ -160,12 +146,6 @@ class Settings(LongRunSettings):
         return known(CabConfig.from_dict({**fixed, **self.cab_fields}))
 
 
-@lru_cache(maxsize=1)
-def fitted(kind: type[Method], cell: Cell) -> Method:
-    """A method of that class, fitted once for all samples of a cell."""
-    return kind.fit(cell)
-
-
 class Passkey(LongRun):
     """A case is one prompt under one method; a sample is what was answered."""
 
@@ -179,10 +159,21 @@ class Passkey(LongRun):
     GROWS = ("methods", "lengths", "controls", "cab")
     WRITTEN = ANSWER_TOKENS
 
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        # (length, depth, index, hide_needle) -> its prompt, kept for all methods of a length
+        self.prompt = lru_cache(len(settings.depths) * settings.samples)(self._prompt)
+
     @cached_property
     def haystack(self) -> Haystack:
         settings = self.settings
         return Haystack(self.tokenizer, settings.filler, settings.keys, settings.haystack)
+
+    def _prompt(self, length: int, depth: float, index: int, hide_needle: bool = False) -> Prompt:
+        return self.haystack.prompt(length, depth, index, self.settings.seed, hide_needle)
+
+    def typical(self, length: int) -> Tokens:
+        return self.prompt(length, self.settings.depths[0], 0).tokens
 
     def check(self) -> None:
         super().check()
@@ -192,24 +183,6 @@ class Passkey(LongRun):
     def running(self) -> dict[str, Sequence[str]]:
         file = self.settings.haystack
         return {Path(file).name: self.haystack.sentences} if file else {}
-
-    @cached_property
-    def prompt(self) -> Callable[..., Prompt]:
-        """(length, depth, index, hide_needle) -> its prompt, kept for all methods of a length."""
-        settings = self.settings
-        a_length = len(settings.depths) * settings.samples
-        return lru_cache(maxsize=a_length)(partial(self.haystack.prompt, seed=settings.seed))
-
-    @cached_property
-    def realised(self) -> Callable[[int], Realised]:
-        """Length -> what tells a config's density there; always the same one, by which cells go."""
-        depth = self.settings.depths[0]
-
-        @lru_cache
-        def made(length: int) -> Realised:
-            return realised_on(self.model, self.prompt(length, depth, 0).tokens)
-
-        return made
 
     def recorded(self) -> dict[str, Any]:
         settings, given = self.settings, super().recorded()
@@ -250,11 +223,8 @@ class Passkey(LongRun):
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         """What became of one prompt."""
-        settings, length = self.settings, case["length"]
-        realised, layers = self.realised(length), layers_of(self.model)
-        given = settings.cab_config, case["budget"], length, settings.device
-        cell = Cell(*given, realised, layers)
-        method = fitted(METHODS[case["method"]], cell)
+        length, kind = case["length"], METHODS[case["method"]]
+        method = self.fit(kind, self.settings.cab_config, case, length)
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
         result = self.under(method, lambda: {"answer": self.answer(prompt, method)})
         needle = prompt.needle
@@ -341,23 +311,14 @@ EXPERIMENT = Passkey
 
 
 def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
-    correct = sum(s["correct"] for s in members)
-    low, high = wilson(correct, len(members))
-    row = {
-        "n": len(members),
-        "correct": correct,
-        "accuracy": correct / len(members),
-        "low": low,
-        "high": high,
-        "density": fmean(s["density"] for s in members),
-        "budget": members[0]["budget"],
-    }
     pairs = [(s, dense[question_of(s)]) for s in members if question_of(s) in dense]
-    if pairs and members[0]["method"] != Dense.name:
-        ours, base = zip(*((s["correct"], d["correct"]) for s, d in pairs), strict=True)
-        interval = paired_difference(ours, base)
-        row |= dict(zip(("delta", "delta_low", "delta_high"), interval, strict=True))
-        row |= {"pairs": len(pairs), "same": sum(s["answer"] == d["answer"] for s, d in pairs)}
+    pairs = [] if members[0]["method"] == Dense.name else pairs
+    both = [(s["correct"], base["correct"]) for s, base in pairs]
+    row = compared_shares([s["correct"] for s in members], both)
+    row["accuracy"] = row.pop("share")
+    row |= {"density": fmean(s["density"] for s in members), "budget": members[0]["budget"]}
+    if pairs:
+        row["same"] = sum(s["answer"] == base["answer"] for s, base in pairs)
     if never_sparse(METHODS[members[0]["method"]], members):
         row["never_sparse"] = True
     if any(s["reached"] is not None for s in members):

@@ -17,6 +17,7 @@ import yaml
 from cab_hf.config import CabConfig, without_rivals
 from cab_hf.eval import experiment
 from cab_hf.eval.experiment import RESULTS, Experiment, Row, named, of_today, unlike_default
+from cab_hf.eval.fidelity_report import attention_ms
 from cab_hf.eval.intervals import wilson
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, seconds, with_interval
 from cab_hf.eval.speed.dense import time_shown
@@ -26,17 +27,7 @@ from cab_hf.runs.markdown import plain
 from cab_hf.texts.tasks import TASKS
 
 CAB, FAMILIES = "cab", "families"
-# the settings that a user chooses between -> methods of fidelity
-CHOICES = {"default": CAB, "mass_threshold=0.005": "cab:sparser", '"cab_dense"': "dense"}
-# folders, without the seeds of further runs -> what a model was trained with
-TRAININGS = {
-    "fidelity-smollm2-beyond": "not at all",
-    "fidelity-trained-dense": "dense",
-    "fidelity-trained-cab": "cab",
-    "fidelity-trained-sampled-16": "cab, sampling one block in 16",
-    "fidelity-trained-sampled-8": "cab, sampling one block in 8",
-}
-# beside it, some steps of the same training with the GPU to themselves
+# beside a run of training, some steps of the same with the GPU to themselves
 TIMED, WARM_UP = Path("alone", "log.jsonl"), 3
 
 
@@ -130,7 +121,7 @@ def _bold(text: str, sure: bool) -> str:
 FORMATS: dict[str, Callable[[Any], str | None]] = {
     **{"digits": digits, "s": seconds, "percent": percent, "plain": plain, "task": _task},
     **{"times": "× {:.2f}".format, "points": lambda share: f"{100 * share:+.1f} points"},
-    "best_dense": time_shown,
+    **{"best_dense": time_shown, "attention": lambda row: digits(attention_ms(row))},
     "shared": {"speed lora": "training step", "speed ttft": "first token"}.__getitem__,
 }
 
@@ -150,14 +141,23 @@ class Table:
         return [read_results(results / name) for name in self.folders]
 
     def rows(self, read: Sequence[Results]) -> list[Row]:
-        """What is shown of what was read; rows have ``folder`` and ``run``, its provenance, too."""
+        """What is shown of what was read; rows have ``folder``, its ``name``, and its ``run``."""
         rows = [
-            {**row, "folder": each.folder, "run": each.provenance}
+            {**row, "folder": each.folder, "name": each.name, "run": each.provenance}
             for each in read
             for row in each.rows
         ]
         has, where = self.declared.get("has"), self.declared.get("where", {})
         kept = [row for row in rows if (not has or row[has]) and where.items() <= row.items()]
+        for field, (path, names) in self.declared.get("named", {}).items():
+            if missing := names.keys() - {value_at(path, row) for row in kept}:
+                raise ValueError(f"the table has no rows whose {path} is {', '.join(missing)}.")
+            kept = [
+                {**row, field: name}
+                for value, name in names.items()
+                for row in kept
+                if value_at(path, row) == value
+            ]
         return list(ROWS[self.declared.get("rows")](kept))
 
     def __call__(self, results: Path) -> str:
@@ -209,15 +209,6 @@ def _by_length(rows: Sequence[Row]) -> list[Row]:
         name = row.get("implementation")
         ways.append({**row, "way": row.get("method") or speed.get(name, name)})
     return [row for row in pivoted(ways, "way", "length") if "first_token" in row]
-
-
-def _choices(rows: Sequence[Row]) -> Iterator[Row]:
-    methods = {row["method"]: row for row in rows}
-    if missing := set(CHOICES.values()) - methods.keys():
-        raise ValueError(f"the table of choices needs the methods {missing}, which have no row.")
-    for name, method in CHOICES.items():
-        row = methods[method]
-        yield {**row, "settings": name, "attention_ms": row["predict_ms"] + row["attend_ms"]}
 
 
 def _over_texts(rows: Sequence[Row]) -> Iterator[Row]:
@@ -275,8 +266,6 @@ def _trainings(rows: Sequence[Row]) -> Iterator[Row]:
     Shares are of the keys of all runs together, bold where an interval lies below that of dense
     training and reading; perplexities are geometric means over those of the same.
     """
-    of_run = [TRAININGS[row["folder"].name.partition("-seed-")[0]] for row in rows]
-    rows = [{**row, "trained": name} for row, name in zip(rows, of_run, strict=True)]
     best = _over_runs([row for row in rows if row["trained"] == row["method"] == "dense"])
     for some in grouped(rows, "trained", "method"):
         row, first = _over_runs(some), some[0]
@@ -329,7 +318,7 @@ ROWS: dict[str | None, Callable[[list[Row]], Sequence[Row] | Iterator[Row]]] = {
     None: list,
     "by_ranks": partial(sorted, key=itemgetter("length", "world")),
     "by_method": lambda rows: pivoted(rows, "method", "text", "length"),
-    **{"by_length": _by_length, "choices": _choices, "over_texts": _over_texts},
+    **{"by_length": _by_length, "over_texts": _over_texts},
     **{"steps": _steps, "asked": _asked},
     **{"most_ranks": _most_ranks, "decode_steps": _decode_steps},
     **{"trainings": _trainings, "models": _models},

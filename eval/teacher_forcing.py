@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -48,12 +48,12 @@ def answered(tokenizer: Any, prompt: Prompt) -> TeacherForced:
     return TeacherForced(kept + complete[same:], ((len(kept), len(kept) + len(complete) - same),))
 
 
-def greedy_match(model: Any, reading: TeacherForced, *how: Any) -> dict[str, list[bool]]:
+def greedy_match(model: Any, reading: TeacherForced, **how: Any) -> dict[str, list[bool]]:
     """Of each span whether all of its tokens are those that ``model`` finds likeliest.
 
-    ``how`` it is read is told as to `distributions`.
+    ``how`` it is read is told as to `behind_prompt`.
     """
-    return right_spans(_predictions(model, reading, reading.places, *how), reading)
+    return right_spans(predictions(model, reading, **how), reading)
 
 
 def right_spans(logits: Tensor, reading: TeacherForced) -> dict[str, list[bool]]:
@@ -63,32 +63,21 @@ def right_spans(logits: Tensor, reading: TeacherForced) -> dict[str, list[bool]]
     return {"right": [wrong.isdisjoint(range(*span)) for span in reading.spans]}
 
 
-def nll(model: Any, reading: TeacherForced, *how: Any) -> dict[str, float | int]:
-    """The sum of negative log-likelihoods of all tokens in the spans, and how many they are.
-
-    ``how`` it is read is told as to `distributions`.
-    """
-    places = reading.places
-    logits = _predictions(model, reading, places, *how)
-    targets = torch.tensor([reading.tokens[place] for place in places], device=logits.device)
+def nll(model: Any, reading: TeacherForced) -> dict[str, float | int]:
+    """The sum of negative log-likelihoods of all tokens in the spans, and how many they are."""
+    logits = predictions(model, reading)
+    targets = torch.tensor([reading.tokens[at] for at in reading.places], device=logits.device)
     parts = zip(logits.split(LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True)
     nll = sum(F.cross_entropy(few.float(), given, reduction="sum").item() for few, given in parts)
-    return {"nll": nll, "count": len(places)}
+    return {"nll": nll, "count": len(targets)}
 
 
-def distributions(
-    model: Any,
-    reading: TeacherForced,
-    chunk: int = CHUNK,
-    cache: Any = None,
-    prefill_chunk: int = 0,
-) -> Tensor:
+def distributions(model: Any, reading: TeacherForced, **how: Any) -> Tensor:
     """The log-probabilities ``model`` gives at each place, float32 [places, vocabulary].
 
-    The other arguments are those of `behind_prompt`.
+    ``how`` it is read is told as to `behind_prompt`.
     """
-    how = chunk, cache, prefill_chunk
-    return _predictions(model, reading, reading.places, *how).float().log_softmax(-1)
+    return predictions(model, reading, **how).float().log_softmax(-1)
 
 
 def divergence(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[str, float | int]:
@@ -114,24 +103,17 @@ def divergence(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[st
 
 
 @torch.no_grad()
-def _predictions(
-    model: Any,
-    reading: TeacherForced,
-    places: Sequence[int],
-    chunk: int = CHUNK,
-    cache: Any = None,
-    prefill_chunk: int = 0,
-) -> Tensor:
-    """Logits for the tokens at ``places``, [places, vocabulary]."""
+def predictions(model: Any, reading: TeacherForced, chunk: int = CHUNK, **how: Any) -> Tensor:
+    """Logits for the tokens of the spans, [places, vocabulary]; ``how`` of `behind_prompt`."""
     ids = torch.tensor([reading.tokens], device=model.device)
-    before = torch.tensor(places, device=model.device) - 1
+    before = torch.tensor(reading.places, device=model.device) - 1
     if reading.prompt is None:
         return model(ids, logits_to_keep=before, use_cache=False).logits[0]
-    if min(places) < reading.prompt:
+    if min(reading.places) < reading.prompt:
         raise ValueError(
-            f"places must be behind the prompt of {reading.prompt}; got {min(places)}."
+            f"places must be behind the prompt of {reading.prompt}; got {min(reading.places)}."
         )
-    logits = behind_prompt(model, ids, reading.prompt, chunk, cache, prefill_chunk=prefill_chunk)
+    logits = behind_prompt(model, ids, reading.prompt, chunk, **how)
     return logits[0, before - (reading.prompt - 1)]
 
 

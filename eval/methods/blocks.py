@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -41,6 +42,10 @@ TOLERANCE = 1e-5
 # its dense queries, in tokens
 TRIANGLE_SHARE, WINDOW, LAST_QUERIES = 0.5, 512, 128
 SEED = 0  # of the random blocks
+STRIDE = 8  # of antidiagonal sums
+# (q [B, H, N_q, D], k [B, H_kv, N_k, D], call, query block, key block) -> what ranks the key blocks
+# of a row, highest kept, float32 [B, H, M_q, M_k]
+Score = Callable[..., Tensor]
 
 
 class BlockPredictor(Predictor):
@@ -79,11 +84,11 @@ class StreamingPredictor(BlockPredictor):
 
 
 class ScorePredictor(BlockPredictor):
-    """Base of predictors that rank blocks: forced ones and the best, 1 - ``sparsity`` of a row."""
+    """Ranks blocks by ``score``: keeps forced ones and the best, 1 - ``sparsity`` of a row."""
 
-    @abstractmethod
-    def score(self, q: Tensor, k: Tensor, call: LayerContext) -> Tensor:
-        """What ranks the key blocks of a row, highest kept: [B, H, M_q, M_k]."""
+    def __init__(self, config: CabConfig, score: Score) -> None:
+        super().__init__(config)
+        self.score = score
 
     def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
         dropped = torch.tensor(
@@ -91,68 +96,74 @@ class ScorePredictor(BlockPredictor):
         )
         share = (1 - dropped[:, None, None]).clamp(max=self.config.max_density)
         wanted = reference.share_of_row(seen, share).maximum(must.sum(-1, keepdim=True))
-        score = self.score(q, k, call)
+        score = self.score(q, k, call, *self.blocks)
         wanted = wanted.squeeze(-1).expand(score.shape[:3])
         return reference.best_of_rows(score, seen, must, wanted)
 
 
-class RandomPredictor(ScorePredictor):
+class SharePredictor(BlockPredictor):
+    """Keeps a row's fewest blocks that hold a share of the mass that ``score`` estimates.
+
+    Forced blocks count. The share is ``usual``, or the number behind a colon in
+    ``CabConfig.predictor``, which `at_share` has registered.
+    """
+
+    def __init__(self, config: CabConfig, usual: float, score: Score | None = None) -> None:
+        super().__init__(config)
+        share = config.predictor.partition(":")[2]
+        self.usual, self.score = usual, score
+        self.share = float(share) if share else usual
+
+    def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
+        mass = self.score(q, k, call, *self.blocks)
+        return fewest(normalised(mass), seen, must, self.share)
+
+
+def random_scores(q: Tensor, k: Tensor, call: LayerContext, *blocks: int) -> Tensor:
     """Random blocks, others for every head and row.
 
     Drawn anew for other shapes or other keys: a layer replayed by gradient checkpointing, and a run
     repeated, choose the same blocks; two samples do not, or their outcomes would not be
     independent. Packed or in another batch a text gets other blocks than alone, as random.
     """
-
-    def score(self, q: Tensor, k: Tensor, call: LayerContext) -> Tensor:
-        content = f"{SEED} {tuple(q.shape)} {tuple(k.shape)} {float(k.double().sum()):.6e}"
-        digest = hashlib.sha256(content.encode()).digest()
-        generator = torch.Generator(q.device).manual_seed(int.from_bytes(digest[:6], "big"))
-        rows, columns = (
-            -(-x.shape[2] // size) for x, size in zip((q, k), self.blocks, strict=True)
-        )
-        return torch.rand(*q.shape[:2], rows, columns, generator=generator, device=q.device)
+    content = f"{SEED} {tuple(q.shape)} {tuple(k.shape)} {float(k.double().sum()):.6e}"
+    digest = hashlib.sha256(content.encode()).digest()
+    generator = torch.Generator(q.device).manual_seed(int.from_bytes(digest[:6], "big"))
+    rows, columns = (-(-x.shape[2] // size) for x, size in zip((q, k), blocks, strict=True))
+    return torch.rand(*q.shape[:2], rows, columns, generator=generator, device=q.device)
 
 
-class AntidiagonalPredictor(ScorePredictor):
-    """Blocks by the mass that strided antidiagonal sums estimate, see `XAttentionPredictor`."""
+def strided_mass(stride: int) -> Score:
+    """Blocks by their attention mass as strided antidiagonal sums estimate it; exactly at 1.
 
-    stride = 8
-
-    def score(self, q: Tensor, k: Tensor, call: LayerContext) -> Tensor:
-        return block_mass(q, k, call.spans, call.scale, *self.blocks, stride=self.stride)
-
-
-class OraclePredictor(AntidiagonalPredictor):
-    """Blocks by their attention mass, from exact attention."""
-
-    stride = 1
-
-
-class SharePredictor(BlockPredictor):
-    """Base of predictors that keep ``share`` of an estimated mass, forced blocks counted.
-
-    The share is `usual`, or the number behind a colon in ``CabConfig.predictor``, which `at_share`
-    has registered.
+    As of XAttention (Xu et al. 2025, arXiv 2503.16428): the logit of a tile of stride x stride
+    tokens is the mean over its antidiagonal. The softmax of a row of tiles, summed over blocks,
+    estimates their mass.
     """
-
-    usual: ClassVar[float]
-
-    def __init__(self, config: CabConfig) -> None:
-        super().__init__(config)
-        share = config.predictor.partition(":")[2]
-        self.share = float(share) if share else self.usual
+    return lambda q, k, call, *blocks: block_mass(q, k, call.spans, call.scale, *blocks, stride)
 
 
-def fewest(log_mass: Tensor, seen: Tensor, forced: Tensor, wanted: float | Tensor) -> Tensor:
+def pooled_mass(q: Tensor, k: Tensor, call: LayerContext, *blocks: int) -> Tensor:
+    """The softmax of logits of mean-pooled queries and keys over the blocks that a row sees.
+
+    Pooled as in MInference's block-sparse heads (Jiang et al. 2024, arXiv 2407.02490). Here a row
+    keeps a share of its own, where FlexPrefill (Lai et al. 2025, arXiv 2502.20766) has it over all
+    rows together.
+    """
+    queries = block_means(q, call.spans.last >= 0, blocks[0])
+    keys = block_means(k, call.spans.key_valid, blocks[1])
+    seen = block_visibility(call.spans, *blocks).unsqueeze(1)
+    return share_of_blocks(queries, keys, seen, call.scale)
+
+
+def fewest(share: Tensor, seen: Tensor, forced: Tensor, wanted: float) -> Tensor:
     """bool: the fewest entries of the last dimension that hold ``wanted``, forced ones first.
 
     Args:
-        seen, forced: entries that may be kept, and that must be; they broadcast with ``log_mass``.
-        wanted: share in [0, 1]; a tensor broadcasts with ``log_mass``.
+        share: of each entry. seen, forced: entries that may be kept, and that must be; they
+            broadcast with ``share``.
+        wanted: share in [0, 1].
     """
-    wanted = torch.as_tensor(wanted, dtype=torch.float64, device=log_mass.device)
-    share = log_mass.exp()
     # a forced entry's share counts, whatever its size: it goes to the front of the queue
     queue = torch.where(forced, 2.0, share).masked_fill(~seen, -1.0)
     order = queue.argsort(dim=-1, descending=True, stable=True)
@@ -160,49 +171,6 @@ def fewest(log_mass: Tensor, seen: Tensor, forced: Tensor, wanted: float | Tenso
     before = queued.cumsum(-1) - queued
     taken = (before < wanted - TOLERANCE) | (wanted >= 1)
     return (taken.gather(-1, order.argsort(-1)) | forced) & seen
-
-
-class XAttentionPredictor(SharePredictor):
-    """XAttention (Xu et al. 2025, arXiv 2503.16428), at stride 8 and threshold 0.8 for all heads.
-
-    The logit of a tile of stride x stride tokens is the mean over its antidiagonal. The softmax of
-    a row of tiles, summed over blocks, estimates their mass, and a row keeps the fewest blocks that
-    hold a share of it. 0.8 is the default of the authors' function; their runs of LLaMA load a
-    threshold for each head, in the mean 0.76 at stride 8 and 0.91 at 16, found by a search that is
-    left out here.
-    """
-
-    usual, stride = 0.8, 8
-
-    def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
-        mass = block_mass(q, k, call.spans, call.scale, *self.blocks, stride=self.stride)
-        return fewest(normalised(mass).log(), seen, must, self.share)
-
-
-class XAttention16Predictor(XAttentionPredictor):
-    """The same at stride 16, the coarser and faster one of its two."""
-
-    stride = 16
-
-
-class MeanPooledPredictor(SharePredictor):
-    """Block scores of mean-pooled queries and keys, a row's best up to a share of their softmax.
-
-    Pooled as in MInference's block-sparse heads (Jiang et al. 2024, arXiv 2407.02490), chosen by
-    the share of each row, where FlexPrefill (Lai et al. 2025, arXiv 2502.20766) has it over all
-    rows together.
-    """
-
-    usual = 0.95
-
-    def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
-        return fewest(self.pooled_log_mass(q, k, call, seen), seen, must, self.share)
-
-    def pooled_log_mass(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor) -> Tensor:
-        """The log-softmax of pooled logits over the blocks that a row sees, [B, H, M_q, M_k]."""
-        queries = block_means(q, call.spans.last >= 0, self.config.query_block)
-        keys = block_means(k, call.spans.key_valid, self.config.key_block)
-        return block_log_mass(queries, keys, seen, call.scale)
 
 
 def normalised(x: Tensor) -> Tensor:
@@ -219,19 +187,18 @@ def block_means(x: Tensor, valid: Tensor, block: int) -> Tensor:
     return total / real.sum(-1).clamp(min=1).unsqueeze(-1)
 
 
-def block_log_mass(queries: Tensor, keys: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """log softmax of vectors of query blocks over those of the key blocks that they see.
+def share_of_blocks(queries: Tensor, keys: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """The softmax of vectors of query blocks over those of the key blocks that they see.
 
     Args:
         queries: [B, H, M_q, D]. keys: [B, H_kv, M_k, D].
 
     Returns:
-        [B, H, M_q, M_k], -inf for blocks that are not ``seen``.
+        [B, H, M_q, M_k], 0 for blocks that are not ``seen``.
     """
     grouped = queries.unflatten(1, (keys.shape[1], -1))
     logits = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scale
-    masked = logits.masked_fill(~seen, -torch.inf)
-    return F.log_softmax(masked, dim=-1).masked_fill(~seen, -torch.inf)
+    return logits.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen, 0.0)
 
 
 @dataclass(frozen=True)
@@ -361,7 +328,7 @@ class TriangleMix(Cab):
 def at_share(base: CabConfig, share: float) -> CabConfig:
     """``base``, of a `SharePredictor`, at another share, under a predictor's name of its own."""
     name = f"{base.predictor}:{share}"
-    register_predictor(name, type(make_predictor(base)))
+    register_predictor(name, SHARES[base.predictor])
     return replace(base, predictor=name)
 
 
@@ -374,10 +341,17 @@ def logged_config(fields: Mapping[str, Any]) -> CabConfig:
     return at_share(config, float(share)) if share else config
 
 
+# 0.8 is the default of the authors' function; their runs of LLaMA load a threshold for each head,
+# in the mean 0.76 at stride 8 and 0.91 at 16, found by a search that is left out here
+SHARES: dict[str, Callable[[CabConfig], SharePredictor]] = {
+    "xattention": partial(SharePredictor, usual=0.8, score=strided_mass(STRIDE)),
+    # the coarser and faster one of its two
+    "xattention_16": partial(SharePredictor, usual=0.8, score=strided_mass(16)),
+    "mean_pooled": partial(SharePredictor, usual=0.95, score=pooled_mass),
+}
+SCORES = {"random": random_scores, "antidiagonal": strided_mass(STRIDE), "oracle": strided_mass(1)}
 register_predictor(Streaming.name, StreamingPredictor)
-register_predictor("random", RandomPredictor)
-register_predictor("antidiagonal", AntidiagonalPredictor)
-register_predictor("oracle", OraclePredictor)
-register_predictor("xattention", XAttentionPredictor)
-register_predictor("xattention_16", XAttention16Predictor)
-register_predictor("mean_pooled", MeanPooledPredictor)
+for _name, _score in SCORES.items():
+    register_predictor(_name, partial(ScorePredictor, score=_score))
+for _name, _share in SHARES.items():
+    register_predictor(_name, _share)

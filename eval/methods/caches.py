@@ -271,26 +271,19 @@ def columns_and_diagonals(
     Returns:
         Two of float32 [B, H, N_k]: what each key receives, and each distance from query to key.
     """
-    heads, (kv_heads, kv_length) = q.shape[1], k.shape[1:3]
-    key = torch.arange(kv_length, device=q.device)
     query = last_queries(spans, asking)
+    at = query.clamp(min=0)
     # [B, R]: where these queries stand among the keys
-    first = spans.first.gather(1, query.clamp(min=0)).long()
-    last = spans.last.gather(1, query.clamp(min=0)).long().where(query >= 0, -1)
-    seen = (key >= first.unsqueeze(-1)) & (key <= last.unsqueeze(-1)) & spans.key_valid[:, None]
-    mask = seen.unsqueeze(1)
-    # [B, 1, R, N_k]: the key at each distance before a query
-    far = (last.unsqueeze(-1) - key).unsqueeze(1)
-
-    sums = []
-    for head in range(kv_heads):
-        group = slice(head * heads // kv_heads, (head + 1) * heads // kv_heads)
-        index = query.clamp(min=0)[:, None, :, None].expand(-1, -1, -1, q.shape[-1])
-        own = q[:, group]
-        own = own.gather(2, index.expand(-1, own.shape[1], -1, -1)).float()
-        logits = own @ k[:, head : head + 1].float().transpose(-1, -2) * scale
-        attention = logits.masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~mask, 0.0)
-        by_distance = attention.gather(-1, far.clamp(min=0).expand_as(attention))
-        sums.append((attention.sum(2), by_distance.masked_fill(far < 0, 0.0).sum(2)))
-    vertical, slash = zip(*sums, strict=True)
-    return torch.cat(vertical, dim=1), torch.cat(slash, dim=1)
+    last = spans.last.gather(1, at).where(query >= 0, -1)
+    asked = Spans(spans.first.gather(1, at), last, spans.key_valid)
+    own = q.gather(2, at[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+    key = torch.arange(k.shape[2], device=q.device)
+    vertical, slash = torch.zeros(2, *q.shape[:2], k.shape[2], device=q.device)
+    for start, rows in attention_rows(own, k, asked, scale):
+        seen = rows.shape[-1]
+        # [B, 1, R, T]: the key at each distance before a query
+        far = (last[:, start : start + rows.shape[2], None] - key[:seen]).unsqueeze(1)
+        vertical[..., :seen] += rows.sum(2)
+        by_distance = rows.gather(-1, far.clamp(min=0).expand_as(rows))
+        slash[..., :seen] += by_distance.masked_fill(far < 0, 0.0).sum(2)
+    return vertical, slash

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cab_hf.config import CabConfig
 from cab_hf.eval.methods.blocks import (
-    MeanPooledPredictor,
+    SHARES,
     ScorePredictor,
-    block_log_mass,
+    SharePredictor,
     block_means,
     fewest,
     normalised,
+    pooled_mass,
+    share_of_blocks,
 )
 from cab_hf.eval.methods.caches import columns_and_diagonals, last_queries
 from cab_hf.ops import reference
@@ -29,23 +32,7 @@ TAU = 0.1  # of FlexPrefill: the divergence below which the pooled estimate of a
 MIN_TOKENS = 1024  # of FlexPrefill: the least that a head keeps in columns, and in diagonals
 
 
-class VerticalSlashPredictor(ScorePredictor):
-    """MInference's vertical-slash pattern (Jiang et al. 2024, arXiv 2407.02490), at block grain.
-
-    The attention of the text's last `ASKING_QUERIES` queries is summed over columns (keys) and over
-    diagonals (distances between query and key). A block scores what the best column or diagonal
-    that touches it has. The original keeps a fixed number of columns and of diagonals for a head,
-    token by token, and its kernel gathers single columns; here every row keeps its share of blocks,
-    whichever of the two touches them, and a column costs a whole key block in every row. At as many
-    (query, key) pairs it therefore loses more of the attention than MInference does.
-    """
-
-    def score(self, q: Tensor, k: Tensor, call: LayerContext) -> Tensor:
-        self.refuse_packed(call.spans)
-        return vertical_slash_scores(q, k, call.spans, call.scale, *self.blocks)
-
-
-class FlexPrefillPredictor(MeanPooledPredictor):
+class FlexPrefillPredictor(SharePredictor):
     """FlexPrefill (Lai et al. 2025, arXiv 2502.20766), at block grain.
 
     The last block of queries is attended exactly. Mean-pooled queries and keys estimate the same by
@@ -57,6 +44,9 @@ class FlexPrefillPredictor(MeanPooledPredictor):
     Every head keeps 1,024 tokens of columns and of diagonals at least, which is the minimum of the
     paper as far as we know; the README of its code has gamma 0.9 and 512 tokens.
     """
+
+    def __init__(self, config: CabConfig) -> None:
+        super().__init__(config, usual=0.95)
 
     def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
         self.refuse_packed(call.spans)
@@ -77,33 +67,44 @@ class FlexPrefillPredictor(MeanPooledPredictor):
         for head in aware.any(0).nonzero().flatten().tolist():
             own = q[:, [head]], k[:, [head // group]]
             # over all rows together: rows that are spread out keep more
-            share = self.pooled_log_mass(*own, call, seen).exp()
-            together = normalised(share.flatten(2)).log()
+            share = pooled_mass(*own, call, *self.blocks)
+            together = normalised(share.flatten(2))
             everything = torch.ones_like(together, dtype=torch.bool)
             held = fewest(together, everything, ~everything, self.share).view_as(share)
             keep[:, head] |= held[:, 0] & aware[:, head, None, None]
         return keep
 
 
+class VerticalSlashPredictor(ScorePredictor):
+    """`vertical_slash_scores`; packed documents are refused."""
+
+    def __init__(self, config: CabConfig) -> None:
+        super().__init__(config, vertical_slash_scores)
+
+    def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
+        self.refuse_packed(call.spans)
+        return super().keep(q, k, call, seen, must)
+
+
 def vertical_slash_scores(
     q: Tensor,
     k: Tensor,
-    spans: Spans,
-    scale: float,
+    call: LayerContext,
     query_block: int,
     key_block: int,
     asking: int = ASKING_QUERIES,
 ) -> Tensor:
-    """The best column or diagonal that touches each block, float32 [B, H, M_q, M_k].
+    """MInference's vertical-slash pattern (Jiang et al. 2024, arXiv 2407.02490), at block grain.
 
-    Columns and diagonals are ranked by the attention they get from the last ``asking`` real queries
-    of each batch row.
-
-    Args:
-        q: [B, H, N_q, D]. k: [B, H_kv, N_k, D].
+    The attention of each text's last ``asking`` real queries is summed over columns (keys) and over
+    diagonals (distances between query and key). A block scores what the best column or diagonal
+    that touches it has. The original keeps a fixed number of columns and of diagonals for a head,
+    token by token, and its kernel gathers single columns; here every row keeps its share of blocks,
+    whichever of the two touches them, and a column costs a whole key block in every row. At as many
+    (query, key) pairs it therefore loses more of the attention than MInference does.
     """
-    kv_length = k.shape[2]
-    vertical, slash = columns_and_diagonals(q, k, spans, scale, asking)
+    kv_length, spans = k.shape[2], call.spans
+    vertical, slash = columns_and_diagonals(q, k, spans, call.scale, asking)
     columns = F.pad(vertical, (0, -kv_length % key_block)).unflatten(-1, (-1, key_block))
     columns = columns.amax(-1).unsqueeze(2)
 
@@ -138,7 +139,7 @@ def pooled_last_block(
     start = torch.arange(0, spans.kv_length, block, device=q.device)
     # [B, 1, 1, M_k]: the blocks that one of them sees
     begun = (start <= last.amax(-1, keepdim=True)) & (start + block > first[:, :1])
-    return block_log_mass(mean, keys, begun[:, None, None], scale).exp().squeeze(2)
+    return share_of_blocks(mean, keys, begun[:, None, None], scale).squeeze(2)
 
 
 def root_divergence(p: Tensor, q: Tensor) -> Tensor:
@@ -201,3 +202,4 @@ def touched(
 
 register_predictor("vertical_slash", VerticalSlashPredictor)
 register_predictor("flexprefill", FlexPrefillPredictor)
+SHARES["flexprefill"] = FlexPrefillPredictor

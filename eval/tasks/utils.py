@@ -9,7 +9,7 @@ of its own is for others. Lengths take turns, so that ``--limit`` leaves documen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, product
 from pathlib import Path
 from statistics import fmean
@@ -49,9 +49,15 @@ def passkey_documents(
     return documents
 
 
-def passkey(**metadata: Any) -> dict[str, Any]:
-    """`passkey_documents` as a data set."""
-    return _as_split(passkey_documents(**metadata))
+def _as_split(make: Callable[..., Documents]) -> Callable[..., dict[str, Any]]:
+    """Documents as a data set, which is what a task's file asks for."""
+
+    def split(**metadata: Any) -> dict[str, Any]:
+        import datasets
+
+        return {"test": datasets.Dataset.from_list(make(**metadata))}
+
+    return split
 
 
 def found(document: dict[str, Any], replies: Sequence[str]) -> dict[str, float]:
@@ -94,11 +100,6 @@ def recall_documents(
     return made
 
 
-def recall(**metadata: Any) -> dict[str, Any]:
-    """`recall_documents` as a data set."""
-    return _as_split(recall_documents(**metadata))
-
-
 def recalled(document: dict[str, Any], replies: Sequence[tuple[float, bool]]) -> dict[str, float]:
     """Whether each token of the key was the likeliest, under the document's length."""
     ((_, likeliest),) = replies
@@ -131,11 +132,6 @@ def task_documents(
         replies = list(example.replies)
         documents.append({"text": text, "key": ", ".join(replies), "replies": replies, **place})
     return documents
-
-
-def task(**metadata: Any) -> dict[str, Any]:
-    """`task_documents` as a data set."""
-    return _as_split(task_documents(**metadata))
 
 
 def said(document: dict[str, Any], replies: Sequence[str]) -> dict[str, float]:
@@ -174,7 +170,4 @@ def _sentences(haystack: str | None) -> Sequence[str]:
     return split_sentences(Path(haystack).read_text("utf-8-sig")) if haystack else NOISE
 
 
-def _as_split(documents: Documents) -> dict[str, Any]:
-    import datasets
-
-    return {"test": datasets.Dataset.from_list(documents)}
+passkey, recall, task = map(_as_split, (passkey_documents, recall_documents, task_documents))

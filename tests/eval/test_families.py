@@ -2,16 +2,15 @@
 
 import json
 import math
-import multiprocessing
-from multiprocessing.connection import wait
 
 import pytest
 import torch
 from marks import slow_but
+from torch.multiprocessing import start_processes
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from cab_hf.eval import __main__, families
+from cab_hf.eval import __main__, examined, families
 from cab_hf.eval.families import EXACT, FAILS, IN_PART, NOT_BUILT, NOT_OURS, REFUSED, WRONG
 
 # with experts, latent keys, windows, recurrent layers, cross-attention, layers that differ
@@ -35,7 +34,7 @@ def one_thread():
 
 
 def judged(model_type):
-    return families.judged({"model_type": model_type, **families.examine(model_type)})
+    return families.judged({"model_type": model_type, **examined.examine(model_type)})
 
 
 @pytest.mark.parametrize("model_type", EXACT_TYPES.split())
@@ -76,7 +75,7 @@ REFUSED_OVER_RANKS = {
 
 
 def judged_over_ranks(model_type):
-    sample = families.in_processes(model_type, 2, 120, 24)
+    sample = examined.in_processes(model_type, 2, 120, 24)
     return families.judged({"model_type": model_type, **sample})
 
 
@@ -154,44 +153,41 @@ def sample_of(by_name, applied, layers):
 
 
 NAN = {"difference": float("nan")}
-
-
-@pytest.mark.parametrize(
-    ("by_name", "applied", "layers", "verdict"),
-    [
-        pytest.param([FINE, FINE], [FINE, FINE], 2, EXACT, id="exact"),
-        pytest.param([FINE, FINE], [FINE, FINE], 0, NOT_OURS, id="no-layer-has-asked-cab"),
-        pytest.param([NO, NO], [NO, NO], 2, REFUSED, id="refused"),
-        pytest.param([FINE, NO], [FINE, NO], 2, IN_PART, id="one-input-refused"),
-        pytest.param([FINE, FINE], [NO, NO], 2, IN_PART, id="one-door-refused"),
-        pytest.param([FINE, OFF], [NO, NO], 2, WRONG, id="one-input-off"),
-        pytest.param([BROKEN, BROKEN], [NO, NO], 2, FAILS, id="one-door-fails"),
-        pytest.param([FINE, NAN], [FINE, FINE], 2, WRONG, id="not-a-number"),
-    ],
-)
-def test_the_worst_is_said_of_all(by_name, applied, layers, verdict):
-    assert families.judged(sample_of(by_name, applied, layers))["verdict"] == verdict
-
-
 STEP = {"loss": 1e-7, "logits": 1e-7, "gradients": 9e-6, "layers": 2}
 
 
+def sample_over_ranks(text, packed, _):
+    return {"model_type": "x", "model": "X", "plain": {"one text": text, "packed": packed}}
+
+
 @pytest.mark.parametrize(
-    ("text", "packed", "verdict"),
+    ("sample", "one", "other", "layers", "verdict"),
     [
-        pytest.param(STEP, STEP, EXACT, id="exact"),
-        pytest.param(NO, NO, REFUSED, id="refused"),
-        pytest.param(STEP, NO, IN_PART, id="one-input-refused"),
-        pytest.param(STEP, {**STEP, "gradients": 2e-5}, WRONG, id="gradients-off"),
-        pytest.param({**STEP, "logits": math.inf}, STEP, WRONG, id="not-a-number"),
-        pytest.param({**STEP, "loss": 2e-5}, STEP, WRONG, id="loss-off"),
-        pytest.param(BROKEN, NO, FAILS, id="an-error"),
-        pytest.param({**STEP, "layers": 0}, STEP, NOT_OURS, id="not-reached"),
+        pytest.param(sample_of, [FINE, FINE], [FINE, FINE], 2, EXACT, id="exact"),
+        pytest.param(sample_of, [FINE, FINE], [FINE, FINE], 0, NOT_OURS, id="not-reached"),
+        pytest.param(sample_of, [NO, NO], [NO, NO], 2, REFUSED, id="refused"),
+        pytest.param(sample_of, [FINE, NO], [FINE, NO], 2, IN_PART, id="one-input-refused"),
+        pytest.param(sample_of, [FINE, FINE], [NO, NO], 2, IN_PART, id="one-door-refused"),
+        pytest.param(sample_of, [FINE, OFF], [NO, NO], 2, WRONG, id="one-input-off"),
+        pytest.param(sample_of, [BROKEN, BROKEN], [NO, NO], 2, FAILS, id="one-door-fails"),
+        pytest.param(sample_of, [FINE, NAN], [FINE, FINE], 2, WRONG, id="not-a-number"),
+        *(
+            pytest.param(sample_over_ranks, text, packed, None, verdict, id=f"ranks-{name}")
+            for name, text, packed, verdict in (
+                ("exact", STEP, STEP, EXACT),
+                ("refused", NO, NO, REFUSED),
+                ("one-input-refused", STEP, NO, IN_PART),
+                ("gradients-off", STEP, {**STEP, "gradients": 2e-5}, WRONG),
+                ("not-a-number", {**STEP, "logits": math.inf}, STEP, WRONG),
+                ("loss-off", {**STEP, "loss": 2e-5}, STEP, WRONG),
+                ("an-error", BROKEN, NO, FAILS),
+                ("not-reached", {**STEP, "layers": 0}, STEP, NOT_OURS),
+            )
+        ),
     ],
 )
-def test_the_worst_is_said_of_all_over_ranks(text, packed, verdict):
-    sample = {"model_type": "x", "model": "X", "plain": {"one text": text, "packed": packed}}
-    assert families.judged(sample)["verdict"] == verdict
+def test_the_worst_is_said_of_all(sample, one, other, layers, verdict):
+    assert families.judged(sample(one, other, layers))["verdict"] == verdict
 
 
 def test_an_input_with_padding_that_the_model_reads_is_not_compared():
@@ -211,23 +207,21 @@ def test_an_input_with_padding_that_the_model_reads_is_not_compared():
     ],
 )
 def test_a_type_that_cannot_be_examined_ends_nothing_else(model_type, ranks, timeout, memory, why):
-    assert why in families.in_processes(model_type, ranks, timeout, memory)["not_built"]
+    assert why in examined.in_processes(model_type, ranks, timeout, memory)["not_built"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_process_that_dies_ends_nothing_else(ranks, monkeypatch):
-    # those of other tests stay
-    before = {each.pid for each in multiprocessing.active_children()}
-
-    def kill_one(pipes, timeout):
-        next(x for x in multiprocessing.active_children() if x.pid not in before).kill()
-        return wait(pipes, timeout)
+    def killed(*given):
+        group = start_processes(*given)
+        group.processes[0].kill()
+        return group
 
     with monkeypatch.context() as patch:
-        patch.setattr(families, "wait", kill_one)
+        patch.setattr(examined, "start_processes", killed)
         fields = {"not_built": "its process died with exit code -9"}
-        assert families.in_processes("llama", ranks, 120, 24) == fields
-    assert families.in_processes("gemma2", ranks, 120, 24)["model"] == "Gemma2ForCausalLM"
+        assert examined.in_processes("llama", ranks, 120, 24) == fields
+    assert examined.in_processes("gemma2", ranks, 120, 24)["model"] == "Gemma2ForCausalLM"
 
 
 def test_the_command_writes_everything_and_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
@@ -238,36 +232,18 @@ def test_the_command_writes_everything_and_goes_on_after_a_kill(tmp_path, monkey
         if len(measured) == 2:
             raise KeyboardInterrupt
         measured.append(model_type)
-        return families.examine(model_type)
+        return examined.examine(model_type)
 
     monkeypatch.setattr(families, "in_processes", killed_after_two)
     with pytest.raises(KeyboardInterrupt):
         __main__.main(command)
     monkeypatch.setattr(families, "in_processes", lambda *_: {"not_built": "no reason"})
     assert __main__.main(command) == 0
-    rows = {
-        row["model_type"]: row
-        for row in json.loads((tmp_path / "results.json").read_text())["rows"]
-    }
-    assert [rows[t]["verdict"] for t in ("llama", "gemma2", "gpt_neo")] == [
-        EXACT,
-        REFUSED,
-        NOT_BUILT,
-    ]
-    shown = (
-        "Of 3 types 2 could be built: 1 attend exactly, 1 are refused in a sentence, none do "
-        "anything else."
-    )
-    assert shown in capsys.readouterr().out
-    report = (tmp_path / "report.md").read_text()
-    assert "| exact | 1 | llama |" in report and "softcap is set" in report
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    verdicts = {row["model_type"]: row["verdict"] for row in rows}
+    assert verdicts == {"llama": EXACT, "gemma2": REFUSED, "gpt_neo": NOT_BUILT}
+    assert "Of 3 types 2 could be built: 1 attend exactly" in capsys.readouterr().out
     assert (tmp_path / "figure.png").stat().st_size > 0
-
-
-def test_a_type_that_does_not_exist_is_refused(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        __main__.main(["families", "--types", "llama,llamma"])
-    assert "types is 'llamma'; it must be types of AutoModelForCausalLM" in capsys.readouterr().err
 
 
 def test_the_command_writes_what_ranks_compute(tmp_path, monkeypatch):
@@ -282,6 +258,3 @@ def test_the_command_writes_what_ranks_compute(tmp_path, monkeypatch):
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     verdicts = {row["model_type"]: row["verdict"] for row in rows}
     assert verdicts == {"llama": EXACT, "bamba": REFUSED, "opt": NOT_BUILT}
-    report = (tmp_path / "report.md").read_text()
-    assert "| exact | 1 | llama |" in report and "cab does not." in report
-    assert (tmp_path / "figure.png").stat().st_size > 0

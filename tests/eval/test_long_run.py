@@ -1,20 +1,25 @@
 """Long runs: what they say before they begin, memory that runs out, shards."""
 
 import json
+import shlex
 
 import pytest
 import torch
 from tiny import SPARSE_WORDS
+from words import TEXT
 
 from cab_hf.eval import fidelity, passkey
 from cab_hf.eval.__main__ import main
+from cab_hf.eval.experiment import render, unlike_default
 from cab_hf.runs.log import read_log
+from cab_hf.runs.settings import read_settings, spelled
 
 SET = [word for assignment in SPARSE_WORDS for word in ("--cab", assignment)]
 PASSKEY = ["passkey", *SET, "--methods", "dense,cab,random", "--lengths", "400", "--depths", "3"]
 PASSKEY += ["--device", "cpu", "--controls", "0"]
 FIDELITY = ["fidelity", *SET, "--methods", "dense,cab,random", "--lengths", "300", "--keys", "2"]
 FIDELITY += ["--device", "cpu"]
+WIDE = ["--variant", "wide=mass_threshold=0.06"]
 OUT_OF_MEMORY = "out of memory: tried to allocate 4.00 GiB"
 
 
@@ -50,6 +55,35 @@ def test_a_run_says_what_is_ahead_and_a_dry_one_ends_there(command, tmp_path, ca
     assert capsys.readouterr().out == f"{2 * cases} cases ({cases} are there)\n"
 
 
+@pytest.mark.parametrize(
+    ("kind", "words", "texts"),
+    [
+        pytest.param(passkey.Passkey, PASSKEY, ["--filler", "text", "--haystack"], id="passkey"),
+        pytest.param(fidelity.Fidelity, [*FIDELITY, *WIDE], ["--texts"], id="fidelity"),
+    ],
+)
+def test_a_report_is_made_from_the_files_alone_and_says_its_command(
+    command, tmp_path, model_folder, kind, words, texts
+):
+    (book := tmp_path / "book.txt").write_text(TEXT)
+    results = command([*words, *texts, str(book)], "--methods", "dense,cab")
+    settings, folder = results["provenance"]["settings"], tmp_path / "out"
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for name in ("results.csv", "report.md"):
+        (folder / name).unlink()
+    render(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    given, report = spelled(settings, kind.Settings), before["report.md"].decode()
+    assert f"python -m cab_hf.eval {kind.name} {shlex.join(given)}" in report
+    for name, config in settings.get("cab_configs", {"cab": settings.get("cab_config")}).items():
+        assert f"Config of {name}: `{json.dumps(unlike_default(config))}`, the default" in report
+    # no result has the paths of files
+    for option, path in (("--model", model_folder), (texts[-1], book)):
+        given[given.index(option) + 1] = str(path)
+    again = kind(read_settings(kind.Settings, given, kind.name))
+    assert json.loads(json.dumps(again.recorded())) == settings
+
+
 # --- memory that runs out
 
 
@@ -69,8 +103,6 @@ def test_a_case_without_memory_is_passed_over_and_tried_again(command, monkeypat
     assert [row["method"] for row in results["rows"]] == ["dense", "cab"]
     cell = {"method": "random", "length": 400, "keys": 1, "cases": 3, "why": OUT_OF_MEMORY}
     assert results["provenance"]["failed"] == [cell]
-    report = (tmp_path / "out" / "report.md").read_text()
-    assert f"| random | 400 | 1 | 3 | {OUT_OF_MEMORY} |" in report
     _, samples = read_log(tmp_path / "out" / "samples.jsonl")
     assert [s["error"] for s in samples if "error" in s] == [OUT_OF_MEMORY] * 3
 
@@ -105,12 +137,6 @@ def test_another_error_ends_the_run(command, monkeypatch):
         command(PASSKEY)
 
 
-def test_without_any_memory_nothing_is_reported(command, monkeypatch, capsys):
-    monkeypatch.setattr(passkey.Passkey, "answer", full)
-    assert command(PASSKEY, status=2) is None
-    assert f"no case could be measured: {OUT_OF_MEMORY}" in capsys.readouterr().err
-
-
 # --- shards
 
 
@@ -134,17 +160,14 @@ def test_every_case_is_of_one_shard_and_a_question_is_asked_by_it_of_all(words, 
         assert sum(map(len, questions)) == len(set().union(*questions))
 
 
-def test_what_is_timed_is_of_no_shard(monkeypatch):
+def test_what_is_timed_or_fitted_by_time_is_of_no_shard(monkeypatch):
+    experiment = experiment_of(FIDELITY, "1/1", equal="time")
+    free = [case for case in experiment.planned() if not experiment.waits(case)]
+    assert experiment.share([]) and not experiment.share(free)
     monkeypatch.setattr(fidelity.Fidelity, "alone", lambda self, case: case["probe"] == "recall")
     shares = [experiment_of(FIDELITY, f"{part}/3").share([]) for part in (1, 2, 3)]
     assert all(shares)
     assert "recall" not in {case["probe"] for mine in shares for case in mine}
-
-
-def test_what_is_fitted_by_time_is_of_no_shard():
-    experiment = experiment_of(FIDELITY, "1/1", equal="time")
-    free = [case for case in experiment.planned() if not experiment.waits(case)]
-    assert experiment.share([]) and not experiment.share(free)
 
 
 def test_a_run_that_stops_has_asked_all_methods_alike():

@@ -99,7 +99,7 @@ def test_block_mass_is_eager_attention_summed(length, row_blocks, monkeypatch):
 
 def test_antidiagonal_score_by_hand():
     """One head, dim 1: the logit of a tile is the mean of its antidiagonal products."""
-    stride = blocks.AntidiagonalPredictor.stride
+    stride = blocks.STRIDE
     q, k = random_qk(2 * stride, heads=1, kv_heads=1, dim=1)
     spans = Spans.causal(1, 2 * stride, 2 * stride, "cpu")
     (_, rows), *rest = attention_mass.attention_rows(q, k, spans, 2.0, stride)
@@ -123,9 +123,8 @@ def test_vertical_slash_by_hand():
     q[0, 0, 6, 1] = q[0, 0, 7, 7] = 100.0
     # what is not the last two does not ask
     q[0, 0, :6] = 50.0
-    score = last_queries.vertical_slash_scores(
-        q, k, Spans.causal(1, 8, 8, "cpu"), 1.0, 2, 2, asking=2
-    )
+    call = LayerContext(Spans.causal(1, 8, 8, "cpu"), 1.0)
+    score = last_queries.vertical_slash_scores(q, k, call, 2, 2, asking=2)
     visible = torch.ones(4, 4, dtype=torch.bool).tril()
     expected = torch.eye(4)
     expected[:, 0] = expected[:, 3] = 1.0
@@ -136,10 +135,8 @@ def test_vertical_slash_by_hand():
 @pytest.mark.parametrize("length", [1, 205])
 def test_vertical_slash_scores_are_those_of_eager_attention(length):
     q, k = random_qk(length)
-    blocks = 32, 16
-    score = last_queries.vertical_slash_scores(
-        q, k, Spans.causal(1, length, length, "cpu"), 0.25, *blocks, asking=20
-    )
+    call = LayerContext(Spans.causal(1, length, length, "cpu"), 0.25)
+    score = last_queries.vertical_slash_scores(q, k, call, 32, 16, asking=20)
     attention = eager_probabilities(q, k, 0.25)[:, :, -20:]
     distance = torch.arange(length)[-20:, None] - torch.arange(length)
     column = attention.sum(2)
@@ -282,7 +279,7 @@ def test_the_fewest_entries_by_hand():
     everything, forced = torch.ones(4, dtype=torch.bool), torch.arange(4) == 0
 
     def held(wanted, forced=forced):
-        return blocks.fewest(share.log(), everything, forced, wanted).nonzero().flatten().tolist()
+        return blocks.fewest(share, everything, forced, wanted).nonzero().flatten().tolist()
 
     assert held(0.05) == [0]
     assert held(0.45) == [0, 1]

@@ -113,16 +113,16 @@ def test_a_section_has_all_parts_of_a_report(folder):
     assert f"It says {HOSTILE.partition('!')[0]}!x." in shown.texts["p"]
     assert shown.texts["summary"] == ["Others & more", "Notes", "Versions and config"]
     assert "What <em>value</em> means." in text and "Nothing < 3." in shown.texts["p"]
-    said = "Made on a GPU with torch 2, commit 0123456789; finished today."
-    assert said in shown.texts["p"]
+    assert "Made on a GPU with torch 2, commit 0123456789; finished today." in shown.texts["p"]
     assert [name for name, _ in shown.tags].count("script") == 1
-
-
-def test_texts_of_results_are_text(folder):
-    shown = Page(made(folder))
+    # texts of results are text
     cell = HOSTILE.replace("![x](https://host/x.png)", "!x")
     assert shown.tables[0] == [["name", "value"], [cell, "0.50"], ["b", "–"]]
     assert shown.all("img")[0]["alt"] == "seen & <drawn>"
+    # columns of numbers are marked
+    assert '<th class="number">value</th>' in text and "<th>name</th>" in text
+    assert '<td data-value="0.5" class="number">0.50</td>' in text
+    assert '<td class="number">–</td>' in text
 
 
 def test_the_contents_lead_to_every_section(committed):
@@ -205,13 +205,6 @@ def test_folders_of_one_name_go_by_their_paths(folder, tmp_path):
 )
 def test_a_cell_is_sorted_by_the_number_that_it_begins_with(text, expected):
     assert page.value(text) == expected
-
-
-def test_columns_of_numbers_are_marked(folder):
-    text = made(folder)
-    assert '<th class="number">value</th>' in text and "<th>name</th>" in text
-    assert '<td data-value="0.5" class="number">0.50</td>' in text
-    assert '<td class="number">–</td>' in text
 
 
 # --- in a browser
@@ -297,13 +290,14 @@ def rows_of_another_kind(folder):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        pytest.param("", None, "told has no results.json; measure it again", id="gone"),
-        pytest.param("results.json", None, "told has no results.json; measure", id="no results"),
-        pytest.param("results.json", "{", "has no results of a run; take it away", id="broken"),
-        pytest.param("results.json", rows_of_another_kind, "shown: TypeError: ", id="rows"),
-        pytest.param("figure.png", None, "shown: FileNotFoundError: ", id="no figure"),
-        pytest.param("figure.png", "version https://git-lfs", "figure.png is no PNG", id="figure"),
+        ("", None, "told has no results.json; measure it again"),
+        ("results.json", None, "told has no results.json; measure"),
+        ("results.json", "{", "has no results of a run; take it away"),
+        ("results.json", rows_of_another_kind, "shown: TypeError: "),
+        ("figure.png", None, "shown: FileNotFoundError: "),
+        ("figure.png", "version https://git-lfs", "figure.png is no PNG"),
     ],
+    ids=["gone", "no results", "broken", "rows", "no figure", "figure"],
 )
 def test_a_folder_that_cannot_be_shown_is_refused(folder, tmp_path, capsys, name, content, message):
     path = folder / name
@@ -316,9 +310,6 @@ def test_a_folder_that_cannot_be_shown_is_refused(folder, tmp_path, capsys, name
     status, said = run(capsys, folder, "--out", tmp_path / "out")
     assert status == 2 and said.count("\n") == 1 and not (tmp_path / "out").exists()
     assert said.startswith("python -m cab_hf.eval: report: ") and message in said
-
-
-def test_without_folders_it_says_what_to_give(tmp_path, capsys):
     status, said = run(capsys, "--out", tmp_path / "out")
     assert status == 2 and "give folders of results, such as eval/results" in said
 

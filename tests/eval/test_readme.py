@@ -8,8 +8,17 @@ from pathlib import Path
 import pytest
 
 from cab_hf import CabConfig
-from cab_hf.eval import readme, report
-from cab_hf.eval.tables import ROWS, TABLES, Table, _over_runs, pivoted, read_results, source
+from cab_hf.eval import experiment, readme, report
+from cab_hf.eval.tables import (
+    ROWS,
+    TABLES,
+    Table,
+    _over_runs,
+    all_results,
+    pivoted,
+    read_results,
+    source,
+)
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
@@ -74,6 +83,12 @@ def test_the_pages_show_the_committed_results():
     assert readme.results_page(RESULTS) == page
     folders = {path.name for path in RESULTS.iterdir() if path.is_dir()}
     assert set(re.findall(r"\]\((\S+)/report.md\)", page)) == folders
+
+
+def test_every_report_is_what_is_made_of_its_rows():
+    for result in all_results(RESULTS):
+        made = experiment.report_text(result.kind, result.rows, result.provenance)
+        assert made == (result.folder / "report.md").read_text(), result.name
 
 
 def test_results_are_small_enough_for_a_repository():

@@ -193,30 +193,21 @@ def test_how_much_there_is_by_default(utils, folder):
 @pytest.mark.parametrize(
     ("scorer", "reply", "score"),
     [
-        pytest.param("found", "48213.", 1.0, id="said"),
-        pytest.param("found", "11111 or 48213", 0.0, id="another first"),
-        pytest.param("found", "", 0.0, id="silence"),
-        pytest.param("recalled", (-0.5, True), 1.0, id="likeliest"),
-        pytest.param("recalled", (-0.5, False), 0.0, id="less likely"),
+        ("found", "48213.", 1.0),
+        ("found", "11111 or 48213", 0.0),
+        ("found", "", 0.0),
+        ("recalled", (-0.5, True), 1.0),
+        ("recalled", (-0.5, False), 0.0),
+        # any order, blanks and case
+        ("said", "ABCDE, 48213.", 1.0),
+        ("said", "4 8 2 1 3 and abcde", 1.0),
+        ("said", "ABCDE, ABCDE.", 0.5),
+        ("said", "", 0.0),
     ],
 )
 def test_a_reply_is_scored_under_its_length(scorer, reply, score, utils):
-    document = {"length": 8192, "key": "48213"}
+    document = {"length": 8192, "key": "48213", "replies": ["ABCDE", "48213"]}
     assert getattr(utils, scorer)(document, [reply]) == {"8192": score}
-
-
-@pytest.mark.parametrize(
-    ("reply", "score"),
-    [
-        pytest.param("ABCDE, 48213.", 1.0, id="all"),
-        pytest.param("4 8 2 1 3 and abcde", 1.0, id="another order, blanks, case"),
-        pytest.param("ABCDE, ABCDE.", 0.5, id="one of two"),
-        pytest.param("", 0.0, id="silence"),
-    ],
-)
-def test_a_share_of_answers_is_scored_under_its_length(reply, score, utils):
-    document = {"length": 8192, "replies": ["ABCDE", "48213"]}
-    assert utils.said(document, [reply]) == {"8192": score}
 
 
 def test_a_tokenizer_is_needed(utils):
@@ -224,39 +215,32 @@ def test_a_tokenizer_is_needed(utils):
         utils.passkey_documents(samples=1, dtype="float32")
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        pytest.param(["--", "--tasks", "x"], ["--tasks", "x"], id="two dashes"),
-        pytest.param(["--model_args", "pretrained=gpt2"], None, id="another model"),
-        pytest.param(
-            ["-a", "dtype=float32,pretrained=smollm2,mass_threshold=0.08"],
-            ["-a", "dtype=float32,pretrained=HERE,mass_threshold=0.08"],
-            id="smollm2",
-        ),
-        pytest.param(
-            ["--metadata", '{"tokenizer": "smollm2"}'],
-            ["--metadata", '{"tokenizer": "HERE"}'],
-            id="json",
-        ),
-        pytest.param(
-            ["-a", "pretrained=smollm2-32k,tokenizer=smollm2"],
-            ["-a", "pretrained=HERE-32k,tokenizer=HERE"],
-            id="with its adapter",
-        ),
-        pytest.param(["-a", "pretrained=someone/smollm2-large"], None, id="a longer name"),
-        pytest.param(["--metadata", '{"seed": 1}'], None, id="metadata"),
-    ],
-)
-def test_words_are_handed_on(words, expected, monkeypatch):
+HANDED = {
+    "-a dtype=float32,pretrained=smollm2,mass_threshold=0.08": (
+        "-a dtype=float32,pretrained=HERE,mass_threshold=0.08"
+    ),
+    '--metadata {"tokenizer":"smollm2"}': '--metadata {"tokenizer":"HERE"}',
+    "-a pretrained=smollm2-32k,tokenizer=smollm2": "-a pretrained=HERE-32k,tokenizer=HERE",
+    "-- --tasks x": "--tasks x",
+    **{
+        words: words
+        for words in (
+            "--model_args pretrained=gpt2",
+            "-a pretrained=someone/smollm2-large",
+            '--metadata {"seed":1}',
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("words", HANDED)
+def test_words_are_handed_on(words, monkeypatch):
     monkeypatch.setattr(harness, "made_folder", lambda name: name.replace("smollm2", "HERE"))
     ours = ["--include_path", str(harness.TASKS)]
-    assert harness.handed_on(words) == [*(expected or words), *ours]
-
-
-@pytest.mark.parametrize("given", [["--include_path", "mine"], ["--include_path=mine"]])
-def test_tasks_of_ones_own_take_the_place_of_ours(given):
-    assert harness.handed_on(given) == given
+    assert harness.handed_on(words.split()) == [*HANDED[words].split(), *ours]
+    # tasks of one's own take the place of ours
+    for given in (["--include_path", "mine"], ["--include_path=mine"]):
+        assert harness.handed_on(given) == given
 
 
 def test_a_misspelt_argument_of_the_model_is_refused():
@@ -354,32 +338,30 @@ def run(out, folder, model, arguments, names=WITH_KEYS, more=()):
     return content["results"], samples
 
 
-def test_a_run_of_dense_attention_has_no_scores(folder, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("model", "arguments", "damaged", "message"),
+    [
+        ("cab", "min_length=5000", False, "no layer attended sparsely"),
+        ("cab", "batch_size=1", True, "The model's outputs are not finite"),
+        ("hf", "batch_size=1", True, "The model's outputs are not finite"),
+    ],
+    ids=["dense attention", "cab is not finite", "hf is not finite"],
+)
+def test_what_says_nothing_has_no_scores(
+    model, arguments, damaged, message, folder, tmp_path, capsys, monkeypatch
+):
     pytest.importorskip("lm_eval")
-    words = ["--tasks", "cab_passkey", "--model", "cab", "--device", "cpu"]
-    words += ["--model_args", f"pretrained={folder},dtype=float32,min_length=5000"]
-    words += ["--metadata", json.dumps({"max_seq_lengths": [300], "samples": 1})]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [])
-        assert main(["harness", "--", *words, "--output_path", str(tmp_path)]) == 2
-    assert "no layer attended sparsely" in capsys.readouterr().err
-    assert not list(tmp_path.rglob("results_*.json"))
-
-
-@pytest.mark.parametrize("model", ["cab", "hf"])
-def test_a_model_that_is_not_finite_has_no_scores(model, folder, tmp_path, capsys):
-    pytest.importorskip("lm_eval")
-    damaged = LlamaForCausalLM.from_pretrained(folder)
-    damaged.lm_head.weight.data[:] = float("nan")
-    for each in (damaged, make_tokenizer()):
-        each.save_pretrained(tmp_path / "damaged")
+    if damaged:
+        llama = LlamaForCausalLM.from_pretrained(folder)
+        llama.lm_head.weight.data[:] = float("nan")
+        for each in (llama, make_tokenizer()):
+            each.save_pretrained(folder := tmp_path / "damaged")
     words = ["--tasks", "cab_passkey", "--model", model, "--device", "cpu"]
-    words += ["--model_args", f"pretrained={tmp_path}/damaged,dtype=float32"]
+    words += ["--model_args", f"pretrained={folder},dtype=float32,{arguments}"]
     words += ["--metadata", json.dumps({"max_seq_lengths": [300], "samples": 1})]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [])
-        assert main(["harness", "--", *words, "--output_path", str(tmp_path)]) == 2
-    assert "The model's outputs are not finite (NaN or infinite)" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [])
+    assert main(["harness", "--", *words, "--output_path", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
     assert not list(tmp_path.rglob("results_*.json"))
 
 

@@ -1,0 +1,442 @@
+"""One model type in processes of its own: tiny and random, by its own attention and by "cab".
+
+One process compares logits: loaded by name and under `apply_cab`, with and without padding. Several
+compare a training step inside `cab_hf.context_parallel` with that of one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import multiprocessing
+import os
+import re
+import resource
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
+from torch.nn import functional as F
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import cab_hf
+from cab_hf import distributed
+from cab_hf.config import CabConfig
+from cab_hf.distributed.batch import IGNORED
+from cab_hf.engines.sparse import attended
+from cab_hf.eval.tiny_types import (
+    FIRST_TOKEN,
+    ROPE,
+    VOCABULARY,
+    tiny_config,
+    tiny_model,
+    window_fields,
+)
+from cab_hf.patches import apply_cab
+
+TOKENS, PADDING, BLOCK = 150, 43, 32
+# documents of one sequence, one of them a single token
+DOCUMENTS = (70, 1, 79)
+TEXT, PACKED = "one text", "packed"
+SAMPLE = "sample.json"  # what the processes of a type leave
+# blocks small enough that a few tokens are many of them, and all of them kept
+FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
+# how far results may differ: logits of one process absolutely, those over ranks relatively
+LIMITS = {"difference": 1e-4, "loss": 1e-5, "logits": 1e-5, "gradients": 1e-5}
+# of the largest gradient of any parameter, as much as those count that are smaller
+LEAST_SCALE = 1e-6
+# weights of a loss that counts beside the others, where a type has routers
+ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+# positions of which a test has more, and frequencies that depend on how many it has
+DYNAMIC = {
+    "rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 4.0},
+    "max_position_embeddings": 64,
+}
+# what only a loss needs
+LABELS = ("labels", "shift_labels", "num_items_in_batch")
+# how refusals of this project are known from errors of others
+OURS = re.compile("cab|context_parallel")
+
+
+def in_processes(model_type: str, ranks: int, timeout: float, memory: float) -> dict[str, Any]:
+    """The sample of a type, from one process or from the first of several in a group (gloo).
+
+    A type that needs more than ``timeout`` seconds, or kills a process, counts as not built.
+
+    Args:
+        memory: GiB of address space of each process.
+    """
+    # children are forked from a process that has imported everything and computed nothing
+    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    ends = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as folder:
+        words = model_type, memory, ranks, folder
+        group = start_processes(_child, words, ranks, False, True, "forkserver")
+        try:
+            while not group.join(max(0.0, ends - time.monotonic())):
+                if time.monotonic() > ends:
+                    return {"not_built": f"took longer than {timeout:g} seconds"}
+            return json.loads(Path(folder, SAMPLE).read_text())
+        except (ProcessExitedException, ProcessRaisedException) as error:
+            code = getattr(error, "exit_code", 1)
+            return {"not_built": f"its process died with exit code {code}"}
+        finally:
+            for process in group.processes:
+                process.kill()
+                process.join()
+
+
+def _child(rank: int, model_type: str, memory: float, ranks: int, folder: str) -> None:
+    limit = round(memory * 2**30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    torch.set_num_threads(1)
+    if ranks == 1:
+        sample = examine(model_type)
+    else:
+        store = f"file://{folder}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+        sample = examine_over_ranks(model_type)
+    if rank == 0:
+        Path(folder, SAMPLE).write_text(json.dumps(sample))
+    # a group whose ranks did not go on together would wait for them
+    os._exit(0)
+
+
+def examine(model_type: str) -> dict[str, Any]:
+    """What a type does behind each of `PARTS` in one process, or ``{"not_built": why}``."""
+    try:
+        model, expected, reads_padding = built(model_type)
+        result = {
+            "model": type(model).__name__,
+            "reads_padding": reads_padding,
+            "by_name": behind(by_name, model, expected),
+            "applied": behind(applied, model, expected),
+        }
+        windows = window_fields(model_type)
+        if windows:
+            model, expected, _ = built(model_type, **windows)
+            result["windowed"] = behind(applied, model, expected)
+        return result
+    except Exception as error:
+        return {"not_built": _last_line(error)}
+
+
+def built(model_type: str, **values: Any) -> tuple[PreTrainedModel, dict[str, Tensor], list[str]]:
+    """A model, its logits by its own attention, and the inputs of which it reads the padding."""
+    model = tiny_model(model_type, **values)
+    expected = {name: logits(model, **given) for name, given in inputs().items()}
+    padded = {name: logits(model, **given) for name, given in inputs(FIRST_TOKEN).items()}
+    read = [
+        name
+        for name in expected
+        if _difference(padded[name], expected[name]) > LIMITS["difference"]
+    ]
+    return model, expected, read
+
+
+def inputs(padding: int | None = None) -> dict[str, dict[str, Tensor]]:
+    """Name -> what a model is given, two rows of tokens, the first of them padded.
+
+    What stands where there is padding matters to no model that heeds its mask: any tokens, or
+    ``padding`` everywhere.
+    """
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(FIRST_TOKEN, VOCABULARY, (2, TOKENS), generator=generator)
+    result = {"plain": {"input_ids": ids}}
+    for name, padded in (("left padded", slice(PADDING)), ("right padded", slice(-PADDING, None))):
+        mask, tokens = torch.ones_like(ids), ids.clone()
+        mask[0, padded] = 0
+        if padding is not None:
+            tokens[0, padded] = padding
+        result[name] = {"input_ids": tokens, "attention_mask": mask}
+    return result
+
+
+def logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
+    """[tokens, vocabulary] of all tokens that are no padding.
+
+    Raises:
+        ValueError: where one is not finite.
+    """
+    # some types draw as they go
+    torch.manual_seed(2)
+    masked = {} if attention_mask is None else {"attention_mask": attention_mask}
+    with torch.no_grad():
+        result = model(input_ids=input_ids, **masked).logits
+    result = result.flatten(0, 1) if attention_mask is None else result[attention_mask.bool()]
+    if not result.isfinite().all():
+        raise ValueError("its logits are not finite")
+    return result
+
+
+def by_name(model: PreTrainedModel) -> PreTrainedModel:
+    """One of the same weights, made with ``attn_implementation="cab"``."""
+    config = copy.deepcopy(model.config)
+    config.get_text_config().cab_config = FULL.to_dict()
+    named = type(model)._from_config(config, dtype=torch.float32, attn_implementation="cab")
+    named.load_state_dict(model.state_dict())
+    return named.eval()
+
+
+def applied(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy under `apply_cab`."""
+    return apply_cab(copy.deepcopy(model), FULL)
+
+
+def behind(
+    door: Callable[[PreTrainedModel], PreTrainedModel],
+    model: PreTrainedModel,
+    expected: Mapping[str, Tensor],
+) -> dict[str, Any]:
+    """The outcome of every input, and how many attention layers ran by cab, and sparsely."""
+    with counted("cab") as layers:
+        try:
+            switched = door(model)
+        except Exception as error:
+            every = dict.fromkeys(expected, outcome(error))
+            return {"inputs": every, "layers": 0, "sparse": 0}
+        result = {}
+        for name, given in inputs().items():
+            try:
+                result[name] = {
+                    "difference": _difference(logits(switched, **given), expected[name])
+                }
+            except Exception as error:
+                result[name] = outcome(error)
+    sparse = sum(module in attended for module in layers)
+    return {"inputs": result, "layers": len(layers), "sparse": sparse}
+
+
+def _difference(result: Tensor, expected: Tensor) -> float:
+    return float((result - expected).abs().max())
+
+
+@contextmanager
+def counted(implementation: str) -> Iterator[set[nn.Module]]:
+    """The modules that attend by ``implementation`` inside of the block."""
+    function, modules = ALL_ATTENTION_FUNCTIONS[implementation], set()
+
+    def counting(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+        modules.add(module)
+        return function(module, *arguments, **options)
+
+    AttentionInterface.register(implementation, counting)
+    try:
+        yield modules
+    finally:
+        AttentionInterface.register(implementation, function)
+
+
+def outcome(error: Exception) -> dict[str, str]:
+    """A refusal says what it refuses; everything else failed."""
+    text = " ".join(str(error).split())
+    if isinstance(error, ValueError | NotImplementedError) and OURS.search(text):
+        return {"refused": text}
+    return {"failed": _last_line(error)}
+
+
+def _last_line(error: Exception) -> str:
+    return " ".join(traceback.format_exception_only(error)[-1].split())[:300]
+
+
+# --- one type, on every rank
+
+
+class Way(NamedTuple):
+    """How a step is computed: its dtype, and whether by the loss that a type comes with."""
+
+    dtype: str
+    own_loss: bool
+
+
+WAYS = tuple(Way(dtype, own) for own in (True, False) for dtype in ("float64", "float32"))
+
+
+class Step(NamedTuple):
+    """A training step: the loss, logits [B, N, V], and the gradients of parameters by name."""
+
+    loss: Tensor
+    logits: Tensor
+    gradients: dict[str, Tensor]
+
+
+def examine_over_ranks(model_type: str) -> dict[str, Any]:
+    """What a type does in each build of `builds`, or ``{"not_built": why}``; all ranks call this.
+
+    Every rank finds the same, and computes for itself what a step in one process gives.
+    """
+    try:
+        given = builds(model_type)
+    except Exception as error:
+        return {"not_built": _last_line(error)}
+    result: dict[str, Any] = {}
+    for name, fields in given.items():
+        try:
+            each = step_of_build(model_type, fields)
+        except Exception as error:
+            # ranks that do not go on together; the group of this rank ends with its process
+            return {"model": None, **result, name: {TEXT: {"failed": _last_line(error)}}}
+        if "not_built" not in each:
+            inputs = each.pop("inputs")
+            result = {**each, **result, name: inputs}
+        elif name == "plain":
+            return each
+    return result
+
+
+def builds(model_type: str) -> dict[str, dict[str, Any]]:
+    """Name -> the fields of `tiny_config` with values of their own."""
+    config = tiny_config(model_type)
+    has = vars(config)
+    routers = {name: value for name, value in ROUTERS.items() if name in has}
+    result = {"plain": routers}
+    windows = window_fields(model_type)
+    if windows:
+        result["windowed"] = {**routers, **windows}
+    rope = has.get("rope_parameters") or {}
+    if rope.get("rope_type") == "default":
+        fields = {**rope, **DYNAMIC["rope_parameters"]}
+        result["dynamic"] = {**routers, **DYNAMIC, "rope_parameters": fields}
+    return result
+
+
+def step_of_build(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The outcome of every input of one build."""
+    try:
+        model = tiny_model(model_type, **fields)
+    except Exception as error:
+        return {"not_built": _last_line(error)}
+    known = {"model": type(model).__name__}
+    try:
+        apply_cab(model, FULL)
+    except Exception as error:
+        return {**known, "inputs": dict.fromkeys((TEXT, PACKED), outcome(error))}
+    try:
+        alone, way, expected = in_one_process(model_type, fields)
+        apply_cab(alone, FULL)
+    except Exception as error:
+        return {"not_built": _last_line(error)}
+    model = model.to(getattr(torch, way.dtype))
+    result = {TEXT: over_ranks(model, texts(), way, expected)}
+    try:
+        expected = step(alone, packed(texts()), way)
+    except Exception as error:
+        result[PACKED] = outcome(error)
+    else:
+        result[PACKED] = over_ranks(model, packed(texts()), way, expected)
+    return {**known, "dtype": way.dtype, "inputs": result}
+
+
+def in_one_process(model_type: str, fields: Mapping[str, Any]) -> tuple[PreTrainedModel, Way, Step]:
+    """A model, the first of `WAYS` that it can go, and its step by its own attention."""
+    for way in WAYS:
+        model = tiny_model(model_type, **fields).to(getattr(torch, way.dtype))
+        try:
+            result = step(model, texts(), way)
+            if not result.logits.isfinite().all():
+                raise ValueError("its logits are not finite")
+            return model, way, result
+        except Exception:
+            if way == WAYS[-1]:
+                raise
+
+
+def texts() -> dict[str, Tensor]:
+    """Two rows of tokens, of which the first few are not to be learnt."""
+    ids = inputs()["plain"]["input_ids"]
+    labels = ids.clone()
+    labels[:, :7] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tokens as `DOCUMENTS`."""
+    positions = torch.cat([torch.arange(length) for length in DOCUMENTS])
+    return {**batch, "position_ids": positions.expand_as(batch["input_ids"])}
+
+
+def step(model: PreTrainedModel, inputs: Mapping[str, Tensor], way: Way) -> Step:
+    """A training step on a batch, or on what `cab_hf.distributed.shard` makes of one."""
+    model.zero_grad()
+    # some types draw as they go
+    torch.manual_seed(2)
+    if way.own_loss:
+        result = model(**inputs, use_cache=False)
+        loss = result.loss
+    else:
+        unlabelled = {name: x for name, x in inputs.items() if name not in LABELS}
+        result = model(**unlabelled, use_cache=False)
+        loss = _loss(result.logits, inputs)
+    loss.backward()
+    gradients = {
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad
+        for name, weight in model.named_parameters()
+    }
+    return Step(loss.detach(), result.logits.detach(), gradients)
+
+
+def _loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The mean loss of a batch, or a rank's share of it."""
+    shifted = inputs.get("shift_labels")
+    if shifted is None:
+        shifted = F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
+    counted = inputs.get("num_items_in_batch", (shifted != IGNORED).sum())
+    return F.cross_entropy(logits.flatten(0, 1), shifted.flatten(), reduction="sum") / counted
+
+
+def over_ranks(
+    model: PreTrainedModel, batch: Mapping[str, Tensor], way: Way, expected: Step
+) -> dict[str, Any]:
+    """How far a step over ranks is off from the one ``expected``, or why there was none."""
+    mine, why = None, None
+    with counted("cab") as layers:
+        try:
+            with cab_hf.context_parallel(model, block=BLOCK):
+                inputs = distributed.shard(batch, block=BLOCK)
+                mine = step(model, inputs, way)
+        except distributed.RankLost:
+            raise
+        except Exception as error:
+            why = outcome(error)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, why)
+    if any(everyone):
+        same = len({tuple(each or ()) for each in everyone}) == 1
+        return why if same else {"failed": f"ranks differ: {everyone}"}
+    logits = distributed.unshard(mine.logits, inputs["cu_seq_lens_q"], block=BLOCK)
+    for summed in (mine.loss, *mine.gradients.values()):
+        dist.all_reduce(summed)
+    largest = max(float(x.abs().max()) for x in expected.gradients.values())
+    gradients = (
+        _relative(mine.gradients[name], meant, LEAST_SCALE * largest)
+        for name, meant in expected.gradients.items()
+    )
+    off = {
+        "loss": _relative(mine.loss, expected.loss),
+        "logits": _relative(logits, expected.logits),
+        "gradients": max(gradients),
+    }
+    if wrong := [name for name, by in off.items() if not math.isfinite(by)]:
+        return {"failed": f"its {' and '.join(wrong)} are not finite"}
+    return {**off, "layers": len(layers)}
+
+
+def _relative(result: Tensor, meant: Tensor, least: float = 0.0) -> float:
+    off = float((result - meant).abs().max())
+    if math.isnan(off):
+        return math.inf
+    return off / max(float(meant.abs().max()), least) if off else 0.0
