@@ -1,54 +1,32 @@
-"""The fidelity command: what it reads, how it scores, its rows, and that it can be resumed."""
+"""The fidelity command: its settings, what it reads and writes, and that it can be resumed."""
 
 import json
-import math
-from itertools import pairwise, product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from bench import DensityBench
-from matplotlib.figure import Figure
-from tiny import SPARSE as SMALL_BLOCKS
+from fidelity_runs import SMALL, command, start
 from tiny import SPARSE_WORDS
-from torch.nn import functional as F
-from words import CHAT, TEXT, make_tokenizer
+from words import TEXT
 
-import cab_hf
 from cab_hf.config import CabConfig
 from cab_hf.eval import (
     attention_time,
     fidelity,
-    fidelity_figure,
     probes,
     teacher_forcing,
 )
-from cab_hf.eval.__main__ import main
 from cab_hf.eval.attention_time import AttentionClock
 from cab_hf.eval.fidelity import Fidelity, Settings
-from cab_hf.eval.haystack import Haystack
-from cab_hf.eval.intervals import mean_interval, mean_of_intervals, paired_difference
-from cab_hf.eval.kv_cache import cache_name
 from cab_hf.eval.methods import METHODS, last_queries
 from cab_hf.eval.methods.blocks import Chosen
 from cab_hf.eval.speed.timing import Bench, Timing
 from cab_hf.eval.teacher_forcing import (
     TeacherForced,
-    answered,
-    behind_turns,
     distributions,
-    divergence,
-    greedy_match,
-    nll,
 )
-from cab_hf.runs.log import read_file, read_log
-from cab_hf.texts.needles import NOISE, QUESTION
-from cab_hf.texts.tasks import TASKS
-
-LENGTH = 300
-SMALL = "query_block=32,key_block=16,mass_threshold=0.06,share_threshold=0.5,dense_tail_blocks=1"
-FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
+from cab_hf.runs.log import read_log
 
 
 @pytest.fixture
@@ -56,195 +34,6 @@ def book(tmp_path):
     file = tmp_path / "book.txt"
     file.write_text(TEXT)
     return str(file)
-
-
-def start(model_folder, out, *more, methods="dense,cab,random", drawn=False):
-    given = ["--model", model_folder, "--out", out, "--methods", methods, "--lengths", LENGTH]
-    fixed = ["--keys", "2", "--device", "cpu"]
-    fixed += [word for assignment in SPARSE_WORDS for word in ("--cab", assignment)]
-    with pytest.MonkeyPatch.context() as patch:
-        # which takes longer than the rest
-        if not drawn:
-            patch.setattr(Fidelity, "draw", lambda *_: None)
-        return main(["fidelity", *map(str, (*given, *fixed, *more))])
-
-
-def command(model_folder, out, *more, **kind):
-    assert start(model_folder, out, *more, **kind) == 0
-    return json.loads((out / "results.json").read_text())
-
-
-# --- scoring
-
-
-def answering(logits):
-    """A model whose logits [length, vocabulary] are these, whatever it reads."""
-
-    def model(ids, logits_to_keep, use_cache):
-        return SimpleNamespace(logits=logits[None, logits_to_keep])
-
-    model.device = "cpu"
-    return model
-
-
-@pytest.mark.parametrize(
-    ("said", "right"),
-    [
-        pytest.param([0, 1, 2, 3, 4, 5, 6, 7], [True, True], id="all"),
-        pytest.param([0, 1, 2, 9, 4, 5, 6, 7], [False, True], id="last digit of the first"),
-        pytest.param([0, 9, 2, 3, 4, 9, 6, 7], [False, False], id="first digits"),
-        pytest.param([9, 1, 2, 3, 9, 5, 6, 9], [True, True], id="what is not asked"),
-    ],
-)
-def test_an_answer_is_right_when_all_its_tokens_are(said, right):
-    # each token is said where the one before it stands
-    model = answering(F.one_hot(torch.tensor([*said[1:], 0]), 20).float())
-    reading = TeacherForced(tuple(range(8)), ((1, 4), (5, 7)))
-    assert greedy_match(model, reading) == {"right": right}
-
-
-def test_surprise_is_the_likelihood_of_the_second_half(monkeypatch):
-    monkeypatch.setattr(teacher_forcing, "LOGITS_AT_ONCE", 3)
-    logits = torch.randn(9, 20, generator=torch.Generator().manual_seed(0))
-    result = nll(answering(logits), TeacherForced(tuple(range(9)), ((4, 9),)))
-    likely = logits.log_softmax(-1)
-    assert result["count"] == 5
-    assert result["nll"] == pytest.approx(-sum(likely[i - 1, i].item() for i in range(4, 9)))
-
-
-def test_divergence_by_hand():
-    """Two places, three tokens: at the first the method is sure of another one, at the second same.
-
-    KL([1/2, 1/4, 1/4] || [1/4, 1/2, 1/4]) = 1/2 log 2 - 1/4 log 2.
-    """
-    dense = torch.tensor([[2.0, 1, 1], [1, 1, 2]]).div(4).log()
-    actual = torch.tensor([[1.0, 2, 1], [1, 1, 2]]).div(4).log()
-    result = divergence(actual, dense, TeacherForced((0, 1, 2), ((1, 3),)))
-    assert result["kl"] == pytest.approx(math.log(2) / 4)
-    assert (result["agree"], result["count"]) == (1, 2)
-    # of what stands there, token 1 and token 2
-    assert result["nll"] == pytest.approx(math.log(2) + math.log(2))
-    assert divergence(dense, dense, TeacherForced((0, 1, 2), ((1, 3),)))["kl"] == 0
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_what_follows_a_prompt_is_foreseen_as_in_one_pass(model_folder, chunk):
-    model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
-    tokens = tuple(torch.randint(3, 60, (90,), generator=torch.Generator().manual_seed(0)).tolist())
-    spans = ((50, 51), (60, 90))
-    complete = distributions(model, TeacherForced(tokens, spans))
-    behind = distributions(model, TeacherForced(tokens, spans, prompt=50), chunk=chunk)
-    torch.testing.assert_close(behind, complete, atol=1e-4, rtol=1e-4)
-    with pytest.raises(ValueError, match="must be behind the prompt of 70; got 50"):
-        distributions(model, TeacherForced(tokens, spans, prompt=70))
-
-
-def test_a_prompt_is_read_in_chunks(model_folder):
-    experiment = Fidelity(Settings(model=str(model_folder), device="cpu", prefill_chunk=64))
-    # the best half of every row, where attention hardly differs from block to block
-    half = {"mass_threshold": 0.0, "max_density": 0.5}
-    model = cab_hf.apply_cab(experiment.model, SMALL_BLOCKS, **half)
-    generator = torch.Generator().manual_seed(0)
-    tokens = tuple(torch.randint(3, 60, (290,), generator=generator).tolist())
-    text = TeacherForced(tokens, ((260, 290),), prompt=256)
-    complete, blocks, others = (
-        distributions(model, text, chunk=7, prefill_chunk=each) for each in (0, 64, 80)
-    )
-    # 32 queries a block: where chunks end inside of one, it chooses by fewer of them
-    torch.testing.assert_close(blocks, complete, atol=1e-4, rtol=1e-4)
-    assert (others - complete).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("prefill_chunk", [0, 32])
-def test_turns_are_foreseen_as_in_one_pass(model_folder, prefill_chunk):
-    model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
-    tokens = tuple(
-        torch.randint(3, 60, (190,), generator=torch.Generator().manual_seed(0)).tolist()
-    )
-    reading = TeacherForced(tokens, ((60, 75), (110, 111), (180, 190)))
-    expected = distributions(model, reading)
-    actual = behind_turns(model, reading, 7, prefill_chunk=prefill_chunk).log_softmax(-1)
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_every_turn_is_read_behind_those_before_it(model_folder):
-    """The method reads the prompts of all turns over one cache, and what follows them is exact."""
-    model, calls = Fidelity(Settings(model=str(model_folder), device="cpu")).model, []
-
-    def look(model, given, more):
-        cached = more[cache_name(model)]
-        calls.append((given[0].shape[1], cached.get_seq_length() if cached else 0))
-
-    hook = model.register_forward_pre_hook(look, with_kwargs=True)
-    behind_turns(model, TeacherForced(tuple(range(3, 53)), ((18, 20), (45, 50))), 3)
-    hook.remove()
-    assert calls == [(18, 0), (2, 18), (25, 20), (3, 45), (2, 48)]
-
-
-@pytest.mark.parametrize("length", [8192, 901])
-def test_turns_are_equal_and_end_with_the_text(length):
-    spans = fidelity.turn_ends(length)
-    ends = [0, *(stop for _, stop in spans)]
-    assert {b - a - length // 5 for a, b in pairwise(ends)} <= {0, 1} and ends[-1] == length
-    # 256 tokens, an eighth of a turn at most
-    assert {stop - start for start, stop in spans} == {min(256, length // 5 // 8)}
-
-
-@pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
-@pytest.mark.parametrize(
-    ("keys", "question_first"),
-    [
-        pytest.param(1, False, id="one key"),
-        pytest.param(1, True, id="question first"),
-        pytest.param(4, False, id="four keys"),
-    ],
-)
-def test_the_key_stands_behind_its_prompt(chat, keys, question_first):
-    tokenizer = make_tokenizer(chat)
-    prompt = Haystack(tokenizer, keys=keys, question_first=question_first).prompt(LENGTH, 0.5, 0)
-    reading = answered(tokenizer, prompt)
-    ((start, end),) = reading.spans
-    assert reading.tokens[:start] == prompt.tokens and end == len(reading.tokens)
-    assert tokenizer.decode(reading.tokens[start:]).replace(" ", "") == prompt.key
-    text = tokenizer.decode(prompt.tokens)
-    assert text.replace(" ", "").endswith(prompt.begun.replace(" ", ""))
-    assert text.count("Remember it") == keys
-    if keys == 1:
-        question = QUESTION.format(whose="").strip("?")
-        assert text.count(question) == 1 + question_first
-        assert tokenizer.decode(prompt.tokens[prompt.asking :]).startswith(question)
-        assert (text.index(question) < text.index("The pass key")) == question_first
-
-
-def test_of_several_keys_one_is_asked_for_and_of_none_nothing(model_folder, tmp_path):
-    more = ("--probes", "pass,multi_key,continuation,asked", "--asked", "0")
-    (row,) = command(model_folder, tmp_path, *more, methods="dense")["rows"]
-    assert row["multi_key"]["n"] == row["pass"]["n"] == 2
-    assert "continuation" in row and "asked" not in row
-
-
-def test_every_task_is_read(model_folder, tmp_path):
-    more = ("--probes", "tasks", "--lengths", 600, "--task-samples", 3)
-    results = command(model_folder, tmp_path, *more, methods="dense,full,no_needle", drawn=True)
-    rows = {row["method"]: row for row in results["rows"]}
-    # no_needle has nothing to hide here
-    assert list(rows) == ["dense", "full"]
-    for name, task in TASKS.items():
-        answers = len(task.make(make_tokenizer(), NOISE, 600, 0).answers)
-        assert {row[name]["n"] for row in rows.values()} == {3 * answers}
-        # exact attention by other kernels
-        assert rows["full"][name]["correct"] == rows["dense"][name]["correct"]
-        assert rows["full"][name]["pairs"] == 3 * answers and rows["full"][name]["delta"] == 0
-    assert rows["full"]["tasks"]["n"] == len(TASKS)
-
-
-def test_tasks_are_read_as_prompts(model_folder):
-    given = {"device": "cpu", "lengths": (600,), "probes": ("uuid", "tasks", "pass")}
-    measured = Fidelity(Settings(model=str(model_folder), **given))
-    assert measured.settings.probes == ("uuid", *(n for n in TASKS if n != "uuid"), "pass")
-    example = TASKS["tracking"].make(make_tokenizer(), NOISE, 600, 1, 0)
-    expected = TeacherForced(example.tokens, example.answers, example.prompt)
-    assert measured.reading("noise", 600, "tracking", None, 1) == expected
 
 
 # --- settings
@@ -605,53 +394,6 @@ def test_times_are_matched(model_folder, tmp_path, monkeypatch):
     assert "over_match" not in rows["dense"] and "over_match" not in rows["cab"]
 
 
-def test_a_time_that_no_budget_takes_is_said():
-    row = sample("random", "time", 0, predict_ms=0.0, attend_ms=12.0, dense_ms=20.0)
-    rows = Fidelity.rows([{**row, "dense_kernel": "SDPA", "match_ms": 10.0}], {})
-    assert rows[0]["over_match"] == 1.2
-    assert ["random on noise at 8 tokens (1.20 ×)" in x for x in Fidelity.readings(rows)] == [True]
-
-
-def test_a_density_that_is_not_the_matched_one_is_said():
-    def read(method, density, budget="match", **more):
-        fields = {"right": [True], "budget": budget, "fitted": 0.2, **more}
-        return sample(method, "recall", 0, **fields | {"density": density})
-
-    samples = [
-        # of the layers that are sparse, beside dense ones
-        read("random", 0.6, sparse_density=0.21),
-        read("streaming", 0.2, sparse_density=0.22),
-        read("oracle", 0.3, 0.2, sparse_density=0.3),
-        # a cache that keeps some tokens, and one matched by time, in ms
-        read("h2o", 0.5, sparse_density=None),
-        read("published", 0.3, sparse_density=0.3, fitted_config={}),
-    ]
-    rows = Fidelity.rows(samples, {})
-    assert ["density_over_match" in row for row in rows].count(True) == 2
-    (said,) = Fidelity.readings(rows)
-    assert said == (
-        "The density is not the matched one within 5%: streaming on noise at 8 tokens (1.10 ×), "
-        "oracle on noise at 8 tokens and budget 0.2 (1.50 ×)."
-    )
-
-
-def test_rows_of_fewer_cases_than_others_are_named():
-    cases = [("dense", "recall", 3), ("dense", "asked", 2), ("cab", "recall", 3)]
-    # never asked the other probe, which may be as it was to be
-    cases += [("random", "recall", 2), ("oracle", "recall", 1), ("oracle", "asked", 1)]
-    samples = [sample(x, probe, i, right=[True]) for x, probe, n in cases for i in range(n)]
-    # another text has as many as it has
-    rows = Fidelity.rows([*samples, sample("cab", "recall", 0, "other", right=[True])], {})
-    marked = {row["method"]: row["fewer"] for row in rows if "fewer" in row}
-    assert marked == {
-        "random": {"recall": "2 of 3"},
-        "oracle": {"recall": "1 of 3", "asked": "1 of 2"},
-    }
-    assert Fidelity.readings(rows)[-1].endswith(
-        "random on noise at 8 tokens (2 of 3), oracle on noise at 8 tokens (1 of 3 or 1 of 2)."
-    )
-
-
 def test_a_killed_run_goes_on_with_what_it_fitted(model_folder, tmp_path, monkeypatch, kill):
     """Though times are others by then."""
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
@@ -696,182 +438,3 @@ def test_a_killed_run_goes_on_and_grows(model_folder, tmp_path, kill, capsys):
 
     assert start(model_folder, killed, "--variant", f"wide={SMALL}") == 2
     assert "give another --out" in capsys.readouterr().err
-
-
-# --- rows
-
-
-def sample(method, probe, index, text="noise", **result):
-    place = {"method": method, "text": text, "length": 8, "budget": None, "probe": probe}
-    fixed = {"depth": None, "index": index, "fitted": None, "density": 1.0}
-    return {**place, **fixed, **result}
-
-
-def test_a_method_that_was_dense_attention_is_said_to_be():
-    samples = [
-        sample("dense", "recall", 0, right=[True], sparse_density=None),
-        sample("cab", "recall", 0, right=[True], sparse_density=None),
-        sample("cab:a", "recall", 0, right=[True], sparse_density=0.3, density=0.3),
-    ]
-    *_, given = Fidelity.readings(Fidelity.rows(samples, {}))
-    assert given.startswith("No layer attended sparsely under cab at 8 tokens:")
-    samples[1]["sparse_density"] = 0.2
-    assert not any("sparsely" in each for each in Fidelity.readings(Fidelity.rows(samples, {})))
-    # a cache that dropped keys behind a dense prefill is not dense attention
-    samples[1] |= {"sparse_density": None, "tokens": 8, "step_tokens": 2.0}
-    assert not any("sparsely" in each for each in Fidelity.readings(Fidelity.rows(samples, {})))
-
-
-def test_rows_by_hand():
-    samples = [
-        sample("dense", "recall", 0, right=[True, True]),
-        sample("dense", "recall", 1, right=[True, False]),
-        sample("dense", "perplexity", 0, nll=10.0, count=10),
-        sample("dense", "perplexity", 1, nll=20.0, count=10),
-        sample("cab:a", "recall", 0, right=[True, False], density=0.2),
-        sample("cab:a", "perplexity", 0, nll=11.0, count=10, density=0.3),
-        sample("cab", "recall", 0, right=[True, False], density=0.1),
-        sample("cab", "recall", 1, right=[False, False], density=0.2),
-        # dense has read no third document
-        sample("cab", "recall", 2, right=[True, True], density=0.3),
-        sample("cab", "perplexity", 0, nll=11.0, count=10, density=0.2),
-        sample("cab", "perplexity", 1, nll=23.0, count=10, density=0.2),
-        sample("cab", "question_first", 0, right=[True], density=0.9),
-    ]
-    dense, cab, other = rows = Fidelity.rows(samples, {})
-    assert [row["method"] for row in rows] == ["dense", "cab", "cab:a"]
-    assert "delta" not in dense["recall"]
-    assert dense["perplexity"]["value"] == pytest.approx(math.exp(1.5))
-    # a question asked twice tells no usual density
-    assert cab["density"] == pytest.approx(0.2)
-    recall, perplexity = cab["recall"], cab["perplexity"]
-    assert (recall["n"], recall["correct"], recall["pairs"]) == (6, 3, 4)
-    expected = paired_difference([1, 0, 0, 0], [1, 1, 1, 0])
-    assert [recall[name] for name in ("delta", "delta_low", "delta_high")] == list(expected)
-    assert recall["ratio"] == pytest.approx(1 / 3)
-    interval = map(math.exp, mean_interval([1.1, 2.3], [1.0, 2.0]))
-    actual = [perplexity[name] for name in ("ratio", "ratio_low", "ratio_high")]
-    assert actual == pytest.approx(list(interval))
-    # one document has a ratio and no interval
-    assert other["perplexity"]["ratio"] == pytest.approx(math.exp(0.1))
-    assert "ratio_low" not in other["perplexity"]
-    (table,) = Fidelity.tables(rows).values()
-    # no row has it
-    assert "pass [95 %]" not in table
-    assert "| 0.333 |" in table
-
-
-def test_the_mean_over_tasks_by_hand():
-    """One right of two and two of two on dense attention, then none and two."""
-    samples = [
-        sample(method, probe, 0, right=right)
-        for method, keys in (("dense", [True, False]), ("cab", [False, False]))
-        for probe, right in (("tracking", keys), ("uuid", [True]), ("pass", [False]))
-    ]
-    dense, cab = Fidelity.rows(samples, {})
-    assert (dense["tasks"]["n"], dense["tasks"]["share"], cab["tasks"]["share"]) == (2, 0.75, 0.5)
-    assert "delta" not in dense["tasks"]
-    names = ("delta", "delta_low", "delta_high")
-    parts = [tuple(cab[probe][name] for name in names) for probe in ("tracking", "uuid")]
-    assert tuple(cab["tasks"][name] for name in names) == mean_of_intervals(parts)
-    # who was asked some of them has no mean that could stand beside
-    some = [each for each in samples if (each["method"], each["probe"]) != ("cab", "uuid")]
-    dense, cab = Fidelity.rows(some, {})
-    assert dense["tasks"]["share"] == 0.75 and "tasks" not in cab and cab["tracking"]["share"] == 0
-
-
-def test_decoding_by_hand():
-    def decoded(method, kl, *written):
-        more = {"step_tokens": 2.0, "count": 10, "nll": 1.0, "agree": 8}
-        return [
-            sample(method, "decode", 0, kl=kl, **more),
-            *(sample(method, "greedy", i, written=w, **more) for i, w in enumerate(written)),
-        ]
-
-    samples = [
-        *decoded("dense", 0.0, [1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8]),
-        *decoded("full", 0.5, [1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8]),
-        # alike to the end, to the third, and from nowhere on; what meets again stays another
-        *decoded("cab", 2.0, [1, 2, 3, 4], [1, 2, 3, 9], [0, 6, 7, 8]),
-    ]
-    dense, cab, full = Fidelity.rows(samples, {})
-    assert "over_floor" not in dense["decode"]
-    assert (full["decode"]["over_floor"], cab["decode"]["over_floor"]) == (1, 4)
-    assert (cab["greedy"]["equal"], cab["greedy"]["prefix"]) == (1, pytest.approx(7 / 3))
-    assert cab["step_share"] == 2 / 8
-    (table,) = Fidelity.tables([dense, cab, full]).values()
-    assert "| 2 | 0.200 | 4.00 | 0.800 | 1 of 3 | 2 of 4 |" in table
-    (said,) = Fidelity.readings([dense, cab, full])
-    assert "decoded KL 0.200 a token (4.0 × the floor), decoded agreement 80.0%" in said
-
-
-def test_turns_by_hand():
-    """KL a token 1 to 5 in the turns of one document, twice that in those of the other."""
-
-    def turned(method, index, scale):
-        turns = [{"kl": 2 * scale * at, "agree": 1, "nll": 1.0, "count": 2} for at in range(1, 6)]
-        sums = {name: sum(turn[name] for turn in turns) for name in turns[0]}
-        return sample(method, "turns", index, turns=turns, **sums)
-
-    samples = [turned("dense", at, 0.0) for at in (0, 1)]
-    samples += [turned("cab", at, 1.0 + at) for at in (0, 1)]
-    dense, cab = Fidelity.rows(samples, {})
-    assert [turn["kl"] for turn in cab["turns"]["turns"]] == [1.5, 3, 4.5, 6, 7.5]
-    interval = mean_interval([5.0, 10.0], [1.0, 2.0])
-    names = ("growth", "growth_low", "growth_high")
-    assert [cab["turns"][name] for name in names] == pytest.approx(interval)
-    (table,) = Fidelity.tables([dense, cab]).values()
-    assert "| +6 [-19, +31] | 0.500, 0.500, 0.500, 0.500, 0.500 |" in table
-    (said,) = Fidelity.readings([dense, cab])
-    assert "KL a token 1.50 [" in said and "] in turn 5 of a chat" in said
-
-
-def test_a_table_a_text_whose_name_stays_in_its_place(tmp_path):
-    name = "a|b `c`\n## $d$.txt"
-    samples = [
-        sample(method, "pass", 0, text, right=[True])
-        for text in ("prose", name)
-        for method in ("dense", "cab")
-    ]
-    rows = Fidelity.rows(samples, {})
-    shown = r"On a\|b \`c\` ## \$d\$.txt"
-    assert list(Fidelity.tables(rows)) == ["On prose", shown]
-    _, said = Fidelity.readings(rows)
-    assert said.startswith(f"{shown}, 8 tokens")
-    # nor is it a formula that matplotlib would set
-    Fidelity.draw(tmp_path / "figure.png", rows)
-
-
-def test_tasks_stand_side_by_side_in_a_figure(tmp_path, monkeypatch):
-    tasks = ("uuid", "copying")
-    samples = [
-        sample(method, probe, index, right=[method != "random"])
-        for method, probe, index in product(("dense", "cab", "random"), tasks, range(3))
-        if (method, probe) != ("random", "copying")
-    ]
-    rows = Fidelity.rows(samples, {})
-    drawn = []
-    monkeypatch.setattr(
-        fidelity_figure, "_by_name", lambda axis, *given: drawn.append((axis, given))
-    )
-    Fidelity.draw(tmp_path / "figure.png", rows)
-    ((_, given),) = drawn
-    monkeypatch.undo()
-    axis = Figure().subplots()
-    fidelity_figure._by_name(axis, *given)
-    assert [label.get_text() for label in axis.get_xticklabels()] == ["UUIDs", "copying"]
-    marks = {}
-    for each in axis.containers:
-        (x,), (y,) = each.lines[0].get_data()
-        marks.setdefault(each.get_label(), []).append((round(x), y))
-    assert marks == {"cab": [(0, 1.0), (1, 1.0)], "random": [(0, 0.0)]}
-    levels = [each for each in axis.collections if each.get_label() == "dense"]
-    assert len(levels) == 2
-
-
-def test_committed_results_are_those_of_their_samples():
-    folder = Path(__file__).parents[2] / "eval" / "results" / "fidelity-default"
-    content = json.loads(read_file(folder / "results.json"))
-    _, samples = read_log(folder / "samples.jsonl")
-    again = Fidelity.rows(samples, content["provenance"]["settings"])
-    assert json.loads(json.dumps(again)) == content["rows"]

@@ -1,0 +1,373 @@
+"""Rivals that choose blocks: by hand, against eager attention, and what each keeps."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from rivals import BY_THE_END, RIVALS, config_of, eager_probabilities, kept_by, random_qk
+from valid_plan import require_valid
+
+from cab_hf.call.frame import Frame
+from cab_hf.eval import methods
+from cab_hf.eval.methods import blocks, caches, last_queries
+from cab_hf.plan import Spans
+from cab_hf.predictors import LayerContext, attention_mass, make_predictor
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Of the short texts here FlexPrefill would keep all."""
+    monkeypatch.setattr(last_queries, "MIN_TOKENS", 32)
+
+
+# --- exact attention in pieces
+
+
+@pytest.mark.parametrize(("length", "row_blocks"), [(96, 1), (205, 2), (205, 100)])
+def test_block_mass_is_eager_attention_summed(length, row_blocks, monkeypatch):
+    q, k = random_qk(length)
+    a_row = q.shape[1] * 32 * length
+    monkeypatch.setattr(attention_mass, "LOGITS_AT_A_TIME", row_blocks * a_row)
+    spans = Spans.causal(1, length, length, "cpu")
+    mass = attention_mass.block_mass(q, k, spans, 0.25, 32, 16)
+    complete = eager_probabilities(q, k, 0.25)
+    expected = torch.stack(
+        [
+            torch.stack([part.sum((-1, -2)) for part in rows.split(16, -1)], -1)
+            for rows in complete.split(32, 2)
+        ],
+        2,
+    )
+    torch.testing.assert_close(mass, expected)
+    torch.testing.assert_close(caches.column_sums(q, k, spans, 0.25), complete.sum(2))
+
+
+def test_antidiagonal_score_by_hand():
+    """One head, dim 1: the logit of a tile is the mean of its antidiagonal products."""
+    stride = blocks.STRIDE
+    q, k = random_qk(2 * stride, heads=1, kv_heads=1, dim=1)
+    spans = Spans.causal(1, 2 * stride, 2 * stride, "cpu")
+    (_, rows), *rest = attention_mass.attention_rows(q, k, spans, 2.0, stride)
+    q, k = q.flatten(), k.flatten()
+    second = range(stride, 2 * stride)
+    first_logit = sum(q[i] * k[2 * stride - 1 - i] for i in second) * 2 / stride
+    second_logit = sum(q[i] * k[3 * stride - 1 - i] for i in second) * 2 / stride
+    assert not rest
+    torch.testing.assert_close(rows[0, 0, 0], torch.tensor([1.0, 0.0]))
+    torch.testing.assert_close(rows[0, 0, 1], torch.stack([first_logit, second_logit]).softmax(0))
+
+
+def test_vertical_slash_by_hand():
+    """Blocks of two; the last two of eight queries ask, and attend one key each.
+
+    Query 6 attends key 1 (distance 5), query 7 attends key 7 (distance 0). So the best columns are
+    1 and 7, the best diagonals 5 and 0: distance 5 touches blocks two and three before the
+    diagonal's.
+    """
+    q, k = torch.zeros(1, 1, 8, 8), torch.eye(8)[None, None]
+    q[0, 0, 6, 1] = q[0, 0, 7, 7] = 100.0
+    # what is not the last two does not ask
+    q[0, 0, :6] = 50.0
+    call = LayerContext(Spans.causal(1, 8, 8, "cpu"), 1.0)
+    score = last_queries.vertical_slash_scores(q, k, call, 2, 2, asking=2)
+    visible = torch.ones(4, 4, dtype=torch.bool).tril()
+    expected = torch.eye(4)
+    expected[:, 0] = expected[:, 3] = 1.0
+    expected[2, 0] = expected[3, 0] = expected[3, 1] = 1.0
+    torch.testing.assert_close(score[0, 0] * visible, expected * visible)
+
+
+@pytest.mark.parametrize("length", [1, 205])
+def test_vertical_slash_scores_are_those_of_eager_attention(length):
+    q, k = random_qk(length)
+    call = LayerContext(Spans.causal(1, length, length, "cpu"), 0.25)
+    score = last_queries.vertical_slash_scores(q, k, call, 32, 16, asking=20)
+    attention = eager_probabilities(q, k, 0.25)[:, :, -20:]
+    distance = torch.arange(length)[-20:, None] - torch.arange(length)
+    column = attention.sum(2)
+    diagonal = torch.stack([(attention * (distance == d)).sum((2, 3)) for d in range(length)], -1)
+    for row in range(length // 32):  # whole rows
+        for block in range(2 * row + 2):
+            keys = slice(16 * block, min(16 * block + 16, length))
+            nearest = max(0, 32 * row - keys.stop + 1)
+            touched = diagonal[..., nearest : 32 * row + 32 - keys.start].amax(-1)
+            best = torch.maximum(column[..., keys].amax(-1), touched)
+            torch.testing.assert_close(score[:, :, row, block], best)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("length", [33, 320])
+def test_no_row_keeps_a_later_block(name, length):
+    keep = kept_by(RIVALS[name], *random_qk(length))[0]
+    rows, blocks = torch.arange(keep.shape[1]), torch.arange(keep.shape[2])
+    later = 16 * blocks > 32 * rows[:, None] + 31
+    assert not keep[:, later].any()
+    # its own positions it always keeps
+    own = blocks[:, None] // 2 == rows
+    assert keep[:, (own.T & ~later)].all()
+
+
+@pytest.mark.parametrize("name", [name for name in RIVALS if name not in BY_THE_END])
+def test_what_comes_later_changes_no_choice(name):
+    q, k = random_qk(320)
+    before = kept_by(RIVALS[name], q, k)[:, :, :6]
+    assert 0 < before.sum() < before.numel()
+    q, k = q.clone(), k.clone()
+    q[:, :, 192:] *= -3
+    k[:, :, 192:] += 5
+    assert torch.equal(kept_by(RIVALS[name], q, k)[:, :, :6], before)
+
+
+@pytest.mark.parametrize("name", [name for name in RIVALS if name != "random"])
+@pytest.mark.parametrize(
+    ("documents", "real"),
+    [
+        pytest.param([90, 205, 150], None, id="packed"),
+        pytest.param([90, 205], [False, True], id="padded-left"),
+        pytest.param([205, 90], [True, False], id="padded-right"),
+    ],
+)
+def test_a_text_keeps_the_blocks_that_it_keeps_alone(name, documents, real):
+    """A text of 205 tokens, between others or beside padding."""
+    of_tokens = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))[None]
+    valid = None if real is None else torch.tensor(real)[of_tokens]
+    length = of_tokens.shape[1]
+    q, k = random_qk(length)
+    document = of_tokens if real is None else None
+    frame = Frame.build(1, length, length, 0, valid, document, 32, q.device)
+    config = RIVALS[name]
+    given = frame.queries(q), frame.keys(k), LayerContext(frame.spans, 0.25)
+    if real is None and name in BY_THE_END:
+        with pytest.raises(NotImplementedError, match=f"predictor '{config.predictor}' .* packed"):
+            make_predictor(config)(*given)
+        return
+    keep = make_predictor(config)(*given).to_dense()
+    mine = of_tokens[0] == documents.index(205)
+    alone = kept_by(RIVALS[name], q[:, :, mine], k[:, :, mine])
+    # the 90 tokens of the document before it have the place of 96
+    row, block = (3, 6) if real is None else (0, 0)
+    assert torch.equal(keep[:, :, row : row + 7, block : block + 13], alone)
+
+
+@pytest.mark.parametrize(
+    ("name", "stride", "share"), [("xattention", 8, None), ("xattention_16", 16, 0.3)]
+)
+def test_xattention_keeps_the_fewest_blocks_of_a_threshold(name, stride, share):
+    q, k = random_qk(320)
+    q, k = 4 * q, 4 * k
+    keep = kept_by(config_of(name, share, sink_blocks=1, local_blocks=0), q, k)
+    spans = Spans.causal(1, 320, 320, "cpu")
+    mass = attention_mass.block_mass(q, k, spans, 0.25, 32, 16, stride=stride)
+    mass = mass / mass.sum(-1, keepdim=True)
+    for head in range(6):
+        for row in range(10):
+            own = {0, 2 * row, 2 * row + 1}
+            others = sorted(set(range(2 * row)) - own, key=lambda j: -mass[0, head, row, j])
+            kept, total = set(own), sum(mass[0, head, row, j].item() for j in own)
+            for block in others:
+                if total >= (share or 0.8) - 1e-5:
+                    break
+                kept.add(block)
+                total += mass[0, head, row, block].item()
+            assert set(keep[0, head, row].nonzero().flatten().tolist()) == kept
+
+
+def test_columns_and_diagonals_are_touched_by_hand():
+    """Query blocks of two key blocks: rows of key blocks 0 and 1, 2 and 3, 4 and 5."""
+    spans = Spans.causal(1, 12, 12, "cpu")
+    nothing = torch.zeros(1, 1, 6, dtype=torch.bool)
+    column, far = nothing.clone(), nothing.clone()
+    column[..., 1] = True
+    # three key blocks before one of the row's own
+    far[..., 3] = True
+    visible = torch.ones(6, 6, dtype=torch.bool).tril()[1::2]
+    keep = last_queries.touched(column, nothing, spans, 4, 2)[0, 0] & visible
+    assert keep.nonzero().tolist() == [[0, 1], [1, 1], [2, 1]]
+    keep = last_queries.touched(nothing, far, spans, 4, 2)[0, 0] & visible
+    assert keep.nonzero().tolist() == [[1, 0], [2, 1], [2, 2]]
+    # rows of half a key block each
+    keep = last_queries.touched(nothing, far, Spans.causal(1, 24, 24, "cpu"), 2, 4)[0, 0]
+    assert keep.nonzero().tolist() == [[6, 0], [7, 0], [8, 1], [9, 1], [10, 2], [11, 2]]
+
+
+def test_the_fewest_entries_by_hand():
+    share = torch.tensor([0.1, 0.4, 0.2, 0.3])
+    everything, forced = torch.ones(4, dtype=torch.bool), torch.arange(4) == 0
+
+    def held(wanted, forced=forced):
+        return blocks.fewest(share, everything, forced, wanted).nonzero().flatten().tolist()
+
+    assert held(0.05) == [0]
+    assert held(0.45) == [0, 1]
+    assert held(0.55) == [0, 1, 3]
+    assert held(0.9) == held(1.0) == [0, 1, 2, 3]
+    assert held(0.0, ~everything) == [] and held(0.6, ~everything) == [1, 3]
+
+
+def test_tokens_tell_how_many_blocks_are_kept_by_hand(monkeypatch):
+    share = torch.tensor([0.02, 0.29, 0.145, 0.145, 0.3, 0.04, 0.03, 0.03])
+    monkeypatch.setattr(last_queries, "MIN_TOKENS", 1)
+    # one token holds 0.3, two hold 0.59, three 0.735, four 0.88: of n there are n // 2 + 1 blocks
+    for wanted, count in {0.0: 1, 0.2: 1, 0.5: 2, 0.7: 2, 0.8: 3, 1.0: 4}.items():
+        kept = last_queries.counted_by_token(share, torch.tensor(wanted), 2)
+        # which hold 0.31, 0.29, 0.34 and 0.06
+        assert kept.nonzero().flatten().tolist() == sorted([2, 0, 1, 3][:count])
+    monkeypatch.setattr(last_queries, "MIN_TOKENS", 5)
+    kept = last_queries.counted_by_token(share, torch.tensor(0.2), 2)
+    assert kept.nonzero().flatten().tolist() == [0, 1, 2]
+
+
+def test_root_divergence_by_hand():
+    p, q = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.5, 0.5, 0.0])
+    # KL(p || m) = log 4/3, KL(q || m) = log(2/3) / 2 + log(2) / 2
+    expected = ((math.log(4 / 3) + math.log(2 / 3) / 2 + math.log(2) / 2) / 2) ** 0.5
+    assert last_queries.root_divergence(p, q).item() == pytest.approx(expected)
+    assert last_queries.root_divergence(p, p) == 0
+    apart = last_queries.root_divergence(p, torch.tensor([0.0, 0.0, 1.0]))
+    assert apart.item() == pytest.approx(math.log(2) ** 0.5)
+
+
+@pytest.mark.parametrize("tau", [0.0, 9.0], ids=["vertical-slash", "query-aware"])
+def test_flexprefill_is_that_of_eager_attention(tau, monkeypatch):
+    """By sets of blocks, where all heads have one pattern."""
+    length = 205
+    monkeypatch.setattr(last_queries, "TAU", tau)
+    gamma, least = 0.6, 2
+    q, k = random_qk(length)
+    keep = kept_by(config_of("flexprefill", gamma, sink_blocks=0, local_blocks=0), 3 * q, k)
+    rows, blocks = -(-length // 32), -(-length // 16)
+
+    def best(shares, wanted):
+        kept, total = set(), 0.0
+        for place in sorted(shares, key=lambda place: -shares[place]):
+            if total >= wanted:
+                break
+            kept.add(place)
+            total += shares[place]
+        return kept
+
+    def by_token(shares, wanted):
+        tokens, total = 1, 0.0
+        for share in sorted(shares, reverse=True):
+            total += share
+            if total > wanted:
+                break
+            tokens += 1
+        whole = {j: sum(shares[16 * j : 16 * j + 16]) for j in range(blocks)}
+        return set(sorted(whole, key=lambda j: -whole[j])[: max(least, tokens // 16 + 1)])
+
+    attention = eager_probabilities(3 * q, k, 0.25)[0, :, -32:] / 32
+    distance = torch.arange(length)[-32:, None] - torch.arange(length)
+    means = [x.split(size, 2) for x, size in ((3 * q, 32), (k, 16))]
+    means = [torch.stack([part.mean(2) for part in parts], 2)[0] for parts in means]
+    logits = means[0] @ means[1].repeat_interleave(3, 0).transpose(-1, -2) * 0.25
+    own = {row: {2 * row, 2 * row + 1} & set(range(blocks)) for row in range(rows)}
+    for head in range(6):
+        column = attention[head].sum(0).tolist()
+        diagonal = [attention[head][distance == t].sum().item() for t in range(length)]
+        asked = 0.0 if tau else gamma
+        columns, diagonals = by_token(column, asked), by_token(diagonal, asked)
+        pooled = {
+            (row, j): share / rows
+            for row in range(rows)
+            for j, share in enumerate(logits[head, row, : max(own[row]) + 1].softmax(0).tolist())
+        }
+        aware = best(pooled, gamma) if tau else set()
+        for row in range(rows):
+            seen = range(max(own[row]) + 1)
+            # the last row may be half a block
+            near, far = 2 * row, (min(32 * row + 32, length) - 1) // 16
+            on = {t - d for t in range(near, far + 1) for d in diagonals}
+            expected = own[row] | ((columns | on) & set(seen))
+            expected |= {j for j in seen if (row, j) in aware}
+            assert set(keep[0, head, row].nonzero().flatten().tolist()) == expected
+
+
+def test_flexprefill_believes_an_estimate_that_is_right():
+    """Keys alike within their blocks are what their means are; others are not."""
+    k = random_qk(20)[1].repeat_interleave(16, dim=2)
+    q = random_qk(10)[0].repeat_interleave(32, dim=2)
+    spans = Spans.causal(1, 320, 320, "cpu")
+    keys = blocks.block_means(k, spans.key_valid, 16)
+    pooled = last_queries.pooled_last_block(q, keys, spans, 0.25, 32, 16)
+    columns, _ = caches.columns_and_diagonals(q, k, spans, 0.25, 32)
+    columns = columns.unflatten(-1, (20, 16)).sum(-1) / 32
+    # the last 32 queries see the last two blocks in part
+    assert (last_queries.root_divergence(pooled, columns) < 0.25).all()
+    torch.testing.assert_close(pooled.sum(-1), torch.ones(1, 6))
+
+
+def test_a_share_of_one_is_everything_and_flexprefill_keeps_a_minimum(monkeypatch):
+    q, k = random_qk(320)
+    everything = kept_by(config_of("oracle", sparsity=0.0), q, k)
+    for name in ("flexprefill", "xattention", "mean_pooled"):
+        assert torch.equal(kept_by(config_of(name, 1.0), q, k), everything)
+    few = kept_by(config_of("flexprefill", 0.01), q, k).sum()
+    monkeypatch.setattr(last_queries, "MIN_TOKENS", 64)
+    assert kept_by(config_of("flexprefill", 0.01), q, k).sum() > few
+
+
+def test_rows_of_padding_attend_nothing():
+    q, k = random_qk(96)
+    spans = Spans.causal(1, 96, 96, "cpu")
+    spans = replace(spans, last=torch.where(torch.arange(96) < 40, spans.last, -1))
+    mass = attention_mass.block_mass(q, k, spans, 0.25, 32, 16)
+    torch.testing.assert_close(mass.sum(-1), torch.tensor([32.0, 8.0, 0.0]).expand(1, 6, 3))
+
+
+# --- what each keeps
+
+
+def test_streaming_keeps_sink_and_window_and_nothing_else():
+    keep = kept_by(config_of("streaming", sink_blocks=1, local_blocks=3), *random_qk(320))
+    assert keep.shape == (1, 6, 10, 20)
+    for row in range(10):
+        newest = 2 * row + 1
+        expected = {0, *range(max(0, newest - 2), newest + 1)}
+        for head in range(6):
+            assert set(keep[0, head, row].nonzero().flatten().tolist()) == expected
+
+
+def test_streaming_knows_what_its_window_reaches():
+    config = config_of("streaming", sink_blocks=1, local_blocks=4)
+    streaming = methods.Streaming(config)
+    # the question starts in the row of queries [288, 320), which keeps keys [0, 16) and [256, 320)
+    assert streaming.reaches(320, 300, (10, 20))
+    assert not streaming.reaches(320, 300, (16, 256))
+    assert streaming.reaches(320, 300, (200, 257))
+    # a question that starts a row earlier is asked with that row's window too
+    assert streaming.reaches(320, 280, (200, 240))
+    # and one of a tail reaches everything
+    assert methods.Streaming(replace(config, dense_tail_blocks=1)).reaches(320, 300, (16, 256))
+
+
+def test_random_is_the_same_again_and_differs_by_head_and_text():
+    config = config_of("random", sparsity=0.7)
+    once = kept_by(config, *random_qk(640, seed=1))
+    assert torch.equal(once, kept_by(config, *random_qk(640, seed=1)))
+    assert not torch.equal(once, kept_by(config, *random_qk(640, seed=2)))
+    assert not torch.equal(once[:, 0], once[:, 1])
+    assert not torch.equal(once, kept_by(config, *random_qk(641))[:, :, :20, :40])
+
+
+@pytest.mark.parametrize("name", ["random", "vertical_slash"])
+def test_a_row_keeps_its_share_forced_blocks_counted(name):
+    keep = kept_by(config_of(name, sparsity=0.7, local_blocks=2), *random_qk(640))
+    for row in range(20):
+        visible = 2 * row + 2
+        forced = min(visible, 3)
+        share = -(-visible * 3 // 10)
+        assert (keep[0, :, row].sum(-1) == max(forced, share)).all()
+        assert keep[0, :, row, 0].all()
+        assert keep[0, :, row, visible - 2 : visible].all()
+
+
+def test_single_queries_have_plans_too():
+    """One query at the end of many keys."""
+    q, k = random_qk(200)
+    spans = Spans.causal(1, 1, 200, "cpu")
+    for config in RIVALS.values():
+        plan = make_predictor(config)(q[:, :, -1:], k, LayerContext(spans, 0.25))
+        require_valid(plan)
+        assert plan.to_dense()[0, :, 0, [0, 12]].all()

@@ -1,0 +1,202 @@
+"""Scores by teacher forcing: by hand, and as in one pass."""
+
+import math
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fidelity_runs import LENGTH, command
+from tiny import SPARSE as SMALL_BLOCKS
+from torch.nn import functional as F
+from words import CHAT, make_tokenizer
+
+import cab_hf
+from cab_hf.eval import (
+    fidelity,
+    teacher_forcing,
+)
+from cab_hf.eval.fidelity import Fidelity, Settings
+from cab_hf.eval.haystack import Haystack
+from cab_hf.eval.kv_cache import cache_name
+from cab_hf.eval.teacher_forcing import (
+    TeacherForced,
+    answered,
+    behind_turns,
+    distributions,
+    divergence,
+    greedy_match,
+    nll,
+)
+from cab_hf.texts.needles import NOISE, QUESTION
+from cab_hf.texts.tasks import TASKS
+
+
+def answering(logits):
+    """A model whose logits [length, vocabulary] are these, whatever it reads."""
+
+    def model(ids, logits_to_keep, use_cache):
+        return SimpleNamespace(logits=logits[None, logits_to_keep])
+
+    model.device = "cpu"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("said", "right"),
+    [
+        pytest.param([0, 1, 2, 3, 4, 5, 6, 7], [True, True], id="all"),
+        pytest.param([0, 1, 2, 9, 4, 5, 6, 7], [False, True], id="last digit of the first"),
+        pytest.param([0, 9, 2, 3, 4, 9, 6, 7], [False, False], id="first digits"),
+        pytest.param([9, 1, 2, 3, 9, 5, 6, 9], [True, True], id="what is not asked"),
+    ],
+)
+def test_an_answer_is_right_when_all_its_tokens_are(said, right):
+    # each token is said where the one before it stands
+    model = answering(F.one_hot(torch.tensor([*said[1:], 0]), 20).float())
+    reading = TeacherForced(tuple(range(8)), ((1, 4), (5, 7)))
+    assert greedy_match(model, reading) == {"right": right}
+
+
+def test_surprise_is_the_likelihood_of_the_second_half(monkeypatch):
+    monkeypatch.setattr(teacher_forcing, "LOGITS_AT_ONCE", 3)
+    logits = torch.randn(9, 20, generator=torch.Generator().manual_seed(0))
+    result = nll(answering(logits), TeacherForced(tuple(range(9)), ((4, 9),)))
+    likely = logits.log_softmax(-1)
+    assert result["count"] == 5
+    assert result["nll"] == pytest.approx(-sum(likely[i - 1, i].item() for i in range(4, 9)))
+
+
+def test_divergence_by_hand():
+    """Two places, three tokens: at the first the method is sure of another one, at the second same.
+
+    KL([1/2, 1/4, 1/4] || [1/4, 1/2, 1/4]) = 1/2 log 2 - 1/4 log 2.
+    """
+    dense = torch.tensor([[2.0, 1, 1], [1, 1, 2]]).div(4).log()
+    actual = torch.tensor([[1.0, 2, 1], [1, 1, 2]]).div(4).log()
+    result = divergence(actual, dense, TeacherForced((0, 1, 2), ((1, 3),)))
+    assert result["kl"] == pytest.approx(math.log(2) / 4)
+    assert (result["agree"], result["count"]) == (1, 2)
+    # of what stands there, token 1 and token 2
+    assert result["nll"] == pytest.approx(math.log(2) + math.log(2))
+    assert divergence(dense, dense, TeacherForced((0, 1, 2), ((1, 3),)))["kl"] == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_what_follows_a_prompt_is_foreseen_as_in_one_pass(model_folder, chunk):
+    model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
+    tokens = tuple(torch.randint(3, 60, (90,), generator=torch.Generator().manual_seed(0)).tolist())
+    spans = ((50, 51), (60, 90))
+    complete = distributions(model, TeacherForced(tokens, spans))
+    behind = distributions(model, TeacherForced(tokens, spans, prompt=50), chunk=chunk)
+    torch.testing.assert_close(behind, complete, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="must be behind the prompt of 70; got 50"):
+        distributions(model, TeacherForced(tokens, spans, prompt=70))
+
+
+def test_a_prompt_is_read_in_chunks(model_folder):
+    experiment = Fidelity(Settings(model=str(model_folder), device="cpu", prefill_chunk=64))
+    # the best half of every row, where attention hardly differs from block to block
+    half = {"mass_threshold": 0.0, "max_density": 0.5}
+    model = cab_hf.apply_cab(experiment.model, SMALL_BLOCKS, **half)
+    generator = torch.Generator().manual_seed(0)
+    tokens = tuple(torch.randint(3, 60, (290,), generator=generator).tolist())
+    text = TeacherForced(tokens, ((260, 290),), prompt=256)
+    complete, blocks, others = (
+        distributions(model, text, chunk=7, prefill_chunk=each) for each in (0, 64, 80)
+    )
+    # 32 queries a block: where chunks end inside of one, it chooses by fewer of them
+    torch.testing.assert_close(blocks, complete, atol=1e-4, rtol=1e-4)
+    assert (others - complete).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("prefill_chunk", [0, 32])
+def test_turns_are_foreseen_as_in_one_pass(model_folder, prefill_chunk):
+    model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
+    tokens = tuple(
+        torch.randint(3, 60, (190,), generator=torch.Generator().manual_seed(0)).tolist()
+    )
+    reading = TeacherForced(tokens, ((60, 75), (110, 111), (180, 190)))
+    expected = distributions(model, reading)
+    actual = behind_turns(model, reading, 7, prefill_chunk=prefill_chunk).log_softmax(-1)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_every_turn_is_read_behind_those_before_it(model_folder):
+    """The method reads the prompts of all turns over one cache, and what follows them is exact."""
+    model, calls = Fidelity(Settings(model=str(model_folder), device="cpu")).model, []
+
+    def look(model, given, more):
+        cached = more[cache_name(model)]
+        calls.append((given[0].shape[1], cached.get_seq_length() if cached else 0))
+
+    hook = model.register_forward_pre_hook(look, with_kwargs=True)
+    behind_turns(model, TeacherForced(tuple(range(3, 53)), ((18, 20), (45, 50))), 3)
+    hook.remove()
+    assert calls == [(18, 0), (2, 18), (25, 20), (3, 45), (2, 48)]
+
+
+@pytest.mark.parametrize("length", [8192, 901])
+def test_turns_are_equal_and_end_with_the_text(length):
+    spans = fidelity.turn_ends(length)
+    ends = [0, *(stop for _, stop in spans)]
+    assert {b - a - length // 5 for a, b in pairwise(ends)} <= {0, 1} and ends[-1] == length
+    # 256 tokens, an eighth of a turn at most
+    assert {stop - start for start, stop in spans} == {min(256, length // 5 // 8)}
+
+
+@pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
+@pytest.mark.parametrize(
+    ("keys", "question_first"),
+    [
+        pytest.param(1, False, id="one key"),
+        pytest.param(1, True, id="question first"),
+        pytest.param(4, False, id="four keys"),
+    ],
+)
+def test_the_key_stands_behind_its_prompt(chat, keys, question_first):
+    tokenizer = make_tokenizer(chat)
+    prompt = Haystack(tokenizer, keys=keys, question_first=question_first).prompt(LENGTH, 0.5, 0)
+    reading = answered(tokenizer, prompt)
+    ((start, end),) = reading.spans
+    assert reading.tokens[:start] == prompt.tokens and end == len(reading.tokens)
+    assert tokenizer.decode(reading.tokens[start:]).replace(" ", "") == prompt.key
+    text = tokenizer.decode(prompt.tokens)
+    assert text.replace(" ", "").endswith(prompt.begun.replace(" ", ""))
+    assert text.count("Remember it") == keys
+    if keys == 1:
+        question = QUESTION.format(whose="").strip("?")
+        assert text.count(question) == 1 + question_first
+        assert tokenizer.decode(prompt.tokens[prompt.asking :]).startswith(question)
+        assert (text.index(question) < text.index("The pass key")) == question_first
+
+
+def test_of_several_keys_one_is_asked_for_and_of_none_nothing(model_folder, tmp_path):
+    more = ("--probes", "pass,multi_key,continuation,asked", "--asked", "0")
+    (row,) = command(model_folder, tmp_path, *more, methods="dense")["rows"]
+    assert row["multi_key"]["n"] == row["pass"]["n"] == 2
+    assert "continuation" in row and "asked" not in row
+
+
+def test_every_task_is_read(model_folder, tmp_path):
+    more = ("--probes", "tasks", "--lengths", 600, "--task-samples", 3)
+    results = command(model_folder, tmp_path, *more, methods="dense,full,no_needle", drawn=True)
+    rows = {row["method"]: row for row in results["rows"]}
+    # no_needle has nothing to hide here
+    assert list(rows) == ["dense", "full"]
+    for name, task in TASKS.items():
+        answers = len(task.make(make_tokenizer(), NOISE, 600, 0).answers)
+        assert {row[name]["n"] for row in rows.values()} == {3 * answers}
+        # exact attention by other kernels
+        assert rows["full"][name]["correct"] == rows["dense"][name]["correct"]
+        assert rows["full"][name]["pairs"] == 3 * answers and rows["full"][name]["delta"] == 0
+    assert rows["full"]["tasks"]["n"] == len(TASKS)
+
+
+def test_tasks_are_read_as_prompts(model_folder):
+    given = {"device": "cpu", "lengths": (600,), "probes": ("uuid", "tasks", "pass")}
+    measured = Fidelity(Settings(model=str(model_folder), **given))
+    assert measured.settings.probes == ("uuid", *(n for n in TASKS if n != "uuid"), "pass")
+    example = TASKS["tracking"].make(make_tokenizer(), NOISE, 600, 1, 0)
+    expected = TeacherForced(example.tokens, example.answers, example.prompt)
+    assert measured.reading("noise", 600, "tracking", None, 1) == expected

@@ -1,0 +1,53 @@
+"""Predictors of rivals, and what they keep of random queries and keys."""
+
+import torch
+from valid_plan import require_valid
+
+import cab_hf
+from cab_hf.eval.methods import blocks
+from cab_hf.plan import Spans
+from cab_hf.predictors import LayerContext, make_predictor
+
+SMALL = cab_hf.CabConfig(min_length=0, query_block=32, key_block=16, dense_tail_blocks=1)
+
+
+def random_qk(length, heads=6, kv_heads=2, dim=16, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    q = torch.randn(1, heads, length, dim, generator=draw)
+    return q, torch.randn(1, kv_heads, length, dim, generator=draw)
+
+
+def eager_probabilities(q, k, scale):
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    length = q.shape[2]
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return (q @ k.transpose(-1, -2) * scale).masked_fill(future, -torch.inf).softmax(-1)
+
+
+def config_of(name, share=None, **fields):
+    config = SMALL.changed(predictor=name, dense_tail_blocks=0, **fields)
+    return config if share is None else blocks.at_share(config, share)
+
+
+def kept_by(config, q, k):
+    """What a predictor keeps of plain causal attention, bool [B, H, M_q, M_k]."""
+    spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
+    plan = make_predictor(config)(q, k, LayerContext(spans, 0.25))
+    require_valid(plan)
+    return plan.to_dense()
+
+
+# with what makes them keep less than everything
+RIVALS = {
+    "streaming": config_of("streaming", local_blocks=2),
+    **{
+        name: config_of(name, sparsity=0.6)
+        for name in ("random", "oracle", "antidiagonal", "vertical_slash")
+    },
+    **{
+        name: config_of(name, 0.5)
+        for name in ("flexprefill", "mean_pooled", "xattention", "xattention_16")
+    },
+}
+# what a row keeps depends on the end of the text, as in the original
+BY_THE_END = ("flexprefill", "random", "vertical_slash")
