@@ -119,7 +119,7 @@ def _attend(
         mask.prompt = None if torch.compiler.is_compiling() else prompt_of(batch)
     config = mask.state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
     parallel: Parallel | None = getattr(module, PARALLEL, None)
-    work = Workload.of(query, key, value, (config.query_block, config.key_block))
+    work = Workload.of(query, key, value, config.blocks)
     mask.state.require_as_before(module, (config, sparse, parallel), sampled_one_in(config, work))
     parts = position_ids, kwargs.get("cu_seq_lens_q")
     if parallel is None:

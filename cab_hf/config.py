@@ -243,6 +243,16 @@ class CabConfig:
         if self.predictor == "cascade":
             self._check_cascade()
 
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """(query, key) block sizes."""
+        return self.query_block, self.key_block
+
+    @property
+    def tail(self) -> tuple[int, int]:
+        """What `Spans.tail` takes: tokens of the dense tail, and of a query block."""
+        return self.dense_tail_blocks * self.query_block, self.query_block
+
     @classmethod
     def published(
         cls, sparsity: float = 0.95, curvature: str = "forman", **overrides: Any

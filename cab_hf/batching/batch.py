@@ -124,7 +124,7 @@ class Batch(NotATensor):
         out = query.new_zeros(1, query.shape[2], query.shape[1], values.shape[3])
         for one in packed.sequences:
             q, k, v = query[:, :, one.queries], keys[:, :, one.keys], values[:, :, one.keys]
-            work = Workload.of(q, k, v, (config.query_block, config.key_block))
+            work = Workload.of(q, k, v, config.blocks)
             way = route(one.text, config, work, sparse=sparse, layer=module)
             out[:, one.queries] = way.attend(q, k, v, scale).transpose(1, 2)
         if packed.steps is not None:

@@ -46,7 +46,7 @@ def predict(
     """
     group = group_of(group)
     layout = layout_between(cu_seqlens, q.shape[2], group.size(), block)
-    places = layout.places(max(config.query_block, config.key_block), q.device)
+    places = layout.places(max(config.blocks), q.device)
     if spans is None:
         spans = places.spans(group.rank(), q.shape[0])
     elif getattr(spans, "places", None) is not places or spans.first.shape[0] != q.shape[0]:

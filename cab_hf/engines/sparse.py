@@ -39,7 +39,7 @@ class Sparse:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """[B, H, N_q, D] of q [B, H, N_q, D] over k and v [B, H_kv, N_k, D]."""
         config, text = self.config, self.text
-        frame = text.frame(config.query_block, config.key_block, q.device)
+        frame = text.frame(*config.blocks, q.device)
         q_frame, k_frame, v_frame = frame.queries(q), frame.keys(k), frame.keys(v)
         seed = None
         if self.one_in:

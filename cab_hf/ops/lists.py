@@ -54,13 +54,12 @@ def choose(
         keys, exponents: those of `keys_of`, for the same ``channels``.
     """
     batch, heads, length, _ = q.shape
-    blocks = config.query_block, config.key_block
-    tail = config.dense_tail_blocks * config.query_block, config.query_block
+    blocks = config.blocks
     kv_blocks = triton.cdiv(keys.shape[2], config.key_block)
     whole = length == keys.shape[2] and spans.consecutive
     with on_device_of(q):
         bounds = reference.row_bounds(spans, *blocks, config.sink_blocks, config.local_blocks)
-        ends = spans.tail(*tail) if spans.has_tail(*tail) else None
+        ends = spans.tail(*config.tail) if spans.has_tail(*config.tail) else None
         thresholds = config.mass_threshold, config.share_threshold
         rules = RowRules(bounds, *thresholds, ends, spans.documents is None)
         counts = bounds.new_empty(batch, heads, bounds.shape[2])

@@ -57,12 +57,6 @@ class Units(NamedTuple):
     least: Tensor
     largest: Tensor
 
-    @classmethod
-    def of(cls, exponents: Tensor) -> Units:
-        """Those of `rows.scored_keys`."""
-        each = exponents.flatten(2).flatten(0, 1).contiguous()
-        return cls(each, *each.aminmax(dim=1))
-
 
 class RowRules(NamedTuple):
     """What decides beside the scores, of every query block.
@@ -116,9 +110,8 @@ def kept_blocks(
     q_blocks = total // typical.count
     half = typical.vectors.dtype == FP8
     count = 0 if outliers is None else outliers.count
-    first = 0 if outliers is None else outliers.vectors.shape[2]
     width = keys.shape[3]
-    first = first or width
+    first = outliers.vectors.shape[2] if count else width
     least = LEAST_ROWS_FLOAT32 if keys.dtype == torch.float32 else LEAST_ROWS
     together = max(1, *(triton.cdiv(least, x) for x in (typical.count, count) if x))
     rows = together * (count + typical.count)
@@ -155,7 +148,10 @@ def kept_blocks(
         dtype=torch.float16 if half else torch.float32,
     )
     by_head = keys.numel() * keys.element_size() > CACHED_KEYS
-    units = Units.of(exponents) if half else None
+    units = None
+    if half:
+        each = exponents.flatten(2).flatten(0, 1).contiguous()
+        units = Units(each, *each.aminmax(dim=1))
     tail = "none" if rules.tail is None else "listed" if rules.tail_listed else "named"
     scored = outliers if count else typical, typical
     shape = dict(OUTLIERS=count, TYPICAL=typical.count, TOGETHER=together, WIDER=wider)

@@ -32,8 +32,7 @@ def rows_by_kernels(config, q, k, spans, scale=0.25, channels=(), dtype=None):
     """The plan of `RowsPredictor` by the kernels, in the interpreter; keys as ``dtype``."""
     keys = rows.scored_keys(k, channels, dtype or k.dtype)
     chosen = lists.choose(q, *keys, spans, scale, channels, config)
-    tail = spans.tail_rows(config.dense_tail_blocks * config.query_block, config.query_block)
-    plan = BlockPlan(*chosen, spans, config.query_block, config.key_block, dense_rows=tail)
+    plan = BlockPlan(*chosen, spans, *config.blocks, dense_rows=spans.tail_rows(*config.tail))
     require_valid(plan)
     return plan
 
