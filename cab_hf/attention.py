@@ -18,7 +18,7 @@ from cab_hf.call.frame import PARALLEL
 from cab_hf.call.mask import CabMask
 from cab_hf.call.prompt import prompt_of
 from cab_hf.call.refusals import refuse
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, blocks_of
 from cab_hf.engines import Workload
 from cab_hf.hf.fit import warn_if_too_short
 from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
@@ -119,7 +119,7 @@ def _attend(
         mask.prompt = None if torch.compiler.is_compiling() else prompt_of(batch)
     config = mask.state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
     parallel: Parallel | None = getattr(module, PARALLEL, None)
-    work = Workload.of(query, key, value, config.blocks)
+    work = Workload.of(query, key, value, blocks_of(config))
     mask.state.require_as_before(module, (config, sparse, parallel), sampled_one_in(config, work))
     parts = position_ids, kwargs.get("cu_seq_lens_q")
     if parallel is None:

@@ -243,16 +243,6 @@ class CabConfig:
         if self.predictor == "cascade":
             self._check_cascade()
 
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """(query, key) block sizes."""
-        return self.query_block, self.key_block
-
-    @property
-    def tail(self) -> tuple[int, int]:
-        """What `Spans.tail` takes: tokens of the dense tail, and of a query block."""
-        return self.dense_tail_blocks * self.query_block, self.query_block
-
     @classmethod
     def published(
         cls, sparsity: float = 0.95, curvature: str = "forman", **overrides: Any
@@ -396,6 +386,17 @@ class CabConfig:
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(CabConfig)}
+
+
+# functions: torch.compile traces no property of a value that is a constant to it
+def blocks_of(config: CabConfig) -> tuple[int, int]:
+    """(query, key) block sizes."""
+    return config.query_block, config.key_block
+
+
+def tail_of(config: CabConfig) -> tuple[int, int]:
+    """What `Spans.tail` takes: tokens of the dense tail, and of a query block."""
+    return config.dense_tail_blocks * config.query_block, config.query_block
 
 
 def unread(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from call_cases import gradients
 from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
 from torch.nn import functional as F
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
@@ -45,16 +46,11 @@ def test_a_layer_run_again_by_checkpointing_finds_what_was_handed():
     ids = tokens(1, 300)
     model = tiny_model().train()
 
-    def gradients():
-        DECIDED.clear()
-        model.zero_grad()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return [p.grad.clone() for p in model.parameters()]
-
     with cab_hf.cab(model, SPARSE, predictor="first-layer-decides"):
-        expected = gradients()
+        expected = gradients(model, ids)
         model.gradient_checkpointing_enable()
-        for actual, wanted in zip(gradients(), expected, strict=True):
+        DECIDED.clear()
+        for actual, wanted in zip(gradients(model, ids), expected, strict=True):
             torch.testing.assert_close(actual, wanted)
         assert DECIDED == [0]
 
@@ -91,16 +87,11 @@ def test_a_plan_that_is_kept_for_the_backward_pass_is_small(monkeypatch):
         kept.append((plan, narrowed(plan)))
         return kept[-1][1]
 
-    def gradients():
-        model.zero_grad()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return [p.grad.clone() for p in model.parameters()]
-
     with cab_hf.cab(model, SPARSE):
-        expected = gradients()
+        expected = gradients(model, ids)
         monkeypatch.setattr(forward_pass, "narrowed", noted)
         monkeypatch.setattr(forward_pass, "MEASURED_FROM", 0)
-        assert all(map(torch.equal, gradients(), expected))
+        assert all(map(torch.equal, gradients(model, ids), expected))
     assert len(kept) == model.config.num_hidden_layers
     for plan, small in kept:
         for lists, stored in ((plan.full, small.full), (plan.partial, small.partial)):
@@ -115,18 +106,13 @@ def test_a_layer_that_is_called_twice_has_a_plan_each_time(checkpointing):
     model = tiny_model().train()
     model.model.layers[1] = model.model.layers[0]
 
-    def gradients():
-        model.zero_grad()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return [p.grad.clone() for p in model.parameters()]
-
     with cab_hf.cab(model, SPARSE, predictor="counted"):
         DECIDED.clear()
-        expected = gradients()
+        expected = gradients(model, ids)
         assert DECIDED == [0, 0, 2]
         if checkpointing:
             model.gradient_checkpointing_enable()
-        for actual, wanted in zip(gradients(), expected, strict=True):
+        for actual, wanted in zip(gradients(model, ids), expected, strict=True):
             torch.testing.assert_close(actual, wanted)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, blocks_of
 from cab_hf.distributed.exchange import group_of
 from cab_hf.distributed.layout import layout_between
 from cab_hf.distributed.sharded import ShardedFrame
@@ -46,7 +46,7 @@ def predict(
     """
     group = group_of(group)
     layout = layout_between(cu_seqlens, q.shape[2], group.size(), block)
-    places = layout.places(max(config.blocks), q.device)
+    places = layout.places(max(blocks_of(config)), q.device)
     if spans is None:
         spans = places.spans(group.rank(), q.shape[0])
     elif getattr(spans, "places", None) is not places or spans.first.shape[0] != q.shape[0]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, tail_of
 from cab_hf.plan import BlockPlan, Spans, once_per_spans
 
 # the most rows of attention computed at a time: bounds the token mask, not the result
@@ -82,7 +82,7 @@ def forced_blocks(visible: Tensor, spans: Spans, config: CabConfig) -> Tensor:
     diagonal = (rows.min_last // config.key_block).unsqueeze(-1)
     sink = block < first + config.sink_blocks
     local = (block > last - config.local_blocks) | (block >= diagonal)
-    return visible & (sink | local | spans.tail(*config.tail).unsqueeze(-1))
+    return visible & (sink | local | spans.tail(*tail_of(config)).unsqueeze(-1))
 
 
 def share_of_row(visible: Tensor, share: float | Tensor) -> Tensor:

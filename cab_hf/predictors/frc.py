@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cab_hf.config import blocks_of, tail_of
 from cab_hf.ops import reference
 from cab_hf.plan import BlockLists, BlockPlan, Spans, crossed_blocks
 from cab_hf.predictors.base import LayerContext, Predictor, has_kernels, sparsity_of
@@ -66,11 +67,11 @@ class FrcPredictor(Predictor):
     def _plan(self, queries: Tensor, keys: Tensor, call: LayerContext) -> BlockPlan:
         """The plan by the vectors of query blocks [B, H, M_q, D] and of key blocks."""
         config, spans, heads = self.config, call.spans, queries.shape[1]
-        rows = spans.tail(*config.tail) if spans.has_tail(*config.tail) else None
-        named = spans.tail_rows(*config.tail)
+        rows = spans.tail(*tail_of(config)) if spans.has_tail(*tail_of(config)) else None
+        named = spans.tail_rows(*tail_of(config))
         listed = rows is not None and named is None
         sparsity = sparsity_of(config, call.layer, heads)
-        blocks = config.blocks
+        blocks = blocks_of(config)
         bounds = reference.row_bounds(spans, *blocks, config.sink_blocks, config.local_blocks)
         wanted = wanted_blocks(bounds, rows, listed, sparsity, config.max_density)
         given = wanted.expand(-1, heads, -1).contiguous(), spans.rows(blocks[0]).places(blocks[0])

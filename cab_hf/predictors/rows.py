@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, blocks_of, tail_of
 from cab_hf.ops import reference
 from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility, crossed_blocks
 from cab_hf.predictors.base import LayerContext, Predictor, has_kernels
@@ -91,7 +91,9 @@ class RowsPredictor(Predictor):
             lists = _as_op(q, summary, call, config)
         else:
             lists = _choose(q, summary, call, config)
-        return BlockPlan(*lists, spans, *config.blocks, dense_rows=spans.tail_rows(*config.tail))
+        return BlockPlan(
+            *lists, spans, *blocks_of(config), dense_rows=spans.tail_rows(*tail_of(config))
+        )
 
 
 def _choose(
@@ -110,7 +112,7 @@ def _choose(
         call.spans,
         query_block=config.query_block,
         key_block=config.key_block,
-        dense_rows=call.spans.tail_rows(*config.tail),
+        dense_rows=call.spans.tail_rows(*tail_of(config)),
     )
     return plan.full, plan.partial
 
@@ -122,7 +124,7 @@ def choose_by_reference(q: Tensor, k: Tensor, call: LayerContext, config: CabCon
     if config.max_density == 1:
         return keep
     bounds = reference.row_bounds(
-        call.spans, *config.blocks, config.sink_blocks, config.local_blocks
+        call.spans, *blocks_of(config), config.sink_blocks, config.local_blocks
     )
     forced = rank == torch.inf
     cap = reference.most_of_rows(bounds, config.max_density).unsqueeze(1)
@@ -138,7 +140,7 @@ def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor
     seen.
     """
     spans, group = call.spans, q.shape[1] // k.shape[1]
-    visible = block_visibility(spans, *config.blocks)
+    visible = block_visibility(spans, *blocks_of(config))
     seen = config.key_block * visible.sum(-1, keepdim=True).unsqueeze(1)
     longer = (seen / reference.THRESHOLD_KEYS).clamp(min=1)
     forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
@@ -187,7 +189,7 @@ def _choose_op(q, keys, exponents, scale, channels, *values):
 def _(q, keys, exponents, scale, channels, first, last, key_valid, aligned, *values):
     config = _config_of(values[3:])
     rows, columns = -(-q.shape[2] // config.query_block), -(-keys.shape[2] // config.key_block)
-    crossed = crossed_blocks(*config.blocks) if aligned else columns
+    crossed = crossed_blocks(*blocks_of(config)) if aligned else columns
     shapes = ((), (columns,), (), (min(crossed, columns),))
     return tuple(first.new_empty(*q.shape[:2], rows, *width) for width in shapes)
 

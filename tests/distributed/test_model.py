@@ -148,23 +148,19 @@ def test_a_training_step_is_that_of_one_process(ranks, config, ends):
         pytest.param(
             (("cab", SPARSE), ROUTED), {"checkpointing": True}, 4, id="a-router-loss-checkpointed"
         ),
+        pytest.param(
+            (("cab", FULL), ROUTED), {"ends": [0, 70, 71, 300, 400]}, 2, id="a-router-loss-packed"
+        ),
+        # frequencies are those of the longest document
+        pytest.param(
+            (("cab", FULL), DYNAMIC), {"ends": [0, 70, 71, 200, 400]}, 4, id="dynamic-rope-packed"
+        ),
     ],
 )
 def test_so_is_that_of_other_models_and_settings(ranks, build, settings, world):
-    batch = batch_of(400)
+    settings = dict(settings)
+    batch = batch_of(400, settings.pop("ends", None))
     actual = ranks.run(world, step_on_a_rank, batch, build, settings)
-    assert_same_step(actual, in_one_process(batch, build))
-
-
-def test_the_router_loss_of_packed_documents_is_that_of_one_process(ranks):
-    batch, build = batch_of(400, [0, 70, 71, 300, 400]), (("cab", FULL), ROUTED)
-    actual = ranks.run(2, step_on_a_rank, batch, build, {})
-    assert_same_step(actual, in_one_process(batch, build))
-
-
-def test_documents_of_different_lengths_have_the_frequencies_of_the_longest(ranks):
-    batch, build = batch_of(400, [0, 70, 71, 200, 400]), (("cab", FULL), DYNAMIC)
-    actual = ranks.run(4, step_on_a_rank, batch, build, {})
     assert_same_step(actual, in_one_process(batch, build))
 
 

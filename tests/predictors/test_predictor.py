@@ -50,12 +50,6 @@ def test_rows_stand_where_their_first_query_does():
 # --- selection, by hand
 
 
-def test_ties_go_to_the_lower_index():
-    score = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
-    chosen = reference.top_blocks(score, torch.ones(1, 5, dtype=torch.bool), torch.tensor([[2]]))
-    assert chosen.tolist() == [[False, True, True, False, False]]
-
-
 def test_a_share_is_rounded_up_but_not_by_rounding_error():
     visible = torch.ones(1, 60, dtype=torch.bool)
     assert [reference.share_of_row(visible, x).item() for x in (0.05, 0.1, 0.11)] == [3, 6, 7]

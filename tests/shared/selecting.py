@@ -7,6 +7,7 @@ from tiny import qkv
 from valid_plan import require_valid
 
 from cab_hf import BlockPlan
+from cab_hf.config import blocks_of, tail_of
 from cab_hf.ops import lists, rows
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, frc, make_predictor
@@ -32,7 +33,9 @@ def rows_by_kernels(config, q, k, spans, scale=0.25, channels=(), dtype=None):
     """The plan of `RowsPredictor` by the kernels, in the interpreter; keys as ``dtype``."""
     keys = rows.scored_keys(k, channels, dtype or k.dtype)
     chosen = lists.choose(q, *keys, spans, scale, channels, config)
-    plan = BlockPlan(*chosen, spans, *config.blocks, dense_rows=spans.tail_rows(*config.tail))
+    plan = BlockPlan(
+        *chosen, spans, *blocks_of(config), dense_rows=spans.tail_rows(*tail_of(config))
+    )
     require_valid(plan)
     return plan
 
