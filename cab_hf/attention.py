@@ -69,19 +69,9 @@ def cab_attention(
     return _attend(module, *given, sparse=True, **kwargs), None
 
 
-def cab_dense_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: CabMask | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+def cab_dense_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """Exact attention; arguments, results and errors are those of `cab_attention`."""
-    given = query, key, value, attention_mask, dropout, scaling
-    return _attend(module, *given, sparse=False, **kwargs), None
+    return _attend(module, *args, sparse=False, **kwargs), None
 
 
 def _attend(
@@ -89,15 +79,16 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: CabMask | None,
-    dropout: float,
-    scaling: float | None,
+    attention_mask: CabMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
     *,
     sparse: bool,
     sliding_window: int | None = None,
     position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
+    mask = attention_mask
     # the cache's, which is lost where keys are cast
     index = getattr(key, "cab_index", None)
     # since transformers 5.24 layers have no mask in continuous batching

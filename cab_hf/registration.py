@@ -44,7 +44,7 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     from cab_hf.attention import cab_attention, cab_dense_attention
-    from cab_hf.call.mask import cab_mask
+    from cab_hf.call.hook import cab_mask
 
     for name in NAMES:
         attend = cab_attention if name in SPARSE else cab_dense_attention

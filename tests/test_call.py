@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from call_cases import gradients
+from call_cases import gradients, positions_of
 from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
 from torch.nn import functional as F
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
@@ -11,7 +11,8 @@ import cab_hf
 from cab_hf import checks
 from cab_hf.call import forward_pass
 from cab_hf.call.frame import Frame, Length
-from cab_hf.call.mask import CabMask, cab_mask
+from cab_hf.call.hook import cab_mask
+from cab_hf.call.mask import CabMask
 from cab_hf.predictors import RowsPredictor, register_predictor
 
 DECIDED = []
@@ -275,33 +276,29 @@ def gemma():
     return Gemma4ForCausalLM(config).eval()
 
 
+LEFT = torch.arange(150) >= torch.tensor([[21], [0]])
+SLICED = {
+    "padded": ({"input_ids": tokens(2, 150), "attention_mask": LEFT.long()}, LEFT),
+    "packed": (
+        {"input_ids": tokens(1, 150), "position_ids": positions_of((90, 60)), "use_cache": False},
+        torch.ones(1, 150, dtype=torch.bool),
+    ),
+}
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("logits_to_keep", [0, 1, 20, 50])
+@pytest.mark.parametrize("logits_to_keep", [0, 1, 20, 50, 100])
+@pytest.mark.parametrize(("inputs", "real"), SLICED.values(), ids=SLICED)
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
 def test_the_last_queries_alone_are_asked_for_by_slicing_the_mask(
-    gemma, logits_to_keep, implementation
+    gemma, logits_to_keep, inputs, real, implementation
 ):
-    mask = (torch.arange(150) >= torch.tensor([[21], [0]])).long()
-    inputs = {"input_ids": tokens(2, 150), "logits_to_keep": logits_to_keep}
-    expected = gemma(**inputs, attention_mask=mask).logits
+    inputs = {**inputs, "logits_to_keep": logits_to_keep}
+    expected = gemma(**inputs).logits
     cab_hf.apply_cab(gemma, FULL)
     gemma.set_attn_implementation(implementation)
-    actual = gemma(**inputs, attention_mask=mask).logits
-    seen = mask[:, -logits_to_keep:].bool()
-    torch.testing.assert_close(actual[seen], expected[seen], atol=2e-5, rtol=1e-4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("logits_to_keep", [1, 20, 100])
-@pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
-def test_so_are_those_of_packed_documents(gemma, logits_to_keep, implementation):
-    positions = torch.cat([torch.arange(90), torch.arange(60)])[None]
-    inputs = {"input_ids": tokens(1, 150), "logits_to_keep": logits_to_keep, "use_cache": False}
-    expected = gemma(**inputs, position_ids=positions).logits
-    cab_hf.apply_cab(gemma, FULL)
-    gemma.set_attn_implementation(implementation)
-    actual = gemma(**inputs, position_ids=positions).logits
-    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+    seen = real[:, -logits_to_keep:]
+    torch.testing.assert_close(gemma(**inputs).logits[seen], expected[seen], atol=2e-5, rtol=1e-4)
 
 
 @torch.no_grad()

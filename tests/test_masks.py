@@ -16,7 +16,7 @@ from transformers.masking_utils import (
 )
 
 import cab_hf
-from cab_hf.call.mask import cab_mask
+from cab_hf.call.hook import cab_mask
 from cab_hf.eval.tiny_types import tiny_model as tiny_model_of
 
 

@@ -20,7 +20,8 @@ from transformers.masking_utils import (
 import cab_hf
 from cab_hf import apply_cab, engines
 from cab_hf.attention import cab_attention, cab_dense_attention
-from cab_hf.call.mask import CabMask, cab_mask
+from cab_hf.call.hook import cab_mask
+from cab_hf.call.mask import CabMask
 from cab_hf.call.refusals import HARMLESS, MEANINGS
 from cab_hf.config import ENGINES
 

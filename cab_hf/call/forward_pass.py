@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cab_hf.plan import BlockLists, BlockPlan
+from cab_hf.plan import BlockPlan
+from cab_hf.spans import BlockLists
 
 # bytes of a layer's lists, of which all layers keep some
 MEASURED_FROM = 2**26
