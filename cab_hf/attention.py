@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from cab_hf.batching.batch import KEYWORDS, Batch
-from cab_hf.call.forward_pass import LEFT_EARLY, in_backward_pass
+from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
 from cab_hf.call.frame import PARALLEL
 from cab_hf.call.mask import CabMask
 from cab_hf.call.prompt import prompt_of
@@ -111,7 +111,9 @@ def _attend(
     config = mask.state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
     parallel: Parallel | None = getattr(module, PARALLEL, None)
     work = Workload.of(query, key, value, blocks_of(config))
-    mask.state.require_as_before(module, (config, sparse, parallel), sampled_one_in(config, work))
+    mask.state.require_same_settings(
+        module, (config, sparse, parallel), sampled_one_in(config, work)
+    )
     parts = position_ids, kwargs.get("cu_seq_lens_q")
     if parallel is None:
         mask.find_documents(*parts, value)
@@ -149,7 +151,7 @@ def _require_seen(module: nn.Module) -> None:
     if not in_backward_pass():
         _seen_without_mask[module] = module.config
     elif _seen_without_mask.get(module) is not module.config:
-        raise RuntimeError(LEFT_EARLY)
+        raise RuntimeError(SETTINGS_CHANGED)
 
 
 # the config with which each layer was last called; every switch gives a model other config objects

@@ -7,7 +7,6 @@ beside them is gathered as the predictor says (`Predictor.gathers`). Which rows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -122,19 +121,10 @@ class ShardedFrame:
         filled = filled.view(-1, *[1] * (x.ndim - 1))
         return everyone.masked_fill(~filled, 0.0).movedim(0, dim)
 
-    def tokens(self, x: Tensor, heads: Sequence[int] | None = None) -> Tensor:
-        """x [B, H, n, C] of all ranks in the order of the frame, [B, H, N', C]. No gradient.
-
-        With ``heads`` theirs alone are gathered, and others are anything.
-        """
-        if heads is None:
-            everyone = gathered(x.permute(2, 0, 1, 3), self.group)
-            return everyone[self.places.source].permute(1, 2, 0, 3)
-        # bytes travel where backends know no floats of 8 bits
-        bits = x.view(torch.uint8) if x.element_size() == 1 else x
-        everyone = bits.new_empty(*bits.shape[:2], self.places.length, bits.shape[3])
-        everyone[:, heads] = self.tokens(bits[:, heads])
-        return everyone.view(x.dtype)
+    def tokens(self, x: Tensor) -> Tensor:
+        """x [B, H, n, C] of all ranks in the order of the frame, [B, H, N', C]. No gradient."""
+        everyone = gathered(x.permute(2, 0, 1, 3), self.group)
+        return everyone[self.places.source].permute(1, 2, 0, 3)
 
 
 @dataclass(frozen=True, eq=False)

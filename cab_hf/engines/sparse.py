@@ -57,7 +57,7 @@ class Sparse:
 
         # plans are kept for a backward pass where any of these has one
         trained = next((x for x in (q, k, v) if x.requires_grad), q)
-        plan = text.state.planned(self.layer, trained, predict)
+        plan = text.state.kept_plan(self.layer, trained, predict)
         out = frame.attend(self.engine, q_frame, k_frame, v_frame, plan, scale)
         if not torch.compiler.is_compiling():
             _count(self.layer, plan)
