@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.ops import HAS_TRITON, reference
-from cab_hf.ops.attention import complete, ffpa, traced
+from cab_hf.ops.attention import complete, ffpa, gather, traced
 
 HOPPER = 9
 # SDPA's fast kernels end here; beyond, all it has is memory-efficient attention
@@ -81,16 +80,6 @@ def _reference() -> Callable[..., Any]:
     return traced.attention if torch.compiler.is_compiling() else reference.attention
 
 
-def _op(name: str) -> Callable[[], Callable[..., Any]]:
-    """Loads the op of a module: FlexAttention and Triton are heavy imports."""
-
-    def load() -> Callable[..., Any]:
-        op = import_module(f"cab_hf.ops.attention.{name}").attention
-        return partial(complete.attention, op)
-
-    return load
-
-
 def _gather_unavailable(work: Workload) -> str | None:
     if work.device != "cpu":
         return f"runs on a CPU, not on {work.device}"
@@ -99,12 +88,25 @@ def _gather_unavailable(work: Workload) -> str | None:
     return "has no backward" if work.training else None
 
 
+def _triton() -> Callable[..., Any]:
+    from cab_hf.ops.attention import block
+
+    return partial(complete.attention, block.attention)
+
+
 def _triton_unavailable(work: Workload) -> str | None:
     if not HAS_TRITON:
         return "needs the package triton, which is not installed"
     from cab_hf.ops.attention import block
 
     return block.unavailable(work.device, work.head_dim, work.dtype)
+
+
+def _flex() -> Callable[..., Any]:
+    # FlexAttention is a heavy import
+    from cab_hf.ops.attention import flex
+
+    return partial(complete.attention, flex.attention)
 
 
 def _flex_unavailable(work: Workload) -> str | None:
@@ -124,6 +126,12 @@ def _flex_label(work: Workload) -> str:
     return "flex (TRITON, blocks merged to {} x {})".format(*trained)
 
 
+def _flash() -> Callable[..., Any]:
+    from cab_hf.ops.attention import flash
+
+    return partial(complete.attention, flash.attention)
+
+
 def _flash_unavailable(work: Workload) -> str | None:
     return _flex_unavailable(work) or _flash_unavailable_here(
         work.device, work.head_dim, work.dtype, *work.blocks
@@ -140,12 +148,17 @@ def _flash_label(work: Workload) -> str:
 
 # plain PyTorch: everywhere, as the definition of a plan, and over the listed keys alone on a CPU
 REFERENCE = Engine("reference", _reference, lambda _: None, lambda _: "reference")
-GATHER = Engine("gather", _op("gather"), _gather_unavailable, lambda _: "gather")
+GATHER = Engine(
+    "gather",
+    lambda: partial(complete.attention, gather.attention),
+    _gather_unavailable,
+    lambda _: "gather",
+)
 # our own kernels
-TRITON = Engine("triton", _op("block"), _triton_unavailable, lambda _: "triton")
+TRITON = Engine("triton", _triton, _triton_unavailable, lambda _: "triton")
 # FlexAttention: its TRITON backend on CUDA or its CPU one, and flash-attn-4's kernels
-FLEX = Engine("flex", _op("flex"), _flex_unavailable, _flex_label)
-FLASH = Engine("flex", _op("flash"), _flash_unavailable, _flash_label)
+FLEX = Engine("flex", _flex, _flex_unavailable, _flex_label)
+FLASH = Engine("flex", _flash, _flash_unavailable, _flash_label)
 
 
 class DenseKernel(NamedTuple):
