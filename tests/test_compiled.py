@@ -11,7 +11,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from transformers import StaticCache
 
 import cab_hf
-from cab_hf import CabConfig
+from cab_hf import CabConfig, engines
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
@@ -23,20 +23,26 @@ def shallow():
     return tiny_model(num_hidden_layers=1)
 
 
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"use_cache": False}, id="training-call", marks=pytest.mark.slow),
-        pytest.param(
-            {"attention_mask": torch.arange(130)[None] >= 20}, id="padded", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_compiles_without_a_graph_break(shallow, inputs):
+PADDED = {"attention_mask": torch.arange(130)[None] >= 20}
+# documents stay where they are: only at full budget that is all the same
+PACKED = {"position_ids": (torch.arange(130) % 70)[None], "use_cache": False}
+CALLED = [
+    pytest.param(SPARSE, {}, "REFERENCE", id="plain"),
+    pytest.param(FULL, PACKED, "TRITON", id="packed-by-lists"),
+    pytest.param(SPARSE, {"use_cache": False}, "REFERENCE", id="training-call"),
+    pytest.param(SPARSE, PADDED, "REFERENCE", id="padded"),
+    # an engine that reads lists alone: the tail is named
+    pytest.param(SPARSE, {}, "TRITON", id="plain-by-lists"),
+    pytest.param(SPARSE, PADDED, "TRITON", id="padded-by-lists"),
+]
+
+
+@pytest.mark.parametrize(("config", "inputs", "engine"), slow_but(CALLED, 0, 1))
+def test_compiles_without_a_graph_break(shallow, config, inputs, engine, monkeypatch):
     ids = tokens(1, 130)
-    with cab_hf.cab(shallow, SPARSE):
+    with cab_hf.cab(shallow, config):
         expected = logits(shallow, input_ids=ids, **inputs)
+        monkeypatch.setattr(engines, "REFERENCE", getattr(engines, engine))
         torch._dynamo.reset()
         compiled = torch.compile(shallow, fullgraph=True, backend="aot_eager")
         actual = logits(compiled, input_ids=ids, **inputs)

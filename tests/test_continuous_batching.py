@@ -19,7 +19,7 @@ from batching_cases import (
     routed,
     served,
 )
-from tiny import SPARSE, tiny_model, tokens
+from tiny import SPARSE, tiny_llava, tiny_model, tokens
 from transformers import GenerationConfig
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.generation.continuous_batching import continuous_api
@@ -226,21 +226,6 @@ def test_a_model_on_cab_is_served_and_not_switched(way, request):
     request.getfixturevalue("flash_is_there")
     assert way(model) == expected
     assert implementations(model) == ["cab", "cab"]
-
-
-def tiny_llava():
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=8,
-        patch_size=4,
-    )
-    config = transformers.LlavaConfig(
-        vision_config=vision, text_config=tiny_model().config, image_token_index=3
-    )
-    return transformers.LlavaForConditionalGeneration(config).eval()
 
 
 def tiny_hybrid():

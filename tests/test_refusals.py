@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import transformers
-from tiny import FULL, SMALL, tiny_model, tokens
+from tiny import FULL, SMALL, tiny_llava, tiny_model, tokens
 from torch.nn import functional as F
 from transformers import (
     BertConfig,
@@ -425,22 +425,10 @@ def test_a_model_of_the_users_own_is_let_through(monkeypatch):
     Notebook(config)
 
 
-def llava():
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
-    torch.manual_seed(0)
-    config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**vision),
-        text_config=tiny_model().config,
-        image_token_id=2,
-    )
-    return transformers.LlavaForConditionalGeneration(config).eval()
-
-
 def test_a_vision_language_model_is_told_how_to_name_its_language_model():
     ids = torch.cat([torch.full((1, 4), 2), tokens(1, 40)], dim=1)
     inputs = {"input_ids": ids, "pixel_values": torch.ones(1, 3, 8, 8)}
-    model = llava()
+    model = tiny_llava()
     with torch.no_grad():
         expected = model(**inputs).logits
         model.set_attn_implementation("cab")
@@ -452,7 +440,7 @@ def test_a_vision_language_model_is_told_how_to_name_its_language_model():
 
 
 def test_settings_beside_the_language_model_are_refused():
-    config = llava().config
+    config = tiny_llava().config
     config.cab_config = FULL
     transformers.LlavaForConditionalGeneration(config)
     config._attn_implementation = {"text_config": "cab"}

@@ -13,8 +13,9 @@ from cab_hf.predictors import LayerContext, frc, make_predictor
 from cab_hf.spans import Spans
 
 
-def on_the_cpu(config, q, k, spans, scale=0.25, channels=()):
-    """The plan of the config's predictor by the reference."""
+def on_the_cpu(config, q, k, spans=None, scale=0.25, channels=()):
+    """The plan of the config's predictor by the reference, by default of a text of its own."""
+    spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     plan = make_predictor(config)(q, k, LayerContext(spans, scale, 0, channels=channels))
     require_valid(plan)
     return plan
