@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cab_hf.ops import keep, launch, reference
 from cab_hf.ops.attention.tiles import described, precision, tile_of
+from cab_hf.ops.keep import scratch_of
 from cab_hf.ops.rows import FP8, ScoredRows, power_of_two
 
 # rows of typical queries of a program, and of outliers, at least: a warp group multiplies so many;
@@ -413,7 +414,7 @@ def _sweep_kernel(
         if tl.load(units.least + kv_plane) < largest:
             # keys of several units are multiplied by them, all in the first part
             whole_low, whole_high = end, end
-    kept = keep.scratch_of(scratch, plane, tile, begin, columns, all_columns, ALL, WIDER)
+    kept = scratch_of(scratch, plane, tile, begin, columns, all_columns, ALL, WIDER)
     in_step = tl.arange(0, BLOCKS)[None, :]
     # the key of each column of a tile: blocks alternate
     SIZE: tl.constexpr = BLOCK_N // BLOCKS
