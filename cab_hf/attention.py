@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from cab_hf.batching.batch import KEYWORDS, Batch
-from cab_hf.call.forward_pass import LEFT_EARLY, in_backward_pass
+from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
 from cab_hf.call.frame import PARALLEL
 from cab_hf.call.mask import CabMask
 from cab_hf.call.prompt import prompt_of
 from cab_hf.call.refusals import refuse
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, blocks_of
 from cab_hf.engines import Workload
 from cab_hf.hf.fit import warn_if_too_short
 from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
@@ -69,19 +69,9 @@ def cab_attention(
     return _attend(module, *given, sparse=True, **kwargs), None
 
 
-def cab_dense_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: CabMask | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+def cab_dense_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """Exact attention; arguments, results and errors are those of `cab_attention`."""
-    given = query, key, value, attention_mask, dropout, scaling
-    return _attend(module, *given, sparse=False, **kwargs), None
+    return _attend(module, *args, sparse=False, **kwargs), None
 
 
 def _attend(
@@ -89,15 +79,16 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: CabMask | None,
-    dropout: float,
-    scaling: float | None,
+    attention_mask: CabMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
     *,
     sparse: bool,
     sliding_window: int | None = None,
     position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
+    mask = attention_mask
     # the cache's, which is lost where keys are cast
     index = getattr(key, "cab_index", None)
     # since transformers 5.24 layers have no mask in continuous batching
@@ -119,8 +110,10 @@ def _attend(
         mask.prompt = None if torch.compiler.is_compiling() else prompt_of(batch)
     config = mask.state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
     parallel: Parallel | None = getattr(module, PARALLEL, None)
-    work = Workload.of(query, key, value, (config.query_block, config.key_block))
-    mask.state.require_as_before(module, (config, sparse, parallel), sampled_one_in(config, work))
+    work = Workload.of(query, key, value, blocks_of(config))
+    mask.state.require_same_settings(
+        module, (config, sparse, parallel), sampled_one_in(config, work)
+    )
     parts = position_ids, kwargs.get("cu_seq_lens_q")
     if parallel is None:
         mask.find_documents(*parts, value)
@@ -158,7 +151,7 @@ def _require_seen(module: nn.Module) -> None:
     if not in_backward_pass():
         _seen_without_mask[module] = module.config
     elif _seen_without_mask.get(module) is not module.config:
-        raise RuntimeError(LEFT_EARLY)
+        raise RuntimeError(SETTINGS_CHANGED)
 
 
 # the config with which each layer was last called; every switch gives a model other config objects

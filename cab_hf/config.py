@@ -388,6 +388,17 @@ class CabConfig:
 FIELDS = {field.name: field for field in dataclasses.fields(CabConfig)}
 
 
+# functions: torch.compile traces no property of a value that is a constant to it
+def blocks_of(config: CabConfig) -> tuple[int, int]:
+    """(query, key) block sizes."""
+    return config.query_block, config.key_block
+
+
+def tail_of(config: CabConfig) -> tuple[int, int]:
+    """What `Spans.tail` takes: tokens of the dense tail, and of a query block."""
+    return config.dense_tail_blocks * config.query_block, config.query_block
+
+
 def unread(settings: Mapping[str, Any]) -> dict[str, str]:
     """Of fields by name those that are set and not read, and what it is that does not read them.
 

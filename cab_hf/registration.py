@@ -28,7 +28,7 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
-from cab_hf.batching.hooks import PACKAGE
+from cab_hf.batching.hooks import PACKAGE, refuse_while_batching, wrap
 from cab_hf.config import NAMES, SPARSE
 
 CONFIGURATION = "transformers.configuration_utils"
@@ -44,15 +44,13 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     from cab_hf.attention import cab_attention, cab_dense_attention
-    from cab_hf.call.mask import cab_mask
+    from cab_hf.call.hook import cab_mask
 
     for name in NAMES:
         attend = cab_attention if name in SPARSE else cab_dense_attention
         AttentionInterface.register(name, attend)
         AttentionMaskInterface.register(name, cab_mask)
-    PreTrainedModel.get_correct_attn_implementation = _validating(
-        PreTrainedModel.get_correct_attn_implementation
-    )
+    wrap(PreTrainedModel, "get_correct_attn_implementation", _validate)
     for name in ("from_pretrained", "_from_config"):
         setattr(PreTrainedModel, name, _accepting_cab_config(getattr(PreTrainedModel, name)))
 
@@ -71,40 +69,47 @@ def wrap_generate() -> None:
     of the answer behind it, or once more with every token of the answer.
     """
     mixin = sys.modules[GENERATION].GenerationMixin
-    prepare, generate = mixin._prepare_cache_for_generation, mixin.generate
-    update = mixin._update_model_kwargs_for_generation
+    wrap(mixin, "_prepare_cache_for_generation", _prepare_then_index)
+    wrap(mixin, "_update_model_kwargs_for_generation", _update_then_index)
+    wrap(mixin, "generate", _in_a_scope)
 
-    @functools.wraps(prepare)
-    def prepare_then_index(
-        model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        given = _cache_in(model_kwargs)
-        result = prepare(model, generation_config, model_kwargs, *args, **kwargs)
-        text = model.config.get_text_config()
-        if text._attn_implementation not in NAMES or model.config.is_encoder_decoder:
-            return result
-        from cab_hf.call.prompt import prompt_given, set_prompt
 
-        set_prompt(prompt_given(generation_config, model_kwargs))
-        made = _cache_in(model_kwargs)
-        if given is None:
-            _index(model, made)
+def _prepare_then_index(
+    prepare: Callable[..., Any],
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    given = _cache_in(model_kwargs)
+    result = prepare(model, generation_config, model_kwargs, *args, **kwargs)
+    text = model.config.get_text_config()
+    if text._attn_implementation not in NAMES or model.config.is_encoder_decoder:
         return result
+    from cab_hf.call.prompt import prompt_given, set_prompt
 
-    @functools.wraps(update)
-    def update_then_index(
-        model: Any, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        given = _cache_in(model_kwargs)
-        result = update(model, outputs, model_kwargs, *args, **kwargs)
-        # some models make a cache of their own, or another one where a text becomes long
-        if (made := _cache_in(result)) is not given:
-            _index(model, made)
-        return result
+    set_prompt(prompt_given(generation_config, model_kwargs))
+    made = _cache_in(model_kwargs)
+    if given is None:
+        _index(model, made)
+    return result
 
-    mixin._prepare_cache_for_generation = prepare_then_index
-    mixin._update_model_kwargs_for_generation = update_then_index
-    mixin.generate = _in_a_scope(generate)
+
+def _update_then_index(
+    update: Callable[..., Any],
+    model: Any,
+    outputs: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    given = _cache_in(model_kwargs)
+    result = update(model, outputs, model_kwargs, *args, **kwargs)
+    # some models make a cache of their own, or another one where a text becomes long
+    if (made := _cache_in(result)) is not given:
+        _index(model, made)
+    return result
 
 
 def _index(model: Any, cache: Any) -> None:
@@ -117,20 +122,15 @@ def _index(model: Any, cache: Any) -> None:
 def wrap_guidance() -> None:
     """Keep the text of classifier-free guidance apart from the prompt and its answer."""
     processor = sys.modules[GUIDANCE].UnbatchedClassifierFreeGuidanceLogitsProcessor
-    processor.get_unconditional_logits = _in_a_scope(processor.get_unconditional_logits)
+    wrap(processor, "get_unconditional_logits", _in_a_scope)
 
 
-def _in_a_scope(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, run in a prompt scope of its own."""
+def _in_a_scope(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run it in a prompt scope of its own."""
+    from cab_hf.call.prompt import scope
 
-    @functools.wraps(function)
-    def scoped(*args: Any, **kwargs: Any) -> Any:
-        from cab_hf.call.prompt import scope
-
-        with scope():
-            return function(*args, **kwargs)
-
-    return scoped
+    with scope():
+        return function(*args, **kwargs)
 
 
 def _cache_in(model_kwargs: dict[str, Any]) -> Any:
@@ -148,19 +148,16 @@ def wrap_batching() -> None:
 
 def wrap_serving() -> None:
     """Make `transformers serve` accept our names: its check has a fixed list of others."""
-    manager = sys.modules[SERVING].ModelManager
-    validate = manager._validate_args
+    wrap(sys.modules[SERVING].ModelManager, "_validate_args", _validate_others)
 
-    @functools.wraps(validate)
-    def validate_others(self: Any) -> None:
-        name = self.attn_implementation
-        try:
-            self.attn_implementation = None if name in NAMES else name
-            validate(self)
-        finally:
-            self.attn_implementation = name
 
-    manager._validate_args = validate_others
+def _validate_others(validate: Callable[..., None], manager: Any) -> None:
+    name = manager.attn_implementation
+    try:
+        manager.attn_implementation = None if name in NAMES else name
+        validate(manager)
+    finally:
+        manager.attn_implementation = name
 
 
 class _Setting:
@@ -169,7 +166,7 @@ class _Setting:
     `from_pretrained` takes a setting only where configs have an attribute of its name, and a
     CabConfig could not be saved. A string is a path for `CabConfig.calibrated`, which reads it at
     once, so that a saved model needs no other file. The value is validated when a model is to use
-    it (`_validating`).
+    it (`_validate`).
     """
 
     def __get__(self, config: Any, owner: type) -> Any:
@@ -189,7 +186,9 @@ class _Setting:
         vars(config).pop("cab_config", None)
 
 
-def _validating(check: Callable[..., str]) -> Callable[..., str]:
+def _validate(
+    check: Callable[..., str], model: Any, requested: str | None, *args: Any, **kwargs: Any
+) -> str:
     """transformers' check of an implementation's name for a model, after a check of the settings.
 
     Settings that do not fit the model are refused here rather than in the first forward pass.
@@ -198,20 +197,17 @@ def _validating(check: Callable[..., str]) -> Callable[..., str]:
     from cab_hf.hf.model_config import cab_config_of
     from cab_hf.predictors import make_predictor
 
-    @functools.wraps(check)
-    def validate(model: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
-        if requested in NAMES:
-            refuse_unreachable(type(model))
-        _refuse_while_batching(model, requested)
-        refuse_misplaced(model.config)
-        text = model.config.get_text_config()
-        if requested in NAMES:
-            make_predictor(cab_config_of(text, requested))
-        elif requested is None and text._attn_implementation is None:
-            warn_if_unused(text)
-        return check(model, requested, *args, **kwargs)
-
-    return validate
+    if requested in NAMES:
+        refuse_unreachable(type(model))
+    if BATCHING in sys.modules:
+        refuse_while_batching(model, requested)
+    refuse_misplaced(model.config)
+    text = model.config.get_text_config()
+    if requested in NAMES:
+        make_predictor(cab_config_of(text, requested))
+    elif requested is None and text._attn_implementation is None:
+        warn_if_unused(text)
+    return check(model, requested, *args, **kwargs)
 
 
 def _accepting_cab_config(make: Any) -> classmethod:
@@ -235,13 +231,6 @@ def _accepting_cab_config(make: Any) -> classmethod:
         return make.__func__(model, *args, **kwargs)
 
     return classmethod(take_then_make)
-
-
-def _refuse_while_batching(model: Any, requested: str | None) -> None:
-    if BATCHING in sys.modules:
-        from cab_hf.batching.hooks import refuse_while_batching
-
-        refuse_while_batching(model, requested)
 
 
 def refuse_unreachable(model: type) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cab_hf.attention import cab_dense_attention
-from cab_hf.call.mask import cab_mask
+from cab_hf.call.hook import cab_mask
 from cab_hf.hf.layers import transformers_model
 from cab_hf.patches.switch import own_configs, put_back, switch
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from call_cases import gradients, positions_of
 from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
 from torch.nn import functional as F
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig
@@ -10,7 +11,8 @@ import cab_hf
 from cab_hf import checks
 from cab_hf.call import forward_pass
 from cab_hf.call.frame import Frame, Length
-from cab_hf.call.mask import CabMask, cab_mask
+from cab_hf.call.hook import cab_mask
+from cab_hf.call.mask import CabMask
 from cab_hf.predictors import RowsPredictor, register_predictor
 
 DECIDED = []
@@ -45,16 +47,11 @@ def test_a_layer_run_again_by_checkpointing_finds_what_was_handed():
     ids = tokens(1, 300)
     model = tiny_model().train()
 
-    def gradients():
-        DECIDED.clear()
-        model.zero_grad()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return [p.grad.clone() for p in model.parameters()]
-
     with cab_hf.cab(model, SPARSE, predictor="first-layer-decides"):
-        expected = gradients()
+        expected = gradients(model, ids)
         model.gradient_checkpointing_enable()
-        for actual, wanted in zip(gradients(), expected, strict=True):
+        DECIDED.clear()
+        for actual, wanted in zip(gradients(model, ids), expected, strict=True):
             torch.testing.assert_close(actual, wanted)
         assert DECIDED == [0]
 
@@ -91,16 +88,11 @@ def test_a_plan_that_is_kept_for_the_backward_pass_is_small(monkeypatch):
         kept.append((plan, narrowed(plan)))
         return kept[-1][1]
 
-    def gradients():
-        model.zero_grad()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return [p.grad.clone() for p in model.parameters()]
-
     with cab_hf.cab(model, SPARSE):
-        expected = gradients()
+        expected = gradients(model, ids)
         monkeypatch.setattr(forward_pass, "narrowed", noted)
         monkeypatch.setattr(forward_pass, "MEASURED_FROM", 0)
-        assert all(map(torch.equal, gradients(), expected))
+        assert all(map(torch.equal, gradients(model, ids), expected))
     assert len(kept) == model.config.num_hidden_layers
     for plan, small in kept:
         for lists, stored in ((plan.full, small.full), (plan.partial, small.partial)):
@@ -115,18 +107,13 @@ def test_a_layer_that_is_called_twice_has_a_plan_each_time(checkpointing):
     model = tiny_model().train()
     model.model.layers[1] = model.model.layers[0]
 
-    def gradients():
-        model.zero_grad()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return [p.grad.clone() for p in model.parameters()]
-
     with cab_hf.cab(model, SPARSE, predictor="counted"):
         DECIDED.clear()
-        expected = gradients()
+        expected = gradients(model, ids)
         assert DECIDED == [0, 0, 2]
         if checkpointing:
             model.gradient_checkpointing_enable()
-        for actual, wanted in zip(gradients(), expected, strict=True):
+        for actual, wanted in zip(gradients(model, ids), expected, strict=True):
             torch.testing.assert_close(actual, wanted)
 
 
@@ -289,33 +276,29 @@ def gemma():
     return Gemma4ForCausalLM(config).eval()
 
 
+LEFT = torch.arange(150) >= torch.tensor([[21], [0]])
+SLICED = {
+    "padded": ({"input_ids": tokens(2, 150), "attention_mask": LEFT.long()}, LEFT),
+    "packed": (
+        {"input_ids": tokens(1, 150), "position_ids": positions_of((90, 60)), "use_cache": False},
+        torch.ones(1, 150, dtype=torch.bool),
+    ),
+}
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("logits_to_keep", [0, 1, 20, 50])
+@pytest.mark.parametrize("logits_to_keep", [0, 1, 20, 50, 100])
+@pytest.mark.parametrize(("inputs", "real"), SLICED.values(), ids=SLICED)
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
 def test_the_last_queries_alone_are_asked_for_by_slicing_the_mask(
-    gemma, logits_to_keep, implementation
+    gemma, logits_to_keep, inputs, real, implementation
 ):
-    mask = (torch.arange(150) >= torch.tensor([[21], [0]])).long()
-    inputs = {"input_ids": tokens(2, 150), "logits_to_keep": logits_to_keep}
-    expected = gemma(**inputs, attention_mask=mask).logits
+    inputs = {**inputs, "logits_to_keep": logits_to_keep}
+    expected = gemma(**inputs).logits
     cab_hf.apply_cab(gemma, FULL)
     gemma.set_attn_implementation(implementation)
-    actual = gemma(**inputs, attention_mask=mask).logits
-    seen = mask[:, -logits_to_keep:].bool()
-    torch.testing.assert_close(actual[seen], expected[seen], atol=2e-5, rtol=1e-4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("logits_to_keep", [1, 20, 100])
-@pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
-def test_so_are_those_of_packed_documents(gemma, logits_to_keep, implementation):
-    positions = torch.cat([torch.arange(90), torch.arange(60)])[None]
-    inputs = {"input_ids": tokens(1, 150), "logits_to_keep": logits_to_keep, "use_cache": False}
-    expected = gemma(**inputs, position_ids=positions).logits
-    cab_hf.apply_cab(gemma, FULL)
-    gemma.set_attn_implementation(implementation)
-    actual = gemma(**inputs, position_ids=positions).logits
-    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+    seen = real[:, -logits_to_keep:]
+    torch.testing.assert_close(gemma(**inputs).logits[seen], expected[seen], atol=2e-5, rtol=1e-4)
 
 
 @torch.no_grad()

@@ -6,8 +6,21 @@ import warnings
 import pytest
 import torch
 import transformers
-from tiny import FULL, SPARSE, tiny_model, tokens
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from batching_cases import (
+    GREEDY,
+    LOW,
+    PAGES,
+    PROMPTS,
+    WAYS,
+    batching,
+    generated,
+    implementations,
+    on_cab,
+    routed,
+    served,
+)
+from tiny import SPARSE, tiny_llava, tiny_model, tokens
+from transformers import GenerationConfig
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache_allocators.full_attention import (
@@ -21,47 +34,16 @@ from cab_hf import checks
 from cab_hf.batching import batch, hooks
 from cab_hf.config import NAMES
 
-GREEDY = GenerationConfig(max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=2)
-PAGES = {"max_blocks_per_request": 64}
-WAYS = {
-    "at-once": {},
-    "chunks": {"max_batch_tokens": 96},
-    "pages": PAGES,
-    "chunks-pages": {"max_batch_tokens": 96, **PAGES},
-}
-BEGINNING = tokens(1, 128, seed=9)[0].tolist()
-PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (20, 300, 150, 77, 1)]
-PROMPTS += [BEGINNING + tokens(1, 40 + i, seed=i)[0].tolist() for i in range(3)]
-
-
-def batching(**changes):
-    return ContinuousBatchingConfig(
-        **{"num_blocks": 400, "page_size": 16, "max_batch_tokens": 4096, **changes}
-    )
-
-
-def served(model, prompts=PROMPTS, **changes):
-    answers = model.generate_batch(prompts, GREEDY, batching(**changes), warmup=False)
-    return [answer.generated_tokens for answer in answers.values()]
-
-
-def generated(model, prompts=PROMPTS):
-    return [
-        model.generate(torch.tensor([prompt]), generation_config=GREEDY)[0, len(prompt) :].tolist()
-        for prompt in prompts
-    ]
-
-
-def on_cab(model, config=FULL):
-    return cab_hf.apply_cab(model, config)
-
 
 @pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_full_budget_is_dense_attention(family, changes):
+@pytest.mark.parametrize(
+    ("family", "name"), [("llama", "cab"), ("qwen3", "cab"), ("llama", "cab_dense")]
+)
+def test_a_full_budget_is_dense_attention(family, name, changes):
     model = tiny_model(family)
     expected = generated(model)
-    assert served(on_cab(model), **changes) == expected
+    on_cab(model).set_attn_implementation(name)
+    assert served(model, **changes) == expected
 
 
 @pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
@@ -86,13 +68,6 @@ def test_steps_read_their_keys_where_they_lie(changes, monkeypatch):
         assert max(read - written for read, written in gathered) < 2 * longest
 
 
-def test_exact_attention_by_our_name_is_served_too():
-    model = tiny_model()
-    expected = generated(model)
-    model.set_attn_implementation("cab_dense")
-    assert served(model, max_batch_tokens=96) == expected
-
-
 @pytest.mark.parametrize("changes", [{}, PAGES], ids=["at-once", "pages"])
 def test_with_budgets_a_sequence_is_as_by_itself(changes):
     model = on_cab(tiny_model(), SPARSE)
@@ -109,21 +84,15 @@ def test_chunks_choose_what_a_whole_prompt_does():
 @pytest.mark.parametrize("room", [96, 100, 133])
 def test_chunks_of_many_prompts_choose_what_whole_prompts_do(room, monkeypatch):
     """No chunk begins or ends inside of a query block, whoever else is in its batch."""
-    chunks, route = [], batch.route
-
-    def looked_at(text, config, work, **options):
-        chunks.append((text.q_slot, text.q_length, text.kv_length))
-        return route(text, config, work, **options)
-
-    monkeypatch.setattr(batch, "route", looked_at)
+    seen = routed(monkeypatch)
     model = on_cab(tiny_model(), LOW)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (340, 77, 201, 20, 150, 96)]
     expected = generated(model, prompts)
     assert served(model, prompts, max_batch_tokens=room, page_size=32) == expected
     ends = set(map(len, prompts))
-    read = [chunk for chunk in chunks if chunk[1] > 1]
-    assert all(start % 32 == 0 and (end % 32 == 0 or end in ends) for start, _, end in read)
-    assert any(end % 32 for _, _, end in read)
+    read = [(text.q_slot, text.kv_length) for text, _ in seen if text.q_length > 1]
+    assert all(start % 32 == 0 and (end % 32 == 0 or end in ends) for start, end in read)
+    assert any(end % 32 for _, end in read)
 
 
 @pytest.mark.parametrize(("answers", "end"), [(1, 340), (2, 339)])
@@ -132,16 +101,7 @@ def test_only_the_end_of_a_prompt_has_a_dense_tail(answers, end, monkeypatch):
 
     The tail of 2 blocks of 32 begins in the third chunk, and the last one is all of it.
     """
-    tails, route = {}, batch.route
-
-    def looked_at(text, config, work, **options):
-        way = route(text, config, work, **options)
-        if text.q_length > 1:
-            sparse = way.kind == "sparse"
-            tails[text.kv_length] = way.config.dense_tail_blocks if sparse else way.kind
-        return way
-
-    monkeypatch.setattr(batch, "route", looked_at)
+    seen = routed(monkeypatch)
     model = on_cab(tiny_model(), dataclasses.replace(SPARSE, dense_tail_blocks=2))
     model.generate_batch(
         tokens(1, 340).tolist(),
@@ -151,6 +111,11 @@ def test_only_the_end_of_a_prompt_has_a_dense_tail(answers, end, monkeypatch):
         batching(max_batch_tokens=96),
         warmup=False,
     )
+    tails = {
+        text.kv_length: way.config.dense_tail_blocks if way.kind == "sparse" else way.kind
+        for text, way in seen
+        if text.q_length > 1
+    }
     assert tails == {96: 0, 192: 0, 288: 2, end: "exact"}
 
 
@@ -204,18 +169,12 @@ def test_a_request_that_gives_way_reads_its_answer_as_an_answer(monkeypatch):
 
 
 def test_a_last_chunk_of_one_token_is_no_answer(monkeypatch):
-    kinds, route = [], batch.route
-
-    def looked_at(text, config, work, **options):
-        way = route(text, config, work, **options)
-        kinds.append((text.q_slot, text.q_length, way.kind))
-        return way
-
-    monkeypatch.setattr(batch, "route", looked_at)
+    seen = routed(monkeypatch)
     model = on_cab(tiny_model(num_hidden_layers=1), dataclasses.replace(LOW, dense_tail_blocks=0))
     prompt = tokens(1, 97)[0].tolist()
     served(model, [prompt], max_batch_tokens=96)
-    assert kinds[:3] == [(0, 96, "sparse"), (96, 1, "sparse"), (97, 1, "decode")]
+    kinds = [(text.q_slot, text.q_length, way.kind) for text, way in seen[:3]]
+    assert kinds == [(0, 96, "sparse"), (96, 1, "sparse"), (97, 1, "decode")]
 
 
 def test_a_request_is_cancelled_and_the_others_go_on():
@@ -232,11 +191,6 @@ def test_a_request_is_cancelled_and_the_others_go_on():
             if answer.request_id != names[1]:
                 answers[answer.request_id] = answer.generated_tokens
     assert answers == {names[0]: expected[0], names[2]: expected[2]}
-
-
-def implementations(model):
-    modules = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
-    return [module.config._attn_implementation for module in modules]
 
 
 def in_a_context(model):
@@ -272,21 +226,6 @@ def test_a_model_on_cab_is_served_and_not_switched(way, request):
     request.getfixturevalue("flash_is_there")
     assert way(model) == expected
     assert implementations(model) == ["cab", "cab"]
-
-
-def tiny_llava():
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=8,
-        patch_size=4,
-    )
-    config = transformers.LlavaConfig(
-        vision_config=vision, text_config=tiny_model().config, image_token_index=3
-    )
-    return transformers.LlavaForConditionalGeneration(config).eval()
 
 
 def tiny_hybrid():
@@ -357,21 +296,16 @@ def test_every_beginning_refuses(way, request):
     require_refused(tiny_model("mistral-sliding"), way, "a sliding window", request)
 
 
-def test_describe_says_what_is_served():
-    lines = cab_hf.describe(on_cab(tiny_model())).splitlines()
-    assert lines[-1] == "  generate_batch: each sequence by itself, decode dense"
-    lines = cab_hf.describe(on_cab(tiny_model("mistral-sliding"))).splitlines()
-    reason = "it has layers under a sliding window of 40 tokens"
-    assert lines[-1] == f"  generate_batch: refused, {reason}"
-
-
-def test_describe_says_what_is_served_by_exact_attention_too():
-    for family, says in (("llama", "each sequence by itself"), ("mistral-sliding", "refused, it")):
-        model = tiny_model(family)
-        model.set_attn_implementation("cab_dense")
+@pytest.mark.parametrize("name", ["cab", "cab_dense"])
+def test_describe_says_what_is_served(name):
+    served_as = "each sequence by itself" + (", decode dense" if name == "cab" else "")
+    windowed = "refused, it has layers under a sliding window of 40 tokens"
+    for family, says in (("llama", served_as), ("mistral-sliding", windowed)):
+        model = on_cab(tiny_model(family))
+        model.set_attn_implementation(name)
         *layers, last = cab_hf.describe(model).splitlines()
         assert last.startswith(f"  generate_batch: {says}")
-        assert not any("decode:" in line for line in layers)
+        assert any("decode:" in line for line in layers) == (name == "cab")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -407,14 +341,12 @@ def test_what_cannot_be_captured_or_compiled_is_refused(changes, sentence, monke
         on_cab(tiny_model()).init_continuous_batching(GREEDY, batching(**changes))
 
 
-OFF_THE_GRID = {
+GRID = {
     "max_batch_tokens": ({"max_batch_tokens": 31, "page_size": 32}, "max_batch_tokens is 31 and"),
     "page_size": ({"page_size": 48}, "page_size is 48 and query_block is 32"),
-}
-ON_THE_GRID = {
-    "whole": {"max_batch_tokens": 32, "page_size": 64},
-    "not-shared": {"page_size": 48, "allow_block_sharing": False},
-    "by-default": {"max_batch_tokens": None, "page_size": 32},
+    "whole": ({"max_batch_tokens": 32, "page_size": 64}, None),
+    "not-shared": ({"page_size": 48, "allow_block_sharing": False}, None),
+    "by-default": ({"max_batch_tokens": None, "page_size": 32}, None),
 }
 
 
@@ -429,16 +361,11 @@ def began(name, changes, monkeypatch):
     return [str(warning.message) for warning in caught if "query_block" in str(warning.message)]
 
 
-@pytest.mark.parametrize(("changes", "sentence"), OFF_THE_GRID.values(), ids=OFF_THE_GRID)
+@pytest.mark.parametrize(("changes", "sentence"), GRID.values(), ids=GRID)
 def test_batches_and_pages_that_do_not_fit_query_blocks_are_news(changes, sentence, monkeypatch):
-    (said,) = began("cab", changes, monkeypatch)
-    assert said.startswith(sentence)
+    said = began("cab", changes, monkeypatch)
+    assert [text.startswith(sentence) for text in said] == [True] * (sentence is not None)
     assert not began("cab_dense", changes, monkeypatch)
-
-
-@pytest.mark.parametrize("changes", ON_THE_GRID.values(), ids=ON_THE_GRID)
-def test_batches_and_pages_that_fit_query_blocks_are_not(changes, monkeypatch):
-    assert not began("cab", changes, monkeypatch)
 
 
 def test_a_model_on_another_implementation_is_served_as_ever():
@@ -448,196 +375,3 @@ def test_a_model_on_another_implementation_is_served_as_ever():
     on_cab(model)
     cab_hf.remove_cab(model)
     assert served(model) == expected
-
-
-def managed(model):
-    manager = model.init_continuous_batching(GREEDY, batching())
-    manager.start()
-    return manager
-
-
-def test_cab_is_not_switched_on_under_a_manager_of_other_attention():
-    model = tiny_model()
-    manager = managed(model)
-    # a later one does not hide it
-    managed(model).stop()
-    try:
-        with pytest.raises(NotImplementedError, match="continuous batching runs on LlamaForCausal"):
-            cab_hf.apply_cab(model)
-        assert model.config._attn_implementation == "sdpa"
-    finally:
-        manager.stop()
-    assert cab_hf.apply_cab(model, min_length=0).config._attn_implementation == "cab"
-
-
-@pytest.mark.parametrize(
-    "switch",
-    [lambda model: model.set_attn_implementation("sdpa"), cab_hf.remove_cab],
-    ids=["set_attn_implementation", "remove_cab"],
-)
-def test_cab_is_not_switched_off_under_its_manager(switch):
-    model = on_cab(tiny_model())
-    expected = generated(model, PROMPTS[:1])
-    with model.continuous_batching_context_manager(
-        GREEDY, continuous_batching_config=batching()
-    ) as manager:
-        with pytest.raises(NotImplementedError, match="runs on LlamaForCausalLM with 'cab'"):
-            switch(model)
-        manager.add_request(PROMPTS[0])
-        assert manager.get_result(timeout=60).generated_tokens == expected[0]
-    assert implementations(model) == ["cab", "cab"]
-    cab_hf.remove_cab(model)
-    assert implementations(model) == ["sdpa", "sdpa"]
-
-
-@pytest.mark.parametrize("before", ["sdpa", "cab"])
-def test_a_block_does_not_end_under_its_manager(before):
-    model = tiny_model()
-    expected = generated(model, PROMPTS[:1])
-    if before == "cab":
-        on_cab(model)
-        with cab_hf.cab(model, FULL):
-            manager = managed(model)
-        manager.stop()
-    else:
-        with (
-            pytest.raises(NotImplementedError, match="runs on LlamaForCausalLM with 'cab'"),
-            cab_hf.cab(model, FULL),
-        ):
-            manager = managed(model)
-        try:
-            manager.add_request(PROMPTS[0])
-            assert manager.get_result(timeout=60).generated_tokens == expected[0]
-        finally:
-            manager.stop()
-    assert implementations(model) == ["cab", "cab"]
-    cab_hf.remove_cab(model)
-    assert implementations(model) == ["sdpa", "sdpa"]
-
-
-def test_what_goes_wrong_in_a_block_is_told_before_its_manager_is():
-    model = tiny_model()
-    with pytest.raises(KeyError, match="mine"), cab_hf.cab(model, FULL):
-        manager = managed(model)
-        raise KeyError("mine")
-    try:
-        assert implementations(model) == ["sdpa", "sdpa"]
-        manager.add_request(PROMPTS[0])
-        # no request came before: it is known what the manager began with
-        assert "was switched to 'sdpa' while" in manager.get_result(timeout=60).error
-    finally:
-        manager.stop()
-
-
-LOW = dataclasses.replace(SPARSE, mass_threshold=0.08, exact_queries=0)
-LONG = [tokens(1, 730, seed=seed)[0].tolist() for seed in range(2)]
-CHANGES = {
-    "cab_config": lambda model: cab_hf.apply_cab(model, FULL),
-    "cab_dense": lambda model: model.set_attn_implementation("cab_dense"),
-}
-
-
-def answered(manager, prompts):
-    names = [manager.add_request(prompt) for prompt in prompts]
-    answers = [manager.get_result(timeout=60) for _ in names]
-    return [
-        answer.error or answer.generated_tokens
-        for answer in sorted(answers, key=lambda answer: names.index(answer.request_id))
-    ]
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_blocks_of_other_settings_are_not_shared(change):
-    model = tiny_model()
-    exact = generated(model, LONG)
-    on_cab(model, LOW)
-    sparse = generated(model, LONG)
-    assert sparse != exact
-    manager = managed(model)
-    try:
-        assert answered(manager, LONG) == sparse
-        cache = manager.batch_processor.cache
-        change(model)
-        assert answered(manager, LONG) == exact
-        # what is forgotten is free again
-        cache.evict_cached_blocks()
-        cache.pool.try_to_free_sectors()
-        assert cache.compute_free_capacity() == 1
-    finally:
-        manager.stop()
-
-
-def test_a_kept_manager_does_not_share_blocks_of_other_settings():
-    model = tiny_model()
-    exact = generated(model, LONG)
-    for config in (LOW, FULL):
-        on_cab(model, config)
-        result = model.generate_batch(
-            LONG, GREEDY, batching(), persistent_manager=True, warmup=False
-        )
-        answers = [answer.generated_tokens for answer in result.values()]
-        assert (answers == exact) == (config is FULL)
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (CHANGES["cab_config"], "given another cab_config"),
-        (CHANGES["cab_dense"], "switched from 'cab' to 'cab_dense'"),
-    ],
-    ids=CHANGES,
-)
-def test_settings_do_not_change_under_a_request(change, what):
-    manager = managed(model := on_cab(tiny_model(), LOW))
-    try:
-        manager.add_request(PROMPTS[0], max_new_tokens=2000, streaming=True, eos_token_id=-1)
-        manager.get_result(timeout=60)
-        change(model)
-        # what iterates over a manager ends with its thread, whatever is left to be read
-        manager._generation_thread.join(60)
-        answers = iter(lambda: manager.get_result(timeout=0), None)
-        errors = (answer.error for answer in answers if answer.error)
-        assert f"llama was {what} while" in next(errors)
-    finally:
-        manager.stop()
-
-
-def test_chunks_end_where_the_query_blocks_of_present_settings_do():
-    low = dataclasses.replace(LOW, dense_tail_blocks=0)
-    model = on_cab(tiny_model(), low)
-    with model.continuous_batching_context_manager(
-        GREEDY, continuous_batching_config=batching(max_batch_tokens=96)
-    ) as manager:
-        for query_block in (32, 64):
-            # 96 tokens are no whole number of the larger blocks
-            on_cab(model, dataclasses.replace(low, query_block=query_block))
-            for prompt in LONG:
-                assert answered(manager, [prompt]) == generated(model, [prompt])
-
-
-@pytest.mark.parametrize("first", ["cab", "sdpa"])
-def test_a_manager_begins_with_the_attention_that_it_was_made_for(first):
-    model, switches = tiny_model(), [on_cab, cab_hf.remove_cab]
-    if first == "cab":
-        on_cab(model)
-        switches.reverse()
-    manager = model.init_continuous_batching(GREEDY, batching())
-    switches[0](model)
-    with pytest.raises(NotImplementedError, match=f"made for LlamaForCausalLM with '{first}'"):
-        manager.start()
-
-
-def test_a_kept_manager_of_other_attention_is_to_be_destroyed():
-    model = on_cab(tiny_model())
-    expected = generated(model, PROMPTS[:1])
-
-    def kept():
-        answers = model.generate_batch(PROMPTS[:1], GREEDY, batching(), persistent_manager=True)
-        return [answer.generated_tokens for answer in answers.values()]
-
-    assert kept() == kept() == expected
-    cab_hf.remove_cab(model)
-    with pytest.raises(NotImplementedError, match="destroy_cached_continuous_batching_manager()"):
-        kept()
-    model.destroy_cached_continuous_batching_manager()
-    assert kept() == expected

@@ -5,7 +5,9 @@ import shutil
 
 import pytest
 import torch
-from tiny import SPARSE
+from call_cases import logits
+from tiny import SPARSE, tiny_model, tokens
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import cab_hf
 from cab_hf import CabConfig, checks
@@ -105,3 +107,57 @@ def test_a_model_too_short_for_its_settings_says_so(monkeypatch, recwarn):
     (given,) = [str(each.message) for each in recwarn if "positions" in str(each.message)]
     assert re.match(r"tiny-\w+ has 4,096 positions and min_length is 16,384", given)
     cab_hf.load_model("tiny", device="cpu", cab_config=CabConfig(min_length=4096))
+
+
+# --- settings
+
+
+def test_loading_by_name_keeps_the_saved_config(tmp_path):
+    model = cab_hf.apply_cab(tiny_model(), SPARSE)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, attn_implementation="cab")
+    ids = tokens(1, 200)
+    assert torch.equal(logits(again, input_ids=ids), logits(model, input_ids=ids))
+    assert cab_hf.stats(again) == cab_hf.stats(model)
+
+
+@pytest.mark.parametrize("chosen", [SPARSE, SPARSE.to_dict()], ids=["CabConfig", "dict"])
+def test_settings_are_given_where_a_model_is_loaded(tmp_path, chosen):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(
+        tmp_path, attn_implementation="cab", cab_config=chosen, dtype=torch.float32
+    )
+    ids = tokens(1, 200)
+    expected = logits(cab_hf.apply_cab(model, SPARSE), input_ids=ids)
+    assert torch.equal(logits(again, input_ids=ids), expected)
+    again.save_pretrained(tmp_path)
+    assert type(model).from_pretrained(tmp_path).config.cab_config == SPARSE.to_dict()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(
+            lambda at, config, **how: LlamaForCausalLM.from_pretrained(at, config=config, **how),
+            id="class",
+        ),
+        pytest.param(
+            lambda at, config, **how: AutoModelForCausalLM.from_pretrained(
+                pretrained_model_name_or_path=at, config=config, **how
+            ),
+            id="auto",
+        ),
+        pytest.param(
+            lambda at, config, **how: AutoModelForCausalLM.from_config(config, **how),
+            id="without-weights",
+        ),
+    ],
+)
+def test_settings_are_given_beside_a_config(tmp_path, make):
+    tiny_model().save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    model = make(tmp_path, config, attn_implementation="cab", cab_config=SPARSE)
+    assert model.config.cab_config == SPARSE.to_dict() and config.cab_config is None
+    with pytest.raises(ValueError, match=r"CabConfig\.mass_threshold is 7"):
+        make(tmp_path, config, attn_implementation="cab", cab_config={"mass_threshold": 7})

@@ -1,41 +1,29 @@
 """Bad input gets one sentence that names the argument, the value seen and what to do."""
 
-import copy
 import inspect
 import re
 
 import pytest
 import torch
 import transformers
-from tiny import FULL, SMALL, tiny_model, tokens
+from tiny import FULL, SMALL, tiny_llava, tiny_model, tokens
 from torch.nn import functional as F
 from transformers import (
     BertConfig,
     BertModel,
-    FalconConfig,
-    FalconForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
     LlamaForCausalLM,
 )
 from transformers.masking_utils import (
-    and_masks,
-    blockwise_overlay,
-    causal_mask_function,
     chunked_causal_mask_function,
-    or_masks,
-    sliding_window_overlay,
 )
 
 import cab_hf
 from cab_hf import apply_cab, engines
 from cab_hf.attention import cab_attention, cab_dense_attention
-from cab_hf.call.mask import CabMask, cab_mask
+from cab_hf.call.hook import cab_mask
+from cab_hf.call.mask import CabMask
 from cab_hf.call.refusals import HARMLESS, MEANINGS
 from cab_hf.config import ENGINES
-from cab_hf.eval.tiny_types import tiny_model as tiny_model_of
 
 
 @pytest.fixture(scope="module")
@@ -77,33 +65,77 @@ MLA = {
 }
 
 
-def tiny(config_class, model_class, **fields):
-    return model_class(config_class(**{**SIZES, **fields})).eval()
+REFUSED_INPUTS = [
+    pytest.param({"output_attentions": True}, "output_attentions is True; .*eager", id="weights"),
+    pytest.param({"foo": 3}, "foo is 3; .*llama", id="of-the-callers-own"),
+    *(
+        pytest.param(
+            {"attention_mask": torch.ones(shape)},
+            re.escape(f"attention_mask is a tensor of shape {shape}; 'cab' takes the 2-D"),
+            id=f"mask-{'x'.join(map(str, shape))}",
+        )
+        for shape in [(40,), (2,), (2, 40, 40), (2, 1, 40), (2, 1, 40, 40), (2, 1, 1, 40, 40)]
+    ),
+    *(
+        pytest.param(
+            {"attention_mask": (torch.arange(length) > 0).expand(rows, -1)},
+            f"attention_mask has {sentence}",
+            id=f"padding-{rows}x{length}",
+        )
+        for rows, length, sentence in [
+            (3, 40, "3 rows and the batch 2"),
+            (1, 40, "1 rows and the batch 2"),
+            (2, 50, "50 tokens and there are 40 keys"),
+            (2, 30, "30 tokens and there are 40 keys"),
+        ]
+    ),
+]
 
 
-def test_dropout_while_training():
-    model = cab_hf.apply_cab(tiny_model(attention_dropout=0.1), FULL).train()
-    with pytest.raises(ValueError, match="dropout is 0.1; .*attention_dropout = 0.0"):
+@pytest.mark.parametrize(("given", "sentence"), REFUSED_INPUTS)
+def test_what_a_model_is_given(model, given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        model(tokens(2, 40), use_cache=False, **given)
+
+
+def test_an_active_context_parallel_mesh(model, monkeypatch):
+    from torch.distributed.tensor import DTensor
+
+    handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
+    handlers[torch.ops.aten._scaled_dot_product_flash_attention.default] = None
+    monkeypatch.setattr(DTensor._op_dispatcher, "_custom_op_handlers", handlers)
+    with pytest.raises(ValueError, match="context-parallel mesh is active"):
         model(tokens(1, 40))
 
 
-def test_attention_weights(model):
-    with pytest.raises(ValueError, match="output_attentions is True; .*eager"):
-        model(tokens(1, 40), output_attentions=True)
-
-
-def test_a_mask_of_the_callers_own(model):
-    with pytest.raises(ValueError, match=r"attention_mask is a tensor of shape \(1, 1, 40, 40\)"):
-        model(tokens(1, 40), attention_mask=torch.ones(1, 1, 40, 40, dtype=torch.bool))
+def bert():
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    model = BertModel(BertConfig(**sizes, num_attention_heads=2, num_hidden_layers=1))
+    model.set_attn_implementation("cab")
+    return model
 
 
 @pytest.mark.parametrize(
-    "shape", [(40,), (2,), (2, 40, 40), (2, 1, 40), (2, 1, 40, 40), (2, 1, 1, 40, 40)]
+    ("build", "inputs", "sentence"),
+    [
+        pytest.param(
+            lambda: cab_hf.apply_cab(tiny_model(attention_dropout=0.1), FULL).train(),
+            {},
+            "dropout is 0.1; .*attention_dropout = 0.0",
+            id="dropout",
+        ),
+        pytest.param(
+            lambda: cab_hf.apply_cab(tiny_model(), FULL, engine="flex").train(),
+            {"labels": tokens(1, 40)},
+            "engine is 'flex', which has no backward on CPU",
+            id="engine",
+        ),
+        pytest.param(bert, {}, "is_causal is False", id="bidirectional"),
+    ],
 )
-def test_a_mask_of_other_dimensions(model, shape):
-    sentence = re.escape(f"attention_mask is a tensor of shape {shape}; 'cab' takes the 2-D")
+def test_a_model_that_cannot_run(build, inputs, sentence):
     with pytest.raises(ValueError, match=sentence):
-        model(tokens(2, 40), attention_mask=torch.ones(shape))
+        build()(tokens(1, 40), **inputs)
 
 
 @pytest.mark.parametrize(("lost", "keys"), [(50, 151), (200, 1)])
@@ -113,49 +145,6 @@ def test_a_cache_whose_layers_hold_other_tokens(model, lost, keys):
     cache.layers[1].crop(-lost)
     with pytest.raises(ValueError, match=f"key has {keys} tokens, .* the text has 201"):
         model(ids[:, 200:], past_key_values=cache)
-
-
-def test_soft_capped_logits():
-    model = tiny(Gemma2Config, Gemma2ForCausalLM, sliding_window=16)
-    model.set_attn_implementation("cab")
-    with pytest.raises(NotImplementedError, match="softcap is set .*eager"):
-        model(tokens(1, 40))
-
-
-def test_sink_logits():
-    model = tiny(GptOssConfig, GptOssForCausalLM, num_local_experts=2, num_experts_per_tok=1)
-    with pytest.raises((NotImplementedError, ValueError), match="s_aux is set|attn_implementation"):
-        model.set_attn_implementation("cab")
-        model(tokens(1, 40))
-
-
-def test_bidirectional_attention():
-    model = BertModel(
-        BertConfig(
-            vocab_size=64,
-            hidden_size=32,
-            num_attention_heads=2,
-            num_hidden_layers=1,
-            intermediate_size=32,
-        )
-    )
-    model.set_attn_implementation("cab")
-    with pytest.raises((ValueError, NotImplementedError), match="causal"):
-        model(tokens(1, 40))
-
-
-def test_a_model_that_does_not_ask_the_interface():
-    model = FalconForCausalLM(
-        FalconConfig(vocab_size=64, hidden_size=32, num_attention_heads=2, num_hidden_layers=1)
-    )
-    with pytest.raises(ValueError, match="'cab'"):
-        cab_hf.apply_cab(model)
-
-
-def test_an_engine_that_cannot_run_here():
-    model = cab_hf.apply_cab(tiny_model(), FULL, engine="flex").train()
-    with pytest.raises(ValueError, match="engine is 'flex', which has no backward on CPU"):
-        model(tokens(1, 40), labels=tokens(1, 40))
 
 
 def test_an_unknown_engine(model):
@@ -247,17 +236,68 @@ def call(query, key=None, mask=None, attend=cab_attention, **kwargs):
     return attend(module, query, key, key, mask, **kwargs)
 
 
-def test_an_unsupported_dtype():
-    with pytest.raises(ValueError, match="query is torch.complex64"):
-        call(torch.zeros(1, 1, 8, 16, dtype=torch.complex64))
+EIGHT = torch.zeros(1, 1, 8, 16)
 
 
-def test_cross_attention():
-    q = torch.zeros(1, 1, 8, 16)
-    with pytest.raises(ValueError, match="is_causal is False"):
-        call(q, is_causal=False)
-    with pytest.raises(ValueError, match="key has 4 tokens and query 8"):
-        call(q, q[:, :, :4])
+def prefix(batch, head, query, key):
+    return (key <= query) | (key < 4)
+
+
+def chunked():
+    config = transformers.Llama4TextConfig(attention_chunk_size=4)
+    pattern = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
+    return cab_mask(1, 8, 8, mask_function=pattern, local_size=4, config=config)
+
+
+def prefixed_mask(**how):
+    """A mask that no layer uses is nobody's mistake: it is refused where one does."""
+    return cab_mask(1, 8, 8, mask_function=prefix, config=BertConfig(), **how)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "sentence"),
+    [
+        pytest.param(
+            {"query": EIGHT.to(torch.complex64)}, ValueError, "query is torch.complex", id="dtype"
+        ),
+        pytest.param({"is_causal": False}, ValueError, "is_causal is False", id="not-causal"),
+        pytest.param(
+            {"key": EIGHT[:, :, :4]}, ValueError, "key has 4 tokens and query 8", id="keys"
+        ),
+        pytest.param({"cache": object()}, NotImplementedError, "paged cache", id="paged-cache"),
+        pytest.param(
+            {"mask": CabMask(1, 8, 8, 0), "sliding_window": 4},
+            NotImplementedError,
+            "sliding_window is 4, and the mask",
+            id="window",
+        ),
+        pytest.param(
+            {"mask": chunked()},
+            NotImplementedError,
+            "llama4_text attends in chunks of 4",
+            id="chunks",
+        ),
+        pytest.param(
+            {"mask": prefixed_mask()},
+            NotImplementedError,
+            "bert has a mask that lets tokens see later ones",
+            id="looks-ahead",
+        ),
+        pytest.param(
+            {"mask": prefixed_mask(use_vmap=True)},
+            NotImplementedError,
+            "bert adds an or_mask_function",
+            id="mask-function",
+        ),
+    ],
+)
+def test_what_the_function_is_given(given, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call(**{"query": EIGHT, **given})
+
+
+def test_a_window_as_wide_as_the_text_is_none():
+    call(EIGHT, mask=CabMask(1, 8, 8, 0), sliding_window=8)
 
 
 @pytest.mark.parametrize("attend", [cab_attention, cab_dense_attention])
@@ -265,17 +305,11 @@ def test_cross_attention():
     "name", [*sorted(MEANINGS), "softmax_scale", "cu_seq_lens_k", "temperature", "logits_mask"]
 )
 def test_an_argument_that_would_be_swallowed(name, attend):
-    q = torch.zeros(1, 1, 8, 16)
     with pytest.raises((NotImplementedError, ValueError), match=f"^{name} is ") as refused:
-        call(q, attend=attend, **{name: torch.ones(1, 1, 8, 8)})
+        call(EIGHT, attend=attend, **{name: torch.ones(1, 1, 8, 8)})
     assert str(refused.value).count(". ") <= 1
     # what is not there changes nothing
-    call(q, attend=attend, **{name: None})
-
-
-def test_an_argument_of_the_callers_own(model):
-    with pytest.raises(ValueError, match="foo is 3; .*llama"):
-        model(tokens(1, 40), foo=3)
+    call(EIGHT, attend=attend, **{name: None})
 
 
 def test_what_says_nothing_about_attention_is_taken():
@@ -291,212 +325,6 @@ def test_a_window_without_a_mask_is_a_window(attend):
     seen = (slot <= slot[:, None]) & (slot > slot[:, None] - 7)
     expected = F.scaled_dot_product_attention(q, q, q, attn_mask=seen).transpose(1, 2)
     torch.testing.assert_close(call(q, attend=attend, sliding_window=7)[0], expected)
-
-
-def test_a_window_that_the_mask_does_not_have():
-    q = torch.zeros(1, 1, 8, 16)
-    with pytest.raises(NotImplementedError, match="sliding_window is 4, and the mask"):
-        call(q, mask=CabMask(1, 8, 8, 0), sliding_window=4)
-    # as wide as the text: no window
-    call(q, mask=CabMask(1, 8, 8, 0), sliding_window=8)
-
-
-def test_continuous_batching():
-    with pytest.raises(NotImplementedError, match="paged cache"):
-        call(torch.zeros(1, 1, 8, 16), cache=object())
-
-
-def test_chunked_attention_layers():
-    config = transformers.Llama4TextConfig(attention_chunk_size=4)
-    chunked = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
-    mask = cab_mask(1, 8, 8, mask_function=chunked, local_size=4, config=config)
-    with pytest.raises(NotImplementedError, match="llama4_text attends in chunks of 4"):
-        call(torch.zeros(1, 1, 8, 16), mask=mask)
-
-
-@pytest.mark.parametrize(
-    ("vmap", "sentence"),
-    [
-        pytest.param(False, "bert has a mask that lets tokens see later ones", id="looks-ahead"),
-        pytest.param(True, "bert adds an or_mask_function", id="of-its-own"),
-    ],
-)
-def test_a_mask_function_that_looks_ahead(vmap, sentence):
-    def prefix(batch, head, query, key):
-        return (key <= query) | (key < 4)
-
-    # a mask that no layer uses is nobody's mistake
-    mask = cab_mask(1, 8, 8, mask_function=prefix, use_vmap=vmap, config=BertConfig())
-    with pytest.raises(NotImplementedError, match=sentence):
-        call(torch.zeros(1, 1, 8, 16), mask=mask)
-
-
-@pytest.mark.parametrize(
-    ("rows", "length", "sentence"),
-    [
-        pytest.param(3, 40, "attention_mask has 3 rows and the batch 2", id="more-rows"),
-        pytest.param(1, 40, "attention_mask has 1 rows and the batch 2", id="one-row"),
-        pytest.param(2, 50, "attention_mask has 50 tokens and there are 40 keys", id="longer"),
-        pytest.param(2, 30, "attention_mask has 30 tokens and there are 40 keys", id="shorter"),
-    ],
-)
-def test_a_padding_mask_of_another_size(model, rows, length, sentence):
-    mask = torch.ones(rows, length, dtype=torch.int64)
-    mask[:, 0] = 0
-    with pytest.raises(ValueError, match=sentence):
-        model(tokens(2, 40), attention_mask=mask, use_cache=False)
-
-
-KEPT = 200  # tokens in a cache, before 60 others are read
-
-
-def read_behind_a_cache(model, mask, kind="dynamic"):
-    """Two calls, of which the second has this mask for 260 tokens."""
-    ids = tokens(2, 260)
-    cache = transformers.DynamicCache(config=model.config)
-    if kind == "static":
-        cache = transformers.StaticCache(model.config, max_cache_len=400)
-    model(ids[:, :KEPT], cache=cache, use_cache=True)
-    return model(ids[:, KEPT:], attention_mask=mask, cache=cache, use_cache=True).logits
-
-
-SHORT = [
-    pytest.param(slice(KEPT, 260), id="of-the-new-tokens"),
-    pytest.param(slice(0, KEPT), id="of-the-old-tokens"),
-    pytest.param(slice(0, 259), id="one-short"),
-]
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("part", SHORT)
-@torch.no_grad()
-def test_a_padding_mask_that_lacks_tokens_of_the_cache_or_the_call(model, part, kind):
-    mask = torch.ones(2, 260, dtype=torch.int64)
-    mask[0, :7] = 0
-    read_behind_a_cache(model, mask, kind)
-    sentence = f"attention_mask has {mask[:, part].shape[1]} tokens and there are 260 keys"
-    with pytest.raises(ValueError, match=sentence):
-        read_behind_a_cache(model, mask[:, part], kind)
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-@torch.no_grad()
-def test_a_loop_that_never_extends_its_mask(model, kind, compiled):
-    cache = transformers.DynamicCache(config=model.config)
-    if kind == "static":
-        cache = transformers.StaticCache(model.config, max_cache_len=400)
-    ids, mask = tokens(2, 60), torch.ones(2, 60, dtype=torch.int64)
-    mask[0, :7] = 0
-    model(ids, attention_mask=mask, cache=cache, use_cache=True)
-    step = torch.compile(model, backend="eager") if compiled else model
-    with pytest.raises((ValueError, NotImplementedError), match="attention_mask has 60 tokens"):
-        step(ids[:, :1], attention_mask=mask, cache=cache, use_cache=True)
-
-
-def prefix_model():
-    """One whose tokens see each other where ``token_type_ids`` are 1."""
-    depth = {"num_layers_per_stack": 1, "num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1}
-    return cab_hf.apply_cab(tiny_model_of("hrm_text", **depth, L_bp_cycles=[1]), FULL)
-
-
-def prefixed(prefix):
-    types = (torch.arange(64) < prefix).long()[None]
-    return {"input_ids": tokens(1, 64), "token_type_ids": types, "use_cache": False}
-
-
-GRAPHS = {
-    "eager": lambda model, given: model(**given).logits,
-    "compiled": lambda model, given: torch.compile(model, backend="eager")(**given).logits,
-    "traced": lambda model, given: torch.compile(model, backend="aot_eager")(**given).logits,
-    "exported": lambda model, given: (
-        torch.export.export(model, (), given, strict=False).module()(**given).logits
-    ),
-}
-
-
-@pytest.mark.parametrize("way", GRAPHS.values(), ids=GRAPHS)
-@torch.no_grad()
-def test_tokens_that_see_later_ones_are_refused_in_graphs_too(way):
-    with pytest.raises(NotImplementedError, match="lets tokens see later ones"):
-        way(prefix_model(), prefixed(30))
-
-
-@pytest.mark.parametrize("way", GRAPHS.values(), ids=GRAPHS)
-@torch.no_grad()
-def test_the_same_model_reads_text_without_a_prefix(way):
-    model = prefix_model()
-    found = way(model, prefixed(0))
-    model.set_attn_implementation("sdpa")
-    torch.testing.assert_close(found, model(**prefixed(0)).logits, rtol=1e-4, atol=1e-4)
-
-
-def turn(picture, q_offset, q_length=8):
-    """The mask of a call behind a cache, of a text with a picture in these slots."""
-    groups = torch.full((1, 16), -1)
-    groups[:, picture] = 0
-    pattern = or_masks(causal_mask_function, blockwise_overlay(groups))
-    keys = q_offset + q_length
-    return cab_mask(1, q_length, keys, q_offset, mask_function=pattern, config=BertConfig())
-
-
-def test_a_picture_is_looked_for_among_the_tokens_of_the_call():
-    assert turn(slice(2, 5), q_offset=8).refusal is None
-    assert "see later ones" in turn(slice(10, 12), q_offset=8).refusal
-    assert "see later ones" in turn(slice(2, 5), q_offset=0).refusal
-
-
-def test_windows_of_models_that_read_pictures():
-    # as Gemma 3 makes them, of a text without a picture
-    groups = torch.full((1, 60), -1)
-    pattern = and_masks(
-        or_masks(causal_mask_function, blockwise_overlay(groups)), sliding_window_overlay(7)
-    )
-    given = {"mask_function": pattern, "use_vmap": True, "config": BertConfig()}
-    mask = cab_mask(1, 60, 60, **given)
-    assert mask.refusal is None and mask.window == 7
-    groups[:, 3:9] = 0
-    assert "see later ones" in cab_mask(1, 60, 60, **given).refusal
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        pytest.param(lambda mask: mask[:, 0], id="index"),
-        pytest.param(lambda mask: mask.dtype, id="dtype"),
-        pytest.param(lambda mask: mask.to(torch.bool), id="method"),
-        pytest.param(lambda mask: mask.shape[-1], id="size"),
-        pytest.param(lambda mask: torch.zeros(2, 2) + mask, id="added-to-a-tensor"),
-        pytest.param(lambda mask: mask + torch.zeros(2, 2), id="adds-a-tensor"),
-        pytest.param(lambda mask: 1.0 - mask, id="subtracted"),
-        pytest.param(lambda mask: mask & True, id="and"),
-        pytest.param(lambda mask: ~mask, id="not"),
-        pytest.param(lambda mask: mask > 0, id="compared"),
-        pytest.param(lambda mask: torch.where(mask, 0.0, 1.0), id="torch"),
-        pytest.param(lambda mask: torch.zeros(2).masked_fill(mask, 1.0), id="torch-method"),
-        pytest.param(lambda mask: 0.0 in mask, id="searched"),
-    ],
-)
-def test_a_mask_that_a_model_computes_with(use):
-    mask = cab_mask(1, 8, 8, config=transformers.DogeConfig())
-    with pytest.raises(NotImplementedError, match="^doge computes with its attention mask .*eager"):
-        use(mask)
-
-
-def test_a_mask_says_what_it_has_not_and_survives_copies():
-    mask = cab_mask(1, 8, 8)
-    assert not hasattr(mask, "to") and mask.ndim == len(mask.shape) == 0
-    assert copy.deepcopy(mask).kv_length == copy.copy(mask).kv_length == 8
-
-
-def test_an_active_context_parallel_mesh(model, monkeypatch):
-    from torch.distributed.tensor import DTensor
-
-    handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
-    handlers[torch.ops.aten._scaled_dot_product_flash_attention.default] = None
-    monkeypatch.setattr(DTensor._op_dispatcher, "_custom_op_handlers", handlers)
-    with pytest.raises(ValueError, match="context-parallel mesh is active"):
-        model(tokens(1, 40))
 
 
 @pytest.mark.parametrize(
@@ -597,22 +425,10 @@ def test_a_model_of_the_users_own_is_let_through(monkeypatch):
     Notebook(config)
 
 
-def llava():
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
-    torch.manual_seed(0)
-    config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**vision),
-        text_config=tiny_model().config,
-        image_token_id=2,
-    )
-    return transformers.LlavaForConditionalGeneration(config).eval()
-
-
 def test_a_vision_language_model_is_told_how_to_name_its_language_model():
     ids = torch.cat([torch.full((1, 4), 2), tokens(1, 40)], dim=1)
     inputs = {"input_ids": ids, "pixel_values": torch.ones(1, 3, 8, 8)}
-    model = llava()
+    model = tiny_llava()
     with torch.no_grad():
         expected = model(**inputs).logits
         model.set_attn_implementation("cab")
@@ -624,7 +440,7 @@ def test_a_vision_language_model_is_told_how_to_name_its_language_model():
 
 
 def test_settings_beside_the_language_model_are_refused():
-    config = llava().config
+    config = tiny_llava().config
     config.cab_config = FULL
     transformers.LlavaForConditionalGeneration(config)
     config._attn_implementation = {"text_config": "cab"}

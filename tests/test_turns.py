@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from marks import slow_but
 from tiny import FULL, SPARSE, tiny_model, tokens
 from transformers import DynamicCache, StaticCache
 
@@ -31,28 +32,21 @@ def whole(model, *parts):
     return model(torch.cat(parts, dim=1), use_cache=False).logits
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "cropped"])
 @pytest.mark.parametrize("budget", ["full", "sparse"])
 def test_a_document_is_read_once_for_many_questions(kind, budget):
+    """Every question has a copy of the document's cache, or the cache is cropped behind it."""
     config = {"full": FULL, "sparse": replace(SPARSE, dense_tail_blocks=0)}[budget]
     model = cab_hf.apply_cab(tiny_model(), config)
     document, cache = tokens(1, DOCUMENT), cache_of(model, kind)
     read(model, document, cache)
     for seed in (2, 3):
         question = tokens(1, QUESTION, seed=seed)
-        answer = read(model, question, copy.deepcopy(cache))
-        expected = whole(model, document, question)[:, DOCUMENT:]
-        torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_cache_is_cropped_to_the_document():
-    model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, dense_tail_blocks=0))
-    document, cache = tokens(1, DOCUMENT), cache_of(model, "dynamic")
-    read(model, document, cache)
-    for seed in (2, 3):
-        question = tokens(1, QUESTION, seed=seed)
-        answer = read(model, question, cache)
-        cache.crop(-QUESTION)
+        if kind == "cropped":
+            answer = read(model, question, cache)
+            cache.crop(-QUESTION)
+        else:
+            answer = read(model, question, copy.deepcopy(cache))
         expected = whole(model, document, question)[:, DOCUMENT:]
         torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-4)
 
@@ -216,14 +210,9 @@ STEPS = [
 
 
 @pytest.mark.parametrize("fields", STEPS)
-def test_drafts_change_no_token(fields):
-    assert other_tokens(6, **fields) == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fields", STEPS)
-def test_drafts_change_no_token_of_many_prompts(fields):
-    assert other_tokens(200, **fields) == 0
+@pytest.mark.parametrize("prompts", slow_but([6, 200], 0))
+def test_drafts_change_no_token(prompts, fields):
+    assert other_tokens(prompts, **fields) == 0
 
 
 @pytest.mark.parametrize(

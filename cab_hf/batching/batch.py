@@ -18,7 +18,7 @@ from cab_hf.call.forward_pass import ForwardState, is_captured
 from cab_hf.call.mask import CabMask
 from cab_hf.call.placeholder import NotATensor
 from cab_hf.call.prompt import Prompt
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, blocks_of
 from cab_hf.engines import TRITON, Workload
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice
@@ -124,7 +124,7 @@ class Batch(NotATensor):
         out = query.new_zeros(1, query.shape[2], query.shape[1], values.shape[3])
         for one in packed.sequences:
             q, k, v = query[:, :, one.queries], keys[:, :, one.keys], values[:, :, one.keys]
-            work = Workload.of(q, k, v, (config.query_block, config.key_block))
+            work = Workload.of(q, k, v, blocks_of(config))
             way = route(one.text, config, work, sparse=sparse, layer=module)
             out[:, one.queries] = way.attend(q, k, v, scale).transpose(1, 2)
         if packed.steps is not None:

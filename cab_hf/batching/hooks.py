@@ -30,7 +30,9 @@ _managers: WeakKeyDictionary[Any, WeakSet] = WeakKeyDictionary()
 
 def register(api: Any) -> None:
     """Tell continuous batching, of whose package ``api`` is the module that begins it."""
-    _ask_before_it_begins(api)
+    wrap(api.ContinuousMixin, "init_continuous_batching", _ask_to_begin)
+    wrap(api.ContinuousBatchingManager, "__init__", _ask_to_make)
+    wrap(api.ContinuousBatchingManager, "start", _ask_to_start)
     if not reads_a_batch():
         return
     initialization, cache, model_runner = (
@@ -38,15 +40,23 @@ def register(api: Any) -> None:
         for name in ("initialization", "cache", "model_runner")
     )
     for module in (api, initialization, cache):
-        module.is_flash_attention_requested = _or_ours(module.is_flash_attention_requested)
-    api.resolve_continuous_batching_config = _resolved(api.resolve_continuous_batching_config)
-    initialization.ensure_decode_fast_path_is_available = _with_pages(
-        initialization.ensure_decode_fast_path_is_available
-    )
-    manager, runner = api.ContinuousBatchingManager, model_runner.ModelRunner
-    manager._create_batch_processor = _record_model(manager._create_batch_processor)
-    runner.compute_batch = _with_our_mask(runner.compute_batch)
-    cache.PagedAttentionCache.update = _left_to_the_batch(cache.PagedAttentionCache.update)
+        wrap(module, "is_flash_attention_requested", _or_ours)
+    wrap(api, "resolve_continuous_batching_config", _resolved)
+    wrap(initialization, "ensure_decode_fast_path_is_available", _with_pages)
+    wrap(api.ContinuousBatchingManager, "_create_batch_processor", _record_model)
+    wrap(model_runner.ModelRunner, "compute_batch", _with_our_mask)
+    wrap(cache.PagedAttentionCache, "update", _left_to_the_batch)
+
+
+def wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Have ``owner.name`` call ``function``, with what stands there now before its arguments."""
+    before = getattr(owner, name)
+
+    @functools.wraps(before)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return function(before, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
 
 
 def require_batching(model: PreTrainedModel) -> None:
@@ -92,34 +102,28 @@ def reads_a_batch() -> bool:
     return importlib.util.find_spec(f"{PACKAGE}.cache_allocators") is not None
 
 
-def _ask_before_it_begins(api: Any) -> None:
-    mixin, manager = api.ContinuousMixin, api.ContinuousBatchingManager
-    begin, make, start = mixin.init_continuous_batching, manager.__init__, manager.start
+def _ask_to_begin(begin: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    require_batching(model)
+    kept = vars(model).get(KEPT)
+    if kept is not None:
+        _require_as_made(kept)
+    return begin(model, *args, **kwargs)
 
-    @functools.wraps(begin)
-    def init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
-        require_batching(model)
-        kept = vars(model).get(KEPT)
-        if kept is not None:
-            _require_as_made(kept)
-        return begin(model, *args, **kwargs)
 
-    @functools.wraps(make)
-    def __init__(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        require_batching(model)
-        make(self, model, *args, **kwargs)
-        self._made_for = model.config._attn_implementation
+def _ask_to_make(
+    make: Callable[..., None], manager: Any, model: Any, *args: Any, **kwargs: Any
+) -> None:
+    require_batching(model)
+    make(manager, model, *args, **kwargs)
+    manager._made_for = model.config._attn_implementation
 
-    @functools.wraps(start)
-    def start_asked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        require_batching(self.model)
-        _require_as_made(self)
-        for part in parts(self.model):
-            _managers.setdefault(part, WeakSet()).add(self)
-        return start(self, *args, **kwargs)
 
-    mixin.init_continuous_batching = init_continuous_batching
-    manager.__init__, manager.start = __init__, start_asked
+def _ask_to_start(start: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    require_batching(manager.model)
+    _require_as_made(manager)
+    for part in parts(manager.model):
+        _managers.setdefault(part, WeakSet()).add(manager)
+    return start(manager, *args, **kwargs)
 
 
 def _require_as_made(manager: Any) -> None:
@@ -141,50 +145,45 @@ def _require_as_made(manager: Any) -> None:
     )
 
 
-def _or_ours(is_flash: Callable[..., bool]) -> Callable[..., bool]:
+def _or_ours(
+    is_flash: Callable[..., bool],
+    config: Any = None,
+    requested_attention_implementation: Any = None,
+    **kwargs: Any,
+) -> bool:
     """Ours reads packed sequences without a mask too: it is not switched, and given no mask."""
-
-    @functools.wraps(is_flash)
-    def requested(
-        config: Any = None, requested_attention_implementation: Any = None, **kwargs: Any
-    ) -> bool:
-        name = requested_attention_implementation or getattr(config, "_attn_implementation", None)
-        # a version is one of flash-attn's kernels
-        if name in NAMES:
-            return not kwargs
-        return is_flash(config, requested_attention_implementation, **kwargs)
-
-    return requested
+    name = requested_attention_implementation or getattr(config, "_attn_implementation", None)
+    # a version is one of flash-attn's kernels
+    if name in NAMES:
+        return not kwargs
+    return is_flash(config, requested_attention_implementation, **kwargs)
 
 
-def _resolved(resolve: Callable[..., Any]) -> Callable[..., Any]:
+def _resolved(
+    resolve: Callable[..., Any], config: Any, cb_config: Any, *args: Any, **kwargs: Any
+) -> Any:
     """CUDA graphs are for steps of decode: how long prompts are is looked at on the host."""
+    if config._attn_implementation not in NAMES:
+        return resolve(config, cb_config, *args, **kwargs)
+    from cab_hf.batching.served import reads_pages
 
-    @functools.wraps(resolve)
-    def resolved(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if config._attn_implementation not in NAMES:
-            return resolve(config, cb_config, *args, **kwargs)
-        from cab_hf.batching.served import reads_pages
-
-        cb_config = copy.deepcopy(cb_config)
-        if cb_config.use_cuda_graph is None:
-            cb_config.use_cuda_graph = False, reads_pages()
-        result = resolve(config, cb_config, *args, **kwargs)
-        if result.cuda_graph_booleans[0]:
-            raise NotImplementedError(
-                "use_cuda_graph has graphs of batches with prompts; 'cab' looks at their lengths "
-                "on the host. Set use_cuda_graph=(False, True), or leave it out."
-            )
-        if result.varlen_compile_config or result.decode_compile_config:
-            raise NotImplementedError(
-                "continuous batching compiles the model; 'cab' is not traced there. Leave out "
-                "the compile configs and default_compile_level."
-            )
-        if config._attn_implementation in SPARSE:
-            _warn_off_the_grid(config, result)
-        return result
-
-    return resolved
+    cb_config = copy.deepcopy(cb_config)
+    if cb_config.use_cuda_graph is None:
+        cb_config.use_cuda_graph = False, reads_pages()
+    result = resolve(config, cb_config, *args, **kwargs)
+    if result.cuda_graph_booleans[0]:
+        raise NotImplementedError(
+            "use_cuda_graph has graphs of batches with prompts; 'cab' looks at their lengths "
+            "on the host. Set use_cuda_graph=(False, True), or leave it out."
+        )
+    if result.varlen_compile_config or result.decode_compile_config:
+        raise NotImplementedError(
+            "continuous batching compiles the model; 'cab' is not traced there. Leave out "
+            "the compile configs and default_compile_level."
+        )
+    if config._attn_implementation in SPARSE:
+        _warn_off_the_grid(config, result)
+    return result
 
 
 def _warn_off_the_grid(config: Any, cb_config: Any) -> None:
@@ -210,48 +209,40 @@ def _warn_off_the_grid(config: Any, cb_config: Any) -> None:
         )
 
 
-def _with_pages(ensure: Callable[..., None]) -> Callable[..., None]:
+def _with_pages(
+    ensure: Callable[..., None], config: Any, cb_config: Any, user_requested: bool
+) -> None:
     """Batches that only decode are read by tables of pages: our kernel takes any list of keys."""
+    if config._attn_implementation not in NAMES:
+        ensure(config, cb_config, user_requested)
+        return
+    from cab_hf.batching.served import reads_pages
 
-    @functools.wraps(ensure)
-    def ensured(config: Any, cb_config: Any, user_requested: bool) -> None:
-        if config._attn_implementation not in NAMES:
-            ensure(config, cb_config, user_requested)
-            return
-        from cab_hf.batching.served import reads_pages
-
-        # without the kernel it is right, but slow
-        if not (user_requested or reads_pages()):
-            cb_config.max_blocks_per_request = 0
-
-    return ensured
+    # without the kernel it is right, but slow
+    if not (user_requested or reads_pages()):
+        cb_config.max_blocks_per_request = 0
 
 
-def _record_model(prepare: Callable[..., Any]) -> Callable[..., Any]:
+def _record_model(prepare: Callable[..., Any], self: Any) -> Any:
     """What computes batches knows what the manager was made for, and schedules them our way."""
+    ours, config = self._made_for in NAMES, self.continuous_batching_config
+    named = config.scheduler_type
+    if ours:
+        from cab_hf.batching.scheduler import scheduler_type
 
-    @functools.wraps(prepare)
-    def prepared(self: Any) -> Any:
-        ours, config = self._made_for in NAMES, self.continuous_batching_config
-        named = config.scheduler_type
-        if ours:
-            from cab_hf.batching.scheduler import scheduler_type
-
-            config.scheduler_type = scheduler_type(named)
-        try:
-            processor = prepare(self)
-        finally:
-            # it is recorded by the name that was given
-            config.scheduler_type = named
-        if ours:
-            processor.scheduler.record_model(self.model)
-            if self.model.device.type == "cuda":
-                _wait_for_resets(self.model.device)
-        # masks are prepared, or not, for what the manager was made for
-        processor.model_runner._began_as_ours = ours
-        return processor
-
-    return prepared
+        config.scheduler_type = scheduler_type(named)
+    try:
+        processor = prepare(self)
+    finally:
+        # it is recorded by the name that was given
+        config.scheduler_type = named
+    if ours:
+        processor.scheduler.record_model(self.model)
+        if self.model.device.type == "cuda":
+            _wait_for_resets(self.model.device)
+    # masks are prepared, or not, for what the manager was made for
+    processor.model_runner._began_as_ours = ours
+    return processor
 
 
 def _wait_for_resets(device: Any) -> None:
@@ -266,52 +257,49 @@ def _wait_for_resets(device: Any) -> None:
     torch.cuda.current_stream(device).synchronize()
 
 
-def _with_our_mask(compute: Callable[..., None]) -> Callable[..., None]:
+def _with_our_mask(
+    compute: Callable[..., None], self: Any, model: Any, batch_data: dict[str, Any]
+) -> None:
     """Every forward pass has a `Batch`, which all of its layers share."""
+    from cab_hf.hf.fit import name_of
 
-    @functools.wraps(compute)
-    def computed(self: Any, model: Any, batch_data: dict[str, Any]) -> None:
-        from cab_hf.hf.fit import name_of
+    name = model.config._attn_implementation
+    ours = name in NAMES
+    # one that no manager has made knows of no other
+    if vars(self).get("_began_as_ours", ours) != ours:
+        raise RuntimeError(
+            f"{name_of(model.config)} was switched to {name!r} while continuous batching runs; "
+            "stop its manager before you switch."
+        )
+    batch = None
+    if ours:
+        from cab_hf.batching.batch import Batch
 
-        name = model.config._attn_implementation
-        ours = name in NAMES
-        # one that no manager has made knows of no other
-        if vars(self).get("_began_as_ours", ours) != ours:
-            raise RuntimeError(
-                f"{name_of(model.config)} was switched to {name!r} while continuous batching runs; "
-                "stop its manager before you switch."
-            )
-        batch = None
-        if ours:
-            from cab_hf.batching.batch import Batch
-
-            tokens = batch_data["input_ids"].shape[1]
-            batch = Batch(name_of(model.config), tokens, _prompts(self.inputs_and_outputs))
-            batch_data["attention_mask"] = batch
-        self.cache._batch = batch
-        compute(self, model, batch_data)
-
-    return computed
+        tokens = batch_data["input_ids"].shape[1]
+        batch = Batch(name_of(model.config), tokens, _prompts(self.inputs_and_outputs))
+        batch_data["attention_mask"] = batch
+    self.cache._batch = batch
+    compute(self, model, batch_data)
 
 
-def _left_to_the_batch(update: Callable[..., Any]) -> Callable[..., Any]:
+def _left_to_the_batch(
+    update: Callable[..., Any],
+    self: Any,
+    key_states: Any,
+    value_states: Any,
+    layer_idx: int,
+    kwargs: dict[str, Any],
+) -> Any:
     """A `Batch` updates the cache when it attends, and reads of it what it needs.
 
     Since transformers 5.24 layers do so before they call attention, and have no mask with a paged
     cache: the keywords that they pass on have both.
     """
-
-    @functools.wraps(update)
-    def updated(
-        self: Any, key_states: Any, value_states: Any, layer_idx: int, kwargs: dict[str, Any]
-    ) -> Any:
-        batch = vars(self).get("_batch")
-        if batch is None or "cache" in kwargs:
-            return update(self, key_states, value_states, layer_idx, kwargs)
-        kwargs |= {"cache": self, "batch": batch}
-        return key_states, value_states
-
-    return updated
+    batch = vars(self).get("_batch")
+    if batch is None or "cache" in kwargs:
+        return update(self, key_states, value_states, layer_idx, kwargs)
+    kwargs |= {"cache": self, "batch": batch}
+    return key_states, value_states
 
 
 def _prompts(inputs: Any) -> tuple[int, ...]:

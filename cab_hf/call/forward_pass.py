@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cab_hf.plan import BlockLists, BlockPlan
+from cab_hf.plan import BlockPlan
+from cab_hf.spans import BlockLists
 
 # bytes of a layer's lists, of which all layers keep some
 MEASURED_FROM = 2**26
 
 # a layer that gradient checkpointing computes again attends as it did the first time, or not at all
-LEFT_EARLY = (
+SETTINGS_CHANGED = (
     "gradient checkpointing computes a layer again in the backward pass, and the model attends "
     "otherwise than in the forward pass: a `with` block of cab_hf.cab or cab_hf.context_parallel "
     "was left or entered in between, or apply_cab or remove_cab called. Call backward inside the "
@@ -64,7 +65,7 @@ class ForwardState:
         self._parsed.append((config, parse(config)))
         return self._parsed[-1][1]
 
-    def require_as_before(self, layer: Any, how: Any, sampled: int) -> None:
+    def require_same_settings(self, layer: Any, how: Any, sampled: int) -> None:
         """Refuse a ``layer`` that is computed again and attends otherwise than the first time.
 
         Args:
@@ -80,10 +81,10 @@ class ForwardState:
         if before == (how, sampled):
             return
         if in_backward_pass():
-            raise RuntimeError(LEFT_EARLY if before[0] != how else SAMPLED_LATER)
+            raise RuntimeError(SETTINGS_CHANGED if before[0] != how else SAMPLED_LATER)
         self._attended[layer] = how, sampled
 
-    def planned(self, layer: Any, x: Tensor, predict: Callable[[], BlockPlan]) -> BlockPlan:
+    def kept_plan(self, layer: Any, x: Tensor, predict: Callable[[], BlockPlan]) -> BlockPlan:
         """What ``predict`` chooses for ``layer``, kept for a second forward pass.
 
         Gradient checkpointing computes a layer again in the backward pass: it then attends under

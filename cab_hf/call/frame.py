@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.call.reordering import Reordering
-from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, named_rows, once_per_spans
+from cab_hf.plan import EXACT_BLOCK, BlockPlan
 from cab_hf.predictors import LayerContext, Predictor
+from cab_hf.spans import Spans, named_rows, once_per_spans
 
 # attribute of every module of a model whose texts are in the frame of several ranks
 PARALLEL = "_cab_parallel"
@@ -87,13 +88,7 @@ class Frame:
             spans = replace(Spans.causal(batch, q_length, kv_length, device, q_slot), end=end)
             return cls._led(spans, kv_length, ahead) if ahead else cls(spans, kv_length)
         if document is not None and torch.compiler.is_compiling():
-            if valid is not None:
-                raise NotImplementedError(
-                    "attention_mask is set for packed documents under torch.compile, where 'cab' "
-                    "cannot look for padding; leave it out, or do not compile."
-                )
-            # moving documents needs their lengths on the host; they stay where they are
-            return cls(_spans_in_place(document), kv_length)
+            return cls(_spans_in_place(document, valid), kv_length)
 
         padded = valid is not None
         if not padded:
@@ -271,7 +266,13 @@ def _extent(lengths: Sequence[Length], align: int) -> int:
     return end
 
 
-def _spans_in_place(document: Tensor) -> Spans:
+def _spans_in_place(document: Tensor, valid: Tensor | None) -> Spans:
+    """Of documents that stay where they are: moving them needs their lengths on the host."""
+    if valid is not None:
+        raise NotImplementedError(
+            "attention_mask is set for packed documents under torch.compile, where 'cab' cannot "
+            "look for padding; leave it out, or do not compile."
+        )
     slot = torch.arange(document.shape[1], device=document.device, dtype=torch.int32)
     slot = slot.expand_as(document)
     begins = F.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)

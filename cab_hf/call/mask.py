@@ -1,7 +1,7 @@
-"""The mask hook: what every layer gets instead of a 4-D tensor.
+"""`CabMask`: what every layer gets instead of a 4-D mask tensor.
 
-A `CabMask` knows which tokens may see which, and their places on the block grid. Its `ForwardState`
-is what the layers of one forward pass share.
+It knows which tokens may see which, and their places on the block grid. Its `ForwardState` is what
+the layers of one forward pass share.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from transformers.masking_utils import causal_mask_function
 
 from cab_hf.call import packing
 from cab_hf.call.forward_pass import ForwardState
 from cab_hf.call.frame import Frame, Length, whole_documents
 from cab_hf.call.placeholder import NotATensor
-from cab_hf.call.prompt import Prompt, prompt_of
+from cab_hf.call.prompt import Prompt
 from cab_hf.checks import short, warn_once
-from cab_hf.hf.fit import name_of
 
 # equal tokens at the end of a row that look like padding, and by how much of the largest their
 # values differ in the first layer at most
@@ -210,7 +207,7 @@ class CabMask(NotATensor):
 
     def _refuse_looking_ahead(self) -> None:
         """Make the mask tensors fail on the device where a token sees a later one."""
-        refusal = self.looks_ahead, _sentence(self.model, AHEAD)
+        refusal = self.looks_ahead, not_causal(self.model, AHEAD)
         if self.document is not None:
             self.document = packing.refuse_where(self.document, *refusal)
             return
@@ -374,126 +371,11 @@ class CabMask(NotATensor):
         return (seen | (key == query)).unsqueeze(1)
 
 
-def cab_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Any = causal_mask_function,
-    attention_mask: Tensor | NotATensor | None = None,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    config: Any = None,
-    **_: Any,
-) -> CabMask:
-    """The mask hook registered beside "cab": a `CabMask` instead of a [B, 1, N_q, N_k] tensor.
-
-    Called by transformers once a forward pass and kind of layer, with its own arguments.
-
-    Patterns other than causal, sliding-window and packed are refused by the layer that uses them:
-    BART's decoder has a mask made for the encoder that it may not have.
-
-    Raises:
-        ValueError: for a mask that is not 2-D, of another batch size, or of too few tokens.
-    """
-    # generate() with a static cache calls the hook, then the model does again with what it
-    # returned; continuous batching brings a mask of its own
-    if isinstance(attention_mask, NotATensor):
-        return attention_mask
-    if attention_mask is not None and attention_mask.ndim != 2:
-        raise ValueError(of_another_kind(attention_mask))
-    eager = not torch.compiler.is_compiling()
-    prompt = prompt_of(batch_size) if eager else None
-    if prompt is not None:
-        # waits for a static cache until the first step of its answer
-        prompt.read = prompt.read or int(q_offset) >= prompt.end
-        if kv_offset or local_size is not None or (prompt.read and q_length == 1):
-            # layers of a window have no use for it, and one query is an answer without
-            prompt = None
-    if isinstance(q_offset, Tensor):
-        # a static cache that has begun: its counter is live
-        known = eager and (q_length > 1 or prompt is not None)
-        q_offset = int(q_offset) if known else q_offset.clone()
-    q_slot = q_offset - kv_offset
-    # a static cache's keys reach beyond what is written
-    written = None if isinstance(q_slot, Tensor) else min(kv_length, q_slot + q_length)
-
-    valid = None
-    if attention_mask is not None:
-        end = q_offset + q_length
-        valid = _padding(attention_mask, batch_size, kv_offset, written or kv_length, end).to(
-            device
-        )
-
-    model, document = name_of(config), None
-    refusal, ahead = None, None
-    if use_vmap:
-        # a caller's own functions, or those of pictures, which text alone may have as well
-        parts = packing.parts_of(mask_function) if eager else None
-        if parts is None or "chunked_overlay" in parts:
-            refusal = "adds an or_mask_function or and_mask_function"
-        else:
-            local_size = parts.get("sliding_window_overlay", {}).get("sliding_window", local_size)
-    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
-        refusal = f"attends in chunks of {local_size}"
-    if refusal is None and mask_function is not causal_mask_function and q_length > 1:
-        pattern = mask_function, batch_size, q_offset, q_length, device
-        ahead, starts = packing.pattern_of(*pattern)
-        several = True
-        if eager:
-            looks, several = torch.stack((ahead, starts.any())).tolist()
-            refusal, ahead = AHEAD if looks else None, None
-        if several and written == q_length:
-            document = starts.cumsum(-1)
-        elif several and eager and local_size is None:
-            refusal = refusal or "has a mask that hides the token before one from it, in a cache"
-    return CabMask(
-        batch_size,
-        q_length,
-        written,
-        q_slot,
-        valid,
-        document,
-        local_size,
-        slots=kv_length,
-        model=model,
-        refusal=None if refusal is None else _sentence(model, refusal),
-        prompt=prompt,
-        looks_ahead=ahead,
-    )
-
-
-def _padding(mask: Tensor, batch: int, start: int, keys: int, end: int | Tensor) -> Tensor:
-    """bool [B, keys], from slot ``start`` on: those of the tokens of a padding ``mask``.
-
-    Args:
-        end: slots that the mask must reach to, those of this call among them.
-
-    Raises:
-        ValueError: for a mask of other rows, or of fewer tokens.
-    """
-    rows, tokens = mask.shape
-    if rows != batch:
-        raise ValueError(
-            f"attention_mask has {rows} rows and the batch {batch}; give one row for each text."
-        )
-    valid = mask[:, start : start + keys].bool()
-    if isinstance(end, Tensor):
-        valid = packing.refuse_where(
-            valid, (end > tokens).to(mask.device), too_short(tokens, "more")
-        )
-    elif tokens < end:
-        raise ValueError(too_short(tokens, end))
-    # slots of a static cache that nothing is written to
-    return F.pad(valid, (0, keys - valid.shape[1]), value=False)
-
-
 AHEAD = "has a mask that lets tokens see later ones"
 
 
-def _sentence(model: str, refusal: str) -> str:
+def not_causal(model: str, refusal: str) -> str:
+    """The error for a model whose mask is of a pattern that is not computed."""
     return (
         f"{model} {refusal}; 'cab' computes causal attention, whole or under sliding windows. "
         "Load it with attn_implementation='sdpa'."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from cab_hf.call.forward_pass import LEFT_EARLY, in_backward_pass
+from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
 
 
 class UsedAsTensor(NotImplementedError, AttributeError):
@@ -58,7 +58,7 @@ class NotATensor:
 def used_as_tensor(model: str, what: str) -> UsedAsTensor:
     """The error for a model that reads the attribute ``what`` of its mask."""
     if in_backward_pass():
-        return UsedAsTensor(LEFT_EARLY)
+        return UsedAsTensor(SETTINGS_CHANGED)
     return UsedAsTensor(
         f"{model} computes with its attention mask (reads its {what!r}), for which 'cab' "
         "provides no mask tensor. Load it with attn_implementation='eager'."

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cab_hf.call.forward_pass import LEFT_EARLY, in_backward_pass
+from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
 from cab_hf.call.mask import CabMask, of_another_kind, too_short
 from cab_hf.checks import short
 from cab_hf.hf.fit import layer_type, name_of
@@ -165,7 +165,7 @@ def _refuse_keywords(model: str, kwargs: dict[str, Any]) -> None:
 def _refuse_mask(mask: Any, key: Tensor, sliding_window: int | None) -> None:
     if not isinstance(mask, CabMask):
         if in_backward_pass():
-            raise RuntimeError(LEFT_EARLY)
+            raise RuntimeError(SETTINGS_CHANGED)
         raise ValueError(of_another_kind(mask))
     if mask.refusal is not None:
         raise NotImplementedError(mask.refusal)

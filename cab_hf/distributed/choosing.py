@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, blocks_of
 from cab_hf.distributed.exchange import group_of
 from cab_hf.distributed.layout import layout_between
 from cab_hf.distributed.sharded import ShardedFrame
-from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
+from cab_hf.plan import EXACT_BLOCK, BlockPlan
 from cab_hf.predictors import LayerContext, make_predictor
+from cab_hf.spans import Spans
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,7 +47,7 @@ def predict(
     """
     group = group_of(group)
     layout = layout_between(cu_seqlens, q.shape[2], group.size(), block)
-    places = layout.places(max(config.query_block, config.key_block), q.device)
+    places = layout.places(max(blocks_of(config)), q.device)
     if spans is None:
         spans = places.spans(group.rank(), q.shape[0])
     elif getattr(spans, "places", None) is not places or spans.first.shape[0] != q.shape[0]:

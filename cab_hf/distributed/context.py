@@ -5,11 +5,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,6 @@ from transformers import PreTrainedModel
 from cab_hf.call.frame import PARALLEL
 from cab_hf.call.mask import CabMask
 from cab_hf.call.refusals import foreseen
-from cab_hf.checks import is_whole, require
 from cab_hf.config import NAMES, CabConfig
 from cab_hf.distributed.batch import CHECKSUM
 from cab_hf.distributed.exchange import (
@@ -30,9 +28,10 @@ from cab_hf.distributed.exchange import (
 )
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, layout_of, lengths_between
-from cab_hf.distributed.sharded import ShardedFrame, ShardedText
+from cab_hf.distributed.sharded import ShardedText
 from cab_hf.distributed.whole_text import whole_text_hooks
-from cab_hf.distributed.zigzag import rank_facts
+from cab_hf.distributed.zigzag import rank_facts, require_sizes
+from cab_hf.hf.layers import inner_model
 from cab_hf.hf.token_mixers import refuse_token_mixers
 from cab_hf.plan import EXACT_BLOCK
 
@@ -55,10 +54,6 @@ class Parallel:
     regather_kv: bool
     model: str
     positioned: bool = False
-    # by what the layers of a forward pass share, the layout and the frames of its text
-    _texts: WeakKeyDictionary[CabMask, tuple[Layout, dict[Any, ShardedFrame]]] = field(
-        default_factory=WeakKeyDictionary
-    )
 
     def text(self, mask: CabMask, q: Tensor, k: Tensor, *values: Any) -> ShardedText:
         """The text of a forward pass, whose layout is agreed on once by all ranks.
@@ -74,10 +69,8 @@ class Parallel:
             NotImplementedError: for padding, a cache, or a model that is compiled.
         """
         _refuse(mask, q, k)
-        if mask not in self._texts:
-            self._texts[mask] = self._agreed(q, k, *values), {}
-        how = self.group, self.heads_k_stride, self.regather_kv
-        return ShardedText(mask, *self._texts[mask], *how)
+        layout = mask.state.once("layout over ranks", lambda: self._agreed(q, k, *values))
+        return ShardedText(mask, layout, self.group, self.heads_k_stride, self.regather_kv)
 
     def _agreed(
         self,
@@ -190,11 +183,11 @@ def context_parallel(
         RankLost: inside, where another rank has stopped.
     """
     group = group_of(group)
-    require(is_whole(heads_k_stride), "heads_k_stride", heads_k_stride, "a whole number >= 1")
-    require(is_whole(block) and block % 16 == 0, "block", block, "a multiple of 16")
+    require_sizes(heads_k_stride, block)
     modules = list(model.modules())
     _refuse_model(model, modules)
-    parallel = Parallel(group, heads_k_stride, block, regather_kv, type(_inner(modules)).__name__)
+    name = type(inner_model(model) or model).__name__
+    parallel = Parallel(group, heads_k_stride, block, regather_kv, name)
     listening = model.register_forward_pre_hook(parallel.listen, with_kwargs=True)
     withdraw_failure(group)
     for module in modules:
@@ -233,7 +226,7 @@ def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
                 f"{type(module).__name__} of {type(model).__name__} is not computed by 'cab' "
                 f"({reason}); context_parallel is for models whose attention is."
             )
-    _refuse_positions(modules)
+    _refuse_positions(type(inner_model(model) or model).__name__, modules)
     refuse_token_mixers(
         model,
         "inside context_parallel they would see this rank's shard alone. Read its texts in one "
@@ -241,27 +234,21 @@ def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
     )
 
 
-def _refuse_positions(modules: list[nn.Module]) -> None:
-    """Where a model does not place tokens by the position_ids of a shard."""
-    inner = _inner(modules)
+def _refuse_positions(name: str, modules: list[nn.Module]) -> None:
+    """Where a model of this ``name`` does not place tokens by the position_ids of a shard."""
     models = [each for each in modules if isinstance(each, PreTrainedModel)]
     placed = [each for each in models if "position_ids" in signature(each.forward).parameters]
     if models and not placed:
         raise NotImplementedError(
-            f"{type(inner).__name__} takes no position_ids and counts the tokens that it is given, "
+            f"{name} takes no position_ids and counts the tokens that it is given, "
             "which inside context_parallel are this rank's shard. Read its texts in one process."
         )
     # the first position of those is not 0
     if any(hasattr(each, "create_position_ids_from_input_ids") for each in modules):
         raise NotImplementedError(
-            f"{type(inner).__name__} counts positions from padding_idx + 1 on, and those of "
+            f"{name} counts positions from padding_idx + 1 on, and those of "
             "cab_hf.distributed.shard begin at 0. Read its texts in one process."
         )
-
-
-def _inner(modules: list[nn.Module]) -> nn.Module:
-    """The transformers model, inside of an adapter or another wrapper."""
-    return next((each for each in modules if isinstance(each, PreTrainedModel)), modules[0])
 
 
 @lru_cache

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from cab_hf.call.frame import Frame, Length
-from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, once_per_spans
+from cab_hf.plan import EXACT_BLOCK, BlockPlan
+from cab_hf.spans import Spans, once_per_spans
 
 # layouts kept, and the places made of each: those of a few batches on their way
 KEPT = 8
@@ -215,7 +216,8 @@ class Shard(Spans):
     text: Spans | None = None
     places: Places | None = None
 
-    def _tail(self, tokens: int, query_block: int) -> Tensor:
+    @once_per_spans
+    def tail(self, tokens: int, query_block: int) -> Tensor:
         return self.taken(self.text.tail(tokens, query_block), query_block)
 
     @once_per_spans

@@ -7,9 +7,8 @@ beside them is gathered as the predictor says (`Predictor.gathers`). Which rows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,8 +21,9 @@ from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, Places, Shard
 from cab_hf.distributed.zigzag import CPAttention
 from cab_hf.engines import Engine
-from cab_hf.plan import BlockPlan, named_rows, once_per_spans
+from cab_hf.plan import BlockPlan, rows_grid
 from cab_hf.predictors import LayerContext, Predictor
+from cab_hf.spans import named_rows, once_per_spans
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -121,19 +121,10 @@ class ShardedFrame:
         filled = filled.view(-1, *[1] * (x.ndim - 1))
         return everyone.masked_fill(~filled, 0.0).movedim(0, dim)
 
-    def tokens(self, x: Tensor, heads: Sequence[int] | None = None) -> Tensor:
-        """x [B, H, n, C] of all ranks in the order of the frame, [B, H, N', C]. No gradient.
-
-        With ``heads`` theirs alone are gathered, and others are anything.
-        """
-        if heads is None:
-            everyone = gathered(x.permute(2, 0, 1, 3), self.group)
-            return everyone[self.places.source].permute(1, 2, 0, 3)
-        # bytes travel where backends know no floats of 8 bits
-        bits = x.view(torch.uint8) if x.element_size() == 1 else x
-        everyone = bits.new_empty(*bits.shape[:2], self.places.length, bits.shape[3])
-        everyone[:, heads] = self.tokens(bits[:, heads])
-        return everyone.view(x.dtype)
+    def tokens(self, x: Tensor) -> Tensor:
+        """x [B, H, n, C] of all ranks in the order of the frame, [B, H, N', C]. No gradient."""
+        everyone = gathered(x.permute(2, 0, 1, 3), self.group)
+        return everyone[self.places.source].permute(1, 2, 0, 3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +133,6 @@ class ShardedText:
 
     Attributes:
         mask: of this rank's tokens, with what its layers share.
-        frames: those that layers have used.
         heads_k_stride, regather_kv: see `KVGather`.
     """
 
@@ -151,7 +141,6 @@ class ShardedText:
 
     mask: CabMask
     layout: Layout
-    frames: dict[Any, ShardedFrame]
     group: ProcessGroup
     heads_k_stride: int
     regather_kv: bool
@@ -161,11 +150,13 @@ class ShardedText:
     ) -> ShardedFrame:
         """As `CabMask.frame`; made once for all layers."""
         places = self.layout.places(max(query_block, key_block), device)
-        if places not in self.frames:
+
+        def build() -> ShardedFrame:
             spans = places.spans(self.group.rank(), self.mask.batch)
             how = self.window, self.heads_k_stride, self.regather_kv
-            self.frames[places] = ShardedFrame(places, self.group, spans, *how)
-        return self.frames[places]
+            return ShardedFrame(places, self.group, spans, *how)
+
+        return self.state.once(("frame", places), build)
 
     @property
     def q_length(self) -> int:
@@ -196,8 +187,5 @@ class ShardedText:
 @once_per_spans
 def _short_rows(spans: Shard, short: Tensor, query_block: int) -> Tensor:
     """The rows of this rank, int64 [B, R], of those of the whole text that ``short`` names."""
-    blocks = -(-spans.text.q_length // query_block)
-    named = torch.zeros(1, blocks + 1, device=short.device, dtype=torch.bool)
-    named = named.scatter(1, short.where(short >= 0, blocks), True)[:, :-1]
-    rows = spans.taken(named, query_block)
+    rows = spans.taken(rows_grid(spans.text, short, query_block)[:, 0], query_block)
     return named_rows(rows, rows.shape[1]).expand(spans.first.shape[0], -1)

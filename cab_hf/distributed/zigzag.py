@@ -5,22 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from cab_hf import engines
 from cab_hf.call.frame import everything
+from cab_hf.call.refusals import DTYPES
 from cab_hf.checks import is_whole, require
 from cab_hf.distributed.exchange import group_of, require_equal
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slices
 from cab_hf.distributed.layout import Layout, Places, layout_between
 from cab_hf.engines import Engine, Workload
-from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
+from cab_hf.plan import EXACT_BLOCK, BlockPlan
+from cab_hf.spans import Spans
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +128,12 @@ def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
+def require_sizes(heads_k_stride: int, block: int) -> None:
+    """Raises ValueError for numbers that are not those of `zigzag_attention`."""
+    require(is_whole(heads_k_stride), "heads_k_stride", heads_k_stride, "a whole number >= 1")
+    require(is_whole(block) and block % 16 == 0, "block", block, "a multiple of 16")
+
+
 def rank_facts(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None) -> dict[str, int]:
     """What the ranks of one text must have in common."""
     lengths = () if layout is None else layout.lengths
@@ -167,8 +172,7 @@ def turn(
     """Validate the arguments of `zigzag_attention`; raises what it documents."""
     group = group_of(group)
     refuse_shapes(q, k, v)
-    require(is_whole(heads_k_stride), "heads_k_stride", heads_k_stride, "a whole number >= 1")
-    require(is_whole(block) and block % 16 == 0, "block", block, "a multiple of 16")
+    require_sizes(heads_k_stride, block)
     world, tokens = group.size(), q.shape[2]
     layout = layout_between(cu_seqlens, tokens, world, block)
     if check:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, blocks_of
 from cab_hf.engines import Engine
 from cab_hf.hf.fit import layer_index
 from cab_hf.hf.rotary import slow_channels
@@ -39,7 +39,7 @@ class Sparse:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """[B, H, N_q, D] of q [B, H, N_q, D] over k and v [B, H_kv, N_k, D]."""
         config, text = self.config, self.text
-        frame = text.frame(config.query_block, config.key_block, q.device)
+        frame = text.frame(*blocks_of(config), q.device)
         q_frame, k_frame, v_frame = frame.queries(q), frame.keys(k), frame.keys(v)
         seed = None
         if self.one_in:
@@ -57,7 +57,7 @@ class Sparse:
 
         # plans are kept for a backward pass where any of these has one
         trained = next((x for x in (q, k, v) if x.requires_grad), q)
-        plan = text.state.planned(self.layer, trained, predict)
+        plan = text.state.kept_plan(self.layer, trained, predict)
         out = frame.attend(self.engine, q_frame, k_frame, v_frame, plan, scale)
         if not torch.compiler.is_compiling():
             _count(self.layer, plan)

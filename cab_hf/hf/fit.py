@@ -102,6 +102,12 @@ def number(text: Any, name: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
+def rotations(text: Any) -> list[dict[str, Any]]:
+    """What a config has of rotary embeddings; some models have others in each kind of layer."""
+    shared = getattr(text, "rope_parameters", None) or {}
+    return [shared, *(each for each in shared.values() if isinstance(each, dict))]
+
+
 def positions(model_config: Any) -> int | None:
     """How many tokens the positions in a transformers config reach; None where not known.
 
@@ -111,12 +117,9 @@ def positions(model_config: Any) -> int | None:
     most = getattr(text, "max_position_embeddings", None)
     if not isinstance(most, int) or most <= 0:
         return None
-    rotary = getattr(text, "rope_parameters", None) or {}
-    # some models have others in each kind of layer
-    kinds = [each for each in rotary.values() if isinstance(each, dict)] or [rotary]
     stretched = [
         int(each["factor"] * (each.get("original_max_position_embeddings") or most))
-        for each in kinds
+        for each in rotations(text)
         if each.get("factor")
     ]
     return max([most, *stretched])

@@ -34,15 +34,18 @@ def attention_layers(model: PreTrainedModel) -> Iterator[tuple[int | None, nn.Mo
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
     """The model itself, or the one inside of an adapter or another wrapper; ValueError for none."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    result = (module for module in modules if isinstance(module, PreTrainedModel))
-    inner = next(result, None)
+    inner = inner_model(model) if isinstance(model, nn.Module) else None
     if inner is None:
         raise ValueError(
             f"model is a {type(model).__name__} with no transformers model in it; give a causal "
             "language model of transformers."
         )
     return inner
+
+
+def inner_model(model: nn.Module) -> PreTrainedModel | None:
+    """The transformers model that a module is or holds; None for none."""
+    return next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
 
 
 def _causal(module: nn.Module) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from cab_hf.hf.fit import rotations
+
 # 8-bit products take multiples of 32 channels: half of fewer than these saves nothing
 LEAST_HEAD_DIM = 64
 
@@ -37,11 +39,8 @@ def slow_channels(module: Any, head_dim: int) -> tuple[int, ...]:
 
 def _partial_factors(config: Any) -> list[float]:
     """Every share of a head that is rotated, by the config."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    # some models have others in each kind of layer
-    kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
     parts = [getattr(config, "partial_rotary_factor", None)]
-    parts += [each.get("partial_rotary_factor") for each in kinds]
+    parts += [each.get("partial_rotary_factor") for each in rotations(config)]
     return [factor for factor in parts if factor is not None]
 
 

@@ -14,6 +14,8 @@ from types import CodeType
 from torch import nn
 from transformers import PreTrainedModel
 
+from cab_hf.hf.layers import inner_model
+
 # what layers call in a cache, or look for there, that keep a state from token to token
 STATES = frozenset(
     {
@@ -40,7 +42,7 @@ def refuse_token_mixers(model: nn.Module, why: str) -> None:
     kinds = dict.fromkeys(type(module).__name__ for module in token_mixers(model))
     if kinds:
         raise NotImplementedError(
-            f"{type(_first(model)).__name__} has layers that mix tokens without attention "
+            f"{type(inner_model(model)).__name__} has layers that mix tokens without attention "
             f"({', '.join(kinds)}); {why}"
         )
 
@@ -51,7 +53,7 @@ def token_mixers(model: nn.Module) -> Iterator[nn.Module]:
     Convolutions along the text, and layers that keep a state of their own in the cache: state
     spaces, recurrent layers, linear attention.
     """
-    complete = _first(model)
+    complete = inner_model(model)
     if complete is None:
         return
     text = complete.config.get_text_config().model_type
@@ -66,11 +68,6 @@ def token_mixers(model: nn.Module) -> Iterator[nn.Module]:
         if any(map(_convolves, children)) or _keeps_state(type(module)):
             yield module
         waiting.extend(reversed(children))
-
-
-def _first(model: nn.Module) -> PreTrainedModel | None:
-    """The model itself, or the one inside of an adapter or another wrapper."""
-    return next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
 
 
 def _convolves(module: nn.Module) -> bool:

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, blocks_of, tail_of
 from cab_hf.ops import reference, rows, top_k
 from cab_hf.ops.launch import on_device_of
 from cab_hf.ops.sweep import RowRules, kept_blocks
-from cab_hf.plan import BlockLists, Spans, crossed_blocks
+from cab_hf.spans import BlockLists, Spans, crossed_blocks
 
 # bytes of lists that are made as wide as a row could ever need; wider ones are measured first,
 # which waits for the device once
@@ -54,13 +54,12 @@ def choose(
         keys, exponents: those of `keys_of`, for the same ``channels``.
     """
     batch, heads, length, _ = q.shape
-    blocks = config.query_block, config.key_block
-    tail = config.dense_tail_blocks * config.query_block, config.query_block
+    blocks = blocks_of(config)
     kv_blocks = triton.cdiv(keys.shape[2], config.key_block)
     whole = length == keys.shape[2] and spans.consecutive
     with on_device_of(q):
         bounds = reference.row_bounds(spans, *blocks, config.sink_blocks, config.local_blocks)
-        ends = spans.tail(*tail) if spans.has_tail(*tail) else None
+        ends = spans.tail(*tail_of(config)) if spans.has_tail(*tail_of(config)) else None
         thresholds = config.mass_threshold, config.share_threshold
         rules = RowRules(bounds, *thresholds, ends, spans.documents is None)
         counts = bounds.new_empty(batch, heads, bounds.shape[2])

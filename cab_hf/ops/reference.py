@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.config import CabConfig
-from cab_hf.plan import BlockPlan, Spans, once_per_spans
+from cab_hf.config import CabConfig, tail_of
+from cab_hf.plan import BlockPlan
+from cab_hf.spans import Spans, once_per_spans
 
 # the most rows of attention computed at a time: bounds the token mask, not the result
 QUERY_CHUNK = 256
@@ -82,8 +83,7 @@ def forced_blocks(visible: Tensor, spans: Spans, config: CabConfig) -> Tensor:
     diagonal = (rows.min_last // config.key_block).unsqueeze(-1)
     sink = block < first + config.sink_blocks
     local = (block > last - config.local_blocks) | (block >= diagonal)
-    tail = spans.tail(config.dense_tail_blocks * config.query_block, config.query_block)
-    return visible & (sink | local | tail.unsqueeze(-1))
+    return visible & (sink | local | spans.tail(*tail_of(config)).unsqueeze(-1))
 
 
 def share_of_row(visible: Tensor, share: float | Tensor) -> Tensor:
@@ -118,10 +118,9 @@ def best_of_rows(score: Tensor, visible: Tensor, forced: Tensor, wanted: Tensor)
 
     Those that are forced, then the best; ties go to the lower index.
     """
-    free, wanted = visible & ~forced, wanted.unsqueeze(-1)
-    order = score.masked_fill(~free, -torch.inf).argsort(dim=-1, descending=True, stable=True)
+    wanted = wanted.unsqueeze(-1)
     spare = wanted - forced.sum(-1, keepdim=True)
-    return (forced & (wanted > 0)) | (free & (order.argsort(-1) < spare))
+    return (forced & (wanted > 0)) | top_blocks(score, visible & ~forced, spare)
 
 
 @once_per_spans

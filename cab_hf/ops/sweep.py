@@ -1,10 +1,8 @@
-"""Which blocks are kept, on the GPU: one sweep over the keys, and one pass over what it leaves.
+"""Which blocks are kept, on the GPU: one sweep over the keys, and the pass `keep` over the rest.
 
 The definition is `choose_by_reference` of `cab_hf.predictors.rows`. A program of the sweep scores
 the outliers and the typical queries of some query blocks against all keys that these see, and
-leaves the largest logit of every key block and the normaliser of every row. The pass takes shares,
-their weighted mean, and one bit for each block, kept or not. A second launch for it: in the sweep's
-own programs, few on a multiprocessor, it waited for memory longer than for anything else.
+leaves the largest logit of every key block and the normaliser of every row.
 """
 
 from __future__ import annotations
@@ -21,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cab_hf.ops import launch, reference
+from cab_hf.ops import keep, launch, reference
 from cab_hf.ops.attention.tiles import described, precision, tile_of
+from cab_hf.ops.keep import scratch_of
 from cab_hf.ops.rows import FP8, ScoredRows, power_of_two
 
 # rows of typical queries of a program, and of outliers, at least: a warp group multiplies so many;
@@ -39,8 +38,6 @@ CACHED_KEYS = 32 << 20
 LANES, COLUMNS_OF_LANES = 4, 8
 # of at most 2 ** 7 parts of a tile, until one is left
 HALVINGS = tl.constexpr(7)
-# key blocks of a row that are weighed at a time, whole words of bits, and by how many warps
-CHUNK, KEEP_WARPS = 64, 1
 # bytes of scratch at a time
 SCRATCH_AT_A_TIME = 1152 << 20
 
@@ -56,12 +53,6 @@ class Units(NamedTuple):
     each: Tensor
     least: Tensor
     largest: Tensor
-
-    @classmethod
-    def of(cls, exponents: Tensor) -> Units:
-        """Those of `rows.scored_keys`."""
-        each = exponents.flatten(2).flatten(0, 1).contiguous()
-        return cls(each, *each.aminmax(dim=1))
 
 
 class RowRules(NamedTuple):
@@ -116,9 +107,8 @@ def kept_blocks(
     q_blocks = total // typical.count
     half = typical.vectors.dtype == FP8
     count = 0 if outliers is None else outliers.count
-    first = 0 if outliers is None else outliers.vectors.shape[2]
     width = keys.shape[3]
-    first = first or width
+    first = outliers.vectors.shape[2] if count else width
     least = LEAST_ROWS_FLOAT32 if keys.dtype == torch.float32 else LEAST_ROWS
     together = max(1, *(triton.cdiv(least, x) for x in (typical.count, count) if x))
     rows = together * (count + typical.count)
@@ -155,7 +145,10 @@ def kept_blocks(
         dtype=torch.float16 if half else torch.float32,
     )
     by_head = keys.numel() * keys.element_size() > CACHED_KEYS
-    units = Units.of(exponents) if half else None
+    units = None
+    if half:
+        each = exponents.flatten(2).flatten(0, 1).contiguous()
+        units = Units(each, *each.aminmax(dim=1))
     tail = "none" if rules.tail is None else "listed" if rules.tail_listed else "named"
     scored = outliers if count else typical, typical
     shape = dict(OUTLIERS=count, TYPICAL=typical.count, TOGETHER=together, WIDER=wider)
@@ -186,7 +179,7 @@ def kept_blocks(
             num_warps=WARPS,
             maxnreg=REGISTERS if half else None,
         )
-        _keep_kernel[((end - begin) * together, planes)](
+        keep._keep_kernel[((end - begin) * together, planes)](
             *scored,
             rules.bounds,
             bits if rules.tail is None else rules.tail,
@@ -208,9 +201,9 @@ def kept_blocks(
             THRESHOLD_BLOCKS=reference.THRESHOLD_KEYS / key_block,
             STEP=step * key_block,
             BLOCKS=step,
-            CHUNK=CHUNK,
+            CHUNK=keep.CHUNK,
             TAIL=tail,
-            num_warps=KEEP_WARPS,
+            num_warps=keep.WARPS,
         )
 
 
@@ -336,18 +329,7 @@ def _seen_by_all(seen, STEP: tl.constexpr):
 
 
 # the first of several launches is no reason to compile twice
-@triton.jit(
-    do_not_specialize=[
-        "columns",
-        "all_columns",
-        "begin",
-        "start",
-        "heads",
-        "kv_heads",
-        "kv_length",
-        "q_blocks",
-    ]
-)
+@triton.jit(do_not_specialize=[*keep.PLACES, "kv_heads", "kv_length"])
 def _sweep_kernel(
     outliers,
     typical,
@@ -432,7 +414,7 @@ def _sweep_kernel(
         if tl.load(units.least + kv_plane) < largest:
             # keys of several units are multiplied by them, all in the first part
             whole_low, whole_high = end, end
-    kept = _scratch_of(scratch, plane, tile, begin, columns, all_columns, ALL, WIDER)
+    kept = scratch_of(scratch, plane, tile, begin, columns, all_columns, ALL, WIDER)
     in_step = tl.arange(0, BLOCKS)[None, :]
     # the key of each column of a tile: blocks alternate
     SIZE: tl.constexpr = BLOCK_N // BLOCKS
@@ -494,148 +476,3 @@ def _sweep_kernel(
         odd_norm = _log_total(odd_m, odd_l, odd_seen[1] >= 0)
         tl.store(outliers.norm + odd, odd_norm, mask=odd_there)
         tl.store(outliers.scale + odd, odd_scale, mask=odd_there)
-
-
-@triton.jit
-def _scratch_of(
-    scratch, plane, tile, begin, columns, all_columns, ALL: tl.constexpr, WIDER: tl.constexpr
-):  # fmt: skip
-    """Where the logits of a tile of rows begin, from column 0 on."""
-    before = (tile - begin) * all_columns
-    if WIDER > 0:
-        before = WIDER * (tile * (tile + 1) - begin * (begin + 1)) // 2
-    return scratch + (plane.to(tl.int64) * columns + before) * ALL
-
-
-@triton.jit
-def _shares(
-    rows, line, kept, step, there, BLOCKS: tl.constexpr, ALL: tl.constexpr, COUNT: tl.constexpr
-):  # fmt: skip
-    """(largest, sum) of the shares that the scored rows of a query block have of some key blocks.
-
-    [steps * BLOCKS] each. ``kept`` is where the logits of the query block ``line`` begin.
-    """
-    row = line * COUNT + tl.arange(0, COUNT)
-    scale = tl.load(rows.scale + row)[None, :, None]
-    norm = tl.load(rows.norm + row)[None, :, None]
-    cell = step[:, None] * (ALL * BLOCKS) + tl.arange(0, COUNT * BLOCKS)[None, :]
-    top = tl.load(kept + cell, mask=there[:, None], other=float("-inf")).to(tl.float32)
-    share = tl.exp2(tl.reshape(top, (step.shape[0], COUNT, BLOCKS)) * scale - norm)
-    size: tl.constexpr = step.shape[0] * BLOCKS
-    return tl.reshape(tl.max(share, 1), (size,)), tl.reshape(tl.sum(share, 1), (size,))
-
-
-@triton.jit
-def _seen_by(rows, line, COUNT: tl.constexpr):
-    """The first and the last key that rows of a query block see, and how many see any."""
-    row = line * COUNT + tl.arange(0, COUNT)
-    last = tl.load(rows.last + row)
-    first = tl.where(last >= 0, tl.load(rows.first + row), 2147483647)
-    return tl.min(first, 0), tl.max(last, 0), tl.sum((last >= 0).to(tl.float32), 0)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "columns",
-        "all_columns",
-        "least_mass",
-        "share",
-        "begin",
-        "start",
-        "heads",
-        "q_blocks",
-        "kv_blocks",
-        "words",
-        "bounds_plane",
-    ]
-)
-def _keep_kernel(
-    outliers,
-    typical,
-    bounds,
-    tails,
-    bits,
-    counts,
-    scores,
-    scratch,
-    columns,
-    all_columns,
-    least_mass,
-    share,
-    begin,
-    start,
-    heads,
-    q_blocks,
-    kv_blocks,
-    words,
-    bounds_plane,
-    OUTLIERS: tl.constexpr,
-    TYPICAL: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    THRESHOLD_BLOCKS: tl.constexpr,
-    STEP: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WIDER: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TAIL: tl.constexpr,
-):
-    """Of one query block of a head: what it keeps, by the logits that the sweep left."""
-    ALL: tl.constexpr = TOGETHER * (OUTLIERS + TYPICAL)
-    plane = tl.program_id(1)
-    # the longest rows first
-    block = begin * TOGETHER + tl.num_programs(0) - 1 - tl.program_id(0)
-    if block >= q_blocks:
-        return
-    line = plane.to(tl.int64) * q_blocks + block
-    tile = block // TOGETHER
-    even = _scratch_of(scratch, plane, tile, begin, columns, all_columns, ALL, WIDER)
-    odd = even + (TOGETHER * TYPICAL + block % TOGETHER * OUTLIERS) * BLOCKS
-    even += block % TOGETHER * (TYPICAL * BLOCKS)
-    first, last, real = _seen_by(typical, line, TYPICAL)
-    weight = real * WEIGHT
-    if OUTLIERS > 0:
-        odd_first, odd_last, real = _seen_by(outliers, line, OUTLIERS)
-        first = tl.minimum(first, odd_first)
-        last = tl.maximum(last, odd_last)
-        weight += real
-    at = (start + plane) // heads * q_blocks + block
-    lowest = tl.load(bounds + at)
-    highest = tl.load(bounds + bounds_plane + at)
-    sinks = tl.load(bounds + 2 * bounds_plane + at)
-    local = tl.load(bounds + 3 * bounds_plane + at)
-    # a row of more keys spreads its attention over more blocks
-    longer = tl.maximum((highest - lowest + 1) / THRESHOLD_BLOCKS, 1.0)
-    weight = tl.maximum(weight, 1e-30) / longer
-    needed = least_mass * weight
-    if TAIL != "none":
-        tail = tl.load(tails + at) != 0
-    # of all heads, where the other lines count those at hand
-    own = (start + plane).to(tl.int64) * q_blocks + block
-    found = 0
-    for begins in range(lowest // CHUNK * CHUNK, highest + 1, CHUNK):
-        # what no scored row sees is not in the scratch
-        step = begins // BLOCKS + tl.arange(0, CHUNK // BLOCKS)
-        there = (step >= first // STEP) & (step <= last // STEP)
-        most, mass = _shares(typical, line, even, step, there, BLOCKS, ALL, TYPICAL)
-        mass *= WEIGHT
-        if OUTLIERS > 0:
-            largest, shares = _shares(outliers, line, odd, step, there, BLOCKS, ALL, OUTLIERS)
-            mass += shares
-            most = tl.maximum(most, largest)
-        column = begins + tl.arange(0, CHUNK)
-        keep = (mass >= needed) | (most >= share)
-        if scores is not None:
-            score = tl.where(most >= share, 1 + most, tl.minimum(mass / weight, 1.0))
-            tl.store(scores + line * kv_blocks + column, score, mask=column < kv_blocks)
-        keep |= (column < sinks) | (column >= local)
-        if TAIL == "listed":
-            keep |= tail
-        keep &= (column >= lowest) & (column <= highest)
-        if TAIL == "named":
-            keep &= tail == 0
-        found += tl.sum(keep.to(tl.int32), 0)
-        word = tl.reshape(keep.to(tl.int32), (CHUNK // 32, 32)) << tl.arange(0, 32)[None, :]
-        place = begins // 32 + tl.arange(0, CHUNK // 32)
-        tl.store(bits + own * words + place, tl.sum(word, 1), mask=place < words)
-    tl.store(counts + own, found)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from cab_hf.checks import require
 from cab_hf.config import CabConfig
-from cab_hf.plan import BlockPlan, Spans
+from cab_hf.ops import HAS_TRITON
+from cab_hf.plan import BlockPlan
+from cab_hf.spans import Spans
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +37,16 @@ class LayerContext:
     layer: int | None = None
     shared_state: dict[Any, Any] = field(default_factory=dict)
     channels: tuple[int, ...] = ()
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether q or k [B, H, N, D] is for the kernels of choosing."""
+    # models on the CPU never need Triton
+    if not x.is_cuda or not HAS_TRITON:
+        return False
+    from cab_hf.ops import launch
+
+    return launch.unavailable(x) is None
 
 
 class Predictor(ABC):

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.ops import HAS_TRITON, reference
-from cab_hf.plan import BlockLists, BlockPlan, Spans, crossed_blocks
-from cab_hf.predictors.base import LayerContext, Predictor, sparsity_of
+from cab_hf.config import blocks_of, tail_of
+from cab_hf.ops import reference
+from cab_hf.plan import BlockPlan
+from cab_hf.predictors.base import LayerContext, Predictor, has_kernels, sparsity_of
+from cab_hf.spans import BlockLists, Spans, crossed_blocks
 
 # bytes of scores alive at a time; heads take turns so that it is enough
 SCORE_BYTES_AT_A_TIME = 1 << 30
 SCORES_OF_A_HEAD = 8  # float32 [M_q, M_k] that live at once
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-LARGEST_HEAD_DIM = 256
 
 
 class FrcPredictor(Predictor):
@@ -68,12 +68,11 @@ class FrcPredictor(Predictor):
     def _plan(self, queries: Tensor, keys: Tensor, call: LayerContext) -> BlockPlan:
         """The plan by the vectors of query blocks [B, H, M_q, D] and of key blocks."""
         config, spans, heads = self.config, call.spans, queries.shape[1]
-        tail = config.dense_tail_blocks * config.query_block, config.query_block
-        rows = spans.tail(*tail) if spans.has_tail(*tail) else None
-        named = spans.tail_rows(*tail)
+        rows = spans.tail(*tail_of(config)) if spans.has_tail(*tail_of(config)) else None
+        named = spans.tail_rows(*tail_of(config))
         listed = rows is not None and named is None
         sparsity = sparsity_of(config, call.layer, heads)
-        blocks = config.query_block, config.key_block
+        blocks = blocks_of(config)
         bounds = reference.row_bounds(spans, *blocks, config.sink_blocks, config.local_blocks)
         wanted = wanted_blocks(bounds, rows, listed, sparsity, config.max_density)
         given = wanted.expand(-1, heads, -1).contiguous(), spans.rows(blocks[0]).places(blocks[0])
@@ -196,11 +195,6 @@ def wanted_blocks(
 def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
     """float64 [H, 1]. Made once for a layer: the copy is a wait, and CUDA graphs allow none."""
     return torch.tensor(numbers, dtype=torch.float64, device=device).unsqueeze(1)
-
-
-def has_kernels(x: Tensor) -> bool:
-    """Whether kernels take x [B, H, N, D]."""
-    return x.is_cuda and HAS_TRITON and x.dtype in KERNEL_DTYPES and x.shape[3] <= LARGEST_HEAD_DIM
 
 
 @torch.library.custom_op("cab_hf::frc_tokens", mutates_args=())

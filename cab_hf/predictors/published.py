@@ -157,8 +157,7 @@ def _visible_blocks(like: Tensor, causal: bool) -> Tensor:
 def _best_blocks(score: Tensor, visible: Tensor, keep_diagonal: bool, count: Tensor) -> Tensor:
     """The ``count`` best blocks of each row, the diagonal among them where it is kept."""
     forced = visible.diag().diag() & bool(keep_diagonal)
-    candidates = (visible & ~forced).expand_as(score)
-    return forced | reference.top_blocks(score, candidates, count - forced.sum(-1, keepdim=True))
+    return reference.best_of_rows(score, visible, forced, count.squeeze(-1))
 
 
 class CoarseCurvaturePredictor(nn.Module):

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cab_hf.config import CabConfig
-from cab_hf.ops import HAS_TRITON, reference
-from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility, crossed_blocks
-from cab_hf.predictors.base import LayerContext, Predictor
+from cab_hf.config import CabConfig, blocks_of, tail_of
+from cab_hf.ops import reference
+from cab_hf.plan import BlockPlan
+from cab_hf.predictors.base import LayerContext, Predictor, has_kernels
+from cab_hf.spans import BlockLists, Spans, block_visibility, crossed_blocks
 
 # what choosing takes of a CabConfig, with the types that the registered op has for it
 FIELDS = {
@@ -91,22 +92,9 @@ class RowsPredictor(Predictor):
             lists = _as_op(q, summary, call, config)
         else:
             lists = _choose(q, summary, call, config)
-        rows = spans.tail_rows(*_tail(config))
-        return BlockPlan(*lists, spans, config.query_block, config.key_block, dense_rows=rows)
-
-
-def has_kernels(x: Tensor) -> bool:
-    """Whether the kernels take ``x``."""
-    # imported here and below: models on the CPU never need Triton
-    if not x.is_cuda or not HAS_TRITON:
-        return False
-    from cab_hf.ops import launch
-
-    return launch.unavailable(x) is None
-
-
-def _tail(config: CabConfig) -> tuple[int, int]:
-    return config.dense_tail_blocks * config.query_block, config.query_block
+        return BlockPlan(
+            *lists, spans, *blocks_of(config), dense_rows=spans.tail_rows(*tail_of(config))
+        )
 
 
 def _choose(
@@ -120,21 +108,25 @@ def _choose(
 
         parts = summary.keys, summary.exponents, call.spans, call.scale, call.channels, config
         return lists.choose(q, *parts)
-    keep = choose_by_reference(q, summary.keys, call, config)
-    rows, blocks = call.spans.tail_rows(*_tail(config)), (config.query_block, config.key_block)
-    sizes = dict(zip(("query_block", "key_block"), blocks, strict=True))
-    plan = BlockPlan.from_dense(keep, call.spans, dense_rows=rows, **sizes)
+    plan = BlockPlan.from_dense(
+        choose_by_reference(q, summary.keys, call, config),
+        call.spans,
+        query_block=config.query_block,
+        key_block=config.key_block,
+        dense_rows=call.spans.tail_rows(*tail_of(config)),
+    )
     return plan.full, plan.partial
 
 
 def choose_by_reference(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
     """What `RowsPredictor` keeps, bool [B, H, M_q, M_k], in plain PyTorch on any device."""
-    spans, blocks = call.spans, (config.query_block, config.key_block)
     rank = ranks(q, k, call, config)
     keep = rank >= config.mass_threshold
     if config.max_density == 1:
         return keep
-    bounds = reference.row_bounds(spans, *blocks, config.sink_blocks, config.local_blocks)
+    bounds = reference.row_bounds(
+        call.spans, *blocks_of(config), config.sink_blocks, config.local_blocks
+    )
     forced = rank == torch.inf
     cap = reference.most_of_rows(bounds, config.max_density).unsqueeze(1)
     wanted = keep.sum(-1).minimum(cap.maximum(forced.sum(-1)))
@@ -149,7 +141,7 @@ def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor
     seen.
     """
     spans, group = call.spans, q.shape[1] // k.shape[1]
-    visible = block_visibility(spans, config.query_block, config.key_block)
+    visible = block_visibility(spans, *blocks_of(config))
     seen = config.key_block * visible.sum(-1, keepdim=True).unsqueeze(1)
     longer = (seen / reference.THRESHOLD_KEYS).clamp(min=1)
     forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
@@ -198,7 +190,7 @@ def _choose_op(q, keys, exponents, scale, channels, *values):
 def _(q, keys, exponents, scale, channels, first, last, key_valid, aligned, *values):
     config = _config_of(values[3:])
     rows, columns = -(-q.shape[2] // config.query_block), -(-keys.shape[2] // config.key_block)
-    crossed = crossed_blocks(config.query_block, config.key_block) if aligned else columns
+    crossed = crossed_blocks(*blocks_of(config)) if aligned else columns
     shapes = ((), (columns,), (), (min(crossed, columns),))
     return tuple(first.new_empty(*q.shape[:2], rows, *width) for width in shapes)
 

@@ -66,31 +66,30 @@ def assert_same(actual, layout, expected):
         assert error <= 1e-5, f"{name}: {error:.2g}"
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
+# (ranks, scheme, KV heads, query heads of each, settings)
+CASES = {
+    **{f"own-keys-{world}": (world, "zigzag", 2, 1, {}) for world in (1, 2, 4, 8)},
+    **{f"shared-keys-{world}": (world, "zigzag", 2, 4, {}) for world in (1, 2, 4, 8)},
+    "ring": (4, "ring", 3, 2, {}),
+    "two-heads-at-a-time": (4, "zigzag", 3, 2, {"heads_k_stride": 2}),
+    "more-heads-than-there-are": (4, "zigzag", 3, 2, {"heads_k_stride": 5}),
+    "kept-for-backward": (4, "zigzag", 3, 2, {"regather_kv": False}),
+    # documents see all of themselves
+    "not-causal": (2, "zigzag", 2, 2, {"causal": False}),
+}
+
+
 @pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize(("group", "kv_heads"), [(1, 2), (4, 2)])
-def test_zigzag_is_what_one_process_computes(ranks, world, text, group, kv_heads):
-    ends = TEXTS[text]
-    actual = ranks.run(world, on_a_rank, "zigzag", ends, group, kv_heads, {})
-    layout = layout_for(world, ends)
-    assert_same(actual, layout, in_one_process(layout, group, kv_heads))
-
-
 @pytest.mark.parametrize(
-    ("scheme", "settings"),
-    [
-        pytest.param("ring", {}, id="ring"),
-        pytest.param("zigzag", {"heads_k_stride": 2}, id="two-heads-at-a-time"),
-        pytest.param("zigzag", {"heads_k_stride": 5}, id="more-heads-than-there-are"),
-        pytest.param("zigzag", {"regather_kv": False}, id="kept-for-backward"),
-    ],
+    ("world", "scheme", "kv_heads", "group", "settings"), CASES.values(), ids=CASES
 )
-@pytest.mark.parametrize("text", TEXTS)
-def test_every_scheme_computes_the_same(ranks, scheme, settings, text):
-    ends = TEXTS[text]
-    actual = ranks.run(4, on_a_rank, scheme, ends, 2, 3, settings)
-    layout = layout_for(4, ends)
-    assert_same(actual, layout, in_one_process(layout, 2, 3))
+def test_every_scheme_is_what_one_process_computes(
+    ranks, world, scheme, kv_heads, group, settings, text
+):
+    ends, layout = TEXTS[text], layout_for(world, TEXTS[text])
+    actual = ranks.run(world, on_a_rank, scheme, ends, group, kv_heads, settings)
+    causal = settings.get("causal", True)
+    assert_same(actual, layout, in_one_process(layout, group, kv_heads, causal))
 
 
 def plainly(attend, *leaves):
@@ -154,13 +153,6 @@ def test_gradients_are_the_same_however_autograd_saves(ranks, way, group, settin
     expected = in_one_process(layout, group, 3)
     for each in zip(*actual, strict=True):
         assert_same(each, layout, {name: expected[name] for name in ("dq", "dk", "dv")})
-
-
-def test_without_causality_documents_see_all_of_themselves(ranks):
-    ends = TEXTS["packed"]
-    actual = ranks.run(2, on_a_rank, "zigzag", ends, 2, 2, {"causal": False})
-    layout = layout_for(2, ends)
-    assert_same(actual, layout, in_one_process(layout, 2, 2, causal=False))
 
 
 def test_zigzag_gives_every_rank_the_same_work():

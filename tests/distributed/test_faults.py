@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import Failure
-from shards import BLOCK, layout_for, shard_of
-from tiny import SPARSE, qkv, tiny_model, tokens
+from shards import BLOCK, layout_for, model_of, shard_of
+from tiny import SPARSE, qkv, tokens
 
 import cab_hf
 from cab_hf import distributed
@@ -20,11 +20,8 @@ from cab_hf.engines import REFERENCE
 TIMEOUT = 20
 
 
-def model_of(implementation="cab"):
-    model = tiny_model(num_hidden_layers=1)
-    model.set_attn_implementation(implementation)
-    model.config.cab_config = SPARSE.to_dict()
-    return model
+def one_layer(implementation="cab"):
+    return model_of(implementation, SPARSE, num_hidden_layers=1)
 
 
 def attend(group, changed):
@@ -65,7 +62,7 @@ def with_inputs_of(group, whose):
     inputs = distributed.shard(batch, group, BLOCK)
     layout = layouts.layout_of((256,), group.size(), BLOCK)
     inputs["position_ids"] = layout.positions[whose[group.rank()]][None]
-    with torch.no_grad(), cab_hf.context_parallel(model_of(), group, block=BLOCK) as model:
+    with torch.no_grad(), cab_hf.context_parallel(one_layer(), group, block=BLOCK) as model:
         return model(**inputs, use_cache=False)
 
 
@@ -83,7 +80,7 @@ def test_positions_of_another_rank_are_refused(ranks, whose, sentence):
 
 
 def with_other_settings(group):
-    model = model_of()
+    model = one_layer()
     if group.rank() == 1:
         model.config.cab_config = replace(SPARSE, mass_threshold=0.09).to_dict()
     inputs = distributed.shard({"input_ids": tokens(1, 256)}, group, BLOCK)
@@ -103,8 +100,8 @@ def with_another_batch(group, changed, place):
         batch[changed][1, place] = 1
     inputs = distributed.shard(batch, group, BLOCK)
     if changed == "input_ids":
-        inputs["inputs_embeds"] = model_of().get_input_embeddings()(inputs.pop("input_ids"))
-    with torch.no_grad(), cab_hf.context_parallel(model_of(), group, block=BLOCK) as model:
+        inputs["inputs_embeds"] = one_layer().get_input_embeddings()(inputs.pop("input_ids"))
+    with torch.no_grad(), cab_hf.context_parallel(one_layer(), group, block=BLOCK) as model:
         return model(**inputs, use_cache=False)
 
 
@@ -148,7 +145,7 @@ def dies(group, how):
     """Attention in which rank 1 dies before the second call."""
     q, k, v = qkv(1, 4, 2, 128)
     distributed.zigzag_attention(q, k, v, group=group, block=BLOCK)
-    model = model_of()
+    model = one_layer()
     start = time.monotonic()
     try:
         with cab_hf.context_parallel(model, group, block=BLOCK):
@@ -181,7 +178,7 @@ def test_a_rank_that_dies_stops_the_others(processes, how, cause):
 
 
 def refused(group, what):
-    model = model_of("sdpa" if what == "implementation" else "cab")
+    model = one_layer("sdpa" if what == "implementation" else "cab")
     batch = {"input_ids": tokens(1, 256)}
     if what == "padding":
         batch["attention_mask"] = torch.ones(1, 256).tril(-1)
@@ -254,8 +251,7 @@ def test_between_forward_and_backward_no_rank_keeps_the_whole_text(ranks):
 
 
 def backward_behind_the_block(group, reentrant):
-    model = tiny_model("llama", attn_implementation="cab", num_hidden_layers=2).train()
-    model.config.cab_config = SPARSE.to_dict()
+    model = model_of("cab", SPARSE).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     ids = tokens(1, 512)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from marks import slow_but
-from tiny import FULL, SPARSE, tiny_model, tokens
+from shards import BLOCK, assert_same_gradients, model_of
+from tiny import FULL, SPARSE, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -17,9 +18,8 @@ import cab_hf
 from cab_hf import distributed
 from cab_hf.distributed.layout import layout_of
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
-from cab_hf.plan import Spans
+from cab_hf.spans import Spans
 
-BLOCK = 32
 PACKED = [0, 70, 71, 300, 655]
 CONFIGS = {
     "sparse": SPARSE,
@@ -49,14 +49,6 @@ LONGROPE = {
     }
 }
 ROUTED = {"family": "mixtral", "output_router_logits": True, "router_aux_loss_coef": 0.5}
-
-
-def model_of(implementation, config=None, **settings):
-    model = tiny_model(num_hidden_layers=2, **settings)
-    model.set_attn_implementation(implementation)
-    if config is not None:
-        model.config.cab_config = config.to_dict()
-    return model
 
 
 def batch_of(length, ends=None, rows=2):
@@ -106,9 +98,7 @@ def assert_same_step(actual, expected):
     assert torch.stack([each[0] for each in actual]).sum() == pytest.approx(float(loss), rel=1e-5)
     for _, everyone, _ in actual:
         assert (everyone - logits).abs().max() <= 1e-4 * logits.abs().max()
-    for name, meant in gradients.items():
-        total = sum(each[2][name] for each in actual)
-        assert (total - meant).abs().max() <= 1e-4 * meant.abs().max(), name
+    assert_same_gradients([each[2] for each in actual], gradients)
 
 
 @pytest.mark.parametrize("ends", [None, PACKED], ids=["one-text", "packed"])
@@ -148,23 +138,19 @@ def test_a_training_step_is_that_of_one_process(ranks, config, ends):
         pytest.param(
             (("cab", SPARSE), ROUTED), {"checkpointing": True}, 4, id="a-router-loss-checkpointed"
         ),
+        pytest.param(
+            (("cab", FULL), ROUTED), {"ends": [0, 70, 71, 300, 400]}, 2, id="a-router-loss-packed"
+        ),
+        # frequencies are those of the longest document
+        pytest.param(
+            (("cab", FULL), DYNAMIC), {"ends": [0, 70, 71, 200, 400]}, 4, id="dynamic-rope-packed"
+        ),
     ],
 )
 def test_so_is_that_of_other_models_and_settings(ranks, build, settings, world):
-    batch = batch_of(400)
+    settings = dict(settings)
+    batch = batch_of(400, settings.pop("ends", None))
     actual = ranks.run(world, step_on_a_rank, batch, build, settings)
-    assert_same_step(actual, in_one_process(batch, build))
-
-
-def test_the_router_loss_of_packed_documents_is_that_of_one_process(ranks):
-    batch, build = batch_of(400, [0, 70, 71, 300, 400]), (("cab", FULL), ROUTED)
-    actual = ranks.run(2, step_on_a_rank, batch, build, {})
-    assert_same_step(actual, in_one_process(batch, build))
-
-
-def test_documents_of_different_lengths_have_the_frequencies_of_the_longest(ranks):
-    batch, build = batch_of(400, [0, 70, 71, 200, 400]), (("cab", FULL), DYNAMIC)
-    actual = ranks.run(4, step_on_a_rank, batch, build, {})
     assert_same_step(actual, in_one_process(batch, build))
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Failure
-from tiny import SPARSE, tiny_model, tokens
+from shards import assert_same_gradients, model_of
+from tiny import SPARSE, tokens
 from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.functional import cross_entropy
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -23,13 +24,6 @@ LENGTH = 512
 # documents of the text; a rank's shard begins in the middle of one
 TEXTS = {"one-text": (LENGTH,), "packed": (150, 1, 230, 131)}
 CASES = {"cab_dense": ("cab_dense", None), "cab": ("cab", SPARSE)}
-
-
-def model_of(implementation, config):
-    model = tiny_model(num_hidden_layers=2, attn_implementation=implementation).train()
-    if config is not None:
-        model.config.cab_config = config.to_dict()
-    return model
 
 
 def batch_of(documents):
@@ -98,7 +92,7 @@ WAYS = {"torch": by_torch, "deepspeed": by_deepspeed}
 
 
 def step_on_a_rank(group, way, build, inputs, labels):
-    model = model_of(*build)
+    model = model_of(*build).train()
     with WAYS[way](model, group):
         return step(model, shard_of(inputs, group), *shard_of({"": labels}, group).values())
 
@@ -108,12 +102,10 @@ def shard_of(inputs, group):
 
 
 def assert_same_step(actual, build, inputs, labels):
-    logits, gradients = step(model_of(*build), inputs, labels)
+    logits, gradients = step(model_of(*build).train(), inputs, labels)
     together = torch.cat([mine for mine, _ in actual], dim=1)
     assert (together - logits).abs().max() <= 1e-5 * logits.abs().max()
-    for name, meant in gradients.items():
-        total = sum(mine[name] for _, mine in actual)
-        assert (total - meant).abs().max() <= 1e-4 * meant.abs().max(), name
+    assert_same_gradients([mine for _, mine in actual], gradients)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -154,7 +146,7 @@ def logits_by_accelerate(group, build, inputs):
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
     plugin = DeepSpeedPlugin(hf_ds_config=config)
     accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=result)
-    model = model_of(*build)
+    model = model_of(*build).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, *_ = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader([0]))
     return model(**shard_of(inputs, group), use_cache=False).logits.detach()
@@ -163,7 +155,7 @@ def logits_by_accelerate(group, build, inputs):
 def test_accelerate_hands_the_name_to_deepspeed(two):
     build, (inputs, _) = CASES["cab"], batch_of(TEXTS["packed"])
     actual = torch.cat(two.run(2, logits_by_accelerate, build, inputs), dim=1)
-    meant = model_of(*build)(**inputs, use_cache=False).logits
+    meant = model_of(*build).train()(**inputs, use_cache=False).logits
     assert (actual - meant).abs().max() <= 1e-5 * meant.abs().max()
 
 

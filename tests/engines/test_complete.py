@@ -12,14 +12,13 @@ from attention_cases import (
     with_gradients,
 )
 from marks import slow_but
-from tiny import FULL, SPARSE, qkv, tiny_model, tokens
+from tiny import qkv
 from valid_plan import require_valid
 
-import cab_hf
 from cab_hf import BlockPlan, engines
 from cab_hf.ops import reference
 from cab_hf.ops.attention import complete
-from cab_hf.plan import Spans
+from cab_hf.spans import Spans
 
 FOUR = {"heads": 4, "kv_heads": 2}
 TWO = {"heads": 2, "kv_heads": 1}
@@ -148,15 +147,6 @@ def test_rows_may_walk_the_keys_in_parts(shape, blocks, return_lse, monkeypatch)
     assert bool(splits) == (plan.dense_rows is not None)
 
 
-def test_values_may_have_a_head_dim_of_their_own():
-    q, k, _ = qkv(q_length=70, dim=24)
-    v = qkv(q_length=70)[2]
-    plan = random_plan(q, k, (32, 16), dense_rows=torch.tensor([[2]]))
-    meant = reference.attention(q, k, v, plan, 0.2)
-    actual = engines.TRITON.attention(q, k, v, plan, 0.2)
-    torch.testing.assert_close(actual, meant, atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "blocks"), CASES[5:6])
 def test_flex_attends_it(shape, blocks):
@@ -201,35 +191,3 @@ def test_rows_of_a_tail_are_counted_without_looking():
     # 33 and 67 tokens, from one border to the next
     assert packed.tail_rows(32, 32).tolist() == [[0, 1, 3, 4]]
     assert replace(packed, documents=None).tail_rows(32, 32) is None
-
-
-@pytest.mark.parametrize(
-    ("config", "inputs"),
-    [
-        pytest.param(SPARSE, {}, id="plain", marks=pytest.mark.slow),
-        pytest.param(
-            SPARSE,
-            {"attention_mask": torch.arange(130)[None] >= 20},
-            id="padded",
-            marks=pytest.mark.slow,
-        ),
-        # compiled, documents stay where they are: only at full budget that is all the same
-        pytest.param(
-            FULL,
-            {"position_ids": (torch.arange(130) % 70)[None], "use_cache": False},
-            id="packed",
-        ),
-    ],
-)
-def test_a_tail_compiles_without_a_graph_break(config, inputs, monkeypatch):
-    """By an engine that reads lists alone."""
-    model = tiny_model(num_hidden_layers=1)
-    ids = tokens(1, 130)
-    with cab_hf.cab(model, config), torch.no_grad():
-        expected = model(input_ids=ids, **inputs).logits
-        monkeypatch.setattr(engines, "REFERENCE", engines.TRITON)
-        torch._dynamo.reset()
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        actual = compiled(input_ids=ids, **inputs).logits
-    kept = inputs.get("attention_mask", torch.ones(1, 130)).bool()
-    torch.testing.assert_close(actual[kept], expected[kept], atol=2e-5, rtol=1e-4)

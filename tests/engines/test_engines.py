@@ -17,8 +17,8 @@ from cab_hf import BlockPlan, engines
 from cab_hf.call.frame import Frame
 from cab_hf.ops import reference
 from cab_hf.ops.attention import ffpa, flash, flex, traced
-from cab_hf.plan import BlockLists, Spans
 from cab_hf.runs.log import read_file
+from cab_hf.spans import BlockLists, Spans
 
 SHAPES = [
     pytest.param({"q_length": 256}, id="even"),
@@ -54,23 +54,20 @@ def by_definition(q, k, v, plan, scale):
     return out, lse
 
 
-@pytest.mark.parametrize("blocks", BLOCKS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_reference_is_the_definition(shape, blocks):
+@pytest.mark.parametrize(
+    ("shape", "blocks", "heads"),
+    [
+        *((shape.values[0], blocks.values[0], None) for shape in SHAPES for blocks in BLOCKS),
+        *(({"q_length": 63, "kv_length": 111}, (32, 16), heads) for heads in (1, 2, 3, 6)),
+    ],
+    ids=str,
+)
+def test_reference_is_the_definition(shape, blocks, heads):
+    """A head of the plan may be that of several heads of q."""
     q, k, v = qkv(**shape)
-    plan = random_plan(q, k, blocks)
+    plan = random_plan(q, k, blocks, heads=heads)
     require_valid(plan)
     actual = engines.REFERENCE.attention(q, k, v, plan, 0.3, return_lse=True)
-    meant = by_definition(q, k, v, plan, 0.3)
-    for part, exact in zip(actual, meant, strict=True):
-        torch.testing.assert_close(part.double(), exact, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("heads", [1, 2, 3, 6])
-def test_heads_of_q_share_a_head_of_the_plan(heads):
-    q, k, v = qkv(q_length=63, kv_length=111)
-    plan = random_plan(q, k, (32, 16), heads=heads)
-    actual = reference.attention(q, k, v, plan, 0.3, return_lse=True)
     meant = by_definition(q, k, v, plan, 0.3)
     for part, exact in zip(actual, meant, strict=True):
         torch.testing.assert_close(part.double(), exact, atol=1e-5, rtol=1e-4)
@@ -139,12 +136,15 @@ def test_the_op_of_the_reference_is_one_of_torch():
     torch.library.opcheck(op, given[0])
 
 
+@pytest.mark.parametrize("heads", slow_but([None, 1, 2, 3], 0))
 @pytest.mark.parametrize("blocks", slow_but(BLOCKS, 0))
 @pytest.mark.parametrize("shape", slow_but(SHAPES, 0))
-def test_flex_computes_what_the_reference_defines(shape, blocks):
+def test_flex_computes_what_the_reference_defines(shape, blocks, heads):
     """Catches lists that are ignored: uncompiled flex would compute dense attention."""
     q, k, v = qkv(**shape)
-    plan = random_plan(q, k, blocks)
+    if heads is not None and q.shape[1] % heads:
+        pytest.skip("heads of a plan divide those of q")
+    plan = random_plan(q, k, blocks, heads=heads)
     with torch.no_grad():
         actual = flex.attention(q, k, v, plan, 0.3)
     assert_within_budget(actual, lambda *x: reference.attention(*x, plan, 0.3), q, k, v)
@@ -234,16 +234,6 @@ def test_blocks_merged_for_training_attend_the_same_tokens():
     attended = full | (partial & mask.mask_mod(batch, head, query, key))
     assert torch.equal(attended, plan.token_mask())
     assert full.any() and partial.any()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("heads", [1, 2, 3])
-def test_flex_repeats_the_lists_that_heads_share(heads):
-    q, k, v = qkv(q_length=205)
-    plan = random_plan(q, k, (64, 32), heads=heads)
-    with torch.no_grad():
-        actual = flex.attention(q, k, v, plan, 0.3)
-    assert_within_budget(actual, lambda *x: reference.attention(*x, plan, 0.3), q, k, v)
 
 
 def test_the_ragged_last_block_is_partial():

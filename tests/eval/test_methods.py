@@ -1,4 +1,4 @@
-"""Baselines: how they are matched to a budget, what their caches keep, and that they leave no trace."""
+"""Baselines: how they match a budget, what their caches keep, and that they leave no trace."""
 
 from dataclasses import replace
 

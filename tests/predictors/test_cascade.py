@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import laid_out
+from call_cases import gradients
 from marks import slow_but
 from selecting import loud
 from tiny import FULL, SMALL, SPARSE, tiny_model, tokens
@@ -13,8 +14,8 @@ from valid_plan import require_valid
 
 import cab_hf
 from cab_hf import CabConfig
-from cab_hf.plan import Spans
 from cab_hf.predictors import CascadePredictor, LayerContext, make_predictor
+from cab_hf.spans import Spans
 
 CASCADE = replace(SPARSE, predictor="cascade", anchors=(0, 2))
 TYPICAL = replace(CASCADE, exact_queries=0)
@@ -201,15 +202,10 @@ def test_every_chunk_of_a_prefill_has_anchors_of_its_own(config):
 
 @pytest.mark.parametrize("config", [CASCADE, TYPICAL], ids=["rows", "typical"])
 def test_checkpointed_gradients_are_the_same(config):
-    ids, gradients = tokens(1, 200), []
-    for checkpointing in (False, True):
-        model = tiny_model().train()
-        cab_hf.apply_cab(model, config)
-        if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        gradients.append([x.grad for x in model.parameters()])
-    for one, other in zip(*gradients, strict=True):
+    ids, model = tokens(1, 200), cab_hf.apply_cab(tiny_model().train(), config)
+    expected = gradients(model, ids)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    for one, other in zip(gradients(model, ids), expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 

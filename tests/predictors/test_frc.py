@@ -7,25 +7,17 @@ import torch
 from marks import slow_but
 from selecting import by_kernels, laid_in, loud, on_the_cpu
 from tiny import qkv
-from valid_plan import require_valid
 
 from cab_hf import CabConfig
 from cab_hf.ops import frc as kernels
 from cab_hf.ops import reference
-from cab_hf.plan import Spans
 from cab_hf.predictors import FrcPredictor, LayerContext, frc, make_predictor
+from cab_hf.spans import Spans
 
 GRID = {"query_block": 16, "key_block": 16}
 # what rows of three blocks weigh: the third row sees columns 0 to 2
 AFFINITY = torch.tensor([[1.0, 0, 0], [2, 3, 0], [0, 1, 2]])[None, None]
 LOWER = torch.ones(3, 3, dtype=torch.bool).tril()
-
-
-def plan_of(config, q, k, spans=None):
-    spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    plan = FrcPredictor(config)(q, k, LayerContext(spans, q.shape[-1] ** -0.5, 0))
-    require_valid(plan)
-    return plan
 
 
 def of_blocks(logits):
@@ -163,36 +155,36 @@ def test_what_rows_see_and_must_keep_by_hand():
 def test_curvature_does_something_and_without_redundancy_nothing(curvature):
     q, k, _ = qkv(q_length=500)
     config = CabConfig.published(0.7, curvature, **GRID, redundancy=1.0)
-    plain = plan_of(config.changed(curvature="none", redundancy=0.3), q, k).to_dense()
-    assert not torch.equal(plan_of(config, q, k).to_dense(), plain)
-    assert torch.equal(plan_of(config.changed(redundancy=0.0), q, k).to_dense(), plain)
+    plain = on_the_cpu(config.changed(curvature="none", redundancy=0.3), q, k).to_dense()
+    assert not torch.equal(on_the_cpu(config, q, k).to_dense(), plain)
+    assert torch.equal(on_the_cpu(config.changed(redundancy=0.0), q, k).to_dense(), plain)
 
 
 def test_each_row_keeps_its_share_and_each_head_its_own():
     q, k, _ = qkv(q_length=640)
     sparsities = (0.0, 0.2, 0.5, 0.75, 0.9, 0.95)
-    plan = plan_of(CabConfig.published((sparsities,), query_block=32, key_block=32), q, k)
+    plan = on_the_cpu(CabConfig.published((sparsities,), query_block=32, key_block=32), q, k)
     kept = plan.to_dense().sum(-1)[0]
     for head, sparsity in enumerate(sparsities):
         share = round((1 - sparsity) * 100)
         assert kept[head].tolist() == [-(-share * (row + 1) // 100) for row in range(20)]
-    assert plan_of(CabConfig.published(0.0), q, k).density() == 1
+    assert on_the_cpu(CabConfig.published(0.0), q, k).density() == 1
 
 
 def test_earlier_rows_do_not_see_the_future():
     q, k, _ = qkv(q_length=320)
     config = CabConfig.published(0.6, **GRID)
-    meant = plan_of(config, q, k).to_dense()
+    meant = on_the_cpu(config, q, k).to_dense()
     q[:, :, 160:], k[:, :, 160:] = -q[:, :, 160:], 3 * k[:, :, 160:]
-    actual = plan_of(config, q, k).to_dense()
+    actual = on_the_cpu(config, q, k).to_dense()
     assert torch.equal(actual[:, :, :10], meant[:, :, :10]) and not torch.equal(actual, meant)
 
 
 def test_an_autocast_changes_nothing():
     q, k, _ = qkv(q_length=400)
-    meant = plan_of(CabConfig.published(0.7, **GRID), q, k).to_dense()
+    meant = on_the_cpu(CabConfig.published(0.7, **GRID), q, k).to_dense()
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(plan_of(CabConfig.published(0.7, **GRID), q, k).to_dense(), meant)
+        assert torch.equal(on_the_cpu(CabConfig.published(0.7, **GRID), q, k).to_dense(), meant)
 
 
 @pytest.mark.parametrize("name", ["q", "k"])
@@ -200,7 +192,7 @@ def test_what_is_not_finite_is_refused_by_name(name):
     given = dict(zip("qk", qkv(q_length=64), strict=False))
     given[name][0, 0, 5, 3] = math.nan
     with pytest.raises(ValueError, match=f"^{name} holds infinite or NaN"):
-        plan_of(CabConfig.published(check_finite=True), given["q"], given["k"])
+        on_the_cpu(CabConfig.published(check_finite=True), given["q"], given["k"])
 
 
 def test_it_is_a_predictor_of_shares():

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from selecting import on_the_cpu
 from tiny import qkv
-from valid_plan import require_valid
 
 from cab_hf import CabConfig
 from cab_hf.call.frame import Frame
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.ops import reference
-from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors import LayerContext, RowsPredictor, make_predictor, register_predictor
+from cab_hf.spans import Spans, block_visibility
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_predictor.py"
 RECIPES = [
@@ -24,13 +24,6 @@ RECIPES = [
     pytest.param(CabConfig.published(0.7, "additive", query_block=32, key_block=16), id="additive"),
 ]
 recipes = pytest.mark.parametrize("config", RECIPES)
-
-
-def select(config, q, k, spans=None):
-    spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    plan = make_predictor(config)(q, k, LayerContext(spans, q.shape[-1] ** -0.5))
-    require_valid(plan)
-    return plan
 
 
 def changed(config, **fields):
@@ -48,12 +41,6 @@ def test_rows_stand_where_their_first_query_does():
 
 
 # --- selection, by hand
-
-
-def test_ties_go_to_the_lower_index():
-    score = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]])
-    chosen = reference.top_blocks(score, torch.ones(1, 5, dtype=torch.bool), torch.tensor([[2]]))
-    assert chosen.tolist() == [[False, True, True, False, False]]
 
 
 def test_a_share_is_rounded_up_but_not_by_rounding_error():
@@ -136,7 +123,7 @@ def test_every_predictor_has_a_tail(name):
 @pytest.mark.parametrize("heads", [(1, 1), (9, 3), (4, 4)], ids=str)
 def test_any_length_and_group_gives_a_valid_plan(config, length, heads):
     q, k, _ = qkv(batch=2, heads=heads[0], kv_heads=heads[1], q_length=length)
-    plan = select(config, q, k)
+    plan = on_the_cpu(config, q, k)
     diagonal = torch.arange(length)
     assert plan.token_mask()[:, :, diagonal, diagonal].all(), "a query must see itself"
 
@@ -147,7 +134,7 @@ def test_full_budget_keeps_every_block(config):
     full = changed(
         config, **({"sparsity": 0} if config.predictor == "frc" else {"mass_threshold": 0})
     )
-    assert select(full, q, k).density() == 1
+    assert on_the_cpu(full, q, k).density() == 1
 
 
 @recipes
@@ -158,19 +145,19 @@ def test_max_density_caps_every_row(config, cap):
     visible = block_visibility(spans, config.query_block, config.key_block)
     forced = reference.forced_blocks(visible, spans, config).sum(-1)
     allowed = torch.maximum(forced, reference.share_of_row(visible, cap).squeeze(-1))
-    kept = select(changed(config, max_density=cap), q, k).to_dense().sum(-1)
+    kept = on_the_cpu(changed(config, max_density=cap), q, k).to_dense().sum(-1)
     assert (kept <= allowed.unsqueeze(1)).all()
 
 
 @recipes
 def test_the_same_inputs_give_the_same_plan(config):
     q, k, _ = qkv(q_length=300)
-    assert torch.equal(select(config, q, k).to_dense(), select(config, q, k).to_dense())
+    assert torch.equal(on_the_cpu(config, q, k).to_dense(), on_the_cpu(config, q, k).to_dense())
 
 
 def test_no_gradient_flows_through_a_plan():
     q, k, _ = qkv(q_length=100)
-    plan = select(CabConfig(32, 16), q.requires_grad_(), k.requires_grad_())
+    plan = on_the_cpu(CabConfig(32, 16), q.requires_grad_(), k.requires_grad_())
     assert not plan.full.counts.requires_grad
 
 

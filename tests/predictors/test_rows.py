@@ -11,9 +11,9 @@ from tiny import tiny_model
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.ops import reference
-from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors import LayerContext, RowsPredictor
 from cab_hf.predictors.rows import choose_by_reference
+from cab_hf.spans import Spans, block_visibility
 
 BLOCKS = {"query_block": 32, "key_block": 16}
 SMALL = CabConfig(
@@ -107,21 +107,6 @@ def test_one_query_that_alone_looks_at_a_key_is_found():
 # --- promises
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 111, 205])
-@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (4, 4)], ids=str)
-def test_any_length_and_group_gives_a_valid_plan(length, heads):
-    q, k = loud(batch=2, heads=heads[0], kv_heads=heads[1], q_length=length)
-    plan = on_the_cpu(SMALL, q, k, Spans.causal(2, length, length, "cpu"))
-    diagonal = torch.arange(length)
-    assert plan.token_mask()[:, :, diagonal, diagonal].all(), "a query must see itself"
-
-
-def test_a_threshold_of_zero_keeps_every_block():
-    q, k = loud(q_length=205)
-    exact = replace(SMALL, mass_threshold=0.0)
-    assert on_the_cpu(exact, q, k, Spans.causal(1, 205, 205, "cpu")).density() == 1
-
-
 @pytest.mark.parametrize("cap", [0.2, 0.5])
 def test_max_density_caps_every_row_and_keeps_the_best(cap):
     q, k = loud(q_length=900)
@@ -211,12 +196,8 @@ def test_the_same_under_torch_compile():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"exact_queries": 3}, "exact_queries is 3; it must be 0 or a power of two"),
         ({"query_block": 48, "exact_queries": 24}, "exact_queries is 24; it must be 0 or a power"),
-        ({"typical_queries": 0}, "typical_queries is 0; it must be a power of two"),
         ({"typical_queries": 64}, "typical_queries is 64; it must be a power of two"),
-        ({"mass_threshold": 1.5}, "mass_threshold is 1.5; it must be in"),
-        ({"share_threshold": 0}, "share_threshold is 0; it must be in"),
         ({"sparsity": 0.5}, "sparsity is 0.5, which predictor='rows' does not read"),
         ({"predictor": "frc"}, "exact_queries is 4, which predictor='frc' does not read"),
     ],

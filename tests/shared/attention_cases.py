@@ -7,7 +7,7 @@ from valid_plan import require_valid
 from cab_hf import BlockPlan
 from cab_hf.call.frame import Frame
 from cab_hf.ops import reference
-from cab_hf.plan import Spans
+from cab_hf.spans import Spans
 
 
 def random_plan(q, k, blocks, share=0.4, spans=None, heads=None, **complete):
@@ -26,6 +26,10 @@ def random_plan(q, k, blocks, share=0.4, spans=None, heads=None, **complete):
     return BlockPlan.from_dense(
         keep, spans, query_block=query_block, key_block=key_block, **complete
     )
+
+
+def seeds(count):
+    return torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(0))
 
 
 def laid_out(layout, batch, length, kv_length, align, device):
@@ -75,11 +79,13 @@ def case(
     plan_heads=None,
     share=0.4,
     dense_rows=None,
+    one_in=None,
     **shape,
 ):
     """(q, k, v, gradient, plan) of one case.
 
-    ``dense_rows`` are lists of rows, one for each batch row, or "tail".
+    ``dense_rows`` are lists of rows, one for each batch row, or "tail". ``one_in``: of so many
+    blocks that are not listed one is sampled.
     """
     q, k, v, grad = draw(device, dtype, **shape)
     batch, kv_length = q.shape[0], k.shape[2]
@@ -91,6 +97,8 @@ def case(
     elif dense_rows is not None:
         dense_rows = torch.tensor(dense_rows, device=device)
     plan = random_plan(pattern, k, blocks, share, frame.spans, dense_rows=dense_rows)
+    if one_in is not None:
+        plan = plan.with_sample(one_in, seeds(1)[0].to(device))
     require_valid(plan)
     return q, k, v, grad, plan
 

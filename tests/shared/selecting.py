@@ -7,13 +7,15 @@ from tiny import qkv
 from valid_plan import require_valid
 
 from cab_hf import BlockPlan
+from cab_hf.config import blocks_of, tail_of
 from cab_hf.ops import lists, rows
-from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, frc, make_predictor
+from cab_hf.spans import Spans
 
 
-def on_the_cpu(config, q, k, spans, scale=0.25, channels=()):
-    """The plan of the config's predictor by the reference."""
+def on_the_cpu(config, q, k, spans=None, scale=0.25, channels=()):
+    """The plan of the config's predictor by the reference, by default of a text of its own."""
+    spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     plan = make_predictor(config)(q, k, LayerContext(spans, scale, 0, channels=channels))
     require_valid(plan)
     return plan
@@ -32,8 +34,9 @@ def rows_by_kernels(config, q, k, spans, scale=0.25, channels=(), dtype=None):
     """The plan of `RowsPredictor` by the kernels, in the interpreter; keys as ``dtype``."""
     keys = rows.scored_keys(k, channels, dtype or k.dtype)
     chosen = lists.choose(q, *keys, spans, scale, channels, config)
-    tail = spans.tail_rows(config.dense_tail_blocks * config.query_block, config.query_block)
-    plan = BlockPlan(*chosen, spans, config.query_block, config.key_block, dense_rows=tail)
+    plan = BlockPlan(
+        *chosen, spans, *blocks_of(config), dense_rows=spans.tail_rows(*tail_of(config))
+    )
     require_valid(plan)
     return plan
 

@@ -1,6 +1,7 @@
 """Texts sharded to ranks, and put together again."""
 
 import torch
+from tiny import tiny_model
 
 from cab_hf.call.frame import Frame, Length
 from cab_hf.distributed.layout import layout_of, lengths_between
@@ -38,3 +39,19 @@ def frame_of(layout, align):
     lengths = [[Length(length, length) for length in layout.lengths]]
     text = layout.text
     return Frame.build(1, text, text, 0, None, document, align, torch.device("cpu"), lengths)
+
+
+def model_of(implementation, config=None, **settings):
+    """A tiny model of two layers that attends by this name."""
+    model = tiny_model(**{"num_hidden_layers": 2, **settings})
+    model.set_attn_implementation(implementation)
+    if config is not None:
+        model.config.cab_config = config.to_dict()
+    return model
+
+
+def assert_same_gradients(actual, expected):
+    """Those of the ranks, summed, and those of one process, by name."""
+    for name, meant in expected.items():
+        total = sum(mine[name] for mine in actual)
+        assert (total - meant).abs().max() <= 1e-4 * meant.abs().max(), name

@@ -4,8 +4,11 @@ from dataclasses import replace
 
 import torch
 from transformers import (
+    CLIPVisionConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -77,6 +80,19 @@ def tiny_model(family="llama", model_class=None, **overrides):
             if "q_proj" in name or "k_proj" in name:
                 weight.mul_(8.0)
     return model
+
+
+def tiny_llava():
+    """A tower of pictures before a tiny LLaMA, whose token 2 stands for a picture."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    torch.manual_seed(0)
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**vision),
+        text_config=tiny_model().config,
+        image_token_id=2,
+    )
+    return LlavaForConditionalGeneration(config).eval()
 
 
 def tokens(batch, length, seed=1):

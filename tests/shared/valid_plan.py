@@ -1,6 +1,7 @@
 """Whether a plan is one that engines may rely on."""
 
-from cab_hf.plan import BlockPlan, _visibility
+from cab_hf.plan import BlockPlan
+from cab_hf.spans import visibility
 
 
 def require_valid(plan: BlockPlan) -> None:
@@ -17,7 +18,7 @@ def require_valid(plan: BlockPlan) -> None:
         falling = listed[..., 1:] & (indices[..., 1:] <= indices[..., :-1])
         assert not falling.any(), f"indices of {name} are not ascending"
     dense = {name: part.to_dense(columns) for name, part in plan.lists.items()}
-    visible, complete = (x.unsqueeze(1) for x in _visibility(rows, plan.key_block, plan.kv_length))
+    visible, complete = (x.unsqueeze(1) for x in visibility(rows, plan.key_block, plan.kv_length))
     assert not (dense["full"] & dense["partial"]).any(), "a block is full and partial"
     assert not (dense["partial"] & ~visible).any(), "a partial block that no query may see"
     for name in dense.keys() - {"partial"}:

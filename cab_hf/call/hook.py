@@ -1,0 +1,139 @@
+"""The mask hook, which transformers calls: a `CabMask` of what it hands over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.masking_utils import causal_mask_function
+
+from cab_hf.call import packing
+from cab_hf.call.mask import AHEAD, CabMask, not_causal, of_another_kind, too_short
+from cab_hf.call.placeholder import NotATensor
+from cab_hf.call.prompt import prompt_of
+from cab_hf.hf.fit import name_of
+
+
+def cab_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | NotATensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **_: Any,
+) -> CabMask:
+    """The mask hook registered beside "cab": a `CabMask` instead of a [B, 1, N_q, N_k] tensor.
+
+    Called by transformers once a forward pass and kind of layer, with its own arguments.
+
+    Patterns other than causal, sliding-window and packed are refused by the layer that uses them:
+    BART's decoder has a mask made for the encoder that it may not have.
+
+    Raises:
+        ValueError: for a mask that is not 2-D, of another batch size, or of too few tokens.
+    """
+    # generate() with a static cache calls the hook, then the model does again with what it
+    # returned; continuous batching brings a mask of its own
+    if isinstance(attention_mask, NotATensor):
+        return attention_mask
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(of_another_kind(attention_mask))
+    eager = not torch.compiler.is_compiling()
+    prompt = prompt_of(batch_size) if eager else None
+    if prompt is not None:
+        # waits for a static cache until the first step of its answer
+        prompt.read = prompt.read or int(q_offset) >= prompt.end
+        if kv_offset or local_size is not None or (prompt.read and q_length == 1):
+            # layers of a window have no use for it, and one query is an answer without
+            prompt = None
+    if isinstance(q_offset, Tensor):
+        # a static cache that has begun: its counter is live
+        known = eager and (q_length > 1 or prompt is not None)
+        q_offset = int(q_offset) if known else q_offset.clone()
+    q_slot = q_offset - kv_offset
+    # a static cache's keys reach beyond what is written
+    written = None if isinstance(q_slot, Tensor) else min(kv_length, q_slot + q_length)
+    valid = None
+    if attention_mask is not None:
+        given = batch_size, kv_offset, written or kv_length, q_offset + q_length
+        valid = _padding(attention_mask, *given).to(device)
+
+    refusal = None
+    if use_vmap:
+        # a caller's own functions, or those of pictures, which text alone may have as well
+        parts = packing.parts_of(mask_function) if eager else None
+        if parts is None or "chunked_overlay" in parts:
+            refusal = "adds an or_mask_function or and_mask_function"
+        else:
+            local_size = parts.get("sliding_window_overlay", {}).get("sliding_window", local_size)
+    model, document, ahead = name_of(config), None, None
+    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+        refusal = f"attends in chunks of {local_size}"
+    if refusal is None and mask_function is not causal_mask_function and q_length > 1:
+        seen = packing.pattern_of(mask_function, batch_size, q_offset, q_length, device)
+        refusal, ahead, document = _documents(*seen, written == q_length, local_size)
+    return CabMask(
+        batch_size,
+        q_length,
+        written,
+        q_slot,
+        valid,
+        document,
+        local_size,
+        slots=kv_length,
+        model=model,
+        refusal=None if refusal is None else not_causal(model, refusal),
+        prompt=prompt,
+        looks_ahead=ahead,
+    )
+
+
+def _documents(
+    ahead: Tensor, starts: Tensor, whole: bool, window: int | None
+) -> tuple[str | None, Tensor | None, Tensor | None]:
+    """(refusal, `CabMask.looks_ahead`, `CabMask.document`) of what `packing.pattern_of` returns.
+
+    ``whole``: the call holds all that its queries see.
+    """
+    eager, refusal, several = not torch.compiler.is_compiling(), None, True
+    if eager:
+        looks, several = torch.stack((ahead, starts.any())).tolist()
+        refusal, ahead = AHEAD if looks else None, None
+    if several and whole:
+        return refusal, ahead, starts.cumsum(-1)
+    if several and eager and window is None:
+        refusal = refusal or "has a mask that hides the token before one from it, in a cache"
+    return refusal, ahead, None
+
+
+def _padding(mask: Tensor, batch: int, start: int, keys: int, end: int | Tensor) -> Tensor:
+    """bool [B, keys], from slot ``start`` on: those of the tokens of a padding ``mask``.
+
+    Args:
+        end: slots that the mask must reach to, those of this call among them.
+
+    Raises:
+        ValueError: for a mask of other rows, or of fewer tokens.
+    """
+    rows, tokens = mask.shape
+    if rows != batch:
+        raise ValueError(
+            f"attention_mask has {rows} rows and the batch {batch}; give one row for each text."
+        )
+    valid = mask[:, start : start + keys].bool()
+    if isinstance(end, Tensor):
+        valid = packing.refuse_where(
+            valid, (end > tokens).to(mask.device), too_short(tokens, "more")
+        )
+    elif tokens < end:
+        raise ValueError(too_short(tokens, end))
+    # slots of a static cache that nothing is written to
+    return F.pad(valid, (0, keys - valid.shape[1]), value=False)

@@ -1,0 +1,69 @@
+"""Requests of continuous batching and how they are served, for tests of what it does with them."""
+
+import dataclasses
+
+import torch
+import transformers
+from tiny import FULL, SPARSE, tokens
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+import cab_hf
+from cab_hf.batching import batch
+
+GREEDY = GenerationConfig(max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=2)
+PAGES = {"max_blocks_per_request": 64}
+LOW = dataclasses.replace(SPARSE, mass_threshold=0.08, exact_queries=0)
+WAYS = {
+    "at-once": {},
+    "chunks": {"max_batch_tokens": 96},
+    "pages": PAGES,
+    "chunks-pages": {"max_batch_tokens": 96, **PAGES},
+}
+BEGINNING = tokens(1, 128, seed=9)[0].tolist()
+PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (20, 300, 150, 77, 1)]
+PROMPTS += [BEGINNING + tokens(1, 40 + i, seed=i)[0].tolist() for i in range(3)]
+
+
+def batching(**changes):
+    return ContinuousBatchingConfig(
+        **{"num_blocks": 400, "page_size": 16, "max_batch_tokens": 4096, **changes}
+    )
+
+
+def served(model, prompts=PROMPTS, **changes):
+    answers = model.generate_batch(prompts, GREEDY, batching(**changes), warmup=False)
+    return [answer.generated_tokens for answer in answers.values()]
+
+
+def generated(model, prompts=PROMPTS):
+    return [
+        model.generate(torch.tensor([prompt]), generation_config=GREEDY)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+
+
+def on_cab(model, config=FULL):
+    return cab_hf.apply_cab(model, config)
+
+
+def implementations(model):
+    modules = [m for m in model.modules() if isinstance(m, transformers.PreTrainedModel)]
+    return [module.config._attn_implementation for module in modules]
+
+
+def managed(model):
+    manager = model.init_continuous_batching(GREEDY, batching())
+    manager.start()
+    return manager
+
+
+def routed(monkeypatch):
+    """(text, what attends it) of every sequence, in a list that fills as they are served."""
+    seen, route = [], batch.route
+
+    def watched(text, *given, **options):
+        seen.append((text, route(text, *given, **options)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(batch, "route", watched)
+    return seen

@@ -1,0 +1,54 @@
+"""Ways in which texts come to a model: alone, padded, packed; and what it makes of them."""
+
+import torch
+from tiny import tokens
+
+
+def positions_of(lengths):
+    """Positions [1, N] of documents one behind the other, which restart with each."""
+    return torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+
+
+def left_padded(ids, padding):
+    """(ids, mask) with so much padding before every row."""
+    ids = torch.cat([ids.new_zeros(ids.shape[0], padding), ids], dim=1)
+    return ids, (torch.arange(ids.shape[1]) >= padding).long().expand(ids.shape[0], -1)
+
+
+def _padded(where):
+    ids = tokens(2, 150)
+    mask = torch.ones_like(ids)
+    mask[0, where] = 0
+    return {"input_ids": ids, "attention_mask": mask}, mask.bool()
+
+
+def _alone(length):
+    return {"input_ids": tokens(2, length)}, slice(None)
+
+
+def _packed():
+    positions = positions_of((50, 3, 97))
+    return {"input_ids": tokens(1, 150), "position_ids": positions, "use_cache": False}, slice(None)
+
+
+# (inputs of a model, where their real tokens are)
+CALLS = {
+    "one-token": _alone(1),
+    "less-than-a-block": _alone(31),
+    "plain": _alone(200),
+    "left": _padded(slice(0, 37)),
+    "right": _padded(slice(-37, None)),
+    "packed": _packed(),
+}
+
+
+def logits(model, **inputs):
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+def gradients(model, ids):
+    """Those of every parameter, of the loss of reading ``ids``."""
+    model.zero_grad()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return [weight.grad.clone() for weight in model.parameters()]

@@ -1,0 +1,204 @@
+"""Managers of continuous batching: what may be switched under them, and what they share."""
+
+import dataclasses
+
+import pytest
+from batching_cases import (
+    GREEDY,
+    LOW,
+    PROMPTS,
+    batching,
+    generated,
+    implementations,
+    managed,
+    on_cab,
+)
+from tiny import FULL, tiny_model, tokens
+
+import cab_hf
+
+
+def test_cab_is_not_switched_on_under_a_manager_of_other_attention():
+    model = tiny_model()
+    manager = managed(model)
+    # a later one does not hide it
+    managed(model).stop()
+    try:
+        with pytest.raises(NotImplementedError, match="continuous batching runs on LlamaForCausal"):
+            cab_hf.apply_cab(model)
+        assert model.config._attn_implementation == "sdpa"
+    finally:
+        manager.stop()
+    assert cab_hf.apply_cab(model, min_length=0).config._attn_implementation == "cab"
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [lambda model: model.set_attn_implementation("sdpa"), cab_hf.remove_cab],
+    ids=["set_attn_implementation", "remove_cab"],
+)
+def test_cab_is_not_switched_off_under_its_manager(switch):
+    model = on_cab(tiny_model())
+    expected = generated(model, PROMPTS[:1])
+    with model.continuous_batching_context_manager(
+        GREEDY, continuous_batching_config=batching()
+    ) as manager:
+        with pytest.raises(NotImplementedError, match="runs on LlamaForCausalLM with 'cab'"):
+            switch(model)
+        manager.add_request(PROMPTS[0])
+        assert manager.get_result(timeout=60).generated_tokens == expected[0]
+    assert implementations(model) == ["cab", "cab"]
+    cab_hf.remove_cab(model)
+    assert implementations(model) == ["sdpa", "sdpa"]
+
+
+@pytest.mark.parametrize("before", ["sdpa", "cab"])
+def test_a_block_does_not_end_under_its_manager(before):
+    model = tiny_model()
+    expected = generated(model, PROMPTS[:1])
+    if before == "cab":
+        on_cab(model)
+        with cab_hf.cab(model, FULL):
+            manager = managed(model)
+        manager.stop()
+    else:
+        with (
+            pytest.raises(NotImplementedError, match="runs on LlamaForCausalLM with 'cab'"),
+            cab_hf.cab(model, FULL),
+        ):
+            manager = managed(model)
+        try:
+            manager.add_request(PROMPTS[0])
+            assert manager.get_result(timeout=60).generated_tokens == expected[0]
+        finally:
+            manager.stop()
+    assert implementations(model) == ["cab", "cab"]
+    cab_hf.remove_cab(model)
+    assert implementations(model) == ["sdpa", "sdpa"]
+
+
+def test_what_goes_wrong_in_a_block_is_told_before_its_manager_is():
+    model = tiny_model()
+    with pytest.raises(KeyError, match="mine"), cab_hf.cab(model, FULL):
+        manager = managed(model)
+        raise KeyError("mine")
+    try:
+        assert implementations(model) == ["sdpa", "sdpa"]
+        manager.add_request(PROMPTS[0])
+        # no request came before: it is known what the manager began with
+        assert "was switched to 'sdpa' while" in manager.get_result(timeout=60).error
+    finally:
+        manager.stop()
+
+
+LONG = [tokens(1, 730, seed=seed)[0].tolist() for seed in range(2)]
+CHANGES = {
+    "cab_config": lambda model: cab_hf.apply_cab(model, FULL),
+    "cab_dense": lambda model: model.set_attn_implementation("cab_dense"),
+}
+
+
+def answered(manager, prompts):
+    names = [manager.add_request(prompt) for prompt in prompts]
+    answers = [manager.get_result(timeout=60) for _ in names]
+    return [
+        answer.error or answer.generated_tokens
+        for answer in sorted(answers, key=lambda answer: names.index(answer.request_id))
+    ]
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_blocks_of_other_settings_are_not_shared(change):
+    model = tiny_model()
+    exact = generated(model, LONG)
+    on_cab(model, LOW)
+    sparse = generated(model, LONG)
+    assert sparse != exact
+    manager = managed(model)
+    try:
+        assert answered(manager, LONG) == sparse
+        cache = manager.batch_processor.cache
+        change(model)
+        assert answered(manager, LONG) == exact
+        # what is forgotten is free again
+        cache.evict_cached_blocks()
+        cache.pool.try_to_free_sectors()
+        assert cache.compute_free_capacity() == 1
+    finally:
+        manager.stop()
+
+
+def test_a_kept_manager_does_not_share_blocks_of_other_settings():
+    model = tiny_model()
+    exact = generated(model, LONG)
+    for config in (LOW, FULL):
+        on_cab(model, config)
+        result = model.generate_batch(
+            LONG, GREEDY, batching(), persistent_manager=True, warmup=False
+        )
+        answers = [answer.generated_tokens for answer in result.values()]
+        assert (answers == exact) == (config is FULL)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (CHANGES["cab_config"], "given another cab_config"),
+        (CHANGES["cab_dense"], "switched from 'cab' to 'cab_dense'"),
+    ],
+    ids=CHANGES,
+)
+def test_settings_do_not_change_under_a_request(change, what):
+    manager = managed(model := on_cab(tiny_model(), LOW))
+    try:
+        manager.add_request(PROMPTS[0], max_new_tokens=2000, streaming=True, eos_token_id=-1)
+        manager.get_result(timeout=60)
+        change(model)
+        # what iterates over a manager ends with its thread, whatever is left to be read
+        manager._generation_thread.join(60)
+        answers = iter(lambda: manager.get_result(timeout=0), None)
+        errors = (answer.error for answer in answers if answer.error)
+        assert f"llama was {what} while" in next(errors)
+    finally:
+        manager.stop()
+
+
+def test_chunks_end_where_the_query_blocks_of_present_settings_do():
+    low = dataclasses.replace(LOW, dense_tail_blocks=0)
+    model = on_cab(tiny_model(), low)
+    with model.continuous_batching_context_manager(
+        GREEDY, continuous_batching_config=batching(max_batch_tokens=96)
+    ) as manager:
+        for query_block in (32, 64):
+            # 96 tokens are no whole number of the larger blocks
+            on_cab(model, dataclasses.replace(low, query_block=query_block))
+            for prompt in LONG:
+                assert answered(manager, [prompt]) == generated(model, [prompt])
+
+
+@pytest.mark.parametrize("first", ["cab", "sdpa"])
+def test_a_manager_begins_with_the_attention_that_it_was_made_for(first):
+    model, switches = tiny_model(), [on_cab, cab_hf.remove_cab]
+    if first == "cab":
+        on_cab(model)
+        switches.reverse()
+    manager = model.init_continuous_batching(GREEDY, batching())
+    switches[0](model)
+    with pytest.raises(NotImplementedError, match=f"made for LlamaForCausalLM with '{first}'"):
+        manager.start()
+
+
+def test_a_kept_manager_of_other_attention_is_to_be_destroyed():
+    model = on_cab(tiny_model())
+    expected = generated(model, PROMPTS[:1])
+
+    def kept():
+        answers = model.generate_batch(PROMPTS[:1], GREEDY, batching(), persistent_manager=True)
+        return [answer.generated_tokens for answer in answers.values()]
+
+    assert kept() == kept() == expected
+    cab_hf.remove_cab(model)
+    with pytest.raises(NotImplementedError, match="destroy_cached_continuous_batching_manager()"):
+        kept()
+    model.destroy_cached_continuous_batching_manager()
+    assert kept() == expected

@@ -1,0 +1,124 @@
+"""A model that torch.compile traces answers as it does without, by few graphs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from call_cases import left_padded, logits
+from marks import slow_but
+from tiny import FULL, SPARSE, tiny_model, tokens
+from torch._dynamo.backends.debugging import aot_eager
+from transformers import StaticCache
+
+import cab_hf
+from cab_hf import CabConfig, engines
+from cab_hf.eval import methods  # noqa: F401  it registers rivals
+
+EXACT = {"atol": 2e-5, "rtol": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def shallow():
+    """One layer, for what every layer does alike and takes long."""
+    return tiny_model(num_hidden_layers=1)
+
+
+PADDED = {"attention_mask": torch.arange(130)[None] >= 20}
+# documents stay where they are: only at full budget that is all the same
+PACKED = {"position_ids": (torch.arange(130) % 70)[None], "use_cache": False}
+CALLED = [
+    pytest.param(SPARSE, {}, "REFERENCE", id="plain"),
+    pytest.param(FULL, PACKED, "TRITON", id="packed-by-lists"),
+    pytest.param(SPARSE, {"use_cache": False}, "REFERENCE", id="training-call"),
+    pytest.param(SPARSE, PADDED, "REFERENCE", id="padded"),
+    # an engine that reads lists alone: the tail is named
+    pytest.param(SPARSE, {}, "TRITON", id="plain-by-lists"),
+    pytest.param(SPARSE, PADDED, "TRITON", id="padded-by-lists"),
+]
+
+
+@pytest.mark.parametrize(("config", "inputs", "engine"), slow_but(CALLED, 0, 1))
+def test_compiles_without_a_graph_break(shallow, config, inputs, engine, monkeypatch):
+    ids = tokens(1, 130)
+    with cab_hf.cab(shallow, config):
+        expected = logits(shallow, input_ids=ids, **inputs)
+        monkeypatch.setattr(engines, "REFERENCE", getattr(engines, engine))
+        torch._dynamo.reset()
+        compiled = torch.compile(shallow, fullgraph=True, backend="aot_eager")
+        actual = logits(compiled, input_ids=ids, **inputs)
+    kept = inputs.get("attention_mask", torch.ones(1, 130)).bool()
+    torch.testing.assert_close(actual[kept], expected[kept], **EXACT)
+
+
+@pytest.mark.slow
+def test_compiles_again_with_other_settings(shallow):
+    """Numbers that differ from an earlier compilation are symbolic to dynamo."""
+    ids = tokens(1, 130)
+    torch._dynamo.reset()
+    for fields in ({}, {"mass_threshold": 0.08}, {"query_block": 64, "sink_blocks": 2}):
+        with cab_hf.cab(shallow, SPARSE, **fields):
+            expected = logits(shallow, input_ids=ids)
+            compiled = torch.compile(shallow, fullgraph=True, backend="aot_eager")
+            torch.testing.assert_close(logits(compiled, input_ids=ids), expected, **EXACT)
+
+
+def read_plainly(model, ids):
+    return model(ids, use_cache=False).logits
+
+
+def read_padded(model, ids):
+    ids, mask = left_padded(ids, 45)
+    mask = torch.cat([mask[:1], torch.ones_like(mask[1:])])
+    return model(ids, attention_mask=mask, use_cache=False).logits[:, 45:]
+
+
+def read_into_a_static_cache(model, ids):
+    cache = StaticCache(model.config, max_cache_len=512)
+    cache.early_initialization(len(ids), 2, 16, torch.float32, "cpu")
+    return model(ids, past_key_values=cache).logits
+
+
+def trained(model, ids):
+    """Gradients of all parameters, one behind the other."""
+    model.zero_grad()
+    with torch.enable_grad():
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    return torch.cat([weight.grad.flatten() for weight in model.parameters()])
+
+
+COMPILED = {
+    "sparse": (replace(SPARSE, exact_queries=0), "llama"),
+    "outliers": (SPARSE, "llama"),
+    "full": (FULL, "llama"),
+    "streaming": (SPARSE.changed(predictor="streaming"), "llama"),
+    "published": (CabConfig.published(0.6, query_block=32, key_block=16, min_length=0), "llama"),
+    "cab_dense": (None, "llama"),
+    "sliding": (None, "mistral-sliding"),
+}
+READ = (read_plainly, read_padded, read_into_a_static_cache, trained)
+QUICK = ("sparse-read_padded", "outliers-read_into_a_static_cache", "cab_dense-read_plainly")
+NAMES = [f"{name}-{read.__name__}" for name in COMPILED for read in READ]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", slow_but(NAMES, *map(NAMES.index, QUICK)))
+@pytest.mark.parametrize("dynamic", slow_but([True, None], 0))
+def test_prompts_of_many_lengths_have_few_graphs(case, dynamic):
+    """Of two graphs one is for a first length alone, or one for a loss."""
+    name, way = case.split("-")
+    (config, family), read = COMPILED[name], globals()[way]
+    model, graphs = tiny_model(family, num_hidden_layers=1), []
+    cab_hf.apply_cab(model, config or FULL)
+    if config is None:
+        model.set_attn_implementation("cab_dense")
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs) if read is trained else graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, dynamic=dynamic, backend=backend)
+    for length in (300, 323, 347, 371, 396, 420):
+        ids = tokens(2, length)
+        torch.testing.assert_close(read(compiled, ids), read(model, ids), **EXACT)
+    assert len(graphs) <= 3

@@ -1,0 +1,167 @@
+"""Masks: padding behind a cache, patterns that are not causal, and what models do with them."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from tiny import FULL, tiny_model, tokens
+from transformers import BertConfig
+from transformers.masking_utils import (
+    and_masks,
+    blockwise_overlay,
+    causal_mask_function,
+    or_masks,
+    sliding_window_overlay,
+)
+
+import cab_hf
+from cab_hf.call.hook import cab_mask
+from cab_hf.eval.tiny_types import tiny_model as tiny_model_of
+
+
+@pytest.fixture(scope="module")
+def model():
+    return cab_hf.apply_cab(tiny_model(), FULL)
+
+
+KEPT = 200  # tokens in a cache, before 60 others are read
+
+
+def read_behind_a_cache(model, mask, kind="dynamic"):
+    """Two calls, of which the second has this mask for 260 tokens."""
+    ids = tokens(2, 260)
+    cache = transformers.DynamicCache(config=model.config)
+    if kind == "static":
+        cache = transformers.StaticCache(model.config, max_cache_len=400)
+    model(ids[:, :KEPT], cache=cache, use_cache=True)
+    return model(ids[:, KEPT:], attention_mask=mask, cache=cache, use_cache=True).logits
+
+
+SHORT = [
+    pytest.param(slice(KEPT, 260), id="of-the-new-tokens"),
+    pytest.param(slice(0, KEPT), id="of-the-old-tokens"),
+    pytest.param(slice(0, 259), id="one-short"),
+]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("part", SHORT)
+@torch.no_grad()
+def test_a_padding_mask_that_lacks_tokens_of_the_cache_or_the_call(model, part, kind):
+    mask = torch.ones(2, 260, dtype=torch.int64)
+    mask[0, :7] = 0
+    read_behind_a_cache(model, mask, kind)
+    sentence = f"attention_mask has {mask[:, part].shape[1]} tokens and there are 260 keys"
+    with pytest.raises(ValueError, match=sentence):
+        read_behind_a_cache(model, mask[:, part], kind)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@torch.no_grad()
+def test_a_loop_that_never_extends_its_mask(model, kind, compiled):
+    cache = transformers.DynamicCache(config=model.config)
+    if kind == "static":
+        cache = transformers.StaticCache(model.config, max_cache_len=400)
+    ids, mask = tokens(2, 60), torch.ones(2, 60, dtype=torch.int64)
+    mask[0, :7] = 0
+    model(ids, attention_mask=mask, cache=cache, use_cache=True)
+    step = torch.compile(model, backend="eager") if compiled else model
+    with pytest.raises((ValueError, NotImplementedError), match="attention_mask has 60 tokens"):
+        step(ids[:, :1], attention_mask=mask, cache=cache, use_cache=True)
+
+
+def prefix_model():
+    """One whose tokens see each other where ``token_type_ids`` are 1."""
+    depth = {"num_layers_per_stack": 1, "num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1}
+    return cab_hf.apply_cab(tiny_model_of("hrm_text", **depth, L_bp_cycles=[1]), FULL)
+
+
+def prefixed(prefix):
+    types = (torch.arange(64) < prefix).long()[None]
+    return {"input_ids": tokens(1, 64), "token_type_ids": types, "use_cache": False}
+
+
+GRAPHS = {
+    "eager": lambda model, given: model(**given).logits,
+    "compiled": lambda model, given: torch.compile(model, backend="eager")(**given).logits,
+    "traced": lambda model, given: torch.compile(model, backend="aot_eager")(**given).logits,
+    "exported": lambda model, given: (
+        torch.export.export(model, (), given, strict=False).module()(**given).logits
+    ),
+}
+
+
+@pytest.mark.parametrize("way", GRAPHS.values(), ids=GRAPHS)
+@torch.no_grad()
+def test_tokens_that_see_later_ones_are_refused_in_graphs_too(way):
+    with pytest.raises(NotImplementedError, match="lets tokens see later ones"):
+        way(prefix_model(), prefixed(30))
+
+
+@pytest.mark.parametrize("way", GRAPHS.values(), ids=GRAPHS)
+@torch.no_grad()
+def test_the_same_model_reads_text_without_a_prefix(way):
+    model = prefix_model()
+    found = way(model, prefixed(0))
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(found, model(**prefixed(0)).logits, rtol=1e-4, atol=1e-4)
+
+
+def turn(picture, q_offset, q_length=8):
+    """The mask of a call behind a cache, of a text with a picture in these slots."""
+    groups = torch.full((1, 16), -1)
+    groups[:, picture] = 0
+    pattern = or_masks(causal_mask_function, blockwise_overlay(groups))
+    keys = q_offset + q_length
+    return cab_mask(1, q_length, keys, q_offset, mask_function=pattern, config=BertConfig())
+
+
+def test_a_picture_is_looked_for_among_the_tokens_of_the_call():
+    assert turn(slice(2, 5), q_offset=8).refusal is None
+    assert "see later ones" in turn(slice(10, 12), q_offset=8).refusal
+    assert "see later ones" in turn(slice(2, 5), q_offset=0).refusal
+
+
+def test_windows_of_models_that_read_pictures():
+    # as Gemma 3 makes them, of a text without a picture
+    groups = torch.full((1, 60), -1)
+    pattern = and_masks(
+        or_masks(causal_mask_function, blockwise_overlay(groups)), sliding_window_overlay(7)
+    )
+    given = {"mask_function": pattern, "use_vmap": True, "config": BertConfig()}
+    mask = cab_mask(1, 60, 60, **given)
+    assert mask.refusal is None and mask.window == 7
+    groups[:, 3:9] = 0
+    assert "see later ones" in cab_mask(1, 60, 60, **given).refusal
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda mask: mask[:, 0], id="index"),
+        pytest.param(lambda mask: mask.dtype, id="dtype"),
+        pytest.param(lambda mask: mask.to(torch.bool), id="method"),
+        pytest.param(lambda mask: mask.shape[-1], id="size"),
+        pytest.param(lambda mask: torch.zeros(2, 2) + mask, id="added-to-a-tensor"),
+        pytest.param(lambda mask: mask + torch.zeros(2, 2), id="adds-a-tensor"),
+        pytest.param(lambda mask: 1.0 - mask, id="subtracted"),
+        pytest.param(lambda mask: mask & True, id="and"),
+        pytest.param(lambda mask: ~mask, id="not"),
+        pytest.param(lambda mask: mask > 0, id="compared"),
+        pytest.param(lambda mask: torch.where(mask, 0.0, 1.0), id="torch"),
+        pytest.param(lambda mask: torch.zeros(2).masked_fill(mask, 1.0), id="torch-method"),
+        pytest.param(lambda mask: 0.0 in mask, id="searched"),
+    ],
+)
+def test_a_mask_that_a_model_computes_with(use):
+    mask = cab_mask(1, 8, 8, config=transformers.DogeConfig())
+    with pytest.raises(NotImplementedError, match="^doge computes with its attention mask .*eager"):
+        use(mask)
+
+
+def test_a_mask_says_what_it_has_not_and_survives_copies():
+    mask = cab_mask(1, 8, 8)
+    assert not hasattr(mask, "to") and mask.ndim == len(mask.shape) == 0
+    assert copy.deepcopy(mask).kv_length == copy.copy(mask).kv_length == 8
