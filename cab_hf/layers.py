@@ -15,8 +15,8 @@ from cab_hf.checks import is_whole, require
 from cab_hf.config import CabConfig
 from cab_hf.engines import ENGINES, Workload, choose
 from cab_hf.plan import BlockPlan
+from cab_hf.plan.spans import Spans
 from cab_hf.predictors import CoarseCurvaturePredictor, FrcPredictor, LayerContext
-from cab_hf.spans import Spans
 
 
 class CABAttention(nn.Module):

@@ -8,8 +8,8 @@ from valid_plan import require_valid
 
 from cab_hf import CabConfig
 from cab_hf.layers import CABAttention, CABAttentionLayer
+from cab_hf.plan.spans import Spans
 from cab_hf.predictors import FrcPredictor, LayerContext
-from cab_hf.spans import Spans
 
 DIM, HEADS, BLOCK = 64, 4, 32
 both_ways = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cab_hf.plan import BlockPlan
-from cab_hf.spans import BlockLists
+from cab_hf.plan.spans import BlockLists
 
 # bytes of a layer's lists, of which all layers keep some
 MEASURED_FROM = 2**26

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from cab_hf.call.reordering import Reordering
 from cab_hf.plan import EXACT_BLOCK, BlockPlan
+from cab_hf.plan.spans import Spans, named_rows, once_per_spans
 from cab_hf.predictors import LayerContext, Predictor
-from cab_hf.spans import Spans, named_rows, once_per_spans
 
 # attribute of every module of a model whose texts are in the frame of several ranks
 PARALLEL = "_cab_parallel"

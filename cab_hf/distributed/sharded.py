@@ -22,8 +22,8 @@ from cab_hf.distributed.layout import Layout, Places, Shard
 from cab_hf.distributed.zigzag import CPAttention
 from cab_hf.engines import Engine
 from cab_hf.plan import BlockPlan, rows_grid
+from cab_hf.plan.spans import named_rows, once_per_spans
 from cab_hf.predictors import LayerContext, Predictor
-from cab_hf.spans import named_rows, once_per_spans
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

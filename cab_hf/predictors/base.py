@@ -14,7 +14,7 @@ from cab_hf.checks import require
 from cab_hf.config import CabConfig
 from cab_hf.ops import HAS_TRITON
 from cab_hf.plan import BlockPlan
-from cab_hf.spans import Spans
+from cab_hf.plan.spans import Spans
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from cab_hf.config import blocks_of, tail_of
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan
+from cab_hf.plan.spans import BlockLists, Spans, crossed_blocks
 from cab_hf.predictors.base import LayerContext, Predictor, has_kernels, sparsity_of
-from cab_hf.spans import BlockLists, Spans, crossed_blocks
 
 # bytes of scores alive at a time; heads take turns so that it is enough
 SCORE_BYTES_AT_A_TIME = 1 << 30

@@ -16,6 +16,7 @@ from cab_hf.distributed.sharded import ShardedFrame
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan
+from cab_hf.plan.spans import block_visibility
 from cab_hf.predictors import (
     LayerContext,
     Predictor,
@@ -23,7 +24,6 @@ from cab_hf.predictors import (
     make_predictor,
     register_predictor,
 )
-from cab_hf.spans import block_visibility
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 # the half of 64 channels that LLaMA turns slowest

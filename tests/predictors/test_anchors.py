@@ -20,8 +20,8 @@ from cab_hf.calibration.anchors import (
     values,
     viewed,
 )
+from cab_hf.plan.spans import Spans
 from cab_hf.predictors import LayerContext, make_predictor
-from cab_hf.spans import Spans
 
 LENGTH = 400
 # of few blocks, each of which has more of the attention than one among many

@@ -14,8 +14,8 @@ from valid_plan import require_valid
 
 import cab_hf
 from cab_hf import CabConfig
+from cab_hf.plan.spans import Spans
 from cab_hf.predictors import CascadePredictor, LayerContext, make_predictor
-from cab_hf.spans import Spans
 
 CASCADE = replace(SPARSE, predictor="cascade", anchors=(0, 2))
 TYPICAL = replace(CASCADE, exact_queries=0)

@@ -11,8 +11,8 @@ from tiny import qkv
 from cab_hf import CabConfig
 from cab_hf.ops import frc as kernels
 from cab_hf.ops import reference
+from cab_hf.plan.spans import Spans
 from cab_hf.predictors import FrcPredictor, LayerContext, frc, make_predictor
-from cab_hf.spans import Spans
 
 GRID = {"query_block": 16, "key_block": 16}
 # what rows of three blocks weigh: the third row sees columns 0 to 2

@@ -10,6 +10,7 @@ import torch
 from tiny import qkv
 
 from cab_hf import CabConfig
+from cab_hf.plan.spans import Spans
 from cab_hf.predictors import FrcPredictor, LayerContext
 from cab_hf.predictors.published import (
     AdaptiveCurvaturePredictor,
@@ -21,7 +22,6 @@ from cab_hf.predictors.published import (
     generate_block_mask_from_frc,
     visualize_frc_statistics,
 )
-from cab_hf.spans import Spans
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "published_classes.py"
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -22,8 +22,8 @@ from cab_hf.ops import launch, lists, pairs, rows
 from cab_hf.ops.attention import merge
 from cab_hf.ops.decode import attend_kernels, choose_kernels, index_kernel, kernels
 from cab_hf.plan import BlockPlan
+from cab_hf.plan.spans import Spans
 from cab_hf.predictors import LayerContext, frc
-from cab_hf.spans import Spans
 
 LENGTH, HEADS, KV_HEADS = 1024, 4, 2
 # (queries, keys) whose numbers of query blocks, key blocks and rows Triton would tell apart: 1,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cab_hf.spans import (
+from cab_hf.plan.spans import (
     BlockLists,
     Spans,
     block_visibility,
