@@ -97,13 +97,7 @@ def calibrate(
     reached = f"at most {most}, as far as the model's positions reach"
     require(most is None or length <= most, "length", length, reached)
     read = _documents(tokenizer, texts, length, documents, seed)
-    last, known = max(max(tokens) for tokens, _ in read), number(text, "vocab_size")
-    if known is not None and last >= known:
-        # a GPU stops at what a model does not know
-        raise ValueError(
-            f"tokenizer produced token {last}, and the model knows tokens 0 to {known - 1}; give "
-            "the tokenizer of the model."
-        )
+    _require_known(max(max(tokens) for tokens, _ in read), number(text, "vocab_size"))
     require_target(config, target_density, length)
     # as far as layers show it before they are called
     sparse = sum(
@@ -124,6 +118,15 @@ def calibrate(
     chosen = dataclasses.replace(chosen, origin=origin_of(text, length))
     apply_cab(model, chosen)
     return chosen
+
+
+def _require_known(token: int, vocabulary: int | None) -> None:
+    """Refuse the tokenizer of another model: a GPU stops at a token that a model does not know."""
+    if vocabulary is not None and token >= vocabulary:
+        raise ValueError(
+            f"tokenizer produced token {token}, and the model knows tokens 0 to {vocabulary - 1}; "
+            "give the tokenizer of the model."
+        )
 
 
 def _documents(
