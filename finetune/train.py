@@ -58,9 +58,9 @@ OF_SETTINGS = (ValueError, NotImplementedError)
 
 def run(settings: Settings) -> int:
     """Train, or with ``dry_run`` print what that would cost; the exit status."""
-    rank = int(os.environ.get("RANK", 0))
+    rank, refused = int(os.environ.get("RANK", 0)), OF_SETTINGS if settings.dry_run else ()
     try:
-        with accelerating(settings) as accelerator, ending_together(), refusing():
+        with accelerating(settings) as accelerator, ending_together(), refusing(*refused):
             if settings.dry_run:
                 dry_run.print_report(settings, accelerator)
             else:
