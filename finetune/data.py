@@ -156,11 +156,10 @@ def prefetched(packed: Packed, depth: int = 2, workers: int = 1) -> Iterator[tup
         depth: sequences that the worker makes ahead.
         workers: 1, or 0 for none.
     """
-    how: dict[str, Any] = {}
-    if workers and FORK in multiprocessing.get_all_start_methods():
-        how = {"num_workers": 1, "prefetch_factor": depth, "multiprocessing_context": FORK}
     # the worker's seed must not be drawn from the generator that the run uses
-    how |= {"batch_size": None, "generator": torch.Generator()}
+    how: dict[str, Any] = {"batch_size": None, "generator": torch.Generator()}
+    if workers and FORK in multiprocessing.get_all_start_methods():
+        how |= {"num_workers": 1, "prefetch_factor": depth, "multiprocessing_context": FORK}
     for item, place in DataLoader(_WithPlaces(packed), **how):
         if isinstance(item, Exception):
             raise item

@@ -39,7 +39,7 @@ def skeleton(settings: Settings) -> nn.Module:
     """The `runs.models.skeleton` of the model to be trained; errors as of `models.load_model`."""
     trusted = settings.trust_remote_code
     config = run_models.load_config(settings.model, trusted)
-    stretch_positions(config, settings.model, *settings.positions().values())
+    stretch_positions(config, settings.model, **settings.positions())
     how = {"attn_implementation": settings.attention, "dtype": settings.dtype}
     return run_models.skeleton(config, trusted, **how)
 

@@ -7,7 +7,6 @@ base with the adapter.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+from huggingface_hub import ModelCardData
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -47,11 +46,6 @@ TEXTS, TOKENS = 2, 64
 BOUNDS = {"bfloat16": 0.13, "float16": 0.015, "float32": 1e-4, "float64": 1e-9}
 CARD = """---
 {front}
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- cab
-- long-context
 ---
 
 # {title}
@@ -133,8 +127,7 @@ def merge(settings: MergeSettings) -> float:
         folder = Path(scratch.name) / "merged"
         expected = _write(folder, adapter, base, config, settings)
         difference = compare(folder, expected, settings)
-        page = card(out.name, folder, base, config, difference)
-        write_atomically(folder / "README.md", page)
+        write_atomically(folder / "README.md", card(out.name, folder, base, config, difference))
         os.rename(folder, out)
     return difference
 
@@ -246,9 +239,14 @@ def card(name: str, folder: Path, base: str, config: Any, difference: float) -> 
         "largest difference of a logit, merged to adapter and base": f"{difference:.2g}",
         "made with": ", ".join(f"{package} {version}" for package, version in versions().items()),
     }
+    front = ModelCardData(
+        base_model=name_of(base),
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["cab", "long-context"],
+    )
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
-    front = yaml.safe_dump({"base_model": name_of(base)}, allow_unicode=True, width=math.inf)
-    return CARD.format(name=name, title=plain(name), front=front.strip(), table=table)
+    return CARD.format(name=name, title=plain(name), front=front.to_yaml(), table=table)
 
 
 if __name__ == "__main__":

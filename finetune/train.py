@@ -37,6 +37,7 @@ from cab_hf.finetune.rotary import load_rotary_state, rotary_kept, rotary_state
 from cab_hf.finetune.settings import ALL, PROG, Settings
 from cab_hf.finetune.tiles import compute_in_tiles, tile_of
 from cab_hf.finetune.validation import Validation
+from cab_hf.runs.cache import file_sha256
 from cab_hf.runs.log import (
     DISK_FULL,
     Log,
@@ -46,7 +47,7 @@ from cab_hf.runs.log import (
     write_atomically,
     writing,
 )
-from cab_hf.runs.models import TRAINED, file_sha256
+from cab_hf.runs.models import TRAINED
 from cab_hf.runs.provenance import provenance
 from cab_hf.runs.settings import UsageError
 

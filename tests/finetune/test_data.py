@@ -438,7 +438,7 @@ GOOD = {"txt": "a b", "jsonl": rows_of("a b")}
     [
         pytest.param({"a.txt": ""}, "'.*a.txt' has no documents", id="empty text"),
         pytest.param({"a.jsonl": ""}, "'.*a.jsonl' has no documents", id="empty jsonl"),
-        pytest.param({"a.jsonl": LINE}, "no field 'text'; its fields are content", id="no field"),
+        pytest.param({"a.jsonl": LINE}, "no field 'text'; known are content", id="no field"),
         pytest.param({"a.jsonl": '{"txt": "a"}\n'}, "did you mean txt?", id="near field"),
         pytest.param({"a.txt": b"\xff\xfe\x00bin"}, "cannot be read .*codec", id="binary"),
         pytest.param({"a.jsonl": "{not json"}, "cannot be read", id="no json"),

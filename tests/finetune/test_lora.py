@@ -434,7 +434,7 @@ def test_a_gpu_offloads_as_few_layers_as_the_estimate_asks_for(monkeypatch, gpu_
     [
         pytest.param(["--tokens-per-step", "300"], "tokens_per_step", id="steps"),
         pytest.param(["--length", "8192"], "length is 8192", id="positions"),
-        pytest.param(["--targets", "q_prj"], "targets have 'q_prj'", id="target"),
+        pytest.param(["--targets", "q_prj"], "targets is ['q_prj']", id="target"),
         pytest.param(["--passkey-lengths", "64"], "passkey_lengths", id="keys"),
         pytest.param(["--cp", "2", "--length", "512"], "cp must divide the 1 processes", id="cp"),
         pytest.param(["--data", "gone.txt"], "gone.txt", id="data"),
@@ -506,7 +506,7 @@ WEIGHT = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
 @pytest.mark.parametrize(
     ("spoilt", "words", "message"),
     [
-        pytest.param("weight", [], "step 1 has a weight that is not finite, in base", id="base"),
+        pytest.param("weight", [], "step 1 has a weight that is not finite, .* base", id="base"),
         pytest.param(None, ["--lr", "1e25"], f"step 2 has a gradient .* in {WEIGHT}A", id="rate"),
         pytest.param("step", ["--save-every", "1"], f"step 1 has left {WEIGHT}B", id="state"),
         pytest.param(

@@ -236,7 +236,7 @@ def test_no_document_is_one_of_the_evaluations(monkeypatch):
     [
         pytest.param("retrieval", "has no kind ''", id="no kind"),
         pytest.param("retrieval:passkeys", "no kind 'passkeys' .* did you mean passkey", id="near"),
-        pytest.param("retrieval:passkey+x", "the kinds are passkey, distractors", id="unknown"),
+        pytest.param("retrieval:passkey+x", "known are passkey, distractors", id="unknown"),
         pytest.param("retrieval:passkey:8k", "the length a number of tokens", id="no number"),
         pytest.param("retrieval:passkey:0", "the length a number of tokens", id="nothing"),
         pytest.param("retrieval:passkey:9:9", "must be retrieval:KINDS:LENGTH", id="too much"),
