@@ -1,10 +1,12 @@
 """FLOPs against torch's own counter, pairs and shares by hand, memory against tensors held."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from accelerate.utils import DistributedType
 from held import Held
 from tiny import SIZES, tiny_model, tokens
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,7 +14,7 @@ from trained import batch
 
 from cab_hf import CabConfig
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
-from cab_hf.finetune import dry_run, meter
+from cab_hf.finetune import dry_run, meter, train
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
 from cab_hf.finetune.objective import Objective
 from cab_hf.finetune.offload import Offload
@@ -261,6 +263,27 @@ def test_no_more_is_offloaded_than_the_host_has_memory_for(large):
     assert not room.holds(fitted.memory)
     # 4 GiB each
     assert fitted.offloaded == 22 and fitted.memory.host == 88 * meter.GIB
+
+
+@pytest.mark.parametrize(("gpu_gib", "offloaded"), [(1.0, None), (0.078, 2), (0.06, "refused")])
+def test_a_gpu_offloads_as_few_layers_as_the_estimate_asks_for(monkeypatch, gpu_gib, offloaded):
+    enabled = []
+    kept = SimpleNamespace(enable=enabled.append)
+    monkeypatch.setattr(train, "Offload", lambda *how: enabled.append(how) or kept)
+    device = torch.device("cuda")
+    alone = {"distributed_type": DistributedType.NO, "num_processes": 1, "is_main_process": True}
+    started = object.__new__(train.Run)
+    started.accelerator = SimpleNamespace(device=device, **alone)
+    fields = {"gpu_gib": gpu_gib, "host_gib": 8.0, "attention": "cab_dense", "length": 2**15}
+    started.settings = Settings(data=("a.txt",), tile_tokens=16, **fields)
+    started.model = with_lora(tiny_model(num_hidden_layers=8), ("q_proj",), 4, 8)
+    cost = meter.Cost.of(started.model)
+    if offloaded == "refused":
+        with pytest.raises(UsageError, match="length is 32768 .* the longest that does has"):
+            started._fit_into_memory(cost)
+        return
+    started._fit_into_memory(cost)
+    assert enabled == ([] if offloaded is None else [(offloaded, device), started.model])
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "bloom", "gemma4_text", "deepseek_v3"])
