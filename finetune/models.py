@@ -281,8 +281,8 @@ def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tenso
     called, through whatever is wrapped around it, so that all hooks run.
 
     Args:
-        model: a causal LM, with adapters or without, or DDP around one. Under FSDP the weight is
-            there only while the wrapped module runs: call this, and use the weight, inside of it.
+        model: a causal LM, with adapters or without. Under FSDP the weight is there only while the
+            wrapped module runs: call this, and use the weight, inside of it.
         batch: ``input_ids`` int64 [B, N] and whatever else the model takes; labels are left out.
 
     Returns:
@@ -312,11 +312,7 @@ def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tenso
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside DDP, torch.compile and PEFT."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return causal_model(model.module)
-    if hasattr(model, "_orig_mod"):
-        return causal_model(model._orig_mod)
+    """The transformers model inside PEFT's, where there is one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -68,7 +68,7 @@ def by_logits(model, batch):
 
 
 def by_hidden(model, batch):
-    return linear_cross_entropy(*forward_hidden(model, batch), batch["labels"], chunk_tokens=16)[0]
+    return linear_cross_entropy(*forward_hidden(model, batch), batch["labels"], chunk_tokens=16)
 
 
 def learnt(model):
