@@ -106,7 +106,7 @@ class Checkpoints:
     def _complete(self) -> list[Path]:
         """The folders of complete checkpoints, the newest last."""
         complete = (path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name))
-        return sorted(complete, key=step_of)
+        return sorted(complete, key=lambda path: int(path.name.removeprefix("step-")))
 
     def clear(self) -> None:
         """Remove what a kill left half-written or half-removed; for process 0."""
@@ -156,10 +156,6 @@ def _unreadable(folder: Path, why: str) -> str:
         f"checkpoint {folder.name} cannot be read ({why}); take it away, and the run goes on from "
         "the one before."
     )
-
-
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
 
 
 def put_on_disk(path: Path) -> None:

@@ -31,7 +31,7 @@ from cab_hf.finetune.adapters import (
     read_base,
     reading,
 )
-from cab_hf.finetune.models import causal_model, open_model
+from cab_hf.finetune.models import open_model
 from cab_hf.runs import models as run_models
 from cab_hf.runs.log import write_atomically, writing
 from cab_hf.runs.markdown import code, plain
@@ -39,7 +39,6 @@ from cab_hf.runs.provenance import versions
 from cab_hf.runs.settings import UsageError, flag, option, read_settings, require
 
 PROG = "python -m cab_hf.finetune.merge"
-ADVICE = "give the --base it was trained in"
 TEXTS, TOKENS = 2, 64
 # the share of the largest logit that another may be off: SmolLM2 was off by a third of it where
 # dtypes are narrow, by 3e-6 in float32
@@ -144,7 +143,7 @@ def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeS
     options = {"trust_remote_code": trusted}
     model, tokenizer = open_model(base, model_config, dtype, settings.device, **options)
     # what is not local is in a cache by now
-    check_base(adapter, base, given, config.base_model_name_or_path, ADVICE)
+    check_base(adapter, base, given, config.base_model_name_or_path)
     adapted = attach(model, adapter, config)
     expected = probe(adapted)
     _untie(adapted)
@@ -168,14 +167,14 @@ def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
         try:
             adapted = get_peft_model(model, config).eval()
         except ValueError as error:
-            raise misfit(adapter, model, first_sentence(error), ADVICE) from error
-    load_weights(adapted, adapter, ADVICE)
+            raise misfit(adapter, model, first_sentence(error)) from error
+    load_weights(adapted, adapter)
     return adapted
 
 
 def _untie(adapted: Any) -> None:
     """Give a head that shares its weight its own, where an adapter changes one of the two."""
-    causal = causal_model(adapted)
+    causal = adapted.get_base_model()
     modules = causal.get_output_embeddings(), causal.get_input_embeddings()
     head, embeddings = (getattr(module, "base_layer", module) for module in modules)
     if (head, embeddings) == modules or head.weight is not embeddings.weight:

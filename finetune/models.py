@@ -177,6 +177,7 @@ def with_lora(
             embeddings, or dropout in front of a head.
     """
     from peft import LoraConfig, get_peft_model
+    from peft.utils import ModulesToSaveWrapper
 
     listed = sorted(set(targets.split(",") if isinstance(targets, str) else targets))
     targets = ALL_LINEAR if listed == [ALL_LINEAR] else listed
@@ -197,7 +198,12 @@ def with_lora(
         if parameter.requires_grad and parameter.dtype.itemsize < torch.float32.itemsize:
             # what is learnt in small steps would be rounded away
             parameter.data = parameter.data.float()
-    _keep_dtype(adapted, model.dtype)
+    dtype = model.dtype
+    for wrapper in adapted.modules():
+        if isinstance(wrapper, ModulesToSaveWrapper):
+            for norm in wrapper.modules_to_save.values():
+                # trained in float32, it returns what the model computes in
+                norm.register_forward_hook(lambda module, inputs, output: output.to(dtype))
     round_products(adapted)
     return adapted
 
@@ -261,16 +267,6 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: floa
 
 def _last_name(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _keep_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have norms trained in float32 return the dtype that the model computes in."""
-    from peft.utils import ModulesToSaveWrapper
-
-    for wrapper in model.modules():
-        if isinstance(wrapper, ModulesToSaveWrapper):
-            for norm in wrapper.modules_to_save.values():
-                norm.register_forward_hook(lambda module, inputs, output: output.to(dtype))
 
 
 def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from cab_hf.checks import require
+
 # a power of two: torch rounds what it pins up to the next
 CHUNK_BYTES = 2**28
 
@@ -56,11 +58,8 @@ class Offload:
             ValueError: it has fewer layers that transformers checkpoints.
         """
         layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        if len(layers) < self.layers:
-            raise ValueError(
-                f"offload_layers is {self.layers} and the model has {len(layers)} layers that are "
-                "checkpointed one by one; give at most as many."
-            )
+        accepted = f"at most {len(layers)}, the layers that are checkpointed one by one"
+        require(self.layers <= len(layers), "offload_layers", self.layers, accepted)
         for index, layer in enumerate(layers):
             layer._gradient_checkpointing_func = partial(self._checkpoint, index)
 

@@ -6,8 +6,7 @@ The frequencies of transformers' ``dynamic``, for example, are those of the long
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,13 +39,3 @@ def load_rotary_state(model: nn.Module, state: Mapping[str, Mapping[str, Any]]) 
             # not in place: two buffers may be one tensor
             on_device = value.to(device, copy=True) if isinstance(value, Tensor) else value
             setattr(module, field, on_device)
-
-
-@contextmanager
-def rotary_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the state of rotary embeddings at the end."""
-    state = rotary_state(model)
-    try:
-        yield
-    finally:
-        load_rotary_state(model, state)

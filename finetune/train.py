@@ -33,7 +33,7 @@ from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate,
 from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.prepare import build, open_data
-from cab_hf.finetune.rotary import load_rotary_state, rotary_kept, rotary_state
+from cab_hf.finetune.rotary import load_rotary_state, rotary_state
 from cab_hf.finetune.settings import ALL, PROG, Settings
 from cab_hf.finetune.tiles import compute_in_tiles, tile_of
 from cab_hf.finetune.validation import Validation
@@ -242,8 +242,10 @@ class Run:
                 bar.update()
                 last = step == self.settings.steps
                 if due(self.settings.eval_every, step, last):
-                    with rotary_kept(self.model):
-                        result = self.validation.measure(self.objective)
+                    # its texts may be the longest yet
+                    rotary = rotary_state(self.model)
+                    result = self.validation.measure(self.objective)
+                    load_rotary_state(self.model, rotary)
                     self._note(log, curve.EVALUATION, step, result)
                     # evaluation attends, too
                     cab_hf.stats(self.model, reset=True)
