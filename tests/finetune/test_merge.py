@@ -88,11 +88,14 @@ def test_the_merged_model_is_base_and_adapter(bases, tmp_path, base, options):
     assert sorted(x.suffix for x in (tmp_path / "merged").glob("model*")) == [".safetensors"]
 
 
-def test_a_merged_model_is_loaded_as_any_other(bases, tmp_path):
+def test_a_merged_model_is_loaded_as_any_other(bases, tmp_path, capsys):
     adapted = trained(bases["llama"], tmp_path / "adapter")
+    words = [str(tmp_path / "adapter"), str(tmp_path / "merged")]
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*cab_config")
-        merged_into(tmp_path)
+        assert main(words) == 0
+    assert "merged; the largest difference of a logit is" in capsys.readouterr().out
+    assert main(words) == 2 and "out must be a new folder; " in capsys.readouterr().err
     merged, ids = loaded(tmp_path / "merged", attn_implementation="cab"), tokens(1, 300)
     torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-3, atol=1e-3)
     merged.set_attn_implementation("sdpa")
@@ -264,17 +267,6 @@ def test_the_card_says_what_was_merged(bases, tmp_path, targets):
         assert line in page.split("\n"), page
     assert yaml.safe_load(page.split("---")[1])["base_model"] == "a: b|c"
     assert str(tmp_path) not in page
-
-
-def test_the_command_merges_and_says_so(tmp_path, capsys):
-    model, tokenizer = load_model("tiny", cab_config=SPARSE, dtype="float32")
-    save_adapter(with_lora(model, LINEAR, 2, 4.0), tokenizer, tmp_path / "adapter")
-    words = [str(tmp_path / "adapter"), str(tmp_path / "merged")]
-    assert main(words) == 0
-    assert "merged; the largest difference of a logit is" in capsys.readouterr().out
-    assert loaded(tmp_path / "merged").config.cab_config == SPARSE.to_dict()
-    assert main(words) == 2
-    assert "out must be a new folder; " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
