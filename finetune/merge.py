@@ -31,7 +31,6 @@ from cab_hf.finetune.adapters import (
     read_base,
     reading,
 )
-from cab_hf.finetune.models import open_model
 from cab_hf.runs import models as run_models
 from cab_hf.runs.log import write_atomically, writing
 from cab_hf.runs.markdown import code, plain
@@ -140,8 +139,10 @@ def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeS
     dtype = settings.dtype or _name_of_dtype(model_config.dtype or torch.float32)
     if dtype not in BOUNDS:
         raise UsageError(f"base {name_of(base)!r} has weights of {dtype}; give --dtype bfloat16.")
-    options = {"trust_remote_code": trusted}
-    model, tokenizer = open_model(base, model_config, dtype, settings.device, **options)
+    options = {"config": model_config, "trust_remote_code": trusted}
+    model, tokenizer = run_models.load_model(base, settings.device, dtype, **options)
+    # PEFT warns where it is another name than the one recorded
+    model.name_or_path = base
     # what is not local is in a cache by now
     check_base(adapter, base, given, config.base_model_name_or_path)
     adapted = attach(model, adapter, config)

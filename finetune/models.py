@@ -59,26 +59,15 @@ def load_model(
     stretch_positions(config, name, length, **rope)
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     options |= _four_bits(dtype, device) if qlora else {}
-    model, tokenizer = open_model(name, config, dtype, device, **options)
+    model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
+    # what PEFT records as the base of an adapter: no path where there is a name
+    model.name_or_path = name
     if attn_implementation in SPARSE:
         complete = cab_config is None or isinstance(cab_config, CabConfig)
         apply_cab(model, cab_config) if complete else apply_cab(model, **cab_config)
     elif isinstance(cab_config, Mapping):
         # nothing reads them, but they are refused as where something does
         cab_config_of(model.config.get_text_config()).changed(**cab_config)
-    return model, tokenizer
-
-
-def open_model(
-    name: str, config: PreTrainedConfig, dtype: str, device: Any, **options: Any
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model ``name`` of a ``config`` in eval mode, and its tokenizer; errors of `load_model`.
-
-    ``options`` are those of ``from_pretrained``.
-    """
-    model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
-    # what PEFT records as the base of an adapter: no path where there is a name
-    model.name_or_path = name
     return model, tokenizer
 
 

@@ -122,12 +122,6 @@ class Offload:
             torch.cuda.current_stream(kept.device).wait_event(kept.copied)
             kept.copied = None
 
-    def _release(self, kept: _Input) -> None:
-        # its memory goes back to the computing stream, also where a backward pass was left halfway
-        self._wait_for(kept)
-        # copies follow each other on one stream: no later one overtakes those of this checkpoint
-        self._free.extend(kept.chunks)
-
     def _pieces(self, x: Tensor) -> tuple[Tensor, ...]:
         return x.view(-1).view(torch.uint8).split(self.chunk_bytes)
 
@@ -157,4 +151,7 @@ class _Input:
         self.copied: torch.cuda.Event | None = None
 
     def __del__(self) -> None:
-        self.owner._release(self)
+        # its memory goes back to the computing stream, also where a backward pass was left halfway
+        self.owner._wait_for(self)
+        # copies follow each other on one stream: no later one overtakes those of this checkpoint
+        self.owner._free.extend(self.chunks)
