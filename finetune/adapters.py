@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 from cab_hf.runs import models as run_models
 from cab_hf.runs.settings import UsageError, first_line, refused_as
 
-ADVICE = "give the model, rank, alpha, targets and norms that it was trained with"
+ADVICE = (
+    "give the base (--model, or --base), rank, alpha, targets and norms that it was trained with"
+)
 WEIGHTS = "adapter_model.safetensors"
 # what `save_adapter` records of a model
 RECORDED_FIELDS = {

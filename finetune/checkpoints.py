@@ -93,7 +93,8 @@ class Checkpoints:
                 f"{self.processes}; start as many as then, or give another --out."
             )
         differ = shared["adapter"].items() - self._sums_of(folder).items()
-        for name, _ in sorted(differ):
+        if differ:
+            name, _ = min(differ)
             raise UsageError(_unreadable(folder, f"{self.result}/{name} is not as it was saved"))
         return shared, _read(folder / MINE.format(self.rank))
 
@@ -137,9 +138,8 @@ def _read(path: Path) -> State:
 
     def sentence(error: Exception) -> str:
         # torch's own message is how to run the code in it
-        return _unreadable(
-            path.parent, f"{path.name}: {getattr(error, 'strerror', None) or 'damaged'}"
-        )
+        why = getattr(error, "strerror", None) or "damaged"
+        return _unreadable(path.parent, f"{path.name}: {why}")
 
     with refused_as(sentence):
         # torch writes checksums and does not check them
@@ -147,7 +147,7 @@ def _read(path: Path) -> State:
             whole = parts.testzip() is None
         state = torch.load(path, map_location="cpu", weights_only=True) if whole else None
         if not isinstance(state, dict):
-            raise ValueError
+            raise ValueError(f"{path} is no checkpoint")
     return state
 
 

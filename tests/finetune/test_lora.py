@@ -488,7 +488,7 @@ def test_a_run_begins_with_the_adapter_of_another(tmp_path, finished):
     assert_same(actual, saved)
     assert any(x.any() for name, x in actual.items() if "lora_B" in name)
     for words in (["--rank", "3"], ["--targets", "q_proj"]):
-        with pytest.raises(UsageError, match="does not fit .*; give the model, rank, alpha"):
+        with pytest.raises(UsageError, match="does not fit .*; give the base .* rank, alpha"):
             begun(*words)
     # a run goes on only with the same
     assert run(tmp_path, *adapter) == 0
