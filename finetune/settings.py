@@ -31,6 +31,7 @@ ROPES = ("linear", "dynamic", "yarn", "llama3", "theta")
 TILED_ABOVE, TILE = 2**17, 2**13
 # what is trained
 ADAPTER, ALL = "adapter", "all"
+NAMED = comma_separated(str)
 # the least values of settings that are numbers
 LEAST = {
     1: ("rank", "steps", "micro_batch", "save_every", "cp"),
@@ -75,13 +76,11 @@ class Settings:
         number_or_auto,
     )
     offload_layers: int | None = option(
-        None,
-        "layers with inputs offloaded to the host; auto (default): as few as fit",
-        number_or_auto,
+        None, "layers with inputs offloaded; auto (default): as few as fit", number_or_auto
     )
     # adapter
     targets: tuple[str, ...] = option(
-        ("q_proj", "k_proj", "v_proj", "o_proj"), "linear layers LoRA adds to", comma_separated(str)
+        ("q_proj", "k_proj", "v_proj", "o_proj"), "linear layers LoRA adds to", NAMED
     )
     rank: int = option(16, "rank of the LoRA adapters", int)
     alpha: float = option(32.0, "LoRA scales its product by alpha / rank", float)
@@ -92,9 +91,7 @@ class Settings:
     qlora: bool = flag("hold frozen weights in 4 bits (bitsandbytes)")
     # data
     data: tuple[str, ...] = option(
-        (),
-        "training texts, each NAME or NAME=WEIGHT: hub data sets, files, manuals, retrieval:...",
-        comma_separated(str),
+        (), "texts, each NAME or NAME=WEIGHT: hub data sets, files, manuals, retrieval:...", NAMED
     )
     text_field: str = option("text", "field of a record that holds its text")
     split: str = option("train", "split of hub data sets")
@@ -102,9 +99,7 @@ class Settings:
     length: int = option(8192, "tokens of a packed sequence", parse_length)
     held_out: int = option(8, "sequences of the held-out loss; 0: none", int)
     validation: tuple[str, ...] = option(
-        (),
-        "sources of the held-out sequences (default: documents kept of --data)",
-        comma_separated(str),
+        (), "sources of the held-out sequences (default: documents kept of --data)", NAMED
     )
     data_workers: int = option(1, "processes that make sequences ahead: 1, or 0 for none", int)
     # optimisation
