@@ -21,16 +21,7 @@ from huggingface_hub import ModelCardData
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cab_hf.finetune.adapters import (
-    check_base,
-    first_sentence,
-    load_weights,
-    misfit,
-    name_of,
-    read_adapter_config,
-    read_base,
-    reading,
-)
+from cab_hf.finetune import adapters
 from cab_hf.runs import models as run_models
 from cab_hf.runs.log import write_atomically, writing
 from cab_hf.runs.markdown import code, plain
@@ -111,7 +102,7 @@ def merge(settings: MergeSettings) -> float:
     adapter, out = Path(settings.adapter), Path(settings.out)
     if out.exists():
         raise UsageError(f"out must be a new folder; {settings.out!r} exists already.")
-    config = read_adapter_config(adapter)
+    config = adapters.read_adapter_config(adapter)
     base = settings.base or config.base_model_name_or_path
     if not base or not isinstance(base, str):
         raise UsageError(
@@ -132,19 +123,21 @@ def merge(settings: MergeSettings) -> float:
 
 def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeSettings) -> Tensor:
     """Write the merged model to ``folder``; the logits that it must have."""
-    given, trusted = read_base(adapter), settings.trust_remote_code
+    given, trusted = adapters.read_base(adapter), settings.trust_remote_code
     model_config = run_models.load_config(base, trusted)
-    with reading(adapter, run_models.BASE):
+    with adapters.reading(adapter, run_models.BASE):
         run_models.restore(model_config.get_text_config(), given)
     dtype = settings.dtype or _name_of_dtype(model_config.dtype or torch.float32)
     if dtype not in BOUNDS:
-        raise UsageError(f"base {name_of(base)!r} has weights of {dtype}; give --dtype bfloat16.")
+        raise UsageError(
+            f"base {adapters.name_of(base)!r} has weights of {dtype}; give --dtype bfloat16."
+        )
     options = {"config": model_config, "trust_remote_code": trusted}
     model, tokenizer = run_models.load_model(base, settings.device, dtype, **options)
     # PEFT warns where it is another name than the one recorded
     model.name_or_path = base
     # what is not local is in a cache by now
-    check_base(adapter, base, given, config.base_model_name_or_path)
+    adapters.check_base(adapter, base, given, config.base_model_name_or_path)
     adapted = attach(model, adapter, config)
     expected = probe(adapted)
     _untie(adapted)
@@ -164,12 +157,12 @@ def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
     from peft import get_peft_model
 
     # other errors are of values that PEFT does not look at when it reads them
-    with reading(adapter, run_models.ADAPTER_CONFIG):
+    with adapters.reading(adapter, run_models.ADAPTER_CONFIG):
         try:
             adapted = get_peft_model(model, config).eval()
         except ValueError as error:
-            raise misfit(adapter, model, first_sentence(error)) from error
-    load_weights(adapted, adapter)
+            raise adapters.misfit(adapter, model, adapters.first_sentence(error)) from error
+    adapters.load_weights(adapted, adapter)
     return adapted
 
 
@@ -231,7 +224,7 @@ def card(name: str, folder: Path, base: str, config: Any, difference: float) -> 
         layers = ", ".join(map(plain, sorted(names)))
     kept = {each.rpartition(".")[2] for each in config.modules_to_save or ()}
     rows = {
-        "base": plain(name_of(base)),
+        "base": plain(adapters.name_of(base)),
         "adapter": f"LoRA, rank {config.r}, alpha {config.lora_alpha:g}",
         "layers": layers,
         "trained whole": ", ".join(map(plain, sorted(kept))),
@@ -240,7 +233,7 @@ def card(name: str, folder: Path, base: str, config: Any, difference: float) -> 
         "made with": ", ".join(f"{package} {version}" for package, version in versions().items()),
     }
     front = ModelCardData(
-        base_model=name_of(base),
+        base_model=adapters.name_of(base),
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["cab", "long-context"],
