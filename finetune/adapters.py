@@ -15,6 +15,9 @@ from safetensors.torch import load_file
 from cab_hf.runs import models as run_models
 from cab_hf.runs.settings import UsageError, first_line, refused_as
 
+ADVICE = (
+    "give the base (--model, or --base), rank, alpha, targets and norms that it was trained with"
+)
 WEIGHTS = "adapter_model.safetensors"
 # what `save_adapter` records of a model
 RECORDED_FIELDS = {
@@ -73,9 +76,7 @@ def read_base(adapter: Path) -> dict[str, Any]:
     return text
 
 
-def check_base(
-    adapter: Path, base: str, fields: Mapping[str, Any], recorded: str | None, advice: str
-) -> None:
+def check_base(adapter: Path, base: str, fields: Mapping[str, Any], recorded: str | None) -> None:
     """Refuse a base that an adapter was not trained in, by its content or else by its name.
 
     ``fields`` are those of `read_base`, ``recorded`` is the name in PEFT's config.
@@ -87,7 +88,7 @@ def check_base(
         wanted, seen = name_of(recorded or base), name_of(base)
         of, has = repr(wanted), f"base is {seen!r}"
     if seen != wanted:
-        raise UsageError(f"adapter {adapter.name} was trained in {of}, and {has}; {advice}.")
+        raise UsageError(f"adapter {adapter.name} was trained in {of}, and {has}; {ADVICE}.")
 
 
 def name_of(model: str) -> str:
@@ -95,14 +96,14 @@ def name_of(model: str) -> str:
     return Path(model).name if Path(model).exists() else model
 
 
-def load_weights(adapted: Any, adapter: Path, advice: str) -> list[str]:
+def load_weights(adapted: Any, adapter: Path) -> list[str]:
     """Load the weights in the folder ``adapter`` into ``adapted``, a PeftModel.
 
     Beside an adapter of head or embeddings PEFT saves their own weights, which are loaded as well;
     the names of those that have changed by it are returned.
 
     Raises:
-        UsageError: they are of other modules or shapes, or cannot be read; ends in ``advice``.
+        UsageError: they are of other modules or shapes, or cannot be read.
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -124,18 +125,16 @@ def load_weights(adapted: Any, adapter: Path, advice: str) -> list[str]:
         if ours != theirs:
             part = name.removeprefix("base_model.model.")
             text = f"{part} is {theirs} in the adapter and {ours} in the base"
-            raise misfit(adapter, adapted, text, advice)
-    changed = [
-        name for name, x in others.items() if not torch.equal(result[name].to(x.dtype), x.cpu())
-    ]
+            raise misfit(adapter, adapted, text)
+    same = {name: torch.equal(result[name].to(x.dtype), x.cpu()) for name, x in others.items()}
     set_peft_model_state_dict(adapted, result)
-    return changed
+    return [name for name in same if not same[name]]
 
 
-def misfit(adapter: Path, base: Any, why: str, advice: str) -> UsageError:
+def misfit(adapter: Path, base: Any, why: str) -> UsageError:
     """The error of an adapter that does not fit ``base``, a model."""
     name = name_of(base.config.name_or_path) or type(base).__name__
-    return UsageError(f"adapter {adapter.name} does not fit base {name!r}: {why}; {advice}.")
+    return UsageError(f"adapter {adapter.name} does not fit base {name!r}: {why}; {ADVICE}.")
 
 
 def begin_with(adapted: Any, adapter: Path) -> None:
@@ -146,16 +145,13 @@ def begin_with(adapted: Any, adapter: Path) -> None:
     Raises:
         UsageError: another base, other modules, rank or alpha, or no adapter.
     """
-    config = read_adapter_config(adapter)
+    config, ours = read_adapter_config(adapter), adapted.active_peft_config
     base = adapted.get_base_model()
-    recorded, advice = config.base_model_name_or_path, "give that --model"
-    check_base(adapter, base.name_or_path, read_base(adapter), recorded, advice)
-    ours = adapted.active_peft_config
-    advice = "give the --rank, --alpha, --targets and --norms that it was trained with"
-    if (config.r, config.lora_alpha) != (ours.r, ours.lora_alpha):
-        text = f"rank {config.r} and alpha {config.lora_alpha:g} are not {ours.r} and"
-        raise misfit(adapter, base, f"{text} {ours.lora_alpha:g}", advice)
-    changed = load_weights(adapted, adapter, advice)
+    check_base(adapter, base.name_or_path, read_base(adapter), config.base_model_name_or_path)
+    theirs, wanted = ((x.r, x.lora_alpha) for x in (config, ours))
+    if theirs != wanted:
+        raise misfit(adapter, base, f"its rank and alpha are {theirs}, those given {wanted}")
+    changed = load_weights(adapted, adapter)
     if changed:
-        text = f"{changed[0].removeprefix('base_model.model.')} is another one in the adapter"
-        raise misfit(adapter, base, text, "merge them, and give the result as --model")
+        name = changed[0].removeprefix("base_model.model.")
+        raise misfit(adapter, base, f"{name} is another one in the adapter; merge it")

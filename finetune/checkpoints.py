@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from cab_hf.runs.cache import file_sha256
 from cab_hf.runs.log import writing
-from cab_hf.runs.models import file_sha256
-from cab_hf.runs.settings import UsageError
+from cab_hf.runs.settings import UsageError, refused_as
 
 KEPT = 2  # of the newest
 SHARED, MINE, ADAPTER = "shared.pt", "process-{}.pt", "adapter"
@@ -69,9 +69,7 @@ class Checkpoints:
                 self.clear()
                 aside.mkdir(parents=True)
             self.wait()
-            own = aside / MINE.format(self.rank)
-            _write(mine, own)
-            put_on_disk(own)
+            _write(mine, aside / MINE.format(self.rank))
             if self.rank == 0:
                 write_result(aside / self.result)
                 fields = {"step": step, "processes": self.processes}
@@ -94,10 +92,10 @@ class Checkpoints:
                 f"{folder.name} was made by {shared['processes']} processes and this run has "
                 f"{self.processes}; start as many as then, or give another --out."
             )
-        seen = self._sums_of(folder)
-        for name, noted in shared["adapter"].items():
-            if seen.get(name) != noted:
-                raise _unreadable(folder, f"{self.result}/{name} is not as it was saved")
+        differ = shared["adapter"].items() - self._sums_of(folder).items()
+        if differ:
+            name, _ = min(differ)
+            raise UsageError(_unreadable(folder, f"{self.result}/{name} is not as it was saved"))
         return shared, _read(folder / MINE.format(self.rank))
 
     def _sums_of(self, folder: Path) -> dict[str, str]:
@@ -109,7 +107,7 @@ class Checkpoints:
     def _complete(self) -> list[Path]:
         """The folders of complete checkpoints, the newest last."""
         complete = (path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name))
-        return sorted(complete, key=step_of)
+        return sorted(complete, key=lambda path: int(path.name.removeprefix("step-")))
 
     def clear(self) -> None:
         """Remove what a kill left half-written or half-removed; for process 0."""
@@ -132,36 +130,32 @@ def _write(state: State, path: Path) -> None:
     # given a path, torch gives no reason for a failure
     with open(path, "wb") as file:
         torch.save(state, file)
+    put_on_disk(path)
 
 
 def _read(path: Path) -> State:
     """What `_write` wrote, tensors on the CPU; UsageError unless every byte is as it was."""
-    try:
+
+    def sentence(error: Exception) -> str:
+        # torch's own message is how to run the code in it
+        why = getattr(error, "strerror", None) or "damaged"
+        return _unreadable(path.parent, f"{path.name}: {why}")
+
+    with refused_as(sentence):
         # torch writes checksums and does not check them
         with zipfile.ZipFile(path) as parts:
-            damaged = parts.testzip()
-        state = None if damaged else torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise _unreadable(path.parent, f"{path.name}: {error.strerror or error}") from error
-    except MemoryError:
-        raise
-    except Exception:
-        # torch's message is how to run the code in it
-        state = None
-    if not isinstance(state, dict):
-        raise _unreadable(path.parent, f"{path.name} is damaged, or belongs to another run")
+            whole = parts.testzip() is None
+        state = torch.load(path, map_location="cpu", weights_only=True) if whole else None
+        if not isinstance(state, dict):
+            raise ValueError(f"{path} is no checkpoint")
     return state
 
 
-def _unreadable(folder: Path, why: str) -> UsageError:
-    return UsageError(
+def _unreadable(folder: Path, why: str) -> str:
+    return (
         f"checkpoint {folder.name} cannot be read ({why}); take it away, and the run goes on from "
         "the one before."
     )
-
-
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
 
 
 def put_on_disk(path: Path) -> None:

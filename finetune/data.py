@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, multiprocessing
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from cab_hf.finetune.loss import IGNORED
@@ -24,7 +24,6 @@ from cab_hf.finetune.sources import (
 from cab_hf.runs.settings import UsageError
 
 HOLD_OUT = 100  # of so many documents one is kept from training
-FORK = "fork"  # the way to start a process that takes along what cannot be pickled
 Item = dict[str, Tensor]
 
 
@@ -149,18 +148,18 @@ def prefetched(packed: Packed, depth: int = 2, workers: int = 1) -> Iterator[tup
     """Sequences with the places behind them, made by a worker while earlier ones are learnt.
 
     A thread would take turns with the one that launches kernels; with several workers `datasets`
-    would read a stream in another order. The worker starts with the first sequence; where processes
-    cannot be forked, sequences are made in this process. Errors of the worker are raised here.
+    would read a stream in another order. The worker starts with the first sequence. Errors of the
+    worker are raised here.
 
     Args:
         depth: sequences that the worker makes ahead.
         workers: 1, or 0 for none.
     """
-    how: dict[str, Any] = {}
-    if workers and FORK in multiprocessing.get_all_start_methods():
-        how = {"num_workers": 1, "prefetch_factor": depth, "multiprocessing_context": FORK}
     # the worker's seed must not be drawn from the generator that the run uses
-    how |= {"batch_size": None, "generator": torch.Generator()}
+    how: dict[str, Any] = {"batch_size": None, "generator": torch.Generator()}
+    if workers:
+        # what is read cannot be pickled
+        how |= {"num_workers": 1, "prefetch_factor": depth, "multiprocessing_context": "fork"}
     for item, place in DataLoader(_WithPlaces(packed), **how):
         if isinstance(item, Exception):
             raise item

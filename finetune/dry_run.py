@@ -39,7 +39,7 @@ def skeleton(settings: Settings) -> nn.Module:
     """The `runs.models.skeleton` of the model to be trained; errors as of `models.load_model`."""
     trusted = settings.trust_remote_code
     config = run_models.load_config(settings.model, trusted)
-    stretch_positions(config, settings.model, *settings.positions().values())
+    stretch_positions(config, settings.model, **settings.positions())
     how = {"attn_implementation": settings.attention, "dtype": settings.dtype}
     return run_models.skeleton(config, trusted, **how)
 
@@ -55,8 +55,7 @@ def report(
     attention = sum(cost.attention(pairs)) * tokens / settings.length
     flops, needed = cost.products(tokens) + attention, fitted.memory
     known = f"{flops:.3e}, with dense attention, which is {attention / flops:.0%} of them"
-    parts = {name: f"{name} {size / meter.GIB:.2f}" for name, size in asdict(needed).items()}
-    host = [parts.pop(name) for name in ("checkpoints", "plans", "sharded")]
+    parts = [f"{name} {x / meter.GIB:.2f}" for name, x in needed._asdict().items()]
     each = "each" if settings.cp == 1 else f"of each {settings.cp} of them"
     return "\n".join(
         [
@@ -66,8 +65,8 @@ def report(
             + each,
             f"FLOPs of a step: {f'not known: {cost.uncounted}' if cost.uncounted else known}",
             f"memory of a process, estimated: {needed.total / meter.GIB:.2f} GiB "
-            f"({', '.join(parts.values())}); on its host: {needed.host / meter.GIB:.2f} GiB "
-            f"({', '.join(host)})",
+            f"({', '.join(parts[:4])}); on its host: {needed.host / meter.GIB:.2f} GiB "
+            f"({', '.join(parts[4:])})",
             transfer(settings, fitted),
             f"{'fits' if room.holds(needed) else 'does not fit'} into "
             f"{room.device / meter.GIB:.1f} GiB",
@@ -77,44 +76,40 @@ def report(
 
 def room_of(settings: Settings, device: torch.device) -> meter.Room:
     """The memory that there is, or that the settings give."""
-    host = meter.host_bytes(settings.host_gib)
-    if settings.gpu_gib:
-        return meter.Room(settings.gpu_gib * meter.GIB, host)
-    if device.type == "cuda":
-        return meter.Room(torch.cuda.get_device_properties(device).total_memory, host)
-    # the model is on the host itself
-    return meter.Room(host, 0)
+    host, given = meter.host_bytes(settings.host_gib), settings.gpu_gib * meter.GIB
+    if not given and device.type == "cuda":
+        given = torch.cuda.get_device_properties(device).total_memory
+    # without a GPU the model is on the host itself
+    return meter.Room(given, host) if given else meter.Room(host, 0)
 
 
 def fit(
     settings: Settings, cost: meter.Cost, spread: Spread, room: meter.Room, length: int = 0
 ) -> meter.Fit:
     """The `meter.fit` of these settings, or of another ``length`` of a sequence."""
-    length, given = length or settings.length, settings.cab_config()
-    tokens, plans = length * settings.micro_batch, 0.0
-    # on a CPU checkpoints and plans stay in the memory that the model has
-    offloaded = settings.offload_layers if room.host else 0
+    length, rows, plans = length or settings.length, settings.micro_batch, 0.0
     if settings.attention in SPARSE and settings.checkpointing and room.host:
-        config = cab_config_of(cost.config, settings.attention).changed(**given)
-        plans = meter.plan_bytes(cost, config, length, settings.micro_batch, settings.cp)
+        config = cab_config_of(cost.config, settings.attention).changed(**settings.cab_config())
+        plans = meter.plan_bytes(cost, config, length, rows, settings.cp)
     return meter.fit(
         cost,
-        tokens,
+        length * rows,
         room,
-        offloaded,
+        # on a CPU checkpoints and plans stay in the memory that the model has
+        settings.offload_layers if room.host else 0,
         # where all is trained, norms and sums of layers are in float32
-        itemsize=2 if settings.weights_dtype == "bfloat16" else 4,
+        itemsize=getattr(torch, settings.weights_dtype).itemsize,
         checkpointing=settings.checkpointing,
         **spread,
         cp=settings.cp,
         loss_tokens=CHUNK_LOGITS // cost.config.vocab_size,
         # a model that is loaded has its weights in 4 bits already
         quantised=FOUR_BIT_BYTES if settings.qlora and settings.dry_run else None,
-        tile=tile_of(tokens // settings.cp, settings.tile_tokens),
+        tile=tile_of(length * rows // settings.cp, settings.tile_tokens),
         plans=plans,
         short_texts=settings.attention in SPARSE,
         # transformers gives SDPA a mask of all pairs for packed documents
-        mask_pairs=settings.micro_batch * length**2 if settings.attention == "sdpa" else 0,
+        mask_pairs=rows * length**2 if settings.attention == "sdpa" else 0,
         mask_itemsize=getattr(torch, settings.dtype).itemsize,
     )
 
@@ -123,11 +118,11 @@ def transfer(settings: Settings, fitted: meter.Fit) -> str:
     """A line on the copies between host and GPU in a micro batch, and their time."""
     if not fitted.offloaded:
         return "offloaded: no checkpoints"
-    size = fitted.memory.checkpoints
+    size, speed = 2 * fitted.memory.checkpoints, settings.link_gbs
     return (
         f"offloaded: checkpoints of the first {fitted.offloaded} layers; a micro batch copies "
-        f"{2 * size / meter.GIB:.1f} GiB out and back, in {2 * size / settings.link_gbs / 1e9:.1f} "
-        f"s at {settings.link_gbs:g} GB/s, while it computes"
+        f"{size / meter.GIB:.1f} GiB out and back, in {size / speed / 1e9:.1f} s at {speed:g} "
+        "GB/s, while it computes"
     )
 
 
@@ -141,27 +136,22 @@ def refuse_too_long(
     lengths = range((settings.length - 1) // step * step, 0, -step)
     # one by one: where tiles begin, a longer sequence takes less than a shorter one
     fitting = (n for n in lengths if room.holds(fit(settings, cost, spread, room, n).memory))
-    most = next(fitting, 0)
     raise UsageError(
         f"length is {settings.length} and a step does not fit into {room.device / meter.GIB:.1f} "
-        f"GiB of a device and {room.host / meter.GIB:.1f} GiB of the host; "
-        + (f"the longest that does has {most} tokens; " if most else "no length does; ")
-        + f"or change {SAVINGS}. A run with a number for --offload-layers skips the "
-        "estimate."
+        f"GiB of a device and {room.host / meter.GIB:.1f} GiB of the host; the longest that does "
+        f"has {next(fitting, 0)} tokens; or change {SAVINGS}. A run with a number for "
+        "--offload-layers skips the estimate."
     )
 
 
 def print_report(settings: Settings, accelerator: Accelerator) -> None:
     """Print the settings, what a step costs and whether it fits."""
     processes, spread = accelerator.num_processes, spread_of(accelerator)
-    try:
-        settings.accumulation(processes)
-        # what only a network has is not fetched for this
-        named = [*settings.sources(), *settings.sources("validation")]
-        open_sources(settings, [each for each in named if is_local(each[0])])
-        model = adapted(settings, skeleton(settings))
-    except (ValueError, NotImplementedError) as error:
-        raise UsageError(str(error)) from error
+    settings.accumulation(processes)
+    # what only a network has is not fetched for this
+    named = [*settings.sources(), *settings.sources("validation")]
+    open_sources(settings, [each for each in named if is_local(each[0])])
+    model = adapted(settings, skeleton(settings))
     cost, room = meter.Cost.of(model), room_of(settings, accelerator.device)
     fitted = fit(settings, cost, spread, room)
     if accelerator.is_main_process:

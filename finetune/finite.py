@@ -33,17 +33,15 @@ def require_finite_step(
             or whose gradient.
     """
     wrong = not (math.isfinite(loss) and math.isfinite(norm))
-    (processes,) = one_sum([float(wrong)], accelerator)
-    if not processes:
+    if one_sum([float(wrong)], accelerator) == [0.0]:
         return
     culprits = []
     if wrong:
         gradients = ((name, x.grad) for name, x in trained(model).items() if x.grad is not None)
-        weight, gradient = map(first_not_finite, (model.named_parameters(), gradients))
-        if weight is not None:
-            culprits = [f"a weight that is not finite, in {weight}"]
-        elif gradient is not None:
-            culprits = [f"a gradient that is not finite, first of all in {gradient}"]
+        for what, tensors in (("weight", model.named_parameters()), ("gradient", gradients)):
+            name = first_not_finite(tensors)
+            if name is not None:
+                culprits.append(f"a {what} that is not finite, first of all in {name}")
     why, *_ = [*gather_object(culprits), f"a loss of {loss} with a gradient of {norm}"]
     raise UsageError(
         f"step {step} has {why}; it was skipped, and nothing of it is saved. Give a smaller lr or "

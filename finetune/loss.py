@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cab_hf.checks import require
+
 IGNORED = -100  # a label that is not to be learnt
 
 # of one chunk: 256 MiB in float32, and products large enough to keep a GPU busy
@@ -22,8 +24,8 @@ CHUNK_STEP = 128
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_tokens: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """The sum of -log softmax(hidden weight^T)[label] over labelled tokens, and how many they are.
+) -> Tensor:
+    """The sum of -log softmax(hidden weight^T)[label] over labelled tokens, a float scalar.
 
     A sum, so that ranks and micro batches add up before the division. Products are in autocast's
     dtype where it is on, else in the narrower of both; softmax and sums are in float32, or float64
@@ -35,9 +37,6 @@ def linear_cross_entropy(
         labels: int64 [B, N], the token that each is to predict: already shifted. Those of -100
             are ignored and cost nothing.
         chunk_tokens: tokens whose logits exist at a time; by default as many as have 2^26 of them.
-
-    Returns:
-        The sum, a float scalar, and the number of labelled tokens, an int64 scalar.
 
     Raises:
         ValueError: a label outside the vocabulary.
@@ -51,24 +50,15 @@ def linear_cross_entropy(
     h = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
     w, target = weight.to(dtype), labels.reshape(-1)
     labelled = (target != IGNORED).nonzero().squeeze(-1)
-    _check_labels(target[labelled], weight.shape[0])
-    count = torch.tensor(labelled.numel(), device=labels.device)
+    if labelled.numel():
+        # one wait; a gather outside the vocabulary would end a CUDA process
+        least, most = torch.stack(target[labelled].aminmax()).tolist()
+        worst, last = least if least < 0 else most, weight.shape[0] - 1
+        accepted = f"from 0 to {last}, or {IGNORED} for what is not to be learnt"
+        require(0 <= worst <= last, "labels", worst, accepted)
     whole_tiles = max(1, CHUNK_LOGITS // (weight.shape[0] * CHUNK_STEP)) * CHUNK_STEP
     chunk = chunk_tokens or whole_tiles
-    return _ChunkedCrossEntropy.apply(h, w, target, labelled, chunk, torch.is_grad_enabled()), count
-
-
-def _check_labels(labels: Tensor, vocabulary: int) -> None:
-    if labels.numel() == 0:
-        return
-    # one wait; a gather outside the vocabulary would end a CUDA process
-    least, most = torch.stack(labels.aminmax()).tolist()
-    if least < 0 or most >= vocabulary:
-        wrong = least if least < 0 else most
-        raise ValueError(
-            f"labels have {wrong} and the head {vocabulary} tokens; give labels from 0 to "
-            f"{vocabulary - 1}, or {IGNORED} for what is not to be learnt."
-        )
+    return _ChunkedCrossEntropy.apply(h, w, target, labelled, chunk, torch.is_grad_enabled())
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

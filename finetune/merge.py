@@ -7,7 +7,6 @@ base with the adapter.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import tempfile
@@ -18,21 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+from huggingface_hub import ModelCardData
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cab_hf.finetune.adapters import (
-    check_base,
-    first_sentence,
-    load_weights,
-    misfit,
-    name_of,
-    read_adapter_config,
-    read_base,
-    reading,
-)
-from cab_hf.finetune.models import causal_model, open_model
+from cab_hf.finetune import adapters
 from cab_hf.runs import models as run_models
 from cab_hf.runs.log import write_atomically, writing
 from cab_hf.runs.markdown import code, plain
@@ -40,18 +29,12 @@ from cab_hf.runs.provenance import versions
 from cab_hf.runs.settings import UsageError, flag, option, read_settings, require
 
 PROG = "python -m cab_hf.finetune.merge"
-ADVICE = "give the --base it was trained in"
 TEXTS, TOKENS = 2, 64
 # the share of the largest logit that another may be off: SmolLM2 was off by a third of it where
 # dtypes are narrow, by 3e-6 in float32
 BOUNDS = {"bfloat16": 0.13, "float16": 0.015, "float32": 1e-4, "float64": 1e-9}
 CARD = """---
 {front}
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- cab
-- long-context
 ---
 
 # {title}
@@ -119,7 +102,7 @@ def merge(settings: MergeSettings) -> float:
     adapter, out = Path(settings.adapter), Path(settings.out)
     if out.exists():
         raise UsageError(f"out must be a new folder; {settings.out!r} exists already.")
-    config = read_adapter_config(adapter)
+    config = adapters.read_adapter_config(adapter)
     base = settings.base or config.base_model_name_or_path
     if not base or not isinstance(base, str):
         raise UsageError(
@@ -133,25 +116,28 @@ def merge(settings: MergeSettings) -> float:
         folder = Path(scratch.name) / "merged"
         expected = _write(folder, adapter, base, config, settings)
         difference = compare(folder, expected, settings)
-        page = card(out.name, folder, base, config, difference)
-        write_atomically(folder / "README.md", page)
+        write_atomically(folder / "README.md", card(out.name, folder, base, config, difference))
         os.rename(folder, out)
     return difference
 
 
 def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeSettings) -> Tensor:
     """Write the merged model to ``folder``; the logits that it must have."""
-    given, trusted = read_base(adapter), settings.trust_remote_code
+    given, trusted = adapters.read_base(adapter), settings.trust_remote_code
     model_config = run_models.load_config(base, trusted)
-    with reading(adapter, run_models.BASE):
+    with adapters.reading(adapter, run_models.BASE):
         run_models.restore(model_config.get_text_config(), given)
     dtype = settings.dtype or _name_of_dtype(model_config.dtype or torch.float32)
     if dtype not in BOUNDS:
-        raise UsageError(f"base {name_of(base)!r} has weights of {dtype}; give --dtype bfloat16.")
-    options = {"trust_remote_code": trusted}
-    model, tokenizer = open_model(base, model_config, dtype, settings.device, **options)
+        raise UsageError(
+            f"base {adapters.name_of(base)!r} has weights of {dtype}; give --dtype bfloat16."
+        )
+    options = {"config": model_config, "trust_remote_code": trusted}
+    model, tokenizer = run_models.load_model(base, settings.device, dtype, **options)
+    # PEFT warns where it is another name than the one recorded
+    model.name_or_path = base
     # what is not local is in a cache by now
-    check_base(adapter, base, given, config.base_model_name_or_path, ADVICE)
+    adapters.check_base(adapter, base, given, config.base_model_name_or_path)
     adapted = attach(model, adapter, config)
     expected = probe(adapted)
     _untie(adapted)
@@ -171,18 +157,18 @@ def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
     from peft import get_peft_model
 
     # other errors are of values that PEFT does not look at when it reads them
-    with reading(adapter, run_models.ADAPTER_CONFIG):
+    with adapters.reading(adapter, run_models.ADAPTER_CONFIG):
         try:
             adapted = get_peft_model(model, config).eval()
         except ValueError as error:
-            raise misfit(adapter, model, first_sentence(error), ADVICE) from error
-    load_weights(adapted, adapter, ADVICE)
+            raise adapters.misfit(adapter, model, adapters.first_sentence(error)) from error
+    adapters.load_weights(adapted, adapter)
     return adapted
 
 
 def _untie(adapted: Any) -> None:
     """Give a head that shares its weight its own, where an adapter changes one of the two."""
-    causal = causal_model(adapted)
+    causal = adapted.get_base_model()
     modules = causal.get_output_embeddings(), causal.get_input_embeddings()
     head, embeddings = (getattr(module, "base_layer", module) for module in modules)
     if (head, embeddings) == modules or head.weight is not embeddings.weight:
@@ -238,7 +224,7 @@ def card(name: str, folder: Path, base: str, config: Any, difference: float) -> 
         layers = ", ".join(map(plain, sorted(names)))
     kept = {each.rpartition(".")[2] for each in config.modules_to_save or ()}
     rows = {
-        "base": plain(name_of(base)),
+        "base": plain(adapters.name_of(base)),
         "adapter": f"LoRA, rank {config.r}, alpha {config.lora_alpha:g}",
         "layers": layers,
         "trained whole": ", ".join(map(plain, sorted(kept))),
@@ -246,9 +232,14 @@ def card(name: str, folder: Path, base: str, config: Any, difference: float) -> 
         "largest difference of a logit, merged to adapter and base": f"{difference:.2g}",
         "made with": ", ".join(f"{package} {version}" for package, version in versions().items()),
     }
+    front = ModelCardData(
+        base_model=adapters.name_of(base),
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["cab", "long-context"],
+    )
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items() if value)
-    front = yaml.safe_dump({"base_model": name_of(base)}, allow_unicode=True, width=math.inf)
-    return CARD.format(name=name, title=plain(name), front=front.strip(), table=table)
+    return CARD.format(name=name, title=plain(name), front=front.to_yaml(), table=table)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,8 @@ from cab_hf.finetune.offload import CHUNK_BYTES
 from cab_hf.finetune.tiles import untiled_mlps
 
 GIB = 2**30
-# the share of a device's memory that tensors may take; allocator and libraries need the rest
-USABLE = 0.9
-# the share of the host's memory that a run may pin
-PINNABLE = 0.9
+# the share of a device's memory that tensors may take, and of the host's that a run may pin
+USABLE = PINNABLE = 0.9
 # where Linux has the limit of a container
 CONTAINER = Path("/sys/fs/cgroup/memory.max")
 # the share of a row's blocks in its longest list, where nothing bounds it
@@ -52,10 +50,8 @@ ATTENTION = 12
 class Cost:
     """What the FLOPs and the memory of a model's training step depend on."""
 
-    # weights of linear layers, which multiply every token; 0 where ``uncounted``
-    frozen: int
+    frozen: int  # weights of linear layers, which multiply every token
     trained: int
-    linear: int  # frozen weights of linear layers in any case
     windows: tuple[int | None, ...]  # tokens that each layer's sliding window shows
     # of each layer, heads times head dim; the mean of keys and values where theirs differ
     channels: tuple[int, ...]
@@ -74,45 +70,42 @@ class Cost:
         """The cost of a causal language model of transformers, with or without an adapter."""
         config = model.config.get_text_config()
         kinds = getattr(config, "layer_types", None)
-        layers = [config] * (config.num_hidden_layers if kinds is None else len(kinds))
-        if getattr(config, "is_heterogeneous", False):
-            # the model's own config refuses to give what differs from layer to layer
-            layers = list(config.per_layer_config)
-        sliding = getattr(config, "use_sliding_window", True) is not False
-        kinds = ["sliding_attention"] * len(layers) if kinds is None else kinds
-        slides = (sliding and kind == "sliding_attention" for kind in kinds)
-        windows = tuple(
-            getattr(layer, "sliding_window", None) if with_window else None
-            for layer, with_window in zip(layers, slides, strict=True)
-        )
+        kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
+        # where layers differ, the model's own config refuses to give what differs
+        differ = getattr(config, "is_heterogeneous", False)
+        layers = config.per_layer_config if differ else [config] * len(kinds)
+        slides = getattr(config, "use_sliding_window", True) is not False
+        windows = [
+            getattr(layer, "sliding_window", None) if kind == "sliding_attention" else None
+            for layer, kind in zip(layers, kinds, strict=True)
+        ]
         # old types of models have no grouped heads
-        kv_heads = (
+        heads = [layer.num_attention_heads for layer in layers]
+        kv_heads = [
             getattr(x, "num_key_value_heads", None) or x.num_attention_heads for x in layers
-        )
-        linear, uncounted = list(_linear_layers(model)), _uncounted(model)
-        counted = [] if uncounted else linear
-        parameters = list(model.parameters())
+        ]
+        linear, parameters = list(_linear_layers(model)), list(model.parameters())
         kept = [p for p in (*parameters, *model.buffers()) if not p.requires_grad]
         return cls(
-            frozen=sum(size for size, trained in counted if not trained),
-            trained=sum(size for size, trained in counted if trained),
-            linear=sum(size for size, trained in linear if not trained),
-            windows=windows,
-            channels=tuple(_channels(each, each.num_attention_heads) for each in layers),
+            frozen=sum(size for size, trained in linear if not trained),
+            trained=sum(size for size, trained in linear if trained),
+            windows=tuple(windows if slides else [None] * len(kinds)),
+            channels=tuple(map(_channels, layers, heads)),
             kv_channels=tuple(map(_channels, layers, kv_heads)),
-            heads=max(each.num_attention_heads for each in layers),
+            heads=max(heads),
             inner=max(map(_widest_mlp, layers)),
             parameters=sum(p.numel() for p in parameters),
             trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
             weight_bytes=sum(p.numel() * p.element_size() for p in kept),
-            uncounted=uncounted,
+            uncounted=_uncounted(model),
             untiled=tuple(untiled_mlps(model)),
             config=config,
         )
 
     def products(self, tokens: int) -> float:
-        """FLOPs of all products with weights, forward and backward."""
-        return float(tokens) * (FROZEN * self.frozen + TRAINED * self.trained)
+        """FLOPs of all products with weights, forward and backward; 0 where ``uncounted``."""
+        used = 0 if self.uncounted else FROZEN * self.frozen + TRAINED * self.trained
+        return float(tokens) * used
 
     def pairs(self, positions: Tensor) -> tuple[int, ...]:
         """(query, key) pairs of a head that each layer may attend.
@@ -215,27 +208,25 @@ def line(
     }
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes at the peak of a step, part by part."""
+class Memory(NamedTuple):
+    """Bytes at the peak of a step, part by part; the last three are of the host."""
 
     weights: float
     optimizer: float
     layers: float  # what layers keep for the backward pass
     working: float  # the loss, or a layer's backward pass: what is larger
-    # of the host: offloaded inputs of layers, plans, and weights with optimiser where these wait
-    checkpoints: float = 0.0
-    plans: float = 0.0
-    sharded: float = 0.0
+    checkpoints: float  # offloaded inputs of layers
+    plans: float
+    sharded: float  # weights with optimiser, where they wait there
 
     @property
     def total(self) -> float:
         """Of the device."""
-        return self.weights + self.optimizer + self.layers + self.working
+        return sum(self[:4])
 
     @property
     def host(self) -> float:
-        return self.checkpoints + self.plans + self.sharded
+        return sum(self[4:])
 
 
 def memory(
@@ -272,34 +263,31 @@ def memory(
         weights_on_host: whether weights wait there until a layer needs them, as FSDP2 offloads.
     """
     config, layers = cost.config, cost.config.num_hidden_layers
-    hidden, inner = config.hidden_size, cost.inner
+    hidden, wide = config.hidden_size, itemsize >= 4
     # of the widest layer, which is the peak where layers keep only their input
     channels = max(cost.channels)
-    q, kv = itemsize * channels, 2 * itemsize * max(cost.kv_channels)
     x, size = itemsize * hidden, tokens / cp
+    q, kv = itemsize * channels, 2 * itemsize * max(cost.kv_channels)
     # keys and values of the whole text, while a layer attends; cosines and sines of positions
     beside = (kv * tokens if cp > 1 else 0.0) + size * 2 * itemsize * channels / cost.heads
-    logits = (4 if itemsize == 4 else 4 + itemsize) * min(size, loss_tokens) * config.vocab_size
+    logits = (4 if wide else 4 + itemsize) * min(size, loss_tokens) * config.vocab_size
     # the input of a layer, its norm, q, k, v and the output of attention, their sum and its norm
     kept = 4 * x + 2 * q + kv
     if 0 < tile < size and not cost.untiled:
-        # attention's gradients are summed in float32 by some kernels
-        summed = 0 if itemsize == 4 else 4 * channels
-        # of the MLP's output and input, or of what attention reads and writes: by then both norms
-        # behind it are gone
-        flowing = max(2 * x, 2 * q + kv + summed - x)
         # tiles of what computes in float32 have as many numbers
-        beside += tile * 6 * 4 * inner
+        beside += tile * 6 * 4 * cost.inner
+        # of the MLP's output and input, or of what attention reads and writes, whose gradients
+        # some kernels sum in float32: by then both norms behind it are gone
+        flowing = max(2 * x, 2 * q + kv + (0 if wide else 4 * channels) - x)
         # the last layer's output, its norm, the gradient of that and the same scaled
         loss = size * 4 * x + logits
         again = kept - x
     else:
-        kept += itemsize * 3 * inner
         # norms compute in float32
-        kept += 2 * 4 * hidden if itemsize < 4 else 0
+        kept += itemsize * 3 * cost.inner + (0 if wide else 2 * 4 * hidden)
         # short texts are attended apart: their queries and outputs are there twice
         kept += 2 * q if short_texts and not checkpointing else 0
-        flowing = x + itemsize * 2 * inner
+        flowing = x + itemsize * 2 * cost.inner
         loss = size * x + logits
         again = kept
     mask = mask_itemsize * mask_pairs
@@ -308,7 +296,7 @@ def memory(
     # a value, its gradient and two moments
     optimizer = 16 * cost.trained_parameters
     saved = 0.0 if quantised is None else itemsize - quantised
-    weights = cost.weight_bytes - (cost.linear - hidden * config.vocab_size) * saved
+    weights = cost.weight_bytes - (cost.frozen - hidden * config.vocab_size) * saved
     # a layer that computes, and the next one
     gathered = 2 * weights / layers if shards > 1 or weights_on_host else 0.0
     here, there = (0, 1) if weights_on_host else (1, 0)
@@ -332,17 +320,16 @@ def plan_bytes(cost: Cost, config: CabConfig, length: int, rows: int = 1, cp: in
     """
     if length < config.min_length:
         return 0.0
-    layers, heads = cost.config.num_hidden_layers, cost.heads
     key_blocks = -(-length // config.key_block)
     listed = min(config.max_density, WIDEST) * key_blocks + 2
     listed += key_blocks / config.sampled_one_in if config.sampled_one_in else 0
-    entries = rows * heads * length / cp / config.query_block * listed
+    entries = rows * cost.heads * length / cp / config.query_block * listed
+    size = (2 if key_blocks < 2**15 else 4) * entries
     # torch pins powers of two
-    return layers * 2.0 ** math.ceil(math.log2((2 if key_blocks < 2**15 else 4) * entries))
+    return cost.config.num_hidden_layers * 2.0 ** math.ceil(math.log2(size))
 
 
-@dataclass(frozen=True)
-class Room:
+class Room(NamedTuple):
     """Bytes that a process has on its device, and of the host."""
 
     device: float
@@ -361,8 +348,7 @@ def host_bytes(given_gib: float = 0.0) -> float:
     return (given_gib * GIB or machine) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-@dataclass(frozen=True)
-class Fit:
+class Fit(NamedTuple):
     """How many layers' checkpoints a step offloads, and its memory then."""
 
     offloaded: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from cab_hf.checks import require
 from cab_hf.config import SPARSE, CabConfig
-from cab_hf.finetune.settings import ROPES
+from cab_hf.finetune.settings import ROPES, suggestion
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.patches import apply_cab
 from cab_hf.runs import models as run_models
@@ -36,11 +36,9 @@ def load_model(
     dtype: str = "bfloat16",
     device: Any = "cpu",
     length: int | None = None,
-    rope: str | None = None,
-    rope_factor: float | None = None,
-    rope_theta: float | None = None,
     qlora: bool = False,
     trust_remote_code: bool = False,
+    **rope: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal LM in eval mode whose positions reach ``length`` tokens, and its tokenizer.
 
@@ -49,8 +47,8 @@ def load_model(
         cab_config: settings of "cab"; fields in a mapping change those in the model's config,
             which are taken by default, else `CabConfig()`.
         dtype: a torch dtype's name; that of the weights.
-        rope, rope_factor, rope_theta: as of `stretch_positions`.
         qlora: weights in 4 bits (NF4, bitsandbytes), products in ``dtype``.
+        rope: ``rope``, ``rope_factor`` and ``rope_theta`` of `stretch_positions`.
 
     Raises:
         UsageError: there is no such model, or it cannot be loaded.
@@ -58,10 +56,12 @@ def load_model(
             a bad dtype or ``cab_config``, or qlora without bitsandbytes.
     """
     config = run_models.load_config(name, trust_remote_code)
-    stretch_positions(config, name, length, rope, rope_factor, rope_theta)
+    stretch_positions(config, name, length, **rope)
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     options |= _four_bits(dtype, device) if qlora else {}
-    model, tokenizer = open_model(name, config, dtype, device, **options)
+    model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
+    # what PEFT records as the base of an adapter: no path where there is a name
+    model.name_or_path = name
     if attn_implementation in SPARSE:
         complete = cab_config is None or isinstance(cab_config, CabConfig)
         apply_cab(model, cab_config) if complete else apply_cab(model, **cab_config)
@@ -71,25 +71,9 @@ def load_model(
     return model, tokenizer
 
 
-def open_model(
-    name: str, config: PreTrainedConfig, dtype: str, device: Any, **options: Any
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model ``name`` of a ``config`` in eval mode, and its tokenizer; errors of `load_model`.
-
-    ``options`` are those of ``from_pretrained``.
-    """
-    model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
-    # what PEFT records as the base of an adapter: no path where there is a name
-    model.name_or_path = name
-    return model, tokenizer
-
-
 def _four_bits(dtype: str, device: Any) -> dict[str, Any]:
-    if find_spec("bitsandbytes") is None:
-        raise ValueError(
-            "qlora is True and bitsandbytes is not installed; `pip install bitsandbytes`, or leave "
-            "it out."
-        )
+    installed = find_spec("bitsandbytes") is not None
+    require(installed, "qlora", True, "left out, or bitsandbytes installed")
     from transformers import BitsAndBytesConfig
 
     quantised = BitsAndBytesConfig(
@@ -108,8 +92,8 @@ def stretch_positions(
     name: str,
     length: int | None,
     rope: str | None = None,
-    factor: float | None = None,
-    theta: float | None = None,
+    rope_factor: float | None = None,
+    rope_theta: float | None = None,
 ) -> None:
     """Change the rotary positions of ``config`` in place so that they reach ``length`` tokens.
 
@@ -118,10 +102,10 @@ def stretch_positions(
         rope: ``linear`` divides all frequencies by the factor, ``dynamic`` raises theta with the
             longest position of a call, ``yarn`` and ``llama3`` divide the low ones, ``theta`` has
             another base; None leaves them.
-        factor: times as many positions; by default what ``length`` needs.
-        theta: the base of ``theta``; by default theta * factor^(D / (D - 2)), by which the lowest
-            frequency falls by the factor (NTK-aware). At a factor of 16 SmolLM2 needed four times
-            as much (``configs/smollm2_128k_start.yaml``).
+        rope_factor: times as many positions; by default what ``length`` needs.
+        rope_theta: the base of ``theta``; by default theta * factor^(D / (D - 2)), by which the
+            lowest frequency falls by the factor (NTK-aware). At a factor of 16 SmolLM2 needed four
+            times as much (``configs/smollm2_128k_start.yaml``).
 
     Raises:
         ValueError: positions that do not reach, or a scaling of what has one already or has no
@@ -129,41 +113,23 @@ def stretch_positions(
     """
     if rope is None:
         reach = run_models.most_tokens(config)
-        if None not in (length, reach) and length > reach:
-            raise ValueError(
-                f"length is {length} and the positions of model {name!r} reach {reach}; give rope, "
-                f"one of {', '.join(ROPES)}, or a shorter length."
-            )
+        most = f"at most {reach} for model {name!r} without rope, one of {', '.join(ROPES)}"
+        require(None in (length, reach) or length <= reach, "length", length, most)
         return
     text = config.get_text_config()
-    parameters = getattr(text, "rope_parameters", None)
+    parameters = getattr(text, "rope_parameters", None) or {}
     original = getattr(text, "max_position_embeddings", None)
-    if not parameters or original is None or "rope_type" not in parameters:
-        raise ValueError(
-            f"rope is {rope!r} and model {name!r} has no rotary positions that are alike in all "
-            "layers; leave rope out."
-        )
-    if parameters["rope_type"] != "default":
-        raise ValueError(
-            f"rope is {rope!r} and the positions of model {name!r} have the scaling "
-            f"{parameters['rope_type']!r} already; leave rope out, or take a model without."
-        )
-    needed = 0.0 if length is None else length / original
-    if factor is None and needed <= 1:
-        raise ValueError(
-            f"rope is {rope!r} and length {length} is within the {original} positions of the "
-            "model; leave rope out, or give rope_factor."
-        )
-    factor = factor or needed
-    if factor < max(1.0, needed):
-        raise ValueError(
-            f"rope_factor is {factor:g} and must be at least {max(1.0, needed):g}, for a length of "
-            f"{length} tokens in a model of {original} positions."
-        )
+    kind = (original and parameters.get("rope_type")) or "no RoPE, or other ones in other layers"
+    require(kind == "default", "rope", rope, f"none: model {name!r} has positions of {kind}")
+    needed = 1.0 if length is None else max(1.0, length / original)
+    unneeded = f"none for length {length}, which is within the {original} positions of the model"
+    require(rope_factor or needed > 1, "rope", rope, unneeded)
+    factor = rope_factor or needed
+    require(factor >= needed, "rope_factor", factor, f"{needed:g} or more for length {length}")
     if rope == "theta":
         dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         dim = int(dim * parameters.get("partial_rotary_factor", 1.0))
-        base = theta or parameters["rope_theta"] * factor ** (dim / (dim - 2))
+        base = rope_theta or parameters["rope_theta"] * factor ** (dim / (dim - 2))
         scaled = {"rope_theta": base}
     else:
         scaled = {"rope_type": rope, "factor": factor}
@@ -200,6 +166,7 @@ def with_lora(
             embeddings, or dropout in front of a head.
     """
     from peft import LoraConfig, get_peft_model
+    from peft.utils import ModulesToSaveWrapper
 
     listed = sorted(set(targets.split(",") if isinstance(targets, str) else targets))
     targets = ALL_LINEAR if listed == [ALL_LINEAR] else listed
@@ -220,7 +187,12 @@ def with_lora(
         if parameter.requires_grad and parameter.dtype.itemsize < torch.float32.itemsize:
             # what is learnt in small steps would be rounded away
             parameter.data = parameter.data.float()
-    _keep_dtype(adapted, model.dtype)
+    dtype = model.dtype
+    for wrapper in adapted.modules():
+        if isinstance(wrapper, ModulesToSaveWrapper):
+            for norm in wrapper.modules_to_save.values():
+                # trained in float32, it returns what the model computes in
+                norm.register_forward_hook(lambda module, inputs, output: output.to(dtype))
     round_products(adapted)
     return adapted
 
@@ -269,37 +241,21 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: floa
     # those of bitsandbytes are of this class too
     names = {_last_name(name) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for target in targets:
-        if target not in names:
-            near = difflib.get_close_matches(target, sorted(names), n=1)
-            text = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(names))}."
-            raise ValueError(f"targets have {target!r}, no linear layer of this model; {text}")
+        hint = suggestion(target, sorted(names))
+        require(target in names, "targets", targets, f"linear layers of this model; {hint[:-1]}")
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is model.get_input_embeddings().weight
     head = next((_last_name(name) for name, m in model.named_modules() if m is head), None)
-    if head in targets and tied:
-        raise ValueError(
-            f"targets have {head!r}, which shares its weight with the embeddings in this model; "
-            "leave it out."
-        )
-    if head in targets and dropout:
-        raise ValueError(
-            f"dropout is {dropout} and targets have {head!r}, whose adapter is added to its weight "
-            "for the loss; give 0, or leave the head out."
-        )
+    alone = f"without {head!r}, which shares its weight with the embeddings in this model"
+    require(not (tied and head in targets), "targets", targets, alone)
+    # an adapter of the head is added to its weight for the loss
+    require(
+        not dropout or head not in targets, "dropout", dropout, f"0 where targets have {head!r}"
+    )
 
 
 def _last_name(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _keep_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have norms trained in float32 return the dtype that the model computes in."""
-    from peft.utils import ModulesToSaveWrapper
-
-    for wrapper in model.modules():
-        if isinstance(wrapper, ModulesToSaveWrapper):
-            for norm in wrapper.modules_to_save.values():
-                norm.register_forward_hook(lambda module, inputs, output: output.to(dtype))
 
 
 def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -310,8 +266,8 @@ def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tenso
     called, through whatever is wrapped around it, so that all hooks run.
 
     Args:
-        model: a causal LM, with adapters or without, or DDP around one. Under FSDP the weight is
-            there only while the wrapped module runs: call this, and use the weight, inside of it.
+        model: a causal LM, with adapters or without. Under FSDP the weight is there only while the
+            wrapped module runs: call this, and use the weight, inside of it.
         batch: ``input_ids`` int64 [B, N] and whatever else the model takes; labels are left out.
 
     Returns:
@@ -341,29 +297,21 @@ def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tenso
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside DDP, torch.compile and PEFT."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return causal_model(model.module)
-    if hasattr(model, "_orig_mod"):
-        return causal_model(model._orig_mod)
+    """The transformers model inside PEFT's, where there is one."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _head_of(causal: PreTrainedModel) -> nn.Module:
     """The module that makes logits; NotImplementedError where they are no scaled product."""
-    kind, text = type(causal).__name__, causal.config.get_text_config()
-    for name in SOFT_CAPS:
-        if getattr(text, name, None) is not None:
-            raise NotImplementedError(
-                f"{kind} caps its logits ({name}={getattr(text, name)}), which is not computed "
-                "without making them; train another model."
-            )
-    head = causal.get_output_embeddings()
+    head, text = causal.get_output_embeddings(), causal.config.get_text_config()
+    caps = {name: getattr(text, name, None) for name in SOFT_CAPS}
+    wrong = [f"caps its logits ({name}={x})" for name, x in caps.items() if x is not None]
     if head is None or getattr(head, "bias", None) is not None:
-        message = "no head" if head is None else "a head with a bias"
+        wrong.append("has no head" if head is None else "has a head with a bias")
+    if wrong:
         raise NotImplementedError(
-            f"{kind} has {message}, and the loss is computed of hidden states and one weight; "
-            "train another model."
+            f"{type(causal).__name__} {wrong[0]}, and the loss is computed of hidden states and "
+            "one weight; train another model."
         )
     return head
 

@@ -43,7 +43,7 @@ class Objective(nn.Module):
             hidden, weight = forward_hidden(self.model, batch)
             if places is not None:
                 return (hidden[0, places].to(weight.dtype) @ weight.T).argmax(-1)
-            return linear_cross_entropy(hidden, weight, batch["labels"])[0]
+            return linear_cross_entropy(hidden, weight, batch["labels"])
 
 
 def labelled(batch: Batch) -> Tensor:

@@ -19,6 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from cab_hf.checks import require
+
 # a power of two: torch rounds what it pins up to the next
 CHUNK_BYTES = 2**28
 
@@ -56,11 +58,8 @@ class Offload:
             ValueError: it has fewer layers that transformers checkpoints.
         """
         layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        if len(layers) < self.layers:
-            raise ValueError(
-                f"offload_layers is {self.layers} and the model has {len(layers)} layers that are "
-                "checkpointed one by one; give at most as many."
-            )
+        accepted = f"at most {len(layers)}, the layers that are checkpointed one by one"
+        require(self.layers <= len(layers), "offload_layers", self.layers, accepted)
         for index, layer in enumerate(layers):
             layer._gradient_checkpointing_func = partial(self._checkpoint, index)
 
@@ -123,12 +122,6 @@ class Offload:
             torch.cuda.current_stream(kept.device).wait_event(kept.copied)
             kept.copied = None
 
-    def _release(self, kept: _Input) -> None:
-        # its memory goes back to the computing stream, also where a backward pass was left halfway
-        self._wait_for(kept)
-        # copies follow each other on one stream: no later one overtakes those of this checkpoint
-        self._free.extend(kept.chunks)
-
     def _pieces(self, x: Tensor) -> tuple[Tensor, ...]:
         return x.view(-1).view(torch.uint8).split(self.chunk_bytes)
 
@@ -158,4 +151,7 @@ class _Input:
         self.copied: torch.cuda.Event | None = None
 
     def __del__(self) -> None:
-        self.owner._release(self)
+        # its memory goes back to the computing stream, also where a backward pass was left halfway
+        self.owner._wait_for(self)
+        # copies follow each other on one stream: no later one overtakes those of this checkpoint
+        self.owner._free.extend(self.chunks)

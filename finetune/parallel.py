@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 import cab_hf
@@ -16,9 +17,6 @@ from cab_hf.finetune.objective import Batch
 from cab_hf.finetune.settings import Settings
 from cab_hf.hf.model_config import cab_config_of as cab_config
 from cab_hf.plan import EXACT_BLOCK
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # inputs of a model in a shard, beside the labels of the loss
 INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q")

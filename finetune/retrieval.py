@@ -6,12 +6,12 @@ whole number, and seeds of these documents with ``finetune/``.
 
 from __future__ import annotations
 
-import difflib
 import random
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, repeat
 from typing import Any
 
+from cab_hf.finetune.settings import suggestion
 from cab_hf.runs.settings import UsageError
 from cab_hf.texts.documents import Document, recall_document
 from cab_hf.texts.needles import (
@@ -68,9 +68,8 @@ def parse_entry(name: str) -> tuple[tuple[str, ...], int | None]:
         )
     for kind in kinds.split("+"):
         if kind not in KINDS:
-            near = difflib.get_close_matches(kind, KINDS, n=1)
-            text = f"did you mean {near[0]}" if near else f"the kinds are {', '.join(KINDS)}"
-            raise UsageError(f"{PREFIX} has no kind {kind!r} in {name!r}; {text}.")
+            hint = suggestion(kind, KINDS)
+            raise UsageError(f"{PREFIX} has no kind {kind!r} in {name!r}; {hint}")
     return tuple(kinds.split("+")), int(length) if length else None
 
 

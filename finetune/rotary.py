@@ -6,8 +6,7 @@ The frequencies of transformers' ``dynamic``, for example, are those of the long
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,32 +23,19 @@ def rotary_state(model: nn.Module) -> State:
     for name, module in model.named_modules():
         rotary = hasattr(module, "rope_type") or hasattr(module, "max_seq_len_cached")
         if rotary and next(module.buffers(), None) is not None:
-            own = vars(module)
-            # buffers that no state dict has
-            buffers = {x: own["_buffers"][x] for x in module._non_persistent_buffers_set}
-            numbers = {x: value for x, value in own.items() if x.endswith(REMEMBERED)}
-            fields = {**buffers, **numbers}.items()
-            result[name] = {x: copy.deepcopy(value) for x, value in fields if value is not None}
+            # buffers that no state dict has, and numbers
+            own = {x: getattr(module, x) for x in module._non_persistent_buffers_set}
+            own |= {x: value for x, value in vars(module).items() if x.endswith(REMEMBERED)}
+            result[name] = {x: copy.deepcopy(y) for x, y in own.items() if y is not None}
     return result
 
 
 def load_rotary_state(model: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
     """Set rotary embeddings to what `rotary_state` returned."""
-    modules = dict(model.named_modules())
     for name, fields in state.items():
-        module = modules[name]
+        module = model.get_submodule(name)
         device = next(module.buffers()).device
         for field, value in fields.items():
             # not in place: two buffers may be one tensor
             on_device = value.to(device, copy=True) if isinstance(value, Tensor) else value
             setattr(module, field, on_device)
-
-
-@contextmanager
-def rotary_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the state of rotary embeddings at the end."""
-    state = rotary_state(model)
-    try:
-        yield
-    finally:
-        load_rotary_state(model, state)

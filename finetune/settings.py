@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -30,18 +31,17 @@ ROPES = ("linear", "dynamic", "yarn", "llama3", "theta")
 TILED_ABOVE, TILE = 2**17, 2**13
 # what is trained
 ADAPTER, ALL = "adapter", "all"
-# settings that LoRA alone reads
-OF_LORA = ("targets", "rank", "alpha")
+NAMED = comma_separated(str)
 # the least values of settings that are numbers
-LEAST = (
-    (1, "a whole number from 1 on", ("rank", "steps", "micro_batch", "save_every", "cp")),
-    (2, "a whole number from 2 on", ("length",)),
-    (0, "a whole number from 0 on", ("warmup", "tokens_per_step", "held_out")),
-    (0, "a whole number from 0 on", ("eval_every", "passkeys")),
-    (0, "0 or more", ("rope_factor", "rope_theta", "weight_decay", "clip")),
-    (0, "0 or more", ("peak_tflops", "gpu_gib", "host_gib")),
-    (0, "auto, or 0 or more", ("tile_tokens", "offload_layers")),
-)
+LEAST = {
+    1: ("rank", "steps", "micro_batch", "save_every", "cp"),
+    2: ("length",),
+    0: (
+        *("warmup", "tokens_per_step", "held_out", "eval_every", "passkeys", "rope_factor"),
+        *("rope_theta", "weight_decay", "clip", "peak_tflops", "gpu_gib", "host_gib"),
+        *("tile_tokens", "offload_layers"),
+    ),
+}
 # settings that may change when a run goes on: they decide where and how often, and not what
 FREE = (
     *("out", "save_every", "eval_every", "dry_run", "cpu", "peak_tflops"),
@@ -76,13 +76,11 @@ class Settings:
         number_or_auto,
     )
     offload_layers: int | None = option(
-        None,
-        "layers with inputs offloaded to the host; auto (default): as few as fit",
-        number_or_auto,
+        None, "layers with inputs offloaded; auto (default): as few as fit", number_or_auto
     )
     # adapter
     targets: tuple[str, ...] = option(
-        ("q_proj", "k_proj", "v_proj", "o_proj"), "linear layers LoRA adds to", comma_separated(str)
+        ("q_proj", "k_proj", "v_proj", "o_proj"), "linear layers LoRA adds to", NAMED
     )
     rank: int = option(16, "rank of the LoRA adapters", int)
     alpha: float = option(32.0, "LoRA scales its product by alpha / rank", float)
@@ -93,9 +91,7 @@ class Settings:
     qlora: bool = flag("hold frozen weights in 4 bits (bitsandbytes)")
     # data
     data: tuple[str, ...] = option(
-        (),
-        "training texts, each NAME or NAME=WEIGHT: hub data sets, files, manuals, retrieval:...",
-        comma_separated(str),
+        (), "texts, each NAME or NAME=WEIGHT: hub data sets, files, manuals, retrieval:...", NAMED
     )
     text_field: str = option("text", "field of a record that holds its text")
     split: str = option("train", "split of hub data sets")
@@ -103,9 +99,7 @@ class Settings:
     length: int = option(8192, "tokens of a packed sequence", parse_length)
     held_out: int = option(8, "sequences of the held-out loss; 0: none", int)
     validation: tuple[str, ...] = option(
-        (),
-        "sources of the held-out sequences (default: documents kept of --data)",
-        comma_separated(str),
+        (), "sources of the held-out sequences (default: documents kept of --data)", NAMED
     )
     data_workers: int = option(1, "processes that make sequences ahead: 1, or 0 for none", int)
     # optimisation
@@ -136,16 +130,16 @@ class Settings:
     dry_run: bool = flag("print what would run, what it costs and whether it fits; then end")
 
     def __post_init__(self) -> None:
-        adapted, offloading = self.train == ADAPTER, self.checkpointing or not self.offload_layers
-        scaled = self.rope != "none"
-        reach = 2 <= max(self.passkey_lengths, default=2) <= self.length
         choices = {"train": (ADAPTER, ALL), "dtype": DTYPES, "adapter_dtype": DTYPES}
         for name, accepted in {**choices, "rope": ("none", *ROPES)}.items():
             require(self, name, getattr(self, name) in accepted, f"one of {', '.join(accepted)}")
-        for least, accepted, names in LEAST:
+        for least, names in LEAST.items():
             for name in names:
                 value = getattr(self, name)
-                require(self, name, value is None or value >= least, accepted)
+                require(self, name, value is None or value >= least, f"{least} or more")
+        adapted, scaled = self.train == ADAPTER, self.rope != "none"
+        offloading = self.checkpointing or not self.offload_layers
+        reach = 2 <= max(self.passkey_lengths, default=2) <= self.length
         for name, holds, accepted in (
             ("lr", self.lr > 0, "a number above 0"),
             ("alpha", self.alpha > 0, "a number above 0"),
@@ -166,7 +160,7 @@ class Settings:
             ("passkey_lengths", reach, f"at most length={self.length}, and 2 or more"),
         ):
             require(self, name, holds, accepted)
-        for name in OF_LORA:
+        for name in ("targets", "rank", "alpha"):
             usual = getattr(Settings, name)
             accepted = f"left out, or {spell(usual)}, with train=all: it is LoRA's"
             require(self, name, adapted or getattr(self, name) == usual, accepted)
@@ -178,8 +172,7 @@ class Settings:
             require(self, "attention", self.attention in NAMES, accepted)
             # an early and a late chunk of a document for each process
             least = 2 * self.cp * EXACT_BLOCK
-            accepted = f"{least} or more with cp={self.cp}, {2 * EXACT_BLOCK} for each process"
-            require(self, "length", self.length >= least, accepted)
+            require(self, "length", self.length >= least, f"{least} or more with cp={self.cp}")
         # these refuse what cannot be read
         self.cab_config(), self.sources(), self.sources("validation")
 
@@ -261,6 +254,12 @@ class Settings:
         """What two runs must share for one to go on with the other's checkpoints, JSON-able."""
         fields = {name: value for name, value in asdict(self).items() if name not in FREE}
         return {"run": "lora", **fields, "processes": world}
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """What was meant by an unknown name; else all that are known."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
 
 
 def read(words: Sequence[str]) -> Settings:

@@ -6,7 +6,6 @@ A ``state_dict`` is JSON: the place of the next document. What was read ahead is
 from __future__ import annotations
 
 import copy
-import difflib
 import os
 import random
 import re
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,7 +22,8 @@ import numpy as np
 from cab_hf.finetune.loss import IGNORED
 from cab_hf.finetune.manuals import MANUALS, manuals_file
 from cab_hf.finetune.retrieval import is_entry, parse_entry, retrieval_document
-from cab_hf.runs.models import file_sha256
+from cab_hf.finetune.settings import suggestion
+from cab_hf.runs.cache import file_sha256
 from cab_hf.runs.settings import UsageError, first_line, refused_as
 from cab_hf.texts.needles import NOISE, leading_tokens, split_sentences
 
@@ -82,20 +82,14 @@ class TextSource:
     text_field: str
     seed: int = 0
     shuffle: bool = True
-    # that the dataset is read from, with their SHA-256; none of the hub's
+    # that the dataset is read from, with their SHA-256; a data set of the hub with its commit
     files: dict[Path, str] = field(default_factory=dict)
-    sha256: str | None = None  # of all files; for a data set of the hub its commit
+    sha256: str | None = None  # of all files
 
     @property
     def rows(self) -> int | None:
         """How many documents it has; None for a stream."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
-
-    @property
-    def contents(self) -> dict[str, str]:
-        """The names of its files, or of the data set of the hub, by SHA-256."""
-        files = self.files or {Path(self.name): self.sha256}
-        return {content: file.name for file, content in files.items()}
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,7 @@ class RetrievalSource:
     seed: int = 0
 
     rows = sha256 = None
-    contents: ClassVar[dict[str, str]] = {}
+    files: ClassVar[dict[Path, str]] = {}
 
 
 Source = TextSource | RetrievalSource
@@ -145,19 +139,18 @@ def make_source(
     with _reading(name, paths, text_field):
         files = {path: file_sha256(path) for path in paths}
         if paths:
-            dataset, sums = _open_files(files, streaming), list(files.values())
-            content = sums[0] if len(sums) == 1 else sha256("".join(sums).encode()).hexdigest()
+            dataset = _open_files(files, streaming)
         else:
-            dataset, content = _open_hub(name, split, streaming)
+            dataset, files[Path(name)] = _open_hub(name, split, streaming)
         fields = dataset and (dataset.column_names or list(next(iter(dataset), {})))
     if not fields or (not streaming and not len(dataset)):
         raise UsageError(f"source {name!r} has no documents; give one with text in it.")
     if text_field not in fields:
-        near = difflib.get_close_matches(text_field, fields, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"its fields are {', '.join(fields)}."
+        hint = suggestion(text_field, fields)
         raise UsageError(f"source {name!r} has no field {text_field!r}; {hint}")
     # results and checkpoints have the name of a file, not its folder
-    shown = Path(name).name if paths else name
+    shown, sums = Path(name).name if paths else name, list(files.values())
+    content = sums[0] if len(sums) == 1 else sha256("".join(sums).encode()).hexdigest()
     rows = dataset.select_columns([text_field])
     return TextSource(shown, rows, text_field, seed, files=files, sha256=content)
 
@@ -176,14 +169,14 @@ def refuse_learnt(
         UsageError: naming a source of ``watched`` with a file that ``learnt`` has too.
     """
     own, others = ([source for source, share in each if share] for each in (learnt, watched))
-    known = {content: source.name for source in own for content in source.contents}
+    known = {content: source.name for source in own for content in source.files.values()}
     for source in others:
-        for content, file in source.contents.items():
+        for file, content in source.files.items():
             if content in known:
                 raise UsageError(
-                    f"validation has {source.name!r} and data {known[content]!r}, where {file} is "
-                    "the same text; give texts that are not learnt, or leave validation out: then "
-                    "documents of data are kept for it."
+                    f"validation has {source.name!r} and data {known[content]!r}, where "
+                    f"{file.name} is the same text; give texts that are not learnt, or leave "
+                    "validation out: then documents of data are kept for it."
                 )
 
 
@@ -329,10 +322,9 @@ class Texts:
         self._next, source = place, self._source
         if source.rows is None:
             self._dataset.load_state_dict(copy.deepcopy(place["dataset"]))
-            self._rows = zip(count(place["row"]), self._dataset, strict=False)
+            self._rows = enumerate(self._dataset, place["row"])
             return
-        order = np.arange(source.rows)
-        order = order[self._part.has(order)]
+        order = np.flatnonzero(self._part.has(np.arange(source.rows)))
         if source.shuffle:
             drawn = random.Random(f"{self._seed}/{place['epoch']}").getrandbits(32)
             # of numpy's generators the one whose draws are the same in every version
@@ -343,11 +335,11 @@ class Texts:
         """The next block, of the next epoch where this one is read."""
         with _reading(self._source.name, [*self._source.files], self._source.text_field):
             texts = self._read_block()
-            if not texts:
-                if not self._next["block"]:
-                    raise self._no_documents()
+            if not texts and self._next["block"]:
                 self._go_to({**self._first, "epoch": self.epoch + 1})
                 texts = self._read_block()
+        if not texts:
+            raise self._no_documents()
         return texts
 
     def _read_block(self) -> list[str]:

@@ -33,20 +33,13 @@ from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate,
 from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.prepare import build, open_data
-from cab_hf.finetune.rotary import load_rotary_state, rotary_kept, rotary_state
+from cab_hf.finetune.rotary import load_rotary_state, rotary_state
 from cab_hf.finetune.settings import ALL, PROG, Settings
 from cab_hf.finetune.tiles import compute_in_tiles, tile_of
 from cab_hf.finetune.validation import Validation
-from cab_hf.runs.log import (
-    DISK_FULL,
-    Log,
-    as_recorded,
-    is_there,
-    require_identity,
-    write_atomically,
-    writing,
-)
-from cab_hf.runs.models import TRAINED, file_sha256
+from cab_hf.runs import log as logs
+from cab_hf.runs.cache import file_sha256
+from cab_hf.runs.models import TRAINED
 from cab_hf.runs.provenance import provenance
 from cab_hf.runs.settings import UsageError
 
@@ -58,9 +51,9 @@ OF_SETTINGS = (ValueError, NotImplementedError)
 
 def run(settings: Settings) -> int:
     """Train, or with ``dry_run`` print what that would cost; the exit status."""
-    rank = int(os.environ.get("RANK", 0))
+    rank, refused = int(os.environ.get("RANK", 0)), OF_SETTINGS if settings.dry_run else ()
     try:
-        with accelerating(settings) as accelerator, ending_together(), refusing():
+        with accelerating(settings) as accelerator, ending_together(), refusing(*refused):
             if settings.dry_run:
                 dry_run.print_report(settings, accelerator)
             else:
@@ -71,7 +64,7 @@ def run(settings: Settings) -> int:
         return 2
     except OSError as error:
         # wherever it is noticed, in a cache of data as well
-        if error.errno not in DISK_FULL:
+        if error.errno not in logs.DISK_FULL:
             raise
         print(f"{PROG}: {error.strerror}; make room, and the run goes on.", file=sys.stderr)
         return 2
@@ -207,13 +200,13 @@ class Run:
         # without a line would become this run's
         log = self.out / LOG
         empty = log.is_file() and b"\n" not in log.read_bytes()
-        if is_there(log) and not empty:
+        if logs.is_there(log) and not empty:
             with self._log():
                 pass
         shared, mine = self.checkpoints.load(newest)
         if self.accelerator.is_main_process:
-            wanted = as_recorded(self._identity)
-            require_identity(newest, json.loads(shared["identity"]), wanted)
+            wanted = logs.as_recorded(self._identity)
+            logs.require_identity(newest, json.loads(shared["identity"]), wanted)
         checkpoints.load_parameters(self.model, shared["parameters"])
         checkpoints.load_optimizer(self.optimizer, self.model, shared["optimizer"])
         self.place = json.loads(mine["data"])
@@ -241,8 +234,10 @@ class Run:
                 bar.update()
                 last = step == self.settings.steps
                 if due(self.settings.eval_every, step, last):
-                    with rotary_kept(self.model):
-                        result = self.validation.measure(self.objective)
+                    # its texts may be the longest yet
+                    rotary = rotary_state(self.model)
+                    result = self.validation.measure(self.objective)
+                    load_rotary_state(self.model, rotary)
                     self._note(log, curve.EVALUATION, step, result)
                     # evaluation attends, too
                     cab_hf.stats(self.model, reset=True)
@@ -336,7 +331,7 @@ class Run:
 
         self.checkpoints.save(step, shared, mine, write_result)
 
-    def _end(self, log: Log) -> None:
+    def _end(self, log: logs.Log) -> None:
         """Write what was trained, a curve, and the provenance of both."""
         settings = {name: x for name, x in asdict(self.settings).items() if name != "out"}
         evaluations = [each for each in log.records if each["kind"] == curve.EVALUATION]
@@ -346,19 +341,19 @@ class Run:
             "evaluation": evaluations[-1] if evaluations else None,
         }
         name = self.checkpoints.result
-        with writing(self.out):
+        with logs.writing(self.out):
             trained = self.checkpoints.newest() / name
             shutil.copytree(trained, self.out / name, dirs_exist_ok=True)
             self.checkpoints.clear()
             curve.draw(self.out / CURVE, log.records)
-            write_atomically(self.out / RESULTS, json.dumps(results, indent=2) + "\n")
+            logs.write_atomically(self.out / RESULTS, json.dumps(results, indent=2) + "\n")
         self._tell(f"{self.settings.steps} steps; {self.out / name}, {self.out / CURVE}")
 
     def _log(self) -> Any:
         """The log where this process writes it; a repeated record counts once."""
         if not self.accelerator.is_main_process:
             return nullcontext()
-        return Log(self.out / LOG, self._identity, ("kind", "step"))
+        return logs.Log(self.out / LOG, self._identity, ("kind", "step"))
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -370,7 +365,7 @@ class Run:
             sums["adapter"] = file_sha256(Path(settings.adapter) / WEIGHTS)
         return {**settings.identity(self.processes), "sha256": sums}
 
-    def _note(self, log: Log | None, kind: str, step: int, record: Mapping[str, Any]) -> None:
+    def _note(self, log: logs.Log | None, kind: str, step: int, record: Mapping[str, Any]) -> None:
         if log is not None:
             log.append({"kind": kind, "step": step, **record})
 

@@ -140,11 +140,9 @@ def test_a_machine_without_an_index_takes_the_file_of_another(index, monkeypatch
 
 @pytest.mark.parametrize("other", ["an archive", "a result"])
 def test_what_is_not_as_pinned_is_not_kept(index, monkeypatch, tmp_path, other):
-    if other == "an archive":
-        changed = manuals.SOURCES[0]._replace(sha256="0" * 64)
-        monkeypatch.setattr(manuals, "SOURCES", [changed])
-    else:
-        monkeypatch.setattr(manuals, "MANUALS_SHA256", "0" * 64)
+    changed = [manuals.SOURCES[0]._replace(sha256="0" * 64)]
+    name, value = ("SOURCES", changed) if other == "an archive" else ("MANUALS_SHA256", "0" * 64)
+    monkeypatch.setattr(manuals, name, value)
     with pytest.raises(UsageError, match="must have SHA-256 0{64}, .* pinned; got"):
         manuals.manuals_file()
     assert list((tmp_path / "cache").iterdir()) == []

@@ -1,10 +1,12 @@
 """FLOPs against torch's own counter, pairs and shares by hand, memory against tensors held."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from accelerate.utils import DistributedType
 from held import Held
 from tiny import SIZES, tiny_model, tokens
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,7 +14,7 @@ from trained import batch
 
 from cab_hf import CabConfig
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
-from cab_hf.finetune import dry_run, meter
+from cab_hf.finetune import dry_run, meter, train
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
 from cab_hf.finetune.objective import Objective
 from cab_hf.finetune.offload import Offload
@@ -117,16 +119,16 @@ def four_layers(vocabulary, dtype=torch.float32, **options):
     return with_lora(model.to(dtype), ATTENTION, 4, 8).train()
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "dtype", "checkpointing"),
-    [
-        pytest.param(64, torch.float32, True, id="a layer is the peak"),
-        pytest.param(8192, torch.float32, True, id="the loss is the peak"),
-        pytest.param(64, torch.float32, False, id="layers keep all"),
-        pytest.param(64, torch.bfloat16, True, id="bfloat16"),
-        pytest.param(64, torch.bfloat16, False, id="bfloat16, layers keep all"),
-    ],
-)
+HELD = {
+    "a layer is the peak": (64, torch.float32, True),
+    "the loss is the peak": (8192, torch.float32, True),
+    "layers keep all": (64, torch.float32, False),
+    "bfloat16": (64, torch.bfloat16, True),
+    "bfloat16, layers keep all": (64, torch.bfloat16, False),
+}
+
+
+@pytest.mark.parametrize(("vocabulary", "dtype", "checkpointing"), HELD.values(), ids=HELD)
 def test_the_estimate_of_memory_is_near_what_is_held(vocabulary, dtype, checkpointing):
     model = four_layers(vocabulary, dtype, attn_implementation="sdpa")
     if checkpointing:
@@ -175,7 +177,7 @@ LARGE = {
 SMALL = {
     **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30},
     **{"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152},
-    **{"max_position_embeddings": 2**17, "tie_word_embeddings": True},
+    **{"head_dim": 64, "max_position_embeddings": 2**17, "tie_word_embeddings": True},
 }
 
 
@@ -219,23 +221,21 @@ def test_a_step_that_fits_nowhere_is_refused_with_the_longest_that_does(large):
         assert H200.holds(dry_run.fit(long_step(length), large, {}, H200).memory) == fits
 
 
-@pytest.mark.parametrize(
-    ("kind", "heads", "settings", "peak_gib"),
-    [
-        pytest.param("llama", {}, {"length": 2**15, "micro_batch": 2}, 48.3, id="32k"),
-        pytest.param("llama", {}, {"length": 2**17, "tile_tokens": 0}, 93.1, id="128k"),
-        pytest.param(
-            "qwen3",
-            {"head_dim": 64},
-            {"length": 2**13, "micro_batch": 4, "train": "all", "attention": "sdpa"},
-            51.3,
-            id="all weights, and masks of packed documents",
-        ),
-    ],
-)
-def test_steps_of_packed_documents_take_what_an_h200_measured(kind, heads, settings, peak_gib):
+PACKED = {
+    "32k": ("llama", {"length": 2**15, "micro_batch": 2}, 48.3),
+    "128k": ("llama", {"length": 2**17, "tile_tokens": 0}, 93.1),
+    "all weights, and masks of packed documents": (
+        "qwen3",
+        {"length": 2**13, "micro_batch": 4, "train": "all", "attention": "sdpa"},
+        51.3,
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "settings", "peak_gib"), PACKED.values(), ids=PACKED)
+def test_steps_of_packed_documents_take_what_an_h200_measured(kind, settings, peak_gib):
     """Of SmolLM2-135M, without checkpointing; most documents are shorter than `min_length`."""
-    config = transformers.AutoConfig.for_model(kind, **SMALL, **heads)
+    config = transformers.AutoConfig.for_model(kind, **SMALL)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     if "train" not in settings:
@@ -261,6 +261,27 @@ def test_no_more_is_offloaded_than_the_host_has_memory_for(large):
     assert not room.holds(fitted.memory)
     # 4 GiB each
     assert fitted.offloaded == 22 and fitted.memory.host == 88 * meter.GIB
+
+
+@pytest.mark.parametrize(("gpu_gib", "offloaded"), [(1.0, None), (0.078, 2), (0.06, "refused")])
+def test_a_gpu_offloads_as_few_layers_as_the_estimate_asks_for(monkeypatch, gpu_gib, offloaded):
+    enabled = []
+    kept = SimpleNamespace(enable=enabled.append)
+    monkeypatch.setattr(train, "Offload", lambda *how: enabled.append(how) or kept)
+    device = torch.device("cuda")
+    alone = {"distributed_type": DistributedType.NO, "num_processes": 1, "is_main_process": True}
+    started = object.__new__(train.Run)
+    started.accelerator = SimpleNamespace(device=device, **alone)
+    fields = {"gpu_gib": gpu_gib, "host_gib": 8.0, "attention": "cab_dense", "length": 2**15}
+    started.settings = Settings(data=("a.txt",), tile_tokens=16, **fields)
+    started.model = with_lora(tiny_model(num_hidden_layers=8), ("q_proj",), 4, 8)
+    cost = meter.Cost.of(started.model)
+    if offloaded == "refused":
+        with pytest.raises(UsageError, match="length is 32768 .* the longest that does has"):
+            started._fit_into_memory(cost)
+        return
+    started._fit_into_memory(cost)
+    assert enabled == ([] if offloaded is None else [(offloaded, device), started.model])
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "bloom", "gemma4_text", "deepseek_v3"])

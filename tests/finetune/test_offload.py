@@ -118,5 +118,5 @@ def test_two_passes_may_be_open_at_once():
 
 
 def test_more_layers_than_there_are_are_refused():
-    with pytest.raises(ValueError, match="offload_layers is 5 and the model has 4 layers"):
+    with pytest.raises(ValueError, match="offload_layers is 5; it must be at most 4"):
         Offload(LAYERS + 1, CPU).enable(adapted())

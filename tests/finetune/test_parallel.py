@@ -1,5 +1,6 @@
 """Sequences that several processes share: learnt as by one, killed and resumed, counted once."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,16 +15,20 @@ from launches import (
     losses,
     steps,
 )
+from tiny import tiny_model
 from torch import nn
-from words import save_llama
+from words import make_tokenizer, save_llama
 
+from cab_hf.distributed.exchange import failures_of_others
 from cab_hf.distributed.layout import layout_of
 from cab_hf.finetune import dry_run, lora, meter, prepare, train
+from cab_hf.finetune.agreement import ending_together, facts_of
 from cab_hf.finetune.models import load_model
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.settings import Settings
 from cab_hf.finetune.validation import Validation
 from cab_hf.runs.log import read_log
+from cab_hf.runs.settings import UsageError
 
 # two documents and a rest of padding to a sequence
 WORDS = [
@@ -246,3 +251,36 @@ def test_a_dry_run_divides_what_a_sequence_takes(tmp_path):
     assert shared.layers == alone.layers / 4 and shared.weights == alone.weights
     # keys and values of all of it come by
     assert alone.working / 4 < shared.working < alone.working
+
+
+@pytest.mark.parametrize("name", ["the tokenizer", "the config of the model"])
+def test_processes_are_told_apart_by_tokenizer_and_config(name):
+    settings, model, tokenizer = Settings(data=("a.txt",)), tiny_model(), make_tokenizer()
+    before = facts_of(settings, model, tokenizer)
+    assert facts_of(settings, tiny_model(), make_tokenizer()) == before
+    if name == "the tokenizer":
+        tokenizer.eos_token = "It"
+    else:
+        model.config.rms_norm_eps *= 2
+    after = facts_of(settings, model, tokenizer)
+    assert {each for each in before if before[each] != after[each]} == {name}
+
+
+def stopping(group, error):
+    with ending_together():
+        if group.rank() == 1:
+            raise error
+        while not failures_of_others(torch.distributed.group.WORLD):
+            time.sleep(0.01)
+        # as gloo says it
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:21654.")
+
+
+@pytest.mark.parametrize(
+    "error", [UsageError("source 'a' is gone."), KeyError("a bug")], ids=["refused", "a bug"]
+)
+def test_processes_say_why_another_has_stopped(processes, error):
+    first, second = processes(2).outcomes(2, stopping, error)
+    why = f"rank 1 stopped: {type(error).__name__}: {error}"
+    assert first.kind == "UsageError" and f"this process cannot go on, as {why}" in first.sentence
+    assert (second.kind, second.sentence) == (type(error).__name__, str(error))

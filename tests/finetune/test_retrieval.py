@@ -2,6 +2,7 @@
 
 import random
 import re
+from itertools import islice
 
 import datasets
 import pytest
@@ -128,13 +129,18 @@ def test_a_document_is_a_function_of_its_place(kind, change):
     assert keys(other) != keys(document)
 
 
-def read_of(name, texts=(), length=LENGTH, count=4, **options):
-    mixture = [(make_source(name, **options), 1)]
+def mixture(name, texts=(), share=0.0, **options):
+    """A source, and beside it, as ``share`` of the tokens, the text that it is hidden in."""
+    beside = []
     if texts:
         dataset = datasets.Dataset.from_dict({"text": list(texts)})
-        mixture.append((sources.TextSource("beside", dataset, "text"), 0))
-    packed = Packed(TOKENIZERS["chat"], mixture, length, 0, hold_out=0)
-    return [next(packed) for _ in range(count)]
+        beside = [(sources.TextSource("beside", dataset, "text"), share)]
+    return [(make_source(name, **options), 1 - share), *beside]
+
+
+def read_of(name, texts=(), length=LENGTH, count=4):
+    packed = Packed(TOKENIZERS["chat"], mixture(name, texts), length, 0, hold_out=0)
+    return list(islice(packed, count))
 
 
 @kinds
@@ -236,7 +242,7 @@ def test_no_document_is_one_of_the_evaluations(monkeypatch):
     [
         pytest.param("retrieval", "has no kind ''", id="no kind"),
         pytest.param("retrieval:passkeys", "no kind 'passkeys' .* did you mean passkey", id="near"),
-        pytest.param("retrieval:passkey+x", "the kinds are passkey, distractors", id="unknown"),
+        pytest.param("retrieval:passkey+x", "known are passkey, distractors", id="unknown"),
         pytest.param("retrieval:passkey:8k", "the length a number of tokens", id="no number"),
         pytest.param("retrieval:passkey:0", "the length a number of tokens", id="nothing"),
         pytest.param("retrieval:passkey:9:9", "must be retrieval:KINDS:LENGTH", id="too much"),
@@ -251,3 +257,39 @@ def test_what_is_no_entry_is_refused(name, message):
 def test_a_length_without_room_is_refused(kind):
     with pytest.raises(ValueError, match="has no room for"):
         document_of(kind, length=20)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.0], ids=["text beside", "no text beside"])
+def test_synthetic_documents_are_never_cut(share):
+    words, complete, padded = TOKENIZERS["plain"], 0, 0
+    mixed = mixture("retrieval:passkey+distractors+multi:260", SENTENCES * 3, share)
+    for item in islice(Packed(words, mixed, 300, 0), 12):
+        ids, positions, labels = (item[name].tolist() for name in item)
+        starts = [at for at, position in enumerate(positions) if position == 0]
+        sizes = [end - at for at, end in zip(starts, [*starts[1:], len(ids)], strict=True)]
+        read = (words.decode(ids[at : at + 3]) for at in starts)
+        begun = [each.startswith(("There is an", "There are")) for each in read]
+        assert {size for size, own in zip(sizes, begun, strict=True) if own} <= {260}
+        complete += sum(begun)
+        if not share:
+            padded += 1
+            assert labels[260:] == [IGNORED] * 40
+            assert ids[260:] == [words.pad_token_id] * 40
+    assert complete >= 8
+    assert padded == (0 if share else 12)
+
+
+def test_held_out_retrieval_is_of_held_out_text():
+    numbered = [" ".join(["rained" if number % 10 else "nobody"] * 300) for number in range(40)]
+    mixed, words = mixture("retrieval:passkey:200", numbered), TOKENIZERS["plain"]
+    kept = held_out(words, mixed, 200, 4, hold_out=10)
+    trained = list(islice(Packed(words, mixed, 200, 0, hold_out=10), 4))
+    for items, own, other in ((kept, "nobody", "rained"), (trained, "rained", "nobody")):
+        read = [words.decode(item["input_ids"]) for item in items]
+        assert len(read) == 4 and all(own in text and other not in text for text in read)
+
+
+def test_a_document_without_room_is_told_of_its_source():
+    """The first one had room, and what a later one draws is longer."""
+    with pytest.raises(UsageError, match="source 'retrieval:keys:25': length 25 has no room for"):
+        read_of("retrieval:keys:25", length=25, count=50)

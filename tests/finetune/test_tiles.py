@@ -5,9 +5,16 @@ from functools import partial
 import pytest
 import torch
 import trained
-import transformers
 from held import Held
 from tiny import SIZES, tiny_model
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+)
 
 from cab_hf.finetune import loss, meter
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
@@ -28,28 +35,22 @@ def check_alike(results, expected):
         assert (results[name] - wanted).norm() <= 3e-6 * wanted.norm(), name
 
 
+KINDS = {
+    "llama": (tiny_model, False),
+    "norms trained": (tiny_model, True),
+    "norms of heads": (partial(tiny_model, "qwen3"), False),
+    "norms behind": (lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)), False),
+    "a norm for each head": (
+        lambda: CohereForCausalLM(CohereConfig(**SIZES, use_qk_norm=True)),
+        False,
+    ),
+}
+
+
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointed", "all kept"])
-@pytest.mark.parametrize(
-    ("made", "norms"),
-    [
-        pytest.param(tiny_model, False, id="llama"),
-        pytest.param(tiny_model, True, id="norms trained"),
-        pytest.param(partial(tiny_model, "qwen3"), False, id="norms of heads"),
-        pytest.param(
-            lambda: transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES)),
-            False,
-            id="norms behind",
-        ),
-        pytest.param(
-            lambda: transformers.CohereForCausalLM(
-                transformers.CohereConfig(**SIZES, use_qk_norm=True)
-            ),
-            False,
-            id="a norm for each head",
-        ),
-    ],
-)
-def test_losses_and_gradients_are_those_of_all_tokens_at_once(made, norms, checkpointing):
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_gradients_are_those_of_all_tokens_at_once(kind, checkpointing):
+    made, norms = KINDS[kind]
     expected = learnt(adapted(made, checkpointing, norms=norms))
     model = adapted(made, checkpointing, norms=norms)
     assert untiled_mlps(model) == []
@@ -117,7 +118,7 @@ def test_without_gradients_results_are_the_same():
 
 def test_experts_are_left_as_they_are_and_named():
     sizes = {**SIZES, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    model = MixtralForCausalLM(MixtralConfig(**sizes))
     model.set_experts_implementation("eager")
     model = with_lora(model, ("q_proj",), 4, 8).train()
     expected = learnt(model)
