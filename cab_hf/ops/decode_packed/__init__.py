@@ -1,0 +1,58 @@
+"""Decode: one query a head against a long cache, of which it reads the keys that matter.
+
+Kernels compute what `reference` defines where they can run.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cab_hf.ops import HAS_TRITON
+from cab_hf.ops.decode_packed import reference
+from cab_hf.ops.decode_packed.reference import Choice, Index
+
+
+def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
+    """See `reference.index_keys`."""
+    return _ops(k).index_keys(k, channels)
+
+
+def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor) -> None:
+    """See `reference.write_index`."""
+    _ops(k).write_index(index, k, channels, start)
+
+
+def choose(q: Tensor, *args: Any, **kwargs: Any) -> Choice:
+    """See `reference.choose`."""
+    with as_they_are(q):
+        return _ops(q).choose(q, *args, **kwargs)
+
+
+def attend(q: Tensor, *args: Any) -> Tensor:
+    """See `reference.attend`."""
+    with as_they_are(q):
+        return _ops(q).attend(q, *args)
+
+
+def as_they_are(x: Tensor) -> torch.autocast:
+    """No autocast: it rounds products that are exact, and joins no tensors of other dtypes."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def has_kernels(*tensors: Tensor) -> bool:
+    """Whether `attend` of these is a kernel, which has no gradients."""
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return not trained and _ops(tensors[0]) is not reference
+
+
+def _ops(x: Tensor) -> ModuleType:
+    if not x.is_cuda or not HAS_TRITON:
+        return reference
+    # models on the CPU never need Triton
+    from cab_hf.ops.decode_packed import kernels
+
+    return kernels if kernels.unavailable(x) is None else reference

@@ -1,0 +1,144 @@
+"""The kernel that writes the index of keys: of a new one, or of all that a cache holds."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cab_hf.ops import launch
+from cab_hf.ops.attention.tiles import Vectors, vectors, vectors_at
+from cab_hf.ops.decode_packed import reference
+from cab_hf.ops.decode_packed.channels import Channels
+from cab_hf.ops.decode_packed.reference import Index
+from cab_hf.ops.launch import on_device_of
+
+LARGEST_CODE = tl.constexpr(float(reference.LARGEST_CODE))
+A_CODE = tl.constexpr(1 / reference.LARGEST_CODE)
+LARGEST_SCALE = tl.constexpr(reference.LARGEST_SCALE)
+LEAST_SCALE = tl.constexpr(reference.LEAST_SCALE)
+# keys whose index a program writes: what an H200 runs fastest
+INDEXED = 128
+
+
+def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
+    """See `reference.index_keys`."""
+    if torch.compiler.is_compiling():
+        return Index(*torch.ops.cab_hf.decode_packed_index(k, list(channels)))
+    return Index(*_index(k, list(channels)))
+
+
+def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor) -> None:
+    """See `reference.write_index`."""
+    if torch.compiler.is_compiling():
+        torch.ops.cab_hf.decode_packed_write_index(*index, k, list(channels), start)
+    else:
+        _write(*index, k, list(channels), start)
+
+
+def _index(k: Tensor, channels: list[int]) -> tuple[Tensor, Tensor]:
+    """(codes, scales) of an `Index`."""
+    halves = Channels.of_halves(tuple(channels), k.shape[3])
+    codes = k.new_empty(*k.shape[:3], halves.size, dtype=torch.uint8)
+    scales = k.new_empty(k.shape[:3], dtype=torch.float16)
+    _write(codes, scales, k, channels, None)
+    return codes, scales
+
+
+def _write(
+    codes: Tensor, scales: Tensor, k: Tensor, channels: list[int], start: Tensor | None
+) -> None:
+    """Write the index of ``k`` from a slot on, by default the first."""
+    batch, heads, length, dim = k.shape
+    halves = Channels.of_halves(tuple(channels), dim)
+    k = k if k.stride(-1) == 1 else k.contiguous()
+    tokens = min(INDEXED, triton.next_power_of_2(length))
+    with on_device_of(k):
+        _index_kernel[(triton.cdiv(length, tokens), batch * heads)](
+            vectors(k),
+            vectors(codes),
+            Vectors(scales, *scales.stride()),
+            start,
+            heads,
+            length,
+            FIRST=halves.first,
+            STEP=halves.step,
+            SIZE=halves.size,
+            BLOCK_N=tokens,
+            BLOCK_C=triton.next_power_of_2(halves.size),
+            EARLY=launch.early(k)["EARLY"],
+            num_warps=4,
+        )
+
+
+@triton.jit
+def _index_kernel(
+    k,
+    codes,
+    scales,
+    start,
+    heads,
+    length,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """`reference.index_keys` of some keys, written from slot ``start`` on."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    plane = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_C)
+    there = (token < length)[:, None] & (inner < SIZE)[None, :]
+    at = vectors_at(k, plane // heads, plane % heads, token) + (FIRST + inner)[None, :]
+    low = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    high = tl.load(at + STEP, mask=there, other=0.0).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+    scale = tl.minimum(largest * A_CODE, LARGEST_SCALE).to(tl.float16)
+    unit = tl.maximum(scale.to(tl.float32), LEAST_SCALE)
+    inverse = tl.div_rn(tl.full([BLOCK_N], 1.0, tl.float32), unit)[:, None]
+    code = _code(low * inverse) | (_code(high * inverse) << 4)
+    slot = token.to(tl.int64)
+    if start is not None:
+        slot += tl.load(start)
+    batch, head = plane // heads, plane % heads
+    place = scales.data + batch * scales.batch + head * scales.head + slot * scales.token
+    tl.store(place, scale, mask=token < length)
+    place = vectors_at(codes, batch, head, slot) + inner[None, :]
+    tl.store(place, code.to(tl.uint8), mask=there)
+
+
+@triton.jit
+def _code(x):
+    """The nearest whole numbers, 0 to 15 for -8 to 7."""
+    return (nearest(x, LARGEST_CODE) + 8.0).to(tl.int32)
+
+
+@triton.jit
+def nearest(x, LARGEST: tl.constexpr):
+    """The nearest whole numbers from -LARGEST - 1 to LARGEST.
+
+    The bounds come before the sum, so that no product is fused with it and rounded once.
+    """
+    return tl.floor(tl.minimum(tl.maximum(x, -LARGEST - 1.0), LARGEST) + 0.5)
+
+
+_index_op = torch.library.custom_op("cab_hf::decode_packed_index", _index, mutates_args=())
+_write_op = torch.library.custom_op(
+    "cab_hf::decode_packed_write_index", _write, mutates_args=("codes", "scales")
+)
+
+
+@_index_op.register_fake
+def _(k, channels):
+    codes = k.new_empty(*k.shape[:3], (len(channels) or k.shape[3]) // 2, dtype=torch.uint8)
+    return codes, k.new_empty(k.shape[:3], dtype=torch.float16)
+
+
+@_write_op.register_fake
+def _(codes, scales, k, channels, start):
+    return None
