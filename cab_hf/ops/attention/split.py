@@ -57,8 +57,6 @@ ROW_SLICE = 128
 COLUMN_SLICES = (256, 128)
 # channels of queries and keys multiplied at a time
 DEPTH = 64
-# stretches whose sums are added at a time
-STRETCHES = 16
 
 
 class Piece(NamedTuple):
@@ -79,45 +77,19 @@ class Piece(NamedTuple):
     stretch: int
 
 
-class Sums(NamedTuple):
-    """Of a query's weights in each stretch, float32 [B H, stretches, tokens].
-
-    Attributes:
-        m_i: what they are relative to, in powers of two.
-        l_i: their sum.
-    """
-
-    m_i: Tensor
-    l_i: Tensor
-
-
 def forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: PlanTensors, scale: float
 ) -> None:
     """Write ``out`` [B, H, N_q, D] and its log-sum-exp ``lse``, float32 [B, H, N_q]."""
     for piece in _pieces(q, k, rows, matrices=1):
-        part, plan, sizes, keys, stretch = piece
-        planes, stretches, tile = q.shape[0] * q.shape[1], keys // stretch, _row_tile(rows)
-        p = _matrix(q, piece)
-        shape = (planes, stretches, sizes.tokens)
-        sums = Sums(*(q.new_empty(shape, dtype=torch.float32) for _ in range(2)))
-        _weigh(q, k, p, piece, scale, sums)
-        _block_attention_split_lse_kernel[(sizes.tokens // tile, planes)](
-            sums,
-            lse,
-            plan,
-            stretches,
-            sizes,
-            QUERY_BLOCK=part.query_block,
-            KEY_BLOCK=part.key_block,
-            BLOCK_M=tile,
-            STRETCH=stretch,
-            STRETCHES=STRETCHES,
-            num_warps=4,
-        )
-        _multiply_rows(p, v, out, piece, 1.0, sums.m_i, lse)
+        # of the weights of a stretch, what they are relative to, and their sum
+        shape = (*q.shape[:2], piece.keys // piece.stretch, piece.sizes.tokens)
+        m_i, l_i = lse.new_full(shape, -torch.inf), lse.new_zeros(shape)
+        p, _ = _weigh(q, k, piece, scale, sums=(m_i, l_i))
+        _write_lse(lse, m_i, l_i, piece)
+        _multiply_rows(p, v, out, piece, 1.0, m_i, lse)
         # the next piece takes their memory
-        del p, sums
+        del p, m_i, l_i
 
 
 def backward(
@@ -134,8 +106,7 @@ def backward(
     # summed over pieces
     dk, dv = (torch.zeros_like(like(x), dtype=torch.float32) for x in (k, v))
     for piece in _pieces(q, k, rows, matrices=2):
-        p, ds = (_matrix(q, piece) for _ in range(2))
-        _weigh(q, k, p, piece, scale, terms=terms, gradients=(grad, v, ds))
+        p, ds = _weigh(q, k, piece, scale, terms=terms, gradients=(grad, v))
         _multiply_rows(ds, k, dq, piece, scale)
         columns = by_column(piece.plan, triton.cdiv(k.shape[2], rows.key_block), placed=True)
         _multiply_columns(p, grad, dv, piece, columns, 1.0)
@@ -178,33 +149,30 @@ def _longest(rows: PlanTensors) -> list[int]:
     return (counts.amax((0, 1)) * rows.key_block).tolist()
 
 
-def _matrix(q: Tensor, piece: Piece) -> Tensor:
-    """Room for one weight for every query of a piece and listed key, [B H tokens, keys]."""
-    return q.new_empty(q.shape[0] * q.shape[1] * piece.sizes.tokens, piece.keys)
-
-
 def _weigh(
     q: Tensor,
     k: Tensor,
-    p: Tensor,
     piece: Piece,
     scale: float,
-    sums: Sums | None = None,
+    sums: tuple[Tensor, Tensor] | None = None,
     terms: BackwardStats | None = None,
-    gradients: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> None:
-    """Write the weights ``p``, and ``sums`` or, from ``terms``, the last of (grad, v, ds)."""
+    gradients: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The weights of every query of a piece and listed key, [B H tokens, keys], and their gradient
+    from ``terms`` and ``gradients``, (grad, v). A forward pass has ``sums`` to write instead."""
     rows, plan, sizes, keys, stretch = piece
-    tile = _row_tile(rows)
+    tile, planes = _row_tile(rows), q.shape[0] * q.shape[1]
+    p = q.new_empty(planes * sizes.tokens, keys)
+    ds = torch.empty_like(p) if gradients else None
 
     def product(x: Tensor, y: Tensor, target: Tensor) -> tuple:
-        of_x, of_y = descriptors(tile, x, channels=DEPTH), descriptors(stretch, y, channels=DEPTH)
-        return *of_x, *of_y, vectors(y), _tiled(target, tile, stretch)
+        tiled = TensorDescriptor.from_tensor(target, [tile, stretch])
+        return *descriptors(tile, x, channels=DEPTH), vectors(y), tiled
 
-    grid = (keys // stretch, sizes.tokens // tile, q.shape[0] * q.shape[1])
+    grid = (keys // stretch, sizes.tokens // tile, planes)
     _block_attention_split_p_kernel[grid](
         *product(q, k, p),
-        *(product(*gradients) if gradients else (None,) * 4),
+        *(product(*gradients, ds) if gradients else (None,) * 3),
         sums,
         terms,
         plan,
@@ -217,6 +185,21 @@ def _weigh(
         D=q.shape[3],
         DEPTH=DEPTH,
     )
+    return p, ds
+
+
+def _write_lse(lse: Tensor, m_i: Tensor, l_i: Tensor, piece: Piece) -> None:
+    """Write the log-sum-exps of a piece of its sums, [B, H, stretches, tokens] each."""
+    begin = piece.sizes.begin
+    last = piece.rows.last[:, None, begin : begin + piece.sizes.tokens]
+    m_i, l_i = (x[..., : last.shape[2]] for x in (m_i, l_i))
+    most = m_i.amax(2)
+    # full blocks are not masked, not even for padding queries
+    blind = (last < 0) | (most == -torch.inf)
+    most = most.masked_fill(blind, 0)
+    total = most + (l_i * torch.exp2(m_i - most.unsqueeze(2))).sum(2).log2()
+    total = (total * LN_2.value).masked_fill(blind, -torch.inf)
+    lse[:, :, begin : begin + last.shape[2]] = total
 
 
 def _multiply_rows(
@@ -236,7 +219,7 @@ def _multiply_rows(
     tile, columns = _row_tile(rows), _column_tile(rows)
     grid = (triton.cdiv(x.shape[3], ROW_SLICE), sizes.tokens // tile, out.shape[0] * out.shape[1])
     _block_attention_split_query_kernel[grid](
-        _tiled(p, tile, columns),
+        TensorDescriptor.from_tensor(p, [tile, columns]),
         *descriptors(columns, x, channels=ROW_SLICE),
         *descriptors(tile, out, channels=ROW_SLICE),
         m_i,
@@ -264,7 +247,7 @@ def _multiply_columns(
     width = min(COLUMN_SLICES, key=lambda width: _padded(dim, width))
     grid = (triton.cdiv(dim, width), triton.cdiv(length, keys), batch * kv_heads)
     _block_attention_split_bwd_key_kernel[grid](
-        _tiled(p, tile, keys),
+        TensorDescriptor.from_tensor(p, [tile, keys]),
         *descriptors(tile, x, channels=width),
         vectors(out),
         plan.full.counts,
@@ -293,10 +276,6 @@ def _padded(dim: int, width: int) -> int:
     return triton.cdiv(dim, width) * width
 
 
-def _tiled(weights: Tensor, *tile: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(weights, list(tile))
-
-
 def _constants(x: Tensor, rows: PlanTensors) -> dict[str, int | str]:
     return {
         "QUERY_BLOCK": rows.query_block,
@@ -307,59 +286,30 @@ def _constants(x: Tensor, rows: PlanTensors) -> dict[str, int | str]:
     }
 
 
-class Cell(NamedTuple):
-    """A tile of queries and a stretch of the keys its row lists: what one program multiplies."""
-
-    batch: tl.tensor
-    head: tl.tensor
-    kv_head: tl.tensor
-    start: tl.tensor
-    key: tl.tensor
-    first_key: tl.tensor
-
-
-@triton.jit
-def _listed_keys(plan, plan_row, place, KEY_BLOCK: tl.constexpr):
-    """(the keys at these places of a row's lists, full blocks first; which places are taken)."""
-    slot = place // KEY_BLOCK
-    full = tl.load(plan.full.counts + plan_row)
-    total = full + tl.load(plan.partial.counts + plan_row)
-    complete = slot < full
-    taken = slot < total
-    full_indices = plan.full.indices + plan_row * plan.full.width
-    partial_indices = plan.partial.indices + plan_row * plan.partial.width - full
-    block = tl.load(full_indices + slot, mask=complete, other=0)
-    cut = tl.load(partial_indices + slot, mask=taken & (slot >= full), other=0)
-    return tl.where(complete, block, cut) * KEY_BLOCK + place % KEY_BLOCK, taken
-
-
 @triton.jit
 def _products(
     desc_x,
-    desc_y,
     y,
-    cell,
+    batch,
+    head,
+    start,
     BLOCK_M: tl.constexpr,
     STRETCH: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
     D: tl.constexpr,
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x @ y.T [BLOCK_M, STRETCH] of the queries and keys of a cell, DEPTH channels at a time."""
+    """x @ y.T [BLOCK_M, STRETCH] of the queries from ``start`` on, and keys that ``y`` points to,
+    DEPTH channels at a time."""
     acc = tl.zeros((BLOCK_M, STRETCH), tl.float32)
     channel = tl.arange(0, DEPTH)[None, :]
-    y_rows = vectors_at(y, cell.batch, cell.kv_head, cell.key) + channel
     for depth in range(0, D, DEPTH):
         # [BLOCK_M, DEPTH] and [STRETCH, DEPTH]
-        a = desc_x.load([cell.batch, cell.head, cell.start, depth]).reshape(BLOCK_M, DEPTH)
-        if KEY_BLOCK % STRETCH == 0:
-            place = [cell.batch, cell.kv_head, cell.first_key, depth]
-            b = desc_y.load(place).reshape(STRETCH, DEPTH)
-        elif D % DEPTH == 0:
-            b = tl.load(y_rows + depth)
+        a = desc_x.load([batch, head, start, depth]).reshape(BLOCK_M, DEPTH)
+        if D % DEPTH == 0:
+            b = tl.load(y + depth + channel)
         else:
-            b = tl.load(y_rows + depth, mask=depth + channel < D, other=0.0)
+            b = tl.load(y + depth + channel, mask=depth + channel < D, other=0.0)
         acc = tl.dot(a, b.T, acc, input_precision=PRECISION)
     return acc
 
@@ -367,11 +317,9 @@ def _products(
 @triton.jit
 def _block_attention_split_p_kernel(
     desc_q,
-    desc_k,
     k,
     desc_p,
     desc_do,
-    desc_v,
     v,
     desc_ds,
     sums,
@@ -392,18 +340,25 @@ def _block_attention_split_p_kernel(
     row = tl.program_id(1) * BLOCK_M
     column = tl.program_id(0) * STRETCH
     batch, head, kv_head, plan_row = locate(plane, row, sizes, QUERY_BLOCK)
-    full = tl.load(plan.full.counts + plan_row) * KEY_BLOCK
-    listed = full + tl.load(plan.partial.counts + plan_row) * KEY_BLOCK
-    if column < listed:
-        key, taken = _listed_keys(plan, plan_row, column + tl.arange(0, STRETCH), KEY_BLOCK)
-        first_key, _ = _listed_keys(plan, plan_row, column, KEY_BLOCK)
-        start = sizes.begin + row
+    full = tl.load(plan.full.counts + plan_row)
+    listed = full + tl.load(plan.partial.counts + plan_row)
+    if column < listed * KEY_BLOCK:
+        # keys at these places of the row's lists, full blocks first
+        place = column + tl.arange(0, STRETCH)
+        slot = place // KEY_BLOCK
+        complete, taken = slot < full, slot < listed
+        block = plan.full.indices + plan_row * plan.full.width + slot
+        block = tl.load(block, mask=complete, other=0)
+        cut = plan.partial.indices + plan_row * plan.partial.width - full + slot
+        cut = tl.load(cut, mask=taken & (slot >= full), other=0)
+        key = tl.where(complete, block, cut) * KEY_BLOCK + place % KEY_BLOCK
         # what lies behind the last key is masked, since no query sees it
-        cell = Cell(batch, head, kv_head, start, tl.minimum(key, kv_length - 1), first_key)
+        there, start = tl.minimum(key, kv_length - 1), sizes.begin + row
+        y = vectors_at(k, batch, kv_head, there)
         # [BLOCK_M, STRETCH]
-        qk = _products(desc_q, desc_k, k, cell, BLOCK_M, STRETCH, KEY_BLOCK, D, DEPTH, PRECISION)
+        qk = _products(desc_q, y, batch, head, start, BLOCK_M, STRETCH, D, DEPTH, PRECISION)
         query = start + tl.arange(0, BLOCK_M)
-        if column + STRETCH > full:
+        if column + STRETCH > full * KEY_BLOCK:
             first, last = load_spans(plan, batch, query, sizes.q_length)
             seen = taken[None, :] & seen_between(key[None, :], first[:, None], last[:, None])
             qk = tl.where(seen, qk, float("-inf"))
@@ -413,8 +368,8 @@ def _block_attention_split_p_kernel(
             p = tl.exp2(qk * qk_scale - finite(m_i)[:, None])
             at = (plane.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * sizes.tokens
             at += row + tl.arange(0, BLOCK_M)
-            tl.store(sums.m_i + at, m_i)
-            tl.store(sums.l_i + at, tl.sum(p, 1))
+            tl.store(sums[0] + at, m_i)
+            tl.store(sums[1] + at, tl.sum(p, 1))
             desc_p.store([plane * sizes.tokens + row, column], p.to(desc_p.dtype))
         else:
             at = plane.to(tl.int64) * terms.room + query
@@ -423,52 +378,10 @@ def _block_attention_split_p_kernel(
             delta = tl.load(terms.delta + at, mask=inside, other=0.0)
             p = tl.exp2(qk * qk_scale - lse[:, None])
             desc_p.store([plane * sizes.tokens + row, column], p.to(desc_p.dtype))
-            dp = _products(
-                desc_do, desc_v, v, cell, BLOCK_M, STRETCH, KEY_BLOCK, D, DEPTH, PRECISION
-            )
+            y = vectors_at(v, batch, kv_head, there)
+            dp = _products(desc_do, y, batch, head, start, BLOCK_M, STRETCH, D, DEPTH, PRECISION)
             ds = p * (dp - delta[:, None])
             desc_ds.store([plane * sizes.tokens + row, column], ds.to(desc_ds.dtype))
-
-
-@triton.jit
-def _block_attention_split_lse_kernel(
-    sums,
-    lse,
-    plan,
-    stretches,
-    sizes,
-    QUERY_BLOCK: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    STRETCH: tl.constexpr,
-    STRETCHES: tl.constexpr,
-):
-    plane = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * BLOCK_M
-    batch, _, _, plan_row = locate(tl.program_id(1), row, sizes, QUERY_BLOCK)
-    blocks = tl.load(plan.full.counts + plan_row) + tl.load(plan.partial.counts + plan_row)
-    used = (blocks * KEY_BLOCK + STRETCH - 1) // STRETCH
-    token = row + tl.arange(0, BLOCK_M)
-    m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    l_i = tl.zeros((BLOCK_M,), tl.float32)
-    for start in range(0, used, STRETCHES):
-        # [STRETCHES, BLOCK_M]
-        stretch = start + tl.arange(0, STRETCHES)
-        at = (plane * stretches + stretch)[:, None] * sizes.tokens + token[None, :]
-        inside = stretch[:, None] < used
-        m = tl.load(sums.m_i + at, mask=inside, other=float("-inf"))
-        m_new = tl.maximum(m_i, tl.max(m, 0))
-        m_safe = finite(m_new)
-        each = tl.load(sums.l_i + at, mask=inside, other=0.0) * tl.exp2(m - m_safe[None, :])
-        l_i = l_i * tl.exp2(m_i - m_safe) + tl.sum(each, 0)
-        m_i = m_new
-    query = sizes.begin + token
-    _, last = load_spans(plan, batch, query, sizes.q_length)
-    # full blocks are not masked, not even for padding queries
-    blind = (m_i == float("-inf")) | (last < 0)
-    total = tl.where(blind, 0.0, m_i) + tl.log2(tl.where(blind, 1.0, l_i))
-    total = tl.where(blind, float("-inf"), total * LN_2)
-    tl.store(lse + plane * sizes.q_length + query, total, mask=query < sizes.q_length)
 
 
 @triton.jit

@@ -44,99 +44,65 @@ def pack_columns(lists: BlockLists, columns: int, placed: bool = False) -> Colum
     Args:
         placed: whether ``slots`` are written.
     """
-    bits, counts = _bits_by_column(lists, columns)
+    batch, heads, rows = lists.counts.shape
+    words, width = triton.cdiv(rows, WORD), lists.width
+    # bit r % 32 of word r // 32 of a key block says that row r lists it
+    bits = lists.indices.new_zeros(batch, heads, columns, words)
+    counts = lists.counts.new_zeros(batch, heads, columns)
+    sizes = rows, width, columns, words
+    if width:
+        _mark_kernel[(rows, batch * heads)](
+            lists.counts, lists.indices, bits, counts, *sizes, CHUNK=CHUNK, num_warps=1
+        )
     starts = counts.flatten().cumsum(0, dtype=torch.int64) - counts.flatten()
-    starts = starts.view_as(counts)
-    rows = lists.indices.new_empty(max(1, lists.indices.numel()))
-    slots = torch.empty_like(rows) if placed else None
-    _fill(bits, starts, rows, lists, slots)
-    return ColumnLists(counts, starts, rows, slots if placed else rows)
+    packed = lists.indices.new_empty(max(1, lists.indices.numel()))
+    slots = torch.empty_like(packed) if placed else None
+    _unpack_kernel[(columns, batch * heads)](
+        bits, starts, packed, slots, lists.counts, lists.indices, *sizes, CHUNK=CHUNK, num_warps=1
+    )
+    return ColumnLists(counts, starts.view_as(counts), packed, slots if placed else packed)
 
 
 def transpose(lists: BlockLists, columns: int) -> BlockLists:
     """`BlockLists.transpose` on the GPU; large lists, unless captured, wait to be no wider."""
-    batch, heads, rows = lists.counts.shape
+    rows = lists.counts.shape[2]
+    packed = pack_columns(lists, columns)
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    wide = captured or 4 * batch * heads * columns * rows <= WIDE_LISTS
-    bits, counts = _bits_by_column(lists, columns)
-    width = rows if wide else max(1, int(counts.max()))
-    starts = torch.arange(counts.numel(), device=counts.device, dtype=torch.int64) * width
-    indices = lists.indices.new_zeros(*counts.shape, width)
-    _fill(bits, starts.view_as(counts), indices, lists)
-    return BlockLists(counts, indices)
-
-
-def _bits_by_column(lists: BlockLists, columns: int) -> tuple[Tensor, Tensor]:
-    """(int32 [B, P, C, words], bit r % 32 of word r // 32 saying that row r lists it; counts)."""
-    batch, heads, rows = lists.counts.shape
-    words = triton.cdiv(rows, WORD)
-    bits = lists.indices.new_zeros(batch, heads, columns, words)
-    counts = lists.counts.new_empty(batch, heads, columns)
-    if lists.width:
-        _mark_kernel[(rows, batch * heads)](
-            lists.counts,
-            lists.indices,
-            bits,
-            rows,
-            lists.width,
-            columns,
-            words,
-            CHUNK=CHUNK,
-            num_warps=1,
-        )
-    _count_kernel[(columns, batch * heads)](
-        bits, counts, columns, words, WORDS=triton.next_power_of_2(words), num_warps=1
+    wide = captured or 4 * packed.counts.numel() * rows <= WIDE_LISTS
+    place = torch.arange(
+        rows if wide else max(1, int(packed.counts.max())), device=lists.counts.device
     )
-    return bits, counts
-
-
-def _fill(
-    bits: Tensor, starts: Tensor, rows: Tensor, lists: BlockLists, slots: Tensor | None = None
-) -> None:
-    batch, heads, columns, words = bits.shape
-    _unpack_kernel[(columns, batch * heads)](
-        bits,
-        starts,
-        rows,
-        slots,
-        lists.counts,
-        lists.indices,
-        columns,
-        words,
-        lists.counts.shape[2],
-        lists.width,
-        CHUNK=CHUNK,
-        num_warps=1,
-    )
+    there = place < packed.counts.unsqueeze(-1)
+    indices = packed.rows[(packed.starts.unsqueeze(-1) + place).masked_fill(~there, 0)]
+    return BlockLists(packed.counts, indices.masked_fill(~there, 0))
 
 
 @triton.jit
-def _mark_kernel(counts, indices, bits, rows, width, columns, words, CHUNK: tl.constexpr):
+def _mark_kernel(
+    list_counts,
+    list_indices,
+    bits,
+    counts,
+    rows,
+    width,
+    columns,
+    words,
+    CHUNK: tl.constexpr,
+):
     row = tl.program_id(0)
     plane = tl.program_id(1).to(tl.int64)
-    count = tl.load(counts + plane * rows + row)
-    indices += (plane * rows + row) * width
+    count = tl.load(list_counts + plane * rows + row)
+    list_indices += (plane * rows + row) * width
+    counts += plane * columns
     # a word has no other meaning than its bits: the highest is the sign
     bit = 1 << (row % 32)
     bits += plane * columns * words + row // 32
     for start in range(0, count, CHUNK):
         slot = start + tl.arange(0, CHUNK)
         listed = slot < count
-        column = tl.load(indices + slot, mask=listed, other=0)
+        column = tl.load(list_indices + slot, mask=listed, other=0)
+        tl.atomic_add(counts + column, 1, mask=listed)
         tl.atomic_or(bits + column.to(tl.int64) * words, bit, mask=listed)
-
-
-@triton.jit
-def _count_kernel(bits, counts, columns, words, WORDS: tl.constexpr):
-    column = tl.program_id(0)
-    plane = tl.program_id(1).to(tl.int64)
-    word = tl.arange(0, WORDS)
-    bits += (plane * columns + column) * words
-    x = tl.load(bits + word, mask=word < words, other=0)
-    total = tl.zeros((WORDS,), tl.int32)
-    for place in tl.static_range(32):
-        total += (x >> place) & 1
-    tl.store(counts + plane * columns + column, tl.sum(total, 0))
 
 
 @triton.jit
@@ -147,10 +113,10 @@ def _unpack_kernel(
     slots,
     list_counts,
     list_indices,
-    columns,
-    words,
     row_count,
     width,
+    columns,
+    words,
     CHUNK: tl.constexpr,
 ):
     column = tl.program_id(0)
