@@ -99,10 +99,9 @@ def test_a_mask_may_be_wider_than_what_is_written():
 def test_registered_ops_are_as_they_are_described():
     q, k, v, (scale, length, wanted, channels, valid) = step_of(CASES["padding"])
     ops, channels = torch.ops.cab_hf, list(channels)
-    index = ops.decode_index(k, channels)
+    index = kernels.index_keys(k, channels)
     choice = ops.decode_choose(q, *index, scale, length, wanted, channels, valid)
     given = {
-        ops.decode_index: (k, channels),
         ops.decode_write_index: (*index, k[:, :, :3], channels, torch.tensor([5])),
         ops.decode_choose: (q, *index, scale, length, wanted, channels, valid),
         ops.decode_attend: (q, k, v, *choice, scale, length, valid),
@@ -111,9 +110,7 @@ def test_registered_ops_are_as_they_are_described():
         checks = "test_schema", "test_faketensor"
         done = torch.library.opcheck(op.default, arguments, test_utils=checks)
         assert set(done.values()) == {"SUCCESS"}
-    expected = kernels.choose(
-        q, reference.Index(*index), scale, length, wanted, tuple(channels), valid
-    )
+    expected = kernels.choose(q, index, scale, length, wanted, tuple(channels), valid)
     require_same(reference.Choice(*choice), expected)
     out = kernels.attend(q, k, v, expected, scale, length, valid)
     assert torch.equal(ops.decode_attend(q, k, v, *choice, scale, length, valid), out)

@@ -24,31 +24,21 @@ INDEXED = 128
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
     """See `reference.index_keys`."""
-    if torch.compiler.is_compiling():
-        return Index(*torch.ops.cab_hf.decode_index(k, list(channels)))
-    return Index(*_index(k, list(channels)))
-
-
-def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor) -> None:
-    """See `reference.write_index`."""
-    if torch.compiler.is_compiling():
-        torch.ops.cab_hf.decode_write_index(*index, k, list(channels), start)
-    else:
-        _write(*index, k, list(channels), start)
-
-
-def _index(k: Tensor, channels: list[int]) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of an `Index`."""
     codes = k.new_empty(*k.shape[:3], len(channels) or k.shape[3], dtype=torch.int8)
-    scales = k.new_empty(k.shape[:3], dtype=torch.float16)
-    _write(codes, scales, k, channels, None)
-    return codes, scales
+    index = Index(codes, k.new_empty(k.shape[:3], dtype=torch.float16))
+    write_index(index, k, channels, None)
+    return index
+
+
+def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor | None) -> None:
+    """See `reference.write_index`; for None from the first slot on."""
+    write = torch.ops.cab_hf.decode_write_index if torch.compiler.is_compiling() else _write
+    write(*index, k, list(channels), start)
 
 
 def _write(
     codes: Tensor, scales: Tensor, k: Tensor, channels: list[int], start: Tensor | None
 ) -> None:
-    """Write the index of ``k`` from a slot on, by default the first."""
     batch, heads, length, dim = k.shape
     scored = Channels.of(tuple(channels), dim)
     k = k if k.stride(-1) == 1 else k.contiguous()
@@ -126,16 +116,9 @@ def code_of(x):
     return tl.floor(x + 0.5).to(tl.int8)
 
 
-_index_op = torch.library.custom_op("cab_hf::decode_index", _index, mutates_args=())
 _write_op = torch.library.custom_op(
     "cab_hf::decode_write_index", _write, mutates_args=("codes", "scales")
 )
-
-
-@_index_op.register_fake
-def _(k, channels):
-    codes = k.new_empty(*k.shape[:3], len(channels) or k.shape[3], dtype=torch.int8)
-    return codes, k.new_empty(k.shape[:3], dtype=torch.float16)
 
 
 @_write_op.register_fake
