@@ -69,9 +69,8 @@ def transpose(lists: BlockLists, columns: int) -> BlockLists:
     packed = pack_columns(lists, columns)
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     wide = captured or 4 * packed.counts.numel() * rows <= WIDE_LISTS
-    place = torch.arange(
-        rows if wide else max(1, int(packed.counts.max())), device=lists.counts.device
-    )
+    width = rows if wide else max(1, int(packed.counts.max()))
+    place = torch.arange(width, device=packed.counts.device)
     there = place < packed.counts.unsqueeze(-1)
     indices = packed.rows[(packed.starts.unsqueeze(-1) + place).masked_fill(~there, 0)]
     return BlockLists(packed.counts, indices.masked_fill(~there, 0))

@@ -65,7 +65,7 @@ def _choose(
     valid: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(slots, counts, unread) of a `Choice`."""
-    batch, kv_heads, slots, width = codes.shape
+    batch, kv_heads, slots, _ = codes.shape
     heads, rows = q.shape[1], batch * kv_heads
     q = q if q.stride(-1) == 1 else q.contiguous()
     codes = codes if codes.stride(-1) == 1 else codes.contiguous()
