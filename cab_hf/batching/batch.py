@@ -195,9 +195,8 @@ class Batch(NotATensor):
             last = slots.gather(1, (lengths - 1).clamp(min=0).long().unsqueeze(1)).squeeze(1)
             # padding is written to a slot that is never read, and reads one key of any sequence
             written = torch.where(lengths > 0, last, allocator.write_trash_index)
-            counts = lengths.clamp(min=1).to(torch.int32)[:, None, None]
-            slots = slots.to(torch.int32)[:, None, None]
-            seen = Choice(slots, counts, None).expanded(count, heads)
+            counts = lengths.clamp(min=1).to(torch.int32).unsqueeze(1)
+            seen = Choice(slots.to(torch.int32).unsqueeze(1), counts, None).expanded(count, heads)
             self._paged[known] = written, seen
         written, seen = self._paged[known]
         for held, x in zip(pages, new, strict=True):
@@ -214,8 +213,8 @@ def _steps(single: list[tuple[int, int, int]], read: Tensor, heads: int) -> Step
     longest = max(length for *_, length in single)
     # what is behind the keys of a sequence is not read
     places = starts.unsqueeze(1) + torch.arange(longest, device=read.device)
-    slots = read[places.clamp(max=len(read) - 1)].to(torch.int32)[:, None, None]
-    counts = lengths.to(torch.int32)[:, None, None]
+    slots = read[places.clamp(max=len(read) - 1)].to(torch.int32).unsqueeze(1)
+    counts = lengths.to(torch.int32).unsqueeze(1)
     seen = Choice(slots, counts, None)
     return Steps(queries, seen.expanded(len(single), heads))
 

@@ -175,7 +175,7 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
 
     everything, choice = attend(choose(so_far)), choose()
     close(everything, expected, "where everything is chosen")
-    kept = weights * choice.kept(length).unsqueeze(2)
+    kept = weights * choice.kept().unsqueeze(2)
     alone = attend(choice.elsewhere(q.device))
     close(alone, weighted(kept / kept.sum(-1, keepdim=True), v), "over what is chosen")
     # a text at a time, as a cache in float32 is twice the cache

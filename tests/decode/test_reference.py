@@ -20,22 +20,20 @@ def choice_of(q, k, length, wanted, **kwargs):
 
 
 def chosen(*args, **kwargs):
-    _, k, *_ = args
-    return choice_of(*args, **kwargs).kept(k.shape[2])
+    return choice_of(*args, **kwargs).kept()
 
 
-def in_bits(x, kept=False):
-    """Vectors in whole multiples of a unit of their own, as they are scored; those that the index
-    keeps have one of 16 bits."""
-    unit = x.abs().amax(-1, keepdim=True) / 127
-    unit = unit.half().float() if kept else unit
-    return (x / unit + 0.5).floor().clamp(-127, 127) * unit
+def in_bits(x, largest):
+    """Vectors in whole multiples of a unit of their own, as they are scored."""
+    unit = x.abs().amax(-1, keepdim=True) / largest
+    unit = unit.half().float() if largest == 7 else unit
+    return (x / unit + 0.5).floor().clamp(-8 if largest == 7 else -128, largest) * unit
 
 
 def shares(q, k, length):
     """The largest share of attention that a head of its group gives each key, [B, H_kv, N]."""
     groups = q.shape[1] // k.shape[1]
-    q, k = in_bits(q), in_bits(k, kept=True)
+    q, k = in_bits(q, 127), in_bits(k, 7)
     logits = q @ k[:, :, :length].repeat_interleave(groups, dim=1).mT * SCALE
     return logits.softmax(-1).squeeze(2).unflatten(1, (k.shape[1], groups)).amax(2)
 
@@ -63,19 +61,21 @@ def test_the_index_holds_keys_to_half_a_unit(channels):
     k[0, 0, 0] = 0
     index = index_keys(k, channels)
     x = picked(k, channels)
-    assert index.codes.shape == x.shape and index.codes.dtype == torch.int8
-    held = index.codes.float() * index.scales.float().unsqueeze(-1)
-    unit = x.abs().amax(-1, keepdim=True) / 127
+    assert index.codes.shape == (*k.shape[:3], x.shape[-1] // 2)
+    held = (
+        torch.cat((index.codes & 15, index.codes >> 4), -1).float() - 8
+    ) * index.scales.float().unsqueeze(-1)
+    unit = x.abs().amax(-1, keepdim=True) / 7
     # the scale itself has eleven bits
     assert ((held - x).abs() <= unit * 0.505).all()
-    torch.testing.assert_close(held, in_bits(x, kept=True).nan_to_num())
+    torch.testing.assert_close(held, in_bits(x, 7).nan_to_num())
 
 
 @pytest.mark.parametrize("channels", [(), (0, 3, 5, 6, 9, 15)])
 def test_attention_is_that_under_a_mask_of_the_chosen_keys(channels):
     q, k, v = qkv(2, q_length=1, kv_length=500)
     choice = choice_of(q, k, 450, 150, channels=channels).elsewhere(q.device)
-    mask = choice.kept(500).repeat_interleave(3, dim=1).unsqueeze(2)
+    mask = choice.kept().repeat_interleave(3, dim=1).unsqueeze(2)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
     actual = attend(q, k, v, choice, SCALE, torch.tensor([450]))
     torch.testing.assert_close(actual, expected)
@@ -85,9 +85,9 @@ def test_what_is_not_read_counts_as_one_key_of_the_mean_value():
     q, k, v = qkv(2, 6, 2, q_length=1, kv_length=500)
     length = torch.tensor([450])
     choice = choice_of(q, k, 450, 150)
-    unread, gone = choice.unread, ~choice.kept(500)[:, :, :450]
-    q8, k8 = in_bits(q), in_bits(k, kept=True)[:, :, :450].repeat_interleave(3, dim=1)
-    weights = (q8 @ k8.mT * SCALE).exp().squeeze(2) * gone.repeat_interleave(3, dim=1)
+    unread, gone = choice.unread, ~choice.kept()[:, :, :450]
+    q4, k4 = in_bits(q, 127), in_bits(k, 7)[:, :, :450].repeat_interleave(3, dim=1)
+    weights = (q4 @ k4.mT * SCALE).exp().squeeze(2) * gone.repeat_interleave(3, dim=1)
     # logits are rounded to steps
     expected = weights.sum(-1) * UNREAD_SHARE
     torch.testing.assert_close(unread.exp2(), expected, rtol=2e-2, atol=0)
@@ -135,7 +135,7 @@ def test_keys_of_equal_shares_are_all_read_or_none():
 def test_a_text_of_no_more_keys_than_wanted_is_read_whole(wanted):
     q, k, v = qkv(q_length=1, kv_length=500)
     choice = choice_of(q, k, 300, wanted)
-    kept = choice.kept(500)
+    kept = choice.kept()
     assert kept[..., :300].all() and not kept[..., 300:].any()
     seen = k[:, :, :300], v[:, :, :300]
     expected = F.scaled_dot_product_attention(q, *seen, scale=SCALE, enable_gqa=True)

@@ -111,12 +111,12 @@ def test_a_row_reads_by_its_own_tokens(given, wanted, slots):
         pytest.param(FEW | {"min_length": 700}, "from 700 tokens on", id="min_length"),
         pytest.param(FEW | {"decode_tokens": 0.1}, "0.1 of the keys a KV head", id="share"),
         pytest.param(FEW | {"decode_tokens": 0.5}, "dense, decode_tokens 0.5", id="too-much"),
-        # 32 of 64 channels in a byte and a scale of two, of keys and values in four
-        pytest.param(FEW, "(0.066 of its bytes", id="index"),
-        pytest.param(FEW | {"dense_layers": (1, 2)}, "(0.022 of its bytes", id="one-layer-of-3"),
+        # 32 of 64 channels in half a byte and a scale of two, of keys and values in four
+        pytest.param(FEW, "(0.035 of its bytes", id="index"),
+        pytest.param(FEW | {"dense_layers": (1, 2)}, "(0.012 of its bytes", id="one-layer-of-3"),
         pytest.param(FEW | {"dense_layers": (0, 1, 2)}, "no layer chooses keys", id="no-layer"),
         pytest.param(
-            FEW | {"predictor": "cascade", "anchors": (0,)}, "(0.022 of its", id="one-anchor"
+            FEW | {"predictor": "cascade", "anchors": (0,)}, "(0.012 of its", id="one-anchor"
         ),
     ],
 )

@@ -60,7 +60,6 @@ def _attend(
     group, rows = heads // kv_heads, batch * kv_heads
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     chosen = chosen if chosen.stride(-1) == 1 else chosen.contiguous()
-    parts = chosen.shape[2]
     fewest, most = READERS
     readers = max(fewest, min(most, READING_PROGRAMS // rows))
     # some more have what is not read
@@ -75,7 +74,7 @@ def _attend(
             vectors(k),
             vectors(v),
             chosen,
-            *chosen.stride()[:3],
+            *chosen.stride()[:2],
             counts,
             *counts.stride(),
             unread,
@@ -87,8 +86,6 @@ def _attend(
             scale * LOG2_E.value,
             kv_heads,
             readers,
-            parts,
-            PARTS=triton.next_power_of_2(parts),
             GROUP=group,
             ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)),
             BLOCK_N=READ,
@@ -119,7 +116,7 @@ def _attend(
 
 
 # numbers that differ with the batch: none is worth a kernel of its own
-@triton.jit(do_not_specialize=["chosen_batch", "chosen_head", "readers", "parts"])
+@triton.jit(do_not_specialize=["chosen_batch", "chosen_head", "readers"])
 def _attend_kernel(
     q,
     k,
@@ -127,11 +124,9 @@ def _attend_kernel(
     chosen,
     chosen_batch,
     chosen_head,
-    chosen_part,
     counts,
     counts_batch,
     counts_head,
-    counts_part,
     unread,
     length,
     valid,
@@ -143,8 +138,6 @@ def _attend_kernel(
     qk_scale,
     kv_heads,
     readers,
-    parts,
-    PARTS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -200,12 +193,7 @@ def _attend_kernel(
     x = tl.load(vector + channel[None, :], mask=there[:, None] & (channel < D)[None, :], other=0.0)
     keys = k.data + batch * k.batch + head * k.head
     listed = chosen + batch * chosen_batch + head * chosen_head
-    part_of = tl.arange(0, PARTS)
-    many = counts + batch * counts_batch + head * counts_head + part_of * counts_part
-    many = tl.load(many, mask=part_of < parts, other=0)
-    # slots up to the end of each part, and from there to the next
-    behind, gap = tl.cumsum(many, 0), chosen_part - many
-    count = tl.sum(many, 0)
+    count = tl.load(counts + batch * counts_batch + head * counts_head)
     share = tl.cdiv(count, readers)
     stop = tl.minimum((split + 1) * share, count)
     most = tl.full([ROWS], LOWEST, tl.float32)
@@ -214,10 +202,7 @@ def _attend_kernel(
     for start in range(split * share, stop, BLOCK_N):
         at = start + tl.arange(0, BLOCK_N)
         inside = at < stop
-        place = at
-        if PARTS > 1:
-            place += tl.sum(tl.where(behind[None, :] <= at[:, None], gap[None, :], 0), 1)
-        slot = tl.load(listed + place, mask=inside, other=0)
+        slot = tl.load(listed + at, mask=inside, other=0)
         if FAR:
             slot = slot.to(tl.int64)
         y = tl.load(

@@ -24,7 +24,8 @@ INDEXED = 128
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
     """See `reference.index_keys`."""
-    codes = k.new_empty(*k.shape[:3], len(channels) or k.shape[3], dtype=torch.int8)
+    width = (len(channels) or k.shape[3]) // 2
+    codes = k.new_empty(*k.shape[:3], width, dtype=torch.uint8)
     index = Index(codes, k.new_empty(k.shape[:3], dtype=torch.float16))
     write_index(index, k, channels, None)
     return index
@@ -40,7 +41,7 @@ def _write(
     codes: Tensor, scales: Tensor, k: Tensor, channels: list[int], start: Tensor | None
 ) -> None:
     batch, heads, length, dim = k.shape
-    scored = Channels.of(tuple(channels), dim)
+    halves = Channels.of_halves(tuple(channels), dim)
     k = k if k.stride(-1) == 1 else k.contiguous()
     tokens = min(INDEXED, triton.next_power_of_2(length))
     with on_device_of(k):
@@ -51,8 +52,11 @@ def _write(
             start,
             heads,
             length,
-            **scored.constants,
+            FIRST=halves.first,
+            STEP=halves.step,
+            SIZE=halves.size,
             BLOCK_N=tokens,
+            BLOCK_C=triton.next_power_of_2(halves.size),
             EARLY=launch.early(k)["EARLY"],
             num_warps=4,
         )
@@ -67,53 +71,50 @@ def _index_kernel(
     heads,
     length,
     FIRST: tl.constexpr,
+    STEP: tl.constexpr,
     SIZE: tl.constexpr,
-    GAP: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """`reference.index_keys` of some keys, written from slot ``start`` on."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     plane = tl.program_id(1).to(tl.int64)
-    batch, head = plane // heads, plane % heads
     token = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inner = tl.arange(0, BLOCK_C)[None, :]
-    there = (token < length)[:, None] & (inner < CHANNELS)
-    at = vectors_at(k, batch, head, token) + channel_at(inner, FIRST, SIZE, GAP)
-    x = tl.load(at, mask=there, other=0.0).to(tl.float32)
-    scale = tl.minimum(tl.max(tl.abs(x), 1) * A_CODE, LARGEST_SCALE).to(tl.float16)
-    inverse = one_over(tl.maximum(scale.to(tl.float32), LEAST_SCALE))
+    inner = tl.arange(0, BLOCK_C)
+    there = (token < length)[:, None] & (inner < SIZE)[None, :]
+    at = vectors_at(k, plane // heads, plane % heads, token) + (FIRST + inner)[None, :]
+    low = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    high = tl.load(at + STEP, mask=there, other=0.0).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+    scale = tl.minimum(largest * A_CODE, LARGEST_SCALE).to(tl.float16)
+    unit = tl.maximum(scale.to(tl.float32), LEAST_SCALE)
+    inverse = tl.div_rn(tl.full([BLOCK_N], 1.0, tl.float32), unit)[:, None]
+    code = _code(low * inverse) | (_code(high * inverse) << 4)
     slot = token.to(tl.int64)
     if start is not None:
         slot += tl.load(start)
+    batch, head = plane // heads, plane % heads
     place = scales.data + batch * scales.batch + head * scales.head + slot * scales.token
     tl.store(place, scale, mask=token < length)
-    tl.store(vectors_at(codes, batch, head, slot) + inner, code_of(x * inverse[:, None]), there)
+    place = vectors_at(codes, batch, head, slot) + inner[None, :]
+    tl.store(place, code.to(tl.uint8), mask=there)
 
 
 @triton.jit
-def channel_at(inner, FIRST: tl.constexpr, SIZE: tl.constexpr, GAP: tl.constexpr):
-    """Which channel the scored ones are, see `Channels`."""
-    return FIRST + inner + tl.where(inner < SIZE, 0, GAP)
+def _code(x):
+    """The nearest whole numbers, 0 to 15 for -8 to 7."""
+    return (nearest(x, LARGEST_CODE) + 8.0).to(tl.int32)
 
 
 @triton.jit
-def one_over(x):
-    """Rounded as PyTorch rounds it."""
-    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
-
-
-@triton.jit
-def code_of(x):
-    """The nearest whole numbers of 8 bits.
+def nearest(x, LARGEST: tl.constexpr):
+    """The nearest whole numbers from -LARGEST - 1 to LARGEST.
 
     The bounds come before the sum, so that no product is fused with it and rounded once.
     """
-    x = tl.minimum(tl.maximum(x, -LARGEST_CODE), LARGEST_CODE)
-    return tl.floor(x + 0.5).to(tl.int8)
+    return tl.floor(tl.minimum(tl.maximum(x, -LARGEST - 1.0), LARGEST) + 0.5)
 
 
 _write_op = torch.library.custom_op(

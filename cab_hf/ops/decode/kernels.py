@@ -1,6 +1,6 @@
 """The kernels of a sparse decode step; `reference` of this package defines them.
 
-The index of a new key is one launch, a step five: three choose the keys that are read, one attends
+The index of a new key is one launch, a step six: four choose the keys that are read, one attends
 them, one merges. Nothing waits for the device and no shape depends on the length of the text, so
 that a step can be captured in a CUDA graph.
 """

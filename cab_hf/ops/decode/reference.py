@@ -2,7 +2,7 @@
 
 A step has one query a head. The query heads of a group read the same keys, so that a KV head
 chooses once for its group: a key is worth the largest share of attention that any head of the group
-gives it, by scores of 8-bit queries and the 8-bit keys of the index (`index_keys`), which are sums
+gives it, by scores of 8-bit queries and the 4-bit keys of the index (`index_keys`), which are sums
 of whole numbers and the same on every device. Shares are compared in steps of 1 / `STEPS_AN_OCTAVE`
 of a power of two: which keys are read does not hang on the last bit of a sum, and how small a share
 is still read is found by counting, not by sorting.
@@ -24,16 +24,16 @@ from torch import Tensor
 
 # logarithms of shares are compared in steps of this part of a power of two
 STEPS_AN_OCTAVE = 64
-# step of the keys whose share is below 2^-32 of all attention, or too small to tell; and of those
-# that may not be seen. What is always read is step 0
-LEAST, HIDDEN = 2047, 2048
+# step of the keys that are always read; of those whose share is below 2^-32 of all attention, or
+# too small to tell; and of those that may not be seen
+ALWAYS, LEAST, HIDDEN = 0, 2047, 2048
 # keys of a cache that estimate all attention, at most, and how many are neighbours
 SAMPLED, NEIGHBOURS = 8192, 4
-# values that estimate the mean of unread ones, equally far apart; and the share that counts of the
-# weight of these keys by scores
+# values that estimate the mean of unread ones, equally far apart; and the share that counts
+# of the weight of these keys by scores: errors of 4 bits make a sum of exponentials too large
 SPREAD_VALUES, UNREAD_SHARE = 256, 0.3
-# of a channel in 8 bits, and of the scales of keys; scales are not 0, to divide by
-LARGEST_CODE, LARGEST_SCALE, LEAST_SCALE = 127, 65504.0, 1.0e-20
+# of 4-bit keys and 8-bit queries, and of the scales of keys; scales are not 0, to divide by
+LARGEST_CODE, LARGEST_QUERY, LARGEST_SCALE, LEAST_SCALE = 7, 127, 65504.0, 1.0e-20
 # tokens at the start of a text, and up to its end, that are always read
 SINKS, LOCAL = 16, 64
 LOG2_E = 1.4426950408889634
@@ -49,7 +49,8 @@ class Index(NamedTuple):
     """What is kept of keys beside them, to choose by.
 
     Attributes:
-        codes: int8 [B, H_kv, N, C], the scored channels in units of the key's scale.
+        codes: uint8 [B, H_kv, N, C / 2], two channels a byte: the i-th of C in the lower half, the
+            one C / 2 behind it in the upper half; 0 to 15 for -8 to 7.
         scales: float16 [B, H_kv, N], of each key.
     """
 
@@ -62,7 +63,8 @@ class Index(NamedTuple):
 
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
-    """The index of k [B, H_kv, N, D]: its scored ``channels``, () for all.
+    """The index of k [B, H_kv, N, D]: its scored ``channels``, () for all; the last of an odd count
+    is left out.
 
     A key is divided by a scale of its own, and no key's bits depend on another key.
     """
@@ -70,7 +72,10 @@ def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
     # products, as some devices divide by a number and others multiply by its inverse
     scales = (x.abs().amax(-1) * (1 / LARGEST_CODE)).clamp(max=LARGEST_SCALE).to(torch.float16)
     inverse = scales.float().clamp(min=LEAST_SCALE).reciprocal().unsqueeze(-1)
-    return Index(_codes(x * inverse).to(torch.int8), scales)
+    codes = (x * inverse).clamp(-LARGEST_CODE - 1, LARGEST_CODE)
+    codes = ((codes + 0.5).floor() + 8).to(torch.uint8)
+    low, high = codes.chunk(2, dim=-1)
+    return Index(low | high << 4, scales)
 
 
 def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor) -> None:
@@ -81,22 +86,19 @@ def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tenso
 
 
 def picked(x: Tensor, channels: tuple[int, ...]) -> Tensor:
-    """Some channels of x [..., D] in float32, all of them for ()."""
-    return (x[..., list(channels)] if channels else x).float()
-
-
-def _codes(x: Tensor) -> Tensor:
-    """The nearest whole numbers of 8 bits."""
-    return (x.clamp(-LARGEST_CODE, LARGEST_CODE) + 0.5).floor()
+    """Some channels of x [..., D] in float32, all of them for (); an even count, as two share a
+    byte."""
+    some = x[..., list(channels)] if channels else x
+    return some[..., : some.shape[-1] // 2 * 2].float()
 
 
 class Choice(NamedTuple):
     """Which keys the KV heads of a layer read for one query a head.
 
     Attributes:
-        slots: int32 [B, H_kv, P, W], those of the keys that are read, in P parts: of each the first
-            so many, one behind the other; anything behind them.
-        counts: int32 [B, H_kv, P], how many they are.
+        slots: int32 [B, H_kv, M], those of the keys that are read, one behind the other; anything
+            behind them.
+        counts: int32 [B, H_kv], how many they are.
         unread: float32 [B, H], the logarithm to base two of what all other keys together are to
             count, in units of the exponential of a logit: `UNREAD_SHARE` of what they weigh by the
             sample; None where that is not known.
@@ -108,24 +110,22 @@ class Choice(NamedTuple):
 
     @classmethod
     def of(cls, kept: Tensor, unread: Tensor | None = None) -> Choice:
-        """To read the keys that ``kept``, bool [B, H_kv, N], has: one part."""
+        """To read the keys that ``kept``, bool [B, H_kv, N], has."""
         slots = (~kept).byte().argsort(dim=-1, stable=True).to(torch.int32)
-        return cls(slots.unsqueeze(2), kept.sum(-1, keepdim=True, dtype=torch.int32), unread)
+        return cls(slots, kept.sum(-1, dtype=torch.int32), unread)
 
-    def kept(self, keys: int) -> Tensor:
-        """bool [B, H_kv, N]: which of so many keys are read."""
-        width = self.slots.shape[3]
-        there = torch.arange(width, device=self.slots.device) < self.counts[..., None]
+    def kept(self, keys: int | None = None) -> Tensor:
+        """bool [B, H_kv, N]: which of so many keys are read, by default of as many as listed."""
+        there = torch.arange(self.slots.shape[2], device=self.slots.device) < self.counts[..., None]
         # what is behind the last one may be any number
-        slots = self.slots.masked_fill(~there, 0).long().flatten(2)
-        count = slots.new_zeros(*slots.shape[:2], keys)
-        return count.scatter_add_(2, slots, there.long().flatten(2)) > 0
+        slots = self.slots.masked_fill(~there, 0).long()
+        count = slots.new_zeros(*slots.shape[:2], slots.shape[2] if keys is None else keys)
+        return count.scatter_add_(2, slots, there.long()) > 0
 
     def expanded(self, batch: int, kv_heads: int) -> Choice:
-        """What is listed once, [B or 1, 1, P, W], for every KV head of a batch; nothing is
-        copied."""
-        slots = self.slots.expand(batch, kv_heads, -1, -1)
-        return Choice(slots, self.counts.expand(batch, kv_heads, -1), self.unread)
+        """What is listed once, [B or 1, 1, M], for every KV head of a batch; nothing is copied."""
+        slots = self.slots.expand(batch, kv_heads, -1)
+        return Choice(slots, self.counts.expand(batch, kv_heads), self.unread)
 
     def elsewhere(self, device: torch.device, heads: tuple[int, ...] | None = None) -> Choice:
         """For another layer, on its device; for its KV heads those of these ``heads``."""
@@ -162,8 +162,8 @@ def choose(
     steps, sampled, _ = ranks
     kept = steps <= limit_of(*ranks, length, wanted)
     gone = (sampled & ~kept & (steps < HIDDEN)).unsqueeze(2)
-    unread = (logits / LOG2_E).masked_fill(~gone, float("-inf")).logsumexp(-1) * LOG2_E
-    unread = unread + math.log2(spread_of(steps.shape[2]) * UNREAD_SHARE)
+    unread = (logits / (STEPS_AN_OCTAVE * LOG2_E)).masked_fill(~gone, float("-inf"))
+    unread = unread.logsumexp(-1) * LOG2_E + math.log2(spread_of(steps.shape[2]) * UNREAD_SHARE)
     return Choice.of(kept, unread.flatten(1, 2))
 
 
@@ -177,28 +177,31 @@ def ranked(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(logits, steps, sampled, always) of the keys of a cache; arguments are those of `choose`.
 
-    Logits, float32 [B, H_kv, H / H_kv, N], are to base two. Steps, int64 [B, H_kv, N], say how far
-    below all of its attention the largest share lies that a head of the group gives a key; 0 for
-    what is always read; or `LEAST`, `HIDDEN`. The others are bool [B or 1, 1, N]: the keys that are
-    sampled, and those that are always read.
+    Logits, float32 [B, H_kv, H / H_kv, N], are to base two and in `STEPS_AN_OCTAVE`. Steps, int64
+    [B, H_kv, N], say how far below all of its attention the largest share lies that a head of the
+    group gives a key; or `ALWAYS`, `LEAST`, `HIDDEN`. The others are bool [B or 1, 1, N]: the keys
+    that are sampled, and those that are always read.
     """
     kv_heads, slots = index.scales.shape[1:]
+    group = q.shape[1] // kv_heads
     seen, always = (x.unsqueeze(1) for x in _visible(slots, length, valid, q.device))
     spread, slot = spread_of(slots), torch.arange(slots, device=q.device)
     sampled = seen & ~always & (slot // NEIGHBOURS % spread == 0)
-    some = picked(q, channels).unflatten(1, (kv_heads, -1)).squeeze(3)
-    unit = (some.abs().amax(-1, keepdim=True) * (1 / LARGEST_CODE)).clamp(min=LEAST_SCALE)
-    # sums of whole numbers below 2^24
-    logits = _codes(some * unit.reciprocal()) @ index.codes.float().transpose(-1, -2)
-    logits = logits * index.scales.float().unsqueeze(2) * (unit * (scale * LOG2_E))
+    some = picked(q, channels).unflatten(1, (kv_heads, group)).squeeze(3)
+    unit = (some.abs().amax(-1, keepdim=True) * (1 / LARGEST_QUERY)).clamp(min=LEAST_SCALE)
+    some = (some * unit.reciprocal() + 0.5).floor()
+    codes = torch.cat((index.codes & 15, index.codes >> 4), dim=-1).float() - 8
+    logits = some @ codes.transpose(-1, -2) * index.scales.float().unsqueeze(2)
+    logits = logits * (unit * (scale * LOG2_E))
     # a sampled key represents as many as are not
     counted = logits + math.log2(spread) * sampled.unsqueeze(2)
     counted = counted.masked_fill(~(sampled | always).unsqueeze(2), float("-inf"))
     whole = torch.logsumexp(counted / LOG2_E, dim=-1, keepdim=True) * LOG2_E
-    below = ((whole - logits).amin(2) * STEPS_AN_OCTAVE + 0.5).floor().clamp(0, LEAST)
+    # rounded before they are compared
+    logits, whole = in_steps(logits), in_steps(whole)
     # such a row, which is not finite, reads what is always read, and is NaN itself
-    steps = below.nan_to_num(nan=LEAST).long()
-    return logits, steps.masked_fill(always, 0).masked_fill(~seen, HIDDEN), sampled, always
+    steps = (whole - logits).amin(2).clamp(ALWAYS + 1, LEAST).nan_to_num(nan=LEAST).long()
+    return logits, steps.masked_fill(always, ALWAYS).masked_fill(~seen, HIDDEN), sampled, always
 
 
 def limit_of(
@@ -212,15 +215,19 @@ def limit_of(
 
     ``steps``, ``sampled`` and ``always`` are what `ranked` gives, the others are those of `choose`.
     """
+    spread = spread_of(steps.shape[2])
     counts = steps.new_zeros(*steps.shape[:2], HIDDEN + 1)
     counts.scatter_add_(2, steps, sampled.long().expand_as(steps))
-    # of keys up to each step
-    wanted, spread = wanted.view(-1, 1, 1), spread_of(steps.shape[2])
+    # always read are those of step 0, whether they are sampled or not
+    wanted = wanted.view(-1, 1, 1)
     total = counts[..., :HIDDEN].cumsum(-1) * spread + always.sum(-1, keepdim=True)
-    last = ((total[..., :LEAST] <= wanted).sum(-1, keepdim=True) - 1).clamp(min=0)
-    more = (2 * total.gather(2, last) < wanted) & (last + 1 < LEAST)
-    everything = (total[..., -1:] <= wanted) | (length <= wanted)
-    return (last + more.long()).masked_fill(everything, LEAST)
+    fits = total[..., :LEAST] <= wanted
+    fits[..., ALWAYS] = True
+    fitting = fits.sum(-1)
+    taken = (total[..., :LEAST] * fits).amax(-1)
+    more = (2 * taken < wanted.squeeze(-1)) & (fitting < LEAST)
+    everything = (total[..., -1:] <= wanted).squeeze(-1) | (length <= wanted.squeeze(-1))
+    return (fitting - 1 + more.long()).masked_fill(everything, LEAST).unsqueeze(-1)
 
 
 def spread_of(slots: int) -> int:
@@ -270,6 +277,12 @@ def _mean_value(v: Tensor, length: Tensor, valid: Tensor | None) -> tuple[Tensor
     real = torch.ones_like(slots) if valid is None else valid.gather(1, slots)
     real = real[:, None, :, None].float()
     return (some * real).sum(2, keepdim=True) / real.sum(2, keepdim=True), real.mean(2, True)
+
+
+def in_steps(x: Tensor) -> Tensor:
+    """Logarithms to base two in whole steps, float, as far as 16 bits hold them."""
+    limits = torch.iinfo(torch.int16)
+    return (x * STEPS_AN_OCTAVE).round().clamp(limits.min, limits.max)
 
 
 def _visible(
