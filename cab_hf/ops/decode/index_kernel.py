@@ -10,7 +10,7 @@ from torch import Tensor
 from cab_hf.ops import launch
 from cab_hf.ops.attention.tiles import Vectors, vectors, vectors_at
 from cab_hf.ops.decode import reference
-from cab_hf.ops.decode.channels import Channels
+from cab_hf.ops.decode.channels import Halves
 from cab_hf.ops.decode.reference import Index
 from cab_hf.ops.launch import on_device_of
 
@@ -41,7 +41,7 @@ def _write(
     codes: Tensor, scales: Tensor, k: Tensor, channels: list[int], start: Tensor | None
 ) -> None:
     batch, heads, length, dim = k.shape
-    halves = Channels.of_halves(tuple(channels), dim)
+    halves = Halves.of(tuple(channels), dim)
     k = k if k.stride(-1) == 1 else k.contiguous()
     tokens = min(INDEXED, triton.next_power_of_2(length))
     with on_device_of(k):
@@ -52,9 +52,7 @@ def _write(
             start,
             heads,
             length,
-            FIRST=halves.first,
-            STEP=halves.step,
-            SIZE=halves.size,
+            **halves.constants,
             BLOCK_N=tokens,
             BLOCK_C=triton.next_power_of_2(halves.size),
             EARLY=launch.early(k)["EARLY"],
