@@ -159,15 +159,23 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        self._hold(self.keys, self.values)
+        parts = (x.repeat_interleave(self.max_cache_len, dim=2) for x in self._of_no_key())
+        self._point_to(Index(*parts))
+
+    def _of_no_key(self) -> Index:
+        """What the index has in a slot that is not written yet, [B, H_kv, 1, ...]."""
+        return decode.index_keys(torch.zeros_like(self.keys[:, :, :1]), self.channels)
+
+    def _point_to(self, index: Index) -> None:
+        self.index = index
+        if not torch.compiler.is_compiling():
+            # as transformers has it of keys and values
+            for x in index:
+                torch._dynamo.mark_static_address(x)
 
     def _hold(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
-        self.index = decode.index_keys(keys, self.channels)
-        if not torch.compiler.is_compiling():
-            # as transformers has it of keys and values
-            for x in self.index:
-                torch._dynamo.mark_static_address(x)
+        self._point_to(decode.index_keys(keys, self.channels))
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         decode.write_index(self.index, keys.detach(), self.channels, self.cumulative_length)
@@ -176,9 +184,7 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
     def reset(self) -> None:
         super().reset()
         if self.index is not None:
-            for x, empty in zip(
-                self.index, decode.index_keys(self.keys, self.channels), strict=True
-            ):
+            for x, empty in zip(self.index, self._of_no_key(), strict=True):
                 x.copy_(empty)
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:

@@ -35,11 +35,11 @@ def index_cache(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
     """
     model = transformers_model(model)
     text = model.config.get_text_config()
-    cache = DynamicCache(config=text) if cache is None else cache
-    why = _no_index(model, cache)
+    why = _no_index(model, DynamicCache() if cache is None else cache)
     if why is not None:
         raise ValueError(why)
     config = cab_config_of(text)
+    cache = DynamicCache(config=text) if cache is None else cache
     for layer, module in attention_layers(model):
         if why_none(module, config) is not None:
             continue
