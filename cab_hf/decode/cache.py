@@ -42,48 +42,56 @@ class KeyIndex(NamedTuple):
     channels: tuple[int, ...]
 
 
-class IndexedDynamicLayer(DynamicLayer):
-    """A layer that grows, with room for the tokens to come: a step copies nothing but its token.
+class IndexedLayer(CacheLayerMixin):
+    """A layer with an index of its keys: whatever is done to them is done to the index.
 
-    ``keys``, ``values`` and what ``index`` has are views of what is written: [B, H_kv, N, ...].
-    Where gradients are recorded they are concatenated instead, as nothing that autograd keeps may
-    be written over.
+    A kind has `_append`, which writes new tokens and their index, `_hold`, which takes over all
+    that a plain layer holds, and `_change`, which has something done to keys, values and index.
 
-    Args:
+    Attributes:
+        index: of the keys; None before the first.
         channels: those that the index holds; () for all.
     """
 
-    def __init__(self, channels: tuple[int, ...] = (), **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.channels = tuple(channels)
-        self.index: Index | None = None
-        # of keys, values and what the index has, with room behind what is written
-        self._buffers: tuple[Tensor, ...] | None = None
-        self._length = 0
-
-    @classmethod
-    def of(cls, layer: DynamicLayer, channels: tuple[int, ...]) -> IndexedDynamicLayer:
-        """One that holds what a plain ``layer`` holds."""
-        made = cls(channels)
-        vars(made).update(vars(layer))
-        if layer.get_seq_length() > 0:
-            # an offloaded layer holds its tensors elsewhere
-            keys, values = layer.keys.to(layer.device), layer.values.to(layer.device)
-            made.lazy_initialization(keys, values)
-            made._append(keys, values)
-            if layer.keys.device != layer.device:
-                made.offload()
-        return made
+    index: Index | None = None
+    channels: tuple[int, ...] = ()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of new tokens, [B, H_kv, n, D]: all of both."""
+        """Write the keys and values of new tokens, [B, H_kv, n, D]: all of both, of a static
+        layer all slots."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._append(key_states, value_states)
         self.keys.cab_index = KeyIndex(self.index, self.channels)
         return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def offload(self) -> None:
+        self._change(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        self._change(lambda x: x.to(self.device, non_blocking=True))
+
+
+class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
+    """A layer that grows, with room for the tokens to come: a step copies nothing but its token.
+
+    ``keys``, ``values`` and what ``index`` has are views of what is written: [B, H_kv, N, ...].
+    Where gradients are recorded they are concatenated instead, as nothing that autograd keeps may
+    be written over.
+    """
+
+    # of keys, values and what the index has, with room behind what is written
+    _buffers: tuple[Tensor, ...] | None = None
+    _length = 0
+
+    def _hold(self, keys: Tensor, values: Tensor) -> None:
+        self.lazy_initialization(keys, values)
+        self._append(keys, values)
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         new = keys, values, *decode.index_keys(keys.detach(), self.channels)
@@ -113,13 +121,9 @@ class IndexedDynamicLayer(DynamicLayer):
         self.index = Index(*index)
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Have ``change`` done to keys, values and index, their room included."""
         if self._buffers is not None:
             self._buffers = tuple(map(change, self._buffers))
             self._show(self._length)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._change(lambda x: x.repeat_interleave(repeats, dim=0))
@@ -132,13 +136,6 @@ class IndexedDynamicLayer(DynamicLayer):
         if self._buffers is not None:
             super().crop(*args, **kwargs)
             self._show(self.keys.shape[2])
-
-    def offload(self) -> None:
-        self._change(lambda x: x.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        if self._buffers is not None and self._buffers[0].device != self.device:
-            self._change(lambda x: x.to(self.device, non_blocking=True))
 
     def reset(self) -> None:
         self.keys = self.values = self.index = self._buffers = None
@@ -154,38 +151,16 @@ class IndexedDynamicLayer(DynamicLayer):
             self._show(self._length)
 
 
-class IndexedStaticLayer(StaticLayer):
+class IndexedStaticLayer(IndexedLayer, StaticLayer):
     """A layer of so many slots, for compiled models: nothing but its tensors changes in a step.
 
-    Args:
-        max_cache_len: slots.
-        channels: those that the index holds; () for all.
-
-    Attributes:
-        index: of all slots, written where the keys are; None before the first.
+    ``index`` is of all slots, written where the keys are.
     """
-
-    def __init__(self, max_cache_len: int, channels: tuple[int, ...] = (), **kwargs: Any) -> None:
-        super().__init__(max_cache_len=max_cache_len, **kwargs)
-        self.channels = tuple(channels)
-        self.index: Index | None = None
-
-    @classmethod
-    def of(cls, layer: StaticLayer, channels: tuple[int, ...]) -> IndexedStaticLayer:
-        """One that holds what a plain ``layer`` holds, in the same tensors."""
-        made = cls(layer.max_cache_len, channels)
-        vars(made).update(vars(layer))
-        if layer.is_initialized:
-            keys = layer.keys.to(layer.device)
-            made._point_to(decode.index_keys(keys, made.channels))
-            if layer.keys.device != layer.device:
-                made.offload()
-        return made
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        empty = [x.repeat_interleave(self.max_cache_len, dim=2) for x in self._of_no_key()]
-        self._point_to(Index(*empty))
+        parts = (x.repeat_interleave(self.max_cache_len, dim=2) for x in self._of_no_key())
+        self._point_to(Index(*parts))
 
     def _of_no_key(self) -> Index:
         """What the index has in a slot that is not written yet, [B, H_kv, 1, ...]."""
@@ -198,29 +173,13 @@ class IndexedStaticLayer(StaticLayer):
             for x in index:
                 torch._dynamo.mark_static_address(x)
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of new tokens, [B, H_kv, n, D]: all slots of both."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        keys = key_states.detach()
-        decode.write_index(self.index, keys, self.channels, self.cumulative_length)
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        keys.cab_index = KeyIndex(self.index, self.channels)
-        return keys, values
+    def _hold(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+        self._point_to(decode.index_keys(keys, self.channels))
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def offload(self) -> None:
-        super().offload()
-        self._change(lambda x: x.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        super().prefetch()
-        self._change(lambda x: x.to(self.device, non_blocking=True))
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        decode.write_index(self.index, keys.detach(), self.channels, self.cumulative_length)
+        StaticLayer.update(self, keys, values)
 
     def reset(self) -> None:
         super().reset()
@@ -230,7 +189,8 @@ class IndexedStaticLayer(StaticLayer):
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.index is not None:
-            self.index = Index(*map(change, self.index))
+            self.keys, self.values, *index = map(change, (self.keys, self.values, *self.index))
+            self.index = Index(*index)
 
 
 def _of_both(name: str) -> Callable[..., None]:
@@ -251,21 +211,11 @@ class IndexedHybridLayer(LinearAttentionAndFullAttentionLayer, IndexedDynamicLay
 
     offload, prefetch, reset, reorder_cache, crop = map(_of_both, BOTH)
 
-    def __init__(self, channels: tuple[int, ...] = (), number_of_states: int = 1) -> None:
-        LinearAttentionLayer.__init__(self, number_of_states)
-        IndexedDynamicLayer.__init__(self, channels)
-
 
 class IndexedStaticHybridLayer(LinearAttentionAndStaticFullAttentionLayer, IndexedStaticLayer):
     """An `IndexedStaticLayer` that has states of linear attention as well."""
 
     offload, prefetch, reset, reorder_cache, crop = map(_of_both, BOTH)
-
-    def __init__(
-        self, max_cache_len: int, channels: tuple[int, ...] = (), number_of_states: int = 1
-    ) -> None:
-        LinearAttentionLayer.__init__(self, number_of_states)
-        IndexedStaticLayer.__init__(self, max_cache_len, channels)
 
     def lazy_initialization(self, *key_value: Tensor, **states: Any) -> None:
         # as transformers' layer distinguishes them
@@ -282,9 +232,19 @@ KINDS = {
 
 
 def indexed(layer: CacheLayerMixin, channels: tuple[int, ...]) -> CacheLayerMixin:
-    """A plain layer with an index of what it holds; any other layer as it is."""
+    """A plain layer with an index of what it holds, a static one in the same tensors; any other
+    layer as it is."""
     kind = KINDS.get(type(layer))
-    return layer if kind is None else kind.of(layer, channels)
+    if kind is None:
+        return layer
+    made = kind.__new__(kind)
+    vars(made).update(vars(layer), channels=tuple(channels))
+    if layer.is_initialized and layer.keys.numel():
+        # an offloaded layer holds its tensors elsewhere
+        made._hold(layer.keys.to(layer.device), layer.values.to(layer.device))
+        if layer.keys.device != layer.device:
+            made.offload()
+    return made
 
 
 def _grown(old: Tensor | None, new: Tensor, room: int) -> Tensor:

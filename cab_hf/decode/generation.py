@@ -35,22 +35,11 @@ def index_cache(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
     """
     model = transformers_model(model)
     text = model.config.get_text_config()
-    how = "call cab_hf.apply_cab(model, sparse_decode=True) first."
-    if text._attn_implementation not in SPARSE:
-        raise ValueError(
-            f"attn_implementation is {text._attn_implementation!r}, which reads no index of the "
-            f"cache; {how}"
-        )
+    why = _no_index(model, DynamicCache() if cache is None else cache)
+    if why is not None:
+        raise ValueError(why)
     config = cab_config_of(text)
-    if not config.sparse_decode:
-        raise ValueError(f"CabConfig.sparse_decode is False: no layer reads an index; {how}")
-    if cache is None:
-        cache = DynamicCache(config=text)
-    if not isinstance(cache, (DynamicCache, StaticCache)):
-        raise ValueError(
-            f"cache is a {type(cache).__name__}, whose layers cannot have an index; give a "
-            "DynamicCache or a StaticCache, or None for a new one."
-        )
+    cache = DynamicCache(config=text) if cache is None else cache
     for layer, module in attention_layers(model):
         if why_none(module, config) is not None:
             continue
@@ -71,13 +60,25 @@ def has_index(cache: Cache, layer: int | None) -> bool:
 
 def index_made(model: PreTrainedModel, cache: object) -> None:
     """`index_cache` of what `generate` has made, where the model would read an index of it."""
-    text = model.config.get_text_config()
-    if text._attn_implementation not in SPARSE:
-        return
-    if not isinstance(cache, (DynamicCache, StaticCache)):
-        return
-    if cab_config_of(text).sparse_decode:
+    if _no_index(model, cache) is None:
         index_cache(model, cache)
+
+
+def _no_index(model: PreTrainedModel, cache: object) -> str | None:
+    """Why `index_cache` refuses a model and its cache; None where it does not."""
+    text = model.config.get_text_config()
+    how = "call cab_hf.apply_cab(model, sparse_decode=True) first."
+    if text._attn_implementation not in SPARSE:
+        name = repr(text._attn_implementation)
+        return f"attn_implementation is {name}, which reads no index of the cache; {how}"
+    if not isinstance(cache, (DynamicCache, StaticCache)):
+        return (
+            f"cache is a {type(cache).__name__}, whose layers cannot have an index; give a "
+            "DynamicCache or a StaticCache, or None for a new one."
+        )
+    if not cab_config_of(text).sparse_decode:
+        return f"CabConfig.sparse_decode is False: no layer reads an index; {how}"
+    return None
 
 
 def _places(layer: int | None, cache: Cache) -> range:

@@ -35,12 +35,18 @@ def key_value(length, seed=0, batch=3):
 
 def in_step(layer):
     """Whether the index is, bit for bit, one made from scratch."""
-    made = decode.index_keys(layer.keys, layer.channels)
-    return all(torch.equal(*each) for each in zip(layer.index, made, strict=True))
+    scratch = decode.index_keys(layer.keys, layer.channels)
+    return all(torch.equal(*each) for each in zip(layer.index, scratch, strict=True))
+
+
+def made(kind=IndexedDynamicLayer, channels=(), **kwargs):
+    layer = kind(**kwargs)
+    layer.channels = channels
+    return layer
 
 
 def filled(kind=IndexedDynamicLayer, length=20, **kwargs):
-    layer = kind(**kwargs)
+    layer = made(kind, **kwargs)
     with torch.no_grad():
         layer.update(*key_value(length))
     return layer
@@ -65,15 +71,37 @@ OPERATIONS = {
 }
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_a_dynamic_layer_does_what_transformers_does_and_its_index_too(name):
-    layer = OPERATIONS[name](filled(channels=CHANNELS))
-    plain = OPERATIONS[name](filled(DynamicLayer))
-    if name == "reset":
-        # some versions keep zeros in a plain layer
-        plain = DynamicLayer()
-        assert layer.get_seq_length() == 0
+# a layer with an index, transformers' own, and options
+KINDS = {
+    "dynamic": (IndexedDynamicLayer, DynamicLayer, {}),
+    "static": (IndexedStaticLayer, StaticLayer, {"max_cache_len": 32}),
+    "dynamic-hybrid": (IndexedHybridLayer, LinearAttentionAndFullAttentionLayer, {}),
+    "static-hybrid": (
+        IndexedStaticHybridLayer,
+        LinearAttentionAndStaticFullAttentionLayer,
+        {"max_cache_len": 32},
+    ),
+}
+OF_ALL = ("nothing", "reorder", "offload", "reset", "deepcopy", "pickle")
+DONE = [("dynamic", name) for name in OPERATIONS]
+DONE += [(kind, name) for kind in KINDS if kind != "dynamic" for name in OF_ALL]
+
+
+def with_states(layer):
+    """``layer`` after its states of linear attention, if it has any, have been written as well."""
+    if hasattr(layer, "update_conv_state"):
+        generator = torch.Generator().manual_seed(7)
+        layer.update_conv_state(torch.randn(3, 4, 5, generator=generator))
+        layer.update_recurrent_state(torch.randn(3, 4, 2, generator=generator))
+    return layer
+
+
+def require_same(layer, plain):
+    """The layers hold the same, also after two more tokens, and the index is in step."""
+    assert layer.get_seq_length() == plain.get_seq_length()
+    if hasattr(plain, "conv_states"):
+        assert torch.equal(layer.conv_states[0], plain.conv_states[0])
+        assert torch.equal(layer.recurrent_states[0], plain.recurrent_states[0])
     batch = 3 if plain.keys is None else plain.keys.shape[0]
     for seed in (1, 2):
         new = key_value(1, seed, batch)
@@ -83,54 +111,27 @@ def test_a_dynamic_layer_does_what_transformers_does_and_its_index_too(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["nothing", "reorder", "offload", "reset", "deepcopy", "pickle"])
-def test_a_static_layer_too(name):
-    layer = OPERATIONS[name](filled(IndexedStaticLayer, max_cache_len=32, channels=CHANNELS))
-    plain = OPERATIONS[name](filled(StaticLayer, max_cache_len=32))
-    for seed in (1, 2):
-        new = key_value(1, seed)
-        for mine, theirs in zip(layer.update(*new), plain.update(*new), strict=True):
-            assert torch.equal(mine, theirs)
-        assert in_step(layer)
-    assert layer.get_seq_length() == plain.get_seq_length()
-
-
-def with_states(layer):
-    """``layer`` after its states of linear attention have been written as well."""
-    generator = torch.Generator().manual_seed(7)
-    layer.update_conv_state(torch.randn(3, 4, 5, generator=generator))
-    layer.update_recurrent_state(torch.randn(3, 4, 2, generator=generator))
-    return layer
-
-
-HYBRIDS = [
-    pytest.param(IndexedHybridLayer, LinearAttentionAndFullAttentionLayer, {}, id="dynamic"),
-    pytest.param(
-        IndexedStaticHybridLayer,
-        LinearAttentionAndStaticFullAttentionLayer,
-        {"max_cache_len": 32},
-        id="static",
-    ),
-]
+@pytest.mark.parametrize(("kind", "name"), DONE)
+def test_a_layer_does_what_transformers_does_and_its_index_too(kind, name):
+    own, plain_kind, options = KINDS[kind]
+    layer = OPERATIONS[name](with_states(filled(own, channels=CHANNELS, **options)))
+    plain = OPERATIONS[name](with_states(filled(plain_kind, **options)))
+    if (kind, name) == ("dynamic", "reset"):
+        # some versions keep zeros in a plain layer
+        plain = DynamicLayer()
+    assert type(layer) is own
+    require_same(layer, plain)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "plain_kind", "options"), HYBRIDS)
-@pytest.mark.parametrize(
-    "name", ["nothing", "reorder", "offload", "reset", "deepcopy", "pickle", "indexed-later"]
-)
-def test_so_does_a_layer_with_states_of_linear_attention(kind, plain_kind, options, name):
-    plain = with_states(filled(plain_kind, **options))
-    if name == "indexed-later":
-        layer = indexed(copy.deepcopy(plain), CHANNELS)
-    else:
-        layer = OPERATIONS[name](with_states(filled(kind, channels=CHANNELS, **options)))
-        plain = OPERATIONS[name](plain)
-    assert type(layer) is kind and torch.equal(layer.conv_states[0], plain.conv_states[0])
-    assert torch.equal(layer.recurrent_states[0], plain.recurrent_states[0])
-    for mine, theirs in zip(layer.update(*key_value(1)), plain.update(*key_value(1)), strict=True):
-        assert torch.equal(mine, theirs)
-    assert in_step(layer) and layer.get_seq_length() == plain.get_seq_length()
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [0, 20])
+def test_a_plain_layer_is_indexed_as_if_it_had_been_from_the_start(kind, length):
+    own, plain_kind, options = KINDS[kind]
+    plain = with_states(filled(plain_kind, length, **options) if length else plain_kind(**options))
+    layer = indexed(copy.deepcopy(plain), CHANNELS)
+    assert type(layer) is own and indexed(layer, CHANNELS) is layer
+    require_same(layer, plain)
 
 
 @torch.no_grad()
@@ -159,16 +160,15 @@ def test_a_copy_has_room_of_its_own(how):
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_the_index_travels_with_an_offloaded_layer(kind):
-    options = {"max_cache_len": 32} if kind == "static" else {}
-    made = IndexedStaticLayer if kind == "static" else IndexedDynamicLayer
-    layer = filled(made, channels=CHANNELS, **options)
+    own, _, options = KINDS[kind]
+    layer = filled(own, channels=CHANNELS, **options)
     layer.device = torch.device("meta")
     layer.prefetch()
     assert {x.device.type for x in (layer.keys, layer.values, *layer.index)} == {"meta"}
 
 
 def test_gradients_flow_through_a_cache():
-    layer, pieces = IndexedDynamicLayer(CHANNELS), []
+    layer, pieces = made(channels=CHANNELS), []
     for seed, length in enumerate((20, 1, 1)):
         new = [x.requires_grad_() for x in key_value(length, seed)]
         pieces += new
@@ -189,31 +189,10 @@ def test_what_was_made_in_inference_mode_is_continued_outside_of_it():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        pytest.param(DynamicLayer, {}, id="dynamic"),
-        pytest.param(StaticLayer, {"max_cache_len": 32}, id="static"),
-    ],
-)
-@pytest.mark.parametrize("length", [0, 20])
-def test_a_plain_layer_is_indexed_as_if_it_had_been_from_the_start(kind, options, length):
-    plain = filled(kind, length, **options) if length else kind(**options)
-    layer = indexed(plain, CHANNELS)
-    assert layer.get_seq_length() == length
-    layer.update(*key_value(1, seed=5))
-    plain = filled(kind, length, **options) if length else kind(**options)
-    assert torch.equal(layer.keys, plain.update(*key_value(1, seed=5))[0]) and in_step(layer)
-    assert indexed(layer, CHANNELS) is layer
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [(IndexedDynamicLayer, {}), (IndexedStaticLayer, {"max_cache_len": 40})],
-)
-def test_the_keys_that_a_layer_returns_have_its_index_and_others_none(kind, options):
-    layer = kind(channels=CHANNELS, **options)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_keys_that_a_layer_returns_have_its_index_and_others_none(kind):
+    own, _, options = KINDS[kind]
+    layer = made(own, CHANNELS, **options)
     for tokens_at_once in (20, 1):
         keys, values = layer.update(*key_value(tokens_at_once))
         assert keys.cab_index.index is layer.index and keys.cab_index.channels == CHANNELS
@@ -227,8 +206,7 @@ def test_a_layer_that_needs_none_keeps_no_index():
         dense_layers=(1,),
         sparse_decode=True,
     )
-    made = cab_hf.index_cache(model)
-    kinds = [type(layer).__name__ for layer in made.layers]
+    kinds = [type(layer).__name__ for layer in cab_hf.index_cache(model).layers]
     sliding = "DynamicSlidingWindowLayer"
     assert kinds == ["IndexedDynamicLayer", "DynamicLayer", sliding, sliding]
 
@@ -236,6 +214,6 @@ def test_a_layer_that_needs_none_keeps_no_index():
 @torch.no_grad()
 def test_a_cache_of_layers_made_as_they_come_is_indexed_too():
     model = cab_hf.apply_cab(tiny_model(), min_length=0, sparse_decode=True)
-    made = cab_hf.index_cache(model, DynamicCache())
-    model(tokens(1, 30), past_key_values=made)
-    assert len(made.layers) == 3 and all(in_step(layer) for layer in made.layers)
+    own = cab_hf.index_cache(model, DynamicCache())
+    model(tokens(1, 30), past_key_values=own)
+    assert len(own.layers) == 3 and all(in_step(layer) for layer in own.layers)

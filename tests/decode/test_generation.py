@@ -2,6 +2,7 @@
 
 import copy
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -32,20 +33,22 @@ DENSELY = CabConfig(min_length=2000)
 # so large a share of a short text, rounded up, is all of it
 ALL = {"sparse_decode": True, "decode_tokens": 0.9999}
 FEW = {"sparse_decode": True, "decode_tokens": 128}
-SHAPES = {
-    "groups-of-3": {},
-    "groups-of-1": {"num_key_value_heads": 6},
-    "groups-of-4": {"num_attention_heads": 8},
-    "half-of-the-channels": {"head_dim": 64},
-}
-SHAPES = [pytest.param(shape, id=name) for name, shape in SHAPES.items()]
-
 pytestmark = pytest.mark.usefixtures("from_anywhere")
 
 
 def generate(model, ids, **options):
     torch.manual_seed(4)
     return model.generate(ids, **{"max_new_tokens": 5, "do_sample": False, **options})
+
+
+def own_cache(model, kind, slots):
+    """A cache of a user's own."""
+    config = model.config
+    return (
+        StaticCache(config, max_cache_len=slots)
+        if kind == "static"
+        else DynamicCache(config=config)
+    )
 
 
 def made_from_scratch(cache):
@@ -55,6 +58,7 @@ def made_from_scratch(cache):
     )
 
 
+STATIC = {"cache_implementation": "static"}
 PATHS = {
     "greedy": {},
     "sampling": {"do_sample": True},
@@ -62,22 +66,73 @@ PATHS = {
     "sampled-beams": {"num_beams": 2, "do_sample": True, "num_return_sequences": 2},
     "several-of-each": {"do_sample": True, "num_return_sequences": 3},
     "chunked": {"prefill_chunk_size": 50},
-    "static": {"cache_implementation": "static"},
-    "static-beams": {"cache_implementation": "static", "num_beams": 3},
-    "static-chunked": {"cache_implementation": "static", "prefill_chunk_size": 50},
+    "static": STATIC,
+    "static-beams": STATIC | {"num_beams": 3},
+    "static-chunked": STATIC | {"prefill_chunk_size": 50},
 }
+SHAPES = {
+    "groups-of-3": {},
+    "groups-of-1": {"num_key_value_heads": 6},
+    "groups-of-4": {"num_attention_heads": 8},
+    "half-of-the-channels": {"head_dim": 64},
+}
+SHARED = {
+    "cascade": {"predictor": "cascade", "anchors": (0, 2)},
+    "mapped": {"predictor": "cascade", "anchors": (0,), "head_map": ((5, 4, 3, 2, 1, 0),) * 3},
+}
+UNENDING = {"eos_token_id": None, "pad_token_id": 0}
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("padding", slow_but([0, 21], 1))
-def test_every_path_gives_dense_tokens_where_all_is_read(path, padding, steps):
-    model, ids = tiny_model(), tokens(2, 130)
-    mask = torch.ones_like(ids)
-    mask[0, :padding] = 0
-    expected = generate(model, ids, attention_mask=mask, **PATHS[path])
-    cab_hf.apply_cab(model, DENSELY, **ALL)
-    assert torch.equal(generate(model, ids, attention_mask=mask, **PATHS[path]), expected)
-    assert len(steps) == 4 * 3
+def opt(dim):
+    """A model with heads of an odd dim."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
+    return OPTForCausalLM(OPTConfig(**sizes, hidden_size=4 * dim)).eval()
+
+
+def where_all_is_read():
+    """(how a model is made, options of generate, fields, padding, layers that make sparse steps or
+    None for any) by name."""
+    layers, slow = (0, 1, 2), pytest.mark.slow
+    for path, options in PATHS.items():
+        yield pytest.param(tiny_model, options, {}, 21, layers, id=f"{path}-padded")
+        yield pytest.param(tiny_model, options, {}, 0, layers, id=path, marks=slow)
+    for cache, options in {"dynamic": {}, "static": STATIC}.items():
+        for name, shape in SHAPES.items():
+            made = partial(tiny_model, **shape)
+            yield pytest.param(made, options, {}, 0, layers, id=f"{name}-{cache}")
+        for name, fields in SHARED.items():
+            yield pytest.param(tiny_model, options, fields, 0, layers, id=f"{name}-{cache}")
+        for dim in (33, 17):
+            yield pytest.param(partial(opt, dim), options, {}, 0, (0, 1), id=f"odd-{dim}-{cache}")
+        # layers beside linear attention, without an index, and a model that makes its own cache
+        for kind in ("falcon_h1", "zamba", "zamba2", "minimax"):
+            # that takes no cache but its own
+            if kind != "minimax" or not options:
+                more = UNENDING | options | ({"disable_compile": True} if options else {})
+                marks = () if kind in ("zamba", "minimax") else slow
+                made = partial(tiny_type, kind)
+                yield pytest.param(made, more, {}, 0, None, id=f"{kind}-{cache}", marks=marks)
+    for family in ("qwen3", "mistral", "mixtral", "smollm3"):
+        marks = () if family == "qwen3" else slow
+        yield pytest.param(partial(tiny_model, family), {}, {}, 0, None, id=family, marks=marks)
+    made = partial(tiny_model, "qwen3-some-sliding")
+    yield pytest.param(made, {}, {}, 0, (0,), id="layers-under-a-window-stay-what-they-are")
+
+
+@pytest.mark.parametrize(("make", "options", "fields", "padding", "layers"), where_all_is_read())
+def test_every_path_gives_dense_tokens_where_all_is_read(
+    make, options, fields, padding, layers, steps
+):
+    model, ids = make(), tokens(2, 130)
+    if padding:
+        mask = torch.ones_like(ids)
+        mask[0, :padding] = 0
+        options = options | {"attention_mask": mask}
+    expected = generate(model, ids, **options)
+    cab_hf.apply_cab(model, DENSELY, **ALL, **fields)
+    assert torch.equal(generate(model, ids, **options), expected)
+    assert steps == 4 * list(layers) if layers else steps
 
 
 OWN = [
@@ -103,65 +158,11 @@ def test_a_padded_row_is_decoded_as_alone(fields, path, monkeypatch):
         torch.testing.assert_close(found[:, row], expected[:, 0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_every_shape_of_heads_gives_dense_tokens_where_all_is_read(shape, static, steps):
-    model, ids = tiny_model(**shape), tokens(2, 130)
-    options = {"cache_implementation": "static"} if static else {}
-    expected = generate(model, ids, **options)
-    cab_hf.apply_cab(model, DENSELY, **ALL)
-    assert torch.equal(generate(model, ids, **options), expected)
-    assert len(steps) == 4 * 3
-
-
-@pytest.mark.parametrize("family", slow_but(["qwen3", "mistral", "mixtral", "smollm3"], 0))
-def test_every_family_gives_dense_tokens_where_all_is_read(family, steps):
-    model, ids = tiny_model(family), tokens(2, 130)
-    expected = generate(model, ids)
-    cab_hf.apply_cab(model, DENSELY, **ALL)
-    assert torch.equal(generate(model, ids), expected) and steps
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param({"predictor": "cascade", "anchors": (0, 2)}, id="cascade"),
-        pytest.param(
-            {"predictor": "cascade", "anchors": (0,), "head_map": ((5, 4, 3, 2, 1, 0),) * 3},
-            id="mapped",
-        ),
-    ],
-)
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_every_way_to_share_a_choice_gives_dense_tokens_where_all_is_read(fields, static, steps):
-    model, ids = tiny_model(), tokens(2, 130)
-    options = {"cache_implementation": "static"} if static else {}
-    expected = generate(model, ids, **options)
-    cab_hf.apply_cab(model, DENSELY, **ALL, **fields)
-    assert torch.equal(generate(model, ids, **options), expected)
-    assert steps == [0, 1, 2] * 4
-
-
-# of layers beside linear attention, without an index, and of a model that makes its own cache
-@pytest.mark.parametrize("model_type", slow_but(["falcon_h1", "zamba", "zamba2", "minimax"], 1, 3))
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_every_place_of_keys_gives_dense_tokens_where_all_is_read(model_type, static, steps):
-    if static and model_type == "minimax":
-        pytest.skip("it takes no cache but its own")
-    model, ids = tiny_type(model_type), tokens(2, 130)
-    options = {"eos_token_id": None, "pad_token_id": 0}
-    if static:
-        options |= {"cache_implementation": "static", "disable_compile": True}
-    expected = generate(model, ids, **options)
-    cab_hf.apply_cab(model, DENSELY, **ALL)
-    assert torch.equal(generate(model, ids, **options), expected) and steps
-
-
 @pytest.mark.parametrize("length", [130, 98])
 def test_where_a_model_begins_its_cache_anew_it_is_indexed_anew(length, steps):
     # the new one is made where a text of more than these positions is read, or becomes so long
     model, ids = tiny_type("phi3", original_max_position_embeddings=100), tokens(1, length)
-    options = {"eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 8}
+    options = UNENDING | {"max_new_tokens": 8}
     expected = generate(model, ids, **options)
     cab_hf.apply_cab(model, DENSELY, **ALL)
     assert torch.equal(generate(model, ids, **options), expected)
@@ -178,7 +179,7 @@ def test_describe_says_whether_a_type_is_decoded_sparsely(model_type, steps):
     try:
         model = cab_hf.apply_cab(tiny_type(model_type), DENSELY, **FEW)
         said = re.search(r"decode: (\w+)", cab_hf.describe(model))
-        generate(model, tokens(1, 200), eos_token_id=None, pad_token_id=0)
+        generate(model, tokens(1, 200), **UNENDING)
     except Exception as refused:  # noqa: BLE001 - of what transformers cannot run either as well
         pytest.skip(str(refused)[:80])
     assert said[1] == ("sparse" if steps else "dense")
@@ -199,14 +200,6 @@ def test_keys_that_are_changed_before_attention_are_read_densely_with_a_warning(
         assert torch.equal(generate(model, ids), expected)
     assert sum("keys of a step have no index" in str(each.message) for each in warned) == 1
     assert not steps
-
-
-def test_layers_under_a_window_stay_what_they_are(steps):
-    model, ids = tiny_model("qwen3-some-sliding"), tokens(2, 130)
-    expected = generate(model, ids)
-    cab_hf.apply_cab(model, DENSELY, **ALL)
-    assert torch.equal(generate(model, ids), expected)
-    assert set(steps) == {0}
 
 
 @pytest.mark.parametrize("way", ["assistant", "prompt-lookup"])
@@ -231,8 +224,7 @@ def test_a_prompt_is_read_once_for_several_questions(kind, steps):
     questions = [torch.cat([prompt, tokens(1, 5, seed)], dim=1) for seed in (7, 8)]
     expected = [generate(model, ids) for ids in questions]
     cab_hf.apply_cab(model, DENSELY, **ALL)
-    own = StaticCache(model.config, max_cache_len=150) if kind == "static" else None
-    cache = cab_hf.index_cache(model, own)
+    cache = cab_hf.index_cache(model, own_cache(model, kind, 150))
     model(prompt, past_key_values=cache)
     for ids, result in zip(questions, expected, strict=True):
         assert torch.equal(generate(model, ids, past_key_values=copy.deepcopy(cache)), result)
@@ -244,9 +236,7 @@ def test_a_prompt_is_read_once_for_several_questions(kind, steps):
 def test_a_cache_that_was_filled_before_gets_the_index_of_its_keys(kind, steps):
     model, ids = tiny_model(head_dim=64), tokens(1, 135)
     expected = generate(model, ids)
-    cache = DynamicCache(config=model.config)
-    if kind == "static":
-        cache = StaticCache(model.config, max_cache_len=150)
+    cache = own_cache(model, kind, 150)
     cab_hf.apply_cab(model, DENSELY, **ALL)
     model(ids[:, :130], past_key_values=cache)
     assert cab_hf.index_cache(model, cache) is cache and made_from_scratch(cache)
@@ -259,8 +249,7 @@ def test_a_cache_that_was_filled_before_gets_the_index_of_its_keys(kind, steps):
 def test_a_cache_that_was_reset_is_as_good_as_new(kind):
     model, ids = tiny_model(), tokens(1, 130)
     cab_hf.apply_cab(model, DENSELY, **FEW)
-    own = StaticCache(model.config, max_cache_len=200) if kind == "static" else None
-    cache = cab_hf.index_cache(model, own)
+    cache = cab_hf.index_cache(model, own_cache(model, kind, 200))
     fresh = generate(model, ids, past_key_values=cache)
     cache.reset()
     assert torch.equal(generate(model, ids, past_key_values=cache), fresh)
@@ -281,7 +270,7 @@ def test_a_plain_cache_of_the_users_own_is_read_densely(steps):
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_a_model_without_sparse_decode_gets_plain_caches(static, steps):
     model, ids = tiny_model(), tokens(1, 130)
-    options = {"cache_implementation": "static"} if static else {}
+    options = STATIC if static else {}
     cab_hf.apply_cab(model, DENSELY, **ALL)
     expected = generate(model, ids, **options)
     steps.clear()
@@ -299,8 +288,10 @@ def test_the_index_of_generated_tokens_is_one_made_from_scratch(kind, count, ste
     model = tiny_model(num_hidden_layers=2, head_dim=64, max_position_embeddings=4096)
     ids = tokens(1, 140)
     cab_hf.apply_cab(model, DENSELY, **FEW)
-    options = {"cache_implementation": "static"} if kind == "static" else {}
-    options |= {"max_new_tokens": count, "min_new_tokens": count}
+    options = (STATIC if kind == "static" else {}) | {
+        "max_new_tokens": count,
+        "min_new_tokens": count,
+    }
     cache = generate(model, ids, return_dict_in_generate=True, **options).past_key_values
     assert cache.get_seq_length() == 140 + count - 1
     assert made_from_scratch(cache) and len(steps) == 2 * (count - 1)
@@ -318,8 +309,7 @@ def graphs_of(made, backend):
 
 def test_generate_compiles_a_static_cache():
     model, ids = tiny_model(head_dim=64), tokens(2, 260)
-    options = {"cache_implementation": "static", "output_logits": True}
-    options |= {"return_dict_in_generate": True}
+    options = STATIC | {"output_logits": True, "return_dict_in_generate": True}
     dense = generate(model, ids, disable_compile=True, **options)
     cab_hf.apply_cab(model, DENSELY, **FEW)
     eager = generate(model, ids, disable_compile=True, **options)
@@ -380,8 +370,7 @@ def test_a_row_that_is_not_finite_leaves_the_others_what_they_are(kind, value, s
     cab_hf.apply_cab(model, DENSELY, **FEW)
     outputs = []
     for factor in (1.0, value):
-        own = StaticCache(model.config, max_cache_len=400) if kind == "static" else None
-        cache = cab_hf.index_cache(model, own)
+        cache = cab_hf.index_cache(model, own_cache(model, kind, 400))
         model(ids, past_key_values=cache)
         rows = model.get_input_embeddings()(ids[:, :1])
         rows[0] *= factor
@@ -404,18 +393,6 @@ def test_under_autocast_a_cache_that_grows_reads_what_a_static_one_does(dtype, s
         static = generate(model, ids, cache_implementation="static", **options)
     assert made_from_scratch(grown.past_key_values) and len(steps) == 2 * 4 * 3
     torch.testing.assert_close(grown.logits, static.logits, atol=0.1, rtol=0.1)
-
-
-@pytest.mark.parametrize("dim", [33, 17])
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_heads_of_an_odd_dim_are_decoded_too(dim, static, steps):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
-    model = OPTForCausalLM(OPTConfig(**sizes, hidden_size=4 * dim)).eval()
-    ids, options = tokens(2, 130), {"cache_implementation": "static"} if static else {}
-    expected = generate(model, ids, **options)
-    cab_hf.apply_cab(model, DENSELY, **ALL)
-    assert torch.equal(generate(model, ids, **options), expected) and len(steps) == 4 * 2
 
 
 @torch.no_grad()

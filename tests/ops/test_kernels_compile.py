@@ -10,7 +10,7 @@ from marks import slow_but
 
 SHARED_MEMORY = 227 << 10  # of a multiprocessor with compute capability 9.0
 DECODE = {
-    *("_index_kernel", "_sample_kernel", "_limit_kernel", "_choose_kernel", "_list_kernel"),
+    *("_index_kernel", "sample_kernel", "limit_kernel", "_choose_kernel", "_list_kernel"),
     *("_attend_kernel", "_merge_kernel"),
 }
 SCRIPT = Path(__file__).parents[1] / "shared" / "compiling.py"

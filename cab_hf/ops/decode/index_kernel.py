@@ -10,7 +10,7 @@ from torch import Tensor
 from cab_hf.ops import launch
 from cab_hf.ops.attention.tiles import Vectors, vectors, vectors_at
 from cab_hf.ops.decode import reference
-from cab_hf.ops.decode.channels import Channels
+from cab_hf.ops.decode.channels import Halves
 from cab_hf.ops.decode.reference import Index
 from cab_hf.ops.launch import on_device_of
 
@@ -24,34 +24,24 @@ INDEXED = 128
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
     """See `reference.index_keys`."""
-    if torch.compiler.is_compiling():
-        return Index(*torch.ops.cab_hf.decode_index(k, list(channels)))
-    return Index(*_index(k, list(channels)))
+    width = (len(channels) or k.shape[3]) // 2
+    codes = k.new_empty(*k.shape[:3], width, dtype=torch.uint8)
+    index = Index(codes, k.new_empty(k.shape[:3], dtype=torch.float16))
+    write_index(index, k, channels, None)
+    return index
 
 
-def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor) -> None:
-    """See `reference.write_index`."""
-    if torch.compiler.is_compiling():
-        torch.ops.cab_hf.decode_write_index(*index, k, list(channels), start)
-    else:
-        _write(*index, k, list(channels), start)
-
-
-def _index(k: Tensor, channels: list[int]) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of an `Index`."""
-    halves = Channels.of_halves(tuple(channels), k.shape[3])
-    codes = k.new_empty(*k.shape[:3], halves.size, dtype=torch.uint8)
-    scales = k.new_empty(k.shape[:3], dtype=torch.float16)
-    _write(codes, scales, k, channels, None)
-    return codes, scales
+def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor | None) -> None:
+    """See `reference.write_index`; for None from the first slot on."""
+    write = torch.ops.cab_hf.decode_write_index if torch.compiler.is_compiling() else _write
+    write(*index, k, list(channels), start)
 
 
 def _write(
     codes: Tensor, scales: Tensor, k: Tensor, channels: list[int], start: Tensor | None
 ) -> None:
-    """Write the index of ``k`` from a slot on, by default the first."""
     batch, heads, length, dim = k.shape
-    halves = Channels.of_halves(tuple(channels), dim)
+    halves = Halves.of(tuple(channels), dim)
     k = k if k.stride(-1) == 1 else k.contiguous()
     tokens = min(INDEXED, triton.next_power_of_2(length))
     with on_device_of(k):
@@ -62,9 +52,7 @@ def _write(
             start,
             heads,
             length,
-            FIRST=halves.first,
-            STEP=halves.step,
-            SIZE=halves.size,
+            **halves.constants,
             BLOCK_N=tokens,
             BLOCK_C=triton.next_power_of_2(halves.size),
             EARLY=launch.early(k)["EARLY"],
@@ -127,16 +115,9 @@ def nearest(x, LARGEST: tl.constexpr):
     return tl.floor(tl.minimum(tl.maximum(x, -LARGEST - 1.0), LARGEST) + 0.5)
 
 
-_index_op = torch.library.custom_op("cab_hf::decode_index", _index, mutates_args=())
 _write_op = torch.library.custom_op(
     "cab_hf::decode_write_index", _write, mutates_args=("codes", "scales")
 )
-
-
-@_index_op.register_fake
-def _(k, channels):
-    codes = k.new_empty(*k.shape[:3], (len(channels) or k.shape[3]) // 2, dtype=torch.uint8)
-    return codes, k.new_empty(k.shape[:3], dtype=torch.float16)
 
 
 @_write_op.register_fake

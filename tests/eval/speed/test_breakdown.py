@@ -18,7 +18,7 @@ from cab_hf.eval.speed.breakdown import Breakdown, Settings
         ("_lists_kernel", "lists"),
         ("_select_kernel", "lists"),
         ("_block_attention_fwd_kernel", "attention"),
-        ("_block_attention_split_levels_kernel", "attention"),
+        ("block_attention_split_p_kernel", "attention"),
         ("triton_tem_fused_flex_attention_0", "attention"),
         ("kernel_cutlass_flash_attn_cute_flash_fwd_sm90", "attention"),
         ("void flash::device_kernel<flash::FlashAttnFwdSm90>", "attention"),

@@ -1,0 +1,113 @@
+"""Products of 8-bit queries and an index of 4 bits, on tensor cores, several keys at a time."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cab_hf.ops.decode import reference
+from cab_hf.ops.decode.index_kernel import LEAST_SCALE, nearest
+
+LARGEST_QUERY = tl.constexpr(float(reference.LARGEST_QUERY))
+A_QUERY = tl.constexpr(1 / reference.LARGEST_QUERY)
+# of a product on tensor cores: rows of keys, columns of queries, and bytes that it sums over
+LEAST_ROWS, LEAST_COLUMNS, LEAST_BYTES = 64, 16, 32
+# bytes of the index that are multiplied at a time: what an H200 runs fastest
+SCORED_BYTES = 8 << 10
+
+
+def packing(group: int, width: int, most: int) -> tuple[int, int, int, int]:
+    """Of a product: neighbouring keys in a row, queries each has room for, bytes of one, all keys.
+
+    No more than ``most`` neighbours. Keys of a width that is no power of two are alone.
+    """
+    room, alone = triton.next_power_of_2(group), triton.next_power_of_2(width)
+    pack = max(LEAST_COLUMNS // room, LEAST_BYTES // width, 1)
+    if alone != width or pack > most and most * width < LEAST_BYTES:
+        pack = 1
+    pack = min(pack, most)
+    columns = max(alone, LEAST_BYTES // pack)
+    at_a_time = pack * max(LEAST_ROWS, SCORED_BYTES // (pack * columns))
+    return pack, max(room, LEAST_COLUMNS // pack), columns, at_a_time
+
+
+@triton.jit
+def _spread(x, PACK: tl.constexpr, ROOM: tl.constexpr, BLOCK_C: tl.constexpr):
+    """int8 [PACK * BLOCK_C, PACK * ROOM] of x [ROOM, BLOCK_C]: x in every block of the diagonal."""
+    one, other = tl.arange(0, PACK)[:, None, None, None], tl.arange(0, PACK)[None, None, :, None]
+    x = tl.where(one == other, x[None, :, None, :], 0.0).to(tl.int8)
+    return tl.trans(tl.reshape(x, (PACK * ROOM, PACK * BLOCK_C)))
+
+
+@triton.jit
+def _half_bytes(x, UPPER: tl.constexpr, PACKED: tl.constexpr):
+    """The lower or upper halves of bytes, int8."""
+    if PACKED:
+        # four at a time: Triton would take them apart one by one
+        if UPPER:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0f0f0f0f; }",
+                "=r,r",
+                [x],
+                tl.int8,
+                True,
+                4,
+            )
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $1, 0x0f0f0f0f;", "=r,r", [x], tl.int8, True, 4
+        )
+    return ((x >> 4) if UPPER else (x & 15)).to(tl.int8)
+
+
+@triton.jit
+def queries_of(
+    q,
+    batch,
+    head,
+    qk_scale,
+    GROUP: tl.constexpr,
+    ROOM: tl.constexpr,
+    PACK: tl.constexpr,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Queries of a group in 8 bits, as a product takes them.
+
+    A product has 16 columns, and a group fewer queries. `PACK` neighbouring keys, which lie in
+    memory one behind the other, count as one of as many times the channels; column j * ROOM + g is
+    the product of query g with the j-th of them, by a query that is 0 in the channels of the
+    others. So no lane works on a column that is thrown away.
+
+    Returns:
+        int8 [PACK * BLOCK_C, PACK * ROOM] for each half of the channels; what is taken off the
+        products of each column, int32 [1, PACK * ROOM]; the unit of what is left, float32 [ROOM].
+    """
+    member, inner = tl.arange(0, ROOM), tl.arange(0, BLOCK_C)
+    real = (member < GROUP)[:, None] & (inner < SIZE)[None, :]
+    at = q.data + batch * q.batch + (head * GROUP + member)[:, None] * q.head + FIRST
+    low = tl.load(at + inner[None, :], mask=real, other=0.0).to(tl.float32)
+    high = tl.load(at + STEP + inner[None, :], mask=real, other=0.0).to(tl.float32)
+    unit = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+    unit = tl.maximum(unit * A_QUERY, LEAST_SCALE)
+    inverse = tl.div_rn(tl.full([ROOM], 1.0, tl.float32), unit)[:, None]
+    low, high = nearest(low * inverse, LARGEST_QUERY), nearest(high * inverse, LARGEST_QUERY)
+    # codes are 8 more than their values
+    offset = (8.0 * (tl.sum(low, 1) + tl.sum(high, 1))).to(tl.int32)
+    low, high = _spread(low, PACK, ROOM, BLOCK_C), _spread(high, PACK, ROOM, BLOCK_C)
+    return low, high, a_column(offset, PACK, ROOM), unit * qk_scale
+
+
+@triton.jit
+def a_column(x, PACK: tl.constexpr, ROOM: tl.constexpr):
+    """[1, PACK * ROOM] of x [ROOM]."""
+    return tl.reshape(tl.broadcast_to(x[None, :], (PACK, ROOM)), (1, PACK * ROOM))
+
+
+@triton.jit
+def scores_of(codes, scale, low, high, offset, PACKED: tl.constexpr):
+    """Products of rows of codes and queries, float32 [keys / PACK, PACK * ROOM], in their units."""
+    s = tl.dot(_half_bytes(codes, False, PACKED), low, out_dtype=tl.int32)
+    s = tl.dot(_half_bytes(codes, True, PACKED), high, s, out_dtype=tl.int32)
+    return (s - offset).to(tl.float32) * scale.to(tl.float32)
