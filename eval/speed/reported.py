@@ -136,8 +136,9 @@ class Reported:
         """The panels side by side, a line of them for each of `APART`; dense ways are grey."""
         lines = cls.lines(rows)
         panels = [panel for panel in cls.PANELS if panel.shows(lines)]
-        by = varying(lines, cls.BY)
-        apart = {heading: by.pop(heading) for heading in cls.APART if heading in by}
+        # dense ways have no blocks and no budget: what they lack sets nothing apart
+        apart = varying(rows, {heading: cls.BY[heading] for heading in cls.APART})
+        by = {h: name for h, name in varying(lines, cls.BY).items() if h not in cls.APART}
         groups, across = grouped(rows, *apart.values()), max(1, len(panels))
         with charts.figure(
             path, len(groups), across, figsize=(5.5 * across, 4.6 * len(groups))
