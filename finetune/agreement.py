@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.integrations.fsdp import is_fsdp_enabled
 
@@ -25,6 +25,9 @@ from cab_hf.runs.settings import UsageError
 
 # paths, which may differ between machines; the content of the files is compared
 PLACES = ("model", "calibration", "data", "validation", "out")
+# integers of as many bytes
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK = 2**24  # numbers looked at together
 
 
 def facts_of(
@@ -32,18 +35,28 @@ def facts_of(
 ) -> dict[str, Any]:
     """Settings, weights and tokens, by names for `require_equal`; ``model`` is not sharded yet."""
     fields = {name: value for name, value in asdict(settings).items() if name not in PLACES}
-    facts = {f"--{name.replace('_', '-')}": repr(value) for name, value in fields.items()}
+    fields = {f"--{name.replace('_', '-')}": repr(value) for name, value in fields.items()}
     config = {name: x for name, x in model.config.to_dict().items() if name != "_name_or_path"}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     tokens = backend.to_str() if backend else sorted(tokenizer.get_vocab().items())
     tokens = [tokens, tokenizer.special_tokens_map]
     for name, x in {"the config of the model": config, "the tokenizer": tokens}.items():
-        facts[name] = sha256(json.dumps(x, default=str, sort_keys=True).encode()).hexdigest()
+        fields[name] = sha256(json.dumps(x, default=str, sort_keys=True).encode()).hexdigest()
     # with FSDP one process reads the weights and the others receive them
-    for name, weight in () if is_fsdp_enabled() else model.named_parameters():
-        content = weight.detach().cpu().contiguous().flatten().view(torch.uint8)
-        facts[f"weight {name}"] = sha256(content.numpy()).hexdigest()
-    return facts
+    weights = () if is_fsdp_enabled() else model.named_parameters()
+    return {**fields, **{f"weight {name}": checksum(each) for name, each in weights}}
+
+
+def checksum(tensor: Tensor) -> int:
+    """A checksum of the bits of a tensor and their places; the same on every device."""
+    tensor = tensor.detach().contiguous().flatten()
+    bits = tensor.view(BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for number, chunk in enumerate(bits.split(CHUNK) if bits.numel() else ()):
+        # an odd factor loses no bit, and sums of integers do not depend on their order
+        place = torch.arange(len(chunk), device=chunk.device) + number * CHUNK
+        total += ((2 * place + 1) * (chunk.to(torch.int64) + 1)).sum()
+    return int(total)
 
 
 def require_equal(facts: Mapping[str, Any]) -> None:
