@@ -136,11 +136,12 @@ def refuse_too_long(
     lengths = range((settings.length - 1) // step * step, 0, -step)
     # one by one: where tiles begin, a longer sequence takes less than a shorter one
     fitting = (n for n in lengths if room.holds(fit(settings, cost, spread, room, n).memory))
+    most = next(fitting, None)
+    longest = "no length does" if most is None else f"the longest that does has {most} tokens"
     raise UsageError(
         f"length is {settings.length} and a step does not fit into {room.device / meter.GIB:.1f} "
-        f"GiB of a device and {room.host / meter.GIB:.1f} GiB of the host; the longest that does "
-        f"has {next(fitting, 0)} tokens; or change {SAVINGS}. A run with a number for "
-        "--offload-layers skips the estimate."
+        f"GiB of a device and {room.host / meter.GIB:.1f} GiB of the host; {longest}; or change "
+        f"{SAVINGS}. A run with a number for --offload-layers skips the estimate."
     )
 
 

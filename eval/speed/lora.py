@@ -177,8 +177,8 @@ class LoraStep(TimeToFirstToken):
                 yield {**case, **place, "sought": False}
             if settings.longest:
                 for way in dict.fromkeys(case["implementation"] for case in asked):
-                    place |= {"implementation": way}
-                    yield from self.search(place, samples, settings.multiple)
+                    here = {**place, "implementation": way}
+                    yield from self.search(here, samples, settings.multiple)
 
     def fitted(self, place: Mapping[str, Any], length: int) -> tuple[int, int]:
         """(tokens of a tile or 0, layers offloaded) of a step at ``place``.
