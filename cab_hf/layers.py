@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from cab_hf.checks import is_whole, require
 from cab_hf.config import CabConfig
 from cab_hf.engines import ENGINES, Workload, choose
-from cab_hf.plan import BlockPlan
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import CoarseCurvaturePredictor, FrcPredictor, LayerContext
 
 

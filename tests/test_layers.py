@@ -8,7 +8,7 @@ from valid_plan import require_valid
 
 from cab_hf import CabConfig
 from cab_hf.layers import CABAttention, CABAttentionLayer
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import Spans
 from cab_hf.predictors import FrcPredictor, LayerContext
 
 DIM, HEADS, BLOCK = 64, 4, 32

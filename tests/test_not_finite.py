@@ -11,8 +11,7 @@ from tiny import SMALL, VOCABULARY, qkv, tiny_model, tokens
 from cab_hf import CabConfig, apply_cab
 from cab_hf.ops import reference
 from cab_hf.ops.attention import block, gather
-from cab_hf.plan import BlockPlan
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import BlockPlan, Spans
 
 BLOCKS = {"query_block": 32, "key_block": 16, "dense_tail_blocks": 0, "local_blocks": 1}
 GRID = {"query_block": 16, "key_block": 16}

@@ -7,8 +7,7 @@ import torch
 from valid_plan import require_valid
 
 from cab_hf.call.frame import Frame
-from cab_hf.plan import BlockPlan
-from cab_hf.plan.spans import BlockLists, Spans, block_visibility
+from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from cab_hf.attention import cab_attention, cab_dense_attention
 from cab_hf.call.hook import cab_mask
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.hf.rotary import slow_channels
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor
 
 CASES, FIXED = (int(os.environ.get(name, n)) for name, n in (("CASES", 0), ("FIXED_CASES", 2000)))

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cab_hf.plan import BlockPlan
-from cab_hf.plan.spans import BlockLists
+from cab_hf.plan import BlockLists, BlockPlan
 
 # bytes of a layer's lists, of which all layers keep some
 MEASURED_FROM = 2**26

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.call.reordering import Reordering
-from cab_hf.plan import EXACT_BLOCK, BlockPlan
-from cab_hf.plan.spans import Spans, named_rows, once_per_spans
+from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, named_rows, once_per_spans
 from cab_hf.predictors import LayerContext, Predictor
 
 # attribute of every module of a model whose texts are in the frame of several ranks

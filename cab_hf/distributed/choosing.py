@@ -10,8 +10,7 @@ from cab_hf.config import CabConfig, blocks_of
 from cab_hf.distributed.exchange import group_of
 from cab_hf.distributed.layout import layout_between
 from cab_hf.distributed.sharded import ShardedFrame
-from cab_hf.plan import EXACT_BLOCK, BlockPlan
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
 from cab_hf.predictors import LayerContext, make_predictor
 
 if TYPE_CHECKING:

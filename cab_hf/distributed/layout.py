@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from cab_hf.call.frame import Frame, Length
-from cab_hf.plan import EXACT_BLOCK, BlockPlan
-from cab_hf.plan.spans import Spans, once_per_spans
+from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, once_per_spans
 
 # layouts kept, and the places made of each: those of a few batches on their way
 KEPT = 8

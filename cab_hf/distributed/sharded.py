@@ -21,8 +21,7 @@ from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
 from cab_hf.distributed.layout import Layout, Places, Shard
 from cab_hf.distributed.zigzag import CPAttention
 from cab_hf.engines import Engine
-from cab_hf.plan import BlockPlan, rows_grid
-from cab_hf.plan.spans import named_rows, once_per_spans
+from cab_hf.plan import BlockPlan, named_rows, once_per_spans, rows_grid
 from cab_hf.predictors import LayerContext, Predictor
 
 if TYPE_CHECKING:

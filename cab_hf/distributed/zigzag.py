@@ -15,8 +15,7 @@ from cab_hf.distributed.exchange import group_of, require_equal
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slices
 from cab_hf.distributed.layout import Layout, Places, layout_between
 from cab_hf.engines import Engine, Workload
-from cab_hf.plan import EXACT_BLOCK, BlockPlan
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

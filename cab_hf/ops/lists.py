@@ -18,7 +18,7 @@ from cab_hf.config import CabConfig, blocks_of, tail_of
 from cab_hf.ops import reference, rows, top_k
 from cab_hf.ops.launch import on_device_of
 from cab_hf.ops.sweep import RowRules, kept_blocks
-from cab_hf.plan.spans import BlockLists, Spans, crossed_blocks
+from cab_hf.plan import BlockLists, Spans, crossed_blocks
 
 # bytes of lists that are made as wide as a row could ever need; wider ones are measured first,
 # which waits for the device once

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.config import CabConfig, tail_of
-from cab_hf.plan import BlockPlan
-from cab_hf.plan.spans import Spans, once_per_spans
+from cab_hf.plan import BlockPlan, Spans, once_per_spans
 
 # the most rows of attention computed at a time: bounds the token mask, not the result
 QUERY_CHUNK = 256

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cab_hf.ops.attention.tiles import LOG2_E, vectors, vectors_at
 from cab_hf.ops.reference import COSINE_STEPS, LEAST_SQUARE
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import Spans
 
 FP8 = torch.float8_e4m3fn
 FP8_CAPABILITY = (8, 9)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cab_hf.plan.spans import (
     BlockLists,
+    RowSpans,
     Spans,
     block_visibility,
     crossed_blocks,
@@ -19,6 +20,20 @@ from cab_hf.plan.spans import (
     once_per_spans,
     visibility,
 )
+
+__all__ = [
+    "EXACT_BLOCK",
+    "BlockLists",
+    "BlockPlan",
+    "RowSpans",
+    "Spans",
+    "block_visibility",
+    "crossed_blocks",
+    "named_rows",
+    "once_per_spans",
+    "rows_grid",
+    "visibility",
+]
 
 # query and key blocks of a plan that keeps everything; larger ones stay
 EXACT_BLOCK = 128

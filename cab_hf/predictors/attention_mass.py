@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.ops.reference import QUERIES_AT_A_TIME
-from cab_hf.plan.spans import RowSpans, Spans
+from cab_hf.plan import RowSpans, Spans
 
 LOGITS_AT_A_TIME = 2**26  # 256 MiB in float32
 

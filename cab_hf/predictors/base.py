@@ -13,8 +13,7 @@ from torch import Tensor
 from cab_hf.checks import require
 from cab_hf.config import CabConfig
 from cab_hf.ops import HAS_TRITON
-from cab_hf.plan import BlockPlan
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import BlockPlan, Spans
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from cab_hf.config import blocks_of, tail_of
 from cab_hf.ops import reference
-from cab_hf.plan import BlockPlan
-from cab_hf.plan.spans import BlockLists, Spans, crossed_blocks
+from cab_hf.plan import BlockLists, BlockPlan, Spans, crossed_blocks
 from cab_hf.predictors.base import LayerContext, Predictor, has_kernels, sparsity_of
 
 # bytes of scores alive at a time; heads take turns so that it is enough

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from cab_hf.config import CabConfig, blocks_of, tail_of
 from cab_hf.ops import reference
-from cab_hf.plan import BlockPlan
-from cab_hf.plan.spans import BlockLists, Spans, block_visibility, crossed_blocks
+from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility, crossed_blocks
 from cab_hf.predictors.base import LayerContext, Predictor, has_kernels
 
 # what choosing takes of a CabConfig, with the types that the registered op has for it

@@ -15,8 +15,7 @@ from cab_hf.distributed import sharded
 from cab_hf.distributed.sharded import ShardedFrame
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.ops import reference
-from cab_hf.plan import BlockPlan
-from cab_hf.plan.spans import block_visibility
+from cab_hf.plan import BlockPlan, block_visibility
 from cab_hf.predictors import (
     LayerContext,
     Predictor,

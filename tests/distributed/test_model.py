@@ -18,7 +18,7 @@ import cab_hf
 from cab_hf import distributed
 from cab_hf.distributed.layout import layout_of
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import Spans
 
 PACKED = [0, 70, 71, 300, 655]
 CONFIGS = {

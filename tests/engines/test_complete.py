@@ -18,7 +18,7 @@ from valid_plan import require_valid
 from cab_hf import BlockPlan, engines
 from cab_hf.ops import reference
 from cab_hf.ops.attention import complete
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import Spans
 
 FOUR = {"heads": 4, "kv_heads": 2}
 TWO = {"heads": 2, "kv_heads": 1}

@@ -17,7 +17,7 @@ from cab_hf import BlockPlan, engines
 from cab_hf.call.frame import Frame
 from cab_hf.ops import reference
 from cab_hf.ops.attention import ffpa, flash, flex, traced
-from cab_hf.plan.spans import BlockLists, Spans
+from cab_hf.plan import BlockLists, Spans
 from cab_hf.runs.log import read_file
 
 SHAPES = [

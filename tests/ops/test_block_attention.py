@@ -9,7 +9,7 @@ from cab_hf import BlockPlan, engines
 from cab_hf.ops import reference
 from cab_hf.ops.attention import block, split, transpose
 from cab_hf.ops.attention.tiles import Lists
-from cab_hf.plan.spans import BlockLists, Spans
+from cab_hf.plan import BlockLists, Spans
 
 CASES = [
     pytest.param({"q_length": 96}, (32, 16), id="even", marks=pytest.mark.slow),

@@ -11,7 +11,7 @@ from selecting import laid_in, loud, on_the_cpu, rows_by_kernels
 from cab_hf import CabConfig
 from cab_hf.ops import lists, reference, sweep
 from cab_hf.ops.rows import FP8, Channels, outliers, scored_keys, scored_rows
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import Spans
 
 SMALL = CabConfig(
     32, 16, predictor="rows", exact_queries=4, typical_queries=4, mass_threshold=0.08,

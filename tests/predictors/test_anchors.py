@@ -20,7 +20,7 @@ from cab_hf.calibration.anchors import (
     values,
     viewed,
 )
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor
 
 LENGTH = 400

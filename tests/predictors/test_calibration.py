@@ -19,7 +19,7 @@ from cab_hf.config import Origin
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
 from cab_hf.patches import calibration as of_models
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor
 
 SMALL = {"query_block": 16, "key_block": 16, "min_length": 0}

@@ -14,7 +14,7 @@ from valid_plan import require_valid
 
 import cab_hf
 from cab_hf import CabConfig
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import Spans
 from cab_hf.predictors import CascadePredictor, LayerContext, make_predictor
 
 CASCADE = replace(SPARSE, predictor="cascade", anchors=(0, 2))

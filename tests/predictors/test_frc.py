@@ -11,7 +11,7 @@ from tiny import qkv
 from cab_hf import CabConfig
 from cab_hf.ops import frc as kernels
 from cab_hf.ops import reference
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import Spans
 from cab_hf.predictors import FrcPredictor, LayerContext, frc, make_predictor
 
 GRID = {"query_block": 16, "key_block": 16}

@@ -13,7 +13,7 @@ from cab_hf import CabConfig
 from cab_hf.call.frame import Frame
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.ops import reference
-from cab_hf.plan.spans import Spans, block_visibility
+from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors import LayerContext, RowsPredictor, make_predictor, register_predictor
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_predictor.py"

@@ -10,7 +10,7 @@ import torch
 from tiny import qkv
 
 from cab_hf import CabConfig
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import Spans
 from cab_hf.predictors import FrcPredictor, LayerContext
 from cab_hf.predictors.published import (
     AdaptiveCurvaturePredictor,

@@ -11,7 +11,7 @@ from tiny import tiny_model
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.ops import reference
-from cab_hf.plan.spans import Spans, block_visibility
+from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors import LayerContext, RowsPredictor
 from cab_hf.predictors.rows import choose_by_reference
 

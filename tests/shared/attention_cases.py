@@ -7,7 +7,7 @@ from valid_plan import require_valid
 from cab_hf import BlockPlan
 from cab_hf.call.frame import Frame
 from cab_hf.ops import reference
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import Spans
 
 
 def random_plan(q, k, blocks, share=0.4, spans=None, heads=None, **complete):

@@ -21,8 +21,7 @@ from cab_hf.hf.rotary import llama_channels
 from cab_hf.ops import launch, lists, pairs, rows
 from cab_hf.ops.attention import merge
 from cab_hf.ops.decode import attend_kernels, choose_kernels, index_kernel, kernels
-from cab_hf.plan import BlockPlan
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import LayerContext, frc
 
 LENGTH, HEADS, KV_HEADS = 1024, 4, 2

@@ -9,7 +9,7 @@ from valid_plan import require_valid
 from cab_hf import BlockPlan
 from cab_hf.config import blocks_of, tail_of
 from cab_hf.ops import lists, rows
-from cab_hf.plan.spans import Spans
+from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, frc, make_predictor
 
 

@@ -1,7 +1,6 @@
 """Whether a plan is one that engines may rely on."""
 
-from cab_hf.plan import BlockPlan
-from cab_hf.plan.spans import visibility
+from cab_hf.plan import BlockPlan, visibility
 
 
 def require_valid(plan: BlockPlan) -> None:
