@@ -74,6 +74,11 @@ def test_what_is_measured_by_default_on_a_cpu_can_be_reached():
     require_target(settings.cab_config, target, settings.length)
 
 
+def test_a_calibration_is_of_the_blocks_that_a_model_is_to_be_read_with():
+    assert calibrate.Settings(device="cpu").cab_config == CabConfig()
+    assert "small" not in calibrate.Settings.__dataclass_fields__["cab"].metadata["help"]
+
+
 def test_anchors_are_found_and_saved_with_their_map(model_folder, book, tmp_path, capsys):
     out, words = tmp_path / "run", ("--target-densities", "0.8", "--anchors")
     assert command(model_folder, book, out, *words, 1) == 0

@@ -1,32 +1,28 @@
 """The fidelity command: its settings, what it reads and writes, and that it can be resumed."""
 
 import json
+from functools import cache, partial
 from pathlib import Path
 
+import long_runs
 import pytest
 import torch
 from bench import DensityBench
-from fidelity_runs import SMALL, command, start
 from tiny import SPARSE_WORDS
 from words import TEXT
 
 from cab_hf.config import CabConfig
-from cab_hf.eval import (
-    attention_time,
-    fidelity,
-    probes,
-    teacher_forcing,
-)
+from cab_hf.eval import attention_time, fidelity, probes, teacher_forcing
 from cab_hf.eval.attention_time import AttentionClock
 from cab_hf.eval.fidelity import Fidelity, Settings
 from cab_hf.eval.methods import METHODS, last_queries
 from cab_hf.eval.methods.blocks import Chosen
 from cab_hf.eval.speed.timing import Bench, Timing
-from cab_hf.eval.teacher_forcing import (
-    TeacherForced,
-    distributions,
-)
+from cab_hf.eval.teacher_forcing import TeacherForced, distributions
 from cab_hf.runs.log import read_log
+
+SMALL = "query_block=32,key_block=16,mass_threshold=0.06,share_threshold=0.5,dense_tail_blocks=1"
+command = partial(long_runs.command, "fidelity")
 
 
 @pytest.fixture
@@ -138,14 +134,41 @@ def test_only_at_borders_nothing_behind_takes_part(model_folder, monkeypatch, pr
     assert (changes > 0) == (probe == "recall")
 
 
-BEHIND = ("--probes", "continuation,asked", "--lengths", 900, "--documents", 2, "--asked", 2)
+TIGHT = "tiny=query_block=32,key_block=16,dense_tail_blocks=1,max_density=0.05"
+BEHIND = (
+    *("--probes", "continuation,asked", "--lengths", 900, "--documents", 2, "--asked", 2),
+    *("--budgets", "0.05"),
+)
+TURNS = (
+    *("--probes", "turns", "--lengths", 900, "--documents", 2, "--budgets", "0.05"),
+    *("--variant", TIGHT, "--cab", "mass_threshold=0.2"),
+)
+# 4 times 128 tokens have room in 900
+DECODING = (
+    *("--probes", "decode,decode_asked,greedy", "--lengths", 900, "--documents", 2, "--asked", 2),
+    *("--decoded", 24, "--written", 16, "--continuations", 3, "--match", "cab:sparse"),
+    *("--variant", f"sparse={SMALL},sparse_decode=true,decode_tokens=128"),
+    *("--variant", f"dense={SMALL}"),
+)
 
 
-def test_what_follows_a_prompt_is_held_against_dense(model_folder, tmp_path):
-    results = command(
-        model_folder, tmp_path, *BEHIND, "--budgets", "0.05", methods="dense,full,cab,streaming"
-    )
-    rows = {row["method"]: row for row in results["rows"]}
+@pytest.fixture(scope="module")
+def complete(model_folder, tmp_path_factory):
+    """Words of a run -> its rows by method, of several methods; run once, and drawn."""
+
+    @cache
+    def rows(words):
+        methods = {BEHIND: "full,cab,streaming", TURNS: "full,cab,random,streaming"}
+        methods = methods.get(words, "full,streaming,h2o,snapkv")
+        out = tmp_path_factory.mktemp("complete")
+        run = command(model_folder, out, *words, methods=f"dense,{methods}", drawn=True)
+        return {row["method"]: row for row in run["rows"]}
+
+    return rows
+
+
+def test_what_follows_a_prompt_is_held_against_dense(complete):
+    rows = complete(BEHIND)
     behind = {name: row["continuation"] for name, row in rows.items()}
     # an eighth of 900 tokens, of two documents
     assert {result["tokens"] for result in behind.values()} == {2 * 112}
@@ -160,16 +183,8 @@ def test_what_follows_a_prompt_is_held_against_dense(model_folder, tmp_path):
     assert {row["asked"]["n"] for row in rows.values()} == {4}
 
 
-TURNS = ("--probes", "turns", "--lengths", 900, "--documents", 2)
-TIGHT = "tiny=query_block=32,key_block=16,dense_tail_blocks=1,max_density=0.05"
-
-
-def test_turns_are_held_against_dense(model_folder, tmp_path):
-    more = ("--budgets", "0.05", "--variant", TIGHT, "--cab", "mass_threshold=0.2")
-    results = command(
-        model_folder, tmp_path, *TURNS, *more, methods="dense,full,cab,random,streaming", drawn=True
-    )
-    rows = {row["method"]: row for row in results["rows"]}
+def test_turns_are_held_against_dense(complete):
+    rows = complete(TURNS)
     turns = {name: row["turns"]["turns"] for name, row in rows.items()}
     # an eighth of 180 tokens, of two documents
     assert {turn["tokens"] for each in turns.values() for turn in each} == {2 * 22}
@@ -207,18 +222,8 @@ def test_what_follows_a_prompt_is_read_exactly_but_by_what_has_no_keys_left(mode
         assert (likely[name] == pytest.approx(exact, abs=1e-3)) == (name == "cab")
 
 
-# 4 times 128 tokens have room in 900
-DECODING = (
-    *("--probes", "decode,decode_asked,greedy", "--lengths", 900, "--documents", 2, "--asked", 2),
-    *("--decoded", 24, "--written", 16, "--continuations", 3, "--match", "cab:sparse"),
-    *("--variant", f"sparse={SMALL},sparse_decode=true,decode_tokens=128"),
-)
-
-
-def test_decoding_is_held_against_dense(model_folder, tmp_path):
-    more, methods = ("--variant", f"dense={SMALL}"), "dense,full,streaming,h2o,snapkv"
-    results = command(model_folder, tmp_path, *DECODING, *more, methods=methods, drawn=True)
-    rows = {row["method"]: row for row in results["rows"]}
+def test_decoding_is_held_against_dense(complete):
+    rows = complete(DECODING)
     caches = ("streaming", "h2o", "snapkv")
     assert list(rows) == ["dense", "cab:sparse", "cab:dense", *caches, "full"]
     # the index has 16 channels in half a byte and a scale of two, keys and values 32 in four
@@ -245,16 +250,15 @@ def test_decoding_is_held_against_dense(model_folder, tmp_path):
 
 
 def test_texts_that_are_decoded_side_by_side_are_those_decoded_alone(
-    model_folder, tmp_path, monkeypatch
+    model_folder, tmp_path, monkeypatch, complete
 ):
-    together = command(model_folder, tmp_path / "together", *DECODING, methods="dense,h2o")
     # two continuations and documents at once, then one
     monkeypatch.setattr(fidelity, "TOKENS_AT_ONCE", 900)
-    alone = command(model_folder, tmp_path / "alone", *DECODING, methods="dense,h2o")
-    for one, other in zip(together["rows"], alone["rows"], strict=True):
-        assert one["decode"]["kl"] == pytest.approx(other["decode"]["kl"], abs=1e-6)
-        assert one["decode_asked"] == other["decode_asked"]
-        assert one["greedy"] == other["greedy"]
+    for alone in command(model_folder, tmp_path, *DECODING, methods="dense,h2o")["rows"]:
+        together = complete(DECODING)[alone["method"]]
+        assert alone["decode"]["kl"] == pytest.approx(together["decode"]["kl"], abs=1e-6)
+        assert alone["decode_asked"] == together["decode_asked"]
+        assert alone["greedy"] == together["greedy"]
 
 
 @pytest.fixture
@@ -278,20 +282,20 @@ def kill(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "methods", "at"),
+    ("words", "at"),
     [
-        pytest.param(BEHIND, "dense,cab,random", 6, id="continuations"),
-        pytest.param(TURNS, "dense,cab,random", 4, id="turns, the second document of cab"),
-        pytest.param(DECODING, "dense", 2, id="decoding, the second of two read together"),
+        pytest.param(BEHIND, 6, id="continuations"),
+        pytest.param(TURNS, 4, id="turns, the first document of a variant"),
+        pytest.param(DECODING, 2, id="decoding, the second of two read together"),
     ],
 )
-def test_a_killed_run_ends_as_a_whole_one(model_folder, tmp_path, kill, words, methods, at):
-    complete = command(model_folder, tmp_path / "whole", *words, methods=methods)
+def test_a_killed_run_ends_as_a_whole_one(model_folder, tmp_path, kill, complete, words, at):
+    methods = "dense" if words is DECODING else "dense,cab"
     kill(at)
     with pytest.raises(KeyboardInterrupt):
-        command(model_folder, tmp_path / "killed", *words, methods=methods)
-    resumed = command(model_folder, tmp_path / "killed", *words, methods=methods)
-    assert resumed["rows"] == complete["rows"]
+        command(model_folder, tmp_path, *words, methods=methods)
+    for row in command(model_folder, tmp_path, *words, methods=methods)["rows"]:
+        assert row == complete(words)[row["method"]]
 
 
 # --- time
@@ -319,6 +323,7 @@ def test_layers_are_timed_apart_and_summed(model_folder):
     config = CabConfig(min_length=0, query_block=32, key_block=16)
     result = clock.time(model, tokens, config)
     assert (result["predict_ms"], result["attend_ms"], result["dense_ms"]) == (2 + 4, 3 + 5, 2)
+    assert "predict_reported" not in result
     # an exact layer takes what dense attention does
     result = clock.time(model, tokens, CabConfig(min_length=0, dense_layers=(0,)))
     assert (result["predict_ms"], result["attend_ms"]) == (6, 1 + 7)
@@ -327,25 +332,15 @@ def test_layers_are_timed_apart_and_summed(model_folder):
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize(
-    ("name", "share"),
-    [
-        pytest.param("xattention", 9.3 / 73.8, id="reported"),
-        pytest.param("streaming", 0.0, id="in favour"),
-        pytest.param("rows", None, id="measured"),
-    ],
-)
+@pytest.mark.parametrize(("name", "share"), [("xattention", 9.3 / 73.8), ("streaming", 0.0)])
 def test_what_choosing_takes_is_what_authors_report(name, share, model_folder):
     model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
     config = CabConfig(min_length=0, query_block=32, key_block=16, predictor=name)
     result = AttentionClock(CountingBench()).time(model, tuple(range(3, 63)) * 10, config)
-    assert result.get("predict_reported") == share
-    if share is None:
-        assert result["predict_ms"] == 2 + 4
-    else:
-        # dense attention is measured once and counts for both layers
-        assert result["predict_ms"] == pytest.approx(share * 2)
-        assert result["attend_ms"] == 2 + 3
+    assert result["predict_reported"] == share
+    # dense attention is measured once and counts for both layers
+    assert result["predict_ms"] == pytest.approx(share * 2)
+    assert result["attend_ms"] == 2 + 3
 
 
 def test_all_that_chooses_without_a_kernel_has_a_share():
@@ -436,5 +431,5 @@ def test_a_killed_run_goes_on_and_grows(model_folder, tmp_path, kill, capsys):
     assert [row["recall"]["n"] for row in grown["rows"]] == [4, 2, 2]
     assert [case["index"] for case in calls[-4:]] == [1] * 4
 
-    assert start(model_folder, killed, "--variant", f"wide={SMALL}") == 2
+    assert long_runs.start("fidelity", model_folder, killed, "--variant", f"wide={SMALL}") == 2
     assert "give another --out" in capsys.readouterr().err

@@ -1,18 +1,14 @@
-"""The passkey command: its prompts, its scoring, its files, and that it can be killed and go on."""
+"""The passkey command: its prompts, its scoring, its files, and models of other wishes."""
 
 import json
-import re
 import shutil
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-from tiny import SPARSE_WORDS
+from long_runs import FILES, command
 from words import CHAT, TEXT, make_tokenizer
 
 from cab_hf.eval import haystack, passkey
-from cab_hf.eval.__main__ import main
 from cab_hf.eval.haystack import Haystack, answered
 from cab_hf.eval.passkey import Passkey, Settings
 from cab_hf.ops import decode
@@ -22,7 +18,7 @@ from cab_hf.runs.log import read_log
 from cab_hf.texts import needles
 
 LENGTH = 400
-METHODS = "dense,cab,published,streaming,random,antidiagonal,oracle,h2o"
+MATCHED = ["published", "streaming", "random", "antidiagonal", "oracle", "h2o"]
 
 
 @pytest.fixture(scope="module")
@@ -35,30 +31,6 @@ def text_file(tmp_path):
     file = tmp_path / "book.txt"
     file.write_text(TEXT)
     return file
-
-
-RESULTS = Path(haystack.__file__).parents[1] / "eval" / "results"
-COMMITTED = sorted(RESULTS.glob("smollm2-*"))
-FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
-
-
-def start(model_folder, out, *more, methods=METHODS):
-    given = ["--model", model_folder, "--out", out, "--methods", methods, "--lengths", LENGTH]
-    fixed = ["--depths", "3", "--samples", "1", "--device", "cpu"]
-    fixed += [word for assignment in SPARSE_WORDS for word in ("--cab", assignment)]
-    return main(["passkey", *map(str, (*given, *fixed, *more))])
-
-
-def command(model_folder, out, *more, methods=METHODS):
-    assert start(model_folder, out, *more, methods=methods) == 0
-    return json.loads((out / "results.json").read_text())
-
-
-def read_samples(out):
-    return read_log(out / "samples.jsonl")[1]
-
-
-# --- prompts
 
 
 @pytest.mark.parametrize("keys", [1, 4])
@@ -139,16 +111,8 @@ def test_keys_differ_and_distractors_are_none_of_them(tokenizer):
 
 
 def test_sentences_keep_their_quotes():
-    assert needles.split_sentences(TEXT) == [
-        "It rained all day.",
-        "The old town slept!",
-        '"Who goes there?"',
-        "asked nobody.",
-        "So it was, and so.",
-    ]
-
-
-# --- scoring
+    sentences = ["It rained all day.", "The old town slept!", '"Who goes there?"', "asked nobody."]
+    assert needles.split_sentences(TEXT) == [*sentences, "So it was, and so."]
 
 
 def test_decoded_text_is_scored():
@@ -156,9 +120,6 @@ def test_decoded_text_is_scored():
         assert answered(answer, "48213")
     for answer in ("11111 or 48213", "48214", "482133", "4821", "48 213", ""):
         assert not answered(answer, "48213")
-
-
-# --- settings
 
 
 def test_settings_from_the_command_line_reach_cab():
@@ -175,56 +136,37 @@ def test_settings_from_the_command_line_reach_cab():
 # --- the command
 
 
-def test_the_command_writes_its_files(model_folder, tmp_path):
+def test_the_command_writes_its_files_and_asks_every_method_the_same(model_folder, tmp_path):
     # with a tail the question itself sees everything, outside of any window
-    results = command(model_folder, tmp_path, "--cab", "dense_tail_blocks=0")
+    more = ("--cab", "dense_tail_blocks=0", "--controls", "1", "--trust-remote-code")
+    methods = ["dense", "cab", *MATCHED]
+    results = command(
+        "passkey", model_folder, tmp_path, *more, methods=",".join(methods), drawn=True
+    )
     assert {path.name for path in tmp_path.iterdir()} == FILES
     rows = {row["method"]: row for row in results["rows"]}
-    assert list(rows) == [*METHODS.split(","), "full", "no_needle"]
+    assert list(rows) == [*methods, "full", "no_needle"]
     for row in rows.values():
         assert (row["length"], row["keys"], row["n"], row["stage"]) == (LENGTH, 1, 3, "prefill")
         assert row["low"] <= row["accuracy"] <= row["high"]
     assert rows["full"]["same"] == 3
     assert rows["full"]["density"] == rows["dense"]["density"] == 1.0
-    for name in ("published", "streaming", "random", "antidiagonal", "oracle", "h2o"):
+    for name in MATCHED:
         assert rows[name]["budget"] == pytest.approx(rows["cab"]["density"])
         # published has blocks of 64 tokens, few of them in so short a prompt
         tolerance = 0.15 if name == "published" else 0.05
         assert rows[name]["density"] == pytest.approx(rows[name]["budget"], abs=tolerance)
     assert rows["streaming"]["outside_n"] == 2
-    assert results["provenance"]["settings"]["model"] == model_folder.name
+    settings = results["provenance"]["settings"]
+    assert (settings["model"], settings["trust_remote_code"]) == (model_folder.name, True)
+    assert "--trust-remote-code True" in (tmp_path / "report.md").read_text()
     assert str(tmp_path) not in json.dumps(results)
-
-
-def test_every_method_is_asked_the_same(model_folder, tmp_path):
-    command(model_folder, tmp_path, "--keys", "2", methods="dense,cab,streaming,h2o")
     asked = {}
-    for sample in read_samples(tmp_path):
+    for sample in read_log(tmp_path / "samples.jsonl")[1]:
         question = (sample["expected"], tuple(sample["needle"] or ()), sample["tokens"])
         if sample["method"] != "no_needle":
             asked.setdefault(sample["depth"], set()).add(question)
     assert [len(questions) for questions in asked.values()] == [1, 1, 1]
-
-
-def test_a_killed_run_goes_on(model_folder, tmp_path, monkeypatch):
-    methods = "dense,cab,random"
-    complete = command(model_folder, tmp_path / "whole", methods=methods)
-    killed, calls, answer = tmp_path / "killed", [], passkey.Passkey.answer
-
-    def counted(self, prompt, method):
-        calls.append(prompt)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return answer(self, prompt, method)
-
-    monkeypatch.setattr(passkey.Passkey, "answer", counted)
-    with pytest.raises(KeyboardInterrupt):
-        command(model_folder, killed, methods=methods)
-    with open(killed / "samples.jsonl", "a") as file:
-        file.write('{"method": "cab", "leng')
-    # 4 were answered, 1 was cut off; the other 10 were left to do
-    assert command(model_folder, killed, methods=methods)["rows"] == complete["rows"]
-    assert len(calls) == 5 + (15 - 4)
 
 
 def test_both_stages_are_sparse_when_asked(model_folder, tmp_path, monkeypatch):
@@ -236,9 +178,9 @@ def test_both_stages_are_sparse_when_asked(model_folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(decode, "attend", attending)
     for stage in ("prefill", "both"):
-        options = ("--stage", stage, "--budget", "0.3", "--controls", "0")
-        methods = "cab,random,streaming"
-        results = command(model_folder, tmp_path / stage, *options, methods=methods)
+        more = ("--stage", stage, "--budget", "0.3")
+        out = tmp_path / stage
+        results = command("passkey", model_folder, out, *more, methods="cab,random,streaming")
         # of two layers, of each of three prompts some tokens behind the first
         assert bool(steps) == (stage == "both") and len(steps) % 2 == 0
     # what is always read is more than an eighth of so short a text
@@ -274,23 +216,27 @@ RATHER = {
 
 
 @pytest.fixture(scope="module")
-def answers_with(model_folder, tmp_path_factory):
+def answers(model_folder, tmp_path_factory):
     """(fields) -> what a model answers whose generation config has these fields."""
 
-    @cache
-    def answers(name):
+    def answers(**fields):
         folder = shutil.copytree(model_folder, tmp_path_factory.mktemp("own") / "model")
-        given = {"eos_token_id": 1, "pad_token_id": 1, **RATHER.get(name, {})}
+        given = {"eos_token_id": 1, "pad_token_id": 1, **fields}
         (folder / "generation_config.json").write_text(json.dumps(given))
-        command(folder, folder.parent / "run", "--controls", "0", methods="dense")
-        return [sample["answer"] for sample in read_samples(folder.parent / "run")]
+        command("passkey", folder, folder.parent / "run", methods="dense")
+        return [sample["answer"] for sample in read_log(folder.parent / "run" / "samples.jsonl")[1]]
 
     return answers
 
 
-@pytest.mark.parametrize("name", RATHER)
-def test_answers_are_greedy_whatever_the_model_would_rather(answers_with, name):
-    assert answers_with(name) == answers_with("nothing") and all(answers_with(name))
+@pytest.fixture(scope="module")
+def plain(answers):
+    return answers()
+
+
+@pytest.mark.parametrize("fields", RATHER.values(), ids=RATHER)
+def test_answers_are_greedy_whatever_the_model_would_rather(answers, plain, fields):
+    assert answers(**fields) == plain and all(plain)
 
 
 def test_the_config_of_a_model_is_put_back(model_folder):
@@ -299,86 +245,3 @@ def test_the_config_of_a_model_is_put_back(model_folder):
     with pytest.raises(KeyboardInterrupt), models.greedily(model, 8):
         raise KeyboardInterrupt
     assert model.generation_config is own
-
-
-def test_two_models_of_one_name_do_not_share_a_folder(model_folder, tmp_path, capsys):
-    other, same = (shutil.copytree(model_folder, tmp_path / x / model_folder.name) for x in "ab")
-    shown = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**shown, "rms_norm_eps": 0.5}))
-    out = tmp_path / "out"
-    command(model_folder, out, "--controls", "0", methods="dense")
-    before = (out / "samples.jsonl").read_bytes()
-    assert start(other, out, "--controls", "0", methods="dense,cab") == 2
-    output = "made with model_sha256 '[0-9a-f]{64}', this run has '[0-9a-f]{64}'; give another"
-    assert re.search(output, capsys.readouterr().err)
-    assert (out / "samples.jsonl").read_bytes() == before
-    assert start(same, out, "--controls", "0", methods="dense,cab") == 0
-
-
-def test_code_that_is_trusted_is_told_in_the_command(model_folder, tmp_path):
-    given = ("--trust-remote-code", "--controls", "0")
-    results = command(model_folder, tmp_path, *given, methods="dense")
-    assert "--trust-remote-code True" in (tmp_path / "report.md").read_text()
-    assert results["provenance"]["settings"]["trust_remote_code"] is True
-
-
-# --- rows
-
-
-def sample(method, index, correct, **more):
-    place = {"method": method, "length": 8, "keys": 1, "depth": 0.5, "index": index}
-    fixed = {"budget": None, "density": 1.0, "reached": None, "answer": str(correct)}
-    return {**place, "correct": correct, **fixed, **more}
-
-
-def test_a_method_that_was_dense_attention_is_said_to_be():
-    samples = [
-        *(sample(name, 0, True, sparse_density=None) for name in ("dense", "h2o", "cab")),
-        sample("random", 0, True, density=0.4, sparse_density=0.4),
-    ]
-    settings = {"stage": "prefill", "filler": "noise"}
-    for method in ("random", "published"):
-        rows = Passkey.rows([*samples, sample(method, 1, True, sparse_density=None)], settings)
-        *_, given = Passkey.readings(rows)
-        assert given.startswith("No layer attended sparsely under cab at 8 tokens")
-        # one of the samples of random was sparse
-        assert ("published at 8 tokens" in given) == (method == "published")
-        assert "random" not in given and "h2o" not in given and "dense at 8" not in given
-
-
-def test_rows_by_hand():
-    samples = [
-        *(sample("dense", i, i < 3) for i in range(4)),
-        *(sample("cab", i, i < 2, density=0.1 * i) for i in range(4)),
-        *(sample("streaming", i, i < 2, reached=i == 0) for i in range(3)),
-        sample("full", 2, True),
-    ]
-    settings = {"stage": "prefill", "filler": "noise"}
-    dense, cab, streaming, full = Passkey.rows(samples, settings)
-    assert (dense["n"], dense["correct"], dense["accuracy"]) == (4, 3, 0.75)
-    assert "delta" not in dense
-    assert cab["density"] == pytest.approx(0.15)
-    assert cab["delta"] == pytest.approx(-0.25)
-    assert cab["delta_low"] < -0.25 < cab["delta_high"]
-    # only the samples both answered are compared
-    assert (streaming["pairs"], streaming["delta"]) == (3, pytest.approx(-1 / 3))
-    assert (streaming["outside_n"], streaming["outside_correct"]) == (2, 1)
-    assert (full["pairs"], full["same"]) == (1, 1)
-    assert list(cab["by_depth"].items()) == [("0.5", 0.5)]
-
-
-@pytest.mark.parametrize("folder", COMMITTED, ids=lambda folder: folder.name)
-def test_committed_rows_follow_from_their_samples(folder):
-    content = json.loads((folder / "results.json").read_text())
-    identity, samples = read_log(folder / "samples.jsonl")
-    settings = content["provenance"]["settings"]
-    assert identity.items() <= {"experiment": "passkey", **settings}.items()
-    # as shown: the last digits are the library's
-    assert Passkey.tables(Passkey.rows(samples, settings)) == Passkey.tables(content["rows"])
-
-
-def test_a_run_can_be_extended_by_methods(model_folder, tmp_path):
-    command(model_folder, tmp_path, "--controls", "0", methods="dense,cab")
-    results = command(model_folder, tmp_path, "--controls", "0", methods="cab,streaming")
-    assert [row["method"] for row in results["rows"]] == ["dense", "cab", "streaming"]
-    assert results["provenance"]["settings"]["methods"] == ["dense", "cab", "streaming"]

@@ -309,7 +309,7 @@ def test_outputs_that_are_not_finite_under_one_method_are_refused_by_its_attenti
     assert status == 2 and "not finite (NaN or infinite) under cab attention" in said
 
 
-@pytest.mark.parametrize("error", [ValueError("of a builtin"), KeyError("lost")])
+@pytest.mark.parametrize("error", [ValueError("of a builtin"), KeyError("lost"), RuntimeError()])
 def test_a_bug_is_no_refusal(run, monkeypatch, error):
     def broken(self, prompt, method):
         raise error

@@ -1,24 +1,24 @@
-"""Scores by teacher forcing: by hand, and as in one pass."""
+"""Scores by teacher forcing: by hand, and as in one pass; and the cache that is read on with."""
 
 import math
+import warnings
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fidelity_runs import LENGTH, command
+from long_runs import command
 from tiny import SPARSE as SMALL_BLOCKS
+from tiny import tiny_model
+from tiny import tokens as random_tokens
 from torch.nn import functional as F
 from words import CHAT, make_tokenizer
 
 import cab_hf
-from cab_hf.eval import (
-    fidelity,
-    teacher_forcing,
-)
+from cab_hf.eval import fidelity, teacher_forcing
 from cab_hf.eval.fidelity import Fidelity, Settings
 from cab_hf.eval.haystack import Haystack
-from cab_hf.eval.kv_cache import cache_name
+from cab_hf.eval.kv_cache import NAME, NAME_BEFORE, cache_name, cache_of, read_on
 from cab_hf.eval.teacher_forcing import (
     TeacherForced,
     answered,
@@ -82,11 +82,14 @@ def test_divergence_by_hand():
     assert divergence(dense, dense, TeacherForced((0, 1, 2), ((1, 3),)))["kl"] == 0
 
 
+def read(length):
+    """(model, tokens): a tiny one, and so many to read."""
+    return tiny_model(num_hidden_layers=2), tuple(random_tokens(1, length)[0].tolist())
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_what_follows_a_prompt_is_foreseen_as_in_one_pass(model_folder, chunk):
-    model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
-    tokens = tuple(torch.randint(3, 60, (90,), generator=torch.Generator().manual_seed(0)).tolist())
-    spans = ((50, 51), (60, 90))
+def test_what_follows_a_prompt_is_foreseen_as_in_one_pass(chunk):
+    (model, tokens), spans = read(90), ((50, 51), (60, 90))
     complete = distributions(model, TeacherForced(tokens, spans))
     behind = distributions(model, TeacherForced(tokens, spans, prompt=50), chunk=chunk)
     torch.testing.assert_close(behind, complete, atol=1e-4, rtol=1e-4)
@@ -94,13 +97,10 @@ def test_what_follows_a_prompt_is_foreseen_as_in_one_pass(model_folder, chunk):
         distributions(model, TeacherForced(tokens, spans, prompt=70))
 
 
-def test_a_prompt_is_read_in_chunks(model_folder):
-    experiment = Fidelity(Settings(model=str(model_folder), device="cpu", prefill_chunk=64))
+def test_a_prompt_is_read_in_chunks():
+    model, tokens = read(290)
     # the best half of every row, where attention hardly differs from block to block
-    half = {"mass_threshold": 0.0, "max_density": 0.5}
-    model = cab_hf.apply_cab(experiment.model, SMALL_BLOCKS, **half)
-    generator = torch.Generator().manual_seed(0)
-    tokens = tuple(torch.randint(3, 60, (290,), generator=generator).tolist())
+    cab_hf.apply_cab(model, SMALL_BLOCKS, mass_threshold=0.0, max_density=0.5)
     text = TeacherForced(tokens, ((260, 290),), prompt=256)
     complete, blocks, others = (
         distributions(model, text, chunk=7, prefill_chunk=each) for each in (0, 64, 80)
@@ -111,28 +111,24 @@ def test_a_prompt_is_read_in_chunks(model_folder):
 
 
 @pytest.mark.parametrize("prefill_chunk", [0, 32])
-def test_turns_are_foreseen_as_in_one_pass(model_folder, prefill_chunk):
-    model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
-    tokens = tuple(
-        torch.randint(3, 60, (190,), generator=torch.Generator().manual_seed(0)).tolist()
-    )
+def test_turns_are_foreseen_as_in_one_pass(prefill_chunk):
+    model, tokens = read(190)
     reading = TeacherForced(tokens, ((60, 75), (110, 111), (180, 190)))
     expected = distributions(model, reading)
     actual = behind_turns(model, reading, 7, prefill_chunk=prefill_chunk).log_softmax(-1)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_every_turn_is_read_behind_those_before_it(model_folder):
+def test_every_turn_is_read_behind_those_before_it():
     """The method reads the prompts of all turns over one cache, and what follows them is exact."""
-    model, calls = Fidelity(Settings(model=str(model_folder), device="cpu")).model, []
+    (model, tokens), calls = read(50), []
 
     def look(model, given, more):
         cached = more[cache_name(model)]
         calls.append((given[0].shape[1], cached.get_seq_length() if cached else 0))
 
-    hook = model.register_forward_pre_hook(look, with_kwargs=True)
-    behind_turns(model, TeacherForced(tuple(range(3, 53)), ((18, 20), (45, 50))), 3)
-    hook.remove()
+    model.register_forward_pre_hook(look, with_kwargs=True)
+    behind_turns(model, TeacherForced(tokens, ((18, 20), (45, 50))), 3)
     assert calls == [(18, 0), (2, 18), (25, 20), (3, 45), (2, 48)]
 
 
@@ -148,15 +144,12 @@ def test_turns_are_equal_and_end_with_the_text(length):
 @pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
 @pytest.mark.parametrize(
     ("keys", "question_first"),
-    [
-        pytest.param(1, False, id="one key"),
-        pytest.param(1, True, id="question first"),
-        pytest.param(4, False, id="four keys"),
-    ],
+    [(1, False), (1, True), (4, False)],
+    ids=["one key", "question first", "four keys"],
 )
 def test_the_key_stands_behind_its_prompt(chat, keys, question_first):
     tokenizer = make_tokenizer(chat)
-    prompt = Haystack(tokenizer, keys=keys, question_first=question_first).prompt(LENGTH, 0.5, 0)
+    prompt = Haystack(tokenizer, keys=keys, question_first=question_first).prompt(300, 0.5, 0)
     reading = answered(tokenizer, prompt)
     ((start, end),) = reading.spans
     assert reading.tokens[:start] == prompt.tokens and end == len(reading.tokens)
@@ -173,14 +166,16 @@ def test_the_key_stands_behind_its_prompt(chat, keys, question_first):
 
 def test_of_several_keys_one_is_asked_for_and_of_none_nothing(model_folder, tmp_path):
     more = ("--probes", "pass,multi_key,continuation,asked", "--asked", "0")
-    (row,) = command(model_folder, tmp_path, *more, methods="dense")["rows"]
+    (row,) = command("fidelity", model_folder, tmp_path, *more, methods="dense")["rows"]
     assert row["multi_key"]["n"] == row["pass"]["n"] == 2
     assert "continuation" in row and "asked" not in row
 
 
 def test_every_task_is_read(model_folder, tmp_path):
     more = ("--probes", "tasks", "--lengths", 600, "--task-samples", 3)
-    results = command(model_folder, tmp_path, *more, methods="dense,full,no_needle", drawn=True)
+    results = command(
+        "fidelity", model_folder, tmp_path, *more, methods="dense,full,no_needle", drawn=True
+    )
     rows = {row["method"]: row for row in results["rows"]}
     # no_needle has nothing to hide here
     assert list(rows) == ["dense", "full"]
@@ -200,3 +195,33 @@ def test_tasks_are_read_as_prompts(model_folder):
     example = TASKS["tracking"].make(make_tokenizer(), NOISE, 600, 1, 0)
     expected = TeacherForced(example.tokens, example.answers, example.prompt)
     assert measured.reading("noise", 600, "tracking", None, 1) == expected
+
+
+class Model:
+    """It returns the cache that it is given."""
+
+    def forward(self, ids, cache=None, use_cache=None):
+        return {NAME: (cache, use_cache)}
+
+    def __call__(self, *given, **named):
+        return self.forward(*given, **named)
+
+
+class ModelBefore(Model):
+    def forward(self, ids, past_key_values=None, use_cache=None):
+        return {NAME_BEFORE: (past_key_values, use_cache)}
+
+
+@pytest.mark.parametrize(("model", "name"), [(Model(), NAME), (ModelBefore(), NAME_BEFORE)])
+def test_a_cache_has_the_name_that_the_model_knows(model, name):
+    assert cache_name(model) == name
+    assert cache_of(read_on(model, torch.zeros(1, 1), "a cache")) == ("a cache", True)
+
+
+def test_reading_on_is_reading_and_warns_of_nothing():
+    model, ids = tiny_model(), random_tokens(1, 12, seed=3)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        first = read_on(model, ids[:, :8], None)
+        second = read_on(model, ids[:, 8:], cache_of(first))
+    torch.testing.assert_close(second.logits, model(ids).logits[:, 8:])

@@ -1,0 +1,34 @@
+"""Runs of passkey and fidelity on a tiny model, for the tests that read what they write."""
+
+import json
+
+import pytest
+from tiny import SPARSE_WORDS
+
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.experiment import named
+
+# what is small enough to run here, which words behind it change
+FIXED = {
+    "passkey": "--lengths 400 --depths 3 --samples 1 --controls 0",
+    "fidelity": "--lengths 300 --keys 2",
+}
+FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
+
+
+def start(name, model, out, *more, methods="dense,cab,random", drawn=False):
+    """The exit status of a run in the folder ``out``."""
+    given = [name, *FIXED[name].split(), "--device", "cpu", "--model", model, "--out", out]
+    given += [word for assignment in SPARSE_WORDS for word in ("--cab", assignment)]
+    with pytest.MonkeyPatch.context() as patch:
+        # which takes longer than the rest
+        if not drawn:
+            patch.setattr(named(name), "draw", lambda *_: None)
+        return main([str(word) for word in (*given, "--methods", methods, *more)])
+
+
+def command(name, model, out, *more, **kind):
+    """What results.json holds after the run, None where there is none."""
+    assert start(name, model, out, *more, **kind) == 0
+    file = out / "results.json"
+    return json.loads(file.read_text()) if file.exists() else None
