@@ -154,14 +154,15 @@ DECODING = (
 
 @pytest.fixture(scope="module")
 def complete(model_folder, tmp_path_factory):
-    """Words of a run -> its rows by method, of several methods; run once, and drawn."""
+    """Words of a run -> its rows by method, of several methods; run once."""
 
     @cache
     def rows(words):
         methods = {BEHIND: "full,cab,streaming", TURNS: "full,cab,random,streaming"}
         methods = methods.get(words, "full,streaming,h2o,snapkv")
         out = tmp_path_factory.mktemp("complete")
-        run = command(model_folder, out, *words, methods=f"dense,{methods}", drawn=True)
+        more = {"methods": f"dense,{methods}", "drawn": words != BEHIND}
+        run = command(model_folder, out, *words, **more)
         return {row["method"]: row for row in run["rows"]}
 
     return rows

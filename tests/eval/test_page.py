@@ -15,7 +15,6 @@ from cab_hf.eval.passkey import Passkey
 from cab_hf.eval.report import markdown_table
 
 RESULTS = Path(__file__).parents[2] / "eval" / "results"
-COMMITTED = ("speed-ttft", "families", "smollm2-8192-1key")
 HOSTILE = 'a <b>, c & d | "e" <script>alert(1)</script> ![x](https://host/x.png)'
 
 
@@ -98,8 +97,9 @@ def made(*folders):
 
 @pytest.fixture(scope="module")
 def committed():
-    """The page of all committed results."""
-    return made(RESULTS)
+    """The page of all committed results, and what is read of it."""
+    text = made(RESULTS)
+    return text, Page(text)
 
 
 # --- what is on it
@@ -125,18 +125,24 @@ def test_a_section_has_all_parts_of_a_report(folder):
     assert '<td class="number">–</td>' in text
 
 
-def test_the_contents_lead_to_every_section(committed):
-    shown = Page(committed)
+def test_the_contents_lead_to_every_section_and_nothing_is_loaded_from_elsewhere(committed):
+    text, shown = committed
     links = [link["href"] for link in shown.all("a") if link["href"] != "#top"]
     names = [path.parent.name for path in RESULTS.glob("*/results.json*")]
-    assert set(links) >= {f"#{name}" for name in names}
     # once in the contents, once in the heading
     assert sorted(links) == sorted([each for name in names for each in [f"#{name}"] * 2])
     assert sorted(each["id"] for each in shown.all("section")) == sorted(names)
+    loading = {"link", "iframe", "object", "embed", "base", "video"}
+    assert not loading & {tag for tag, _ in shown.tags}
+    sources = [given["src"] for _, given in shown.tags if "src" in given]
+    assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not any(word in text for word in ("srcset", "url(", "@import"))
+    (policy,) = (each["content"] for each in shown.all("meta") if "http-equiv" in each)
+    assert policy.startswith("default-src 'none'; img-src data:;")
 
 
-@pytest.mark.parametrize("name", COMMITTED)
-def test_tables_and_headings_are_those_of_the_report(name):
+@pytest.mark.parametrize("name", ["speed-ttft", "families", "smollm2-8192-1key"])
+def test_a_section_is_the_report_with_its_figure_and_command(name):
     complete = (RESULTS / name / "report.md").read_text()
     result = readme.read_results(RESULTS / name)
     shown = Page(made(RESULTS / name))
@@ -148,38 +154,17 @@ def test_tables_and_headings_are_those_of_the_report(name):
     assert shown.texts["h2"] == [readme.heading(result, [result])]
     headings = re.findall("^## (.+)$", complete, re.MULTILINE)
     assert shown.texts["summary"][: len(headings)] == headings
+    (image,), (said,) = shown.all("img"), shown.texts["figcaption"]
+    picture = base64.b64decode(image["src"].removeprefix("data:image/png;base64,"))
+    assert picture == (RESULTS / name / "figure.png").read_bytes() and image["alt"]
+    command = experiment.command(result.kind, result.provenance["settings"])
+    assert said.strip() == f"{result.kind.caption}\n{command.strip('`').strip()}"
 
 
-def test_every_figure_is_inside_and_has_its_command():
-    shown = Page(made(*(RESULTS / name for name in COMMITTED)))
-    results = page.read_all([RESULTS / name for name in COMMITTED])
-    pictures = [image["src"].removeprefix("data:image/png;base64,") for image in shown.all("img")]
-    assert len(pictures) == len(shown.texts["figcaption"]) == len(COMMITTED)
-    for result, picture, said in zip(results, pictures, shown.texts["figcaption"], strict=True):
-        assert base64.b64decode(picture) == (result.folder / "figure.png").read_bytes()
-        command = experiment.command(result.kind, result.provenance["settings"])
-        assert said.strip() == f"{result.kind.caption}\n{command.strip('`').strip()}"
-    assert all(image["alt"] for image in shown.all("img"))
-
-
-def test_nothing_is_loaded_from_elsewhere(committed):
-    shown = Page(committed)
-    loading = {"link", "iframe", "object", "embed", "base", "video"}
-    assert not loading & {tag for tag, _ in shown.tags}
-    sources = [given["src"] for _, given in shown.tags if "src" in given]
-    assert sources and all(source.startswith("data:image/png;base64,") for source in sources)
-    assert not any(word in committed for word in ("srcset", "url(", "@import"))
-    (policy,) = (each["content"] for each in shown.all("meta") if "http-equiv" in each)
-    assert policy.startswith("default-src 'none'; img-src data:;")
-
-
-def test_folders_of_folders_count_as_all_of_theirs_and_each_once(folder):
+def test_folders_count_once_and_those_of_one_name_go_by_their_paths(folder, tmp_path):
     write(folder.parent / "other", [{"name": "a", "value": 1.0}], settings={"keys": 1})
     results = page.read_all([folder.parent, folder])
     assert [each.name for each in results] == ["other", "told"]
-
-
-def test_folders_of_one_name_go_by_their_paths(folder, tmp_path):
     write(tmp_path / "more" / "told", [{"name": "a", "value": 1.0}])
     results = page.read_all([folder, tmp_path / "more"])
     shown = Page(page.page(results))
@@ -233,11 +218,9 @@ def test_the_page_sorts_in_a_browser_and_logs_nothing(tmp_path, monkeypatch):
             return {"First": markdown_table(rows, ["name", "value", "both"])}
 
     monkeypatch.setattr(tables, "named", {"passkey": Sorted}.get)
-    names, values = ("b10", "b9", "a"), ("2,048", None, "64.5 %")
-    both = ("none", "1 of 4", "0.2×")
+    rows = [("b10", "2,048", "none"), ("b9", None, "1 of 4"), ("a", "64.5 %", "0.2×")]
     keys = ("name", "value", "both")
-    rows = [dict(zip(keys, row, strict=True)) for row in zip(names, values, both, strict=True)]
-    write(tmp_path / "run", rows)
+    write(tmp_path / "run", [dict(zip(keys, row, strict=True)) for row in rows])
     (tmp_path / "index.html").write_text(made(tmp_path / "run"))
     result, logged = browser.browse(tmp_path / "index.html", ORDERS)
     assert result == [
@@ -252,7 +235,7 @@ def test_the_page_sorts_in_a_browser_and_logs_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not browser.installed(), reason=browser.NEEDED)
 def test_all_committed_results_open_in_a_browser_without_a_word(committed, tmp_path):
-    (tmp_path / "index.html").write_text(committed)
+    (tmp_path / "index.html").write_text(committed[0])
     script = """(() => ({
       figures: [...document.images].every((image) => image.naturalWidth > 0),
       wide: document.documentElement.scrollWidth > document.documentElement.clientWidth,
@@ -310,10 +293,10 @@ def test_a_folder_that_cannot_be_shown_is_refused(folder, tmp_path, capsys, name
     status, said = run(capsys, folder, "--out", tmp_path / "out")
     assert status == 2 and said.count("\n") == 1 and not (tmp_path / "out").exists()
     assert said.startswith("python -m cab_hf.eval: report: ") and message in said
+
+
+def test_words_without_folders_and_a_place_that_is_a_file_are_refused(folder, tmp_path, capsys):
     status, said = run(capsys, "--out", tmp_path / "out")
     assert status == 2 and "give folders of results, such as eval/results" in said
-
-
-def test_a_folder_that_cannot_be_written_is_told(folder, capsys):
     status, said = run(capsys, folder, "--out", folder / "figure.png")
     assert status == 2 and "figure.png cannot be written (File exists)" in said

@@ -256,37 +256,3 @@ def test_parameters_that_were_gathered_are_saved_as_the_models_own(tmp_path):
         load_file(tmp_path / place / "adapter_model.safetensors") for place in ("own", "gathered")
     )
     torch.testing.assert_close(theirs, own, rtol=0, atol=0)
-
-
-SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        pytest.param({"rope": None, "length": 1001}, "length", id="no scaling"),
-        pytest.param({"length": 4000, "rope_factor": 2.0}, "rope_factor", id="little"),
-        pytest.param({"rope_factor": 0.5}, "rope_factor", id="shrunk"),
-        pytest.param({"length": 900}, "rope", id="unneeded"),
-        pytest.param({"length": 4000, "config": {"rope_parameters": SCALED}}, "rope", id="scaled"),
-    ],
-)
-def test_positions_that_are_refused(options, name):
-    config = LlamaConfig(**SMALL, **LLAMA, **options.pop("config", {}))
-    with pytest.raises(ValueError, match=f"^{name} is "):
-        stretched(config=config, **{"rope": "yarn", **options})
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        pytest.param({"targets": ["q_prj"]}, "targets", id="near"),
-        pytest.param({"targets": ["lm_head"], "dropout": 0.1}, "dropout", id="head"),
-        pytest.param({"targets": ["lm_head"], "tied": True}, "targets", id="tied"),
-    ],
-)
-def test_adapters_that_are_refused(options, name):
-    options = {"targets": LINEAR, "rank": 2, "alpha": 4.0, "tied": False, **options}
-    model = tiny_model(tie_word_embeddings=options.pop("tied"))
-    with pytest.raises(ValueError, match=f"^{name} is "):
-        with_lora(model, **options)

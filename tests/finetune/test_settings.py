@@ -1,11 +1,15 @@
 """What a fine-tuning run is told: files, words, and what is refused."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
+from tiny import tiny_model
+from transformers import LlamaConfig
 
 from cab_hf import CabConfig
+from cab_hf.finetune.models import stretch_positions, with_lora
 from cab_hf.finetune.objective import learning_rate
 from cab_hf.finetune.settings import FREE, Settings, read
 from cab_hf.runs.settings import UsageError
@@ -31,10 +35,8 @@ def test_every_config_that_ships_is_one(path):
 @pytest.mark.parametrize(
     ("name", "kind", "processes"),
     [
-        ("one_gpu", "NO", 1),
-        ("ddp_8gpu", "MULTI_GPU", 8),
-        ("fsdp2_8gpu", "FSDP", 8),
-        ("cpu_2", "MULTI_GPU", 2),
+        *(("one_gpu", "NO", 1), ("ddp_8gpu", "MULTI_GPU", 8)),
+        *(("fsdp2_8gpu", "FSDP", 8), ("cpu_2", "MULTI_GPU", 2)),
     ],
 )
 def test_accelerate_reads_its_configs(name, kind, processes):
@@ -105,45 +107,60 @@ def test_the_learning_rate_rises_and_falls(step, rate):
     assert learning_rate(step, schedule) == pytest.approx(rate)
 
 
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        ({"train": "lora"}, "train"),
-        ({"train": "all", "qlora": True}, "qlora"),
-        ({"train": "all", "dropout": 0.1}, "dropout"),
-        ({"train": "all", "rank": 8}, "rank"),
-        ({"train": "all", "alpha": 8.0}, "alpha"),
-        ({"train": "all", "targets": ("q_proj",)}, "targets"),
-        ({"train": "all", "adapter": "a"}, "adapter"),
-        ({"data": ()}, "data"),
-        ({"data": ("a.txt=-1",)}, "data"),
-        ({"validation": ("a=b",)}, "validation"),
-        ({"steps": 0}, "steps"),
-        ({"length": 1}, "length"),
-        ({"warmup": 200}, "warmup"),
-        ({"rank": 0}, "rank"),
-        ({"cp": 0}, "cp"),
-        ({"cp": 2, "attention": "sdpa"}, "attention"),
-        ({"cp": 4, "length": 512}, "length"),
-        ({"alpha": 0.0}, "alpha"),
-        ({"dropout": 1.0}, "dropout"),
-        ({"lr": 0.0}, "lr"),
-        ({"lr_end": 1.1}, "lr_end"),
-        ({"offload_layers": 3, "checkpointing": False}, "offload_layers"),
-        ({"data_workers": 2}, "data_workers"),
-        ({"tile_tokens": -1}, "tile_tokens"),
-        ({"link_gbs": 0.0}, "link_gbs"),
-        ({"dtype": "float16"}, "dtype"),
-        ({"rope": "ntk"}, "rope"),
-        ({"rope_factor": 2.0}, "rope_factor"),
-        ({"rope": "yarn", "rope_theta": 5e5}, "rope_theta"),
-        ({"passkey_lengths": (9999,)}, "passkey_lengths"),
-        ({"calibration": "smollm3"}, "calibration"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(given, name):
-    with pytest.raises(ValueError, match=rf"^{name} "):
+# rows of settings as YAML, of each of which the last is refused, by its name
+REFUSED = """
+train: lora | train: all, qlora: true | train: all, dropout: 0.1 | train: all, rank: 8
+train: all, alpha: 8.0 | train: all, targets: [q_proj] | train: all, adapter: a
+data: [] | data: [a.txt=-1] | validation: [a=b] | steps: 0 | length: 1 | warmup: 200 | rank: 0
+cp: 0 | cp: 2, attention: sdpa | cp: 4, length: 512 | alpha: 0.0 | dropout: 1.0 | lr: 0.0
+lr_end: 1.1 | checkpointing: false, offload_layers: 3 | data_workers: 2 | tile_tokens: -1
+link_gbs: 0.0 | dtype: float16 | rope: ntk | rope_factor: 2.0 | rope: yarn, rope_theta: 5.0e+5
+passkey_lengths: [9999] | calibration: smollm3
+"""
+
+
+@pytest.mark.parametrize("row", [row.strip() for row in re.split(r"\||\n", REFUSED.strip())])
+def test_settings_that_make_no_sense_are_refused(row):
+    given = yaml.safe_load(f"{{{row}}}")
+    given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
+    with pytest.raises(ValueError, match=rf"^{[*given][-1]} "):
         settings(**given)
+
+
+POSITIONS = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2}
+POSITIONS |= {"max_position_embeddings": 1000, "head_dim": 16}
+SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "config"),
+    [
+        ("length", {"rope": None, "length": 1001}, {}),
+        ("rope_factor", {"length": 4000, "rope_factor": 2.0}, {}),
+        ("rope_factor", {"rope_factor": 0.5}, {}),
+        ("rope", {"length": 900}, {}),
+        ("rope", {"length": 4000}, {"rope_parameters": SCALED}),
+    ],
+    ids=["no scaling", "little", "shrunk", "unneeded", "scaled"],
+)
+def test_positions_that_are_refused(name, given, config):
+    given = {"rope": "yarn", "length": None, **given}
+    with pytest.raises(ValueError, match=f"^{name} is "):
+        stretch_positions(LlamaConfig(**POSITIONS, **config), "a-model", **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "tied"),
+    [
+        ("targets", {"targets": ["q_prj"]}, False),
+        ("dropout", {"targets": ["lm_head"], "dropout": 0.1}, False),
+        ("targets", {"targets": ["lm_head"]}, True),
+    ],
+    ids=["near", "head", "tied"],
+)
+def test_adapters_that_are_refused(name, given, tied):
+    with pytest.raises(ValueError, match=f"^{name} is "):
+        with_lora(tiny_model(tie_word_embeddings=tied), rank=2, alpha=4.0, **given)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +168,7 @@ def test_settings_that_make_no_sense_are_refused(given, name):
     [
         (["--lenght", "8"], "did you mean --length?"),
         (["--config", "FILE"], "sets 'targts'; did you mean targets?"),
-        (["--rank", "many"], "rank: "),
-        (["--tile-tokens", "1.5"], "tile_tokens: "),
+        *((["--rank", "many"], "rank: "), (["--tile-tokens", "1.5"], "tile_tokens: ")),
         (["--lr", "inf"], "lr: "),
     ],
 )
