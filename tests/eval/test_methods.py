@@ -300,13 +300,6 @@ def test_trianglemix_is_dense_and_then_a_triangle(model, ids, monkeypatch):
         blocks.TriangleMix.fit(CELL)
 
 
-def test_full_budget_equals_dense(model, ids):
-    before = logits(model, ids)
-    with methods.Full.fit(CELL).applied(model) as densities:
-        torch.testing.assert_close(logits(model, ids), before, atol=1e-4, rtol=1e-4)
-        assert densities() == [1.0, 1.0]
-
-
 def test_densities_start_afresh_for_every_sample(model, ids):
     with METHODS["random"].fit(CELL).applied(model) as densities:
         logits(model, ids)

@@ -17,7 +17,6 @@ from cab_hf.eval.tables import (
     all_results,
     pivoted,
     read_results,
-    source,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -100,32 +99,6 @@ def test_results_are_small_enough_for_a_repository():
 
 
 # --- what is shown
-
-
-def test_headings_say_what_varies_and_else_the_folder(tmp_path):
-    # what grows, what is no option and lists are not told
-    runs = [
-        write(tmp_path / "a", [], ("torch", "flash"), {"note": "no option"}),
-        write(tmp_path / "b", [], settings={"keys": 4, "methods": ["dense"], "depths": [0]}),
-        write(tmp_path / "c", [], settings={"keys": 4, "methods": ["cab"]}),
-    ]
-    title = "Passkey retrieval"
-    shown = [f"{title}: keys 1, flash 2", f"{title}: keys 4, no flash"]
-    assert [readme.heading(each, runs[:2]) for each in runs[:2]] == shown
-    shown = [f"{shown[1]} (b)", f"{shown[1]} (c)"]
-    assert [readme.heading(each, runs) for each in runs[1:]] == shown
-
-
-def test_the_source_says_how_a_run_differed_from_what_is_committed(results):
-    speed, choosing = (read_results(results / name) for name in (SPEED, CHOOSING))
-    assert source([speed, choosing]) == "a GPU, torch 2, commit fedcba9 and 0123456"
-    speed.provenance["commit"] = "fedcba9876-dirty"
-    assert source([speed]).endswith("commit fedcba9-dirty")
-    speed.provenance["settings"]["cab_config"] = {"select": "clusters", "key_block": 64}
-    choosing.provenance["settings"]["cab_configs"] = {"cab": {"key_block": 64}}
-    assert source([speed]).endswith("; by the default of cab_hf 0.2")
-    assert source([speed, choosing]).endswith("; in part by the default of cab_hf 0.2")
-    assert source([choosing]).endswith("commit 0123456")
 
 
 def test_rows_and_columns_are_those_declared(tmp_path, monkeypatch):

@@ -58,26 +58,6 @@ def test_antidiagonal_score_by_hand():
     torch.testing.assert_close(rows[0, 0, 1], torch.stack([first_logit, second_logit]).softmax(0))
 
 
-def test_vertical_slash_by_hand():
-    """Blocks of two; the last two of eight queries ask, and attend one key each.
-
-    Query 6 attends key 1 (distance 5), query 7 attends key 7 (distance 0). So the best columns are
-    1 and 7, the best diagonals 5 and 0: distance 5 touches blocks two and three before the
-    diagonal's.
-    """
-    q, k = torch.zeros(1, 1, 8, 8), torch.eye(8)[None, None]
-    q[0, 0, 6, 1] = q[0, 0, 7, 7] = 100.0
-    # what is not the last two does not ask
-    q[0, 0, :6] = 50.0
-    call = LayerContext(Spans.causal(1, 8, 8, "cpu"), 1.0)
-    score = last_queries.vertical_slash_scores(q, k, call, 2, 2, asking=2)
-    visible = torch.ones(4, 4, dtype=torch.bool).tril()
-    expected = torch.eye(4)
-    expected[:, 0] = expected[:, 3] = 1.0
-    expected[2, 0] = expected[3, 0] = expected[3, 1] = 1.0
-    torch.testing.assert_close(score[0, 0] * visible, expected * visible)
-
-
 @pytest.mark.parametrize("length", [1, 205])
 def test_vertical_slash_scores_are_those_of_eager_attention(length):
     q, k = random_qk(length)
@@ -189,33 +169,6 @@ def test_columns_and_diagonals_are_touched_by_hand():
     # rows of half a key block each
     keep = last_queries.touched(nothing, far, Spans.causal(1, 24, 24, "cpu"), 2, 4)[0, 0]
     assert keep.nonzero().tolist() == [[6, 0], [7, 0], [8, 1], [9, 1], [10, 2], [11, 2]]
-
-
-def test_the_fewest_entries_by_hand():
-    share = torch.tensor([0.1, 0.4, 0.2, 0.3])
-    everything, forced = torch.ones(4, dtype=torch.bool), torch.arange(4) == 0
-
-    def held(wanted, forced=forced):
-        return blocks.fewest(share, everything, forced, wanted).nonzero().flatten().tolist()
-
-    assert held(0.05) == [0]
-    assert held(0.45) == [0, 1]
-    assert held(0.55) == [0, 1, 3]
-    assert held(0.9) == held(1.0) == [0, 1, 2, 3]
-    assert held(0.0, ~everything) == [] and held(0.6, ~everything) == [1, 3]
-
-
-def test_tokens_tell_how_many_blocks_are_kept_by_hand(monkeypatch):
-    share = torch.tensor([0.02, 0.29, 0.145, 0.145, 0.3, 0.04, 0.03, 0.03])
-    monkeypatch.setattr(last_queries, "MIN_TOKENS", 1)
-    # one token holds 0.3, two hold 0.59, three 0.735, four 0.88: of n there are n // 2 + 1 blocks
-    for wanted, count in {0.0: 1, 0.2: 1, 0.5: 2, 0.7: 2, 0.8: 3, 1.0: 4}.items():
-        kept = last_queries.counted_by_token(share, torch.tensor(wanted), 2)
-        # which hold 0.31, 0.29, 0.34 and 0.06
-        assert kept.nonzero().flatten().tolist() == sorted([2, 0, 1, 3][:count])
-    monkeypatch.setattr(last_queries, "MIN_TOKENS", 5)
-    kept = last_queries.counted_by_token(share, torch.tensor(0.2), 2)
-    assert kept.nonzero().flatten().tolist() == [0, 1, 2]
 
 
 def test_root_divergence_by_hand():

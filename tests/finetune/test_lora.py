@@ -13,13 +13,15 @@ from launches import (
     MEDDLED,
     SMALL,
     TRAIN,
-    check_that_a_killed_run_goes_on_to_the_last_bit,
+    assert_same,
+    assert_same_run,
     launched,
+    learnt,
     losses,
     steps,
 )
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from tiny import SPARSE
 from words import TEXT, save_llama
 
@@ -61,7 +63,8 @@ def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
     assert merged.returncode == 0, merged.stderr[-3000:]
     assert (tmp_path / "merged" / "model.safetensors").exists()
 
-    check_that_a_killed_run_goes_on_to_the_last_bit(tmp_path / "killed", tmp_path / "whole")
+    assert steps(tmp_path / "whole", "step") == [1, 2, 3, 4, 5, 6]
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
     check_that_all_processes_stop_where_one_is_asked_to(tmp_path, done.stdout)
     check_that_two_processes_learn_what_one_does_in_two_turns(tmp_path)
     check_that_all_processes_stop_where_one_would_learn_nothing(tmp_path, done.stderr)
@@ -132,7 +135,7 @@ def refusal(capsys):
     return line
 
 
-def stop_at(monkeypatch, tmp_path, last, *words):
+def stop_at(tmp_path, last, *words):
     """A run that gets SIGTERM in its step ``last``."""
     step = train.Run._step
 
@@ -141,7 +144,7 @@ def stop_at(monkeypatch, tmp_path, last, *words):
             os.kill(os.getpid(), signal.SIGTERM)
         return step(self, at, asked)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.Run, "_step", stopped)
         assert run(tmp_path, *words) == 0
     assert len(steps(tmp_path / "run", "loss")) == last
@@ -157,24 +160,23 @@ def test_a_watched_run_leaves_its_files_and_a_log_of_all_it_measured(tmp_path):
     results = json.loads((out / "results.json").read_text())
     assert results["processes"] == 1 and results["provenance"]["settings"]["length"] == 256
     assert results["evaluation"]["step"] == 4
-    records = read_log(out / train.LOG)[1]
-    for each in [each for each in records if each["kind"] == "evaluation"]:
-        assert each["step"] in (3, 4) and 0 < each["held_out_loss"] < 10
-        assert each["passkey"].keys() == {"192", "256"}
-    for each in [each for each in records if each["kind"] == "step"]:
-        assert 0 < each["density"] < 1 and each["grad_norm"] > 0 and each["lr"] > 0
-        assert each["tokens_per_second"] == each["tokens_per_second_per_gpu"]
-        assert each["tokens_per_second"] * each["seconds"] == pytest.approx(256)
-        # nobody knows what a CPU could do
-        assert each["mfu"] is None and each["peak_gib"] is None
+    for each in read_log(out / train.LOG)[1]:
+        if each["kind"] == "evaluation":
+            assert each["step"] in (3, 4) and 0 < each["held_out_loss"] < 10
+            assert each["passkey"].keys() == {"192", "256"}
+        if each["kind"] == "step":
+            assert 0 < each["density"] < 1 and each["grad_norm"] > 0 and each["lr"] > 0
+            assert each["tokens_per_second"] == each["tokens_per_second_per_gpu"]
+            assert each["tokens_per_second"] * each["seconds"] == pytest.approx(256)
+            # nobody knows what a CPU could do
+            assert each["mfu"] is None and each["peak_gib"] is None
 
 
 def test_an_adapter_may_be_rounded_and_what_a_run_goes_on_with_is_not(tmp_path, finished):
     assert run(tmp_path, "--adapter-dtype", "bfloat16") == 0
-    rounded, complete = learnt(tmp_path / "run"), learnt(finished)
-    assert rounded.keys() == complete.keys()
-    for name, x in complete.items():
-        assert x.dtype == torch.float32 and torch.equal(x.bfloat16(), rounded[name])
+    complete = learnt(finished)
+    assert {x.dtype for x in complete.values()} == {torch.float32}
+    assert_same(learnt(tmp_path / "run"), {name: x.bfloat16() for name, x in complete.items()})
     shared = torch.load(next((tmp_path / "run").rglob("shared.pt")), weights_only=True)
     assert {x.dtype for x in shared["parameters"].values()} == {torch.float32}
 
@@ -231,8 +233,15 @@ CONTENTS = {
 }
 
 
-@pytest.mark.parametrize("field", CONTENTS)
-def test_other_content_under_the_same_names_is_refused(tmp_path, capsys, field):
+def changed(file):
+    """The content of a file with other weights, another text or another setting."""
+    if file.suffix == ".safetensors":
+        return save({name: x + 0.1 for name, x in load_file(file).items()})
+    threshold = '"mass_threshold": 0.'
+    return file.read_text().replace("It", "He").replace(threshold, f"{threshold}1").encode()
+
+
+def test_other_content_under_the_same_names_is_refused(tmp_path, capsys):
     save_llama(tmp_path / "model")
     SPARSE.save(tmp_path / "calibration.json")
     for kind, count in (("data", 20), ("validation", 15)):
@@ -241,30 +250,27 @@ def test_other_content_under_the_same_names_is_refused(tmp_path, capsys, field):
     for name, file in CONTENTS.items():
         words += [f"--{name}", str(tmp_path / file.partition("/")[0])]
     assert run(tmp_path, *words) == 0
-    before = (tmp_path / "run" / "log.jsonl").read_bytes()
+    log = (tmp_path / "run" / "log.jsonl").read_bytes()
     # it is the content that counts
     for file in tmp_path.rglob("*.json*"):
         os.utime(file, (1, 1))
     assert run(tmp_path, *words) == 0
-    file = tmp_path / CONTENTS[field]
-    if field == "model":
-        save_file({name: x + 0.1 for name, x in load_file(file).items()}, file)
-    else:
-        text = file.read_text()
-        # of a text, or of the settings
-        changed = text.replace("It", "He").replace('"mass_threshold": 0.', '"mass_threshold": 0.1')
-        assert changed != text
-        file.write_text(changed)
     capsys.readouterr()
-    assert run(tmp_path, *words) == 2
-    named = f"{field}.{file}" if field in ("data", "validation") else field
-    assert f"log.jsonl was made with sha256.{named} '" in refusal(capsys)
-    assert (tmp_path / "run" / "log.jsonl").read_bytes() == before
+    for field, name in CONTENTS.items():
+        file = tmp_path / name
+        before, other = file.read_bytes(), changed(file)
+        assert other != before
+        file.write_bytes(other)
+        assert run(tmp_path, *words) == 2
+        named = f"{field}.{file}" if field in ("data", "validation") else field
+        assert f"log.jsonl was made with sha256.{named} '" in refusal(capsys)
+        assert (tmp_path / "run" / "log.jsonl").read_bytes() == log
+        file.write_bytes(before)
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["lost", "torn"])
-def test_a_checkpoint_knows_which_run_made_it(tmp_path, monkeypatch, capsys, finished, torn):
-    stop_at(monkeypatch, tmp_path, 2)
+def test_a_checkpoint_knows_which_run_made_it(tmp_path, capsys, finished, torn):
+    stop_at(tmp_path, 2)
     out = tmp_path / "run"
     text = (out / train.LOG).read_text()
     (out / train.LOG).unlink()
@@ -315,24 +321,15 @@ def dynamic(folder):
         pytest.param(lambda _: [*ALL, "--dtype", "bfloat16"], 2, id="all, products in bfloat16"),
     ],
 )
-def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, monkeypatch, capsys, words, last):
+def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, capsys, words, last):
     words = words(tmp_path)
     assert run(tmp_path, *words, name="whole") == 0
     capsys.readouterr()
-    stop_at(monkeypatch, tmp_path, last, *words)
+    stop_at(tmp_path, last, *words)
     told = f"stopped at step {last} as asked; the same command goes on.\n"
     assert capsys.readouterr().out == told
     assert run(tmp_path, *words) == 0
-    one, other = tmp_path / "run", tmp_path / "whole"
-    assert losses(one) == losses(other)
-    for field in ("grad_norm", "density"):
-        assert steps(one, field) == steps(other, field)
-    assert_same(learnt(one), learnt(other))
-
-
-def assert_same(weights, expected):
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(x, expected[name]) for name, x in weights.items())
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
 def test_a_model_that_is_all_trained_learns_and_is_loaded_as_it_was_trained(tmp_path, monkeypatch):
@@ -356,31 +353,33 @@ def test_a_model_that_is_all_trained_learns_and_is_loaded_as_it_was_trained(tmp_
     assert rounded != loss and rounded == pytest.approx(loss, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        pytest.param(["--tokens-per-step", "300"], "tokens_per_step", id="steps"),
-        pytest.param(["--length", "8192"], "length is 8192", id="positions"),
-        pytest.param(["--targets", "q_prj"], "targets is ['q_prj']", id="target"),
-        pytest.param(["--passkey-lengths", "64"], "passkey_lengths", id="keys"),
-        pytest.param(["--cp", "2", "--length", "512"], "cp must divide the 1 processes", id="cp"),
-        pytest.param(["--data", "gone.txt"], "gone.txt", id="data"),
-        pytest.param(["--data", "gone.txt", "--dry-run"], "gone.txt", id="data of a dry run"),
-        pytest.param(["--model", "/nowhere"], "'/nowhere' is not here", id="model"),
-        pytest.param(["--attention", "falsh"], "or give another attention.", id="attention"),
-        pytest.param(["--attention", "falsh", "--dry-run"], "attention", id="of a dry run"),
-        pytest.param(["--cab", "mas=1"], "mas", id="cab"),
-        pytest.param(["--cab", "redundancy=3", "--attention", "sdpa"], "redundancy is 3", id="off"),
-        pytest.param(["--dry-run", "--gpu-gib", "1e-4"], "length is 256", id="no room"),
-        pytest.param(["--adapter", "nowhere"], "adapter must be a folder", id="adapter"),
-        pytest.param([], "out is", id="a folder that holds something else"),
-    ],
-)
-def test_what_cannot_run_is_refused_in_one_line(tmp_path, capsys, words, message):
-    if not words:
+REFUSED = """
+--tokens-per-step 300 > tokens_per_step
+--length 8192 > length is 8192
+--targets q_prj > targets is ['q_prj']
+--passkey-lengths 64 > passkey_lengths
+--cp 2 --length 512 > cp must divide the 1 processes
+--data gone.txt > gone.txt
+--data gone.txt --dry-run > gone.txt
+--model /nowhere > '/nowhere' is not here
+--attention falsh > or give another attention.
+--attention falsh --dry-run > attention
+--cab mas=1 > mas
+--cab redundancy=3 --attention sdpa > redundancy is 3
+--dry-run --gpu-gib 1e-4 > length is 256
+--adapter nowhere > adapter must be a folder
+--steps 4 > out is
+"""
+
+
+@pytest.mark.parametrize("row", REFUSED.strip().splitlines())
+def test_what_cannot_run_is_refused_in_one_line(tmp_path, capsys, row):
+    words, _, message = row.partition(" > ")
+    if message == "out is":
+        # a folder that holds something else
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "notes.txt").touch()
-    assert run(tmp_path, *words) == 2
+    assert run(tmp_path, *words.split()) == 2
     assert message in refusal(capsys)
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
@@ -461,20 +460,14 @@ def test_numbers_that_are_none_end_a_run_before_they_are_saved(
     assert "NaN" not in (tmp_path / "run" / "log.jsonl").read_text()
 
 
-def learnt(folder):
-    (file,) = [*folder.glob("adapter/*.safetensors"), *folder.glob("model/*.safetensors")]
-    return load_file(file)
-
-
 def test_an_evaluation_changes_nothing_that_is_learnt(tmp_path):
     # every evaluation reads a longer text than training does
     words = [*dynamic(tmp_path), "--data", "retrieval:passkey:120", "--held-out", "1"]
     words += ["--validation", "retrieval:passkey:256", "--eval-every"]
-    assert run(tmp_path, *words, "1", name="run") == 0
-    assert run(tmp_path, *words, "0", name="whole") == 0
-    one, other = tmp_path / "run", tmp_path / "whole"
-    assert steps(one, "loss") == steps(other, "loss")
-    assert_same(learnt(one), learnt(other))
+    for every in "10":
+        assert run(tmp_path, *words, every, name=every) == 0
+    assert steps(tmp_path / "1", "loss") == steps(tmp_path / "0", "loss")
+    assert_same(learnt(tmp_path / "1"), learnt(tmp_path / "0"))
 
 
 def test_a_run_begins_with_the_adapter_of_another(tmp_path, finished):
