@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ EXACT_TYPES = """
     granite cohere2 glm4 deepseek_v3 smollm3 starcoder2 stablelm gpt_neox opt bert minimax
     granitemoehybrid mllama
 """
-REFUSED_TYPES = "gemma2 vaultgemma gpt_oss llama4 llama4_text doge minimax_m3_vl_text deepseek_v32"
-# whose attention no registered function reaches
-NOT_REACHED_TYPES = "falcon bloom mpt gpt_neo xglm openai-gpt mamba"
+# the last seven with attention that no registered function reaches
+REFUSED_TYPES = """
+    gemma2 vaultgemma gpt_oss llama4 llama4_text doge minimax_m3_vl_text deepseek_v32
+    falcon bloom mpt gpt_neo xglm openai-gpt mamba
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -49,13 +52,8 @@ def test_a_type_attends_exactly(model_type):
 def test_a_type_is_refused_in_a_sentence(model_type):
     row = judged(model_type)
     assert row["verdict"] == REFUSED, row
-    assert "attn_implementation=" in row["said"] and row["said"].endswith(".")
-
-
-@pytest.mark.parametrize("model_type", NOT_REACHED_TYPES.split())
-def test_a_type_that_is_not_reached_is_not_switched(model_type):
-    row = judged(model_type)
-    assert row["verdict"] == REFUSED, row
+    if model_type in REFUSED_TYPES.splitlines()[1]:
+        assert "attn_implementation=" in row["said"] and row["said"].endswith(".")
 
 
 # --- over ranks
@@ -91,8 +89,7 @@ def test_a_type_computes_over_ranks_what_it_does_in_one_process(model_type):
 def test_a_type_is_refused_over_ranks_in_a_sentence_that_names_the_cause(model_type):
     row = judged_over_ranks(model_type)
     assert row["verdict"] == REFUSED, row
-    with pytest.raises(ValueError, match=REFUSED_OVER_RANKS[model_type]):
-        raise ValueError(row["said"])
+    assert re.search(REFUSED_OVER_RANKS[model_type], row["said"])
 
 
 @pytest.mark.parametrize("build", slow_but(["windowed", "dynamic"], 1))
@@ -101,14 +98,6 @@ def test_what_a_type_may_have_is_built_too(build):
 
 
 # --- verdicts
-
-
-@pytest.fixture
-def replace_cab():
-    """Have "cab" be another function for one test."""
-    before = ALL_ATTENTION_FUNCTIONS["cab"]
-    yield lambda function: AttentionInterface.register("cab", function)
-    AttentionInterface.register("cab", before)
 
 
 def without_the_first_key(module, query, key, value, mask, **options):
@@ -122,21 +111,21 @@ def not_a_number(module, query, *arguments, **options):
     return query.transpose(1, 2) * float("nan"), None
 
 
-def as_a_traceback(module, *arguments, **options):
+def a_traceback(module, *arguments, **options):
     raise KeyError("cab")
 
 
 @pytest.mark.parametrize(
     ("function", "verdict"),
-    [
-        pytest.param(without_the_first_key, WRONG, id="another-answer"),
-        pytest.param(not_a_number, FAILS, id="not-a-number"),
-        pytest.param(as_a_traceback, FAILS, id="error"),
-    ],
+    [(without_the_first_key, WRONG), (not_a_number, FAILS), (a_traceback, FAILS)],
 )
-def test_what_is_not_right_is_seen(replace_cab, function, verdict):
-    replace_cab(function)
-    assert judged("llama")["verdict"] == verdict
+def test_what_is_not_right_is_seen(function, verdict):
+    before = ALL_ATTENTION_FUNCTIONS["cab"]
+    AttentionInterface.register("cab", function)
+    try:
+        assert judged("llama")["verdict"] == verdict
+    finally:
+        AttentionInterface.register("cab", before)
 
 
 FINE, NO = {"difference": 1e-5}, {"refused": "cab does not."}
@@ -201,9 +190,9 @@ def test_an_input_with_padding_that_the_model_reads_is_not_compared():
 @pytest.mark.parametrize(
     ("model_type", "ranks", "timeout", "memory", "why"),
     [
-        pytest.param("llama", 1, 0.01, 12, "took longer than 0.01 seconds", id="slow"),
-        pytest.param("llama", 2, 0.001, 24, "took longer than 0.001 seconds", id="ranks-slow"),
-        pytest.param("gemma4_assistant", 1, 120, 12, "hidden_size_per_layer_input", id="no-config"),
+        ("llama", 1, 0.01, 12, "took longer than 0.01 seconds"),
+        ("llama", 2, 0.001, 24, "took longer than 0.001 seconds"),
+        ("gemma4_assistant", 1, 120, 12, "hidden_size_per_layer_input"),
     ],
 )
 def test_a_type_that_cannot_be_examined_ends_nothing_else(model_type, ranks, timeout, memory, why):
@@ -224,9 +213,15 @@ def test_a_process_that_dies_ends_nothing_else(ranks, monkeypatch):
     assert examined.in_processes("gemma2", ranks, 120, 24)["model"] == "Gemma2ForCausalLM"
 
 
+def verdicts_of(out, types, *words):
+    """What the command judges of types that `in_processes` examines."""
+    assert __main__.main(["families", "--types", types, "--out", str(out), *words]) == 0
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    return {row["model_type"]: row["verdict"] for row in rows}
+
+
 def test_the_command_writes_everything_and_goes_on_after_a_kill(tmp_path, monkeypatch, capsys):
-    command = ["families", "--types", "llama,gemma2,gpt_neo", "--out", str(tmp_path)]
-    measured = []
+    types, measured = "llama,gemma2,gpt_neo", []
 
     def killed_after_two(model_type, *_):
         if len(measured) == 2:
@@ -236,12 +231,10 @@ def test_the_command_writes_everything_and_goes_on_after_a_kill(tmp_path, monkey
 
     monkeypatch.setattr(families, "in_processes", killed_after_two)
     with pytest.raises(KeyboardInterrupt):
-        __main__.main(command)
+        verdicts_of(tmp_path, types)
     monkeypatch.setattr(families, "in_processes", lambda *_: {"not_built": "no reason"})
-    assert __main__.main(command) == 0
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    verdicts = {row["model_type"]: row["verdict"] for row in rows}
-    assert verdicts == {"llama": EXACT, "gemma2": REFUSED, "gpt_neo": NOT_BUILT}
+    expected = {"llama": EXACT, "gemma2": REFUSED, "gpt_neo": NOT_BUILT}
+    assert verdicts_of(tmp_path, types) == expected
     assert "Of 3 types 2 could be built: 1 attend exactly" in capsys.readouterr().out
     assert (tmp_path / "figure.png").stat().st_size > 0
 
@@ -253,8 +246,5 @@ def test_the_command_writes_what_ranks_compute(tmp_path, monkeypatch):
         "opt": {"not_built": "no reason"},
     }
     monkeypatch.setattr(families, "in_processes", lambda model_type, ranks, *_: actual[model_type])
-    command = ["families", "--ranks", "2", "--types", ",".join(actual), "--out", str(tmp_path)]
-    assert __main__.main(command) == 0
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    verdicts = {row["model_type"]: row["verdict"] for row in rows}
-    assert verdicts == {"llama": EXACT, "bamba": REFUSED, "opt": NOT_BUILT}
+    expected = {"llama": EXACT, "bamba": REFUSED, "opt": NOT_BUILT}
+    assert verdicts_of(tmp_path, ",".join(actual), "--ranks", "2") == expected

@@ -14,21 +14,12 @@ Z2 = NormalDist().inv_cdf(0.975) ** 2
     ("correct", "n", "low", "high"),
     [
         # at the ends the interval is [n / (n + z²), 1] and its mirror image
-        (10, 10, 10 / (10 + Z2), 1.0),
-        (0, 10, 0.0, Z2 / (10 + Z2)),
-        (5, 10, 0.236593, 0.763407),
-        (100, 100, 100 / (100 + Z2), 1.0),
-        (1, 1, 0.206549, 1.0),
+        *((10, 10, 10 / (10 + Z2), 1.0), (0, 10, 0.0, Z2 / (10 + Z2))),
+        *((5, 10, 0.236593, 0.763407), (100, 100, 100 / (100 + Z2), 1.0), (1, 1, 0.206549, 1.0)),
     ],
 )
 def test_wilson_by_hand(correct, n, low, high):
     assert intervals.wilson(correct, n) == pytest.approx((low, high), abs=1e-6)
-
-
-@pytest.mark.parametrize(("correct", "n"), [(1, 0), (-1, 5), (6, 5)])
-def test_wilson_refuses_what_is_no_share(correct, n):
-    with pytest.raises(ValueError, match="correct must be 0 to n"):
-        intervals.wilson(correct, n)
 
 
 def outcomes(both, only_ours, only_base, neither):
@@ -69,7 +60,10 @@ def test_paired_difference_turns_with_the_pair():
     assert low < difference < high
 
 
-def test_paired_difference_refuses_unequal_lengths():
+def test_what_is_no_share_and_no_pairs_is_refused():
+    for correct, n in ((1, 0), (-1, 5), (6, 5)):
+        with pytest.raises(ValueError, match="correct must be 0 to n"):
+            intervals.wilson(correct, n)
     with pytest.raises(ValueError, match="one length"):
         intervals.paired_difference([True], [True, False])
 
@@ -80,10 +74,8 @@ def test_paired_difference_refuses_unequal_lengths():
         # one degree is Cauchy's: tan(pi / 2 * level); two are level * sqrt(2 / (1 - level²))
         (0.95, 1, math.tan(math.pi / 2 * 0.95)),
         (0.95, 2, 0.95 * math.sqrt(2 / (1 - 0.95**2))),
-        (0.95, 3, 3.182446),
-        (0.95, 19, 2.093024),
-        (0.999, 20, 3.849516),
-        (0.95, 2001, 1.961147),
+        *((0.95, 3, 3.182446), (0.95, 19, 2.093024)),
+        *((0.999, 20, 3.849516), (0.95, 2001, 1.961147)),
     ],
 )
 def test_student_quantile_by_table(level, freedom, quantile):
@@ -100,6 +92,8 @@ def test_paired_interval_by_hand():
     spread = 4.302653 * 0.1 / math.sqrt(3)
     actual = intervals.mean_interval([0.5, 0.6, 0.9], [0.5, 0.5, 0.7], 0.95)
     assert actual == pytest.approx((0.1, 0.1 - spread, 0.1 + spread), abs=1e-5)
+    # pairs that never differ have an interval of no width
+    assert intervals.mean_interval([0.5, 0.25], [0.25, 0.0]) == (0.25, 0.25, 0.25)
 
 
 def test_mean_of_intervals_by_hand():
@@ -108,7 +102,3 @@ def test_mean_of_intervals_by_hand():
     below, above = math.sqrt(0.1**2 + 0.1**2) / 2, math.sqrt(0.2**2 + 0.4**2) / 2
     expected = (0.3, 0.3 - below, 0.3 + above)
     assert intervals.mean_of_intervals([one, other]) == pytest.approx(expected)
-
-
-def test_pairs_that_never_differ_have_an_interval_of_no_width():
-    assert intervals.mean_interval([0.5, 0.25], [0.25, 0.0]) == (0.25, 0.25, 0.25)

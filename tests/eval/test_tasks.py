@@ -123,20 +123,6 @@ def test_passkey_is_asked_as_the_command_asks_it(utils, folder):
     assert generation["do_sample"] is False
 
 
-def test_recall_asks_for_every_key_behind_its_statement(utils, folder):
-    result = utils.recall_documents(max_seq_lengths=[300], documents=2, keys=3, pretrained=folder)
-    assert [document["index"] for document in result] == [0, 0, 0, 1, 1, 1]
-    for document in result:
-        digits = document["key"].replace(" ", "")
-        assert len(digits) == 5 and digits.isdigit()
-        text = document["text"].replace(" ", "")
-        # a needle has them twice; the repetition is cut before them
-        assert text.count(digits) == 2
-        assert "saidabove,thepasskeyfor" in text[-40:] and text.endswith("is")
-    # documents differ, and what they are asked for as well
-    assert len({document["key"] for document in result}) == 6
-
-
 @pytest.mark.parametrize("text", [None, TEXT], ids=["noise", "text"])
 @pytest.mark.parametrize(("model", "keys"), slow_but([("merging", 4), ("smollm2", 12)], 0))
 def test_recall_is_read_as_it_was_measured(model, keys, text, utils, tmp_path):
@@ -161,21 +147,17 @@ def test_recall_is_read_as_it_was_measured(model, keys, text, utils, tmp_path):
 
 
 @pytest.mark.parametrize(("maker", "given"), MAKERS.items(), ids=MAKERS)
-def test_documents_are_made_again_alike(maker, given, utils, folder, tmp_path):
-    make, given = getattr(utils, maker), {"max_seq_lengths": LENGTHS, "pretrained": folder, **given}
-    actual = make(**given)
-    assert make(**given) == actual
-    assert make(**given, seed=1) != actual
-    file = tmp_path / "book.txt"
-    file.write_text(TEXT)
-    for document in make(**given, haystack=str(file)):
+def test_documents_are_made_again_alike_and_lengths_take_turns(
+    maker, given, utils, folder, tmp_path
+):
+    make, given = getattr(utils, maker), {"max_seq_lengths": LENGTHS, **given}
+    actual = make(**given, pretrained=folder)
+    assert make(**given, tokenizer=folder) == actual
+    assert make(**given, pretrained=folder, seed=1) != actual
+    (file := tmp_path / "book.txt").write_text(TEXT)
+    for document in make(**given, pretrained=folder, haystack=str(file)):
         assert "It rained all day" in document["text"]
         assert "grass" not in document["text"]
-
-
-@pytest.mark.parametrize(("maker", "given"), MAKERS.items(), ids=MAKERS)
-def test_lengths_are_kept_and_take_turns(maker, given, utils, folder):
-    actual = getattr(utils, maker)(max_seq_lengths=LENGTHS, tokenizer=folder, **given)
     assert [document["length"] for document in actual] == LENGTHS * (len(actual) // 2)
     # a key repeated early in the second half is asked for with half of the document
     least = 0.98 if maker == "passkey_documents" else 0.5
@@ -185,24 +167,25 @@ def test_lengths_are_kept_and_take_turns(maker, given, utils, folder):
 
 
 def test_how_much_there_is_by_default(utils, folder):
-    for make, keys, number in ((utils.passkey_documents, 1, 20), (utils.recall_documents, 12, 48)):
+    passkeys, recalled = utils.passkey_documents, utils.recall_documents
+    for make, keys, number in ((passkeys, 1, 20), (recalled, 12, 48)):
         result = make(keys=keys, pretrained=folder)
         assert [document["length"] for document in result] == [4096] * number
+    # every key of a document, and documents differ
+    assert [document["index"] for document in result] == [at // 12 for at in range(48)]
+    assert len({document["key"] for document in result}) == 48
+    with pytest.raises(ValueError, match="tokenizer must be the name or path of one"):
+        passkeys(samples=1, dtype="float32")
 
 
 @pytest.mark.parametrize(
     ("scorer", "reply", "score"),
     [
-        ("found", "48213.", 1.0),
-        ("found", "11111 or 48213", 0.0),
-        ("found", "", 0.0),
-        ("recalled", (-0.5, True), 1.0),
-        ("recalled", (-0.5, False), 0.0),
+        *(("found", "48213.", 1.0), ("found", "11111 or 48213", 0.0), ("found", "", 0.0)),
+        *(("recalled", (-0.5, True), 1.0), ("recalled", (-0.5, False), 0.0)),
         # any order, blanks and case
-        ("said", "ABCDE, 48213.", 1.0),
-        ("said", "4 8 2 1 3 and abcde", 1.0),
-        ("said", "ABCDE, ABCDE.", 0.5),
-        ("said", "", 0.0),
+        *(("said", "ABCDE, 48213.", 1.0), ("said", "4 8 2 1 3 and abcde", 1.0)),
+        *(("said", "ABCDE, ABCDE.", 0.5), ("said", "", 0.0)),
     ],
 )
 def test_a_reply_is_scored_under_its_length(scorer, reply, score, utils):
@@ -210,26 +193,15 @@ def test_a_reply_is_scored_under_its_length(scorer, reply, score, utils):
     assert getattr(utils, scorer)(document, [reply]) == {"8192": score}
 
 
-def test_a_tokenizer_is_needed(utils):
-    with pytest.raises(ValueError, match="tokenizer must be the name or path of one"):
-        utils.passkey_documents(samples=1, dtype="float32")
-
-
+OTHERS = "--model_args pretrained=gpt2", "-a pretrained=someone/smollm2-large"
 HANDED = {
+    **{words: words for words in (*OTHERS, '--metadata {"seed":1}')},
     "-a dtype=float32,pretrained=smollm2,mass_threshold=0.08": (
         "-a dtype=float32,pretrained=HERE,mass_threshold=0.08"
     ),
     '--metadata {"tokenizer":"smollm2"}': '--metadata {"tokenizer":"HERE"}',
     "-a pretrained=smollm2-32k,tokenizer=smollm2": "-a pretrained=HERE-32k,tokenizer=HERE",
     "-- --tasks x": "--tasks x",
-    **{
-        words: words
-        for words in (
-            "--model_args pretrained=gpt2",
-            "-a pretrained=someone/smollm2-large",
-            '--metadata {"seed":1}',
-        )
-    },
 }
 
 
@@ -294,7 +266,7 @@ def test_answers_are_those_of_a_request_alone(asked, folder):
     assert together == expected
 
 
-def test_scores_of_dense_attention_are_refused_under_the_name_of_cab():
+def test_config_and_density_are_shown_beside_scores_and_those_of_dense_attention_refused(capsys):
     model = tiny_model()
     apply_cab(model, SMALL, min_length=100, mass_threshold=0.08)
     model(tokens(1, 90))
@@ -302,10 +274,6 @@ def test_scores_of_dense_attention_are_refused_under_the_name_of_cab():
         harness.what_was_attended(model)
     remove_cab(model)
     assert harness.what_was_attended(model) == {}
-
-
-def test_config_and_density_are_told_beside_the_scores(capsys):
-    model = tiny_model()
     rarely = {"mass_threshold": 0.08, "share_threshold": 0.5}
     config = CabConfig.from_dict(apply_cab(model, SMALL, **rarely).config.cab_config)
     model(tokens(1, 300))
