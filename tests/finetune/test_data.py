@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from words import make_tokenizer
 
 import cab_hf
-from cab_hf.finetune import data, sources
+from cab_hf.finetune import sources
 from cab_hf.finetune.data import Packed, held_out, prefetched
 from cab_hf.finetune.sources import make_source
 from cab_hf.runs.settings import UsageError
@@ -99,6 +99,21 @@ def spelled(tokenizer, tokens):
     return "".join("-" if t < 0 else tokenizer.convert_ids_to_tokens(int(t)) for t in tokens)
 
 
+STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["at once", "streaming"])
+ENDINGS = pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
+
+
+def letters_of(texts, length, tokenizer=None):
+    """Tokens, positions and labels of sequences without end, as letters and digits."""
+    tokenizer = tokenizer or letters()
+    texts = texts if isinstance(texts, sources.TextSource) else in_memory(texts, shuffle=False)
+    for item in Packed(tokenizer, [(texts, 1)], length, 0, hold_out=0):
+        assert {x.dtype for x in item.values()} == {torch.int64}
+        positions = "".join(map(str, item["position_ids"].tolist()))
+        ids, labels = (spelled(tokenizer, item[name]) for name in ("input_ids", "labels"))
+        yield f"{ids} {positions} {labels}"
+
+
 @pytest.mark.parametrize(
     ("length", "expected"),
     [
@@ -109,15 +124,8 @@ def spelled(tokenizer, tokens):
     ids=["rests go on", "a last token has been predicted", "shorter than a document"],
 )
 def test_documents_stand_one_behind_the_other(length, expected):
-    tokenizer = letters()
-    source = in_memory(["a b c d e", "f g", "h i j k l m n o"], shuffle=False)
-    packed = Packed(tokenizer, [(source, 1.0)], length, 0, hold_out=0)
-    for sequence in expected.split("  "):
-        result = next(packed)
-        positions = "".join(map(str, result["position_ids"].tolist()))
-        ids, labels = (spelled(tokenizer, result[name]) for name in ("input_ids", "labels"))
-        assert f"{ids} {positions} {labels}" == sequence
-        assert {x.dtype for x in result.values()} == {torch.int64}
+    sequences = letters_of(["a b c d e", "f g", "h i j k l m n o"], length)
+    assert "  ".join(islice(sequences, expected.count("  ") + 1)) == expected
 
 
 def test_special_tokens_begin_a_text_and_not_its_rest():
@@ -125,10 +133,16 @@ def test_special_tokens_begin_a_text_and_not_its_rest():
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
         "z $A", special_tokens=[("z", tokenizer.convert_tokens_to_ids("z"))]
     )
-    source = in_memory(["a b c d", "e f"], shuffle=False)
-    packed = Packed(tokenizer, [(source, 1)], 4, 0, hold_out=0)
-    actual = [spelled(tokenizer, item["input_ids"]) for item in firsts(packed, 3)]
-    assert actual == ["zabc", "d.ze", "f.za"]
+    sequences = islice(letters_of(["a b c d", "e f"], 4, tokenizer), 3)
+    assert [each.partition(" ")[0] for each in sequences] == ["zabc", "d.ze", "f.za"]
+
+
+@STREAMING
+def test_short_documents_are_skipped(streaming):
+    source = in_memory(["a b c", "", "d"], shuffle=False)
+    if streaming:
+        source = replace(source, dataset=source.dataset.to_iterable_dataset())
+    assert next(letters_of(source, 8)).partition(" ")[0] == "abc.abc."
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "cab"])
@@ -166,10 +180,6 @@ def test_sources_have_their_shares_of_the_tokens():
     seen = "".join(spelled(tokenizer, item["input_ids"]) for item in firsts(packed, 40))
     for name, share in shares.items():
         assert seen.count(name) / (len(seen) - seen.count(".")) == pytest.approx(share, abs=0.02)
-
-
-ENDINGS = pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
-STREAMING = pytest.mark.parametrize("streaming", [False, True], ids=["at once", "streaming"])
 
 
 @pytest.mark.parametrize("mixture", ["text alone", "retrieval beside"])
@@ -426,12 +436,10 @@ def test_what_is_not_there_is_not_asked_of_the_hub(tmp_path, monkeypatch, name):
 @pytest.mark.parametrize(
     ("learnt", "watched", "refused"),
     [
-        pytest.param("a.txt", "a.txt", True, id="one file"),
-        pytest.param("a.txt", "copy.txt", True, id="a copy"),
-        pytest.param("a.txt", "texts", True, id="in a folder"),
-        pytest.param("a.txt", "b.txt", False, id="as long"),
-        pytest.param("retrieval:passkey:256", "retrieval:passkey:256", False, id="synthetic"),
-        pytest.param("a.txt=0", "a.txt", False, id="text around keys"),
+        *(("a.txt", "a.txt", True), ("a.txt", "copy.txt", True), ("a.txt", "texts", True)),
+        # as long, synthetic, and text around keys
+        *(("a.txt", "b.txt", False), ("retrieval:passkey:256", "retrieval:passkey:256", False)),
+        ("a.txt=0", "a.txt", False),
     ],
 )
 def test_a_run_is_not_watched_on_what_it_learns(tmp_path, monkeypatch, learnt, watched, refused):
@@ -443,15 +451,6 @@ def test_a_run_is_not_watched_on_what_it_learns(tmp_path, monkeypatch, learnt, w
     given = [(make_source(name), float(share or 1))], [(make_source(watched), 1.0)]
     with pytest.raises(UsageError, match="data 'a.txt'") if refused else nullcontext():
         sources.refuse_learnt(*given)
-
-
-@STREAMING
-def test_short_documents_are_skipped(streaming):
-    source = in_memory(["a b c", "", "d"], shuffle=False)
-    if streaming:
-        source = replace(source, dataset=source.dataset.to_iterable_dataset())
-    packed = Packed(letters(), [(source, 1)], 8, 0, hold_out=0)
-    assert spelled(letters(), next(packed)["input_ids"]) == "abc.abc."
 
 
 @ENDINGS
@@ -475,26 +474,20 @@ def test_local_files_ask_no_host(tmp_path, monkeypatch, ending, streaming):
 @pytest.mark.parametrize(
     ("name", "share", "hold_out", "message"),
     [
-        pytest.param("", 0, 100, "data must have a source", id="no share"),
-        pytest.param("", 1, 1, "no documents where one in 1 is held out", id="all out"),
-        pytest.param("", 1, 0, "has no held-out documents where none", id="none out"),
-        pytest.param("retrieval:passkey:99", 1, 100, "and a sequence has 48", id="too long"),
-        pytest.param("retrieval:passkey:40", 1, 100, "length 40 has no room", id="no room"),
+        ("", 0, 100, "data must have a source"),
+        ("", 1, 1, "no documents where one in 1 is held out"),
+        ("", 1, 0, "has no held-out documents where none"),
+        ("retrieval:passkey:99", 1, 100, "and a sequence has 48"),
+        ("retrieval:passkey:40", 1, 100, "length 40 has no room"),
+        ("retrieval", 1, 100, "has no kind ''"),
+        ("retrieval:passkeys", 1, 100, "no kind 'passkeys' .* did you mean passkey"),
+        ("retrieval:passkey+x", 1, 100, "known are passkey, distractors"),
+        ("retrieval:passkey:8k", 1, 100, "the length a number of tokens"),
+        ("retrieval:passkey:0", 1, 100, "the length a number of tokens"),
+        ("retrieval:passkey:9:9", 1, 100, "must be retrieval:KINDS:LENGTH"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(name, share, hold_out, message):
-    mixed = [(make_source(name) if name else in_memory(texts_of(9)), share)]
     with pytest.raises(UsageError, match=message):
+        mixed = [(make_source(name) if name else in_memory(texts_of(9)), share)]
         Packed(TOKENIZER, mixed, LENGTH, 0, hold_out=hold_out, only_held_out=not hold_out)
-
-
-def test_every_token_is_learnt_once():
-    """But for the first of each document."""
-    source = in_memory(texts_of(30), shuffle=False)
-    packed = Packed(TOKENIZER, [(source, 1)], LENGTH, 0, hold_out=0)
-    learnt = [label for item in firsts(packed, 20) for label in item["labels"].tolist()]
-    learnt = [label for label in learnt if label != data.IGNORED]
-    ended = ([*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id] for text in texts_of(30))
-    all_of_them = [token for tokens in ended for token in tokens[1:]]
-    assert learnt[: len(all_of_them)] == all_of_them[: len(learnt)]
-    assert len(learnt) > 20 * LENGTH * 0.9

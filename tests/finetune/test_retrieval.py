@@ -26,9 +26,9 @@ SENTENCES = split_sentences(TEXT)
 kinds = pytest.mark.parametrize("kind", KEYS)
 
 
-def text_of(tokenizer, tokens):
+def text_of(tokens, tokenizer="plain"):
     """Without blanks, which a tokenizer of words puts between digits."""
-    return tokenizer.decode(tokens).replace(" ", "")
+    return TOKENIZERS[tokenizer].decode(tokens).replace(" ", "")
 
 
 def document_of(kind, tokenizer="plain", length=LENGTH, index=0, seed=0):
@@ -40,17 +40,16 @@ def document_of(kind, tokenizer="plain", length=LENGTH, index=0, seed=0):
 def test_each_key_is_stated_once_and_answered_later(kind, tokenizer):
     for length in (LENGTH, LENGTH + 7):
         document = document_of(kind, tokenizer, length)
-        assert len(document.tokens) == length
+        tokens = document.tokens
+        assert len(tokens) == length
         assert len(document.needles) == len(document.answers) == KEYS[kind]
-        words = TOKENIZERS[tokenizer]
         for needle, answer in zip(document.needles, document.answers, strict=True):
-            stated = text_of(words, document.tokens[slice(*needle)])
-            whose, key = re.fullmatch(
-                r"Thepasskey(?:for(\w+))?is(\d+)\.Rememberit\..*", stated
-            ).groups()
+            stated = text_of(tokens[slice(*needle)], tokenizer)
+            said = re.fullmatch(r"Thepasskey(?:for(\w+))?is(\d+)\.Rememberit\..*", stated)
+            whose, key = said.groups()
             assert (whose is None) == (KEYS[kind] == 1)
-            assert text_of(words, document.tokens[slice(*answer)]) == key
-            before = text_of(words, document.tokens[answer[0] - 30 : answer[0]])
+            assert text_of(tokens[slice(*answer)], tokenizer) == key
+            before = text_of(tokens[answer[0] - 30 : answer[0]], tokenizer)
             assert before.endswith(f"thepasskeyfor{whose}is" if kind == "recall" else "is")
             assert needle[1] < answer[0]
 
@@ -58,28 +57,24 @@ def test_each_key_is_stated_once_and_answered_later(kind, tokenizer):
 @pytest.mark.parametrize("kind", ["passkey", "multi"])
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 def test_a_question_at_the_end_is_worded_as_the_evaluations_word_it(kind, tokenizer):
-    words = TOKENIZERS[tokenizer]
     document = document_of(kind, tokenizer)
-    haystack = Haystack(words, keys=KEYS[kind])
-    stated = text_of(words, document.tokens[slice(*document.needles[-1])])
+    haystack = Haystack(TOKENIZERS[tokenizer], keys=KEYS[kind])
+    stated = text_of(document.tokens[slice(*document.needles[-1])], tokenizer)
     whose = re.match(r"Thepasskeyfor([A-Z][a-z]+)is", stated)
     whose = f" for {whose[1]}" if whose else ""
     # a prompt whose text is a mark alone
     mark = "Here we go."
-    before, after = (
-        text_of(words, haystack.encode(part))
-        for part in haystack.render(whose, [], [mark]).split(mark)
-    )
-    read = text_of(words, document.tokens[: document.answers[-1][0]])
-    assert read.startswith(before)
-    assert read.endswith(after)
+    parts = haystack.render(whose, [], [mark]).split(mark)
+    before, after = (text_of(haystack.encode(part), tokenizer) for part in parts)
+    read = text_of(document.tokens[: document.answers[-1][0]], tokenizer)
+    assert read.startswith(before) and read.endswith(after)
 
 
 def test_distractors_are_other_numbers():
     def numbers(kind):
         document = document_of(kind, length=2000)
-        read = text_of(TOKENIZERS["plain"], document.tokens)
-        key = text_of(TOKENIZERS["plain"], document.tokens[slice(*document.answers[0])])
+        read = text_of(document.tokens)
+        key = text_of(document.tokens[slice(*document.answers[0])])
         return read, set(re.findall(r"\d{5}", read)) - {key}
 
     assert numbers("passkey")[1] == set()
@@ -91,22 +86,22 @@ def test_distractors_are_other_numbers():
 
 @pytest.mark.parametrize("length", [LENGTH, 4001])
 def test_sentences_and_keys_are_said_again_in_another_order(length):
-    document, words = document_of("repeats", length=length), TOKENIZERS["plain"]
+    document = document_of("repeats", length=length)
     assert len(document.tokens) == length
     keys, sentences = [], set()
     for needle, answer in zip(document.needles, document.answers, strict=True):
         assert needle[1] <= length // 2 < answer[0]
         stated, learnt = (document.tokens[slice(*span)] for span in (needle, answer))
         # what tells what is said stands right before what is learnt
-        key = re.fullmatch(r"Thepasskeyfor(\w+)is(\d{5})\.", text_of(words, stated))
+        key = re.fullmatch(r"Thepasskeyfor(\w+)is(\d{5})\.", text_of(stated))
         told = len(stated) - 6 if key else 3
         end = answer[0] + len(stated) - told
         assert document.tokens[answer[0] - told : end] == stated
         if key:
             keys.append(key[1])
-            assert text_of(words, learnt) == key[2]
+            assert text_of(learnt) == key[2]
         else:
-            sentences.add(text_of(words, stated))
+            sentences.add(text_of(stated))
             assert learnt == stated[3:]
     # "asked nobody." is no longer than what tells a sentence
     assert {each.replace(" ", "") for each in SENTENCES} - {"askednobody."} == sentences
@@ -151,13 +146,11 @@ def test_the_answers_alone_are_learnt(kind):
     assert len(learnt) == 5 * KEYS[kind]
     # shifted: a label is the token behind
     assert all(labels[at] == ids[at + 1] for at in learnt)
-    answers = [
-        text_of(TOKENIZERS["chat"], [ids[at + 1] for at in learnt[n : n + 5]])
-        for n in range(0, len(learnt), 5)
-    ]
-    read = text_of(TOKENIZERS["chat"], ids)
+    fives = (learnt[n : n + 5] for n in range(0, len(learnt), 5))
+    answers = [text_of([ids[at + 1] for at in five], "chat") for five in fives]
     assert all(re.fullmatch(r"\d{5}", answer) for answer in answers)
     # stated twice in its needle, and once more where it is learnt
+    read = text_of(ids, "chat")
     assert [read.count(answer) for answer in answers] == [3] * KEYS[kind]
 
 
@@ -180,15 +173,15 @@ def test_kinds_take_turns():
 @pytest.mark.parametrize(
     "texts",
     [
-        pytest.param(["The old town slept! " * 300], id="longer than a document"),
-        pytest.param(["The old town slept!"] * 50, id="shorter than a document"),
-        pytest.param(["old town slept " * 900], id="no sentences"),
-        pytest.param(["", " ", "The old town slept! " * 90], id="some blank"),
+        # longer and shorter than a document
+        *(["The old town slept! " * 300], ["The old town slept!"] * 50),
+        # without sentences, and some blank
+        *(["old town slept " * 900], ["", " ", "The old town slept! " * 90]),
     ],
 )
 def test_keys_are_hidden_in_the_text_of_the_sources_beside(texts):
     for item in read_of("retrieval:passkey+recall", texts):
-        read = text_of(TOKENIZERS["chat"], item["input_ids"])
+        read = text_of(item["input_ids"], "chat")
         assert read.count("oldtownslept") > 20
         assert "grassisgreen" not in read
 
@@ -235,22 +228,6 @@ def test_no_document_is_one_of_the_evaluations(monkeypatch):
     assert all(re.match(r"-?\d+/", seed) for seed in drawn["evaluations"])
     assert all(seed.startswith("finetune/") for seed in drawn["training"])
     assert len(drawn["training"]) > 2 * 4 * len(KINDS)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        pytest.param("retrieval", "has no kind ''", id="no kind"),
-        pytest.param("retrieval:passkeys", "no kind 'passkeys' .* did you mean passkey", id="near"),
-        pytest.param("retrieval:passkey+x", "known are passkey, distractors", id="unknown"),
-        pytest.param("retrieval:passkey:8k", "the length a number of tokens", id="no number"),
-        pytest.param("retrieval:passkey:0", "the length a number of tokens", id="nothing"),
-        pytest.param("retrieval:passkey:9:9", "must be retrieval:KINDS:LENGTH", id="too much"),
-    ],
-)
-def test_what_is_no_entry_is_refused(name, message):
-    with pytest.raises(UsageError, match=message):
-        make_source(name)
 
 
 @pytest.mark.parametrize("kind", (*KEYS, "repeats", "keys"))

@@ -1,0 +1,237 @@
+"""Tiles of a sequence, and checkpoints in the host's memory: the same gradients, in less room."""
+
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from held import Held
+from tiny import SIZES, tiny_model
+from trained import adapted, batch, learnt
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+)
+
+from cab_hf.finetune import loss, meter
+from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
+from cab_hf.finetune.objective import Objective
+from cab_hf.finetune.offload import Offload
+from cab_hf.finetune.tiles import compute_in_tiles, untiled_mlps
+
+TARGETS = ("q_proj", "k_proj", "o_proj", "down_proj")
+LENGTH, TILE_TOKENS = 300, 64
+tiled = partial(adapted, TARGETS)
+step = partial(learnt, length=LENGTH)
+
+
+def check_alike(results, expected):
+    assert results.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert (results[name] - wanted).norm() <= 3e-6 * wanted.norm(), name
+
+
+KINDS = {
+    "llama": (tiny_model, False),
+    "norms trained": (tiny_model, True),
+    "norms of heads": (partial(tiny_model, "qwen3"), False),
+    "norms behind": (lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)), False),
+    "a norm for each head": (
+        lambda: CohereForCausalLM(CohereConfig(**SIZES, use_qk_norm=True)),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointed", "all kept"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_gradients_are_those_of_all_tokens_at_once(kind, checkpointing):
+    made, norms = KINDS[kind]
+    expected = step(tiled(made, checkpointing, norms=norms))
+    model = tiled(made, checkpointing, norms=norms)
+    assert untiled_mlps(model) == []
+    compute_in_tiles(model, TILE_TOKENS)
+    check_alike(step(model), expected)
+    # and without gradients
+    with torch.no_grad():
+        torch.testing.assert_close(Objective(model)(batch(LENGTH)), expected["loss"])
+
+
+def test_rows_of_a_batch_share_tiles():
+    model = tiled()
+    expected = learnt(model, length=100, rows=3)
+    compute_in_tiles(model, 70)
+    check_alike(learnt(model, length=100, rows=3), expected)
+
+
+def test_dropout_is_the_same_again_in_the_backward_pass():
+    # the gradient of a loss whose dropout is drawn alike is its slope
+    model = tiled(dropout=0.3).double()
+    compute_in_tiles(model, TILE_TOKENS)
+    before = step(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for parameter in trained:
+            parameter += 1e-6 * parameter.grad
+    slope = sum((p.grad**2).sum() for p in trained).item()
+    model.zero_grad()
+    after = step(model)["loss"] - before["loss"]
+    assert after.item() == pytest.approx(1e-6 * slope, rel=1e-3)
+
+
+def test_nothing_of_all_tokens_by_all_inner_channels_is_made(monkeypatch):
+    inner, length = 1024, 2048
+    # logits of 128 tokens
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 2**16)
+    model = tiny_model(intermediate_size=inner, num_hidden_layers=1, vocab_size=512)
+    model = with_lora(model.bfloat16(), TARGETS, 4, 8).train()
+    enable_gradient_checkpointing(model)
+
+    def largest(tile):
+        compute_in_tiles(model, tile)
+        with Held(*model.parameters()) as held:
+            Objective(model)(batch(length)).backward()
+        return held.largest
+
+    assert largest(length) >= length * inner * 2
+    # q is the largest then: not float32, not of inner channels, not of the vocabulary
+    assert largest(TILE_TOKENS) == length * 96 * 2
+
+
+def test_an_mlp_is_computed_twice_and_not_three_times():
+    model, calls = tiled(), []
+    compute_in_tiles(model, 100)
+    mlp = model.get_base_model().model.layers[0].mlp
+    mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
+    step(model)
+    assert len(calls) == 2 * 3
+
+
+def test_experts_are_left_as_they_are_and_named():
+    sizes = {**SIZES, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = MixtralForCausalLM(MixtralConfig(**sizes))
+    model.set_experts_implementation("eager")
+    model = with_lora(model, ("q_proj",), 4, 8).train()
+    expected = step(model)
+    model.zero_grad()
+    assert untiled_mlps(model) == ["MixtralSparseMoeBlock"]
+    compute_in_tiles(model, TILE_TOKENS)
+    check_alike(step(model), expected)
+    # the estimate does not count on tiles then
+    cost = meter.Cost.of(model)
+    assert meter.memory(cost, LENGTH, tile=TILE_TOKENS) == meter.memory(cost, LENGTH)
+
+
+# --- checkpoints of layers in the host's memory
+
+LAYERS, HIDDEN = 4, 48
+CHECKPOINT = LENGTH * HIDDEN * 4
+# no divisor of a checkpoint
+CHUNK = 10_000
+CPU = torch.device("cpu")
+
+
+def four_layers(dropout=0.0):
+    made = partial(tiny_model, num_hidden_layers=LAYERS, hidden_size=HIDDEN)
+    return adapted(("q_proj", "o_proj", "up_proj"), made, dropout=dropout)
+
+
+def offloaded(layers):
+    """A model of which the checkpoints of so many layers are offloaded, and where they are."""
+    model, offload = four_layers(), Offload(layers, CPU, CHUNK)
+    offload.reserve(CHECKPOINT)
+    offload.enable(model)
+    return model, offload
+
+
+def free(offload):
+    return sum(chunk.nbytes for chunk in offload._free)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 3, 4])
+@pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["plain", "dropout"])
+def test_a_step_learns_the_same_bit_for_bit(layers, dropout):
+    model = four_layers(dropout)
+    expected = step(model).values()
+    Offload(layers, CPU, CHUNK).enable(model)
+    # the second step takes the memory of the first
+    for _ in range(2):
+        assert all(map(torch.equal, step(model).values(), expected))
+
+
+def test_memory_is_pinned_once_and_goes_back():
+    model, offload = offloaded(3)
+    # 57,600 bytes are six chunks
+    for length in (LENGTH, 100, LENGTH):
+        assert offload.host_bytes == free(offload) == 3 * 6 * CHUNK
+        learnt(model, length)
+    assert offload.host_bytes == free(offload) == 3 * 6 * CHUNK
+
+
+def test_one_checkpoint_is_on_the_device_beside_that_of_the_layer_at_work():
+    model, offload = offloaded(LAYERS)
+    kept, most = weakref.WeakSet(), []
+    pack, unpack = offload._pack, offload._unpack
+
+    def on_device():
+        return sum(each.tensor is not None for each in kept)
+
+    def packing(*args):
+        made = pack(*args)
+        if not isinstance(made, torch.Tensor):
+            kept.add(made)
+            most.append(on_device())
+        return made
+
+    def unpacking(made):
+        result = unpack(made)
+        # torch may save more than what comes in
+        if not isinstance(made, torch.Tensor):
+            most.append(on_device())
+        return result
+
+    offload._pack, offload._unpack = packing, unpacking
+    step(model)
+    assert most == [1] * LAYERS + [2] * (LAYERS - 1) + [1] and not kept
+
+
+def test_a_backward_pass_that_is_left_halfway_gives_memory_back():
+    model, offload = offloaded(LAYERS)
+    expected = step(model).values()
+
+    def stop(_gradient):
+        raise KeyboardInterrupt
+
+    def watch(_layer, inputs):
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(stop)
+
+    handle = model.get_base_model().model.layers[2].register_forward_pre_hook(watch)
+    with pytest.raises(KeyboardInterrupt):
+        step(model)
+    handle.remove()
+    gc.collect()
+    assert free(offload) == offload.host_bytes
+    assert all(map(torch.equal, step(model).values(), expected))
+
+
+def test_two_passes_may_be_open_at_once():
+    model = four_layers()
+    _, *expected = step(model).values()
+    Offload(3, CPU, CHUNK).enable(model)
+    model.zero_grad()
+    losses = [Objective(model)(batch(LENGTH)) for _ in range(2)]
+    sum(losses).backward()
+    trained = (p for p in model.parameters() if p.requires_grad)
+    for parameter, gradient in zip(trained, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * gradient)
+
+
+def test_more_layers_than_there_are_are_refused():
+    with pytest.raises(ValueError, match="offload_layers is 5; it must be at most 4"):
+        Offload(LAYERS + 1, CPU).enable(four_layers())
