@@ -62,7 +62,7 @@ def refused(folder, tmp_path, capsys, monkeypatch):
             words = [words[0], *fixed, *words[1:]]
         capsys.readouterr()
         try:
-            status = main([*words, *([] if "--out" in words else ["--out", str(out)])])
+            status = main([*words, *([] if "--out=" in " ".join(words) else ["--out", str(out)])])
         except SystemExit as stop:
             status = stop.code
         said = capsys.readouterr().err
@@ -74,138 +74,98 @@ def refused(folder, tmp_path, capsys, monkeypatch):
 
 
 def table(lines):
-    """The cases of lines: options with a value, to be named, or ``words > what is said``."""
-    for line in lines.strip().splitlines():
-        words, _, message = line.partition(" > ")
-        if message:
-            yield pytest.param(words, re.escape(message), id=words)
-            continue
-        for case in words.split():
-            name = case.partition("=")[0].replace("-", "_")
-            yield pytest.param(f"--{case}", rf"\b{name}( is | must |: )", id=f"--{case}")
+    """The cases of ``option=value ... > said ; ...``; said is a name, else the last option's."""
+    for case in re.split(r" ; |\n", lines.strip()):
+        words, _, said = case.partition(" > ")
+        words = [f"--{word}" for word in words.split()]
+        name = said or words[-1].strip("-").partition("=")[0].replace("-", "_")
+        message = rf"\b{name}( is | must |: |')" if re.fullmatch(r"\w+", name) else re.escape(said)
+        yield pytest.param(" ".join(words), message, id=case)
 
 
 LENGTH = {"passkey": "lengths", "fidelity": "lengths", "calibrate": "length"}
 # by commands, each that and all that know it
 TABLES = {
     "passkey fidelity calibrate": """
---model no/such/model > model 'no/such/model' is not here
---model folder > model 'folder' cannot be loaded
---model book.txt > model 'book.txt' cannot be loaded
-device=gpu device=cuda:99 device=meta dtype=int8 dtype=load
---dtype float13 > dtype is 'float13'; it must be one of bfloat16
---LENGTH 30 > length 30 has no room for
---LENGTH 99999 > must be at most 2048, as far as the positions
-LENGTH=0 LENGTH=-5 LENGTH=1e3
---cab mas=1 > mas
---cab mass_threshold=9 > mass_threshold
---cab engine=magic > CabConfig.engine is 'magic'
---cab predictor=magic > CabConfig.predictor is 'magic'
---config unknown.yaml > unknown.yaml sets 'lenghts'
-config=broken.yaml config=binary config=none.yaml
---out book.txt > book.txt/FIRST cannot be written
---out book.txt/deep > cannot be written
---out /proc/none > cannot be written
---zzz > there is no option '--zzz'
---trust-remote-code maybe > it is turned on by its name
+model=no/such/model > model 'no/such/model' is not here
+model=folder > model 'folder' cannot be loaded ; model=book.txt > model 'book.txt' cannot be loaded
+device=gpu ; device=cuda:99 ; device=meta ; dtype=int8 ; dtype=load ; dtype=float13
+LENGTH=30 > length 30 has no room for
+LENGTH=99999 > must be at most 2048, as far as the positions ; LENGTH=0 ; LENGTH=-5 ; LENGTH=1e3
+cab=mas=1 > mas ; cab=mass_threshold=9 > mass_threshold ; cab=engine=magic > engine
+cab=predictor=magic > predictor ; config=unknown.yaml > unknown.yaml sets 'lenghts'
+config=broken.yaml ; config=binary ; config=none.yaml
+out=book.txt > book.txt/FIRST cannot be written ; out=book.txt/deep > cannot be written
+out=/proc/none > cannot be written ; zzz > there is no option '--zzz'
+trust-remote-code=maybe > it is turned on by its name
 """,
     "passkey": """
---samples -1 > samples is -1; it must be at least 1
---methods random > budget is 'match'; it must be a density such as 0.2
---filler text > haystack is None
---filler text --haystack no.txt > haystack is 'no.txt'
---cab engine > cab: an assignment is field=value
---cab mass_threshold=3 > mass_threshold is 3
---cab weight=3 > no field 'weight'
---stage both --lengths 511 --cab decode_tokens=128 > lengths is (511,)
-samples=0 methods=magic budget=1.5 depths=0.5,1.5 controls=9 stage=decode filler=prose
-haystack=x.txt keys=99 lengths=many
+samples=-1 ; methods=random > budget ; filler=text > haystack ; filler=text haystack=no.txt
+cab=engine ; cab=mass_threshold=3 > mass_threshold ; cab=weight=3 > weight
+stage=both lengths=511 cab=decode_tokens=128 > lengths ; samples=0 ; methods=magic ; budget=1.5
+depths=0.5,1.5 ; controls=9 ; stage=decode ; filler=prose ; haystack=x.txt ; keys=99 ; lengths=many
 """,
     "fidelity": """
---methods snapkv --probes decode --prefill-chunk 64 > prefill_chunk is 64
---methods cab,h2o --probes decode > match is 'cab'
---equal time --budgets 0.3 > budgets is (0.3,)
---budgets match,2 > budgets is ('match', 2.0)
---methods random > budgets is ('match',); it must be a density such as 0.2
---probes pass,guess > probes is 'guess'
---probes recall_border --variant a=query_block=256 --variant b=query_block=384 > probes is
---probes decode --lengths 584 --variant a=sparse_decode=true,decode_tokens=128 > lengths is (584,)
---probes turns --lengths 2560,1279 --cab query_block=128 > must be at least 1280 each for turns
---probes turns --methods dense,published --budgets 0.5 --lengths 639 > must be at least 640 each
---probes turns --methods h2o > methods is 'h2o'
---probes uuid --lengths 90 > lengths: length 90 has no room
---asked 0 --probes asked > asked is 0
---variant wide=weight=3 > no field 'weight'
---variant wide=mass_threshold=3 > mass_threshold is 3
---variant wide=list.json > must be a dict of CabConfig
---variant odd.yaml > no field 'weight'
-methods=h2o methods=magic equal=speed match=cab:wide lengths=1 documents=-1 documents=0 written=0
-keys=99 asked=99 texts=no.txt texts=a/b.txt,b.md variant=wide variant=wide=
-variant==mass_threshold=0.08 variant=wide=no.json variant=wide=b.json variant=no.yaml
+methods=snapkv probes=decode prefill-chunk=64 ; methods=cab,h2o probes=decode > match
+equal=time budgets=0.3 ; budgets=match,2 ; methods=random > budgets ; probes=pass,guess
+probes=recall_border variant=a=query_block=256 variant=b=query_block=384 > probes
+probes=decode lengths=584 variant=a=sparse_decode=true,decode_tokens=128 > lengths
+probes=turns lengths=2560,1279 cab=query_block=128 > must be at least 1280 each for turns
+probes=turns methods=dense,published budgets=0.5 lengths=639 > must be at least 640 each
+probes=turns methods=h2o ; probes=uuid lengths=90 ; asked=0 probes=asked > asked
+variant=wide=weight=3 > weight ; variant=wide=mass_threshold=3 > mass_threshold
+variant=wide=list.json > must be a dict of CabConfig ; variant=odd.yaml > weight ; methods=h2o
+methods=magic ; equal=speed ; match=cab:wide ; lengths=1 ; documents=-1 ; documents=0 ; written=0
+keys=99 ; asked=99 ; texts=no.txt ; texts=a/b.txt,b.md ; variant=wide ; variant=wide=
+variant==mass_threshold=0.08 ; variant=wide=no.json ; variant=wide=b.json ; variant=no.yaml
 variant=list.yaml
 """,
     "families": """
-types=llama,llamma ranks=0
+types=llama,llamma ; ranks=0
 """,
     "calibrate": """
---target-densities 7 > must be in (0, 1]
---target-densities 1.5 > target_densities is (1.5,)
---target-densities 0.001 > target_densities: target_density is 0.001; it must be
---cab mas=1 > CabConfig has no field 'mas'
-documents=0 texts=nowhere.txt
+target-densities=7 > must be in (0, 1] ; target-densities=1.5 ; target-densities=0.001
+cab=mas=1 > mas ; documents=0 ; texts=nowhere.txt
 """,
     "speed predictor": """
---cab mass_threshold=3 > CabConfig.mass_threshold is 3
---cab weight=3 > no field 'weight'
---heads 6 --kv-heads 4 > heads is 6
-lengths=0 batch=0 dtype=int8
+cab=mass_threshold=3 > mass_threshold ; cab=weight=3 > weight ; heads=6 kv-heads=4 > heads
+lengths=0 ; batch=0 ; dtype=int8
 """,
     "speed attention": """
---blocks 100x10 > a multiple of 16
---densities 1.5 > max_density is 1.5
---cab max_density=0.3 > cab sets max_density
-device=gpu seed=99999999999999999999 directions=sideways engines=steam blocks=128 head-dims=0
-heads=5
+blocks=100x10 > a multiple of 16 ; densities=1.5 > max_density ; cab=max_density=0.3 > cab sets max_density
+device=gpu ; seed=99999999999999999999 ; directions=sideways ; engines=steam ; blocks=128
+head-dims=0 ; heads=5
 """,
     "speed ttft": """
---cab engine=magic > engine is 'magic'
---max-density 512:0.1 > pairs that name 256 tokens
---max-density 512:0.1 --lengths 256 > max_density is ('512:0.1',)
---cab max_density=0.3 > cab sets max_density
-device=meta max-density=much max-density=1.5 heads=3 layers=0 implementations=FA9 runs=0
+cab=engine=magic > engine ; max-density=512:0.1 > pairs that name 256 tokens
+max-density=512:0.1 lengths=256 > max_density ; cab=max_density=0.3 > cab sets max_density
+device=meta
+max-density=much ; max-density=1.5 ; heads=3 ; layers=0 ; implementations=FA9 ; runs=0
 """,
     "speed prefill": """
---chunk 100 > chunk is 100; it must be a multiple of query_block=128
---longest maybe > longest: it is turned on by its name
-chunk=0 max-density=0.1,256:0.2
+chunk=100 ; longest=maybe ; chunk=0 ; max-density=0.1,256:0.2
 """,
     "speed lora": """
---implementations cab-always > must be out of sdpa, cab
---spread cp --implementations sdpa > implementations is ('sdpa',)
---longest --max-density 256:0.1,512:0.2 > max_density is ('256:0.1', '512:0.2')
---longest --max-density 512:0.1 --lengths 512 > max_density is ('512:0.1',)
-rank=0 spread=fsdp1 multiple=0
+implementations=cab-always > must be out of sdpa, cab ; spread=cp implementations=sdpa
+longest max-density=256:0.1,512:0.2 ; longest max-density=512:0.1 lengths=512 > max_density
+rank=0 ; spread=fsdp1 ; multiple=0
 """,
     "speed context-parallel": """
---max-density 512:0.1 > that name 1,024 tokens
---cab query_block=256 > they must divide 128
-shape=gpt schemes=ulysses directions=back runs=0 device=cpu:0
+max-density=512:0.1 > that name 1,024 tokens ; cab=query_block=256 > they must divide 128
+shape=gpt ; schemes=ulysses ; directions=back ; runs=0 ; device=cpu:0
 """,
     "speed batches": """
---densities 2 > max_density is 2
---cab max_density=0.1 > cab sets max_density
-layouts=ragged batches=0
+densities=2 > max_density ; cab=max_density=0.1 > cab sets max_density ; layouts=ragged ; batches=0
 """,
     "speed decode": """
---budgets 1.5 > decode_tokens is 1.5
---cab decode_tokens=128 > cab sets decode_tokens
-parts=mlp kernels=FA9 batches=0
+budgets=1.5 > decode_tokens ; cab=decode_tokens=128 > cab sets decode_tokens ; parts=mlp ; kernels=FA9
+batches=0
 """,
     "speed serve": """
---requests 1,1024:2 > it must be of lengths out of 256, 512
---implementations FA3 > must be out of sdpa, flash_attention_3
-requests=256:2 requests=-1 requests=0 max-density=0.1,512:0.2 new-tokens=1 rate=-1 shared=256
-memory=2 page-size=2 warm-up=0 batch-tokens=0 blocks=0
+requests=1,1024:2 > it must be of lengths out of 256, 512
+implementations=FA3 > must be out of sdpa, flash_attention_3
+requests=256:2 ; requests=-1 ; requests=0 ; max-density=0.1,512:0.2 ; new-tokens=1 ; rate=-1
+shared=256 ; memory=2 ; page-size=2 ; warm-up=0 ; batch-tokens=0 ; blocks=0
 """,
 }
 
