@@ -132,7 +132,8 @@ cab=mass_threshold=3 > mass_threshold ; cab=weight=3 > weight ; heads=6 kv-heads
 lengths=0 ; batch=0 ; dtype=int8
 """,
     "speed attention": """
-blocks=100x10 > a multiple of 16 ; densities=1.5 > max_density ; cab=max_density=0.3 > cab sets max_density
+blocks=100x10 > a multiple of 16 ; densities=1.5 > max_density
+cab=max_density=0.3 > cab sets max_density
 device=gpu ; seed=99999999999999999999 ; directions=sideways ; engines=steam ; blocks=128
 head-dims=0 ; heads=5
 """,
@@ -158,8 +159,8 @@ shape=gpt ; schemes=ulysses ; directions=back ; runs=0 ; device=cpu:0
 densities=2 > max_density ; cab=max_density=0.1 > cab sets max_density ; layouts=ragged ; batches=0
 """,
     "speed decode": """
-budgets=1.5 > decode_tokens ; cab=decode_tokens=128 > cab sets decode_tokens ; parts=mlp ; kernels=FA9
-batches=0
+budgets=1.5 > decode_tokens ; cab=decode_tokens=128 > cab sets decode_tokens
+parts=mlp ; kernels=FA9 ; batches=0
 """,
     "speed serve": """
 requests=1,1024:2 > it must be of lengths out of 256, 512
