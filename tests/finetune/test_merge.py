@@ -61,13 +61,11 @@ def loaded(folder, **options):
 @pytest.mark.parametrize(
     ("base", "options"),
     [
-        pytest.param("llama", {}, id="lora"),
-        pytest.param("llama", {"targets": "all-linear"}, id="all linear"),
-        pytest.param("llama", {"targets": (*LINEAR, "lm_head")}, id="head"),
-        pytest.param("llama", {"norms": True}, id="norms"),
-        pytest.param("tied", {}, id="tied"),
-        pytest.param("llama", {"dtype": "bfloat16"}, id="bfloat16"),
+        *(("llama", {}), ("llama", {"targets": "all-linear"})),
+        *(("llama", {"targets": (*LINEAR, "lm_head")}), ("llama", {"norms": True})),
+        *(("tied", {}), ("llama", {"dtype": "bfloat16"})),
     ],
+    ids=["lora", "all linear", "head", "norms", "tied", "bfloat16"],
 )
 def test_the_merged_model_is_base_and_adapter(bases, tmp_path, base, options):
     adapted = trained(bases[base], tmp_path / "adapter", **options)
@@ -148,19 +146,24 @@ def rewrite(file, **fields):
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-def test_an_adapter_without_a_word_of_its_base_is_told_by_name(bases, tmp_path):
+@pytest.fixture
+def llama(bases, tmp_path):
+    """The folder of an adapter of ``llama``, trained at its own positions."""
     trained(bases["llama"], tmp_path / "adapter", given={})
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_without_a_word_of_its_base_is_told_by_name(bases, llama, tmp_path):
     # as PEFT would have saved it
-    (tmp_path / "adapter" / BASE).unlink()
-    rewrite(tmp_path / "adapter" / CONFIG, base_model_name_or_path="someone/llama")
+    (llama / BASE).unlink()
+    rewrite(llama / CONFIG, base_model_name_or_path="someone/llama")
     with pytest.raises(UsageError, match="was trained in 'someone/llama', and base is 'tied'"):
         merged_into(tmp_path, base=str(bases["tied"]))
-    rewrite(tmp_path / "adapter" / CONFIG, base_model_name_or_path=str(bases["llama"]))
+    rewrite(llama / CONFIG, base_model_name_or_path=str(bases["llama"]))
     merged_into(tmp_path)
 
 
-def test_a_base_is_its_content_and_not_its_name(bases, tmp_path):
-    trained(bases["llama"], tmp_path / "adapter")
+def test_a_base_is_its_content_and_not_its_name(bases, llama, tmp_path):
     place = shutil.copytree(bases["llama"], tmp_path / "elsewhere" / "llama")
     merged_into(tmp_path, base=str(place))
     weights = load_file(place / "model.safetensors")
@@ -176,47 +179,39 @@ def test_a_base_is_its_content_and_not_its_name(bases, tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "sentence"),
     [
-        pytest.param({"hidden_size": 96}, "is of shape .* in the adapter and of shape", id="width"),
-        pytest.param({"num_hidden_layers": 1}, "layers.1.* is .* and missing in the", id="layers"),
-        pytest.param({"num_hidden_layers": 3}, "layers.2.* is missing in the adapter", id="more"),
+        ({"hidden_size": 96}, "is of shape .* in the adapter and of shape"),
+        ({"num_hidden_layers": 1}, "layers.1.* is .* and missing in the"),
+        ({"num_hidden_layers": 3}, "layers.2.* is missing in the adapter"),
     ],
 )
-def test_an_adapter_of_other_shapes_is_refused(bases, tmp_path, sizes, sentence):
-    trained(bases["llama"], tmp_path / "adapter", given={})
+def test_an_adapter_of_other_shapes_is_refused(llama, tmp_path, sizes, sentence):
     other = tmp_path / "llama"
     tiny_model(**{"num_hidden_layers": 2, "vocab_size": 250, **sizes}).save_pretrained(other)
     make_tokenizer().save_pretrained(other)
-    (tmp_path / "adapter" / BASE).unlink()
+    (llama / BASE).unlink()
     with pytest.raises(UsageError, match=f"does not fit base 'llama': .*{sentence}"):
         merged_into(tmp_path, base=str(other))
 
 
-@pytest.mark.parametrize(
-    ("file", "change"),
-    [
-        pytest.param(WEIGHTS, None, id="weights"),
-        pytest.param(WEIGHTS, b"of another program", id="foreign weights"),
-        pytest.param(CONFIG, None, id="config"),
-        pytest.param(CONFIG, b"[]", id="config of no mapping"),
-        pytest.param(CONFIG, {"peft_type": "OTHER"}, id="kind that nobody knows"),
-        pytest.param(CONFIG, {"r": "8"}, id="rank"),
-        pytest.param(CONFIG, {"target_modules": 7}, id="targets"),
-        pytest.param(CONFIG, {"target_modules": "(q_proj"}, id="expression"),
-        pytest.param(BASE, None, id="base"),
-        pytest.param(BASE, {"cab_config": [1]}, id="settings"),
-        pytest.param(BASE, {"rope_parameters": 7}, id="positions"),
-    ],
-)
-def test_a_file_that_is_damaged_or_foreign_is_named(bases, tmp_path, capsys, file, change):
-    """Truncated, of another content, or with another field."""
-    trained(bases["llama"], tmp_path / "adapter", given={})
-    path = tmp_path / "adapter" / file
+# truncated, of another content, or with another field: a kind that nobody knows, a rank of text,
+# targets of no kind, and an expression that is none
+DAMAGES = [
+    *((WEIGHTS, None), (WEIGHTS, b"of another program"), (CONFIG, None), (CONFIG, b"[]")),
+    *((CONFIG, {"peft_type": "OTHER"}), (CONFIG, {"r": "8"}), (CONFIG, {"target_modules": 7})),
+    *((CONFIG, {"target_modules": "(q_proj"}), (BASE, None), (BASE, {"cab_config": [1]})),
+    (BASE, {"rope_parameters": 7}),
+]
+
+
+@pytest.mark.parametrize(("file", "change"), DAMAGES)
+def test_a_file_that_is_damaged_or_foreign_is_named(llama, tmp_path, capsys, file, change):
+    path = llama / file
     if isinstance(change, dict):
         rewrite(path, **change)
     else:
         path.write_bytes(change or path.read_bytes()[: path.stat().st_size // 2])
     capsys.readouterr()
-    assert main([str(tmp_path / "adapter"), str(tmp_path / "merged")]) == 2
+    assert main([str(llama), str(tmp_path / "merged")]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert f"{file} of adapter adapter is truncated, or not what PEFT saves and merges (" in line
     assert not (tmp_path / "merged").exists()
@@ -272,10 +267,9 @@ def test_the_card_says_what_was_merged(bases, tmp_path, targets):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        pytest.param([], "adapter is ''; it must be", id="nothing"),
-        pytest.param(["a"], "out is ''; it must be", id="no out"),
-        pytest.param(["a", "b", "--dtpe", "x"], "did you mean --dtype", id="unknown option"),
-        pytest.param(["a", "b", "--dtype", "int8"], "dtype is 'int8'; it must be", id="dtype"),
+        *(([], "adapter is ''; it must be"), (["a"], "out is ''; it must be")),
+        (["a", "b", "--dtpe", "x"], "did you mean --dtype"),
+        (["a", "b", "--dtype", "int8"], "dtype is 'int8'; it must be"),
     ],
 )
 def test_words_that_are_refused(words, sentence, capsys):

@@ -76,17 +76,11 @@ def test_heads_that_differ_are_counted_as_they_are():
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("positions", "pairs"),
-    [([[0, 1, 2, 3]], 10), ([[0, 1, 0, 1]], 6), ([[0, 1, 2, 3], [0, 0, 1, 2]], 17)],
-    ids=["one document", "two documents", "two rows"],
-)
-def test_pairs_are_those_within_documents(positions, pairs):
+def test_pairs_are_those_within_documents_rows_and_windows():
     cost = meter.Cost.of(tiny_model())
-    assert cost.pairs(torch.tensor(positions)) == (pairs,) * 3
-
-
-def test_a_sliding_window_shows_fewer_pairs():
+    documents = {10: [[0, 1, 2, 3]], 6: [[0, 1, 0, 1]], 17: [[0, 1, 2, 3], [0, 0, 1, 2]]}
+    for pairs, positions in documents.items():
+        assert cost.pairs(torch.tensor(positions)) == (pairs,) * 3
     cost = meter.Cost.of(tiny_model("mistral-sliding"))
     # 40 + 39 + ... + 1 at the start, 40 for each of the others
     assert cost.pairs(torch.arange(60)[None]) == (820 + 20 * 40,) * 3
@@ -133,8 +127,7 @@ def test_the_estimate_of_memory_is_near_what_is_held(vocabulary, dtype, checkpoi
     model = four_layers(vocabulary, dtype, attn_implementation="sdpa")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(trained)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
     with Held(*model.parameters(), *model.buffers()) as held:
         Objective(model)(batch(512)).backward()
         optimizer.step()
@@ -166,14 +159,12 @@ def test_the_estimate_knows_of_tiles_and_of_what_is_offloaded(vocabulary, offloa
     assert estimate.host == estimate.checkpoints == offloaded * 2**28
 
 
-# a layer of LLaMA-3-8B, whose checkpoint of 2^17 tokens is 1 GiB
+# a layer of LLaMA-3-8B, whose checkpoint of 2^17 tokens is 1 GiB; and of SmolLM2-135M
 LARGE = {
     **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
     **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256},
     **{"head_dim": 128, "max_position_embeddings": 2**20},
 }
-
-
 SMALL = {
     **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30},
     **{"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49_152},
@@ -196,11 +187,11 @@ def long_step(length, **more):
 @pytest.mark.parametrize(
     ("length", "gpu", "host", "offloaded"),
     [
-        pytest.param(2**17, 140, 128, 0, id="room for all"),
-        pytest.param(2**19, 140, 128, 15, id="room for some"),
+        *((2**17, 140, 128, 0), (2**19, 140, 128, 15)),
         # 120 GiB of checkpoints and 32 of plans, and two checkpoints on the device
-        pytest.param(2**19, 70, 176, 30, id="room for two"),
+        (2**19, 70, 176, 30),
     ],
+    ids=["room for all", "room for some", "room for two"],
 )
 def test_as_few_layers_are_offloaded_as_must_be(large, length, gpu, host, offloaded):
     room = meter.Room(gpu * meter.GIB, host * meter.GIB)
@@ -209,6 +200,14 @@ def test_as_few_layers_are_offloaded_as_must_be(large, length, gpu, host, offloa
     assert fitted.memory.checkpoints == offloaded * length * 4096 * 2
     fewer = dry_run.fit(long_step(length, offload_layers=max(0, offloaded - 1)), large, {}, room)
     assert not offloaded or not room.holds(fewer.memory)
+
+
+def test_no_more_is_offloaded_than_the_host_has_memory_for(large):
+    room = meter.Room(40 * meter.GIB, 100 * meter.GIB)
+    fitted = dry_run.fit(long_step(2**19, attention="cab_dense"), large, {}, room)
+    assert not room.holds(fitted.memory)
+    # 4 GiB each
+    assert fitted.offloaded == 22 and fitted.memory.host == 88 * meter.GIB
 
 
 def test_a_step_that_fits_nowhere_is_refused_with_the_longest_that_does(large):
@@ -253,14 +252,6 @@ def test_weights_that_are_loaded_in_4_bits_are_counted_as_they_are(large):
     assert run == large.weight_bytes
     # 4 bits of 16 and their scales, but for embeddings and head
     assert 0.3 * run < skeleton < 0.45 * run
-
-
-def test_no_more_is_offloaded_than_the_host_has_memory_for(large):
-    room = meter.Room(40 * meter.GIB, 100 * meter.GIB)
-    fitted = dry_run.fit(long_step(2**19, attention="cab_dense"), large, {}, room)
-    assert not room.holds(fitted.memory)
-    # 4 GiB each
-    assert fitted.offloaded == 22 and fitted.memory.host == 88 * meter.GIB
 
 
 @pytest.mark.parametrize(("gpu_gib", "offloaded"), [(1.0, None), (0.078, 2), (0.06, "refused")])
@@ -324,12 +315,9 @@ def test_weights_that_wait_on_the_host_leave_room_for_checkpoints(large):
 
 @pytest.mark.parametrize(
     ("config", "share"),
-    [
-        # 4,096 query blocks and 8,192 key blocks in each of 32 heads, in 16 bits
-        pytest.param({}, 1 / 4, id="by top-p"),
-        pytest.param({"max_density": 0.06}, 1 / 16, id="a budget"),
-        pytest.param({"min_length": 2**20}, 0, id="attended exactly"),
-    ],
+    # 4,096 query blocks and 8,192 key blocks in each of 32 heads, in 16 bits: by top-p, by a
+    # budget, and attended exactly
+    [({}, 1 / 4), ({"max_density": 0.06}, 1 / 16), ({"min_length": 2**20}, 0)],
 )
 def test_plans_are_counted_by_their_longest_list(large, config, share):
     entries = 32 * 4096 * 8192 * share
