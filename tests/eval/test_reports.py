@@ -237,23 +237,6 @@ def test_decoding_by_hand():
     assert cab["step_share"] == 2 / 8
 
 
-def test_turns_by_hand():
-    _, cab = rows_of("turns")
-    assert [turn["kl"] for turn in cab["turns"]["turns"]] == [1.5, 3, 4.5, 6, 7.5]
-    interval = mean_interval([5.0, 10.0], [1.0, 2.0])
-    names = ("growth", "growth_low", "growth_high")
-    assert [cab["turns"][name] for name in names] == pytest.approx(interval)
-
-
-def test_what_is_marked_in_rows_by_hand():
-    assert rows_of("a time that no budget takes")[0]["over_match"] == 1.2
-    marked = rows_of("a density that is not the matched one")
-    assert ["density_over_match" in row for row in marked].count(True) == 2
-    marked = {row["method"]: row["fewer"] for row in rows_of("fewer cases") if "fewer" in row}
-    oracle = {"recall": "1 of 3", "asked": "1 of 2"}
-    assert marked == {"random": {"recall": "2 of 3"}, "oracle": oracle}
-
-
 @pytest.mark.parametrize("name", ["fidelity-default", *(x.name for x in RESULTS.glob("smollm2-*"))])
 def test_committed_rows_follow_from_their_samples(name):
     content = json.loads(read_file(RESULTS / name / "results.json"))
