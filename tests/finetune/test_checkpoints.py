@@ -143,13 +143,8 @@ def foreign(_):
     return written.getvalue()
 
 
-CHANGES = {
-    "a bit": damaged,
-    "truncated": lambda content: content[: len(content) // 2],
-    "text": lambda _: b"no checkpoint",
-    "foreign": foreign,
-    "gone": None,
-}
+CHANGES = {"a bit": damaged, "truncated": lambda content: content[: len(content) // 2]}
+CHANGES |= {"text": lambda _: b"no checkpoint", "foreign": foreign, "gone": None}
 
 
 @pytest.mark.parametrize("file", ["shared.pt", "process-0.pt", "adapter/weights"])

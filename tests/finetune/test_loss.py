@@ -9,13 +9,8 @@ from torch.nn import functional as F
 from cab_hf.finetune.loss import IGNORED, linear_cross_entropy
 
 VOCABULARY, CHANNELS = 51, 24
-LABELS = {
-    "all": slice(0, 0),
-    "some": slice(3, 20),
-    "none in the first chunk": slice(0, 9),
-    "one": slice(0, -1),
-    "none": slice(None),
-}
+LABELS = {"all": slice(0, 0), "some": slice(3, 20), "none in the first chunk": slice(0, 9)}
+LABELS |= {"one": slice(0, -1), "none": slice(None)}
 
 
 def made(batch=2, length=37, ignored=slice(0, 0), dtype=torch.float64, seed=0):
@@ -73,11 +68,10 @@ def test_what_is_ignored_may_be_anything():
 @pytest.mark.parametrize(
     ("hidden_dtype", "weight_dtype", "autocast"),
     [
-        pytest.param(torch.bfloat16, torch.bfloat16, False, id="bfloat16"),
-        pytest.param(torch.bfloat16, torch.float32, False, id="head trained in float32"),
-        pytest.param(torch.float32, torch.bfloat16, False, id="hidden in float32"),
-        pytest.param(torch.float32, torch.float32, True, id="autocast"),
+        *((torch.bfloat16, torch.bfloat16, False), (torch.bfloat16, torch.float32, False)),
+        *((torch.float32, torch.bfloat16, False), (torch.float32, torch.float32, True)),
     ],
+    ids=["bfloat16", "head trained in float32", "hidden in float32", "autocast"],
 )
 def test_products_are_in_the_narrower_dtype_and_sums_are_not(hidden_dtype, weight_dtype, autocast):
     hidden, weight, labels = made(1, 300, dtype=torch.float32)

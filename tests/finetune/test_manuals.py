@@ -31,15 +31,9 @@ def sdist(files):
 
 
 FILES = {
-    "docs/b.rst": "bb bb\r\n",
-    "docs/a.md": "aa aa",
-    "docs/inner/a.txt": "inner",
-    "docs/also/z.rst": "also z",
-    "docs/code.py": "no text",
-    "docs/license.rst": "a licence",
-    "docs/whats_new/1.rst": "release notes",
-    "docs/tiny.rst": "x",
-    "README.rst": "beside it",
+    **{"docs/b.rst": "bb bb\r\n", "docs/a.md": "aa aa", "docs/inner/a.txt": "inner"},
+    **{"docs/also/z.rst": "also z", "docs/code.py": "no text", "docs/license.rst": "a licence"},
+    **{"docs/whats_new/1.rst": "release notes", "docs/tiny.rst": "x", "README.rst": "beside it"},
 }
 
 
@@ -60,16 +54,15 @@ TEXTS = ["aa aa\n\n\nbb bb", "also z\n\n\ninner"]
 @pytest.mark.parametrize(
     ("least", "expected"),
     [
-        pytest.param(8, TEXTS, id="two documents"),
-        pytest.param(5, ["aa aa", "bb bb", "also z", "inner"], id="every file is long enough"),
-        pytest.param(11, ["\n\n\n".join(["aa aa", "bb bb", *TEXTS[1:]])], id="a short rest"),
-        pytest.param(99, ["\n\n\n".join(TEXTS)], id="a short manual"),
+        *((8, TEXTS), (5, ["aa aa", "bb bb", "also z", "inner"])),
+        # a short rest, and a short manual
+        (11, ["\n\n\n".join(["aa aa", "bb bb", *TEXTS[1:]])]),
+        (99, ["\n\n\n".join(TEXTS)]),
     ],
 )
 def test_files_of_a_folder_are_one_document(monkeypatch, least, expected):
     monkeypatch.setattr(manuals, "LEAST", least)
-    turned = dict(reversed(FILES.items()))
-    for files in (FILES, turned):
+    for files in (FILES, dict(reversed(FILES.items()))):
         assert manuals.documents(sdist(files), "docs") == expected
 
 
@@ -109,20 +102,14 @@ def index(monkeypatch):
     index.server.shutdown()
 
 
-def test_they_are_downloaded_once(index, tmp_path):
-    file = manuals.manuals_file()
-    assert [json.loads(line) for line in file.read_text().splitlines()] == [
-        {"text": text} for text in TEXTS
-    ]
-    asked = len(index.asked)
-    assert manuals.manuals_file() == file and len(index.asked) == asked == 2
-    assert list((tmp_path / "cache").iterdir()) == [file]
-
-
-def test_they_are_a_source_of_texts(index):
+def test_they_are_a_source_of_texts_that_is_downloaded_once(index, tmp_path):
     source = make_source("manuals", text_field="other")
     assert source.name == "manuals"
     assert [row["text"] for row in source.dataset] == TEXTS
+    file = manuals.manuals_file()
+    assert [json.loads(line)["text"] for line in file.read_text().splitlines()] == TEXTS
+    assert len(index.asked) == 2
+    assert list((tmp_path / "cache").iterdir()) == [file]
 
 
 def test_a_machine_without_an_index_takes_the_file_of_another(index, monkeypatch, tmp_path):
@@ -151,9 +138,9 @@ def test_what_is_not_as_pinned_is_not_kept(index, monkeypatch, tmp_path, other):
 @pytest.mark.parametrize(
     ("address", "why"),
     [
-        pytest.param("http://127.0.0.1:1", "Connection refused", id="no answer"),
-        pytest.param("http://{own}/other", "404 Client Error", id="no such project"),
-        pytest.param("http://[", "Invalid IPv6 URL", id="no address"),
+        ("http://127.0.0.1:1", "Connection refused"),
+        ("http://{own}/other", "404 Client Error"),
+        ("http://[", "Invalid IPv6 URL"),
     ],
 )
 def test_without_an_index_it_says_what_to_do(index, monkeypatch, address, why):

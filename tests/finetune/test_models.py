@@ -20,6 +20,7 @@ from transformers import (
     PhiConfig,
     PhiForCausalLM,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from words import save_llama
 
 from cab_hf import CabConfig
@@ -99,36 +100,21 @@ def test_the_loss_is_that_of_the_logits(make):
     assert model(batch["input_ids"]).logits.shape[-1] == 64
 
 
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        pytest.param(
-            lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, final_logit_softcapping=30.0)),
-            r"Gemma2ForCausalLM caps its logits \(final_logit_softcapping=30.0\)",
-            id="soft cap",
-        ),
-        pytest.param(
-            lambda: PhiForCausalLM(PhiConfig(**SMALL)), "has a head with a bias", id="bias"
-        ),
-    ],
-)
-def test_heads_of_other_logits_are_refused(make, sentence):
-    with pytest.raises(NotImplementedError, match=sentence):
-        forward_hidden(make().eval(), batch_of())
+def test_heads_of_other_logits_are_refused():
+    capped = Gemma2ForCausalLM(Gemma2Config(**SMALL, final_logit_softcapping=30.0))
+    said = {
+        r"Gemma2ForCausalLM caps its logits \(final_logit_softcapping=30.0\)": capped,
+        "has a head with a bias": PhiForCausalLM(PhiConfig(**SMALL)),
+    }
+    for sentence, model in said.items():
+        with pytest.raises(NotImplementedError, match=sentence):
+            forward_hidden(model.eval(), batch_of())
 
 
 LLAMA = {"max_position_embeddings": 1000, "head_dim": 16}
 
 
-def stretched(rope, length=None, config=None, **options):
-    config = config or LlamaConfig(**SMALL, **LLAMA)
-    stretch_positions(config, "a-model", length, rope, **options)
-    return config
-
-
 def frequencies(config, length):
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
     rotary = LlamaRotaryEmbedding(config)
     rotary(torch.ones(1), torch.arange(length).unsqueeze(0))
     return rotary.inv_freq
@@ -139,18 +125,15 @@ def frequencies(config, length):
     # call, by (4 x 4000 / 1000 - 3)^(16 / 14)
     ("rope", "lowest", "highest"),
     [
-        ("linear", 1 / 4, 1 / 4),
-        ("dynamic", 13.0 ** -(16 / 14 * 14 / 16), 1),
-        ("yarn", 1 / 4, 1),
-        ("llama3", 1 / 4, 1),
-        ("theta", 1 / 4, 1),
+        *(("linear", 1 / 4, 1 / 4), ("dynamic", 13.0 ** -(16 / 14 * 14 / 16), 1)),
+        *(("yarn", 1 / 4, 1), ("llama3", 1 / 4, 1), ("theta", 1 / 4, 1)),
     ],
 )
 def test_positions_are_stretched_as_the_name_says(rope, lowest, highest):
-    plain = frequencies(LlamaConfig(**SMALL, **LLAMA), 4000)
-    config = stretched(rope, 4000)
+    plain, config = (LlamaConfig(**SMALL, **LLAMA) for _ in range(2))
+    stretch_positions(config, "a-model", 4000, rope)
     config.validate_rope()
-    actual = frequencies(config, 4000) / plain
+    actual = frequencies(config, 4000) / frequencies(plain, 4000)
     assert actual[0].item() == pytest.approx(highest)
     assert actual[-1].item() == pytest.approx(lowest, rel=1e-4)
     assert models.run_models.most_tokens(config) == 4000
@@ -168,9 +151,8 @@ def test_settings_are_held_against_those_that_the_model_brings(tmp_path, attenti
 
     # the default reads no sparsity, and this recipe no threshold
     load(sparsity=0.8)
-    with pytest.raises(
-        ValueError, match="mass_threshold is 0.08, which predictor='frc' does not read"
-    ):
+    refusal = "mass_threshold is 0.08, which predictor='frc' does not read"
+    with pytest.raises(ValueError, match=refusal):
         load(mass_threshold=0.08)
 
 
