@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from rivals import SMALL, eager_probabilities, random_qk
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from tiny import tiny_model, tokens
+from transformers import GenerationConfig
 
 from cab_hf.eval import methods
 from cab_hf.eval.methods import METHODS, Cell, blocks, caches, last_queries
@@ -23,18 +24,7 @@ MATCHED = [name for name, method in METHODS.items() if method.matched]
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        initializer_range=0.3,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_model(num_hidden_layers=2)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +35,7 @@ def short(monkeypatch):
 
 @pytest.fixture(scope="module")
 def ids():
-    return torch.randint(3, 64, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    return tokens(1, LENGTH)
 
 
 @torch.no_grad()
@@ -240,10 +230,6 @@ def test_matched_methods_realise_the_budget(name, model, ids):
     with METHODS[name].fit(cell).applied(model) as densities:
         logits(model, ids)
         assert densities() == pytest.approx([budget] * 2, abs=tolerance)
-
-
-@pytest.mark.parametrize("name", MATCHED)
-def test_matched_methods_need_a_budget(name):
     with pytest.raises(ValueError, match="budget"):
         METHODS[name].fit(replace(SHARED, budget=None))
 

@@ -314,12 +314,11 @@ def dynamic(folder):
 @pytest.mark.parametrize(
     ("words", "last"),
     [
-        pytest.param(lambda _: [], 2, id="adapter"),
-        pytest.param(lambda _: SAMPLED, 1, id="sampled blocks"),
-        pytest.param(dynamic, 2, id="dynamic positions"),
-        pytest.param(lambda x: [*ALL, "--model", str(save_llama(x / "base"))], 2, id="all weights"),
-        pytest.param(lambda _: [*ALL, "--dtype", "bfloat16"], 2, id="all, products in bfloat16"),
+        *((lambda _: [], 2), (lambda _: SAMPLED, 1), (dynamic, 2)),
+        (lambda folder: [*ALL, "--model", str(save_llama(folder / "base"))], 2),
+        (lambda _: [*ALL, "--dtype", "bfloat16"], 2),
     ],
+    ids=["adapter", "sampled blocks", "dynamic", "all weights", "all, products in bfloat16"],
 )
 def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, capsys, words, last):
     words = words(tmp_path)
@@ -354,34 +353,29 @@ def test_a_model_that_is_all_trained_learns_and_is_loaded_as_it_was_trained(tmp_
 
 
 REFUSED = """
---tokens-per-step 300 > tokens_per_step
---length 8192 > length is 8192
---targets q_prj > targets is ['q_prj']
---passkey-lengths 64 > passkey_lengths
---cp 2 --length 512 > cp must divide the 1 processes
---data gone.txt > gone.txt
---data gone.txt --dry-run > gone.txt
---model /nowhere > '/nowhere' is not here
---attention falsh > or give another attention.
---attention falsh --dry-run > attention
---cab mas=1 > mas
---cab redundancy=3 --attention sdpa > redundancy is 3
---dry-run --gpu-gib 1e-4 > length is 256
---adapter nowhere > adapter must be a folder
---steps 4 > out is
+--tokens-per-step 300 > tokens_per_step ; --length 8192 > length is 8192
+--targets q_prj > targets is ['q_prj'] ; --passkey-lengths 64 > passkey_lengths
+--cp 2 --length 512 > cp must divide the 1 processes ; --data gone.txt > gone.txt
+--data gone.txt --dry-run > gone.txt ; --model /nowhere > '/nowhere' is not here
+--attention falsh > or give another attention. ; --attention falsh --dry-run > attention
+--cab mas=1 > mas ; --cab redundancy=3 --attention sdpa > redundancy is 3
+--dry-run --gpu-gib 1e-4 > length is 256 ; --adapter nowhere > adapter must be a folder
 """
 
 
-@pytest.mark.parametrize("row", REFUSED.strip().splitlines())
-def test_what_cannot_run_is_refused_in_one_line(tmp_path, capsys, row):
-    words, _, message = row.partition(" > ")
-    if message == "out is":
-        # a folder that holds something else
-        (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "notes.txt").touch()
+@pytest.mark.parametrize("case", re.split(r" ; |\n", REFUSED.strip()))
+def test_what_cannot_run_is_refused_in_one_line(tmp_path, capsys, case):
+    words, _, message = case.partition(" > ")
     assert run(tmp_path, *words.split()) == 2
     assert message in refusal(capsys)
     assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+def test_a_folder_that_holds_something_else_is_refused(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").touch()
+    assert run(tmp_path) == 2 and "out is" in refusal(capsys)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
 
 
 FULL = {

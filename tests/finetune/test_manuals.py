@@ -85,7 +85,7 @@ class Index:
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        Thread(target=self.server.serve_forever, daemon=True).start()
+        Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         self.address = f"127.0.0.1:{self.server.server_port}/simple"
 
 
