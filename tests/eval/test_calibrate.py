@@ -68,14 +68,10 @@ def test_a_density_out_of_reach_is_refused_before_the_model_is_opened(
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_measured_by_default_on_a_cpu_can_be_reached():
+def test_what_is_measured_by_default_is_of_a_models_own_blocks_and_can_be_reached_on_a_cpu():
     settings = calibrate.Settings(model="tiny", device="cpu")
-    target = min(settings.target_densities)
-    require_target(settings.cab_config, target, settings.length)
-
-
-def test_a_calibration_is_of_the_blocks_that_a_model_is_to_be_read_with():
-    assert calibrate.Settings(device="cpu").cab_config == CabConfig()
+    require_target(settings.cab_config, min(settings.target_densities), settings.length)
+    assert settings.cab_config == CabConfig()
     assert "small" not in calibrate.Settings.__dataclass_fields__["cab"].metadata["help"]
 
 

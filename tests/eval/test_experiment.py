@@ -222,17 +222,6 @@ def test_a_run_grows_and_its_command_with_it(tmp_path, monkeypatch):
     assert "powers --lengths 1,2,5\n" in (tmp_path / "report.md").read_text()
 
 
-def test_samples_of_other_settings_or_experiments_are_refused(tmp_path):
-    class Roots(Powers):
-        name = "roots"
-
-    start(tmp_path)
-    with pytest.raises(LogError, match="made with power 2, this run has 3; give another --out"):
-        start(tmp_path, power=3)
-    with pytest.raises(LogError, match="made with experiment 'powers', this run has 'roots'"):
-        run(Roots(Settings(out=str(tmp_path))))
-
-
 @pytest.mark.parametrize("of", ["measure", "rows"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_number_that_json_does_not_know_is_not_written(tmp_path, monkeypatch, of, value):
@@ -265,11 +254,30 @@ def test_what_repeats_is_said_by_the_report_of_all_runs(tmp_path, monkeypatch, c
     assert "texts of 1 tokens repeat it." in report and "texts of 5 tokens repeat it." in report
 
 
-def test_files_of_others_are_not_written_over(tmp_path):
-    (tmp_path / "report.md").write_text("mine")
+def test_what_cannot_be_measured_here_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    class Roots(Powers):
+        name = "roots"
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "report.md").write_text("mine")
     with pytest.raises(LogError, match="has report.md and no samples.jsonl, so that it is of no"):
-        start(tmp_path)
-    assert read(tmp_path) == {"report.md": b"mine"} and not MEASURED
+        start(tmp_path / "mine")
+    assert read(tmp_path / "mine") == {"report.md": b"mine"} and not MEASURED
+    start(tmp_path / "out")
+    before = read(tmp_path / "out")
+    with pytest.raises(LogError, match="made with power 2, this run has 3; give another --out"):
+        start(tmp_path / "out", power=3)
+    with pytest.raises(LogError, match="made with experiment 'powers', this run has 'roots'"):
+        run(Roots(Settings(out=str(tmp_path / "out"))))
+    assert read(tmp_path / "out") == before
+
+    def refuse(powers):
+        raise UsageError("lengths must be short")
+
+    monkeypatch.setattr(Powers, "check", refuse)
+    with pytest.raises(UsageError):
+        start(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"provenance": {}}', "\0"])
@@ -293,16 +301,6 @@ def test_results_that_cannot_be_written_are_told_by_their_folder(tmp_path, monke
     monkeypatch.undo()
     start(tmp_path)
     assert MEASURED == [1, 2, 3] and read(tmp_path).keys() == FILES
-
-
-def test_what_cannot_be_measured_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    def refuse(powers):
-        raise UsageError("lengths must be short")
-
-    monkeypatch.setattr(Powers, "check", refuse)
-    with pytest.raises(UsageError):
-        start(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

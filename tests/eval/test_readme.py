@@ -153,14 +153,10 @@ def fidelity_run(folder, config, model="a", **settings):
 
 
 def test_runs_of_a_training_are_pooled():
-    shares, perplexities = ((3, 4), (1, 6)), (2.0, 8.0)
+    shares = [{"correct": 3, "n": 4}, {"correct": 1, "n": 6}]
     rows = [
-        {
-            "density": 0.25,
-            "recall": {"correct": right, "n": n},
-            "perplexity": {"value": perplexity},
-        }
-        for (right, n), perplexity in zip(shares, perplexities, strict=True)
+        {"density": 0.25, "recall": recall, "perplexity": {"value": perplexity}}
+        for recall, perplexity in zip(shares, (2.0, 8.0), strict=True)
     ]
     found = _over_runs(rows)
     assert found["recall"][0] == pytest.approx(0.4)
@@ -240,22 +236,25 @@ def test_all_pages_are_written_and_large_files_packed(results, words, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("change", "page", "message"),
+    ("results_of", "page", "message"),
     [
-        pytest.param("missing", PAGE, "speed-ttft has no results.json", id="no results"),
-        pytest.param("unnamed", PAGE, "results.json names no experiment", id="no experiment"),
-        pytest.param(None, PAGE.replace("<!-- end -->", ""), "without <!-- end -->", id="marker"),
-        pytest.param(None, PAGE.replace("default", "other"), "a table 'other'", id="unknown table"),
+        (None, PAGE, "speed-ttft has no results.json"),
+        ({'"experiment"': '"other"'}, PAGE, "results.json names no experiment"),
+        ({}, PAGE.replace("<!-- end -->", ""), "without <!-- end -->"),
+        ({}, PAGE.replace("default", "other"), "a table 'other'"),
     ],
+    ids=["no results", "no experiment", "marker", "unknown table"],
 )
 def test_what_is_missing_is_refused_and_no_page_written(
-    results, words, capsys, change, page, message
+    results, words, capsys, results_of, page, message
 ):
     path = results / SPEED / "results.json"
-    if change == "missing":
-        path.unlink()
-    elif change == "unnamed":
-        path.write_text(path.read_text().replace('"experiment"', '"other"'))
+    text = path.read_text()
+    path.unlink()
+    if results_of is not None:
+        for name, other in results_of.items():
+            text = text.replace(name, other)
+        path.write_text(text)
     Path(words[1]).write_text(page)
     assert readme.main(words) == 2
     assert message in capsys.readouterr().err

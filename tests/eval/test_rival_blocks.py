@@ -24,6 +24,13 @@ def short(monkeypatch):
 # --- exact attention in pieces
 
 
+def blocks_of(rows, *sizes):
+    """Sums over blocks of so many rows and columns."""
+    for size in sizes:
+        rows = torch.stack([part.sum(-1) for part in rows.split(size, -1)], -1).transpose(-1, -2)
+    return rows
+
+
 @pytest.mark.parametrize(("length", "row_blocks"), [(96, 1), (205, 2), (205, 100)])
 def test_block_mass_is_eager_attention_summed(length, row_blocks, monkeypatch):
     q, k = random_qk(length)
@@ -32,15 +39,13 @@ def test_block_mass_is_eager_attention_summed(length, row_blocks, monkeypatch):
     spans = Spans.causal(1, length, length, "cpu")
     mass = attention_mass.block_mass(q, k, spans, 0.25, 32, 16)
     complete = eager_probabilities(q, k, 0.25)
-    expected = torch.stack(
-        [
-            torch.stack([part.sum((-1, -2)) for part in rows.split(16, -1)], -1)
-            for rows in complete.split(32, 2)
-        ],
-        2,
-    )
-    torch.testing.assert_close(mass, expected)
+    torch.testing.assert_close(mass, blocks_of(complete, 16, 32))
     torch.testing.assert_close(caches.column_sums(q, k, spans, 0.25), complete.sum(2))
+    # rows of padding attend nothing
+    spans = replace(spans, last=torch.where(torch.arange(length) < 40, spans.last, -1))
+    mass = attention_mass.block_mass(q, k, spans, 0.25, 32, 16).sum(-1)
+    expected = torch.tensor([32.0, 8.0, *[0.0] * (-(-length // 32) - 2)])
+    torch.testing.assert_close(mass, expected.expand(1, 6, -1))
 
 
 def test_antidiagonal_score_by_hand():
@@ -102,11 +107,8 @@ def test_what_comes_later_changes_no_choice(name):
 @pytest.mark.parametrize("name", [name for name in RIVALS if name != "random"])
 @pytest.mark.parametrize(
     ("documents", "real"),
-    [
-        pytest.param([90, 205, 150], None, id="packed"),
-        pytest.param([90, 205], [False, True], id="padded-left"),
-        pytest.param([205, 90], [True, False], id="padded-right"),
-    ],
+    [([90, 205, 150], None), ([90, 205], [False, True]), ([205, 90], [True, False])],
+    ids=["packed", "padded-left", "padded-right"],
 )
 def test_a_text_keeps_the_blocks_that_it_keeps_alone(name, documents, real):
     """A text of 205 tokens, between others or beside padding."""
@@ -259,14 +261,6 @@ def test_a_share_of_one_is_everything_and_flexprefill_keeps_a_minimum(monkeypatc
     few = kept_by(config_of("flexprefill", 0.01), q, k).sum()
     monkeypatch.setattr(last_queries, "MIN_TOKENS", 64)
     assert kept_by(config_of("flexprefill", 0.01), q, k).sum() > few
-
-
-def test_rows_of_padding_attend_nothing():
-    q, k = random_qk(96)
-    spans = Spans.causal(1, 96, 96, "cpu")
-    spans = replace(spans, last=torch.where(torch.arange(96) < 40, spans.last, -1))
-    mass = attention_mass.block_mass(q, k, spans, 0.25, 32, 16)
-    torch.testing.assert_close(mass.sum(-1), torch.tensor([32.0, 8.0, 0.0]).expand(1, 6, 3))
 
 
 # --- what each keeps
