@@ -77,7 +77,7 @@ def judged_over_ranks(model_type):
     return families.judged({"model_type": model_type, **sample})
 
 
-@pytest.mark.parametrize("model_type", slow_but(EXACT_OVER_RANKS.split(), 0, 1))
+@pytest.mark.parametrize("model_type", slow_but(EXACT_OVER_RANKS.split(), 0))
 def test_a_type_computes_over_ranks_what_it_does_in_one_process(model_type):
     row = judged_over_ranks(model_type)
     assert row["verdict"] == row["plain"] == EXACT, row

@@ -69,6 +69,7 @@ def test_the_variants_of_the_examples_are_configurations():
 
 def test_the_command_writes_its_files(model_folder, tmp_path, book, capsys):
     more = ("--texts", f"noise,{book}", "--budgets", "match,0.5", "--variant", f"wide={SMALL}")
+    more += ("--probes", "pass,recall,perplexity")
     results = command(model_folder, tmp_path / "out", *more)
     rows = results["rows"]
     arms = [*((name, None) for name in ("dense", "cab", "cab:wide")), ("random", "match")]
@@ -136,17 +137,17 @@ def test_only_at_borders_nothing_behind_takes_part(model_folder, monkeypatch, pr
 
 TIGHT = "tiny=query_block=32,key_block=16,dense_tail_blocks=1,max_density=0.05"
 BEHIND = (
-    *("--probes", "continuation,asked", "--lengths", 900, "--documents", 2, "--asked", 2),
+    *("--probes", "continuation,asked", "--lengths", 640, "--documents", 2, "--asked", 2),
     *("--budgets", "0.05"),
 )
 TURNS = (
     *("--probes", "turns", "--lengths", 900, "--documents", 2, "--budgets", "0.05"),
     *("--variant", TIGHT, "--cab", "mass_threshold=0.2"),
 )
-# 4 times 128 tokens have room in 900
+# 4 times 128 tokens have room in 640
 DECODING = (
-    *("--probes", "decode,decode_asked,greedy", "--lengths", 900, "--documents", 2, "--asked", 2),
-    *("--decoded", 24, "--written", 16, "--continuations", 3, "--match", "cab:sparse"),
+    *("--probes", "decode,decode_asked,greedy", "--lengths", 640, "--documents", 2, "--asked", 2),
+    *("--decoded", 24, "--written", 8, "--continuations", 3, "--match", "cab:sparse"),
     *("--variant", f"sparse={SMALL},sparse_decode=true,decode_tokens=128"),
     *("--variant", f"dense={SMALL}"),
 )
@@ -171,8 +172,8 @@ def complete(model_folder, tmp_path_factory):
 def test_what_follows_a_prompt_is_held_against_dense(complete):
     rows = complete(BEHIND)
     behind = {name: row["continuation"] for name, row in rows.items()}
-    # an eighth of 900 tokens, of two documents
-    assert {result["tokens"] for result in behind.values()} == {2 * 112}
+    # an eighth of 640 tokens, of two documents
+    assert {result["tokens"] for result in behind.values()} == {2 * 80}
     assert (behind["dense"]["kl"], behind["dense"]["agreement"]) == (0, 1)
     assert "ratio" not in behind["dense"]
     assert behind["full"]["kl"] == pytest.approx(0, abs=1e-7)
@@ -205,11 +206,11 @@ def test_turns_are_held_against_dense(complete):
 
 
 def test_what_follows_a_prompt_is_read_exactly_but_by_what_has_no_keys_left(model_folder):
-    given = {"device": "cpu", "lengths": (900,), "cab": SPARSE_WORDS, "methods": ("cab",)}
+    given = {"device": "cpu", "lengths": (640,), "cab": SPARSE_WORDS, "methods": ("cab",)}
     measured = Fidelity(Settings(model=str(model_folder), **given))
-    reading = measured.reading("noise", 900, "continuation", None, 0)
-    assert reading.prompt == 900 - 112
-    place = {"text": "noise", "length": 900, "index": 0, "probe": "continuation", "fitted": 0.1}
+    reading = measured.reading("noise", 640, "continuation", None, 0)
+    assert reading.prompt == 640 - 80
+    place = {"text": "noise", "length": 640, "index": 0, "probe": "continuation", "fitted": 0.1}
     likely = {}
     for name in ("cab", "streaming"):
         case = {"method": name, "budget": None, **place}
@@ -219,7 +220,7 @@ def test_what_follows_a_prompt_is_read_exactly_but_by_what_has_no_keys_left(mode
             complete = distributions(measured.model, reading, chunk=measured.settings.chunk)
             measured.dense_of(case)
             likely[name] = measured.read(case, reading, method)["nll"]
-        exact = -complete[range(112), list(reading.tokens[788:])].sum().item()
+        exact = -complete[range(80), list(reading.tokens[560:])].sum().item()
         assert (likely[name] == pytest.approx(exact, abs=1e-3)) == (name == "cab")
 
 
@@ -229,11 +230,11 @@ def test_decoding_is_held_against_dense(complete):
     assert list(rows) == ["dense", "cab:sparse", "cab:dense", *caches, "full"]
     # the index has 16 channels in half a byte and a scale of two, keys and values 32 in four
     kept = {
-        "cab:dense": 900,
-        "dense": 900,
-        "full": 900,
-        "cab:sparse": 128 + 900 * 10 / 128,
-        **dict.fromkeys(caches, 198),
+        "cab:dense": 640,
+        "dense": 640,
+        "full": 640,
+        "cab:sparse": 128 + 640 * 10 / 128,
+        **dict.fromkeys(caches, 178),
     }
     assert {name: row["step_tokens"] for name, row in rows.items()} == kept
     assert {row["decode"]["tokens"] for row in rows.values()} == {2 * 24}
@@ -246,7 +247,7 @@ def test_decoding_is_held_against_dense(complete):
         assert decode[name]["kl"] > 1e-6 > abs(decode["full"]["kl"])
     # by one prefill
     assert decode["cab:sparse"]["kl"] != pytest.approx(decode["cab:dense"]["kl"], rel=1e-2)
-    assert (rows["full"]["greedy"]["equal"], rows["full"]["greedy"]["prefix"]) == (3, 16)
+    assert (rows["full"]["greedy"]["equal"], rows["full"]["greedy"]["prefix"]) == (3, 8)
     assert "equal" not in rows["dense"]["greedy"]
 
 
@@ -254,7 +255,7 @@ def test_texts_that_are_decoded_side_by_side_are_those_decoded_alone(
     model_folder, tmp_path, monkeypatch, complete
 ):
     # two continuations and documents at once, then one
-    monkeypatch.setattr(fidelity, "TOKENS_AT_ONCE", 900)
+    monkeypatch.setattr(fidelity, "TOKENS_AT_ONCE", 640)
     for alone in command(model_folder, tmp_path, *DECODING, methods="dense,h2o")["rows"]:
         together = complete(DECODING)[alone["method"]]
         assert alone["decode"]["kl"] == pytest.approx(together["decode"]["kl"], abs=1e-6)
@@ -370,7 +371,7 @@ def test_a_cpu_is_not_timed():
 RIVALS = (
     "random,antidiagonal,xattention_fitted,vertical_slash,flexprefill_fitted,mean_pooled,streaming"
 )
-TIMED = ("--probes", "continuation", "--lengths", "1200", "--equal", "time")
+TIMED = ("--probes", "continuation", "--lengths", "900", "--equal", "time")
 
 
 def test_times_are_matched(model_folder, tmp_path, monkeypatch):
