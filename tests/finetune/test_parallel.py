@@ -12,6 +12,7 @@ from launches import (
     launched,
     steps,
 )
+from ranks import Ranks
 from tiny import tiny_model
 from torch import nn
 from words import make_tokenizer, save_llama
@@ -74,10 +75,12 @@ train.Run.train = checked
 """
 
 
-@pytest.fixture
-def four(processes):
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
     """Four processes and no other: a grid is made of all there are."""
-    return processes(4)
+    ranks = Ranks(4, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
 
 
 @pytest.mark.slow
