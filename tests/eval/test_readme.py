@@ -9,15 +9,7 @@ import pytest
 
 from cab_hf import CabConfig
 from cab_hf.eval import experiment, readme, report
-from cab_hf.eval.tables import (
-    ROWS,
-    TABLES,
-    Table,
-    _over_runs,
-    all_results,
-    pivoted,
-    read_results,
-)
+from cab_hf.eval.tables import ROWS, TABLES, Table, _over_runs, all_results, pivoted, read_results
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"

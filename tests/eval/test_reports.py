@@ -137,9 +137,7 @@ SCENES = {
     "decoding": decoded(),
     "turns": turned(),
     "fewer cases": fewer(),
-    "a time that no budget takes": [
-        sample("random", "time", 0, **TIMES, dense_kernel="SDPA"),
-    ],
+    "a time that no budget takes": [sample("random", "time", 0, **TIMES, dense_kernel="SDPA")],
     "a density that is not the matched one": [
         # of the layers that are sparse, beside dense ones
         matched("random", 0.6, sparse_density=0.21),

@@ -5,13 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launches import (
-    LAUNCH,
-    MEDDLED,
-    ROOT,
-    launched,
-    steps,
-)
+from launches import LAUNCH, MEDDLED, ROOT, launched, steps
 from ranks import Ranks
 from tiny import tiny_model
 from torch import nn
