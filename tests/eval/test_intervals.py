@@ -5,9 +5,11 @@ from statistics import NormalDist, stdev
 
 import pytest
 
-from cab_hf.eval import intervals
+from cab_hf.eval.intervals import mean_interval, mean_of_intervals, paired_difference, wilson
 
 Z2 = NormalDist().inv_cdf(0.975) ** 2
+# half of the width of Wilson's interval at 5 of 10
+HALF = 0.263407
 
 
 @pytest.mark.parametrize(
@@ -19,86 +21,71 @@ Z2 = NormalDist().inv_cdf(0.975) ** 2
     ],
 )
 def test_wilson_by_hand(correct, n, low, high):
-    assert intervals.wilson(correct, n) == pytest.approx((low, high), abs=1e-6)
+    assert wilson(correct, n) == pytest.approx((low, high), abs=1e-6)
 
 
-def outcomes(both, only_ours, only_base, neither):
+def paired(both, only_ours, only_base, neither, turned=False):
     pairs = [(1, 1)] * both + [(1, 0)] * only_ours + [(0, 1)] * only_base + [(0, 0)] * neither
-    return zip(*pairs, strict=True)
-
-
-# half of the width of Wilson's interval at 5 of 10
-HALF = 0.263407
+    ours, base = zip(*pairs, strict=True)
+    return paired_difference(base, ours) if turned else paired_difference(ours, base)
 
 
 @pytest.mark.parametrize(
     ("table", "difference", "low", "high"),
     [
-        # no correlation can be seen: the two intervals join at a right angle
-        pytest.param((10, 0, 0, 0), 0.0, -Z2 / (10 + Z2), Z2 / (10 + Z2), id="both perfect"),
-        # phi = (25 - 10 / 2) / 25 = 0.8, so the width is half² (1 + 1 - 1.6)
-        pytest.param(
-            (5, 0, 0, 5), 0.0, -HALF * math.sqrt(0.4), HALF * math.sqrt(0.4), id="always agree"
-        ),
-        # phi = -25 / 25, and the half widths add up
-        pytest.param((0, 5, 5, 0), 0.0, -2 * HALF, 2 * HALF, id="never agree"),
+        # both perfect: no correlation can be seen, the two intervals join at a right angle
+        ((10, 0, 0, 0), 0.0, -Z2 / (10 + Z2), Z2 / (10 + Z2)),
+        # always agreeing: phi = (25 - 10 / 2) / 25 = 0.8, so the width is half² (1 + 1 - 1.6)
+        ((5, 0, 0, 5), 0.0, -HALF * math.sqrt(0.4), HALF * math.sqrt(0.4)),
+        # never: phi = -25 / 25, and the half widths add up
+        ((0, 5, 5, 0), 0.0, -2 * HALF, 2 * HALF),
         # every sample only ours: 1 - 0, and each end from its own side
-        pytest.param((0, 10, 0, 0), 1.0, 1 - math.sqrt(2) * Z2 / (10 + Z2), 1.0, id="all ours"),
+        ((0, 10, 0, 0), 1.0, 1 - math.sqrt(2) * Z2 / (10 + Z2), 1.0),
     ],
 )
 def test_paired_difference_by_hand(table, difference, low, high):
-    ours, base = outcomes(*table)
-    assert intervals.paired_difference(ours, base) == pytest.approx(
-        (difference, low, high), abs=2e-6
-    )
+    assert paired(*table) == pytest.approx((difference, low, high), abs=2e-6)
 
 
 def test_paired_difference_turns_with_the_pair():
-    ours, base = outcomes(11, 2, 5, 3)
-    difference, low, high = intervals.paired_difference(ours, base)
-    assert intervals.paired_difference(base, ours) == pytest.approx((-difference, -high, -low))
+    difference, low, high = paired(11, 2, 5, 3)
+    assert paired(11, 2, 5, 3, turned=True) == pytest.approx((-difference, -high, -low))
     assert low < difference < high
 
 
 def test_what_is_no_share_and_no_pairs_is_refused():
     for correct, n in ((1, 0), (-1, 5), (6, 5)):
         with pytest.raises(ValueError, match="correct must be 0 to n"):
-            intervals.wilson(correct, n)
+            wilson(correct, n)
     with pytest.raises(ValueError, match="one length"):
-        intervals.paired_difference([True], [True, False])
+        paired_difference([True], [True, False])
 
 
 @pytest.mark.parametrize(
     ("level", "freedom", "quantile"),
     [
         # one degree is Cauchy's: tan(pi / 2 * level); two are level * sqrt(2 / (1 - level²))
-        (0.95, 1, math.tan(math.pi / 2 * 0.95)),
-        (0.95, 2, 0.95 * math.sqrt(2 / (1 - 0.95**2))),
+        *((0.95, 1, math.tan(math.pi / 2 * 0.95)), (0.95, 2, 0.95 * math.sqrt(2 / (1 - 0.95**2)))),
         *((0.95, 3, 3.182446), (0.95, 19, 2.093024)),
         *((0.999, 20, 3.849516), (0.95, 2001, 1.961147)),
     ],
 )
 def test_student_quantile_by_table(level, freedom, quantile):
-    n = freedom + 1
-    values = [float(i) for i in range(n)]
-    mean, low, high = intervals.mean_interval(values, [0.0] * n, level)
-    error = stdev(values) / math.sqrt(n)
+    values = [float(i) for i in range(freedom + 1)]
+    mean, low, high = mean_interval(values, [0.0] * len(values), level)
+    error = stdev(values) / math.sqrt(len(values))
     assert (mean - low) / error == pytest.approx(quantile, abs=2e-5)
     assert high - mean == pytest.approx(mean - low)
 
 
-def test_paired_interval_by_hand():
+def test_means_of_pairs_and_of_intervals_by_hand():
     # differences 0, 0.1, 0.2: mean 0.1, deviation 0.1, t(0.95, 2) = 4.302653
     spread = 4.302653 * 0.1 / math.sqrt(3)
-    actual = intervals.mean_interval([0.5, 0.6, 0.9], [0.5, 0.5, 0.7], 0.95)
+    actual = mean_interval([0.5, 0.6, 0.9], [0.5, 0.5, 0.7], 0.95)
     assert actual == pytest.approx((0.1, 0.1 - spread, 0.1 + spread), abs=1e-5)
     # pairs that never differ have an interval of no width
-    assert intervals.mean_interval([0.5, 0.25], [0.25, 0.0]) == (0.25, 0.25, 0.25)
-
-
-def test_mean_of_intervals_by_hand():
+    assert mean_interval([0.5, 0.25], [0.25, 0.0]) == (0.25, 0.25, 0.25)
     one, other = (0.5, 0.4, 0.7), (0.1, 0.0, 0.5)
-    assert intervals.mean_of_intervals([one]) == pytest.approx(one)
+    assert mean_of_intervals([one]) == pytest.approx(one)
     below, above = math.sqrt(0.1**2 + 0.1**2) / 2, math.sqrt(0.2**2 + 0.4**2) / 2
-    expected = (0.3, 0.3 - below, 0.3 + above)
-    assert intervals.mean_of_intervals([one, other]) == pytest.approx(expected)
+    assert mean_of_intervals([one, other]) == pytest.approx((0.3, 0.3 - below, 0.3 + above))
