@@ -67,17 +67,19 @@ def test_the_variants_of_the_examples_are_configurations():
 # --- the command
 
 
-def test_the_command_writes_its_files(model_folder, tmp_path, book, capsys):
+def test_the_command_writes_its_files(model_folder, tmp_path, book, capsys, monkeypatch):
+    monkeypatch.setattr(probes, "BORDER", 32)
     more = ("--texts", f"noise,{book}", "--budgets", "match,0.5", "--variant", f"wide={SMALL}")
-    more += ("--probes", "pass,recall,perplexity")
-    results = command(model_folder, tmp_path / "out", *more)
+    more += ("--probes", "pass,recall,recall_border,perplexity,perplexity_border")
+    methods = "dense,full,cab,random,no_needle"
+    results = command(model_folder, tmp_path / "out", *more, methods=methods)
     rows = results["rows"]
     arms = [*((name, None) for name in ("dense", "cab", "cab:wide")), ("random", "match")]
-    arms += [("random", 0.5)]
+    arms += [("random", 0.5), ("full", None), ("no_needle", None)]
     cells = [(row["text"], row["method"], row["budget"]) for row in rows]
     assert cells == [(text, *arm) for text in ("noise", "book") for arm in arms]
-    for dense, cab, wide, matched, half in (rows[:5], rows[5:]):
-        assert dense["density"] == 1
+    for dense, cab, wide, matched, half, full, hidden in (rows[:7], rows[7:]):
+        assert dense["density"] == full["density"] == 1
         # times of a CPU mean nothing
         assert dense["attend_ms"] is cab["over_dense"] is None
         assert cab["density"] < wide["density"] < 1
@@ -87,30 +89,20 @@ def test_the_command_writes_its_files(model_folder, tmp_path, book, capsys):
         for row in (cab, wide, matched, half):
             assert (row["pass"]["n"], row["recall"]["n"], row["recall"]["pairs"]) == (2, 2, 2)
             assert row["perplexity"]["ratio"] > 0
+        # documents have no needle to hide
+        assert "pass" in hidden and "recall" not in hidden
+        # tokens 160, 192, 224, 256 and 288
+        assert dense["perplexity_border"]["tokens"] == 5
+        for row in (dense, cab, wide, matched, half, full):
+            assert row["recall_border"]["n"] == row["recall"]["n"] == 2
+        assert full["recall"]["share"] == dense["recall"]["share"]
+        for probe in ("perplexity", "perplexity_border"):
+            assert full[probe]["ratio"] == pytest.approx(1, abs=1e-5)
+        assert cab["perplexity_border"]["ratio"] != pytest.approx(1, abs=1e-5)
     assert str(tmp_path) not in json.dumps(results)
     noise, file = results["provenance"]["settings"]["texts"]
     assert (noise, file["name"]) == ("noise", "book.txt")
     assert "On book, 300 tokens, cab attends" in capsys.readouterr().out
-
-
-def test_borders_are_read_beside_the_rest(model_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(probes, "BORDER", 32)
-    asked = ("--probes", "pass,recall,recall_border,perplexity,perplexity_border")
-    results = command(model_folder, tmp_path, *asked, methods="dense,full,cab,no_needle")
-    rows = {row["method"]: row for row in results["rows"]}
-    # documents have no needle to hide
-    hidden = rows.pop("no_needle")
-    assert "pass" in hidden and "recall" not in hidden
-    # tokens 160, 192, 224, 256 and 288
-    assert rows["dense"]["perplexity_border"]["tokens"] == 5
-    for row in rows.values():
-        assert row["recall_border"]["n"] == row["recall"]["n"] == 2
-    full = rows["full"]
-    assert full["density"] == 1
-    assert full["recall"]["share"] == rows["dense"]["recall"]["share"]
-    for probe in ("perplexity", "perplexity_border"):
-        assert full[probe]["ratio"] == pytest.approx(1, abs=1e-5)
-    assert rows["cab"]["perplexity_border"]["ratio"] != pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("probe", ["recall", "recall_border"])

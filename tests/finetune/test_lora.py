@@ -36,11 +36,19 @@ from cab_hf.runs.settings import UsageError
 SPOILT = ("spoilt", "spoilt-weights", *(f"spoilt-source-{x}" for x in "dv"))
 
 
+def two_machines(folder, name):
+    """A file in two places, which differ far behind the first batch; the first of them."""
+    for rank in "01":
+        (folder / rank).mkdir(exist_ok=True)
+        rows = [json.dumps({"text": TEXT * 4})] * 200 + [json.dumps({"text": rank * 200})]
+        (folder / rank / f"{name}.jsonl").write_text("\n".join(rows))
+    return folder / "0" / f"{name}.jsonl"
+
+
 @pytest.mark.slow
 def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
     """All that takes a launcher, in as few launches as that takes."""
-    script = tmp_path / "meddled.py"
-    script.write_text(MEDDLED)
+    (script := tmp_path / "meddled.py").write_text(MEDDLED)
     words = {
         name: " ".join([*TRAIN[1:], "--out", str(tmp_path / name)])
         for name in ("whole", "stopped", "killed", *SPOILT)
@@ -55,67 +63,44 @@ def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
     assert launched([*LAUNCH, str(script), words["killed"]]).returncode != 0
     # killed between two checkpoints, it has to compute step 3 anew
     assert [step for _, step, _ in losses(tmp_path / "killed")] == [1, 2]
-    resumed = launched([*LAUNCH, *TRAIN, "--out", str(tmp_path / "killed")])
-    assert resumed.returncode == 0, resumed.stderr[-3000:]
-
-    words = ["python", "-m", "cab_hf.finetune.merge", str(tmp_path / "killed" / "adapter")]
-    merged = launched([*words, str(tmp_path / "merged")])
-    assert merged.returncode == 0, merged.stderr[-3000:]
+    one = ["--tokens-per-step", "512", "--dropout", "0", "--out", str(tmp_path / "one")]
+    merge = ["-m", "cab_hf.finetune.merge", str(tmp_path / "killed" / "adapter")]
+    for given in (
+        [*LAUNCH, *TRAIN, "--out", str(tmp_path / "killed")],
+        ["python", *merge, str(tmp_path / "merged")],
+        ["python", "finetune/lora.py", *SMALL, *one],
+    ):
+        later = launched(given)
+        assert later.returncode == 0, later.stderr[-3000:]
     assert (tmp_path / "merged" / "model.safetensors").exists()
 
+    # a killed run goes on to the last bit
     assert steps(tmp_path / "whole", "step") == [1, 2, 3, 4, 5, 6]
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
-    check_that_all_processes_stop_where_one_is_asked_to(tmp_path, done.stdout)
-    check_that_two_processes_learn_what_one_does_in_two_turns(tmp_path)
-    check_that_all_processes_stop_where_one_would_learn_nothing(tmp_path, done.stderr)
-    check_that_processes_that_differ_learn_nothing(tmp_path, done.stderr)
-
-
-def two_machines(folder, name):
-    """A file in two places, which differ far behind the first batch; the first of them."""
-    for rank in "01":
-        (folder / rank).mkdir(exist_ok=True)
-        rows = [json.dumps({"text": TEXT * 4})] * 200 + [json.dumps({"text": rank * 200})]
-        (folder / rank / f"{name}.jsonl").write_text("\n".join(rows))
-    return folder / "0" / f"{name}.jsonl"
-
-
-def check_that_all_processes_stop_where_one_is_asked_to(folder, printed):
-    assert printed.count("stopped at step 3 as asked; the same command goes on.") == 1
-    # of eight runs
-    assert [(folder / f"meddled.py.{rank}").read_text() for rank in (0, 1)] == ["00222200"] * 2
-    assert losses(folder / "stopped") == losses(folder / "whole")
-    kept = sorted(path.name for path in (folder / "stopped" / "checkpoints").iterdir())
+    # all processes stop where one is asked to; of eight runs
+    assert done.stdout.count("stopped at step 3 as asked; the same command goes on.") == 1
+    assert [(tmp_path / f"meddled.py.{rank}").read_text() for rank in (0, 1)] == ["00222200"] * 2
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    kept = sorted(path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir())
     assert kept == ["step-00000004", "step-00000006"]
-
-
-def check_that_all_processes_stop_where_one_would_learn_nothing(folder, message):
-    # both name what one of them knows
-    assert (
-        message.count("step 3 has a gradient that is not finite, first of all in base_model") == 2
-    )
-    assert [step for _, step, _ in losses(folder / "spoilt")] == [1, 2]
-    assert [path.name for path in (folder / "spoilt" / "checkpoints").iterdir()] == [
-        "step-00000002"
-    ]
-
-
-def check_that_processes_that_differ_learn_nothing(folder, message):
-    name = "base_model.model.model.layers.1.mlp.up_proj.weight"
-    sources = [f"the content of source 1 of --{setting}" for setting in ("data", "validation")]
-    for what in (f"weight {name}", *sources):
-        assert message.count(f"{what} of process 1 is another than that of process 0") == 2
-    assert not any((folder / name).exists() for name in SPOILT[1:])
-
-
-def check_that_two_processes_learn_what_one_does_in_two_turns(folder):
-    words = [*SMALL, "--dropout", "0", "--tokens-per-step", "512", "--out", str(folder / "one")]
-    assert launched(["python", "finetune/lora.py", *words]).returncode == 0
+    # two processes learn what one does in two turns, and no two steps are alike
     for field in ("density", "grad_norm", "loss"):
-        one, two = steps(folder / "one", field), steps(folder / "two", field)
-        assert one == pytest.approx(two, rel=1e-5)
-    # no two steps are alike
-    assert len(set(one)) == len(one) == 4
+        alone, together = steps(tmp_path / "one", field), steps(tmp_path / "two", field)
+        assert alone == pytest.approx(together, rel=1e-5)
+    assert len(set(alone)) == len(alone) == 4
+    # all stop where one would learn nothing; both name what one of them knows
+    message = "step 3 has a gradient that is not finite, first of all in base_model"
+    assert done.stderr.count(message) == 2
+    assert [step for _, step, _ in losses(tmp_path / "spoilt")] == [1, 2]
+    (kept,) = (tmp_path / "spoilt" / "checkpoints").iterdir()
+    assert kept.name == "step-00000002"
+    # processes that differ learn nothing
+    weight = "weight base_model.model.model.layers.1.mlp.up_proj.weight"
+    sources = [f"the content of source 1 of --{setting}" for setting in ("data", "validation")]
+    for what in (weight, *sources):
+        said = f"{what} of process 1 is another than that of process 0"
+        assert done.stderr.count(said) == 2
+    assert not any((tmp_path / name).exists() for name in SPOILT[1:])
 
 
 def run(tmp_path, *words, name="run", drawn=False):
