@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from cab_hf.config import CabConfig
 from cab_hf.eval import __main__, experiment, readme, speed
 from cab_hf.eval.experiment import Experiment, render, run
 from cab_hf.eval.report import markdown_table
@@ -207,15 +206,6 @@ def test_a_number_that_json_does_not_know_is_not_written(tmp_path, monkeypatch, 
     assert not (tmp_path / "results.json").exists()
     assert "NaN" not in (content := (tmp_path / "samples.jsonl").read_text())
     assert "Infinity" not in content
-
-
-def test_a_report_shows_what_a_config_sets_unlike_the_default():
-    changed, old = CabConfig(min_length=0).to_dict(), {"select": "topk", "key_block": 64}
-    shown = experiment.configs({"cab_configs": {"full": None, "cab": changed, "old": old}})
-    assert shown == [
-        'Config of cab: `{"min_length": 0}`, the default of cab_hf 0.3.0 beside it',
-        f"Config of old: `{json.dumps(old)}`",
-    ]
 
 
 def test_what_repeats_is_said_by_the_report_of_all_runs(tmp_path, monkeypatch, capsys):

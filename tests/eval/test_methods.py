@@ -119,10 +119,8 @@ def test_snapkv_keeps_what_the_end_of_a_prompt_attends(tokens, prompt):
 
 @pytest.mark.parametrize(
     ("method", "sinks", "tokens"),
-    [
-        pytest.param(caches.StreamingCache(50), 4, 50, id="behind a dense prefill"),
-        pytest.param(caches.StreamingCache(LENGTH), 0, LENGTH, id="everything"),
-    ],
+    [(caches.StreamingCache(50), 4, 50), (caches.StreamingCache(LENGTH), 0, LENGTH)],
+    ids=["behind a dense prefill", "everything"],
 )
 def test_streaming_decodes_over_sinks_and_the_latest(model, ids, method, sinks, tokens):
     prompt = 560
