@@ -249,7 +249,7 @@ def _decode_steps(rows: Sequence[Row]) -> list[Row]:
     """A row a length and batch: the least budget of each part, and one that reads everything."""
     ways = []
     for row in sorted(rows, key=itemgetter("length", "batch", "budget")):
-        # told to read everything, cab decodes densely
+        # with a budget of everything, cab decodes densely
         ways.append({**row, "way": row["part"] + " dense" * (row["budget"] >= row["length"])})
     least = [alike[0] for alike in grouped(ways, "length", "batch", "way")]
     return pivoted(least, "way", "length", "batch")
@@ -277,7 +277,7 @@ def _trainings(rows: Sequence[Row]) -> Iterator[Row]:
                 row[probe] = _bold(with_interval(*row[probe]), row[probe][2] < best[probe][1])
         for probe in ("perplexity", "perplexity_border"):
             ratio = row.get(probe, 0) / best[probe]
-            # far off, it tells nothing
+            # far off, it means nothing
             row[probe] = ratio if 0 < ratio < 100 else None
         place = {"trained": first["trained"], "runs": len(some), "read": first["method"]}
         yield {**row, **place, "step_s": _seconds_of_a_step(first["folder"] / TIMED)}
