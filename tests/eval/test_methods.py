@@ -280,7 +280,7 @@ def test_trianglemix_is_dense_and_then_a_triangle(model, ids, monkeypatch):
     # dense layers of all methods are so in this one too
     cell = replace(SHARED, config=replace(SMALL, dense_layers=(5,)), layers=7)
     assert blocks.TriangleMix.fit(cell).config.dense_layers == (0, 1, 2, 5)
-    with pytest.raises(ValueError, match="trianglemix needs a cell that tells how many layers"):
+    with pytest.raises(ValueError, match="trianglemix needs a cell that has how many layers"):
         blocks.TriangleMix.fit(CELL)
 
 
