@@ -49,13 +49,13 @@ def by_hand():
         return sample(method, "perplexity", index, nll=nll, count=10, density=density)
 
     return [
-        *(read("dense", [True, right], index=at) for at, right in enumerate((True, False))),
-        *(surprise("dense", *given) for given in ((0, 10.0, 1.0), (1, 20.0, 1.0))),
+        *(read("dense", [True, True]), read("dense", [True, False], index=1)),
+        *(surprise("dense", 0, 10.0, 1.0), surprise("dense", 1, 20.0, 1.0)),
         *(read("cab:a", [True, False], 0.2), surprise("cab:a", 0, 11.0, 0.3)),
         *(read("cab", [True, False], 0.1), read("cab", [False, False], 0.2, 1)),
         # dense has read no third document
         read("cab", [True, True], 0.3, 2),
-        *(surprise("cab", *given) for given in ((0, 11.0, 0.2), (1, 23.0, 0.2))),
+        *(surprise("cab", 0, 11.0, 0.2), surprise("cab", 1, 23.0, 0.2)),
         sample("cab", "question_first", 0, right=[True], density=0.9),
     ]
 
@@ -87,12 +87,8 @@ def decoded():
 def turned():
     """KL a token 1 to 5 in the turns of one document, twice that in those of the other."""
     made = []
-    for method, index, scale in (
-        ("dense", 0, 0.0),
-        ("dense", 1, 0.0),
-        ("cab", 0, 1),
-        ("cab", 1, 2),
-    ):
+    for method, index in product(("dense", "cab"), (0, 1)):
+        scale = (index + 1.0) * (method == "cab")
         turns = [{"kl": 2 * scale * at, "agree": 1, "nll": 1.0, "count": 2} for at in range(1, 6)]
         sums = {name: sum(turn[name] for turn in turns) for name in turns[0]}
         made.append(sample(method, "turns", index, turns=turns, **sums))
