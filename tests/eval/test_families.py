@@ -92,7 +92,8 @@ def test_a_type_is_refused_over_ranks_in_a_sentence_that_names_the_cause(model_t
     assert re.search(REFUSED_OVER_RANKS[model_type], row["said"])
 
 
-@pytest.mark.parametrize("build", slow_but(["windowed", "dynamic"], 1))
+@pytest.mark.slow
+@pytest.mark.parametrize("build", ["windowed", "dynamic"])
 def test_what_a_type_may_have_is_built_too(build):
     assert judged_over_ranks("mistral" if build == "dynamic" else "mixtral")[build] == EXACT
 
