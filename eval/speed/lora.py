@@ -1,18 +1,27 @@
 """``speed lora``: a step of LoRA fine-tuning of a whole model, by what it attends with.
 
-Started by torchrun, it measures how a step spreads over ranks.
+Started by torchrun, it measures how a step spreads over ranks, which learn a sequence each, or one
+that is sharded over all of them.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from math import inf
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from cab_hf import context_parallel
 from cab_hf.config import NAMES
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped
@@ -20,24 +29,22 @@ from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import SDPA
 from cab_hf.eval.speed.reported import CAB_DENSE, Panel
-from cab_hf.eval.speed.spread import (
-    ALONE,
-    CP,
-    DDP,
-    FSDP2,
-    SPREADS,
-    TARGETS,
-    save_memory,
-    trainee,
-    training,
-)
 from cab_hf.eval.speed.team import Team, by_torchrun
 from cab_hf.eval.speed.ttft import GAIN, TimeToFirstToken
 from cab_hf.finetune.meter import GIB, Cost, Room, fit, host_bytes, plan_bytes
-from cab_hf.finetune.tiles import tile_of
+from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
+from cab_hf.finetune.objective import Batch, Objective
+from cab_hf.finetune.offload import Offload
+from cab_hf.finetune.parallel import block_of, sharded
+from cab_hf.finetune.tiles import compute_in_tiles, tile_of
 from cab_hf.runs.settings import by_device, comma_separated, flag, number_or_auto, option
 
+ALONE, DDP, FSDP2, CP = SPREADS = ("alone", "ddp", "fsdp2", "cp")
 CAB = "cab"
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+ALPHA = 32.0
+LEARNING_RATE = 1e-4
+CLIP = 1.0
 # tokens of the step that compiles all kernels, which is as long as CAB wants a text: one that is
 # timed may take a minute
 WARM_UP_TOKENS = 2**15
@@ -48,7 +55,7 @@ SPREADING = (
     "fsdp2: torch's fully_shard of each decoder layer and of what is around them, a sequence a "
     "rank; cp: one sequence sharded over all ranks by cab_hf.context_parallel. Efficiency is "
     "tokens a second of a rank over those of one alone by the same way at the same length; TFLOP/s "
-    "are a rank's as well. Below float32 CAB keeps every block where gradients are compared."
+    "are a rank's as well."
 )
 
 
@@ -112,17 +119,14 @@ class Settings(models.ModelSettings):
 
     @property
     def method(self) -> str:
-        text = (
+        together = models.TOGETHER if self.is_spread or by_torchrun() else ""
+        return (
             f"median of {self.runs} steps by time.perf_counter after one of at most "
             f"{WARM_UP_TOKENS:,} tokens that warms up; a step is the forward and the backward pass "
             "of one sequence of random tokens under gradient checkpointing, clipping and AdamW, in "
             "tiles and with offloaded checkpoints as in fine-tuning; the peak is all that was "
-            "allocated"
+            f"allocated{together}"
         )
-        if self.is_spread or by_torchrun():
-            text += f"{models.TOGETHER}; at a small length gradients are first compared with those "
-            text += "of one process"
-        return text
 
 
 class LoraStep(TimeToFirstToken):
@@ -196,7 +200,7 @@ class LoraStep(TimeToFirstToken):
         return tile, fit(cost, length, room, settings.offload_layers, **more).offloaded
 
     def find_on(self, sample: dict[str, Any], team: Team) -> None:
-        """Write into ``sample`` what a step of ``team`` takes, once it is known to be right."""
+        """Write into ``sample`` what a step of ``team`` takes."""
         settings, length, how = self.settings, sample["length"], sample["spread"]
         # what spread an earlier step hooks into gradients until it is gone
         gc.collect()
@@ -256,3 +260,137 @@ def step_flops(cost: Cost, length: int, density: float = 1.0) -> float:
     """Floating-point operations of a step of one text, that share of its pairs being attended."""
     attention = sum(cost.attention(cost.pairs(torch.arange(length)[None])))
     return cost.products(length) + density * attention
+
+
+class Trainee(NamedTuple):
+    """A model that is trained, with its loss, and what a step of it costs."""
+
+    objective: Objective
+    cost: Cost
+
+    @property
+    def learnt(self) -> list[nn.Parameter]:
+        return [p for p in self.objective.parameters() if p.requires_grad]
+
+
+@lru_cache(maxsize=1)
+def trainee(settings: Settings) -> Trainee:
+    """The random model with adapters that are about to be learnt."""
+    model = with_lora(models.random_model(settings), TARGETS, settings.rank, ALPHA)
+    enable_gradient_checkpointing(model)
+    model.train()
+    return Trainee(Objective(model), Cost.of(model))
+
+
+def save_memory(settings: Settings, tokens: int, tile: int, offloaded: int) -> float:
+    """Have the model compute ``tokens`` a rank in tiles, 0 for none; the GiB that are pinned.
+
+    ``offloaded`` are the layers whose checkpoints are.
+    """
+    model = trainee(settings).objective.model
+    # one tile of all tokens, and of the padding of ranks, is none
+    compute_in_tiles(model, tile or sys.maxsize)
+    offload = Offload(offloaded, torch.device(settings.device))
+    # the one before gives its memory back first: the host may have no room for both
+    offload.enable(model)
+    # what is timed allocates nothing
+    offload.reserve(tokens * settings.hidden * settings.torch_dtype.itemsize)
+    return offload.host_bytes / GIB
+
+
+def batch_of(settings: Settings, tokens: int, number: int = 0) -> Batch:
+    """Sequence [1, tokens] of that number: random tokens, each of which is to predict another."""
+    drawn = models.random_tokens(settings, tokens + 1, number)
+    positions = torch.arange(tokens, device=settings.device)[None]
+    return {"input_ids": drawn[:, :-1], "position_ids": positions, "labels": drawn[:, 1:]}
+
+
+@contextmanager
+def training(
+    settings: Settings, length: int, way: str, how: str = ALONE, team: Team | None = None
+) -> Iterator[tuple[Callable[[int], None], Callable[[], dict[str, Any]]]]:
+    """(a step on a text of so many tokens, what is known of the steps since it was last called).
+
+    Known are ``density``, attended over causal pairs in all layers and of all ranks, and what CAB
+    ``ran_as``.
+    """
+    team = Team() if team is None else team
+    model, config = models.random_model(settings), settings.budgeted(length)
+
+    def known() -> dict[str, Any]:
+        found = models.attended_by(model, length, way, reset=True)
+        if how != CP:
+            return found | {"density": team.mean(found["density"])}
+        density = team.mean(found["density"], team.pairs(length, block_of(model)))
+        # ranks that share a sequence are not what is described
+        return {"density": density, "ran_as": None}
+
+    if how != ALONE:
+        # half of all adapters are zero when they are new
+        draw = torch.Generator(settings.device).manual_seed(settings.seed)
+        with torch.no_grad():
+            for parameter in trainee(settings).learnt:
+                parameter.normal_(std=models.INITIAL_STD, generator=draw)
+    try:
+        with models.attending(model, way, config), shared(settings, how, team) as backward:
+            # weights that are spread are others by now
+            learnt = trainee(settings).learnt
+            fused = torch.device(settings.device).type == "cuda"
+            optimizer = torch.optim.AdamW(learnt, LEARNING_RATE, fused=fused)
+            try:
+                yield partial(learn, backward, learnt, optimizer), known
+            finally:
+                for parameter in learnt:
+                    parameter.grad = None
+    finally:
+        if how == FSDP2:
+            # this rank has a part of the model left
+            models.random_model.cache_clear()
+            trainee.cache_clear()
+
+
+@contextmanager
+def shared(settings: Settings, how: str, team: Team) -> Iterator[Callable[[int], None]]:
+    """What makes this rank's gradients of a step on a sequence of so many tokens.
+
+    `FSDP2` leaves the weights of the model spread.
+    """
+    objective = wrapped = trainee(settings).objective
+    batch, scale, inside = partial(batch_of, settings), 1, nullcontext()
+    if how in (DDP, FSDP2):
+        batch = partial(batch, number=team.rank)
+    if how == FSDP2:
+        # as accelerate does: layers are gathered one by one, what is around them is one more unit
+        mesh = DeviceMesh.from_group(team.group, torch.device(settings.device).type)
+        for layer in models.random_model(settings).model.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(objective, mesh=mesh)
+    if how in (DDP, CP):
+        wrapped = DistributedDataParallel(objective, process_group=team.group)
+    if how == CP:
+        block, scale = block_of(objective.model), team.size
+        # a layer that is computed again gathers again by itself
+        inside = context_parallel(objective.model, team.group, block=block, regather_kv=False)
+
+    def backward(tokens: int) -> None:
+        given = batch(tokens)
+        if how == CP:
+            given = sharded(given, team.group, block)
+        # a rank divides by the tokens of all that share a sequence
+        (wrapped(given) * (scale / tokens)).backward()
+
+    with inside:
+        yield backward
+
+
+def learn(
+    backward: Callable[[int], None],
+    learnt: Sequence[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    tokens: int,
+) -> None:
+    """A step on ``tokens`` a sequence."""
+    backward(tokens)
+    torch.nn.utils.clip_grad_norm_(learnt, CLIP)
+    optimizer.step()
+    optimizer.zero_grad()

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from cab_hf.distributed import RankLost
+from cab_hf.distributed.layout import layout_of
 from cab_hf.eval.experiment import PROG, run
 from cab_hf.eval.speed.base import Speed, SpeedSettings
 from cab_hf.eval.speed.timing import MOST_RUNS, Bench, in_a_sentence
@@ -79,6 +80,16 @@ class Team:
     def from_rank_0(self, value: Found) -> Found:
         """What rank 0 gave, on every rank."""
         return self.everyone(value)[0]
+
+    def mean(self, value: float, weight: float = 1) -> float:
+        """The mean over the ranks."""
+        given = self.everyone((value, weight))
+        return sum(x * by for x, by in given) / sum(by for _, by in given)
+
+    def pairs(self, length: int, block: int) -> int:
+        """Causal pairs of this rank's queries of a text that is sharded by blocks of ``block``."""
+        layout = layout_of((length,), self.size, block)
+        return int((layout.positions[self.rank] + 1)[layout.real[self.rank]].sum())
 
     def together(self, call: Callable[[], Found]) -> Found:
         """What ``call`` returns on this rank, once it has returned on all.

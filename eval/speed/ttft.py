@@ -196,7 +196,7 @@ def prefilling_across(
     What is known is of all ranks, and asked for by all of them. Kernels are compiled by then.
     """
     from cab_hf import context_parallel
-    from cab_hf.eval.speed.spread import CP, block_of, density_of_all
+    from cab_hf.finetune.parallel import block_of
     from cab_hf.finetune.tiles import compute_in_tiles
 
     model, prompt = models.random_model(settings), models.random_tokens(settings, length)
@@ -205,7 +205,7 @@ def prefilling_across(
 
         def known() -> dict[str, Any]:
             density = models.attended_by(model, length, way)["density"]
-            return {"density": density_of_all(team, density, CP, length, block)}
+            return {"density": team.mean(density, team.pairs(length, block))}
 
         compute_in_tiles(model, MLP_TOKENS)
         try:
