@@ -17,7 +17,7 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped, percent
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import KEEPS_ALL, listed
-from cab_hf.eval.speed.checks import CHECK_LENGTH, check_gradients, check_rows, gradients_of
+from cab_hf.eval.speed.dense import CHECK_LENGTH, check_gradients, check_rows, gradients_of
 from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, call_of
 from cab_hf.eval.speed.reported import Panel, named, varying
 from cab_hf.eval.speed.timing import in_a_sentence, method_on

@@ -15,7 +15,7 @@ from cab_hf.config import CabConfig
 from cab_hf.engines import Workload
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.speed import base, dense
-from cab_hf.eval.speed.checks import check_rows
+from cab_hf.eval.speed.dense import check_rows
 from cab_hf.eval.speed.heads import RandomHeads, described
 from cab_hf.eval.speed.layouts import LAYOUTS, Texts, baselines
 from cab_hf.eval.speed.reported import Panel

@@ -17,8 +17,16 @@ from cab_hf.attention import cab_dense_attention
 from cab_hf.call.hook import cab_mask
 from cab_hf.call.mask import CabMask
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.checks import CHECK_BLOCKS, Attend, check_rows
-from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, FLASH_DIMS, ON_GPU, Baseline
+from cab_hf.eval.speed.dense import (
+    CHECK_BLOCKS,
+    FA3_MODULES,
+    FA4_MODULES,
+    FLASH_DIMS,
+    ON_GPU,
+    Attend,
+    Baseline,
+    check_rows,
+)
 from cab_hf.plan import BlockPlan, Spans
 
 WHOLE, PADDED, PACKED = "whole", "padded", "packed"

@@ -18,7 +18,7 @@ from cab_hf.config import CabConfig
 from cab_hf.eval.kv_cache import cache_arguments
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import KEEPS_ALL, Speed, SpeedSettings, densities, made_of
-from cab_hf.eval.speed.checks import CHECK_LENGTH, check_dense, repeated
+from cab_hf.eval.speed.dense import CHECK_LENGTH, check_dense, repeated
 from cab_hf.runs.settings import by_device
 
 # transformers is imported where it is used: asking for help needs none of it

@@ -8,7 +8,7 @@ import torch
 from bench import FakeBench, sample_of, shown
 
 from cab_hf.engines import REFERENCE
-from cab_hf.eval.speed import attention, checks, dense
+from cab_hf.eval.speed import attention, dense
 from cab_hf.eval.speed.attention import Attention, Settings
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, Spans
@@ -135,7 +135,7 @@ def test_some_rows_are_compared_exactly():
     plan = settings.planner(KEY)(q, k, Spans.causal(1, 300, 300, "cpu"))
     full = REFERENCE.attention(q, k, v, plan, 0.25)
     for start, stop in ((0, 32), (100, 150), (268, 300)):
-        actual = checks.exact_rows(q, k, v, plan, start, stop)
+        actual = dense.exact_rows(q, k, v, plan, start, stop)
         torch.testing.assert_close(actual, full[:, :, start:stop])
 
 

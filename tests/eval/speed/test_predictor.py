@@ -11,7 +11,7 @@ from bench import sample_of, shown, speed_run
 
 from cab_hf.eval import charts
 from cab_hf.eval.__main__ import main
-from cab_hf.eval.speed import checks, dense, predictor, timing
+from cab_hf.eval.speed import dense, predictor, timing
 from cab_hf.eval.speed.predictor import Predictor, Settings
 from cab_hf.eval.speed.timing import Timing
 
@@ -148,7 +148,7 @@ def test_flash_attn_functions_get_token_major_views(monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(dense, "find_spec", lambda name: True)
     q, k, v = tiny().random_heads(300, 16, torch.device("cpu"), "qkv")
-    checks.check_dense(dense.ON_GPU["FA3"].load(), q, k, v)
+    dense.check_dense(dense.ON_GPU["FA3"].load(), q, k, v)
 
 
 @pytest.mark.gpu
