@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ GROUP = ("head_dim", "direction", "blocks", "budget")  # rows of one differ in l
 class Settings(HeadSettings):
     """What a run of attention is told."""
 
-    KEYS: ClassVar[Mapping[str, str]] = {
+    KEYS = {
         "length": "lengths",
         "head_dim": "head_dims",
         "direction": "directions",
@@ -64,10 +64,8 @@ class Settings(HeadSettings):
     engines: tuple[str, ...] | None = listed(ENGINES_ON_GPU, ("reference",), "what attends")
     seconds: float = option(0.5, "seconds of timing one case, or what five runs take", float)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for case in self.asked():
-            self.budgeted(case)
+    def configs(self) -> list[CabConfig]:
+        return [self.budgeted(case) for case in self.asked()]
 
     @property
     def method(self) -> str:
@@ -112,20 +110,20 @@ class Attention(HeadSpeed):
 
     FOUND = ("density", "listed_pairs", "predict_ms")
     BY_NAME = (*OF_ENGINES, *HeadSpeed.BY_NAME)
-    BY: ClassVar[Mapping[str, str]] = {
+    BY = {
         **{"direction": "direction", "head dim": "head_dim", "blocks": "blocks"},
         **{"budget": "budget", "way": "way"},
     }
     APART = ("direction", "head dim", "blocks")
     DENSE = ("direction", "head_dim")
-    OF_DENSE: ClassVar[Mapping[str, str]] = {"ms": "baselines", "tflops": "tflops"}
+    OF_DENSE = {"ms": "baselines", "tflops": "tflops"}
     HIDDEN = ("engine", "total_ms", "attended_pairs", "listed_pairs")
     LONGEST_FIRST = True
     PANELS = (
         Panel("time", "ms", ("ms",)),
         Panel("rate of attending", "TFLOP/s", ("tflops",), log=False),
     )
-    NOTES: ClassVar[Mapping[str, str]] = {
+    NOTES = {
         "": "A budget is max_density, 1 attends everything; density is what came of it, attended "
         "over causal pairs. ms: predicting included; total eager ms is that from Python. TFLOP/s, "
         "predicting left out, count four operations a pair and channel forward and ten backward: "

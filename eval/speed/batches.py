@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,17 +42,17 @@ NOTES = (
 class Settings(RandomHeads, base.SpeedSettings):
     """What a run of batches is told."""
 
-    KEYS: ClassVar[Mapping[str, str]] = {
+    KEYS = {
         "layout": "layouts",
         "batch": "batches",
         "length": "lengths",
         "budget": "densities",
     }
     # a short text would be read densely
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**base.KEEPS_ALL, "min_length": 0}
+    DEFAULTS = {**base.KEEPS_ALL, "min_length": 0}
     POSITIVE = ("kv_heads", "head_dim", "batches")
     FROM_0 = ("seconds",)
-    CHOICES: ClassVar[Mapping[str, Any]] = {"layouts": LAYOUTS}
+    CHOICES = {"layouts": LAYOUTS}
 
     lengths: tuple[int, ...] | None = base.listed((4096, 8192), (256,), "tokens", parse_length)
     batches: tuple[int, ...] | None = base.listed((1, 8, 32), (1, 2), "texts of that length", int)
@@ -67,11 +67,8 @@ class Settings(RandomHeads, base.SpeedSettings):
     head_dim: int = option(128, "head dim", int)
     seconds: float = option(0.5, "seconds of timing one call, or what five take", float)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_heads()
-        for case in self.asked():
-            self.budgeted(case)
+    def configs(self) -> list[CabConfig]:
+        return [self.budgeted(case) for case in self.asked()]
 
     @property
     def method(self) -> str:
@@ -107,15 +104,15 @@ class Batches(base.Speed):
         *("frame_ms", "choose_ms", "attend_ms", "ms", "eager_ms", "peak_mib"),
     )
     BY_NAME = dense.MEASURED
-    BY: ClassVar[Mapping[str, str]] = {"layout": "layout", "batch": "batch", "budget": "budget"}
+    BY = {"layout": "layout", "batch": "batch", "budget": "budget"}
     APART = ("layout",)
     DENSE = ("layout", "batch")
-    OF_DENSE: ClassVar[Mapping[str, str]] = {}
+    OF_DENSE = {}
     PANELS = (
         Panel("a layer", "ms", ("ms",)),
         Panel("over the fastest dense way", "share of its time", ("ratio",), log=False),
     )
-    NOTES: ClassVar[Mapping[str, str]] = {"": NOTES}
+    NOTES = {"": NOTES}
     described = staticmethod(described)
 
     def layer(self, config: CabConfig) -> LlamaAttention:

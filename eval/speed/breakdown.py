@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.speed import base
@@ -50,7 +50,7 @@ class Breakdown(models.ModelSpeed):
         Panel("a prefill", "ms", ("ms", "attention_ms", f"{OTHER}_ms")),
         Panel("choosing blocks", "ms", tuple(f"{part}_ms" for part in PREDICTOR)),
     )
-    NOTES: ClassVar[Mapping[str, str]] = {
+    NOTES = {
         "": "Other: projections, MLP, norms, rotary embedding, cache, embedding and logits. Idle: "
         "the wall time less all kernels, negative where profiled calls ran longer. Density is "
         "attended over causal pairs."

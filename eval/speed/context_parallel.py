@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,9 +76,7 @@ class Settings(RandomHeads, SpeedSettings):
     DEFAULTS = {**KEEPS_ALL, "min_length": 0}
     POSITIVE = ("runs",)
     FROM_0 = ("seconds",)
-    CHOICES: ClassVar[Mapping[str, Any]] = {
-        **{"shape": SHAPES, "directions": DIRECTIONS, "schemes": OVER_RANKS}
-    }
+    CHOICES = {**{"shape": SHAPES, "directions": DIRECTIONS, "schemes": OVER_RANKS}}
 
     lengths: tuple[int, ...] | None = listed(
         tuple(2**n for n in range(16, 21)), (1024,), "tokens of the whole text", parse_length
@@ -98,8 +96,9 @@ class Settings(RandomHeads, SpeedSettings):
         super().__post_init__()
         ours = self.device in ("cuda", "cpu")
         self.check("device", ours, "cuda or cpu: every rank takes the GPU of its own number")
-        for length in self.lengths:
-            self.budgeted(length)
+
+    def configs(self) -> list[CabConfig]:
+        return [self.budgeted(length) for length in self.lengths]
 
     batch = 1
     heads = property(lambda self: SHAPES[self.shape][0])
@@ -145,9 +144,9 @@ class ContextParallel(Ranked):
         *("ms", "runs", "in_a_row", "each_ms", "peak_gib"),
         *("ran_as", "density", "choose_ms"),
     )
-    ADDED: ClassVar[Mapping[str, Any]] = {"each_ms": None}
+    ADDED = {"each_ms": None}
     LEAST_RANKS = 1  # which measures what more of them are held against
-    BY: ClassVar[Mapping[str, str]] = {
+    BY = {
         "direction": "direction",
         "ranks": "world",
         "scheme": "scheme",
@@ -159,7 +158,7 @@ class ContextParallel(Ranked):
     )
     LONGEST_FIRST = True
     PANELS = (Panel("efficiency over ranks", "efficiency", ("efficiency",), log=False),)
-    NOTES: ClassVar[Mapping[str, str]] = {
+    NOTES = {
         "": "Alone is one rank with the whole text. Efficiency is its time over the ranks' number "
         "and time."
     }

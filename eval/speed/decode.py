@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -189,10 +189,10 @@ DENSE: Mapping[str, Callable[[Step], Call]] = {
 class Settings(RandomHeads, models.ModelShape):
     """What a run of decode steps is told."""
 
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {"min_length": 0, "sparse_decode": True}
+    DEFAULTS = {"min_length": 0, "sparse_decode": True}
     POSITIVE = (*models.ModelShape.POSITIVE, "steps", "batches")
     FROM_0 = ("seconds",)
-    CHOICES: ClassVar[Mapping[str, Any]] = {"parts": PARTS, "kernels": DENSE, "modes": MODES}
+    CHOICES = {"parts": PARTS, "kernels": DENSE, "modes": MODES}
 
     lengths: tuple[int, ...] | None = base.listed(
         (32_768, 131_072), (1024,), "tokens", parse_length
@@ -211,10 +211,8 @@ class Settings(RandomHeads, models.ModelShape):
     steps: int | None = option(32, "timed steps of the model", int)
     seconds: float = option(0.5, "seconds of timing one call, or what five take", float)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for budget in self.budgets:
-            self.budgeted(budget)
+    def configs(self) -> list[CabConfig]:
+        return [self.budgeted(budget) for budget in self.budgets]
 
     @property
     def method(self) -> str:
@@ -264,12 +262,10 @@ class Decode(models.ModelSpeed):
         *("kept", "mass", "full_error", "tokens_s", "first_s"),
         *("peak_gib", "cache_gib", "index_gib", "ran_as", "without_graph"),
     )
-    BY: ClassVar[Mapping[str, str]] = {
-        **{"part": "part", "texts": "batch", "way": "way", "run": "mode", "keys": "budget"}
-    }
+    BY = {**{"part": "part", "texts": "batch", "way": "way", "run": "mode", "keys": "budget"}}
     APART = ("part", "texts")
     PANELS = (Panel("a step", "ms", ("ms",)), Panel("a model", "tokens/s", ("tokens_s",)))
-    NOTES: ClassVar[Mapping[str, str]] = {"": NOTES}
+    NOTES = {"": NOTES}
 
     @torch.no_grad()
     def find(self, sample: dict[str, Any]) -> None:

@@ -84,10 +84,6 @@ class HeadSettings(RandomHeads, SpeedSettings):
         131_072, "tokens up to which dense attention is run; beyond, it is extrapolated by N²", int
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_heads()
-
 
 def described(settings: Mapping[str, Any]) -> str:
     """The heads and inputs of a run with these recorded ``settings``, and how it was timed."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import inf
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -63,12 +63,12 @@ SPREADING = (
 class Settings(models.ModelSettings):
     """What a run of training steps is told."""
 
-    KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths", "implementation": "implementations"}
+    KEYS = {"length": "lengths", "implementation": "implementations"}
     # the blocks whose gradients are fastest
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**base.KEEPS_ALL, "key_block": 128}
+    DEFAULTS = {**base.KEEPS_ALL, "key_block": 128}
     POSITIVE = (*models.ModelSettings.POSITIVE, "rank", "runs", "multiple")
     FROM_0 = ("tile_tokens", "offload_layers")
-    CHOICES: ClassVar[Mapping[str, Any]] = {"spread": SPREADS}
+    CHOICES = {"spread": SPREADS}
 
     lengths: tuple[int, ...] | None = base.powers(13, 17)
     implementations: tuple[str, ...] | None = base.listed(
@@ -141,7 +141,7 @@ class LoraStep(TimeToFirstToken):
     caption = "seconds of a training step by length, and what CAB gains"
     Settings = Settings
     CASE = (*Settings.KEYS, "spread", "world")
-    ADDED: ClassVar[Mapping[str, Any]] = {
+    ADDED = {
         **{"spread": ALONE, "world": 1},
         **{"sought": False, "fits": None, "room_gib": None},
         **{"tile_tokens": 0, "offloaded": 0, "host_gib": None},
@@ -151,13 +151,13 @@ class LoraStep(TimeToFirstToken):
         *("tile_tokens", "offload_layers"),
     )
     SHAPE = ("dtype", "rank")
-    BY: ClassVar[Mapping[str, str]] = {**TimeToFirstToken.BY, "spread": "spread"}
+    BY = {**TimeToFirstToken.BY, "spread": "spread"}
     PANELS = (
         Panel("a training step", "tokens/s of a rank", ("tokens_s",)),
         GAIN,
         Panel("over one rank alone", "efficiency", ("efficiency",), log=False),
     )
-    NOTES: ClassVar[Mapping[str, str]] = {
+    NOTES = {
         "": f"LoRA in {', '.join(TARGETS)}, all else frozen. {models.WAYS} {models.GAINS} "
         "Operations are those of the forward and the backward pass, without what is computed a "
         "second time. Room: all that torch can allocate.",

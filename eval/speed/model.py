@@ -56,10 +56,6 @@ class ModelShape(SpeedSettings):
     head_dim: int | None = by_device(128, 16, "head dim", int)
     vocab: int | None = by_device(128_256, 256, "vocabulary size", int)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_heads()
-
     @property
     def positions(self) -> int:
         """Of the longest text that the model reads."""
@@ -92,10 +88,8 @@ class ModelSettings(ModelShape):
 
     max_density: tuple[str, ...] = densities("0.1")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for length in self.lengths:
-            self.budgeted(length)
+    def configs(self) -> list[CabConfig]:
+        return [self.budgeted(length) for length in self.lengths]
 
     def budgeted(self, length: int, way: str = "cab") -> CabConfig:
         """The config at that length; ``way`` is one of `CAB`, or a dense one, which needs none."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -55,14 +55,14 @@ class Predictor(HeadSpeed):
         *("density", "ms", "eager_ms", "graph_ms", *PARTS),
         *("peak_mib", "why_no_split"),
     )
-    BY: ClassVar[Mapping[str, str]] = {"way": "way"}
+    BY = {"way": "way"}
     HIDDEN = ("way", "graph_ms", "gflops")
     PANELS = (
         Panel("choosing, and dense attention", "ms", ("ms",)),
         Panel("parts of choosing", "ms", PARTS),
         Panel("choosing over dense attention", "share of its time", ("ratio",)),
     )
-    NOTES: ClassVar[Mapping[str, str]] = {
+    NOTES = {
         "": "Density is attended over causal (query, key) pairs. Exponent: the time grows as N "
         "to its power from the row above."
     }

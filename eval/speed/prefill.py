@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.speed import base
@@ -65,7 +65,7 @@ class Prefill(models.ModelSpeed):
         Panel("rate of a whole prefill", "tokens/s", ("tokens_s",), log=False),
         Panel("memory", "GiB", ("peak_gib", "cache_gib", "weights_gib"), log=False),
     )
-    NOTES: ClassVar[Mapping[str, str]] = {
+    NOTES = {
         "": "Every layer attends sparsely. Rest: the peak less weights and cache. Room: all that "
         "torch can allocate. Density is attended over causal pairs in all layers; TFLOP/s count "
         "what is attended."

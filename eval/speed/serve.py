@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -61,11 +61,11 @@ NOTES = (
 class Settings(models.ModelSettings):
     """What a run that serves requests is told."""
 
-    KEYS: ClassVar[Mapping[str, str]] = {"implementation": "implementations"}
+    KEYS = {"implementation": "implementations"}
 
     POSITIVE = (*models.ModelSettings.POSITIVE, "batch_tokens", "warm_up")
     FROM_0 = ("rate",)
-    CHOICES: ClassVar[Mapping[str, Any]] = {"implementations": KNOWN}
+    CHOICES = {"implementations": KNOWN}
 
     lengths: tuple[int, ...] | None = base.listed(
         (32_768, 131_072), (256, 512), "tokens of prompts", parse_length
@@ -151,7 +151,7 @@ class Serve(models.ModelSpeed):
         Panel("time to the first token, p99", "s", ("ttft_p99",), log=False),
         Panel("time per output token, p99", "ms", ("tpot_p99",), log=False),
     )
-    NOTES: ClassVar[Mapping[str, str]] = {"": NOTES}
+    NOTES = {"": NOTES}
 
     def find(self, sample: dict[str, Any]) -> None:
         settings, way, longest = self.settings, sample["implementation"], sample["longest"]

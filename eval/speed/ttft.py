@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ GAIN = Panel("over the fastest dense way", "times as fast", ("over_best", "ceili
 class Settings(models.ModelSettings):
     """What a run of whole prefills is told."""
 
-    KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths", "implementation": "implementations"}
+    KEYS = {"length": "lengths", "implementation": "implementations"}
     POSITIVE = (*models.ModelSettings.POSITIVE, "runs")
     FROM_0 = ("behind",)
 
@@ -105,13 +105,13 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
     caption = "time to the first token by length, and what CAB gains"
     Settings = Settings
     CASE = (*Settings.KEYS, "world")
-    ADDED: ClassVar[Mapping[str, Any]] = {"world": 1, "behind": 0}
+    ADDED = {"world": 1, "behind": 0}
     GROWS = (*Settings.KEYS.values(), "cab", "worlds")
     SHAPE = ("dtype", "behind")
     FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as")
-    BY: ClassVar[Mapping[str, str]] = {"way": "implementation", "ranks": "world"}
+    BY = {"way": "implementation", "ranks": "world"}
     PANELS = (Panel("time to the first token", "ms", ("ms",)), GAIN)
-    NOTES: ClassVar[Mapping[str, str]] = {
+    NOTES = {
         "": f"{models.WAYS} {models.GAINS}",
         "behind": CONTINUED,
         "worlds": ACROSS,
