@@ -42,15 +42,15 @@ def powers(low: int, high: int) -> Any:
     return listed(every, (256, 512), "tokens", parse_length)
 
 
-def listed(gpu: tuple, cpu: tuple, help: str, parse: Callable[[str], Any] = str) -> Any:
-    """An option `by_device` that takes several values."""
-    return by_device(gpu, cpu, help, comma_separated(parse))
+def listed(gpu: tuple, cpu: tuple | None, help: str, parse: Callable[[str], Any] = str) -> Any:
+    """An option that takes several values, `by_device` unless ``cpu`` is None."""
+    words = comma_separated(parse)
+    return option(gpu, help, words) if cpu is None else by_device(gpu, cpu, help, words)
 
 
 def densities(*default: str) -> Any:
     """The option of CAB's budget, which may be another one at some lengths."""
-    text = "max_density of CAB, or LENGTH:DENSITY for that length alone"
-    return option(default, text, comma_separated(str))
+    return listed(default, None, "max_density of CAB, or LENGTH:DENSITY for that length alone")
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from cab_hf import engines
 from cab_hf.call.frame import everything
@@ -29,10 +30,7 @@ from cab_hf.eval.speed.team import ROW_SECONDS, Ranked, Team
 from cab_hf.eval.speed.timing import MOST_RUNS
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
 from cab_hf.predictors import LayerContext, make_predictor
-from cab_hf.runs.settings import by_device, comma_separated, option, parse_length
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from cab_hf.runs.settings import by_device, option, parse_length
 
 FORWARD, BOTH = DIRECTIONS = ("forward", "forward+backward")
 # so many KV heads are checked: with one more on its way than is attended
@@ -76,19 +74,15 @@ class Settings(RandomHeads, SpeedSettings):
     DEFAULTS = {**KEEPS_ALL, "min_length": 0}
     POSITIVE = ("runs",)
     FROM_0 = ("seconds",)
-    CHOICES = {**{"shape": SHAPES, "directions": DIRECTIONS, "schemes": OVER_RANKS}}
+    CHOICES = {"shape": SHAPES, "directions": DIRECTIONS, "schemes": OVER_RANKS}
 
     lengths: tuple[int, ...] | None = listed(
         tuple(2**n for n in range(16, 21)), (1024,), "tokens of the whole text", parse_length
     )
-    shape: str | None = by_device(
-        "llama3-8b", "tiny", f"head counts of a layer: {', '.join(SHAPES)}"
-    )
+    shape: str | None = by_device("llama3-8b", "tiny", f"heads, out of {', '.join(SHAPES)}")
     max_density: tuple[str, ...] = densities("0.1")
-    directions: tuple[str, ...] = option(DIRECTIONS, " or ".join(DIRECTIONS), comma_separated(str))
-    schemes: tuple[str, ...] = option(
-        tuple(OVER_RANKS), "what is compared over ranks", comma_separated(str)
-    )
+    directions: tuple[str, ...] = listed(DIRECTIONS, None, " or ".join(DIRECTIONS))
+    schemes: tuple[str, ...] = listed(tuple(OVER_RANKS), None, "what is compared over ranks")
     runs: int = option(3, "timed runs of a case, at least", int)
     seconds: float = option(5.0, "seconds of timing one case, or what --runs take", float)
 
@@ -146,11 +140,7 @@ class ContextParallel(Ranked):
     )
     ADDED = {"each_ms": None}
     LEAST_RANKS = 1  # which measures what more of them are held against
-    BY = {
-        "direction": "direction",
-        "ranks": "world",
-        "scheme": "scheme",
-    }
+    BY = {"direction": "direction", "ranks": "world", "scheme": "scheme"}
     APART = ("direction",)
     HIDDEN = (
         *("runs", "in_a_row", "batch"),
@@ -195,7 +185,6 @@ class ContextParallel(Ranked):
         return BenchCase(scheme, length, team.group, config)
 
     def find_on(self, sample: dict[str, Any], team: Team) -> None:
-        """Write into ``sample`` what a turn takes, once it is known to be right."""
         settings, bench = self.settings, self.bench
         backward = sample["direction"] == BOTH
         # chunks of two blocks, the last one not whole

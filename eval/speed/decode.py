@@ -32,15 +32,15 @@ from cab_hf.eval.speed.timing import Bench, method_on
 from cab_hf.hf.rotary import llama_channels
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice, reference
-from cab_hf.runs.settings import comma_separated, option, parse_length
+from cab_hf.runs.settings import option, parse_length
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 READ_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # of a sum that tells the bandwidth
 CAB = "cab"
-ATTENTION, MODEL = "attention", "model"
-PARTS = (ATTENTION, MODEL)  # the cheap one first
+ATTENTION, MODEL = PARTS = ("attention", "model")  # the cheap one first
+CASE = ("part", "length", "batch", "way", "mode", "budget")
 OF_CAB = ("index", "choose", "attend")  # what a step of it consists of
 
 
@@ -78,26 +78,14 @@ def tokens_of(budget: float, length: int) -> int:
     return budget if isinstance(budget, int) else round(budget * length)
 
 
-def _way(row: Row) -> str:
-    """``FA3``, or ``sdpa compiled``."""
-    return " ".join(filter(None, (row["way"], row["mode"])))
-
-
 class Step(NamedTuple):
-    """One query a head and the cache that it attends, and what comes of it in float32.
+    """One query a head and the cache that it attends, and what comes of it in float32."""
 
-    Attributes:
-        q: [B, H, 1, D].
-        k, v: [B, H_kv, N, D], contiguous, as caches of transformers are.
-        weights: float32 [B, H_kv, H / H_kv, N], of all keys.
-        expected: float32 [B, H, 1, D].
-    """
-
-    q: Tensor
-    k: Tensor
+    q: Tensor  # [B, H, 1, D]
+    k: Tensor  # [B, H_kv, N, D], contiguous, as caches of transformers are
     v: Tensor
-    weights: Tensor
-    expected: Tensor
+    weights: Tensor  # [B, H_kv, H / H_kv, N], of all keys
+    expected: Tensor  # [B, H, 1, D]
 
     @property
     def scale(self) -> float:
@@ -194,20 +182,14 @@ class Settings(RandomHeads, models.ModelShape):
     FROM_0 = ("seconds",)
     CHOICES = {"parts": PARTS, "kernels": DENSE, "modes": MODES}
 
-    lengths: tuple[int, ...] | None = base.listed(
-        (32_768, 131_072), (1024,), "tokens", parse_length
-    )
+    lengths: tuple[int, ...] | None = base.listed((2**15, 2**17), (1024,), "tokens", parse_length)
     batches: tuple[int, ...] | None = base.listed((1, 4, 8), (1, 2), "batch sizes", int)
     budgets: tuple[int | float, ...] | None = base.listed(
         (4096,), (128,), "decode_tokens, a number of tokens or a share", parse_budget
     )
-    parts: tuple[str, ...] = option(
-        PARTS, "attention of one layer, steps of the whole model, or both", comma_separated(str)
-    )
-    kernels: tuple[str, ...] = option(
-        tuple(DENSE), "dense kernels to compare with", comma_separated(str)
-    )
-    modes: tuple[str, ...] = option(tuple(MODES), "how the model is run", comma_separated(str))
+    parts: tuple[str, ...] = base.listed(PARTS, None, "attention of a layer, steps of the model")
+    kernels: tuple[str, ...] = base.listed(tuple(DENSE), None, "dense kernels to compare with")
+    modes: tuple[str, ...] = base.listed(tuple(MODES), None, "how the model is run")
     steps: int | None = option(32, "timed steps of the model", int)
     seconds: float = option(0.5, "seconds of timing one call, or what five take", float)
 
@@ -219,10 +201,9 @@ class Settings(RandomHeads, models.ModelShape):
         return (
             f"attention: {method_on(self.device, self.seconds)}; every kernel is compared with "
             "float32 attention before it is timed, cab with that over its choice. Model: median of "
-            f"{self.steps} steps by time.perf_counter, each until the device is done, after "
-            f"{WARM_UP_STEPS} that warm up; every step writes its token into the cache, which "
-            "random keys and values fill up to the length; the peak is all that was allocated, "
-            "warm-up included"
+            f"{self.steps} steps by time.perf_counter, after {WARM_UP_STEPS} that warm up, each of "
+            "which writes its token into a cache of random keys and values; the peak is all that "
+            "was allocated, warm-up included"
         )
 
     def budgeted(self, budget: float) -> CabConfig:
@@ -234,10 +215,7 @@ class Settings(RandomHeads, models.ModelShape):
         dense_ways = {ATTENTION: self.kernels, MODEL: (SDPA,)}
         # the cheap part first, and the cheap cases of each
         return [
-            {
-                **{"part": part, "length": length, "batch": batch},
-                **{"mode": mode, "way": way, "budget": budget},
-            }
+            dict(zip(CASE, (part, length, batch, way, mode, budget), strict=True))
             for part in PARTS
             if part in self.parts
             for length, batch in itertools.product(self.lengths, self.batches)
@@ -254,7 +232,7 @@ class Decode(models.ModelSpeed):
     title = "Speed of decoding"
     caption = "time of a step by length"
     Settings = Settings
-    CASE = ("part", "length", "batch", "way", "mode", "budget")
+    CASE = CASE
     GROWS = (*base.Speed.GROWS, "parts", "batches", "budgets", "kernels", "modes")
     SHAPE = ("heads", "kv_heads", "head_dim", "layers", "dtype")
     FOUND = (
@@ -262,7 +240,7 @@ class Decode(models.ModelSpeed):
         *("kept", "mass", "full_error", "tokens_s", "first_s"),
         *("peak_gib", "cache_gib", "index_gib", "ran_as", "without_graph"),
     )
-    BY = {**{"part": "part", "texts": "batch", "way": "way", "run": "mode", "keys": "budget"}}
+    BY = {"part": "part", "texts": "batch", "way": "way", "run": "mode", "keys": "budget"}
     APART = ("part", "texts")
     PANELS = (Panel("a step", "ms", ("ms",)), Panel("a model", "tokens/s", ("tokens_s",)))
     NOTES = {"": NOTES}
@@ -293,11 +271,7 @@ class Decode(models.ModelSpeed):
         sample |= {"ms": timing.ms, "eager_ms": timing.eager, "without_graph": timing.why_not}
 
     def find_steps(self, sample: dict[str, Any]) -> None:
-        """Time steps of the model, each of which writes its token behind those in the cache.
-
-        Raises:
-            RuntimeError: when steps are to be compiled and there is no GPU.
-        """
+        """Time steps of the model, each of which writes its token behind those in the cache."""
         settings, bench = self.settings, self.bench
         length, batch, budget = sample["length"], sample["batch"], sample["budget"]
         compiled = sample["mode"] == COMPILED
@@ -341,15 +315,19 @@ class Decode(models.ModelSpeed):
         """Attention before the model, by length and batch, cab beside the fastest dense way.
 
         ``over_best`` says how many times faster a row is than that, ``over_same`` than sdpa in the
-        same mode. ``gb_s`` is what is read a second, ``of_bandwidth`` its share of what a copy
-        moves.
+        same mode.
         """
         compared = ("baseline", "baseline_ms", "over_best", "over_same")
         rows = base.by_length(samples, (*compared, "gb_s", "of_bandwidth"))
         rows.sort(key=lambda row: (PARTS.index(row["part"]), row["length"], row["batch"]))
+
+        def way(row: Row) -> str:
+            return " ".join(filter(None, (row["way"], row["mode"])))
+
         for alike in grouped(rows, "part", "length", "batch"):
             timed = [row for row in alike if row["ms"] is not None]
-            others = {_way(row): row["ms"] for row in timed if row["budget"] is None}
+            # by name and, of a model, how it is run
+            others = {way(row): row["ms"] for row in timed if row["budget"] is None}
             best = dense.against(others, preferred=())
             for row in timed:
                 if row["bytes"]:
@@ -359,7 +337,7 @@ class Decode(models.ModelSpeed):
                     continue
                 row |= {"baseline": best, "baseline_ms": others[best]}
                 row["over_best"] = others[best] / row["ms"]
-                same = others.get(_way({**row, "way": SDPA}))
+                same = others.get(way({**row, "way": SDPA}))
                 row["over_same"] = same and same / row["ms"]
         return rows
 
@@ -388,11 +366,7 @@ def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -
 
 @torch.no_grad()
 def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
-    """Times of a step of cab that reads ``wanted`` keys, and what it reads, checked before.
-
-    Fields are ``timing`` and those of its parts, ``index``, ``choose``, ``attend``; ``kept``, keys
-    read a KV head; ``mass``, the share of attention on them; ``bytes`` read; ``full_error``, the
-    relative error where everything is chosen.
+    """The `Timing` of a step of cab that reads ``wanted`` keys, of its parts, and what it reads.
 
     Raises:
         ArithmeticError: where it computes something else than float32 attention over its choice, or

@@ -50,23 +50,23 @@ FA4_MODULES = ("flash_attn.cute",)
 
 @dataclass(frozen=True)
 class Baseline:
-    """One dense kernel.
-
-    Attributes:
-        load: imports what it needs and returns the kernel; ImportError where it is not there.
-        version: of the library behind it, None where that is torch alone.
-        head_dims: what it takes, or computes by itself.
-        grouped: whether fewer key heads than query heads are taken as they are. Otherwise k and v
-            are repeated before the clock starts.
-        continues: whether fewer queries than keys are the last of them, as in a call that continues
-            a cache. To PyTorch's kernels they are the first.
-    """
+    """One dense kernel, which ``load`` imports and returns; ImportError where it is not there."""
 
     load: Callable[[], Attend]
+    # of the library behind it, None where that is torch alone
     version: Callable[[], str | None] = lambda: None
+    # what it takes, and computes by itself
     head_dims: range = range(1, 1 << 16)
+    # whether fewer key heads are taken as they are; else they are repeated before the clock starts
     grouped: bool = True
+    # whether fewer queries than keys are the last of them, as in a call that continues a cache; to
+    # PyTorch's kernels they are the first
     continues: bool = False
+
+    def heads(self, q: Tensor, *keys: Tensor) -> list[Tensor]:
+        """q, and ``keys`` with as many heads as it takes of them."""
+        group = 1 if self.grouped else q.shape[1] // keys[0].shape[1]
+        return [q, *(x.repeat_interleave(group, dim=1) if group > 1 else x for x in keys)]
 
 
 def on(device: torch.device | str) -> dict[str, Baseline]:
@@ -75,20 +75,16 @@ def on(device: torch.device | str) -> dict[str, Baseline]:
 
 
 def against(measured: Mapping[str, float], preferred: Iterable[str] = PREFERRED) -> str | None:
-    """Which of the baselines, name -> ms, a ratio is against.
-
-    The first of those preferred that ran (FA3, else cuDNN, where nothing is said), else the
-    fastest.
-    """
+    """Which baseline, name -> ms, a ratio is against: the first preferred, else the fastest."""
     first = next((name for name in preferred if name in measured), None)
     return first or min(measured, key=measured.__getitem__, default=None)
 
 
 def compared(row: Row, rows: Iterable[Row], preferred: Iterable[str] = PREFERRED) -> dict[str, Any]:
-    """What ``row`` is compared with, by `COMPARED`: a baseline, its ms, and the ratio to it.
+    """`COMPARED`: a baseline of its own length, its ms, and the ratio of ``row`` to it.
 
-    Of the ``baselines`` of rows that differ in length alone: those measured at its own length, or
-    else extrapolated from the longest they were measured at; None where it is shorter than that.
+    Else extrapolated from the longest of ``rows``, which differ in length alone; None if it is
+    shorter than that.
     """
     measured = (each for each in rows if each["baselines"])
     longest = max(measured, key=lambda each: each["length"], default=None)
@@ -96,14 +92,10 @@ def compared(row: Row, rows: Iterable[Row], preferred: Iterable[str] = PREFERRED
     if source is None or source["length"] > row["length"]:
         return dict.fromkeys(COMPARED)
     name = against(source["baselines"], preferred)
-    ms = extrapolate(source["baselines"][name], source["length"], row["length"])
+    # quadratic in the length
+    ms = source["baselines"][name] * (row["length"] / source["length"]) ** 2
     ratio = None if row["ms"] is None else row["ms"] / ms
     return dict(zip(COMPARED, (name, ms, source is not row, ratio), strict=True))
-
-
-def extrapolate(ms: float, measured_at: int, length: int) -> float:
-    """The time at ``length`` of what took ``ms`` at ``measured_at`` tokens: quadratic."""
-    return ms * (length / measured_at) ** 2
 
 
 def time_shown(row: Row) -> str | None:
@@ -114,10 +106,9 @@ def time_shown(row: Row) -> str | None:
 
 
 def break_even(points: Sequence[tuple[int, float]]) -> float | None:
-    """The length from which a ratio stays below 1, of (length, ratio) by length.
+    """The length from which a ratio stays below 1, of (length, ratio) by length, or None.
 
-    Between two lengths that were measured, on a straight line through the logarithms of both; the
-    first one where the ratio is never 1 or more; None where it is so at the last.
+    Between two measured lengths it is on a straight line through the logarithms of both.
     """
     lost = max((place for place, (_, ratio) in enumerate(points) if ratio >= 1), default=None)
     if lost is None:
@@ -150,17 +141,11 @@ def reading(rows: Sequence[Row], what: str) -> str:
     )
 
 
-def repeated(x: Tensor, q: Tensor) -> Tensor:
-    """k or v [B, H_kv, N, D] with as many heads as q; itself where it has them."""
-    group = q.shape[1] // x.shape[1]
-    return x.repeat_interleave(group, dim=1) if group > 1 else x
-
-
 @torch.enable_grad()
 def gradients_of(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *more: Any
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """What computes the gradients of q, k and v again and again, the forward pass being done once.
+    """What computes the gradients of q, k and v again and again, after one forward pass.
 
     Raises:
         RuntimeError: when nothing can be differentiated.
@@ -186,13 +171,7 @@ def close(result: Tensor, expected: Tensor, where: str, tolerance: float = CHECK
 
 
 def check_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
-    """Compare some rows of ``out`` with float32 attention over what the plan lets queries see.
-
-    Padding queries see nothing, and are left out.
-
-    Raises:
-        ArithmeticError: with the relative error, and where.
-    """
+    """`close` of some rows to float32 attention under the plan; padding queries are left out."""
     last = max(0, plan.q_length - CHECKED_QUERIES)
     for start in dict.fromkeys((0, last // 2, last)):
         stop = min(start + CHECKED_QUERIES, plan.q_length)
@@ -225,11 +204,7 @@ def check_gradients(
     v: Tensor,
     planner: Callable[[Tensor, Tensor, Spans], BlockPlan],
 ) -> None:
-    """Compare gradients with those of the reference in float32, on the first tokens.
-
-    Raises:
-        ArithmeticError: with the relative error, and of which gradient.
-    """
+    """`close` of gradients to those of the reference in float32, on the first tokens."""
     q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
     batch, _, length, dim = q.shape
     plan = planner(q, k, Spans.causal(batch, length, length, q.device))
@@ -242,10 +217,7 @@ def check_gradients(
 
 
 def check_dense(attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool = False) -> None:
-    """`check_rows` of causal attention on the first tokens, `check_gradients` where asked.
-
-    Fewer queries than keys are the last of them.
-    """
+    """`check_rows` of causal attention on the first tokens, `check_gradients` where asked."""
 
     def causal(q: Tensor, k: Tensor, spans: Spans) -> BlockPlan:
         return BlockPlan.causal(spans, q.shape[1], *CHECK_BLOCKS)
@@ -271,9 +243,7 @@ def measure(
     """Time every baseline on q [B, H, N, D], k and v [B, H_kv, N, D], or say why not.
 
     By `MEASURED` and name: ms, why there are none, and why ms is not that of a graph.
-    ``backward`` times the backward pass alone, called from Python; the forward pass is replayed
-    from a CUDA graph where one can be made of it. ``baselines`` are those of the device and
-    ``check`` that of causal attention, unless what is attended is laid out otherwise.
+    ``backward`` times the backward pass alone, called from Python.
     """
     result = {field: {} for field in MEASURED}
     for name, baseline in (on(bench.device) if baselines is None else baselines).items():
@@ -281,13 +251,9 @@ def measure(
             if q.shape[-1] not in baseline.head_dims:
                 low, high = baseline.head_dims[0], baseline.head_dims[-1]
                 raise RuntimeError(f"it takes head dims {low} to {high}, not {q.shape[-1]}")
-            attend = baseline.load()
-            keys, values = (x if baseline.grouped else repeated(x, q) for x in (k, v))
-            check(attend, q, keys, values, backward)
-            if backward:
-                call = gradients_of(attend, q, keys, values, scale)
-            else:
-                call = partial(attend, q, keys, values, scale)
+            attend, heads = baseline.load(), baseline.heads(q, k, v)
+            check(attend, *heads, backward)
+            call = (gradients_of if backward else partial)(attend, *heads, scale)
             timing = bench.time(call, graph=not backward)
         except Exception as error:
             # a kernel that is missing, refuses or is wrong is told of and not measured
@@ -295,7 +261,7 @@ def measure(
             continue
         finally:
             # what one baseline saved for its backward is not the next one's burden
-            call = keys = values = None
+            call = heads = None
         result["baselines"][name] = timing.ms
         if timing.why_not:
             result["without_graph"][name] = timing.why_not

@@ -37,7 +37,7 @@ from cab_hf.finetune.objective import Batch, Objective
 from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.parallel import block_of, sharded
 from cab_hf.finetune.tiles import compute_in_tiles, tile_of
-from cab_hf.runs.settings import by_device, comma_separated, flag, number_or_auto, option
+from cab_hf.runs.settings import by_device, flag, number_or_auto, option
 
 ALONE, DDP, FSDP2, CP = SPREADS = ("alone", "ddp", "fsdp2", "cp")
 CAB = "cab"
@@ -76,26 +76,17 @@ class Settings(models.ModelSettings):
     )
     rank: int = option(16, f"rank of the LoRA adapters, in {', '.join(TARGETS)}", int)
     runs: int = option(3, "timed steps of every row", int)
-    spread: tuple[str, ...] = option(
-        (),
-        f"how ranks share a step, out of {', '.join(SPREADS)}; by default all of them under "
-        f"torchrun, and {ALONE} without it",
-        comma_separated(str),
+    spread: tuple[str, ...] = base.listed(
+        (), None, f"how ranks share a step: {', '.join(SPREADS)}; all by default under torchrun"
     )
     tile_tokens: int | None = option(
-        None,
-        "tokens of a tile of MLPs; 0: no tiles; auto (default): as in fine-tuning",
-        number_or_auto,
+        None, "tokens of a tile of MLPs; 0: no tiles; auto: as in fine-tuning", number_or_auto
     )
     offload_layers: int | None = option(
-        None,
-        "layers whose inputs are offloaded to the host; auto (default): as few as fit",
-        number_or_auto,
+        None, "layers whose inputs the host holds; auto: as few as fit", number_or_auto
     )
     longest: bool = flag("also search for the longest sequence of which a step fits")
-    multiple: int | None = by_device(
-        2**13, 64, "the longest sequence is a multiple of so many tokens", int
-    )
+    multiple: int | None = by_device(2**13, 64, "tokens that the longest is a multiple of", int)
 
     def __post_init__(self) -> None:
         asked = self.implementations
@@ -122,18 +113,14 @@ class Settings(models.ModelSettings):
         together = models.TOGETHER if self.is_spread or by_torchrun() else ""
         return (
             f"median of {self.runs} steps by time.perf_counter after one of at most "
-            f"{WARM_UP_TOKENS:,} tokens that warms up; a step is the forward and the backward pass "
-            "of one sequence of random tokens under gradient checkpointing, clipping and AdamW, in "
-            "tiles and with offloaded checkpoints as in fine-tuning; the peak is all that was "
-            f"allocated{together}"
+            f"{WARM_UP_TOKENS:,} tokens that warms up; a step is forward and backward of a "
+            "sequence of random tokens under gradient checkpointing, clipping and AdamW, in tiles "
+            f"and offloaded as in fine-tuning; the peak is all that was allocated{together}"
         )
 
 
 class LoraStep(TimeToFirstToken):
-    """A case is one length, one way to attend, and how so many ranks share a step.
-
-    Lengths that are sought run once.
-    """
+    """A case is one length, one way to attend, and how so many ranks share a step."""
 
     name = "speed lora"
     purpose = "a step of LoRA fine-tuning of a LLaMA, by what it attends with"
@@ -141,15 +128,10 @@ class LoraStep(TimeToFirstToken):
     caption = "seconds of a training step by length, and what CAB gains"
     Settings = Settings
     CASE = (*Settings.KEYS, "spread", "world")
-    ADDED = {
-        **{"spread": ALONE, "world": 1},
-        **{"sought": False, "fits": None, "room_gib": None},
-        **{"tile_tokens": 0, "offloaded": 0, "host_gib": None},
-    }
-    GROWS = (
-        *(*TimeToFirstToken.GROWS, "spread", "longest", "multiple", "worlds"),
-        *("tile_tokens", "offload_layers"),
-    )
+    ADDED = {"spread": ALONE, "world": 1, "sought": False, "fits": None, "room_gib": None}
+    ADDED |= {"tile_tokens": 0, "offloaded": 0, "host_gib": None}
+    GROWS = (*TimeToFirstToken.GROWS, "spread", "longest", "multiple")
+    GROWS += ("tile_tokens", "offload_layers")
     SHAPE = ("dtype", "rank")
     BY = {**TimeToFirstToken.BY, "spread": "spread"}
     PANELS = (
@@ -163,10 +145,7 @@ class LoraStep(TimeToFirstToken):
         "second time. Room: all that torch can allocate.",
         "worlds": SPREADING,
     }
-    FOUND = (
-        *(*TimeToFirstToken.FOUND, "fits", "room_gib"),
-        *("tile_tokens", "offloaded", "host_gib"),
-    )
+    FOUND = (*TimeToFirstToken.FOUND, "fits", "room_gib", "tile_tokens", "offloaded", "host_gib")
 
     @staticmethod
     def needs_ranks(settings: Settings) -> bool:
@@ -185,12 +164,10 @@ class LoraStep(TimeToFirstToken):
                     yield from self.search(here, samples, settings.multiple)
 
     def fitted(self, place: Mapping[str, Any], length: int) -> tuple[int, int]:
-        """(tokens of a tile or 0, layers offloaded) of a step at ``place``.
-
-        A CPU has room without end.
-        """
+        """(tokens of a tile or 0, layers offloaded) of a step at ``place``."""
         settings, how, world = self.settings, place["spread"], place["world"]
         cp, cost, device = world if how == CP else 1, trainee(settings).cost, self.bench.room()
+        # a CPU has room without end
         room = Room(inf if device is None else device * GIB, host_bytes())
         tile = tile_of(length // cp, settings.tile_tokens)
         more = {"itemsize": settings.torch_dtype.itemsize, "tile": tile, "cp": cp}
@@ -228,11 +205,7 @@ class LoraStep(TimeToFirstToken):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """As of the time to the first token, among rows of the same ranks that share alike.
-
-        ``tokens_s`` are those of a rank; ``efficiency`` is that over what one rank alone does at
-        the same length by the same way.
-        """
+        """As of the time to the first token, among rows of the same ranks that share alike."""
         rows, alone = [], {}
         for alike in grouped(samples, "spread", "world"):
             rows += TimeToFirstToken.rows(alike, settings)
@@ -283,9 +256,8 @@ def trainee(settings: Settings) -> Trainee:
 
 
 def save_memory(settings: Settings, tokens: int, tile: int, offloaded: int) -> float:
-    """Have the model compute ``tokens`` a rank in tiles, 0 for none; the GiB that are pinned.
-
-    ``offloaded`` are the layers whose checkpoints are.
+    """Have the model compute ``tokens`` a rank in tiles, 0 for none, so many layers being
+    offloaded; the GiB that are pinned.
     """
     model = trainee(settings).objective.model
     # one tile of all tokens, and of the padding of ranks, is none
@@ -309,11 +281,7 @@ def batch_of(settings: Settings, tokens: int, number: int = 0) -> Batch:
 def training(
     settings: Settings, length: int, way: str, how: str = ALONE, team: Team | None = None
 ) -> Iterator[tuple[Callable[[int], None], Callable[[], dict[str, Any]]]]:
-    """(a step on a text of so many tokens, what is known of the steps since it was last called).
-
-    Known are ``density``, attended over causal pairs in all layers and of all ranks, and what CAB
-    ``ran_as``.
-    """
+    """(a step on so many tokens, what all ranks have attended since it was asked for last)."""
     team = Team() if team is None else team
     model, config = models.random_model(settings), settings.budgeted(length)
 
@@ -351,10 +319,7 @@ def training(
 
 @contextmanager
 def shared(settings: Settings, how: str, team: Team) -> Iterator[Callable[[int], None]]:
-    """What makes this rank's gradients of a step on a sequence of so many tokens.
-
-    `FSDP2` leaves the weights of the model spread.
-    """
+    """What makes this rank's gradients on so many tokens; `FSDP2` leaves the weights spread."""
     objective = wrapped = trainee(settings).objective
     batch, scale, inside = partial(batch_of, settings), 1, nullcontext()
     if how in (DDP, FSDP2):

@@ -20,7 +20,7 @@ from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import CAB, SDPA
 from cab_hf.eval.speed.reported import CAB_DENSE, Panel, table
-from cab_hf.runs.settings import by_device, comma_separated, flag, option, parse_length
+from cab_hf.runs.settings import by_device, flag, option, parse_length
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingManager, PreTrainedModel
@@ -46,7 +46,6 @@ BATCHING = (
 )
 # how many times less of a field a row has than the best dense way
 OVER = {"over_best": "total_s", "ttft_over_best": "ttft_p99", "tpot_over_best": "tpot_p99"}
-WAY = {"way": "implementation"}
 NOTES = (
     "All ways serve the same trace of random prompts. ttft: s from arrival to the first token. "
     "tpot: ms per output token, behind the first one. Percentiles are over requests; tokens/s are "
@@ -68,13 +67,10 @@ class Settings(models.ModelSettings):
     CHOICES = {"implementations": KNOWN}
 
     lengths: tuple[int, ...] | None = base.listed(
-        (32_768, 131_072), (256, 512), "tokens of prompts", parse_length
+        (2**15, 2**17), (256, 512), "tokens of prompts", parse_length
     )
-    requests: tuple[str, ...] | None = by_device(
-        ("16", "131072:4"),
-        ("2",),
-        "requests of every length, or LENGTH:COUNT for that length alone",
-        comma_separated(str),
+    requests: tuple[str, ...] | None = base.listed(
+        ("16", "131072:4"), ("2",), "requests of every length, or LENGTH:COUNT of that length"
     )
     implementations: tuple[str, ...] | None = base.listed(
         # what takes longest comes last: sdpa attends all pairs of a batch under a mask
@@ -87,13 +83,9 @@ class Settings(models.ModelSettings):
     shared: int = option(0, "tokens at the start that all prompts share", parse_length)
     batch_tokens: int | None = by_device(8192, 128, "max_batch_tokens", parse_length)
     page_size: int | None = by_device(256, 16, "tokens of a page of the cache", int)
-    blocks: int | None = by_device(
-        None, 256, "pages of the cache; on a GPU as many as --memory has room for", int
-    )
+    blocks: int | None = by_device(None, 256, "pages of the cache; on a GPU by --memory", int)
     memory: float = option(0.9, "share of the GPU's free memory that the cache may take", float)
-    prefill_graphs: bool = flag(
-        "flash attention: capture batches with prompts in CUDA graphs as well"
-    )
+    prefill_graphs: bool = flag("flash attention: CUDA graphs of batches with prompts as well")
     warm_up: int = option(2, "warm-up requests of every length, at most", int)
 
     def __post_init__(self) -> None:
@@ -115,10 +107,7 @@ class Settings(models.ModelSettings):
         """Length -> requests."""
         return {at: self.value_at("requests", at, int, "count") for at in self.lengths}
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return self.lengths[-1]
+    longest = property(lambda self: self.lengths[-1])
 
     @property
     def method(self) -> str:
@@ -126,9 +115,9 @@ class Settings(models.ModelSettings):
         counts = ", ".join(f"{count} of {length:,}" for length, count in self.counts.items())
         return (
             f"requests ({counts} tokens, the first {self.shared} shared) arrive {arrive} and have "
-            f"{self.new_tokens} new tokens each, once, after at most {self.warm_up} other ones of "
-            f"every length with {WARM_UP_TOKENS}; tokens have the time.perf_counter at which the "
-            "manager has them on the host; the peak is all that was allocated"
+            f"{self.new_tokens} new tokens each, after at most {self.warm_up} of every length with "
+            f"{WARM_UP_TOKENS}; tokens have the time at which the manager has them on the host; "
+            "the peak is all that was allocated"
         )
 
 
@@ -146,7 +135,7 @@ class Serve(models.ModelSpeed):
     SHAPE = ("dtype", "new_tokens", "longest")
     FOUND = ("served", "density", "peak_gib", "cache_gib", "ran_as")
     BY_NAME = ("batching",)
-    BY = WAY
+    BY = {"way": "implementation"}
     PANELS = (
         Panel("time to the first token, p99", "s", ("ttft_p99",), log=False),
         Panel("time per output token, p99", "ms", ("tpot_p99",), log=False),
@@ -173,11 +162,7 @@ class Serve(models.ModelSpeed):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What the trace took, each beside the dense way that took the fewest seconds.
-
-        ``over_best`` says how many times faster a row is in all, ``ttft_over_best`` and
-        ``tpot_over_best`` how many times shorter its p99.
-        """
+        """What the trace took, each beside the dense way that took the fewest seconds."""
         derived = dict.fromkeys((*SUMMARY, "baseline", *OVER))
         rows = [{**sample, **derived} for sample in samples]
         ran = [row for row in rows if row["served"]]
@@ -222,9 +207,7 @@ def by_length(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def managing(
     model: PreTrainedModel, settings: Settings, way: str
 ) -> Iterator[ContinuousBatchingManager]:
-    """A manager that serves ``model``, sized for the trace, its CUDA graphs captured.
-
-    It is the same for all ways to attend, but for CUDA graphs.
+    """A manager that serves ``model``, sized for the trace; of all ways alike, but for CUDA graphs.
 
     Raises:
         Exception: what ended the generation, where that made a request fail.
@@ -272,13 +255,10 @@ class RequestFailed(RuntimeError):
 def trace_of(
     counts: Mapping[int, int], seed: int, vocab: int, rate: float = 0.0, shared: int = 0
 ) -> list[Request]:
-    """Requests in random order with random tokens; the same arguments give the same trace.
+    """Requests in random order with random tokens, ``counts`` of each length.
 
-    Args:
-        counts: tokens of a prompt -> how many requests have as many.
-        vocab: tokens are below it.
-        rate: requests a second of a Poisson process; with 0 all arrive at once.
-        shared: tokens at their beginning that all prompts share.
+    They arrive at a ``rate`` a second by a Poisson process, with 0 at once, and begin with as many
+    ``shared`` tokens.
     """
     draw = random.Random(seed)
     lengths = [length for length, count in counts.items() for _ in range(count)]
@@ -297,9 +277,9 @@ def serve(
     """Hand in requests when they arrive, and wait until all have ``new_tokens``.
 
     Returns:
-        For each request in order its ``length``; in seconds after the start when it ``arrived``,
-        that is was handed in, and when its ``first`` and ``last`` token came out; and whether it
-        was ``preempted``: put back for lack of pages, and read again from its beginning.
+        For each request its ``length``; in seconds after the start when it ``arrived`` and when its
+        ``first`` and ``last`` token came out; and whether it was ``preempted``: put back for lack
+        of pages, and read again from its beginning.
 
     Raises:
         RequestFailed: with what the manager says of the first request that it gave up.
@@ -341,10 +321,7 @@ def serve(
 
 
 def summary_of(served: Sequence[Mapping[str, Any]], new_tokens: int) -> dict[str, float]:
-    """What requests took: seconds in all, tokens a second, percentiles, and how many gave way.
-
-    ``ttft`` is seconds from arrival to the first token, ``tpot`` milliseconds a token behind it.
-    """
+    """`SUMMARY`; ``ttft`` is seconds to the first token, ``tpot`` ms a token behind it."""
     total = max(each["last"] for each in served) - min(each["arrived"] for each in served)
     ttft = [each["first"] - each["arrived"] for each in served]
     tpot = [(each["last"] - each["first"]) / (new_tokens - 1) * 1e3 for each in served]

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from cab_hf.distributed import RankLost
 from cab_hf.distributed.layout import layout_of
@@ -24,9 +25,6 @@ from cab_hf.eval.experiment import PROG, run
 from cab_hf.eval.speed.base import Speed, SpeedSettings
 from cab_hf.eval.speed.timing import MOST_RUNS, Bench, in_a_sentence
 from cab_hf.runs.settings import UsageError, read_settings
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Found = TypeVar("Found")
 # how long ranks wait for one that works alone

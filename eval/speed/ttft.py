@@ -1,6 +1,5 @@
-"""``speed ttft``: the time to the first token of a whole model, by what it attends with.
+"""``speed ttft``: the time to the first token of a prompt, or of a question behind a cache.
 
-Of a prompt, or of a question behind tokens that are in the cache already.
 Started by torchrun, it deals the prompt out over the ranks, which read it together.
 """
 
@@ -59,9 +58,7 @@ class Settings(models.ModelSettings):
     )
     runs: int = option(3, "timed runs of every row", int)
     behind: int = option(
-        0,
-        "tokens in the cache before the prompt, which then is a question about them",
-        parse_length,
+        0, "tokens in the cache before the prompt, which then is a question", parse_length
     )
 
     def __post_init__(self) -> None:
@@ -89,8 +86,8 @@ class Settings(models.ModelSettings):
         behind = f", behind {self.behind:,} random ones in the cache" if self.behind else ""
         text = (
             f"median of {self.runs} runs by time.perf_counter after one that warms up, from the "
-            f"call of the model on random tokens{behind} until the device is done: all are in the "
-            "cache and the logits of the last one are there; the peak is all that was allocated"
+            f"call of the model on random tokens{behind} to the logits of the last one; the peak "
+            "is all that was allocated"
         )
         warming = f"{models.TOGETHER}; what warms up has at most {WARM_UP_TOKENS:,} tokens"
         return text + (warming if by_torchrun() else "")
@@ -143,11 +140,7 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """By length, each beside sdpa and the fastest dense way at its length.
-
-        ``over_sdpa`` and ``over_best`` say how many times faster a row is, ``ratio`` is one over
-        the latter.
-        """
+        """By length, each beside sdpa and the fastest dense way at its length."""
         derived = ("baseline", "baseline_ms", "ratio", "over_sdpa", "over_best")
         # ways to attend stay in the order they came in
         rows = base.by_length(samples, derived)
@@ -158,10 +151,10 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
             for row in alike:
                 if best is None or row["ms"] is None:
                     continue
-                row |= {"baseline": best, "baseline_ms": others[best]}
-                row["ratio"] = row["ms"] / others[best]
-                row["over_best"] = others[best] / row["ms"]
-                row["over_sdpa"] = others[SDPA] / row["ms"] if SDPA in others else None
+                ms, first = row["ms"], others[best]
+                row |= {"baseline": best, "baseline_ms": first, "ratio": ms / first}
+                row["over_best"] = first / ms
+                row["over_sdpa"] = others[SDPA] / ms if SDPA in others else None
         return rows
 
     @staticmethod
@@ -191,10 +184,7 @@ EXPERIMENT = TimeToFirstToken
 def prefilling_across(
     settings: models.ModelSettings, length: int, way: str, team: Team
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]], Callable[[], None]]]:
-    """As `models.prefilling`, where each rank of ``team`` reads its tokens of the prompt.
-
-    What is known is of all ranks, and asked for by all of them. Kernels are compiled by then.
-    """
+    """As `models.prefilling` over the ranks of ``team``; kernels are compiled by then."""
     from cab_hf import context_parallel
     from cab_hf.finetune.parallel import block_of
     from cab_hf.finetune.tiles import compute_in_tiles
@@ -220,10 +210,7 @@ def prefilling_across(
 
 
 def reading(model: nn.Module, prompt: Tensor, team: Team, block: int) -> Callable[[], Any]:
-    """What reads this rank's tokens of a prompt [1, N] into a cache.
-
-    The rank that holds the prompt's last token gives its logits.
-    """
+    """What reads this rank's tokens of a prompt [1, N]; the rank of the last gives its logits."""
     from cab_hf.distributed import shard
 
     mine = shard({"input_ids": prompt}, team.group, block)

@@ -88,7 +88,6 @@ def test_a_baseline_is_extrapolated_from_the_longest_measured():
     assert (far["baseline"], far["baseline_ms"], far["extrapolated"]) == ("FA3", 12.0, True)
     assert far["ratio"] == pytest.approx(2.0 / 12.0)
     assert "| ≈ 12.0 |" in shown(Predictor, [near, middle, far])
-    assert dense.extrapolate(3.0, 1000, 1500) == pytest.approx(6.75)
 
 
 @pytest.mark.parametrize(
