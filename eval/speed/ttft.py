@@ -108,11 +108,7 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
     FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as")
     BY = {"way": "implementation", "ranks": "world"}
     PANELS = (Panel("time to the first token", "ms", ("ms",)), GAIN)
-    NOTES = {
-        "": f"{models.WAYS} {models.GAINS}",
-        "behind": CONTINUED,
-        "worlds": ACROSS,
-    }
+    NOTES = {"": f"{models.WAYS} {models.GAINS}", "behind": CONTINUED, "worlds": ACROSS}
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         for case in self.settings.asked():
