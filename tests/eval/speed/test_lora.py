@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from bench import BLOCKS, TINY, Clock, sample_of, torchrun
 
-from cab_hf.eval.__main__ import main
 from cab_hf.eval.speed import dense, lora, model
 from cab_hf.eval.speed.base import next_length
 from cab_hf.eval.speed.lora import SPREADS, LoraStep, Settings
@@ -140,14 +139,6 @@ def test_a_run_of_two_ranks(tmp_path):
     assert sharded["baseline"] == "cab_dense"
     # of the same text, every query being on one rank
     assert sharded["density"] == pytest.approx(alone["cab"]["density"], rel=1e-6)
-
-
-def test_without_torchrun_it_says_how_to_launch(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("RANK", raising=False)
-    words = ["--device", "cpu", "--out", str(tmp_path / "none"), "--spread", "alone,cp"]
-    assert main(["speed", "lora", *words]) == 2
-    assert "torchrun --nproc_per_node=N -m cab_hf.eval speed lora." in capsys.readouterr().err
-    assert not (tmp_path / "none").exists()
 
 
 def test_one_rank_is_refused(one_process, tmp_path):
