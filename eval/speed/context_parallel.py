@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +56,6 @@ OVER_RANKS = {
 }
 SCHEMES = ALONE | OVER_RANKS
 DERIVED = ("iterations_s", "alone_ms", "efficiency")
-OF_TEXT = ("direction", "length")
 # query heads, KV heads, channels of each
 SHAPES = {"llama3-8b": (32, 8, 128), "llama3-70b": (64, 8, 128), "tiny": (4, 2, 16)}
 TURNS = 8  # calls in a timed run, fewer if they take more than a second
@@ -232,7 +230,8 @@ class ContextParallel(Ranked):
             ms, scheme = row["ms"], SCHEMES[row["scheme"]]
             row["iterations_s"] = ms and 1e3 / ms
             if scheme.function is not None:
-                one = row["alone_ms"] = alone.get((scheme.against, *itemgetter(*OF_TEXT)(row)))
+                one = alone.get((scheme.against, row["direction"], row["length"]))
+                row["alone_ms"] = one
                 row["efficiency"] = one / ms / row["world"] if ms and one else None
         return rows
 

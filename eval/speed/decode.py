@@ -44,15 +44,10 @@ CASE = ("part", "length", "batch", "way", "mode", "budget")
 OF_CAB = ("index", "choose", "attend")  # what a step of it consists of
 
 
-def parse_budget(text: str) -> int | float:
-    """``decode_tokens``: a number of tokens, such as 4096 or 4k, or a share of the text."""
-    return float(text) if "." in text else parse_length(text)
-
-
-DYNAMIC, STATIC, COMPILED = "dynamic", "static", "compiled"
+COMPILED, DYNAMIC = "compiled", "dynamic"
 MODES = {
     COMPILED: 'a static cache, torch.compile(mode="reduce-overhead", fullgraph=True)',
-    STATIC: "a static cache, eager",
+    "static": "a static cache, eager",
     DYNAMIC: "a dynamic cache, eager",
 }
 # slots are a multiple of it: kernels under a mask pad what is not aligned
@@ -71,6 +66,11 @@ NOTES = (
     "never below four times decode_tokens. "
     f"{'; '.join(f'{mode}: {what}' for mode, what in MODES.items())}. First s includes compiling."
 )
+
+
+def parse_budget(text: str) -> int | float:
+    """``decode_tokens``: a number of tokens, such as 4096 or 4k, or a share of the text."""
+    return float(text) if "." in text else parse_length(text)
 
 
 def tokens_of(budget: float, length: int) -> int:

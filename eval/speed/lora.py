@@ -48,8 +48,6 @@ CLIP = 1.0
 # tokens of the step that compiles all kernels, which is as long as CAB wants a text: one that is
 # timed may take a minute
 WARM_UP_TOKENS = 2**15
-
-
 SPREADING = (
     "Alone is one rank, the others wait. ddp: torch's DistributedDataParallel, a sequence a rank; "
     "fsdp2: torch's fully_shard of each decoder layer and of what is around them, a sequence a "

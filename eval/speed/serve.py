@@ -32,8 +32,6 @@ SUMMARY = (
     *("total_s", "prompt_tokens_s", "output_tokens_s"),
     *("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "preempted"),
 )
-
-
 FLASH = ("flash_attention_3", "flash_attention_4", "flash_attention_2")
 KNOWN = (SDPA, *FLASH, CAB_DENSE, *CAB)
 # of a request that warms up

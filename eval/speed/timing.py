@@ -122,7 +122,7 @@ class Bench:
             return {"why_no_split": in_a_sentence(error)}
 
         def spent(part: str, kernels: Sequence[tuple[str, float]]) -> float:
-            return sum(ms for name, ms in kernels if part_of(name, parts) == part)
+            return sum((ms for name, ms in kernels if part_of(name, parts) == part), 0.0)
 
         names = (*parts, OTHER)
         return {f"{x}_ms": statistics.median(spent(x, each) for each in calls) for x in names}

@@ -28,8 +28,6 @@ from cab_hf.runs.settings import option, parse_length
 MLP_TOKENS = 2**16
 # of the prompt that compiles all kernels where ranks share one
 WARM_UP_TOKENS = 2**17
-
-
 CONTINUED = (
     "A DynamicCache is cropped before every run, untimed, and copies keys and values of a layer to "
     "put new ones behind them, for every way alike. sdpa gets a mask of all pairs from "
