@@ -142,12 +142,14 @@ cab=engine=magic > engine ; max-density=512:0.1 > pairs that name 256 tokens
 max-density=512:0.1 lengths=256 > max_density ; cab=max_density=0.3 > cab sets max_density
 device=meta
 max-density=much ; max-density=1.5 ; heads=3 ; layers=0 ; implementations=FA9 ; runs=0
+behind=9 lengths=64 > must be at least query_block=128 each behind a cache
 """,
     "speed prefill": """
 chunk=100 ; longest=maybe ; chunk=0 ; max-density=0.1,256:0.2
 """,
     "speed lora": """
 implementations=cab-always > must be out of sdpa, cab ; spread=cp implementations=sdpa
+spread=alone,cp > torchrun --nproc_per_node=N -m cab_hf.eval speed lora.
 longest max-density=256:0.1,512:0.2 ; longest max-density=512:0.1 lengths=512 > max_density
 rank=0 ; spread=fsdp1 ; multiple=0
 """,
