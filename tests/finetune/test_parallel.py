@@ -1,11 +1,11 @@
-"""Sequences that several processes share: learnt as by one, dealt and counted once."""
+"""Sequences that several processes share: learnt as by one, killed and resumed, counted once."""
 
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from launches import LAUNCH, MEDDLED, ROOT, launched, steps
+from launches import LAUNCH, MEDDLED, ROOT, TRAIN, assert_same_run, launched, losses, steps
 from ranks import Ranks
 from tiny import tiny_model
 from torch import nn
@@ -68,6 +68,8 @@ def checked(run):
 train.Run.train = checked
 """
 
+ENDS = ("killed", "whole")
+
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
@@ -88,12 +90,16 @@ def test_processes_learn_together_what_one_learns(tmp_path):
 
     few = few_positions(tmp_path / "few")
     runs = {**RUNS, "dynamic": ["--model", few, "--rope", "dynamic", *WHOLE]}
-    series = [words(f"{name}-of-two", *own, "--cp", "2") for name, own in runs.items()]
-    series += [words("replicas"), words("fsdp2", "--cp", "2", *TILED)]
+    ends = [" ".join([*TRAIN[1:], "--cp", "2", "--out", str(tmp_path / name)]) for name in ENDS]
+    together = [words(f"{name}-of-two", *own, "--cp", "2") for name, own in runs.items()]
+    assert launched([*LAUNCH, str(script), " / ".join([*together, ends[0]])]).returncode != 0
+    assert [step for _, step, _ in losses(tmp_path / "killed")] == [1, 2]
+    others = [*ends, words("replicas"), words("fsdp2", "--cp", "2", *TILED)]
     grid = ["--num_processes", "4", str(script), words("grid", "--cp", "2")]
-    for given in ([str(script), " / ".join(series)], grid):
+    for given in ([str(script), " / ".join(others)], grid):
         done = launched([*LAUNCH, *given])
         assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_run(*(tmp_path / name for name in ENDS))
 
     for name, own in runs.items():
         assert lora.main([*WORDS, *own, "--out", str(tmp_path / f"{name}-of-one")]) == 0
