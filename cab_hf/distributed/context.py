@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from cab_hf.call.call import Call
 from cab_hf.call.frame import PARALLEL
-from cab_hf.call.mask import CabMask
 from cab_hf.call.refusals import foreseen
 from cab_hf.config import NAMES, CabConfig
 from cab_hf.distributed.batch import CHECKSUM
@@ -55,42 +55,38 @@ class Parallel:
     model: str
     positioned: bool = False
 
-    def text(self, mask: CabMask, q: Tensor, k: Tensor, *values: Any) -> ShardedText:
+    def text(
+        self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
+    ) -> ShardedText:
         """The text of a forward pass, whose layout is agreed on once by all ranks.
 
         Args:
-            mask: which the layers of one forward pass share, and its replay by gradient
-                checkpointing; every rank has one of its own.
-            values: v, config, position_ids and cu_seq_lens_q of the layer, of which those of the
-                first one count.
+            call: with the mask that the layers of one forward pass share, and its replay by
+                gradient checkpointing; of the rest that of the first layer counts.
 
         Raises:
             ValueError: on every rank, where they differ, or hold another's tokens.
             NotImplementedError: for padding, a cache, or a model that is compiled.
         """
-        _refuse(mask, q, k)
-        layout = mask.state.once("layout over ranks", lambda: self._agreed(q, k, *values))
-        return ShardedText(mask, layout, self.group, self.heads_k_stride, self.regather_kv)
+        _refuse(call)
+        layout = call.text.state.once(
+            "layout over ranks", lambda: self._agreed(call, position_ids, cu_seq_lens)
+        )
+        return ShardedText(call.text, layout, self.group, self.heads_k_stride, self.regather_kv)
 
     def _agreed(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        config: CabConfig,
-        position_ids: Tensor | None,
-        cu_seq_lens: Tensor | None,
+        self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
     ) -> Layout:
-        layout = None
+        layout, tokens = None, call.q.shape[2]
         if cu_seq_lens is not None:
             layout = layout_of(lengths_between(cu_seq_lens), self.group.size(), self.block)
-        wrong = self._misplaced(layout, q.shape[2], position_ids)
-        known = rank_facts(q, k, v, layout)
+        wrong = self._misplaced(layout, tokens, position_ids)
+        known = rank_facts(call.q, call.k, call.v, layout)
         known["tokens whose positions are another rank's"] = wrong
-        known["settings (their checksum)"] = _checksum(config)
+        known["settings (their checksum)"] = _checksum(call.config)
         # 0 where it is not known
         known["tokens or labels (their checksum)"] = getattr(cu_seq_lens, CHECKSUM, 0)
-        require_equal(known, self.group, q.device)
+        require_equal(known, self.group, call.q.device)
         if self.positioned and (position_ids is None or cu_seq_lens is None):
             raise NotImplementedError(
                 f"{self.model} does not hand position_ids and cu_seq_lens_q on to its attention, "
@@ -99,7 +95,7 @@ class Parallel:
             )
         if wrong:
             raise ValueError(
-                f"position_ids and cu_seq_lens_q do not say how {q.shape[2]} tokens are held by "
+                f"position_ids and cu_seq_lens_q do not say how {tokens} tokens are held by "
                 f"rank {self.group.rank()} of {self.group.size()}, in blocks of {self.block}; give "
                 "the model what cab_hf.distributed.shard(batch, group) returns."
             )
@@ -117,7 +113,7 @@ class Parallel:
         self.positioned = kwargs.get("cu_seq_lens_q") is not None
 
 
-def _refuse(mask: CabMask, query: Tensor, key: Tensor) -> None:
+def _refuse(call: Call) -> None:
     """Refuse a call that is not computed inside `context_parallel`.
 
     Raises:
@@ -128,15 +124,16 @@ def _refuse(mask: CabMask, query: Tensor, key: Tensor) -> None:
             "the model is compiled; 'cab' across ranks is not traced. Leave out torch.compile "
             "inside context_parallel."
         )
-    if key.shape[2] != query.shape[2]:
+    cached = call.k.shape[2] - call.q.shape[2]
+    if cached:
         raise NotImplementedError(
-            f"past_key_values holds {key.shape[2] - query.shape[2]} tokens; inside "
+            f"past_key_values holds {cached} tokens; inside "
             "context_parallel 'cab' reads whole texts. Leave the block first: "
             "cab_hf.distributed.whole_cache gives every rank the cache from which generate goes on."
         )
     # looked at once a forward pass: no layer but the first waits for the device
-    mask.find_documents(None, None)
-    if mask.valid is not None:
+    call.text.find_documents(None, None)
+    if call.text.valid is not None:
         raise NotImplementedError(
             "attention_mask has padding; inside context_parallel a text has none but that of "
             "cab_hf.distributed.shard, which needs no mask. Give rows of one length, or pack them."

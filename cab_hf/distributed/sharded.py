@@ -182,6 +182,10 @@ class ShardedText:
     def tail_from(self, blocks: int, query_block: int) -> None:
         """The prompt ends with the text."""
 
+    def pieces(self, steps: bool) -> list[tuple[slice, ShardedText]]:
+        """As `CabMask.pieces`: all of it is the prompt."""
+        return [(slice(None), self)]
+
 
 @once_per_spans
 def _short_rows(spans: Shard, short: Tensor, query_block: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cab_hf.attention import cab_attention
+from cab_hf.call.call import Call
 from cab_hf.config import CabConfig
 from cab_hf.engines import Workload
 from cab_hf.eval.experiment import Row
@@ -151,11 +152,12 @@ class Batches(base.Speed):
         way = route(mask, config, Workload.of(q, k, v, blocks), sparse=True, layer=layer)
         if way.kind != "sparse":
             raise RuntimeError(f"the layer is dense: {way.reason}")
+        call = Call.of(layer, q, k, v, mask, scaling=scale, sparse=True)
         frame = mask.frame(*blocks, texts.device)
         framed = frame.queries(q), frame.keys(k), frame.keys(v)
 
         def choose() -> BlockPlan:
-            return way.choose(frame, frame.queries(q), frame.keys(k), scale)
+            return way.choose(call, frame, frame.queries(q), frame.keys(k))
 
         def attend() -> Tensor:
             out = frame.attend(way.engine, *framed[:2], frame.keys(v), plan, scale)

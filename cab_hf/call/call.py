@@ -1,0 +1,162 @@
+"""`Call`: one layer that attends once, and all that its computation depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from cab_hf.call.batch import KEYWORDS, Batch
+from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
+from cab_hf.call.frame import PARALLEL
+from cab_hf.call.mask import CabMask
+from cab_hf.call.prompt import prompt_of
+from cab_hf.call.refusals import refuse
+from cab_hf.config import CabConfig
+from cab_hf.hf.fit import warn_if_too_short
+from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One layer that attends once.
+
+    Attributes:
+        q: [B, H, N_q, D] after RoPE.
+        k, v: [B, H_kv, N_k, D] and [B, H_kv, N_k, D_v] after the cache update; of the dtype of q.
+        scale: what logits are multiplied by.
+        layer: the module that attends; its ``layer_idx`` counts, where it has one.
+        config: its settings.
+        sparse: whether sparse attention is requested at all.
+        text: what the queries may see: a `CabMask`, or a `ShardedText` over ranks; None of a batch.
+        index: the `KeyIndex` of the keys, where the layer's cache has one.
+        batch: of continuous batching; None elsewhere.
+        packed: the `KEYWORDS` that come with it.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    layer: nn.Module
+    config: CabConfig
+    sparse: bool
+    text: Any
+    index: Any = None
+    batch: Batch | None = None
+    packed: dict[str, Any] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: CabMask | Batch | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        *,
+        sparse: bool,
+        sliding_window: int | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Call:
+        """The call that transformers makes; arguments and errors are those of `cab_attention`."""
+        # the cache's, which is lost where keys are cast
+        index = getattr(key, "cab_index", None)
+        # since transformers 5.24 layers have no mask in continuous batching
+        batch, packed = kwargs.get("batch") if mask is None else mask, None
+        if isinstance(batch, Batch):
+            mask, packed = None, {name: kwargs.pop(name, None) for name in KEYWORDS}
+        else:
+            batch = None
+        refuse(module, query, key, mask, dropout, sliding_window, kwargs)
+        q, k, v = _one_dtype(module, query, key, value)
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        if batch is None and mask is None:
+            mask = _plain_mask(module, q, k, sliding_window)
+        state = mask.state if batch is None else batch.state
+        config = state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
+        call = cls(q, k, v, scale, module, config, sparse, mask, index, batch, packed)
+        return call._located(position_ids, kwargs.get("cu_seq_lens_q")) if batch is None else call
+
+    def _located(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Call:
+        """The call with the documents of its text found, or the ranks that hold it."""
+        mask, parallel = self.text, getattr(self.layer, PARALLEL, None)
+        mask.state.require_same_settings(self, parallel)
+        if parallel is not None:
+            return replace(self, text=parallel.text(self, position_ids, cu_seq_lens))
+        mask.find_documents(position_ids, cu_seq_lens, self.v)
+        if self.sparse:
+            _warn_of_a_short_prompt(self.layer, mask, self.config)
+        return self
+
+    @property
+    def trained(self) -> Tensor | None:
+        """One of q, k and v that gradients flow to; None where none is."""
+        return next((x for x in (self.q, self.k, self.v) if x.requires_grad), None)
+
+    @property
+    def sampled_one_in(self) -> int:
+        """Of how many blocks that are not chosen one is sampled; 0 where nothing is."""
+        training = torch.is_grad_enabled() and self.trained is not None
+        return self.config.sampled_one_in if training else 0
+
+    def parts(self) -> list[Call]:
+        """What is attended apart: the prompt, and the answer behind it, which may be steps."""
+        pieces = self.text.pieces(self.sparse and self.config.sparse_decode)
+        return [replace(self, q=self.q[:, :, queries], text=text) for queries, text in pieces]
+
+
+def _plain_mask(module: nn.Module, q: Tensor, k: Tensor, window: int | None) -> CabMask:
+    """The mask of a layer that is handed none: plain causal attention.
+
+    Raises:
+        RuntimeError: for a layer that is computed again, and was not computed here before. "sdpa"
+            makes no mask where it needs none: nothing else shows that the forward pass was its.
+    """
+    batch, q_length, kv_length = q.shape[0], q.shape[2], k.shape[2]
+    mask = CabMask(batch, q_length, kv_length, kv_length - q_length, window=window or None)
+    if torch.compiler.is_compiling():
+        return mask
+    if not in_backward_pass():
+        _seen_without_mask[module] = module.config
+    elif _seen_without_mask.get(module) is not module.config:
+        raise RuntimeError(SETTINGS_CHANGED)
+    mask.prompt = prompt_of(batch)
+    return mask
+
+
+# the config with which each layer was last called; every switch gives a model other config objects
+_seen_without_mask: WeakKeyDictionary[nn.Module, PreTrainedConfig] = WeakKeyDictionary()
+
+
+def _warn_of_a_short_prompt(module: nn.Module, mask: CabMask, config: CabConfig) -> None:
+    """Say once that a call which begins a text has too few tokens of it, in every document."""
+    begins = mask.q_length == mask.kv_length and mask.q_length > 1
+    if torch.compiler.is_compiling() or not begins or mask.window is not None:
+        return
+    longest = mask.longest
+    tokens = mask.kv_length if longest is None else longest.tokens
+    warn_if_too_short(tokens, config.min_length, CabConfig.min_length, module.config)
+
+
+def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as transformers' flash path does: an adapter may hand float32 to a model in bfloat16."""
+    query = tensors[0]
+    device = query.device.type
+    target = query.dtype
+    if torch.is_autocast_enabled(device):
+        target = torch.get_autocast_dtype(device)
+    elif query.dtype == torch.float32:
+        weights = (m.weight.dtype for m in module.modules() if isinstance(m, nn.Linear))
+        target = next(weights, query.dtype)
+        if not target.is_floating_point or target.itemsize == 1:
+            # quantised weights: their dtype is a container, the config has the compute dtype
+            target = module.config.dtype or query.dtype
+    return tuple(x.to(target) for x in tensors)
