@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from cab_hf.batching.batch import attend_batch
 from cab_hf.call.call import Call
 from cab_hf.call.mask import CabMask
+from cab_hf.call.scope import SCOPE
 from cab_hf.route import attend
 
 
@@ -60,6 +61,9 @@ def cab_dense_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[T
 
 def _output(call: Call) -> Tensor:
     """[B, N_q, H, D_v]; engines leave it in memory so, and models may ask for a view of it."""
+    observer = None if torch.compiler.is_compiling() else SCOPE.get().observer
+    if observer is not None:
+        observer(call)
     if call.batch is not None:
         return attend_batch(call)
     outs = [attend(part) for part in call.parts()]

@@ -17,7 +17,7 @@ from torch import Tensor
 from cab_hf.call.call import Call
 from cab_hf.call.forward_pass import is_captured
 from cab_hf.call.mask import CabMask
-from cab_hf.call.prompt import Prompt
+from cab_hf.call.scope import Prompt
 from cab_hf.engines import TRITON, Workload
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,10 +12,9 @@ from transformers import PreTrainedConfig
 
 from cab_hf.call.batch import KEYWORDS, Batch
 from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
-from cab_hf.call.frame import PARALLEL
 from cab_hf.call.mask import CabMask
-from cab_hf.call.prompt import prompt_of
 from cab_hf.call.refusals import refuse
+from cab_hf.call.scope import SCOPE, is_sharded, prompt_of, refuse_compiled
 from cab_hf.config import CabConfig
 from cab_hf.hf.fit import warn_if_too_short
 from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
@@ -87,10 +86,13 @@ class Call:
 
     def _located(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Call:
         """The call with the documents of its text found, or the ranks that hold it."""
-        mask, parallel = self.text, getattr(self.layer, PARALLEL, None)
-        mask.state.require_same_settings(self, parallel)
-        if parallel is not None:
-            return replace(self, text=parallel.text(self, position_ids, cu_seq_lens))
+        mask = self.text
+        refuse_compiled(self.layer.config)
+        mask.state.require_same_settings(self)
+        if mask.parallel is not None:
+            return replace(self, text=mask.parallel.text(self, position_ids, cu_seq_lens))
+        if is_sharded(self.layer.config):
+            _refuse_alone(self.layer)
         mask.find_documents(position_ids, cu_seq_lens, self.v)
         if self.sparse:
             _warn_of_a_short_prompt(self.layer, mask, self.config)
@@ -125,15 +127,27 @@ def _plain_mask(module: nn.Module, q: Tensor, k: Tensor, window: int | None) -> 
     if torch.compiler.is_compiling():
         return mask
     if not in_backward_pass():
-        _seen_without_mask[module] = module.config
-    elif _seen_without_mask.get(module) is not module.config:
+        _seen_without_mask[module] = module.config, SCOPE.get().parallel
+    config, mask.parallel = _seen_without_mask.get(module, (None, None))
+    if config is not module.config:
         raise RuntimeError(SETTINGS_CHANGED)
     mask.prompt = prompt_of(batch)
     return mask
 
 
-# the config with which each layer was last called; every switch gives a model other config objects
-_seen_without_mask: WeakKeyDictionary[nn.Module, PreTrainedConfig] = WeakKeyDictionary()
+# the config with which each layer was last called, and the ranks; every switch gives a model other
+# config objects
+_seen_without_mask: WeakKeyDictionary[nn.Module, tuple[PreTrainedConfig, Any]] = WeakKeyDictionary()
+
+
+def _refuse_alone(layer: nn.Module) -> NoReturn:
+    """Refuse a layer of a model inside `context_parallel` that would attend to a shard alone."""
+    if in_backward_pass():
+        raise RuntimeError(SETTINGS_CHANGED)
+    raise NotImplementedError(
+        f"{type(layer).__name__} is inside context_parallel, and is called by itself: call the "
+        "model that context_parallel was given."
+    )
 
 
 def _warn_of_a_short_prompt(module: nn.Module, mask: CabMask, config: CabConfig) -> None:

@@ -67,7 +67,7 @@ class ForwardState:
         self._parsed.append((config, parse(config)))
         return self._parsed[-1][1]
 
-    def require_same_settings(self, call: Call, parallel: Any) -> None:
+    def require_same_settings(self, call: Call) -> None:
         """Refuse a layer that is computed again and attends otherwise than the first time.
 
         Raises:
@@ -75,7 +75,7 @@ class ForwardState:
         """
         if torch.compiler.is_compiling():
             return
-        how, sampled = (call.config, call.sparse, parallel), call.sampled_one_in
+        how, sampled = (call.config, call.sparse), call.sampled_one_in
         before = self._attended.setdefault(call.layer, (how, sampled))
         if before == (how, sampled):
             return

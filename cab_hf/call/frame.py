@@ -14,9 +14,6 @@ from cab_hf.call.reordering import Reordering
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, named_rows, once_per_spans
 from cab_hf.predictors import LayerContext, Predictor
 
-# attribute of every module of a model whose texts are in the frame of several ranks
-PARALLEL = "_cab_parallel"
-
 
 class Length(NamedTuple):
     """How long a document is: its queries in this call, and its tokens so far. No padding."""

@@ -17,7 +17,7 @@ from cab_hf.call import packing
 from cab_hf.call.forward_pass import ForwardState
 from cab_hf.call.frame import Frame, Length, whole_documents
 from cab_hf.call.placeholder import NotATensor
-from cab_hf.call.prompt import Prompt
+from cab_hf.call.scope import Prompt
 from cab_hf.checks import short, warn_once
 
 # equal tokens at the end of a row that look like padding, and by how much of the largest their
@@ -45,6 +45,7 @@ class CabMask(NotATensor):
             of their layers uses.
         prompt: what is read, up to where it is known to end; None where that is not known: the end
             of a call is then that of a prompt, and few queries are an answer.
+        parallel: the `Parallel` of the ranks that hold the text; None where one process does.
         looks_ahead: whether a token sees a later one, bool [], where only the device knows: the
             first layer that uses the mask refuses it there. None where it is known that none does.
         exact_block: block size of the plan under which exact attention is computed; None where a
@@ -63,6 +64,7 @@ class CabMask(NotATensor):
     model: str = "this model"
     refusal: str | None = None
     prompt: Prompt | None = None
+    parallel: Any = None
     looks_ahead: Tensor | None = None
     exact_block: int | None = None
     # torch.compile traces no class as a factory

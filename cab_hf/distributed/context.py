@@ -10,13 +10,13 @@ from functools import lru_cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cab_hf.call.call import Call
-from cab_hf.call.frame import PARALLEL
+from cab_hf.call.forward_pass import SETTINGS_CHANGED
 from cab_hf.call.refusals import foreseen
+from cab_hf.call.scope import SHARDED, during_calls, is_sharded
 from cab_hf.config import NAMES, CabConfig
 from cab_hf.distributed.batch import CHECKSUM
 from cab_hf.distributed.exchange import (
@@ -46,6 +46,7 @@ class Parallel:
     Attributes:
         model: what it is called.
         positioned: whether its latest call has set the positions of this rank's tokens.
+        closed: whether its `context_parallel` was left.
     """
 
     group: ProcessGroup
@@ -54,6 +55,7 @@ class Parallel:
     regather_kv: bool
     model: str
     positioned: bool = False
+    closed: bool = False
 
     def text(
         self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
@@ -66,8 +68,11 @@ class Parallel:
 
         Raises:
             ValueError: on every rank, where they differ, or hold another's tokens.
-            NotImplementedError: for padding, a cache, or a model that is compiled.
+            NotImplementedError: for padding, or a cache.
+            RuntimeError: for a layer that is computed again behind the block.
         """
+        if self.closed:
+            raise RuntimeError(SETTINGS_CHANGED)
         _refuse(call)
         layout = call.text.state.once(
             "layout over ranks", lambda: self._agreed(call, position_ids, cu_seq_lens)
@@ -119,11 +124,6 @@ def _refuse(call: Call) -> None:
     Raises:
         NotImplementedError: naming the argument, and what to do.
     """
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "the model is compiled; 'cab' across ranks is not traced. Leave out torch.compile "
-            "inside context_parallel."
-        )
     cached = call.k.shape[2] - call.q.shape[2]
     if cached:
         raise NotImplementedError(
@@ -187,10 +187,10 @@ def context_parallel(
     parallel = Parallel(group, heads_k_stride, block, regather_kv, name)
     listening = model.register_forward_pre_hook(parallel.listen, with_kwargs=True)
     withdraw_failure(group)
-    for module in modules:
-        setattr(module, PARALLEL, parallel)
+    configs = _configs_of(modules)
+    SHARDED.extend(configs)
     try:
-        with whole_text_hooks(model, group, block):
+        with during_calls(model, parallel=parallel), whole_text_hooks(model, group, block):
             yield model
     except BaseException as error:
         if not isinstance(error, RankLost):
@@ -198,12 +198,18 @@ def context_parallel(
         raise
     finally:
         listening.remove()
-        for module in modules:
-            delattr(module, PARALLEL)
+        parallel.closed = True
+        SHARDED[:] = [each for each in SHARDED if not any(each is mine for mine in configs)]
+
+
+def _configs_of(modules: list[nn.Module]) -> list[Any]:
+    """The config objects in some modules, each once."""
+    configs = [module.config for module in modules if hasattr(module, "config")]
+    return list({id(config): config for config in configs}.values())
 
 
 def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
-    configs = [module.config for module in modules if hasattr(module, "config")]
+    configs = _configs_of(modules)
     names = {getattr(config, "_attn_implementation", None) for config in configs}
     if not names.intersection(NAMES):
         result = ", ".join(sorted(map(repr, names))) or "none"
@@ -212,7 +218,7 @@ def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
             f"{', '.join(map(repr, NAMES))}: load the model with one of them, or call "
             "cab_hf.apply_cab."
         )
-    if any(hasattr(module, PARALLEL) for module in modules):
+    if any(map(is_sharded, configs)):
         raise ValueError(
             f"{type(model).__name__} is inside context_parallel already; leave that block first."
         )

@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -201,6 +202,9 @@ def refused(group, what):
             inputs["attention_mask"] = torch.arange(256)[None] > 3
         if what == "unsharded":
             inputs = batch
+        if what == "layer":
+            hidden, rotary = torch.ones(1, 256, 48), 2 * [torch.ones(1, 256, 16)]
+            model.model.layers[0].self_attn(hidden, rotary, attention_mask=None)
         cache = model(**inputs, use_cache=what == "cache").past_key_values
         if what == "cache":
             model(**inputs, past_key_values=cache)
@@ -220,6 +224,7 @@ def refused(group, what):
         ("mask", "attention_mask has padding"),
         ("unsharded", "position_ids and cu_seq_lens_q do not say how 256 tokens are held"),
         ("cache", "past_key_values holds 256 tokens"),
+        ("layer", "LlamaAttention is inside context_parallel, and is called by itself"),
     ],
 )
 def test_what_is_refused(ranks, what, sentence):
@@ -250,18 +255,24 @@ def test_between_forward_and_backward_no_rank_keeps_the_whole_text(ranks):
     assert kept - again == complete
 
 
-def backward_behind_the_block(group, reentrant):
+def halfway(group, reentrant, inside):
+    """A training step of which the forward or the backward pass alone is inside the block."""
     model = model_of("cab", SPARSE).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    ids = tokens(1, 512)
-    with cab_hf.context_parallel(model, group, block=32):
-        inputs = distributed.shard({"input_ids": ids, "labels": ids}, group, 32)
+    ids, outside = tokens(1, 512), nullcontext()
+    inputs = {"input_ids": ids, "labels": ids}
+    if inside == "forward":
+        inputs = distributed.shard(inputs, group, 32)
+    block = cab_hf.context_parallel(model, group, block=32)
+    with block if inside == "forward" else outside:
         loss = model(**inputs, use_cache=False).loss
-    loss.backward()
+    with block if inside == "backward" else outside:
+        loss.backward()
 
 
+@pytest.mark.parametrize("inside", ["forward", "backward"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_backward_pass_behind_the_block_is_refused(ranks, reentrant):
-    for actual in ranks.outcomes(2, backward_behind_the_block, reentrant):
+def test_a_backward_pass_behind_the_block_is_refused(ranks, reentrant, inside):
+    for actual in ranks.outcomes(2, halfway, reentrant, inside):
         assert isinstance(actual, Failure) and "was left or entered in between" in actual.sentence
