@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cab_hf.call import packing
 from cab_hf.call.forward_pass import ForwardState
-from cab_hf.call.frame import Frame, Length, whole_documents
+from cab_hf.call.layout import Layout, Length, whole_documents
 from cab_hf.call.placeholder import NotATensor
 from cab_hf.call.scope import Prompt
 from cab_hf.checks import short, warn_once
@@ -272,9 +272,9 @@ class CabMask(NotATensor):
                 "the tokenizer.",
             )
 
-    def frame(
+    def layout(
         self, query_block: int, key_block: int, device: torch.device, from_start: bool = True
-    ) -> Frame:
+    ) -> Layout:
         """The places of this call's tokens on the block grid; made once for all layers.
 
         Args:
@@ -282,11 +282,11 @@ class CabMask(NotATensor):
                 as they are in one call; else from the first of this call.
         """
 
-        def build() -> Frame:
+        def build() -> Layout:
             # layers of a model spread over devices share this mask
             valid = None if self.valid is None else self.valid.to(device)
             document = None if self.document is None else self.document.to(device)
-            return Frame.build(
+            return Layout.build(
                 self.batch,
                 self.q_length,
                 self.slots if self.kv_length is None else self.kv_length,
@@ -300,7 +300,7 @@ class CabMask(NotATensor):
                 end=self._text_end(device),
             )
 
-        return self.state.once(("frame", query_block, key_block, device, from_start), build)
+        return self.state.once(("layout", query_block, key_block, device, from_start), build)
 
     def _ahead(self, query_block: int) -> int | list[int]:
         """Tokens of each row's text before this call that are in the query block of its first."""

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from cab_hf.call.call import Call
 from cab_hf.call.forward_pass import SETTINGS_CHANGED
+from cab_hf.call.layout import Length
 from cab_hf.call.refusals import foreseen
 from cab_hf.call.scope import SHARDED, during_calls, is_sharded
 from cab_hf.config import NAMES, CabConfig
@@ -27,8 +28,8 @@ from cab_hf.distributed.exchange import (
     withdraw_failure,
 )
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
-from cab_hf.distributed.layout import Layout, layout_of, lengths_between
 from cab_hf.distributed.sharded import ShardedText
+from cab_hf.distributed.sharding import Sharding, lengths_between, sharding_of
 from cab_hf.distributed.whole_text import whole_text_hooks
 from cab_hf.distributed.zigzag import rank_facts, require_sizes
 from cab_hf.hf.layers import inner_model
@@ -60,7 +61,7 @@ class Parallel:
     def text(
         self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
     ) -> ShardedText:
-        """The text of a forward pass, whose layout is agreed on once by all ranks.
+        """The text of a forward pass, whose sharding all ranks agree on once.
 
         Args:
             call: with the mask that the layers of one forward pass share, and its replay by
@@ -74,19 +75,27 @@ class Parallel:
         if self.closed:
             raise RuntimeError(SETTINGS_CHANGED)
         _refuse(call)
-        layout = call.text.state.once(
-            "layout over ranks", lambda: self._agreed(call, position_ids, cu_seq_lens)
+        mask, parts = call.text, (position_ids, cu_seq_lens)
+        sharding = mask.state.once("sharding", lambda: self._agreed(call, *parts))
+        return ShardedText(
+            *(mask.batch, sharding.text, sharding.text, 0),
+            window=mask.window,
+            model=mask.model,
+            parallel=self,
+            exact_block=sharding.exact_block,
+            state=mask.state,
+            sharding=sharding,
+            _lengths=[[Length(length, length) for length in sharding.lengths]],
         )
-        return ShardedText(call.text, layout, self.group, self.heads_k_stride, self.regather_kv)
 
     def _agreed(
         self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
-    ) -> Layout:
-        layout, tokens = None, call.q.shape[2]
+    ) -> Sharding:
+        sharding, tokens = None, call.q.shape[2]
         if cu_seq_lens is not None:
-            layout = layout_of(lengths_between(cu_seq_lens), self.group.size(), self.block)
-        wrong = self._misplaced(layout, tokens, position_ids)
-        known = rank_facts(call.q, call.k, call.v, layout)
+            sharding = sharding_of(lengths_between(cu_seq_lens), self.group.size(), self.block)
+        wrong = self._misplaced(sharding, tokens, position_ids)
+        known = rank_facts(call.q, call.k, call.v, sharding)
         known["tokens whose positions are another rank's"] = wrong
         known["settings (their checksum)"] = _checksum(call.config)
         # 0 where it is not known
@@ -104,13 +113,15 @@ class Parallel:
                 f"rank {self.group.rank()} of {self.group.size()}, in blocks of {self.block}; give "
                 "the model what cab_hf.distributed.shard(batch, group) returns."
             )
-        return layout
+        return sharding
 
-    def _misplaced(self, layout: Layout | None, tokens: int, position_ids: Tensor | None) -> int:
+    def _misplaced(
+        self, sharding: Sharding | None, tokens: int, position_ids: Tensor | None
+    ) -> int:
         """How many of the tokens are not known to be this rank's."""
-        if layout is None or position_ids is None or layout.tokens != tokens:
+        if sharding is None or position_ids is None or sharding.tokens != tokens:
             return tokens
-        expected = layout.positions[self.group.rank()].to(position_ids.device)
+        expected = sharding.positions[self.group.rank()].to(position_ids.device)
         return int((position_ids != expected).any(0).sum())
 
     def listen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

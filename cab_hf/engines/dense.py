@@ -51,9 +51,9 @@ class ExactByBlocks(Exact):
 
     def attend(self, call: Call) -> Tensor:
         size = call.text.exact_block or EXACT_BLOCK
-        frame = call.text.frame(size, size, call.q.device, from_start=False)
-        q, k, v = frame.queries(call.q), frame.keys(call.k), frame.keys(call.v)
-        return frame.restore(frame.attend(self.engine, q, k, v, frame.everything(), call.scale))
+        layout = call.text.layout(size, size, call.q.device, from_start=False)
+        q, k, v = layout.queries(call.q), layout.keys(call.k), layout.keys(call.v)
+        return layout.restore(layout.attend(self.engine, q, k, v, layout.everything(), call.scale))
 
 
 class ExactByRows(Exact):

@@ -35,11 +35,11 @@ class Sparse:
 
     def attend(self, call: Call) -> Tensor:
         """[B, H, N_q, D_v] of a call."""
-        frame = call.text.frame(*blocks_of(self.config), call.q.device)
-        q, k, v = frame.queries(call.q), frame.keys(call.k), frame.keys(call.v)
+        layout = call.text.layout(*blocks_of(self.config), call.q.device)
+        q, k, v = layout.queries(call.q), layout.keys(call.k), layout.keys(call.v)
         one_in, seed = call.sampled_one_in, None
         if one_in:
-            if not frame.spans.aligned:
+            if not layout.spans.aligned:
                 raise NotImplementedError(
                     "sampled_one_in is set for packed documents under torch.compile, where blocks "
                     "that hold parts of several cannot be sampled; do not compile, or set it to 0."
@@ -48,23 +48,23 @@ class Sparse:
             seed = torch.randint(2**62, (), device=q.device)
 
         def predict() -> BlockPlan:
-            plan = self.choose(call, frame, q, k)
+            plan = self.choose(call, layout, q, k)
             return plan if seed is None else plan.with_sample(one_in, seed)
 
         plan = call.text.state.kept_plan(call, predict)
-        out = frame.attend(self.engine, q, k, v, plan, call.scale)
+        out = layout.attend(self.engine, q, k, v, plan, call.scale)
         if not torch.compiler.is_compiling():
             _count(call.layer, plan)
-        return frame.restore(out)
+        return layout.restore(out)
 
-    def choose(self, call: Call, frame: Any, q: Tensor, k: Tensor) -> BlockPlan:
-        """What the predictor chooses for q and k of the call's ``frame``."""
+    def choose(self, call: Call, layout: Any, q: Tensor, k: Tensor) -> BlockPlan:
+        """What the predictor chooses for q and k of the call's ``layout``."""
         config, layer = self.config, call.layer
         channels = slow_channels(layer, q.shape[-1])
         shared = call.text.state.shared
-        context = LayerContext(frame.spans, call.scale, layer_index(layer), shared, channels)
-        plan = frame.choose(make_predictor(config), q, k, context)
-        short = frame.short(config.query_block, config.min_length, plan.query_block)
+        context = LayerContext(layout.spans, call.scale, layer_index(layer), shared, channels)
+        plan = layout.choose(make_predictor(config), q, k, context)
+        short = layout.short(config.query_block, config.min_length, plan.query_block)
         # documents that would be exact alone
         return plan if short is None else plan.with_dense_rows(short)
 

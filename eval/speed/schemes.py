@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cab_hf import engines
-from cab_hf.call.frame import everything
+from cab_hf.call.layout import everything
 from cab_hf.distributed import zigzag
 from cab_hf.distributed.exchange import finish, watched
-from cab_hf.distributed.layout import Places
+from cab_hf.distributed.sharding import ShardMap
 from cab_hf.distributed.zigzag import CPAttention, zigzag_attention
 from cab_hf.engines import Workload
 from cab_hf.plan import Spans, once_per_spans
@@ -33,7 +33,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Te
     Raises:
         NotImplementedError: for a ``plan``, or gradients by an engine whose log-sum-exp has none.
     """
-    turn = zigzag.turn(q, k, v, **{**zigzag_attention.__kwdefaults__, **settings})
+    turn = zigzag.checked(q, k, v, **{**zigzag_attention.__kwdefaults__, **settings})
     if turn.plan is not None:
         raise NotImplementedError("plan is set; ring_attention takes none. Use zigzag_attention.")
     training = Workload.of(q, k, v, (0, 0)).training
@@ -55,8 +55,8 @@ def _around(q: Tensor, k: Tensor, v: Tensor, turn: CPAttention) -> tuple[Tensor,
             # on its way to the next rank while this step computes
             received, works = _hop(both.detach(), turn.group, 1)
         keys, values = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
-        spans = _seen_of(turn.spans, turn.places, (rank - step) % world)
-        plan = everything(spans, turn.places.layout.exact_block)
+        spans = _seen_of(turn.spans, turn.shard_map, (rank - step) % world)
+        plan = everything(spans, turn.shard_map.sharding.exact_block)
         result = turn.engine.attention(q, keys, values, plan, turn.scale, return_lse=True)
         # merged at no less than float32, rounded once
         result = result[0].to(result[1].dtype), result[1]
@@ -83,16 +83,16 @@ def _merged(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 @once_per_spans
-def _seen_of(spans: Spans, places: Places, holder: int) -> Spans:
+def _seen_of(spans: Spans, shard_map: ShardMap, holder: int) -> Spans:
     """What this rank's queries see of another rank's keys, as that rank holds them.
 
-    A rank holds the keys of the frame in ascending order, so that what a query sees of them is one
+    A rank holds the keys of the layout in ascending order, so that what a query sees of them is one
     interval too.
     """
-    layout, device = places.layout, spans.first.device
-    real = layout.real[holder].to(device)
+    sharding, device = shard_map.sharding, spans.first.device
+    real = sharding.real[holder].to(device)
     # padding stands between the last token of its document and the first of the next
-    order = 2 * (places.begins + layout.positions[holder].to(device)) + (~real).long()
+    order = 2 * (shard_map.begins + sharding.positions[holder].to(device)) + (~real).long()
     first = torch.searchsorted(order, 2 * spans.first.to(order.dtype))
     last = torch.searchsorted(order, 2 * spans.last.to(order.dtype), right=True) - 1
     seen = (spans.last >= 0) & (first <= last)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from cab_hf import engines
-from cab_hf.call.frame import everything
+from cab_hf.call.layout import everything
 from cab_hf.config import CabConfig
 from cab_hf.distributed import predict, zigzag_attention
-from cab_hf.distributed.layout import Layout, layout_of
+from cab_hf.distributed.sharding import Sharding, sharding_of
 from cab_hf.engines import REFERENCE, Workload
 from cab_hf.eval.speed.checks import CHECK_GRADIENT_TOLERANCE, CHECK_TOLERANCE, close
 from cab_hf.eval.speed.schemes import ring_attention
@@ -71,23 +71,23 @@ class BenchCase:
     config: CabConfig
 
     @cached_property
-    def layout(self) -> Layout | None:
+    def sharding(self) -> Sharding | None:
         if self.scheme.function is None:
             return None
-        return layout_of((self.length,), self.group.size(), EXACT_BLOCK)
+        return sharding_of((self.length,), self.group.size(), EXACT_BLOCK)
 
     def sharded(self, x: Tensor) -> Tensor:
         """This rank's tokens of [B, H, N, D], laid out as they were; all of them for one alone."""
-        if self.layout is None:
+        if self.sharding is None:
             return x
-        slots = self.layout.slots[self.group.rank()].to(x.device)
+        slots = self.sharding.slots[self.group.rank()].to(x.device)
         return x.transpose(1, 2).index_select(1, slots).transpose(1, 2)
 
     def padding(self, x: Tensor) -> Tensor:
         """Bool [n, 1]: which of this rank's tokens of [B, H, n, D] are padding."""
-        if self.layout is None:
+        if self.sharding is None:
             return torch.zeros(x.shape[2], 1, dtype=torch.bool, device=x.device)
-        return ~self.layout.real[self.group.rank()].to(x.device)[:, None]
+        return ~self.sharding.real[self.group.rank()].to(x.device)[:, None]
 
     @cached_property
     def _kept(self) -> dict[str, Spans]:
@@ -105,7 +105,7 @@ class BenchCase:
         """CAB's plan of this rank's queries; None where everything is attended."""
         if not self.scheme.sparse:
             return None
-        if self.layout is None:
+        if self.sharding is None:
             call = LayerContext(self.spans(q), q.shape[-1] ** -0.5)
             return make_predictor(self.config)(q, k, call)
         fields = {"cu_seqlens": (0, self.length), "block": EXACT_BLOCK, "config": self.config}
@@ -128,7 +128,7 @@ class BenchCase:
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, H, n, D] of what `sharded` gave; with a plan, made here."""
         plan = self.choose(q, k)
-        if self.layout is None:
+        if self.sharding is None:
             engine = engines.choose(self.config.engine, self.workload(q, k, v))
             plan = plan or everything(self.spans(q), EXACT_BLOCK)
             return engine.attention(q, k, v, plan, q.shape[-1] ** -0.5, return_lse=True)[0]

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cab_hf import context_parallel
 from cab_hf.config import CabConfig
-from cab_hf.distributed.layout import layout_of
+from cab_hf.distributed.sharding import sharding_of
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.checks import close
 from cab_hf.eval.speed.team import Team
@@ -212,8 +212,8 @@ def density_of_all(team: Team, density: float, how: str, length: int, block: int
     """What all ranks attend over causal pairs; this one attends ``density`` of its own."""
     pairs = 1
     if how == CP:
-        layout = layout_of((length,), team.size, block)
-        pairs = int((layout.positions[team.rank] + 1)[layout.real[team.rank]].sum())
+        sharding = sharding_of((length,), team.size, block)
+        pairs = int((sharding.positions[team.rank] + 1)[sharding.real[team.rank]].sum())
     everyone = team.everyone((density, pairs))
     return sum(share * n for share, n in everyone) / sum(n for _, n in everyone)
 

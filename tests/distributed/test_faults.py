@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import Failure
-from shards import BLOCK, layout_for, model_of, shard_of
+from shards import BLOCK, model_of, shard_of, sharding_for
 from tiny import SPARSE, qkv, tokens
 
 import cab_hf
 from cab_hf import distributed
-from cab_hf.distributed import layout as layouts
+from cab_hf.distributed import sharding as shardings
 from cab_hf.distributed.zigzag import CPAttention
 from cab_hf.engines import REFERENCE
 
@@ -61,8 +61,8 @@ def with_inputs_of(group, whose):
     """A model on each rank, which is given the shard of rank ``whose[rank]``."""
     batch = {"input_ids": tokens(1, 256)}
     inputs = distributed.shard(batch, group, BLOCK)
-    layout = layouts.layout_of((256,), group.size(), BLOCK)
-    inputs["position_ids"] = layout.positions[whose[group.rank()]][None]
+    sharding = shardings.sharding_of((256,), group.size(), BLOCK)
+    inputs["position_ids"] = sharding.positions[whose[group.rank()]][None]
     with torch.no_grad(), cab_hf.context_parallel(one_layer(), group, block=BLOCK) as model:
         return model(**inputs, use_cache=False)
 
@@ -119,20 +119,24 @@ def test_batches_that_differ_in_one_place_are_refused(ranks, changed, place):
 
 def computed(group, wrong):
     """zigzag's error against one process where something is put in the wrong place on purpose."""
-    layout, rank = layout_for(group.size(), [0, 300]), group.rank()
-    q, k, v = qkv(1, 4, 2, layout.text)
-    places = layouts._places.__wrapped__(layout, layout.exact_block, torch.device("cpu"))
+    sharding, rank = sharding_for(group.size(), [0, 300]), group.rank()
+    q, k, v = qkv(1, 4, 2, sharding.text)
+    shard_map = shardings._shard_map.__wrapped__(
+        sharding, sharding.exact_block, torch.device("cpu")
+    )
     if wrong == "permutation":
-        places = replace(places, source=places.source.flip(0))
+        shard_map = replace(shard_map, source=shard_map.source.flip(0))
     if wrong == "positions":
         rank = 1 - rank
-    turn = CPAttention(places, group, places.spans(rank, 1), 0.25, REFERENCE)
-    out, _ = turn.attention(*(shard_of(x, layout, group.rank()) for x in (q, k, v)))
+    turn = CPAttention(shard_map, group, shard_map.spans(rank, 1), 0.25, REFERENCE)
+    out, _ = turn.attention(*(shard_of(x, sharding, group.rank()) for x in (q, k, v)))
     exact = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True
     )
     return (
-        (out - shard_of(exact, layout, group.rank()))[:, :, layout.real[group.rank()]].abs().max()
+        (out - shard_of(exact, sharding, group.rank()))[:, :, sharding.real[group.rank()]]
+        .abs()
+        .max()
     )
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cab_hf
 from cab_hf import distributed
-from cab_hf.distributed.layout import layout_of
+from cab_hf.distributed.sharding import sharding_of
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.plan import Spans
 
@@ -201,12 +201,12 @@ def there_and_back(group, batch):
 
 
 def test_a_shard_by_hand(ranks):
-    layout = layout_of((5, 40), 2, 16)
-    assert layout.chunks == (16, 16) and layout.tokens == 64
+    sharding = sharding_of((5, 40), 2, 16)
+    assert sharding.chunks == (16, 16) and sharding.tokens == 64
     # of the first document rank 0 has all, of the second its ends
-    assert layout.real.sum(1).tolist() == [5 + 16, 16 + 8]
-    assert layout.slots[1, 32:48].tolist() == list(range(21, 37))
-    assert layout.positions[1, 48:].tolist() == [*range(32, 40), *[39] * 8]
+    assert sharding.real.sum(1).tolist() == [5 + 16, 16 + 8]
+    assert sharding.slots[1, 32:48].tolist() == list(range(21, 37))
+    assert sharding.positions[1, 48:].tolist() == [*range(32, 40), *[39] * 8]
     batch = {"input_ids": torch.arange(10, 55)[None], "labels": torch.arange(10, 55)[None]}
     batch["position_ids"] = torch.cat((torch.arange(5), torch.arange(40)))[None]
     first, second = ranks.run(2, sharded, batch)

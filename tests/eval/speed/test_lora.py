@@ -209,15 +209,15 @@ def each_for_itself(group, patch):
 
 def deaf(group, patch):
     """Attention on the second rank that does not see the first half of a head."""
-    from cab_hf.distributed.sharded import ShardedFrame
+    from cab_hf.distributed.sharded import ShardedLayout
 
-    attend = ShardedFrame.attend
+    attend = ShardedLayout.attend
 
     def halved(self, *heads):
         out = attend(self, *heads)
         return out * 0.5 if group.rank() else out
 
-    patch.setattr(ShardedFrame, "attend", halved)
+    patch.setattr(ShardedLayout, "attend", halved)
 
 
 @pytest.mark.parametrize(
