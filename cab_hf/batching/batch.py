@@ -25,42 +25,19 @@ from cab_hf.plan import EXACT_BLOCK
 from cab_hf.route import attend
 
 
-class Sequence(NamedTuple):
-    """What a forward pass reads of one request.
-
-    Attributes:
-        queries, keys: their places in the packed ones.
-        text: the queries are the last of its keys.
-    """
-
-    queries: slice
-    keys: slice
-    text: CabMask
-
-
-class Steps(NamedTuple):
-    """The requests of a batch that decode.
-
-    Attributes:
-        queries: int64 [B], the place of each query.
-        seen: the keys that each of them reads, by their place in the cache: all of its own.
-    """
-
-    queries: Tensor
-    seen: Choice
-
-
 class Packed(NamedTuple):
     """What a forward pass reads of all requests.
 
     Attributes:
-        sequences: those that are attended one by one; a prompt and the answer behind it are two.
-        steps: those that decode, where a kernel takes them together.
+        sequences: those that are attended one by one: where their queries and keys are in the
+            packed ones, and their text. A prompt and the answer behind it are two.
+        steps: of those that decode, where a kernel takes them together: where the query of each is,
+            int64 [B], and by their place in the cache the keys that it reads, all of its own.
         read: int64, the places in the cache of what `sequences` attend, one behind the other.
     """
 
-    sequences: list[Sequence]
-    steps: Steps | None
+    sequences: list[tuple[slice, slice, CabMask]]
+    steps: tuple[Tensor, Choice] | None
     read: Tensor
 
 
@@ -78,10 +55,10 @@ def attend_batch(call: Call) -> Tensor:
     keys, values = cache.update(**new, layer_idx=layer, kwargs={**given, "read_index": read})
     # whatever follows the sequences pads the batch
     out = q.new_zeros(1, q.shape[2], q.shape[1], values.shape[3])
-    for one in packed.sequences:
-        k, v = keys[:, :, one.keys], values[:, :, one.keys]
-        part = replace(call, q=q[:, :, one.queries], k=k, v=v, text=one.text, batch=None)
-        out[:, one.queries] = attend(part).transpose(1, 2)
+    for queries, own, text in packed.sequences:
+        k, v = keys[:, :, own], values[:, :, own]
+        part = replace(call, q=q[:, :, queries], k=k, v=v, text=text, batch=None)
+        out[:, queries] = attend(part).transpose(1, 2)
     if packed.steps is not None:
         queries, seen = packed.steps
         pages = allocator.get_cache_for_block_table(layer)
@@ -119,7 +96,7 @@ def _pack(call: Call, allocator: Any) -> Packed:
             text = CabMask(*place, model=batch.model, prompt=prompt, exact_block=exact_block)
             for part, piece in text.pieces(steps=False):
                 mine = slice(queries.start + part.start, queries.start + part.stop)
-                sequences.append(Sequence(mine, slice(keys, keys + length), piece))
+                sequences.append((mine, slice(keys, keys + length), piece))
             kept.append(read[own])
             keys += length
     steps = None
@@ -155,7 +132,7 @@ def _attend_pages(call: Call, allocator: Any) -> Tensor:
     return decode.attend(q, k, v, seen, call.scale).squeeze(2).unsqueeze(0)
 
 
-def _steps(single: list[tuple[int, int, int]], read: Tensor, heads: int) -> Steps:
+def _steps(single: list[tuple[int, int, int]], read: Tensor, heads: int) -> tuple[Tensor, Choice]:
     """Of (place of the query, first of its keys in ``read``, keys) of each sequence."""
     numbers = torch.tensor(single, device=read.device)
     queries, starts, lengths = numbers.unbind(1)
@@ -165,7 +142,7 @@ def _steps(single: list[tuple[int, int, int]], read: Tensor, heads: int) -> Step
     slots = read[places.clamp(max=len(read) - 1)].to(torch.int32).unsqueeze(1)
     counts = lengths.to(torch.int32).unsqueeze(1)
     seen = Choice(slots, counts, None)
-    return Steps(queries, seen.expanded(len(single), heads))
+    return queries, seen.expanded(len(single), heads)
 
 
 def _for_each(pages: Tensor, count: int) -> Tensor:

@@ -141,12 +141,12 @@ _seen_without_mask: WeakKeyDictionary[nn.Module, tuple[PreTrainedConfig, Any]] =
 
 
 def _refuse_alone(layer: nn.Module) -> NoReturn:
-    """Refuse a layer of a model inside `context_parallel` that would attend to a shard alone."""
+    """Refuse a layer inside `context_parallel` whose mask would have it attend to a shard alone."""
     if in_backward_pass():
         raise RuntimeError(SETTINGS_CHANGED)
     raise NotImplementedError(
-        f"{type(layer).__name__} is inside context_parallel, and is called by itself: call the "
-        "model that context_parallel was given."
+        f"{type(layer).__name__} is inside context_parallel, and its mask was made outside: call "
+        "the model that context_parallel was given."
     )
 
 

@@ -37,17 +37,16 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """What calls of a model find set around them.
+    """What calls of a model find set around them; layers have it from the mask of a forward pass.
 
-    Layers that gradient checkpointing computes again, in another thread, find nothing here: they
-    have it from the mask of their forward pass.
+    Those that gradient checkpointing computes again, in another thread, find nothing here.
 
     Attributes:
         prompt: that is read; None where its end is not known.
         takes_prompt: whether `set_prompt` sets it.
         parallel: the `Parallel` of the ranks that hold the text; None where one process does.
         observer: sees each `Call` before it is computed; None for none.
-        model: whose call has set this, and
+        module: whose call has set this, and
         outer: what was set before it.
     """
 
@@ -55,7 +54,7 @@ class Scope:
     takes_prompt: bool = False
     parallel: Any = None
     observer: Callable[[Call], None] | None = None
-    model: nn.Module | None = None
+    module: nn.Module | None = None
     outer: Scope | None = None
 
 
@@ -67,24 +66,21 @@ SHARDED: list[Any] = []
 
 @contextmanager
 def during_calls(model: nn.Module, **fields: Any) -> Iterator[None]:
-    """Inside, `SCOPE` has these ``fields`` while ``model``, or a model in it, is called."""
-    # transformers imports this module while it imports that class
-    from transformers import PreTrainedModel
+    """Inside, `SCOPE` has these ``fields`` while ``model``, or a part with a config, is called."""
 
     def enter(module: nn.Module, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            raise NotImplementedError(COMPILED)
+        refuse_compiled()
         outer = SCOPE.get()
-        SCOPE.set(replace(outer, **fields, model=module, outer=outer))
+        SCOPE.set(replace(outer, **fields, module=module, outer=outer))
 
     def leave(module: nn.Module, *_: Any) -> None:
         # a hook before `enter` may have failed
-        if SCOPE.get().model is module:
+        if SCOPE.get().module is module:
             SCOPE.set(SCOPE.get().outer)
 
     handles = []
     for module in model.modules():
-        if module is model or isinstance(module, PreTrainedModel):
+        if module is model or hasattr(module, "config"):
             handles.append(module.register_forward_pre_hook(enter))
             handles.append(module.register_forward_hook(leave, always_call=True))
     try:
@@ -94,21 +90,18 @@ def during_calls(model: nn.Module, **fields: Any) -> Iterator[None]:
             handle.remove()
 
 
-COMPILED = (
-    "the model is compiled, and what context_parallel and calibrate set around its calls is not "
-    "traced. Leave out torch.compile there."
-)
-
-
 def is_sharded(config: Any) -> bool:
     """Whether a model with this very config is inside `context_parallel`."""
     return any(config is each for each in SHARDED)
 
 
-def refuse_compiled(config: Any) -> None:
-    """Raises NotImplementedError where a model with this config is sharded, and compiled."""
-    if torch.compiler.is_compiling() and is_sharded(config):
-        raise NotImplementedError(COMPILED)
+def refuse_compiled(config: Any = None) -> None:
+    """Raises NotImplementedError in a compiled model, with a config if that is not sharded."""
+    if torch.compiler.is_compiling() and (config is None or is_sharded(config)):
+        raise NotImplementedError(
+            "the model is compiled, and what context_parallel and calibrate set around its calls "
+            "is not traced. Leave out torch.compile there."
+        )
 
 
 @contextmanager

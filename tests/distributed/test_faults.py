@@ -14,6 +14,7 @@ from tiny import SPARSE, qkv, tokens
 
 import cab_hf
 from cab_hf import distributed
+from cab_hf.call.hook import cab_mask
 from cab_hf.distributed import sharding as shardings
 from cab_hf.distributed.zigzag import CPAttention
 from cab_hf.engines import REFERENCE
@@ -208,7 +209,7 @@ def refused(group, what):
             inputs = batch
         if what == "layer":
             hidden, rotary = torch.ones(1, 256, 48), 2 * [torch.ones(1, 256, 16)]
-            model.model.layers[0].self_attn(hidden, rotary, attention_mask=None)
+            model.model.layers[0].self_attn(hidden, rotary, attention_mask=cab_mask(1, 256, 256))
         cache = model(**inputs, use_cache=what == "cache").past_key_values
         if what == "cache":
             model(**inputs, past_key_values=cache)
@@ -228,7 +229,7 @@ def refused(group, what):
         ("mask", "attention_mask has padding"),
         ("unsharded", "position_ids and cu_seq_lens_q do not say how 256 tokens are held"),
         ("cache", "past_key_values holds 256 tokens"),
-        ("layer", "LlamaAttention is inside context_parallel, and is called by itself"),
+        ("layer", "LlamaAttention is inside context_parallel, and its mask was made outside"),
     ],
 )
 def test_what_is_refused(ranks, what, sentence):
