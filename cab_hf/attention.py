@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ def _output(call: Call) -> Tensor:
         observer(call)
     if call.batch is not None:
         return attend_batch(call)
-    outs = [attend(part) for part in call.parts()]
+    # the prompt, and the answer behind it, which may be steps
+    pieces = call.text.pieces(call.sparse and call.config.sparse_decode)
+    outs = [attend(replace(call, q=call.q[:, :, own], text=text)) for own, text in pieces]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
     return out.transpose(1, 2).contiguous()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cab_hf import engines
 from cab_hf.call.call import Call
-from cab_hf.config import CabConfig, blocks_of
+from cab_hf.config import CabConfig
 from cab_hf.decode.cache import KeyIndex
 from cab_hf.decode.step import SparseDecode, why_dense
 from cab_hf.engines import SDPA, Engine, Workload
@@ -20,9 +20,8 @@ from cab_hf.plan import EXACT_BLOCK
 
 def attend(call: Call) -> Tensor:
     """[B, H, N_q, D_v] of one text, as `route` has it computed."""
-    work = Workload.of(call.q, call.k, call.v, blocks_of(call.config))
     facts = {"sparse": call.sparse, "layer": call.layer, "index": call.index}
-    return route(call.text, call.config, work, **facts).attend(call)
+    return route(call.text, call.config, call.work, **facts).attend(call)
 
 
 def route(

@@ -18,7 +18,7 @@ from cab_hf.call.call import Call
 from cab_hf.call.forward_pass import is_captured
 from cab_hf.call.mask import CabMask
 from cab_hf.call.scope import Prompt
-from cab_hf.engines import TRITON, Workload
+from cab_hf.engines import TRITON
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice
 from cab_hf.plan import EXACT_BLOCK
@@ -80,7 +80,7 @@ def _pack(call: Call, allocator: Any) -> Packed:
     together = len(read) > 0 and decode.has_kernels(call.q, call.k)
     # requests have ever new lengths, for each of which SDPA's fastest kernels are prepared
     # anew, which takes up to a second
-    work = Workload.of(call.q, call.k, call.k, (EXACT_BLOCK, EXACT_BLOCK))
+    work = replace(call.work, query_block=EXACT_BLOCK, key_block=EXACT_BLOCK)
     exact_block = None if TRITON.unavailable(work) else EXACT_BLOCK
     sequences, single, kept, keys = [], [], [], 0
     for at, queries in enumerate(starmap(slice, pairwise(starts))):

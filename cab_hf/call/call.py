@@ -15,9 +15,10 @@ from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
 from cab_hf.call.mask import CabMask
 from cab_hf.call.refusals import refuse
 from cab_hf.call.scope import SCOPE, is_sharded, prompt_of, refuse_compiled
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, blocks_of
 from cab_hf.hf.fit import warn_if_too_short
 from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
+from cab_hf.ops import Workload
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +32,7 @@ class Call:
         layer: the module that attends; its ``layer_idx`` counts, where it has one.
         config: its settings.
         sparse: whether sparse attention is requested at all.
+        work: what an engine must be able to run.
         text: what the queries may see: a `CabMask`, or a `ShardedText` over ranks; None of a batch.
         index: the `KeyIndex` of the keys, where the layer's cache has one.
         batch: of continuous batching; None elsewhere.
@@ -44,6 +46,7 @@ class Call:
     layer: nn.Module
     config: CabConfig
     sparse: bool
+    work: Workload
     text: Any
     index: Any = None
     batch: Batch | None = None
@@ -74,14 +77,16 @@ class Call:
             mask, packed = None, {name: kwargs.pop(name, None) for name in KEYWORDS}
         else:
             batch = None
-        refuse(module, query, key, mask, dropout, sliding_window, kwargs)
+        lengths = query.shape[2], key.shape[2]
+        refuse(module, query.dtype, lengths, mask, dropout, sliding_window, kwargs)
         q, k, v = _one_dtype(module, query, key, value)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         if batch is None and mask is None:
-            mask = _plain_mask(module, q, k, sliding_window)
+            mask = _plain_mask(module, query.shape[0], *lengths, sliding_window)
         state = mask.state if batch is None else batch.state
         config = state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
-        call = cls(q, k, v, scale, module, config, sparse, mask, index, batch, packed)
+        work = Workload.of(q, k, v, blocks_of(config))
+        call = cls(q, k, v, scale, module, config, sparse, work, mask, index, batch, packed)
         return call._located(position_ids, kwargs.get("cu_seq_lens_q")) if batch is None else call
 
     def _located(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Call:
@@ -106,24 +111,19 @@ class Call:
     @property
     def sampled_one_in(self) -> int:
         """Of how many blocks that are not chosen one is sampled; 0 where nothing is."""
-        training = torch.is_grad_enabled() and self.trained is not None
-        return self.config.sampled_one_in if training else 0
-
-    def parts(self) -> list[Call]:
-        """What is attended apart: the prompt, and the answer behind it, which may be steps."""
-        pieces = self.text.pieces(self.sparse and self.config.sparse_decode)
-        return [replace(self, q=self.q[:, :, queries], text=text) for queries, text in pieces]
+        return self.config.sampled_one_in if self.work.training else 0
 
 
-def _plain_mask(module: nn.Module, q: Tensor, k: Tensor, window: int | None) -> CabMask:
+def _plain_mask(
+    module: nn.Module, batch: int, queries: int, keys: int, window: int | None
+) -> CabMask:
     """The mask of a layer that is handed none: plain causal attention.
 
     Raises:
         RuntimeError: for a layer that is computed again, and was not computed here before. "sdpa"
             makes no mask where it needs none: nothing else shows that the forward pass was its.
     """
-    batch, q_length, kv_length = q.shape[0], q.shape[2], k.shape[2]
-    mask = CabMask(batch, q_length, kv_length, kv_length - q_length, window=window or None)
+    mask = CabMask(batch, queries, keys, keys - queries, window=window or None)
     if torch.compiler.is_compiling():
         return mask
     if not in_backward_pass():

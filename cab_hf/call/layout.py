@@ -174,8 +174,9 @@ class Layout:
         return x if self.key_order is None else self.key_order.apply(x)
 
     def choose(self, predictor: Predictor, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
-        """What ``predictor`` chooses for q and k of the layout."""
-        return predictor(q, k, call)
+        """What ``predictor`` chooses for q and k of the layout, without gradient."""
+        with torch.no_grad():
+            return predictor.choose(q, predictor.summary_of(k, self.spans.key_valid, call), call)
 
     def everything(self) -> BlockPlan:
         """The plan that leaves nothing out, of blocks of `EXACT_BLOCK`."""

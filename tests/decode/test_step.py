@@ -11,9 +11,10 @@ import cab_hf
 from cab_hf import CabConfig
 from cab_hf.call.call import Call
 from cab_hf.call.mask import CabMask
+from cab_hf.config import blocks_of
 from cab_hf.decode.cache import KeyIndex
 from cab_hf.decode.step import SHARED_CHOICE, SparseDecode, mapped_kv_heads
-from cab_hf.ops import decode
+from cab_hf.ops import Workload, decode
 
 LENGTH = 600
 FEW = {"sparse_decode": True, "decode_tokens": 128}
@@ -22,7 +23,8 @@ FEW = {"sparse_decode": True, "decode_tokens": 128}
 def step(text, config, layer, q, k, v):
     index = KeyIndex(decode.index_keys(k, ()), ())
     layer = SimpleNamespace(layer_idx=layer)
-    return SparseDecode().attend(Call(q, k, v, 0.25, layer, config, True, text, index))
+    work = Workload.of(q, k, v, blocks_of(config))
+    return SparseDecode().attend(Call(q, k, v, 0.25, layer, config, True, work, text, index))
 
 
 def dense(q, k, v):
