@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from cab_hf.call.batch import KEYWORDS, Batch
 from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
 from cab_hf.call.mask import CabMask
+from cab_hf.call.placeholder import KEYWORDS, Batch
 from cab_hf.call.refusals import refuse
 from cab_hf.call.scope import SCOPE, is_sharded, prompt_of, refuse_compiled
 from cab_hf.config import CabConfig, blocks_of
@@ -87,26 +87,19 @@ class Call:
         config = state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
         work = Workload.of(q, k, v, blocks_of(config))
         call = cls(q, k, v, scale, module, config, sparse, work, mask, index, batch, packed)
-        return call._located(position_ids, kwargs.get("cu_seq_lens_q")) if batch is None else call
-
-    def _located(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Call:
-        """The call with the documents of its text found, or the ranks that hold it."""
-        mask = self.text
-        refuse_compiled(self.layer.config)
-        mask.state.require_same_settings(self)
+        if batch is not None:
+            return call
+        refuse_compiled(module.config)
+        state.require_same_settings(call)
+        parts = position_ids, kwargs.get("cu_seq_lens_q")
         if mask.parallel is not None:
-            return replace(self, text=mask.parallel.text(self, position_ids, cu_seq_lens))
-        if is_sharded(self.layer.config):
-            _refuse_alone(self.layer)
-        mask.find_documents(position_ids, cu_seq_lens, self.v)
-        if self.sparse:
-            _warn_of_a_short_prompt(self.layer, mask, self.config)
-        return self
-
-    @property
-    def trained(self) -> Tensor | None:
-        """One of q, k and v that gradients flow to; None where none is."""
-        return next((x for x in (self.q, self.k, self.v) if x.requires_grad), None)
+            return replace(call, text=mask.parallel.text(call, *parts))
+        if is_sharded(module.config):
+            _refuse_shard(module)
+        mask.find_documents(*parts, v)
+        if sparse:
+            _warn_of_a_short_prompt(module, mask, config)
+        return call
 
     @property
     def sampled_one_in(self) -> int:
@@ -140,7 +133,7 @@ def _plain_mask(
 _seen_without_mask: WeakKeyDictionary[nn.Module, tuple[PreTrainedConfig, Any]] = WeakKeyDictionary()
 
 
-def _refuse_alone(layer: nn.Module) -> NoReturn:
+def _refuse_shard(layer: nn.Module) -> NoReturn:
     """Refuse a layer inside `context_parallel` whose mask would have it attend to a shard alone."""
     if in_backward_pass():
         raise RuntimeError(SETTINGS_CHANGED)

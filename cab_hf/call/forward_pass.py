@@ -89,7 +89,7 @@ class ForwardState:
         Gradient checkpointing computes a layer again in the backward pass: it then attends under
         the plan of the first time. A layer that a model calls several times is predicted anew.
         """
-        x = call.trained
+        x = next((x for x in (call.q, call.k, call.v) if x.requires_grad), None)
         if torch.compiler.is_compiling() or x is None or is_captured(x):
             return predict()
         kept = self._predicted.setdefault(call.layer, [])

@@ -21,10 +21,6 @@ class Length(NamedTuple):
     queries: int
     tokens: int
 
-    def short(self, queries: int, tokens: int) -> bool:
-        """Whether it has fewer of either."""
-        return self.queries < queries or self.tokens < tokens
-
 
 @dataclass(frozen=True, eq=False)
 class Layout:
@@ -158,8 +154,12 @@ class Layout:
             # where lengths may not be read: as many as there could be
             room = -(-max(queries, tokens) // query_block)
         else:
-            short = [[x for x in row if x.short(queries, tokens)] for row in self.lengths]
-            room = max(sum(-(-x.queries // query_block) for x in row) for row in short)
+            # by row, the query blocks of each document that is short
+            short = [
+                [-(-x.queries // query_block) for x in row if x[0] < queries or x[1] < tokens]
+                for row in self.lengths
+            ]
+            room = max(map(sum, short))
         if room == 0:
             return None
         return _short_rows(self.spans, *self.sizes, queries, tokens, query_block, room)

@@ -7,7 +7,7 @@ the layers of one forward pass share.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -166,8 +166,7 @@ class CabMask(NotATensor):
             return Length(self.prompt.longest, self.prompt.longest)
         if self.lengths is None:
             return None
-        everyone = [length for row in self.lengths for length in row]
-        return Length(max(x.queries for x in everyone), max(x.tokens for x in everyone))
+        return Length(*map(max, zip(*chain(*self.lengths), strict=True)))
 
     def find_documents(
         self, position_ids: Tensor | None, cu_seq_lens: Tensor | None, value: Tensor | None = None
@@ -202,7 +201,7 @@ class CabMask(NotATensor):
             if cu_seq_lens is not None:
                 self.document = packing.documents_between(cu_seq_lens, self.batch, self.kv_length)
                 self._most_documents = cu_seq_lens.shape[0]
-            elif self._readable(position_ids):
+            elif position_ids is not None and self._one_a_token(position_ids):
                 starts = packing.document_starts(position_ids, self.valid)
         plain = self.valid is None and self.document is None and begins
         self._look(starts, value if plain and self.batch > 1 else None)
@@ -218,12 +217,11 @@ class CabMask(NotATensor):
             self.valid = torch.ones(shape, dtype=torch.bool, device=self.looks_ahead.device)
         self.valid = packing.refuse_where(self.valid, *refusal)
 
-    def _readable(self, position_ids: Tensor | None) -> bool:
+    def _one_a_token(self, position_ids: Tensor) -> bool:
         """Whether these may be looked at, and are one a token: those of pictures are several."""
-        unknown = position_ids is None or position_ids.is_floating_point()
-        if unknown or torch.compiler.is_compiling():
-            return False
-        return tuple(position_ids.shape) in ((1, self.q_length), (self.batch, self.q_length))
+        shapes = (1, self.q_length), (self.batch, self.q_length)
+        known = not (position_ids.is_floating_point() or torch.compiler.is_compiling())
+        return known and tuple(position_ids.shape) in shapes
 
     def _look(self, starts: Tensor | None, value: Tensor | None = None) -> None:
         """What the host must know of padding and of documents' ``starts``, in one wait.

@@ -60,12 +60,10 @@ def _mapped(
 ) -> Choice:
     """The anchor's choice, KV head by KV head as most of a group's heads are mapped."""
     require_heads_of(shared.layer, shared.heads, layer, heads)
-    # the layers of a model may be spread over devices
-    mapped = None
-    if config.head_map:
-        mapped = mapped_kv_heads(config.head_map[layer], heads[1])
+    mapped = mapped_kv_heads(config.head_map[layer], heads[1]) if config.head_map else None
     if mapped == tuple(range(heads[1])):
         mapped = None
+    # the layers of a model may be spread over devices
     return shared.choice.elsewhere(device, mapped)
 
 
