@@ -16,9 +16,8 @@ from torch import Tensor
 from cab_hf.call.layout import everything
 from cab_hf.call.mask import CabMask
 from cab_hf.distributed.exchange import gathered
-from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
+from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slices
 from cab_hf.distributed.sharding import Shard, Sharding, ShardMap
-from cab_hf.distributed.zigzag import CPAttention
 from cab_hf.engines import Engine
 from cab_hf.plan import BlockPlan, named_rows, once_per_spans, rows_grid
 from cab_hf.predictors import LayerContext, Predictor
@@ -99,10 +98,22 @@ class ShardedLayout:
     def attend(
         self, engine: Engine, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float
     ) -> Tensor:
-        """[B, H, n, D] of q [B, H, n, D] over all ranks' k and v [B, H_kv, n, D]."""
-        how = self.heads_k_stride, self.regather_kv
-        given = self.shard_map, self.group, plan.spans, scale, engine, plan
-        return CPAttention(*given, *how).attention(q, k, v)[0]
+        """[B, H, n, D_v] of q [B, H, n, D] over all ranks' k and v [B, H_kv, n, D or D_v]."""
+        return self.attention(engine, q, k, v, plan, scale)[0]
+
+    def attention(
+        self, engine: Engine, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and the log-sum-exp [B, H, n]; early and late chunks are in one launch."""
+        group = q.shape[1] // k.shape[1]
+        gather = KVGather(k, v, self.shard_map, self.group, self.heads_k_stride, self.regather_kv)
+
+        def attend(keys: Tensor, values: Tensor, i: int) -> tuple[Tensor, Tensor]:
+            heads = slice(gather.slices[i].start * group, gather.slices[i].stop * group)
+            part = plan.slice_heads(heads.start, heads.stop, q.shape[1])
+            return engine.attention(q[:, heads], keys, values, part, scale, return_lse=True)
+
+        return over_slices(gather, k, v, attend)
 
     def short(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
         """`Layout.short` of the whole text, as rows of this rank, int64 [B, R]."""

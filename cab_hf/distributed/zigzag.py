@@ -1,8 +1,7 @@
-"""Attention over a text that many ranks hold, early and late chunks in one launch."""
+"""Attention over a text that many ranks hold, without a model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -12,47 +11,14 @@ from cab_hf.call.layout import everything
 from cab_hf.call.refusals import DTYPES
 from cab_hf.checks import is_whole, require
 from cab_hf.distributed.exchange import group_of, require_equal
-from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slices
+from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
+from cab_hf.distributed.sharded import ShardedLayout
 from cab_hf.distributed.sharding import Sharding, ShardMap, sharding_between
 from cab_hf.engines import Engine, Workload
-from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
+from cab_hf.plan import EXACT_BLOCK, BlockPlan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-@dataclass(frozen=True, eq=False)
-class CPAttention:
-    """What a rank computes: its own queries over everyone's keys.
-
-    Attributes:
-        spans: of this rank's queries, in the layout.
-        plan: their plan, in key blocks of the layout; None for all that the spans allow.
-        heads_k_stride, regather_kv: see `KVGather`.
-    """
-
-    shard_map: ShardMap
-    group: ProcessGroup
-    spans: Spans
-    scale: float
-    engine: Engine
-    plan: BlockPlan | None = None
-    heads_k_stride: int = KV_HEADS_TOGETHER
-    regather_kv: bool = True
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """(out [B, H, n, D_v], log-sum-exp [B, H, n]) of q [B, H, n, D] over all ranks' k and v."""
-        plan = self.plan or everything(self.spans, self.shard_map.sharding.exact_block)
-        group = q.shape[1] // k.shape[1]
-        gather = KVGather(k, v, self.shard_map, self.group, self.heads_k_stride, self.regather_kv)
-
-        def attend(keys: Tensor, values: Tensor, i: int) -> tuple[Tensor, Tensor]:
-            heads = slice(gather.slices[i].start * group, gather.slices[i].stop * group)
-            part = plan.slice_heads(heads.start, heads.stop, q.shape[1])
-            given = q[:, heads], keys, values, part, self.scale
-            return self.engine.attention(*given, return_lse=True)
-
-        return over_slices(gather, k, v, attend)
 
 
 def zigzag_attention(
@@ -107,7 +73,8 @@ def zigzag_attention(
         RankLost: where another rank has stopped.
     """
     fields = {name: value for name, value in locals().items() if name not in ("q", "k", "v")}
-    return checked(q, k, v, **fields).attention(q, k, v)
+    layout, engine, plan, scale = checked(q, k, v, **fields)
+    return layout.attention(engine, q, k, v, plan, scale)
 
 
 def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -167,8 +134,11 @@ def checked(
     block: int,
     regather_kv: bool,
     check: bool,
-) -> CPAttention:
-    """Validate the arguments of `zigzag_attention`; raises what it documents."""
+) -> tuple[ShardedLayout, Engine, BlockPlan, float]:
+    """(the layout, what attends, under which plan, scale) of the arguments of `zigzag_attention`.
+
+    Raises what that documents.
+    """
     group = group_of(group)
     refuse_shapes(q, k, v)
     require_sizes(heads_k_stride, block)
@@ -185,13 +155,14 @@ def checked(
     align = sharding.exact_block if plan is None else max(plan.blocks)
     shard_map = sharding.shard_map(align, q.device)
     if plan is None:
-        spans, blocks = shard_map.kept_spans(group.rank(), q.shape[0], causal), (align, align)
+        spans = shard_map.kept_spans(group.rank(), q.shape[0], causal)
+        plan = everything(spans, align)
     else:
         _refuse_plan(plan, q, shard_map, causal)
-        spans, blocks = plan.spans, plan.blocks
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    runs = engines.choose(engine, Workload.of(q, k, v, blocks))
-    return CPAttention(shard_map, group, spans, scale, runs, plan, heads_k_stride, regather_kv)
+    how = {"heads_k_stride": heads_k_stride, "regather_kv": regather_kv}
+    layout = ShardedLayout(shard_map, group, plan.spans, **how)
+    runs = engines.choose(engine, Workload.of(q, k, v, plan.blocks))
+    return layout, runs, plan, q.shape[-1] ** -0.5 if scale is None else scale
 
 
 def _refuse_plan(plan: BlockPlan, q: Tensor, shard_map: ShardMap, causal: bool) -> None:

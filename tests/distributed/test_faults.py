@@ -15,8 +15,9 @@ from tiny import SPARSE, qkv, tokens
 import cab_hf
 from cab_hf import distributed
 from cab_hf.call.hook import cab_mask
+from cab_hf.call.layout import everything
 from cab_hf.distributed import sharding as shardings
-from cab_hf.distributed.zigzag import CPAttention
+from cab_hf.distributed.sharded import ShardedLayout
 from cab_hf.engines import REFERENCE
 
 TIMEOUT = 20
@@ -129,8 +130,10 @@ def computed(group, wrong):
         shard_map = replace(shard_map, source=shard_map.source.flip(0))
     if wrong == "positions":
         rank = 1 - rank
-    turn = CPAttention(shard_map, group, shard_map.spans(rank, 1), 0.25, REFERENCE)
-    out, _ = turn.attention(*(shard_of(x, sharding, group.rank()) for x in (q, k, v)))
+    layout = ShardedLayout(shard_map, group, shard_map.spans(rank, 1))
+    plan = everything(layout.spans, sharding.exact_block)
+    held = (shard_of(x, sharding, group.rank()) for x in (q, k, v))
+    out = layout.attend(REFERENCE, *held, plan, 0.25)
     exact = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True
     )
