@@ -100,7 +100,7 @@ class CabConfig:
             that hold the row's own positions are kept even when they are more than this.
         dense_tail_blocks: in query blocks. A query block with one of the last ``dense_tail_blocks *
             query_block`` tokens of a text (of each packed document) attends everything it may, as
-            questions often stand there. `generate` and continuous batching record where a text
+            questions are often there. `generate` and continuous batching record where a text
             ends; elsewhere the end of a call counts as one, so that a text read in several calls
             attends more than in one. Calls of fewer than ``query_block`` queries have no tail.
         exact_queries: how many queries of a block are scored against every key on some channels:

@@ -43,9 +43,9 @@ REPORTED = {
     # no share reported by their authors that we know of: 0, in their favour
     "flexprefill": 0.0,
     "vertical_slash": 0.0,
-    # nobody's method
+    # of no method
     "mean_pooled": 0.0,
-    # these choose by nothing, or by what only attention itself could tell
+    # these choose by nothing, or by what only attention itself shows
     "oracle": 0.0,
     "random": 0.0,
     "streaming": 0.0,

@@ -46,7 +46,7 @@ BUILT_IN = "built-in"
 
 @dataclass(frozen=True)
 class Settings(OnModelSettings):
-    """What a run is told."""
+    """Settings of a calibration."""
 
     cab: tuple[str, ...] = option(
         (), "field=value of CabConfig, e.g. query_block=64; repeatable", repeatable=True

@@ -36,7 +36,7 @@ def over_tokens(
     log: bool = True,
     legend: bool = True,
 ) -> None:
-    """Give ``axis`` its title, scales, ticks, grid and legend; ``write`` tells its values."""
+    """Give ``axis`` its title, scales, ticks, grid and legend; ``write`` formats its values."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_title(title, fontsize=10)
@@ -61,7 +61,7 @@ def over_tokens(
 
 
 def apart(lengths: Iterable[float]) -> list[float]:
-    """The lengths, ascending, less those whose names would stand on that of a longer one."""
+    """The lengths, ascending, less those whose names would cover that of a longer one."""
     ascending = sorted(set(lengths))
     following = [*ascending[1:], math.inf]
     return [one for one, after in zip(ascending, following, strict=True) if after > 1.2 * one]

@@ -151,7 +151,7 @@ def built(model_type: str, **values: Any) -> tuple[PreTrainedModel, dict[str, Te
 def inputs(padding: int | None = None) -> dict[str, dict[str, Tensor]]:
     """Name -> what a model is given, two rows of tokens, the first of them padded.
 
-    What stands where there is padding matters to no model that heeds its mask: any tokens, or
+    What is in the place of padding matters to no model that heeds its mask: any tokens, or
     ``padding`` everywhere.
     """
     generator = torch.Generator().manual_seed(1)

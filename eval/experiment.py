@@ -37,7 +37,7 @@ from cab_hf.runs.settings import UsageError, read_settings, spelled
 PROG = "python -m cab_hf.eval"
 SAMPLES, RESULTS, CSV = "samples.jsonl", "results.json", "results.csv"
 REPORT, FIGURE = "report.md", "figure.png"
-# fields of a case that tell those of one cell apart
+# fields by which the cases of one cell differ
 REPEATED = ("depth", "index")
 Row = Mapping[str, Any]
 
@@ -68,7 +68,7 @@ class Experiment(ABC):
         return {name: value for name, value in asdict(self.settings).items() if name != "out"}
 
     def identity(self) -> dict[str, Any]:
-        """What two samples must share to stand in one log: all settings but those in `GROWS`."""
+        """What two samples must share to be in one log: all settings but those in `GROWS`."""
         recorded = self.recorded()
         fixed = {name: recorded[name] for name in recorded if name not in self.GROWS}
         return {"experiment": self.name, **fixed}
@@ -97,7 +97,7 @@ class Experiment(ABC):
         """
 
     def expected(self) -> int | None:
-        """How many cases there will be, for the progress bar; None where nobody knows."""
+        """How many cases there will be, for the progress bar; None where it is not known."""
         return None
 
     @abstractmethod
@@ -111,7 +111,7 @@ class Experiment(ABC):
     def measure_missing(self, log: Log) -> bool:
         """Measure the cases that ``log`` lacks; whether it got any sample."""
         before = len(log.records)
-        # cells differ too much for the latest cases to tell the time left
+        # cells differ too much to estimate the time left by the latest cases
         with tqdm(total=self.expected(), unit="case", smoothing=0) as bar:
             for case in self.cases(log.records):
                 if case in log:

@@ -1,7 +1,7 @@
 """Fidelity: whether a method keeps the answers of dense attention, on any text.
 
 Several methods read the same texts, at budgets matched by density or by time. Nothing is generated:
-a model reads a text whose answers stand in it, once, and is asked what it would have said at each
+a model reads a text with its answers, once, and is asked what it would have said at each
 of their tokens. Three probes, and those of tasks, are what a user of sparse prefill feels: there
 the method reads a prompt, and what follows is read through the KV cache, densely; one of them does
 so turn after turn, as chats do. Three are what a user of sparse decoding feels: what follows is

@@ -31,7 +31,7 @@ DRAWN = {
     probes.PERPLEXITY: ("perplexity × dense", RATIO),
     probes.PERPLEXITY_BORDER: ("block-start perplexity × dense", RATIO),
 }
-# what stands along a panel
+# the axis of a panel
 ACROSS = {
     "density": "density",
     "over_dense": "attention time × dense",
@@ -61,7 +61,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
         }
         for i, name in enumerate(names)
     }
-    # names of tasks stand beside each other
+    # names of tasks are beside each other
     widths = [max(1, 0.3 * len(tasks)) if probe == probes.ALL_TASKS else 1 for probe in columns]
     size = (max(7.2, 3.6 * sum(widths)), 0.9 + 2.9 * len(panels))
     grid = {"figsize": size, "width_ratios": widths}

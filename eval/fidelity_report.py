@@ -165,7 +165,7 @@ def _perplexity(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[st
 
 
 def _continuation(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """KL divergence a token and greedy agreement, and what `_perplexity` tells."""
+    """KL divergence a token and greedy agreement, and what `_perplexity` adds."""
     means = [s["kl"] / s["count"] for s in own]
     fields = {"kl": fmean(means)}
     if len(own) > 1:
@@ -334,7 +334,7 @@ def _of(probe: str, write: Callable[[Row], str | None]) -> tuple[str, Callable[[
 
 
 def _right(probe: str, heading: str, mark: str = " [95 %]") -> dict[str, tuple]:
-    """The two columns of a probe of answers; ``mark`` stands behind the heading of the first."""
+    """The two columns of a probe of answers; ``mark`` follows the heading of the first."""
     return {
         f"{heading}{mark}": _of(probe, _share),
         f"{heading} to dense": _of(probe, difference),

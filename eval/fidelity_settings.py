@@ -117,7 +117,7 @@ def kind_of(method: str) -> type[Method]:
 
 @dataclass(frozen=True)
 class Settings(LongRunSettings):
-    """What a run is told. None stands for a default that depends on the device."""
+    """Settings of a run. None is a default that depends on the device."""
 
     methods: tuple[str, ...] | None = by_device(
         ("dense", "full", "cab", "published", "streaming", "random", "antidiagonal"),

@@ -14,9 +14,9 @@ Everything is handed to lm_eval as it is, except that `pretrained=smollm2`, `smo
 other implementation what CAB is compared with. All tasks of lm_eval's own run so, too; RULER's want
 lm_eval[ruler] and a network.
 
-Beside the scores stand the whole config of a model on CAB, and its density; a run in which no layer
-attended sparsely, as where all requests are shorter than min_length (16384), ends in a sentence and
-without scores.
+The results hold the whole config of a model on CAB and its density beside the scores; a run in
+which no layer attended sparsely, as where all requests are shorter than min_length (16384), ends in
+a sentence and without scores.
 
 Metadata of the tasks: max_seq_lengths, in tokens (4096); seed (0); haystack, a UTF-8 file that the
 keys are hidden in (noise); samples per length (20), of passkey the prompts of `eval passkey` at its
@@ -26,8 +26,8 @@ standard error takes for independent. To mind:
 * Prompts have their chat template already: no --apply_chat_template.
 * Where prompts fill the model's context, lm_eval drops 8 tokens at the start to make room for the
   reply, unless max_length in model_args is as much longer.
-* --model hf with attn_implementation=cab is not told how long each request of a batch is, so that
-  scores depend on the others: give --batch_size 1. --model cab is told.
+* --model hf with attn_implementation=cab does not know how long each request of a batch is, so that
+  scores depend on the others: give --batch_size 1. --model cab does.
 * --use_cache remembers replies whatever the model: each model and setting wants its own path.
 
 For models without CAB lm_eval alone runs the same tasks:

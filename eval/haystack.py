@@ -147,7 +147,7 @@ class Haystack:
         return as_turns(self.tokenizer, [content, ANSWER.format(whose=whose)])
 
     def _sentence_size(self, sentence: str) -> int:
-        """Tokens of a sentence as it stands in running text."""
+        """Tokens of a sentence as it is in running text."""
         if sentence not in self._sizes:
             # measured behind another: alone, some tokenizers add a token for the start of a text
             alone, joined = (

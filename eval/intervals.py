@@ -1,4 +1,4 @@
-"""95 % intervals of what a sample tells: one proportion, two proportions, two means."""
+"""95 % intervals of estimates from a sample: one proportion, two proportions, two means."""
 
 from __future__ import annotations
 

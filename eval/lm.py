@@ -32,7 +32,7 @@ class CabLM(HFLM):
     """lm_eval's ``hf`` with CAB switched on: fields of `CabConfig` are arguments like its own.
 
     How tokens are chosen is for the task to say; where it says nothing, they are the likeliest. Of
-    requests whose likelihood is asked for it is told where they end, see `_loglikelihood_tokens`.
+    requests whose likelihood is asked for it is given where they end, see `_loglikelihood_tokens`.
     """
 
     # a batch that lm_eval has padded on the right, and what of it is no padding

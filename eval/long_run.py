@@ -108,7 +108,7 @@ class LongRun(OnModel):
 
     @abstractmethod
     def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> Any:
-        """What a case of this cell is to match; None where samples that tell it are missing."""
+        """What a case of this cell is to match; None where samples that show it are missing."""
 
     @abstractmethod
     def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -116,7 +116,7 @@ class LongRun(OnModel):
 
     @abstractmethod
     def typical(self, *place: Any) -> Tokens:
-        """What tells densities (and times) at a text and length, or a length: always the same."""
+        """What has densities (and times) at a text and length, or a length: always the same."""
 
     def _realised_on(self, *place: Any) -> Realised:
         return realised_on(self.model, self.typical(*place))

@@ -1,4 +1,4 @@
-"""What experiments on a model share: how they are told which one, and that it is opened late."""
+"""What experiments on a model share: settings that name it, and its late opening."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SMALL = {
 
 @dataclass(frozen=True)
 class OnModelSettings:
-    """The model, and where it runs. None stands for a default that depends on the device."""
+    """The model, and where it runs. None is a default that depends on the device."""
 
     model: str = option(
         "smollm2",
@@ -117,7 +117,7 @@ class OnModel(Experiment):
 
     @cached_property
     def content(self) -> str:
-        """What the model is, wherever it stands."""
+        """What the model is, wherever its files are."""
         if not is_local(self.settings.model):
             # a hub may have another by now: it is what is loaded
             _ = self.model
@@ -214,7 +214,7 @@ def refuse_not_finite(model: nn.Module) -> None:
 
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """What cab_hf refuses inside, whoever started the run has asked for by the setting ``name``."""
+    """What cab_hf refuses inside, the user has asked for by the setting ``name``."""
     try:
         yield
     except UsageError:

@@ -69,7 +69,7 @@ def spell_depths(depths: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class Settings(LongRunSettings):
-    """What a run is told. None stands for a default that depends on the device."""
+    """Settings of a run. None is a default that depends on the device."""
 
     methods: tuple[str, ...] | None = by_device(
         ("dense", "cab", "published", "streaming", "random", "h2o"),

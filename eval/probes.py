@@ -22,7 +22,7 @@ DECODES = (DECODE, DECODE_ASKED, GREEDY)
 WITH_KEYS_ASKED = (ASKED, DECODE_ASKED)
 PROMPTS = (CONTINUATION, ASKED, TURNS, *DECODES, PASS, QUESTION_FIRST, MULTI_KEY)
 PROBES = (*PROMPTS, *RECALLS, *PERPLEXITIES, *TASKS)
-# stands for the probes of all tasks, and for the mean over them
+# the probes of all tasks, and the mean over them
 ALL_TASKS = "tasks"
 # unless others are asked for
 USUAL = (CONTINUATION, ASKED, PASS, QUESTION_FIRST, RECALL, PERPLEXITY)

@@ -1,7 +1,7 @@
 """The pages that show results, written from the files of results alone.
 
 ``eval/results/README.md`` and the figure ``default.png`` beside it are written as they are; in
-``README.md``, ``finetune/README.md`` and the pages of ``docs`` only what stands between
+``README.md``, ``finetune/README.md`` and the pages of ``docs`` only what is between
 ``<!-- table: NAME -->`` and ``<!-- end -->``, for every NAME of `cab_hf.eval.tables.TABLES`.
 """
 
@@ -77,7 +77,7 @@ def section(result: Results, among: Sequence[Results]) -> str:
         f"## {heading(result, among)}",
         *experiment.summary(kind, result.rows),
         f"![{kind.caption}]({result.name}/{FIGURE})",
-        f"{source([result])}; [{result.name}]({result.name}/{REPORT}) tells more.",
+        f"{source([result])}; [{result.name}]({result.name}/{REPORT}) has all of it.",
         experiment.command(kind, result.provenance["settings"]),
     ]
     return "\n\n".join(parts)
@@ -104,7 +104,7 @@ def varying(result: Results, among: Iterable[Results]) -> str:
 
 
 def _identity(result: Results) -> dict[str, Any]:
-    """What tells two runs of an experiment apart, as far as it is short enough for a heading."""
+    """How two runs of an experiment differ, as far as it is short enough for a heading."""
     made, kind = result.provenance, result.kind
     fixed = {field.name for field in fields(kind.Settings)} - set(kind.GROWS)
     record = {name: made["settings"][name] for name in made["settings"] if name in fixed}

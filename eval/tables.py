@@ -216,9 +216,12 @@ def _over_texts(rows: Sequence[Row]) -> Iterator[Row]:
     for some in grouped(rows, "length", "method"):
         first = some[0]
         config = first["run"]["settings"]["cab_configs"].get(first["method"], {})
-        # which every comparison sets
-        other = unlike_default(config).items() - {("min_length", 0)}
-        other = [f"{name}={value}" for name, value in sorted(other)]
+        other = unlike_default(config)
+        # every comparison sets the first, and a file has the others
+        if other.get("min_length") == 0:
+            del other["min_length"]
+        named = [name for name in sorted(other) if name not in ("head_map", "origin")]
+        other = [f"{name}={other[name]}" for name in named]
         setting = ", ".join(other) or ("default" if config else first["method"])
         yield {**_mean(some), "setting": setting}
 
@@ -246,7 +249,7 @@ def _decode_steps(rows: Sequence[Row]) -> list[Row]:
     """A row a length and batch: the least budget of each part, and one that reads everything."""
     ways = []
     for row in sorted(rows, key=itemgetter("length", "batch", "budget")):
-        # told to read everything, cab decodes densely
+        # with a budget of everything, cab decodes densely
         ways.append({**row, "way": row["part"] + " dense" * (row["budget"] >= row["length"])})
     least = [alike[0] for alike in grouped(ways, "length", "batch", "way")]
     return pivoted(least, "way", "length", "batch")
@@ -274,7 +277,7 @@ def _trainings(rows: Sequence[Row]) -> Iterator[Row]:
                 row[probe] = _bold(with_interval(*row[probe]), row[probe][2] < best[probe][1])
         for probe in ("perplexity", "perplexity_border"):
             ratio = row.get(probe, 0) / best[probe]
-            # far off, it tells nothing
+            # far off, it means nothing
             row[probe] = ratio if 0 < ratio < 100 else None
         place = {"trained": first["trained"], "runs": len(some), "read": first["method"]}
         yield {**row, **place, "step_s": _seconds_of_a_step(first["folder"] / TIMED)}

@@ -1,4 +1,4 @@
-"""Teacher forcing: what a model foresees of a text that stands there already."""
+"""Teacher forcing: what a model predicts of a text that is given."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ ALWAYS = ("head_dim", "num_key_value_heads")
 KINDS = ("sliding_attention", "full_attention")
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 SOME_SLIDING = list(KINDS) * (LAYERS // 2)
-# type -> what its config is told beside the sizes
+# type -> fields of its config beside the sizes
 REPAIRS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"use_cache": False},
@@ -137,7 +137,7 @@ def tiny_config(model_type: str, **values: Any) -> PreTrainedConfig:
 
 
 def window_fields(model_type: str) -> dict[str, Any]:
-    """What to tell `tiny_config` for sliding windows in a type that may have some and has none."""
+    """What to give `tiny_config` for sliding windows in a type that may have some and has none."""
     config = tiny_config(model_type)
     has = {field.name for field in dataclasses.fields(config)}
     own = vars(config)

@@ -44,7 +44,7 @@ FEWER_KEYS = (6, 3)
 # sentences and keys that are all said again, in another order, and keys alone: a document has
 # thousands of answers, where those above have a few
 REPEATS, KEYS_ALONE = "repeats", "keys"
-# of keys alone: the nearer a key stands to its name, the sooner a model finds it
+# of keys alone: the nearer a key is to its name, the sooner a model finds it
 WORDINGS = ("{} {}.", "{} is {}.", "The pass key for {} is {}.")
 BEGINNING = 3  # tokens of a repeated sentence that are given, to identify it
 KINDS = (*KEYS, REPEATS, KEYS_ALONE, *TASKS)

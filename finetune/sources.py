@@ -39,7 +39,7 @@ KINDS = {
 BLOCK_STREAMED = 256
 # more than text has: sentences around keys repeat only where a source has no more of them
 CHARACTERS_A_TOKEN = 6
-# keys stand at the ends of sentences: text without any, such as tables, is cut to these
+# keys are at the ends of sentences: text without any, such as tables, is cut to these
 SHORT = re.compile(r"\s*\S.{0,600}(?!\S)|\s*\S.{0,600}", re.DOTALL)
 Arrays = tuple[np.ndarray, np.ndarray]
 

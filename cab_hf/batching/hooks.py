@@ -49,7 +49,7 @@ def register(api: Any) -> None:
 
 
 def wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Have ``owner.name`` call ``function``, with what stands there now before its arguments."""
+    """Have ``owner.name`` call ``function``, with what is there now before its arguments."""
     before = getattr(owner, name)
 
     @functools.wraps(before)

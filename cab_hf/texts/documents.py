@@ -129,7 +129,7 @@ def with_copies(
 ) -> tuple[Document, tuple[tuple[int, int], ...]]:
     """The document with passages of its first half copied into its second, and where.
 
-    A copy takes the place of what stood there, and leaves out needles and answers. Each pair is
+    A copy takes the place of what was there, and leaves out needles and answers. Each pair is
     (start of the passage, start of its copy), ``size`` tokens long both; there are ``count`` of
     them, or as many as there is room for.
     """

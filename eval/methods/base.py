@@ -247,7 +247,7 @@ class Cab(Method):
 
 @dataclass(frozen=True)
 class Full(Cab):
-    """Control: the sparse path told to keep every block. Must answer as dense does.
+    """Control: the sparse path, which keeps every block here. Must answer as dense does.
 
     Its steps are computed in plain PyTorch: prefill and decode are exact, by other kernels than
     those of `Dense`, and what differs is rounding.
@@ -288,7 +288,7 @@ def exact_readings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     if not result:
         return []
     return [
-        f"No layer attended sparsely under {', '.join(result)}: what stands there is dense "
+        f"No layer attended sparsely under {', '.join(result)}: what is reported there is dense "
         "attention's."
     ]
 

@@ -312,7 +312,7 @@ class TriangleMix(Cab):
     @classmethod
     def fit(cls, cell: Cell) -> TriangleMix:
         if cell.layers is None:
-            raise ValueError("trianglemix needs a cell that tells how many layers the model has.")
+            raise ValueError("trianglemix needs a cell that has how many layers the model has.")
         base, dense = cell.shared, cell.layers - round(TRIANGLE_SHARE * cell.layers)
         triangle = {
             "predictor": Streaming.name,

@@ -50,7 +50,7 @@ class SinkLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         kept = super().get_seq_length()
-        # all that is kept stands before the queries
+        # all that is kept is before the queries
         return kept + query_length, self.cumulative_length - kept
 
 
@@ -273,7 +273,7 @@ def columns_and_diagonals(
     """
     query = last_queries(spans, asking)
     at = query.clamp(min=0)
-    # [B, R]: where these queries stand among the keys
+    # [B, R]: where these queries are among the keys
     last = spans.last.gather(1, at).where(query >= 0, -1)
     asked = Spans(spans.first.gather(1, at), last, spans.key_valid)
     own = q.gather(2, at[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))

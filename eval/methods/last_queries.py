@@ -179,7 +179,7 @@ def touched(
 
     Args:
         columns: bool [B, H, M_k], by key block.
-        diagonals: bool [B, H, M_k], by distance in key blocks: entry t stands for the key blocks t
+        diagonals: bool [B, H, M_k], by distance in key blocks: entry t is of the key blocks t
             before those that hold the row's own positions.
     """
     rows = spans.rows(query_block)

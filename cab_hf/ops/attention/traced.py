@@ -67,7 +67,7 @@ def register(
     def save(ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
-        # what is no tensor, and where tensors stood
+        # what is no tensor, and where tensors were
         ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
 
     def differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
