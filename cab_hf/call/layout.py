@@ -95,10 +95,10 @@ class Layout:
         if document is None:
             first, length, documents = torch.zeros_like(place), kv_length, 1
             # queries close up from the left
-            inside, q_layout = real.cumsum(-1) - 1, q_length
+            inside, q_places = real.cumsum(-1) - 1, q_length
             if ahead:
                 inside = inside + torch.tensor(ahead, device=device).unsqueeze(1)
-                q_layout += max(ahead)
+                q_places += max(ahead)
             sizes = real.sum(-1, keepdim=True), valid.sum(-1, keepdim=True)
             if end is not None:
                 sizes = (end,) * 2
@@ -112,10 +112,10 @@ class Layout:
             # queries are where their keys are
             inside = place[:, mine]
             # a call of nothing but padding has a layout as well
-            length = q_layout = max(1, *(_extent(row, align) for row in lengths))
+            length = q_places = max(1, *(_extent(row, align) for row in lengths))
             sizes = (tokens.gather(1, document.to(torch.int64)),) * 2
         key_source, key_valid = _invert(place, valid, length)
-        query_source, query_valid = _invert(inside, real, q_layout)
+        query_source, query_valid = _invert(inside, real, q_places)
 
         def by_query(values: Tensor, fill: int) -> Tensor:
             taken = values.gather(1, query_source).masked_fill(~query_valid, fill)
