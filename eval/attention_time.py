@@ -40,15 +40,10 @@ REPORTED = {
     "antidiagonal": 9.3 / 73.8,
     "xattention": 9.3 / 73.8,
     "xattention_16": 3.6 / 73.8,
-    # no share reported by their authors that we know of: 0, in their favour
-    "flexprefill": 0.0,
-    "vertical_slash": 0.0,
-    # of no method
-    "mean_pooled": 0.0,
-    # these choose by nothing, or by what only attention itself shows
-    "oracle": 0.0,
-    "random": 0.0,
-    "streaming": 0.0,
+    # of no share that their authors report and we know of: 0, in their favour
+    **dict.fromkeys(("flexprefill", "vertical_slash"), 0.0),
+    # of no method; these choose by nothing, or by what only attention itself shows
+    **dict.fromkeys(("mean_pooled", "oracle", "random", "streaming"), 0.0),
 }
 FLUSHES = 48  # of the L2 cache before a run: 3 ms, in which its kernels are queued
 

@@ -41,8 +41,7 @@ def cab_mask(
         ValueError: for a mask that is not 2-D, of another batch size, or of too few tokens.
         NotImplementedError: for a compiled model inside `context_parallel`.
     """
-    # generate() with a static cache calls the hook, then the model does again with what it
-    # returned; continuous batching brings a mask of its own
+    # what generate() made for a static cache, or the mask of continuous batching
     if isinstance(attention_mask, NotATensor):
         return attention_mask
     refuse_compiled(config)

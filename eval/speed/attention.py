@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped, percent
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import KEEPS_ALL, listed
-from cab_hf.eval.speed.checks import CHECK_LENGTH, check_gradients, check_rows, gradients_of
+from cab_hf.eval.speed.dense import CHECK_LENGTH, check_gradients, check_rows, gradients_of
 from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, call_of
 from cab_hf.eval.speed.reported import Panel, named, varying
 from cab_hf.eval.speed.timing import in_a_sentence, method_on
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import make_predictor
-from cab_hf.runs.settings import comma_separated, option
+from cab_hf.runs.settings import option
 
 # direction -> its floating-point operations over those of the forward pass: five products, not two
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}
@@ -37,46 +37,34 @@ GROUP = ("head_dim", "direction", "blocks", "budget")  # rows of one differ in l
 class Settings(HeadSettings):
     """What a run of attention is told."""
 
-    KEYS: ClassVar[Mapping[str, str]] = {
-        "length": "lengths",
-        "head_dim": "head_dims",
-        "direction": "directions",
-        "blocks": "blocks",
-        "budget": "densities",
-    }
+    KEYS = {"length": "lengths", "head_dim": "head_dims", "direction": "directions"}
+    KEYS |= {"blocks": "blocks", "budget": "densities"}
     DEFAULTS = {**KEEPS_ALL, "min_length": 0}
     POSITIVE = (*HeadSettings.POSITIVE, "head_dims")
     FROM_0 = (*HeadSettings.FROM_0, "seconds")
     CHOICES = {"directions": DIRECTIONS, "engines": engines.ENGINES}
 
     head_dims: tuple[int, ...] | None = listed((128,), (32,), "channels of a head", int)
-    densities: tuple[float, ...] = option(
-        (0.05, 0.1, 0.2, EVERYTHING),
-        "max_density of the predictor, which fills it; 1 keeps everything and predicts nothing",
-        comma_separated(float),
+    densities: tuple[float, ...] = listed(
+        (0.05, 0.1, 0.2, EVERYTHING), None, "max_density, which is filled; 1: all", float
     )
     blocks: tuple[str, ...] | None = listed(
         ("128x64",), ("32x16",), "query block x key block", str.lower
     )
-    directions: tuple[str, ...] = option(
-        tuple(DIRECTIONS), "forward, backward or both", comma_separated(str)
-    )
+    directions: tuple[str, ...] = listed(tuple(DIRECTIONS), None, "forward, backward or both")
     engines: tuple[str, ...] | None = listed(ENGINES_ON_GPU, ("reference",), "what attends")
     seconds: float = option(0.5, "seconds of timing one case, or what five runs take", float)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for case in self.asked():
-            self.budgeted(case)
+    def configs(self) -> list[CabConfig]:
+        return [self.budgeted(case) for case in self.asked()]
 
     @property
     def method(self) -> str:
         return (
             f"{method_on(self.device, self.seconds)}; backward times are of torch.autograd.grad "
-            "alone, called from Python on a graph that is kept; predict + attend is one call, not "
-            "a sum; the peak is that of such a call over its inputs, its result included; every "
-            "kernel is compared with float32 attention before it is timed, an engine on rows of "
-            f"the whole length, gradients on {CHECK_LENGTH} tokens"
+            "alone, called from Python; predict + attend is one call, whose peak is over its "
+            "inputs, its result included; every kernel is compared with float32 attention before "
+            f"it is timed, an engine at the whole length, gradients on {CHECK_LENGTH} tokens"
         )
 
     def budgeted(self, case: Mapping[str, Any]) -> CabConfig:
@@ -112,20 +100,18 @@ class Attention(HeadSpeed):
 
     FOUND = ("density", "listed_pairs", "predict_ms")
     BY_NAME = (*OF_ENGINES, *HeadSpeed.BY_NAME)
-    BY: ClassVar[Mapping[str, str]] = {
-        **{"direction": "direction", "head dim": "head_dim", "blocks": "blocks"},
-        **{"budget": "budget", "way": "way"},
-    }
+    BY = {"direction": "direction", "head dim": "head_dim", "blocks": "blocks", "budget": "budget"}
+    BY |= {"way": "way"}
     APART = ("direction", "head dim", "blocks")
     DENSE = ("direction", "head_dim")
-    OF_DENSE: ClassVar[Mapping[str, str]] = {"ms": "baselines", "tflops": "tflops"}
+    OF_DENSE = {"ms": "baselines", "tflops": "tflops"}
     HIDDEN = ("engine", "total_ms", "attended_pairs", "listed_pairs")
     LONGEST_FIRST = True
     PANELS = (
         Panel("time", "ms", ("ms",)),
         Panel("rate of attending", "TFLOP/s", ("tflops",), log=False),
     )
-    NOTES: ClassVar[Mapping[str, str]] = {
+    NOTES = {
         "": "A budget is max_density, 1 attends everything; density is what came of it, attended "
         "over causal pairs. ms: predicting included; total eager ms is that from Python. TFLOP/s, "
         "predicting left out, count four operations a pair and channel forward and ten backward: "
@@ -169,10 +155,7 @@ class Attention(HeadSpeed):
         decide: Callable[[], BlockPlan],
         plan: BlockPlan,
     ) -> None:
-        """Write into ``sample`` what attending takes, and together with predicting.
-
-        ``attend`` is an engine's function of q, k and v, called with a plan and a scale.
-        """
+        """Write into ``sample`` what ``attend`` takes, and together with predicting."""
         scale = sample["head_dim"] ** -0.5
         if sample["direction"] == "backward":
             complete = gradients_of(attend.func, *attend.args, plan, scale)
@@ -193,16 +176,11 @@ class Attention(HeadSpeed):
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """In the order of `GROUP` and length, each with its fastest engine, dense attention, rates.
 
-        ``ms`` is that of the fastest engine, predicting included where there is anything to
-        predict; ``ratio`` is over the fastest dense kernel, measured at its length or extrapolated.
-        Rates are TFLOP/s: of listed blocks for engines, of the causal half for dense kernels.
+        ``ms`` has predicting where there is any; ``ratio`` is over the fastest dense kernel.
         """
-        ways = list(DIRECTIONS)
-        order = itemgetter("blocks", "budget", "length")
-        rows = sorted(
-            map(dict, samples),
-            key=lambda row: (row["head_dim"], ways.index(row["direction"]), *order(row)),
-        )
+        rows = sorted(map(dict, samples), key=itemgetter("blocks", "budget", "length"))
+        # forward before backward
+        rows.sort(key=lambda row: (row["head_dim"], DIRECTIONS[row["direction"]]))
         for alike in grouped(rows, "head_dim", "direction"):
             for row in alike:
                 times = _times(row)
@@ -246,24 +224,18 @@ EXPERIMENT = Attention
 
 
 def counted(plan: BlockPlan, heads: int) -> dict[str, float]:
-    """Density, and (query, key) pairs of listed blocks over all ``heads``.
-
-    A listed block counts whole, masked pairs and all: that is what a kernel computes.
-    """
+    """Density, and (query, key) pairs of listed blocks over all ``heads``, masked ones included."""
     listed = int(plan.full.counts.sum() + plan.partial.counts.sum())
     pairs = listed * plan.shared_by(heads) * plan.query_block * plan.key_block
     return {"density": plan.density(), "listed_pairs": pairs}
 
 
 def rates(row: Row) -> dict[str, float]:
-    """TFLOP/s of the engines, over listed blocks, and of the dense kernels of ``row``.
-
-    Forward, a (query, key) pair is a multiplication and an addition per channel, in each of two
-    products.
-    """
+    """TFLOP/s of the engines, over listed blocks, and of the dense kernels of ``row``."""
     causal = row["batch"] * row["heads"] * row["length"] ** 2 / 2
     pairs = {name: row["listed_pairs"] for name in row["attend_ms"]}
     pairs |= dict.fromkeys(row["baselines"], causal)
+    # forward, a pair is a multiplication and an addition per channel, in each of two products
     operations = 4 * row["head_dim"] * DIRECTIONS[row["direction"]]
     times = row["attend_ms"] | row["baselines"]
     return {name: operations * pairs[name] / ms / 1e9 for name, ms in times.items()}

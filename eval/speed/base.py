@@ -42,15 +42,15 @@ def powers(low: int, high: int) -> Any:
     return listed(every, (256, 512), "tokens", parse_length)
 
 
-def listed(gpu: tuple, cpu: tuple, help: str, parse: Callable[[str], Any] = str) -> Any:
-    """An option `by_device` that takes several values."""
-    return by_device(gpu, cpu, help, comma_separated(parse))
+def listed(gpu: tuple, cpu: tuple | None, help: str, parse: Callable[[str], Any] = str) -> Any:
+    """An option that takes several values, `by_device` unless ``cpu`` is None."""
+    words = comma_separated(parse)
+    return option(gpu, help, words) if cpu is None else by_device(gpu, cpu, help, words)
 
 
 def densities(*default: str) -> Any:
     """The option of CAB's budget, which may be another one at some lengths."""
-    text = "max_density of CAB, or LENGTH:DENSITY for that length alone"
-    return option(default, text, comma_separated(str))
+    return listed(default, None, "max_density of CAB, or LENGTH:DENSITY for that length alone")
 
 
 @dataclass(frozen=True)
@@ -59,20 +59,15 @@ class SpeedSettings:
 
     Subclasses have ``method``, how it is measured, in words.
 
-    Attributes:
-        KEYS: what identifies a case -> the option that lists its values. A run measures their
-            product, the last one varying fastest.
-        DEFAULTS: fields of CabConfig whose default is another one here.
-        POSITIVE: numbers from 1 up, or lists of them.
-        FROM_0: numbers from 0 up, or None.
-        CHOICES: names of fields -> what they may hold.
-
     Raises:
         ValueError: naming the option, the value seen and what is accepted.
     """
 
+    # what identifies a case -> the option that lists its values; the last one varies fastest
     KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths"}
+    # of CabConfig, where the default is another one here
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
+    # numbers from 1 up, and from 0 up, or lists of them
     POSITIVE: ClassVar[tuple[str, ...]] = ()
     FROM_0: ClassVar[tuple[str, ...]] = ()
     CHOICES: ClassVar[Mapping[str, Iterable[str]]] = {}
@@ -110,7 +105,11 @@ class SpeedSettings:
             self.check(name, (getattr(self, name) or 0) >= 0, "0 or more")
         for name, choices in {"dtype": DTYPES, **self.CHOICES}.items():
             self.check_choice(name, choices)
-        _ = self.cab_config  # refuses bad fields here rather than in the middle of a run
+        if hasattr(self, "kv_heads"):
+            divides = self.heads > 0 and self.heads % self.kv_heads == 0
+            self.check("heads", divides, f"a multiple of kv_heads={self.kv_heads}")
+        # refused here rather than in the middle of a run
+        _ = self.cab_config, self.configs()
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -126,11 +125,6 @@ class SpeedSettings:
         values = set(given if several else (given,))
         accepted = f"{'out' if several else 'one'} of {', '.join(choices)}"
         self.check(name, values and values <= set(choices), accepted)
-
-    def check_heads(self) -> None:
-        """Refuse query heads that the key and value heads do not divide."""
-        divides = self.heads > 0 and self.heads % self.kv_heads == 0
-        self.check("heads", divides, f"a multiple of kv_heads={self.kv_heads}")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -174,6 +168,10 @@ class SpeedSettings:
         """``max_density`` of subclasses that have it, at a length."""
         return self.value_at("max_density", length, float, "share")
 
+    def configs(self) -> list[CabConfig]:
+        """Those of all cases, where they differ."""
+        return []
+
     def asked(self) -> list[dict[str, Any]]:
         """The cases asked for."""
         lists = (getattr(self, name) for name in self.KEYS.values())
@@ -181,17 +179,13 @@ class SpeedSettings:
 
 
 class Speed(Reported, Experiment):
-    """Base of the ops. Only samples of the same code, GPU, versions and baselines are compared.
-
-    Class attributes:
-        SHAPE: settings that a sample repeats.
-        FOUND: fields of a sample that are None until `find` has found them.
-        BY_NAME: those that hold something by name, at first nothing.
-    """
+    """Base of the ops. Only samples of the same code, GPU, versions and baselines are compared."""
 
     CASE = ("length",)
     GROWS = ("lengths", "cab")  # cab_config is recorded beside the words that make it
+    # settings that a sample repeats
     SHAPE: ClassVar[tuple[str, ...]]
+    # fields of a sample that are None until `find` has found them, and that hold things by name
     FOUND: ClassVar[tuple[str, ...]]
     BY_NAME: ClassVar[tuple[str, ...]] = ()
 
@@ -224,10 +218,7 @@ class Speed(Reported, Experiment):
         return None if sought else sum(1 for _ in self.cases(()))
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """What `find` finds, or as much of it as was found before an error, which is told of.
-
-        What is missing, refuses, is wrong or does not fit is a sample with its reason.
-        """
+        """What `find` finds, or as much of it as was found before an error, and the error."""
         sample = {"op": self.name.removeprefix("speed "), **case}
         sample |= {name: getattr(self.settings, name) for name in self.SHAPE}
         sample |= dict.fromkeys((*self.FOUND, "error"))
@@ -256,19 +247,16 @@ class Speed(Reported, Experiment):
         return timing
 
     def reported(self, error: Exception) -> dict[str, Any]:
-        """What a sample says of ``error``.
-
-        ``fits``, where there is such a field, is False if memory ran out, and else None.
-        """
+        """What a sample has of ``error``; ``fits`` is False if memory ran out, and else None."""
         fits = {"fits": False if ran_out(error) else None} if "fits" in self.FOUND else {}
         return {"error": in_a_sentence(error), **fits}
 
     def search(
         self, place: Mapping[str, Any], samples: Sequence[Row], step: int
     ) -> Iterator[dict[str, Any]]:
-        """Cases at ``place`` until the longest length that fits is known, in multiples of ``step``.
+        """Cases at ``place`` until the longest multiple of ``step`` that fits is known.
 
-        No case where no room is known, and no further one where one failed for another reason.
+        None where no room is known, and no further one where one failed for another reason.
         """
         while True:
             same = [row for row in samples if place.items() <= row.items()]
@@ -282,8 +270,7 @@ class Speed(Reported, Experiment):
 def next_length(tried: Mapping[int, bool | None], step: int) -> int | None:
     """The length to try next for the longest multiple of ``step`` that fits; None once it is known.
 
-    ``tried`` are lengths, and whether they fit. What fits is doubled until it does not, and then
-    halves what is left.
+    ``tried``: length -> whether it fits. It is doubled until it does not, then what is left halved.
     """
     least = max((length // step for length, fits in tried.items() if fits), default=0)
     fails = min((length for length, fits in tried.items() if not fits), default=None)

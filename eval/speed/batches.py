@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from cab_hf.attention import cab_attention
+from cab_hf.attention import cab_attention, cab_dense_attention
 from cab_hf.call.call import Call
+from cab_hf.call.hook import cab_mask
+from cab_hf.call.mask import CabMask
 from cab_hf.config import CabConfig
 from cab_hf.engines import Workload
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.speed import base, dense
-from cab_hf.eval.speed.checks import check_rows
-from cab_hf.eval.speed.heads import RandomHeads, described
-from cab_hf.eval.speed.layouts import LAYOUTS, Texts, baselines
+from cab_hf.eval.speed.dense import Attend, Baseline, check_rows
+from cab_hf.eval.speed.heads import HeadSpeed, RandomHeads
 from cab_hf.eval.speed.reported import Panel
 from cab_hf.eval.speed.timing import method_on
-from cab_hf.plan import BlockPlan
+from cab_hf.plan import BlockPlan, Spans
 from cab_hf.route import route
-from cab_hf.runs.settings import comma_separated, option, parse_length
+from cab_hf.runs.settings import option, parse_length
 
 if TYPE_CHECKING:
     from transformers.models.llama.modeling_llama import LlamaAttention
 
+WHOLE, PADDED, PACKED = "whole", "padded", "packed"
+LAYOUTS = {
+    WHOLE: "every text fills its row",
+    PADDED: "left padding; texts of a half to all of the length, drawn by the seed",
+    PACKED: "one row of batch x length tokens, filled with documents of such lengths",
+}
 NOTES = (
     f"Layouts: {'; '.join(f'{name}: {text}' for name, text in LAYOUTS.items())}. A budget is "
     "max_density, density what came of it, attended over causal pairs within texts. Choosing is "
@@ -43,52 +54,35 @@ NOTES = (
 class Settings(RandomHeads, base.SpeedSettings):
     """What a run of batches is told."""
 
-    KEYS: ClassVar[Mapping[str, str]] = {
-        "layout": "layouts",
-        "batch": "batches",
-        "length": "lengths",
-        "budget": "densities",
-    }
+    KEYS = {"layout": "layouts", "batch": "batches", "length": "lengths", "budget": "densities"}
     # a short text would be read densely
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**base.KEEPS_ALL, "min_length": 0}
+    DEFAULTS = {**base.KEEPS_ALL, "min_length": 0}
     POSITIVE = ("kv_heads", "head_dim", "batches")
     FROM_0 = ("seconds",)
-    CHOICES: ClassVar[Mapping[str, Any]] = {"layouts": LAYOUTS}
+    CHOICES = {"layouts": LAYOUTS}
 
     lengths: tuple[int, ...] | None = base.listed((4096, 8192), (256,), "tokens", parse_length)
     batches: tuple[int, ...] | None = base.listed((1, 8, 32), (1, 2), "texts of that length", int)
-    layouts: tuple[str, ...] = option(
-        tuple(LAYOUTS), f"of {', '.join(LAYOUTS)}", comma_separated(str)
-    )
-    densities: tuple[float, ...] = option(
-        (0.2,), "max_density of the predictor, which fills it", comma_separated(float)
-    )
+    layouts: tuple[str, ...] = base.listed(tuple(LAYOUTS), None, f"of {', '.join(LAYOUTS)}")
+    densities: tuple[float, ...] = base.listed((0.2,), None, "max_density, which is filled", float)
     heads: int = option(32, "query heads", int)
     kv_heads: int = option(8, "key and value heads", int)
     head_dim: int = option(128, "head dim", int)
     seconds: float = option(0.5, "seconds of timing one call, or what five take", float)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_heads()
-        for case in self.asked():
-            self.budgeted(case)
+    def configs(self) -> list[CabConfig]:
+        return [self.budgeted(case) for case in self.asked()]
 
     @property
     def method(self) -> str:
         return (
             f"{method_on(self.device, self.seconds)}; every way is compared with float32 attention "
-            "before it is timed, cab with that over its choice; the peak is that of an eager call "
-            "over its inputs, its result included"
+            "before it is timed, cab with that over its choice; the peak is over the inputs"
         )
 
     def budgeted(self, case: Mapping[str, Any]) -> CabConfig:
         """The config with the budget of a case."""
         return self.configured(max_density=case["budget"])
-
-    def texts(self, case: Mapping[str, Any]) -> Texts:
-        """The texts of a case, always the same ones."""
-        return Texts.drawn(case["layout"], case["batch"], case["length"], self.seed, self.device)
 
 
 class Batches(base.Speed):
@@ -108,16 +102,16 @@ class Batches(base.Speed):
         *("frame_ms", "choose_ms", "attend_ms", "ms", "eager_ms", "peak_mib"),
     )
     BY_NAME = dense.MEASURED
-    BY: ClassVar[Mapping[str, str]] = {"layout": "layout", "batch": "batch", "budget": "budget"}
+    BY = {"layout": "layout", "batch": "batch", "budget": "budget"}
     APART = ("layout",)
     DENSE = ("layout", "batch")
-    OF_DENSE: ClassVar[Mapping[str, str]] = {}
+    OF_DENSE = {}
     PANELS = (
         Panel("a layer", "ms", ("ms",)),
         Panel("over the fastest dense way", "share of its time", ("ratio",), log=False),
     )
-    NOTES: ClassVar[Mapping[str, str]] = {"": NOTES}
-    described = staticmethod(described)
+    NOTES = {"": NOTES}
+    described = HeadSpeed.described
 
     def layer(self, config: CabConfig) -> LlamaAttention:
         """An attention layer of a LLaMA that carries ``config``; its weights take no room."""
@@ -139,7 +133,8 @@ class Batches(base.Speed):
     @torch.no_grad()
     def find(self, sample: dict[str, Any]) -> None:
         settings, bench = self.settings, self.bench
-        texts, config = settings.texts(sample), settings.budgeted(sample)
+        config, place = settings.budgeted(sample), itemgetter("layout", "batch", "length")(sample)
+        texts = Texts.drawn(*place, settings.seed, settings.device)
         layer, scale = self.layer(config), sample["head_dim"] ** -0.5
         sample |= {"texts": len(texts.places), "tokens": sum(texts.lengths)}
         # padding has values as well
@@ -191,3 +186,158 @@ class Batches(base.Speed):
 
 
 EXPERIMENT = Batches
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """Where the tokens of a batch stand, in tensors of so many rows of slots.
+
+    ``places`` are (row, first slot, slot behind the last) of every text, in order.
+    """
+
+    layout: str
+    rows: int
+    slots: int
+    places: tuple[tuple[int, int, int], ...]
+    device: torch.device
+
+    @classmethod
+    def drawn(
+        cls, layout: str, batch: int, length: int, seed: int, device: torch.device | str
+    ) -> Texts:
+        """Texts of that ``layout``; a larger batch begins with the lengths of a smaller one."""
+        draw = partial(random.Random(seed).randint, -(-length // 2), length)
+        device = torch.device(device)
+        if layout == PACKED:
+            borders, end = [0], batch * length
+            while borders[-1] < end:
+                borders.append(min(borders[-1] + draw(), end))
+            return cls(layout, 1, end, tuple((0, *pair) for pair in pairwise(borders)), device)
+        lengths = [length if layout == WHOLE else draw() for _ in range(batch)]
+        places = tuple((row, length - own, length) for row, own in enumerate(lengths))
+        return cls(layout, batch, length, places, device)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each text."""
+        return [stop - start for _, start, stop in self.places]
+
+    @cached_property
+    def cu_seq_lens(self) -> Tensor:
+        """int32 [texts + 1]: where each text begins and ends once padding is taken out."""
+        ends = accumulate(self.lengths, initial=0)
+        return torch.tensor(list(ends), dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def spans(self) -> Spans:
+        """What the token of each slot may see."""
+        first = torch.zeros(self.rows, self.slots, dtype=torch.int32)
+        last = torch.full_like(first, -1)
+        for row, start, stop in self.places:
+            first[row, start:stop] = start
+            last[row, start:stop] = torch.arange(start, stop)
+        first, last = first.to(self.device), last.to(self.device)
+        return Spans(first, last, last >= 0)
+
+    def mask(self, config: Any) -> CabMask:
+        """What the layers of a model with that ``config`` get in one forward pass."""
+        padding = self.spans.key_valid if self.layout == PADDED else None
+        shape = (self.rows, self.slots, self.slots)
+        mask = cab_mask(*shape, attention_mask=padding, device=self.device, config=config)
+        mask.find_documents(None, self.cu_seq_lens if self.layout == PACKED else None)
+        return mask
+
+    def check(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> None:
+        """`check_rows` of dense attention within each text."""
+        out = attend(q, k, v, q.shape[-1] ** -0.5)
+        check_rows(out, q, k, v, BlockPlan.causal(self.spans, 1, *dense.CHECK_BLOCKS))
+
+
+def baselines(texts: Texts, layer: nn.Module) -> dict[str, Baseline]:
+    """What computes dense attention of ``texts`` on their device, by name.
+
+    Masks, lengths and places are made before the clock starts, as a model makes them once for all
+    layers; taking padding out and putting it back is part of a layer.
+    """
+    if texts.layout == WHOLE:
+        return dense.on(texts.device)
+    shipped = Baseline(lambda: _cab_dense(texts, layer))
+    masked = Baseline(lambda: _masked(texts, layer), grouped=False)
+    varlen = {
+        name: Baseline(partial(_varlen, texts, load), head_dims=dense.FLASH_DIMS, grouped=grouped)
+        for name, load, grouped in VARLEN
+    }
+    # a mask of all pairs is the largest thing there is, and so the last
+    on_gpu = varlen if texts.device.type == "cuda" else {}
+    return {**on_gpu, "cab_dense": shipped, "masked SDPA": masked}
+
+
+def _cab_dense(texts: Texts, layer: nn.Module) -> Attend:
+    mask = texts.mask(layer.config)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return cab_dense_attention(layer, q, k, v, mask, scaling=scale)[0].transpose(1, 2)
+
+    return attend
+
+
+def _masked(texts: Texts, layer: nn.Module) -> Attend:
+    """SDPA under a mask of all pairs, bool [B or 1, 1, N, N], as transformers makes for it."""
+    mask, slots = texts.mask(layer.config), texts.slots
+    seen = mask.dense_rows(0, slots, 0, slots, texts.device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+
+    return attend
+
+
+# q, k and v [tokens, H or H_kv, D] of texts one behind the other, cumulative lengths int32
+# [texts + 1], the longest, a scale -> [tokens, H, D]
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+
+
+def _varlen(texts: Texts, load: Callable[[], Kernel]) -> Attend:
+    """A kernel of texts one behind the other, as one of rows; zeros at padding."""
+    kernel, cu_seq_lens, longest = load(), texts.cu_seq_lens, max(texts.lengths)
+    padded = texts.layout == PADDED
+    real = texts.spans.key_valid.flatten().nonzero().squeeze(1) if padded else None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        # [B, H, N, D] -> [B * N, H, D]
+        tokens = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        if padded:
+            tokens = [x.index_select(0, real) for x in tokens]
+        out = kernel(*tokens, cu_seq_lens, longest, scale)
+        if padded:
+            slots = out.new_zeros(texts.rows * texts.slots, *out.shape[1:])
+            out = slots.index_copy_(0, real, out)
+        return out.unflatten(0, (texts.rows, texts.slots)).transpose(1, 2)
+
+    return attend
+
+
+def _flash(*modules: str) -> Kernel:
+    kernel = dense.flash_attn("flash_attn_varlen_func", modules)
+    return lambda q, k, v, borders, longest, scale: kernel(
+        *(q, k, v),
+        **{"cu_seqlens_q": borders, "cu_seqlens_k": borders, "softmax_scale": scale},
+        **{"max_seqlen_q": longest, "max_seqlen_k": longest},
+    )
+
+
+def _torch_varlen() -> Kernel:
+    from torch.nn.attention.varlen import varlen_attn
+
+    # nothing behind a query: causal
+    return lambda q, k, v, borders, longest, scale: varlen_attn(
+        *(q, k, v, borders, borders, longest, longest), scale=scale, window_size=(-1, 0)
+    )
+
+
+# name, what loads it, whether it takes fewer key heads in all versions
+VARLEN = (
+    ("FA3 varlen", partial(_flash, *dense.FA3_MODULES), True),
+    ("FA4 varlen", partial(_flash, *dense.FA4_MODULES), True),
+    ("flash varlen", _torch_varlen, False),
+)

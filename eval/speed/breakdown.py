@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.speed import base
@@ -29,9 +29,8 @@ class Settings(models.ModelSettings):
     @property
     def method(self) -> str:
         return (
-            f"{method_on(self.device, graph=False)}; that is the wall time of the whole prefill, "
-            "called from Python and not profiled; the parts are kernel times of the profiler, "
-            f"median of {PROFILED_CALLS} other calls"
+            f"{method_on(self.device, graph=False)}, of the whole prefill; the parts are kernel "
+            f"times of the profiler, median of {PROFILED_CALLS} other calls"
         )
 
 
@@ -50,7 +49,7 @@ class Breakdown(models.ModelSpeed):
         Panel("a prefill", "ms", ("ms", "attention_ms", f"{OTHER}_ms")),
         Panel("choosing blocks", "ms", tuple(f"{part}_ms" for part in PREDICTOR)),
     )
-    NOTES: ClassVar[Mapping[str, str]] = {
+    NOTES = {
         "": "Other: projections, MLP, norms, rotary embedding, cache, embedding and logits. Idle: "
         "the wall time less all kernels, negative where profiled calls ran longer. Density is "
         "attended over causal pairs."
@@ -63,11 +62,7 @@ class Breakdown(models.ModelSpeed):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """By length, with the sum of the parts and by how much that misses the wall time.
-
-        ``idle_ms`` is the wall time less all kernels, ``gap`` its share: what passes while none
-        runs, or, where it is negative, what the two kinds of call differ by.
-        """
+        """By length; ``idle_ms`` is the wall time less all kernels, ``gap`` its share."""
         rows = base.by_length(samples, ("kernels_ms", "idle_ms", "gap"))
         for row in rows:
             if row["ms"] is not None and row[f"{OTHER}_ms"] is not None:

@@ -3,34 +3,58 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from cab_hf import engines
+from cab_hf.call.layout import everything
 from cab_hf.config import CabConfig
+from cab_hf.distributed import predict, zigzag_attention
+from cab_hf.distributed.sharding import Sharding, sharding_of
+from cab_hf.engines import REFERENCE, Workload
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped, percent
 from cab_hf.eval.speed.base import KEEPS_ALL, Speed, SpeedSettings, densities, listed, made_of
+from cab_hf.eval.speed.dense import CHECK_GRADIENT_TOLERANCE, CHECK_TOLERANCE, close
 from cab_hf.eval.speed.heads import INPUTS, RandomHeads
 from cab_hf.eval.speed.reported import Panel
-from cab_hf.eval.speed.sharded_layer import (
-    ALONE,
-    BOTH,
-    DIRECTIONS,
-    OVER_RANKS,
-    SCHEMES,
-    BenchCase,
-    check,
-)
+from cab_hf.eval.speed.schemes import ring_attention
 from cab_hf.eval.speed.team import ROW_SECONDS, Ranked, Team
 from cab_hf.eval.speed.timing import MOST_RUNS
-from cab_hf.plan import EXACT_BLOCK
-from cab_hf.runs.settings import by_device, comma_separated, option, parse_length
+from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
+from cab_hf.predictors import LayerContext, make_predictor
+from cab_hf.runs.settings import by_device, option, parse_length
 
+FORWARD, BOTH = DIRECTIONS = ("forward", "forward+backward")
+# so many KV heads are checked: with one more on its way than is attended
+CHECKED_KV_HEADS = 2
+
+
+class Scheme(NamedTuple):
+    """How a text is attended: by a function like `zigzag_attention`, or None for one rank alone."""
+
+    function: Callable[..., tuple[Tensor, Tensor]] | None
+    sparse: bool = False
+
+    @property
+    def against(self) -> str:
+        """The one rank whose rate it is held against."""
+        return "alone+cab" if self.sparse else "alone"
+
+
+ALONE = {"alone": Scheme(None), "alone+cab": Scheme(None, sparse=True)}
+OVER_RANKS = {
+    "ring": Scheme(ring_attention),
+    "grouped": Scheme(zigzag_attention),
+    "grouped+cab": Scheme(zigzag_attention, sparse=True),
+}
+SCHEMES = ALONE | OVER_RANKS
 DERIVED = ("iterations_s", "alone_ms", "efficiency")
 # query heads, KV heads, channels of each
 SHAPES = {"llama3-8b": (32, 8, 128), "llama3-70b": (64, 8, 128), "tiny": (4, 2, 16)}
@@ -48,21 +72,15 @@ class Settings(RandomHeads, SpeedSettings):
     DEFAULTS = {**KEEPS_ALL, "min_length": 0}
     POSITIVE = ("runs",)
     FROM_0 = ("seconds",)
-    CHOICES: ClassVar[Mapping[str, Any]] = {
-        **{"shape": SHAPES, "directions": DIRECTIONS, "schemes": OVER_RANKS}
-    }
+    CHOICES = {"shape": SHAPES, "directions": DIRECTIONS, "schemes": OVER_RANKS}
 
     lengths: tuple[int, ...] | None = listed(
         tuple(2**n for n in range(16, 21)), (1024,), "tokens of the whole text", parse_length
     )
-    shape: str | None = by_device(
-        "llama3-8b", "tiny", f"head counts of a layer: {', '.join(SHAPES)}"
-    )
+    shape: str | None = by_device("llama3-8b", "tiny", f"heads, out of {', '.join(SHAPES)}")
     max_density: tuple[str, ...] = densities("0.1")
-    directions: tuple[str, ...] = option(DIRECTIONS, " or ".join(DIRECTIONS), comma_separated(str))
-    schemes: tuple[str, ...] = option(
-        tuple(OVER_RANKS), "what is compared over ranks", comma_separated(str)
-    )
+    directions: tuple[str, ...] = listed(DIRECTIONS, None, " or ".join(DIRECTIONS))
+    schemes: tuple[str, ...] = listed(tuple(OVER_RANKS), None, "what is compared over ranks")
     runs: int = option(3, "timed runs of a case, at least", int)
     seconds: float = option(5.0, "seconds of timing one case, or what --runs take", float)
 
@@ -70,8 +88,9 @@ class Settings(RandomHeads, SpeedSettings):
         super().__post_init__()
         ours = self.device in ("cuda", "cpu")
         self.check("device", ours, "cuda or cpu: every rank takes the GPU of its own number")
-        for length in self.lengths:
-            self.budgeted(length)
+
+    def configs(self) -> list[CabConfig]:
+        return [self.budgeted(length) for length in self.lengths]
 
     batch = 1
     heads = property(lambda self: SHAPES[self.shape][0])
@@ -96,22 +115,10 @@ class Settings(RandomHeads, SpeedSettings):
             f"more) by time.perf_counter after one that warms up (where dense attention takes more "
             f"than {WARM_UP_SECONDS:g} s, one of {WARM_UP_TOKENS:,} tokens), a run being "
             f"{TURNS} turns in a row, fewer where they take more than {ROW_SECONDS:g} s: all "
-            "ranks begin together, the device is waited for, and the slowest rank of each run "
-            "counts; CAB's plan is made inside of what is timed; the peak is the highest of any "
-            "rank, inputs included; every scheme is compared with float32 "
-            "attention of one process, gradients too, before it is timed"
+            "ranks begin together, and the slowest of each run counts; CAB's plan is made inside "
+            "of what is timed; the peak is the highest of any rank, inputs included; every scheme "
+            "is compared with float32 attention of one process, gradients too, before it is timed"
         )
-
-
-def described(settings: Mapping[str, Any]) -> str:
-    """The layer of a run with these recorded ``settings``, and how it was timed."""
-    heads, kv_heads, head_dim = SHAPES[settings["shape"]]
-    shape = (
-        f"One layer of {settings['shape']}: {heads} query and {kv_heads} key heads of {head_dim}, "
-        f"{settings['dtype']}; inputs are {INPUTS}; max_density "
-        f"{', '.join(settings['max_density'])}"
-    )
-    return made_of(shape, settings)
 
 
 class ContextParallel(Ranked):
@@ -129,13 +136,9 @@ class ContextParallel(Ranked):
         *("ms", "runs", "in_a_row", "each_ms", "peak_gib"),
         *("ran_as", "density", "choose_ms"),
     )
-    ADDED: ClassVar[Mapping[str, Any]] = {"each_ms": None}
+    ADDED = {"each_ms": None}
     LEAST_RANKS = 1  # which measures what more of them are held against
-    BY: ClassVar[Mapping[str, str]] = {
-        "direction": "direction",
-        "ranks": "world",
-        "scheme": "scheme",
-    }
+    BY = {"direction": "direction", "ranks": "world", "scheme": "scheme"}
     APART = ("direction",)
     HIDDEN = (
         *("runs", "in_a_row", "batch"),
@@ -143,11 +146,20 @@ class ContextParallel(Ranked):
     )
     LONGEST_FIRST = True
     PANELS = (Panel("efficiency over ranks", "efficiency", ("efficiency",), log=False),)
-    NOTES: ClassVar[Mapping[str, str]] = {
+    NOTES = {
         "": "Alone is one rank with the whole text. Efficiency is its time over the ranks' number "
         "and time."
     }
-    described = staticmethod(described)
+
+    @staticmethod
+    def described(settings: Mapping[str, Any]) -> str:
+        heads, kv_heads, head_dim = SHAPES[settings["shape"]]
+        return made_of(
+            f"One layer of {settings['shape']}: {heads} query and {kv_heads} key heads of "
+            f"{head_dim}, {settings['dtype']}; inputs are {INPUTS}; max_density "
+            f"{', '.join(settings['max_density'])}",
+            settings,
+        )
 
     @staticmethod
     def needs_ranks(settings: SpeedSettings) -> bool:
@@ -171,7 +183,6 @@ class ContextParallel(Ranked):
         return BenchCase(scheme, length, team.group, config)
 
     def find_on(self, sample: dict[str, Any], team: Team) -> None:
-        """Write into ``sample`` what a turn takes, once it is known to be right."""
         settings, bench = self.settings, self.bench
         backward = sample["direction"] == BOTH
         # chunks of two blocks, the last one not whole
@@ -211,28 +222,17 @@ class ContextParallel(Ranked):
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """By direction, length, ranks and scheme, each beside one rank alone where that ran."""
-        ways, schemes = list(DIRECTIONS), list(SCHEMES)
         rows = [{**sample, "measured": True, **dict.fromkeys(DERIVED)} for sample in samples]
-        rows.sort(
-            key=lambda row: (
-                *(ways.index(row["direction"]), row["length"], row["world"]),
-                schemes.index(row["scheme"]),
-            )
-        )
-        alone = {
-            (row["scheme"], row["direction"], row["length"]): row["ms"]
-            for row in rows
-            if row["scheme"] in ALONE
-        }
+        rows.sort(key=lambda row: list(SCHEMES).index(row["scheme"]))
+        rows.sort(key=lambda row: (DIRECTIONS.index(row["direction"]), row["length"], row["world"]))
+        alone = {(row["scheme"], row["direction"], row["length"]): row["ms"] for row in rows}
         for row in rows:
             ms, scheme = row["ms"], SCHEMES[row["scheme"]]
-            if ms is not None:
-                row["iterations_s"] = 1e3 / ms
-            if scheme.function is None:
-                continue
-            one = row["alone_ms"] = alone.get((scheme.against, row["direction"], row["length"]))
-            if None not in (ms, one):
-                row["efficiency"] = one / ms / row["world"]
+            row["iterations_s"] = ms and 1e3 / ms
+            if scheme.function is not None:
+                one = alone.get((scheme.against, row["direction"], row["length"]))
+                row["alone_ms"] = one
+                row["efficiency"] = one / ms / row["world"] if ms and one else None
         return rows
 
     @staticmethod
@@ -242,7 +242,7 @@ class ContextParallel(Ranked):
         compared = [row for row in rows if row["efficiency"] is not None]
         for some in grouped(compared, "direction"):
             last = max(some, key=lambda row: (row["world"], row["length"]))
-            same = [r for r in some if all(r[n] == last[n] for n in ("world", "length"))]
+            (same,) = (x for x in grouped(some, "world", "length") if last in x)
             same.sort(key=lambda row: -row["efficiency"])
             shown = ", ".join(f"{row['scheme']} {percent(row['efficiency'])}" for row in same)
             parts.append(
@@ -254,3 +254,130 @@ class ContextParallel(Ranked):
 
 
 EXPERIMENT = ContextParallel
+
+
+@dataclass(eq=False)
+class BenchCase:
+    """One scheme on a text of ``length`` tokens, as this rank takes part in it.
+
+    Attributes:
+        group: the ranks that hold the text; of no matter to one alone.
+        config: CAB's, and with the engine of all.
+        spans: of this rank's queries, which all calls share as the layers of a forward pass do.
+    """
+
+    scheme: Scheme
+    length: int
+    group: ProcessGroup | None
+    config: CabConfig
+    spans: Spans | None = None
+
+    @cached_property
+    def sharding(self) -> Sharding | None:
+        if self.scheme.function is None:
+            return None
+        return sharding_of((self.length,), self.group.size(), EXACT_BLOCK)
+
+    @property
+    def over_ranks(self) -> dict[str, Any]:
+        """Arguments of functions over ranks."""
+        return {"group": self.group, "cu_seqlens": (0, self.length), "block": EXACT_BLOCK}
+
+    def sharded(self, x: Tensor) -> Tensor:
+        """This rank's tokens of [B, H, N, D], laid out as they were; all of them for one alone."""
+        if self.sharding is None:
+            return x
+        slots = self.sharding.slots[self.group.rank()].to(x.device)
+        return x.transpose(1, 2).index_select(1, slots).transpose(1, 2)
+
+    def without_padding(self, x: Tensor) -> Tensor:
+        """This rank's [B, H, n, D] with zeros at padding."""
+        if self.sharding is None:
+            return x
+        return x.masked_fill(~self.sharding.real[self.group.rank()].to(x.device)[:, None], 0.0)
+
+    @torch.no_grad()
+    def choose(self, q: Tensor, k: Tensor) -> BlockPlan | None:
+        """CAB's plan of this rank's queries; None where a function over ranks attends all."""
+        if self.sharding is not None:
+            if not self.scheme.sparse:
+                return None
+            plan = predict(q, k, spans=self.spans, config=self.config, **self.over_ranks)
+            self.spans = plan.spans
+            return plan
+        if self.spans is None:
+            self.spans = Spans.causal(q.shape[0], self.length, self.length, q.device)
+        if not self.scheme.sparse:
+            return everything(self.spans, EXACT_BLOCK)
+        return make_predictor(self.config)(q, k, LayerContext(self.spans, q.shape[-1] ** -0.5))
+
+    def workload(self, q: Tensor, k: Tensor, v: Tensor) -> Workload:
+        """What the engine is asked for, with the gradients that these need."""
+        blocks = self.config.query_block, self.config.key_block
+        return Workload.of(q, k, v, blocks if self.scheme.sparse else (EXACT_BLOCK, EXACT_BLOCK))
+
+    def label(self, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> str:
+        """What attends, for people."""
+        with torch.set_grad_enabled(backward):
+            work = self.workload(*(x.detach().requires_grad_(backward) for x in (q, k, v)))
+        return engines.choose(self.config.engine, work).label(work)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[B, H, n, D] of what `sharded` gave; with a plan, made here."""
+        plan = self.choose(q, k)
+        if self.sharding is None:
+            engine = engines.choose(self.config.engine, self.workload(q, k, v))
+            return engine.attention(q, k, v, plan, q.shape[-1] ** -0.5, return_lse=True)[0]
+        how = {"plan": plan, "engine": self.config.engine, "check": False}
+        return self.scheme.function(q, k, v, **how, **self.over_ranks)[0]
+
+    def call(self, *heads: Tensor) -> Callable[[], Any]:
+        """What computes attention of q, k and v again and again.
+
+        Given a gradient of the output as well, it computes theirs too.
+        """
+        if len(heads) == 4:
+            return lambda: outcome(self.attend, *heads)
+        return torch.no_grad()(lambda: (self.attend(*heads),))
+
+
+@torch.enable_grad()
+def outcome(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, gradient: Tensor
+) -> tuple[Tensor, ...]:
+    """(attention, the gradients of q, k and v)."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, gradient)
+
+
+def check(turn: BenchCase, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> None:
+    """Compare a turn with float32 attention of one process over the same text.
+
+    Args:
+        q, k, v: of the whole text of ``turn.length`` tokens, the same on every rank.
+
+    Raises:
+        ArithmeticError: with the relative error, and of what.
+    """
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q[:, : CHECKED_KV_HEADS * group], k[:, :CHECKED_KV_HEADS], v[:, :CHECKED_KV_HEADS]
+    generator = torch.Generator(q.device).manual_seed(0)
+    gradient = torch.randn(q.shape, device=q.device, generator=generator).to(q.dtype)
+    plan = replace(turn, scheme=ALONE[turn.scheme.against], spans=None).choose(q, k)
+
+    def exactly(*heads: Tensor) -> Tensor:
+        return REFERENCE.attention(*heads, plan, q.shape[-1] ** -0.5)
+
+    whole = (q, k, v, gradient)[: 4 if backward else 3]
+    held = [turn.sharded(x) for x in whole]
+    # the loss of a padding query counts nothing
+    held[3:] = map(turn.without_padding, held[3:])
+    result = turn.call(*held)()
+    floats = [x.float() for x in whole]
+    exact = outcome(exactly, *floats) if backward else [exactly(*floats)]
+    places = ("output", "gradient of q", "gradient of k", "gradient of v")
+    for place, ours, theirs in zip(places, result, exact, strict=False):
+        tolerance = CHECK_TOLERANCE if place == "output" else CHECK_GRADIENT_TOLERANCE
+        pair = map(turn.without_padding, (ours, turn.sharded(theirs)))
+        close(*pair, f"in the {place} at {turn.length} tokens", tolerance)

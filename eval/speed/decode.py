@@ -5,11 +5,17 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import lru_cache, partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cab_hf.config import CabConfig
 from cab_hf.decode.step import decodes_sparsely
@@ -18,32 +24,30 @@ from cab_hf.eval.kv_cache import cache_arguments
 from cab_hf.eval.report import grouped
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.checks import close
+from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, close, flash_attn
 from cab_hf.eval.speed.heads import RandomHeads
 from cab_hf.eval.speed.model import SDPA
-from cab_hf.eval.speed.one_query import DENSE, bandwidth, random_step, time_cab
 from cab_hf.eval.speed.reported import Panel
-from cab_hf.eval.speed.timing import method_on
-from cab_hf.runs.settings import comma_separated, option, parse_length
+from cab_hf.eval.speed.timing import Bench, method_on
+from cab_hf.hf.rotary import llama_channels
+from cab_hf.ops import decode
+from cab_hf.ops.decode import Choice, reference
+from cab_hf.runs.settings import option, parse_length
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
+READ_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # of a sum that tells the bandwidth
 CAB = "cab"
-ATTENTION, MODEL = "attention", "model"
-PARTS = (ATTENTION, MODEL)  # the cheap one first
+ATTENTION, MODEL = PARTS = ("attention", "model")  # the cheap one first
+CASE = ("part", "length", "batch", "way", "mode", "budget")
 OF_CAB = ("index", "choose", "attend")  # what a step of it consists of
 
 
-def parse_budget(text: str) -> int | float:
-    """``decode_tokens``: a number of tokens, such as 4096 or 4k, or a share of the text."""
-    return float(text) if "." in text else parse_length(text)
-
-
-DYNAMIC, STATIC, COMPILED = "dynamic", "static", "compiled"
+COMPILED, DYNAMIC = "compiled", "dynamic"
 MODES = {
     COMPILED: 'a static cache, torch.compile(mode="reduce-overhead", fullgraph=True)',
-    STATIC: "a static cache, eager",
+    "static": "a static cache, eager",
     DYNAMIC: "a dynamic cache, eager",
 }
 # slots are a multiple of it: kernels under a mask pad what is not aligned
@@ -64,56 +68,142 @@ NOTES = (
 )
 
 
+def parse_budget(text: str) -> int | float:
+    """``decode_tokens``: a number of tokens, such as 4096 or 4k, or a share of the text."""
+    return float(text) if "." in text else parse_length(text)
+
+
 def tokens_of(budget: float, length: int) -> int:
     """The keys that a budget of `decode_tokens` stands for."""
     return budget if isinstance(budget, int) else round(budget * length)
 
 
-def _way(row: Row) -> str:
-    """``FA3``, or ``sdpa compiled``."""
-    return " ".join(filter(None, (row["way"], row["mode"])))
+class Step(NamedTuple):
+    """One query a head and the cache that it attends, and what comes of it in float32."""
+
+    q: Tensor  # [B, H, 1, D]
+    k: Tensor  # [B, H_kv, N, D], contiguous, as caches of transformers are
+    v: Tensor
+    weights: Tensor  # [B, H_kv, H / H_kv, N], of all keys
+    expected: Tensor  # [B, H, 1, D]
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[-1] ** -0.5
+
+    @property
+    def bytes_a_key(self) -> int:
+        """Of K and V of one key of one KV head."""
+        return 2 * self.k.shape[-1] * self.k.element_size()
+
+
+# once for all that attends it
+@lru_cache(maxsize=1)
+def random_step(
+    settings: RandomHeads, length: int, batch: int, head_dim: int, device: torch.device
+) -> Step:
+    """The last token of random inputs, and the cache of all of them."""
+    q, k, v = settings.random_heads(length, head_dim, device, "qkv", batch)
+    q, k, v = q[:, :, -1:].contiguous(), k.contiguous(), v.contiguous()
+    grouped = q.float().unflatten(1, (k.shape[1], -1)).squeeze(3) * head_dim**-0.5
+    # a text at a time: a cache in float32 is twice the cache
+    logits = [one @ keys.float().transpose(-1, -2) for one, keys in zip(grouped, k, strict=True)]
+    weights = torch.stack(logits).softmax(-1)
+    return Step(q, k, v, weights, weighted(weights, v))
+
+
+def weighted(weights: Tensor, v: Tensor) -> Tensor:
+    """float32 [B, H, 1, D] of weights [B, H_kv, G, N] and v [B, H_kv, N, D]."""
+    sums = [one @ values.float() for one, values in zip(weights, v, strict=True)]
+    return torch.stack(sums).flatten(1, 2).unsqueeze(2)
+
+
+@lru_cache(maxsize=1)
+def bandwidth(bench: Bench) -> float:
+    """GB/s at which a large tensor is read and summed."""
+    count = READ_BYTES[bench.device.type] // torch.bfloat16.itemsize
+    source = torch.zeros(count, dtype=torch.bfloat16, device=bench.device)
+    return source.nbytes / bench.time(lambda: source.sum(dtype=torch.float32)).ms / 1e6
+
+
+# a call that gives [B, H, 1, D]
+Call = Callable[[], Tensor]
+
+
+def _sdpa(backend: SDPBackend | None, step: Step) -> Call:
+    def attend() -> Tensor:
+        with nullcontext() if backend is None else sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*step[:3], scale=step.scale, enable_gqa=True)
+
+    return attend
+
+
+def _transformers(step: Step) -> Call:
+    """What transformers calls where the cache is static: a mask of its slots."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    q, k, v, _, _ = step
+    module = SimpleNamespace(num_key_value_groups=q.shape[1] // k.shape[1], is_causal=True)
+    mask = torch.ones(q.shape[0], 1, 1, k.shape[2], dtype=torch.bool, device=q.device)
+
+    def attend() -> Tensor:
+        return sdpa_attention_forward(module, q, k, v, mask, scaling=step.scale)[0].transpose(1, 2)
+
+    return attend
+
+
+def _flash(modules: tuple[str, ...], name: str, step: Step) -> Call:
+    """A function of flash-attn, which takes [B, N, H, D]: views, nothing is copied."""
+    kernel = flash_attn(name, modules)
+    q, k, v = (x.transpose(1, 2) for x in step[:3])
+    more: dict[str, Any] = {"softmax_scale": step.scale}
+    if name == "flash_attn_with_kvcache":
+        batch, length, *_ = k.shape
+        more["cache_seqlens"] = torch.full((batch,), length, dtype=torch.int32, device=k.device)
+    return lambda: kernel(q, k, v, **more).transpose(1, 2)
+
+
+DENSE: Mapping[str, Callable[[Step], Call]] = {
+    "SDPA": partial(_sdpa, None),
+    "transformers": _transformers,
+    "FA3": partial(_flash, FA3_MODULES, "flash_attn_with_kvcache"),
+    "FA4": partial(_flash, FA4_MODULES, "flash_attn_func"),
+    "cuDNN": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+}
 
 
 @dataclass(frozen=True)
 class Settings(RandomHeads, models.ModelShape):
     """What a run of decode steps is told."""
 
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {"min_length": 0, "sparse_decode": True}
+    DEFAULTS = {"min_length": 0, "sparse_decode": True}
     POSITIVE = (*models.ModelShape.POSITIVE, "steps", "batches")
     FROM_0 = ("seconds",)
-    CHOICES: ClassVar[Mapping[str, Any]] = {"parts": PARTS, "kernels": DENSE, "modes": MODES}
+    CHOICES = {"parts": PARTS, "kernels": DENSE, "modes": MODES}
 
-    lengths: tuple[int, ...] | None = base.listed(
-        (32_768, 131_072), (1024,), "tokens", parse_length
-    )
+    lengths: tuple[int, ...] | None = base.listed((2**15, 2**17), (1024,), "tokens", parse_length)
     batches: tuple[int, ...] | None = base.listed((1, 4, 8), (1, 2), "batch sizes", int)
     budgets: tuple[int | float, ...] | None = base.listed(
         (4096,), (128,), "decode_tokens, a number of tokens or a share", parse_budget
     )
-    parts: tuple[str, ...] = option(
-        PARTS, "attention of one layer, steps of the whole model, or both", comma_separated(str)
-    )
-    kernels: tuple[str, ...] = option(
-        tuple(DENSE), "dense kernels to compare with", comma_separated(str)
-    )
-    modes: tuple[str, ...] = option(tuple(MODES), "how the model is run", comma_separated(str))
+    parts: tuple[str, ...] = base.listed(PARTS, None, "attention of a layer, steps of the model")
+    kernels: tuple[str, ...] = base.listed(tuple(DENSE), None, "dense kernels to compare with")
+    modes: tuple[str, ...] = base.listed(tuple(MODES), None, "how the model is run")
     steps: int | None = option(32, "timed steps of the model", int)
     seconds: float = option(0.5, "seconds of timing one call, or what five take", float)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for budget in self.budgets:
-            self.budgeted(budget)
+    def configs(self) -> list[CabConfig]:
+        return [self.budgeted(budget) for budget in self.budgets]
 
     @property
     def method(self) -> str:
         return (
             f"attention: {method_on(self.device, self.seconds)}; every kernel is compared with "
             "float32 attention before it is timed, cab with that over its choice. Model: median of "
-            f"{self.steps} steps by time.perf_counter, each until the device is done, after "
-            f"{WARM_UP_STEPS} that warm up; every step writes its token into the cache, which "
-            "random keys and values fill up to the length; the peak is all that was allocated, "
-            "warm-up included"
+            f"{self.steps} steps by time.perf_counter, after {WARM_UP_STEPS} that warm up, each of "
+            "which writes its token into a cache of random keys and values; the peak is all that "
+            "was allocated, warm-up included"
         )
 
     def budgeted(self, budget: float) -> CabConfig:
@@ -125,10 +215,7 @@ class Settings(RandomHeads, models.ModelShape):
         dense_ways = {ATTENTION: self.kernels, MODEL: (SDPA,)}
         # the cheap part first, and the cheap cases of each
         return [
-            {
-                **{"part": part, "length": length, "batch": batch},
-                **{"mode": mode, "way": way, "budget": budget},
-            }
+            dict(zip(CASE, (part, length, batch, way, mode, budget), strict=True))
             for part in PARTS
             if part in self.parts
             for length, batch in itertools.product(self.lengths, self.batches)
@@ -145,7 +232,7 @@ class Decode(models.ModelSpeed):
     title = "Speed of decoding"
     caption = "time of a step by length"
     Settings = Settings
-    CASE = ("part", "length", "batch", "way", "mode", "budget")
+    CASE = CASE
     GROWS = (*base.Speed.GROWS, "parts", "batches", "budgets", "kernels", "modes")
     SHAPE = ("heads", "kv_heads", "head_dim", "layers", "dtype")
     FOUND = (
@@ -153,12 +240,10 @@ class Decode(models.ModelSpeed):
         *("kept", "mass", "full_error", "tokens_s", "first_s"),
         *("peak_gib", "cache_gib", "index_gib", "ran_as", "without_graph"),
     )
-    BY: ClassVar[Mapping[str, str]] = {
-        **{"part": "part", "texts": "batch", "way": "way", "run": "mode", "keys": "budget"}
-    }
+    BY = {"part": "part", "texts": "batch", "way": "way", "run": "mode", "keys": "budget"}
     APART = ("part", "texts")
     PANELS = (Panel("a step", "ms", ("ms",)), Panel("a model", "tokens/s", ("tokens_s",)))
-    NOTES: ClassVar[Mapping[str, str]] = {"": NOTES}
+    NOTES = {"": NOTES}
 
     @torch.no_grad()
     def find(self, sample: dict[str, Any]) -> None:
@@ -186,11 +271,7 @@ class Decode(models.ModelSpeed):
         sample |= {"ms": timing.ms, "eager_ms": timing.eager, "without_graph": timing.why_not}
 
     def find_steps(self, sample: dict[str, Any]) -> None:
-        """Time steps of the model, each of which writes its token behind those in the cache.
-
-        Raises:
-            RuntimeError: when steps are to be compiled and there is no GPU.
-        """
+        """Time steps of the model, each of which writes its token behind those in the cache."""
         settings, bench = self.settings, self.bench
         length, batch, budget = sample["length"], sample["batch"], sample["budget"]
         compiled = sample["mode"] == COMPILED
@@ -234,15 +315,19 @@ class Decode(models.ModelSpeed):
         """Attention before the model, by length and batch, cab beside the fastest dense way.
 
         ``over_best`` says how many times faster a row is than that, ``over_same`` than sdpa in the
-        same mode. ``gb_s`` is what is read a second, ``of_bandwidth`` its share of what a copy
-        moves.
+        same mode.
         """
         compared = ("baseline", "baseline_ms", "over_best", "over_same")
         rows = base.by_length(samples, (*compared, "gb_s", "of_bandwidth"))
         rows.sort(key=lambda row: (PARTS.index(row["part"]), row["length"], row["batch"]))
+
+        def way(row: Row) -> str:
+            return " ".join(filter(None, (row["way"], row["mode"])))
+
         for alike in grouped(rows, "part", "length", "batch"):
             timed = [row for row in alike if row["ms"] is not None]
-            others = {_way(row): row["ms"] for row in timed if row["budget"] is None}
+            # by name and, of a model, how it is run
+            others = {way(row): row["ms"] for row in timed if row["budget"] is None}
             best = dense.against(others, preferred=())
             for row in timed:
                 if row["bytes"]:
@@ -252,7 +337,7 @@ class Decode(models.ModelSpeed):
                     continue
                 row |= {"baseline": best, "baseline_ms": others[best]}
                 row["over_best"] = others[best] / row["ms"]
-                same = others.get(_way({**row, "way": SDPA}))
+                same = others.get(way({**row, "way": SDPA}))
                 row["over_same"] = same and same / row["ms"]
         return rows
 
@@ -277,3 +362,58 @@ def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -
         tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
     return step
+
+
+@torch.no_grad()
+def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
+    """The `Timing` of a step of cab that reads ``wanted`` keys, of its parts, and what it reads.
+
+    Raises:
+        ArithmeticError: where it computes something else than float32 attention over its choice, or
+            than the reference with what is not read.
+    """
+    q, k, v, weights, expected = step
+    channels, length = llama_channels(q.shape[-1]), k.shape[2]
+    index = decode.index_keys(k, channels)
+    place = torch.tensor([length - 1], device=q.device)
+    so_far, most = (
+        torch.tensor([count], dtype=torch.int32, device=q.device) for count in (length, wanted)
+    )
+
+    def write() -> None:
+        decode.write_index(index, k[:, :, -1:], channels, place)
+
+    def choose(most: Tensor = most) -> Choice:
+        return decode.choose(q, index, step.scale, so_far, most, channels)
+
+    def attend(choice: Choice) -> Tensor:
+        return decode.attend(q, k, v, choice, step.scale, so_far)
+
+    def complete() -> Tensor:
+        write()
+        return attend(choose())
+
+    everything, choice = attend(choose(so_far)), choose()
+    close(everything, expected, "where everything is chosen")
+    kept = weights * choice.kept().unsqueeze(2)
+    alone = attend(choice.elsewhere(q.device))
+    close(alone, weighted(kept / kept.sum(-1, keepdim=True), v), "over what is chosen")
+    # a text at a time, as a cache in float32 is twice the cache
+    exact = [
+        reference.attend(
+            q[[i]].float(), k[[i]], v[[i]], Choice(*(x[[i]] for x in choice)), step.scale, so_far
+        )
+        for i in range(len(q))
+    ]
+    close(complete(), torch.cat(exact), "with what is not read")
+    count = int(choice.counts.sum())
+    return {
+        "timing": bench.time(complete),
+        "index": bench.time(write),
+        "choose": bench.time(choose),
+        "attend": bench.time(partial(attend, choice)),
+        "kept": count / (k.shape[0] * k.shape[1]),
+        "mass": float(kept.sum(-1).mean()),
+        "bytes": index.nbytes + count * step.bytes_a_key,
+        "full_error": float((everything.float() - expected).norm() / expected.norm()),
+    }

@@ -16,15 +16,27 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cab_hf.engines import REFERENCE
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import digits, percent
-from cab_hf.eval.speed.checks import Attend, check_dense, gradients_of, repeated
 from cab_hf.eval.speed.timing import Bench, in_a_sentence
+from cab_hf.plan import BlockPlan, Spans
 
+# q [B, H, N, D], k and v [B, H_kv, N, D], scale -> [B, H, N, D]
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+# not a multiple of any kernel's tile; below 512 tokens ffpa hands over to SDPA
+CHECK_LENGTH = 600
+# bf16 operands err up to 1e-2, gradients a few times that; a wrong layout errs by about 1
+CHECK_TOLERANCE = 2e-2
+CHECK_GRADIENT_TOLERANCE = 5e-2
+CHECK_BLOCKS = (128, 64)
+CHECKED_QUERIES = 32  # in a row, at the start, in the middle and at the end
 MEASURED = ("baselines", "not_measured", "without_graph")
 COMPARED = ("baseline", "baseline_ms", "extrapolated", "ratio")
 PREFERRED = ("FA3", "cuDNN")  # what a ratio is against, the first that ran
@@ -38,23 +50,23 @@ FA4_MODULES = ("flash_attn.cute",)
 
 @dataclass(frozen=True)
 class Baseline:
-    """One dense kernel.
-
-    Attributes:
-        load: imports what it needs and returns the kernel; ImportError where it is not there.
-        version: of the library behind it, None where that is torch alone.
-        head_dims: what it takes, or computes by itself.
-        grouped: whether fewer key heads than query heads are taken as they are. Otherwise k and v
-            are repeated before the clock starts.
-        continues: whether fewer queries than keys are the last of them, as in a call that continues
-            a cache. To PyTorch's kernels they are the first.
-    """
+    """One dense kernel, which ``load`` imports and returns; ImportError where it is not there."""
 
     load: Callable[[], Attend]
+    # of the library behind it, None where that is torch alone
     version: Callable[[], str | None] = lambda: None
+    # what it takes, and computes by itself
     head_dims: range = range(1, 1 << 16)
+    # whether fewer key heads are taken as they are; else they are repeated before the clock starts
     grouped: bool = True
+    # whether fewer queries than keys are the last of them, as in a call that continues a cache; to
+    # PyTorch's kernels they are the first
     continues: bool = False
+
+    def heads(self, q: Tensor, *keys: Tensor) -> list[Tensor]:
+        """q, and ``keys`` with as many heads as it takes of them."""
+        group = 1 if self.grouped else q.shape[1] // keys[0].shape[1]
+        return [q, *(x.repeat_interleave(group, dim=1) if group > 1 else x for x in keys)]
 
 
 def on(device: torch.device | str) -> dict[str, Baseline]:
@@ -63,20 +75,16 @@ def on(device: torch.device | str) -> dict[str, Baseline]:
 
 
 def against(measured: Mapping[str, float], preferred: Iterable[str] = PREFERRED) -> str | None:
-    """Which of the baselines, name -> ms, a ratio is against.
-
-    The first of those preferred that ran (FA3, else cuDNN, where nothing is said), else the
-    fastest.
-    """
+    """Which baseline, name -> ms, a ratio is against: the first preferred, else the fastest."""
     first = next((name for name in preferred if name in measured), None)
     return first or min(measured, key=measured.__getitem__, default=None)
 
 
 def compared(row: Row, rows: Iterable[Row], preferred: Iterable[str] = PREFERRED) -> dict[str, Any]:
-    """What ``row`` is compared with, by `COMPARED`: a baseline, its ms, and the ratio to it.
+    """`COMPARED`: a baseline of its own length, its ms, and the ratio of ``row`` to it.
 
-    Of the ``baselines`` of rows that differ in length alone: those measured at its own length, or
-    else extrapolated from the longest they were measured at; None where it is shorter than that.
+    Else extrapolated from the longest of ``rows``, which differ in length alone; None if it is
+    shorter than that.
     """
     measured = (each for each in rows if each["baselines"])
     longest = max(measured, key=lambda each: each["length"], default=None)
@@ -84,14 +92,10 @@ def compared(row: Row, rows: Iterable[Row], preferred: Iterable[str] = PREFERRED
     if source is None or source["length"] > row["length"]:
         return dict.fromkeys(COMPARED)
     name = against(source["baselines"], preferred)
-    ms = extrapolate(source["baselines"][name], source["length"], row["length"])
+    # quadratic in the length
+    ms = source["baselines"][name] * (row["length"] / source["length"]) ** 2
     ratio = None if row["ms"] is None else row["ms"] / ms
     return dict(zip(COMPARED, (name, ms, source is not row, ratio), strict=True))
-
-
-def extrapolate(ms: float, measured_at: int, length: int) -> float:
-    """The time at ``length`` of what took ``ms`` at ``measured_at`` tokens: quadratic."""
-    return ms * (length / measured_at) ** 2
 
 
 def time_shown(row: Row) -> str | None:
@@ -102,10 +106,9 @@ def time_shown(row: Row) -> str | None:
 
 
 def break_even(points: Sequence[tuple[int, float]]) -> float | None:
-    """The length from which a ratio stays below 1, of (length, ratio) by length.
+    """The length from which a ratio stays below 1, of (length, ratio) by length, or None.
 
-    Between two lengths that were measured, on a straight line through the logarithms of both; the
-    first one where the ratio is never 1 or more; None where it is so at the last.
+    Between two measured lengths it is on a straight line through the logarithms of both.
     """
     lost = max((place for place, (_, ratio) in enumerate(points) if ratio >= 1), default=None)
     if lost is None:
@@ -138,6 +141,94 @@ def reading(rows: Sequence[Row], what: str) -> str:
     )
 
 
+@torch.enable_grad()
+def gradients_of(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *more: Any
+) -> Callable[[], tuple[Tensor, ...]]:
+    """What computes the gradients of q, k and v again and again, after one forward pass.
+
+    Raises:
+        RuntimeError: when nothing can be differentiated.
+    """
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    # a compiled backward that may overwrite what it saved runs only once
+    with torch._functorch.config.patch(donated_buffer=False):
+        out = attend(*leaves, *more)
+    if not out.requires_grad:
+        raise RuntimeError("it has no backward")
+    # the same whatever the layout: a gradient is compared with that of another kernel
+    generator = torch.Generator(out.device).manual_seed(0)
+    drawn = torch.randn(out.shape[2:], generator=generator, device=out.device)
+    gradient = torch.empty_like(out).copy_(drawn)
+    return lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True)
+
+
+def close(result: Tensor, expected: Tensor, where: str, tolerance: float = CHECK_TOLERANCE) -> None:
+    """ArithmeticError, with the relative error, unless the two agree."""
+    error = float((result.float() - expected).norm() / expected.norm())
+    if not error <= tolerance:  # written so that NaN fails too
+        raise ArithmeticError(f"wrong by {error:.2g} (relative) {where}")
+
+
+def check_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
+    """`close` of some rows to float32 attention under the plan; padding queries are left out."""
+    last = max(0, plan.q_length - CHECKED_QUERIES)
+    for start in dict.fromkeys((0, last // 2, last)):
+        stop = min(start + CHECKED_QUERIES, plan.q_length)
+        where = f"in queries {start} to {stop - 1}"
+        padding = (plan.spans.last[:, start:stop] < 0)[:, None, :, None]
+        if not padding.all():
+            pair = out[:, :, start:stop], exact_rows(q, k, v, plan, start, stop)
+            close(*(x.masked_fill(padding, 0.0) for x in pair), where)
+
+
+def exact_rows(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, start: int, stop: int) -> Tensor:
+    """Float32 attention of queries ``start`` to ``stop`` under the plan, [B, H, rows, D]."""
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+
+    def grouped(x: Tensor) -> Tensor:
+        # [B, H, rows, .] -> [B, H_kv, group * rows, .]: no key is repeated
+        return x.unflatten(1, (kv_heads, group)).flatten(2, 3)
+
+    mask = plan.token_mask(start, stop).repeat_interleave(plan.shared_by(q.shape[1]), dim=1)
+    rows = grouped(q[:, :, start:stop].float()) * q.shape[-1] ** -0.5
+    logits = rows @ k.float().transpose(-1, -2)
+    weights = logits.masked_fill_(~grouped(mask), -torch.inf).softmax(dim=-1)
+    return (weights @ v.float()).unflatten(2, (group, -1)).flatten(1, 2)
+
+
+def check_gradients(
+    attend: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    planner: Callable[[Tensor, Tensor, Spans], BlockPlan],
+) -> None:
+    """`close` of gradients to those of the reference in float32, on the first tokens."""
+    q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
+    batch, _, length, dim = q.shape
+    plan = planner(q, k, Spans.causal(batch, length, length, q.device))
+    floats = (x.float() for x in (q, k, v))
+    result = gradients_of(attend, q, k, v, plan, dim**-0.5)()
+    exact = gradients_of(REFERENCE.attention, *floats, plan, dim**-0.5)()
+    for name, ours, theirs in zip("qkv", result, exact, strict=True):
+        where = f"in the gradient of {name} at {length} tokens"
+        close(ours, theirs, where, CHECK_GRADIENT_TOLERANCE)
+
+
+def check_dense(attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool = False) -> None:
+    """`check_rows` of causal attention on the first tokens, `check_gradients` where asked."""
+
+    def causal(q: Tensor, k: Tensor, spans: Spans) -> BlockPlan:
+        return BlockPlan.causal(spans, q.shape[1], *CHECK_BLOCKS)
+
+    q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
+    spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    check_rows(attend(q, k, v, q.shape[-1] ** -0.5), q, k, v, causal(q, k, spans))
+    if backward:
+        check_gradients(lambda q, k, v, plan, scale: attend(q, k, v, scale), q, k, v, causal)
+
+
 @torch.no_grad()
 def measure(
     q: Tensor,
@@ -152,9 +243,7 @@ def measure(
     """Time every baseline on q [B, H, N, D], k and v [B, H_kv, N, D], or say why not.
 
     By `MEASURED` and name: ms, why there are none, and why ms is not that of a graph.
-    ``backward`` times the backward pass alone, called from Python; the forward pass is replayed
-    from a CUDA graph where one can be made of it. ``baselines`` are those of the device and
-    ``check`` that of causal attention, unless what is attended is laid out otherwise.
+    ``backward`` times the backward pass alone, called from Python.
     """
     result = {field: {} for field in MEASURED}
     for name, baseline in (on(bench.device) if baselines is None else baselines).items():
@@ -162,13 +251,9 @@ def measure(
             if q.shape[-1] not in baseline.head_dims:
                 low, high = baseline.head_dims[0], baseline.head_dims[-1]
                 raise RuntimeError(f"it takes head dims {low} to {high}, not {q.shape[-1]}")
-            attend = baseline.load()
-            keys, values = (x if baseline.grouped else repeated(x, q) for x in (k, v))
-            check(attend, q, keys, values, backward)
-            if backward:
-                call = gradients_of(attend, q, keys, values, scale)
-            else:
-                call = partial(attend, q, keys, values, scale)
+            attend, heads = baseline.load(), baseline.heads(q, k, v)
+            check(attend, *heads, backward)
+            call = (gradients_of if backward else partial)(attend, *heads, scale)
             timing = bench.time(call, graph=not backward)
         except Exception as error:
             # a kernel that is missing, refuses or is wrong is told of and not measured
@@ -176,7 +261,7 @@ def measure(
             continue
         finally:
             # what one baseline saved for its backward is not the next one's burden
-            call = keys = values = None
+            call = heads = None
         result["baselines"][name] = timing.ms
         if timing.why_not:
             result["without_graph"][name] = timing.why_not

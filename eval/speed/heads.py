@@ -30,20 +30,13 @@ class RandomHeads:
     """Of settings that have batch, heads, kv_heads, seed and a dtype: heads like them."""
 
     def random_heads(
-        self,
-        length: int,
-        head_dim: int,
-        device: torch.device,
-        names: str,
-        batch: int | None = None,
+        self, length: int, head_dim: int, device: torch.device, names: str, batch: int = 0
     ) -> tuple[Tensor, ...]:
-        """Random q, k or v by its letter, laid out as transformers hands them at prefill.
+        """Random q, k or v by its letter, [B, H, N, D] views of [B, N, H * D] as at prefill.
 
-        [B, H, N, D] views of [B, N, H * D]; k and v have the key and value heads. B is ``batch``
-        where the settings have several.
         They have the block structure of text: in q and k, runs of `TOPIC_TOKENS` tokens share one
-        of `TOPICS` directions, so that a query has most of its mass on the blocks of its topic. On
-        white noise every block matters alike, and next to nothing can be left out.
+        of `TOPICS` directions. On white noise next to nothing can be left out. B is ``batch``, or
+        that of the settings.
         """
         generator = torch.Generator(device).manual_seed(self.seed)
         like = {"device": device, "dtype": self.torch_dtype, "generator": generator}
@@ -53,11 +46,10 @@ class RandomHeads:
             TOPICS, (-(-length // TOPIC_TOKENS),), device=device, generator=generator
         )
         shared = topics[runs.repeat_interleave(TOPIC_TOKENS)[:length]]
-        batch = self.batch if batch is None else batch
         made = []
         for name in names:
             heads = self.heads if name == "q" else self.kv_heads
-            x = torch.randn(batch, length, heads, head_dim, **like)
+            x = torch.randn(batch or self.batch, length, heads, head_dim, **like)
             if name != "v":
                 x += shared[:, None]
             made.append(x.transpose(1, 2))
@@ -80,31 +72,7 @@ class HeadSettings(RandomHeads, SpeedSettings):
     batch: int = option(1, "sequences", int)
     heads: int = option(32, "query heads", int)
     kv_heads: int = option(8, "key and value heads", int)
-    dense_up_to: int = option(
-        131_072, "tokens up to which dense attention is run; beyond, it is extrapolated by N²", int
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_heads()
-
-
-def described(settings: Mapping[str, Any]) -> str:
-    """The heads and inputs of a run with these recorded ``settings``, and how it was timed."""
-    dims = settings.get("head_dims") or [settings["head_dim"]]
-    batch = f"Batch {settings['batch']}, " if "batch" in settings else ""
-    made = made_of(
-        f"{batch}{settings['heads']} query and {settings['kv_heads']} key heads of "
-        f"{', '.join(map(str, dims))}, {settings['dtype']}; inputs are {INPUTS}, and no model made "
-        "them",
-        settings,
-    )
-    if "dense_up_to" not in settings:
-        return made
-    return (
-        f"{made}\n\n≈: extrapolated by N² beyond {settings['dense_up_to']:,} tokens. "
-        f"{dense.BREAK_EVEN}"
-    )
+    dense_up_to: int = option(2**17, "tokens from which dense attention is extrapolated by N²", int)
 
 
 class HeadSpeed(Speed):
@@ -112,7 +80,20 @@ class HeadSpeed(Speed):
 
     SHAPE = ("batch", "heads", "kv_heads", "dtype")
     BY_NAME = dense.MEASURED
-    described = staticmethod(described)
+
+    @staticmethod
+    def described(settings: Mapping[str, Any]) -> str:
+        dims = settings.get("head_dims") or [settings["head_dim"]]
+        batch = f"Batch {settings['batch']}, " if "batch" in settings else ""
+        made = made_of(
+            f"{batch}{settings['heads']} query and {settings['kv_heads']} key heads of "
+            f"{', '.join(map(str, dims))}, {settings['dtype']}; inputs are {INPUTS}, and no model "
+            "made them",
+            settings,
+        )
+        near = settings.get("dense_up_to")
+        beyond = f"≈: extrapolated by N² beyond {near:,} tokens. {dense.BREAK_EVEN}" if near else ""
+        return f"{made}\n\n{beyond}".rstrip()
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         sample = super().measure(case)

@@ -18,7 +18,7 @@ from cab_hf.config import CabConfig
 from cab_hf.eval.kv_cache import cache_arguments
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import KEEPS_ALL, Speed, SpeedSettings, densities, made_of
-from cab_hf.eval.speed.checks import CHECK_LENGTH, check_dense, repeated
+from cab_hf.eval.speed.dense import CHECK_LENGTH, check_dense
 from cab_hf.runs.settings import by_device
 
 # transformers is imported where it is used: asking for help needs none of it
@@ -44,7 +44,7 @@ TOGETHER = "; all ranks begin together, the slowest of each run and the highest 
 
 @dataclass(frozen=True)
 class ModelShape(SpeedSettings):
-    """Of ops that run a whole LLaMA with random weights; the defaults have LLaMA-3-8B's shape."""
+    """Of ops that run a whole LLaMA with random weights, by default of LLaMA-3-8B's shape."""
 
     POSITIVE = ("layers", "hidden", "intermediate", "kv_heads", "head_dim", "vocab")
 
@@ -56,21 +56,14 @@ class ModelShape(SpeedSettings):
     head_dim: int | None = by_device(128, 16, "head dim", int)
     vocab: int | None = by_device(128_256, 256, "vocabulary size", int)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_heads()
-
-    @property
-    def positions(self) -> int:
-        """Of the longest text that the model reads."""
-        return max(self.lengths)
+    # of the longest text that the model reads
+    positions = property(lambda self: max(self.lengths))
 
     def flops(self, length: int, density: float = 1.0, behind: int = 0) -> float:
         """Floating-point operations of reading a prompt, that share of the pairs being attended.
 
-        A multiplication and an addition per weight and token, the logits of the last token alone;
-        pairs are the causal half of all, and those with the ``behind`` tokens that a cache holds
-        before the prompt. Norms, rotary embedding and softmax are not counted.
+        Those of products alone, with the logits of the last token; pairs are the causal half of
+        all, and those with the ``behind`` tokens that a cache holds before the prompt.
         """
         heads = 2 * (self.heads + self.kv_heads) * self.head_dim
         weights = self.layers * self.hidden * (heads + 3 * self.intermediate)
@@ -92,10 +85,8 @@ class ModelSettings(ModelShape):
 
     max_density: tuple[str, ...] = densities("0.1")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for length in self.lengths:
-            self.budgeted(length)
+    def configs(self) -> list[CabConfig]:
+        return [self.budgeted(length) for length in self.lengths]
 
     def budgeted(self, length: int, way: str = "cab") -> CabConfig:
         """The config at that length; ``way`` is one of `CAB`, or a dense one, which needs none."""
@@ -103,23 +94,20 @@ class ModelSettings(ModelShape):
         return dataclasses.replace(config, **CAB.get(way, {}))
 
 
-def described(settings: Mapping[str, Any]) -> str:
-    """The model of a run with these recorded ``settings``, and how it was timed."""
-    budgets = settings.get("max_density")
-    return made_of(
-        f"A LLaMA with random weights (standard deviation {INITIAL_STD}): {settings['layers']} "
-        f"layers of {settings['hidden']} channels ({settings['intermediate']} in the MLP), "
-        f"{settings['heads']} query and {settings['kv_heads']} key heads of "
-        f"{settings['head_dim']}, {settings['vocab']:,} tokens, {settings['dtype']}"
-        + (f", max_density {', '.join(budgets)}" if budgets else ""),
-        settings,
-    )
-
-
 class ModelSpeed(Speed):
     """Base of ops that run a whole model."""
 
-    described = staticmethod(described)
+    @staticmethod
+    def described(settings: Mapping[str, Any]) -> str:
+        budgets = settings.get("max_density")
+        return made_of(
+            f"A LLaMA with random weights (standard deviation {INITIAL_STD}): {settings['layers']} "
+            f"layers of {settings['hidden']} channels ({settings['intermediate']} in the MLP), "
+            f"{settings['heads']} query and {settings['kv_heads']} key heads of "
+            f"{settings['head_dim']}, {settings['vocab']:,} tokens, {settings['dtype']}"
+            + (f", max_density {', '.join(budgets)}" if budgets else ""),
+            settings,
+        )
 
 
 @lru_cache(maxsize=1)
@@ -159,10 +147,7 @@ def random_tokens(settings: ModelShape, length: int, seed: int = 0) -> Tensor:
 def random_cache(
     model: PreTrainedModel, length: int, batch: int = 1, slots: int = 0, sparse: bool = False
 ) -> Cache:
-    """A cache of random keys and values of ``length`` tokens.
-
-    It is static if it has ``slots``; ``sparse`` says whether it has an index of the keys as well.
-    """
+    """Random keys and values; static if it has ``slots``, with an index of keys if ``sparse``."""
     from transformers import DynamicCache, StaticCache
 
     from cab_hf import index_cache
@@ -182,17 +167,14 @@ def random_cache(
 def prefilling(
     settings: ModelSettings, length: int, way: str, chunk: int | None = None, behind: int = 0
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]], Callable[[], None]]]:
-    """(what reads random tokens, what then is known of them, what takes them off the cache again).
+    """(what reads random tokens, `attended_by` of them, what takes them off the cache again).
 
-    The model attends that ``way``, and gives the logits of the last token; what is known is what
-    `attended_by` says.
+    The model attends that ``way``, and gives the logits of the last token.
 
     Args:
-        chunk: they are read that many at a time into a static cache of exactly their length: a
-            dynamic one would copy all of a layer's keys, and then its values, at every chunk, and
-            need room for the copy.
-        behind: tokens of random keys and values in a `DynamicCache` before them; without it, each
-            call begins a new cache.
+        chunk: tokens read at a time into a static cache of exactly their length: a dynamic one
+            would copy all of a layer's keys, and then its values, at every chunk.
+        behind: tokens of random keys and values in a `DynamicCache` before them.
     """
     from transformers import StaticCache
 
@@ -233,9 +215,8 @@ def attending(
     ``continues`` says that calls continue a cache.
 
     Raises:
-        ImportError: for what is not installed.
-        RuntimeError: for a baseline that continues no cache, where it is to.
-        ValueError: for what transformers does not know.
+        ImportError, RuntimeError, ValueError: for what is not installed, continues no cache, or is
+            not known to transformers.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -269,7 +250,7 @@ def _function(
     kernel = baseline.load()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return kernel(q, *(x if baseline.grouped else repeated(x, q) for x in (k, v)), scale)
+        return kernel(*baseline.heads(q, k, v), scale)
 
     def attention(module: Any, *given: Any, scaling: float, **_: Any) -> tuple[Tensor, None]:
         *heads, mask = given
@@ -289,10 +270,8 @@ def _function(
 def attended_by(
     model: PreTrainedModel, length: int, way: str, reset: bool = False
 ) -> dict[str, Any]:
-    """Of what was read since it was counted anew: ``density``, and what CAB ``ran_as``.
-
-    The density is attended over causal pairs, in all layers; ``ran_as`` says what each layer does
-    with a text of ``length`` tokens, in one line.
+    """Of what was read since it was counted anew: ``density`` in all layers, attended over causal
+    pairs, and what CAB ``ran_as`` on texts of that length.
     """
     from cab_hf.patches import describe, stats
 

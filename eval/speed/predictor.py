@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -36,8 +36,7 @@ class Settings(HeadSettings):
     def method(self) -> str:
         return (
             f"{method_on(self.device)}; the parts are kernel times of the profiler, median of "
-            f"{PROFILED_CALLS} eager calls; the peak is that of an eager call over its inputs, its "
-            "result included"
+            f"{PROFILED_CALLS} eager calls; the peak is over the inputs, the result included"
         )
 
 
@@ -51,18 +50,15 @@ class Predictor(HeadSpeed):
     Settings = Settings
 
     SHAPE = (*HeadSpeed.SHAPE, "head_dim")
-    FOUND = (
-        *("density", "ms", "eager_ms", "graph_ms", *PARTS),
-        *("peak_mib", "why_no_split"),
-    )
-    BY: ClassVar[Mapping[str, str]] = {"way": "way"}
+    FOUND = ("density", "ms", "eager_ms", "graph_ms", *PARTS, "peak_mib", "why_no_split")
+    BY = {"way": "way"}
     HIDDEN = ("way", "graph_ms", "gflops")
     PANELS = (
         Panel("choosing, and dense attention", "ms", ("ms",)),
         Panel("parts of choosing", "ms", PARTS),
         Panel("choosing over dense attention", "share of its time", ("ratio",)),
     )
-    NOTES: ClassVar[Mapping[str, str]] = {
+    NOTES = {
         "": "Density is attended over causal (query, key) pairs. Exponent: the time grows as N "
         "to its power from the row above."
     }
@@ -85,10 +81,7 @@ class Predictor(HeadSpeed):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """By length, with the ratio over dense attention and how the time grows with the length.
-
-        ``exponent`` is that of N from the row before, the last that has a time.
-        """
+        """By length, with the ratio over dense attention and how the time grows with the length."""
         rows = by_length(samples, (*dense.COMPARED, "exponent"))
         before = None
         for row in rows:
@@ -106,7 +99,6 @@ class Predictor(HeadSpeed):
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """What predicting costs at the longest input."""
         compared = [row for row in rows if row["ratio"] is not None]
         return [dense.reading(compared, "predicting")] if compared else []
 

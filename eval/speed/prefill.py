@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.speed import base
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.reported import Panel
-from cab_hf.runs.settings import by_device, comma_separated, option, parse_flag
+from cab_hf.runs.settings import by_device, option, parse_flag
 
 WAY = "cab-always"
 # the first chunk begins a cache, the second goes on with one: kernels of both are compiled then
@@ -25,9 +25,7 @@ class Settings(models.ModelSettings):
     lengths: tuple[int, ...] | None = base.powers(17, 19)
     chunk: int | None = by_device(2**15, 128, "tokens read at a time", int)
     longest: bool = option(True, "whether to search for the longest length that fits", parse_flag)
-    max_density: tuple[str, ...] = option(
-        ("0.05",), "max_density of CAB, the same at every length", comma_separated(str)
-    )
+    max_density: tuple[str, ...] = base.listed(("0.05",), None, "of CAB, alike at every length")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,9 +39,8 @@ class Settings(models.ModelSettings):
     def method(self) -> str:
         return (
             f"one run by time.perf_counter after a prompt of {WARM_UP_CHUNKS} chunks that warms "
-            "up, from the first chunk until the device is done: the prompt, random tokens, is read "
-            "into a static cache of exactly its length, and every chunk gives the logits of its "
-            "last token alone; the peak is all that was allocated"
+            "up: random tokens are read into a static cache of exactly their length, and every "
+            "chunk gives the logits of its last token; the peak is all that was allocated"
         )
 
 
@@ -57,15 +54,13 @@ class Prefill(models.ModelSpeed):
     Settings = Settings
     GROWS = (*base.Speed.GROWS, "longest")
     SHAPE = ("chunk", "layers", "dtype")
-    FOUND = (
-        *("ms", "tokens_s", "tflops", "density", "peak_gib", "weights_gib", "cache_gib"),
-        *("rest_gib", "room_gib", "ran_as", "fits"),
-    )
+    FOUND = ("ms", "tokens_s", "tflops", "density", "peak_gib", "weights_gib", "cache_gib")
+    FOUND += ("rest_gib", "room_gib", "ran_as", "fits")
     PANELS = (
         Panel("rate of a whole prefill", "tokens/s", ("tokens_s",), log=False),
         Panel("memory", "GiB", ("peak_gib", "cache_gib", "weights_gib"), log=False),
     )
-    NOTES: ClassVar[Mapping[str, str]] = {
+    NOTES = {
         "": "Every layer attends sparsely. Rest: the peak less weights and cache. Room: all that "
         "torch can allocate. Density is attended over causal pairs in all layers; TFLOP/s count "
         "what is attended."

@@ -33,7 +33,7 @@ REMARKS = {
 
 
 class Panel(NamedTuple):
-    """A panel of a figure over tokens, with a line for each of ``fields``."""
+    """A panel of a figure over tokens, left out where no row has a value of its ``fields``."""
 
     title: str
     unit: str
@@ -41,34 +41,28 @@ class Panel(NamedTuple):
     log: bool = True
 
     def shows(self, rows: Sequence[Row]) -> bool:
-        """Whether any row has a value for it."""
         return any(row.get(field) is not None for row in rows for field in self.fields)
 
 
 class Reported:
-    """Base of experiments whose rows make one table and lines over tokens.
+    """Base of experiments whose rows make one table and lines over tokens."""
 
-    Attributes:
-        BY: what tells rows of one length apart, heading -> field; "way" is how they attend.
-        APART: headings of those whose values have panels of their own.
-        DENSE: fields beside the length on which the ``baselines`` of a row depend.
-        OF_DENSE: what is drawn of them -> the field that has it by name of a kernel; empty where
-            they are not drawn.
-        HIDDEN: fields that are no column.
-        LONGEST_FIRST: whether the first table is of the longest length alone.
-        PANELS: of the figure; those without a value in any row are left out.
-        NOTES: text on all runs, under "", and on those that have a setting.
-        described: what was computed on and how it was timed, of recorded settings.
-    """
-
+    # what tells rows of one length apart, heading -> field; "way" is how they attend
     BY: ClassVar[Mapping[str, str]] = {}
+    # headings of those whose values have panels of their own
     APART: ClassVar[Sequence[str]] = ()
+    # fields beside the length on which the ``baselines`` of a row depend
     DENSE: ClassVar[Sequence[str]] = ()
+    # what is drawn of them -> the field that has it by name of a kernel
     OF_DENSE: ClassVar[Mapping[str, str]] = {"ms": "baselines"}
+    # fields that are no column
     HIDDEN: ClassVar[Sequence[str]] = ()
+    # whether the first table is of the longest length alone
     LONGEST_FIRST: ClassVar[bool] = False
     PANELS: ClassVar[Sequence[Panel]]
+    # text on all runs, under "", and on those that have a setting
     NOTES: ClassVar[Mapping[str, str]]
+    # what was computed on and how it was timed, of recorded settings
     described: ClassVar[Callable[[Mapping[str, Any]], str]]
 
     @classmethod
@@ -174,10 +168,7 @@ def varying(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:
 
 
 def remarks(rows: Sequence[Row], by: Mapping[str, str]) -> dict[str, str]:
-    """A table of `REMARKS` and at which lengths, under its heading; none where nothing is said.
-
-    ``by``, heading -> field, tells rows apart beside their length.
-    """
+    """A table of `REMARKS` by what tells rows apart beside their length, or none."""
     lengths: dict[tuple, dict[str, None]] = {}
     for (field, kind), row in itertools.product(REMARKS.items(), rows):
         said = row.get(field) or {}

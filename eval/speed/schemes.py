@@ -1,15 +1,13 @@
-"""Ring attention, with which zigzag is compared.
-
-It takes the arguments of `cab_hf.distributed.zigzag_attention`.
-"""
+"""Ring attention, with which `cab_hf.distributed.zigzag_attention` is compared."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from cab_hf import engines
 from cab_hf.call.layout import everything
@@ -20,9 +18,6 @@ from cab_hf.distributed.sharding import ShardMap
 from cab_hf.distributed.zigzag import zigzag_attention
 from cab_hf.engines import Engine, Workload
 from cab_hf.plan import Spans, once_per_spans
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
@@ -73,10 +68,7 @@ def _around(
 
 
 def _merged(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of two parts, of that over each, differentiable.
-
-    Each is (out [B, H, N, D], zeros where a query sees nothing; log-sum-exp [B, H, N]).
-    """
+    """(out [B, H, N, D], log-sum-exp [B, H, N]) over the keys of two parts, differentiable."""
     (one, first), (other, second) = parts
     # a query that sees nothing has no part to weigh; looking away keeps NaN out of gradients
     blind = (first == -torch.inf) & (second == -torch.inf)
@@ -88,11 +80,7 @@ def _merged(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 @once_per_spans
 def _seen_of(spans: Spans, shard_map: ShardMap, holder: int) -> Spans:
-    """What this rank's queries see of another rank's keys, as that rank holds them.
-
-    A rank holds the keys of the layout in ascending order, so that what a query sees of them is one
-    interval too.
-    """
+    """What this rank's queries see of another rank's keys, which that rank holds in order."""
     sharding, device = shard_map.sharding, spans.first.device
     real = sharding.real[holder].to(device)
     # padding stands between the last token of its document and the first of the next

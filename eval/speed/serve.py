@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped
@@ -15,18 +20,18 @@ from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import CAB, SDPA
 from cab_hf.eval.speed.reported import CAB_DENSE, Panel, table
-from cab_hf.eval.speed.trace import (
-    SUMMARY,
-    RequestFailed,
-    serve,
-    summary_of,
-    trace_of,
-)
-from cab_hf.runs.settings import by_device, comma_separated, flag, option, parse_length
+from cab_hf.runs.settings import by_device, flag, option, parse_length
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingManager, PreTrainedModel
 
+# seconds to wait for a token before looking whether the generation still runs
+LOOK_AGAIN = 0.1
+# fields of `summary_of`
+SUMMARY = (
+    *("total_s", "prompt_tokens_s", "output_tokens_s"),
+    *("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "preempted"),
+)
 FLASH = ("flash_attention_3", "flash_attention_4", "flash_attention_2")
 KNOWN = (SDPA, *FLASH, CAB_DENSE, *CAB)
 # of a request that warms up
@@ -39,7 +44,6 @@ BATCHING = (
 )
 # how many times less of a field a row has than the best dense way
 OVER = {"over_best": "total_s", "ttft_over_best": "ttft_p99", "tpot_over_best": "tpot_p99"}
-WAY = {"way": "implementation"}
 NOTES = (
     "All ways serve the same trace of random prompts. ttft: s from arrival to the first token. "
     "tpot: ms per output token, behind the first one. Percentiles are over requests; tokens/s are "
@@ -54,20 +58,17 @@ NOTES = (
 class Settings(models.ModelSettings):
     """What a run that serves requests is told."""
 
-    KEYS: ClassVar[Mapping[str, str]] = {"implementation": "implementations"}
+    KEYS = {"implementation": "implementations"}
 
     POSITIVE = (*models.ModelSettings.POSITIVE, "batch_tokens", "warm_up")
     FROM_0 = ("rate",)
-    CHOICES: ClassVar[Mapping[str, Any]] = {"implementations": KNOWN}
+    CHOICES = {"implementations": KNOWN}
 
     lengths: tuple[int, ...] | None = base.listed(
-        (32_768, 131_072), (256, 512), "tokens of prompts", parse_length
+        (2**15, 2**17), (256, 512), "tokens of prompts", parse_length
     )
-    requests: tuple[str, ...] | None = by_device(
-        ("16", "131072:4"),
-        ("2",),
-        "requests of every length, or LENGTH:COUNT for that length alone",
-        comma_separated(str),
+    requests: tuple[str, ...] | None = base.listed(
+        ("16", "131072:4"), ("2",), "requests of every length, or LENGTH:COUNT of that length"
     )
     implementations: tuple[str, ...] | None = base.listed(
         # what takes longest comes last: sdpa attends all pairs of a batch under a mask
@@ -80,13 +81,9 @@ class Settings(models.ModelSettings):
     shared: int = option(0, "tokens at the start that all prompts share", parse_length)
     batch_tokens: int | None = by_device(8192, 128, "max_batch_tokens", parse_length)
     page_size: int | None = by_device(256, 16, "tokens of a page of the cache", int)
-    blocks: int | None = by_device(
-        None, 256, "pages of the cache; on a GPU as many as --memory has room for", int
-    )
+    blocks: int | None = by_device(None, 256, "pages of the cache; on a GPU by --memory", int)
     memory: float = option(0.9, "share of the GPU's free memory that the cache may take", float)
-    prefill_graphs: bool = flag(
-        "flash attention: capture batches with prompts in CUDA graphs as well"
-    )
+    prefill_graphs: bool = flag("flash attention: CUDA graphs of batches with prompts as well")
     warm_up: int = option(2, "warm-up requests of every length, at most", int)
 
     def __post_init__(self) -> None:
@@ -108,10 +105,7 @@ class Settings(models.ModelSettings):
         """Length -> requests."""
         return {at: self.value_at("requests", at, int, "count") for at in self.lengths}
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return self.lengths[-1]
+    longest = property(lambda self: self.lengths[-1])
 
     @property
     def method(self) -> str:
@@ -119,9 +113,9 @@ class Settings(models.ModelSettings):
         counts = ", ".join(f"{count} of {length:,}" for length, count in self.counts.items())
         return (
             f"requests ({counts} tokens, the first {self.shared} shared) arrive {arrive} and have "
-            f"{self.new_tokens} new tokens each, once, after at most {self.warm_up} other ones of "
-            f"every length with {WARM_UP_TOKENS}; tokens have the time.perf_counter at which the "
-            "manager has them on the host; the peak is all that was allocated"
+            f"{self.new_tokens} new tokens each, after at most {self.warm_up} of every length with "
+            f"{WARM_UP_TOKENS}; tokens have the time at which the manager has them on the host; "
+            "the peak is all that was allocated"
         )
 
 
@@ -139,12 +133,12 @@ class Serve(models.ModelSpeed):
     SHAPE = ("dtype", "new_tokens", "longest")
     FOUND = ("served", "density", "peak_gib", "cache_gib", "ran_as")
     BY_NAME = ("batching",)
-    BY = WAY
+    BY = {"way": "implementation"}
     PANELS = (
         Panel("time to the first token, p99", "s", ("ttft_p99",), log=False),
         Panel("time per output token, p99", "ms", ("tpot_p99",), log=False),
     )
-    NOTES: ClassVar[Mapping[str, str]] = {"": NOTES}
+    NOTES = {"": NOTES}
 
     def find(self, sample: dict[str, Any]) -> None:
         settings, way, longest = self.settings, sample["implementation"], sample["longest"]
@@ -166,11 +160,7 @@ class Serve(models.ModelSpeed):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What the trace took, each beside the dense way that took the fewest seconds.
-
-        ``over_best`` says how many times faster a row is in all, ``ttft_over_best`` and
-        ``tpot_over_best`` how many times shorter its p99.
-        """
+        """What the trace took, each beside the dense way that took the fewest seconds."""
         derived = dict.fromkeys((*SUMMARY, "baseline", *OVER))
         rows = [{**sample, **derived} for sample in samples]
         ran = [row for row in rows if row["served"]]
@@ -215,9 +205,7 @@ def by_length(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def managing(
     model: PreTrainedModel, settings: Settings, way: str
 ) -> Iterator[ContinuousBatchingManager]:
-    """A manager that serves ``model``, sized for the trace, its CUDA graphs captured.
-
-    It is the same for all ways to attend, but for CUDA graphs.
+    """A manager that serves ``model``, sized for the trace; of all ways alike, but for CUDA graphs.
 
     Raises:
         Exception: what ended the generation, where that made a request fail.
@@ -249,3 +237,97 @@ def managing(
     except RequestFailed as error:
         # requests are told of it by a sentence
         raise manager.background_thread_status.fatal_error or error from None
+
+
+class Request(NamedTuple):
+    """A prompt, and when it is handed in, in seconds after the first one."""
+
+    arrives: float
+    prompt: list[int]
+
+
+class RequestFailed(RuntimeError):
+    """A request was given up by the manager that served it."""
+
+
+def trace_of(
+    counts: Mapping[int, int], seed: int, vocab: int, rate: float = 0.0, shared: int = 0
+) -> list[Request]:
+    """Requests in random order with random tokens, ``counts`` of each length.
+
+    They arrive at a ``rate`` a second by a Poisson process, with 0 at once, and begin with as many
+    ``shared`` tokens.
+    """
+    draw = random.Random(seed)
+    lengths = [length for length, count in counts.items() for _ in range(count)]
+    draw.shuffle(lengths)
+    beginning = draw.choices(range(vocab), k=shared)
+    made, arrives = [], 0.0
+    for length in lengths:
+        made.append(Request(arrives, beginning + draw.choices(range(vocab), k=length - shared)))
+        arrives += draw.expovariate(rate) if rate else 0.0
+    return made
+
+
+def serve(
+    manager: ContinuousBatchingManager, trace: Sequence[Request], new_tokens: int
+) -> list[dict[str, Any]]:
+    """Hand in requests when they arrive, and wait until all have ``new_tokens``.
+
+    Returns:
+        For each request its ``length``; in seconds after the start when it ``arrived`` and when its
+        ``first`` and ``last`` token came out; and whether it was ``preempted``: put back for lack
+        of pages, and read again from its beginning.
+
+    Raises:
+        RequestFailed: with what the manager says of the first request that it gave up.
+    """
+    began, running = time.perf_counter(), len(trace)
+    served = {str(number): {"length": len(each.prompt)} for number, each in enumerate(trace)}
+    waiting, handed_in = deque(zip(served, trace, strict=True)), {}
+    while running:
+        patience = LOOK_AGAIN
+        if waiting:
+            name, request = waiting[0]
+            until = began + request.arrives - time.perf_counter()
+            if until <= 0:
+                waiting.popleft()
+                served[name]["arrived"] = time.perf_counter() - began
+                told = {"streaming": True, "record_timestamps": True}
+                manager.add_request(request.prompt, name, new_tokens, **told)
+                handed_in[name] = time.perf_counter()
+                continue
+            patience = min(patience, until)
+        output = manager.get_result(timeout=patience)
+        if output is None:
+            if not manager.is_running():
+                raise RequestFailed("the generation ended before all requests did")
+            continue
+        if output.error is not None:
+            raise RequestFailed(output.error)
+        # taken where the token came out, before it waited here
+        name, now = output.request_id, output.timestamps[-1] - began
+        served[name].setdefault("first", now)
+        # what is read again is another request by the same name
+        preempted = output.created_time > handed_in[name]
+        served[name] |= {"last": now, "preempted": preempted}
+        running -= output.is_finished()
+    return [
+        {what: round(x, 6) if isinstance(x, float) else x for what, x in each.items()}
+        for each in served.values()
+    ]
+
+
+def summary_of(served: Sequence[Mapping[str, Any]], new_tokens: int) -> dict[str, float]:
+    """`SUMMARY`; ``ttft`` is seconds to the first token, ``tpot`` ms a token behind it."""
+    total = max(each["last"] for each in served) - min(each["arrived"] for each in served)
+    ttft = [each["first"] - each["arrived"] for each in served]
+    tpot = [(each["last"] - each["first"]) / (new_tokens - 1) * 1e3 for each in served]
+    return {
+        "total_s": total,
+        "prompt_tokens_s": sum(each["length"] for each in served) / total,
+        "output_tokens_s": len(served) * new_tokens / total,
+        **{f"ttft_p{p}": float(np.percentile(ttft, p)) for p in (50, 99)},
+        **{f"tpot_p{p}": float(np.percentile(tpot, p)) for p in (50, 99)},
+        "preempted": sum(each["preempted"] for each in served),
+    }

@@ -1,7 +1,6 @@
 """The ranks that a speed op runs on: what they do together, and how long the slowest of them takes.
 
-Rank 0 decides, runs the experiment and writes, the others follow it. What they say to each other
-beside what is measured goes over a group of its own, on the CPU.
+Rank 0 runs the experiment and writes; the others measure the cases that it names.
 """
 
 from __future__ import annotations
@@ -14,19 +13,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from cab_hf.distributed import RankLost
+from cab_hf.distributed.sharding import sharding_of
 from cab_hf.eval.experiment import PROG, run
 from cab_hf.eval.speed.base import Speed, SpeedSettings
 from cab_hf.eval.speed.timing import MOST_RUNS, Bench, in_a_sentence
 from cab_hf.runs.settings import UsageError, read_settings
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Found = TypeVar("Found")
 # how long ranks wait for one that works alone
@@ -35,11 +33,7 @@ ROW_SECONDS = 1.0  # that several calls in a row may take
 
 
 class Slowest(NamedTuple):
-    """The median over ``runs`` of what the slowest rank took, and the highest peak of any rank.
-
-    Every run is so many calls ``in_a_row``, and ``ms`` that of one of them; ``each_ms`` are those
-    of all runs.
-    """
+    """Median ms a call over ``runs``, each of so many calls ``in_a_row``, and the highest peak."""
 
     ms: float
     peak_gib: float | None
@@ -52,9 +46,7 @@ class Slowest(NamedTuple):
 class Team:
     """Ranks in step; without groups, one rank for itself.
 
-    Attributes:
-        group: what is measured runs on it.
-        control: of the same ranks, on the CPU.
+    What is measured runs on ``group``; ``control`` is of the same ranks, on the CPU.
     """
 
     group: ProcessGroup | None = None
@@ -80,6 +72,16 @@ class Team:
         """What rank 0 gave, on every rank."""
         return self.everyone(value)[0]
 
+    def mean(self, value: float, weight: float = 1) -> float:
+        """The mean over the ranks."""
+        given = self.everyone((value, weight))
+        return sum(x * by for x, by in given) / sum(by for _, by in given)
+
+    def pairs(self, length: int, block: int) -> int:
+        """Causal pairs of this rank's queries of a text that is sharded by blocks of ``block``."""
+        sharding = sharding_of((length,), self.size, block)
+        return int((sharding.positions[self.rank] + 1)[sharding.real[self.rank]].sum())
+
     def together(self, call: Callable[[], Found]) -> Found:
         """What ``call`` returns on this rank, once it has returned on all.
 
@@ -97,16 +99,10 @@ class Team:
         except Exception as error:
             why = in_a_sentence(error)
         given = self.everyone(why)
-        failed = [rank for rank, each in enumerate(given) if each is not None]
+        failed = [f"rank {rank}: {each}" for rank, each in enumerate(given) if each is not None]
         if failed:
-            where = "" if len(failed) == self.size else f"rank {failed[0]}: "
-            raise RuntimeError(f"{where}{given[failed[0]]}")
+            raise RuntimeError(failed[0] if None in given else given[0])
         return result
-
-    def barrier(self) -> None:
-        """Return when all ranks are here."""
-        if self.group is not None:
-            dist.barrier(self.group)
 
     def slowest(
         self,
@@ -120,15 +116,16 @@ class Team:
     ) -> Slowest:
         """Time ``call``, which all ranks begin together: at least ``least`` runs, for ``seconds``.
 
-        A run is at most ``in_a_row`` calls, as many as take `ROW_SECONDS`: what follows on others
-        is set under way while they compute, as the layers of a model are; how many, one before
-        tells. A first call is not counted, unless it takes more than ``warm_up`` seconds.
-        ``before`` is called ahead of each run, untimed.
+        A run is at most ``in_a_row`` calls, as many as take `ROW_SECONDS` by one before: what
+        follows is set under way while others compute, as in the layers of a model. A first call
+        is not counted, unless it takes more than ``warm_up`` seconds. ``before`` is called ahead
+        of each run, untimed.
         """
 
         def begin() -> None:
             before()
-            self.barrier()
+            if self.group is not None:
+                dist.barrier(self.group)
 
         def walls(runs: int, row: int = 1) -> tuple[list[float], float | None]:
             """(ms a call of the slowest rank in each run, the highest peak)."""
@@ -194,8 +191,8 @@ def launched(device: str, command: str) -> Iterator[Team]:
 class Ranked(Speed):
     """Base of ops that run on the ranks of torchrun; some of them without it as well.
 
-    Rank 0 runs the experiment; the others measure the cases that it tells them of. A rank that
-    fails where the others wait for it ends the run, at the latest when torch's patience does.
+    A rank that fails where the others wait for it ends the run, at the latest when torch's patience
+    does.
     """
 
     LEAST_RANKS = 2
@@ -225,8 +222,8 @@ class Ranked(Speed):
 
     @staticmethod
     def programs(settings: Mapping[str, Any]) -> list[str]:
-        worlds = settings.get("worlds")
-        return [f"torchrun --nproc_per_node={n} -m cab_hf.eval" for n in worlds or ()] or [PROG]
+        worlds = settings.get("worlds") or ()
+        return [f"torchrun --nproc_per_node={n} -m cab_hf.eval" for n in worlds] or [PROG]
 
     def recorded(self) -> dict[str, Any]:
         """The settings, and on how many ranks where it is about ranks."""
@@ -272,8 +269,7 @@ class Ranked(Speed):
     def find(self, sample: dict[str, Any]) -> None:
         """As `find_on`; where a case is of one rank, rank 0 measures it and the others wait."""
         if sample["world"] > 1:
-            self.find_on(sample, self.team)
-            return
+            return self.find_on(sample, self.team)
         try:
             if self.team.rank == 0:
                 self.find_on(sample, Team())

@@ -1,7 +1,4 @@
-"""Clocks: how long a call takes, what it needs at its peak, which kernels it runs.
-
-`Bench` is what tests run with, `GpuBench` is what results come from.
-"""
+"""Clocks: how long a call takes, what it needs at its peak, which kernels it runs."""
 
 from __future__ import annotations
 
@@ -45,23 +42,14 @@ def method_on(device: str, seconds: float = SECONDS_A_CASE, graph: bool = True) 
     )
     if torch.device(device).type == "cpu":
         return f"{how}time.perf_counter; a functional check, no result"
-    replayed = (
-        "; ms is the replay of a CUDA graph where one could be made, for dense attention too, and "
-        "eager ms the same call made from Python"
-    )
-    return (
-        f"{how}CUDA events, {FLUSHED_BYTES >> 20} MiB being read before every run, outside of the "
-        "events, so that the L2 cache is cold and holds nothing that is to be written back"
-        f"{replayed * graph}"
-    )
+    how += f"CUDA events with a cold L2 cache: {FLUSHED_BYTES >> 20} MiB are read before every run"
+    replayed = "; ms is the replay of a CUDA graph where one could be made, for dense attention too"
+    return f"{how}{replayed}" if graph else how
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a call: made from Python, and replayed from a CUDA graph.
-
-    ``graph`` is None where there is no graph, and ``why_not`` says why one could not be made.
-    """
+    """Milliseconds a call, from Python and of a CUDA graph, or why none could be made."""
 
     eager: float
     graph: float | None = None
@@ -73,10 +61,7 @@ class Timing:
 
 
 class Bench:
-    """The clock of a CPU: no graph, no peak, no kernels.
-
-    ``seconds`` is what timing one case may take, `SECONDS_A_CASE` unless told.
-    """
+    """The clock of a CPU: no graph, no peak, no kernels; ``seconds`` is what a case may take."""
 
     def __init__(self, device: str, seconds: float | None = None) -> None:
         self.device = torch.device(device)
@@ -109,10 +94,7 @@ class Bench:
     def walls(
         self, call: Callable[[], Any], runs: int, before: Callable[[], Any] = lambda: None
     ) -> tuple[list[float], float | None]:
-        """(the ms of every run, GiB at the peak); ``before`` is called ahead of each, untimed.
-
-        The peak is of all that is allocated, by whomever, less the clock's own.
-        """
+        """(the ms of every run, GiB allocated at the peak); ``before`` is called ahead, untimed."""
         times = []
         for _ in range(runs):
             before()
@@ -124,7 +106,7 @@ class Bench:
         return times, None
 
     def room(self) -> float | None:
-        """GiB that can be allocated, with all that is already but without the clock's own."""
+        """GiB that can be allocated, with all that is already."""
         return None
 
     def _wait(self) -> None:
@@ -133,19 +115,17 @@ class Bench:
     def parts(
         self, call: Callable[[], Any], parts: Mapping[str, Sequence[str]] = PREDICTOR
     ) -> dict[str, Any]:
-        """ms of every part of the kernels of ``call`` and of the rest, or ``why_no_split``.
-
-        Each is the median over calls of what its kernels take together.
-        """
+        """The median ms of each of the ``parts`` and of all other kernels, or ``why_no_split``."""
         try:
             calls = self.kernels(call)
         except RuntimeError as error:
             return {"why_no_split": in_a_sentence(error)}
-        spent = {part: [0.0] * len(calls) for part in (*parts, OTHER)}
-        for place, kernels in enumerate(calls):
-            for name, ms in kernels:
-                spent[part_of(name, parts)][place] += ms
-        return {f"{part}_ms": statistics.median(each) for part, each in spent.items()}
+
+        def spent(part: str, kernels: Sequence[tuple[str, float]]) -> float:
+            return sum((ms for name, ms in kernels if part_of(name, parts) == part), 0.0)
+
+        names = (*parts, OTHER)
+        return {f"{x}_ms": statistics.median(spent(x, each) for each in calls) for x in names}
 
     def kernels(self, call: Callable[[], Any]) -> list[list[tuple[str, float]]]:
         """(name, ms) of the kernels of every profiled call."""
@@ -153,16 +133,13 @@ class Bench:
 
 
 class GpuBench(Bench):
-    """CUDA events, cold L2, graphs, peak memory and kernel times.
-
-    What empties the L2 cache is read, not written: a call of microseconds would be timed together
-    with writing back what was written before.
-    """
+    """CUDA events, cold L2, graphs, peak memory and kernel times."""
 
     def __init__(self, device: str, seconds: float | None = None) -> None:
         super().__init__(device, seconds)
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
+        # read, not written: a call of microseconds would be timed with writing it back
         self.flushed = torch.zeros(FLUSHED_BYTES // 8, device=self.device, dtype=torch.int64)
 
     def settle(self) -> None:
@@ -186,7 +163,6 @@ class GpuBench(Bench):
             captured = self._captured(call)
             return Timing(eager, self._median(captured.replay))
         except Exception as error:
-            # whatever a capture refuses, the eager time stands and the row says why it is alone.
             # ending a broken capture raises too: the first error is the reason
             while error.__context__ is not None:
                 error = error.__context__
@@ -235,11 +211,7 @@ class GpuBench(Bench):
         return self.by_events(call, self._warm_up(call))
 
     def by_events(
-        self,
-        call: Callable[[], Any],
-        runs: int,
-        flushes: int = 1,
-        before: Callable[[], None] = lambda: None,
+        self, call: Callable[[], Any], runs: int, flushes: int = 1, before: Any = lambda: None
     ) -> float:
         """The median ms of ``runs``, the cache being emptied so many times ahead of each."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
@@ -296,6 +268,6 @@ def ran_out(error: BaseException) -> bool:
     return given or isinstance(error, torch.OutOfMemoryError)
 
 
-def part_of(kernel: str, parts: Mapping[str, Sequence[str]] = PREDICTOR) -> str:
+def part_of(kernel: str, parts: Mapping[str, Sequence[str]]) -> str:
     """Which of ``parts`` a kernel of that name belongs to; `OTHER` where none fits."""
     return next((part for part in parts if any(mark in kernel for mark in parts[part])), OTHER)

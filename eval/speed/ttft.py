@@ -1,6 +1,5 @@
-"""``speed ttft``: the time to the first token of a whole model, by what it attends with.
+"""``speed ttft``: the time to the first token of a prompt, or of a question behind a cache.
 
-Of a prompt, or of a question behind tokens that are in the cache already.
 Started by torchrun, it deals the prompt out over the ranks, which read it together.
 """
 
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +28,6 @@ from cab_hf.runs.settings import option, parse_length
 MLP_TOKENS = 2**16
 # of the prompt that compiles all kernels where ranks share one
 WARM_UP_TOKENS = 2**17
-
-
 CONTINUED = (
     "A DynamicCache is cropped before every run, untimed, and copies keys and values of a layer to "
     "put new ones behind them, for every way alike. sdpa gets a mask of all pairs from "
@@ -49,7 +46,7 @@ GAIN = Panel("over the fastest dense way", "times as fast", ("over_best", "ceili
 class Settings(models.ModelSettings):
     """What a run of whole prefills is told."""
 
-    KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths", "implementation": "implementations"}
+    KEYS = {"length": "lengths", "implementation": "implementations"}
     POSITIVE = (*models.ModelSettings.POSITIVE, "runs")
     FROM_0 = ("behind",)
 
@@ -59,9 +56,7 @@ class Settings(models.ModelSettings):
     )
     runs: int = option(3, "timed runs of every row", int)
     behind: int = option(
-        0,
-        "tokens in the cache before the prompt, which then is a question about them",
-        parse_length,
+        0, "tokens in the cache before the prompt, which then is a question", parse_length
     )
 
     def __post_init__(self) -> None:
@@ -89,8 +84,8 @@ class Settings(models.ModelSettings):
         behind = f", behind {self.behind:,} random ones in the cache" if self.behind else ""
         text = (
             f"median of {self.runs} runs by time.perf_counter after one that warms up, from the "
-            f"call of the model on random tokens{behind} until the device is done: all are in the "
-            "cache and the logits of the last one are there; the peak is all that was allocated"
+            f"call of the model on random tokens{behind} to the logits of the last one; the peak "
+            "is all that was allocated"
         )
         warming = f"{models.TOGETHER}; what warms up has at most {WARM_UP_TOKENS:,} tokens"
         return text + (warming if by_torchrun() else "")
@@ -105,17 +100,13 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
     caption = "time to the first token by length, and what CAB gains"
     Settings = Settings
     CASE = (*Settings.KEYS, "world")
-    ADDED: ClassVar[Mapping[str, Any]] = {"world": 1, "behind": 0}
+    ADDED = {"world": 1, "behind": 0}
     GROWS = (*Settings.KEYS.values(), "cab", "worlds")
     SHAPE = ("dtype", "behind")
     FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as")
-    BY: ClassVar[Mapping[str, str]] = {"way": "implementation", "ranks": "world"}
+    BY = {"way": "implementation", "ranks": "world"}
     PANELS = (Panel("time to the first token", "ms", ("ms",)), GAIN)
-    NOTES: ClassVar[Mapping[str, str]] = {
-        "": f"{models.WAYS} {models.GAINS}",
-        "behind": CONTINUED,
-        "worlds": ACROSS,
-    }
+    NOTES = {"": f"{models.WAYS} {models.GAINS}", "behind": CONTINUED, "worlds": ACROSS}
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         for case in self.settings.asked():
@@ -143,11 +134,7 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """By length, each beside sdpa and the fastest dense way at its length.
-
-        ``over_sdpa`` and ``over_best`` say how many times faster a row is, ``ratio`` is one over
-        the latter.
-        """
+        """By length, each beside sdpa and the fastest dense way at its length."""
         derived = ("baseline", "baseline_ms", "ratio", "over_sdpa", "over_best")
         # ways to attend stay in the order they came in
         rows = base.by_length(samples, derived)
@@ -158,10 +145,10 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
             for row in alike:
                 if best is None or row["ms"] is None:
                     continue
-                row |= {"baseline": best, "baseline_ms": others[best]}
-                row["ratio"] = row["ms"] / others[best]
-                row["over_best"] = others[best] / row["ms"]
-                row["over_sdpa"] = others[SDPA] / row["ms"] if SDPA in others else None
+                ms, first = row["ms"], others[best]
+                row |= {"baseline": best, "baseline_ms": first, "ratio": ms / first}
+                row["over_best"] = first / ms
+                row["over_sdpa"] = others[SDPA] / ms if SDPA in others else None
         return rows
 
     @staticmethod
@@ -191,12 +178,9 @@ EXPERIMENT = TimeToFirstToken
 def prefilling_across(
     settings: models.ModelSettings, length: int, way: str, team: Team
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]], Callable[[], None]]]:
-    """As `models.prefilling`, where each rank of ``team`` reads its tokens of the prompt.
-
-    What is known is of all ranks, and asked for by all of them. Kernels are compiled by then.
-    """
+    """As `models.prefilling` over the ranks of ``team``; kernels are compiled by then."""
     from cab_hf import context_parallel
-    from cab_hf.eval.speed.spread import CP, block_of, density_of_all
+    from cab_hf.finetune.parallel import block_of
     from cab_hf.finetune.tiles import compute_in_tiles
 
     model, prompt = models.random_model(settings), models.random_tokens(settings, length)
@@ -205,7 +189,7 @@ def prefilling_across(
 
         def known() -> dict[str, Any]:
             density = models.attended_by(model, length, way)["density"]
-            return {"density": density_of_all(team, density, CP, length, block)}
+            return {"density": team.mean(density, team.pairs(length, block))}
 
         compute_in_tiles(model, MLP_TOKENS)
         try:
@@ -220,10 +204,7 @@ def prefilling_across(
 
 
 def reading(model: nn.Module, prompt: Tensor, team: Team, block: int) -> Callable[[], Any]:
-    """What reads this rank's tokens of a prompt [1, N] into a cache.
-
-    The rank that holds the prompt's last token gives its logits.
-    """
+    """What reads this rank's tokens of a prompt [1, N]; the rank of the last gives its logits."""
     from cab_hf.distributed import shard
 
     mine = shard({"input_ids": prompt}, team.group, block)

@@ -237,6 +237,7 @@ OTHERS = {
 --layers 0 > layers is 0
 --implementations FA9 > implementations is ('FA9',)
 --runs 0 > runs is 0
+--behind 9 --lengths 64 > lengths is (64,); it must be at least query_block=128 each behind a cache
 """,
     "speed prefill": """
 --chunk 100 > chunk is 100; it must be a multiple of query_block=128
@@ -248,6 +249,7 @@ OTHERS = {
 --implementations cab-always > must be out of sdpa, cab
 --rank 0 > rank is 0
 --spread fsdp1 > spread is ('fsdp1',)
+--spread alone,cp > torchrun --nproc_per_node=N -m cab_hf.eval speed lora.
 --spread cp --implementations sdpa > implementations is ('sdpa',)
 --multiple 0 > multiple is 0
 --longest --max-density 256:0.1,512:0.2 > max_density is ('256:0.1', '512:0.2')

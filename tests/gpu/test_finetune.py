@@ -171,9 +171,10 @@ def test_two_gpus_learn_what_one_does_in_turns(gpu, how, tmp_path):
 
 @PAIR
 def test_every_scheme_is_right_over_two_gpus(gpu, tmp_path):
-    words = ("--shape", "tiny", "--lengths", "4096", "--seconds", "0", "--link-mib", "1,4")
+    words = ("--shape", "tiny", "--lengths", "4096", "--seconds", "0")
     command = ("-m", "cab_hf.eval", "speed", "context-parallel")
     ended_well(*TORCHRUN, *command, *words, "--out", str(tmp_path))
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    turns = [row for row in rows if row["measured"] and row["scheme"] not in ("links", "ring")]
-    assert len(turns) == 2 * 6 and all(row["ms"] for row in turns)
+    # one rank alone and both together, dense and sparse, in both directions
+    timed = [row for row in rows if row["measured"] and row["scheme"] != "ring"]
+    assert len(timed) == 2 * 4 and all(row["ms"] for row in timed)

@@ -8,7 +8,7 @@ import torch
 from bench import FakeBench, sample_of, shown
 
 from cab_hf.engines import REFERENCE
-from cab_hf.eval.speed import attention, checks, dense
+from cab_hf.eval.speed import attention, dense
 from cab_hf.eval.speed.attention import Attention, Settings
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, Spans
@@ -135,68 +135,66 @@ def test_some_rows_are_compared_exactly():
     plan = settings.planner(KEY)(q, k, Spans.causal(1, 300, 300, "cpu"))
     full = REFERENCE.attention(q, k, v, plan, 0.25)
     for start, stop in ((0, 32), (100, 150), (268, 300)):
-        actual = checks.exact_rows(q, k, v, plan, start, stop)
+        actual = dense.exact_rows(q, k, v, plan, start, stop)
         torch.testing.assert_close(actual, full[:, :, start:stop])
 
 
 # --- baselines
 
 
-def test_a_head_dim_that_is_not_taken_is_a_reason(monkeypatch):
-    narrow = {"FA3": dense.Baseline(lambda: None, head_dims=dense.FLASH_DIMS), **dense.ON_CPU}
-    monkeypatch.setattr(dense, "ON_CPU", narrow)
-    q = torch.randn(1, 2, 300, 320)
-    measured = dense.measure(q, q, q, 0.05, FakeBench())
+SDPA = dense.ON_CPU["SDPA"]
+
+
+def times_of(baselines, backward=False, head_dim=16):
+    """What `dense.measure` finds of ``baselines``."""
+    q, k, v = tiny().random_heads(300, head_dim, torch.device("cpu"), "qkv")
+    return dense.measure(q, k, v, head_dim**-0.5, FakeBench(), backward, baselines)
+
+
+def test_a_head_dim_that_is_not_taken_is_a_reason():
+    narrow = dense.Baseline(lambda: None, head_dims=dense.FLASH_DIMS)
+    measured = times_of({"FA3": narrow, "SDPA": SDPA}, head_dim=320)
     assert measured["not_measured"] == {"FA3": "it takes head dims 1 to 256, not 320"}
     assert measured["baselines"] == {"SDPA": 2.0}
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_heads_are_repeated_for_kernels_that_do_not_group(monkeypatch, backward):
+def test_heads_are_repeated_for_kernels_that_do_not_group(backward):
     seen = []
 
     def attend(q, k, v, scale):
         seen.append((k.shape[1], v.shape[1]))
-        return sdpa(q, k, v, scale)
+        return SDPA.load()(q, k, v, scale)
 
-    sdpa = dense.ON_CPU["SDPA"].load()
-    one = dense.Baseline(lambda: attend, grouped=False)
-    monkeypatch.setattr(dense, "ON_CPU", {"efficient": one})
-    q, k, v = tiny().random_heads(300, 16, torch.device("cpu"), "qkv")
-    measured = dense.measure(q, k, v, 0.25, FakeBench(), backward)
+    measured = times_of({"efficient": dense.Baseline(lambda: attend, grouped=False)}, backward)
     assert measured["not_measured"] == {} and set(seen) == {(4, 4)}
 
 
-def test_a_baseline_with_a_wrong_gradient_is_not_timed(monkeypatch):
+def test_a_baseline_with_a_wrong_gradient_is_not_timed():
     def attend(q, k, v, scale):
-        return forward(q, k, v.detach(), scale) + 0 * v.repeat_interleave(2, 1)
+        return SDPA.load()(q, k, v.detach(), scale) + 0 * v.repeat_interleave(2, 1)
 
-    forward = dense.ON_CPU["SDPA"].load()
-    monkeypatch.setattr(dense, "ON_CPU", {"FA4": dense.Baseline(lambda: attend)})
-    q, k, v = tiny().random_heads(300, 16, torch.device("cpu"), "qkv")
-    assert dense.measure(q, k, v, 0.25, FakeBench())["baselines"] == {"FA4": 2.0}
-    measured = dense.measure(q, k, v, 0.25, FakeBench(), backward=True)
-    assert "in the gradient of v at 300 tokens" in measured["not_measured"]["FA4"]
+    wrong = {"FA4": dense.Baseline(lambda: attend)}
+    assert times_of(wrong)["baselines"] == {"FA4": 2.0}
+    told = times_of(wrong, backward=True)["not_measured"]["FA4"]
+    assert "in the gradient of v at 300 tokens" in told
 
 
 @pytest.mark.parametrize("hands_over", [False, True])
 def test_ffpa_is_measured_only_where_it_computes_itself(monkeypatch, hands_over):
     def attend(q, k, v, is_causal, scale, enable_gqa, backend):
         assert is_causal and enable_gqa and backend == "cutedsl"
-        return sdpa(q, k, v, scale)
+        return SDPA.load()(q, k, v, scale)
 
     class Meta:
         from_kwargs = classmethod(lambda cls, backend: cls())
         fallback = staticmethod(lambda q, k, mask, dropout: hands_over)
 
-    sdpa = dense.ON_CPU["SDPA"].load()
     package, functional = ModuleType("ffpa_attn"), ModuleType("ffpa_attn.functional")
     package.ffpa_attn_func, functional.FFPAAttnMeta = attend, Meta
     monkeypatch.setitem(sys.modules, "ffpa_attn", package)
     monkeypatch.setitem(sys.modules, "ffpa_attn.functional", functional)
-    monkeypatch.setattr(dense, "ON_CPU", {"ffpa CuTe": dense.ON_GPU["ffpa CuTe"]})
-    q = torch.randn(1, 4, 100, 320)
-    measured = dense.measure(q, q[:, :2], q[:, 2:], 0.05, FakeBench())
+    measured = times_of({"ffpa CuTe": dense.ON_GPU["ffpa CuTe"]}, head_dim=320)
     if hands_over:
         assert measured["not_measured"] == {"ffpa CuTe": "it would hand this over to SDPA"}
     else:

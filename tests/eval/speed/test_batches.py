@@ -7,9 +7,8 @@ import pytest
 import torch
 from bench import sample_of
 
-from cab_hf.eval.speed import dense, layouts
-from cab_hf.eval.speed.batches import Batches, Settings
-from cab_hf.eval.speed.layouts import PACKED, PADDED, WHOLE, Texts
+from cab_hf.eval.speed import batches, dense
+from cab_hf.eval.speed.batches import PACKED, PADDED, WHOLE, Batches, Settings, Texts
 from cab_hf.ops import reference
 
 # so few that 192 tokens have blocks to leave out
@@ -29,7 +28,7 @@ def measured(layout, bench=None, **more):
     return sample_of(Batches, tiny(), case_of(layout, **more), bench)
 
 
-@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+@pytest.mark.parametrize("layout", batches.LAYOUTS)
 def test_texts_are_of_a_half_to_all_of_the_length(layout):
     texts = Texts.drawn(layout, 3, 200, 0, "cpu")
     *most, last = texts.lengths
@@ -44,7 +43,7 @@ def test_texts_are_of_a_half_to_all_of_the_length(layout):
         assert (texts.lengths == [200] * 3) == (layout == WHOLE)
 
 
-@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+@pytest.mark.parametrize("layout", batches.LAYOUTS)
 def test_a_mask_says_what_the_spans_say(layout):
     texts = Texts.drawn(layout, 2, 40, 0, "cpu")
     seen = texts.mask(None).dense_rows(0, texts.slots, 0, texts.slots, "cpu")[:, 0]
@@ -76,22 +75,22 @@ def test_a_varlen_kernel_attends_texts_where_they_stand(monkeypatch, layout):
     monkeypatch.setattr(dense, "find_spec", lambda name: True)
     texts = Texts.drawn(layout, 2, 96, 0, "cpu")
     q, k, v = tiny().random_heads(texts.slots, 16, "cpu", "qkv", texts.rows)
-    texts.check(layouts._varlen(texts, layouts.VARLEN[0][2]), q, k, v)
+    texts.check(batches._varlen(texts, batches.VARLEN[0][1]), q, k, v)
     # and the check is one
-    whole = layouts.dense.on("cpu")["SDPA"].load()
+    whole = dense.on("cpu")["SDPA"].load()
     with pytest.raises(ArithmeticError, match="wrong by"):
         texts.check(whole, q, k, v)
 
 
 def test_a_way_that_attends_across_texts_is_told_of_and_not_timed(monkeypatch):
-    wrong = layouts.dense.on("cpu")["SDPA"].load()
-    monkeypatch.setattr(layouts, "_cab_dense", lambda *_: wrong)
+    wrong = dense.on("cpu")["SDPA"].load()
+    monkeypatch.setattr(batches, "_cab_dense", lambda *_: wrong)
     row = measured(PACKED)
     assert row["not_measured"]["cab_dense"].startswith("ArithmeticError: wrong by")
     assert row["baselines"].keys() == {"masked SDPA"}
 
 
-@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+@pytest.mark.parametrize("layout", batches.LAYOUTS)
 def test_a_row_has_what_a_layer_took(layout):
     row = measured(layout)
     assert row["error"] is None and row["engine"] == "reference"

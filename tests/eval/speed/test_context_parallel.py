@@ -8,9 +8,8 @@ import torch.distributed as dist
 from bench import shown, torchrun
 
 from cab_hf import distributed, engines
-from cab_hf.eval.speed import sharded_layer
-from cab_hf.eval.speed.context_parallel import ContextParallel, Settings
-from cab_hf.eval.speed.sharded_layer import BOTH, DIRECTIONS, FORWARD
+from cab_hf.eval.speed import context_parallel
+from cab_hf.eval.speed.context_parallel import BOTH, DIRECTIONS, FORWARD, ContextParallel, Settings
 from cab_hf.eval.speed.team import Team
 from cab_hf.eval.speed.timing import Bench
 
@@ -57,14 +56,14 @@ def test_a_killed_run_goes_on(tmp_path):
     results = json.loads((folder / "results.json").read_text())
     rows = results["rows"]
     assert results["provenance"]["settings"]["worlds"] == [2]
-    every = [*sharded_layer.ALONE, *sharded_layer.OVER_RANKS]
+    every = [*context_parallel.ALONE, *context_parallel.OVER_RANKS]
     assert [(r["direction"], r["scheme"]) for r in rows] == [
         (way, scheme) for way in DIRECTIONS for scheme in every
     ]
     for row in rows:
         # on the CPU a ring is differentiated as well
         assert row["error"] is None and len(row["each_ms"]) == 2
-        if row["scheme"] in sharded_layer.OVER_RANKS:
+        if row["scheme"] in context_parallel.OVER_RANKS:
             assert row["efficiency"] == row["alone_ms"] / row["ms"] / 2
     sparse = [row for row in rows if "cab" in row["scheme"]]
     for one, many in zip(sparse[::2], sparse[1::2], strict=True):
@@ -96,7 +95,7 @@ def meddle_with_grouped(patch, change):
         out, lse = distributed.zigzag_attention(*heads, **settings)
         return change(out), lse
 
-    patch.setitem(sharded_layer.SCHEMES, "grouped", sharded_layer.Scheme(wrong))
+    patch.setitem(context_parallel.SCHEMES, "grouped", context_parallel.Scheme(wrong))
 
 
 def gpu_engine(group, patch):
@@ -220,7 +219,7 @@ def test_one_rank_measures_what_more_are_held_against(one_process, tmp_path):
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["provenance"]["settings"]["worlds"] == [1]
     assert {(row["scheme"], row["direction"]) for row in results["rows"]} == {
-        (name, way) for name in sharded_layer.ALONE for way in DIRECTIONS
+        (name, way) for name in context_parallel.ALONE for way in DIRECTIONS
     }
     assert all(row["ms"] > 0 for row in results["rows"])
 
@@ -228,13 +227,13 @@ def test_one_rank_measures_what_more_are_held_against(one_process, tmp_path):
 def test_a_long_text_is_warmed_up_by_a_shorter_one(monkeypatch):
     monkeypatch.setattr("cab_hf.eval.speed.context_parallel.WARM_UP_TOKENS", 256)
     seen = []
-    attend = sharded_layer.BenchCase.attend
+    attend = context_parallel.BenchCase.attend
 
     def watched(self, q, k, v):
         seen.append(self.length)
         return attend(self, q, k, v)
 
-    monkeypatch.setattr(sharded_layer.BenchCase, "attend", watched)
+    monkeypatch.setattr(context_parallel.BenchCase, "attend", watched)
     measured = ContextParallel(settings_of(), Team())
     case = {"world": 1, "length": 600, "direction": FORWARD, "scheme": "alone"}
     assert measured.measure(case)["error"] is None

@@ -8,7 +8,7 @@ import torch
 from bench import sample_of, speed_run
 from torch.nn import functional as F
 
-from cab_hf.eval.speed import decode, dense, one_query
+from cab_hf.eval.speed import decode, dense
 from cab_hf.eval.speed.decode import Decode, Settings
 from cab_hf.eval.speed.model import random_cache, random_model
 from cab_hf.ops import decode as ops
@@ -26,7 +26,7 @@ def tiny(**more):
 
 
 def step_of(settings):
-    return one_query.random_step(settings, 600, 2, 16, torch.device("cpu"))
+    return decode.random_step(settings, 600, 2, 16, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["SDPA", "transformers", "flash"])
@@ -35,7 +35,7 @@ def test_dense_ways_that_a_cpu_has_are_timed(name):
     result = F.scaled_dot_product_attention(*step[:3], enable_gqa=True)
     torch.testing.assert_close(step.expected, result)
     torch.testing.assert_close(step.weights.sum(-1), torch.ones(2, 2, 3))
-    torch.testing.assert_close(one_query.DENSE[name](step)(), step.expected)
+    torch.testing.assert_close(decode.DENSE[name](step)(), step.expected)
     row = sample_of(Decode, tiny(), CASE | {"way": name, "budget": None})
     assert (row["error"], row["ms"], row["eager_ms"], row["kept"]) == (None, 2.0, 3.0, 600)
     # K and V of 600 tokens, two texts of two heads, 16 channels in float32
@@ -54,14 +54,14 @@ def test_flash_attn_gets_token_major_views_and_lengths(monkeypatch):
     module.flash_attn_with_kvcache = kernel
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(dense, "find_spec", lambda name: True)
-    torch.testing.assert_close(one_query.DENSE["FA3"](step)(), step.expected)
+    torch.testing.assert_close(decode.DENSE["FA3"](step)(), step.expected)
 
 
 def test_a_wrong_kernel_is_a_row_with_its_reason(monkeypatch):
     def zeros(step):
         return lambda: torch.zeros_like(step.expected)
 
-    monkeypatch.setitem(one_query.DENSE, "SDPA", zeros)
+    monkeypatch.setitem(decode.DENSE, "SDPA", zeros)
     row = sample_of(Decode, tiny(), CASE | {"way": "SDPA", "budget": None})
     assert row["ms"] is None and "wrong by 1" in row["error"]
 
@@ -73,7 +73,7 @@ def test_what_a_step_of_cab_reads_by_hand():
     assert (row["ms"], row["index_ms"], row["choose_ms"], row["attend_ms"]) == (2.0,) * 4
     assert 64 <= row["kept"] <= 192 and 0.2 < row["mass"] < 1
     step = step_of(settings)
-    channels = one_query.llama_channels(16)
+    channels = decode.llama_channels(16)
     index = ops.index_keys(step.k, channels).nbytes
     # the index, K and V of what is kept
     rows = 2 * 2

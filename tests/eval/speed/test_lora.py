@@ -2,7 +2,6 @@
 
 import json
 import weakref
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +9,9 @@ import torch
 import torch.distributed as dist
 from bench import BLOCKS, TINY, Clock, sample_of, torchrun
 
-from cab_hf.eval.__main__ import main
-from cab_hf.eval.speed import dense, lora, model, spread
+from cab_hf.eval.speed import dense, lora, model
 from cab_hf.eval.speed.base import next_length
-from cab_hf.eval.speed.lora import LoraStep, Settings
-from cab_hf.eval.speed.spread import SPREADS
+from cab_hf.eval.speed.lora import SPREADS, LoraStep, Settings
 from cab_hf.eval.speed.team import Team
 from cab_hf.finetune.offload import Offload
 
@@ -30,8 +27,8 @@ def tiny(**more):
 
 def test_a_step_learns_and_its_gradients_are_gone_behind_it():
     settings = tiny(lengths=(64,), vocab=32)
-    trainee, batch = spread.trainee(settings), spread.batch_of(settings, 64)
-    with spread.training(settings, 64, "sdpa") as (call, _):
+    trainee, batch = lora.trainee(settings), lora.batch_of(settings, 64)
+    with lora.training(settings, 64, "sdpa") as (call, _):
         before = trainee.objective(batch).item()
         for _ in range(20):
             call(64)
@@ -43,7 +40,7 @@ def test_a_step_learns_and_its_gradients_are_gone_behind_it():
 
 def test_operations_by_hand():
     settings = tiny(lengths=(64,), vocab=11, rank=3)
-    cost = spread.trainee(settings).cost
+    cost = lora.trainee(settings).cost
     # frozen: q and o 24 x 32, k and v 24 x 16, three of 24 x 40 in the MLP; the head
     frozen = 2 * (2 * 24 * 32 + 2 * 24 * 16 + 3 * 24 * 40) + 24 * 11
     adapters = 2 * 3 * 2 * ((24 + 32) + (24 + 16))
@@ -55,7 +52,7 @@ def test_operations_by_hand():
 def test_a_row_has_its_ceiling_by_hand(monkeypatch):
     settings = tiny(lengths=(192,), cab=SMALL)
     row = sample_of(LoraStep, settings, CASE, Clock())
-    cost = spread.trainee(settings).cost
+    cost = lora.trainee(settings).cost
     assert (row["ms"], row["peak_gib"], row["error"]) == (500.0, 2.0, None)
     assert 0 < row["density"] < 0.7 and "sparse" in row["ran_as"]
     done = lora.step_flops(cost, 192, row["density"])
@@ -94,9 +91,9 @@ def test_a_step_gives_its_pinned_memory_back_before_the_next_takes_its_own(monke
 
     monkeypatch.setattr(Offload, "_pinned", noted)
     for _ in range(2):
-        spread.save_memory(settings, 192, 50, 1)
+        lora.save_memory(settings, 192, 50, 1)
     assert seen == [1, 1]
-    spread.save_memory(settings, 192, 0, 0)
+    lora.save_memory(settings, 192, 0, 0)
 
 
 def test_a_kernel_without_gradients_is_a_row_with_its_reason(monkeypatch):
@@ -144,14 +141,6 @@ def test_a_run_of_two_ranks(tmp_path):
     assert sharded["density"] == pytest.approx(alone["cab"]["density"], rel=1e-6)
 
 
-def test_without_torchrun_it_says_how_to_launch(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("RANK", raising=False)
-    words = ["--device", "cpu", "--out", str(tmp_path / "none"), "--spread", "alone,cp"]
-    assert main(["speed", "lora", *words]) == 2
-    assert "torchrun --nproc_per_node=N -m cab_hf.eval speed lora." in capsys.readouterr().err
-    assert not (tmp_path / "none").exists()
-
-
 def test_one_rank_is_refused(one_process, tmp_path):
     measured = LoraStep(tiny(spread=SPREADS, out=str(tmp_path)), Team(dist.group.WORLD))
     with pytest.raises(ValueError, match="torchrun started 1; give it --nproc_per_node=2"):
@@ -188,73 +177,6 @@ def test_efficiency_is_over_the_same_way_and_length_alone():
     assert any("on 2 ranks by cp cab is 4.00× as fast as cab_dense" in each for each in said)
 
 
-def sample_on(group, how, way, meddle):
-    """The sample of a case, on each rank of a group."""
-    settings = tiny(lengths=(600,), runs=1, cab=SMALL, spread=SPREADS)
-    with pytest.MonkeyPatch.context() as patch:
-        meddle(group, patch)
-        case = {"length": 600, "implementation": way, "spread": how, "world": group.size()}
-        try:
-            return LoraStep(settings, Team(group, group)).measure({**case, "sought": False})
-        finally:
-            spread.trainee.cache_clear()
-            model.random_model.cache_clear()
-
-
-def each_for_itself(group, patch):
-    """Ranks whose gradients are not averaged."""
-    patch.setattr(spread, "DistributedDataParallel", lambda objective, **_: objective)
-    patch.setattr(spread, "fully_shard", lambda *_, **__: None)
-
-
-def deaf(group, patch):
-    """Attention on the second rank that does not see the first half of a head."""
-    from cab_hf.distributed.sharded import ShardedLayout
-
-    attend = ShardedLayout.attend
-
-    def halved(self, *heads):
-        out = attend(self, *heads)
-        return out * 0.5 if group.rank() else out
-
-    patch.setattr(ShardedLayout, "attend", halved)
-
-
-@pytest.mark.parametrize(
-    ("how", "way", "meddle"),
-    [
-        pytest.param("ddp", "sdpa", each_for_itself, id="ddp", marks=pytest.mark.slow),
-        pytest.param("fsdp2", "sdpa", each_for_itself, id="fsdp2", marks=pytest.mark.slow),
-        pytest.param("cp", "cab_dense", deaf, id="cp"),
-    ],
-)
-def test_what_is_wrong_is_not_timed(ranks, how, way, meddle):
-    for sample in ranks.run(2, sample_on, how, way, meddle):
-        assert sample["ms"] is None and sample["fits"] is None
-        assert "wrong by" in sample["error"] and f"in the gradients of {how} at" in sample["error"]
-
-
-def test_below_float32_gradients_are_compared_with_those_of_float32():
-    settings = tiny(lengths=(64,), cab=SMALL, dtype="bfloat16")
-    weights = [p.detach().clone() for p in model.random_model(settings).parameters()]
-    config = spread.check_config(settings, settings.budgeted(64))
-    assert (config.max_density, config.mass_threshold) == (1.0, 0.0)
-    expected = spread.expected_gradients(settings, "cab", config, "ddp", Team())
-    learnt = spread.trainee(settings).learnt
-    assert 1.5e-4 < expected.tolerance < 0.075
-    with spread.in_float32(spread.trainee(settings).objective):
-        step = spread.Step(
-            spread.trainee(settings).objective, learnt, lambda n: spread.batch_of(settings, n)
-        )
-        torch.testing.assert_close(step.gradients(expected.tokens), expected.gradients)
-    after = [p for n, p in model.random_model(settings).named_parameters() if "lora" not in n]
-    assert all(map(torch.equal, after, weights))
-    # a little more than that is wrong
-    with pytest.raises(ArithmeticError, match="wrong by .* in the gradients of ddp"):
-        twice = replace(step, scale=2)
-        spread.check_gradients(twice, expected, "ddp")
-
-
 @pytest.mark.parametrize("limit", [0, 63, 64, 200, 1000, 6399, 6400, 100_000])
 @pytest.mark.parametrize("asked", [(), (100,), (100, 3000)])
 def test_the_longest_that_fits_is_found(limit, asked):
@@ -283,14 +205,14 @@ def test_the_longest_is_sought_by_every_way():
 
 
 def test_what_does_not_fit_leaves_no_gradients(monkeypatch):
-    def full(step, optimizer, tokens):
+    def full(backward, learnt, optimizer, tokens):
         # a step that has begun
-        for parameter in step.learnt:
+        for parameter in learnt:
             parameter.grad = torch.ones_like(parameter)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
 
-    monkeypatch.setattr(spread, "learn", full)
+    monkeypatch.setattr(lora, "learn", full)
     settings = tiny(lengths=(192,), cab=SMALL)
     row = sample_of(LoraStep, settings, CASE, Clock())
     assert row["fits"] is False and row["error"].startswith("out of memory")
-    assert all(p.grad is None for p in spread.trainee(settings).learnt)
+    assert all(p.grad is None for p in lora.trainee(settings).learnt)

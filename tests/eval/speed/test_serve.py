@@ -13,8 +13,7 @@ from bench import BLOCKS, TINY, sample_of, shown
 
 from cab_hf import attention
 from cab_hf.eval.speed.model import random_model
-from cab_hf.eval.speed.serve import Serve, Settings
-from cab_hf.eval.speed.trace import Request, serve, summary_of, trace_of
+from cab_hf.eval.speed.serve import Request, Serve, Settings, serve, summary_of, trace_of
 
 
 def tiny(**more):

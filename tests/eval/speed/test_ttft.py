@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bench import BLOCKS, TINY, Clock, refused, sample_of, shown, speed_run, torchrun
+from bench import BLOCKS, TINY, Clock, sample_of, shown, speed_run, torchrun
 
 from cab_hf.eval.speed import dense, model, ttft
 from cab_hf.eval.speed.team import Team
@@ -156,12 +156,6 @@ def test_a_run_behind_a_cache(tmp_path):
     # dense below min_length, and by cab alone sparse
     densities = {row["implementation"]: row["density"] for row in rows if not row["error"]}
     assert densities["sdpa"] == densities["cab"] == 1 > densities["cab-always"]
-
-
-def test_a_question_that_no_block_holds_is_refused(capsys, tmp_path):
-    words = ("--device", "cpu", "--behind", "256", "--lengths", "64", "--out", str(tmp_path))
-    said = refused(capsys, "ttft", *words)
-    assert "lengths is (64,); it must be at least query_block=128 each behind a cache" in said
 
 
 @pytest.mark.slow
