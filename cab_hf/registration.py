@@ -87,7 +87,7 @@ def _prepare_then_index(
     text = model.config.get_text_config()
     if text._attn_implementation not in NAMES or model.config.is_encoder_decoder:
         return result
-    from cab_hf.call.prompt import prompt_given, set_prompt
+    from cab_hf.call.scope import prompt_given, set_prompt
 
     set_prompt(prompt_given(generation_config, model_kwargs))
     made = _cache_in(model_kwargs)
@@ -127,9 +127,9 @@ def wrap_guidance() -> None:
 
 def _in_a_scope(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run it in a prompt scope of its own."""
-    from cab_hf.call.prompt import scope
+    from cab_hf.call.scope import prompt_scope
 
-    with scope():
+    with prompt_scope():
         return function(*args, **kwargs)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from cab_hf import engines
+from cab_hf.call.call import Call
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import KeyIndex
 from cab_hf.decode.step import SparseDecode, why_dense
@@ -15,6 +16,12 @@ from cab_hf.engines import SDPA, Engine, Workload
 from cab_hf.engines.dense import Exact, ExactByBlocks, ExactByRows
 from cab_hf.engines.sparse import Sparse
 from cab_hf.plan import EXACT_BLOCK
+
+
+def attend(call: Call) -> Tensor:
+    """[B, H, N_q, D_v] of one text, as `route` has it computed."""
+    facts = {"sparse": call.sparse, "layer": call.layer, "index": call.index}
+    return route(call.text, call.config, call.work, **facts).attend(call)
 
 
 def route(
@@ -26,7 +33,7 @@ def route(
     layer: nn.Module | None,
     index: KeyIndex | None = None,
 ) -> Exact | Sparse | SparseDecode:
-    """What computes one layer in one call, by its ``attend(q, k, v, scale)``; and why so.
+    """What computes one layer in one call, by its ``attend(call)``; and why so.
 
     Args:
         text: a `CabMask`, or a `ShardedText` over ranks: how long the call and its documents
@@ -44,27 +51,21 @@ def route(
         tail = text.tail_from(config.dense_tail_blocks, config.query_block)
         if tail is not None and text.q_slot + text.q_length <= tail:
             config = replace(config, dense_tail_blocks=0)
-        engine = engines.choose(config.engine, work)
-        return Sparse(text, engine, config, layer, sampled_one_in(config, work))
+        return Sparse(engines.choose(config.engine, work), config)
     if kind == SparseDecode.kind:
-        return SparseDecode(text, layer, config, index)
+        return SparseDecode()
     q_length, kv_length = text.q_length, text.kv_length
     if text.exact_block is not None:
         work = replace(work, query_block=text.exact_block, key_block=text.exact_block)
-        return ExactByBlocks(text, engines.choose("auto", work), kind, reason)
+        return ExactByBlocks(engines.choose("auto", work), kind, reason)
     complete = text.plain and q_length == kv_length
     few = q_length < EXACT_BLOCK or text.window is not None or kv_length is None
     kernel = SDPA if few else engines.exact(work, q_length if complete else None)
     if isinstance(kernel, Engine):
-        return ExactByBlocks(text, kernel, kind, reason)
+        return ExactByBlocks(kernel, kind, reason)
     if complete or (text.plain and q_length == 1 and kv_length is not None):
-        return Exact(text, kernel, kind, reason)
-    return ExactByRows(text, kernel, kind, reason)
-
-
-def sampled_one_in(config: CabConfig, work: Workload) -> int:
-    """Of how many blocks that are not chosen one is sampled; 0 where nothing is."""
-    return config.sampled_one_in if work.training else 0
+        return Exact(kernel, kind, reason)
+    return ExactByRows(kernel, kind, reason)
 
 
 def _kind(

@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from cab_hf.call.mask import CabMask
+from cab_hf.call.call import Call
 from cab_hf.config import CabConfig
 from cab_hf.engines import Workload
 from cab_hf.eval.speed import dense
@@ -102,19 +102,15 @@ class AttentionClock:
             spent["predict_reported"] = reported
         shared_state: dict[Any, Any] = {}
 
-        def look(
-            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-        ) -> None:
-            if window is not None:
+        def look(call: Call) -> None:
+            if call.text.window is not None:
                 return
-            spent["dense_kernel"], dense_ms = self.dense(q, k, v, scale)
-            batch, _, length, dim = q.shape
-            spans, channels = (
-                Spans.causal(batch, length, length, q.device),
-                slow_channels(module, dim),
-            )
-            layer = LayerContext(spans, scale, layer_index(module), shared_state, channels)
-            calls = None if config is None else sparse_calls(module, q, k, v, layer, config)
+            spent["dense_kernel"], dense_ms = self.dense(call.q, call.k, call.v, call.scale)
+            batch, _, length, dim = call.q.shape
+            spans = Spans.causal(batch, length, length, call.q.device)
+            channels, index = slow_channels(call.layer, dim), layer_index(call.layer)
+            layer = LayerContext(spans, call.scale, index, shared_state, channels)
+            calls = None if config is None else sparse_calls(call, layer, config)
             predict_ms, attend_ms = 0.0, dense_ms
             if calls is not None:
                 predict, attend = calls
@@ -146,13 +142,12 @@ class AttentionClock:
 
 
 def sparse_calls(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, layer: LayerContext, config: CabConfig
+    call: Call, layer: LayerContext, config: CabConfig
 ) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
     """What chooses blocks in a layer, and what attends them; None where the layer is exact."""
-    batch, _, length, _ = q.shape
+    q, k, v = call.q, call.k, call.v
     work = Workload.of(q, k, v, (config.query_block, config.key_block))
-    text = CabMask(batch, length, length, 0)
-    way = route(text, config, work, sparse=True, layer=module)
+    way = route(call.text, config, work, sparse=True, layer=call.layer)
     if way.kind != "sparse":
         return None
     predict = partial(make_predictor(config), q, k, layer)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.call.prompt import reading as reading_prompt
+from cab_hf.call.scope import reading as reading_prompt
 from cab_hf.eval.haystack import Prompt
 from cab_hf.eval.kv_cache import cache_of, read_on
 from cab_hf.texts.needles import Span, Tokens, sentence_tokens, shared

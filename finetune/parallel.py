@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import cab_hf
 from cab_hf.distributed import shard
-from cab_hf.distributed.layout import layout_of, lengths_between
+from cab_hf.distributed.sharding import lengths_between, sharding_of
 from cab_hf.finetune.objective import Batch
 from cab_hf.finetune.settings import Settings
 from cab_hf.hf.model_config import cab_config_of as cab_config
@@ -68,8 +68,8 @@ class Parallel:
         if self.group is None:
             return sharded["position_ids"]
         lengths = lengths_between(sharded["cu_seq_lens_q"])
-        layout = layout_of(lengths, self.group.size(), self.block)
-        return sharded["position_ids"][:, layout.real[self.group.rank()]]
+        sharding = sharding_of(lengths, self.group.size(), self.block)
+        return sharded["position_ids"][:, sharding.real[self.group.rank()]]
 
 
 def block_of(model: nn.Module) -> int:

@@ -17,6 +17,7 @@ from transformers.utils.logging import tqdm
 from cab_hf.calibration import anchors as of_anchors
 from cab_hf.calibration.anchors import Coverage, Needles, View
 from cab_hf.calibration.density import densities, fitted, require_target
+from cab_hf.call.call import Call
 from cab_hf.checks import is_share, is_whole, require, require_finite
 from cab_hf.config import CabConfig
 from cab_hf.hf.fit import layer_index, number, origin_of, positions
@@ -165,24 +166,24 @@ def _layer_by_layer(
     """
     result: dict[int, Any] = {}
 
-    def look(
-        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> None:
+    def look(call: Call) -> None:
+        q, k = call.q, call.k
         for x in (q, k):
             require_finite(x, "dense")
-        if window is not None:
+        if call.text.window is not None:
             return
-        layer = layer_index(module)
+        layer = layer_index(call.layer)
         if layer is None:
             raise ValueError(
-                f"{type(module).__name__} serves several layers and has no index; a table of "
+                f"{type(call.layer).__name__} serves several layers and has no index; a table of "
                 "layers has no place for it. Give one number for all heads."
             )
         if layer in config.dense_layers:
             return
         spans = Spans.causal(1, q.shape[2], k.shape[2], q.device)
-        call = LayerContext(spans, scale, layer, channels=slow_channels(module, q.shape[-1]))
-        result[layer] = measure(q, k, call)
+        channels = slow_channels(call.layer, q.shape[-1])
+        context = LayerContext(spans, call.scale, layer, channels=channels)
+        result[layer] = measure(q, k, context)
         layer_done()
 
     ids = torch.tensor([tokens], device=model.device)

@@ -184,8 +184,8 @@ def _sentence(
     way = route(prompt, config, work, sparse=sparse, layer=module)
     if way.kind == "sparse":
         text = f"sparse, engine {way.engine.label(work)}{_chosen(config, module)}"
-        if way.one_in:
-            text += f", 1 in {way.one_in} of the other blocks sampled"
+        if training and config.sampled_one_in:
+            text += f", 1 in {config.sampled_one_in} of the other blocks sampled"
     else:
         # the engine is named where it is not the usual one
         how = [] if way.reason and way.engine is SDPA else [way.engine.name]

@@ -10,8 +10,8 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 import cab_hf
 from cab_hf import checks
 from cab_hf.call import forward_pass
-from cab_hf.call.frame import Frame, Length
 from cab_hf.call.hook import cab_mask
+from cab_hf.call.layout import Layout, Length
 from cab_hf.call.mask import CabMask
 from cab_hf.predictors import RowsPredictor, register_predictor
 
@@ -219,7 +219,7 @@ def test_padding_of_documents_that_stay_where_they_are(monkeypatch):
     document = torch.tensor([[0, 0, 1, 1]])
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(NotImplementedError, match="attention_mask is set for packed documents"):
-        Frame.build(1, 4, 4, 0, document > 0, document, 16, torch.device("cpu"))
+        Layout.build(1, 4, 4, 0, document > 0, document, 16, torch.device("cpu"))
 
 
 # --- short documents
@@ -238,8 +238,8 @@ def test_padding_of_documents_that_stay_where_they_are(monkeypatch):
 def test_query_blocks_of_short_texts(least, rows, known):
     real = torch.arange(40) >= torch.tensor([[20], [0]])
     lengths = [[Length(20, 20)], [Length(40, 40)]] if known else None
-    frame = Frame.build(2, 40, 40, 0, real, None, 16, torch.device("cpu"), lengths)
-    actual = frame.short(**least, query_block=16)
+    layout = Layout.build(2, 40, 40, 0, real, None, 16, torch.device("cpu"), lengths)
+    actual = layout.short(**least, query_block=16)
     if known and rows == [[], []]:
         assert actual is None
         return
@@ -249,14 +249,14 @@ def test_query_blocks_of_short_texts(least, rows, known):
 
 
 def test_no_text_is_short_in_a_plain_call():
-    assert Frame.build(1, 40, 40, 0, None, None, 16, torch.device("cpu")).short(99, 99, 16) is None
+    assert Layout.build(1, 40, 40, 0, None, None, 16, torch.device("cpu")).short(99, 99, 16) is None
 
 
-def test_a_call_of_nothing_but_padding_has_a_frame():
+def test_a_call_of_nothing_but_padding_has_a_layout():
     document = torch.tensor([[0, 0, 1, 1]])
-    frame = Frame.build(1, 4, 4, 0, document < 0, document, 16, torch.device("cpu"))
-    assert frame.spans.last.tolist() == [[-1]]
-    assert not frame.restore(frame.queries(torch.ones(1, 1, 4, 2))).any()
+    layout = Layout.build(1, 4, 4, 0, document < 0, document, 16, torch.device("cpu"))
+    assert layout.spans.last.tolist() == [[-1]]
+    assert not layout.restore(layout.queries(torch.ones(1, 1, 4, 2))).any()
 
 
 # --- what models do with a mask

@@ -6,7 +6,7 @@ import pytest
 import torch
 from valid_plan import require_valid
 
-from cab_hf.call.frame import Frame
+from cab_hf.call.layout import Layout
 from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility
 
 
@@ -125,19 +125,19 @@ def test_rows_that_are_to_attend_everything_too(before, rows, after):
     assert torch.equal(actual.is_dense(), complete.expand(1, 1, -1))
 
 
-# --- frames
+# --- layouts
 
 
-def frame(valid=None, document=None, q_length=None, align=4):
+def layout(valid=None, document=None, q_length=None, align=4):
     given = valid if valid is not None else document
     batch, length = given.shape
     q_length = q_length or length
     slot = length - q_length
-    return Frame.build(batch, q_length, length, slot, valid, document, align, torch.device("cpu"))
+    return Layout.build(batch, q_length, length, slot, valid, document, align, torch.device("cpu"))
 
 
 def test_padding_is_closed_up_by_hand():
-    it = frame(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 1]]).bool())
+    it = layout(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 1]]).bool())
     assert it.spans.last.tolist() == [[0, 1, -1, -1], [0, 1, 2, -1], [0, 1, -1, -1]]
     x = torch.arange(1.0, 5)[None, None, :, None].expand(3, 1, 4, 1)
     assert it.keys(x)[..., 0].tolist()[0][0][:2] == [3, 4]
@@ -149,12 +149,12 @@ def test_padding_is_closed_up_by_hand():
 
 
 def test_a_chunk_behind_padding_keeps_its_place_in_the_text():
-    it = frame(torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]).bool(), q_length=2)
+    it = layout(torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]).bool(), q_length=2)
     assert it.spans.last.tolist() == [[1, 2], [4, 5]]
 
 
 def test_documents_start_at_block_borders_by_hand():
-    it = frame(document=torch.tensor([[0, 0, 1, 1, 1, 2]]))
+    it = layout(document=torch.tensor([[0, 0, 1, 1, 1, 2]]))
     assert it.spans.last.tolist() == [[0, 1, -1, -1, 4, 5, 6, -1, 8]]
     assert it.spans.first.tolist()[0][4:7] == [4, 4, 4]
     assert it.spans.key_valid.int().tolist() == [[1, 1, 0, 0, 1, 1, 1, 0, 1]]

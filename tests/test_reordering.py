@@ -1,11 +1,11 @@
-"""Tokens moved into a frame and back, against indices for each number and their derivatives."""
+"""Tokens moved into a layout and back, against indices for each number and their derivatives."""
 
 import pytest
 import torch
 from attention_cases import random_plan
 from tiny import qkv
 
-from cab_hf.call.frame import Frame
+from cab_hf.call.layout import Layout
 from cab_hf.call.reordering import Reordering
 from cab_hf.ops import reference
 
@@ -33,9 +33,9 @@ LAYOUTS = {
 }
 
 
-def frame_of(text):
+def layout_of(text):
     queries, *others = TEXTS[text]
-    return Frame.build(2, queries, LENGTH, LENGTH - queries, *others, align=16, device=CPU)
+    return Layout.build(2, queries, LENGTH, LENGTH - queries, *others, align=16, device=CPU)
 
 
 def by_number(x, index):
@@ -66,7 +66,7 @@ def noise(length, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_tokens_and_their_gradients_are_those_of_an_index_for_each_number(text, layout, dtype):
-    order = frame_of(text).query_order
+    order = layout_of(text).query_order
     tokens, places = TEXTS[text][0], order.vacant.shape[1]
     x = LAYOUTS[layout](noise(tokens, dtype)).requires_grad_()
     y = LAYOUTS[layout](noise(places, dtype, 1)).requires_grad_()
@@ -82,15 +82,15 @@ def test_tokens_and_their_gradients_are_those_of_an_index_for_each_number(text, 
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_attention_in_a_frame_is_the_same_to_the_bit(text):
-    frame = frame_of(text)
-    orders = frame.query_order, frame.key_order, frame.key_order
+def test_attention_in_a_layout_is_the_same_to_the_bit(text):
+    laid = layout_of(text)
+    orders = laid.query_order, laid.key_order, laid.key_order
     leaves = [x.requires_grad_() for x in qkv(2, q_length=TEXTS[text][0], kv_length=LENGTH, dim=16)]
 
     def attended(apply, undo):
         q, k, v = map(apply, orders, leaves)
-        plan = random_plan(q, k, (32, 16), spans=frame.spans)
-        out = undo(frame.query_order, reference.attention(q, k, v, plan, 0.2))
+        plan = random_plan(q, k, (32, 16), spans=laid.spans)
+        out = undo(laid.query_order, reference.attention(q, k, v, plan, 0.2))
         return out, *torch.autograd.grad(out.square().sum(), leaves)
 
     meant = attended(apply_by_number, undo_by_number)
@@ -99,7 +99,7 @@ def test_attention_in_a_frame_is_the_same_to_the_bit(text):
 
 def test_a_place_without_a_token_has_no_gradient():
     """Not even where it is no number."""
-    order = frame_of("packed").key_order
+    order = layout_of("packed").key_order
     x = noise(LENGTH).requires_grad_()
     grad = noise(order.vacant.shape[1]).masked_fill(order.vacant[:, None, :, None], torch.nan)
     (result,) = torch.autograd.grad(order.apply(x), x, grad)
@@ -108,13 +108,13 @@ def test_a_place_without_a_token_has_no_gradient():
 
 @pytest.mark.parametrize("text", ["left-padded", "packed-padded"])
 def test_there_and_back_is_differentiable_twice(text):
-    order = frame_of(text).query_order
+    order = layout_of(text).query_order
     x = torch.randn(2, 1, LENGTH, 1, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: order.undo(order.apply(x).square()), x)
 
 
 def test_moving_compiles_without_a_break():
-    order = frame_of("left-padded").query_order
+    order = layout_of("left-padded").query_order
     x = noise(LENGTH).requires_grad_()
 
     def moved(x):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cab_hf import CabConfig, engines
-from cab_hf.call.frame import Length
+from cab_hf.call.layout import Length
 from cab_hf.call.mask import CabMask
 from cab_hf.decode.cache import KeyIndex
 from cab_hf.engines import Workload

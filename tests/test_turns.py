@@ -10,7 +10,7 @@ from tiny import FULL, SPARSE, tiny_model, tokens
 from transformers import DynamicCache, StaticCache
 
 import cab_hf
-from cab_hf.call import prompt
+from cab_hf.call import scope
 
 DOCUMENT, QUESTION = 256, 96
 CHAT = (130, 40, 1, 77, 52)  # tokens of five turns
@@ -80,19 +80,19 @@ def test_a_prompt_in_chunks_chooses_what_a_whole_one_does(padding):
 
 
 def test_a_prompt_is_told_to_the_calls_inside_of_its_scope():
-    outer, inner = prompt.Prompt(300), prompt.Prompt(50, lengths=(50, 20))
-    prompt.set_prompt(outer)
-    assert prompt.prompt_of(1) is None
-    with prompt.scope():
-        assert prompt.prompt_of(1) is None
-        prompt.set_prompt(outer)
-        with prompt.scope():
-            prompt.set_prompt(inner)
-            assert prompt.prompt_of(2) is inner
+    outer, inner = scope.Prompt(300), scope.Prompt(50, lengths=(50, 20))
+    scope.set_prompt(outer)
+    assert scope.prompt_of(1) is None
+    with scope.prompt_scope():
+        assert scope.prompt_of(1) is None
+        scope.set_prompt(outer)
+        with scope.prompt_scope():
+            scope.set_prompt(inner)
+            assert scope.prompt_of(2) is inner
             # a call of other rows reads another text
-            assert prompt.prompt_of(3) is None
-        assert prompt.prompt_of(1) is outer
-    assert prompt.prompt_of(1) is None
+            assert scope.prompt_of(3) is None
+        assert scope.prompt_of(1) is outer
+    assert scope.prompt_of(1) is None
 
 
 # of generate: nothing is drawn, no token ends it

@@ -273,7 +273,7 @@ def _with_our_mask(
         )
     batch = None
     if ours:
-        from cab_hf.batching.batch import Batch
+        from cab_hf.call.placeholder import Batch
 
         tokens = batch_data["input_ids"].shape[1]
         batch = Batch(name_of(model.config), tokens, _prompts(self.inputs_and_outputs))

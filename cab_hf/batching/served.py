@@ -8,8 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cab_hf.batching import hooks
-from cab_hf.call.frame import PARALLEL
 from cab_hf.call.refusals import foreseen
+from cab_hf.call.scope import is_sharded
 from cab_hf.config import NAMES
 from cab_hf.hf.layers import attention_layers, window
 from cab_hf.hf.token_mixers import token_mixers
@@ -37,7 +37,7 @@ def _unbatchable_layer(module: nn.Module) -> str | None:
         return f"layers under a sliding window of {window(module)} tokens"
     if getattr(module, "kv_lora_rank", None) is not None:
         return "multi-head latent attention"
-    if getattr(module, PARALLEL, None) is not None:
+    if is_sharded(module.config):
         return "a text that is spread over ranks (context_parallel)"
     return foreseen(module)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cab_hf.plan import BlockLists, BlockPlan
+
+if TYPE_CHECKING:
+    from cab_hf.call.call import Call
 
 # bytes of a layer's lists, of which all layers keep some
 MEASURED_FROM = 2**26
@@ -64,37 +67,32 @@ class ForwardState:
         self._parsed.append((config, parse(config)))
         return self._parsed[-1][1]
 
-    def require_same_settings(self, layer: Any, how: Any, sampled: int) -> None:
-        """Refuse a ``layer`` that is computed again and attends otherwise than the first time.
-
-        Args:
-            how: it attends, and
-            sampled: one of how many blocks that are not chosen; 0: none.
+    def require_same_settings(self, call: Call) -> None:
+        """Refuse a layer that is computed again and attends otherwise than the first time.
 
         Raises:
-            RuntimeError: a backward pass finds others of them than the forward pass had.
+            RuntimeError: a backward pass finds other settings than the forward pass had.
         """
         if torch.compiler.is_compiling():
             return
-        before = self._attended.setdefault(layer, (how, sampled))
+        how, sampled = (call.config, call.sparse), call.sampled_one_in
+        before = self._attended.setdefault(call.layer, (how, sampled))
         if before == (how, sampled):
             return
         if in_backward_pass():
             raise RuntimeError(SETTINGS_CHANGED if before[0] != how else SAMPLED_LATER)
-        self._attended[layer] = how, sampled
+        self._attended[call.layer] = how, sampled
 
-    def kept_plan(self, layer: Any, x: Tensor, predict: Callable[[], BlockPlan]) -> BlockPlan:
-        """What ``predict`` chooses for ``layer``, kept for a second forward pass.
+    def kept_plan(self, call: Call, predict: Callable[[], BlockPlan]) -> BlockPlan:
+        """What ``predict`` chooses for a layer, kept for a second forward pass.
 
         Gradient checkpointing computes a layer again in the backward pass: it then attends under
         the plan of the first time. A layer that a model calls several times is predicted anew.
-
-        Args:
-            x: one of the queries, keys and values, with gradients if any of them has some.
         """
-        if torch.compiler.is_compiling() or not x.requires_grad or is_captured(x):
+        x = next((x for x in (call.q, call.k, call.v) if x.requires_grad), None)
+        if torch.compiler.is_compiling() or x is None or is_captured(x):
             return predict()
-        kept = self._predicted.setdefault(layer, [])
+        kept = self._predicted.setdefault(call.layer, [])
         if not in_backward_pass():
             plan = trimmed(predict())
             # lists of all layers would take memory beside what the longest layer needs

@@ -12,7 +12,7 @@ from transformers.masking_utils import causal_mask_function
 from cab_hf.call import packing
 from cab_hf.call.mask import AHEAD, CabMask, not_causal, of_another_kind, too_short
 from cab_hf.call.placeholder import NotATensor
-from cab_hf.call.prompt import prompt_of
+from cab_hf.call.scope import SCOPE, prompt_of, refuse_compiled
 from cab_hf.hf.fit import name_of
 
 
@@ -39,11 +39,12 @@ def cab_mask(
 
     Raises:
         ValueError: for a mask that is not 2-D, of another batch size, or of too few tokens.
+        NotImplementedError: for a compiled model inside `context_parallel`.
     """
-    # generate() with a static cache calls the hook, then the model does again with what it
-    # returned; continuous batching brings a mask of its own
+    # what generate() made for a static cache, or the mask of continuous batching
     if isinstance(attention_mask, NotATensor):
         return attention_mask
+    refuse_compiled(config)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(of_another_kind(attention_mask))
     eager = not torch.compiler.is_compiling()
@@ -92,6 +93,7 @@ def cab_mask(
         model=model,
         refusal=None if refusal is None else not_causal(model, refusal),
         prompt=prompt,
+        parallel=SCOPE.get().parallel if eager else None,
         looks_ahead=ahead,
     )
 

@@ -7,7 +7,7 @@ the layers of one forward pass share.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from cab_hf.call import packing
 from cab_hf.call.forward_pass import ForwardState
-from cab_hf.call.frame import Frame, Length, whole_documents
+from cab_hf.call.layout import Layout, Length, whole_documents
 from cab_hf.call.placeholder import NotATensor
-from cab_hf.call.prompt import Prompt
+from cab_hf.call.scope import Prompt
 from cab_hf.checks import short, warn_once
 
 # equal tokens at the end of a row that look like padding, and by how much of the largest their
@@ -45,6 +45,7 @@ class CabMask(NotATensor):
             of their layers uses.
         prompt: what is read, up to where it is known to end; None where that is not known: the end
             of a call is then that of a prompt, and few queries are an answer.
+        parallel: the `Parallel` of the ranks that hold the text; None where one process does.
         looks_ahead: whether a token sees a later one, bool [], where only the device knows: the
             first layer that uses the mask refuses it there. None where it is known that none does.
         exact_block: block size of the plan under which exact attention is computed; None where a
@@ -63,6 +64,7 @@ class CabMask(NotATensor):
     model: str = "this model"
     refusal: str | None = None
     prompt: Prompt | None = None
+    parallel: Any = None
     looks_ahead: Tensor | None = None
     exact_block: int | None = None
     # torch.compile traces no class as a factory
@@ -164,8 +166,7 @@ class CabMask(NotATensor):
             return Length(self.prompt.longest, self.prompt.longest)
         if self.lengths is None:
             return None
-        everyone = [length for row in self.lengths for length in row]
-        return Length(max(x.queries for x in everyone), max(x.tokens for x in everyone))
+        return Length(*map(max, zip(*chain(*self.lengths), strict=True)))
 
     def find_documents(
         self, position_ids: Tensor | None, cu_seq_lens: Tensor | None, value: Tensor | None = None
@@ -200,7 +201,7 @@ class CabMask(NotATensor):
             if cu_seq_lens is not None:
                 self.document = packing.documents_between(cu_seq_lens, self.batch, self.kv_length)
                 self._most_documents = cu_seq_lens.shape[0]
-            elif self._readable(position_ids):
+            elif position_ids is not None and self._one_a_token(position_ids):
                 starts = packing.document_starts(position_ids, self.valid)
         plain = self.valid is None and self.document is None and begins
         self._look(starts, value if plain and self.batch > 1 else None)
@@ -216,12 +217,11 @@ class CabMask(NotATensor):
             self.valid = torch.ones(shape, dtype=torch.bool, device=self.looks_ahead.device)
         self.valid = packing.refuse_where(self.valid, *refusal)
 
-    def _readable(self, position_ids: Tensor | None) -> bool:
+    def _one_a_token(self, position_ids: Tensor) -> bool:
         """Whether these may be looked at, and are one a token: those of pictures are several."""
-        unknown = position_ids is None or position_ids.is_floating_point()
-        if unknown or torch.compiler.is_compiling():
-            return False
-        return tuple(position_ids.shape) in ((1, self.q_length), (self.batch, self.q_length))
+        shapes = (1, self.q_length), (self.batch, self.q_length)
+        known = not (position_ids.is_floating_point() or torch.compiler.is_compiling())
+        return known and tuple(position_ids.shape) in shapes
 
     def _look(self, starts: Tensor | None, value: Tensor | None = None) -> None:
         """What the host must know of padding and of documents' ``starts``, in one wait.
@@ -270,9 +270,9 @@ class CabMask(NotATensor):
                 "the tokenizer.",
             )
 
-    def frame(
+    def layout(
         self, query_block: int, key_block: int, device: torch.device, from_start: bool = True
-    ) -> Frame:
+    ) -> Layout:
         """The places of this call's tokens on the block grid; made once for all layers.
 
         Args:
@@ -280,11 +280,11 @@ class CabMask(NotATensor):
                 as they are in one call; else from the first of this call.
         """
 
-        def build() -> Frame:
+        def build() -> Layout:
             # layers of a model spread over devices share this mask
             valid = None if self.valid is None else self.valid.to(device)
             document = None if self.document is None else self.document.to(device)
-            return Frame.build(
+            return Layout.build(
                 self.batch,
                 self.q_length,
                 self.slots if self.kv_length is None else self.kv_length,
@@ -298,7 +298,7 @@ class CabMask(NotATensor):
                 end=self._text_end(device),
             )
 
-        return self.state.once(("frame", query_block, key_block, device, from_start), build)
+        return self.state.once(("layout", query_block, key_block, device, from_start), build)
 
     def _ahead(self, query_block: int) -> int | list[int]:
         """Tokens of each row's text before this call that are in the query block of its first."""

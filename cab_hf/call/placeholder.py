@@ -1,11 +1,19 @@
-"""`NotATensor`: what models hand on as an attention mask, and may not compute with."""
+"""`NotATensor`: what models hand on as an attention mask, and may not compute with; a `Batch`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
+from cab_hf.call.forward_pass import SETTINGS_CHANGED, ForwardState, in_backward_pass
+
+# what attention functions receive with a `Batch`
+KEYWORDS = (
+    *("batch", "cache", "block_table", "read_index", "write_index"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+    *("logits_indices", "logits_processor_args"),
+)
 
 
 class UsedAsTensor(NotImplementedError, AttributeError):
@@ -78,3 +86,25 @@ for _name in ("getitem", "setitem", "invert", "neg", "lt", "le", "gt", "ge"):
 for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
     setattr(NotATensor, f"__{_name}__", _operator(_name))
     setattr(NotATensor, f"__r{_name}__", _operator(_name))
+
+
+@dataclass(eq=False)
+class Batch(NotATensor):
+    """The mask of all layers in a forward pass of continuous batching: many sequences in a row.
+
+    Attributes:
+        model: its name, for error messages.
+        tokens: of all sequences, and what pads them.
+        prompts: tokens of the prompt of each request, in the order of the batch.
+        state: what the layers share.
+    """
+
+    model: str
+    tokens: int
+    prompts: tuple[int, ...] = ()
+    state: ForwardState = field(default_factory=ForwardState)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of a mask of all tokens, which models read where they have no cache."""
+        return 1, self.tokens

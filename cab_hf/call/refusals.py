@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
 from cab_hf.call.mask import CabMask, of_another_kind, too_short
@@ -60,14 +60,18 @@ MEANINGS = {
 
 def refuse(
     module: nn.Module,
-    query: Tensor,
-    key: Tensor,
+    dtype: torch.dtype,
+    lengths: tuple[int, int],
     mask: Any,
     dropout: float,
     sliding_window: int | None,
     kwargs: dict[str, Any],
 ) -> None:
     """One sentence for everything that would otherwise quietly change meaning.
+
+    Args:
+        dtype: of the queries.
+        lengths: of queries and keys, in tokens.
 
     Raises:
         ValueError, NotImplementedError: naming the argument, the value seen and what to do.
@@ -77,7 +81,7 @@ def refuse(
             "a context-parallel mesh is active; 'cab' would attend to this rank's shard only. "
             "Leave the context_parallel region, or use attn_implementation='sdpa' inside it."
         )
-    _refuse_directions(module, query, key, kwargs)
+    _refuse_directions(module, *lengths, kwargs)
     if kwargs.get("output_attentions"):
         raise ValueError(
             "output_attentions is True; 'cab' never forms attention weights. "
@@ -85,15 +89,15 @@ def refuse(
         )
     _refuse_keywords(name_of(getattr(module, "config", None)), kwargs)
     if mask is not None:
-        _refuse_mask(mask, key, sliding_window)
+        _refuse_mask(mask, lengths[1], sliding_window)
     if dropout:
         raise ValueError(
             f"dropout is {dropout}; 'cab' has no attention dropout. "
             "Set config.attention_dropout = 0.0 or call model.eval()."
         )
-    if query.dtype not in DTYPES:
+    if dtype not in DTYPES:
         raise ValueError(
-            f"query is {query.dtype}; 'cab' takes float16, bfloat16 and float32. "
+            f"query is {dtype}; 'cab' takes float16, bfloat16 and float32. "
             "Load the model with one of these dtypes."
         )
 
@@ -116,9 +120,7 @@ def foreseen(module: nn.Module) -> str | None:
     return None
 
 
-def _refuse_directions(
-    module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]
-) -> None:
+def _refuse_directions(module: nn.Module, queries: int, keys: int, kwargs: dict[str, Any]) -> None:
     is_causal = kwargs.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not is_causal:
@@ -127,9 +129,9 @@ def _refuse_directions(
             "only. Use attn_implementation='sdpa' for bidirectional and cross attention, "
             "{'text_config': 'cab'} where the language model is one part of several."
         )
-    if key.shape[2] < query.shape[2]:
+    if keys < queries:
         raise ValueError(
-            f"key has {key.shape[2]} tokens and query {query.shape[2]}; 'cab' computes causal "
+            f"key has {keys} tokens and query {queries}; 'cab' computes causal "
             "self-attention, where no query lies behind the keys."
         )
 
@@ -162,14 +164,13 @@ def _refuse_keywords(model: str, kwargs: dict[str, Any]) -> None:
         raise ValueError("cu_seq_lens_k is set, and 'cab' reads cu_seq_lens_q, which is None.")
 
 
-def _refuse_mask(mask: Any, key: Tensor, sliding_window: int | None) -> None:
+def _refuse_mask(mask: Any, keys: int, sliding_window: int | None) -> None:
     if not isinstance(mask, CabMask):
         if in_backward_pass():
             raise RuntimeError(SETTINGS_CHANGED)
         raise ValueError(of_another_kind(mask))
     if mask.refusal is not None:
         raise NotImplementedError(mask.refusal)
-    keys = key.shape[2]
     if mask.slots is not None and mask.slots != keys:
         # without a cache all keys are the call's own
         if keys == mask.q_length and isinstance(mask.q_slot, int) and mask.q_slot == 0:
@@ -180,7 +181,7 @@ def _refuse_mask(mask: Any, key: Tensor, sliding_window: int | None) -> None:
             "that all layers have written alike, or none."
         )
     # eager and sdpa follow the mask; the keyword is for kernels that read no mask
-    if mask.window is None and sliding_window is not None and sliding_window < key.shape[2]:
+    if mask.window is None and sliding_window is not None and sliding_window < keys:
         raise NotImplementedError(
             f"sliding_window is {sliding_window}, and the mask of this layer has none; 'cab' "
             f"cannot tell which of them {mask.model} means. Use attn_implementation='sdpa'."

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from cab_hf.call.call import Call
 from cab_hf.checks import warn_once
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import KeyIndex
@@ -29,51 +29,42 @@ class SharedChoice(NamedTuple):
     choice: Choice
 
 
-@dataclass(frozen=True)
 class SparseDecode:
-    """Attention of one query a head over the keys chosen for it.
+    """Attention of one query a head over the keys chosen for it, of a text in one process.
 
-    Attributes:
-        text: a `CabMask`.
-        layer: the module that attends.
-        index: of the keys; None behind an anchor of a cascade, whose choice the layer reads.
+    They are chosen by the index of the call, or behind an anchor of a cascade by that.
     """
 
-    text: Any
-    layer: nn.Module | None
-    config: CabConfig
-    index: KeyIndex | None
     kind: ClassVar[str] = "sparse decode"
     reason: ClassVar[None] = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """[B, H, 1, D_v] of q [B, H, 1, D] over k and v [B, H_kv, N, D or D_v]."""
-        text, config, layer = self.text, self.config, layer_index(self.layer)
-        heads = q.shape[1], k.shape[1]
+    def attend(self, call: Call) -> Tensor:
+        """[B, H, 1, D_v] of a call."""
+        q, text, config, layer = call.q, call.text, call.config, layer_index(call.layer)
+        heads = q.shape[1], call.k.shape[1]
         length, wanted = text.reach(config.decode_tokens, decode_from(config), q.device)
         valid = None if text.valid is None else text.valid.to(q.device)
         anchor = anchor_of(config, layer)
         if anchor is None or anchor == layer:
-            index, channels = self.index
-            choice = decode.choose(q, index, scale, length, wanted, channels, valid)
+            index, channels = call.index
+            choice = decode.choose(q, index, call.scale, length, wanted, channels, valid)
         else:
-            choice = self._mapped(text.state.shared[SHARED_CHOICE], layer, heads, q.device)
+            choice = _mapped(text.state.shared[SHARED_CHOICE], config, layer, heads, q.device)
         if anchor is not None and anchor == layer:
             text.state.shared[SHARED_CHOICE] = SharedChoice(layer, heads, choice)
-        return decode.attend(q, k, v, choice, scale, length, valid)
+        return decode.attend(q, call.k, call.v, choice, call.scale, length, valid)
 
-    def _mapped(
-        self, shared: SharedChoice, layer: int, heads: tuple[int, int], device: Any
-    ) -> Choice:
-        """The anchor's choice, KV head by KV head as most of a group's heads are mapped."""
-        require_heads_of(shared.layer, shared.heads, layer, heads)
-        # the layers of a model may be spread over devices
+
+def _mapped(
+    shared: SharedChoice, config: CabConfig, layer: int, heads: tuple[int, int], device: Any
+) -> Choice:
+    """The anchor's choice, KV head by KV head as most of a group's heads are mapped."""
+    require_heads_of(shared.layer, shared.heads, layer, heads)
+    mapped = mapped_kv_heads(config.head_map[layer], heads[1]) if config.head_map else None
+    if mapped == tuple(range(heads[1])):
         mapped = None
-        if self.config.head_map:
-            mapped = mapped_kv_heads(self.config.head_map[layer], heads[1])
-        if mapped == tuple(range(heads[1])):
-            mapped = None
-        return shared.choice.elsewhere(device, mapped)
+    # the layers of a model may be spread over devices
+    return shared.choice.elsewhere(device, mapped)
 
 
 def why_dense(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from cab_hf.call.packing import counted_lengths
 from cab_hf.distributed.exchange import gathered, group_of
-from cab_hf.distributed.layout import Layout, layout_of, lengths_between
+from cab_hf.distributed.sharding import Sharding, lengths_between, sharding_of
 from cab_hf.plan import EXACT_BLOCK
 
 if TYPE_CHECKING:
@@ -63,21 +63,21 @@ def shard(
         if name not in KNOWN:
             raise ValueError(
                 f"batch has {name!r}, which shard cannot split over ranks; leave "
-                "it out, and split it yourself with cab_hf.distributed.layout."
+                "it out, and split it yourself with cab_hf.distributed.sharding."
             )
     ids = batch["input_ids"]
     lengths = _documents(batch)
-    layout = layout_of(lengths, group.size(), block)
+    sharding = sharding_of(lengths, group.size(), block)
     mine = {
-        "input_ids": _dealt(ids, layout, group.rank(), 0),
-        "position_ids": layout.positions[group.rank()].to(ids.device)[None],
+        "input_ids": _dealt(ids, sharding, group.rank(), 0),
+        "position_ids": sharding.positions[group.rank()].to(ids.device)[None],
         "cu_seq_lens_q": torch.tensor([0, *lengths], dtype=torch.int32, device=ids.device).cumsum(
             0, dtype=torch.int32
         ),
     }
     shifted = _shifted(batch)
     if shifted is not None:
-        mine["labels"] = mine["shift_labels"] = _dealt(shifted, layout, group.rank(), IGNORED)
+        mine["labels"] = mine["shift_labels"] = _dealt(shifted, sharding, group.rank(), IGNORED)
         mine["num_items_in_batch"] = (shifted != IGNORED).sum()
     known = [ids] if shifted is None else [ids, shifted]
     content = (x.to("cpu", torch.int64).contiguous().numpy() for x in known)
@@ -99,13 +99,13 @@ def unshard(
         cu_seqlens: the ``cu_seq_lens_q`` that `shard` returned.
     """
     group = group_of(group)
-    layout = layout_of(lengths_between(cu_seqlens), group.size(), block)
-    if x.shape[dim] != layout.tokens:
+    sharding = sharding_of(lengths_between(cu_seqlens), group.size(), block)
+    if x.shape[dim] != sharding.tokens:
         raise ValueError(
             f"x has {x.shape[dim]} tokens in dimension {dim}, and a rank of {group.size()} holds "
-            f"{layout.tokens}; give what the model made of a shard."
+            f"{sharding.tokens}; give what the model made of a shard."
         )
-    holders = layout.holders.to(x.device)
+    holders = sharding.holders.to(x.device)
     return gathered(x.movedim(dim, 0), group).index_select(0, holders).movedim(0, dim)
 
 
@@ -162,10 +162,10 @@ def _shifted(batch: Mapping[str, Tensor]) -> Tensor | None:
     return shifted if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def _dealt(x: Tensor, layout: Layout, rank: int, padding: int) -> Tensor:
+def _dealt(x: Tensor, sharding: Sharding, rank: int, padding: int) -> Tensor:
     """[B, n] of [B, N]."""
-    mine = x.index_select(1, layout.slots[rank].to(x.device))
-    return mine.masked_fill(~layout.real[rank].to(x.device), padding)
+    mine = x.index_select(1, sharding.slots[rank].to(x.device))
+    return mine.masked_fill(~sharding.real[rank].to(x.device), padding)
 
 
 def _documents(batch: Mapping[str, Tensor]) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from cab_hf.config import CabConfig, blocks_of
 from cab_hf.distributed.exchange import group_of
-from cab_hf.distributed.layout import layout_between
-from cab_hf.distributed.sharded import ShardedFrame
+from cab_hf.distributed.sharded import ShardedLayout
+from cab_hf.distributed.sharding import sharding_between
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
 from cab_hf.predictors import LayerContext, make_predictor
 
@@ -39,23 +39,23 @@ def predict(
             made once for both.
 
     Returns:
-        A plan of [B, H, n / query_block] rows, in key blocks of the frame of the whole text.
+        A plan of [B, H, n / query_block] rows, in key blocks of the layout of the whole text.
 
     Raises:
         ValueError: for ``spans`` of another text.
     """
     group = group_of(group)
-    layout = layout_between(cu_seqlens, q.shape[2], group.size(), block)
-    places = layout.places(max(blocks_of(config)), q.device)
+    sharding = sharding_between(cu_seqlens, q.shape[2], group.size(), block)
+    shard_map = sharding.shard_map(max(blocks_of(config)), q.device)
     if spans is None:
-        spans = places.spans(group.rank(), q.shape[0])
-    elif getattr(spans, "places", None) is not places or spans.first.shape[0] != q.shape[0]:
+        spans = shard_map.spans(group.rank(), q.shape[0])
+    elif getattr(spans, "shard_map", None) is not shard_map or spans.first.shape[0] != q.shape[0]:
         raise ValueError(
             "spans is of another text than q; give those of a plan that predict made of this text "
             "on this rank, or None."
         )
     call = LayerContext(spans, q.shape[-1] ** -0.5 if scale is None else scale, layer)
-    return ShardedFrame(places, group, spans).choose(make_predictor(config), q, k, call)
+    return ShardedLayout(shard_map, group, spans).choose(make_predictor(config), q, k, call)
 
 
 def union(plan: BlockPlan, kv_heads: int) -> Tensor:

@@ -10,13 +10,14 @@ from functools import lru_cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cab_hf.call.frame import PARALLEL
-from cab_hf.call.mask import CabMask
+from cab_hf.call.call import Call
+from cab_hf.call.forward_pass import SETTINGS_CHANGED
+from cab_hf.call.layout import Length
 from cab_hf.call.refusals import foreseen
+from cab_hf.call.scope import SHARDED, during_calls, is_sharded
 from cab_hf.config import NAMES, CabConfig
 from cab_hf.distributed.batch import CHECKSUM
 from cab_hf.distributed.exchange import (
@@ -27,8 +28,8 @@ from cab_hf.distributed.exchange import (
     withdraw_failure,
 )
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
-from cab_hf.distributed.layout import Layout, layout_of, lengths_between
 from cab_hf.distributed.sharded import ShardedText
+from cab_hf.distributed.sharding import Sharding, lengths_between, sharding_of
 from cab_hf.distributed.whole_text import whole_text_hooks
 from cab_hf.distributed.zigzag import rank_facts, require_sizes
 from cab_hf.hf.layers import inner_model
@@ -46,6 +47,7 @@ class Parallel:
     Attributes:
         model: what it is called.
         positioned: whether its latest call has set the positions of this rank's tokens.
+        closed: whether its `context_parallel` was left.
     """
 
     group: ProcessGroup
@@ -54,43 +56,51 @@ class Parallel:
     regather_kv: bool
     model: str
     positioned: bool = False
+    closed: bool = False
 
-    def text(self, mask: CabMask, q: Tensor, k: Tensor, *values: Any) -> ShardedText:
-        """The text of a forward pass, whose layout is agreed on once by all ranks.
+    def text(
+        self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
+    ) -> ShardedText:
+        """The text of a forward pass, whose sharding all ranks agree on once.
 
         Args:
-            mask: which the layers of one forward pass share, and its replay by gradient
-                checkpointing; every rank has one of its own.
-            values: v, config, position_ids and cu_seq_lens_q of the layer, of which those of the
-                first one count.
+            call: with the mask that the layers of one forward pass share, and its replay by
+                gradient checkpointing; of the rest that of the first layer counts.
 
         Raises:
             ValueError: on every rank, where they differ, or hold another's tokens.
-            NotImplementedError: for padding, a cache, or a model that is compiled.
+            NotImplementedError: for padding, or a cache.
+            RuntimeError: for a layer that is computed again behind the block.
         """
-        _refuse(mask, q, k)
-        layout = mask.state.once("layout over ranks", lambda: self._agreed(q, k, *values))
-        return ShardedText(mask, layout, self.group, self.heads_k_stride, self.regather_kv)
+        if self.closed:
+            raise RuntimeError(SETTINGS_CHANGED)
+        _refuse(call)
+        mask, parts = call.text, (position_ids, cu_seq_lens)
+        sharding = mask.state.once("sharding", lambda: self._agreed(call, *parts))
+        return ShardedText(
+            *(mask.batch, sharding.text, sharding.text, 0),
+            window=mask.window,
+            model=mask.model,
+            parallel=self,
+            exact_block=sharding.exact_block,
+            state=mask.state,
+            sharding=sharding,
+            _lengths=[[Length(length, length) for length in sharding.lengths]],
+        )
 
     def _agreed(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        config: CabConfig,
-        position_ids: Tensor | None,
-        cu_seq_lens: Tensor | None,
-    ) -> Layout:
-        layout = None
+        self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
+    ) -> Sharding:
+        sharding, tokens = None, call.q.shape[2]
         if cu_seq_lens is not None:
-            layout = layout_of(lengths_between(cu_seq_lens), self.group.size(), self.block)
-        wrong = self._misplaced(layout, q.shape[2], position_ids)
-        known = rank_facts(q, k, v, layout)
+            sharding = sharding_of(lengths_between(cu_seq_lens), self.group.size(), self.block)
+        wrong = self._misplaced(sharding, tokens, position_ids)
+        known = rank_facts(call.q, call.k, call.v, sharding)
         known["tokens whose positions are another rank's"] = wrong
-        known["settings (their checksum)"] = _checksum(config)
+        known["settings (their checksum)"] = _checksum(call.config)
         # 0 where it is not known
         known["tokens or labels (their checksum)"] = getattr(cu_seq_lens, CHECKSUM, 0)
-        require_equal(known, self.group, q.device)
+        require_equal(known, self.group, call.q.device)
         if self.positioned and (position_ids is None or cu_seq_lens is None):
             raise NotImplementedError(
                 f"{self.model} does not hand position_ids and cu_seq_lens_q on to its attention, "
@@ -99,17 +109,19 @@ class Parallel:
             )
         if wrong:
             raise ValueError(
-                f"position_ids and cu_seq_lens_q do not say how {q.shape[2]} tokens are held by "
+                f"position_ids and cu_seq_lens_q do not say how {tokens} tokens are held by "
                 f"rank {self.group.rank()} of {self.group.size()}, in blocks of {self.block}; give "
                 "the model what cab_hf.distributed.shard(batch, group) returns."
             )
-        return layout
+        return sharding
 
-    def _misplaced(self, layout: Layout | None, tokens: int, position_ids: Tensor | None) -> int:
+    def _misplaced(
+        self, sharding: Sharding | None, tokens: int, position_ids: Tensor | None
+    ) -> int:
         """How many of the tokens are not known to be this rank's."""
-        if layout is None or position_ids is None or layout.tokens != tokens:
+        if sharding is None or position_ids is None or sharding.tokens != tokens:
             return tokens
-        expected = layout.positions[self.group.rank()].to(position_ids.device)
+        expected = sharding.positions[self.group.rank()].to(position_ids.device)
         return int((position_ids != expected).any(0).sum())
 
     def listen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -117,26 +129,22 @@ class Parallel:
         self.positioned = kwargs.get("cu_seq_lens_q") is not None
 
 
-def _refuse(mask: CabMask, query: Tensor, key: Tensor) -> None:
+def _refuse(call: Call) -> None:
     """Refuse a call that is not computed inside `context_parallel`.
 
     Raises:
         NotImplementedError: naming the argument, and what to do.
     """
-    if torch.compiler.is_compiling():
+    cached = call.k.shape[2] - call.q.shape[2]
+    if cached:
         raise NotImplementedError(
-            "the model is compiled; 'cab' across ranks is not traced. Leave out torch.compile "
-            "inside context_parallel."
-        )
-    if key.shape[2] != query.shape[2]:
-        raise NotImplementedError(
-            f"past_key_values holds {key.shape[2] - query.shape[2]} tokens; inside "
+            f"past_key_values holds {cached} tokens; inside "
             "context_parallel 'cab' reads whole texts. Leave the block first: "
             "cab_hf.distributed.whole_cache gives every rank the cache from which generate goes on."
         )
     # looked at once a forward pass: no layer but the first waits for the device
-    mask.find_documents(None, None)
-    if mask.valid is not None:
+    call.text.find_documents(None, None)
+    if call.text.valid is not None:
         raise NotImplementedError(
             "attention_mask has padding; inside context_parallel a text has none but that of "
             "cab_hf.distributed.shard, which needs no mask. Give rows of one length, or pack them."
@@ -190,10 +198,10 @@ def context_parallel(
     parallel = Parallel(group, heads_k_stride, block, regather_kv, name)
     listening = model.register_forward_pre_hook(parallel.listen, with_kwargs=True)
     withdraw_failure(group)
-    for module in modules:
-        setattr(module, PARALLEL, parallel)
+    configs = _configs_of(modules)
+    SHARDED.extend(configs)
     try:
-        with whole_text_hooks(model, group, block):
+        with during_calls(model, parallel=parallel), whole_text_hooks(model, group, block):
             yield model
     except BaseException as error:
         if not isinstance(error, RankLost):
@@ -201,12 +209,18 @@ def context_parallel(
         raise
     finally:
         listening.remove()
-        for module in modules:
-            delattr(module, PARALLEL)
+        parallel.closed = True
+        SHARDED[:] = [each for each in SHARDED if not any(each is mine for mine in configs)]
+
+
+def _configs_of(modules: list[nn.Module]) -> list[Any]:
+    """The config objects in some modules, each once."""
+    configs = [module.config for module in modules if hasattr(module, "config")]
+    return list({id(config): config for config in configs}.values())
 
 
 def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
-    configs = [module.config for module in modules if hasattr(module, "config")]
+    configs = _configs_of(modules)
     names = {getattr(config, "_attn_implementation", None) for config in configs}
     if not names.intersection(NAMES):
         result = ", ".join(sorted(map(repr, names))) or "none"
@@ -215,7 +229,7 @@ def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
             f"{', '.join(map(repr, NAMES))}: load the model with one of them, or call "
             "cab_hf.apply_cab."
         )
-    if any(hasattr(module, PARALLEL) for module in modules):
+    if any(map(is_sharded, configs)):
         raise ValueError(
             f"{type(model).__name__} is inside context_parallel already; leave that block first."
         )

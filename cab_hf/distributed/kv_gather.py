@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from cab_hf.distributed.exchange import finish, start_gather, start_reduce_scatter
-from cab_hf.distributed.layout import Places
+from cab_hf.distributed.sharding import ShardMap
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -33,7 +33,7 @@ class KVGather:
 
     Args:
         k, v: [B, H_kv, n, D] and [B, H_kv, n, D_v] of this rank.
-        places: the places of the tokens of all ranks.
+        shard_map: the places of the tokens of all ranks.
         heads_k_stride: KV heads that travel together.
         regather_kv: whether slices are gathered once more for the backward pass, or kept.
     """
@@ -42,13 +42,13 @@ class KVGather:
         self,
         k: Tensor,
         v: Tensor,
-        places: Places,
+        shard_map: ShardMap,
         group: ProcessGroup,
         heads_k_stride: int,
         regather_kv: bool = True,
     ) -> None:
         self.k, self.v = k.detach(), v.detach()
-        self.places, self.group, self.regather_kv = places, group, regather_kv
+        self.shard_map, self.group, self.regather_kv = shard_map, group, regather_kv
         starts = range(0, k.shape[1], heads_k_stride)
         self.slices = [slice(i, min(i + heads_k_stride, k.shape[1])) for i in starts]
         self._coming: dict[int, tuple[Tensor, Work]] = {}
@@ -64,8 +64,8 @@ class KVGather:
         self._coming[i] = start_gather(_together(self.k[:, heads], self.v[:, heads]), self.group)
 
     def arrive(self, i: int) -> tuple[Tensor, Tensor]:
-        """K and V of slice ``i`` in the order of the frame, parts of one tensor."""
-        return self._apart(self._arrived(i).index_select(0, self.places.source))
+        """K and V of slice ``i`` in the order of the layout, parts of one tensor."""
+        return self._apart(self._arrived(i).index_select(0, self.shard_map.source))
 
     def attending(self, i: int, k: Tensor) -> AbstractContextManager[Any]:
         """Inside, autograd saves no part of slice ``i``, of which ``k`` is one, but what it takes
@@ -98,13 +98,13 @@ class KVGather:
             self._again = None
             self.start(i)
             self.start(i - 1)
-            self._again = i, self._arrived(i).index_select(0, self.places.source)
+            self._again = i, self._arrived(i).index_select(0, self.shard_map.source)
         return self._again[1]
 
     def reduce_scatter_grads(self, i: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of this rank's K and V; valid after `landed`."""
         self._again = None
-        place, padding = self.places.home
+        place, padding = self.shard_map.home
         both = _together(dk, dv).index_select(0, place)
         if padding is not None:
             both.index_fill_(0, padding, 0.0)
@@ -132,7 +132,7 @@ class KVGather:
 
 
 def over_slices(gather: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-    """``attend`` over every slice of k and v, in the order of the frame: (out, log-sum-exp) of all.
+    """``attend`` over every slice of k and v, in the order of the layout: (out, log-sum-exp).
 
     ``attend`` is given K, V and the number of their slice.
     """

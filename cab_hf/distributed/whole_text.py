@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cab_hf.distributed.exchange import gathered
-from cab_hf.distributed.layout import Layout, layout_of, lengths_between
+from cab_hf.distributed.sharding import Sharding, lengths_between, sharding_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -97,7 +97,7 @@ class _RouterLoss:
     def __init__(self, group: ProcessGroup, block: int) -> None:
         self.group, self.block = group, block
         self.own: Callable[..., Any] | None = None
-        self.layout: Layout | None = None
+        self.sharding: Sharding | None = None
 
     def replace(
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -111,7 +111,7 @@ class _RouterLoss:
         if not wanted or ends is None or own is None or shared:
             return
         self.own = own
-        self.layout = layout_of(lengths_between(ends), self.group.size(), self.block)
+        self.sharding = sharding_of(lengths_between(ends), self.group.size(), self.block)
         setattr(sys.modules[type(model).__module__], ROUTER_LOSS, self.share)
 
     def put_back(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -124,7 +124,7 @@ class _RouterLoss:
                 "its own, which context_parallel cannot add up over ranks; set "
                 "output_router_logits=False."
             )
-        self.own = self.layout = None
+        self.own = self.sharding = None
 
     def share(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of all tokens over the number of ranks; its gradient is that of this rank's."""
@@ -140,8 +140,8 @@ class _RouterLoss:
 
     def _whole(self, logits: Tensor) -> Tensor:
         """[B * N, E] of all ranks' router logits [B * n, E]; gradients go to this rank's alone."""
-        mine = logits.reshape(-1, self.layout.tokens, logits.shape[-1]).transpose(0, 1)
+        mine = logits.reshape(-1, self.sharding.tokens, logits.shape[-1]).transpose(0, 1)
         everyone = list(gathered(mine, self.group).chunk(self.group.size()))
         everyone[self.group.rank()] = mine
-        holders = self.layout.holders.to(logits.device)
+        holders = self.sharding.holders.to(logits.device)
         return torch.cat(everyone).index_select(0, holders).transpose(0, 1).flatten(0, 1)

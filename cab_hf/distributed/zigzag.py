@@ -1,58 +1,24 @@
-"""Attention over a text that many ranks hold, early and late chunks in one launch."""
+"""Attention over a text that many ranks hold, without a model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from cab_hf import engines
-from cab_hf.call.frame import everything
+from cab_hf.call.layout import everything
 from cab_hf.call.refusals import DTYPES
 from cab_hf.checks import is_whole, require
 from cab_hf.distributed.exchange import group_of, require_equal
-from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slices
-from cab_hf.distributed.layout import Layout, Places, layout_between
+from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
+from cab_hf.distributed.sharded import ShardedLayout
+from cab_hf.distributed.sharding import Sharding, ShardMap, sharding_between
 from cab_hf.engines import Engine, Workload
-from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
+from cab_hf.plan import EXACT_BLOCK, BlockPlan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-@dataclass(frozen=True, eq=False)
-class CPAttention:
-    """What a rank computes: its own queries over everyone's keys.
-
-    Attributes:
-        spans: of this rank's queries, in the frame.
-        plan: their plan, in key blocks of the frame; None for all that the spans allow.
-        heads_k_stride, regather_kv: see `KVGather`.
-    """
-
-    places: Places
-    group: ProcessGroup
-    spans: Spans
-    scale: float
-    engine: Engine
-    plan: BlockPlan | None = None
-    heads_k_stride: int = KV_HEADS_TOGETHER
-    regather_kv: bool = True
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """(out [B, H, n, D_v], log-sum-exp [B, H, n]) of q [B, H, n, D] over all ranks' k and v."""
-        plan = self.plan or everything(self.spans, self.places.layout.exact_block)
-        group = q.shape[1] // k.shape[1]
-        gather = KVGather(k, v, self.places, self.group, self.heads_k_stride, self.regather_kv)
-
-        def attend(keys: Tensor, values: Tensor, i: int) -> tuple[Tensor, Tensor]:
-            heads = slice(gather.slices[i].start * group, gather.slices[i].stop * group)
-            part = plan.slice_heads(heads.start, heads.stop, q.shape[1])
-            given = q[:, heads], keys, values, part, self.scale
-            return self.engine.attention(*given, return_lse=True)
-
-        return over_slices(gather, k, v, attend)
 
 
 def zigzag_attention(
@@ -107,7 +73,8 @@ def zigzag_attention(
         RankLost: where another rank has stopped.
     """
     fields = {name: value for name, value in locals().items() if name not in ("q", "k", "v")}
-    return turn(q, k, v, **fields).attention(q, k, v)
+    layout, engine, plan, scale = checked(q, k, v, **fields)
+    return layout.attention(engine, q, k, v, plan, scale)
 
 
 def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -133,9 +100,9 @@ def require_sizes(heads_k_stride: int, block: int) -> None:
     require(is_whole(block) and block % 16 == 0, "block", block, "a multiple of 16")
 
 
-def rank_facts(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None) -> dict[str, int]:
+def rank_facts(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding | None) -> dict[str, int]:
     """What the ranks of one text must have in common."""
-    lengths = () if layout is None else layout.lengths
+    lengths = () if sharding is None else sharding.lengths
     return {
         "batch rows": q.shape[0],
         "heads": q.shape[1],
@@ -148,11 +115,11 @@ def rank_facts(q: Tensor, k: Tensor, v: Tensor, layout: Layout | None) -> dict[s
         "tokens of the text": sum(lengths),
         # lengths of documents in one number; Python's hash of whole numbers is the same everywhere
         "document lengths (their hash)": hash(lengths),
-        "blocks": 0 if layout is None else layout.block,
+        "blocks": 0 if sharding is None else sharding.block,
     }
 
 
-def turn(
+def checked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -167,36 +134,40 @@ def turn(
     block: int,
     regather_kv: bool,
     check: bool,
-) -> CPAttention:
-    """Validate the arguments of `zigzag_attention`; raises what it documents."""
+) -> tuple[ShardedLayout, Engine, BlockPlan, float]:
+    """(the layout, what attends, under which plan, scale) of the arguments of `zigzag_attention`.
+
+    Raises what that documents.
+    """
     group = group_of(group)
     refuse_shapes(q, k, v)
     require_sizes(heads_k_stride, block)
     world, tokens = group.size(), q.shape[2]
-    layout = layout_between(cu_seqlens, tokens, world, block)
+    sharding = sharding_between(cu_seqlens, tokens, world, block)
     if check:
-        require_equal(rank_facts(q, k, v, layout), group, q.device)
-    if layout.tokens != tokens:
+        require_equal(rank_facts(q, k, v, sharding), group, q.device)
+    if sharding.tokens != tokens:
         raise ValueError(
-            f"q has {tokens} tokens and each of {world} ranks holds {layout.tokens} of documents "
-            f"of {list(layout.lengths[:8])} tokens padded to {2 * world} chunks of whole blocks of "
-            f"{block}; cab_hf.distributed.shard deals them out so."
+            f"q has {tokens} tokens and each of {world} ranks holds {sharding.tokens} of "
+            f"documents of {list(sharding.lengths[:8])} tokens padded to {2 * world} chunks of "
+            f"whole blocks of {block}; cab_hf.distributed.shard deals them out so."
         )
-    align = layout.exact_block if plan is None else max(plan.blocks)
-    places = layout.places(align, q.device)
+    align = sharding.exact_block if plan is None else max(plan.blocks)
+    shard_map = sharding.shard_map(align, q.device)
     if plan is None:
-        spans, blocks = places.kept_spans(group.rank(), q.shape[0], causal), (align, align)
+        spans = shard_map.kept_spans(group.rank(), q.shape[0], causal)
+        plan = everything(spans, align)
     else:
-        _refuse_plan(plan, q, places, causal)
-        spans, blocks = plan.spans, plan.blocks
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    runs = engines.choose(engine, Workload.of(q, k, v, blocks))
-    return CPAttention(places, group, spans, scale, runs, plan, heads_k_stride, regather_kv)
+        _refuse_plan(plan, q, shard_map, causal)
+    how = {"heads_k_stride": heads_k_stride, "regather_kv": regather_kv}
+    layout = ShardedLayout(shard_map, group, plan.spans, **how)
+    runs = engines.choose(engine, Workload.of(q, k, v, plan.blocks))
+    return layout, runs, plan, q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _refuse_plan(plan: BlockPlan, q: Tensor, places: Places, causal: bool) -> None:
+def _refuse_plan(plan: BlockPlan, q: Tensor, shard_map: ShardMap, causal: bool) -> None:
     result = plan.batch, plan.q_length, plan.kv_length
-    expected = q.shape[0], q.shape[2], places.length
+    expected = q.shape[0], q.shape[2], shard_map.length
     if result != expected or not causal:
         raise ValueError(
             f"plan is of {result} (batch, queries, keys) with causal={causal}; it must be causal, "

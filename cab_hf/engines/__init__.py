@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.ops import HAS_TRITON, reference
+from cab_hf.ops import HAS_TRITON, Workload, reference
 from cab_hf.ops.attention import complete, ffpa, gather, traced
 
 HOPPER = 9
@@ -19,35 +18,6 @@ HOPPER = 9
 SDPA_HEAD_DIM = 256
 # queries times keys of blocks from which a CPU gathers what they list: smaller ones are many calls
 GATHERED_FROM = 64 * 64
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What an engine must be able to run.
-
-    Attributes:
-        device: torch device type, e.g. ``"cuda"``.
-        training: whether gradients flow through attention.
-        query_block, key_block: of the plan.
-    """
-
-    device: str
-    head_dim: int
-    dtype: torch.dtype
-    training: bool
-    query_block: int
-    key_block: int
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[int, int]) -> Workload:
-        """Of these tensors under a plan of such (query, key) blocks."""
-        training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        return cls(q.device.type, q.shape[-1], q.dtype, training, *blocks)
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """(query, key) block sizes."""
-        return self.query_block, self.key_block
 
 
 class Engine(NamedTuple):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cab_hf.call.call import Call
 from cab_hf.call.mask import CabMask
 from cab_hf.engines import DenseKernel, Engine
 from cab_hf.ops import decode
@@ -31,31 +31,29 @@ class Exact:
     """Exact attention by a dense kernel, of a text that nothing but causality masks.
 
     Attributes:
-        text: whose layers attend: a `CabMask`, or a `ShardedText` over ranks.
         engine: what computes it.
         kind: ``"exact"``, or ``"decode"``: exact for so few queries that choosing blocks for them
             does not pay.
         reason: why it is not sparse, as half a sentence; None where it was not requested to be.
     """
 
-    text: Any
     engine: Engine | DenseKernel
     kind: str = "exact"
     reason: str | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """[B, H, N_q, D] of q [B, H, N_q, D] over k and v [B, H_kv, N_k, D]."""
-        return self.engine.attention(q, *_written(self.text, k, v), scale)
+    def attend(self, call: Call) -> Tensor:
+        """[B, H, N_q, D_v] of a call."""
+        return self.engine.attention(call.q, *_written(call), call.scale)
 
 
 class ExactByBlocks(Exact):
     """Exact attention by an engine, under a plan that keeps everything."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        size = self.text.exact_block or EXACT_BLOCK
-        frame = self.text.frame(size, size, q.device, from_start=False)
-        q, k, v = frame.queries(q), frame.keys(k), frame.keys(v)
-        return frame.restore(frame.attend(self.engine, q, k, v, frame.everything(), scale))
+    def attend(self, call: Call) -> Tensor:
+        size = call.text.exact_block or EXACT_BLOCK
+        layout = call.text.layout(size, size, call.q.device, from_start=False)
+        q, k, v = layout.queries(call.q), layout.keys(call.k), layout.keys(call.v)
+        return layout.restore(layout.attend(self.engine, q, k, v, layout.everything(), call.scale))
 
 
 class ExactByRows(Exact):
@@ -65,18 +63,17 @@ class ExactByRows(Exact):
     have a program for each row of a batch and head, which are few, and read every slot.
     """
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        k, v = _written(self.text, k, v)
+    def attend(self, call: Call) -> Tensor:
+        q, (k, v) = call.q, _written(call)
         if q.shape[2] == 1 and decode.has_kernels(q, k, v):
-            return decode.attend(q, k, v, _all_seen(self.text, k), scale)
-        return _by_rows(q, k, v, self.text, scale)
+            return decode.attend(q, k, v, _all_seen(call.text, k), call.scale)
+        return _by_rows(q, k, v, call.text, call.scale)
 
 
-def _written(text: CabMask, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _written(call: Call) -> tuple[Tensor, Tensor]:
     """k and v without the slots of a static cache that nothing is written to, where it is known."""
-    if text.kv_length is None:
-        return k, v
-    return k[:, :, : text.kv_length], v[:, :, : text.kv_length]
+    length = call.text.kv_length
+    return (call.k, call.v) if length is None else (call.k[:, :, :length], call.v[:, :, :length])
 
 
 def _all_seen(text: CabMask, k: Tensor) -> Choice:

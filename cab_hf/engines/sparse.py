@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from cab_hf.call.call import Call
 from cab_hf.config import CabConfig, blocks_of
 from cab_hf.engines import Engine
 from cab_hf.hf.fit import layer_index
@@ -23,27 +24,22 @@ class Sparse:
     """Attention under the plan of a predictor.
 
     Attributes:
-        text, engine, kind, reason: as of `Exact`.
-        layer: the module that attends.
-        one_in: of how many blocks that are not chosen one is sampled; 0: none is.
+        engine, kind, reason: as of `Exact`.
+        config: the settings of the call, of which a chunk has no dense tail that is not in it.
     """
 
-    text: Any
     engine: Engine
     config: CabConfig
-    layer: nn.Module | None
-    one_in: int = 0
     kind: ClassVar[str] = "sparse"
     reason: ClassVar[None] = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """[B, H, N_q, D] of q [B, H, N_q, D] over k and v [B, H_kv, N_k, D]."""
-        config, text = self.config, self.text
-        frame = text.frame(*blocks_of(config), q.device)
-        q_frame, k_frame, v_frame = frame.queries(q), frame.keys(k), frame.keys(v)
-        seed = None
-        if self.one_in:
-            if not frame.spans.aligned:
+    def attend(self, call: Call) -> Tensor:
+        """[B, H, N_q, D_v] of a call."""
+        layout = call.text.layout(*blocks_of(self.config), call.q.device)
+        q, k, v = layout.queries(call.q), layout.keys(call.k), layout.keys(call.v)
+        one_in, seed = call.sampled_one_in, None
+        if one_in:
+            if not layout.spans.aligned:
                 raise NotImplementedError(
                     "sampled_one_in is set for packed documents under torch.compile, where blocks "
                     "that hold parts of several cannot be sampled; do not compile, or set it to 0."
@@ -52,25 +48,23 @@ class Sparse:
             seed = torch.randint(2**62, (), device=q.device)
 
         def predict() -> BlockPlan:
-            plan = self.choose(frame, q_frame, k_frame, scale)
-            return plan if seed is None else plan.with_sample(self.one_in, seed)
+            plan = self.choose(call, layout, q, k)
+            return plan if seed is None else plan.with_sample(one_in, seed)
 
-        # plans are kept for a backward pass where any of these has one
-        trained = next((x for x in (q, k, v) if x.requires_grad), q)
-        plan = text.state.kept_plan(self.layer, trained, predict)
-        out = frame.attend(self.engine, q_frame, k_frame, v_frame, plan, scale)
+        plan = call.text.state.kept_plan(call, predict)
+        out = layout.attend(self.engine, q, k, v, plan, call.scale)
         if not torch.compiler.is_compiling():
-            _count(self.layer, plan)
-        return frame.restore(out)
+            _count(call.layer, plan)
+        return layout.restore(out)
 
-    def choose(self, frame: Any, q: Tensor, k: Tensor, scale: float) -> BlockPlan:
-        """What the predictor chooses for q and k of the text's ``frame``."""
-        config = self.config
-        index = layer_index(self.layer)
-        channels = slow_channels(self.layer, q.shape[-1])
-        call = LayerContext(frame.spans, scale, index, self.text.state.shared, channels)
-        plan = frame.choose(make_predictor(config), q, k, call)
-        short = frame.short(config.query_block, config.min_length, plan.query_block)
+    def choose(self, call: Call, layout: Any, q: Tensor, k: Tensor) -> BlockPlan:
+        """What the predictor chooses for q and k of the call's ``layout``."""
+        config, layer = self.config, call.layer
+        channels = slow_channels(layer, q.shape[-1])
+        shared = call.text.state.shared
+        context = LayerContext(layout.spans, call.scale, layer_index(layer), shared, channels)
+        plan = layout.choose(make_predictor(config), q, k, context)
+        short = layout.short(config.query_block, config.min_length, plan.query_block)
         # documents that would be exact alone
         return plan if short is None else plan.with_dense_rows(short)
 

@@ -92,15 +92,15 @@ class Predictor(ABC):
         """
         return "queries", "keys"
 
-    def join(self, summary: Any, call: LayerContext, heads: tuple[int, int], frame: Any) -> Any:
+    def join(self, summary: Any, call: LayerContext, heads: tuple[int, int], layout: Any) -> Any:
         """The summary of the whole text, of this rank's: by default [B, H_kv, M_k, ...].
 
         Args:
-            frame: a `cab_hf.distributed.sharded.ShardedFrame`, which puts together what every rank
-                has: tensors by block with ``blocks(x, dim, tokens of a block)``, tensors by token
-                with ``tokens(x)``.
+            layout: a `cab_hf.distributed.sharded.ShardedLayout`, which puts together what every
+                rank has: tensors by block with ``blocks(x, dim, tokens of a block)``, tensors by
+                token with ``tokens(x)``.
         """
-        return frame.blocks(summary, 2, self.config.key_block)
+        return layout.blocks(summary, 2, self.config.key_block)
 
     @abstractmethod
     def choose(self, q: Tensor, summary: Any, call: LayerContext) -> BlockPlan:

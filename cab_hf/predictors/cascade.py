@@ -49,9 +49,9 @@ class CascadePredictor(Predictor):
         return self.anchor.gathers(call, heads) if self._decides(call) else ()
 
     def join(
-        self, summary: ScoredKeys, call: LayerContext, heads: tuple[int, int], frame: Any
+        self, summary: ScoredKeys, call: LayerContext, heads: tuple[int, int], layout: Any
     ) -> ScoredKeys:
-        return self.anchor.join(summary, call, heads, frame)
+        return self.anchor.join(summary, call, heads, layout)
 
     def _decides(self, call: LayerContext) -> bool:
         return call.layer in self.config.anchors

@@ -77,11 +77,11 @@ class RowsPredictor(Predictor):
         return ("summaries",)
 
     def join(
-        self, summary: ScoredKeys, call: LayerContext, heads: tuple[int, int], frame: Any
+        self, summary: ScoredKeys, call: LayerContext, heads: tuple[int, int], layout: Any
     ) -> ScoredKeys:
         """See `Predictor.join`: every query is scored against every key."""
         scored = [x for x in (summary.keys, summary.exponents) if x is not None]
-        return ScoredKeys(*map(frame.tokens, scored))
+        return ScoredKeys(*map(layout.tokens, scored))
 
     def choose(self, q: Tensor, summary: ScoredKeys, call: LayerContext) -> BlockPlan:
         config, spans = self.config, call.spans

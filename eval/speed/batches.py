@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cab_hf.attention import cab_attention, cab_dense_attention
+from cab_hf.call.call import Call
 from cab_hf.call.hook import cab_mask
 from cab_hf.call.mask import CabMask
 from cab_hf.config import CabConfig
@@ -146,24 +147,25 @@ class Batches(base.Speed):
         way = route(mask, config, Workload.of(q, k, v, blocks), sparse=True, layer=layer)
         if way.kind != "sparse":
             raise RuntimeError(f"the layer is dense: {way.reason}")
-        frame = mask.frame(*blocks, texts.device)
-        framed = frame.queries(q), frame.keys(k), frame.keys(v)
+        call = Call.of(layer, q, k, v, mask, scaling=scale, sparse=True)
+        layout = mask.layout(*blocks, texts.device)
+        laid = layout.queries(q), layout.keys(k), layout.keys(v)
 
         def choose() -> BlockPlan:
-            return way.choose(frame, frame.queries(q), frame.keys(k), scale)
+            return way.choose(call, layout, layout.queries(q), layout.keys(k))
 
         def attend() -> Tensor:
-            out = frame.attend(way.engine, *framed[:2], frame.keys(v), plan, scale)
-            return frame.restore(out)
+            out = layout.attend(way.engine, *laid[:2], layout.keys(v), plan, scale)
+            return layout.restore(out)
 
         def complete() -> Tensor:
             return cab_attention(layer, q, k, v, mask, scaling=scale)[0].transpose(1, 2)
 
         def look() -> None:
-            texts.mask(layer.config).frame(*blocks, texts.device)
+            texts.mask(layer.config).layout(*blocks, texts.device)
 
         plan = choose()
-        check_rows(frame.queries(complete()), *framed, plan)
+        check_rows(layout.queries(complete()), *laid, plan)
         sample |= {"density": plan.density(), "peak_mib": bench.peak(complete)[1]}
         sample["engine"] = way.engine.label(Workload.of(q, k, v, plan.blocks))
         sample["frame_ms"] = bench.time(look, graph=False).ms

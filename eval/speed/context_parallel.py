@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cab_hf import engines
-from cab_hf.call.frame import everything
+from cab_hf.call.layout import everything
 from cab_hf.config import CabConfig
 from cab_hf.distributed import predict, zigzag_attention
-from cab_hf.distributed.layout import Layout, layout_of
+from cab_hf.distributed.sharding import Sharding, sharding_of
 from cab_hf.engines import REFERENCE, Workload
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped, percent
@@ -273,10 +273,10 @@ class BenchCase:
     spans: Spans | None = None
 
     @cached_property
-    def layout(self) -> Layout | None:
+    def sharding(self) -> Sharding | None:
         if self.scheme.function is None:
             return None
-        return layout_of((self.length,), self.group.size(), EXACT_BLOCK)
+        return sharding_of((self.length,), self.group.size(), EXACT_BLOCK)
 
     @property
     def over_ranks(self) -> dict[str, Any]:
@@ -285,21 +285,21 @@ class BenchCase:
 
     def sharded(self, x: Tensor) -> Tensor:
         """This rank's tokens of [B, H, N, D], laid out as they were; all of them for one alone."""
-        if self.layout is None:
+        if self.sharding is None:
             return x
-        slots = self.layout.slots[self.group.rank()].to(x.device)
+        slots = self.sharding.slots[self.group.rank()].to(x.device)
         return x.transpose(1, 2).index_select(1, slots).transpose(1, 2)
 
     def without_padding(self, x: Tensor) -> Tensor:
         """This rank's [B, H, n, D] with zeros at padding."""
-        if self.layout is None:
+        if self.sharding is None:
             return x
-        return x.masked_fill(~self.layout.real[self.group.rank()].to(x.device)[:, None], 0.0)
+        return x.masked_fill(~self.sharding.real[self.group.rank()].to(x.device)[:, None], 0.0)
 
     @torch.no_grad()
     def choose(self, q: Tensor, k: Tensor) -> BlockPlan | None:
         """CAB's plan of this rank's queries; None where a function over ranks attends all."""
-        if self.layout is not None:
+        if self.sharding is not None:
             if not self.scheme.sparse:
                 return None
             plan = predict(q, k, spans=self.spans, config=self.config, **self.over_ranks)
@@ -325,7 +325,7 @@ class BenchCase:
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, H, n, D] of what `sharded` gave; with a plan, made here."""
         plan = self.choose(q, k)
-        if self.layout is None:
+        if self.sharding is None:
             engine = engines.choose(self.config.engine, self.workload(q, k, v))
             return engine.attention(q, k, v, plan, q.shape[-1] ** -0.5, return_lse=True)[0]
         how = {"plan": plan, "engine": self.config.engine, "check": False}

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cab_hf import engines
-from cab_hf.call.frame import everything
+from cab_hf.call.layout import everything
 from cab_hf.distributed import zigzag
 from cab_hf.distributed.exchange import finish, watched
-from cab_hf.distributed.layout import Places
-from cab_hf.distributed.zigzag import CPAttention, zigzag_attention
-from cab_hf.engines import Workload
+from cab_hf.distributed.sharded import ShardedLayout
+from cab_hf.distributed.sharding import ShardMap
+from cab_hf.distributed.zigzag import zigzag_attention
+from cab_hf.engines import Engine, Workload
 from cab_hf.plan import Spans, once_per_spans
 
 
@@ -28,38 +29,41 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Te
     Raises:
         NotImplementedError: for a ``plan``, or gradients by an engine whose log-sum-exp has none.
     """
-    turn = zigzag.turn(q, k, v, **{**zigzag_attention.__kwdefaults__, **settings})
-    if turn.plan is not None:
+    if settings.get("plan") is not None:
         raise NotImplementedError("plan is set; ring_attention takes none. Use zigzag_attention.")
+    settings = {**zigzag_attention.__kwdefaults__, **settings}
+    layout, engine, _, scale = zigzag.checked(q, k, v, **settings)
     training = Workload.of(q, k, v, (0, 0)).training
-    if training and turn.engine is not engines.REFERENCE:
+    if training and engine is not engines.REFERENCE:
         raise NotImplementedError(
-            f"engine is {turn.engine.name!r}, through whose log-sum-exp no gradient flows; "
+            f"engine is {engine.name!r}, through whose log-sum-exp no gradient flows; "
             "ring_attention is differentiated with engine='reference'."
         )
-    return _around(q, k, v, turn)
+    return _around(q, k, v, layout, engine, scale)
 
 
-def _around(q: Tensor, k: Tensor, v: Tensor, turn: CPAttention) -> tuple[Tensor, Tensor]:
+def _around(
+    q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, engine: Engine, scale: float
+) -> tuple[Tensor, Tensor]:
     """W steps around the ring, each over the keys of one rank."""
-    rank, world = turn.group.rank(), turn.group.size()
+    rank, world = layout.group.rank(), layout.group.size()
     out = lse = None
     both = torch.cat((k, v), dim=-1)
     for step in range(world):
         if step + 1 < world:
             # on its way to the next rank while this step computes
-            received, works = _hop(both.detach(), turn.group, 1)
+            received, works = _hop(both.detach(), layout.group, 1)
         keys, values = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
-        spans = _seen_of(turn.spans, turn.places, (rank - step) % world)
-        plan = everything(spans, turn.places.layout.exact_block)
-        result = turn.engine.attention(q, keys, values, plan, turn.scale, return_lse=True)
+        spans = _seen_of(layout.spans, layout.shard_map, (rank - step) % world)
+        plan = everything(spans, layout.shard_map.sharding.exact_block)
+        result = engine.attention(q, keys, values, plan, scale, return_lse=True)
         # merged at no less than float32, rounded once
         result = result[0].to(result[1].dtype), result[1]
         out, lse = result if step == 0 else _merged((out, lse), result)
         if step + 1 < world:
             for work in works:
-                finish(work, turn.group)
-            both = _Passed.apply(both, received, turn.group)
+                finish(work, layout.group)
+            both = _Passed.apply(both, received, layout.group)
     return out.to(q.dtype), lse.detach()
 
 
@@ -75,12 +79,12 @@ def _merged(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 @once_per_spans
-def _seen_of(spans: Spans, places: Places, holder: int) -> Spans:
+def _seen_of(spans: Spans, shard_map: ShardMap, holder: int) -> Spans:
     """What this rank's queries see of another rank's keys, which that rank holds in order."""
-    layout, device = places.layout, spans.first.device
-    real = layout.real[holder].to(device)
+    sharding, device = shard_map.sharding, spans.first.device
+    real = sharding.real[holder].to(device)
     # padding stands between the last token of its document and the first of the next
-    order = 2 * (places.begins + layout.positions[holder].to(device)) + (~real).long()
+    order = 2 * (shard_map.begins + sharding.positions[holder].to(device)) + (~real).long()
     first = torch.searchsorted(order, 2 * spans.first.to(order.dtype))
     last = torch.searchsorted(order, 2 * spans.last.to(order.dtype), right=True) - 1
     seen = (spans.last >= 0) & (first <= last)

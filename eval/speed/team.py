@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from cab_hf.distributed import RankLost
-from cab_hf.distributed.layout import layout_of
+from cab_hf.distributed.sharding import sharding_of
 from cab_hf.eval.experiment import PROG, run
 from cab_hf.eval.speed.base import Speed, SpeedSettings
 from cab_hf.eval.speed.timing import MOST_RUNS, Bench, in_a_sentence
@@ -79,8 +79,8 @@ class Team:
 
     def pairs(self, length: int, block: int) -> int:
         """Causal pairs of this rank's queries of a text that is sharded by blocks of ``block``."""
-        layout = layout_of((length,), self.size, block)
-        return int((layout.positions[self.rank] + 1)[layout.real[self.rank]].sum())
+        sharding = sharding_of((length,), self.size, block)
+        return int((sharding.positions[self.rank] + 1)[sharding.real[self.rank]].sum())
 
     def together(self, call: Callable[[], Found]) -> Found:
         """What ``call`` returns on this rank, once it has returned on all.

@@ -4,17 +4,17 @@ import pytest
 @pytest.fixture
 def steps(monkeypatch):
     """The sparse steps that layers make, as a list of their indices."""
-    from cab_hf import attention
+    from cab_hf import route
 
-    made, route = [], attention.route
+    made, before = [], route.route
 
     def counted(*args, **kwargs):
-        way = route(*args, **kwargs)
+        way = before(*args, **kwargs)
         if way.kind == "sparse decode":
             made.append(kwargs["layer"].layer_idx)
         return way
 
-    monkeypatch.setattr(attention, "route", counted)
+    monkeypatch.setattr(route, "route", counted)
     return made
 
 

@@ -9,18 +9,22 @@ from torch.nn import functional as F
 
 import cab_hf
 from cab_hf import CabConfig
+from cab_hf.call.call import Call
 from cab_hf.call.mask import CabMask
+from cab_hf.config import blocks_of
 from cab_hf.decode.cache import KeyIndex
 from cab_hf.decode.step import SHARED_CHOICE, SparseDecode, mapped_kv_heads
-from cab_hf.ops import decode
+from cab_hf.ops import Workload, decode
 
 LENGTH = 600
 FEW = {"sparse_decode": True, "decode_tokens": 128}
 
 
-def step(text, config, layer, k=None):
-    index = None if k is None else KeyIndex(decode.index_keys(k, ()), ())
-    return SparseDecode(text, SimpleNamespace(layer_idx=layer), config, index)
+def step(text, config, layer, q, k, v):
+    index = KeyIndex(decode.index_keys(k, ()), ())
+    layer = SimpleNamespace(layer_idx=layer)
+    work = Workload.of(q, k, v, blocks_of(config))
+    return SparseDecode().attend(Call(q, k, v, 0.25, layer, config, True, work, text, index))
 
 
 def dense(q, k, v):
@@ -39,10 +43,10 @@ def test_a_layer_behind_an_anchor_reads_what_that_chooses(head_map, mapped):
     config = CabConfig(predictor="cascade", anchors=(0,), head_map=tuple(rows), min_length=0, **FEW)
     text = CabMask(1, 1, LENGTH, LENGTH - 1)
     q, k, v = qkv(q_length=1, kv_length=LENGTH)
-    step(text, config, 0, k).attend(q, k, v, 0.25)
+    step(text, config, 0, q, k, v)
     choice = text.state.shared[SHARED_CHOICE].choice.elsewhere(q.device, tuple(mapped))
     q, k, v = qkv(q_length=1, kv_length=LENGTH, seed=1)
-    actual = step(text, config, 1).attend(q, k, v, 0.25)
+    actual = step(text, config, 1, q, k, v)
     torch.testing.assert_close(actual, decode.attend(q, k, v, choice, 0.25, torch.tensor([LENGTH])))
 
 
@@ -50,9 +54,9 @@ def test_the_anchor_must_have_the_heads_of_the_layers_behind_it():
     config = CabConfig(predictor="cascade", anchors=(0,), min_length=0, **FEW)
     text = CabMask(1, 1, LENGTH, LENGTH - 1)
     q, k, v = qkv(q_length=1, kv_length=LENGTH)
-    step(text, config, 0, k).attend(q, k, v, 0.25)
+    step(text, config, 0, q, k, v)
     with pytest.raises(ValueError, match="Layer 1 has 6 heads over 3 of k"):
-        step(text, config, 1).attend(*qkv(q_length=1, kv_length=LENGTH, kv_heads=3), 0.25)
+        step(text, config, 1, *qkv(q_length=1, kv_length=LENGTH, kv_heads=3))
 
 
 @pytest.mark.parametrize(

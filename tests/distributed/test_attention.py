@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from shards import BLOCK, TEXTS, layout_for, shard_of, together
+from shards import BLOCK, TEXTS, shard_of, sharding_for, together
 from tiny import qkv
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -19,17 +19,17 @@ SCHEMES = {
 }
 
 
-def full_text(layout, group, kv_heads, dim=16):
+def full_text(sharding, group, kv_heads, dim=16):
     """q, k, v and the gradient of the output for the real tokens of the text."""
-    q, k, v = qkv(2, kv_heads * group, kv_heads, layout.text, dim=dim)
-    grad = qkv(2, kv_heads * group, kv_heads, layout.text, dim=dim, seed=9)[0]
+    q, k, v = qkv(2, kv_heads * group, kv_heads, sharding.text, dim=dim)
+    grad = qkv(2, kv_heads * group, kv_heads, sharding.text, dim=dim, seed=9)[0]
     return q, k, v, grad
 
 
 def on_a_rank(process_group, scheme, ends, group, kv_heads, settings):
     """{"out", "lse", "dq", "dk", "dv"} of a rank."""
-    layout, rank = layout_for(process_group.size(), ends), process_group.rank()
-    *inputs, grad = (shard_of(x, layout, rank) for x in full_text(layout, group, kv_heads))
+    sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
+    *inputs, grad = (shard_of(x, sharding, rank) for x in full_text(sharding, group, kv_heads))
     leaves = [x.requires_grad_() for x in inputs]
     # slices of few heads, so that one travels while another is attended
     settings = {"heads_k_stride": 1, **settings}
@@ -37,16 +37,16 @@ def on_a_rank(process_group, scheme, ends, group, kv_heads, settings):
         *leaves, group=process_group, cu_seqlens=ends, block=BLOCK, engine="reference", **settings
     )
     # the loss of a padding query counts nothing
-    grad = grad * layout.real[rank][:, None]
+    grad = grad * sharding.real[rank][:, None]
     gradients = torch.autograd.grad(out, leaves, grad)
     result = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
     return {name: x.detach() for name, x in result.items()}
 
 
-def in_one_process(layout, group, kv_heads, causal=True):
-    q, k, v, grad = full_text(layout, group, kv_heads)
+def in_one_process(sharding, group, kv_heads, causal=True):
+    q, k, v, grad = full_text(sharding, group, kv_heads)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    document = torch.arange(len(layout.lengths)).repeat_interleave(torch.tensor(layout.lengths))
+    document = torch.arange(len(sharding.lengths)).repeat_interleave(torch.tensor(sharding.lengths))
     seen = document[:, None] == document
     if causal:
         seen = seen.tril()
@@ -59,9 +59,9 @@ def in_one_process(layout, group, kv_heads, causal=True):
     return dict(zip(names, (out.detach(), lse, *gradients), strict=True))
 
 
-def assert_same(actual, layout, expected):
+def assert_same(actual, sharding, expected):
     for name, meant in expected.items():
-        result = together([each[name] for each in actual], layout)
+        result = together([each[name] for each in actual], sharding)
         error = (result - meant).abs().max() / meant.abs().max()
         assert error <= 1e-5, f"{name}: {error:.2g}"
 
@@ -86,10 +86,10 @@ CASES = {
 def test_every_scheme_is_what_one_process_computes(
     ranks, world, scheme, kv_heads, group, settings, text
 ):
-    ends, layout = TEXTS[text], layout_for(world, TEXTS[text])
+    ends, sharding = TEXTS[text], sharding_for(world, TEXTS[text])
     actual = ranks.run(world, on_a_rank, scheme, ends, group, kv_heads, settings)
     causal = settings.get("causal", True)
-    assert_same(actual, layout, in_one_process(layout, group, kv_heads, causal))
+    assert_same(actual, sharding, in_one_process(sharding, group, kv_heads, causal))
 
 
 def plainly(attend, *leaves):
@@ -133,8 +133,8 @@ WAYS = {
 
 def backward_on_a_rank(process_group, way, group, settings):
     """The gradients of a rank by two backward passes of one forward pass, where torch allows it."""
-    layout, rank = layout_for(process_group.size(), None), process_group.rank()
-    *inputs, grad = (shard_of(x, layout, rank) for x in full_text(layout, group, 3))
+    sharding, rank = sharding_for(process_group.size(), None), process_group.rank()
+    *inputs, grad = (shard_of(x, sharding, rank) for x in full_text(sharding, group, 3))
     leaves = [x.requires_grad_() for x in inputs]
     ours = {"group": process_group, "block": BLOCK, "engine": "reference", "heads_k_stride": 1}
     attend = partial(zigzag_attention, **ours, **settings)
@@ -149,14 +149,14 @@ def backward_on_a_rank(process_group, way, group, settings):
 @pytest.mark.parametrize("settings", [{}, {"regather_kv": False}], ids=["regathered", "kept"])
 def test_gradients_are_the_same_however_autograd_saves(ranks, way, group, settings):
     actual = ranks.run(2, backward_on_a_rank, way, group, settings)
-    layout = layout_for(2, None)
-    expected = in_one_process(layout, group, 3)
+    sharding = sharding_for(2, None)
+    expected = in_one_process(sharding, group, 3)
     for each in zip(*actual, strict=True):
-        assert_same(each, layout, {name: expected[name] for name in ("dq", "dk", "dv")})
+        assert_same(each, sharding, {name: expected[name] for name in ("dq", "dk", "dv")})
 
 
 def test_zigzag_gives_every_rank_the_same_work():
-    places = layout_for(4, None).places(BLOCK, "cpu")
-    pairs = [int(places.spans(rank, 1).pairs()) for rank in range(4)]
+    shard_map = sharding_for(4, None).shard_map(BLOCK, "cpu")
+    pairs = [int(shard_map.spans(rank, 1).pairs()) for rank in range(4)]
     length = 2 * 4 * BLOCK * 2
     assert len(set(pairs)) == 1 and sum(pairs) == length * (length + 1) // 2

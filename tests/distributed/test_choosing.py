@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from shards import BLOCK, TEXTS, frame_of, layout_for, shard_of
+from shards import BLOCK, TEXTS, layout_of, shard_of, sharding_for
 from tiny import qkv
 from torch.nn import functional as F
 from valid_plan import require_valid
 
 from cab_hf import CabConfig, distributed
 from cab_hf.distributed import sharded
-from cab_hf.distributed.sharded import ShardedFrame
+from cab_hf.distributed.sharded import ShardedLayout
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, block_visibility
@@ -80,16 +80,16 @@ register_predictor("loud-blocks", LoudBlocks)
 register_predictor("half-a-mass", HalfAMass)
 
 
-def full_text(layout, dim=DIM):
+def full_text(sharding, dim=DIM):
     """q and k with some blocks that matter more than others."""
-    q, k, v = qkv(1, HEADS, KV_HEADS, layout.text, dim=dim)
+    q, k, v = qkv(1, HEADS, KV_HEADS, sharding.text, dim=dim)
     return 2 * q, 2 * k, v
 
 
 def on_a_rank(process_group, config, ends):
     """The lists and names of this rank's plan, and which rows of the text they are of."""
-    layout, rank = layout_for(process_group.size(), ends), process_group.rank()
-    q, k, _ = (shard_of(x, layout, rank) for x in full_text(layout))
+    sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
+    q, k, _ = (shard_of(x, sharding, rank) for x in full_text(sharding))
     plan = distributed.predict(
         q, k, group=process_group, config=config, layer=0, cu_seqlens=ends, block=BLOCK
     )
@@ -105,11 +105,11 @@ def parts_of(plan):
     )
 
 
-def in_one_process(config, layout, dim=DIM, channels=()):
-    q, k, _ = full_text(layout, dim)
-    frame = frame_of(layout, max(config.query_block, config.key_block))
-    call = LayerContext(frame.spans, DIM**-0.5, 0, channels=channels)
-    return make_predictor(config)(frame.queries(q), frame.keys(k), call)
+def in_one_process(config, sharding, dim=DIM, channels=()):
+    q, k, _ = full_text(sharding, dim)
+    layout = layout_of(sharding, max(config.query_block, config.key_block))
+    call = LayerContext(layout.spans, DIM**-0.5, 0, channels=channels)
+    return make_predictor(config)(layout.queries(q), layout.keys(k), call)
 
 
 def assert_rows_of(actual, plan):
@@ -130,13 +130,13 @@ def assert_rows_of(actual, plan):
 @pytest.mark.parametrize("config", CONFIGS)
 def test_plans_are_the_rows_of_one_plan(ranks, config, text):
     actual = ranks.run(4, on_a_rank, CONFIGS[config], TEXTS[text])
-    assert_rows_of(actual, in_one_process(CONFIGS[config], layout_for(4, TEXTS[text])))
+    assert_rows_of(actual, in_one_process(CONFIGS[config], sharding_for(4, TEXTS[text])))
 
 
 def gathered_on_a_rank(process_group, config, layer):
     """How many numbers this rank receives of each of the others to choose blocks."""
-    layout, rank = layout_for(process_group.size(), None), process_group.rank()
-    q, k, _ = (shard_of(x, layout, rank) for x in full_text(layout))
+    sharding, rank = sharding_for(process_group.size(), None), process_group.rank()
+    q, k, _ = (shard_of(x, sharding, rank) for x in full_text(sharding))
     fields = {"group": process_group, "config": config, "layer": layer, "block": BLOCK}
     received = []
     with pytest.MonkeyPatch.context() as patch:
@@ -171,12 +171,12 @@ def test_a_predictor_says_what_ranks_gather(ranks, config, layer, received):
 
 
 def on_a_rank_by_slow_channels(process_group, config, ends):
-    layout, rank = layout_for(process_group.size(), ends), process_group.rank()
-    q, k, _ = (shard_of(x, layout, rank) for x in full_text(layout, 64))
-    places = layout.places(max(config.query_block, config.key_block), q.device)
-    frame = ShardedFrame(places, process_group, places.spans(rank, 1))
-    call = LayerContext(frame.spans, DIM**-0.5, 0, channels=SLOW)
-    return parts_of(frame.choose(make_predictor(config), q, k, call))
+    sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
+    q, k, _ = (shard_of(x, sharding, rank) for x in full_text(sharding, 64))
+    shard_map = sharding.shard_map(max(config.query_block, config.key_block), q.device)
+    layout = ShardedLayout(shard_map, process_group, shard_map.spans(rank, 1))
+    call = LayerContext(layout.spans, DIM**-0.5, 0, channels=SLOW)
+    return parts_of(layout.choose(make_predictor(config), q, k, call))
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -184,25 +184,25 @@ def on_a_rank_by_slow_channels(process_group, config, ends):
 def test_half_of_the_channels_choose_the_rows_of_one_plan(ranks, config, text):
     config = CONFIGS[config]
     actual = ranks.run(4, on_a_rank_by_slow_channels, config, TEXTS[text])
-    layout = layout_for(4, TEXTS[text])
-    plan = in_one_process(config, layout, 64, SLOW)
+    sharding = sharding_for(4, TEXTS[text])
+    plan = in_one_process(config, sharding, 64, SLOW)
     assert_rows_of(actual, plan)
     # and they are other rows than all of them choose
-    assert not torch.equal(plan.to_dense(), in_one_process(config, layout, 64).to_dense())
+    assert not torch.equal(plan.to_dense(), in_one_process(config, sharding, 64).to_dense())
 
 
 def test_a_single_rank_makes_the_plan_of_one_process(ranks):
     actual = ranks.run(1, on_a_rank, SMALL, TEXTS["packed"])
-    assert_rows_of(actual, in_one_process(SMALL, layout_for(1, TEXTS["packed"])))
+    assert_rows_of(actual, in_one_process(SMALL, sharding_for(1, TEXTS["packed"])))
 
 
 def attended_on_a_rank(process_group, config, ends):
-    layout, rank = layout_for(process_group.size(), ends), process_group.rank()
-    q, k, v = (shard_of(x, layout, rank).requires_grad_() for x in full_text(layout))
+    sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
+    q, k, v = (shard_of(x, sharding, rank).requires_grad_() for x in full_text(sharding))
     shared = {"group": process_group, "cu_seqlens": ends, "block": BLOCK}
     plan = distributed.predict(q, k, config=config, layer=0, **shared)
     out, lse = distributed.zigzag_attention(q, k, v, plan=plan, engine="reference", **shared)
-    loss = (out * layout.real[rank][:, None]).square().sum()
+    loss = (out * sharding.real[rank][:, None]).square().sum()
     return out.detach(), lse, *torch.autograd.grad(loss, (q, k, v))
 
 
@@ -210,35 +210,35 @@ def attended_on_a_rank(process_group, config, ends):
 @pytest.mark.parametrize("config", ["typical", "exact"])
 def test_attention_under_plans_is_that_of_one_process(ranks, config, text):
     config, ends = CONFIGS[config], TEXTS[text]
-    layout = layout_for(4, ends)
+    sharding = sharding_for(4, ends)
     outcome = ranks.run(4, attended_on_a_rank, config, ends)
-    plan = in_one_process(config, layout)
-    frame = frame_of(layout, 32)
-    leaves = [x.requires_grad_() for x in full_text(layout)]
-    inputs = frame.queries(leaves[0]), *map(frame.keys, leaves[1:])
+    plan = in_one_process(config, sharding)
+    layout = layout_of(sharding, 32)
+    leaves = [x.requires_grad_() for x in full_text(sharding)]
+    inputs = layout.queries(leaves[0]), *map(layout.keys, leaves[1:])
     out, lse = reference.attention(*inputs, plan, DIM**-0.5, return_lse=True)
-    out = frame.restore(out)
+    out = layout.restore(out)
     gradients = torch.autograd.grad(out.square().sum(), leaves)
-    if frame.query_order is not None:
-        lse = lse[:, :, frame.query_order.place]
+    if layout.query_order is not None:
+        lse = lse[:, :, layout.query_order.place]
     for parts, meant in zip(zip(*outcome, strict=True), (out, lse, *gradients), strict=True):
-        result = torch.cat(parts, dim=2)[:, :, layout.holders]
+        result = torch.cat(parts, dim=2)[:, :, sharding.holders]
         assert (result - meant).abs().max() <= 1e-5 * meant.abs().max()
 
 
 def test_the_union_of_needed_blocks_by_hand(ranks):
     config = replace(SMALL, mass_threshold=0.08, dense_tail_blocks=0, local_blocks=1)
-    layout = layout_for(4, None)
+    sharding = sharding_for(4, None)
     for rank, needed in enumerate(ranks.run(4, needed_on_a_rank, config)):
-        rows = in_one_process(config, layout).to_dense()
-        mine = rows[:, :, layout.slots[rank][::32] // 32].any(2)
+        rows = in_one_process(config, sharding).to_dense()
+        mine = rows[:, :, sharding.slots[rank][::32] // 32].any(2)
         assert torch.equal(needed, mine.unflatten(1, (KV_HEADS, -1)).any(2))
         assert 0 < needed.float().mean() < 1
 
 
 def needed_on_a_rank(process_group, config):
-    layout = layout_for(process_group.size(), None)
-    q, k, _ = (shard_of(x, layout, process_group.rank()) for x in full_text(layout))
+    sharding = sharding_for(process_group.size(), None)
+    q, k, _ = (shard_of(x, sharding, process_group.rank()) for x in full_text(sharding))
     plan = distributed.predict(q, k, group=process_group, config=config, block=BLOCK)
     return distributed.union(plan, KV_HEADS)
 
@@ -249,8 +249,8 @@ def test_layers_of_a_text_share_spans(ranks):
 
 
 def twice_on_a_rank(process_group):
-    layout = layout_for(2, TEXTS["packed"])
-    q, k, _ = (shard_of(x, layout, process_group.rank()) for x in full_text(layout))
+    sharding = sharding_for(2, TEXTS["packed"])
+    q, k, _ = (shard_of(x, sharding, process_group.rank()) for x in full_text(sharding))
     fields = {"group": process_group, "config": SMALL, "block": BLOCK}
     ends = {"cu_seqlens": TEXTS["packed"]}
     first = distributed.predict(q, k, **fields, **ends)

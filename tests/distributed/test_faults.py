@@ -3,18 +3,21 @@
 import os
 import re
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from ranks import Failure
-from shards import BLOCK, layout_for, model_of, shard_of
+from shards import BLOCK, model_of, shard_of, sharding_for
 from tiny import SPARSE, qkv, tokens
 
 import cab_hf
 from cab_hf import distributed
-from cab_hf.distributed import layout as layouts
-from cab_hf.distributed.zigzag import CPAttention
+from cab_hf.call.hook import cab_mask
+from cab_hf.call.layout import everything
+from cab_hf.distributed import sharding as shardings
+from cab_hf.distributed.sharded import ShardedLayout
 from cab_hf.engines import REFERENCE
 
 TIMEOUT = 20
@@ -60,8 +63,8 @@ def with_inputs_of(group, whose):
     """A model on each rank, which is given the shard of rank ``whose[rank]``."""
     batch = {"input_ids": tokens(1, 256)}
     inputs = distributed.shard(batch, group, BLOCK)
-    layout = layouts.layout_of((256,), group.size(), BLOCK)
-    inputs["position_ids"] = layout.positions[whose[group.rank()]][None]
+    sharding = shardings.sharding_of((256,), group.size(), BLOCK)
+    inputs["position_ids"] = sharding.positions[whose[group.rank()]][None]
     with torch.no_grad(), cab_hf.context_parallel(one_layer(), group, block=BLOCK) as model:
         return model(**inputs, use_cache=False)
 
@@ -118,20 +121,26 @@ def test_batches_that_differ_in_one_place_are_refused(ranks, changed, place):
 
 def computed(group, wrong):
     """zigzag's error against one process where something is put in the wrong place on purpose."""
-    layout, rank = layout_for(group.size(), [0, 300]), group.rank()
-    q, k, v = qkv(1, 4, 2, layout.text)
-    places = layouts._places.__wrapped__(layout, layout.exact_block, torch.device("cpu"))
+    sharding, rank = sharding_for(group.size(), [0, 300]), group.rank()
+    q, k, v = qkv(1, 4, 2, sharding.text)
+    shard_map = shardings._shard_map.__wrapped__(
+        sharding, sharding.exact_block, torch.device("cpu")
+    )
     if wrong == "permutation":
-        places = replace(places, source=places.source.flip(0))
+        shard_map = replace(shard_map, source=shard_map.source.flip(0))
     if wrong == "positions":
         rank = 1 - rank
-    turn = CPAttention(places, group, places.spans(rank, 1), 0.25, REFERENCE)
-    out, _ = turn.attention(*(shard_of(x, layout, group.rank()) for x in (q, k, v)))
+    layout = ShardedLayout(shard_map, group, shard_map.spans(rank, 1))
+    plan = everything(layout.spans, sharding.exact_block)
+    held = (shard_of(x, sharding, group.rank()) for x in (q, k, v))
+    out = layout.attend(REFERENCE, *held, plan, 0.25)
     exact = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True
     )
     return (
-        (out - shard_of(exact, layout, group.rank()))[:, :, layout.real[group.rank()]].abs().max()
+        (out - shard_of(exact, sharding, group.rank()))[:, :, sharding.real[group.rank()]]
+        .abs()
+        .max()
     )
 
 
@@ -201,6 +210,9 @@ def refused(group, what):
             inputs["attention_mask"] = torch.arange(256)[None] > 3
         if what == "unsharded":
             inputs = batch
+        if what == "layer":
+            hidden, rotary = torch.ones(1, 256, 48), 2 * [torch.ones(1, 256, 16)]
+            model.model.layers[0].self_attn(hidden, rotary, attention_mask=cab_mask(1, 256, 256))
         cache = model(**inputs, use_cache=what == "cache").past_key_values
         if what == "cache":
             model(**inputs, past_key_values=cache)
@@ -220,6 +232,7 @@ def refused(group, what):
         ("mask", "attention_mask has padding"),
         ("unsharded", "position_ids and cu_seq_lens_q do not say how 256 tokens are held"),
         ("cache", "past_key_values holds 256 tokens"),
+        ("layer", "LlamaAttention is inside context_parallel, and its mask was made outside"),
     ],
 )
 def test_what_is_refused(ranks, what, sentence):
@@ -250,18 +263,24 @@ def test_between_forward_and_backward_no_rank_keeps_the_whole_text(ranks):
     assert kept - again == complete
 
 
-def backward_behind_the_block(group, reentrant):
+def halfway(group, reentrant, inside):
+    """A training step of which the forward or the backward pass alone is inside the block."""
     model = model_of("cab", SPARSE).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    ids = tokens(1, 512)
-    with cab_hf.context_parallel(model, group, block=32):
-        inputs = distributed.shard({"input_ids": ids, "labels": ids}, group, 32)
+    ids, outside = tokens(1, 512), nullcontext()
+    inputs = {"input_ids": ids, "labels": ids}
+    if inside == "forward":
+        inputs = distributed.shard(inputs, group, 32)
+    block = cab_hf.context_parallel(model, group, block=32)
+    with block if inside == "forward" else outside:
         loss = model(**inputs, use_cache=False).loss
-    loss.backward()
+    with block if inside == "backward" else outside:
+        loss.backward()
 
 
+@pytest.mark.parametrize("inside", ["forward", "backward"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_backward_pass_behind_the_block_is_refused(ranks, reentrant):
-    for actual in ranks.outcomes(2, backward_behind_the_block, reentrant):
+def test_a_backward_pass_behind_the_block_is_refused(ranks, reentrant, inside):
+    for actual in ranks.outcomes(2, halfway, reentrant, inside):
         assert isinstance(actual, Failure) and "was left or entered in between" in actual.sentence

@@ -4,7 +4,7 @@ import pytest
 import torch
 from attention_cases import assert_engine_within_budget, random_plan
 from selecting import by_kernels, loud, on_the_cpu
-from shards import layout_for, shard_of
+from shards import shard_of, sharding_for
 from tiny import qkv
 
 from cab_hf import CabConfig
@@ -15,25 +15,25 @@ SHAPE = {"heads": 2, "kv_heads": 1, "dim": 16}
 
 
 def shard_spans(ends, rank):
-    """(the layout of two ranks, its places, what the queries of one may see)."""
-    layout = layout_for(2, ends)
-    places = layout.places(32, "cpu")
-    return layout, places, places.spans(rank, 1)
+    """(the sharding of two ranks, its map, what the queries of one may see)."""
+    sharding = sharding_for(2, ends)
+    shard_map = sharding.shard_map(32, "cpu")
+    return sharding, shard_map, shard_map.spans(rank, 1)
 
 
 def test_attention_of_a_shard():
-    layout, places, spans = shard_spans([0, 33, 150], 1)
-    q, k, v = qkv(q_length=layout.text, **SHAPE)
-    q, grad = shard_of(q, layout, 1), shard_of(q.flip(2), layout, 1)
-    k, v = places.frame.keys(k), places.frame.keys(v)
+    sharding, shard_map, spans = shard_spans([0, 33, 150], 1)
+    q, k, v = qkv(q_length=sharding.text, **SHAPE)
+    q, grad = shard_of(q, sharding, 1), shard_of(q.flip(2), sharding, 1)
+    k, v = shard_map.layout.keys(k), shard_map.layout.keys(v)
     plan = random_plan(q, k, (32, 16), spans=spans)
     assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.25)
 
 
 @pytest.mark.parametrize("ends", [[0, 221], [0, 33, 210]], ids=["one-text", "packed"])
 def test_the_choice_of_a_shard(ends):
-    layout, places, spans = shard_spans(ends, 0)
-    q, k = loud(q_length=layout.text, **SHAPE)
-    q, k = shard_of(q, layout, 0), places.frame.keys(k)
+    sharding, shard_map, spans = shard_spans(ends, 0)
+    q, k = loud(q_length=sharding.text, **SHAPE)
+    q, k = shard_of(q, sharding, 0), shard_map.layout.keys(k)
     actual, meant = (choose(SMALL, q, k, spans) for choose in (by_kernels, on_the_cpu))
     assert torch.equal(actual.to_dense(), meant.to_dense())

@@ -2,6 +2,7 @@
 
 import gc
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cab_hf
 from cab_hf import distributed
-from cab_hf.distributed.layout import layout_of
+from cab_hf.distributed.sharding import sharding_of
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.plan import Spans
 
@@ -64,7 +65,9 @@ def batch_of(length, ends=None, rows=2):
 def step(model, inputs):
     """(loss, logits, gradients of all parameters by name)."""
     result = model(**inputs, use_cache=False)
-    result.loss.backward()
+    # in a thread of its own, as on a GPU
+    with ThreadPoolExecutor(1) as autograd:
+        autograd.submit(result.loss.backward).result()
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
     return result.loss.detach(), result.logits.detach(), gradients
 
@@ -201,12 +204,12 @@ def there_and_back(group, batch):
 
 
 def test_a_shard_by_hand(ranks):
-    layout = layout_of((5, 40), 2, 16)
-    assert layout.chunks == (16, 16) and layout.tokens == 64
+    sharding = sharding_of((5, 40), 2, 16)
+    assert sharding.chunks == (16, 16) and sharding.tokens == 64
     # of the first document rank 0 has all, of the second its ends
-    assert layout.real.sum(1).tolist() == [5 + 16, 16 + 8]
-    assert layout.slots[1, 32:48].tolist() == list(range(21, 37))
-    assert layout.positions[1, 48:].tolist() == [*range(32, 40), *[39] * 8]
+    assert sharding.real.sum(1).tolist() == [5 + 16, 16 + 8]
+    assert sharding.slots[1, 32:48].tolist() == list(range(21, 37))
+    assert sharding.positions[1, 48:].tolist() == [*range(32, 40), *[39] * 8]
     batch = {"input_ids": torch.arange(10, 55)[None], "labels": torch.arange(10, 55)[None]}
     batch["position_ids"] = torch.cat((torch.arange(5), torch.arange(40)))[None]
     first, second = ranks.run(2, sharded, batch)

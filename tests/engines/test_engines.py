@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from valid_plan import require_valid
 
 from cab_hf import BlockPlan, engines
-from cab_hf.call.frame import Frame
+from cab_hf.call.layout import Layout
 from cab_hf.ops import reference
 from cab_hf.ops.attention import ffpa, flash, flex, traced
 from cab_hf.plan import BlockLists, Spans
@@ -156,13 +156,13 @@ def test_flex_with_padding_and_documents():
     valid = torch.ones(2, 180, dtype=torch.bool)
     valid[0, :25] = False
     document = torch.tensor([[0] * 70 + [1] * 110] * 2)
-    frame = Frame.build(2, 180, 180, 0, valid, document, align=64, device=q.device)
-    q, k, v = frame.queries(q), frame.keys(k), frame.keys(v)
-    plan = random_plan(q, k, (64, 32), spans=frame.spans)
+    layout = Layout.build(2, 180, 180, 0, valid, document, align=64, device=q.device)
+    q, k, v = layout.queries(q), layout.keys(k), layout.keys(v)
+    plan = random_plan(q, k, (64, 32), spans=layout.spans)
     require_valid(plan)
     with torch.no_grad():
         actual = flex.attention(q, k, v, plan, 0.3)
-    seen = (frame.spans.last >= 0)[:, None, :, None]
+    seen = (layout.spans.last >= 0)[:, None, :, None]
     expected = reference.attention(q, k, v, plan, 0.3)
     torch.testing.assert_close(actual.where(seen, 0), expected, atol=1e-5, rtol=1e-4)
 

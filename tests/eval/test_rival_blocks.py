@@ -8,7 +8,7 @@ import torch
 from rivals import BY_THE_END, RIVALS, config_of, eager_probabilities, kept_by, random_qk
 from valid_plan import require_valid
 
-from cab_hf.call.frame import Frame
+from cab_hf.call.layout import Layout
 from cab_hf.eval import methods
 from cab_hf.eval.methods import blocks, caches, last_queries
 from cab_hf.plan import Spans
@@ -117,9 +117,9 @@ def test_a_text_keeps_the_blocks_that_it_keeps_alone(name, documents, real):
     length = of_tokens.shape[1]
     q, k = random_qk(length)
     document = of_tokens if real is None else None
-    frame = Frame.build(1, length, length, 0, valid, document, 32, q.device)
+    layout = Layout.build(1, length, length, 0, valid, document, 32, q.device)
     config = RIVALS[name]
-    given = frame.queries(q), frame.keys(k), LayerContext(frame.spans, 0.25)
+    given = layout.queries(q), layout.keys(k), LayerContext(layout.spans, 0.25)
     if real is None and name in BY_THE_END:
         with pytest.raises(NotImplementedError, match=f"predictor '{config.predictor}' .* packed"):
             make_predictor(config)(*given)

@@ -12,7 +12,7 @@ from torch import nn
 from words import make_tokenizer, save_llama
 
 from cab_hf.distributed.exchange import failures_of_others
-from cab_hf.distributed.layout import layout_of
+from cab_hf.distributed.sharding import sharding_of
 from cab_hf.finetune import dry_run, lora, meter, prepare, train
 from cab_hf.finetune.agreement import ending_together, facts_of
 from cab_hf.finetune.models import load_model
@@ -218,13 +218,13 @@ def test_a_key_is_found_where_every_process_foresees_its_part(four):
     # the second process of each replica errs
     meant = {}
     for length in (300, 1024):
-        layout = layout_of((length,), 2)
+        sharding = sharding_of((length,), 2)
         documents = {**everyone[0][1][length], **everyone[2][1][length]}
         # as many of each replica
         assert sorted(documents) == list(range(8))
         starts = [document.answers[0] for document in documents.values()]
         first = [
-            bool((layout.holders[start - 1 : end - 1] < layout.tokens).all())
+            bool((sharding.holders[start - 1 : end - 1] < sharding.tokens).all())
             for start, end in starts
         ]
         meant[str(length)] = sum(first) / 8

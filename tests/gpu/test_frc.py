@@ -48,9 +48,9 @@ def test_kernels_select_what_pytorch_does(gpu, config, shape, monkeypatch):
 def test_kernels_select_it_in_every_layout(gpu, layout, monkeypatch):
     length = 1111 if layout == "chunk" else 2000
     q, k = heads_on(gpu, length=2000, q_length=length, batch=2)
-    frame = laid_out(layout, 2, length, 2000, 64, gpu)
-    call = LayerContext(frame.spans, 0.1, 0)
-    parts = frame.queries(q), frame.keys(k), call
+    laid = laid_out(layout, 2, length, 2000, 64, gpu)
+    call = LayerContext(laid.spans, 0.1, 0)
+    parts = laid.queries(q), laid.keys(k), call
     actual, meant = both(monkeypatch, CabConfig.published(0.8), *parts)
     assert (actual != meant).sum() <= 0.001 * meant.sum()
 

@@ -69,9 +69,9 @@ def test_kernels_keep_what_the_reference_keeps(gpu, fields, shape):
 def test_kernels_keep_it_in_every_layout(gpu, layout, dtype):
     length = 1111 if layout == "chunk" else 2000
     q, k = heads_on(gpu, length=2000, q_length=length, batch=2, dtype=dtype)
-    frame = laid_out(layout, 2, length, 2000, 128, gpu)
-    q, k = frame.queries(q), frame.keys(k)
-    actual, meant = compared(ROWS, q, k, call_of(q, k, frame.spans))
+    laid = laid_out(layout, 2, length, 2000, 128, gpu)
+    q, k = laid.queries(q), laid.keys(k)
+    actual, meant = compared(ROWS, q, k, call_of(q, k, laid.spans))
     assert (actual != meant).sum() <= (0.001 if dtype == torch.float32 else 0.03) * meant.sum()
 
 

@@ -128,8 +128,8 @@ def test_keys_stand_in_the_order_of_channels():
 
 def test_outliers_are_those_of_the_reference():
     q, _ = loud(batch=2, **SHAPE)
-    frame = laid_out("padded", 2, 300, 300, 32, "cpu")
-    q, spans = frame.queries(q), frame.spans
+    layout = laid_out("padded", 2, 300, 300, 32, "cpu")
+    q, spans = layout.queries(q), layout.spans
     for count in (1, 8, 32):
         actual = outliers(q, spans, (0, 8), 32, count)
         expected = reference.outlier_queries(q, spans, 32, count)
@@ -138,8 +138,8 @@ def test_outliers_are_those_of_the_reference():
 
 def test_typical_queries_are_those_of_the_reference():
     q, _ = loud(batch=2, **SHAPE)
-    frame = laid_out("padded", 2, 300, 300, 32, "cpu")
-    q, spans = frame.queries(q), frame.spans
+    layout = laid_out("padded", 2, 300, 300, 32, "cpu")
+    q, spans = layout.queries(q), layout.spans
     rows = scored_rows(q, spans, (0, 8), 1.0, 32, 4, (), q.dtype)
     at = reference.typical_queries(spans, 32, 4).flatten(1)
     there = at >= 0

@@ -6,13 +6,15 @@ import pytest
 import torch
 from tiny import FAMILIES, tiny_model, tokens
 
+from cab_hf.call.scope import SCOPE
 from cab_hf.hf.layers import attention_layers
-from cab_hf.patches.watching import looks, watched
+from cab_hf.patches.watching import watched
 
 
 def seen_of(model, seen):
-    def look(module, q, k, v, scale, window):
-        seen.append((module, tuple(q.shape), tuple(k.shape), tuple(v.shape), scale, window))
+    def look(call):
+        shapes = (tuple(x.shape) for x in (call.q, call.k, call.v))
+        seen.append((call.layer, *shapes, call.scale, call.text.window))
 
     return watched(model, look)
 
@@ -30,7 +32,8 @@ def test_every_layer_is_seen_with_its_heads_and_its_window(family):
     windows = {"mistral-sliding": [40] * 3, "qwen3-some-sliding": [None, 40, 40]}
     assert [window for *_, window in seen] == windows.get(family, [None] * 3)
     model(tokens(1, 50))
-    assert len(seen) == 3 and not looks
+    assert len(seen) == 3 and SCOPE.get().observer is None
+    assert not any(x._forward_pre_hooks or x._forward_hooks for x in model.modules())
 
 
 @torch.no_grad()

@@ -90,10 +90,10 @@ def test_no_earlier_row_feels_the_future(config):
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_rows_of_a_batch_and_documents_choose_alone(layout):
     q, k = loud(q_length=111, batch=2, heads=2, kv_heads=1)
-    frame = laid_out(layout, 2, 111, 111, 32, "cpu")
+    laid = laid_out(layout, 2, 111, 111, 32, "cpu")
     predictor = make_predictor(replace(CASCADE, anchors=(0,)))
-    call = LayerContext(frame.spans, 0.25, 0)
-    together = predictor(frame.queries(q), frame.keys(k), call)
+    call = LayerContext(laid.spans, 0.25, 0)
+    together = predictor(laid.queries(q), laid.keys(k), call)
     require_valid(together)
     # of the second batch row, the part that stands alone; its blocks begin where documents do
     begin = 111 // 3 if layout == "packed" else 0

@@ -10,7 +10,7 @@ from selecting import on_the_cpu
 from tiny import qkv
 
 from cab_hf import CabConfig
-from cab_hf.call.frame import Frame
+from cab_hf.call.layout import Layout
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.ops import reference
 from cab_hf.plan import Spans, block_visibility
@@ -90,9 +90,9 @@ def test_every_document_has_a_tail_of_its_own_real_tokens():
     valid[0, :23] = False
     valid[1, 140:] = False
     document = (torch.arange(150) >= 70).long().expand(2, -1)
-    frame = Frame.build(2, 150, 150, 0, valid, document, align=32, device=torch.device("cpu"))
+    layout = Layout.build(2, 150, 150, 0, valid, document, align=32, device=torch.device("cpu"))
     # 47 + 80 tokens, and 70 + 70, from one border to the next
-    assert frame.spans.tail(32, 32).nonzero().tolist() == [
+    assert layout.spans.tail(32, 32).nonzero().tolist() == [
         [0, 0],
         [0, 1],
         [0, 3],

@@ -157,19 +157,19 @@ def test_chunks_of_whole_query_blocks_are_one_call():
 
 def test_padding_changes_nothing():
     q, k = loud(q_length=200, batch=2)
-    frame = laid_out("padded", 2, 200, 200, 32, "cpu")
+    layout = laid_out("padded", 2, 200, 200, 32, "cpu")
     alone = Spans.causal(1, 160, 160, "cpu")
     expected = on_the_cpu(SMALL, q[:1, :, 40:], k[:1, :, 40:], alone).token_mask()
-    padded = on_the_cpu(SMALL, frame.queries(q), frame.keys(k), frame.spans).token_mask()[:1]
-    real, keys = frame.spans.last[0] >= 0, frame.spans.key_valid[0]
+    padded = on_the_cpu(SMALL, layout.queries(q), layout.keys(k), layout.spans).token_mask()[:1]
+    real, keys = layout.spans.last[0] >= 0, layout.spans.key_valid[0]
     assert torch.equal(padded[:, :, real][..., keys], expected)
 
 
 def test_packed_documents_answer_as_alone():
     q, k = loud(q_length=192)
-    frame = laid_out("packed", 1, 192, 192, 32, "cpu")
-    packed = on_the_cpu(SMALL, frame.queries(q), frame.keys(k), frame.spans).token_mask()
-    real, keys = frame.spans.last[0] >= 0, frame.spans.key_valid[0]
+    layout = laid_out("packed", 1, 192, 192, 32, "cpu")
+    packed = on_the_cpu(SMALL, layout.queries(q), layout.keys(k), layout.spans).token_mask()
+    real, keys = layout.spans.last[0] >= 0, layout.spans.key_valid[0]
     mask = packed[:, :, real][..., keys]
     for start, stop in ((0, 64), (64, 192)):
         alone = Spans.causal(1, stop - start, stop - start, "cpu")

@@ -5,7 +5,7 @@ from budget import EPS
 from valid_plan import require_valid
 
 from cab_hf import BlockPlan
-from cab_hf.call.frame import Frame
+from cab_hf.call.layout import Layout
 from cab_hf.ops import reference
 from cab_hf.plan import Spans
 
@@ -33,7 +33,7 @@ def seeds(count):
 
 
 def laid_out(layout, batch, length, kv_length, align, device):
-    """The `Frame` of causal, left-padded or packed inputs, or of a chunk inside of a text.
+    """The `Layout` of causal, left-padded or packed inputs, or of a chunk inside of a text.
 
     The chunk begins inside of a query block, and ``align`` tokens of its text follow.
     """
@@ -43,7 +43,7 @@ def laid_out(layout, batch, length, kv_length, align, device):
         valid[0, : kv_length // 5] = False
     if layout == "packed":
         document = (torch.arange(kv_length) >= kv_length // 3).long().expand(batch, -1).to(device)
-    frame = Frame.build(
+    laid = Layout.build(
         batch,
         length,
         kv_length,
@@ -55,7 +55,7 @@ def laid_out(layout, batch, length, kv_length, align, device):
         ahead=(kv_length - length) % align if layout == "chunk" else 0,
         end=kv_length + align if layout == "chunk" else None,
     )
-    return frame
+    return laid
 
 
 def draw(device, dtype, q_length, kv_length=None, batch=1, heads=6, kv_heads=2, dim=16):
@@ -89,14 +89,14 @@ def case(
     """
     q, k, v, grad = draw(device, dtype, **shape)
     batch, kv_length = q.shape[0], k.shape[2]
-    frame = laid_out(layout, batch, q.shape[2], kv_length, max(blocks), device)
-    q, grad, k, v = frame.queries(q), frame.queries(grad), frame.keys(k), frame.keys(v)
+    laid = laid_out(layout, batch, q.shape[2], kv_length, max(blocks), device)
+    q, grad, k, v = laid.queries(q), laid.queries(grad), laid.keys(k), laid.keys(v)
     pattern = q if plan_heads is None else q[:, :plan_heads]
     if dense_rows == "tail":
-        dense_rows = frame.spans.tail_rows(blocks[0], blocks[0])
+        dense_rows = laid.spans.tail_rows(blocks[0], blocks[0])
     elif dense_rows is not None:
         dense_rows = torch.tensor(dense_rows, device=device)
-    plan = random_plan(pattern, k, blocks, share, frame.spans, dense_rows=dense_rows)
+    plan = random_plan(pattern, k, blocks, share, laid.spans, dense_rows=dense_rows)
     if one_in is not None:
         plan = plan.with_sample(one_in, seeds(1)[0].to(device))
     require_valid(plan)

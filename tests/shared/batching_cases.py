@@ -8,7 +8,7 @@ from tiny import FULL, SPARSE, tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import cab_hf
-from cab_hf.batching import batch
+from cab_hf import route
 
 GREEDY = GenerationConfig(max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=2)
 PAGES = {"max_blocks_per_request": 64}
@@ -59,11 +59,11 @@ def managed(model):
 
 def routed(monkeypatch):
     """(text, what attends it) of every sequence, in a list that fills as they are served."""
-    seen, route = [], batch.route
+    seen, before = [], route.route
 
     def watched(text, *given, **options):
-        seen.append((text, route(text, *given, **options)))
+        seen.append((text, before(text, *given, **options)))
         return seen[-1][1]
 
-    monkeypatch.setattr(batch, "route", watched)
+    monkeypatch.setattr(route, "route", watched)
     return seen

@@ -3,11 +3,14 @@
 import torch
 from tiny import qkv
 
+from cab_hf import CabConfig
+from cab_hf.call.call import Call
 from cab_hf.call.mask import CabMask
+from cab_hf.config import blocks_of
 from cab_hf.engines import SDPA
 from cab_hf.engines.dense import ExactByRows
 from cab_hf.hf.rotary import llama_channels
-from cab_hf.ops import decode
+from cab_hf.ops import Workload, decode
 from cab_hf.ops.decode import kernels, reference
 
 # heads, KV heads, slots, written, D, D_v, wanted, and what else
@@ -107,8 +110,10 @@ def texts_of_a_step(device="cpu"):
 def require_step_as_by_rows(text, monkeypatch, dtype=torch.float32, device="cpu"):
     """What reads all that a step may see says what SDPA says under a mask."""
     q, k, v = (x.to(device, dtype) for x in qkv(2, q_length=1, kv_length=300, dim=32))
-    step = ExactByRows(text, SDPA)
-    actual = step.attend(q, k, v, 0.2)
+    step, config = ExactByRows(SDPA), CabConfig()
+    work = Workload.of(q, k, v, blocks_of(config))
+    call = Call(q, k, v, 0.2, None, config, False, work, text)
+    actual = step.attend(call)
     monkeypatch.setattr(decode, "has_kernels", lambda *tensors: False)
     close = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    torch.testing.assert_close(actual, step.attend(q, k, v, 0.2), rtol=close, atol=close)
+    torch.testing.assert_close(actual, step.attend(call), rtol=close, atol=close)

@@ -55,8 +55,8 @@ def laid_in(layout, q, k, align):
         last = torch.arange(length, dtype=torch.int32).expand(batch, -1)
         first = ((last >= 37).int() * 37).contiguous()
         return q, k, Spans(first, last, torch.ones(batch, length, dtype=torch.bool))
-    frame = laid_out(layout, batch, length, k.shape[2], align, "cpu")
-    return frame.queries(q), frame.keys(k), frame.spans
+    laid = laid_out(layout, batch, length, k.shape[2], align, "cpu")
+    return laid.queries(q), laid.keys(k), laid.spans
 
 
 def heads_on(

@@ -3,8 +3,8 @@
 import torch
 from tiny import tiny_model
 
-from cab_hf.call.frame import Frame, Length
-from cab_hf.distributed.layout import layout_of, lengths_between
+from cab_hf.call.layout import Layout, Length
+from cab_hf.distributed.sharding import lengths_between, sharding_of
 
 BLOCK = 32
 # where documents begin and end; None is a text that fills all ranks
@@ -15,30 +15,30 @@ TEXTS = {
 }
 
 
-def layout_for(world, ends):
+def sharding_for(world, ends):
     lengths = (2 * world * BLOCK * 2,) if ends is None else lengths_between(ends)
-    return layout_of(lengths, world, BLOCK)
+    return sharding_of(lengths, world, BLOCK)
 
 
-def shard_of(x, layout, rank):
+def shard_of(x, sharding, rank):
     """What a rank holds of [B, H, N, D]; padding is noise that must not matter."""
-    held = x[:, :, layout.slots[rank]].clone()
-    held[:, :, ~layout.real[rank]] = 7.0
+    held = x[:, :, sharding.slots[rank]].clone()
+    held[:, :, ~sharding.real[rank]] = 7.0
     return held
 
 
-def together(shards, layout):
+def together(shards, sharding):
     """[B, H, N, ...] of what the ranks hold."""
-    return torch.cat(shards, dim=2)[:, :, layout.holders]
+    return torch.cat(shards, dim=2)[:, :, sharding.holders]
 
 
-def frame_of(layout, align):
-    """The frame of one process that holds the whole text."""
-    document = torch.arange(len(layout.lengths)).repeat_interleave(torch.tensor(layout.lengths))
-    document = document[None] if len(layout.lengths) > 1 else None
-    lengths = [[Length(length, length) for length in layout.lengths]]
-    text = layout.text
-    return Frame.build(1, text, text, 0, None, document, align, torch.device("cpu"), lengths)
+def layout_of(sharding, align):
+    """The layout of one process that holds the whole text."""
+    document = torch.arange(len(sharding.lengths)).repeat_interleave(torch.tensor(sharding.lengths))
+    document = document[None] if len(sharding.lengths) > 1 else None
+    lengths = [[Length(length, length) for length in sharding.lengths]]
+    text = sharding.text
+    return Layout.build(1, text, text, 0, None, document, align, torch.device("cpu"), lengths)
 
 
 def model_of(implementation, config=None, **settings):

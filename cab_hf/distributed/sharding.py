@@ -1,9 +1,9 @@
-"""The place of every token of a text: on which rank, and in the frame of a single process.
+"""The place of every token of a text: on which rank, and in the layout of a single process.
 
 Every document is padded to 2 W chunks of whole blocks, W the number of ranks. Rank r holds chunks r
 and 2 W - 1 - r of every document (zigzag), an early and a late one, so that causal work is the same
-on all ranks. Padding never leaves its rank: keys are put into the `Frame` of one process, and plans
-are in its key blocks.
+on all ranks. Padding never leaves its rank: keys are put into the `Layout` of one process, and
+plans are in its key blocks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from cab_hf.call.frame import Frame, Length
+from cab_hf.call.layout import Layout, Length
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, once_per_spans
 
-# layouts kept, and the places made of each: those of a few batches on their way
+# shardings kept, and the maps made of each: those of a few batches on their way
 KEPT = 8
 
 
 @dataclass(frozen=True)
-class Layout:
+class Sharding:
     """How documents are sharded; the same on every rank.
 
     Attributes:
@@ -100,24 +100,24 @@ class Layout:
         holder[place.flatten()[real]] = real.nonzero().squeeze(1)
         return holder
 
-    def places(self, align: int, device: torch.device | str) -> Places:
-        """Of a frame whose documents begin at multiples of ``align``; made once for all layers."""
-        return _places(self, align, torch.device(device))
+    def shard_map(self, align: int, device: torch.device | str) -> ShardMap:
+        """Of a layout whose documents begin at multiples of ``align``; made once for all layers."""
+        return _shard_map(self, align, torch.device(device))
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
-    """The places of the tokens of all ranks in the frame of a single process.
+class ShardMap:
+    """The places of the tokens of all ranks in the layout of a single process.
 
     Attributes:
-        align: at multiples of which documents begin in the frame.
-        place: int64 [W, n], the frame position of each token of each rank; -1 for padding.
+        align: at multiples of which documents begin in the layout.
+        place: int64 [W, n], the layout position of each token of each rank; -1 for padding.
         source: int64 [N'], rank * n + index of the token at each place; 0 for an empty one.
         filled: bool [N'], where one does.
-        begins: int64 [n], where the document of each token of a rank begins in the frame.
+        begins: int64 [n], where the document of each token of a rank begins in the layout.
     """
 
-    layout: Layout
+    sharding: Sharding
     align: int
     place: Tensor
     source: Tensor
@@ -126,7 +126,7 @@ class Places:
 
     @property
     def length(self) -> int:
-        """N', the keys of the frame."""
+        """N', the keys of the layout."""
         return self.source.shape[0]
 
     @cached_property
@@ -138,21 +138,21 @@ class Places:
         return place.clamp(min=0), padding if len(padding) else None
 
     @cached_property
-    def frame(self) -> Frame:
-        """The frame of one process, of one batch row."""
-        lengths, device = self.layout.lengths, self.source.device
+    def layout(self) -> Layout:
+        """The layout of one process, of one batch row."""
+        lengths, device = self.sharding.lengths, self.source.device
         document = None
         if len(lengths) > 1:
             sizes = torch.tensor(lengths, device=device)
             document = torch.arange(len(lengths), device=device).repeat_interleave(sizes)[None]
         known = [[Length(length, length) for length in lengths]]
-        text = self.layout.text
-        return Frame.build(1, text, text, 0, None, document, self.align, device, known)
+        text = self.sharding.text
+        return Layout.build(1, text, text, 0, None, document, self.align, device, known)
 
     def blocks(self, size: int) -> tuple[Tensor, Tensor]:
         """(rank * blocks of a rank + block at each place, whether there is one), both [N' / size].
 
-        A block of the frame that holds any token begins with one, and so does the rank's block.
+        A block of the layout that holds any token begins with one, and so does the rank's block.
         """
         return self.source[::size] // size, self.filled[::size]
 
@@ -160,10 +160,10 @@ class Places:
         self, rank: int, batch: int, causal: bool = True, window: int | None = None
     ) -> Shard:
         """`spans`, the same object every time: for plans that leave nothing out."""
-        return _kept_spans(self.frame.spans, self, rank, batch, causal, window)
+        return _kept_spans(self.layout.spans, self, rank, batch, causal, window)
 
     def spans(self, rank: int, batch: int, causal: bool = True, window: int | None = None) -> Shard:
-        """What the queries of a rank may see of the frame, and nothing made of it yet.
+        """What the queries of a rank may see of the layout, and nothing made of it yet.
 
         What is made of plans stays with their spans: those of a forward pass go with it.
         """
@@ -171,14 +171,14 @@ class Places:
         if window is not None:
             first = torch.maximum(first, last - (window - 1))
         if not causal:
-            lengths = torch.tensor(self.layout.lengths, device=last.device)
-            ends = self.begins + lengths[self.layout.documents.to(last.device)] - 1
+            lengths = torch.tensor(self.sharding.lengths, device=last.device)
+            ends = self.begins + lengths[self.sharding.documents.to(last.device)] - 1
             last = ends.where(last >= 0, -1)
 
         def rows(x: Tensor) -> Tensor:
             return x.to(torch.int32).expand(batch, -1)
 
-        text = self.frame.spans
+        text = self.layout.spans
         return Shard(
             rows(first),
             rows(last),
@@ -186,9 +186,9 @@ class Places:
             aligned=causal and window is None,
             consecutive=False,
             # each is held in two stretches
-            documents=2 * len(self.layout.lengths),
+            documents=2 * len(self.sharding.lengths),
             text=replace(text, **{name: getattr(text, name).expand(batch, -1) for name in TENSORS}),
-            places=self,
+            shard_map=self,
         )
 
 
@@ -198,9 +198,9 @@ TENSORS = ("first", "last", "key_valid")
 
 @once_per_spans
 def _kept_spans(
-    spans: Spans, places: Places, rank: int, batch: int, causal: bool, window: int | None
+    spans: Spans, shard_map: ShardMap, rank: int, batch: int, causal: bool, window: int | None
 ) -> Shard:
-    return places.spans(rank, batch, causal, window)
+    return shard_map.spans(rank, batch, causal, window)
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,12 +208,12 @@ class Shard(Spans):
     """The spans of one rank's queries. Which of them end a text is known to the whole text alone.
 
     Attributes:
-        text: the spans of the whole text, in the same frame.
-        places: the places of its tokens.
+        text: the spans of the whole text, in the same layout.
+        shard_map: the places of its tokens.
     """
 
     text: Spans | None = None
-    places: Places | None = None
+    shard_map: ShardMap | None = None
 
     @once_per_spans
     def tail(self, tokens: int, query_block: int) -> Tensor:
@@ -235,13 +235,13 @@ class Shard(Spans):
         return named[:, rows.clamp(min=0)] & (rows >= 0)
 
 
-def layout_between(cu_seqlens: Tensor | None, tokens: int, world: int, block: int) -> Layout:
-    """The layout of documents that begin and end at ``cu_seqlens``.
+def sharding_between(cu_seqlens: Tensor | None, tokens: int, world: int, block: int) -> Sharding:
+    """The sharding of documents that begin and end at ``cu_seqlens``.
 
     None is one document without padding, of ``tokens`` for each of ``world`` ranks.
     """
     lengths = (world * tokens,) if cu_seqlens is None else lengths_between(cu_seqlens)
-    return layout_of(lengths, world, block)
+    return sharding_of(lengths, world, block)
 
 
 def lengths_between(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
@@ -263,24 +263,24 @@ def lengths_between(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
 
 
 @lru_cache(KEPT)
-def layout_of(lengths: tuple[int, ...], world: int, block: int = EXACT_BLOCK) -> Layout:
-    """The `Layout`, the same object for the same arguments."""
-    return Layout(lengths, world, block)
+def sharding_of(lengths: tuple[int, ...], world: int, block: int = EXACT_BLOCK) -> Sharding:
+    """The `Sharding`, the same object for the same arguments."""
+    return Sharding(lengths, world, block)
 
 
 @lru_cache(KEPT)
-def _places(layout: Layout, align: int, device: torch.device) -> Places:
-    if layout.block % align:
+def _shard_map(sharding: Sharding, align: int, device: torch.device) -> ShardMap:
+    if sharding.block % align:
         raise ValueError(
-            f"block is {layout.block}, of which the blocks of this plan are no part ({align}); "
-            f"give block={math.lcm(layout.block, align)} to what shards and to what attends."
+            f"block is {sharding.block}, of which the blocks of this plan are no part ({align}); "
+            f"give block={math.lcm(sharding.block, align)} to what shards and to what attends."
         )
-    room = [-(-length // align) * align for length in layout.lengths]
+    room = [-(-length // align) * align for length in sharding.lengths]
     starts = torch.tensor([0, *room]).cumsum(0)
-    begins = starts[layout.documents]
-    place = (begins + layout.offsets).masked_fill(~layout.real, -1)
-    length = int(starts[-2]) + layout.lengths[-1]
+    begins = starts[sharding.documents]
+    place = (begins + sharding.offsets).masked_fill(~sharding.real, -1)
+    length = int(starts[-2]) + sharding.lengths[-1]
     filled = torch.zeros(length, dtype=torch.bool)
-    filled[place[layout.real]] = True
-    source = layout._inverse(place, length)
-    return Places(layout, align, *(x.to(device) for x in (place, source, filled, begins)))
+    filled[place[sharding.real]] = True
+    source = sharding._inverse(place, length)
+    return ShardMap(sharding, align, *(x.to(device) for x in (place, source, filled, begins)))

@@ -14,9 +14,6 @@ from cab_hf.call.reordering import Reordering
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, named_rows, once_per_spans
 from cab_hf.predictors import LayerContext, Predictor
 
-# attribute of every module of a model whose texts are in the frame of several ranks
-PARALLEL = "_cab_parallel"
-
 
 class Length(NamedTuple):
     """How long a document is: its queries in this call, and its tokens so far. No padding."""
@@ -24,28 +21,23 @@ class Length(NamedTuple):
     queries: int
     tokens: int
 
-    def short(self, queries: int, tokens: int) -> bool:
-        """Whether it has fewer of either."""
-        return self.queries < queries or self.tokens < tokens
-
 
 @dataclass(frozen=True, eq=False)
-class Frame:
+class Layout:
     """A re-arrangement of a call's tokens that makes blocks mean the same whatever surrounds them.
 
     Blocks anchored at slots would move with left padding, and a block across two documents would
-    mix them. In the frame each row's padding comes last and each document starts a new block, so a
-    text selects the same blocks alone, padded or packed.
+    mix them. Here each row's padding comes last and each document starts a new block, so a text
+    selects the same blocks alone, padded or packed.
 
     A layer puts `queries` and `keys` into it, has blocks chosen (`choose`, or `everything` of them)
     and attended (`attend`), and takes the output back (`restore`). A text that many ranks hold has
-    a frame with the same methods: `cab_hf.distributed.sharded.ShardedFrame`.
+    a layout with the same methods: `cab_hf.distributed.sharded.ShardedLayout`.
 
     Attributes:
-        spans: what each query of the frame may see, in frame positions.
-        query_order, key_order: from the call's order to the frame's; None when the frame is the
-            call itself.
-        sizes: the `Length` of each frame position's document, int64 [B, N'_q] twice; None where all
+        spans: what each query may see, in positions of the layout.
+        query_order, key_order: from the call's order to this one; None where it is the call's.
+        sizes: the `Length` of the document of each position, int64 [B, N'_q] twice; None where all
             are as long as the call, or it is not known.
         lengths: the same of every document of a batch row, on the host; None where waiting for the
             device is not allowed.
@@ -72,8 +64,8 @@ class Frame:
         lengths: Sequence[Sequence[Length]] | None = None,
         ahead: int | list[int] = 0,
         end: int | Tensor | None = None,
-    ) -> Frame:
-        """The frame of a call; arguments as in `CabMask`.
+    ) -> Layout:
+        """The layout of a call; arguments as in `CabMask`.
 
         Args:
             align: the larger block size.
@@ -103,10 +95,10 @@ class Frame:
         if document is None:
             first, length, documents = torch.zeros_like(place), kv_length, 1
             # queries close up from the left
-            inside, q_frame = real.cumsum(-1) - 1, q_length
+            inside, q_places = real.cumsum(-1) - 1, q_length
             if ahead:
                 inside = inside + torch.tensor(ahead, device=device).unsqueeze(1)
-                q_frame += max(ahead)
+                q_places += max(ahead)
             sizes = real.sum(-1, keepdim=True), valid.sum(-1, keepdim=True)
             if end is not None:
                 sizes = (end,) * 2
@@ -119,11 +111,11 @@ class Frame:
             place = place + shift
             # queries are where their keys are
             inside = place[:, mine]
-            # a call of nothing but padding has a frame as well
-            length = q_frame = max(1, *(_extent(row, align) for row in lengths))
+            # a call of nothing but padding has a layout as well
+            length = q_places = max(1, *(_extent(row, align) for row in lengths))
             sizes = (tokens.gather(1, document.to(torch.int64)),) * 2
         key_source, key_valid = _invert(place, valid, length)
-        query_source, query_valid = _invert(inside, real, q_frame)
+        query_source, query_valid = _invert(inside, real, q_places)
 
         def by_query(values: Tensor, fill: int) -> Tensor:
             taken = values.gather(1, query_source).masked_fill(~query_valid, fill)
@@ -137,8 +129,8 @@ class Frame:
         return cls(spans, kv_length, query_order, key_order, sizes, lengths)
 
     @classmethod
-    def _led(cls, spans: Spans, kv_length: int, ahead: int) -> Frame:
-        """The frame whose first queries come after so many places without one."""
+    def _led(cls, spans: Spans, kv_length: int, ahead: int) -> Layout:
+        """The layout whose first queries come after so many places without one."""
         batch, tokens = spans.last.shape
         place = torch.arange(ahead, ahead + tokens, device=spans.last.device)
         source = torch.arange(-ahead, tokens, device=spans.last.device)
@@ -154,7 +146,7 @@ class Frame:
     def short(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
         """int64 [B, R]: query blocks of documents with fewer ``queries`` or ``tokens``, then -1.
 
-        None where no document is. ``query_block`` is one that the frame was built for.
+        None where no document is. ``query_block`` is one that the layout was built for.
         """
         if self.sizes is None:
             return None
@@ -162,24 +154,29 @@ class Frame:
             # where lengths may not be read: as many as there could be
             room = -(-max(queries, tokens) // query_block)
         else:
-            short = [[x for x in row if x.short(queries, tokens)] for row in self.lengths]
-            room = max(sum(-(-x.queries // query_block) for x in row) for row in short)
+            # by row, the query blocks of each document that is short
+            short = [
+                [-(-x.queries // query_block) for x in row if x[0] < queries or x[1] < tokens]
+                for row in self.lengths
+            ]
+            room = max(map(sum, short))
         if room == 0:
             return None
         return _short_rows(self.spans, *self.sizes, queries, tokens, query_block, room)
 
     def queries(self, x: Tensor) -> Tensor:
-        """[B, H, N_q, D] from the call's order to the frame's."""
+        """[B, H, N_q, D] from the call's order to the layout's."""
         return x if self.query_order is None else self.query_order.apply(x)
 
     def keys(self, x: Tensor) -> Tensor:
-        """[B, H_kv, N_k, D] from slots to the frame's order; unwritten cache slots are dropped."""
+        """[B, H_kv, N_k, D] from slots to the layout's order; unwritten cache slots are dropped."""
         x = x[:, :, : self.kv_length]
         return x if self.key_order is None else self.key_order.apply(x)
 
     def choose(self, predictor: Predictor, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
-        """What ``predictor`` chooses for q and k of the frame."""
-        return predictor(q, k, call)
+        """What ``predictor`` chooses for q and k of the layout, without gradient."""
+        with torch.no_grad():
+            return predictor.choose(q, predictor.summary_of(k, self.spans.key_valid, call), call)
 
     def everything(self) -> BlockPlan:
         """The plan that leaves nothing out, of blocks of `EXACT_BLOCK`."""
@@ -188,7 +185,7 @@ class Frame:
     def attend(
         self, engine: Any, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float
     ) -> Tensor:
-        """[B, H, N', D] of q, k and v of the frame, by an `Engine` under ``plan``."""
+        """[B, H, N', D] of q, k and v of the layout, by an `Engine` under ``plan``."""
         return engine.attention(q, k, v, plan, scale)
 
     def restore(self, out: Tensor) -> Tensor:
@@ -212,7 +209,7 @@ def _short_rows(
     query_block: int,
     room: int,
 ) -> Tensor:
-    """int64 [B, room]: the query blocks of `Frame.short`."""
+    """int64 [B, room]: the query blocks of `Layout.short`."""
     short = ((of_queries < queries) | (of_tokens < tokens)) & (spans.last >= 0)
     short = F.pad(short, (0, -short.shape[1] % query_block))
     return named_rows(short.unflatten(1, (-1, query_block)).any(-1), room)
@@ -248,7 +245,7 @@ def document_lengths(valid: Tensor, document: Tensor, documents: int) -> Tensor:
 
 
 def _aligned_documents(tokens: Tensor, document: Tensor, align: int) -> tuple[Tensor, Tensor]:
-    """(where a token's document starts, shift from rank to place) of a frame, int64 [B, N_k]."""
+    """(where a token's document starts, shift from rank to place) of a layout, int64 [B, N_k]."""
     room = (tokens + align - 1) // align * align
     starts, packed = (F.pad(x.cumsum(-1), (1, -1)) for x in (room, tokens))
     document = document.to(torch.int64)

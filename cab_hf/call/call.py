@@ -1,0 +1,169 @@
+"""`Call`: one layer that attends once, and all that its computation depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
+from cab_hf.call.mask import CabMask
+from cab_hf.call.placeholder import KEYWORDS, Batch
+from cab_hf.call.refusals import refuse
+from cab_hf.call.scope import SCOPE, is_sharded, prompt_of, refuse_compiled
+from cab_hf.config import CabConfig, blocks_of
+from cab_hf.hf.fit import warn_if_too_short
+from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
+from cab_hf.ops import Workload
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One layer that attends once.
+
+    Attributes:
+        q: [B, H, N_q, D] after RoPE.
+        k, v: [B, H_kv, N_k, D] and [B, H_kv, N_k, D_v] after the cache update; of the dtype of q.
+        scale: what logits are multiplied by.
+        layer: the module that attends; its ``layer_idx`` counts, where it has one.
+        config: its settings.
+        sparse: whether sparse attention is requested at all.
+        work: what an engine must be able to run.
+        text: what the queries may see: a `CabMask`, or a `ShardedText` over ranks; None of a batch.
+        index: the `KeyIndex` of the keys, where the layer's cache has one.
+        batch: of continuous batching; None elsewhere.
+        packed: the `KEYWORDS` that come with it.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    layer: nn.Module
+    config: CabConfig
+    sparse: bool
+    work: Workload
+    text: Any
+    index: Any = None
+    batch: Batch | None = None
+    packed: dict[str, Any] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: CabMask | Batch | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        *,
+        sparse: bool,
+        sliding_window: int | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Call:
+        """The call that transformers makes; arguments and errors are those of `cab_attention`."""
+        # the cache's, which is lost where keys are cast
+        index = getattr(key, "cab_index", None)
+        # since transformers 5.24 layers have no mask in continuous batching
+        batch, packed = kwargs.get("batch") if mask is None else mask, None
+        if isinstance(batch, Batch):
+            mask, packed = None, {name: kwargs.pop(name, None) for name in KEYWORDS}
+        else:
+            batch = None
+        lengths = query.shape[2], key.shape[2]
+        refuse(module, query.dtype, lengths, mask, dropout, sliding_window, kwargs)
+        q, k, v = _one_dtype(module, query, key, value)
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        if batch is None and mask is None:
+            mask = _plain_mask(module, query.shape[0], *lengths, sliding_window)
+        state = mask.state if batch is None else batch.state
+        config = state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
+        work = Workload.of(q, k, v, blocks_of(config))
+        call = cls(q, k, v, scale, module, config, sparse, work, mask, index, batch, packed)
+        if batch is not None:
+            return call
+        refuse_compiled(module.config)
+        state.require_same_settings(call)
+        parts = position_ids, kwargs.get("cu_seq_lens_q")
+        if mask.parallel is not None:
+            return replace(call, text=mask.parallel.text(call, *parts))
+        if is_sharded(module.config):
+            _refuse_shard(module)
+        mask.find_documents(*parts, v)
+        if sparse:
+            _warn_of_a_short_prompt(module, mask, config)
+        return call
+
+    @property
+    def sampled_one_in(self) -> int:
+        """Of how many blocks that are not chosen one is sampled; 0 where nothing is."""
+        return self.config.sampled_one_in if self.work.training else 0
+
+
+def _plain_mask(
+    module: nn.Module, batch: int, queries: int, keys: int, window: int | None
+) -> CabMask:
+    """The mask of a layer that is handed none: plain causal attention.
+
+    Raises:
+        RuntimeError: for a layer that is computed again, and was not computed here before. "sdpa"
+            makes no mask where it needs none: nothing else shows that the forward pass was its.
+    """
+    mask = CabMask(batch, queries, keys, keys - queries, window=window or None)
+    if torch.compiler.is_compiling():
+        return mask
+    if not in_backward_pass():
+        _seen_without_mask[module] = module.config, SCOPE.get().parallel
+    config, mask.parallel = _seen_without_mask.get(module, (None, None))
+    if config is not module.config:
+        raise RuntimeError(SETTINGS_CHANGED)
+    mask.prompt = prompt_of(batch)
+    return mask
+
+
+# the config with which each layer was last called, and the ranks; every switch gives a model other
+# config objects
+_seen_without_mask: WeakKeyDictionary[nn.Module, tuple[PreTrainedConfig, Any]] = WeakKeyDictionary()
+
+
+def _refuse_shard(layer: nn.Module) -> NoReturn:
+    """Refuse a layer inside `context_parallel` whose mask would have it attend to a shard alone."""
+    if in_backward_pass():
+        raise RuntimeError(SETTINGS_CHANGED)
+    raise NotImplementedError(
+        f"{type(layer).__name__} is inside context_parallel, and its mask was made outside: call "
+        "the model that context_parallel was given."
+    )
+
+
+def _warn_of_a_short_prompt(module: nn.Module, mask: CabMask, config: CabConfig) -> None:
+    """Say once that a call which begins a text has too few tokens of it, in every document."""
+    begins = mask.q_length == mask.kv_length and mask.q_length > 1
+    if torch.compiler.is_compiling() or not begins or mask.window is not None:
+        return
+    longest = mask.longest
+    tokens = mask.kv_length if longest is None else longest.tokens
+    warn_if_too_short(tokens, config.min_length, CabConfig.min_length, module.config)
+
+
+def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as transformers' flash path does: an adapter may hand float32 to a model in bfloat16."""
+    query = tensors[0]
+    device = query.device.type
+    target = query.dtype
+    if torch.is_autocast_enabled(device):
+        target = torch.get_autocast_dtype(device)
+    elif query.dtype == torch.float32:
+        weights = (m.weight.dtype for m in module.modules() if isinstance(m, nn.Linear))
+        target = next(weights, query.dtype)
+        if not target.is_floating_point or target.itemsize == 1:
+            # quantised weights: their dtype is a container, the config has the compute dtype
+            target = module.config.dtype or query.dtype
+    return tuple(x.to(target) for x in tensors)
