@@ -1,4 +1,5 @@
-# Every target sets up what it needs in .venv first; PYTHON picks the interpreter.
+# Every target sets up what it needs in .venv first; PYTHON picks the interpreter. What is installed
+# is compiled when it is first imported: most of it never is.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -38,6 +39,6 @@ readme: $(READY)  ## write eval/results/README.md and the tables of README.md an
 
 $(READY): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade pip setuptools wheel
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[eval,dev]'
+	$(BIN)/python -m pip install -q --no-compile --upgrade pip setuptools wheel
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[eval,dev]'
 	touch $(READY)

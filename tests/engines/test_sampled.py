@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import assert_engine_within_budget, case, seeds, with_gradients
+from marks import slow_but
 from tiny import SPARSE, tiny_model, tokens
 from valid_plan import require_valid
 
@@ -31,7 +32,6 @@ CASES = [
     ),
     pytest.param({"heads": 2, "kv_heads": 1, "q_length": 130, "dim": 264}, (32, 16), id="split"),
 ]
-cases = pytest.mark.parametrize(("shape", "blocks"), CASES)
 SAMPLING = replace(SPARSE, sampled_one_in=3)
 
 
@@ -39,14 +39,14 @@ def sampled_case(shape, blocks, one_in):
     return case("cpu", torch.float32, blocks, share=0.2, one_in=one_in, **shape)
 
 
-@cases
+@pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 0, 4))
 def test_kernels_compute_what_the_reference_defines(shape, blocks):
     q, k, v, grad, plan = sampled_case(shape, blocks, one_in=3)
     assert plan.sampled.counts.sum() > 0
     assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, 0.2)
 
 
-@cases
+@pytest.mark.parametrize(("shape", "blocks"), CASES)
 def test_one_of_one_is_everything(shape, blocks):
     """What no row may see wholly is cut by the diagonal or a border, and listed here."""
     q, k, v, grad, plan = sampled_case(shape, blocks, one_in=1)
