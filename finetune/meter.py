@@ -262,10 +262,9 @@ def memory(
         mask_pairs, mask_itemsize: pairs of tokens in a mask, and the bytes of each in every layer.
         weights_on_host: whether weights wait there until a layer needs them, as FSDP2 offloads.
     """
-    config, layers = cost.config, cost.config.num_hidden_layers
-    hidden, wide = config.hidden_size, itemsize >= 4
+    config, layers, wide = cost.config, cost.config.num_hidden_layers, itemsize >= 4
     # of the widest layer, which is the peak where layers keep only their input
-    channels = max(cost.channels)
+    hidden, channels = config.hidden_size, max(cost.channels)
     x, size = itemsize * hidden, tokens / cp
     q, kv = itemsize * channels, 2 * itemsize * max(cost.kv_channels)
     # keys and values of the whole text, while a layer attends; cosines and sines of positions
@@ -293,8 +292,7 @@ def memory(
     mask = mask_itemsize * mask_pairs
     # the checkpoint of a layer is fetched while the one behind it is there
     held = max(layers - offloaded, min(2, layers)) if offloaded else layers
-    # a value, its gradient and two moments
-    optimizer = 16 * cost.trained_parameters
+    optimizer = 16 * cost.trained_parameters  # a value, its gradient and two moments
     saved = 0.0 if quantised is None else itemsize - quantised
     weights = cost.weight_bytes - (cost.frozen - hidden * config.vocab_size) * saved
     # a layer that computes, and the next one
