@@ -267,7 +267,7 @@ def test_what_cab_does_not_compute_is_refused(tmp_path, run, command):
 def test_outputs_that_are_not_finite_under_one_method_are_refused_by_its_attention(
     run, monkeypatch
 ):
-    monkeypatch.setattr(Sparse, "attend", lambda self, q, k, v, scale: q * float("nan"))
+    monkeypatch.setattr(Sparse, "attend", lambda self, call: call.q * float("nan"))
     status, said = run("passkey")
     assert status == 2 and "not finite (NaN or infinite) under cab attention" in said
 
