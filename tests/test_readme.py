@@ -92,6 +92,7 @@ def test_the_readme_knows_the_models_that_need_no_hub():
         base = json.loads((folder / "base.json").read_text())
         assert f"`{name}`" in PAGE
         assert f"{base['max_position_embeddings']:,} positions" in PAGE
+        assert "cab_config" not in base, "it attends by the default, whatever it was trained with"
     assert f"sparse from {CabConfig().min_length:,} tokens on (`min_length`" in PAGE
 
 
