@@ -154,12 +154,10 @@ class Layout:
             # where lengths may not be read: as many as there could be
             room = -(-max(queries, tokens) // query_block)
         else:
-            # by row, the query blocks of each document that is short
             short = [
-                [-(-x.queries // query_block) for x in row if x[0] < queries or x[1] < tokens]
-                for row in self.lengths
+                [x for x in row if x.queries < queries or x.tokens < tokens] for row in self.lengths
             ]
-            room = max(map(sum, short))
+            room = max(sum(-(-x.queries // query_block) for x in row) for row in short)
         if room == 0:
             return None
         return _short_rows(self.spans, *self.sizes, queries, tokens, query_block, room)

@@ -7,7 +7,7 @@ the layers of one forward pass share.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -166,7 +166,8 @@ class CabMask(NotATensor):
             return Length(self.prompt.longest, self.prompt.longest)
         if self.lengths is None:
             return None
-        return Length(*map(max, zip(*chain(*self.lengths), strict=True)))
+        everyone = [length for row in self.lengths for length in row]
+        return Length(max(x.queries for x in everyone), max(x.tokens for x in everyone))
 
     def find_documents(
         self, position_ids: Tensor | None, cu_seq_lens: Tensor | None, value: Tensor | None = None
