@@ -216,12 +216,12 @@ def _over_texts(rows: Sequence[Row]) -> Iterator[Row]:
     for some in grouped(rows, "length", "method"):
         first = some[0]
         config = first["run"]["settings"]["cab_configs"].get(first["method"], {})
-        other = unlike_default(config)
-        # every comparison sets the first, and a file has the others
-        if other.get("min_length") == 0:
-            del other["min_length"]
-        named = [name for name in sorted(other) if name not in ("head_map", "origin")]
-        other = [f"{name}={other[name]}" for name in named]
+        # every comparison sets min_length to 0, and the tables of a cascade are in a file
+        other = [
+            f"{name}={value}"
+            for name, value in sorted(unlike_default(config).items())
+            if name not in ("head_map", "origin") and (name, value) != ("min_length", 0)
+        ]
         setting = ", ".join(other) or ("default" if config else first["method"])
         yield {**_mean(some), "setting": setting}
 
