@@ -8,7 +8,7 @@ import pytest
 import torch
 from held import Held
 from tiny import SIZES, tiny_model
-from trained import adapted, batch, learnt
+from trained import adapted, batch, learnt, left_halfway
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -203,18 +203,8 @@ def test_one_checkpoint_is_on_the_device_beside_that_of_the_layer_at_work():
 def test_a_backward_pass_that_is_left_halfway_gives_memory_back():
     model, offload = offloaded(LAYERS)
     expected = step(model).values()
-
-    def stop(_gradient):
-        raise KeyboardInterrupt
-
-    def watch(_layer, inputs):
-        if inputs[0].requires_grad:
-            inputs[0].register_hook(stop)
-
-    handle = model.get_base_model().model.layers[2].register_forward_pre_hook(watch)
-    with pytest.raises(KeyboardInterrupt):
+    with left_halfway(model, 2):
         step(model)
-    handle.remove()
     gc.collect()
     assert free(offload) == offload.host_bytes
     assert all(map(torch.equal, step(model).values(), expected))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from launches import TRAIN, launched, steps
 from tiny import SPARSE, tiny_model, tokens
+from trained import left_halfway
 
 import cab_hf
 from cab_hf.finetune import train
@@ -106,18 +107,8 @@ def test_a_backward_pass_left_halfway_spoils_nothing_behind_it(gpu):
     offload = Late(6, torch.device(gpu), 2**16)
     model = long_model(gpu, offload)
     expected, _ = learnt(model, gpu)
-
-    def stop(_gradient):
-        raise KeyboardInterrupt
-
-    def watch(_layer, inputs):
-        if inputs[0].requires_grad:
-            inputs[0].register_hook(stop)
-
-    handle = model.get_base_model().model.layers[4].register_forward_pre_hook(watch)
-    with pytest.raises(KeyboardInterrupt):
+    with left_halfway(model, 4):
         learnt(model, gpu)
-    handle.remove()
     # what the copy under way would write into
     others = [torch.zeros(LENGTH * 48, device=gpu, dtype=torch.bfloat16) for _ in range(8)]
     torch.cuda.synchronize()

@@ -1,5 +1,8 @@
 """Tiny models with adapters, and a step of their training."""
 
+from contextlib import contextmanager
+
+import pytest
 import torch
 from tiny import tiny_model, tokens
 
@@ -33,3 +36,20 @@ def learnt(model, length, rows=1):
     total.backward()
     trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     return {"loss": total.detach(), **trained}
+
+
+@contextmanager
+def left_halfway(model, layer):
+    """The backward pass inside is left where it reaches the input of a layer, by its number."""
+
+    def stop(_gradient):
+        raise KeyboardInterrupt
+
+    def watch(_layer, inputs):
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(stop)
+
+    handle = model.get_base_model().model.layers[layer].register_forward_pre_hook(watch)
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    handle.remove()
