@@ -24,7 +24,8 @@ def slow_channels(module: Any, head_dim: int) -> tuple[int, ...]:
 
     Args:
         module: an attention layer of transformers. How its model pairs channels is seen by its
-            ``rotate_half``. Heads that are rotated in part, or not at all, keep all channels.
+            ``rotate_half``, or by that of the module that it names as ``modeling``. Heads that are
+            rotated in part, or not at all, keep all channels.
     """
     config = getattr(module, "config", None)
     rotated_in_part = (
@@ -34,7 +35,8 @@ def slow_channels(module: Any, head_dim: int) -> tuple[int, ...]:
     )
     if rotated_in_part or head_dim < LEAST_HEAD_DIM or head_dim % 4:
         return ()
-    return _slow_half(type(module).__module__, head_dim)
+    modeling = getattr(module, "modeling", type(module).__module__)
+    return _slow_half(modeling, head_dim)
 
 
 def _partial_factors(config: Any) -> list[float]:

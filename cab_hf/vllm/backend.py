@@ -1,0 +1,260 @@
+"""An attention backend of vLLM: long prompts go through cab_hf, all else through its parent.
+
+Keys and values of a prompt, or of a chunk of one, are gathered from pages, and a `Call` is computed
+as anywhere else. The parent computes the other requests, as if they were the batch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+from functools import wraps
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+
+from cab_hf.call.call import Call
+from cab_hf.call.mask import CabMask
+from cab_hf.call.scope import Prompt
+from cab_hf.config import blocks_of
+from cab_hf.engines import TRITON, Workload
+from cab_hf.plan import EXACT_BLOCK
+from cab_hf.route import attend
+from cab_hf.vllm import backend_name, settings_of
+
+
+class Split(NamedTuple):
+    """How a batch is shared out.
+
+    Attributes:
+        prompts: of each that cab_hf attends, its rows, its pages int64, and what its queries see.
+        rest, rows: the parent's metadata of the other requests, and their rows, int64.
+    """
+
+    prompts: list[tuple[slice, Tensor, CabMask]]
+    rest: Any = None
+    rows: Tensor | None = None
+
+
+class Layer(nn.Module):
+    """What a `Call` reads of a layer, by its ``name``, such as "model.layers.3.self_attn.attn"."""
+
+    def __init__(self, name: str, config: Any) -> None:
+        super().__init__()
+        self.layer_idx = next((int(x) for x in name.split(".") if x.isdigit()), None)
+        self.config = config
+        # vLLM rotates the channels of heads as transformers does
+        self.modeling = f"transformers.models.{config.model_type}.modeling_{config.model_type}"
+        with suppress(ImportError):
+            import_module(self.modeling)
+
+
+# a weak reference to the runner that makes its cache, which alone knows where prompts end
+_runner: list[Any] = []
+
+
+def _find_runner(vllm_config: Any) -> None:
+    """Have the runner noted when it makes its cache: no backend is handed it."""
+    file = "gpu.model_runner" if vllm_config.use_v2_model_runner else "gpu_model_runner"
+    kind = import_module(f"vllm.v1.worker.{file}").GPUModelRunner
+    begin = kind.initialize_kv_cache
+
+    @wraps(begin)
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _runner[:] = [weakref.ref(self)]
+        return begin(self, *args, **kwargs)
+
+    if not hasattr(begin, "__wrapped__"):
+        kind.initialize_kv_cache = noted
+
+
+class SparseBuilder:
+    """What makes the metadata of a batch; mixed into the parent's."""
+
+    # graphs are of batches that decode; attention of others runs between graphs
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    # with the pages of another group of layers prompts would be those of its `Split`
+    supports_update_block_table = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        spec, dtype = self.kv_cache_spec, self.vllm_config.model_config.dtype
+        windowed = getattr(spec, "sliding_window", None) is not None
+        self.cab = None if windowed else settings_of(self.vllm_config)
+        self.runner = _runner[0] if _runner else None
+        work = Workload(self.device.type, spec.head_size, dtype, False, *(EXACT_BLOCK,) * 2)
+        # prompts have ever new lengths, for each of which SDPA's fastest kernels are prepared anew
+        self.exact_block = None if TRITON.unavailable(work) else EXACT_BLOCK
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build=False) -> Any:
+        """The parent's metadata, and as its ``cab`` the `Split` of the batch, or None."""
+        common = common_attn_metadata
+        metadata = super().build(common_prefix_len, common, fast_build)
+        metadata.cab = None
+        # pictures are seen from both sides
+        causal = common.causal is True and not getattr(common, "mm_req_doc_ranges", None)
+        if self.cab is None or not causal or self.runner is None:
+            return metadata
+        starts, known = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
+        lengths = (common.seq_lens.cpu() if known is None else known).tolist()
+        least = max(self.cab.min_length, self.cab.query_block)
+        prompts, rest = [], []
+        for at, end in enumerate(self._prompt_lengths(common)):
+            rows, length = slice(starts[at], starts[at + 1]), lengths[at]
+            count = rows.stop - rows.start
+            if count and end >= least and length - count < end:
+                pages = common.block_table_tensor[at, : -(-length // self.kv_cache_spec.block_size)]
+                text = _text(count, length, end, exact_block=self.exact_block)
+                prompts.append((rows, pages.long(), text))
+            elif count:
+                rest.append(at)
+        if prompts:
+            metadata.cab = Split(prompts, *(self._some(common, rest, starts) if rest else ()))
+        return metadata
+
+    def _prompt_lengths(self, common: Any) -> list[int]:
+        runner = self.runner()
+        if hasattr(runner, "req_states"):
+            return runner.req_states.prompt_len.np[common.req_idx].tolist()
+        return runner.input_batch.num_prompt_tokens[: common.num_reqs].tolist()
+
+    def _some(self, common: Any, requests: list[int], starts: list[int]) -> tuple[Any, Tensor]:
+        """The parent's metadata of these requests alone, and their tokens in the batch."""
+        there = torch.tensor(requests)
+        here = there.to(common.seq_lens.device)
+        counts = common.query_start_loc_cpu.diff()[there]
+        borders = torch.cat([counts.new_zeros(1), counts.cumsum(0).to(counts.dtype)])
+        rows = torch.cat([torch.arange(starts[at], starts[at + 1]) for at in requests])
+        rows = rows.to(here.device)
+        on_host = ("seq_lens_cpu_upper_bound", "is_prefilling")
+        cut = {x: getattr(common, x)[there] for x in on_host if getattr(common, x) is not None}
+        some = common.replace(
+            query_start_loc=borders.to(here.device),
+            query_start_loc_cpu=borders,
+            seq_lens=common.seq_lens[here],
+            num_reqs=len(requests),
+            num_actual_tokens=len(rows),
+            max_query_len=int(counts.max()),
+            block_table_tensor=common.block_table_tensor[here],
+            slot_mapping=common.slot_mapping[rows],
+            _num_computed_tokens_cache=None,
+            **cut,
+        )
+        # fast_build: FlashAttention then leaves alone the buffer that the first build has filled
+        return super().build(0, some, True), rows
+
+
+class SparseImpl:
+    """Attention of a layer; mixed into the parent's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        vllm_config, self.cab_layer = get_current_vllm_config(), None
+        self.model_config = vllm_config.model_config
+        parents = (
+            self.attn_type != AttentionType.DECODER
+            or self.sliding_window not in (None, -1, (-1, -1))
+            or getattr(self, "sinks", None) is not None
+            or self.alibi_slopes is not None
+            or self.logits_soft_cap
+            or self.kv_cache_dtype not in ("auto", "float16", "bfloat16")
+        )
+        self.cab = None if parents else settings_of(vllm_config)
+        if self.cab is not None:
+            _find_runner(vllm_config)
+
+    def forward(
+        self,
+        layer: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Write what a batch attends into ``output``; arguments as of the parent."""
+        if self.cab is not None and self.cab_layer is None:
+            self.cab_layer = Layer(layer.layer_name, self.model_config.hf_text_config)
+            if attn_metadata is None and query.is_cuda:
+                self.measure(query, value)
+        split = getattr(attn_metadata, "cab", None)
+        if split is None or self.cab is None or self.cab_layer.layer_idx in self.cab.dense_layers:
+            held = kv_cache, attn_metadata, output
+            return super().forward(layer, query, key, value, *held, *args, **kwargs)
+        if split.rest is not None:
+            q, k, v = (x[split.rows] for x in (query, key, value))
+            out = torch.empty_like(output[: len(split.rows)])
+            super().forward(layer, q, k, v, kv_cache, split.rest, out, *args, **kwargs)
+            output[split.rows] = out
+        for rows, pages, text in split.prompts:
+            k, v = (x.transpose(0, 1).flatten(1, 2) for x in gather(kv_cache, pages))
+            self.attend(query[rows], k.unsqueeze(0), v.unsqueeze(0), text, output[rows])
+        return output
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, text: CabMask, out: Tensor) -> None:
+        """Fill ``out`` [T, H * D_v] for q [T, H, D] over k and v [1, H_kv, N, D] of one text."""
+        q = q.transpose(0, 1).unsqueeze(0)
+        k, v = k[:, :, : text.kv_length], v[:, :, : text.kv_length]
+        work = Workload.of(q, k, v, blocks_of(self.cab))
+        given = self.scale, self.cab_layer, self.cab, True, work
+        for rows, piece in text.pieces(steps=False):
+            part = attend(Call(q[:, :, rows], k, v, *given, piece))
+            out[rows] = part[0].transpose(0, 1).reshape_as(out[rows])
+
+    def measure(self, query: Tensor, value: Tensor) -> None:
+        """Attend the longest chunk in the pass by which vLLM measures memory, for what it takes."""
+        longest = self.model_config.max_model_len
+        if longest >= self.cab.min_length:
+            q = query[:longest]
+            k = value.new_zeros(1, value.shape[1], longest, value.shape[2])
+            text = _text(len(q), longest, longest)
+            self.attend(q, k, torch.zeros_like(k), text, torch.empty_like(q))
+
+
+def _text(queries: int, keys: int, end: int, **more: Any) -> CabMask:
+    """What the last ``queries`` of ``keys`` tokens see, whose prompt ends at ``end``."""
+    return CabMask(1, queries, keys, keys - queries, prompt=Prompt(end), **more)
+
+
+if current_platform.is_cpu():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as Parent
+
+    def gather(kv_cache: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Of [pages, H_kv, tokens, 2 * D], where the keys of a page are kept transposed."""
+        k, v = kv_cache[pages].unflatten(3, (2, -1)).flatten(2, 3).chunk(2, dim=2)
+        return k.reshape(*k.shape[:2], k.shape[3], k.shape[2]).transpose(2, 3), v
+
+else:
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend as Parent
+
+    def gather(kv_cache: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Of [pages, H_kv, tokens, 2 * D]; before 0.26, of K and V, with tokens before heads."""
+        if kv_cache.dim() == 4:
+            return kv_cache[pages].chunk(2, dim=-1)
+        # 0.22 has K and V first, 0.23 to 0.25 in each page
+        k, v = kv_cache.unbind(0 if kv_cache.shape[0] == 2 else 1)
+        return k[pages].transpose(1, 2), v[pages].transpose(1, 2)
+
+
+class CabBuilder(SparseBuilder, Parent.get_builder_cls()):
+    """Metadata of batches, the parent's but for sparse prompts."""
+
+
+class CabImpl(SparseImpl, Parent.get_impl_cls()):
+    """Attention of a layer, the parent's but for sparse prompts."""
+
+
+class CabBackend(Parent):
+    """What vLLM's registry has."""
+
+    get_name = staticmethod(backend_name)
+    get_impl_cls = staticmethod(lambda: CabImpl)
+    get_builder_cls = staticmethod(lambda: CabBuilder)

@@ -1,0 +1,59 @@
+import os
+
+import pytest
+
+# engines in this process, where a test can look at them
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    """A tiny model whose answers depend on what is attended."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=512,
+        max_position_embeddings=2048,
+    )
+    model = LlamaForCausalLM(config)
+    for weight in model.parameters():
+        weight.data.mul_(3 if weight.ndim > 1 else 1)
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engine(llama):
+    """(cab_config or None, **options of `LLM`) -> an engine of vLLM."""
+    from vllm import LLM
+
+    made = {}
+
+    def make(cab, model=llama, **options):
+        key = str((cab, model, options))
+        if key not in made:
+            extra = {} if cab is None else {"additional_config": {"cab": cab}}
+            made[key] = LLM(
+                str(model),
+                skip_tokenizer_init=True,
+                enforce_eager=True,
+                dtype="float32",
+                max_model_len=1024,
+                max_num_seqs=8,
+                seed=0,
+                **extra,
+                **options,
+            )
+        return made[key]
+
+    return make
