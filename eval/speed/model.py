@@ -23,7 +23,7 @@ from cab_hf.runs.settings import by_device
 
 # transformers is imported where it is used: asking for help needs none of it
 if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedModel
+    from transformers import Cache, LlamaConfig, PreTrainedModel
 
 SDPA = "sdpa"  # what transformers attends with unless it is told otherwise
 # how CAB is run -> what is set beyond the budget
@@ -111,11 +111,11 @@ class ModelSpeed(Speed):
 
 
 @lru_cache(maxsize=1)
-def random_model(settings: ModelShape) -> PreTrainedModel:
-    """The model, made where it runs: no weight is ever on another device or of another dtype."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+def llama_config(settings: ModelShape) -> LlamaConfig:
+    """The transformers config of the model."""
+    from transformers import LlamaConfig
 
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=settings.vocab,
         hidden_size=settings.hidden,
         intermediate_size=settings.intermediate,
@@ -130,10 +130,16 @@ def random_model(settings: ModelShape) -> PreTrainedModel:
         bos_token_id=1,
         eos_token_id=2,
     )
+
+
+def random_model(settings: ModelShape) -> PreTrainedModel:
+    """The model, made where it runs: no weight is ever on another device or of another dtype."""
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(settings.seed)
     with torch.device(settings.device):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=settings.torch_dtype, attn_implementation=SDPA
+            llama_config(settings), dtype=settings.torch_dtype, attn_implementation=SDPA
         )
     return model.eval()
 

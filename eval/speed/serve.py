@@ -1,4 +1,4 @@
-"""``speed serve``: requests of mixed lengths, served by transformers' continuous batching."""
+"""``speed serve``: requests of mixed lengths, served by continuous batching or by vLLM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ SUMMARY = (
     *("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "preempted"),
 )
 FLASH = ("flash_attention_3", "flash_attention_4", "flash_attention_2")
-KNOWN = (SDPA, *FLASH, CAB_DENSE, *CAB)
+# vLLM, with its own attention
+VLLM = "vllm"
+KNOWN = (SDPA, *FLASH, CAB_DENSE, *CAB, VLLM)
 # of a request that warms up
 WARM_UP_TOKENS = 8
 # what is recorded of the config that a manager ended up with
@@ -62,7 +64,7 @@ class Settings(models.ModelSettings):
 
     POSITIVE = (*models.ModelSettings.POSITIVE, "batch_tokens", "warm_up")
     FROM_0 = ("rate",)
-    CHOICES = {"implementations": KNOWN}
+    CHOICES = {"implementations": KNOWN, "engine": ("transformers", VLLM)}
 
     lengths: tuple[int, ...] | None = base.listed(
         (2**15, 2**17), (256, 512), "tokens of prompts", parse_length
@@ -76,6 +78,7 @@ class Settings(models.ModelSettings):
         (SDPA, CAB_DENSE, *CAB),
         "ways to attend",
     )
+    engine: str = option("transformers", "what serves: transformers or vllm")
     new_tokens: int | None = by_device(64, 8, "tokens generated for every request", int)
     rate: float = option(0.0, "requests a second of Poisson arrivals; 0: all at once", float)
     shared: int = option(0, "tokens at the start that all prompts share", parse_length)
@@ -87,7 +90,12 @@ class Settings(models.ModelSettings):
     warm_up: int = option(2, "warm-up requests of every length, at most", int)
 
     def __post_init__(self) -> None:
+        if self.engine == VLLM and self.implementations is None:
+            object.__setattr__(self, "implementations", (VLLM, "cab"))
         super().__post_init__()
+        known = (VLLM, *CAB) if self.engine == VLLM else set(KNOWN) - {VLLM}
+        ways = f"of {', '.join(known)} with engine {self.engine}"
+        self.check("implementations", set(self.implementations) <= set(known), ways)
         named = self.option_by_length("requests", int).keys() <= {None, *self.lengths}
         self.check("requests", named, f"of lengths out of {', '.join(map(str, self.lengths))}")
         counts = self.counts.values()
@@ -142,12 +150,24 @@ class Serve(models.ModelSpeed):
 
     def find(self, sample: dict[str, Any]) -> None:
         settings, way, longest = self.settings, sample["implementation"], sample["longest"]
-        model, counts = models.random_model(settings), settings.counts
+        counts = settings.counts
         few = {length: min(count, settings.warm_up) for length, count in counts.items()}
         # of another seed: what counts shares no beginning with what warms up
         before = trace_of(few, settings.seed + 1, settings.vocab)
         trace = trace_of(counts, settings.seed, settings.vocab, settings.rate, settings.shared)
         config, served = settings.budgeted(longest, way), []
+        if settings.engine == VLLM:
+            from cab_hf.eval.speed import vllm
+
+            with vllm.serving(settings, way, config) as engine:
+                vllm.serve(engine, before, WARM_UP_TOKENS)
+                given = engine, trace, settings.new_tokens
+                _, sample["peak_gib"] = self.bench.walls(
+                    lambda: served.extend(vllm.serve(*given)), 1
+                )
+                sample |= {**vllm.used(engine, settings), "served": served}
+            return
+        model = models.random_model(settings)
         with models.attending(model, way, config), managing(model, settings, way) as manager:
             serve(manager, before, WARM_UP_TOKENS)
             models.attended_by(model, longest, way, reset=True)

@@ -1,0 +1,138 @@
+"""What ``speed serve --engine vllm`` measures: a trace of requests, served by vLLM."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from cab_hf.config import CabConfig
+from cab_hf.engines.sparse import attended
+from cab_hf.eval.speed.model import CAB, llama_config
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from cab_hf.eval.speed.serve import Request, Settings
+
+# names of the attention backends on a GPU
+OWN, CUSTOM = "FLASH_ATTN", "CUSTOM"
+
+
+@contextmanager
+def serving(settings: Settings, way: str, config: CabConfig) -> Iterator[LLMEngine]:
+    """An engine with random weights, sized for the trace.
+
+    Args:
+        way: one of `CAB`, which attends by ``config``, or vLLM's own attention.
+    """
+    # counts of attended pairs, and who gave way, are seen where the engine runs
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    given: dict[str, Any] = {}
+    if way in CAB:
+        given["additional_config"] = {"cab": config.to_dict()}
+    if settings.device != "cpu":
+        given["attention_backend"] = CUSTOM if way in CAB else OWN
+        given["gpu_memory_utilization"] = settings.memory
+    longest = settings.longest + settings.new_tokens
+    with TemporaryDirectory() as folder:
+        model = llama_config(settings)
+        model.max_position_embeddings = longest
+        model.save_pretrained(folder)
+        llm = LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=settings.dtype,
+            seed=settings.seed,
+            max_model_len=longest,
+            max_num_batched_tokens=settings.batch_tokens,
+            max_num_seqs=sum(settings.counts.values()),
+            num_gpu_blocks_override=settings.blocks,
+            enable_prefix_caching=settings.shared > 0,
+            **given,
+        )
+        try:
+            yield llm.llm_engine
+        finally:
+            del llm
+            gc.collect()
+            cleanup_dist_env_and_memory()
+
+
+def serve(engine: LLMEngine, trace: Sequence[Request], new_tokens: int) -> list[dict[str, Any]]:
+    """Hand in requests when they arrive, and wait until all have ``new_tokens``.
+
+    Returns:
+        As `cab_hf.eval.speed.serve.serve`.
+    """
+    from vllm import SamplingParams
+
+    scheduler, gave_way = engine.engine_core.engine_core.scheduler, set()
+    preempt = scheduler._preempt_request
+
+    def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        gave_way.add(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    scheduler._preempt_request = noted
+    sampling = SamplingParams(
+        temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
+    )
+    attended.clear()
+    began = time.perf_counter()
+    served = {str(number): {"length": len(each.prompt)} for number, each in enumerate(trace)}
+    waiting = deque(zip(served, trace, strict=True))
+    while waiting or engine.has_unfinished_requests():
+        now = time.perf_counter() - began
+        while waiting and waiting[0][1].arrives <= now:
+            name, request = waiting.popleft()
+            served[name]["arrived"] = now
+            engine.add_request(name, {"prompt_token_ids": request.prompt}, sampling)
+        if not engine.has_unfinished_requests():
+            time.sleep(max(0.0, waiting[0][1].arrives - now))
+            continue
+        for output in engine.step():
+            each, now = served[output.request_id], time.perf_counter() - began
+            each.setdefault("first", now)
+            each["last"] = now
+    scheduler._preempt_request = preempt
+    for name, each in served.items():
+        each["preempted"] = any(x.split("-")[0] == name for x in gave_way)
+    return [
+        {what: round(x, 6) if isinstance(x, float) else x for what, x in each.items()}
+        for each in served.values()
+    ]
+
+
+def used(engine: LLMEngine, settings: Settings) -> dict[str, Any]:
+    """What the engine ran with since its last trace began, as a sample has it."""
+    from vllm import __version__
+
+    config = engine.vllm_config
+    cache, scheduler = config.cache_config, config.scheduler_config
+    pages = cache.num_gpu_blocks
+    density = fmean([float(x[0] / x[1]) for x in attended.values()]) if attended else 1.0
+    return {
+        "batching": {
+            "block_size": cache.block_size,
+            "num_gpu_blocks": pages,
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+            "max_num_seqs": scheduler.max_num_seqs,
+            "async_scheduling": scheduler.async_scheduling,
+            "enable_prefix_caching": cache.enable_prefix_caching,
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+        },
+        "cache_gib": settings.cache_gib(pages * cache.block_size),
+        "density": density,
+        "ran_as": f"vLLM {__version__}, {len(attended)} layers sparse",
+    }
