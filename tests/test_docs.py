@@ -27,7 +27,8 @@ SMALL = cab_hf.CabConfig(query_block=16, key_block=16, min_length=0, share_thres
 FOREIGN = {
     *("--config_file", "--num_processes", "--nproc_per_node"),
     *("--pre", "--help", "--tasks", "--model_args", "--metadata", "--trust_remote_code"),
-    *("--attn-implementation", "--continuous-batching", "--attention-backend", "--model-impl"),
+    *("--attn-implementation", "--continuous-batching", "--attention-backend"),
+    *("--additional-config", "--scheduler-cls"),
 }
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import wraps
 from typing import Any
 
 from cab_hf.checks import warn_once
@@ -28,26 +27,20 @@ def register() -> None:
     except ImportError:
         warn_once(("vllm", "registry"), str(_unsupported()))
         return
-    finish = VllmConfig.__post_init__
-    if hasattr(finish, "__wrapped__"):
-        return
     if _unsupported() is None:
         register_backend(AttentionBackendEnum[backend_name()], "cab_hf.vllm.backend.CabBackend")
+    finish = VllmConfig.__post_init__
 
-    @wraps(finish)
     def finish_and_prepare(self: Any, *args: Any, **kwargs: Any) -> None:
         finish(self, *args, **kwargs)
         prepare(self)
 
-    VllmConfig.__post_init__ = finish_and_prepare
+    if finish.__module__ != __name__:
+        VllmConfig.__post_init__ = finish_and_prepare
 
 
 def prepare(vllm_config: Any) -> None:
-    """Check the settings of an engine that attends sparsely, and choose its scheduler.
-
-    Raises:
-        ValueError: for what cannot be served so, before a worker is started.
-    """
+    """Choose the scheduler of an engine that attends sparsely; ValueError for what cannot be."""
     config = settings_of(vllm_config)
     if config is None:
         return
@@ -59,10 +52,9 @@ def prepare(vllm_config: Any) -> None:
         kind = "CabAsyncScheduler" if scheduler.async_scheduling else "CabScheduler"
         scheduler.scheduler_cls = f"cab_hf.vllm.scheduler.{kind}"
     logging.getLogger("vllm.cab_hf").info(
-        "cab_hf: prompts of %s tokens and more are attended sparsely (predictor %s); shorter ones, "
-        "decoding, and layers with a window, sinks or a soft cap are vLLM's own.",
-        f"{config.min_length:,}",
-        config.predictor,
+        "cab_hf: prompts of %s tokens and more are attended sparsely (predictor %s); vLLM itself "
+        "attends shorter ones, decodes, and computes layers with a window, sinks or a soft cap.",
+        *(f"{config.min_length:,}", config.predictor),
     )
 
 
@@ -99,21 +91,16 @@ def _unrunnable(config: CabConfig, vllm_config: Any) -> str | None:
 
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     for name in ("max_num_batched_tokens", "long_prefill_token_threshold"):
-        if 0 < getattr(scheduler, name) < config.query_block:
-            return (
-                f"{name} is {getattr(scheduler, name)}; it must be at least query_block, "
-                f"{config.query_block}, as chunks of prompts are whole query blocks."
-            )
+        tokens, block = getattr(scheduler, name), config.query_block
+        if 0 < tokens < block:
+            return f"{name} is {tokens}; chunks of prompts need query_block={block} at least."
     usual = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     for name, value in (usual | {"enable_dbo": False}).items():
         if getattr(parallel, name, value) != value:
             return f"{name} is {getattr(parallel, name)}; 'cab' needs {value} in vLLM."
     tables = [name for name in TABLES if isinstance(getattr(config, name), tuple)]
     if parallel.tensor_parallel_size > 1 and any(getattr(config, name) for name in tables):
-        return (
-            f"tensor_parallel_size is {parallel.tensor_parallel_size}; it must be 1 where "
-            "cab_config has tables by head, of which a rank has some."
-        )
+        return "tensor_parallel_size must be 1 where cab_config has tables of all heads."
     if vllm_config.use_v2_model_runner and not hasattr(CommonAttentionMetadata, "req_idx"):
         return "'cab' needs the first model runner of this vLLM; set VLLM_USE_V2_MODEL_RUNNER=0."
     return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from contextlib import suppress
-from functools import wraps
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -29,12 +28,7 @@ from cab_hf.vllm import backend_name, settings_of
 
 
 class Split(NamedTuple):
-    """How a batch is shared out.
-
-    Attributes:
-        prompts: of each that cab_hf attends, its rows, its pages int64, and what its queries see.
-        rest, rows: the parent's metadata of the other requests, and their rows, int64.
-    """
+    """(rows, pages, mask) of prompts; the parent's metadata of other requests, and their rows."""
 
     prompts: list[tuple[slice, Tensor, CabMask]]
     rest: Any = None
@@ -64,12 +58,11 @@ def _find_runner(vllm_config: Any) -> None:
     kind = import_module(f"vllm.v1.worker.{file}").GPUModelRunner
     begin = kind.initialize_kv_cache
 
-    @wraps(begin)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
         _runner[:] = [weakref.ref(self)]
         return begin(self, *args, **kwargs)
 
-    if not hasattr(begin, "__wrapped__"):
+    if begin.__module__ != __name__:
         kind.initialize_kv_cache = noted
 
 
@@ -86,7 +79,7 @@ class SparseBuilder:
         spec, dtype = self.kv_cache_spec, self.vllm_config.model_config.dtype
         windowed = getattr(spec, "sliding_window", None) is not None
         self.cab = None if windowed else settings_of(self.vllm_config)
-        self.runner = _runner[0] if _runner else None
+        self.runner = None if self.cab is None else _runner[0]
         work = Workload(self.device.type, spec.head_size, dtype, False, *(EXACT_BLOCK,) * 2)
         # prompts have ever new lengths, for each of which SDPA's fastest kernels are prepared anew
         self.exact_block = None if TRITON.unavailable(work) else EXACT_BLOCK
@@ -98,7 +91,7 @@ class SparseBuilder:
         metadata.cab = None
         # pictures are seen from both sides
         causal = common.causal is True and not getattr(common, "mm_req_doc_ranges", None)
-        if self.cab is None or not causal or self.runner is None:
+        if self.cab is None or not causal:
             return metadata
         starts, known = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
         lengths = (common.seq_lens.cpu() if known is None else known).tolist()
@@ -109,7 +102,8 @@ class SparseBuilder:
             count = rows.stop - rows.start
             if count and end >= least and length - count < end:
                 pages = common.block_table_tensor[at, : -(-length // self.kv_cache_spec.block_size)]
-                text = _text(count, length, end, exact_block=self.exact_block)
+                facts = {"prompt": Prompt(end), "exact_block": self.exact_block}
+                text = CabMask(1, count, length, length - count, **facts)
                 prompts.append((rows, pages.long(), text))
             elif count:
                 rest.append(at)
@@ -129,8 +123,7 @@ class SparseBuilder:
         here = there.to(common.seq_lens.device)
         counts = common.query_start_loc_cpu.diff()[there]
         borders = torch.cat([counts.new_zeros(1), counts.cumsum(0).to(counts.dtype)])
-        rows = torch.cat([torch.arange(starts[at], starts[at + 1]) for at in requests])
-        rows = rows.to(here.device)
+        rows = torch.cat([torch.arange(*starts[at : at + 2]) for at in requests]).to(here.device)
         on_host = ("seq_lens_cpu_upper_bound", "is_prefilling")
         cut = {x: getattr(common, x)[there] for x in on_host if getattr(common, x) is not None}
         some = common.replace(
@@ -155,32 +148,21 @@ class SparseImpl:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         vllm_config, self.cab_layer = get_current_vllm_config(), None
-        self.model_config = vllm_config.model_config
-        parents = (
+        self.model_config, self.cab = vllm_config.model_config, settings_of(vllm_config)
+        if self.cab is not None:
+            _find_runner(vllm_config)
+        if (
             self.attn_type != AttentionType.DECODER
             or self.sliding_window not in (None, -1, (-1, -1))
             or getattr(self, "sinks", None) is not None
             or self.alibi_slopes is not None
             or self.logits_soft_cap
             or self.kv_cache_dtype not in ("auto", "float16", "bfloat16")
-        )
-        self.cab = None if parents else settings_of(vllm_config)
-        if self.cab is not None:
-            _find_runner(vllm_config)
+        ):
+            self.cab = None
 
-    def forward(
-        self,
-        layer: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Write what a batch attends into ``output``; arguments as of the parent."""
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
+        """Write what a batch attends into ``output``; arguments are those of the parent."""
         if self.cab is not None and self.cab_layer is None:
             self.cab_layer = Layer(layer.layer_name, self.model_config.hf_text_config)
             if attn_metadata is None and query.is_cuda:
@@ -195,8 +177,9 @@ class SparseImpl:
             super().forward(layer, q, k, v, kv_cache, split.rest, out, *args, **kwargs)
             output[split.rows] = out
         for rows, pages, text in split.prompts:
-            k, v = (x.transpose(0, 1).flatten(1, 2) for x in gather(kv_cache, pages))
-            self.attend(query[rows], k.unsqueeze(0), v.unsqueeze(0), text, output[rows])
+            held = gather(kv_cache, pages)
+            k, v = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in held)
+            self.attend(query[rows], k, v, text, output[rows])
         return output
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, text: CabMask, out: Tensor) -> None:
@@ -212,16 +195,11 @@ class SparseImpl:
     def measure(self, query: Tensor, value: Tensor) -> None:
         """Attend the longest chunk in the pass by which vLLM measures memory, for what it takes."""
         longest = self.model_config.max_model_len
-        if longest >= self.cab.min_length:
-            q = query[:longest]
-            k = value.new_zeros(1, value.shape[1], longest, value.shape[2])
-            text = _text(len(q), longest, longest)
-            self.attend(q, k, torch.zeros_like(k), text, torch.empty_like(q))
-
-
-def _text(queries: int, keys: int, end: int, **more: Any) -> CabMask:
-    """What the last ``queries`` of ``keys`` tokens see, whose prompt ends at ``end``."""
-    return CabMask(1, queries, keys, keys - queries, prompt=Prompt(end), **more)
+        q = query[:longest]
+        # pages, and what they hold in a row
+        _, (k, v) = value.new_zeros(2, 2, 1, value.shape[1], longest, value.shape[2])
+        text = CabMask(1, len(q), longest, longest - len(q), prompt=Prompt(longest))
+        self.attend(q, k, v, text, torch.empty_like(q))
 
 
 if current_platform.is_cpu():
@@ -236,10 +214,10 @@ else:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend as Parent
 
     def gather(kv_cache: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Of [pages, H_kv, tokens, 2 * D]; before 0.26, of K and V, with tokens before heads."""
+        """K and V, [pages, H_kv, tokens, D] each, of [pages, H_kv, tokens, 2 * D]."""
         if kv_cache.dim() == 4:
             return kv_cache[pages].chunk(2, dim=-1)
-        # 0.22 has K and V first, 0.23 to 0.25 in each page
+        # until 0.25 tokens come before heads, and K and V first (0.22) or in each page
         k, v = kv_cache.unbind(0 if kv_cache.shape[0] == 2 else 1)
         return k[pages].transpose(1, 2), v[pages].transpose(1, 2)
 

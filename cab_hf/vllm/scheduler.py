@@ -19,24 +19,21 @@ class WholeBlocks:
         self.cuts_for_mamba = self.need_mamba_block_aligned_split
         self.need_mamba_block_aligned_split = True
 
-    def _mamba_block_aligned_split(
-        self, request: Any, num_new_tokens: int, local: int = 0, external: int = 0
-    ) -> int:
-        """How many of ``num_new_tokens`` are read now; 0 waits for a batch with more room."""
+    def _mamba_block_aligned_split(self, request: Any, tokens: int, local=0, external=0) -> int:
+        """How many of the next ``tokens`` are read now; 0 waits for a batch with more room."""
         if self.cuts_for_mamba:
-            given = request, num_new_tokens, local, external
-            num_new_tokens = super()._mamba_block_aligned_split(*given)
+            tokens = super()._mamba_block_aligned_split(request, tokens, local, external)
         prompt, block = request.num_prompt_tokens, self.cab.query_block
         start = request.num_computed_tokens + local + external
-        end = start + num_new_tokens
+        end = start + tokens
         if end >= prompt or prompt < self.cab.min_length:
-            return num_new_tokens
+            return tokens
         return max(end // block * block - start, 0)
 
 
 class CabScheduler(WholeBlocks, Scheduler):
-    """Of vLLM without asynchronous scheduling."""
+    """Plain."""
 
 
 class CabAsyncScheduler(WholeBlocks, AsyncScheduler):
-    """Of vLLM with it."""
+    """Asynchronous."""

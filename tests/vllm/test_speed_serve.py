@@ -5,7 +5,8 @@ import pytest
 pytest.importorskip("vllm")
 from bench import BLOCKS, speed_run
 
-pytestmark = pytest.mark.vllm
+# warnings are those of vLLM and its libraries
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
 def test_a_trace_is_served_with_and_without_sparse_prompts(tmp_path):
