@@ -110,7 +110,6 @@ class ModelSpeed(Speed):
         )
 
 
-@lru_cache(maxsize=1)
 def llama_config(settings: ModelShape) -> LlamaConfig:
     """The transformers config of the model."""
     from transformers import LlamaConfig
@@ -132,6 +131,7 @@ def llama_config(settings: ModelShape) -> LlamaConfig:
     )
 
 
+@lru_cache(maxsize=1)
 def random_model(settings: ModelShape) -> PreTrainedModel:
     """The model, made where it runs: no weight is ever on another device or of another dtype."""
     from transformers import AutoModelForCausalLM
