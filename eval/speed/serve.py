@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
@@ -332,9 +332,14 @@ def serve(
         preempted = output.created_time > handed_in[name]
         served[name] |= {"last": now, "preempted": preempted}
         running -= output.is_finished()
+    return rounded(served.values())
+
+
+def rounded(served: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Requests with times to the microsecond, as a log keeps them."""
     return [
         {what: round(x, 6) if isinstance(x, float) else x for what, x in each.items()}
-        for each in served.values()
+        for each in served
     ]
 
 

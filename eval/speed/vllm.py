@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cab_hf.config import CabConfig
 from cab_hf.engines.sparse import attended
 from cab_hf.eval.speed.model import CAB, llama_config
+from cab_hf.eval.speed.serve import rounded
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -108,10 +109,7 @@ def serve(engine: LLMEngine, trace: Sequence[Request], new_tokens: int) -> list[
     scheduler._preempt_request = preempt
     for name, each in served.items():
         each["preempted"] = any(x.split("-")[0] == name for x in gave_way)
-    return [
-        {what: round(x, 6) if isinstance(x, float) else x for what, x in each.items()}
-        for each in served.values()
-    ]
+    return rounded(served.values())
 
 
 def used(engine: LLMEngine, settings: Settings) -> dict[str, Any]:
