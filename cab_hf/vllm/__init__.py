@@ -87,8 +87,6 @@ def settings_of(vllm_config: Any) -> CabConfig | None:
 
 def _unrunnable(config: CabConfig, vllm_config: Any) -> str | None:
     """Why the settings would not be what is computed; None where they are."""
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     for name in ("max_num_batched_tokens", "long_prefill_token_threshold"):
         tokens, block = getattr(scheduler, name), config.query_block
@@ -101,8 +99,6 @@ def _unrunnable(config: CabConfig, vllm_config: Any) -> str | None:
     tables = [name for name in TABLES if isinstance(getattr(config, name), tuple)]
     if parallel.tensor_parallel_size > 1 and any(getattr(config, name) for name in tables):
         return "tensor_parallel_size must be 1 where cab_config has tables of all heads."
-    if vllm_config.use_v2_model_runner and not hasattr(CommonAttentionMetadata, "req_idx"):
-        return "'cab' needs the first model runner of this vLLM; set VLLM_USE_V2_MODEL_RUNNER=0."
     return None
 
 

@@ -6,7 +6,6 @@ as anywhere else. The parent computes the other requests, as if they were the ba
 
 from __future__ import annotations
 
-import weakref
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -48,22 +47,29 @@ class Layer(nn.Module):
             import_module(self.modeling)
 
 
-# a weak reference to the runner that makes its cache, which alone knows where prompts end
-_runner: list[Any] = []
+# lengths of the prompts of the batch that is being made: its runner knows them, and hands them on
+# to no backend
+_prompts: list[int] = []
 
 
-def _find_runner(vllm_config: Any) -> None:
-    """Have the runner noted when it makes its cache: no backend is handed it."""
-    file = "gpu.model_runner" if vllm_config.use_v2_model_runner else "gpu_model_runner"
+def _note_prompts(vllm_config: Any) -> None:
+    """Have the runner of a worker fill `_prompts` when it prepares a batch."""
+    second = vllm_config.use_v2_model_runner
+    file = "gpu.model_runner" if second else "gpu_model_runner"
+    name = "prepare_inputs" if second else "_prepare_inputs"
     kind = import_module(f"vllm.v1.worker.{file}").GPUModelRunner
-    begin = kind.initialize_kv_cache
+    prepare = getattr(kind, name)
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _runner[:] = [weakref.ref(self)]
-        return begin(self, *args, **kwargs)
+        made = prepare(self, *args, **kwargs)
+        if second:
+            _prompts[:] = self.req_states.prompt_len.np[made.idx_mapping_np].tolist()
+        else:
+            _prompts[:] = self.input_batch.num_prompt_tokens[: self.input_batch.num_reqs].tolist()
+        return made
 
-    if begin.__module__ != __name__:
-        kind.initialize_kv_cache = noted
+    if prepare.__module__ != __name__:
+        setattr(kind, name, noted)
 
 
 class SparseBuilder:
@@ -79,7 +85,6 @@ class SparseBuilder:
         spec, dtype = self.kv_cache_spec, self.vllm_config.model_config.dtype
         windowed = getattr(spec, "sliding_window", None) is not None
         self.cab = None if windowed else settings_of(self.vllm_config)
-        self.runner = None if self.cab is None else _runner[0]
         work = Workload(self.device.type, spec.head_size, dtype, False, *(EXACT_BLOCK,) * 2)
         # prompts have ever new lengths, for each of which SDPA's fastest kernels are prepared anew
         self.exact_block = None if TRITON.unavailable(work) else EXACT_BLOCK
@@ -97,7 +102,7 @@ class SparseBuilder:
         lengths = (common.seq_lens.cpu() if known is None else known).tolist()
         least = max(self.cab.min_length, self.cab.query_block)
         prompts, rest = [], []
-        for at, end in enumerate(self._prompt_lengths(common)):
+        for at, end in enumerate(_prompts[: common.num_reqs]):
             rows, length = slice(starts[at], starts[at + 1]), lengths[at]
             count = rows.stop - rows.start
             if count and end >= least and length - count < end:
@@ -110,12 +115,6 @@ class SparseBuilder:
         if prompts:
             metadata.cab = Split(prompts, *(self._some(common, rest, starts) if rest else ()))
         return metadata
-
-    def _prompt_lengths(self, common: Any) -> list[int]:
-        runner = self.runner()
-        if hasattr(runner, "req_states"):
-            return runner.req_states.prompt_len.np[common.req_idx].tolist()
-        return runner.input_batch.num_prompt_tokens[: common.num_reqs].tolist()
 
     def _some(self, common: Any, requests: list[int], starts: list[int]) -> tuple[Any, Tensor]:
         """The parent's metadata of these requests alone, and their tokens in the batch."""
@@ -150,7 +149,7 @@ class SparseImpl:
         vllm_config, self.cab_layer = get_current_vllm_config(), None
         self.model_config, self.cab = vllm_config.model_config, settings_of(vllm_config)
         if self.cab is not None:
-            _find_runner(vllm_config)
+            _note_prompts(vllm_config)
         if (
             self.attn_type != AttentionType.DECODER
             or self.sliding_window not in (None, -1, (-1, -1))
@@ -177,9 +176,8 @@ class SparseImpl:
             super().forward(layer, q, k, v, kv_cache, split.rest, out, *args, **kwargs)
             output[split.rows] = out
         for rows, pages, text in split.prompts:
-            held = gather(kv_cache, pages)
-            k, v = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in held)
-            self.attend(query[rows], k, v, text, output[rows])
+            k, v = gather(kv_cache, pages)
+            self.attend(query[rows], k[None], v[None], text, output[rows])
         return output
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, text: CabMask, out: Tensor) -> None:
@@ -208,18 +206,22 @@ if current_platform.is_cpu():
     def gather(kv_cache: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Of [pages, H_kv, tokens, 2 * D], where the keys of a page are kept transposed."""
         k, v = kv_cache[pages].unflatten(3, (2, -1)).flatten(2, 3).chunk(2, dim=2)
-        return k.reshape(*k.shape[:2], k.shape[3], k.shape[2]).transpose(2, 3), v
+        k = k.reshape(*k.shape[:2], k.shape[3], k.shape[2]).transpose(2, 3)
+        return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
 
 else:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend as Parent
 
     def gather(kv_cache: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V, [pages, H_kv, tokens, D] each, of [pages, H_kv, tokens, 2 * D]."""
+        """K and V of these pages, [H_kv, tokens, D] each, of [pages, H_kv, tokens, 2 * D].
+
+        Pages are copied once, as they lie in memory: heads of a token are neighbours.
+        """
         if kv_cache.dim() == 4:
-            return kv_cache[pages].chunk(2, dim=-1)
-        # until 0.25 tokens come before heads, and K and V first (0.22) or in each page
+            return kv_cache.transpose(1, 2)[pages].flatten(0, 1).transpose(0, 1).chunk(2, dim=-1)
+        # until 0.25 K and V come first (0.22) or in each page
         k, v = kv_cache.unbind(0 if kv_cache.shape[0] == 2 else 1)
-        return k[pages].transpose(1, 2), v[pages].transpose(1, 2)
+        return k[pages].flatten(0, 1).transpose(0, 1), v[pages].flatten(0, 1).transpose(0, 1)
 
 
 class CabBuilder(SparseBuilder, Parent.get_builder_cls()):
