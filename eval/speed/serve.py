@@ -155,19 +155,13 @@ class Serve(models.ModelSpeed):
         # of another seed: what counts shares no beginning with what warms up
         before = trace_of(few, settings.seed + 1, settings.vocab)
         trace = trace_of(counts, settings.seed, settings.vocab, settings.rate, settings.shared)
-        config, served = settings.budgeted(longest, way), []
+        config = settings.budgeted(longest, way)
         if settings.engine == VLLM:
             from cab_hf.eval.speed import vllm
 
-            with vllm.serving(settings, way, config) as engine:
-                vllm.serve(engine, before, WARM_UP_TOKENS)
-                given = engine, trace, settings.new_tokens
-                _, sample["peak_gib"] = self.bench.walls(
-                    lambda: served.extend(vllm.serve(*given)), 1
-                )
-                sample |= {**vllm.used(engine, settings), "served": served}
+            sample |= vllm.measured(settings, way, config, (before, WARM_UP_TOKENS), trace)
             return
-        model = models.random_model(settings)
+        model, served = models.random_model(settings), []
         with models.attending(model, way, config), managing(model, settings, way) as manager:
             serve(manager, before, WARM_UP_TOKENS)
             models.attended_by(model, longest, way, reset=True)

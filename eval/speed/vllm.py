@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from cab_hf.config import CabConfig
 from cab_hf.engines.sparse import attended
 from cab_hf.eval.speed.model import CAB, llama_config
 from cab_hf.eval.speed.serve import rounded
+from cab_hf.eval.speed.timing import bench_on
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -26,17 +27,38 @@ if TYPE_CHECKING:
 OWN, CUSTOM = "FLASH_ATTN", "CUSTOM"
 
 
-@contextmanager
-def serving(settings: Settings, way: str, config: CabConfig) -> Iterator[LLMEngine]:
-    """An engine with random weights, sized for the trace.
+def measured(*given: Any) -> dict[str, Any]:
+    """What `serve_traces` returns, from a process of its own: no engine gives back its memory."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(serve_traces, *given).result()
+
+
+def serve_traces(
+    settings: Settings,
+    way: str,
+    config: CabConfig,
+    warm_up: tuple[Sequence[Request], int],
+    trace: Sequence[Request],
+) -> dict[str, Any]:
+    """Make an engine, and serve two traces: what a sample says of the second one.
 
     Args:
         way: one of `CAB`, which attends by ``config``, or vLLM's own attention.
+        warm_up: the first trace, and how many tokens each of its requests is answered with.
     """
+    engine, served = engine_of(settings, way, config), []
+    serve(engine, *warm_up)
+    _, peak = bench_on(settings.device).walls(
+        lambda: served.extend(serve(engine, trace, settings.new_tokens)), 1
+    )
+    return {**used(engine, settings), "served": served, "peak_gib": peak}
+
+
+def engine_of(settings: Settings, way: str, config: CabConfig) -> LLMEngine:
+    """An engine with random weights, sized for the trace."""
     # counts of attended pairs, and who gave way, are seen where the engine runs
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
 
     given: dict[str, Any] = {}
     if way in CAB:
@@ -48,8 +70,9 @@ def serving(settings: Settings, way: str, config: CabConfig) -> Iterator[LLMEngi
     with TemporaryDirectory() as folder:
         model = llama_config(settings)
         model.max_position_embeddings = longest
+        model.architectures = ["LlamaForCausalLM"]
         model.save_pretrained(folder)
-        llm = LLM(
+        return LLM(
             folder,
             load_format="dummy",
             skip_tokenizer_init=True,
@@ -61,13 +84,7 @@ def serving(settings: Settings, way: str, config: CabConfig) -> Iterator[LLMEngi
             num_gpu_blocks_override=settings.blocks,
             enable_prefix_caching=settings.shared > 0,
             **given,
-        )
-        try:
-            yield llm.llm_engine
-        finally:
-            del llm
-            gc.collect()
-            cleanup_dist_env_and_memory()
+        ).llm_engine
 
 
 def serve(engine: LLMEngine, trace: Sequence[Request], new_tokens: int) -> list[dict[str, Any]]:
