@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from cab_hf.call.refusals import foreseen
+from cab_hf.checks import warn_once
 from cab_hf.config import SPARSE, CabConfig
 from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer, indexed
 from cab_hf.hf.fit import layer_index
@@ -60,8 +61,14 @@ def has_index(cache: Cache, layer: int | None) -> bool:
 
 def index_made(model: PreTrainedModel, cache: object) -> None:
     """`index_cache` of what `generate` has made, where the model would read an index of it."""
-    if _no_index(model, cache) is None:
+    if _no_index(model, DynamicCache()) is not None:
+        return
+    why = _no_index(model, cache)
+    if why is None:
         index_cache(model, cache)
+    else:
+        key = "no index", type(cache).__name__
+        warn_once(key, f"sparse_decode is on, and decoding is dense: {why}")
 
 
 def _no_index(model: PreTrainedModel, cache: object) -> str | None:

@@ -1,0 +1,119 @@
+"""Models with quantised weights, and quantised KV caches, on "cab"."""
+
+import pytest
+import torch
+from tiny import tiny_model, tokens
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    DynamicCache,
+    QuantizedCache,
+    QuantoConfig,
+    TorchAoConfig,
+)
+
+import cab_hf
+from cab_hf import checks
+
+FULL = {"query_block": 32, "key_block": 16, "min_length": 0, "mass_threshold": 0.0}
+SPARSE = FULL | {"mass_threshold": 0.1, "share_threshold": 1.0}
+LENGTH = 300
+# four bits have blocks of 64 weights
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 64}
+# warnings of libraries
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def torchao(name):
+    quantization = pytest.importorskip("torchao.quantization")
+    return TorchAoConfig(getattr(quantization, name)())
+
+
+def bitsandbytes(**options):
+    pytest.importorskip("bitsandbytes")
+    return BitsAndBytesConfig(**options)
+
+
+def quanto():
+    pytest.importorskip("optimum.quanto")
+    return QuantoConfig(weights="int8")
+
+
+# name -> (a config, how far log-probabilities may be apart: more where activations are rounded)
+WEIGHTS = {
+    "torchao-int8": (lambda: torchao("Int8WeightOnlyConfig"), 1e-4),
+    "torchao-fp8": (lambda: torchao("Float8WeightOnlyConfig"), 1e-4),
+    "torchao-int8-activations": (lambda: torchao("Int8DynamicActivationInt8WeightConfig"), 0.05),
+    "bitsandbytes-nf4": (
+        lambda: bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+        1e-4,
+    ),
+    "bitsandbytes-int8": (lambda: bitsandbytes(load_in_8bit=True), 0.05),
+    "quanto-int8": (quanto, 1e-4),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model(**SIZES).save_pretrained(folder)
+    return folder
+
+
+def sparse_model():
+    model = tiny_model(**SIZES)
+    cab_hf.apply_cab(model, SPARSE)
+    return model
+
+
+def answers(model):
+    with torch.no_grad():
+        return model(tokens(1, LENGTH)).logits.float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_quantised_weights_are_attended_as_by_sdpa(saved, kind):
+    config, apart = WEIGHTS[kind]
+
+    def loaded(**options):
+        quantised = {"quantization_config": config(), "dtype": torch.float32}
+        return AutoModelForCausalLM.from_pretrained(saved, **quantised, **options).eval()
+
+    dense = answers(loaded(attn_implementation="sdpa"))
+    model = loaded(attn_implementation="cab", cab_config=FULL)
+    assert (answers(model) - dense).abs().mean() < apart
+    cab_hf.apply_cab(model, SPARSE)
+    answers(model)
+    assert cab_hf.stats(model)[0]["density"] < 0.9
+
+
+@pytest.fixture
+def four_bits():
+    pytest.importorskip("optimum.quanto")
+    return {"backend": "quanto", "nbits": 4, "residual_length": 32}
+
+
+def test_a_sparse_prompt_does_not_depend_on_a_quantised_cache(four_bits):
+    model, ids = sparse_model(), tokens(1, LENGTH)
+    with torch.no_grad():
+        plain, quantised = (
+            model(ids, past_key_values=cache).logits
+            for cache in (
+                DynamicCache(config=model.config),
+                QuantizedCache(config=model.config, **four_bits),
+            )
+        )
+    assert torch.equal(plain, quantised)
+
+
+def test_sparse_decoding_over_a_quantised_cache_says_that_it_is_dense(four_bits, monkeypatch):
+    monkeypatch.setattr(checks, "_warned", set())
+    model, ids = sparse_model(), tokens(1, LENGTH)
+    given = {"cache_implementation": "quantized", "cache_config": four_bits}
+    given |= {"max_new_tokens": 4, "do_sample": False}
+    dense = model.generate(ids, **given)
+    with (
+        cab_hf.cab(model, sparse_decode=True, decode_tokens=128),
+        pytest.warns(UserWarning, match="decoding is dense: cache is a QuantizedCache"),
+    ):
+        assert torch.equal(model.generate(ids, **given), dense)
