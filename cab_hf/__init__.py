@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cab_hf.distributed import context_parallel
     from cab_hf.patches import apply_cab, cab, describe, remove_cab, stats
     from cab_hf.patches.calibration import calibrate
+    from cab_hf.patches.plotting import plot_plan
     from cab_hf.plan import BlockPlan
     from cab_hf.predictors import register_predictor
     from cab_hf.runs.loading import load_model
@@ -30,6 +31,7 @@ __all__ = [
     "describe",
     "index_cache",
     "load_model",
+    "plot_plan",
     "register_predictor",
     "remove_cab",
     "stats",
@@ -42,6 +44,7 @@ _HOME = {
     "context_parallel": "cab_hf.distributed",
     "index_cache": "cab_hf.decode.generation",
     "load_model": "cab_hf.runs.loading",
+    "plot_plan": "cab_hf.patches.plotting",
     "register_predictor": "cab_hf.predictors",
     **dict.fromkeys(("apply_cab", "cab", "describe", "remove_cab", "stats"), "cab_hf.patches"),
 }

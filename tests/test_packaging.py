@@ -69,6 +69,7 @@ def test_the_public_surface_is_this():
         "describe",
         "index_cache",
         "load_model",
+        "plot_plan",
         "register_predictor",
         "remove_cab",
         "stats",

@@ -1,0 +1,86 @@
+"""What `plot_plan` draws is what a layer attends to, and what it cannot draw it says."""
+
+import sys
+
+import numpy
+import pytest
+import torch
+from tiny import SPARSE, tiny_model, tokens
+
+import cab_hf
+
+pytest.importorskip("matplotlib")
+LENGTH = 300
+EDGES = [0, 304, 320, 0]  # of blocks of 32 queries and 16 keys
+
+
+@pytest.fixture
+def model():
+    return cab_hf.apply_cab(tiny_model(), SPARSE)
+
+
+def pairs(panel):
+    """(attended, causal) pairs of tokens under a panel, by the share of heads that is drawn."""
+    share = torch.from_numpy(numpy.ma.getdata(panel.images[0].get_array())).nan_to_num()
+    tokens = share.repeat_interleave(32, 0)[:LENGTH].repeat_interleave(16, 1)[:, :LENGTH].tril()
+    return float(tokens.sum()), LENGTH * (LENGTH + 1) / 2
+
+
+@pytest.mark.parametrize("change", [{}, {"predictor": "cascade", "anchors": (0, 2)}])
+def test_a_panel_of_all_heads_has_the_density_that_the_layer_had(model, change):
+    cab_hf.apply_cab(model, **change)
+    panel = cab_hf.plot_plan(model, tokens(1, LENGTH), layer=1).axes[0]
+    density = cab_hf.stats(model)[1]["density"]
+    attended, causal = pairs(panel)
+    assert 0.1 < density < 0.9 and attended / causal == pytest.approx(density, abs=1e-6)
+    assert f"density {density:.2f}" in panel.get_title()
+    assert panel.images[0].get_extent() == EDGES
+
+
+def test_panels_of_heads_add_up_to_the_panel_of_all(model):
+    text = tokens(1, LENGTH)
+    of_each = cab_hf.plot_plan(model, text, layer=2, heads=range(6)).axes
+    assert [panel.get_title().split("\n")[0] for panel in of_each] == [
+        f"layer 2, head {head}" for head in range(6)
+    ]
+    of_all = pairs(cab_hf.plot_plan(model, text, layer=2).axes[0])[0]
+    assert sum(pairs(panel)[0] for panel in of_each) / 6 == pytest.approx(of_all)
+    drawn = {panel.images[0].get_array().tobytes() for panel in of_each}
+    assert len(drawn) > 1
+
+
+def test_what_a_query_cannot_see_is_blank(model):
+    (panel, _) = cab_hf.plot_plan(model, tokens(1, LENGTH), layer=0).axes
+    drawn = numpy.ma.getdata(panel.images[0].get_array())
+    first_row = [False] * 2 + [True] * 17
+    assert numpy.isnan(drawn[0]).tolist() == first_row
+    # the last block of queries attends to everything
+    assert (drawn[-1] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "change", "sentence"),
+    [
+        ({"layer": 3}, {}, r"layer is 3; it must be the index of an attention layer: \[0, 1, 2\]"),
+        ({"input_ids": tokens(2, LENGTH)}, {}, "must be the tokens of one text"),
+        ({"heads": [6]}, {}, "query heads, 0 to 5"),
+        ({"heads": []}, {}, "query heads, 0 to 5"),
+        ({}, {"min_length": 500}, "shorter than min_length=500"),
+        ({}, {"dense_layers": (1,)}, "Layer 1 attends to every block: in dense_layers"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(model, given, change, sentence):
+    cab_hf.apply_cab(model, **change)
+    with pytest.raises(ValueError, match=sentence):
+        cab_hf.plot_plan(**{"model": model, "input_ids": tokens(1, LENGTH), "layer": 1} | given)
+
+
+def test_a_model_without_cab_is_refused():
+    with pytest.raises(ValueError, match="attn_implementation is 'sdpa'"):
+        cab_hf.plot_plan(tiny_model(), tokens(1, LENGTH), layer=1)
+
+
+def test_without_matplotlib_it_says_what_to_install(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        cab_hf.plot_plan(model, tokens(1, LENGTH), layer=0)
