@@ -9,7 +9,7 @@ VLLM ?= .venv-vllm
 PYTEST := $(BIN)/python -m pytest
 IN_TWO := -n 2 --dist worksteal
 
-.PHONY: passkey test test-all gpu-test vllm-test check format lines readme
+.PHONY: passkey test test-all gpu-test vllm-test check docs format lines readme
 
 passkey: $(READY)  ## find a number hidden in a long text: dense, cab and baselines on a real model
 	$(BIN)/python -m cab_hf.eval passkey --out runs/passkey
@@ -29,6 +29,10 @@ vllm-test: $(VLLM)/.ready  ## the tests that run inside vLLM, on a CPU, in an en
 check: $(READY)  ## lint and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+docs: $(READY)  ## the docstrings of what users import, as HTML in build/api; a warning is an error
+	$(BIN)/python -W error::UserWarning -m pdoc -d google --no-show-source -o build/api \
+		cab_hf cab_hf.predictors cab_hf.plan cab_hf.layers
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

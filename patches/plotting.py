@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,10 @@ COLUMNS = 4
 INCHES = 3.5  # of a panel
 
 
+class _Chosen(Exception):
+    """Ends a forward pass whose further layers are not drawn."""
+
+
 def plot_plan(
     model: PreTrainedModel, input_ids: Tensor, layer: int, heads: Sequence[int] | None = None
 ) -> Figure:
@@ -31,7 +36,7 @@ def plot_plan(
 
     Query blocks are drawn from top to bottom, key blocks from left to right, both in tokens; what
     comes later than a query is blank. The title of a panel has its density. The model reads the
-    text once, without gradients, and `stats` counts that call like any other.
+    text once, without gradients, as far as this layer; `stats` counts the layers before it.
 
     Args:
         model: a causal language model of transformers that attends by CAB.
@@ -106,7 +111,8 @@ def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[Blo
         layout = call.text.layout(*blocks_of(way.config), call.q.device)
         plan = way.choose(call, layout, layout.queries(call.q), layout.keys(call.k))
         seen.append((plan, call.q.shape[1]))
+        raise _Chosen
 
-    with during_calls(model, observer=look):
+    with during_calls(model, observer=look), suppress(_Chosen):
         model(input_ids.to(inner.device), use_cache=False, logits_to_keep=1)
     return seen[0]

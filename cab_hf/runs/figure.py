@@ -16,22 +16,18 @@ COLOURS = 64
 
 
 @contextmanager
-def figure(path: Path | str, rows: int, columns: int, **options: Any) -> Iterator[Any]:
+def figure(
+    path: Path | str, rows: int, columns: int, figsize: tuple[float, float], **options: Any
+) -> Iterator[Any]:
     """The axes of a grid, an array [rows, columns]; on leaving the figure is saved as PNG."""
-    # imported here: measuring draws nothing
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    # imported here: measuring draws nothing. Not pyplot: a notebook has a backend of its own
+    from matplotlib.figure import Figure
     from PIL import Image
 
-    drawing, axes = plt.subplots(rows, columns, squeeze=False, layout="constrained", **options)
-    try:
-        yield axes
-        drawn = io.BytesIO()
-        drawing.savefig(drawn, dpi=DPI, format="png")
-    finally:
-        plt.close(drawing)
+    drawing = Figure(figsize=figsize, layout="constrained")
+    yield drawing.subplots(rows, columns, squeeze=False, **options)
+    drawn = io.BytesIO()
+    drawing.savefig(drawn, dpi=DPI, format="png")
     small = io.BytesIO()
     picture = Image.open(drawn).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
     picture.save(small, format="png", optimize=True)

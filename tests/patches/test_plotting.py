@@ -29,8 +29,12 @@ def pairs(panel):
 @pytest.mark.parametrize("change", [{}, {"predictor": "cascade", "anchors": (0, 2)}])
 def test_a_panel_of_all_heads_has_the_density_that_the_layer_had(model, change):
     cab_hf.apply_cab(model, **change)
-    panel = cab_hf.plot_plan(model, tokens(1, LENGTH), layer=1).axes[0]
-    density = cab_hf.stats(model)[1]["density"]
+    text = tokens(1, LENGTH)
+    with torch.no_grad():
+        model(text)
+    density = cab_hf.stats(model, reset=True)[1]["density"]
+    panel = cab_hf.plot_plan(model, text, layer=1).axes[0]
+    assert [row["density"] is None for row in cab_hf.stats(model)] == [False, True, True]
     attended, causal = pairs(panel)
     assert 0.1 < density < 0.9 and attended / causal == pytest.approx(density, abs=1e-6)
     assert f"density {density:.2f}" in panel.get_title()
