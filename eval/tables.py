@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from cab_hf.eval.report import digits, grouped, markdown_table, percent, seconds
 from cab_hf.eval.speed.dense import time_shown
 from cab_hf.finetune.curve import STEP
 from cab_hf.runs.log import is_there, read_file, read_log
-from cab_hf.runs.markdown import plain
+from cab_hf.runs.markdown import code, plain
 from cab_hf.texts.tasks import TASKS
 
 CAB, FAMILIES = "cab", "families"
+# of a refusal, what it says to do instead stands behind
+REASON_ENDS = re.compile(r"; |\. ")
 # beside a run of training, some steps of the same with the GPU to themselves
 TIMED, WARM_UP = Path("alone", "log.jsonl"), 3
 
@@ -119,7 +122,8 @@ def _bold(text: str, sure: bool) -> str:
 
 
 FORMATS: dict[str, Callable[[Any], str | None]] = {
-    **{"digits": digits, "s": seconds, "percent": percent, "plain": plain, "task": _task},
+    **{"digits": digits, "s": seconds, "percent": percent, "task": _task},
+    **{"plain": plain, "code": code},
     **{"times": "× {:.2f}".format, "points": lambda share: f"{100 * share:+.1f} points"},
     **{"best_dense": time_shown, "attention": lambda row: digits(attention_ms(row))},
     "shared": {"speed lora": "training step", "speed ttft": "first token"}.__getitem__,
@@ -317,6 +321,19 @@ def _models(rows: Sequence[Row]) -> Iterator[Row]:
         yield {**row, "texts": len({x["text"] for x in row["rows"] if x["method"] == CAB})}
 
 
+def _supported(rows: Sequence[Row]) -> Iterator[Row]:
+    """With ``sparse_in`` and ``exact_in``, kinds of layers, or the ``reason`` of a refusal."""
+    for row in rows:
+        if row["verdict"] != "exact":
+            yield {**row, "reason": REASON_ENDS.split(row["said"])[0]}
+        elif row["sparse"] < row["layers"]:
+            yield {**row, "sparse_in": "layers without a window", "exact_in": "sliding windows"}
+        else:
+            # what comes without windows was computed with some too, where its config has them
+            windows = "sliding windows, if any" if row.get("windowed") == "exact" else None
+            yield {**row, "sparse_in": "all layers", "exact_in": windows}
+
+
 ROWS: dict[str | None, Callable[[list[Row]], Sequence[Row] | Iterator[Row]]] = {
     None: list,
     "by_ranks": partial(sorted, key=itemgetter("length", "world")),
@@ -324,7 +341,7 @@ ROWS: dict[str | None, Callable[[list[Row]], Sequence[Row] | Iterator[Row]]] = {
     **{"by_length": _by_length, "over_texts": _over_texts},
     **{"steps": _steps, "asked": _asked},
     **{"most_ranks": _most_ranks, "decode_steps": _decode_steps},
-    **{"trainings": _trainings, "models": _models},
+    **{"trainings": _trainings, "models": _models, "supported": _supported},
 }
 
 

@@ -14,6 +14,7 @@ from cab_hf.eval.tables import ROWS, TABLES, Table, _over_runs, all_results, piv
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
 NAMES = TABLES["default"].folders
+KINDS = ("sparse_in", "exact_in", "reason")
 SPEED, CHOOSING, *KEPT = NAMES
 PAGE = "a\n<!-- table: default -->\nold\n<!-- end -->\nb\n"
 
@@ -153,6 +154,19 @@ def test_runs_of_a_training_are_pooled():
     found = _over_runs(rows)
     assert found["recall"][0] == pytest.approx(0.4)
     assert found["perplexity"] == pytest.approx(4.0)
+
+
+def test_a_type_is_sparse_exact_or_refused_by_what_was_measured():
+    row = {"verdict": "exact", "layers": 4, "sparse": 4, "said": None}
+    some, none = row | {"sparse": 2}, row | {"windowed": "exact"}
+    refused = {"verdict": "refused", "layers": 1, "sparse": 0, "said": "x is set (y); do z. Or w."}
+    shown = [tuple(map(made.get, KINDS)) for made in ROWS["supported"]([row, some, none, refused])]
+    assert shown == [
+        ("all layers", None, None),
+        ("layers without a window", "sliding windows", None),
+        ("all layers", "sliding windows, if any", None),
+        (None, None, "x is set (y)"),
+    ]
 
 
 def test_models_are_shown_that_the_default_has_read(results):
