@@ -15,7 +15,7 @@ from cab_hf.runs.settings import UsageError, missing_package
 
 NAMES = (
     *("calibrate", "families"),
-    *("fidelity", "harness", "passkey", "readme", "report", "speed"),
+    *("fidelity", "fits", "harness", "passkey", "readme", "report", "speed"),
 )
 # where a module has another name than its command
 MODULES = {"report": "page"}

@@ -1,0 +1,310 @@
+"""``fits``: the longest prompts of a model that fit on a GPU, estimated from its config alone.
+
+The model is called on torch's meta device, where tensors have shapes and no memory, and what is
+alive is counted: the keys and values that each layer caches, what is there when a layer attends,
+and the most that there is. All grow with the number of tokens. What CAB chooses blocks in is added.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cab_hf.config import CabConfig
+from cab_hf.eval.experiment import PROG
+from cab_hf.eval.kv_cache import read_on
+from cab_hf.eval.report import markdown_table
+from cab_hf.finetune.meter import GIB, USABLE
+from cab_hf.hf.fit import positions
+from cab_hf.hf.model_config import cab_config_of
+from cab_hf.ops.lists import LISTS_AT_MOST
+from cab_hf.ops.sweep import SCRATCH_AT_A_TIME
+from cab_hf.runs import models
+from cab_hf.runs.settings import (
+    UsageError,
+    first_line,
+    flag,
+    option,
+    parse_length,
+    read_settings,
+    refused_as,
+    require,
+)
+
+DYNAMIC, STATIC, OFFLOADED = CACHES = ("dynamic", "static", "offloaded")
+COUNTING = "cab_counting"  # the attention that computes nothing
+TOKENS = 2**13  # of the call that is counted: so many that the logits of one matter little
+STEP = 128  # lengths are multiples of it
+MOST = 2**31 // STEP
+LIBRARIES = 2**25  # bytes that cuBLAS keeps on a Hopper GPU
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of the command; a ValueError names the option that is refused."""
+
+    model: str = option("", "name or folder of the model, of which the config is read")
+    gpu_gib: float = option(24.0, "GiB of memory of the GPU", float)
+    chunk: int = option(8192, "tokens of a chunk, where a prompt is read in chunks", parse_length)
+    trust_remote_code: bool = flag("run Python code that comes with the model")
+
+    def __post_init__(self) -> None:
+        require(self, "model", self.model, "the name or folder of a model")
+        require(self, "gpu_gib", self.gpu_gib > 0, "more than 0")
+        require(self, "chunk", self.chunk > 0, "at least 1")
+
+
+class Alive(TorchDispatchMode):
+    """Counts bytes of the tensors that are made inside.
+
+    Attributes:
+        now, most: bytes that are alive, and the most that were.
+        attending: the most that were alive when a layer began to attend.
+        heads: (query heads, KV heads, head dim) of each kind of layer that has attended.
+        output, pair: the most bytes of an output of attention, and of its keys and values.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.now = self.most = self.attending = self.output = self.pair = 0
+        self.heads: set[tuple[int, int, int]] = set()
+        # weights count for themselves, and so do views of them
+        kept = (*model.parameters(), *model.buffers())
+        self._known = {x.untyped_storage()._cdata for x in kept}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for x in tree_leaves(made):
+            if isinstance(x, Tensor):
+                self._add(x.untyped_storage())
+        return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._known:
+            return
+        self._known.add(storage._cdata)
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
+
+    def _drop(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+    def attend(self, _: Any, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any) -> Any:
+        """An attention function that gives an output of the right shape."""
+        self.attending = max(self.attending, self.now)
+        self.heads.add((q.shape[1], k.shape[1], q.shape[3]))
+        out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+        self.output, self.pair = max(self.output, out.nbytes), max(self.pair, k.nbytes + v.nbytes)
+        return out, None
+
+
+@contextmanager
+def counting(model: Any) -> Iterator[Alive]:
+    """Inside, ``model`` attends by `Alive.attend`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    alive = Alive(model)
+    ALL_ATTENTION_FUNCTIONS[COUNTING] = alive.attend
+    try:
+        model.set_attn_implementation(COUNTING)
+        with torch.no_grad(), alive:
+            yield alive
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[COUNTING]
+
+
+class Needed(NamedTuple):
+    """Bytes while a prompt is read: of the GPU, and of its host."""
+
+    weights: float
+    cache: float
+    workspace: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        """Of the GPU."""
+        return self.weights + self.cache + self.workspace
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What prompts of a model need, in bfloat16.
+
+    Attributes:
+        weights: bytes of all weights and buffers.
+        layers: of each layer that caches keys and values, the bytes of a token and the tokens of
+            its sliding window; None without one.
+        most, attending: bytes of a token beside the cache, and those when a layer begins to attend.
+        output: of them, in what attention gives.
+        expanded: of them, in keys and values that a layer makes of a smaller cache.
+        heads: as of `Alive`.
+    """
+
+    weights: int
+    layers: tuple[tuple[int, int | None], ...]
+    most: float
+    attending: float
+    output: float
+    expanded: float
+    heads: frozenset[tuple[int, int, int]]
+    config: CabConfig
+
+    @classmethod
+    def of(cls, model_config: Any, trust_remote_code: bool = False) -> Prompts:
+        """Of a model's config; UsageError for a model that cannot be called on the meta device."""
+        # the attention that a model is given is noted in its config
+        config = copy.deepcopy(model_config)
+        model = models.skeleton(config, trust_remote_code, dtype=torch.bfloat16)
+        with refused_as(partial(_not_called, model.config.model_type)):
+            layers = _cached(model)
+            alive = _read(model, TOKENS)
+        a_layer = max((size for size, _ in layers), default=0)
+        pair = alive.pair / TOKENS
+        return cls(
+            weights=sum(x.nbytes for x in (*model.parameters(), *model.buffers())),
+            layers=layers,
+            most=alive.most / TOKENS,
+            attending=alive.attending / TOKENS,
+            output=alive.output / TOKENS,
+            expanded=pair if pair > a_layer else 0.0,
+            heads=frozenset(alive.heads),
+            config=cab_config_of(model.config.get_text_config()),
+        )
+
+    def needed(self, length: int, chunk: int | None, cache: str) -> Needed:
+        """Of a prompt of ``length`` tokens that is read whole, or a ``chunk`` at a time."""
+        kept = [size * min(length, window or length) for size, window in self.layers]
+        largest, resident, host = max(kept, default=0), sum(kept), 0
+        if cache == OFFLOADED:
+            # the layer that computes and the next; what slides stays
+            host = sum(n for n, (_, window) in zip(kept, self.layers, strict=True) if not window)
+            resident = min(resident, resident - host + 2 * largest)
+        if cache != STATIC and chunk is not None:
+            # keys, and then values, are copied behind those of the chunk before
+            resident += largest // 2
+        tokens = min(length, chunk or length)
+        return Needed(self.weights, resident, self.workspace(tokens, length), host)
+
+    def workspace(self, tokens: int, length: int) -> float:
+        """Bytes of a layer that computes ``tokens`` at once, the last of ``length``."""
+        chosen = max((self.choosing(*each, tokens, length) for each in self.heads), default=0)
+        attending = self.attending * tokens + self.expanded * (length - tokens)
+        # an output may be there in two orders
+        attending += max(chosen, 2 * self.output * tokens)
+        return max(self.most * tokens, attending) + LIBRARIES
+
+    def choosing(self, heads: int, kv_heads: int, dim: int, tokens: int, length: int) -> float:
+        """Bytes in which CAB chooses blocks for ``tokens`` queries, the last of ``length``.
+
+        Keys and rows are scored in 8 bits, as on GPUs that can.
+        """
+        config = self.config
+        rows = config.exact_queries + config.typical_queries
+        q_blocks = heads * -(-tokens // config.query_block)
+        k_blocks = -(-length // config.key_block)
+        # of a whole text half of the pairs are never seen
+        scratch = 2 * q_blocks * rows * k_blocks / (2 if tokens == length else 1)
+        lists = min(4 * q_blocks * k_blocks, LISTS_AT_MOST)
+        # outliers on half of the channels; bounds and scales of each row
+        scored = dim * (config.exact_queries / 2 + config.typical_queries) + 16 * rows
+        keys = kv_heads * dim * length
+        return keys + q_blocks * scored + max(min(scratch, SCRATCH_AT_A_TIME), lists)
+
+    def longest(self, room: float, chunk: int | None, cache: str) -> int:
+        """The most tokens whose prompt fits into ``room`` bytes, a multiple of `STEP`; or 0."""
+
+        def total(steps: int) -> float:
+            return self.needed(STEP * steps, chunk, cache).total
+
+        return STEP * max(0, bisect_right(range(MOST), room, key=total) - 1)
+
+
+def _not_called(model_type: str, error: Exception) -> str:
+    return (
+        f"model type {model_type} cannot be called on torch's meta device ({first_line(error)}), "
+        "so that nothing is known of it; give another model."
+    )
+
+
+def _cached(model: Any) -> tuple[tuple[int, int | None], ...]:
+    """`Prompts.layers` of a model on the meta device."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config.get_text_config())
+    with counting(model):
+        read_on(model, torch.zeros(1, STEP, dtype=torch.int64, device="meta"), cache)
+    # others keep a state of one size
+    kept = [x for x in cache.layers if isinstance(getattr(x, "keys", None), Tensor)]
+    return tuple(
+        ((x.keys.nbytes + x.values.nbytes) // x.keys.shape[2], getattr(x, "sliding_window", None))
+        for x in kept
+        if x.keys.ndim == 4
+    )
+
+
+def _read(model: Any, tokens: int) -> Alive:
+    """What is alive while a model on the meta device reads so many tokens without a cache."""
+    with counting(model) as alive:
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+        model(ids, use_cache=False, logits_to_keep=1)
+    return alive
+
+
+def table(prompts: Prompts, room: float, chunk: int) -> str:
+    """The longest prompts that fit into ``room`` bytes, a row for each way to read and keep one."""
+    rows = []
+    for at_a_time in (None, chunk):
+        for cache in CACHES:
+            length = prompts.longest(room, at_a_time, cache)
+            needed = prompts.needed(length, at_a_time, cache)
+            rows.append(
+                {
+                    "prompt": "whole" if at_a_time is None else f"in chunks of {chunk:,}",
+                    "cache": cache,
+                    "longest, tokens": f"{length:,}",
+                    "KV cache GiB": needed.cache / GIB,
+                    "workspace GiB": needed.workspace / GIB,
+                    "host GiB": needed.host / GIB,
+                }
+            )
+    return markdown_table(rows, list(rows[0]))
+
+
+def report(prompts: Prompts, settings: Settings, reach: int | None) -> str:
+    """What is printed; UsageError where the weights alone do not fit."""
+    room, weights = USABLE * settings.gpu_gib, prompts.weights / GIB
+    if weights > room:
+        raise UsageError(
+            f"gpu_gib is {settings.gpu_gib:g}, of which tensors may take {room:.1f}, and the "
+            f"weights take {weights:.1f}; give a GPU with more memory, or a smaller model."
+        )
+    lines = [
+        f"Weights in bfloat16: {weights:.2f} GiB, of {room:.1f} GiB that tensors may take.",
+        table(prompts, room * GIB, settings.chunk),
+    ]
+    if reach is not None:
+        lines.append(f"The positions of the model reach {reach:,} tokens.")
+    return "\n\n".join(lines)
+
+
+def main(words: Sequence[str]) -> int:
+    """Print what fits; the exit status."""
+    settings = read_settings(Settings, words, f"{PROG} fits", __doc__.partition("\n")[0])
+    config = models.load_config(settings.model, settings.trust_remote_code)
+    prompts = Prompts.of(config, settings.trust_remote_code)
+    print(report(prompts, settings, positions(config)))
+    return 0

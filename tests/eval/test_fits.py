@@ -1,0 +1,134 @@
+"""What prompts need, beside the bytes of real models and beside what committed runs measured."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tokens
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
+
+from cab_hf.eval import fits
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.kv_cache import read_on
+from cab_hf.eval.tables import read_results
+from cab_hf.eval.tiny_types import tiny_config
+from cab_hf.finetune.meter import GIB
+from cab_hf.runs.settings import UsageError
+
+RESULTS = Path(__file__).parents[2] / "eval" / "results"
+LENGTH = 300
+# the shape of committed runs
+LLAMA = LlamaConfig(
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+)
+CHUNKS = [2048, 8192, 32_768]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return fits.Prompts.of(LLAMA)
+
+
+def rows(name):
+    return read_results(RESULTS / name).rows
+
+
+# --- bytes of a real model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gemma3_text", "gemma4_text", "deepseek_v3", "qwen3_next", "mixtral"]
+)
+def test_weights_and_cache_are_those_of_a_real_model(model_type):
+    config = tiny_config(model_type)
+    prompts = fits.Prompts.of(config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    assert prompts.weights == sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    cache = DynamicCache(config=model.config)
+    read_on(model, tokens(1, LENGTH), cache)
+    kept = [x for x in cache.layers if isinstance(getattr(x, "keys", None), torch.Tensor)]
+    expected = sum(x.keys.nbytes + x.values.nbytes for x in kept if x.keys.ndim == 4)
+    # a layer with a window caches all that it shows but the token at hand
+    spare = sum(size for size, window in prompts.layers if window)
+    actual = prompts.needed(LENGTH, None, fits.DYNAMIC).cache
+    assert expected > 0 and actual in (expected, expected + spare)
+
+
+def test_a_static_cache_of_the_same_length_has_as_many_bytes(llama):
+    cache = StaticCache(config=LLAMA, max_cache_len=LENGTH)
+    cache.early_initialization(1, 8, 128, torch.bfloat16, "meta")
+    size = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
+    for chunk in (None, 128):
+        assert llama.needed(LENGTH, chunk, fits.STATIC).cache == size
+    layer = size / 32
+    assert llama.needed(LENGTH, 128, fits.DYNAMIC).cache == size + layer / 2
+    away = llama.needed(LENGTH, None, fits.OFFLOADED)
+    assert (away.cache, away.host) == (2 * layer, size)
+
+
+# --- what committed runs measured on a GPU
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_a_prompt_in_chunks_takes_what_was_measured(llama, chunk):
+    for row in rows(f"speed-prefill-chunk-{chunk}"):
+        needed = llama.needed(row["length"], chunk, fits.STATIC)
+        assert needed.weights / GIB == pytest.approx(row["weights_gib"])
+        assert needed.cache / GIB == pytest.approx(row["cache_gib"])
+        assert needed.workspace / GIB == pytest.approx(row["rest_gib"], rel=0.1)
+
+
+def test_a_whole_prompt_takes_what_was_measured(llama):
+    for row in rows("speed-ttft"):
+        if row["implementation"] == "cab":
+            needed = llama.needed(row["length"], None, fits.DYNAMIC)
+            rest = row["peak_gib"] * GIB - needed.weights - needed.cache
+            assert needed.workspace == pytest.approx(rest, rel=0.1)
+
+
+def test_choosing_takes_what_was_measured(llama):
+    for row in rows("speed-predictor"):
+        length = row["length"]
+        actual = llama.choosing(32, 8, 128, length, length)
+        assert actual / 2**20 == pytest.approx(row["peak_mib"], rel=0.1)
+
+
+def test_the_longest_prompt_is_near_the_one_that_was_found(llama):
+    found = [row for row in rows("speed-prefill") if row["fits"]][-1]
+    longest = llama.longest(found["room_gib"] * GIB, 32_768, fits.STATIC)
+    assert longest == pytest.approx(found["length"], rel=0.1)
+
+
+# --- the command
+
+
+def test_the_longest_fits_and_the_next_does_not(llama):
+    room = 20 * GIB
+    for chunk in (None, 8192):
+        for cache in fits.CACHES:
+            longest = llama.longest(room, chunk, cache)
+            assert llama.needed(longest, chunk, cache).total <= room
+            assert llama.needed(longest + fits.STEP, chunk, cache).total > room
+
+
+def test_a_type_that_cannot_be_called_is_refused():
+    with pytest.raises(UsageError, match="model type dbrx cannot be called on torch's meta device"):
+        fits.Prompts.of(tiny_config("dbrx"))
+
+
+def test_the_command_prints_a_table_of_a_config(tmp_path, capsys):
+    LLAMA.save_pretrained(tmp_path)
+    assert main(["fits", "--model", str(tmp_path), "--gpu-gib", "24", "--chunk", "4k"]) == 0
+    shown = capsys.readouterr().out
+    assert "Weights in bfloat16: 14.96 GiB, of 21.6 GiB" in shown
+    assert shown.count("| in chunks of 4,096 |") == 3
+    assert "positions of the model reach 2,048 tokens" in shown
+    assert main(["fits", "--model", str(tmp_path), "--gpu-gib", "8"]) == 2
+    assert "the weights take 15.0" in capsys.readouterr().err
