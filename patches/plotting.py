@@ -114,5 +114,5 @@ def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[Blo
         raise _Chosen
 
     with during_calls(model, observer=look), suppress(_Chosen):
-        model(input_ids.to(inner.device), use_cache=False, logits_to_keep=1)
+        model(input_ids.to(inner.device), use_cache=False)
     return seen[0]
