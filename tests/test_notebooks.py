@@ -3,12 +3,18 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 nbclient = pytest.importorskip("nbclient", reason="nbclient runs notebooks; `pip install '.[dev]'`")
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def as_many_threads_as_here(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
 
 
 def executed(name):
