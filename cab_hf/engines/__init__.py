@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cab_hf.capability import NONE, capability
 from cab_hf.ops import HAS_TRITON, Workload, reference
 from cab_hf.ops.attention import complete, ffpa, gather, traced
 
@@ -212,17 +213,15 @@ def exact(work: Workload, length: int | None) -> Engine | DenseKernel:
 # constants where a model is compiled: lookups of packages and of the device are not traced
 @torch.compiler.assume_constant_result
 def _measured_here() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= HOPPER
+    return torch.cuda.is_available() and capability()[0] >= HOPPER
 
 
 @torch.compiler.assume_constant_result
 def _flash_unavailable_here(
     device: str, head_dim: int, dtype: torch.dtype, query_block: int, key_block: int
 ) -> str | None:
-    # a ROCm device has capabilities of other meaning
-    if device == "cpu" or torch.version.cuda is None or not torch.cuda.is_available():
-        return f"runs on CUDA devices, not on {device}"
+    if device == "cpu" or not torch.cuda.is_available() or capability() == NONE:
+        return "runs on NVIDIA GPUs only"
     from cab_hf.ops.attention import flash
 
-    capability = torch.cuda.get_device_capability()
-    return flash.unavailable(capability, head_dim, dtype, query_block, key_block)
+    return flash.unavailable(head_dim, dtype, query_block, key_block)

@@ -8,6 +8,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from cab_hf.capability import NONE, capability
+
 # the maximum of nothing: infinity less infinity is no number
 LOWEST = tl.constexpr(-1.0e30)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -33,13 +35,13 @@ def on_device_of(x: Tensor) -> torch.cuda.device | nullcontext:
 
 def early(x: Tensor) -> dict[str, bool]:
     """Launches a kernel before the one in front of it is done, where the device can: it waits."""
-    ahead = packed(x) and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    ahead = capability(x.device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if ahead else {"EARLY": False}
 
 
 def packed(x: Tensor) -> bool:
     """Whether kernels may use instructions of NVIDIA's GPUs."""
-    return x.is_cuda and torch.version.cuda is not None
+    return capability(x.device) > NONE
 
 
 def padding(valid: Tensor | None) -> tuple[Tensor | None, int, Tensor | None]:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cab_hf.capability import capability
 from cab_hf.ops.attention.tiles import LOG2_E, vectors, vectors_at
 from cab_hf.ops.reference import COSINE_STEPS, LEAST_SQUARE
 from cab_hf.plan import Spans
@@ -114,9 +115,8 @@ class ScoredRows(NamedTuple):
 
 def scored_dtype(x: Tensor) -> torch.dtype:
     """What products of ``x`` are computed in: 8-bit floats where 16-bit ones have such units."""
-    if x.is_cuda and x.dtype != torch.float32 and torch.version.cuda is not None:
-        return FP8 if torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY else x.dtype
-    return x.dtype
+    has_units = x.dtype != torch.float32 and capability(x.device) >= FP8_CAPABILITY
+    return FP8 if has_units else x.dtype
 
 
 def empty_keys(
