@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cab_hf.capability import capability
 from cab_hf.ops.attention.tiles import LOG2_E, vectors, vectors_at
+from cab_hf.ops.launch import registers
 from cab_hf.ops.reference import COSINE_STEPS, LEAST_SQUARE
 from cab_hf.plan import Spans
 
@@ -183,7 +184,7 @@ def outliers(
         D=dim,
         BLOCK_D=min(SOUGHT_CHANNELS, triton.next_power_of_2(dim)),
         num_warps=SOUGHT_WARPS,
-        maxnreg=SOUGHT_REGISTERS if query_block <= FEW_QUERIES else MORE_REGISTERS,
+        **registers(q, SOUGHT_REGISTERS if query_block <= FEW_QUERIES else MORE_REGISTERS),
     )
     return positions
 

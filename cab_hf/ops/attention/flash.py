@@ -44,9 +44,7 @@ WIDE_HEAD_DIM = 128
 BLANK_ROWS = 32
 
 
-def unavailable(
-    head_dim: int, dtype: torch.dtype, query_block: int, key_block: int
-) -> str | None:
+def unavailable(head_dim: int, dtype: torch.dtype, query_block: int, key_block: int) -> str | None:
     """Why FLASH cannot run this on the GPU at hand, as half a sentence; None if it can."""
     major, minor = capability()
     blackwell = major in BLACKWELL
