@@ -12,6 +12,10 @@ from cab_hf.checks import require
 VARIABLE = "CAB_HF_CAPABILITY"
 # of a GPU that is not NVIDIA's
 NONE = (0, 0)
+# from which on products are computed in 8-bit floats
+FP8 = (8, 9)
+# of the GPUs that times were measured on
+HOPPER = 9
 
 
 def _parsed(value: str | None) -> tuple[int, int] | None:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.capability import NONE, capability
+from cab_hf.capability import HOPPER, NONE, capability
 from cab_hf.ops import HAS_TRITON, Workload, reference
 from cab_hf.ops.attention import complete, ffpa, gather, traced
 
-HOPPER = 9
 # SDPA's fast kernels end here; beyond, all it has is memory-efficient attention
 SDPA_HEAD_DIM = 256
 # queries times keys of blocks from which a CPU gathers what they list: smaller ones are many calls
@@ -163,7 +162,7 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
 # the fastest first; tests hold the order to what was measured, in eval/results/speed-attention and
 # eval/results/speed-attention-without-flash
 FASTEST = (FLASH, TRITON, FLEX, REFERENCE)
-# on GPUs before Hopper nothing was measured, and tiles were not chosen for their shared memory
+# on GPUs before Hopper nothing was measured
 UNMEASURED = (FLASH, FLEX, TRITON, REFERENCE)
 
 

@@ -21,7 +21,6 @@ from cab_hf.ops import keep, launch, reference
 from cab_hf.ops.alternating import alternating, load_keys
 from cab_hf.ops.attention.tiles import precision, tile_of
 from cab_hf.ops.keep import scratch_of
-from cab_hf.ops.launch import reads_by_descriptor
 from cab_hf.ops.rows import FP8, ScoredRows, power_of_two
 
 # rows of typical queries of a program, and of outliers, at least: a warp group multiplies so many;
@@ -30,8 +29,6 @@ LEAST_ROWS, LEAST_ROWS_FLOAT32 = 64, 16
 # how a program is scheduled where products are of 8 bits: keys at a time, warps, registers a thread
 KEYS, WARPS, REGISTERS, STAGES = 128, 4, 168, 3
 BYTES_OF_KEYS = 32 << 10
-# where they are read by pointers, which is where a multiprocessor may have 99 KiB or 64
-BYTES_BY_POINTERS = 16 << 10
 # of keys that are on their way to a program; larger steps of the sweep have fewer stages
 BYTES_IN_FLIGHT = 96 << 10
 # of all keys, that a GPU's L2 cache holds together; of more, programs share those of a few heads
@@ -113,10 +110,14 @@ def kept_blocks(
     together = max(1, *(triton.cdiv(least, x) for x in (typical.count, count) if x))
     rows = together * (count + typical.count)
     bytes_a_key = width * keys.element_size()
-    at_a_time = BYTES_OF_KEYS if reads_by_descriptor(keys.device) else BYTES_BY_POINTERS
+    # where keys are read by pointers, a multiprocessor may have half the memory
+    described = launch.reads_by_descriptor(keys.device)
+    at_a_time, in_flight = (x // (1 if described else 2) for x in (BYTES_OF_KEYS, BYTES_IN_FLIGHT))
     most_keys = min(KEYS if half else KEYS // 2, at_a_time // bytes_a_key)
     tile_keys = most_keys if most_keys % key_block == 0 else tile_of(key_block, most_keys)
-    stages = max(1, min(STAGES, BYTES_IN_FLIGHT // (tile_keys * bytes_a_key)))
+    # and all tiles of a key block are on their way at the same time
+    together_keys = tile_keys if described else max(tile_keys, key_block)
+    stages = max(1, min(STAGES, in_flight // (together_keys * bytes_a_key)))
     key_tiles, at_once = alternating(keys, first, key_block, tile_keys)
     step = max(1, tile_keys // key_block)  # in key blocks
     tiles = triton.cdiv(q_blocks, together)

@@ -8,13 +8,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from cab_hf.capability import capability
+from cab_hf.capability import HOPPER, capability
 
 DTYPES = (torch.float16, torch.bfloat16)
 # where it is faster than block attention under a plan that keeps everything: measured in
 # eval/results/speed-attention-wide, on Hopper, forward
 FASTER_AT = (512,)
-HOPPER = 9
 # shorter inputs it hands over to SDPA
 LEAST_LENGTH = 512
 

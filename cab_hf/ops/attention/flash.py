@@ -19,7 +19,7 @@ import triton.language as tl
 from packaging.version import Version
 from torch import Tensor
 
-from cab_hf.capability import capability
+from cab_hf.capability import HOPPER, capability
 from cab_hf.ops.attention import block
 from cab_hf.ops.attention.tiles import vectors, vectors_at
 from cab_hf.ops.attention.transpose import transpose
@@ -33,7 +33,6 @@ DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 # head dim -> (query, key) tile of the backward where there are lists, on Hopper
 BACKWARD_TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128), 256: (64, 64)}
-HOPPER = 9
 BLACKWELL = (10, 11)
 # what one step of the Blackwell kernel takes under block sparsity
 BLACKWELL_BLOCKS = (256, 128)

@@ -265,7 +265,9 @@ def _tile_at(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl.
     tokens = token + tl.arange(0, TOKENS)
     channels = channel + tl.arange(0, CHANNELS)[None, :]
     inside = (tokens < x.tokens)[:, None] & (channels < x.channels)
-    return vectors_at(x, batch, head, tokens) + channels, inside
+    # the interpreter counts loops over heads in numbers of Python
+    zero = tl.zeros([], tl.int32)
+    return vectors_at(x, batch + zero, head + zero, tokens) + channels, inside
 
 
 @triton.jit
