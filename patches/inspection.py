@@ -89,7 +89,7 @@ def describe(
 def _gpu(device: torch.device, dtype: torch.dtype) -> list[str]:
     """The kernels of a GPU that is none of Hopper's."""
     found = capability.capability(device)
-    if found[0] == capability.HOPPER or (device.type == "cpu" and capability.NAMED is None):
+    if found[0] == capability.HOPPER or (device.type != "cuda" and capability.NAMED is None):
         return []
     name = (
         "not by NVIDIA" if found == capability.NONE else "compute capability {}.{}".format(*found)
