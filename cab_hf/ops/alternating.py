@@ -54,10 +54,10 @@ def load_keys(
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """[BLOCK_N, CHANNELS] of one of `alternating`: the keys that are ``key`` behind ``column``."""
-    if hasattr(x, "data"):
+    if isinstance(x, tl.tensor_descriptor):
+        tile = x.load([plane, 0, column // SIZE, 0, 0]).reshape(BLOCK_N, CHANNELS)
+    else:
         at = vectors_at(x, plane // kv_heads, plane % kv_heads, column + key)
         inside = (column + key < x.tokens)[:, None]
         tile = tl.load(at + tl.arange(0, CHANNELS)[None, :], mask=inside, other=0.0)
-    else:
-        tile = x.load([plane, 0, column // SIZE, 0, 0]).reshape(BLOCK_N, CHANNELS)
     return tile

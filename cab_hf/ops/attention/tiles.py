@@ -239,11 +239,11 @@ def vectors_at(x, batch, head, token):
 @triton.jit
 def load_tile(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
     """[TOKENS, CHANNELS] of one of `descriptors`, zeros behind its ends."""
-    if hasattr(x, "data"):
+    if isinstance(x, tl.tensor_descriptor):
+        tile = x.load([batch, head, token, channel]).reshape(TOKENS, CHANNELS)
+    else:
         at, inside = _tile_at(x, batch, head, token, channel, TOKENS, CHANNELS)
         tile = tl.load(at, mask=inside, other=0.0)
-    else:
-        tile = x.load([batch, head, token, channel]).reshape(TOKENS, CHANNELS)
     return tile
 
 
@@ -252,12 +252,12 @@ def store_tile(
     x, batch, head, token, channel, tile, TOKENS: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
     """Write a tile [TOKENS, CHANNELS], in the dtype of ``x``."""
-    if hasattr(x, "data"):
-        at, inside = _tile_at(x, batch, head, token, channel, TOKENS, CHANNELS)
-        tl.store(at, tile.to(x.data.dtype.element_ty), mask=inside)
-    else:
+    if isinstance(x, tl.tensor_descriptor):
         tile = tile.to(x.dtype).reshape(1, 1, TOKENS, CHANNELS)
         x.store([batch, head, token, channel], tile)
+    else:
+        at, inside = _tile_at(x, batch, head, token, channel, TOKENS, CHANNELS)
+        tl.store(at, tile.to(x.data.dtype.element_ty), mask=inside)
 
 
 @triton.jit
