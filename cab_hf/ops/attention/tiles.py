@@ -202,8 +202,8 @@ def sticks_out(rows: PlanTensors, q_length: int, kv_length: int) -> bool:
 
 
 def precision(x: Tensor) -> str:
-    """How products of float32 are to be computed; 16 bits have one way."""
-    return "ieee" if x.dtype == torch.float32 else "tf32"
+    """How products of float32 are to be computed; 16 bits have one way, and gfx950 no tf32."""
+    return "tf32" if x.dtype != torch.float32 and launch.packed(x) else "ieee"
 
 
 @triton.jit
