@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 # the shared memory that one program may have, in KiB, by compute capability or AMD's name
 CHIPS = {
     **{"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99},
-    **{"gfx942": 64, "gfx950": 160},
+    "gfx942": 64,
 }
 # bytes of stack a thread that is all it may spill: 32 of its 255 registers. More in the sweep in 8
 # bits, whose registers are bounded so that three programs share a multiprocessor; and on 10.0,
