@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from cab_hf import capability
 from cab_hf.batching.served import unbatchable_reason
 from cab_hf.call.mask import CabMask
 from cab_hf.call.refusals import foreseen
@@ -37,8 +38,9 @@ def describe(
         training: whether gradients flow; by default ``model.training``.
 
     Returns:
-        One line for the settings, one line a run of layers that behave alike, one for decoding,
-        unless all is exact ("cab_dense"), and one for continuous batching.
+        One line for the settings, one for a GPU that nothing was measured on, one line a run of
+        layers that behave alike, one for decoding, unless all is exact ("cab_dense"), and one for
+        continuous batching.
         Layers that show what they will be refused for are called refused.
 
     Raises:
@@ -61,6 +63,8 @@ def describe(
     if sparse and origin is not None:
         calibrated = f" (calibrated for {origin.model} at {origin.length:,} tokens)"
     lines = [f"{head}; a prompt of {tokens} tokens{calibrated}:"]
+    if sparse:
+        lines += _gpu(next(model.parameters()).device, model.dtype)
     layers = [
         (_sentence(module, config, model.dtype, tokens, training, sparse), index)
         for index, module in attention_layers(model)
@@ -80,6 +84,20 @@ def describe(
         how = f"refused, {reason}" if reason else "each sequence by itself, decode dense"
         lines.append(f"  generate_batch: {how}")
     return "\n".join(lines)
+
+
+def _gpu(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The kernels of a GPU that is none of Hopper's."""
+    found = capability.capability(device)
+    if found[0] == capability.HOPPER or (device.type != "cuda" and capability.NAMED is None):
+        return []
+    name = (
+        "not by NVIDIA" if found == capability.NONE else "compute capability {}.{}".format(*found)
+    )
+    named = "" if capability.NAMED is None else f", as {capability.VARIABLE} says"
+    small = found >= capability.FP8 and dtype != torch.float32
+    scores = "8 bits" if small else str(dtype).removeprefix("torch.")
+    return [f"  GPU: {name}{named}; keys scored in {scores}; nothing was measured on one"]
 
 
 def _budget(config: CabConfig) -> str:

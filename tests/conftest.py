@@ -26,6 +26,14 @@ def uninitialised_is_nan():
 
 
 @pytest.fixture
+def by_pointers(monkeypatch):
+    """Kernels read tiles by pointers, as on GPUs before Hopper and on AMD's."""
+    from cab_hf.ops import launch
+
+    monkeypatch.setattr(launch, "reads_by_descriptor", lambda device: False)
+
+
+@pytest.fixture
 def one_process(tmp_path):
     """A process group of this process alone."""
     import torch

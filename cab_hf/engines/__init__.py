@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cab_hf.capability import HOPPER, NONE, capability
 from cab_hf.ops import HAS_TRITON, Workload, reference
 from cab_hf.ops.attention import complete, ffpa, gather, traced
 
-HOPPER = 9
 # SDPA's fast kernels end here; beyond, all it has is memory-efficient attention
 SDPA_HEAD_DIM = 256
 # queries times keys of blocks from which a CPU gathers what they list: smaller ones are many calls
@@ -162,7 +162,7 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
 # the fastest first; tests hold the order to what was measured, in eval/results/speed-attention and
 # eval/results/speed-attention-without-flash
 FASTEST = (FLASH, TRITON, FLEX, REFERENCE)
-# on GPUs before Hopper nothing was measured, and tiles were not chosen for their shared memory
+# on GPUs before Hopper nothing was measured
 UNMEASURED = (FLASH, FLEX, TRITON, REFERENCE)
 
 
@@ -212,17 +212,15 @@ def exact(work: Workload, length: int | None) -> Engine | DenseKernel:
 # constants where a model is compiled: lookups of packages and of the device are not traced
 @torch.compiler.assume_constant_result
 def _measured_here() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= HOPPER
+    return torch.cuda.is_available() and capability()[0] >= HOPPER
 
 
 @torch.compiler.assume_constant_result
 def _flash_unavailable_here(
     device: str, head_dim: int, dtype: torch.dtype, query_block: int, key_block: int
 ) -> str | None:
-    # a ROCm device has capabilities of other meaning
-    if device == "cpu" or torch.version.cuda is None or not torch.cuda.is_available():
-        return f"runs on CUDA devices, not on {device}"
+    if device == "cpu" or not torch.cuda.is_available() or capability() == NONE:
+        return "runs on NVIDIA GPUs only"
     from cab_hf.ops.attention import flash
 
-    capability = torch.cuda.get_device_capability()
-    return flash.unavailable(capability, head_dim, dtype, query_block, key_block)
+    return flash.unavailable(head_dim, dtype, query_block, key_block)

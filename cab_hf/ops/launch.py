@@ -8,6 +8,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from cab_hf.capability import NAMED, NONE, capability
+
 # the maximum of nothing: infinity less infinity is no number
 LOWEST = tl.constexpr(-1.0e30)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -33,13 +35,29 @@ def on_device_of(x: Tensor) -> torch.cuda.device | nullcontext:
 
 def early(x: Tensor) -> dict[str, bool]:
     """Launches a kernel before the one in front of it is done, where the device can: it waits."""
-    ahead = packed(x) and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    ahead = capability(x.device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if ahead else {"EARLY": False}
+
+
+def registers(x: Tensor, most: int) -> dict[str, int]:
+    """At most so many registers a thread; for AMD's GPUs Triton takes no such option."""
+    return {"maxnreg": most} if packed(x) else {}
 
 
 def packed(x: Tensor) -> bool:
     """Whether kernels may use instructions of NVIDIA's GPUs."""
-    return x.is_cuda and torch.version.cuda is not None
+    return capability(x.device) > NONE
+
+
+def reads_by_descriptor(device: torch.device | str) -> bool:
+    """Whether kernels read tiles by tensor descriptors, as in Triton's interpreter.
+
+    They do where tensor cores multiply what lies in shared memory: on Hopper and on Blackwell for
+    data centres. For older GPUs and AMD's, Triton turns a descriptor into one load a number; for
+    compute capability 12.0, what it copies to registers is spilled.
+    """
+    interpreted = NAMED is None and torch.device(device).type == "cpu"
+    return interpreted or (9, 0) <= capability(device) < (12, 0)
 
 
 def padding(valid: Tensor | None) -> tuple[Tensor | None, int, Tensor | None]:

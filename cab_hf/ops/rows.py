@@ -14,12 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cab_hf import capability
 from cab_hf.ops.attention.tiles import LOG2_E, vectors, vectors_at
+from cab_hf.ops.launch import registers
 from cab_hf.ops.reference import COSINE_STEPS, LEAST_SQUARE
 from cab_hf.plan import Spans
 
 FP8 = torch.float8_e4m3fn
-FP8_CAPABILITY = (8, 9)
 # a key of 8 bits is rounded as if its largest channel had the exponent -2: to four bits, and to
 # multiples of 2^-9. So keys of all magnitudes are rounded alike, and none by another. The result
 # fits with exponents up to 7 as well: units are 2^10 apart, and the keys of a head nearly always
@@ -114,9 +115,8 @@ class ScoredRows(NamedTuple):
 
 def scored_dtype(x: Tensor) -> torch.dtype:
     """What products of ``x`` are computed in: 8-bit floats where 16-bit ones have such units."""
-    if x.is_cuda and x.dtype != torch.float32 and torch.version.cuda is not None:
-        return FP8 if torch.cuda.get_device_capability(x.device) >= FP8_CAPABILITY else x.dtype
-    return x.dtype
+    has_units = x.dtype != torch.float32 and capability.capability(x.device) >= capability.FP8
+    return FP8 if has_units else x.dtype
 
 
 def empty_keys(
@@ -183,7 +183,7 @@ def outliers(
         D=dim,
         BLOCK_D=min(SOUGHT_CHANNELS, triton.next_power_of_2(dim)),
         num_warps=SOUGHT_WARPS,
-        maxnreg=SOUGHT_REGISTERS if query_block <= FEW_QUERIES else MORE_REGISTERS,
+        **registers(q, SOUGHT_REGISTERS if query_block <= FEW_QUERIES else MORE_REGISTERS),
     )
     return positions
 

@@ -16,11 +16,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cab_hf.ops import keep, launch, reference
-from cab_hf.ops.attention.tiles import described, precision, tile_of
+from cab_hf.ops.alternating import alternating, load_keys
+from cab_hf.ops.attention.tiles import precision, tile_of
 from cab_hf.ops.keep import scratch_of
 from cab_hf.ops.rows import FP8, ScoredRows, power_of_two
 
@@ -34,8 +33,6 @@ BYTES_OF_KEYS = 32 << 10
 BYTES_IN_FLIGHT = 96 << 10
 # of all keys, that a GPU's L2 cache holds together; of more, programs share those of a few heads
 CACHED_KEYS = 32 << 20
-# lanes that hold a row of a product together, and its neighbouring columns that they hold
-LANES, COLUMNS_OF_LANES = 4, 8
 # of at most 2 ** 7 parts of a tile, until one is left
 HALVINGS = tl.constexpr(7)
 # bytes of scratch at a time
@@ -113,10 +110,15 @@ def kept_blocks(
     together = max(1, *(triton.cdiv(least, x) for x in (typical.count, count) if x))
     rows = together * (count + typical.count)
     bytes_a_key = width * keys.element_size()
-    most_keys = min(KEYS if half else KEYS // 2, BYTES_OF_KEYS // bytes_a_key)
+    # where keys are read by pointers, a multiprocessor may have half the memory
+    described = launch.reads_by_descriptor(keys.device)
+    at_a_time, in_flight = (x // (1 if described else 2) for x in (BYTES_OF_KEYS, BYTES_IN_FLIGHT))
+    most_keys = min(KEYS if half else KEYS // 2, at_a_time // bytes_a_key)
     tile_keys = most_keys if most_keys % key_block == 0 else tile_of(key_block, most_keys)
-    stages = max(1, min(STAGES, BYTES_IN_FLIGHT // (tile_keys * bytes_a_key)))
-    descriptors, alternating = _alternating(keys, first, key_block, tile_keys)
+    # and all tiles of a key block are on their way at the same time
+    together_keys = tile_keys if described else max(tile_keys, key_block)
+    stages = max(1, min(STAGES, in_flight // (together_keys * bytes_a_key)))
+    key_tiles, at_once = alternating(keys, first, key_block, tile_keys)
     step = max(1, tile_keys // key_block)  # in key blocks
     tiles = triton.cdiv(q_blocks, together)
     kv_blocks = triton.cdiv(kv_length, key_block)
@@ -156,7 +158,7 @@ def kept_blocks(
         left = scratch, columns(begin, end), all_columns
         _sweep_kernel[(end - begin, planes) if by_head else (planes, end - begin)](
             *scored,
-            *descriptors,
+            *key_tiles,
             units,
             *left,
             begin,
@@ -169,7 +171,7 @@ def kept_blocks(
             KEY_BLOCK=key_block,
             BY_HEAD=by_head,
             BLOCK_N=tile_keys,
-            ALTERNATING=alternating,
+            ALTERNATING=at_once,
             FIRST=first,
             OTHERS=width - first,
             HALF=half,
@@ -177,7 +179,7 @@ def kept_blocks(
             PRECISION=precision(typical.vectors),
             STAGES=stages,
             num_warps=WARPS,
-            maxnreg=REGISTERS if half else None,
+            **(launch.registers(keys, REGISTERS) if half else {}),
         )
         keep._keep_kernel[((end - begin) * together, planes)](
             *scored,
@@ -205,35 +207,6 @@ def kept_blocks(
             TAIL=tail,
             num_warps=keep.WARPS,
         )
-
-
-def _alternating(
-    keys: Tensor, first: int, key_block: int, tile: int
-) -> tuple[tuple[TensorDescriptor, TensorDescriptor], int]:
-    """Tiles of keys [B, H_kv, N_k, C] whose key blocks alternate, and how many keys of one at once.
-
-    One of the first channels, one of the others. Of a row of a product each of `LANES` lanes holds
-    every fourth pair of columns: in the order of keys some of every block, whose largest is then
-    sought across lanes. Where blocks alternate a lane holds the logits of one block, and compares
-    registers. The copy engine reads them so.
-    """
-    blocks = max(1, tile // key_block)
-    if blocks == 1:
-        # a block is one tile or several
-        key_block = together = tile
-    else:
-        together = COLUMNS_OF_LANES // min(LANES, blocks)
-    if missing := -keys.shape[2] % key_block:
-        # 8-bit floats are padded as bits
-        bits = keys.view(torch.uint8) if keys.element_size() == 1 else keys
-        keys = F.pad(bits, (0, 0, 0, missing)).view(keys.dtype)
-    # [plane, part of a block, block, key, C]
-    x = described(keys).flatten(0, 1).unflatten(1, (-1, key_block // together, together))
-    x = x.transpose(1, 2)
-    box = [1, key_block // together, blocks, together]
-    parts = (x[..., :first], x[..., first:] if first < x.shape[-1] else x)
-    made = [TensorDescriptor.from_tensor(part, [*box, part.shape[-1]]) for part in parts]
-    return tuple(made), together
 
 
 @triton.jit
@@ -442,8 +415,7 @@ def _sweep_kernel(
                     unit = tl.load(each + key, mask=column + key < kv_length, other=0)
                     unit = power_of_two(unit.to(tl.int32) - largest).to(DTYPE)
                 # [BLOCK_N, FIRST], then [rows, BLOCK_N]
-                k = desc_first.load([kv_plane, 0, column // SIZE, 0, 0])
-                k = k.reshape(BLOCK_N, FIRST).T
+                k = load_keys(desc_first, kv_plane, kv_heads, column, key, SIZE, BLOCK_N, FIRST).T
                 if OUTLIERS > 0:
                     qk = tl.dot(z, k, input_precision=PRECISION, out_dtype=DTYPE)
                     here = _by_block(
@@ -453,8 +425,9 @@ def _sweep_kernel(
                     odd_top = tl.maximum(odd_top, here)
                 qk = tl.dot(x, k, input_precision=PRECISION, out_dtype=DTYPE)
                 if OTHERS > 0:
-                    k = desc_others.load([kv_plane, 0, column // SIZE, 0, 0])
-                    k = k.reshape(BLOCK_N, OTHERS).T
+                    k = load_keys(
+                        desc_others, kv_plane, kv_heads, column, key, SIZE, BLOCK_N, OTHERS
+                    ).T
                     qk = tl.dot(y, k, qk, input_precision=PRECISION, out_dtype=DTYPE)
                 here = _by_block(
                     qk, unit, key, even_seen, column, PART, HALF and PART == 0, PACKED, BLOCKS,

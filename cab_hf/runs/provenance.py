@@ -75,12 +75,15 @@ def computing_device(name: str) -> Any:
 
 
 def device_name(device: Any) -> str:
-    """The GPU's name, or the processor's architecture."""
+    """The GPU's name, or the processor's architecture; and which other GPU it runs the code of."""
     # imported here: settings and logs need no torch
     import torch
 
+    from cab_hf.capability import NAMED
+
     device = torch.device(device)
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return name if NAMED is None else "{}, code of compute capability {}.{}".format(name, *NAMED)
 
 
 def provenance(settings: Mapping[str, Any], device: Any, started: str) -> dict[str, Any]:

@@ -249,7 +249,11 @@ def test_the_ragged_last_block_is_partial():
     [
         pytest.param({"training": True}, "no backward on CPU", "reference", id="training"),
         pytest.param({"dtype": torch.float64}, "float64", "gather", id="dtype"),
-        pytest.param({"device": "cuda", "head_dim": 320}, "head dims", "triton", id="head-dim"),
+        pytest.param(
+            {"device": "cuda", "head_dim": 320, "dtype": torch.bfloat16},
+            *("head dims", "triton"),
+            id="head-dim",
+        ),
         pytest.param({"device": "mps"}, "not on mps", "reference", id="device"),
     ],
 )
@@ -301,10 +305,12 @@ def test_flex_takes_flash_where_it_can(monkeypatch, capability, work, expected):
 
 @pytest.mark.parametrize("other", ["4.0.0b1", "4.0.0b37", "4.0.0"])
 def test_flash_needs_a_package_that_was_tried(monkeypatch, other):
+    missing = flash._missing.__wrapped__
+    pretend(monkeypatch, HOPPER)
     monkeypatch.setattr(flash, "version", lambda name: other)
-    monkeypatch.setattr(flash, "_missing", flash._missing.__wrapped__)
+    monkeypatch.setattr(flash, "_missing", missing)
     said = f"4.0.0b36 or later, below 4.0.0b37, not {other}"
-    assert said in flash.unavailable(HOPPER, 128, torch.bfloat16, 128, 64)
+    assert said in flash.unavailable(128, torch.bfloat16, 128, 64)
 
 
 def test_the_extra_installs_the_flash_that_was_tried():
@@ -419,7 +425,7 @@ def pretend(monkeypatch, capability):
     """A CUDA device of this capability, with flash-attn-4 installed."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(flash, "_missing", lambda: None)
 
 

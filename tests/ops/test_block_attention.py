@@ -3,6 +3,7 @@
 import pytest
 import torch
 from attention_cases import assert_engine_within_budget, case, random_plan, with_gradients
+from marks import slow_but
 from tiny import qkv
 
 from cab_hf import BlockPlan, engines
@@ -53,6 +54,18 @@ CASES = [
 def test_kernels_compute_what_the_reference_defines(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
     assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2)
+
+
+@pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 1, 11))
+def test_kernels_that_read_by_pointers_do(shape, blocks, by_pointers):
+    q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
+    assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2)
+
+
+def test_float32_of_large_heads_is_refused_where_tiles_do_not_fit(by_pointers):
+    assert block.unavailable("cuda", 128, torch.float32) is None
+    assert block.unavailable("cuda", 256, torch.bfloat16) is None
+    assert "16 to 128" in block.unavailable("cuda", 256, torch.float32)
 
 
 @pytest.mark.parametrize("dim", [16, 264], ids=["fused", "split"])

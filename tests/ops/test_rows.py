@@ -71,6 +71,24 @@ def test_lists_are_those_of_the_reference(fields, shape, layout, channels, unini
     assert_same(rows_by_kernels(config, q, k, spans, channels=channels), expected)
 
 
+@pytest.mark.parametrize(
+    ("fields", "layout", "channels"),
+    slow_but(
+        [
+            pytest.param({}, "padded", HALF, id="padded"),
+            pytest.param({"key_block": 128}, "packed", HALF, id="keys-of-several-tiles"),
+            pytest.param({"query_block": 48, "key_block": 48}, "causal", (), id="48"),
+        ],
+        0,
+    ),
+)
+def test_keys_read_by_pointers_are_chosen_alike(fields, layout, channels, by_pointers):
+    config = replace(SMALL, **fields)
+    q, k, spans = laid_in(layout, *loud(**SHAPE, batch=2), config.query_block)
+    expected = on_the_cpu(config, q, k, spans, channels=channels)
+    assert_same(rows_by_kernels(config, q, k, spans, channels=channels), expected)
+
+
 def test_views_are_read_as_they_are():
     q, k = loud(**ONE_GROUP)
     spans = Spans.causal(1, 300, 300, "cpu")

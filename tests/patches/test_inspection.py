@@ -6,7 +6,7 @@ import transformers
 from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
 
 import cab_hf
-from cab_hf import checks
+from cab_hf import capability, checks
 from cab_hf.config import Origin
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
 
@@ -47,6 +47,23 @@ def test_describe_says_what_runs_where_and_why(model):
     assert "sampled" not in cab_hf.describe(model, tokens=500, training=False)
     sliding = cab_hf.apply_cab(tiny_model("qwen3-some-sliding"), SPARSE)
     assert "layers 1-2: dense, sliding window of 40 tokens" in cab_hf.describe(sliding)
+
+
+@pytest.mark.parametrize(
+    ("named", "dtype", "said"),
+    [
+        ((8, 0), torch.bfloat16, "8.0, as CAB_HF_CAPABILITY says; keys scored in bfloat16"),
+        ((8, 9), torch.bfloat16, "8.9, as CAB_HF_CAPABILITY says; keys scored in 8 bits"),
+        ((0, 0), torch.float16, "not by NVIDIA, as CAB_HF_CAPABILITY says; keys scored in float16"),
+    ],
+)
+def test_describe_names_a_gpu_that_nothing_was_measured_on(monkeypatch, model, named, dtype, said):
+    cab_hf.apply_cab(model.to(dtype), SPARSE)
+    assert "GPU" not in cab_hf.describe(model)
+    monkeypatch.setattr(capability, "NAMED", named)
+    assert said in cab_hf.describe(model)
+    monkeypatch.setattr(capability, "NAMED", (9, 0))
+    assert "GPU" not in cab_hf.describe(model)
 
 
 def test_describe_says_which_layer_chooses_for_which(model):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
+from cab_hf.ops import launch
 from cab_hf.ops.attention import fused, split
 from cab_hf.ops.attention.tiles import PlanTensors, backward_stats, described, like
 from cab_hf.plan import BlockLists, BlockPlan
@@ -22,6 +23,8 @@ from cab_hf.plan import BlockLists, BlockPlan
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 1024)
 FUSED_HEAD_DIM = 256
+# of larger ones tiles do not fit the shared memory of GPUs whose kernels read by pointers
+POINTER_HEAD_DIM_FLOAT32 = 128
 # what registered ops take, and give
 PLAN = (
     "Tensor full_counts, Tensor full_indices, Tensor partial_counts, Tensor partial_indices,"
@@ -41,6 +44,8 @@ def unavailable(device: str, head_dim: int, dtype: torch.dtype) -> str | None:
     if dtype not in DTYPES:
         return f"takes float16, bfloat16 and float32, not {dtype}"
     low, high = HEAD_DIMS
+    if dtype == torch.float32 and not launch.reads_by_descriptor(device):
+        high = POINTER_HEAD_DIM_FLOAT32
     if not low <= head_dim <= high or head_dim % 8:
         return f"takes head dims {low} to {high} that are multiples of 8, not {head_dim}"
     return None

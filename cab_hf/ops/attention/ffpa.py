@@ -8,11 +8,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from cab_hf.capability import HOPPER, capability
+
 DTYPES = (torch.float16, torch.bfloat16)
 # where it is faster than block attention under a plan that keeps everything: measured in
 # eval/results/speed-attention-wide, on Hopper, forward
 FASTER_AT = (512,)
-HOPPER = 9
 # shorter inputs it hands over to SDPA
 LEAST_LENGTH = 512
 
@@ -21,7 +22,7 @@ def unavailable(
     device: str, head_dim: int, dtype: torch.dtype, training: bool, length: int
 ) -> str | None:
     """Why this is not the kernel to run, as half a sentence; None when it is."""
-    if device != "cuda" or torch.cuda.get_device_capability()[0] != HOPPER:
+    if device != "cuda" or capability()[0] != HOPPER:
         return "is measured on Hopper GPUs"
     if training or head_dim not in FASTER_AT or dtype not in DTYPES:
         return f"is faster in forward passes of head dims {FASTER_AT} in 16 bits"

@@ -19,6 +19,7 @@ import triton.language as tl
 from packaging.version import Version
 from torch import Tensor
 
+from cab_hf.capability import HOPPER, capability
 from cab_hf.ops.attention import block
 from cab_hf.ops.attention.tiles import vectors, vectors_at
 from cab_hf.ops.attention.transpose import transpose
@@ -32,7 +33,6 @@ DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 # head dim -> (query, key) tile of the backward where there are lists, on Hopper
 BACKWARD_TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128), 256: (64, 64)}
-HOPPER = 9
 BLACKWELL = (10, 11)
 # what one step of the Blackwell kernel takes under block sparsity
 BLACKWELL_BLOCKS = (256, 128)
@@ -43,17 +43,12 @@ WIDE_HEAD_DIM = 128
 BLANK_ROWS = 32
 
 
-def unavailable(
-    capability: tuple[int, int],
-    head_dim: int,
-    dtype: torch.dtype,
-    query_block: int,
-    key_block: int,
-) -> str | None:
-    """Why FLASH cannot run this on a GPU of ``capability``, as half a sentence; None if it can."""
-    blackwell = capability[0] in BLACKWELL
-    if capability[0] != HOPPER and not blackwell:
-        return f"runs on sm_90, sm_100 and sm_110, not on sm_{capability[0]}{capability[1]}"
+def unavailable(head_dim: int, dtype: torch.dtype, query_block: int, key_block: int) -> str | None:
+    """Why FLASH cannot run this on the GPU at hand, as half a sentence; None if it can."""
+    major, minor = capability()
+    blackwell = major in BLACKWELL
+    if major != HOPPER and not blackwell:
+        return f"runs on sm_90, sm_100 and sm_110, not on sm_{major}{minor}"
     if dtype not in DTYPES:
         return f"takes float16 and bfloat16, not {dtype}"
     widest = WIDE_HEAD_DIM if blackwell else MAX_HEAD_DIM
@@ -67,7 +62,7 @@ def unavailable(
 
 def own_backward(head_dim: int, query_block: int, key_block: int) -> bool:
     """Whether flash-attn-4 computes the gradients itself."""
-    if head_dim not in BACKWARD_TILES or torch.cuda.get_device_capability()[0] != HOPPER:
+    if head_dim not in BACKWARD_TILES or capability()[0] != HOPPER:
         return False
     rows, columns = BACKWARD_TILES[head_dim]
     return query_block % rows == 0 and key_block % columns == 0

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cab_hf.ops import launch
 from cab_hf.ops.attention.tiles import (
     LN_2,
     LOG2_E,
@@ -25,6 +26,7 @@ from cab_hf.ops.attention.tiles import (
     descriptors,
     like,
     load_spans,
+    load_tile,
     locate,
     online_softmax_update,
     only_seen,
@@ -32,6 +34,7 @@ from cab_hf.ops.attention.tiles import (
     precision,
     seen_between,
     sticks_out,
+    store_tile,
     tile_of,
     tile_start,
 )
@@ -49,9 +52,18 @@ class Tile(NamedTuple):
 # key tiles at the start, sinks, whose gradients are summed a head at a time
 LEAD = 4
 # head dims up to which they hold -> tiles, from `speed attention` on an H200
-FORWARD_TILES = {64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 4, 2), 256: Tile(128, 64, 8, 2)}
-QUERY_GRADIENT_TILES = {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 2)}
-KEY_GRADIENT_TILES = {64: Tile(128, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)}
+TILES = {
+    "forward": {64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 4, 2), 256: Tile(128, 64, 8, 2)},
+    "query gradient": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 2)},
+    "key gradient": {64: Tile(128, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)},
+}
+# where kernels read by pointers: what fits 99 KiB of shared memory, and AMD's 64, and spills least,
+# see `tests/ops/test_chips.py`; no time was measured
+POINTER_TILES = {
+    "forward": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
+    "query gradient": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 4, 2)},
+    "key gradient": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 2)},
+}
 
 
 def forward(
@@ -59,7 +71,7 @@ def forward(
 ) -> None:
     """Write ``out`` [B, H, N_q, D] and its log-sum-exp ``lse``, float32 [B, H, N_q]."""
     plan, sizes = arguments(q, k, rows)
-    tile = _tile(FORWARD_TILES, q, rows)
+    tile = _tile("forward", q, rows)
     tiles = triton.cdiv(q.shape[2], tile.block_m)
     _block_attention_fwd_kernel[(tiles, q.shape[0] * q.shape[1])](
         *descriptors(tile.block_m, q),
@@ -88,7 +100,7 @@ def backward(
     plan, sizes = arguments(q, k, rows)
     batch, heads, kv_heads = q.shape[0], sizes.heads, sizes.kv_heads
 
-    tile = _tile(QUERY_GRADIENT_TILES, q, rows)
+    tile = _tile("query gradient", q, rows)
     tiles = triton.cdiv(q.shape[2], tile.block_m)
     _block_attention_bwd_query_kernel[(tiles, batch * heads)](
         *descriptors(tile.block_m, q, grad),
@@ -101,7 +113,7 @@ def backward(
         **_constants(tile, q, rows),
     )
 
-    tile = _tile(KEY_GRADIENT_TILES, q, rows)
+    tile = _tile("key gradient", q, rows)
     tiles = triton.cdiv(k.shape[2], tile.block_n)
     lead = min(LEAD, tiles)
     sinks = [
@@ -127,9 +139,17 @@ def backward(
     return dq, dk, dv
 
 
-def _tile(tiles: dict[int, Tile], q: Tensor, rows: PlanTensors) -> Tile:
+def _tile(kernel: str, q: Tensor, rows: PlanTensors) -> Tile:
     """The tile for this head dim, cut down to divide the plan's blocks."""
-    tile = next(tile for dim, tile in tiles.items() if q.shape[3] <= dim)
+    if launch.reads_by_descriptor(q.device):
+        tile = next(tile for dim, tile in TILES[kernel].items() if q.shape[3] <= dim)
+    else:
+        # a float32 takes the room of two
+        width = q.shape[3] * q.element_size() // 2
+        tile = next(tile for dim, tile in POINTER_TILES[kernel].items() if width <= dim)
+        if not launch.packed(q):
+            # AMD's warps have 64 lanes
+            tile = tile._replace(block_m=tile.block_m // 2, warps=4)
     if q.element_size() > 2:
         tile = tile._replace(block_m=min(tile.block_m, 64), block_n=32, stages=1)
     return tile._replace(
@@ -174,7 +194,7 @@ def _block_attention_fwd_kernel(
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     batch, head, kv_head, plan_row = locate(tl.program_id(1), start, sizes, QUERY_BLOCK)
     # [BLOCK_M, D]
-    q = desc_q.load([batch, head, start, 0]).reshape(BLOCK_M, D)
+    q = load_tile(desc_q, batch, head, start, 0, BLOCK_M, D)
     acc = tl.zeros((BLOCK_M, D), tl.float32)
     m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -189,14 +209,14 @@ def _block_attention_fwd_kernel(
         for i in tl.range(0, tiles, num_stages=STAGES):
             # [BLOCK_N, D], then [BLOCK_M, BLOCK_N]
             column = tile_start(indices, i, KEY_BLOCK, BLOCK_N)
-            k = desc_k.load([batch, kv_head, column, 0]).reshape(BLOCK_N, D)
+            k = load_tile(desc_k, batch, kv_head, column, 0, BLOCK_N, D)
             qk = tl.dot(q, k.T, input_precision=PRECISION)
             if MASKED:
                 key = column + tl.arange(0, BLOCK_N)[None, :]
                 qk = tl.where(seen_between(key, first[:, None], last[:, None]), qk, float("-inf"))
             m_i, l_i, p, alpha = online_softmax_update(m_i, l_i, qk, qk_scale, MASKED)
             acc = acc * alpha[:, None]
-            v = desc_v.load([batch, kv_head, column, 0]).reshape(BLOCK_N, D)
+            v = load_tile(desc_v, batch, kv_head, column, 0, BLOCK_N, D)
             if MASKED and STICKS_OUT:
                 v = only_seen(v, column + tl.arange(0, BLOCK_N), first, last)
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -205,7 +225,7 @@ def _block_attention_fwd_kernel(
     blind = (last < 0) | (l_i == 0)
     l_i = tl.where(blind, 1.0, l_i)
     acc = tl.where(blind[:, None], 0.0, acc / l_i[:, None])
-    desc_out.store([batch, head, start, 0], acc.to(q.dtype).reshape(1, 1, BLOCK_M, D))
+    store_tile(desc_out, batch, head, start, 0, acc, BLOCK_M, D)
     sums = tl.where(blind, float("-inf"), (m_i + tl.log2(l_i)) * LN_2)
     plane = tl.program_id(1).to(tl.int64)
     tl.store(lse + plane * sizes.q_length + query, sums, mask=query < sizes.q_length)
@@ -238,8 +258,8 @@ def _block_attention_bwd_query_kernel(
     lse = tl.load(terms.lse + place)
     delta = tl.load(terms.delta + place)
     # [BLOCK_M, D]
-    q = desc_q.load([batch, head, start, 0]).reshape(BLOCK_M, D)
-    do = desc_do.load([batch, head, start, 0]).reshape(BLOCK_M, D)
+    q = load_tile(desc_q, batch, head, start, 0, BLOCK_M, D)
+    do = load_tile(desc_do, batch, head, start, 0, BLOCK_M, D)
     dq = tl.zeros((BLOCK_M, D), tl.float32)
     for MASKED in tl.static_range(2):
         lists = plan[MASKED]
@@ -248,8 +268,8 @@ def _block_attention_bwd_query_kernel(
         for i in tl.range(0, tiles, num_stages=STAGES):
             # [BLOCK_N, D], then [BLOCK_M, BLOCK_N]
             column = tile_start(indices, i, KEY_BLOCK, BLOCK_N)
-            k = desc_k.load([batch, kv_head, column, 0]).reshape(BLOCK_N, D)
-            v = desc_v.load([batch, kv_head, column, 0]).reshape(BLOCK_N, D)
+            k = load_tile(desc_k, batch, kv_head, column, 0, BLOCK_N, D)
+            v = load_tile(desc_v, batch, kv_head, column, 0, BLOCK_N, D)
             qk = tl.dot(q, k.T, input_precision=PRECISION)
             p = tl.exp2(qk * (softmax_scale * LOG2_E) - lse[:, None])
             if MASKED:
@@ -258,8 +278,7 @@ def _block_attention_bwd_query_kernel(
             dp = tl.dot(do, v.T, input_precision=PRECISION)
             ds = p * (dp - delta[:, None])
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    dq = (dq * softmax_scale).to(q.dtype)
-    desc_dq.store([batch, head, start, 0], dq.reshape(1, 1, BLOCK_M, D))
+    store_tile(desc_dq, batch, head, start, 0, dq * softmax_scale, BLOCK_M, D)
 
 
 @triton.jit
@@ -314,8 +333,8 @@ def _block_attention_bwd_key_kernel(
     kv_head = first_head // (heads // kv_heads)
     key = start + tl.arange(0, BLOCK_N)
     # [BLOCK_N, D]
-    k = desc_k.load([batch, kv_head, start, 0]).reshape(BLOCK_N, D)
-    v = desc_v.load([batch, kv_head, start, 0]).reshape(BLOCK_N, D)
+    k = load_tile(desc_k, batch, kv_head, start, 0, BLOCK_N, D)
+    v = load_tile(desc_v, batch, kv_head, start, 0, BLOCK_N, D)
     dk = tl.zeros((BLOCK_N, D), tl.float32)
     dv = tl.zeros((BLOCK_N, D), tl.float32)
     for head in range(first_head, first_head + group):
@@ -329,8 +348,8 @@ def _block_attention_bwd_key_kernel(
                 # [BLOCK_M, D], then [BLOCK_N, BLOCK_M]
                 row = tile_start(rows, i, QUERY_BLOCK, BLOCK_M)
                 query = row + tl.arange(0, BLOCK_M)
-                q = desc_q.load([batch, head, row, 0]).reshape(BLOCK_M, D)
-                do = desc_do.load([batch, head, row, 0]).reshape(BLOCK_M, D)
+                q = load_tile(desc_q, batch, head, row, 0, BLOCK_M, D)
+                do = load_tile(desc_do, batch, head, row, 0, BLOCK_M, D)
                 lse = tl.load(terms.lse + plane + query)
                 qk = tl.dot(k, q.T, input_precision=PRECISION)
                 p = tl.exp2(qk * (softmax_scale * LOG2_E) - lse[None, :])
@@ -345,9 +364,8 @@ def _block_attention_bwd_key_kernel(
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     dk = dk * softmax_scale
     if tile < lead:
-        desc_sink_dk.store([batch, first_head, start, 0], dk.reshape(1, 1, BLOCK_N, D))
-        desc_sink_dv.store([batch, first_head, start, 0], dv.reshape(1, 1, BLOCK_N, D))
+        store_tile(desc_sink_dk, batch, first_head, start, 0, dk, BLOCK_N, D)
+        store_tile(desc_sink_dv, batch, first_head, start, 0, dv, BLOCK_N, D)
     else:
-        place = [batch, kv_head, start, 0]
-        desc_dk.store(place, dk.to(k.dtype).reshape(1, 1, BLOCK_N, D))
-        desc_dv.store(place, dv.to(v.dtype).reshape(1, 1, BLOCK_N, D))
+        store_tile(desc_dk, batch, kv_head, start, 0, dk, BLOCK_N, D)
+        store_tile(desc_dv, batch, kv_head, start, 0, dv, BLOCK_N, D)

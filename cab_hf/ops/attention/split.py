@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cab_hf.ops.attention import split_kernels as kernels
 from cab_hf.ops.attention.tiles import (
@@ -170,8 +169,8 @@ def _longest(rows: PlanTensors) -> list[int]:
 
 
 def _matrix(q: Tensor, piece: Piece) -> Tensor:
-    """Room for one weight for every query of a piece and listed key, [B H tokens, keys]."""
-    return q.new_empty(q.shape[0] * q.shape[1] * piece.sizes.tokens, piece.keys)
+    """Room for one weight for every query of a piece and listed key, [B, H, tokens, keys]."""
+    return q.new_empty(*q.shape[:2], piece.sizes.tokens, piece.keys)
 
 
 def _weigh(
@@ -190,7 +189,7 @@ def _weigh(
 
     def product(x: Tensor, y: Tensor, target: Tensor) -> tuple:
         of_x, of_y = descriptors(tile, x, channels=DEPTH), descriptors(stretch, y, channels=DEPTH)
-        return *of_x, *of_y, vectors(y), _tiled(target, tile, stretch)
+        return *of_x, *of_y, vectors(y), *descriptors(tile, target, channels=stretch)
 
     grid = (keys // stretch, sizes.tokens // tile, q.shape[0] * q.shape[1])
     kernels.block_attention_split_p_kernel[grid](
@@ -227,7 +226,7 @@ def _multiply_rows(
     tile, columns = _row_tile(rows), _column_tile(rows)
     grid = (triton.cdiv(x.shape[3], ROW_SLICE), sizes.tokens // tile, out.shape[0] * out.shape[1])
     kernels.block_attention_split_query_kernel[grid](
-        _tiled(p, tile, columns),
+        *descriptors(tile, p, channels=columns),
         *descriptors(columns, x, channels=ROW_SLICE),
         *descriptors(tile, out, channels=ROW_SLICE),
         m_i,
@@ -255,7 +254,7 @@ def _multiply_columns(
     width = min(COLUMN_SLICES, key=lambda width: _padded(dim, width))
     grid = (triton.cdiv(dim, width), triton.cdiv(length, keys), batch * kv_heads)
     kernels.block_attention_split_bwd_key_kernel[grid](
-        _tiled(p, tile, keys),
+        *descriptors(tile, p, channels=keys),
         *descriptors(tile, x, channels=width),
         vectors(out),
         plan.full.counts,
@@ -282,10 +281,6 @@ def _column_tile(rows: PlanTensors) -> int:
 
 def _padded(dim: int, width: int) -> int:
     return triton.cdiv(dim, width) * width
-
-
-def _tiled(weights: Tensor, *tile: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(weights, list(tile))
 
 
 def _constants(x: Tensor, rows: PlanTensors) -> dict[str, int | str]:

@@ -12,10 +12,12 @@ from cab_hf.ops.attention.tiles import (
     LOG2_E,
     finite,
     load_spans,
+    load_tile,
     locate,
     only_seen,
     plan_plane,
     seen_between,
+    store_tile,
     tile_start,
     vectors_at,
 )
@@ -66,10 +68,10 @@ def _products(
     y_rows = vectors_at(y, cell.batch, cell.kv_head, cell.key) + channel
     for depth in range(0, D, DEPTH):
         # [BLOCK_M, DEPTH] and [STRETCH, DEPTH]
-        a = desc_x.load([cell.batch, cell.head, cell.start, depth]).reshape(BLOCK_M, DEPTH)
+        a = load_tile(desc_x, cell.batch, cell.head, cell.start, depth, BLOCK_M, DEPTH)
         if KEY_BLOCK % STRETCH == 0:
-            place = [cell.batch, cell.kv_head, cell.first_key, depth]
-            b = desc_y.load(place).reshape(STRETCH, DEPTH)
+            key = cell.first_key
+            b = load_tile(desc_y, cell.batch, cell.kv_head, key, depth, STRETCH, DEPTH)
         elif D % DEPTH == 0:
             b = tl.load(y_rows + depth)
         else:
@@ -129,19 +131,19 @@ def block_attention_split_p_kernel(
             at += row + tl.arange(0, BLOCK_M)
             tl.store(sums.m_i + at, m_i)
             tl.store(sums.l_i + at, tl.sum(p, 1))
-            desc_p.store([plane * sizes.tokens + row, column], p.to(desc_p.dtype))
+            store_tile(desc_p, batch, head, row, column, p, BLOCK_M, STRETCH)
         else:
             at = plane.to(tl.int64) * terms.room + query
             inside = query < sizes.q_length
             lse = tl.load(terms.lse + at, mask=inside, other=float("inf"))
             delta = tl.load(terms.delta + at, mask=inside, other=0.0)
             p = tl.exp2(qk * qk_scale - lse[:, None])
-            desc_p.store([plane * sizes.tokens + row, column], p.to(desc_p.dtype))
+            store_tile(desc_p, batch, head, row, column, p, BLOCK_M, STRETCH)
             dp = _products(
                 desc_do, desc_v, v, cell, BLOCK_M, STRETCH, KEY_BLOCK, D, DEPTH, PRECISION
             )
             ds = p * (dp - delta[:, None])
-            desc_ds.store([plane * sizes.tokens + row, column], ds.to(desc_ds.dtype))
+            store_tile(desc_ds, batch, head, row, column, ds, BLOCK_M, STRETCH)
 
 
 @triton.jit
@@ -231,20 +233,19 @@ def block_attention_split_query_kernel(
         slot = i // TILES
         block = tl.load((full_indices if slot < full else partial_indices) + slot)
         # [BLOCK_M, BLOCK_N] and [BLOCK_N, BLOCK_D]
-        p = desc_p.load([plane * sizes.tokens + row, i * BLOCK_N])
+        p = load_tile(desc_p, batch, head, row, i * BLOCK_N, BLOCK_M, BLOCK_N)
         if lse is not None:
             m = tl.load(m_i + i * BLOCK_N // STRETCH * sizes.tokens)
             p = p * tl.exp2(m - complete).to(p.dtype)[:, None]
         column = block * KEY_BLOCK + i % TILES * BLOCK_N
-        x = desc_x.load([batch, kv_head, column, channel]).reshape(BLOCK_N, BLOCK_D)
+        x = load_tile(desc_x, batch, kv_head, column, channel, BLOCK_N, BLOCK_D)
         if STICKS_OUT:
             x = only_seen(x, column + tl.arange(0, BLOCK_N), first, last)
         acc = tl.dot(p, x, acc, input_precision=PRECISION)
     acc = acc * scale
     if lse is not None:
         acc = acc * tl.where(blind, 0.0, tl.exp2(complete - level))[:, None]
-    acc = acc.to(desc_out.dtype).reshape(1, 1, BLOCK_M, BLOCK_D)
-    desc_out.store([batch, head, sizes.begin + row, channel], acc)
+    store_tile(desc_out, batch, head, sizes.begin + row, channel, acc, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
@@ -274,7 +275,6 @@ def block_attention_split_bwd_key_kernel(
     TILES: tl.constexpr = QUERY_BLOCK // BLOCK_M
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for head in range(kv_head * group, kv_head * group + group):
-        plane = batch * sizes.heads + head
         of_plan = plan_plane(batch, head, sizes)
         column = of_plan * kv_blocks + start // KEY_BLOCK
         for PARTIAL in tl.static_range(2):
@@ -289,8 +289,9 @@ def block_attention_split_bwd_key_kernel(
                     slot += tl.load(full_counts + of_plan * sizes.q_blocks + row // QUERY_BLOCK)
                 # [BLOCK_M, BLOCK_N] and [BLOCK_M, BLOCK_D]
                 place = slot * KEY_BLOCK + start % KEY_BLOCK
-                p = desc_p.load([plane * sizes.tokens + row, place])
-                x = desc_x.load([batch, head, sizes.begin + row, channel]).reshape(BLOCK_M, BLOCK_D)
+                p = load_tile(desc_p, batch, head, row, place, BLOCK_M, BLOCK_N)
+                token = sizes.begin + row
+                x = load_tile(desc_x, batch, head, token, channel, BLOCK_M, BLOCK_D)
                 acc = tl.dot(p.T, x, acc, input_precision=PRECISION)
     key = start + tl.arange(0, BLOCK_N)
     lane = channel + tl.arange(0, BLOCK_D)[None, :]

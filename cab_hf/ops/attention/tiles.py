@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cab_hf.ops import launch
 from cab_hf.ops.attention.transpose import ColumnLists, pack_columns
 from cab_hf.plan import BlockLists
 
@@ -90,6 +91,17 @@ class Vectors(NamedTuple):
     token: int
 
 
+class Tiles(NamedTuple):
+    """[B, H, N, D] as an argument of kernels that read and write tiles of it by pointers."""
+
+    data: Tensor
+    batch: int
+    head: int
+    token: int
+    tokens: int
+    channels: int
+
+
 class BackwardStats(NamedTuple):
     """What backward needs of every query, float32 [B, H, room] each.
 
@@ -164,8 +176,10 @@ def vectors(x: Tensor) -> Vectors:
 
 def descriptors(
     tokens: int, *tensors: Tensor, channels: int | None = None
-) -> list[TensorDescriptor]:
-    """Descriptors of [B, H, N, D] in tiles of so many tokens and channels, by default all."""
+) -> list[TensorDescriptor | Tiles]:
+    """[B, H, N, D] for `load_tile`, in tiles of so many tokens and channels, by default all."""
+    if not launch.reads_by_descriptor(tensors[0].device):
+        return [Tiles(*vectors(x), *x.shape[2:]) for x in tensors]
     return [
         TensorDescriptor.from_tensor(
             x, [1, 1, tokens, channels or triton.next_power_of_2(x.shape[3])]
@@ -188,8 +202,8 @@ def sticks_out(rows: PlanTensors, q_length: int, kv_length: int) -> bool:
 
 
 def precision(x: Tensor) -> str:
-    """How products of float32 are to be computed; 16 bits have one way."""
-    return "ieee" if x.dtype == torch.float32 else "tf32"
+    """How products of float32 are to be computed; 16 bits have one way, and gfx950 no tf32."""
+    return "tf32" if x.dtype != torch.float32 and launch.packed(x) else "ieee"
 
 
 @triton.jit
@@ -220,6 +234,40 @@ def vectors_at(x, batch, head, token):
     """Pointers [N, 1] to the first channel of each token."""
     plane = x.data + batch.to(tl.int64) * x.batch + head.to(tl.int64) * x.head
     return plane + token.to(tl.int64)[:, None] * x.token
+
+
+@triton.jit
+def load_tile(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
+    """[TOKENS, CHANNELS] of one of `descriptors`, zeros behind its ends."""
+    if isinstance(x, tl.tensor_descriptor):
+        tile = x.load([batch, head, token, channel]).reshape(TOKENS, CHANNELS)
+    else:
+        at, inside = _tile_at(x, batch, head, token, channel, TOKENS, CHANNELS)
+        tile = tl.load(at, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_tile(
+    x, batch, head, token, channel, tile, TOKENS: tl.constexpr, CHANNELS: tl.constexpr
+):  # fmt: skip
+    """Write a tile [TOKENS, CHANNELS], in the dtype of ``x``."""
+    if isinstance(x, tl.tensor_descriptor):
+        tile = tile.to(x.dtype).reshape(1, 1, TOKENS, CHANNELS)
+        x.store([batch, head, token, channel], tile)
+    else:
+        at, inside = _tile_at(x, batch, head, token, channel, TOKENS, CHANNELS)
+        tl.store(at, tile.to(x.data.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _tile_at(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
+    tokens = token + tl.arange(0, TOKENS)
+    channels = channel + tl.arange(0, CHANNELS)[None, :]
+    inside = (tokens < x.tokens)[:, None] & (channels < x.channels)
+    # the interpreter counts loops over heads in numbers of Python
+    zero = tl.zeros([], tl.int32)
+    return vectors_at(x, batch + zero, head + zero, tokens) + channels, inside
 
 
 @triton.jit

@@ -31,6 +31,8 @@ from cab_hf.ops.launch import on_device_of
 # among, and programs that there should be
 CHOSEN, CHOOSING_PROGRAMS = (2048, 8192), 512
 SCORE_WARPS, SCORE_STAGES = 4, 3
+# in 64 KiB of shared memory
+AMD_STAGES = 2
 # warps that find the limit of a row
 LIMIT_WARPS = 16
 # keys whose bits become slots at a time
@@ -147,7 +149,7 @@ def _choose(
             BLOCK_C=columns,
             PADDED=columns != width,
             num_warps=SCORE_WARPS,
-            num_stages=SCORE_STAGES,
+            num_stages=SCORE_STAGES if launch.packed(q) else AMD_STAGES,
             **shape,
             **halves.constants,
         )

@@ -7,9 +7,9 @@ that a step can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from cab_hf.capability import NONE, capability
 from cab_hf.ops import launch
 from cab_hf.ops.decode.attend_kernels import attend
 from cab_hf.ops.decode.choose_kernels import choose
@@ -20,6 +20,6 @@ __all__ = ["attend", "choose", "index_keys", "unavailable", "write_index"]
 
 def unavailable(x: Tensor) -> str | None:
     """Why q or k is not for the kernels, as half a sentence; None when it is."""
-    if torch.version.cuda is not None and torch.cuda.get_device_capability(x.device) < (8, 0):
+    if NONE < capability(x.device) < (8, 0):
         return "runs on GPUs of compute capability 8.0 and newer"
     return launch.unavailable(x)

@@ -1,0 +1,63 @@
+"""Tiles of keys whose blocks alternate, as the sweep multiplies them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cab_hf.ops import launch
+from cab_hf.ops.attention.tiles import Tiles, described, descriptors, vectors_at
+
+# lanes that hold a row of a product together, and its neighbouring columns that they hold
+LANES, COLUMNS_OF_LANES = 4, 8
+
+
+def alternating(
+    keys: Tensor, first: int, key_block: int, tile: int
+) -> tuple[list[TensorDescriptor | Tiles], int]:
+    """Tiles of keys [B, H_kv, N_k, C] whose key blocks alternate, and how many keys of one at once.
+
+    One of the first channels, one of the others. Of a row of a product each of `LANES` lanes holds
+    every fourth pair of columns: in the order of keys some of every block, whose largest is then
+    sought across lanes. Where blocks alternate a lane holds the logits of one block, and compares
+    registers. The copy engine reads them so, or pointers do.
+    """
+    blocks = max(1, tile // key_block)
+    if blocks == 1:
+        # a block is one tile or several
+        key_block = together = tile
+    else:
+        together = COLUMNS_OF_LANES // min(LANES, blocks)
+    if not launch.reads_by_descriptor(keys.device):
+        parts = keys[..., :first], keys[..., first:] if first < keys.shape[3] else keys
+        return descriptors(tile, *parts), together
+    if missing := -keys.shape[2] % key_block:
+        # 8-bit floats are padded as bits
+        bits = keys.view(torch.uint8) if keys.element_size() == 1 else keys
+        keys = F.pad(bits, (0, 0, 0, missing)).view(keys.dtype)
+    # [plane, part of a block, block, key, C]
+    x = described(keys).flatten(0, 1).unflatten(1, (-1, key_block // together, together))
+    x = x.transpose(1, 2)
+    box = [1, key_block // together, blocks, together]
+    parts = (x[..., :first], x[..., first:] if first < x.shape[-1] else x)
+    made = [TensorDescriptor.from_tensor(part, [*box, part.shape[-1]]) for part in parts]
+    return made, together
+
+
+@triton.jit
+def load_keys(
+    x, plane, kv_heads, column, key, SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_N, CHANNELS] of one of `alternating`: the keys that are ``key`` behind ``column``."""
+    if isinstance(x, tl.tensor_descriptor):
+        tile = x.load([plane, 0, column // SIZE, 0, 0]).reshape(BLOCK_N, CHANNELS)
+    else:
+        at = vectors_at(x, plane // kv_heads, plane % kv_heads, column + key)
+        inside = (column + key < x.tokens)[:, None]
+        tile = tl.load(at + tl.arange(0, CHANNELS)[None, :], mask=inside, other=0.0)
+    return tile

@@ -1,0 +1,42 @@
+"""Which GPU kernels and engines are chosen for, and the variable that names another."""
+
+import pytest
+import torch
+
+from cab_hf import capability
+from cab_hf.ops import launch, rows
+from cab_hf.ops.attention import ffpa, flash
+from cab_hf.runs.provenance import device_name
+
+
+@pytest.fixture(params=[(8, 0), (8, 9), (9, 0), (0, 0)], ids=lambda x: "{}.{}".format(*x))
+def named(request, monkeypatch):
+    monkeypatch.setattr(capability, "NAMED", request.param)
+    monkeypatch.setattr(launch, "NAMED", request.param)
+    return request.param
+
+
+def test_code_is_chosen_for_the_gpu_that_is_named(named):
+    x = torch.zeros(1, dtype=torch.bfloat16)
+    hopper = named == (9, 0)
+    assert (rows.scored_dtype(x) == rows.FP8) == (named >= (8, 9))
+    assert launch.reads_by_descriptor("cuda") == launch.early(x)["EARLY"] == hopper
+    assert launch.packed(x) == (named != (0, 0))
+    reason = flash.unavailable(128, x.dtype, 128, 64)
+    assert ("runs on sm_90" in (reason or "")) != hopper
+    assert ("Hopper" in (ffpa.unavailable("cuda", 512, x.dtype, False, 4096) or "")) != hopper
+
+
+def test_a_figure_names_the_code_it_was_measured_with(named):
+    assert device_name("cpu").endswith(", code of compute capability {}.{}".format(*named))
+
+
+def test_nothing_is_named_without_the_variable():
+    assert capability.capability("cpu") == capability.NONE
+    assert "capability" not in device_name("cpu")
+
+
+@pytest.mark.parametrize("value", ["8", "ampere", "8.x", "8.0.1"])
+def test_a_variable_that_names_none_is_refused(value):
+    with pytest.raises(ValueError, match="CAB_HF_CAPABILITY is"):
+        capability._parsed(value)
