@@ -55,9 +55,13 @@ def route(
     if kind == SparseDecode.kind:
         return SparseDecode()
     q_length, kv_length = text.q_length, text.kv_length
-    if text.exact_block is not None:
-        work = replace(work, query_block=text.exact_block, key_block=text.exact_block)
+    if text.exact_block is not None or (work.sinks and q_length > 1):
+        # no dense kernel returns a log-sum-exp with gradients
+        block = text.exact_block or EXACT_BLOCK
+        work = replace(work, query_block=block, key_block=block)
         return ExactByBlocks(engines.choose("auto", work), kind, reason)
+    if work.sinks:
+        return ExactByRows(SDPA, kind, reason)
     complete = text.plain and q_length == kv_length
     few = q_length < EXACT_BLOCK or text.window is not None or kv_length is None
     kernel = SDPA if few else engines.exact(work, q_length if complete else None)

@@ -179,7 +179,8 @@ def _sentence(
         return f"refused, {reason}"
     device = next(module.parameters()).device.type
     blocks = config.query_block, config.key_block
-    work = Workload(device, head_dim(module), dtype, training, *blocks)
+    sinks = getattr(module, "sinks", None) is not None
+    work = Workload(device, head_dim(module), dtype, training, *blocks, sinks)
     prompt = CabMask(1, tokens, tokens, 0, window=window(module))
     way = route(prompt, config, work, sparse=sparse, layer=module)
     if way.kind == "sparse":

@@ -297,6 +297,7 @@ class CabMask(NotATensor):
                 lengths=self.lengths,
                 ahead=self._ahead(query_block) if from_start else 0,
                 end=self._text_end(device),
+                window=self.window,
             )
 
         return self.state.once(("layout", query_block, key_block, device, from_start), build)

@@ -52,7 +52,7 @@ class SparseDecode:
             choice = _mapped(text.state.shared[SHARED_CHOICE], config, layer, heads, q.device)
         if anchor is not None and anchor == layer:
             text.state.shared[SHARED_CHOICE] = SharedChoice(layer, heads, choice)
-        return decode.attend(q, call.k, call.v, choice, call.scale, length, valid)
+        return decode.attend(q, call.k, call.v, choice, call.scale, length, valid, call.sinks)
 
 
 def _mapped(

@@ -82,6 +82,8 @@ def _flex() -> Callable[..., Any]:
 def _flex_unavailable(work: Workload) -> str | None:
     from cab_hf.ops.attention import flex
 
+    if work.sinks and work.device == "cpu":
+        return "returns no log-sum-exp on a CPU, which sinks need"
     return flex.unavailable(work.device, work.head_dim, work.dtype, work.training, *work.blocks)
 
 

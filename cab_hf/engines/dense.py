@@ -53,20 +53,24 @@ class ExactByBlocks(Exact):
         size = call.text.exact_block or EXACT_BLOCK
         layout = call.text.layout(size, size, call.q.device, from_start=False)
         q, k, v = layout.queries(call.q), layout.keys(call.k), layout.keys(call.v)
-        return layout.restore(layout.attend(self.engine, q, k, v, layout.everything(), call.scale))
+        plan = layout.everything()
+        return layout.restore(
+            layout.attend(self.engine, q, k, v, plan, call.scale, sinks=call.sinks)
+        )
 
 
 class ExactByRows(Exact):
     """Exact attention under a mask of its own for some rows at a time, by SDPA.
 
     Of one query by the kernel of sparse decode, with all keys that may be seen: SDPA's kernels
-    have a program for each row of a batch and head, which are few, and read every slot.
+    have a program for each row of a batch and head, which are few, read every slot, and know no
+    sinks.
     """
 
     def attend(self, call: Call) -> Tensor:
         q, (k, v) = call.q, _written(call)
-        if q.shape[2] == 1 and decode.has_kernels(q, k, v):
-            return decode.attend(q, k, v, _all_seen(call.text, k), call.scale)
+        if q.shape[2] == 1 and (call.sinks is not None or decode.has_kernels(q, k, v)):
+            return decode.attend(q, k, v, _all_seen(call.text, k), call.scale, sinks=call.sinks)
         return _by_rows(q, k, v, call.text, call.scale)
 
 

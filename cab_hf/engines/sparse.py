@@ -52,7 +52,7 @@ class Sparse:
             return plan if seed is None else plan.with_sample(one_in, seed)
 
         plan = call.text.state.kept_plan(call, predict)
-        out = layout.attend(self.engine, q, k, v, plan, call.scale)
+        out = layout.attend(self.engine, q, k, v, plan, call.scale, call.sinks)
         if not torch.compiler.is_compiling():
             _count(call.layer, plan)
         return layout.restore(out)

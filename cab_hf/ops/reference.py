@@ -298,6 +298,18 @@ def attention(
     return (out, torch.cat(sums, dim=2)) if return_lse else out
 
 
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Attention whose softmax has one more logit in each head, which no value belongs to.
+
+    Args:
+        out: [B, H, N_q, D_v], attention without them.
+        lse: [B, H, N_q], its log-sum-exp, -inf where a query sees nothing.
+        sinks: [H], these logits; scales do not multiply them.
+    """
+    share = (lse - sinks.to(lse.dtype).unsqueeze(-1)).sigmoid()
+    return out * share.to(out.dtype).unsqueeze(-1)
+
+
 def masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[Masks]:
     """What the queries attend under ``plan``, a chunk of them at a time.
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from attention_cases import assert_engine_within_budget, case, random_plan, with_gradients
+from marks import slow_but
 from tiny import qkv
 
 from cab_hf import BlockPlan, engines
@@ -53,6 +54,12 @@ CASES = [
 def test_kernels_compute_what_the_reference_defines(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
     assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2)
+
+
+@pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 1, 10))
+def test_a_loss_may_read_the_log_sum_exp(shape, blocks):
+    q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
+    assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2, through_lse=True)
 
 
 @pytest.mark.parametrize("dim", [16, 264], ids=["fused", "split"])

@@ -29,8 +29,8 @@ PLAN = (
 )
 FORWARD = f"(Tensor q, Tensor k, Tensor v, {PLAN}) -> (Tensor, Tensor)"
 BACKWARD = (
-    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {PLAN})"
-    " -> (Tensor, Tensor, Tensor)"
+    "(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+    f" {PLAN}) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -52,7 +52,7 @@ def attention(
     """Attention under ``plan``, [B, H, N_q, D]; see `reference.attention`, which defines it.
 
     With ``return_lse`` also the log-sum-exp of every query's logits, float32 [B, H, N_q], -inf for
-    a query that sees nothing; gradients flow through the output alone.
+    a query that sees nothing.
     """
     out, lse = forward_op(q, k, v, *flattened(plan, scale))
     return (out, lse) if return_lse else out
@@ -75,7 +75,7 @@ def shapes(q, k, v, *_):
     return like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def gradient_shapes(grad, q, k, v, *_):
+def gradient_shapes(grad, grad_lse, q, k, v, *_):
     """The same of its backward pass."""
     return tuple(map(like, (q, k, v)))
 
@@ -84,23 +84,31 @@ def register_gradients(forward_op: CustomOpDef, backward_for: Callable[..., Cust
     """Shapes and gradients of an op of the schema `FORWARD`.
 
     Args:
-        backward_for: the op of the schema `BACKWARD` for a head dim, query block and key block.
+        backward_for: the op of the schema `BACKWARD` for a head dim, query block and key block, of
+            a loss that the log-sum-exp is no part of.
     """
 
     def save(ctx, inputs, output):
         *tensors, query_block, key_block, scale = inputs
         ctx.settings = query_block, key_block, scale
-        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
 
-    def differentiate(ctx, grad, _):
+    def differentiate(ctx, *grads):
         q, *others = ctx.saved_tensors
-        backward_op = backward_for(q.shape[3], *ctx.settings[:2])
-        gradients = backward_op(grad, q, *others, *ctx.settings)
+        work = q.shape[3], *ctx.settings[:2]
+        backward = backward_for(*work) if grads[1] is None else backward_op
+        gradients = backward(*of_both(grads, others[2]), q, *others, *ctx.settings)
         return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
 
     forward_op.register_fake(shapes)
     forward_op.register_autograd(differentiate, setup_context=save)
+
+
+def of_both(grads: tuple[Tensor | None, ...], out: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The gradients of an output and of its log-sum-exp; zeros for an output that has none."""
+    grad, grad_lse = grads
+    return torch.zeros_like(out) if grad is None else grad, grad_lse
 
 
 @torch.library.custom_op("cab_hf::block_attention", mutates_args=(), schema=FORWARD)
@@ -112,9 +120,10 @@ def forward_op(q, k, v, *plan):
 
 
 @torch.library.custom_op("cab_hf::block_attention_backward", mutates_args=(), schema=BACKWARD)
-def backward_op(grad, q, k, v, out, lse, *plan):
+def backward_op(grad, grad_lse, q, k, v, out, lse, *plan):
     grad, q, k, v = map(described, (grad, q, k, v))
-    return _way(q).backward(grad, q, k, v, backward_stats(grad, out, lse), *rows_of(plan))
+    terms = backward_stats(grad, grad_lse, out, lse)
+    return _way(q).backward(grad, q, k, v, terms, *rows_of(plan))
 
 
 backward_op.register_fake(gradient_shapes)

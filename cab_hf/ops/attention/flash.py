@@ -87,7 +87,7 @@ def _missing() -> str | None:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`reference.attention` under a plan's lists. Gradients flow through the output alone."""
+    """`reference.attention` under a plan's lists."""
     out, lse = _forward_op(q, k, v, *block.flattened(plan, scale))
     return (out, lse) if return_lse else out
 
@@ -129,7 +129,8 @@ def _forward_op(q, k, v, *plan):
 
 
 @torch.library.custom_op("cab_hf::flash_attention_backward", mutates_args=(), schema=block.BACKWARD)
-def _backward_op(grad, q, k, v, out, lse, *plan):
+def _backward_op(grad, grad_lse, q, k, v, out, lse, *plan):
+    assert grad_lse is None
     rows, scale = block.rows_of(plan)
     flash = _flash()
     heads, kv_length = q.shape[1], k.shape[2]
@@ -147,7 +148,7 @@ def _backward_op(grad, q, k, v, out, lse, *plan):
 
 
 @_backward_op.register_fake
-def _(grad, q, k, v, *_):
+def _(grad, grad_lse, q, k, v, *_):
     return tuple(torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
 
 

@@ -96,7 +96,7 @@ class BackwardStats(NamedTuple):
     Attributes:
         lse: the log-sum-exp in powers of two, +inf where a query sees nothing or is none (so that
             its weights vanish).
-        delta: the sum over D of grad * out.
+        delta: the sum over D of grad * out, less the gradient of the log-sum-exp.
         room: N_q rounded up to `WHOLE_TILE`.
     """
 
@@ -123,9 +123,11 @@ def by_column(plan: Plan, kv_blocks: int, placed: bool = False) -> Plan:
     return plan._replace(full=full, partial=partial)
 
 
-def backward_stats(grad: Tensor, out: Tensor, lse: Tensor) -> BackwardStats:
+def backward_stats(
+    grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+) -> BackwardStats:
     """`BackwardStats` of the gradient of ``out``, both [B, H, N_q, D], and the log-sum-exp [B, H,
-    N_q]."""
+    N_q], whose own gradient is None where there is none."""
     batch, heads, length, dim = grad.shape
     room = triton.cdiv(length, WHOLE_TILE) * WHOLE_TILE
     terms = BackwardStats(*(lse.new_empty(batch, heads, room) for _ in range(2)), room)
@@ -141,6 +143,8 @@ def backward_stats(grad: Tensor, out: Tensor, lse: Tensor) -> BackwardStats:
         BLOCK_D=triton.next_power_of_2(min(dim, 128)),
         num_warps=4,
     )
+    if grad_lse is not None:
+        terms.delta[:, :, :length] -= grad_lse
     return terms
 
 

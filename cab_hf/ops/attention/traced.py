@@ -26,7 +26,7 @@ PLAN = (
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`reference.attention`, a node of a graph. Gradients flow through the output alone."""
+    """`reference.attention`, a node of a graph."""
     sampled, spans = plan.sampled, plan.spans
     out, lse = _attention_op(
         *(q, k, v, scale),
@@ -61,19 +61,21 @@ def register(
         wide = torch.promote_types(q.dtype, torch.float32)
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(lse, dtype=wide)
 
-    def backward(grad, q, k, v, scale, *others):
-        return gradients(grad, q, k, v, scale, masks(q, k, v, scale, *others))
+    def backward(grad, grad_lse, q, k, v, scale, *others):
+        return gradients(grad, grad_lse, q, k, v, scale, masks(q, k, v, scale, *others))
 
     def save(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.shape = output[0].shape
         ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
         # what is no tensor, and where tensors were
         ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
 
-    def differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple:
         tensors = iter(ctx.saved_tensors)
         inputs = [next(tensors) if x is None else x[0] for x in ctx.others]
-        return *backward_op(grad, *inputs), *(None,) * (len(inputs) - 3)
+        grad = inputs[0].new_zeros(ctx.shape) if grad is None else grad
+        return *backward_op(grad, grad_lse, *inputs), *(None,) * (len(inputs) - 3)
 
     def op(name: str, function: Callable[..., Any], given: str, given_back: str):
         schema = f"({given}) -> ({given_back})"
@@ -83,18 +85,30 @@ def register(
 
     forward_op = op(name, forward, given, "Tensor, Tensor")
     backward_op = op(
-        f"{name}_backward", backward, f"Tensor grad, {given}", "Tensor, Tensor, Tensor"
+        *(f"{name}_backward", backward),
+        *(f"Tensor grad, Tensor? grad_lse, {given}", "Tensor, Tensor, Tensor"),
     )
     forward_op.register_fake(forward_shapes)
     forward_op.register_autograd(differentiate, setup_context=save)
-    backward_op.register_fake(lambda _, *inputs: tuple(x.new_empty(x.shape) for x in inputs[:3]))
+    backward_op.register_fake(lambda *x: tuple(each.new_empty(each.shape) for each in x[2:5]))
     return forward_op
 
 
 def gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, masks: Iterable[Masks]
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    masks: Iterable[Masks],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, where each query attends what ``masks`` say."""
+    """The gradients of q, k and v, where each query attends what ``masks`` say.
+
+    Args:
+        grad: of the output, [B, H, N_q, D_v].
+        grad_lse: of the log-sum-exp, [B, H, N_q]; None for zeros.
+    """
     wide, groups = torch.promote_types(q.dtype, torch.float32), (k.shape[1], -1)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (q, k, v))
     for rows, keys, seen, raised, sound in masks:
@@ -112,7 +126,10 @@ def gradients(
             logits = logits + raised.expand(heads).unflatten(1, groups)
         p = logits.masked_fill(unseen, -torch.inf).softmax(-1).masked_fill(unseen, 0.0)
         dp = out_grad @ value.transpose(-1, -2)
-        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+        delta = (p * dp).sum(-1, keepdim=True)
+        if grad_lse is not None:
+            delta = delta - grad_lse[:, :, rows].unflatten(1, groups).unsqueeze(-1)
+        ds = p * (dp - delta) * scale
         dq[:, :, rows] = (ds @ key).flatten(1, 2)
         dk[:, :, keys] += (ds.transpose(-1, -2) @ query).sum(2)
         dv[:, :, keys] += (p.transpose(-1, -2) @ out_grad).sum(2)

@@ -32,10 +32,11 @@ def choose(q: Tensor, *args: Any, **kwargs: Any) -> Choice:
         return _ops(q).choose(q, *args, **kwargs)
 
 
-def attend(q: Tensor, *args: Any) -> Tensor:
-    """See `reference.attend`."""
+def attend(q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """See `reference.attend`; kernels have no gradients."""
+    ops = _ops(q) if has_kernels(q, k, v) else reference
     with as_they_are(q):
-        return _ops(q).attend(q, *args)
+        return ops.attend(q, k, v, *args, **kwargs)
 
 
 def as_they_are(x: Tensor) -> torch.autocast:

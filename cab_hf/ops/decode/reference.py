@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 # logarithms of shares are compared in steps of this part of a power of two
 STEPS_AN_OCTAVE = 64
@@ -243,13 +244,15 @@ def attend(
     scale: float,
     length: Tensor | None = None,
     valid: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[B, H, 1, D_v] of q [B, H, 1, D] over the chosen keys of k and v [B, H_kv, N, D].
 
     The keys that are not read count as one of their weight and of the mean value, as in SparQ
     Attention (Ribar et al., 2024), so that the others do not weigh more than they should. The mean
     is that of `SPREAD_VALUES` keys from the first to the last; ``length`` and ``valid``, by which
-    they are placed, are those of `choose`; a choice without ``unread`` needs neither.
+    they are placed, are those of `choose`; a choice without ``unread`` needs neither. ``sinks`` [H]
+    are logits that no value belongs to.
     """
     kv_heads, slots = k.shape[1:3]
     exact = torch.promote_types(q.dtype, torch.float32)
@@ -263,6 +266,10 @@ def attend(
         unread = choice.unread.to(exact).unflatten(1, (kv_heads, -1)).unsqueeze(-1) / LOG2_E
         logits = torch.cat((logits, unread + share.to(exact).log()), dim=-1)
         values = torch.cat((values, mean.to(exact)), dim=2)
+    if sinks is not None:
+        # in the place of one more key, whose value is 0
+        sinks = sinks.to(exact).view(1, kv_heads, -1, 1).expand(len(q), -1, -1, -1)
+        logits, values = torch.cat((logits, sinks), dim=-1), F.pad(values, (0, 0, 0, 1))
     return (logits.softmax(-1) @ values).to(q.dtype).flatten(1, 2).unsqueeze(2)
 
 
