@@ -47,7 +47,8 @@ class SparseDecode:
         anchor = anchor_of(config, layer)
         if anchor is None or anchor == layer:
             index, channels = call.index
-            choice = decode.choose(q, index, call.scale, length, wanted, channels, valid)
+            given = call.scale, length, wanted, channels, valid, call.sinks
+            choice = decode.choose(q, index, *given)
         else:
             choice = _mapped(text.state.shared[SHARED_CHOICE], config, layer, heads, q.device)
         if anchor is not None and anchor == layer:

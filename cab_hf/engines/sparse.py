@@ -62,7 +62,8 @@ class Sparse:
         config, layer = self.config, call.layer
         channels = slow_channels(layer, q.shape[-1])
         shared = call.text.state.shared
-        context = LayerContext(layout.spans, call.scale, layer_index(layer), shared, channels)
+        given = layer_index(layer), shared, channels, call.sinks
+        context = LayerContext(layout.spans, call.scale, *given)
         plan = layout.choose(make_predictor(config), q, k, context)
         short = layout.short(config.query_block, config.min_length, plan.query_block)
         # documents that would be exact alone

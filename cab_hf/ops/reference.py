@@ -184,6 +184,7 @@ def mass_by_rows(
     scale: float,
     config: CabConfig,
     channels: tuple[int, ...] = (),
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(mass, most) of every key block for every query block, float32 [B, H, M_q, M_k] both.
 
@@ -194,6 +195,7 @@ def mass_by_rows(
     Args:
         q, k: [B, H, N_q, D], [B, H_kv, N_k, D].
         channels: those that outliers are scored on, () for all.
+        sinks: [H], a logit of each head that no block has; None without.
     """
     block = config.query_block
     count, typical = config.exact_queries, config.typical_queries
@@ -206,7 +208,8 @@ def mass_by_rows(
         queries, keys = (x[..., list(some)] if some else x for x in (q, k))
         index = positions.clamp(min=0).flatten(2)[..., None].expand(-1, -1, -1, queries.shape[3])
         rows = queries.gather(2, index).unflatten(2, positions.shape[2:])
-        largest, shares = exact_scores(rows, positions, keys, spans, scale, config.key_block)
+        given = rows, positions, keys, spans, scale, config.key_block
+        largest, shares = exact_scores(*given, sinks)
         mass = mass + weight * shares
         total = total + weight * (positions >= 0).sum(-1, keepdim=True)
         most = largest if most is None else torch.maximum(most, largest)
@@ -215,18 +218,26 @@ def mass_by_rows(
 
 
 def exact_scores(
-    rows: Tensor, positions: Tensor, keys: Tensor, spans: Spans, scale: float, key_block: int
+    rows: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    spans: Spans,
+    scale: float,
+    key_block: int,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What the gathered queries of a block need of every key block: (most, shares).
 
     The share that a query gives to a key block is the softmax, over the blocks it sees, of the
-    largest logit of any key inside. ``most`` is the largest share that any query of the block
+    largest logit of any key inside. A sink counts 1 / ``key_block`` of its weight, since that logit
+    stands for so many keys at most: then no share is too small for the sink's sake. ``most`` is the largest share that any query of the block
     gives, ``shares`` the sum of them: float32 [B, H, M_q, M_k] both.
 
     Args:
         rows: [B, H, M_q, S, C], what is scored of S queries of each block.
         positions: int64 [B, H, M_q, S], which queries they are; -1 for none.
         keys: [B, H_kv, N_k, C], the same channels of the keys.
+        sinks: see `mass_by_rows`.
     """
     heads, kv_blocks = rows.shape[1], -(-keys.shape[2] // key_block)
     most, shares = (rows.new_zeros(*rows.shape[:3], kv_blocks).float() for _ in range(2))
@@ -245,7 +256,11 @@ def exact_scores(
         )
         largest = logits.unflatten(-1, (-1, key_block)).amax(-1)
         # softmax over nothing is NaN: who sees nothing needs nothing
-        given = largest.softmax(-1).masked_fill(largest == -torch.inf, 0.0)
+        weighed = largest
+        if sinks is not None:
+            weighed = F.pad(largest, (0, 1))
+            weighed[..., -1] = sinks[head] - math.log(key_block)
+        given = weighed.softmax(-1)[..., :kv_blocks].masked_fill(largest == -torch.inf, 0.0)
         given = given.unflatten(1, (-1, rows.shape[3]))
         most[:, head, some], shares[:, head, some] = given.amax(2), given.sum(2)
     return most, shares

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cab_hf.ops import keep, launch, reference
-from cab_hf.ops.attention.tiles import described, precision, tile_of
+from cab_hf.ops.attention.tiles import LOG2_E, described, precision, tile_of
 from cab_hf.ops.keep import scratch_of
 from cab_hf.ops.rows import FP8, ScoredRows, power_of_two
 
@@ -86,6 +86,7 @@ def kept_blocks(
     bits: Tensor,
     counts: Tensor,
     scores: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Fill ``bits`` and ``counts`` for some heads, as the predictor's reference has it.
 
@@ -100,6 +101,7 @@ def kept_blocks(
         counts: int32 [B, H, M_q], how many are kept.
         scores: float32 [heads at hand, M_q, M_k], filled with what ranks the blocks that a row
             sees: its mass, or 1 and more where the share of one query keeps it; None for nothing.
+        sinks: [H], a logit of each head that no block has; None without.
     """
     query_block, key_block = blocks
     kv_heads, kv_length = keys.shape[1:3]
@@ -158,6 +160,7 @@ def kept_blocks(
             *scored,
             *descriptors,
             units,
+            sinks,
             *left,
             begin,
             start,
@@ -296,10 +299,15 @@ def _added(m, total, top, scale):
 
 
 @triton.jit
-def _log_total(m, total, real):
+def _log_total(m, total, real, sinks, head, KEY_BLOCK: tl.constexpr):
     """What is taken off the logits of a row; what sees nothing weighs nothing."""
     largest = tl.max(m, 1)
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        largest = tl.maximum(largest, sink)
     total = tl.sum(total * tl.exp2(m - largest[:, None]), 1)
+    if sinks is not None:
+        total += tl.exp2(sink - largest) / KEY_BLOCK
     return tl.where(real, largest + tl.log2(tl.maximum(total, 1e-30)), float("inf"))
 
 
@@ -336,6 +344,7 @@ def _sweep_kernel(
     desc_first,
     desc_others,
     units,
+    sinks,
     scratch,
     columns,
     all_columns,
@@ -468,11 +477,12 @@ def _sweep_kernel(
                 own = (EVEN + tl.arange(0, ODD))[:, None] * BLOCKS + in_step
                 tl.store(target + own, odd_top)
                 odd_m, odd_l = _added(odd_m, odd_l, odd_top, odd_scale)
-    even_norm = _log_total(even_m, even_l, even_seen[1] >= 0)
+    head = (start + plane) % heads
+    even_norm = _log_total(even_m, even_l, even_seen[1] >= 0, sinks, head, KEY_BLOCK)
     tl.store(typical.norm + even, even_norm, mask=even_there)
     # with the unit of the keys
     tl.store(typical.scale + even, even_scale, mask=even_there)
     if OUTLIERS > 0:
-        odd_norm = _log_total(odd_m, odd_l, odd_seen[1] >= 0)
+        odd_norm = _log_total(odd_m, odd_l, odd_seen[1] >= 0, sinks, head, KEY_BLOCK)
         tl.store(outliers.norm + odd, odd_norm, mask=odd_there)
         tl.store(outliers.scale + odd, odd_scale, mask=odd_there)

@@ -71,6 +71,15 @@ def test_lists_are_those_of_the_reference(fields, shape, layout, channels, unini
     assert_same(rows_by_kernels(config, q, k, spans, channels=channels), expected)
 
 
+def test_sinks_are_those_of_the_reference():
+    q, k = loud(**SHAPE)
+    given = {"channels": HALF, "sinks": torch.tensor([-3.0, 4.0, 12.0, 90.0])}
+    spans = Spans.causal(1, q.shape[2], q.shape[2], "cpu")
+    expected = on_the_cpu(SMALL, q, k, spans, **given)
+    assert_same(rows_by_kernels(SMALL, q, k, spans, **given), expected)
+    assert expected.density() < on_the_cpu(SMALL, q, k, spans, channels=HALF).density() - 0.05
+
+
 def test_views_are_read_as_they_are():
     q, k = loud(**ONE_GROUP)
     spans = Spans.causal(1, 300, 300, "cpu")

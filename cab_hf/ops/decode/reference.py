@@ -144,6 +144,7 @@ def choose(
     wanted: Tensor,
     channels: tuple[int, ...] = (),
     valid: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Choice:
     """The keys that each KV head reads for q [B, H, 1, D].
 
@@ -158,8 +159,9 @@ def choose(
         wanted: int32 [B], or [1] for all rows, how many keys are read.
         channels: those of the index.
         valid: bool [B, >= length], False for padding; None without.
+        sinks: [H], logits of which no key has its share; None without.
     """
-    logits, *ranks = ranked(q, index, scale, length, channels, valid)
+    logits, *ranks = ranked(q, index, scale, length, channels, valid, sinks)
     steps, sampled, _ = ranks
     kept = steps <= limit_of(*ranks, length, wanted)
     gone = (sampled & ~kept & (steps < HIDDEN)).unsqueeze(2)
@@ -175,6 +177,7 @@ def ranked(
     length: Tensor,
     channels: tuple[int, ...],
     valid: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(logits, steps, sampled, always) of the keys of a cache; arguments are those of `choose`.
 
@@ -197,7 +200,10 @@ def ranked(
     # a sampled key represents as many as are not
     counted = logits + math.log2(spread) * sampled.unsqueeze(2)
     counted = counted.masked_fill(~(sampled | always).unsqueeze(2), float("-inf"))
-    whole = torch.logsumexp(counted / LOG2_E, dim=-1, keepdim=True) * LOG2_E
+    whole = torch.logsumexp(counted / LOG2_E, dim=-1, keepdim=True)
+    if sinks is not None:
+        whole = torch.logaddexp(whole, sinks.float().view(1, kv_heads, group, 1))
+    whole = whole * LOG2_E
     # rounded before they are compared
     logits, whole = in_steps(logits), in_steps(whole)
     # such a row, which is not finite, reads what is always read, and is NaN itself
