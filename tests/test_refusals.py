@@ -296,6 +296,11 @@ def test_what_the_function_is_given(given, error, sentence):
         call(**{"query": EIGHT, **given})
 
 
+def test_sinks_that_are_not_one_a_head():
+    with pytest.raises(ValueError, match="s_aux is .*, and query has 1 heads; give one sink"):
+        call(EIGHT, s_aux=torch.zeros(2))
+
+
 def test_a_window_as_wide_as_the_text_is_none():
     call(EIGHT, mask=CabMask(1, 8, 8, 0), sliding_window=8)
 
@@ -339,7 +344,9 @@ def test_a_window_without_a_mask_is_a_window(attend):
         pytest.param("DeepseekV32", MLA, "deepseek_v32 computes with", id="deepseek-v3.2"),
         pytest.param("GlmMoeDsa", MLA, "glm_moe_dsa computes with", id="glm-moe-dsa"),
         pytest.param("Doge", {}, "doge computes with its attention mask .*'dtype'", id="doge"),
-        pytest.param("GptOss", MOE, "s_aux is set .*gpt_oss", id="gpt-oss"),
+        pytest.param(
+            "DeepseekV4", MOE, "DeepseekV4Attention attends to compressed", id="deepseek-v4"
+        ),
         pytest.param("Gemma2", {}, "softcap is set .*gemma2", id="gemma2"),
         pytest.param("VaultGemma", {}, "softcap is set .*vaultgemma", id="vaultgemma"),
         pytest.param(

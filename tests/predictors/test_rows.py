@@ -74,7 +74,9 @@ def test_a_sink_holds_mass_that_no_block_has():
     held, _ = reference.mass_by_rows(*given, sinks=torch.tensor([2.0, -torch.inf]))
     torch.testing.assert_close(held[:, 1], alone[:, 1])
     logits = (q @ k.transpose(-1, -2))[0, 0].masked_fill(torch.ones(96, 96).triu(1).bool(), -1e9)
-    logits = torch.cat([logits.unflatten(-1, (6, 16)).amax(-1), torch.full((96, 1), 2.0 - math.log(16))], 1)
+    logits = torch.cat(
+        [logits.unflatten(-1, (6, 16)).amax(-1), torch.full((96, 1), 2.0 - math.log(16))], 1
+    )
     expected = logits.softmax(-1)[:, :6].unflatten(0, (3, 32)).mean(1)
     torch.testing.assert_close(held[0, 0], expected)
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 import torch
 from transformers import (
     CLIPVisionConfig,
+    GraniteSWAConfig,
+    GraniteSWAForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -47,6 +49,12 @@ FAMILIES = {
         {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
     ),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {}),
+    # its heads have sinks, and its layers windows but for the first
+    "granite-swa": (
+        GraniteSWAConfig,
+        GraniteSWAForCausalLM,
+        {"sliding_window": 40, "attention_multiplier": 0.25},
+    ),
 }
 # blocks small enough that a few hundred tokens are many of them
 SMALL = CabConfig(query_block=32, key_block=16, min_length=0)
@@ -79,6 +87,8 @@ def tiny_model(family="llama", model_class=None, **overrides):
         for name, weight in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
                 weight.mul_(8.0)
+            elif "sinks" in name:
+                weight.normal_(std=2.0)
     return model
 
 
