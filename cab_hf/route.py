@@ -15,6 +15,7 @@ from cab_hf.decode.step import SparseDecode, why_dense
 from cab_hf.engines import SDPA, Engine, Workload
 from cab_hf.engines.dense import Exact, ExactByBlocks, ExactByRows
 from cab_hf.engines.sparse import Sparse
+from cab_hf.hf.fit import layer_type
 from cab_hf.plan import EXACT_BLOCK
 
 
@@ -77,7 +78,8 @@ def _kind(
 ) -> tuple[str, str | None]:
     """(kind, reason why it is not sparse) of a layer that is asked to be."""
     if text.window is not None:
-        return "exact", f"sliding window of {text.window} tokens"
+        chunked = layer_type(layer) == "chunked_attention"
+        return "exact", f"{'chunks' if chunked else 'sliding window'} of {text.window} tokens"
     if getattr(layer, "layer_idx", None) in config.dense_layers:
         return "exact", "in dense_layers"
     # of documents, the most queries and tokens that any has; padding is none

@@ -13,9 +13,6 @@ from transformers import (
     BertModel,
     LlamaForCausalLM,
 )
-from transformers.masking_utils import (
-    chunked_causal_mask_function,
-)
 
 import cab_hf
 from cab_hf import apply_cab, engines
@@ -243,12 +240,6 @@ def prefix(batch, head, query, key):
     return (key <= query) | (key < 4)
 
 
-def chunked():
-    config = transformers.Llama4TextConfig(attention_chunk_size=4)
-    pattern = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
-    return cab_mask(1, 8, 8, mask_function=pattern, local_size=4, config=config)
-
-
 def prefixed_mask(**how):
     """A mask that no layer uses is nobody's mistake: it is refused where one does."""
     return cab_mask(1, 8, 8, mask_function=prefix, config=BertConfig(), **how)
@@ -270,12 +261,6 @@ def prefixed_mask(**how):
             NotImplementedError,
             "sliding_window is 4, and the mask",
             id="window",
-        ),
-        pytest.param(
-            {"mask": chunked()},
-            NotImplementedError,
-            "llama4_text attends in chunks of 4",
-            id="chunks",
         ),
         pytest.param(
             {"mask": prefixed_mask()},
@@ -349,12 +334,6 @@ def test_a_window_without_a_mask_is_a_window(attend):
         ),
         pytest.param("Gemma2", {}, "softcap is set .*gemma2", id="gemma2"),
         pytest.param("VaultGemma", {}, "softcap is set .*vaultgemma", id="vaultgemma"),
-        pytest.param(
-            "Llama4",
-            {"config": "Llama4TextConfig", **MOE, "attention_chunk_size": 16},
-            "llama4_text attends in chunks of 16",
-            id="llama4",
-        ),
     ],
 )
 def test_a_model_of_which_only_a_call_knows(name, fields, sentence):

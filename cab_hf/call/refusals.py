@@ -11,7 +11,7 @@ from torch import nn
 from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
 from cab_hf.call.mask import CabMask, of_another_kind, too_short
 from cab_hf.checks import short
-from cab_hf.hf.fit import layer_type, name_of
+from cab_hf.hf.fit import name_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # looked at one by one
@@ -134,8 +134,6 @@ def foreseen(module: nn.Module) -> str | None:
         return MEANINGS["indices"]
     if hasattr(module, "prepare_dynamic_mask"):
         return MEANINGS["block_mask"]
-    if layer_type(module) == "chunked_attention":
-        return f"attention in chunks of {module.config.attention_chunk_size}"
     return None
 
 

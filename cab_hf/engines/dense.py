@@ -93,7 +93,7 @@ def _all_seen(text: CabMask, k: Tensor) -> Choice:
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, mask: CabMask, scale: float) -> Tensor:
     if torch.compiler.is_compiling() and query.shape[2] > 1:
         slot = (0, mask.q_slot) if isinstance(mask.q_slot, Tensor) else (mask.q_slot, None)
-        known = mask.valid, mask.document, mask.window, *slot, False
+        known = mask.valid, mask.document, mask.window, mask.chunks_from, *slot, False
         return _by_rows_op(query, key, value, scale, *known)[0]
     a_query = query.shape[0] * (query.shape[1] // key.shape[1])
     pieces = [
@@ -133,10 +133,10 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: floa
 
 def _mask_of(query: Tensor, key: Tensor, values: tuple) -> CabMask:
     """The mask of the values that `_by_rows` passes to the op."""
-    valid, document, window, slot, live, _ = values
+    valid, document, window, chunks_from, slot, live, _ = values
     q_slot = slot if live is None else live
     shape = query.shape[0], query.shape[2], key.shape[2]
-    return CabMask(*shape, q_slot, valid, document, window)
+    return CabMask(*shape, q_slot, valid, document, window, chunks_from=chunks_from)
 
 
 def _attend(query, key, value, scale, *values):
@@ -151,7 +151,8 @@ def _masks_of_logits(query, key, value, scale, *values):
 
 _by_rows_op = traced.register(
     "attention_by_rows",
-    "Tensor? valid, Tensor? document, int? window, SymInt slot, Tensor? live, bool return_lse",
+    "Tensor? valid, Tensor? document, int? window, Tensor? chunks_from, SymInt slot, Tensor? live,"
+    " bool return_lse",
     _attend,
     _masks_of_logits,
 )

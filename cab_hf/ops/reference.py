@@ -230,8 +230,9 @@ def exact_scores(
 
     The share that a query gives to a key block is the softmax, over the blocks it sees, of the
     largest logit of any key inside. A sink counts 1 / ``key_block`` of its weight, since that logit
-    stands for so many keys at most: then no share is too small for the sink's sake. ``most`` is the largest share that any query of the block
-    gives, ``shares`` the sum of them: float32 [B, H, M_q, M_k] both.
+    stands for so many keys at most: then no share is too small for the sink's sake. ``most`` is the
+    largest share that any query of the block gives, ``shares`` the sum of them: float32
+    [B, H, M_q, M_k] both.
 
     Args:
         rows: [B, H, M_q, S, C], what is scored of S queries of each block.

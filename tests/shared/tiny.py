@@ -7,6 +7,8 @@ from transformers import (
     CLIPVisionConfig,
     GraniteSWAConfig,
     GraniteSWAForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -54,6 +56,18 @@ FAMILIES = {
         GraniteSWAConfig,
         GraniteSWAForCausalLM,
         {"sliding_window": 40, "attention_multiplier": 0.25},
+    ),
+    # layers attend in chunks, but for the last
+    "llama4": (
+        Llama4TextConfig,
+        Llama4ForCausalLM,
+        {
+            "attention_chunk_size": 40,
+            "no_rope_layer_interval": 3,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 64,
+            "use_qk_norm": False,
+        },
     ),
 }
 # blocks small enough that a few hundred tokens are many of them
