@@ -56,12 +56,13 @@ def route(
     if kind == SparseDecode.kind:
         return SparseDecode()
     q_length, kv_length = text.q_length, text.kv_length
-    if text.exact_block is not None or (work.sinks and q_length > 1):
-        # no dense kernel returns a log-sum-exp with gradients
+    special = work.sinks or work.softcap
+    if text.exact_block is not None or (special and q_length > 1):
+        # no dense kernel caps logits, or returns a log-sum-exp with gradients
         block = text.exact_block or EXACT_BLOCK
         work = replace(work, query_block=block, key_block=block)
         return ExactByBlocks(engines.choose("auto", work), kind, reason)
-    if work.sinks:
+    if special:
         return ExactByRows(SDPA, kind, reason)
     complete = text.plain and q_length == kv_length
     few = q_length < EXACT_BLOCK or text.window is not None or kv_length is None

@@ -342,7 +342,7 @@ def test_twenty_steps_at_full_budget_follow_dense_training():
     torch.testing.assert_close(losses(sparse), expected, atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "granite-swa"])
+@pytest.mark.parametrize("family", ["llama", "granite-swa", "gemma2", "llama4"])
 def test_full_budget_has_the_gradients_of_dense_attention(family):
     model, ids = tiny_model(family), tokens(2, 150)
     expected = gradients(model, ids)

@@ -332,8 +332,6 @@ def test_a_window_without_a_mask_is_a_window(attend):
         pytest.param(
             "DeepseekV4", MOE, "DeepseekV4Attention attends to compressed", id="deepseek-v4"
         ),
-        pytest.param("Gemma2", {}, "softcap is set .*gemma2", id="gemma2"),
-        pytest.param("VaultGemma", {}, "softcap is set .*vaultgemma", id="vaultgemma"),
     ],
 )
 def test_a_model_of_which_only_a_call_knows(name, fields, sentence):

@@ -38,6 +38,7 @@ class Call:
         batch: of continuous batching; None elsewhere.
         packed: the `KEYWORDS` that come with it.
         sinks: [H], a logit of each head that no key has; None without.
+        softcap: logits x are ``softcap * tanh(x / softcap)``; None where they are not.
     """
 
     q: Tensor
@@ -53,6 +54,7 @@ class Call:
     batch: Batch | None = None
     packed: dict[str, Any] | None = None
     sinks: Tensor | None = None
+    softcap: float | None = None
 
     @classmethod
     def of(
@@ -69,6 +71,7 @@ class Call:
         sliding_window: int | None = None,
         position_ids: Tensor | None = None,
         s_aux: Tensor | None = None,
+        softcap: float | None = None,
         **kwargs: Any,
     ) -> Call:
         """The call that transformers makes; arguments and errors are those of `cab_attention`."""
@@ -89,8 +92,10 @@ class Call:
             mask = _plain_mask(module, query.shape[0], *lengths, sliding_window)
         state = mask.state if batch is None else batch.state
         config = state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
-        work = Workload.of(q, k, v, blocks_of(config), s_aux is not None)
-        call = cls(q, k, v, scale, module, config, sparse, work, mask, index, batch, packed, s_aux)
+        features = {"sinks": s_aux is not None, "softcap": softcap is not None}
+        work = Workload.of(q, k, v, blocks_of(config), **features)
+        text = mask, index, batch, packed, s_aux, softcap
+        call = cls(q, k, v, scale, module, config, sparse, work, *text)
         if batch is not None:
             return call
         refuse_compiled(module.config)

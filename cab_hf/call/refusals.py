@@ -52,7 +52,6 @@ MEANINGS = {
     "key_padding_mask": "a mask of its own",
     "layer_head_mask": "weights of heads",
     "position_bias": "a bias on logits",
-    "softcap": "soft-capped logits",
 }
 
 
@@ -125,8 +124,6 @@ def foreseen(module: nn.Module) -> str | None:
     """What an attention layer will be refused for, as far as the layer itself shows it."""
     if getattr(module, "compressor", None) is not None:
         return COMPRESSED
-    if getattr(module, "attn_logit_softcapping", None) is not None:
-        return MEANINGS["softcap"]
     if hasattr(module, "rel_logits_proj"):
         return MEANINGS["position_bias"]
     # a layer that skips its own indexer takes what another layer's has chosen

@@ -72,6 +72,8 @@ def why_dense(
     text: Any, config: CabConfig, layer: nn.Module | None, index: KeyIndex | None
 ) -> str | None:
     """Why a call of few queries is no sparse step, as half a sentence; None where it is one."""
+    if getattr(layer, "attn_logit_softcapping", None) is not None:
+        return "soft-capped logits (decode)"
     if not config.sparse_decode or text.q_length != 1 or text.document is not None:
         return f"fewer than query_block={config.query_block} queries (decode)"
     # of a static cache the slots are known, and what is written on the device alone

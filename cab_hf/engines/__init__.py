@@ -18,6 +18,8 @@ HOPPER = 9
 SDPA_HEAD_DIM = 256
 # queries times keys of blocks from which a CPU gathers what they list: smaller ones are many calls
 GATHERED_FROM = 64 * 64
+# why some cannot run, see `Engine.unavailable`
+UNCAPPED = "does not cap logits"
 
 
 class Engine(NamedTuple):
@@ -45,6 +47,12 @@ class Engine(NamedTuple):
         """
         return self.load()
 
+    def capped(self, softcap: float | None) -> Engine:
+        """The same of soft-capped logits, or this one for None."""
+        if softcap is None:
+            return self
+        return self._replace(load=lambda: partial(self.load(), softcap=softcap))
+
 
 def _reference() -> Callable[..., Any]:
     return traced.attention if torch.compiler.is_compiling() else reference.attention
@@ -65,6 +73,8 @@ def _triton() -> Callable[..., Any]:
 
 
 def _triton_unavailable(work: Workload) -> str | None:
+    if work.softcap:
+        return UNCAPPED
     if not HAS_TRITON:
         return "needs the package triton, which is not installed"
     from cab_hf.ops.attention import block
@@ -105,6 +115,8 @@ def _flash() -> Callable[..., Any]:
 
 
 def _flash_unavailable(work: Workload) -> str | None:
+    if work.softcap:
+        return UNCAPPED
     return _flex_unavailable(work) or _flash_unavailable_here(
         work.device, work.head_dim, work.dtype, *work.blocks
     )

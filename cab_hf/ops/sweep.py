@@ -87,6 +87,7 @@ def kept_blocks(
     counts: Tensor,
     scores: Tensor | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Fill ``bits`` and ``counts`` for some heads, as the predictor's reference has it.
 
@@ -102,6 +103,7 @@ def kept_blocks(
         scores: float32 [heads at hand, M_q, M_k], filled with what ranks the blocks that a row
             sees: its mass, or 1 and more where the share of one query keeps it; None for nothing.
         sinks: [H], a logit of each head that no block has; None without.
+        softcap: that of `reference.capped`.
     """
     query_block, key_block = blocks
     kv_heads, kv_length = keys.shape[1:3]
@@ -153,6 +155,7 @@ def kept_blocks(
         units = Units(each, *each.aminmax(dim=1))
     tail = "none" if rules.tail is None else "listed" if rules.tail_listed else "named"
     scored = outliers if count else typical, typical
+    cap = None if softcap is None else softcap * LOG2_E.value
     shape = dict(OUTLIERS=count, TYPICAL=typical.count, TOGETHER=together, WIDER=wider)
     for begin, end in parts:
         left = scratch, columns(begin, end), all_columns
@@ -161,6 +164,7 @@ def kept_blocks(
             *descriptors,
             units,
             sinks,
+            cap,
             *left,
             begin,
             start,
@@ -189,6 +193,7 @@ def kept_blocks(
             bits,
             counts,
             scores,
+            cap,
             *left,
             rules.mass,
             rules.share,
@@ -288,9 +293,9 @@ def _by_block(
 
 
 @triton.jit
-def _added(m, total, top, scale):
+def _added(m, total, top, scale, softcap):
     """(largest logit, sum of powers of two below it) with those of some more key blocks."""
-    logit = top.to(tl.float32) * scale[:, None]
+    logit = keep.capped(top.to(tl.float32) * scale[:, None], softcap)
     rise = logit - m
     # one exponential: either what came before fades, or what comes does
     fade = tl.exp2(-tl.abs(rise))
@@ -345,6 +350,7 @@ def _sweep_kernel(
     desc_others,
     units,
     sinks,
+    softcap,
     scratch,
     columns,
     all_columns,
@@ -472,11 +478,11 @@ def _sweep_kernel(
                 even_top = tl.maximum(even_top, here)
             target = kept + i * (ALL * BLOCKS)
             tl.store(target + tl.arange(0, EVEN)[:, None] * BLOCKS + in_step, even_top)
-            even_m, even_l = _added(even_m, even_l, even_top, even_scale)
+            even_m, even_l = _added(even_m, even_l, even_top, even_scale, softcap)
             if OUTLIERS > 0:
                 own = (EVEN + tl.arange(0, ODD))[:, None] * BLOCKS + in_step
                 tl.store(target + own, odd_top)
-                odd_m, odd_l = _added(odd_m, odd_l, odd_top, odd_scale)
+                odd_m, odd_l = _added(odd_m, odd_l, odd_top, odd_scale, softcap)
     head = (start + plane) % heads
     even_norm = _log_total(even_m, even_l, even_seen[1] >= 0, sinks, head, KEY_BLOCK)
     tl.store(typical.norm + even, even_norm, mask=even_there)

@@ -30,6 +30,7 @@ class LayerContext:
         channels: those of q and k that are scored where scores are to be cheap, ascending; () for
             all of them.
         sinks: [H], a logit of each head that no key has; None without.
+        softcap: that of `reference.capped`.
     """
 
     spans: Spans
@@ -38,6 +39,7 @@ class LayerContext:
     shared_state: dict[Any, Any] = field(default_factory=dict)
     channels: tuple[int, ...] = ()
     sinks: Tensor | None = None
+    softcap: float | None = None
 
 
 def has_kernels(x: Tensor) -> bool:

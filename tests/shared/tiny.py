@@ -5,6 +5,8 @@ from dataclasses import replace
 import torch
 from transformers import (
     CLIPVisionConfig,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GraniteSWAConfig,
     GraniteSWAForCausalLM,
     Llama4ForCausalLM,
@@ -56,6 +58,16 @@ FAMILIES = {
         GraniteSWAConfig,
         GraniteSWAForCausalLM,
         {"sliding_window": 40, "attention_multiplier": 0.25},
+    ),
+    # logits are soft-capped, and the first and the last layer have windows
+    "gemma2": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {
+            "sliding_window": 40,
+            "attn_logit_softcapping": 5.0,
+            "query_pre_attn_scalar": 16,
+        },
     ),
     # layers attend in chunks, but for the last
     "llama4": (

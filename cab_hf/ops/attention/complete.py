@@ -35,13 +35,24 @@ def attention(
     plan: BlockPlan,
     scale: float,
     return_lse: bool = False,
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`reference.attention` under ``plan``.
 
     Args:
         attend: attention under the lists of a plan, for v of the head dim of q, with the arguments
             of `reference.attention`.
+
+    Raises:
+        NotImplementedError: for soft-capped logits and a plan that samples.
     """
+    if softcap is not None:
+        if plan.sampled is not None:
+            raise NotImplementedError(
+                "sampled_one_in is set, and this model caps logits, which only engine='reference' "
+                "samples; set it to 0."
+            )
+        attend = partial(attend, softcap=softcap)
     wanted = v.shape[-1]
     if wanted != q.shape[-1]:
         # kernels take one head dim: channels of zeros change no logit and no value

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cab_hf.ops.reference import capped
+
 # logarithms of shares are compared in steps of this part of a power of two
 STEPS_AN_OCTAVE = 64
 # step of the keys that are always read; of those whose share is below 2^-32 of all attention, or
@@ -251,6 +253,7 @@ def attend(
     length: Tensor | None = None,
     valid: Tensor | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """[B, H, 1, D_v] of q [B, H, 1, D] over the chosen keys of k and v [B, H_kv, N, D].
 
@@ -258,12 +261,12 @@ def attend(
     Attention (Ribar et al., 2024), so that the others do not weigh more than they should. The mean
     is that of `SPREAD_VALUES` keys from the first to the last; ``length`` and ``valid``, by which
     they are placed, are those of `choose`; a choice without ``unread`` needs neither. ``sinks`` [H]
-    are logits that no value belongs to.
+    are logits that no value belongs to, and ``softcap`` is that of `reference.capped`.
     """
     kv_heads, slots = k.shape[1:3]
     exact = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(exact).unflatten(1, (kv_heads, -1)).squeeze(3)
-    logits = grouped @ k.to(exact).transpose(-1, -2) * scale
+    logits = capped(grouped @ k.to(exact).transpose(-1, -2) * scale, softcap)
     kept = choice.kept(slots).unsqueeze(2)
     logits, values = logits.masked_fill(~kept, float("-inf")), v.to(exact)
     values = values.masked_fill(~kept.any(2).unsqueeze(-1), 0)
