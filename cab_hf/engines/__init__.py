@@ -18,8 +18,6 @@ HOPPER = 9
 SDPA_HEAD_DIM = 256
 # queries times keys of blocks from which a CPU gathers what they list: smaller ones are many calls
 GATHERED_FROM = 64 * 64
-# why some cannot run, see `Engine.unavailable`
-UNCAPPED = "does not cap logits"
 
 
 class Engine(NamedTuple):
@@ -73,8 +71,6 @@ def _triton() -> Callable[..., Any]:
 
 
 def _triton_unavailable(work: Workload) -> str | None:
-    if work.softcap:
-        return UNCAPPED
     if not HAS_TRITON:
         return "needs the package triton, which is not installed"
     from cab_hf.ops.attention import block
@@ -116,7 +112,7 @@ def _flash() -> Callable[..., Any]:
 
 def _flash_unavailable(work: Workload) -> str | None:
     if work.softcap:
-        return UNCAPPED
+        return "does not cap logits"
     return _flex_unavailable(work) or _flash_unavailable_here(
         work.device, work.head_dim, work.dtype, *work.blocks
     )

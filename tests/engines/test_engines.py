@@ -98,8 +98,11 @@ def test_queries_that_see_nothing_get_zeros_and_no_mass():
     assert out.isfinite().all()
 
 
+KINDS = ["plain", "named", "sampled", "of-groups", "not-finite", "softcap"]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["plain", "named", "sampled", "of-groups", "not-finite", "softcap"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_op_of_the_reference_is_the_reference(kind, shape):
     """torch.compile takes it in the reference's place, forward and backward."""
     q, k, v = qkv(**shape)

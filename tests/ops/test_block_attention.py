@@ -62,6 +62,12 @@ def test_a_loss_may_read_the_log_sum_exp(shape, blocks):
     assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2, through_lse=True)
 
 
+@pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 1, 10))
+def test_soft_capped_logits(shape, blocks):
+    q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
+    assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2, softcap=3.0)
+
+
 @pytest.mark.parametrize("dim", [16, 264], ids=["fused", "split"])
 def test_half_precision(dim):
     shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": dim}

@@ -25,7 +25,7 @@ FUSED_HEAD_DIM = 256
 # what registered ops take, and give
 PLAN = (
     "Tensor full_counts, Tensor full_indices, Tensor partial_counts, Tensor partial_indices,"
-    " Tensor first, Tensor last, int query_block, int key_block, float scale"
+    " Tensor first, Tensor last, int query_block, int key_block, float scale, float softcap"
 )
 FORWARD = f"(Tensor q, Tensor k, Tensor v, {PLAN}) -> (Tensor, Tensor)"
 BACKWARD = (
@@ -47,27 +47,33 @@ def unavailable(device: str, head_dim: int, dtype: torch.dtype) -> str | None:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: BlockPlan,
+    scale: float,
+    return_lse: bool = False,
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention under ``plan``, [B, H, N_q, D]; see `reference.attention`, which defines it.
 
     With ``return_lse`` also the log-sum-exp of every query's logits, float32 [B, H, N_q], -inf for
     a query that sees nothing.
     """
-    out, lse = forward_op(q, k, v, *flattened(plan, scale))
+    out, lse = forward_op(q, k, v, *flattened(plan, scale, softcap))
     return (out, lse) if return_lse else out
 
 
-def flattened(plan: BlockPlan, scale: float) -> tuple:
-    """`PLAN`, the arguments of a registered op; `rows_of` takes them back."""
+def flattened(plan: BlockPlan, scale: float, softcap: float | None = None) -> tuple:
+    """`PLAN`, the arguments of a registered op; `rows_of` takes them back. No soft cap is 0."""
     lists = (tensor for part in (plan.full, plan.partial) for tensor in (part.counts, part.indices))
-    return *lists, plan.spans.first, plan.spans.last, plan.query_block, plan.key_block, scale
+    return *lists, plan.spans.first, plan.spans.last, *plan.blocks, scale, softcap or 0.0
 
 
-def rows_of(arguments: tuple) -> tuple[PlanTensors, float]:
-    """The plan and the scale in `PLAN`."""
+def rows_of(arguments: tuple) -> tuple[PlanTensors, float, float]:
+    """The plan, the scale and the soft cap in `PLAN`."""
     full, partial = BlockLists(*arguments[:2]), BlockLists(*arguments[2:4])
-    return PlanTensors(full, partial, *arguments[4:-1]), arguments[-1]
+    return PlanTensors(full, partial, *arguments[4:-2]), *arguments[-2:]
 
 
 def shapes(q, k, v, *_):
@@ -89,8 +95,7 @@ def register_gradients(forward_op: CustomOpDef, backward_for: Callable[..., Cust
     """
 
     def save(ctx, inputs, output):
-        *tensors, query_block, key_block, scale = inputs
-        ctx.settings = query_block, key_block, scale
+        tensors, ctx.settings = inputs[:-4], inputs[-4:]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
 

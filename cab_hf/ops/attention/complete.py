@@ -42,17 +42,9 @@ def attention(
     Args:
         attend: attention under the lists of a plan, for v of the head dim of q, with the arguments
             of `reference.attention`.
-
-    Raises:
-        NotImplementedError: for soft-capped logits and a plan that samples.
     """
-    if softcap is not None:
-        if plan.sampled is not None:
-            raise NotImplementedError(
-                "sampled_one_in is set, and this model caps logits, which only engine='reference' "
-                "samples; set it to 0."
-            )
-        attend = partial(attend, softcap=softcap)
+    capped = {} if softcap is None else {"softcap": softcap}
+    attend = partial(attend, **capped)
     wanted = v.shape[-1]
     if wanted != q.shape[-1]:
         # kernels take one head dim: channels of zeros change no logit and no value
@@ -62,7 +54,7 @@ def attention(
     if plan.sampled is not None:
         from cab_hf.ops.attention import sampled
 
-        lists = partial(sampled.attention, attend)
+        lists = partial(sampled.attention, attend, **capped)
     if plan.dense_rows is None:
         result = lists(q, k, v, plan, scale, return_lse)
     else:

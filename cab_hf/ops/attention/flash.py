@@ -94,7 +94,7 @@ def attention(
 
 @torch.library.custom_op("cab_hf::flash_attention", mutates_args=(), schema=block.FORWARD)
 def _forward_op(q, k, v, *plan):
-    rows, scale = block.rows_of(plan)
+    rows, scale, _ = block.rows_of(plan)
     flash = _flash()
     batch, heads, length, dim = q.shape
     kv_heads, kv_length = k.shape[1:3]
@@ -131,7 +131,7 @@ def _forward_op(q, k, v, *plan):
 @torch.library.custom_op("cab_hf::flash_attention_backward", mutates_args=(), schema=block.BACKWARD)
 def _backward_op(grad, grad_lse, q, k, v, out, lse, *plan):
     assert grad_lse is None
-    rows, scale = block.rows_of(plan)
+    rows, scale, _ = block.rows_of(plan)
     flash = _flash()
     heads, kv_length = q.shape[1], k.shape[2]
     _, tile = BACKWARD_TILES[q.shape[3]]

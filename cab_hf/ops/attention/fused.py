@@ -17,7 +17,6 @@ from torch import Tensor
 
 from cab_hf.ops.attention.tiles import (
     LN_2,
-    LOG2_E,
     BackwardStats,
     PlanTensors,
     arguments,
@@ -26,12 +25,14 @@ from cab_hf.ops.attention.tiles import (
     like,
     load_spans,
     locate,
+    logit_scales,
     online_softmax_update,
     only_seen,
     plan_plane,
     precision,
     seen_between,
     sticks_out,
+    tanh,
     tile_of,
     tile_start,
 )
@@ -55,7 +56,14 @@ KEY_GRADIENT_TILES = {64: Tile(128, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Til
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: PlanTensors, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: PlanTensors,
+    scale: float,
+    softcap: float,
 ) -> None:
     """Write ``out`` [B, H, N_q, D] and its log-sum-exp ``lse``, float32 [B, H, N_q]."""
     plan, sizes = arguments(q, k, rows)
@@ -67,8 +75,8 @@ def forward(
         *descriptors(tile.block_m, out),
         lse,
         plan,
-        scale * LOG2_E.value,
-        sizes,
+        sizes=sizes,
+        **logit_scales(scale, softcap),
         **_constants(tile, q, rows),
         STICKS_OUT=sticks_out(rows, q.shape[2], k.shape[2]),
     )
@@ -82,6 +90,7 @@ def backward(
     terms: BackwardStats,
     rows: PlanTensors,
     scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, from that of the output; deterministic."""
     dq, dk, dv = map(like, (q, k, v))
@@ -97,7 +106,8 @@ def backward(
         terms,
         plan,
         scale,
-        sizes,
+        sizes=sizes,
+        **logit_scales(scale, softcap),
         **_constants(tile, q, rows),
     )
 
@@ -118,7 +128,8 @@ def backward(
         kv_blocks,
         lead,
         batch,
-        sizes,
+        sizes=sizes,
+        **logit_scales(scale, softcap),
         **_constants(tile, q, rows),
     )
     for target, parts in zip((dk, dv), sinks, strict=True):
@@ -160,6 +171,7 @@ def _block_attention_fwd_kernel(
     lse,
     plan,
     qk_scale,
+    cap_scale,
     sizes,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
@@ -167,6 +179,7 @@ def _block_attention_fwd_kernel(
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
     STICKS_OUT: tl.constexpr,
 ):
@@ -191,6 +204,8 @@ def _block_attention_fwd_kernel(
             column = tile_start(indices, i, KEY_BLOCK, BLOCK_N)
             k = desc_k.load([batch, kv_head, column, 0]).reshape(BLOCK_N, D)
             qk = tl.dot(q, k.T, input_precision=PRECISION)
+            if CAPPED:
+                qk = tanh(qk * cap_scale)
             if MASKED:
                 key = column + tl.arange(0, BLOCK_N)[None, :]
                 qk = tl.where(seen_between(key, first[:, None], last[:, None]), qk, float("-inf"))
@@ -221,6 +236,8 @@ def _block_attention_bwd_query_kernel(
     terms,
     plan,
     softmax_scale,
+    qk_scale,
+    cap_scale,
     sizes,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
@@ -228,6 +245,7 @@ def _block_attention_bwd_query_kernel(
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
@@ -251,12 +269,16 @@ def _block_attention_bwd_query_kernel(
             k = desc_k.load([batch, kv_head, column, 0]).reshape(BLOCK_N, D)
             v = desc_v.load([batch, kv_head, column, 0]).reshape(BLOCK_N, D)
             qk = tl.dot(q, k.T, input_precision=PRECISION)
-            p = tl.exp2(qk * (softmax_scale * LOG2_E) - lse[:, None])
+            if CAPPED:
+                qk = tanh(qk * cap_scale)
+            p = tl.exp2(qk * qk_scale - lse[:, None])
             if MASKED:
                 key = column + tl.arange(0, BLOCK_N)[None, :]
                 p = tl.where(seen_between(key, first[:, None], last[:, None]), p, 0.0)
             dp = tl.dot(do, v.T, input_precision=PRECISION)
             ds = p * (dp - delta[:, None])
+            if CAPPED:
+                ds *= 1 - qk * qk
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     dq = (dq * softmax_scale).to(q.dtype)
     desc_dq.store([batch, head, start, 0], dq.reshape(1, 1, BLOCK_M, D))
@@ -296,6 +318,8 @@ def _block_attention_bwd_key_kernel(
     kv_blocks,
     lead,
     batches,
+    qk_scale,
+    cap_scale,
     sizes,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
@@ -303,6 +327,7 @@ def _block_attention_bwd_key_kernel(
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     heads, kv_heads = sizes.heads, sizes.kv_heads
@@ -333,7 +358,9 @@ def _block_attention_bwd_key_kernel(
                 do = desc_do.load([batch, head, row, 0]).reshape(BLOCK_M, D)
                 lse = tl.load(terms.lse + plane + query)
                 qk = tl.dot(k, q.T, input_precision=PRECISION)
-                p = tl.exp2(qk * (softmax_scale * LOG2_E) - lse[None, :])
+                if CAPPED:
+                    qk = tanh(qk * cap_scale)
+                p = tl.exp2(qk * qk_scale - lse[None, :])
                 if MASKED:
                     first, last = load_spans(plan, batch, query, sizes.q_length)
                     p = tl.where(seen_between(key[:, None], first[None, :], last[None, :]), p, 0.0)
@@ -342,6 +369,8 @@ def _block_attention_bwd_key_kernel(
                 # not before: registers are short
                 delta = tl.load(terms.delta + plane + query)
                 ds = p * (dp - delta[None, :])
+                if CAPPED:
+                    ds *= 1 - qk * qk
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     dk = dk * softmax_scale
     if tile < lead:

@@ -37,6 +37,7 @@ def attention(
     plan: BlockPlan,
     scale: float,
     return_lse: bool = False,
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`reference.attention` under a plan's lists and its sample; on CUDA devices.
 
@@ -48,7 +49,7 @@ def attention(
     with torch.no_grad():
         listed = attend(q, k, v, plan, scale, True)
     sampled = plan.sampled.counts, plan.sampled.indices, plan.one_in
-    result = _forward_op(q, k, v, *listed, *sampled, *block.flattened(plan, scale))
+    result = _forward_op(q, k, v, *listed, *sampled, *block.flattened(plan, scale, softcap))
     return result if return_lse else result[0]
 
 
@@ -74,8 +75,8 @@ def _backward_op(grad, grad_lse, q, k, v, out, lse, counts, indices, one_in, *pl
 
 
 def _save(ctx, inputs, output):
-    q, k, v, _, _, counts, indices, one_in, *lists, query_block, key_block, scale = inputs
-    ctx.settings = one_in, query_block, key_block, scale
+    q, k, v, _, _, counts, indices, one_in, *lists = inputs
+    lists, ctx.settings = lists[:-4], (one_in, *lists[-4:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, counts, indices, *lists)
 

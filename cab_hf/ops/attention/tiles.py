@@ -196,6 +196,16 @@ def precision(x: Tensor) -> str:
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 
+def logit_scales(scale: float, softcap: float) -> dict[str, float | bool]:
+    """What products are multiplied by to be logits to base two: within a tanh, and beside it.
+
+    ``softcap`` is that of `reference.capped`, 0 for none: then there is no tanh.
+    """
+    outer = softcap or scale
+    inner = scale / softcap if softcap else 0.0
+    return {"qk_scale": outer * LOG2_E.value, "cap_scale": inner, "CAPPED": softcap > 0}
+
+
 @triton.jit
 def locate(plane, start, sizes, QUERY_BLOCK: tl.constexpr):
     """(batch, head, kv_head, row of the plan's lists) of the query at ``start`` of a plane."""
@@ -256,6 +266,11 @@ def only_seen(x, key, first, last):
 def finite(m):
     """A row that has seen nothing has no maximum to be relative to."""
     return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1
 
 
 @triton.jit
