@@ -1,10 +1,22 @@
-"""Exact attention of one query, where a mask or a static cache says what it sees."""
+"""Exact attention: of one query that a mask or a static cache shows its keys, and its gradients."""
 
 import pytest
 import torch
+from call_cases import gradients
 from decode_cases import require_step_as_by_rows, texts_of_a_step
+from tiny import FULL, tiny_model, tokens
 
+import cab_hf
 from cab_hf.ops import decode
+
+
+@pytest.mark.parametrize("family", ["llama", "granite-swa", "llama4", "gemma2"])
+def test_full_budget_has_the_gradients_of_dense_attention(family):
+    """Of all weights, sinks among them."""
+    model, ids = tiny_model(family), tokens(2, 150)
+    expected = gradients(model, ids)
+    actual = gradients(cab_hf.apply_cab(model, FULL), ids)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("text", texts_of_a_step())
