@@ -49,6 +49,8 @@ def compiled(config, dtype, dim, eight_bits):
     channels, spans = llama_channels(dim), Spans.causal(1, LENGTH, LENGTH, "cpu")
     q, k = (torch.zeros(1, heads, LENGTH, dim, dtype=dtype) for heads in (HEADS, KV_HEADS))
     chosen = choose(q, k, spans, config, channels)
+    sinks = torch.zeros(HEADS)
+    choose(q, k, spans, config, channels, sinks, 30.0)
     tail = spans.tail_rows(config.query_block, config.query_block)
     plan = BlockPlan(*chosen, spans, config.query_block, config.key_block, dense_rows=tail)
     pairs.add_pairs(plan)
@@ -63,6 +65,8 @@ def compiled(config, dtype, dim, eight_bits):
     choice = kernels.choose(q[:, :, :1], index, 1.0, *numbers, channels, spans.key_valid)
     kernels.attend(q[:, :, :1], k, k, choice, 1.0, numbers[0], spans.key_valid)
     kernels.attend(q[:, :, :1], k, k, choice.elsewhere(k.device), 1.0)
+    kernels.choose(q[:, :, :1], index, 1.0, *numbers, channels, sinks=sinks)
+    kernels.attend(q[:, :, :1], k, k, choice.elsewhere(k.device), 1.0, sinks=sinks)
     return {name: max(each.metadata.shared for each in all_of) for name, all_of in result.items()}
 
 
@@ -76,11 +80,11 @@ def compiled_for_lengths(config, dtype, dim, eight_bits):
     return {name: len(all_of) for name, all_of in result.items()}
 
 
-def choose(q, k, spans, config, channels):
+def choose(q, k, spans, config, channels, *logits):
     """(full, partial) lists, by the kernels that choose by rows."""
     keys = lists.keys_of(k, channels)
     exponents = keys[1] if len(keys) > 1 else None
-    return lists.choose(q, keys[0], exponents, spans, 1.0, channels, config)
+    return lists.choose(q, keys[0], exponents, spans, 1.0, channels, config, *logits)
 
 
 def frc_compiled(config, dtype, dim, eight_bits):
