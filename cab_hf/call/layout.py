@@ -293,8 +293,9 @@ def _spans_in_place(document: Tensor, valid: Tensor | None) -> Spans:
     """Of documents that stay where they are: moving them needs their lengths on the host."""
     if valid is not None:
         raise NotImplementedError(
-            "attention_mask is set for packed documents under torch.compile, where 'cab' cannot "
-            "look for padding; leave it out, or do not compile."
+            "attention_mask is set under torch.compile for packed documents, or for windows of "
+            "a model with sinks or soft caps, where 'cab' cannot look for padding; leave it out, "
+            "or do not compile."
         )
     slot = torch.arange(document.shape[1], device=document.device, dtype=torch.int32)
     slot = slot.expand_as(document)
