@@ -15,6 +15,7 @@ from cab_hf.decode.step import SparseDecode, why_dense
 from cab_hf.engines import SDPA, Engine, Workload
 from cab_hf.engines.dense import Exact, ExactByBlocks, ExactByRows
 from cab_hf.engines.sparse import Sparse
+from cab_hf.hf.fit import layer_type
 from cab_hf.plan import EXACT_BLOCK
 
 
@@ -55,9 +56,14 @@ def route(
     if kind == SparseDecode.kind:
         return SparseDecode()
     q_length, kv_length = text.q_length, text.kv_length
-    if text.exact_block is not None:
-        work = replace(work, query_block=text.exact_block, key_block=text.exact_block)
+    special = work.sinks or work.softcap
+    if text.exact_block is not None or (special and q_length > 1):
+        # no dense kernel caps logits, or returns a log-sum-exp with gradients
+        block = text.exact_block or EXACT_BLOCK
+        work = replace(work, query_block=block, key_block=block)
         return ExactByBlocks(engines.choose("auto", work), kind, reason)
+    if special:
+        return ExactByRows(SDPA, kind, reason)
     complete = text.plain and q_length == kv_length
     few = q_length < EXACT_BLOCK or text.window is not None or kv_length is None
     kernel = SDPA if few else engines.exact(work, q_length if complete else None)
@@ -73,7 +79,8 @@ def _kind(
 ) -> tuple[str, str | None]:
     """(kind, reason why it is not sparse) of a layer that is asked to be."""
     if text.window is not None:
-        return "exact", f"sliding window of {text.window} tokens"
+        chunked = layer_type(layer) == "chunked_attention"
+        return "exact", f"{'chunks' if chunked else 'sliding window'} of {text.window} tokens"
     if getattr(layer, "layer_idx", None) in config.dense_layers:
         return "exact", "in dense_layers"
     # of documents, the most queries and tokens that any has; padding is none

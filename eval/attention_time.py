@@ -109,7 +109,8 @@ class AttentionClock:
             batch, _, length, dim = call.q.shape
             spans = Spans.causal(batch, length, length, call.q.device)
             channels, index = slow_channels(call.layer, dim), layer_index(call.layer)
-            layer = LayerContext(spans, call.scale, index, shared_state, channels)
+            more = channels, call.sinks, call.softcap
+            layer = LayerContext(spans, call.scale, index, shared_state, *more)
             calls = None if config is None else sparse_calls(call, layer, config)
             predict_ms, attend_ms = 0.0, dense_ms
             if calls is not None:

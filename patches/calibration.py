@@ -182,7 +182,8 @@ def _layer_by_layer(
             return
         spans = Spans.causal(1, q.shape[2], k.shape[2], q.device)
         channels = slow_channels(call.layer, q.shape[-1])
-        context = LayerContext(spans, call.scale, layer, channels=channels)
+        more = {"channels": channels, "sinks": call.sinks, "softcap": call.softcap}
+        context = LayerContext(spans, call.scale, layer, **more)
         result[layer] = measure(q, k, context)
         layer_done()
 

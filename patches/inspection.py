@@ -197,7 +197,9 @@ def _sentence(
         return f"refused, {reason}"
     device = next(module.parameters()).device.type
     blocks = config.query_block, config.key_block
-    work = Workload(device, head_dim(module), dtype, training, *blocks)
+    named = {"sinks": "sinks", "softcap": "attn_logit_softcapping"}
+    features = {name: getattr(module, own, None) is not None for name, own in named.items()}
+    work = Workload(device, head_dim(module), dtype, training, *blocks, **features)
     prompt = CabMask(1, tokens, tokens, 0, window=window(module))
     way = route(prompt, config, work, sparse=sparse, layer=module)
     if way.kind == "sparse":

@@ -19,6 +19,7 @@ from batching_cases import (
     routed,
     served,
 )
+from marks import slow_but
 from tiny import SPARSE, tiny_llava, tiny_model, tokens
 from transformers import GenerationConfig
 from transformers.cli.serving.model_manager import ModelManager
@@ -37,10 +38,15 @@ from cab_hf.config import NAMES
 
 @pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize(
-    ("family", "name"), [("llama", "cab"), ("qwen3", "cab"), ("llama", "cab_dense")]
+    ("family", "name"),
+    slow_but(
+        [("llama", "cab"), ("qwen3", "cab"), ("llama", "cab_dense"), ("granite-swa", "cab")],
+        *(0, 1, 2),
+    ),
 )
 def test_a_full_budget_is_dense_attention(family, name, changes):
-    model = tiny_model(family)
+    own = {"layer_types": ["full_attention"] * 3} if family == "granite-swa" else {}
+    model = tiny_model(family, **own)
     expected = generated(model)
     on_cab(model).set_attn_implementation(name)
     assert served(model, **changes) == expected

@@ -1,10 +1,29 @@
-"""Exact attention of one query, where a mask or a static cache says what it sees."""
+"""Exact attention: of one query that a mask or a static cache shows its keys, and its gradients."""
+
+from dataclasses import replace
 
 import pytest
 import torch
+from call_cases import gradients
 from decode_cases import require_step_as_by_rows, texts_of_a_step
+from tiny import FULL, qkv, tiny_model, tokens
 
-from cab_hf.ops import decode
+import cab_hf
+from cab_hf import CabConfig
+from cab_hf.call.call import Call
+from cab_hf.call.mask import CabMask
+from cab_hf.engines import REFERENCE, SDPA
+from cab_hf.engines.dense import ExactByBlocks, ExactByRows
+from cab_hf.ops import Workload, decode
+
+
+@pytest.mark.parametrize("family", ["llama", "granite-swa", "llama4", "gemma2"])
+def test_full_budget_has_the_gradients_of_dense_attention(family):
+    """Of all weights, sinks among them."""
+    model, ids = tiny_model(family), tokens(2, 150)
+    expected = gradients(model, ids)
+    actual = gradients(cab_hf.apply_cab(model, FULL), ids)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("text", texts_of_a_step())
@@ -21,3 +40,34 @@ def test_no_kernel_stands_for_a_step_with_gradients(monkeypatch):
         assert decode.has_kernels(x)
     monkeypatch.undo()
     assert not decode.has_kernels(x.detach())
+
+
+def windowed(**more):
+    """A mask of 90 queries behind 30 keys, under a window of 40, of two rows."""
+    return CabMask(2, 90, 120, 30, window=40, **more)
+
+
+PADDED = torch.arange(120) >= torch.tensor([[50], [0]])
+# a row of several turns, padded one by one
+HOLES = (torch.arange(120) % 37 > 9).expand(2, -1)
+WINDOWED = {
+    "chunk": windowed(),
+    "left": windowed(valid=PADDED),
+    "holes": windowed(valid=HOLES),
+    "live-slot": replace(windowed(), kv_length=None, q_slot=torch.tensor(30), slots=120),
+    "packed": CabMask(
+        2, 120, 120, 0, window=40, document=(torch.arange(120) // 47).expand(2, -1), valid=HOLES
+    ),
+}
+
+
+@pytest.mark.parametrize("text", WINDOWED.values(), ids=WINDOWED)
+def test_windows_by_blocks_are_those_by_rows(text):
+    """Sinks and soft caps need an engine, which sees a window in places where padding is closed."""
+    q, k, v = qkv(2, q_length=text.q_length, kv_length=120)
+    work = Workload.of(q, k, v, (128, 128))
+    call = Call(q, k, v, 0.2, None, CabConfig(), False, work, text)
+    rows, blocks = ExactByRows(SDPA).attend(call), ExactByBlocks(REFERENCE).attend(call)
+    valid = torch.ones(2, 120, dtype=torch.bool) if text.valid is None else text.valid
+    real = valid[:, -text.q_length :, None].unsqueeze(1)
+    torch.testing.assert_close(blocks * real, rows * real, atol=1e-5, rtol=1e-4)

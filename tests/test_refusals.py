@@ -13,9 +13,6 @@ from transformers import (
     BertModel,
     LlamaForCausalLM,
 )
-from transformers.masking_utils import (
-    chunked_causal_mask_function,
-)
 
 import cab_hf
 from cab_hf import apply_cab, engines
@@ -243,12 +240,6 @@ def prefix(batch, head, query, key):
     return (key <= query) | (key < 4)
 
 
-def chunked():
-    config = transformers.Llama4TextConfig(attention_chunk_size=4)
-    pattern = chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
-    return cab_mask(1, 8, 8, mask_function=pattern, local_size=4, config=config)
-
-
 def prefixed_mask(**how):
     """A mask that no layer uses is nobody's mistake: it is refused where one does."""
     return cab_mask(1, 8, 8, mask_function=prefix, config=BertConfig(), **how)
@@ -272,12 +263,6 @@ def prefixed_mask(**how):
             id="window",
         ),
         pytest.param(
-            {"mask": chunked()},
-            NotImplementedError,
-            "llama4_text attends in chunks of 4",
-            id="chunks",
-        ),
-        pytest.param(
             {"mask": prefixed_mask()},
             NotImplementedError,
             "bert has a mask that lets tokens see later ones",
@@ -294,6 +279,11 @@ def prefixed_mask(**how):
 def test_what_the_function_is_given(given, error, sentence):
     with pytest.raises(error, match=sentence):
         call(**{"query": EIGHT, **given})
+
+
+def test_sinks_that_are_not_one_a_head():
+    with pytest.raises(ValueError, match="s_aux is .*, and query has 1 heads; give one sink"):
+        call(EIGHT, s_aux=torch.zeros(2))
 
 
 def test_a_window_as_wide_as_the_text_is_none():
@@ -339,14 +329,8 @@ def test_a_window_without_a_mask_is_a_window(attend):
         pytest.param("DeepseekV32", MLA, "deepseek_v32 computes with", id="deepseek-v3.2"),
         pytest.param("GlmMoeDsa", MLA, "glm_moe_dsa computes with", id="glm-moe-dsa"),
         pytest.param("Doge", {}, "doge computes with its attention mask .*'dtype'", id="doge"),
-        pytest.param("GptOss", MOE, "s_aux is set .*gpt_oss", id="gpt-oss"),
-        pytest.param("Gemma2", {}, "softcap is set .*gemma2", id="gemma2"),
-        pytest.param("VaultGemma", {}, "softcap is set .*vaultgemma", id="vaultgemma"),
         pytest.param(
-            "Llama4",
-            {"config": "Llama4TextConfig", **MOE, "attention_chunk_size": 16},
-            "llama4_text attends in chunks of 16",
-            id="llama4",
+            "DeepseekV4", MOE, "DeepseekV4Attention attends to compressed", id="deepseek-v4"
         ),
     ],
 )

@@ -64,7 +64,7 @@ def attend_batch(call: Call) -> Tensor:
         pages = allocator.get_cache_for_block_table(layer)
         q = q[0, :, queries].transpose(0, 1).unsqueeze(2)
         k, v = (_for_each(x, len(queries)) for x in pages)
-        out[0, queries] = decode.attend(q, k, v, seen, call.scale).squeeze(2)
+        out[0, queries] = decode.attend(q, k, v, seen, call.scale, sinks=call.sinks).squeeze(2)
     return out
 
 
@@ -129,7 +129,7 @@ def _attend_pages(call: Call, allocator: Any) -> Tensor:
         cached.flatten(0, 1).index_copy_(0, written, x[0].transpose(0, 1))
     k, v = (_for_each(x, count) for x in pages)
     q = call.q[0].transpose(0, 1).unsqueeze(2)
-    return decode.attend(q, k, v, seen, call.scale).squeeze(2).unsqueeze(0)
+    return decode.attend(q, k, v, seen, call.scale, sinks=call.sinks).squeeze(2).unsqueeze(0)
 
 
 def _steps(single: list[tuple[int, int, int]], read: Tensor, heads: int) -> tuple[Tensor, Choice]:

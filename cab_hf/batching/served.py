@@ -35,6 +35,8 @@ def unbatchable_reason(model: PreTrainedModel) -> str | None:
 def _unbatchable_layer(module: nn.Module) -> str | None:
     if window(module) is not None:
         return f"layers under a sliding window of {window(module)} tokens"
+    if getattr(module, "attn_logit_softcapping", None) is not None:
+        return "soft-capped logits"
     if getattr(module, "kv_lora_rank", None) is not None:
         return "multi-head latent attention"
     if is_sharded(module.config):

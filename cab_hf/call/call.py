@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
 from cab_hf.call.mask import CabMask
 from cab_hf.call.placeholder import KEYWORDS, Batch
-from cab_hf.call.refusals import refuse
+from cab_hf.call.refusals import refuse, refuse_sinks
 from cab_hf.call.scope import SCOPE, is_sharded, prompt_of, refuse_compiled
 from cab_hf.config import CabConfig, blocks_of
 from cab_hf.hf.fit import warn_if_too_short
@@ -37,6 +37,8 @@ class Call:
         index: the `KeyIndex` of the keys, where the layer's cache has one.
         batch: of continuous batching; None elsewhere.
         packed: the `KEYWORDS` that come with it.
+        sinks: [H], a logit of each head that no key has; None without.
+        softcap: logits x are ``softcap * tanh(x / softcap)``; None where they are not.
     """
 
     q: Tensor
@@ -51,6 +53,8 @@ class Call:
     index: Any = None
     batch: Batch | None = None
     packed: dict[str, Any] | None = None
+    sinks: Tensor | None = None
+    softcap: float | None = None
 
     @classmethod
     def of(
@@ -66,6 +70,8 @@ class Call:
         sparse: bool,
         sliding_window: int | None = None,
         position_ids: Tensor | None = None,
+        s_aux: Tensor | None = None,
+        softcap: float | None = None,
         **kwargs: Any,
     ) -> Call:
         """The call that transformers makes; arguments and errors are those of `cab_attention`."""
@@ -79,14 +85,17 @@ class Call:
             batch = None
         lengths = query.shape[2], key.shape[2]
         refuse(module, query.dtype, lengths, mask, dropout, sliding_window, kwargs)
+        refuse_sinks(s_aux, query.shape[1])
         q, k, v = _one_dtype(module, query, key, value)
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
         if batch is None and mask is None:
             mask = _plain_mask(module, query.shape[0], *lengths, sliding_window)
         state = mask.state if batch is None else batch.state
         config = state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
-        work = Workload.of(q, k, v, blocks_of(config))
-        call = cls(q, k, v, scale, module, config, sparse, work, mask, index, batch, packed)
+        features = {"sinks": s_aux is not None, "softcap": softcap is not None}
+        work = Workload.of(q, k, v, blocks_of(config), **features)
+        text = mask, index, batch, packed, s_aux, softcap
+        call = cls(q, k, v, scale, module, config, sparse, work, *text)
         if batch is not None:
             return call
         refuse_compiled(module.config)

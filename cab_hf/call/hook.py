@@ -67,7 +67,10 @@ def cab_mask(
         given = batch_size, kv_offset, written or kv_length, q_offset + q_length
         valid = _padding(attention_mask, *given).to(device)
 
-    refusal = None
+    refusal, document, ahead, chunks_from, parts = None, None, None, None, None
+    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+        chunks_from = _first_tokens(attention_mask, batch_size, device) - kv_offset
+        parts = packing.parts_of(mask_function) if eager else None
     if use_vmap:
         # a caller's own functions, or those of pictures, which text alone may have as well
         parts = packing.parts_of(mask_function) if eager else None
@@ -75,12 +78,14 @@ def cab_mask(
             refusal = "adds an or_mask_function or and_mask_function"
         else:
             local_size = parts.get("sliding_window_overlay", {}).get("sliding_window", local_size)
-    model, document, ahead = name_of(config), None, None
-    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
-        refusal = f"attends in chunks of {local_size}"
+    model = name_of(config)
     if refusal is None and mask_function is not causal_mask_function and q_length > 1:
         seen = packing.pattern_of(mask_function, batch_size, q_offset, q_length, device)
         refusal, ahead, document = _documents(*seen, written == q_length, local_size)
+    if chunks_from is not None and parts is not None:
+        # those that transformers has found: in the pattern they are no others than chunks
+        packed = parts.get("packed_sequence_mask_function", {})
+        document = packed.get("packed_sequence_mask")
     return CabMask(
         batch_size,
         q_length,
@@ -95,7 +100,15 @@ def cab_mask(
         prompt=prompt,
         parallel=SCOPE.get().parallel if eager else None,
         looks_ahead=ahead,
+        chunks_from=chunks_from,
     )
+
+
+def _first_tokens(mask: Tensor | None, batch: int, device: torch.device | str) -> Tensor:
+    """int64 [B]: the place of the first token of every row behind its padding."""
+    if mask is None:
+        return torch.zeros(batch, dtype=torch.int64, device=device)
+    return mask.bool().int().argmax(-1).to(device)
 
 
 def _documents(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.call.reordering import Reordering
+from cab_hf.ops.reference import with_sinks
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, named_rows, once_per_spans
 from cab_hf.predictors import LayerContext, Predictor
 
@@ -64,6 +65,7 @@ class Layout:
         lengths: Sequence[Sequence[Length]] | None = None,
         ahead: int | list[int] = 0,
         end: int | Tensor | None = None,
+        window: int | None = None,
     ) -> Layout:
         """The layout of a call; arguments as in `CabMask`.
 
@@ -71,15 +73,20 @@ class Layout:
             align: the larger block size.
             ahead: places without a query before the first of every row, or of each.
             end: see `Spans`.
+            window: width of a sliding window, in slots.
 
         Raises:
             NotImplementedError: while compiling, for documents with padding.
         """
         if valid is None and document is None:
             spans = replace(Spans.causal(batch, q_length, kv_length, device, q_slot), end=end)
+            if window is not None:
+                spans = _windowed(spans, spans.last - (window - 1))
             return cls._led(spans, kv_length, ahead) if ahead else cls(spans, kv_length)
         if document is not None and torch.compiler.is_compiling():
-            return cls(_spans_in_place(document, valid), kv_length)
+            spans = _spans_in_place(document, valid)
+            spans = spans if window is None else _windowed(spans, spans.last - (window - 1))
+            return cls(spans, kv_length)
 
         padded = valid is not None
         if not padded:
@@ -94,6 +101,7 @@ class Layout:
         place = valid.cumsum(-1) - 1
         if document is None:
             first, length, documents = torch.zeros_like(place), kv_length, 1
+            shift = first
             # queries close up from the left
             inside, q_places = real.cumsum(-1) - 1, q_length
             if ahead:
@@ -123,6 +131,10 @@ class Layout:
 
         starts, ends = by_query(first[:, mine], 0), by_query(place[:, mine], -1)
         spans = Spans(starts, ends, key_valid, aligned=True, documents=documents, end=end)
+        if window is not None:
+            # the rank of the first key that is not too far behind
+            far = F.pad(valid.cumsum(-1), (window, 0))[:, :kv_length] + shift
+            spans = _windowed(spans, by_query(far[:, mine], 0))
         sizes = tuple([by_query(x.expand(-1, kv_length)[:, mine], 0) for x in sizes])
         query_order = Reordering.of(query_source, query_valid, inside, real if padded else None)
         key_order = Reordering.of(key_source, key_valid, place, valid if padded else None)
@@ -181,10 +193,22 @@ class Layout:
         return everything(self.spans, EXACT_BLOCK)
 
     def attend(
-        self, engine: Any, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float
+        self,
+        engine: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: BlockPlan,
+        scale: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """[B, H, N', D] of q, k and v of the layout, by an `Engine` under ``plan``."""
-        return engine.attention(q, k, v, plan, scale)
+        """[B, H, N', D] of q, k and v of the layout, by an `Engine` under ``plan``.
+
+        ``sinks`` are those of `reference.with_sinks`.
+        """
+        if sinks is None:
+            return engine.attention(q, k, v, plan, scale)
+        return with_sinks(*engine.attention(q, k, v, plan, scale, return_lse=True), sinks)
 
     def restore(self, out: Tensor) -> Tensor:
         """[B, H, N', D] back to the call's order, zeros at padding queries."""
@@ -211,6 +235,11 @@ def _short_rows(
     short = ((of_queries < queries) | (of_tokens < tokens)) & (spans.last >= 0)
     short = F.pad(short, (0, -short.shape[1] % query_block))
     return named_rows(short.unflatten(1, (-1, query_block)).any(-1), room)
+
+
+def _windowed(spans: Spans, first: Tensor) -> Spans:
+    """``spans`` in which no query sees a key before ``first`` [B, N_q]."""
+    return replace(spans, first=torch.maximum(spans.first, first), aligned=False)
 
 
 def _invert(place: Tensor, real: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -264,8 +293,9 @@ def _spans_in_place(document: Tensor, valid: Tensor | None) -> Spans:
     """Of documents that stay where they are: moving them needs their lengths on the host."""
     if valid is not None:
         raise NotImplementedError(
-            "attention_mask is set for packed documents under torch.compile, where 'cab' cannot "
-            "look for padding; leave it out, or do not compile."
+            "attention_mask is set under torch.compile for packed documents, or for windows of "
+            "a model with sinks or soft caps, where 'cab' cannot look for padding; leave it out, "
+            "or do not compile."
         )
     slot = torch.arange(document.shape[1], device=document.device, dtype=torch.int32)
     slot = slot.expand_as(document)

@@ -38,7 +38,7 @@ class CabMask(NotATensor):
         q_slot: slot of the first query, int or 0-d tensor.
         valid: bool [B, N_k], False for padding keys; None when no key is padding.
         document: int [B, N_k], equal for tokens of one packed document; None when not packed.
-        window: sliding-window width in tokens; None without one.
+        window: sliding-window width in tokens, or that of chunks; None without.
         slots: length of the key tensor a layer hands over; None where the caller did not say.
         model: its name, for error messages.
         refusal: why no layer may use it; None where layers may. Models also make masks that none
@@ -48,6 +48,8 @@ class CabMask(NotATensor):
         parallel: the `Parallel` of the ranks that hold the text; None where one process does.
         looks_ahead: whether a token sees a later one, bool [], where only the device knows: the
             first layer that uses the mask refuses it there. None where it is known that none does.
+        chunks_from: int64 [B], of layers that attend in chunks the slot from which on a row counts
+            them, where documents do not say it; None for others.
         exact_block: block size of the plan under which exact attention is computed; None where a
             dense kernel may compute it.
         state: what the layers share.
@@ -66,6 +68,7 @@ class CabMask(NotATensor):
     prompt: Prompt | None = None
     parallel: Any = None
     looks_ahead: Tensor | None = None
+    chunks_from: Tensor | None = None
     exact_block: int | None = None
     # torch.compile traces no class as a factory
     state: ForwardState = field(default_factory=lambda: ForwardState())
@@ -206,6 +209,9 @@ class CabMask(NotATensor):
                 starts = packing.document_starts(position_ids, self.valid)
         plain = self.valid is None and self.document is None and begins
         self._look(starts, value if plain and self.batch > 1 else None)
+        if self.chunks_from is not None and self.document is not None:
+            self.document = packing.in_chunks(self.document, self.valid, self.window)
+            self._most_documents = None
 
     def _refuse_looking_ahead(self) -> None:
         """Make the mask tensors fail on the device where a token sees a later one."""
@@ -297,6 +303,7 @@ class CabMask(NotATensor):
                 lengths=self.lengths,
                 ahead=self._ahead(query_block) if from_start else 0,
                 end=self._text_end(device),
+                window=self.window,
             )
 
         return self.state.once(("layout", query_block, key_block, device, from_start), build)
@@ -364,6 +371,9 @@ class CabMask(NotATensor):
         seen = seen.unsqueeze(0)
         if self.valid is not None:
             seen = seen & self.valid[:, None, low:high].to(device)
+        if self.chunks_from is not None and self.document is None:
+            begin = self.chunks_from.to(device).view(-1, 1, 1)
+            seen = seen & ((key - begin) // self.window == (query - begin) // self.window)
         if self.document is not None:
             document = self.document.to(device)
             own = document[:, self.q_slot + start : self.q_slot + stop, None]

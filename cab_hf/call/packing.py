@@ -86,6 +86,20 @@ def documents_between(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
     return torch.bucketize(slot, cu_seq_lens[1:], right=True).unflatten(0, (batch, length))
 
 
+def in_chunks(document: Tensor, valid: Tensor | None, size: int) -> Tensor:
+    """``document`` ids [B, N] in which every ``size`` tokens of a document are one of their own.
+
+    Args:
+        valid: bool [B, N], False for padding, which no document begins with; None for none.
+    """
+    if valid is not None:
+        document = document.masked_fill(~valid.to(document.device), -1)
+    slot = torch.arange(document.shape[1], device=document.device)
+    begins = F.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
+    first = torch.where(begins, slot, 0).cummax(-1).values
+    return (begins | ((slot - first) % size == 0)).cumsum(-1)
+
+
 def pattern_of(
     mask_function: Any, batch: int, q_offset: int | Tensor, q_length: int, device: Any
 ) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import nn
 from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
 from cab_hf.call.mask import CabMask, of_another_kind, too_short
 from cab_hf.checks import short
-from cab_hf.hf.fit import layer_type, name_of
+from cab_hf.hf.fit import name_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # looked at one by one
@@ -52,10 +52,11 @@ MEANINGS = {
     "key_padding_mask": "a mask of its own",
     "layer_head_mask": "weights of heads",
     "position_bias": "a bias on logits",
-    "s_aux": "sink logits",
-    "sinks": "sink logits",
-    "softcap": "soft-capped logits",
 }
+
+
+# DeepSeek-V4 puts them behind the keys of the text, where no mask of ours says who sees them
+COMPRESSED = "compressed keys beside those of the text"
 
 
 def refuse(
@@ -88,6 +89,11 @@ def refuse(
             "Use attn_implementation='eager' to read them."
         )
     _refuse_keywords(name_of(getattr(module, "config", None)), kwargs)
+    if getattr(module, "compressor", None) is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} attends to {COMPRESSED}, which 'cab' does not compute. "
+            f"Use attn_implementation='eager' for {name_of(module.config)}."
+        )
     if mask is not None:
         _refuse_mask(mask, lengths[1], sliding_window)
     if dropout:
@@ -102,12 +108,22 @@ def refuse(
         )
 
 
+def refuse_sinks(sinks: Any, heads: int) -> None:
+    """Refuse sinks that are not one a head, as where a library deals heads out to ranks.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if sinks is not None and tuple(sinks.shape) != (heads,):
+        raise ValueError(
+            f"s_aux is {short(sinks)}, and query has {heads} heads; give one sink logit a head."
+        )
+
+
 def foreseen(module: nn.Module) -> str | None:
     """What an attention layer will be refused for, as far as the layer itself shows it."""
-    if getattr(module, "sinks", None) is not None:
-        return MEANINGS["sinks"]
-    if getattr(module, "attn_logit_softcapping", None) is not None:
-        return MEANINGS["softcap"]
+    if getattr(module, "compressor", None) is not None:
+        return COMPRESSED
     if hasattr(module, "rel_logits_proj"):
         return MEANINGS["position_bias"]
     # a layer that skips its own indexer takes what another layer's has chosen
@@ -115,8 +131,6 @@ def foreseen(module: nn.Module) -> str | None:
         return MEANINGS["indices"]
     if hasattr(module, "prepare_dynamic_mask"):
         return MEANINGS["block_mask"]
-    if layer_type(module) == "chunked_attention":
-        return f"attention in chunks of {module.config.attention_chunk_size}"
     return None
 
 

@@ -103,6 +103,8 @@ def why_none(module: nn.Module, config: CabConfig) -> str | None:
         return foreseen(module)
     if window(module) is not None:
         return f"sliding window of {window(module)} tokens"
+    if getattr(module, "attn_logit_softcapping", None) is not None:
+        return "soft-capped logits"
     if layer in config.dense_layers:
         return "in dense_layers"
     if anchor_of(config, layer) not in (None, layer):

@@ -47,12 +47,13 @@ class SparseDecode:
         anchor = anchor_of(config, layer)
         if anchor is None or anchor == layer:
             index, channels = call.index
-            choice = decode.choose(q, index, call.scale, length, wanted, channels, valid)
+            given = call.scale, length, wanted, channels, valid, call.sinks
+            choice = decode.choose(q, index, *given)
         else:
             choice = _mapped(text.state.shared[SHARED_CHOICE], config, layer, heads, q.device)
         if anchor is not None and anchor == layer:
             text.state.shared[SHARED_CHOICE] = SharedChoice(layer, heads, choice)
-        return decode.attend(q, call.k, call.v, choice, call.scale, length, valid)
+        return decode.attend(q, call.k, call.v, choice, call.scale, length, valid, call.sinks)
 
 
 def _mapped(
@@ -71,6 +72,8 @@ def why_dense(
     text: Any, config: CabConfig, layer: nn.Module | None, index: KeyIndex | None
 ) -> str | None:
     """Why a call of few queries is no sparse step, as half a sentence; None where it is one."""
+    if getattr(layer, "attn_logit_softcapping", None) is not None:
+        return "soft-capped logits (decode)"
     if not config.sparse_decode or text.q_length != 1 or text.document is not None:
         return f"fewer than query_block={config.query_block} queries (decode)"
     # of a static cache the slots are known, and what is written on the device alone

@@ -142,6 +142,11 @@ def _refuse(call: Call) -> None:
             "context_parallel 'cab' reads whole texts. Leave the block first: "
             "cab_hf.distributed.whole_cache gives every rank the cache from which generate goes on."
         )
+    if call.text.chunks_from is not None:
+        raise NotImplementedError(
+            f"{call.text.model} attends in chunks of {call.text.window}; inside context_parallel "
+            "'cab' does not compute that. Read its texts in one process."
+        )
     # looked at once a forward pass: no layer but the first waits for the device
     call.text.find_documents(None, None)
     if call.text.valid is not None:

@@ -19,6 +19,7 @@ from cab_hf.distributed.exchange import gathered
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slices
 from cab_hf.distributed.sharding import Shard, Sharding, ShardMap
 from cab_hf.engines import Engine
+from cab_hf.ops.reference import with_sinks
 from cab_hf.plan import BlockPlan, named_rows, once_per_spans, rows_grid
 from cab_hf.predictors import LayerContext, Predictor
 
@@ -96,13 +97,27 @@ class ShardedLayout:
         return everything(spans, self.shard_map.sharding.exact_block)
 
     def attend(
-        self, engine: Engine, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float
+        self,
+        engine: Engine,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: BlockPlan,
+        scale: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """[B, H, n, D_v] of q [B, H, n, D] over all ranks' k and v [B, H_kv, n, D or D_v]."""
-        return self.attention(engine, q, k, v, plan, scale)[0]
+        return self.attention(engine, q, k, v, plan, scale, sinks)[0]
 
     def attention(
-        self, engine: Engine, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float
+        self,
+        engine: Engine,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: BlockPlan,
+        scale: float,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The same, and the log-sum-exp [B, H, n]; early and late chunks are in one launch."""
         group = q.shape[1] // k.shape[1]
@@ -111,7 +126,8 @@ class ShardedLayout:
         def attend(keys: Tensor, values: Tensor, i: int) -> tuple[Tensor, Tensor]:
             heads = slice(gather.slices[i].start * group, gather.slices[i].stop * group)
             part = plan.slice_heads(heads.start, heads.stop, q.shape[1])
-            return engine.attention(q[:, heads], keys, values, part, scale, return_lse=True)
+            out, lse = engine.attention(q[:, heads], keys, values, part, scale, return_lse=True)
+            return (out if sinks is None else with_sinks(out, lse, sinks[heads])), lse
 
         return over_slices(gather, k, v, attend)
 

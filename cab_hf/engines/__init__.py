@@ -45,6 +45,12 @@ class Engine(NamedTuple):
         """
         return self.load()
 
+    def capped(self, softcap: float | None) -> Engine:
+        """The same of soft-capped logits, or this one for None."""
+        if softcap is None:
+            return self
+        return self._replace(load=lambda: partial(self.load(), softcap=softcap))
+
 
 def _reference() -> Callable[..., Any]:
     return traced.attention if torch.compiler.is_compiling() else reference.attention
@@ -82,6 +88,8 @@ def _flex() -> Callable[..., Any]:
 def _flex_unavailable(work: Workload) -> str | None:
     from cab_hf.ops.attention import flex
 
+    if work.sinks and work.device == "cpu":
+        return "returns no log-sum-exp on a CPU, which sinks need"
     return flex.unavailable(work.device, work.head_dim, work.dtype, work.training, *work.blocks)
 
 
@@ -103,6 +111,8 @@ def _flash() -> Callable[..., Any]:
 
 
 def _flash_unavailable(work: Workload) -> str | None:
+    if work.softcap:
+        return "does not cap logits"
     return _flex_unavailable(work) or _flash_unavailable_here(
         work.device, work.head_dim, work.dtype, *work.blocks
     )

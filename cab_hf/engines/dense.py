@@ -53,20 +53,24 @@ class ExactByBlocks(Exact):
         size = call.text.exact_block or EXACT_BLOCK
         layout = call.text.layout(size, size, call.q.device, from_start=False)
         q, k, v = layout.queries(call.q), layout.keys(call.k), layout.keys(call.v)
-        return layout.restore(layout.attend(self.engine, q, k, v, layout.everything(), call.scale))
+        plan, engine = layout.everything(), self.engine.capped(call.softcap)
+        return layout.restore(layout.attend(engine, q, k, v, plan, call.scale, call.sinks))
 
 
 class ExactByRows(Exact):
     """Exact attention under a mask of its own for some rows at a time, by SDPA.
 
     Of one query by the kernel of sparse decode, with all keys that may be seen: SDPA's kernels
-    have a program for each row of a batch and head, which are few, and read every slot.
+    have a program for each row of a batch and head, which are few, read every slot, and know
+    neither sinks nor soft caps.
     """
 
     def attend(self, call: Call) -> Tensor:
         q, (k, v) = call.q, _written(call)
-        if q.shape[2] == 1 and decode.has_kernels(q, k, v):
-            return decode.attend(q, k, v, _all_seen(call.text, k), call.scale)
+        special = call.work.sinks or call.work.softcap
+        if q.shape[2] == 1 and (special or decode.has_kernels(q, k, v)):
+            more = {"sinks": call.sinks, "softcap": call.softcap}
+            return decode.attend(q, k, v, _all_seen(call.text, k), call.scale, **more)
         return _by_rows(q, k, v, call.text, call.scale)
 
 
@@ -89,8 +93,8 @@ def _all_seen(text: CabMask, k: Tensor) -> Choice:
 def _by_rows(query: Tensor, key: Tensor, value: Tensor, mask: CabMask, scale: float) -> Tensor:
     if torch.compiler.is_compiling() and query.shape[2] > 1:
         slot = (0, mask.q_slot) if isinstance(mask.q_slot, Tensor) else (mask.q_slot, None)
-        known = mask.valid, mask.document, mask.window, *slot, False
-        return _by_rows_op(query, key, value, scale, *known)[0]
+        known = mask.valid, mask.document, mask.window, mask.chunks_from, *slot, False
+        return _by_rows_op(query, key, value, scale, None, *known)[0]
     a_query = query.shape[0] * (query.shape[1] // key.shape[1])
     pieces = [
         _masked(query[:, :, rows], key[:, :, keys], value[:, :, keys], seen, scale)
@@ -129,25 +133,26 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: floa
 
 def _mask_of(query: Tensor, key: Tensor, values: tuple) -> CabMask:
     """The mask of the values that `_by_rows` passes to the op."""
-    valid, document, window, slot, live, _ = values
+    valid, document, window, chunks_from, slot, live, _ = values
     q_slot = slot if live is None else live
     shape = query.shape[0], query.shape[2], key.shape[2]
-    return CabMask(*shape, q_slot, valid, document, window)
+    return CabMask(*shape, q_slot, valid, document, window, chunks_from=chunks_from)
 
 
-def _attend(query, key, value, scale, *values):
+def _attend(query, key, value, scale, softcap, *values):
     out = _by_rows(query, key, value, _mask_of(query, key, values), scale)
     return out, query.new_empty(0, dtype=torch.float32)
 
 
-def _masks_of_logits(query, key, value, scale, *values):
+def _masks_of_logits(query, key, value, *values):
     at_a_time = LOGITS_AT_A_TIME // (query.shape[0] * query.shape[1])
     return _masks(query, key, _mask_of(query, key, values), at_a_time)
 
 
 _by_rows_op = traced.register(
     "attention_by_rows",
-    "Tensor? valid, Tensor? document, int? window, SymInt slot, Tensor? live, bool return_lse",
+    "Tensor? valid, Tensor? document, int? window, Tensor? chunks_from, SymInt slot, Tensor? live,"
+    " bool return_lse",
     _attend,
     _masks_of_logits,
 )

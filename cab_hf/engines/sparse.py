@@ -52,7 +52,8 @@ class Sparse:
             return plan if seed is None else plan.with_sample(one_in, seed)
 
         plan = call.text.state.kept_plan(call, predict)
-        out = layout.attend(self.engine, q, k, v, plan, call.scale)
+        engine = self.engine.capped(call.softcap)
+        out = layout.attend(engine, q, k, v, plan, call.scale, call.sinks)
         if not torch.compiler.is_compiling():
             _count(call.layer, plan)
         return layout.restore(out)
@@ -62,7 +63,8 @@ class Sparse:
         config, layer = self.config, call.layer
         channels = slow_channels(layer, q.shape[-1])
         shared = call.text.state.shared
-        context = LayerContext(layout.spans, call.scale, layer_index(layer), shared, channels)
+        given = layer_index(layer), shared, channels, call.sinks, call.softcap
+        context = LayerContext(layout.spans, call.scale, *given)
         plan = layout.choose(make_predictor(config), q, k, context)
         short = layout.short(config.query_block, config.min_length, plan.query_block)
         # documents that would be exact alone

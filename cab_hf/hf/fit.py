@@ -190,6 +190,6 @@ def name_of(model_config: Any) -> str:
 
 def layer_type(module: Any) -> str | None:
     """What the model's config calls this layer, where it names its layers."""
-    types = getattr(module.config, "layer_types", None)
+    types = getattr(getattr(module, "config", None), "layer_types", None)
     index = layer_index(module)
     return types[index] if types and index is not None and index < len(types) else None

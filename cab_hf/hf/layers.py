@@ -70,12 +70,14 @@ def head_dim(module: nn.Module) -> int:
 
 
 def window(module: nn.Module) -> int | None:
-    """Width of a layer's sliding window, None without one.
+    """Width of a layer's sliding window, or of its chunks; None without.
 
     Some layers do not know: their model makes one mask by its config for all of them.
     """
     if layer_type(module) == "full_attention":
         return None
+    if layer_type(module) == "chunked_attention":
+        return module.config.attention_chunk_size
     if hasattr(module, "sliding_window"):
         return module.sliding_window
     model = sys.modules[type(module).__module__]

@@ -20,6 +20,8 @@ class Workload:
         device: torch device type, e.g. ``"cuda"``.
         training: whether gradients flow through attention.
         query_block, key_block: of the plan.
+        sinks: whether heads have sinks, and a log-sum-exp is needed.
+        softcap: whether logits are soft-capped.
     """
 
     device: str
@@ -28,12 +30,16 @@ class Workload:
     training: bool
     query_block: int
     key_block: int
+    sinks: bool = False
+    softcap: bool = False
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[int, int]) -> Workload:
-        """Of these tensors under a plan of such (query, key) blocks."""
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[int, int], **features: bool
+    ) -> Workload:
+        """Of these tensors under a plan of such (query, key) blocks, with ``sinks`` and so on."""
         training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        return cls(q.device.type, q.shape[-1], q.dtype, training, *blocks)
+        return cls(q.device.type, q.shape[-1], q.dtype, training, *blocks, **features)
 
     @property
     def blocks(self) -> tuple[int, int]:

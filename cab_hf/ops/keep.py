@@ -26,8 +26,18 @@ def scratch_of(
 
 
 @triton.jit
+def capped(logit, softcap):
+    """`reference.capped`; what is not seen stays so."""
+    if softcap is not None:
+        some = softcap * (2 * tl.sigmoid(2 / softcap * logit) - 1)
+        logit = tl.where(logit == float("-inf"), logit, some)
+    return logit
+
+
+@triton.jit
 def _shares(
-    rows, line, kept, step, there, BLOCKS: tl.constexpr, ALL: tl.constexpr, COUNT: tl.constexpr
+    rows, softcap, line, kept, step, there, BLOCKS: tl.constexpr, ALL: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
     """(largest, sum) of the shares that the scored rows of a query block have of some key blocks.
 
@@ -38,7 +48,8 @@ def _shares(
     norm = tl.load(rows.norm + row)[None, :, None]
     cell = step[:, None] * (ALL * BLOCKS) + tl.arange(0, COUNT * BLOCKS)[None, :]
     top = tl.load(kept + cell, mask=there[:, None], other=float("-inf")).to(tl.float32)
-    share = tl.exp2(tl.reshape(top, (step.shape[0], COUNT, BLOCKS)) * scale - norm)
+    logit = capped(tl.reshape(top, (step.shape[0], COUNT, BLOCKS)) * scale, softcap)
+    share = tl.exp2(logit - norm)
     size: tl.constexpr = step.shape[0] * BLOCKS
     return tl.reshape(tl.max(share, 1), (size,)), tl.reshape(tl.sum(share, 1), (size,))
 
@@ -61,6 +72,7 @@ def _keep_kernel(
     bits,
     counts,
     scores,
+    softcap,
     scratch,
     columns,
     all_columns,
@@ -121,10 +133,12 @@ def _keep_kernel(
         # what no scored row sees is not in the scratch
         step = begins // BLOCKS + tl.arange(0, CHUNK // BLOCKS)
         there = (step >= first // STEP) & (step <= last // STEP)
-        most, mass = _shares(typical, line, even, step, there, BLOCKS, ALL, TYPICAL)
+        most, mass = _shares(typical, softcap, line, even, step, there, BLOCKS, ALL, TYPICAL)
         mass *= WEIGHT
         if OUTLIERS > 0:
-            largest, shares = _shares(outliers, line, odd, step, there, BLOCKS, ALL, OUTLIERS)
+            largest, shares = _shares(
+                outliers, softcap, line, odd, step, there, BLOCKS, ALL, OUTLIERS
+            )
             mass += shares
             most = tl.maximum(most, largest)
         column = begins + tl.arange(0, CHUNK)

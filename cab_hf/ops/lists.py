@@ -44,6 +44,8 @@ def choose(
     scale: float,
     channels: tuple[int, ...],
     config: CabConfig,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[BlockLists, BlockLists]:
     """(full, partial) lists of the key blocks that each block of q [B, H, N_q, D] attends.
 
@@ -52,6 +54,7 @@ def choose(
 
     Args:
         keys, exponents: those of `keys_of`, for the same ``channels``.
+        sinks, softcap: see `reference.mass_by_rows`.
     """
     batch, heads, length, _ = q.shape
     blocks = blocks_of(config)
@@ -73,7 +76,7 @@ def choose(
                 outliers = rows.scored_rows(*parts, count, channels, keys.dtype, at)
             typical = rows.scored_rows(*parts, config.typical_queries, channels, keys.dtype)
             given = keys, exponents, rules, start, heads, blocks, whole, bits, counts
-            kept_blocks(outliers, typical, *given, scores)
+            kept_blocks(outliers, typical, *given, scores, sinks, softcap)
 
         crossed = crossed_blocks(*blocks)
         if config.max_density < 1:

@@ -184,6 +184,8 @@ def mass_by_rows(
     scale: float,
     config: CabConfig,
     channels: tuple[int, ...] = (),
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(mass, most) of every key block for every query block, float32 [B, H, M_q, M_k] both.
 
@@ -194,6 +196,8 @@ def mass_by_rows(
     Args:
         q, k: [B, H, N_q, D], [B, H_kv, N_k, D].
         channels: those that outliers are scored on, () for all.
+        sinks: [H], a logit of each head that no block has; None without.
+        softcap: that of `capped`.
     """
     block = config.query_block
     count, typical = config.exact_queries, config.typical_queries
@@ -206,7 +210,8 @@ def mass_by_rows(
         queries, keys = (x[..., list(some)] if some else x for x in (q, k))
         index = positions.clamp(min=0).flatten(2)[..., None].expand(-1, -1, -1, queries.shape[3])
         rows = queries.gather(2, index).unflatten(2, positions.shape[2:])
-        largest, shares = exact_scores(rows, positions, keys, spans, scale, config.key_block)
+        given = rows, positions, keys, spans, scale, config.key_block
+        largest, shares = exact_scores(*given, sinks, softcap)
         mass = mass + weight * shares
         total = total + weight * (positions >= 0).sum(-1, keepdim=True)
         most = largest if most is None else torch.maximum(most, largest)
@@ -215,18 +220,28 @@ def mass_by_rows(
 
 
 def exact_scores(
-    rows: Tensor, positions: Tensor, keys: Tensor, spans: Spans, scale: float, key_block: int
+    rows: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    spans: Spans,
+    scale: float,
+    key_block: int,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What the gathered queries of a block need of every key block: (most, shares).
 
     The share that a query gives to a key block is the softmax, over the blocks it sees, of the
-    largest logit of any key inside. ``most`` is the largest share that any query of the block
-    gives, ``shares`` the sum of them: float32 [B, H, M_q, M_k] both.
+    largest logit of any key inside. A sink counts 1 / ``key_block`` of its weight, since that logit
+    stands for so many keys at most: then no share is too small for the sink's sake. ``most`` is the
+    largest share that any query of the block gives, ``shares`` the sum of them: float32
+    [B, H, M_q, M_k] both.
 
     Args:
         rows: [B, H, M_q, S, C], what is scored of S queries of each block.
         positions: int64 [B, H, M_q, S], which queries they are; -1 for none.
         keys: [B, H_kv, N_k, C], the same channels of the keys.
+        sinks, softcap: see `mass_by_rows`.
     """
     heads, kv_blocks = rows.shape[1], -(-keys.shape[2] // key_block)
     most, shares = (rows.new_zeros(*rows.shape[:3], kv_blocks).float() for _ in range(2))
@@ -239,13 +254,18 @@ def exact_scores(
         last = last.masked_fill(at < 0, -1)
         queries = rows[:, head, some].flatten(1, 2).float()
         logits = queries @ keys[:, head // group].float().transpose(-1, -2) * scale
+        logits = capped(logits, softcap)
         unseen = (key < first.unsqueeze(-1)) | (key > last.unsqueeze(-1))
         logits = F.pad(
             logits.masked_fill(unseen, -torch.inf), (0, -len(key) % key_block), value=-torch.inf
         )
         largest = logits.unflatten(-1, (-1, key_block)).amax(-1)
         # softmax over nothing is NaN: who sees nothing needs nothing
-        given = largest.softmax(-1).masked_fill(largest == -torch.inf, 0.0)
+        weighed = largest
+        if sinks is not None:
+            weighed = F.pad(largest, (0, 1))
+            weighed[..., -1] = sinks[head] - math.log(key_block)
+        given = weighed.softmax(-1)[..., :kv_blocks].masked_fill(largest == -torch.inf, 0.0)
         given = given.unflatten(1, (-1, rows.shape[3]))
         most[:, head, some], shares[:, head, some] = given.amax(2), given.sum(2)
     return most, shares
@@ -260,8 +280,19 @@ def refuse_infinite(name: str, x: Tensor) -> None:
         )
 
 
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Soft-capped logits, which stay between -``softcap`` and ``softcap``; None changes nothing."""
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: BlockPlan,
+    scale: float,
+    return_lse: bool = False,
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention under a plan, [B, H, N_q, D_v]: softmax over the keys the plan keeps.
 
@@ -272,7 +303,8 @@ def attention(
     torch.compile takes it as one op, `cab_hf.ops.attention.traced`.
 
     ``return_lse`` adds the log-sum-exp of each query's scaled scores: natural logarithm, float32
-    (float64 for float64 inputs) [B, H, N_q], -inf where a query sees nothing.
+    (float64 for float64 inputs) [B, H, N_q], -inf where a query sees nothing. Scaled scores are
+    `capped` by ``softcap``.
     """
     chunks = masks(q, k, v, plan)
     group = q.shape[1] // k.shape[1]
@@ -287,15 +319,33 @@ def attention(
         # softmax over nothing is NaN: a blind query looks somewhere, and what it saw is dropped
         blind = ~mask.any(dim=-1, keepdim=True)
         seen = mask | blind
-        if raised is not None:
-            seen = raised.masked_fill(~seen, -torch.inf)
-            queries, keys, values = (x.to(raised.dtype) for x in (queries, keys, values))
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
+        if return_lse or softcap is not None:
+            logits = _logits(queries, keys, raised, scale, softcap)
+        if softcap is not None:
+            p = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+            out = p @ values.to(p.dtype)
+        else:
+            if raised is not None:
+                seen = raised.masked_fill(~seen, -torch.inf)
+                queries, keys, values = (x.to(raised.dtype) for x in (queries, keys, values))
+            out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
         outs.append(out.to(q.dtype).masked_fill(blind, 0.0))
         if return_lse:
-            sums.append(_log_sum_exp(queries, keys, mask, raised, scale))
+            sums.append(logits.masked_fill(~mask, -torch.inf).logsumexp(-1))
     out = torch.cat(outs, dim=2)
     return (out, torch.cat(sums, dim=2)) if return_lse else out
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Attention whose softmax has one more logit in each head, which no value belongs to.
+
+    Args:
+        out: [B, H, N_q, D_v], attention without them.
+        lse: [B, H, N_q], its log-sum-exp, -inf where a query sees nothing.
+        sinks: [H], these logits; scales do not multiply them.
+    """
+    share = (lse - sinks.to(lse.dtype).unsqueeze(-1)).sigmoid()
+    return out * share.to(out.dtype).unsqueeze(-1)
 
 
 def masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[Masks]:
@@ -320,8 +370,9 @@ def masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[Masks]:
         yield Masks(slice(start, stop), slice(0, reach), mask, raised, sound)
 
 
-def _log_sum_exp(q: Tensor, k: Tensor, mask: Tensor, raised: Tensor | None, scale: float) -> Tensor:
+def _logits(
+    q: Tensor, k: Tensor, raised: Tensor | None, scale: float, softcap: float | None
+) -> Tensor:
     dtype = torch.promote_types(q.dtype, torch.float32)
-    logits = q.to(dtype) @ k.to(dtype).transpose(-1, -2) * scale
-    logits = logits if raised is None else logits + raised
-    return logits.masked_fill(~mask, -torch.inf).logsumexp(dim=-1)
+    logits = capped(q.to(dtype) @ k.to(dtype).transpose(-1, -2) * scale, softcap)
+    return logits if raised is None else logits + raised

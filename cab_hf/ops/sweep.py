@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cab_hf.ops import keep, launch, reference
 from cab_hf.ops.alternating import alternating, load_keys
-from cab_hf.ops.attention.tiles import precision, tile_of
+from cab_hf.ops.attention.tiles import LOG2_E, precision, tile_of
 from cab_hf.ops.keep import scratch_of
 from cab_hf.ops.rows import FP8, ScoredRows, power_of_two
 
@@ -83,6 +83,8 @@ def kept_blocks(
     bits: Tensor,
     counts: Tensor,
     scores: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Fill ``bits`` and ``counts`` for some heads, as the predictor's reference has it.
 
@@ -97,6 +99,8 @@ def kept_blocks(
         counts: int32 [B, H, M_q], how many are kept.
         scores: float32 [heads at hand, M_q, M_k], filled with what ranks the blocks that a row
             sees: its mass, or 1 and more where the share of one query keeps it; None for nothing.
+        sinks: [H], a logit of each head that no block has; None without.
+        softcap: that of `reference.capped`.
     """
     query_block, key_block = blocks
     kv_heads, kv_length = keys.shape[1:3]
@@ -153,6 +157,7 @@ def kept_blocks(
         units = Units(each, *each.aminmax(dim=1))
     tail = "none" if rules.tail is None else "listed" if rules.tail_listed else "named"
     scored = outliers if count else typical, typical
+    cap = None if softcap is None else softcap * LOG2_E.value
     shape = dict(OUTLIERS=count, TYPICAL=typical.count, TOGETHER=together, WIDER=wider)
     for begin, end in parts:
         left = scratch, columns(begin, end), all_columns
@@ -160,6 +165,8 @@ def kept_blocks(
             *scored,
             *key_tiles,
             units,
+            sinks,
+            cap,
             *left,
             begin,
             start,
@@ -188,6 +195,7 @@ def kept_blocks(
             bits,
             counts,
             scores,
+            cap,
             *left,
             rules.mass,
             rules.share,
@@ -258,9 +266,9 @@ def _by_block(
 
 
 @triton.jit
-def _added(m, total, top, scale):
+def _added(m, total, top, scale, softcap):
     """(largest logit, sum of powers of two below it) with those of some more key blocks."""
-    logit = top.to(tl.float32) * scale[:, None]
+    logit = keep.capped(top.to(tl.float32) * scale[:, None], softcap)
     rise = logit - m
     # one exponential: either what came before fades, or what comes does
     fade = tl.exp2(-tl.abs(rise))
@@ -269,10 +277,15 @@ def _added(m, total, top, scale):
 
 
 @triton.jit
-def _log_total(m, total, real):
+def _log_total(m, total, real, sinks, head, KEY_BLOCK: tl.constexpr):
     """What is taken off the logits of a row; what sees nothing weighs nothing."""
     largest = tl.max(m, 1)
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        largest = tl.maximum(largest, sink)
     total = tl.sum(total * tl.exp2(m - largest[:, None]), 1)
+    if sinks is not None:
+        total += tl.exp2(sink - largest) / KEY_BLOCK
     return tl.where(real, largest + tl.log2(tl.maximum(total, 1e-30)), float("inf"))
 
 
@@ -309,6 +322,8 @@ def _sweep_kernel(
     desc_first,
     desc_others,
     units,
+    sinks,
+    softcap,
     scratch,
     columns,
     all_columns,
@@ -436,16 +451,17 @@ def _sweep_kernel(
                 even_top = tl.maximum(even_top, here)
             target = kept + i * (ALL * BLOCKS)
             tl.store(target + tl.arange(0, EVEN)[:, None] * BLOCKS + in_step, even_top)
-            even_m, even_l = _added(even_m, even_l, even_top, even_scale)
+            even_m, even_l = _added(even_m, even_l, even_top, even_scale, softcap)
             if OUTLIERS > 0:
                 own = (EVEN + tl.arange(0, ODD))[:, None] * BLOCKS + in_step
                 tl.store(target + own, odd_top)
-                odd_m, odd_l = _added(odd_m, odd_l, odd_top, odd_scale)
-    even_norm = _log_total(even_m, even_l, even_seen[1] >= 0)
+                odd_m, odd_l = _added(odd_m, odd_l, odd_top, odd_scale, softcap)
+    head = (start + plane) % heads
+    even_norm = _log_total(even_m, even_l, even_seen[1] >= 0, sinks, head, KEY_BLOCK)
     tl.store(typical.norm + even, even_norm, mask=even_there)
     # with the unit of the keys
     tl.store(typical.scale + even, even_scale, mask=even_there)
     if OUTLIERS > 0:
-        odd_norm = _log_total(odd_m, odd_l, odd_seen[1] >= 0)
+        odd_norm = _log_total(odd_m, odd_l, odd_seen[1] >= 0, sinks, head, KEY_BLOCK)
         tl.store(outliers.norm + odd, odd_norm, mask=odd_there)
         tl.store(outliers.scale + odd, odd_scale, mask=odd_there)

@@ -29,6 +29,8 @@ class LayerContext:
             the same mapping.
         channels: those of q and k that are scored where scores are to be cheap, ascending; () for
             all of them.
+        sinks: [H], a logit of each head that no key has; None without.
+        softcap: that of `reference.capped`.
     """
 
     spans: Spans
@@ -36,6 +38,8 @@ class LayerContext:
     layer: int | None = None
     shared_state: dict[Any, Any] = field(default_factory=dict)
     channels: tuple[int, ...] = ()
+    sinks: Tensor | None = None
+    softcap: float | None = None
 
 
 def has_kernels(x: Tensor) -> bool:

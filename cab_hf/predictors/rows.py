@@ -52,6 +52,7 @@ class RowsPredictor(Predictor):
     ``config.typical_queries`` on all channels. A key block's share of a query is the softmax, over
     the blocks that it sees, of the largest logit of any key inside; its mass is the mean share of
     the scored queries, where outliers count as one query each and typical ones as all the others.
+    What attention sinks hold, no block has.
     Definition: `choose_by_reference`; on CUDA the kernels of `cab_hf.ops.rows` and
     `cab_hf.ops.sweep` compute it.
     """
@@ -106,7 +107,7 @@ def _choose(
         from cab_hf.ops import lists
 
         parts = summary.keys, summary.exponents, call.spans, call.scale, call.channels, config
-        return lists.choose(q, *parts)
+        return lists.choose(q, *parts, call.sinks, call.softcap)
     plan = BlockPlan.from_dense(
         choose_by_reference(q, summary.keys, call, config),
         call.spans,
@@ -147,7 +148,8 @@ def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor
     result = []
     for head in range(q.shape[1]):
         one, keys = q[:, [head]], k[:, [head // group]]
-        given = spans, call.scale, config, call.channels
+        sinks = None if call.sinks is None else call.sinks[[head]]
+        given = spans, call.scale, config, call.channels, sinks, call.softcap
         mass, most = reference.mass_by_rows(one, keys, *given)
         mass = (mass * longer).clamp(max=1)
         rank = torch.where(most >= config.share_threshold, 1 + most, mass)
@@ -165,28 +167,33 @@ def _as_op(
         end = torch.full((1, 1), end, device=q.device, dtype=torch.int32)
     known = spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive
     settings = [getattr(config, name) for name in FIELDS]
-    parts = summary.keys, summary.exponents, call.scale, call.channels, *known, spans.documents, end
-    lists = torch.ops.cab_hf.choose_by_rows(q, *parts, *settings)
+    parts = summary.keys, summary.exponents, call.sinks, call.softcap, call.scale, call.channels
+    known = *known, spans.documents, end
+    lists = torch.ops.cab_hf.choose_by_rows(q, *parts, *known, *settings)
     return BlockLists(*lists[:2]), BlockLists(*lists[2:])
 
 
 @torch.library.custom_op(
     "cab_hf::choose_by_rows",
     mutates_args=(),
-    schema="(Tensor q, Tensor keys, Tensor? exponents, float scale, int[] channels, Tensor first,"
-    " Tensor last, Tensor key_valid, bool aligned, bool consecutive, int? documents, Tensor? end, "
+    schema="(Tensor q, Tensor keys, Tensor? exponents, Tensor? sinks, float? softcap, float scale,"
+    " int[] channels, Tensor first, Tensor last, Tensor key_valid, bool aligned, bool consecutive,"
+    " int? documents, Tensor? end, "
     + ", ".join(f"{kind} {name}" for name, kind in FIELDS.items())
     + ") -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _choose_op(q, keys, exponents, scale, channels, *values):
+def _choose_op(q, keys, exponents, sinks, softcap, scale, channels, *values):
     spans, config = Spans(*values[:7]), _config_of(values[7:])
-    call = LayerContext(spans, scale, channels=tuple(channels))
+    more = {"channels": tuple(channels), "sinks": sinks, "softcap": softcap}
+    call = LayerContext(spans, scale, **more)
     full, partial = _choose(q, ScoredKeys(keys, exponents), call, config)
     return full.counts, full.indices, partial.counts, partial.indices
 
 
 @_choose_op.register_fake
-def _(q, keys, exponents, scale, channels, first, last, key_valid, aligned, *values):
+def _(
+    q, keys, exponents, sinks, softcap, scale, channels, first, last, key_valid, aligned, *values
+):
     config = _config_of(values[3:])
     rows, columns = -(-q.shape[2] // config.query_block), -(-keys.shape[2] // config.key_block)
     crossed = crossed_blocks(*blocks_of(config)) if aligned else columns

@@ -135,6 +135,7 @@ def test_a_training_step_is_that_of_one_process(ranks, config, ends):
             (("cab", SPARSE), {"family": "mistral-sliding"}), {}, 4, id="a-sliding-window"
         ),
         pytest.param((("cab", SPARSE), {"family": "qwen3-some-sliding"}), {}, 2, id="some-sliding"),
+        pytest.param((("cab", SPARSE), {"family": "granite-swa"}), {}, 2, id="sinks"),
         pytest.param((("cab", SPARSE), DYNAMIC), {}, 2, id="dynamic-rope"),
         pytest.param((("cab", SPARSE), LONGROPE), {"checkpointing": True}, 2, id="longrope"),
         pytest.param((("cab", SPARSE), ROUTED), {}, 2, id="a-router-loss"),

@@ -98,8 +98,11 @@ def test_queries_that_see_nothing_get_zeros_and_no_mass():
     assert out.isfinite().all()
 
 
+KINDS = ["plain", "named", "sampled", "of-groups", "not-finite", "softcap"]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", ["plain", "named", "sampled", "of-groups", "not-finite"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_op_of_the_reference_is_the_reference(kind, shape):
     """torch.compile takes it in the reference's place, forward and backward."""
     q, k, v = qkv(**shape)
@@ -114,7 +117,8 @@ def test_the_op_of_the_reference_is_the_reference(kind, shape):
     found = []
     for attend in (traced.attention, reference.attention):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out, lse = attend(*leaves, plan, 0.3, return_lse=True)
+        softcap = 3.0 if kind == "softcap" else None
+        out, lse = attend(*leaves, plan, 0.3, return_lse=True, softcap=softcap)
         gradients = torch.autograd.grad(out, leaves, qkv(**shape, seed=9)[0])
         if kind == "not-finite":
             # what a row that sees it does to keys is nothing that anybody relies on
@@ -148,6 +152,22 @@ def test_flex_computes_what_the_reference_defines(shape, blocks, heads):
     with torch.no_grad():
         actual = flex.attention(q, k, v, plan, 0.3)
     assert_within_budget(actual, lambda *x: reference.attention(*x, plan, 0.3), q, k, v)
+
+
+@pytest.mark.parametrize("name", ["gather", "reference", "flex"])
+def test_soft_capped_logits_by_hand(name):
+    q, k, v = qkv(q_length=70, dim=32)
+    plan = random_plan(q, k, (32, 16), dense_rows=torch.tensor([[1]]))
+
+    def by_hand(q, k, v):
+        k, v = (x.repeat_interleave(3, dim=1) for x in (k, v))
+        logits = 2.0 * torch.tanh(q @ k.mT * 0.3 / 2.0)
+        return logits.masked_fill(~plan.token_mask(), -torch.inf).softmax(-1) @ v
+
+    engine = {"gather": engines.GATHER, "reference": engines.REFERENCE, "flex": engines.FLEX}[name]
+    with torch.no_grad():
+        out = engine.capped(2.0).attention(q, k, v, plan, 0.3)
+    assert_within_budget(out, by_hand, q, k, v)
 
 
 @pytest.mark.slow

@@ -46,6 +46,12 @@ def test_kernels_compute_what_the_reference_defines(shape, blocks):
     assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, 0.2)
 
 
+def test_kernels_cap_logits_of_both():
+    q, k, v, grad, plan = sampled_case(FOUR | {"q_length": 150, "dense_rows": "tail"}, (32, 16), 3)
+    given = engines.TRITON.attention, q, k, v, grad, plan, 0.2
+    assert_engine_within_budget(*given, softcap=3.0)
+
+
 @pytest.mark.parametrize(("shape", "blocks"), CASES)
 def test_one_of_one_is_everything(shape, blocks):
     """What no row may see wholly is cut by the diagonal or a border, and listed here."""

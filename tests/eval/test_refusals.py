@@ -6,8 +6,8 @@ import re
 import pytest
 from tiny import tiny_model
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
+    DogeConfig,
+    DogeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaForCausalLM,
@@ -259,9 +259,9 @@ def test_what_cab_does_not_compute_is_refused(tmp_path, run, command):
     """A refusal of the library, in the middle of a forward pass."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 1}
-    soft_capped = Gemma2ForCausalLM(Gemma2Config(**sizes, vocab_size=len(make_tokenizer())))
-    status, said = run(command, saved(soft_capped, tmp_path / "gemma"))
-    assert status == 2 and "model: softcap is set (soft-capped logits)" in said
+    masking = DogeForCausalLM(DogeConfig(**sizes, vocab_size=len(make_tokenizer())))
+    status, said = run(command, saved(masking, tmp_path / "doge"))
+    assert status == 2 and "model: doge computes with its attention mask" in said
 
 
 def test_outputs_that_are_not_finite_under_one_method_are_refused_by_its_attention(

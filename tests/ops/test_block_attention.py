@@ -68,6 +68,18 @@ def test_float32_of_large_heads_is_refused_where_tiles_do_not_fit(by_pointers):
     assert "16 to 128" in block.unavailable("cuda", 256, torch.float32)
 
 
+@pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 1, 10))
+def test_a_loss_may_read_the_log_sum_exp(shape, blocks):
+    q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
+    assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2, through_lse=True)
+
+
+@pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 1, 10))
+def test_soft_capped_logits(shape, blocks):
+    q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
+    assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2, softcap=3.0)
+
+
 @pytest.mark.parametrize("dim", [16, 264], ids=["fused", "split"])
 def test_half_precision(dim):
     shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": dim}

@@ -15,8 +15,8 @@ SAMPLES = {
     "a-sample-of-padding": (3, 3, 4400, 4313, 64, 64, 250, {"padding": 1130}),
     "little-of-a-sample": (6, 2, 8800, 900, 64, 64, 200, {}),
 }
-# what `make test` runs: groups, padding, another width of channels, a sample, few slots
-OFTEN = ("group-of-3", "padding", "odd-heads", "a-sample", "few-slots")
+# what `make test` runs: groups, padding, another width of channels, a sample, few slots, sinks
+OFTEN = ("group-of-3", "padding", "odd-heads", "a-sample", "few-slots", "sinks")
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +109,7 @@ def test_a_row_that_is_not_a_number_leaves_the_others_what_they_are(ops, what):
 
 
 def test_a_mask_may_be_wider_than_what_is_written():
-    q, k, v, (scale, length, wanted, channels, valid) = step_of(CASES["padding"])
+    q, k, v, (scale, length, wanted, channels, valid, _) = step_of(CASES["padding"])
     index = kernels.index_keys(k, channels)
     choice = kernels.choose(q, index, scale, length, wanted, channels, valid)
     out = kernels.attend(q, k, v, choice, scale, length, valid)
@@ -120,7 +120,7 @@ def test_a_mask_may_be_wider_than_what_is_written():
 
 
 def test_registered_ops_are_as_they_are_described():
-    q, k, v, (scale, length, wanted, channels, valid) = step_of(CASES["padding"])
+    q, k, v, (scale, length, wanted, channels, valid, _) = step_of(CASES["padding"])
     ops, channels = torch.ops.cab_hf, list(channels)
     index = kernels.index_keys(k, channels)
     choice = ops.decode_choose(q, *index, scale, length, wanted, channels, valid)

@@ -89,6 +89,23 @@ def test_keys_read_by_pointers_are_chosen_alike(fields, layout, channels, by_poi
     assert_same(rows_by_kernels(config, q, k, spans, channels=channels), expected)
 
 
+LOGITS = {
+    "sinks": {"sinks": torch.tensor([-3.0, 4.0, 12.0, 90.0])},
+    "softcap": {"softcap": 4.0},
+}
+
+
+@pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
+def test_logits_are_those_of_the_reference(logits):
+    q, k = loud(**SHAPE)
+    spans = Spans.causal(1, q.shape[2], q.shape[2], "cpu")
+    given = {"channels": HALF, **logits}
+    expected = on_the_cpu(SMALL, q, k, spans, **given)
+    assert_same(rows_by_kernels(SMALL, q, k, spans, **given), expected)
+    plain = on_the_cpu(SMALL, q, k, spans, channels=HALF)
+    assert abs(expected.density() - plain.density()) > 0.02
+
+
 def test_views_are_read_as_they_are():
     q, k = loud(**ONE_GROUP)
     spans = Spans.causal(1, 300, 300, "cpu")

@@ -30,6 +30,8 @@ def test_every_layer_is_seen_with_its_heads_and_its_window(family):
     shapes = (1, 6, 50, 16), (1, 2, 50, 16), (1, 2, 50, 16)
     assert all(each[1:5] == (*shapes, 0.25) for each in seen)
     windows = {"mistral-sliding": [40] * 3, "qwen3-some-sliding": [None, 40, 40]}
+    windows |= {"granite-swa": [None, 40, 40], "llama4": [40, 40, None]}
+    windows["gemma2"] = [40, None, 40]
     assert [window for *_, window in seen] == windows.get(family, [None] * 3)
     model(tokens(1, 50))
     assert len(seen) == 3 and SCOPE.get().observer is None

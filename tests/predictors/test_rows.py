@@ -1,5 +1,6 @@
 """Blocks chosen by rows, by the reference: by hand, and what is promised of any layout."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from attention_cases import laid_out
 from selecting import loud, on_the_cpu
 from tiny import tiny_model
+from torch.nn import functional as F
 
 import cab_hf
 from cab_hf import CabConfig
@@ -62,6 +64,20 @@ def test_a_mass_is_that_of_all_queries_where_all_are_scored():
     shares = logits.unflatten(-1, (6, 16)).amax(-1).softmax(-1)
     expected = shares.unflatten(0, (3, 32)).mean(1)
     torch.testing.assert_close(mass_of(q, k, every)[0], expected)
+
+
+def test_a_sink_holds_mass_that_no_block_has():
+    q, k = loud(q_length=96, heads=2, kv_heads=1)
+    every = replace(SMALL, exact_queries=0, typical_queries=32)
+    spans = Spans.causal(1, 96, 96, "cpu")
+    alone, _ = reference.mass_by_rows(q, k, spans, 1.0, every)
+    given = q, k, spans, 1.0, every
+    held, _ = reference.mass_by_rows(*given, sinks=torch.tensor([2.0, -torch.inf]))
+    torch.testing.assert_close(held[:, 1], alone[:, 1])
+    logits = (q @ k.transpose(-1, -2))[0, 0].masked_fill(torch.ones(96, 96).triu(1).bool(), -1e9)
+    largest = F.pad(logits.unflatten(-1, (6, 16)).amax(-1), (0, 1), value=2.0 - math.log(16))
+    expected = largest.softmax(-1)[:, :6].unflatten(0, (3, 32)).mean(1)
+    torch.testing.assert_close(held[0, 0], expected)
 
 
 def test_outliers_are_scored_on_their_channels_and_typical_queries_on_all():

@@ -103,21 +103,23 @@ def case(
     return q, k, v, grad, plan
 
 
-def with_gradients(attend, inputs, grad, plan, scale):
-    """{"out", "lse", "dq", "dk", "dv"} of an engine."""
+def with_gradients(attend, inputs, grad, plan, scale, through_lse=False, **logits):
+    """{"out", "lse", "dq", "dk", "dv"} of an engine; of a loss that reads the log-sum-exp too."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    out, lse = attend(*leaves, plan, scale, return_lse=True)
+    results = out, lse = attend(*leaves, plan, scale, return_lse=True, **logits)
     seen = (plan.spans.last >= 0)[:, None, :, None]
-    gradients = torch.autograd.grad(out, leaves, grad.to(out.dtype) * seen)
+    grads = [grad.to(out.dtype) * seen, (grad * seen).sum(-1).to(lse.dtype)]
+    some = 2 if through_lse else 1
+    gradients = torch.autograd.grad(results[:some], leaves, grads[:some])
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
 
 
-def assert_engine_within_budget(attend, q, k, v, grad, plan, scale):
+def assert_engine_within_budget(attend, q, k, v, grad, plan, scale, **how):
     """Output, log-sum-exp and gradients: at most twice the error plain PyTorch makes."""
-    actual = with_gradients(attend, (q, k, v), grad, plan, scale)
-    plain = with_gradients(reference.attention, (q, k, v), grad, plan, scale)
+    actual = with_gradients(attend, (q, k, v), grad, plan, scale, **how)
+    plain = with_gradients(reference.attention, (q, k, v), grad, plan, scale, **how)
     wide = [x.double() for x in (q, k, v)]
-    exact = with_gradients(reference.attention, wide, grad.double(), plan, scale)
+    exact = with_gradients(reference.attention, wide, grad.double(), plan, scale, **how)
     seen = (plan.spans.last >= 0)[:, None]
     for name in actual:
         result, usual, meant = (x[name].detach().double() for x in (actual, plain, exact))

@@ -62,7 +62,9 @@ def choose(config, dtype, dim, lengths=((LENGTH, LENGTH),)):
         q, k, spans = drawn(dtype, dim, *sizes)
         keys = lists.keys_of(k, channels)
         exponents = keys[1] if len(keys) > 1 else None
-        chosen = lists.choose(q, keys[0], exponents, spans, 1.0, channels, config)
+        given = q, keys[0], exponents, spans, 1.0, channels, config
+        chosen = lists.choose(*given)
+    lists.choose(*given, torch.zeros(HEADS), 30.0)
     tail = spans.tail_rows(config.query_block, config.query_block)
     plan = BlockPlan(*chosen, spans, config.query_block, config.key_block, dense_rows=tail)
     pairs.add_pairs(plan)
@@ -86,15 +88,19 @@ def decode(config, dtype, dim):
     choice = kernels.choose(q, index, 1.0, *numbers, channels, spans.key_valid)
     kernels.attend(q, k, k, choice, 1.0, numbers[0], spans.key_valid)
     kernels.attend(q, k, k, choice.elsewhere(k.device), 1.0)
+    sinks = torch.zeros(HEADS)
+    kernels.choose(q, index, 1.0, *numbers, channels, sinks=sinks)
+    kernels.attend(q, k, k, choice.elsewhere(k.device), 1.0, sinks=sinks)
 
 
 def attend(config, dtype, dim):
     """Launch attention under a plan and its backward pass, and what surrounds an engine."""
     q, k, spans = drawn(dtype, dim)
     plan = BlockPlan.causal(spans, HEADS, config.query_block, config.key_block)
-    given = block.flattened(plan, 1.0)
-    out, lse = block.forward_op(q, k, k, *given)
-    block.backward_op(torch.zeros_like(q), q, k, k, out, lse, *given)
+    for softcap in (None, 30.0):
+        given = block.flattened(plan, 1.0, softcap)
+        out, lse = block.forward_op(q, k, k, *given)
+        block.backward_op(torch.zeros_like(q), lse, q, k, k, out, lse, *given)
     some = torch.arange(128)[None]
     merge.write_merged(q, lse, q[:, :, :256], lse[:, :, :256], some, some >= 0)
     flash._blank(out, lse, spans.last)

@@ -31,12 +31,16 @@ CASES = {
     "a-sample-of-padding": (3, 3, 35000, 34321, 64, 64, 2000, {"padding": 9000}),
     "little-of-a-sample": (6, 2, 70000, 900, 64, 64, 200, {}),
     "few-slots": (6, 2, 100, 97, 64, 64, 85, {}),
+    "sinks": (6, 2, 1500, 1300, 64, 64, 200, {"sinks": (0.0, 9.0, -3.0, 5.0, 5.0, 40.0)}),
     "a-row-that-reads-everything": (6, 2, 1500, 1300, 64, 64, (2**31 - 1, 200), {"padding": 100}),
 }
 
 
 def step_of(case, dtype=torch.float32, device="cpu", batch=2):
-    """(q, k, v, arguments of ``choose`` behind the index) of one of `CASES`."""
+    """(q, k, v, arguments of ``choose`` behind the index) of one of `CASES`.
+
+    Those are scale, length, wanted, channels, valid and sinks.
+    """
     heads, kv_heads, slots, written, dim, values, wanted, more = case
     generator = torch.Generator().manual_seed(0)
 
@@ -56,7 +60,8 @@ def step_of(case, dtype=torch.float32, device="cpu", batch=2):
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
     numbers = torch.tensor([written]), torch.tensor(wanted, dtype=torch.int32)
     numbers = [x.to(device) for x in numbers]
-    return q, k, v, (dim**-0.5, *numbers, channels, valid)
+    sinks = torch.tensor(more["sinks"], device=device) if "sinks" in more else None
+    return q, k, v, (dim**-0.5, *numbers, channels, valid, sinks)
 
 
 def require_as_reference(case, dtype=torch.float32, device="cpu"):
@@ -65,9 +70,9 @@ def require_as_reference(case, dtype=torch.float32, device="cpu"):
     index, meant = (ops.index_keys(k, told[3]) for ops in (kernels, reference))
     for actual, expected in zip(index, meant, strict=True):
         assert torch.equal(actual, expected)
-    scale, length, wanted, channels, valid = told
+    scale, length, wanted, channels, valid, sinks = told
     choice, expected = (ops.choose(q, index, *told) for ops in (kernels, reference))
-    _, *ranks = reference.ranked(q, index, scale, length, channels, valid)
+    _, *ranks = reference.ranked(q, index, scale, length, channels, valid, sinks)
     steps, limit = ranks[0], reference.limit_of(*ranks, length, wanted)
     kept = choice.kept()
     assert torch.equal(kept.sum(-1), choice.counts)
@@ -75,18 +80,11 @@ def require_as_reference(case, dtype=torch.float32, device="cpu"):
     assert ((kept == (steps <= limit)) | ((steps - limit).abs() <= 2)).all()
     assert (kept == expected.kept()).float().mean() > 0.999
     torch.testing.assert_close(choice.unread, expected.unread, rtol=1e-2, atol=0.1)
-    out = kernels.attend(q, k, v, choice, scale, length, valid)
     close = 1e-4 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(
-        out, reference.attend(q, k, v, choice, scale, length, valid), rtol=close, atol=close
-    )
-    elsewhere = choice.elsewhere(q.device)
-    torch.testing.assert_close(
-        kernels.attend(q, k, v, elsewhere, scale, length, valid),
-        reference.attend(q, k, v, elsewhere, scale, length, valid),
-        rtol=close,
-        atol=close,
-    )
+    for some in (choice, choice.elsewhere(q.device)):
+        given = q, k, v, some, scale, length, valid, sinks
+        out, meant = (ops.attend(*given) for ops in (kernels, reference))
+        torch.testing.assert_close(out, meant, rtol=close, atol=close)
 
 
 def texts_of_a_step(device="cpu"):

@@ -13,10 +13,11 @@ from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, frc, make_predictor
 
 
-def on_the_cpu(config, q, k, spans=None, scale=0.25, channels=()):
+def on_the_cpu(config, q, k, spans=None, scale=0.25, channels=(), **logits):
     """The plan of the config's predictor by the reference, by default of a text of its own."""
     spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    plan = make_predictor(config)(q, k, LayerContext(spans, scale, 0, channels=channels))
+    context = LayerContext(spans, scale, 0, channels=channels, **logits)
+    plan = make_predictor(config)(q, k, context)
     require_valid(plan)
     return plan
 
@@ -30,10 +31,10 @@ def by_kernels(config, q, k, spans, scale=0.25, channels=()):
         return on_the_cpu(config, q, k, spans, scale)
 
 
-def rows_by_kernels(config, q, k, spans, scale=0.25, channels=(), dtype=None):
+def rows_by_kernels(config, q, k, spans, scale=0.25, channels=(), dtype=None, **logits):
     """The plan of `RowsPredictor` by the kernels, in the interpreter; keys as ``dtype``."""
     keys = rows.scored_keys(k, channels, dtype or k.dtype)
-    chosen = lists.choose(q, *keys, spans, scale, channels, config)
+    chosen = lists.choose(q, *keys, spans, scale, channels, config, **logits)
     plan = BlockPlan(
         *chosen, spans, *blocks_of(config), dense_rows=spans.tail_rows(*tail_of(config))
     )

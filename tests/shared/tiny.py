@@ -5,6 +5,12 @@ from dataclasses import replace
 import torch
 from transformers import (
     CLIPVisionConfig,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteSWAConfig,
+    GraniteSWAForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -47,6 +53,34 @@ FAMILIES = {
         {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
     ),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {}),
+    # its heads have sinks, and its layers windows but for the first
+    "granite-swa": (
+        GraniteSWAConfig,
+        GraniteSWAForCausalLM,
+        {"sliding_window": 40, "attention_multiplier": 0.25},
+    ),
+    # logits are soft-capped, and the first and the last layer have windows
+    "gemma2": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {
+            "sliding_window": 40,
+            "attn_logit_softcapping": 5.0,
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+    # layers attend in chunks, but for the last
+    "llama4": (
+        Llama4TextConfig,
+        Llama4ForCausalLM,
+        {
+            "attention_chunk_size": 40,
+            "no_rope_layer_interval": 3,
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 64,
+            "use_qk_norm": False,
+        },
+    ),
 }
 # blocks small enough that a few hundred tokens are many of them
 SMALL = CabConfig(query_block=32, key_block=16, min_length=0)
@@ -79,6 +113,8 @@ def tiny_model(family="llama", model_class=None, **overrides):
         for name, weight in model.named_parameters():
             if "q_proj" in name or "k_proj" in name:
                 weight.mul_(8.0)
+            elif "sinks" in name:
+                weight.normal_(std=2.0)
     return model
 
 

@@ -28,12 +28,12 @@ POINTER_HEAD_DIM_FLOAT32 = 128
 # what registered ops take, and give
 PLAN = (
     "Tensor full_counts, Tensor full_indices, Tensor partial_counts, Tensor partial_indices,"
-    " Tensor first, Tensor last, int query_block, int key_block, float scale"
+    " Tensor first, Tensor last, int query_block, int key_block, float scale, float softcap"
 )
 FORWARD = f"(Tensor q, Tensor k, Tensor v, {PLAN}) -> (Tensor, Tensor)"
 BACKWARD = (
-    f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {PLAN})"
-    " -> (Tensor, Tensor, Tensor)"
+    "(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+    f" {PLAN}) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -52,27 +52,33 @@ def unavailable(device: str, head_dim: int, dtype: torch.dtype) -> str | None:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: BlockPlan,
+    scale: float,
+    return_lse: bool = False,
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention under ``plan``, [B, H, N_q, D]; see `reference.attention`, which defines it.
 
     With ``return_lse`` also the log-sum-exp of every query's logits, float32 [B, H, N_q], -inf for
-    a query that sees nothing; gradients flow through the output alone.
+    a query that sees nothing.
     """
-    out, lse = forward_op(q, k, v, *flattened(plan, scale))
+    out, lse = forward_op(q, k, v, *flattened(plan, scale, softcap))
     return (out, lse) if return_lse else out
 
 
-def flattened(plan: BlockPlan, scale: float) -> tuple:
-    """`PLAN`, the arguments of a registered op; `rows_of` takes them back."""
+def flattened(plan: BlockPlan, scale: float, softcap: float | None = None) -> tuple:
+    """`PLAN`, the arguments of a registered op; `rows_of` takes them back. No soft cap is 0."""
     lists = (tensor for part in (plan.full, plan.partial) for tensor in (part.counts, part.indices))
-    return *lists, plan.spans.first, plan.spans.last, plan.query_block, plan.key_block, scale
+    return *lists, plan.spans.first, plan.spans.last, *plan.blocks, scale, softcap or 0.0
 
 
-def rows_of(arguments: tuple) -> tuple[PlanTensors, float]:
-    """The plan and the scale in `PLAN`."""
+def rows_of(arguments: tuple) -> tuple[PlanTensors, float, float]:
+    """The plan, the scale and the soft cap in `PLAN`."""
     full, partial = BlockLists(*arguments[:2]), BlockLists(*arguments[2:4])
-    return PlanTensors(full, partial, *arguments[4:-1]), arguments[-1]
+    return PlanTensors(full, partial, *arguments[4:-2]), *arguments[-2:]
 
 
 def shapes(q, k, v, *_):
@@ -80,7 +86,7 @@ def shapes(q, k, v, *_):
     return like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def gradient_shapes(grad, q, k, v, *_):
+def gradient_shapes(grad, grad_lse, q, k, v, *_):
     """The same of its backward pass."""
     return tuple(map(like, (q, k, v)))
 
@@ -89,23 +95,30 @@ def register_gradients(forward_op: CustomOpDef, backward_for: Callable[..., Cust
     """Shapes and gradients of an op of the schema `FORWARD`.
 
     Args:
-        backward_for: the op of the schema `BACKWARD` for a head dim, query block and key block.
+        backward_for: the op of the schema `BACKWARD` for a head dim, query block and key block, of
+            a loss that the log-sum-exp is no part of.
     """
 
     def save(ctx, inputs, output):
-        *tensors, query_block, key_block, scale = inputs
-        ctx.settings = query_block, key_block, scale
-        ctx.mark_non_differentiable(output[1])
+        tensors, ctx.settings = inputs[:-4], inputs[-4:]
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
 
-    def differentiate(ctx, grad, _):
+    def differentiate(ctx, *grads):
         q, *others = ctx.saved_tensors
-        backward_op = backward_for(q.shape[3], *ctx.settings[:2])
-        gradients = backward_op(grad, q, *others, *ctx.settings)
+        work = q.shape[3], *ctx.settings[:2]
+        backward = backward_for(*work) if grads[1] is None else backward_op
+        gradients = backward(*of_both(grads, others[2]), q, *others, *ctx.settings)
         return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
 
     forward_op.register_fake(shapes)
     forward_op.register_autograd(differentiate, setup_context=save)
+
+
+def of_both(grads: tuple[Tensor | None, ...], out: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The gradients of an output and of its log-sum-exp; zeros for an output that has none."""
+    grad, grad_lse = grads
+    return torch.zeros_like(out) if grad is None else grad, grad_lse
 
 
 @torch.library.custom_op("cab_hf::block_attention", mutates_args=(), schema=FORWARD)
@@ -117,9 +130,10 @@ def forward_op(q, k, v, *plan):
 
 
 @torch.library.custom_op("cab_hf::block_attention_backward", mutates_args=(), schema=BACKWARD)
-def backward_op(grad, q, k, v, out, lse, *plan):
+def backward_op(grad, grad_lse, q, k, v, out, lse, *plan):
     grad, q, k, v = map(described, (grad, q, k, v))
-    return _way(q).backward(grad, q, k, v, backward_stats(grad, out, lse), *rows_of(plan))
+    terms = backward_stats(grad, grad_lse, out, lse)
+    return _way(q).backward(grad, q, k, v, terms, *rows_of(plan))
 
 
 backward_op.register_fake(gradient_shapes)

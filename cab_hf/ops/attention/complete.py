@@ -35,6 +35,7 @@ def attention(
     plan: BlockPlan,
     scale: float,
     return_lse: bool = False,
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`reference.attention` under ``plan``.
 
@@ -42,6 +43,8 @@ def attention(
         attend: attention under the lists of a plan, for v of the head dim of q, with the arguments
             of `reference.attention`.
     """
+    capped = {} if softcap is None else {"softcap": softcap}
+    attend = partial(attend, **capped)
     wanted = v.shape[-1]
     if wanted != q.shape[-1]:
         # kernels take one head dim: channels of zeros change no logit and no value
@@ -51,7 +54,7 @@ def attention(
     if plan.sampled is not None:
         from cab_hf.ops.attention import sampled
 
-        lists = partial(sampled.attention, attend)
+        lists = partial(sampled.attention, attend, **capped)
     if plan.dense_rows is None:
         result = lists(q, k, v, plan, scale, return_lse)
     else:

@@ -82,14 +82,14 @@ def _missing() -> str | None:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`reference.attention` under a plan's lists. Gradients flow through the output alone."""
+    """`reference.attention` under a plan's lists."""
     out, lse = _forward_op(q, k, v, *block.flattened(plan, scale))
     return (out, lse) if return_lse else out
 
 
 @torch.library.custom_op("cab_hf::flash_attention", mutates_args=(), schema=block.FORWARD)
 def _forward_op(q, k, v, *plan):
-    rows, scale = block.rows_of(plan)
+    rows, scale, _ = block.rows_of(plan)
     flash = _flash()
     batch, heads, length, dim = q.shape
     kv_heads, kv_length = k.shape[1:3]
@@ -124,8 +124,9 @@ def _forward_op(q, k, v, *plan):
 
 
 @torch.library.custom_op("cab_hf::flash_attention_backward", mutates_args=(), schema=block.BACKWARD)
-def _backward_op(grad, q, k, v, out, lse, *plan):
-    rows, scale = block.rows_of(plan)
+def _backward_op(grad, grad_lse, q, k, v, out, lse, *plan):
+    assert grad_lse is None
+    rows, scale, _ = block.rows_of(plan)
     flash = _flash()
     heads, kv_length = q.shape[1], k.shape[2]
     _, tile = BACKWARD_TILES[q.shape[3]]
@@ -142,7 +143,7 @@ def _backward_op(grad, q, k, v, out, lse, *plan):
 
 
 @_backward_op.register_fake
-def _(grad, q, k, v, *_):
+def _(grad, grad_lse, q, k, v, *_):
     return tuple(torch.empty_like(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from cab_hf.ops.reference import capped
 from cab_hf.plan import BlockLists, BlockPlan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -58,7 +59,13 @@ def _has_compiler() -> bool:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: BlockPlan,
+    scale: float,
+    return_lse: bool = False,
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention under ``plan``, [B, H, N_q, D]; see `reference.attention`, which defines it.
 
@@ -75,13 +82,14 @@ def attention(
     tables = block_tables(plan, q.shape[1], q.device, training)
     options = kernel_options(plan, q)
     if torch.compiler.is_compiling():
-        return _attend(q, k, v, tables, scale, options, return_lse)
+        return _attend(q, k, v, tables, scale, options, return_lse, softcap)
     # past the limit dynamo would run flex uncompiled, which ignores the lists: fail instead. With
     # symbolic block sizes inductor's cache hands out kernels made for others (torch 2.11)
     with torch._dynamo.config.patch(
         fail_on_recompile_limit_hit=True, recompile_limit=RECOMPILE_LIMIT, specialize_int=True
     ):
-        return _compiled(q.device.type)(q, k, v, tables, scale, options, return_lse)
+        how = scale, options, return_lse, softcap
+        return _compiled(q.device.type)(q, k, v, tables, *how)
 
 
 @cache
@@ -98,11 +106,14 @@ def _attend(
     scale: float,
     options: dict | None,
     return_lse: bool,
+    softcap: float | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     # the mask is made inside, so that lengths are those of tensors and only blocks are plain ints
     mask = block_mask(tables, q.shape[2], k.shape[2])
     gqa = q.shape[1] != k.shape[1]
     how = {"block_mask": mask, "scale": scale, "enable_gqa": gqa, "kernel_options": options}
+    if softcap is not None:
+        how["score_mod"] = lambda score, *place: capped(score, softcap)
     if not return_lse:
         return flex_attention(q, k, v, **how)
     out, more = flex_attention(q, k, v, **how, return_aux=AuxRequest(lse=True))

@@ -18,7 +18,6 @@ from torch import Tensor
 from cab_hf.ops import launch
 from cab_hf.ops.attention.tiles import (
     LN_2,
-    LOG2_E,
     BackwardStats,
     PlanTensors,
     arguments,
@@ -28,6 +27,7 @@ from cab_hf.ops.attention.tiles import (
     load_spans,
     load_tile,
     locate,
+    logit_scales,
     online_softmax_update,
     only_seen,
     plan_plane,
@@ -35,6 +35,7 @@ from cab_hf.ops.attention.tiles import (
     seen_between,
     sticks_out,
     store_tile,
+    tanh,
     tile_of,
     tile_start,
 )
@@ -67,7 +68,14 @@ POINTER_TILES = {
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: PlanTensors, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: PlanTensors,
+    scale: float,
+    softcap: float,
 ) -> None:
     """Write ``out`` [B, H, N_q, D] and its log-sum-exp ``lse``, float32 [B, H, N_q]."""
     plan, sizes = arguments(q, k, rows)
@@ -79,8 +87,8 @@ def forward(
         *descriptors(tile.block_m, out),
         lse,
         plan,
-        scale * LOG2_E.value,
-        sizes,
+        sizes=sizes,
+        **logit_scales(scale, softcap),
         **_constants(tile, q, rows),
         STICKS_OUT=sticks_out(rows, q.shape[2], k.shape[2]),
     )
@@ -94,6 +102,7 @@ def backward(
     terms: BackwardStats,
     rows: PlanTensors,
     scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, from that of the output; deterministic."""
     dq, dk, dv = map(like, (q, k, v))
@@ -109,7 +118,8 @@ def backward(
         terms,
         plan,
         scale,
-        sizes,
+        sizes=sizes,
+        **logit_scales(scale, softcap),
         **_constants(tile, q, rows),
     )
 
@@ -130,7 +140,8 @@ def backward(
         kv_blocks,
         lead,
         batch,
-        sizes,
+        sizes=sizes,
+        **logit_scales(scale, softcap),
         **_constants(tile, q, rows),
     )
     for target, parts in zip((dk, dv), sinks, strict=True):
@@ -180,6 +191,7 @@ def _block_attention_fwd_kernel(
     lse,
     plan,
     qk_scale,
+    cap_scale,
     sizes,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
@@ -187,6 +199,7 @@ def _block_attention_fwd_kernel(
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
     STICKS_OUT: tl.constexpr,
 ):
@@ -211,6 +224,8 @@ def _block_attention_fwd_kernel(
             column = tile_start(indices, i, KEY_BLOCK, BLOCK_N)
             k = load_tile(desc_k, batch, kv_head, column, 0, BLOCK_N, D)
             qk = tl.dot(q, k.T, input_precision=PRECISION)
+            if CAPPED:
+                qk = tanh(qk * cap_scale)
             if MASKED:
                 key = column + tl.arange(0, BLOCK_N)[None, :]
                 qk = tl.where(seen_between(key, first[:, None], last[:, None]), qk, float("-inf"))
@@ -241,6 +256,8 @@ def _block_attention_bwd_query_kernel(
     terms,
     plan,
     softmax_scale,
+    qk_scale,
+    cap_scale,
     sizes,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
@@ -248,6 +265,7 @@ def _block_attention_bwd_query_kernel(
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
@@ -271,12 +289,16 @@ def _block_attention_bwd_query_kernel(
             k = load_tile(desc_k, batch, kv_head, column, 0, BLOCK_N, D)
             v = load_tile(desc_v, batch, kv_head, column, 0, BLOCK_N, D)
             qk = tl.dot(q, k.T, input_precision=PRECISION)
-            p = tl.exp2(qk * (softmax_scale * LOG2_E) - lse[:, None])
+            if CAPPED:
+                qk = tanh(qk * cap_scale)
+            p = tl.exp2(qk * qk_scale - lse[:, None])
             if MASKED:
                 key = column + tl.arange(0, BLOCK_N)[None, :]
                 p = tl.where(seen_between(key, first[:, None], last[:, None]), p, 0.0)
             dp = tl.dot(do, v.T, input_precision=PRECISION)
             ds = p * (dp - delta[:, None])
+            if CAPPED:
+                ds *= 1 - qk * qk
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     store_tile(desc_dq, batch, head, start, 0, dq * softmax_scale, BLOCK_M, D)
 
@@ -315,6 +337,8 @@ def _block_attention_bwd_key_kernel(
     kv_blocks,
     lead,
     batches,
+    qk_scale,
+    cap_scale,
     sizes,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
@@ -322,6 +346,7 @@ def _block_attention_bwd_key_kernel(
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
     PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     heads, kv_heads = sizes.heads, sizes.kv_heads
@@ -352,7 +377,9 @@ def _block_attention_bwd_key_kernel(
                 do = load_tile(desc_do, batch, head, row, 0, BLOCK_M, D)
                 lse = tl.load(terms.lse + plane + query)
                 qk = tl.dot(k, q.T, input_precision=PRECISION)
-                p = tl.exp2(qk * (softmax_scale * LOG2_E) - lse[None, :])
+                if CAPPED:
+                    qk = tanh(qk * cap_scale)
+                p = tl.exp2(qk * qk_scale - lse[None, :])
                 if MASKED:
                     first, last = load_spans(plan, batch, query, sizes.q_length)
                     p = tl.where(seen_between(key[:, None], first[None, :], last[None, :]), p, 0.0)
@@ -361,6 +388,8 @@ def _block_attention_bwd_key_kernel(
                 # not before: registers are short
                 delta = tl.load(terms.delta + plane + query)
                 ds = p * (dp - delta[None, :])
+                if CAPPED:
+                    ds *= 1 - qk * qk
                 dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     dk = dk * softmax_scale
     if tile < lead:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cab_hf.ops.reference import capped
 from cab_hf.plan import BlockLists, BlockPlan
 
 # logits that are computed at once: 1 MiB in float32, which caches hold
@@ -19,7 +20,13 @@ LOGITS_AT_A_TIME = 2**18
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: BlockPlan,
+    scale: float,
+    return_lse: bool = False,
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention under the lists of ``plan``, [B, H, N_q, D_v], without gradients.
 
@@ -49,7 +56,8 @@ def attention(
                             x.masked_fill(unused, 0.0) for x in (listed_k, listed_v)
                         )
                     part = blocks[batch, heads, rows].to(wide).transpose(0, 1)
-                    part, sums = _attend(part, listed_k.to(wide), listed_v.to(wide), unseen)
+                    listed = listed_k.to(wide), listed_v.to(wide)
+                    part, sums = _attend(part, *listed, unseen, softcap)
                     out[batch, heads, rows] = part.transpose(0, 1).to(q.dtype)
                     lse[batch, heads, rows] = sums.transpose(0, 1)
     out, lse = (x.flatten(2, 3)[:, :, : q.shape[2]] for x in (out, lse))
@@ -103,7 +111,9 @@ def _taken(x: Tensor, keys: Tensor) -> Tensor:
     return x.index_select(0, keys.flatten()).unflatten(0, keys.shape)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, unseen: Tensor) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, unseen: Tensor, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     """(out [R, H, N, D_v], log-sum-exp [R, H, N]).
 
     Args:
@@ -111,7 +121,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, unseen: Tensor) -> tuple[Tensor, Te
     """
     if not k.shape[1]:
         return q.new_zeros(*q.shape[:3], v.shape[2]), q.new_full(q.shape[:3], -torch.inf)
-    p = (q.flatten(1, 2) @ k.transpose(1, 2)).unflatten(1, q.shape[1:3])
+    p = capped(q.flatten(1, 2) @ k.transpose(1, 2), softcap).unflatten(1, q.shape[1:3])
     p.masked_fill_(unseen.unsqueeze(1), -torch.inf)
     lse = p.logsumexp(-1, keepdim=True)
     # who sees nothing weighs nothing

@@ -24,7 +24,7 @@ FORWARD = (
     f" {SAMPLED}) -> (Tensor, Tensor)"
 )
 BACKWARD = (
-    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
+    "(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
     f" {SAMPLED}) -> (Tensor, Tensor, Tensor)"
 )
 
@@ -37,6 +37,7 @@ def attention(
     plan: BlockPlan,
     scale: float,
     return_lse: bool = False,
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`reference.attention` under a plan's lists and its sample; on CUDA devices.
 
@@ -48,7 +49,7 @@ def attention(
     with torch.no_grad():
         listed = attend(q, k, v, plan, scale, True)
     sampled = plan.sampled.counts, plan.sampled.indices, plan.one_in
-    result = _forward_op(q, k, v, *listed, *sampled, *block.flattened(plan, scale))
+    result = _forward_op(q, k, v, *listed, *sampled, *block.flattened(plan, scale, softcap))
     return result if return_lse else result[0]
 
 
@@ -65,25 +66,27 @@ def _forward_op(q, k, v, listed_out, listed_lse, counts, indices, one_in, *plan)
 
 
 @torch.library.custom_op("cab_hf::sampled_attention_backward", mutates_args=(), schema=BACKWARD)
-def _backward_op(grad, q, k, v, out, lse, counts, indices, one_in, *plan):
-    gradients = block.backward_op(grad, q, k, v, out, lse, *plan)
+def _backward_op(grad, grad_lse, q, k, v, out, lse, counts, indices, one_in, *plan):
+    given = grad, grad_lse, q, k, v, out
+    gradients = block.backward_op(*given, lse, *plan)
     lse = lse - math.log(one_in)
-    more = block.backward_op(grad, q, k, v, out, lse, *_of_sampled(counts, indices, plan))
+    more = block.backward_op(*given, lse, *_of_sampled(counts, indices, plan))
     return tuple(x.add_(y) for x, y in zip(gradients, more, strict=True))
 
 
 def _save(ctx, inputs, output):
-    q, k, v, _, _, counts, indices, one_in, *lists, query_block, key_block, scale = inputs
-    ctx.settings = one_in, query_block, key_block, scale
-    ctx.mark_non_differentiable(output[1])
+    q, k, v, _, _, counts, indices, one_in, *lists = inputs
+    lists, ctx.settings = lists[:-4], (one_in, *lists[-4:])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, counts, indices, *lists)
 
 
-def _differentiate(ctx, grad, _):
+def _differentiate(ctx, *grads):
     q, k, v, out, lse, counts, indices, *lists = ctx.saved_tensors
     one_in, *settings = ctx.settings
     sampled = counts, indices, one_in
-    gradients = _backward_op(grad, q, k, v, out, lse, *sampled, *lists, *settings)
+    grads = block.of_both(grads, out)
+    gradients = _backward_op(*grads, q, k, v, out, lse, *sampled, *lists, *settings)
     return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from cab_hf.ops.attention import split_kernels as kernels
 from cab_hf.ops.attention.tiles import (
-    LOG2_E,
     BackwardStats,
     Plan,
     PlanTensors,
@@ -31,6 +30,7 @@ from cab_hf.ops.attention.tiles import (
     by_column,
     descriptors,
     like,
+    logit_scales,
     precision,
     sticks_out,
     tile_of,
@@ -82,7 +82,14 @@ class Sums(NamedTuple):
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rows: PlanTensors, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: PlanTensors,
+    scale: float,
+    softcap: float,
 ) -> None:
     """Write ``out`` [B, H, N_q, D] and its log-sum-exp ``lse``, float32 [B, H, N_q]."""
     for piece in _pieces(q, k, rows, matrices=1):
@@ -91,7 +98,7 @@ def forward(
         p = _matrix(q, piece)
         shape = (planes, stretches, sizes.tokens)
         sums = Sums(*(q.new_empty(shape, dtype=torch.float32) for _ in range(2)))
-        _weigh(q, k, p, piece, scale, sums)
+        _weigh(q, k, p, piece, scale, softcap, sums)
         kernels.block_attention_split_lse_kernel[(sizes.tokens // tile, planes)](
             sums,
             lse,
@@ -118,6 +125,7 @@ def backward(
     terms: BackwardStats,
     rows: PlanTensors,
     scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, from that of the output; deterministic."""
     dq = like(q)
@@ -125,7 +133,7 @@ def backward(
     dk, dv = (torch.zeros_like(like(x), dtype=torch.float32) for x in (k, v))
     for piece in _pieces(q, k, rows, matrices=2):
         p, ds = (_matrix(q, piece) for _ in range(2))
-        _weigh(q, k, p, piece, scale, terms=terms, gradients=(grad, v, ds))
+        _weigh(q, k, p, piece, scale, softcap, terms=terms, gradients=(grad, v, ds))
         _multiply_rows(ds, k, dq, piece, scale)
         columns = by_column(piece.plan, triton.cdiv(k.shape[2], rows.key_block), placed=True)
         _multiply_columns(p, grad, dv, piece, columns, 1.0)
@@ -179,6 +187,7 @@ def _weigh(
     p: Tensor,
     piece: Piece,
     scale: float,
+    softcap: float,
     sums: Sums | None = None,
     terms: BackwardStats | None = None,
     gradients: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -198,9 +207,9 @@ def _weigh(
         sums,
         terms,
         plan,
-        scale * LOG2_E.value,
-        k.shape[2],
-        sizes,
+        kv_length=k.shape[2],
+        sizes=sizes,
+        **logit_scales(scale, softcap),
         **_constants(q, rows),
         BLOCK_M=tile,
         STRETCH=stretch,

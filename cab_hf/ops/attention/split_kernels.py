@@ -18,6 +18,7 @@ from cab_hf.ops.attention.tiles import (
     plan_plane,
     seen_between,
     store_tile,
+    tanh,
     tile_start,
     vectors_at,
 )
@@ -94,8 +95,10 @@ def block_attention_split_p_kernel(
     terms,
     plan,
     qk_scale,
+    cap_scale,
     kv_length,
     sizes,
+    CAPPED: tl.constexpr,
     QUERY_BLOCK: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -118,6 +121,9 @@ def block_attention_split_p_kernel(
         cell = Cell(batch, head, kv_head, start, tl.minimum(key, kv_length - 1), first_key)
         # [BLOCK_M, STRETCH]
         qk = _products(desc_q, desc_k, k, cell, BLOCK_M, STRETCH, KEY_BLOCK, D, DEPTH, PRECISION)
+        if CAPPED:
+            qk = tanh(qk * cap_scale)
+            slope = 1 - qk * qk
         query = start + tl.arange(0, BLOCK_M)
         if column + STRETCH > full:
             first, last = load_spans(plan, batch, query, sizes.q_length)
@@ -143,6 +149,8 @@ def block_attention_split_p_kernel(
                 desc_do, desc_v, v, cell, BLOCK_M, STRETCH, KEY_BLOCK, D, DEPTH, PRECISION
             )
             ds = p * (dp - delta[:, None])
+            if CAPPED:
+                ds *= slope
             store_tile(desc_ds, batch, head, row, column, ds, BLOCK_M, STRETCH)
 
 

@@ -108,7 +108,7 @@ class BackwardStats(NamedTuple):
     Attributes:
         lse: the log-sum-exp in powers of two, +inf where a query sees nothing or is none (so that
             its weights vanish).
-        delta: the sum over D of grad * out.
+        delta: the sum over D of grad * out, less the gradient of the log-sum-exp.
         room: N_q rounded up to `WHOLE_TILE`.
     """
 
@@ -135,9 +135,11 @@ def by_column(plan: Plan, kv_blocks: int, placed: bool = False) -> Plan:
     return plan._replace(full=full, partial=partial)
 
 
-def backward_stats(grad: Tensor, out: Tensor, lse: Tensor) -> BackwardStats:
+def backward_stats(
+    grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
+) -> BackwardStats:
     """`BackwardStats` of the gradient of ``out``, both [B, H, N_q, D], and the log-sum-exp [B, H,
-    N_q]."""
+    N_q], whose own gradient is None where there is none."""
     batch, heads, length, dim = grad.shape
     room = triton.cdiv(length, WHOLE_TILE) * WHOLE_TILE
     terms = BackwardStats(*(lse.new_empty(batch, heads, room) for _ in range(2)), room)
@@ -153,6 +155,8 @@ def backward_stats(grad: Tensor, out: Tensor, lse: Tensor) -> BackwardStats:
         BLOCK_D=triton.next_power_of_2(min(dim, 128)),
         num_warps=4,
     )
+    if grad_lse is not None:
+        terms.delta[:, :, :length] -= grad_lse
     return terms
 
 
@@ -204,6 +208,16 @@ def sticks_out(rows: PlanTensors, q_length: int, kv_length: int) -> bool:
 def precision(x: Tensor) -> str:
     """How products of float32 are to be computed; 16 bits have one way, and gfx950 no tf32."""
     return "tf32" if x.dtype != torch.float32 and launch.packed(x) else "ieee"
+
+
+def logit_scales(scale: float, softcap: float) -> dict[str, float | bool]:
+    """What products are multiplied by to be logits to base two: within a tanh, and beside it.
+
+    ``softcap`` is that of `reference.capped`, 0 for none: then there is no tanh.
+    """
+    outer = softcap or scale
+    inner = scale / softcap if softcap else 0.0
+    return {"qk_scale": outer * LOG2_E.value, "cap_scale": inner, "CAPPED": softcap > 0}
 
 
 @triton.jit
@@ -300,6 +314,11 @@ def only_seen(x, key, first, last):
 def finite(m):
     """A row that has seen nothing has no maximum to be relative to."""
     return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cab_hf.ops import reference
-from cab_hf.ops.reference import Masks
+from cab_hf.ops.reference import Masks, capped
 from cab_hf.plan import BlockLists, BlockPlan, Spans
 
 PLAN = (
@@ -24,12 +24,18 @@ PLAN = (
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: BlockPlan,
+    scale: float,
+    return_lse: bool = False,
+    softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`reference.attention`, a node of a graph. Gradients flow through the output alone."""
+    """`reference.attention`, a node of a graph."""
     sampled, spans = plan.sampled, plan.spans
     out, lse = _attention_op(
-        *(q, k, v, scale),
+        *(q, k, v, scale, softcap),
         *(plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices),
         *((None, None) if sampled is None else (sampled.counts, sampled.indices)),
         *(plan.one_in, plan.dense_rows),
@@ -44,36 +50,38 @@ def register(
     attend: Callable[..., tuple[Tensor, Tensor]],
     masks: Callable[..., Iterable[Masks]],
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The op ``cab_hf::name`` of (q, k, v, scale, others), with gradients.
+    """The op ``cab_hf::name`` of (q, k, v, scale, softcap, others), with gradients.
 
     Args:
         schema: of the others, the last of which is whether to return the log-sum-exp.
         attend: what it computes: output [B, H, N_q, D_v] and log-sum-exp, empty if not wanted.
-        masks: the same arguments to what each query attends.
+        masks: (q, k, v, others) to what each query attends.
     """
-    given = f"Tensor q, Tensor k, Tensor v, float scale, {schema}"
+    given = f"Tensor q, Tensor k, Tensor v, float scale, float? softcap, {schema}"
 
     def forward(q, *others):
         return tuple(x.contiguous() for x in attend(q, *others))
 
-    def forward_shapes(q, k, v, scale, *others):
+    def forward_shapes(q, k, v, *others):
         lse = q.shape[:3] if others[-1] else (0,)
         wide = torch.promote_types(q.dtype, torch.float32)
         return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(lse, dtype=wide)
 
-    def backward(grad, q, k, v, scale, *others):
-        return gradients(grad, q, k, v, scale, masks(q, k, v, scale, *others))
+    def backward(grad, grad_lse, q, k, v, scale, softcap, *others):
+        return gradients(grad, grad_lse, q, k, v, scale, softcap, masks(q, k, v, *others))
 
     def save(ctx: Any, inputs: tuple, output: tuple) -> None:
-        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.shape = output[0].shape
         ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
         # what is no tensor, and where tensors were
         ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
 
-    def differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple:
         tensors = iter(ctx.saved_tensors)
         inputs = [next(tensors) if x is None else x[0] for x in ctx.others]
-        return *backward_op(grad, *inputs), *(None,) * (len(inputs) - 3)
+        grad = inputs[0].new_zeros(ctx.shape) if grad is None else grad
+        return *backward_op(grad, grad_lse, *inputs), *(None,) * (len(inputs) - 3)
 
     def op(name: str, function: Callable[..., Any], given: str, given_back: str):
         schema = f"({given}) -> ({given_back})"
@@ -83,18 +91,31 @@ def register(
 
     forward_op = op(name, forward, given, "Tensor, Tensor")
     backward_op = op(
-        f"{name}_backward", backward, f"Tensor grad, {given}", "Tensor, Tensor, Tensor"
+        *(f"{name}_backward", backward),
+        *(f"Tensor grad, Tensor? grad_lse, {given}", "Tensor, Tensor, Tensor"),
     )
     forward_op.register_fake(forward_shapes)
     forward_op.register_autograd(differentiate, setup_context=save)
-    backward_op.register_fake(lambda _, *inputs: tuple(x.new_empty(x.shape) for x in inputs[:3]))
+    backward_op.register_fake(lambda *x: tuple(each.new_empty(each.shape) for each in x[2:5]))
     return forward_op
 
 
 def gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, masks: Iterable[Masks]
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    softcap: float | None,
+    masks: Iterable[Masks],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, where each query attends what ``masks`` say."""
+    """The gradients of q, k and v, where each query attends what ``masks`` say.
+
+    Args:
+        grad: of the output, [B, H, N_q, D_v].
+        grad_lse: of the log-sum-exp, [B, H, N_q]; None for zeros.
+    """
     wide, groups = torch.promote_types(q.dtype, torch.float32), (k.shape[1], -1)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (q, k, v))
     for rows, keys, seen, raised, sound in masks:
@@ -107,12 +128,18 @@ def gradients(
             # as in the forward pass: no weight of 0 removes a NaN
             nowhere = unseen.all(dim=-2).unsqueeze(-1)
             key, value = (torch.where(nowhere, 0.0, x) for x in (key, value))
-        logits = query @ key.transpose(-1, -2) * scale
+        logits = uncapped = query @ key.transpose(-1, -2) * scale
+        logits = capped(logits, softcap)
         if raised is not None:
             logits = logits + raised.expand(heads).unflatten(1, groups)
         p = logits.masked_fill(unseen, -torch.inf).softmax(-1).masked_fill(unseen, 0.0)
         dp = out_grad @ value.transpose(-1, -2)
-        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+        delta = (p * dp).sum(-1, keepdim=True)
+        if grad_lse is not None:
+            delta = delta - grad_lse[:, :, rows].unflatten(1, groups).unsqueeze(-1)
+        ds = p * (dp - delta) * scale
+        if softcap is not None:
+            ds = ds * (1 - (uncapped / softcap).tanh().square())
         dq[:, :, rows] = (ds @ key).flatten(1, 2)
         dk[:, :, keys] += (ds.transpose(-1, -2) @ query).sum(2)
         dv[:, :, keys] += (p.transpose(-1, -2) @ out_grad).sum(2)
@@ -133,13 +160,13 @@ def _plan_of(values: tuple) -> BlockPlan:
     )
 
 
-def _attend(q, k, v, scale, *values):
+def _attend(q, k, v, scale, softcap, *values):
     plan, return_lse = _plan_of(values), values[-1]
-    result = reference.attention(q, k, v, plan, scale, return_lse)
+    result = reference.attention(q, k, v, plan, scale, return_lse, softcap)
     return result if return_lse else (result, q.new_empty(0, dtype=torch.float32))
 
 
-def _masks(q, k, v, scale, *values):
+def _masks(q, k, v, *values):
     return reference.masks(q, k, v, _plan_of(values))
 
 

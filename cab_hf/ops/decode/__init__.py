@@ -32,10 +32,14 @@ def choose(q: Tensor, *args: Any, **kwargs: Any) -> Choice:
         return _ops(q).choose(q, *args, **kwargs)
 
 
-def attend(q: Tensor, *args: Any) -> Tensor:
-    """See `reference.attend`."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *args: Any, softcap: float | None = None, **kwargs: Any
+) -> Tensor:
+    """See `reference.attend`; kernels have no gradients, and cap no logits."""
     with as_they_are(q):
-        return _ops(q).attend(q, *args)
+        if softcap is not None or not has_kernels(q, k, v):
+            return reference.attend(q, k, v, *args, softcap=softcap, **kwargs)
+        return _ops(q).attend(q, k, v, *args, **kwargs)
 
 
 def as_they_are(x: Tensor) -> torch.autocast:

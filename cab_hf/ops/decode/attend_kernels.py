@@ -37,11 +37,12 @@ def attend(
     scale: float,
     length: Tensor | None = None,
     valid: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `reference.attend`."""
     if torch.compiler.is_compiling():
-        return torch.ops.cab_hf.decode_attend(q, k, v, *choice, scale, length, valid)
-    return _attend(q, k, v, *choice, scale, length, valid)
+        return torch.ops.cab_hf.decode_attend(q, k, v, *choice, scale, length, valid, sinks)
+    return _attend(q, k, v, *choice, scale, length, valid, sinks)
 
 
 def _attend(
@@ -54,6 +55,7 @@ def _attend(
     scale: float,
     length: Tensor | None,
     valid: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     batch, kv_heads, slots, dim = k.shape
     heads, values = q.shape[1], v.shape[3]
@@ -104,8 +106,10 @@ def _attend(
             largest,
             sums,
             weighted,
+            sinks,
             out,
             splits,
+            kv_heads,
             D_V=values,
             BLOCK_S=MERGED_AT_A_TIME,
             BLOCK_V=triton.next_power_of_2(values),
@@ -228,13 +232,15 @@ def _attend_kernel(
     tl.store(target, acc, mask=there[:, None] & (value < D_V)[None, :])
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "kv_heads"])
 def _merge_kernel(
     largest,
     sums,
     weighted,
+    sinks,
     out,
     splits,
+    kv_heads,
     D_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -248,6 +254,11 @@ def _merge_kernel(
     acc = tl.zeros([BLOCK_V], tl.float32)
     total = tl.zeros([1], tl.float32)
     most = tl.full([1], LOWEST, tl.float32)
+    if sinks is not None:
+        # as if it had been read first, and its value were 0
+        sink = tl.load(sinks + row % kv_heads * group + member).to(tl.float32)
+        most = tl.zeros([1], tl.float32) + sink * LOG2_E
+        total += 1.0
     for start in range(0, splits, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
         at = (row * splits + split) * group + member
@@ -273,5 +284,5 @@ _attend_op = torch.library.custom_op("cab_hf::decode_attend", _attend, mutates_a
 
 
 @_attend_op.register_fake
-def _(q, k, v, chosen, counts, unread, scale, length, valid):
+def _(q, k, v, chosen, counts, unread, scale, length, valid, sinks=None):
     return q.new_empty(*q.shape[:3], v.shape[3])

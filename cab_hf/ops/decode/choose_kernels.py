@@ -47,9 +47,10 @@ def choose(
     wanted: Tensor,
     channels: tuple[int, ...] = (),
     valid: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Choice:
     """See `reference.choose`."""
-    given = q, *index, scale, length, wanted, list(channels), valid
+    given = q, *index, scale, length, wanted, list(channels), valid, sinks
     if torch.compiler.is_compiling():
         return Choice(*torch.ops.cab_hf.decode_choose(*given))
     return Choice(*_choose(*given))
@@ -64,6 +65,7 @@ def _choose(
     wanted: Tensor,
     channels: list[int],
     valid: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(slots, counts, unread) of a `Choice`."""
     batch, kv_heads, slots, width = codes.shape
@@ -112,6 +114,7 @@ def _choose(
             lse,
             units,
             always,
+            sinks,
             least,
             unread,
             length,
@@ -351,7 +354,7 @@ _choose_op = torch.library.custom_op("cab_hf::decode_choose", _choose, mutates_a
 
 
 @_choose_op.register_fake
-def _(q, codes, scales, scale, length, wanted, channels, valid):
+def _(q, codes, scales, scale, length, wanted, channels, valid, sinks=None):
     chosen = q.new_empty(scales.shape, dtype=torch.int32)
     counts = q.new_empty(scales.shape[:2], dtype=torch.int32)
     return chosen, counts, q.new_empty(q.shape[:2], dtype=torch.float32)

@@ -7,6 +7,7 @@ import math
 import triton
 import triton.language as tl
 
+from cab_hf.ops.attention.tiles import LOG2_E
 from cab_hf.ops.decode import reference
 from cab_hf.ops.decode.packed import a_column, queries_of, scores_of
 from cab_hf.ops.launch import LOWEST
@@ -137,6 +138,7 @@ def limit_kernel(
     lse,
     units,
     always,
+    sinks,
     least,
     unread,
     length,
@@ -172,7 +174,14 @@ def limit_kernel(
     part = (row * (splits + 1) + split)[:, None] * ROOM + member[None, :]
     parts = tl.load(lse + part, mask=(split <= splits)[:, None], other=LOWEST)
     most = tl.max(parts, 0)
-    total = most + tl.log2(tl.sum(tl.exp2(parts - most[None, :]), 0))
+    if sinks is not None:
+        own_sink = sinks + row % kv_heads * GROUP + member
+        sink = tl.load(own_sink, mask=member < GROUP, other=0.0).to(tl.float32) * LOG2_E
+        most = tl.maximum(most, sink)
+    total = tl.sum(tl.exp2(parts - most[None, :]), 0)
+    if sinks is not None:
+        total += tl.exp2(sink - most)
+    total = most + tl.log2(total)
     total = _in_steps(total, PACKED).to(tl.int32)
     below = total[None, :] - logit
     if GROUP < ROOM:

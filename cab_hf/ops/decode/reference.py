@@ -21,6 +21,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from cab_hf.ops.reference import capped
 
 # logarithms of shares are compared in steps of this part of a power of two
 STEPS_AN_OCTAVE = 64
@@ -143,6 +146,7 @@ def choose(
     wanted: Tensor,
     channels: tuple[int, ...] = (),
     valid: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Choice:
     """The keys that each KV head reads for q [B, H, 1, D].
 
@@ -157,8 +161,9 @@ def choose(
         wanted: int32 [B], or [1] for all rows, how many keys are read.
         channels: those of the index.
         valid: bool [B, >= length], False for padding; None without.
+        sinks: [H], logits of which no key has its share; None without.
     """
-    logits, *ranks = ranked(q, index, scale, length, channels, valid)
+    logits, *ranks = ranked(q, index, scale, length, channels, valid, sinks)
     steps, sampled, _ = ranks
     kept = steps <= limit_of(*ranks, length, wanted)
     gone = (sampled & ~kept & (steps < HIDDEN)).unsqueeze(2)
@@ -174,6 +179,7 @@ def ranked(
     length: Tensor,
     channels: tuple[int, ...],
     valid: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(logits, steps, sampled, always) of the keys of a cache; arguments are those of `choose`.
 
@@ -196,7 +202,10 @@ def ranked(
     # a sampled key represents as many as are not
     counted = logits + math.log2(spread) * sampled.unsqueeze(2)
     counted = counted.masked_fill(~(sampled | always).unsqueeze(2), float("-inf"))
-    whole = torch.logsumexp(counted / LOG2_E, dim=-1, keepdim=True) * LOG2_E
+    whole = torch.logsumexp(counted / LOG2_E, dim=-1, keepdim=True)
+    if sinks is not None:
+        whole = torch.logaddexp(whole, sinks.float().view(1, kv_heads, group, 1))
+    whole = whole * LOG2_E
     # rounded before they are compared
     logits, whole = in_steps(logits), in_steps(whole)
     # such a row, which is not finite, reads what is always read, and is NaN itself
@@ -243,18 +252,21 @@ def attend(
     scale: float,
     length: Tensor | None = None,
     valid: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """[B, H, 1, D_v] of q [B, H, 1, D] over the chosen keys of k and v [B, H_kv, N, D].
 
     The keys that are not read count as one of their weight and of the mean value, as in SparQ
     Attention (Ribar et al., 2024), so that the others do not weigh more than they should. The mean
     is that of `SPREAD_VALUES` keys from the first to the last; ``length`` and ``valid``, by which
-    they are placed, are those of `choose`; a choice without ``unread`` needs neither.
+    they are placed, are those of `choose`; a choice without ``unread`` needs neither. ``sinks`` [H]
+    are logits that no value belongs to, and ``softcap`` is that of `reference.capped`.
     """
     kv_heads, slots = k.shape[1:3]
     exact = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(exact).unflatten(1, (kv_heads, -1)).squeeze(3)
-    logits = grouped @ k.to(exact).transpose(-1, -2) * scale
+    logits = capped(grouped @ k.to(exact).transpose(-1, -2) * scale, softcap)
     kept = choice.kept(slots).unsqueeze(2)
     logits, values = logits.masked_fill(~kept, float("-inf")), v.to(exact)
     values = values.masked_fill(~kept.any(2).unsqueeze(-1), 0)
@@ -263,6 +275,10 @@ def attend(
         unread = choice.unread.to(exact).unflatten(1, (kv_heads, -1)).unsqueeze(-1) / LOG2_E
         logits = torch.cat((logits, unread + share.to(exact).log()), dim=-1)
         values = torch.cat((values, mean.to(exact)), dim=2)
+    if sinks is not None:
+        # in the place of one more key, whose value is 0
+        sinks = sinks.to(exact).view(1, kv_heads, -1, 1).expand(len(q), -1, -1, -1)
+        logits, values = torch.cat((logits, sinks), dim=-1), F.pad(values, (0, 0, 0, 1))
     return (logits.softmax(-1) @ values).to(q.dtype).flatten(1, 2).unsqueeze(2)
 
 

@@ -1,0 +1,62 @@
+"""A logit of each head that no key has: every engine gives its share, and gradients, as defined."""
+
+import pytest
+import torch
+from attention_cases import case
+from budget import assert_within_budget
+from marks import slow_but
+
+from cab_hf import engines
+from cab_hf.call.layout import Layout
+from cab_hf.ops.attention import traced
+
+SINKS = (-2.0, 0.0, 3.0, 40.0)
+SHAPE = {"heads": 4, "kv_heads": 2}
+CASES = [
+    pytest.param({"q_length": 105, "dense_rows": "tail"}, id="rows-apart"),
+    pytest.param({"q_length": 75, "layout": "padded", "batch": 2}, id="padded"),
+    pytest.param({"q_length": 130, "one_in": 3, "share": 0.2}, id="sampled"),
+    pytest.param({"q_length": 50, "dim": 264}, id="split"),
+]
+ENGINES = {
+    "reference": engines.REFERENCE.attention,
+    "traced": traced.attention,
+    "triton": engines.TRITON.attention,
+}
+
+
+def by_hand(q, k, v, sinks, plan, scale):
+    """Softmax over the keys of the plan and one more, of which the value is 0."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    logits = q @ k.mT * scale
+    seen = plan.token_mask().expand(logits.shape)
+    if plan.sampled is not None:
+        more = plan.of_sampled().token_mask().expand(logits.shape)
+        logits, seen = logits + more * torch.log(torch.tensor(plan.one_in)), seen | more
+    logits = logits.masked_fill(~seen, -torch.inf)
+    column = sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    return torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1] @ v
+
+
+@pytest.mark.parametrize("shape", slow_but(CASES, 0, 1))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_output_and_gradients_are_those_of_one_more_logit(engine, shape):
+    q, k, v, grad, plan = case("cpu", torch.float32, (32, 16), **SHAPE, **shape)
+    layout = Layout(plan.spans, k.shape[2])
+    given = [q, k, v, torch.tensor(SINKS)]
+
+    class Attention:
+        attention = staticmethod(ENGINES[engine])
+
+    def results(attend, tensors):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        seen = (plan.spans.last >= 0)[:, None, :, None]
+        out = attend(*leaves) * seen
+        return out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))
+
+    def expected(*tensors):
+        return results(lambda *x: by_hand(*x, plan, 0.1), tensors)
+
+    actual = results(lambda q, k, v, s: layout.attend(Attention, q, k, v, plan, 0.1, s), given)
+    for part, result in enumerate(actual):
+        assert_within_budget(result, lambda *x, part=part: expected(*x)[part], *given)
