@@ -17,8 +17,9 @@ passkey: $(READY)  ## find a number hidden in a long text: dense, cab and baseli
 test: $(READY)  ## the tests that need no GPU, without the slow ones
 	$(PYTEST) $(IN_TWO)
 
-test-all: $(READY)  ## all tests that need no GPU
+test-all: $(READY) build/torchao  ## all tests that need no GPU
 	$(PYTEST) $(IN_TWO) -m 'not gpu'
+	PYTHONPATH=build/torchao $(PYTEST) -k torchao tests/test_quantised.py
 
 gpu-test: $(READY)  ## the tests that need one
 	$(PYTEST) -m gpu
@@ -50,6 +51,10 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --no-compile --upgrade pip setuptools wheel
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[eval,dev]'
 	touch $(READY)
+
+# beside the environment: where it is, transformers imports it, and it prints what it cannot load
+build/torchao:
+	$(BIN)/python -m pip install -q --no-deps --target $@ 'torchao==0.18.0'
 
 # what vLLM takes for pictures and sound is built for another torch, and its import would fail
 $(VLLM)/.ready: setup.cfg pyproject.toml constraints.txt
