@@ -218,7 +218,9 @@ def test_padding_of_documents_that_stay_where_they_are(monkeypatch):
     """Under torch.compile nobody looks where it is."""
     document = torch.tensor([[0, 0, 1, 1]])
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    with pytest.raises(NotImplementedError, match="attention_mask is set for packed documents"):
+    with pytest.raises(
+        NotImplementedError, match="attention_mask is set under torch.compile for packed documents"
+    ):
         Layout.build(1, 4, 4, 0, document > 0, document, 16, torch.device("cpu"))
 
 

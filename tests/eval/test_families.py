@@ -18,11 +18,11 @@ from cab_hf.eval.families import EXACT, FAILS, IN_PART, NOT_BUILT, NOT_OURS, REF
 EXACT_TYPES = """
     llama mistral ministral mixtral qwen2 qwen3 qwen3_moe gemma gemma3 gemma4_text phi3 phimoe olmo2
     granite cohere2 glm4 deepseek_v3 smollm3 starcoder2 stablelm gpt_neox opt bert minimax
-    granitemoehybrid mllama
+    granitemoehybrid mllama gemma2 gpt_oss llama4
 """
 # the last seven with attention that no registered function reaches
 REFUSED_TYPES = """
-    gemma2 vaultgemma gpt_oss llama4 llama4_text doge minimax_m3_vl_text deepseek_v32
+    deepseek_v4 doge minimax_m3_vl_text deepseek_v32
     falcon bloom mpt gpt_neo xglm openai-gpt mamba
 """
 
@@ -67,7 +67,7 @@ REFUSED_OVER_RANKS = {
     "roberta": "RobertaForCausalLM counts positions from padding_idx",
     "stablelm": "StableLmForCausalLM does not hand position_ids and cu_seq_lens_q on",
     "minimax_m3_vl_text": r"MiniMaxM3VLAttention .* is not computed by 'cab' \(keys chosen",
-    "gemma2": "soft-capped logits",
+    "llama4": "attends in chunks of 64; inside context_parallel",
     "bloom": "attention is not reached",
 }
 
@@ -211,7 +211,7 @@ def test_a_process_that_dies_ends_nothing_else(ranks, monkeypatch):
         patch.setattr(examined, "start_processes", killed)
         fields = {"not_built": "its process died with exit code -9"}
         assert examined.in_processes("llama", ranks, 120, 24) == fields
-    assert examined.in_processes("gemma2", ranks, 120, 24)["model"] == "Gemma2ForCausalLM"
+    assert examined.in_processes("gemma", ranks, 120, 24)["model"] == "GemmaForCausalLM"
 
 
 def verdicts_of(out, types, *words):
@@ -226,8 +226,8 @@ def test_the_command_writes_everything(tmp_path, monkeypatch, capsys):
         return {"not_built": "x"} if model_type == "gpt_neo" else examined.examine(model_type)
 
     monkeypatch.setattr(families, "in_processes", examine)
-    expected = {"llama": EXACT, "gemma2": REFUSED, "gpt_neo": NOT_BUILT}
-    assert verdicts_of(tmp_path, "llama,gemma2,gpt_neo") == expected
+    expected = {"llama": EXACT, "doge": REFUSED, "gpt_neo": NOT_BUILT}
+    assert verdicts_of(tmp_path, "llama,doge,gpt_neo") == expected
     assert "Of 3 types 2 could be built: 1 attend exactly" in capsys.readouterr().out
     assert (tmp_path / "figure.png").stat().st_size > 0
 

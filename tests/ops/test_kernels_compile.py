@@ -29,13 +29,15 @@ CASES = [
     ("decode", {}, "float16", 80),
     *(("attend", {}, "bfloat16", dim) for dim in (64, 80, 96, 128, 192, 256, 512)),
 ]
-# of which the memory counts: their registers spill on every GPU
+# of which the memory counts: their registers spill, of most on every GPU
 WIDE = [
     ("choose", {"query_block": 64, "key_block": 128, "exact_queries": 0}, "float16", 256),
     ("choose", {}, "float32", 256),
     ("choose_by_frc", FRC, "float32", 256),
     ("decode", {}, "float32", 256),
     ("attend", {}, "float32", 64),
+    ("choose", {}, "bfloat16", 128, [[1024, 1024]], 30.0),
+    *(("attend", {}, "bfloat16", dim, 30.0) for dim in (128, 256, 512)),
 ]
 # (queries, keys) whose numbers of query blocks, key blocks and rows Triton would tell apart: 1,
 # multiples of 16, and others
@@ -90,7 +92,7 @@ def test_every_kernel_compiles_and_fits(chip):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["8.6", "9.0", "gfx942"])
-def test_large_heads_and_float32_fit(chip):
+def test_large_heads_float32_and_soft_caps_fit(chip):
     require_room(chip, compiling(chip, *WIDE))
 
 

@@ -103,15 +103,12 @@ def test_describe_knows_layers_without_an_index(name):
 
 
 def test_describe_says_what_will_be_refused_layer_by_layer():
-    config = transformers.MiMoV2FlashConfig(
-        **SIZES | {"num_hidden_layers": 2}, layer_types=["full_attention", "sliding_attention"]
-    )
-    with torch.device("meta"):
-        model = transformers.MiMoV2FlashForCausalLM(config)
-    model.set_attn_implementation("cab")
+    model = cab_hf.apply_cab(tiny_model(), {})
+    # as of a layer that takes what the indexer of another has chosen
+    model.model.layers[1].self_attn.skip_topk = True
     lines = cab_hf.describe(model, tokens=200).splitlines()[1:]
     assert lines[0] == "  layer 0: dense, input shorter than min_length=16384"
-    assert lines[1] == "  layer 1: refused, sink logits"
+    assert lines[1] == "  layer 1: refused, keys chosen by an indexer"
 
 
 def test_describe_agrees_with_what_runs(model):

@@ -55,16 +55,15 @@ def drawn(dtype, dim, queries=LENGTH, keys=LENGTH):
     return q, k, Spans.causal(1, queries, keys, "cpu")
 
 
-def choose(config, dtype, dim, lengths=((LENGTH, LENGTH),)):
-    """Launch what chooses by rows, and what counts what a plan attends."""
+def choose(config, dtype, dim, lengths=((LENGTH, LENGTH),), softcap=None):
+    """Launch what chooses by rows, and what counts what a plan attends; with a cap sinks too."""
+    logits = (torch.zeros(HEADS), softcap) if softcap else ()
     channels = llama_channels(dim)
     for sizes in lengths:
         q, k, spans = drawn(dtype, dim, *sizes)
         keys = lists.keys_of(k, channels)
         exponents = keys[1] if len(keys) > 1 else None
-        given = q, keys[0], exponents, spans, 1.0, channels, config
-        chosen = lists.choose(*given)
-    lists.choose(*given, torch.zeros(HEADS), 30.0)
+        chosen = lists.choose(q, keys[0], exponents, spans, 1.0, channels, config, *logits)
     tail = spans.tail_rows(config.query_block, config.query_block)
     plan = BlockPlan(*chosen, spans, config.query_block, config.key_block, dense_rows=tail)
     pairs.add_pairs(plan)
@@ -93,14 +92,13 @@ def decode(config, dtype, dim):
     kernels.attend(q, k, k, choice.elsewhere(k.device), 1.0, sinks=sinks)
 
 
-def attend(config, dtype, dim):
+def attend(config, dtype, dim, softcap=None):
     """Launch attention under a plan and its backward pass, and what surrounds an engine."""
     q, k, spans = drawn(dtype, dim)
     plan = BlockPlan.causal(spans, HEADS, config.query_block, config.key_block)
-    for softcap in (None, 30.0):
-        given = block.flattened(plan, 1.0, softcap)
-        out, lse = block.forward_op(q, k, k, *given)
-        block.backward_op(torch.zeros_like(q), lse, q, k, k, out, lse, *given)
+    given = block.flattened(plan, 1.0, softcap)
+    out, lse = block.forward_op(q, k, k, *given)
+    block.backward_op(torch.zeros_like(q), lse, q, k, k, out, lse, *given)
     some = torch.arange(128)[None]
     merge.write_merged(q, lse, q[:, :, :256], lse[:, :, :256], some, some >= 0)
     flash._blank(out, lse, spans.last)
