@@ -22,8 +22,6 @@ from cab_hf.config import CabConfig
 from cab_hf.engines import Workload
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.timing import Bench, GpuBench, Timing
-from cab_hf.hf.fit import layer_index
-from cab_hf.hf.rotary import slow_channels
 from cab_hf.patches.watching import watched
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor
@@ -106,11 +104,8 @@ class AttentionClock:
             if call.text.window is not None:
                 return
             spent["dense_kernel"], dense_ms = self.dense(call.q, call.k, call.v, call.scale)
-            batch, _, length, dim = call.q.shape
-            spans = Spans.causal(batch, length, length, call.q.device)
-            channels, index = slow_channels(call.layer, dim), layer_index(call.layer)
-            more = channels, call.sinks, call.softcap
-            layer = LayerContext(spans, call.scale, index, shared_state, *more)
+            batch, _, length, _ = call.q.shape
+            layer = call.context(Spans.causal(batch, length, length, call.q.device), shared_state)
             calls = None if config is None else sparse_calls(call, layer, config)
             predict_ms, attend_ms = 0.0, dense_ms
             if calls is not None:

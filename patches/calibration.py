@@ -23,7 +23,6 @@ from cab_hf.config import CabConfig
 from cab_hf.hf.fit import layer_index, number, origin_of, positions
 from cab_hf.hf.layers import attention_layers, transformers_model, window
 from cab_hf.hf.model_config import cab_config_of
-from cab_hf.hf.rotary import slow_channels
 from cab_hf.patches.switch import apply_cab
 from cab_hf.patches.watching import watched
 from cab_hf.plan import Spans
@@ -181,10 +180,7 @@ def _layer_by_layer(
         if layer in config.dense_layers:
             return
         spans = Spans.causal(1, q.shape[2], k.shape[2], q.device)
-        channels = slow_channels(call.layer, q.shape[-1])
-        more = {"channels": channels, "sinks": call.sinks, "softcap": call.softcap}
-        context = LayerContext(spans, call.scale, layer, **more)
-        result[layer] = measure(q, k, context)
+        result[layer] = measure(q, k, call.context(spans))
         layer_done()
 
     ids = torch.tensor([tokens], device=model.device)

@@ -16,9 +16,12 @@ from cab_hf.call.placeholder import KEYWORDS, Batch
 from cab_hf.call.refusals import refuse, refuse_sinks
 from cab_hf.call.scope import SCOPE, is_sharded, prompt_of, refuse_compiled
 from cab_hf.config import CabConfig, blocks_of
-from cab_hf.hf.fit import warn_if_too_short
+from cab_hf.hf.fit import layer_index, warn_if_too_short
 from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
+from cab_hf.hf.rotary import slow_channels
 from cab_hf.ops import Workload
+from cab_hf.plan import Spans
+from cab_hf.predictors import LayerContext
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +58,13 @@ class Call:
     packed: dict[str, Any] | None = None
     sinks: Tensor | None = None
     softcap: float | None = None
+
+    def context(self, spans: Spans, shared: dict[Any, Any] | None = None) -> LayerContext:
+        """What a predictor is told of the layer; arguments are fields of `LayerContext`."""
+        shared = {} if shared is None else shared
+        channels = slow_channels(self.layer, self.q.shape[-1])
+        given = layer_index(self.layer), shared, channels, self.sinks, self.softcap
+        return LayerContext(spans, self.scale, *given)
 
     @classmethod
     def of(

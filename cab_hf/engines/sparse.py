@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from cab_hf.call.call import Call
 from cab_hf.config import CabConfig, blocks_of
 from cab_hf.engines import Engine
-from cab_hf.hf.fit import layer_index
-from cab_hf.hf.rotary import slow_channels
 from cab_hf.ops import HAS_TRITON
 from cab_hf.plan import BlockPlan
-from cab_hf.predictors import LayerContext, make_predictor
+from cab_hf.predictors import make_predictor
 
 
 @dataclass(frozen=True)
@@ -60,11 +58,8 @@ class Sparse:
 
     def choose(self, call: Call, layout: Any, q: Tensor, k: Tensor) -> BlockPlan:
         """What the predictor chooses for q and k of the call's ``layout``."""
-        config, layer = self.config, call.layer
-        channels = slow_channels(layer, q.shape[-1])
-        shared = call.text.state.shared
-        given = layer_index(layer), shared, channels, call.sinks, call.softcap
-        context = LayerContext(layout.spans, call.scale, *given)
+        config = self.config
+        context = call.context(layout.spans, call.text.state.shared)
         plan = layout.choose(make_predictor(config), q, k, context)
         short = layout.short(config.query_block, config.min_length, plan.query_block)
         # documents that would be exact alone
