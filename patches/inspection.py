@@ -20,6 +20,7 @@ from cab_hf.decode.generation import has_index, index_cache, why_none
 from cab_hf.decode.step import decode_from
 from cab_hf.engines import SDPA, Workload
 from cab_hf.engines.sparse import attended
+from cab_hf.hf.fit import softcap
 from cab_hf.hf.layers import attention_layers, head_dim, transformers_model, window
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.hf.rotary import slow_channels
@@ -197,9 +198,8 @@ def _sentence(
         return f"refused, {reason}"
     device = next(module.parameters()).device.type
     blocks = config.query_block, config.key_block
-    named = {"sinks": "sinks", "softcap": "attn_logit_softcapping"}
-    features = {name: getattr(module, own, None) is not None for name, own in named.items()}
-    work = Workload(device, head_dim(module), dtype, training, *blocks, **features)
+    features = getattr(module, "sinks", None) is not None, softcap(module) is not None
+    work = Workload(device, head_dim(module), dtype, training, *blocks, *features)
     prompt = CabMask(1, tokens, tokens, 0, window=window(module))
     way = route(prompt, config, work, sparse=sparse, layer=module)
     if way.kind == "sparse":

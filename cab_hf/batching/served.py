@@ -11,6 +11,7 @@ from cab_hf.batching import hooks
 from cab_hf.call.refusals import foreseen
 from cab_hf.call.scope import is_sharded
 from cab_hf.config import NAMES
+from cab_hf.hf.fit import softcap
 from cab_hf.hf.layers import attention_layers, window
 from cab_hf.hf.token_mixers import token_mixers
 from cab_hf.ops import HAS_TRITON
@@ -35,7 +36,7 @@ def unbatchable_reason(model: PreTrainedModel) -> str | None:
 def _unbatchable_layer(module: nn.Module) -> str | None:
     if window(module) is not None:
         return f"layers under a sliding window of {window(module)} tokens"
-    if getattr(module, "attn_logit_softcapping", None) is not None:
+    if softcap(module) is not None:
         return "soft-capped logits"
     if getattr(module, "kv_lora_rank", None) is not None:
         return "multi-head latent attention"

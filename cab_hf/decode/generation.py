@@ -14,7 +14,7 @@ from cab_hf.call.refusals import foreseen
 from cab_hf.checks import warn_once
 from cab_hf.config import SPARSE, CabConfig
 from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer, indexed
-from cab_hf.hf.fit import layer_index
+from cab_hf.hf.fit import layer_index, softcap
 from cab_hf.hf.layers import attention_layers, head_dim, transformers_model, window
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.hf.rotary import slow_channels
@@ -103,7 +103,7 @@ def why_none(module: nn.Module, config: CabConfig) -> str | None:
         return foreseen(module)
     if window(module) is not None:
         return f"sliding window of {window(module)} tokens"
-    if getattr(module, "attn_logit_softcapping", None) is not None:
+    if softcap(module) is not None:
         return "soft-capped logits"
     if layer in config.dense_layers:
         return "in dense_layers"

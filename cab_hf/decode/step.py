@@ -11,7 +11,7 @@ from cab_hf.call.call import Call
 from cab_hf.checks import warn_once
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import KeyIndex
-from cab_hf.hf.fit import layer_index
+from cab_hf.hf.fit import layer_index, softcap
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice
 from cab_hf.predictors.cascade import anchor_of, require_heads_of
@@ -72,7 +72,7 @@ def why_dense(
     text: Any, config: CabConfig, layer: nn.Module | None, index: KeyIndex | None
 ) -> str | None:
     """Why a call of few queries is no sparse step, as half a sentence; None where it is one."""
-    if getattr(layer, "attn_logit_softcapping", None) is not None:
+    if softcap(layer) is not None:
         return "soft-capped logits (decode)"
     if not config.sparse_decode or text.q_length != 1 or text.document is not None:
         return f"fewer than query_block={config.query_block} queries (decode)"

@@ -188,6 +188,11 @@ def name_of(model_config: Any) -> str:
     return path.rpartition("/")[2] or getattr(model_config, "model_type", None) or "this model"
 
 
+def softcap(module: Any) -> float | None:
+    """What a layer caps its logits at; None where it does not."""
+    return getattr(module, "attn_logit_softcapping", None)
+
+
 def layer_type(module: Any) -> str | None:
     """What the model's config calls this layer, where it names its layers."""
     types = getattr(getattr(module, "config", None), "layer_types", None)
