@@ -7,6 +7,8 @@ than for anything else.
 import triton
 import triton.language as tl
 
+from cab_hf.ops.attention.tiles import tanh
+
 # key blocks of a row that are weighed at a time, whole words of bits, and by how many warps
 CHUNK, WARPS = 64, 1
 # arguments that are no reason to compile twice: those of the sweep, and others
@@ -29,8 +31,7 @@ def scratch_of(
 def capped(logit, softcap):
     """`reference.capped`; what is not seen stays so."""
     if softcap is not None:
-        some = softcap * (2 * tl.sigmoid(2 / softcap * logit) - 1)
-        logit = tl.where(logit == float("-inf"), logit, some)
+        logit = tl.where(logit == float("-inf"), logit, softcap * tanh(logit / softcap))
     return logit
 
 

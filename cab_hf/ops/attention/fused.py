@@ -59,7 +59,7 @@ TILES = {
     "key gradient": {64: Tile(128, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)},
 }
 # where kernels read by pointers: what fits 99 KiB of shared memory, and AMD's 64, and spills least,
-# see `tests/ops/test_chips.py`; no time was measured
+# see `tests/ops/test_kernels_compile.py`; no time was measured
 POINTER_TILES = {
     "forward": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
     "query gradient": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 4, 2)},

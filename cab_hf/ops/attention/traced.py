@@ -128,8 +128,8 @@ def gradients(
             # as in the forward pass: no weight of 0 removes a NaN
             nowhere = unseen.all(dim=-2).unsqueeze(-1)
             key, value = (torch.where(nowhere, 0.0, x) for x in (key, value))
-        logits = uncapped = query @ key.transpose(-1, -2) * scale
-        logits = capped(logits, softcap)
+        logits = capped(query @ key.transpose(-1, -2) * scale, softcap)
+        slope = None if softcap is None else 1 - (logits / softcap).square()
         if raised is not None:
             logits = logits + raised.expand(heads).unflatten(1, groups)
         p = logits.masked_fill(unseen, -torch.inf).softmax(-1).masked_fill(unseen, 0.0)
@@ -138,8 +138,7 @@ def gradients(
         if grad_lse is not None:
             delta = delta - grad_lse[:, :, rows].unflatten(1, groups).unsqueeze(-1)
         ds = p * (dp - delta) * scale
-        if softcap is not None:
-            ds = ds * (1 - (uncapped / softcap).tanh().square())
+        ds = ds if slope is None else ds * slope
         dq[:, :, rows] = (ds @ key).flatten(1, 2)
         dk[:, :, keys] += (ds.transpose(-1, -2) @ query).sum(2)
         dv[:, :, keys] += (p.transpose(-1, -2) @ out_grad).sum(2)
