@@ -67,13 +67,13 @@ def cab_mask(
         given = batch_size, kv_offset, written or kv_length, q_offset + q_length
         valid = _padding(attention_mask, *given).to(device)
 
-    refusal, document, ahead, chunks_from, parts = None, None, None, None, None
-    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+    refusal, document, ahead, chunks_from = None, None, None, None
+    chunks = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
+    if chunks:
         chunks_from = _first_tokens(attention_mask, batch_size, device) - kv_offset
-        parts = packing.parts_of(mask_function) if eager else None
+    parts = packing.parts_of(mask_function) if eager and (chunks or use_vmap) else None
     if use_vmap:
         # a caller's own functions, or those of pictures, which text alone may have as well
-        parts = packing.parts_of(mask_function) if eager else None
         if parts is None or "chunked_overlay" in parts:
             refusal = "adds an or_mask_function or and_mask_function"
         else:
@@ -82,7 +82,7 @@ def cab_mask(
     if refusal is None and mask_function is not causal_mask_function and q_length > 1:
         seen = packing.pattern_of(mask_function, batch_size, q_offset, q_length, device)
         refusal, ahead, document = _documents(*seen, written == q_length, local_size)
-    if chunks_from is not None and parts is not None:
+    if chunks and parts is not None:
         # those that transformers has found: in the pattern they are no others than chunks
         packed = parts.get("packed_sequence_mask_function", {})
         document = packed.get("packed_sequence_mask")

@@ -80,13 +80,10 @@ class Layout:
         """
         if valid is None and document is None:
             spans = replace(Spans.causal(batch, q_length, kv_length, device, q_slot), end=end)
-            if window is not None:
-                spans = _windowed(spans, spans.last - (window - 1))
+            spans = _in_window(spans, window)
             return cls._led(spans, kv_length, ahead) if ahead else cls(spans, kv_length)
         if document is not None and torch.compiler.is_compiling():
-            spans = _spans_in_place(document, valid)
-            spans = spans if window is None else _windowed(spans, spans.last - (window - 1))
-            return cls(spans, kv_length)
+            return cls(_in_window(_spans_in_place(document, valid), window), kv_length)
 
         padded = valid is not None
         if not padded:
@@ -235,6 +232,11 @@ def _short_rows(
     short = ((of_queries < queries) | (of_tokens < tokens)) & (spans.last >= 0)
     short = F.pad(short, (0, -short.shape[1] % query_block))
     return named_rows(short.unflatten(1, (-1, query_block)).any(-1), room)
+
+
+def _in_window(spans: Spans, window: int | None) -> Spans:
+    """``spans`` of keys that lie one behind the other, under a sliding window if there is one."""
+    return spans if window is None else _windowed(spans, spans.last - (window - 1))
 
 
 def _windowed(spans: Spans, first: Tensor) -> Spans:

@@ -8,7 +8,7 @@ beside them is gathered as the predictor says (`Predictor.gathers`). Which rows 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -96,18 +96,9 @@ class ShardedLayout:
         spans = self.shard_map.kept_spans(self.group.rank(), batch, window=self.window)
         return everything(spans, self.shard_map.sharding.exact_block)
 
-    def attend(
-        self,
-        engine: Engine,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: BlockPlan,
-        scale: float,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """[B, H, n, D_v] of q [B, H, n, D] over all ranks' k and v [B, H_kv, n, D or D_v]."""
-        return self.attention(engine, q, k, v, plan, scale, sinks)[0]
+    def attend(self, *given: Any) -> Tensor:
+        """`attention` without the log-sum-exp."""
+        return self.attention(*given)[0]
 
     def attention(
         self,
@@ -119,7 +110,8 @@ class ShardedLayout:
         scale: float,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The same, and the log-sum-exp [B, H, n]; early and late chunks are in one launch."""
+        """[B, H, n, D_v] of q [B, H, n, D] over all ranks' k and v [B, H_kv, n, D or D_v], and the
+        log-sum-exp [B, H, n]; early and late chunks are in one launch."""
         group = q.shape[1] // k.shape[1]
         gather = KVGather(k, v, self.shard_map, self.group, self.heads_k_stride, self.regather_kv)
 
