@@ -83,8 +83,7 @@ class SparseBuilder:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         spec, dtype = self.kv_cache_spec, self.vllm_config.model_config.dtype
-        windowed = getattr(spec, "sliding_window", None) is not None
-        self.cab = None if windowed else settings_of(self.vllm_config)
+        self.cab = None if getattr(spec, "sliding_window", None) else settings_of(self.vllm_config)
         work = Workload(self.device.type, spec.head_size, dtype, False, *(EXACT_BLOCK,) * 2)
         # prompts have ever new lengths, for each of which SDPA's fastest kernels are prepared anew
         self.exact_block = None if TRITON.unavailable(work) else EXACT_BLOCK
@@ -119,14 +118,17 @@ class SparseBuilder:
     def _some(self, common: Any, requests: list[int], starts: list[int]) -> tuple[Any, Tensor]:
         """The parent's metadata of these requests alone, and their tokens in the batch."""
         there = torch.tensor(requests)
-        here = there.to(common.seq_lens.device)
         counts = common.query_start_loc_cpu.diff()[there]
         borders = torch.cat([counts.new_zeros(1), counts.cumsum(0).to(counts.dtype)])
-        rows = torch.cat([torch.arange(*starts[at : at + 2]) for at in requests]).to(here.device)
+        rows = torch.cat([torch.arange(*starts[at : at + 2]) for at in requests])
+        # pinned: the host does not wait for what the device still computes
+        gpu, device = common.seq_lens.is_cuda, common.seq_lens.device
+        pinned = (x.pin_memory() if gpu else x for x in (there, borders, rows))
+        here, begins, rows = (x.to(device, non_blocking=True) for x in pinned)
         on_host = ("seq_lens_cpu_upper_bound", "is_prefilling")
         cut = {x: getattr(common, x)[there] for x in on_host if getattr(common, x) is not None}
         some = common.replace(
-            query_start_loc=borders.to(here.device),
+            query_start_loc=begins,
             query_start_loc_cpu=borders,
             seq_lens=common.seq_lens[here],
             num_reqs=len(requests),
