@@ -12,8 +12,8 @@ from torch import Tensor
 from cab_hf.ops.launch import on_device_of
 from cab_hf.ops.threshold import is_kept, just_below, threshold_by_count
 
-# the least and the most columns of a row of scores that a program works on at a time
-CHUNKS = 32, 128
+# columns of a row of scores that a program works on at a time
+CHUNK = 128
 
 
 def select(
@@ -29,12 +29,11 @@ def select(
         lists: of all heads, counts and indices of full and of partial blocks.
     """
     batch, count, q_blocks, kv_blocks = score.shape
-    chunk = min(CHUNKS[1], triton.next_power_of_2(max(CHUNKS[0], kv_blocks)))
-    room = score.new_empty(batch, count, q_blocks, chunk * triton.cdiv(kv_blocks, chunk))
+    room = score.new_empty(batch, count, q_blocks, CHUNK * triton.cdiv(kv_blocks, CHUNK))
     sizes = start, count, wanted.shape[1], q_blocks, kv_blocks, *(x.shape[-1] for x in lists[1::2])
     given = score.contiguous(), room, bounds, wanted, lists, *sizes
     with on_device_of(score):
-        _select_kernel[(batch * count * q_blocks,)](*given, CHUNK=chunk, num_warps=1)
+        _select_kernel[(batch * count * q_blocks,)](*given, CHUNK=CHUNK, num_warps=1)
 
 
 SIZES = ["start", "count", "heads", "q_blocks", "kv_blocks", "full_room", "partial_room"]
