@@ -6,6 +6,7 @@ from budget import assert_within_budget
 from torch.nn import functional as F
 
 from cab_hf import CabConfig, engines
+from cab_hf.ops.rows import FP8, scored_dtype
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, RowsPredictor
 
@@ -37,7 +38,7 @@ def heads_on(device, q_length):
 
 @pytest.mark.parametrize(
     ("q_length", "gib"),
-    # half of the channels of a million keys, in 8 bits, are half a GiB
+    # a million keys are a GiB in 8 bits; where there are none of these, two
     [pytest.param(TOKENS, 24, id="whole"), pytest.param(CHUNK, 3, id="chunk")],
 )
 def test_a_layer_reads_a_million_tokens(gpu, q_length, gib):
@@ -50,7 +51,8 @@ def test_a_layer_reads_a_million_tokens(gpu, q_length, gib):
         plan = RowsPredictor(CONFIG)(q, k, LayerContext(spans, SCALE, channels=SLOW))
         out = engines.TRITON.attention(q, k, v, plan, SCALE)
     torch.cuda.synchronize()
-    assert (torch.cuda.max_memory_allocated() - inputs) / 2**30 < gib
+    room = gib + (scored_dtype(k) != FP8)
+    assert (torch.cuda.max_memory_allocated() - inputs) / 2**30 < room
     assert plan.density() == pytest.approx(CONFIG.max_density, rel=0.1)
     for some in out.split(CHUNK, dim=2):
         assert torch.isfinite(some).all()

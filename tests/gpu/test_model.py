@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention_cases import random_plan
 from budget import assert_within_budget
+from call_cases import gradients
 from selecting import heads_on
 from tiny import FULL, SPARSE, qkv, tiny_model, tokens
 from transformers import DynamicCache
@@ -89,6 +90,16 @@ def test_full_budget_equals_sdpa(gpu, dtype):
     kept = mask.bool()
     limit = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
     assert (actual - expected)[kept].abs().max() <= limit * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", ["granite-swa", "gemma2", "llama4"])
+def test_full_budget_has_the_gradients_of_dense_attention(gpu, family):
+    """Sinks, soft caps and chunks; by the engine that a GPU chooses."""
+    model, ids = tiny_model(family).to(gpu), tokens(2, 400).to(gpu)
+    expected = gradients(model, ids)
+    actual = gradients(cab_hf.apply_cab(model, FULL, query_block=128, key_block=64), ids)
+    for result, meant in zip(actual, expected, strict=True):
+        assert (result - meant).abs().max() <= 2e-3 * meant.abs().max()
 
 
 def test_many_lengths_stay_sparse(gpu):

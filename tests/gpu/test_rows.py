@@ -38,10 +38,10 @@ CASES = [
 LAYOUTS = ["padded", "packed", "chunk"]
 
 
-def call_of(q, k, spans=None):
+def call_of(q, k, spans=None, **logits):
     spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     dim = q.shape[3]
-    return LayerContext(spans, dim**-0.5, 0, channels=llama_channels(dim))
+    return LayerContext(spans, dim**-0.5, 0, channels=llama_channels(dim), **logits)
 
 
 def compared(config, q, k, call):
@@ -62,6 +62,19 @@ def test_kernels_keep_what_the_reference_keeps(gpu, fields, shape):
     # 16 bits are scored in 8 where the device has them
     allowed = 0.001 if q.dtype == torch.float32 else 0.03
     assert (actual != meant).sum() <= allowed * meant.sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("logits", ["sinks", "softcap"])
+def test_sinks_and_caps_are_counted(gpu, logits, dtype):
+    q, k = heads_on(gpu, dtype=dtype)
+    sinks = torch.linspace(0.0, 24.0, q.shape[1], device=gpu)
+    call = call_of(q, k, **{logits: sinks if logits == "sinks" else 4.0})
+    actual, meant = compared(ROWS, q, k, call)
+    allowed = 0.001 if dtype == torch.float32 else 0.03
+    assert (actual != meant).sum() <= allowed * meant.sum()
+    _, plain = compared(ROWS, q, k, call_of(q, k))
+    assert (plain != meant).sum() > 0.05 * meant.sum()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
