@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -105,6 +106,9 @@ class Bench:
             times.append((time.perf_counter() - started) * 1e3)
         return times, None
 
+    def limit(self, gib: float) -> None:
+        """Let no more than this be allocated."""
+
     def room(self) -> float | None:
         """GiB that can be allocated, with all that is already."""
         return None
@@ -141,6 +145,7 @@ class GpuBench(Bench):
             torch.cuda.set_device(self.device)
         # read, not written: a call of microseconds would be timed with writing it back
         self.flushed = torch.zeros(FLUSHED_BYTES // 8, device=self.device, dtype=torch.int64)
+        self.most = inf
 
     def settle(self) -> None:
         gc.collect()
@@ -175,10 +180,16 @@ class GpuBench(Bench):
         times, _ = super().walls(call, runs, before)
         return times, (torch.cuda.max_memory_allocated() - FLUSHED_BYTES) / 2**30
 
+    def limit(self, gib: float) -> None:
+        self.most = gib
+        _, total = torch.cuda.mem_get_info(self.device)
+        share = (gib * 2**30 + FLUSHED_BYTES) / total
+        torch.cuda.set_per_process_memory_fraction(min(share, 1.0), self.device)
+
     def room(self) -> float:
         self.settle()
         free, _ = torch.cuda.mem_get_info(self.device)
-        return (free + torch.cuda.memory_reserved() - FLUSHED_BYTES) / 2**30
+        return min(self.most, (free + torch.cuda.memory_reserved() - FLUSHED_BYTES) / 2**30)
 
     def _wait(self) -> None:
         torch.cuda.synchronize()

@@ -67,7 +67,7 @@ def test_a_prompt_in_chunks_gives_the_logits_of_the_whole_prompt(length):
 
 def test_a_row_by_hand():
     settings = settings_of(192)
-    case = {"length": 192, "sought": False}
+    case = {"implementation": "cab-always", "length": 192, "sought": False}
     (row,) = Prefill.rows([sample_of(Prefill, settings, case, Device())], {})
     assert (row["ms"], row["tokens_s"], row["fits"], row["error"]) == (1920.0, 100.0, True, None)
     assert (row["peak_gib"], row["room_gib"]) == (196 / 1024, 500 / 1024)
@@ -96,6 +96,17 @@ def test_the_longest_length_is_run(tmp_path, monkeypatch, limit, tried):
     assert said.startswith(f"{fits} tokens are the longest") and f"{fits + 64} do not" in said
     # nothing is left to do
     assert search(tmp_path, monkeypatch, None) == rows
+
+
+def test_the_longest_is_sought_for_each_way_to_attend(tmp_path, monkeypatch):
+    ways = ["cab_dense", "cab"]
+    words = ("--implementations", ",".join(ways))
+    rows = search(tmp_path, monkeypatch, Device(), *words, drawn=False)
+    said = Prefill.readings(rows)
+    for way, line in zip(ways, said, strict=True):
+        fit = [x["length"] for x in rows if x["implementation"] == way and x["fits"]]
+        assert max(fit) == 768
+        assert line.startswith(f"768 tokens are the longest that fit of {way}: ")
 
 
 def test_what_fails_otherwise_ends_the_search(tmp_path, monkeypatch):
