@@ -9,7 +9,7 @@ VLLM ?= .venv-vllm
 PYTEST := $(BIN)/python -m pytest
 IN_TWO := -n 2 --dist worksteal
 
-.PHONY: passkey test test-all gpu-test vllm-test check docs format lines readme
+.PHONY: passkey test test-all test-oldest gpu-test vllm-test check docs format lines readme
 
 passkey: $(READY)  ## find a number hidden in a long text: dense, cab and baselines on a real model
 	$(BIN)/python -m cab_hf.eval passkey --out runs/passkey
@@ -20,6 +20,9 @@ test: $(READY)  ## the tests that need no GPU, without the slow ones
 test-all: $(READY) build/torchao  ## all tests that need no GPU
 	$(PYTEST) $(IN_TWO) -m 'not gpu'
 	PYTHONPATH=build/torchao $(PYTEST) -k torchao tests/test_quantised.py
+
+test-oldest: $(READY) build/transformers  ## the tests of `test` with the oldest transformers that setup.cfg accepts
+	PYTHONPATH=build/transformers $(PYTEST) $(IN_TWO)
 
 gpu-test: $(READY)  ## the tests that need one
 	$(PYTEST) -m gpu
@@ -55,6 +58,11 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 # beside the environment: where it is, transformers imports it, and it prints what it cannot load
 build/torchao:
 	$(BIN)/python -m pip install -q --no-deps --target $@ 'torchao==0.18.0'
+
+build/transformers: setup.cfg
+	rm -rf $@
+	$(BIN)/python -m pip install -q --no-compile --target $@ 'numpy<2.5' \
+		transformers==$$(sed -n 's/ *transformers>=\([0-9.]*\),.*/\1/p' setup.cfg).0
 
 # what vLLM takes for pictures and sound is built for another torch, and its import would fail
 $(VLLM)/.ready: setup.cfg pyproject.toml constraints.txt

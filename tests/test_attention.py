@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from call_cases import CALLS, gradients, left_padded, logits, positions_of
+from marks import before
 from tiny import FAMILIES, FULL, SIZES, SPARSE, tiny_model, tokens
 from transformers import (
     AttentionInterface,
@@ -38,6 +39,8 @@ def shallow():
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
 @pytest.mark.parametrize("inputs, real", CALLS.values(), ids=CALLS)
 def test_full_budget_equals_sdpa(family, implementation, inputs, real):
+    if family == "llama4" and "position_ids" in inputs and before("5.24"):
+        pytest.skip("this transformers counts the chunks of packed documents from the row's start")
     model = tiny_model(family)
     expected = logits(model, **inputs)
     cab_hf.apply_cab(model, FULL)
@@ -130,6 +133,8 @@ def test_positions_that_leap_or_repeat_mean_what_they_mean_to_sdpa(llama, use_ca
 )
 @pytest.mark.parametrize("padding", [0, 21])
 def test_full_budget_generates_what_sdpa_generates(family, options, padding):
+    if family == "llama4" and "cache_implementation" in options and before("5.24"):
+        pytest.skip("this transformers makes no mask of chunks for a static cache")
     model = tiny_model(family)
     ids, mask = left_padded(tokens(2, 130), padding)
     mask = mask.clone()

@@ -13,9 +13,12 @@ from batching_cases import (
     managed,
     on_cab,
 )
+from marks import SERVING
 from tiny import FULL, tiny_model, tokens
 
 import cab_hf
+
+pytestmark = SERVING
 
 
 def test_cab_is_not_switched_on_under_a_manager_of_other_attention():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from marks import before
 from transformers import DynamicCache
 from words import TEXT
 
@@ -70,6 +71,8 @@ def on_this_machine(block):
 
 @pytest.mark.parametrize("page", SNIPPETS)
 def test_the_python_of_a_page_runs(page, things, monkeypatch, tmp_path):
+    if page in ("decode", "serving") and before("5.24"):
+        pytest.skip("transformers is older: caches have another name, and batching is refused")
     monkeypatch.chdir(tmp_path)
     for block in SNIPPETS[page]:
         if "from trl import" in block:

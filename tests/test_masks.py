@@ -17,6 +17,7 @@ from transformers.masking_utils import (
 
 import cab_hf
 from cab_hf.call.hook import cab_mask
+from cab_hf.eval.kv_cache import cache_arguments, read_on
 from cab_hf.eval.tiny_types import tiny_model as tiny_model_of
 
 
@@ -34,8 +35,8 @@ def read_behind_a_cache(model, mask, kind="dynamic"):
     cache = transformers.DynamicCache(config=model.config)
     if kind == "static":
         cache = transformers.StaticCache(model.config, max_cache_len=400)
-    model(ids[:, :KEPT], cache=cache, use_cache=True)
-    return model(ids[:, KEPT:], attention_mask=mask, cache=cache, use_cache=True).logits
+    read_on(model, ids[:, :KEPT], cache)
+    return read_on(model, ids[:, KEPT:], cache, attention_mask=mask).logits
 
 
 SHORT = [
@@ -66,10 +67,10 @@ def test_a_loop_that_never_extends_its_mask(model, kind, compiled):
         cache = transformers.StaticCache(model.config, max_cache_len=400)
     ids, mask = tokens(2, 60), torch.ones(2, 60, dtype=torch.int64)
     mask[0, :7] = 0
-    model(ids, attention_mask=mask, cache=cache, use_cache=True)
+    read_on(model, ids, cache, attention_mask=mask)
     step = torch.compile(model, backend="eager") if compiled else model
     with pytest.raises((ValueError, NotImplementedError), match="attention_mask has 60 tokens"):
-        step(ids[:, :1], attention_mask=mask, cache=cache, use_cache=True)
+        step(ids[:, :1], attention_mask=mask, **cache_arguments(model, cache))
 
 
 def prefix_model():

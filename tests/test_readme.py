@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import SERVING
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from words import save_llama
@@ -77,6 +78,7 @@ def test_the_python_of_the_readme_runs(hub, capsys, monkeypatch, tmp_path):
     assert cab_hf.apply_cab(fresh, "budgets.json").config.cab_config == place["config"].to_dict()
 
 
+@SERVING
 def test_the_readme_shows_what_describe_says():
     with torch.device("meta"):
         model = LlamaForCausalLM(LLAMA).eval()

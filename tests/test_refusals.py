@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import (
     BertConfig,
     BertModel,
+    DynamicCache,
     LlamaForCausalLM,
 )
 
@@ -256,6 +257,7 @@ def prefixed_mask(**how):
             {"key": EIGHT[:, :, :4]}, ValueError, "key has 4 tokens and query 8", id="keys"
         ),
         pytest.param({"cache": object()}, NotImplementedError, "paged cache", id="paged-cache"),
+        pytest.param({"cache": DynamicCache()}, ValueError, "as past_key_values", id="cache"),
         pytest.param(
             {"mask": CabMask(1, 8, 8, 0), "sliding_window": 4},
             NotImplementedError,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import Cache
 
 from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
 from cab_hf.call.mask import CabMask, of_another_kind, too_short
@@ -152,7 +153,13 @@ def _refuse_directions(module: nn.Module, queries: int, keys: int, kwargs: dict[
 
 def _refuse_keywords(model: str, kwargs: dict[str, Any]) -> None:
     """Whatever is handed over, and neither used nor known to change nothing."""
-    if kwargs.get("cache") is not None:
+    cache = kwargs.get("cache")
+    if isinstance(cache, Cache):
+        raise ValueError(
+            f"cache is a {type(cache).__name__}, which {model} does not read; before transformers "
+            "5.24 models take it as past_key_values."
+        )
+    if cache is not None:
         raise NotImplementedError(
             "cache is a paged cache (continuous batching); 'cab' does not read one. "
             "Use attn_implementation='sdpa' for generate_batch."

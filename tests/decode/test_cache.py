@@ -116,6 +116,8 @@ def test_a_layer_does_what_transformers_does_and_its_index_too(kind, name):
     own, plain_kind, options = KINDS[kind]
     layer = OPERATIONS[name](with_states(filled(own, channels=CHANNELS, **options)))
     plain = OPERATIONS[name](with_states(filled(plain_kind, **options)))
+    if (kind, name) == ("dynamic-hybrid", "reset") and plain.get_seq_length():
+        pytest.skip("this version of transformers resets such a layer in part")
     if (kind, name) == ("dynamic", "reset"):
         # some versions keep zeros in a plain layer
         plain = DynamicLayer()

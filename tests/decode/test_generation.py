@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from marks import slow_but
+from marks import since, slow_but
 from tiny import tiny_model, tokens
 from torch.nn import functional as F
 from transformers import (
@@ -158,6 +158,7 @@ def test_a_padded_row_is_decoded_as_alone(fields, path, monkeypatch):
         torch.testing.assert_close(found[:, row], expected[:, 0], atol=1e-4, rtol=1e-4)
 
 
+@since("5.24", "phi3 makes it where no index is made")
 @pytest.mark.parametrize("length", [130, 98])
 def test_where_a_model_begins_its_cache_anew_it_is_indexed_anew(length, steps):
     # the new one is made where a text of more than these positions is read, or becomes so long
@@ -381,6 +382,7 @@ def test_a_row_that_is_not_finite_leaves_the_others_what_they_are(kind, value, s
     assert len(steps) == 2 * 2 * 3
 
 
+@since("5.24", "a static cache is of the model's dtype under autocast")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_a_cache_that_grows_reads_what_a_static_one_does(dtype, steps, monkeypatch):
     # it grows in a step as well

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from marks import slow_but
+from marks import since, slow_but
 from torch.multiprocessing import start_processes
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -18,8 +18,9 @@ from cab_hf.eval.families import EXACT, FAILS, IN_PART, NOT_BUILT, NOT_OURS, REF
 EXACT_TYPES = """
     llama mistral ministral mixtral qwen2 qwen3 qwen3_moe gemma gemma3 gemma4_text phi3 phimoe olmo2
     granite cohere2 glm4 deepseek_v3 smollm3 starcoder2 stablelm gpt_neox opt bert minimax
-    granitemoehybrid mllama gemma2 gpt_oss llama4
+    granitemoehybrid mllama gpt_oss llama4
 """
+CAPPED = pytest.param("gemma2", marks=since("5.24", "sdpa caps no logits"))
 # the last seven with attention that no registered function reaches
 REFUSED_TYPES = """
     deepseek_v4 doge minimax_m3_vl_text deepseek_v32
@@ -40,7 +41,7 @@ def judged(model_type):
     return families.judged({"model_type": model_type, **examined.examine(model_type)})
 
 
-@pytest.mark.parametrize("model_type", EXACT_TYPES.split())
+@pytest.mark.parametrize("model_type", [*EXACT_TYPES.split(), CAPPED])
 def test_a_type_attends_exactly(model_type):
     row = judged(model_type)
     assert row["by_name"] == row["applied"] == EXACT, row
@@ -193,11 +194,11 @@ def test_an_input_with_padding_that_the_model_reads_is_not_compared():
     [
         ("llama", 1, 0.01, 12, "took longer than 0.01 seconds"),
         ("llama", 2, 0.001, 24, "took longer than 0.001 seconds"),
-        ("gemma4_assistant", 1, 120, 12, "hidden_size_per_layer_input"),
+        ("gemma4_assistant", 1, 120, 12, "hidden_size_per_layer_input|Gemma4AssistantConfig"),
     ],
 )
 def test_a_type_that_cannot_be_examined_ends_nothing_else(model_type, ranks, timeout, memory, why):
-    assert why in examined.in_processes(model_type, ranks, timeout, memory)["not_built"]
+    assert re.search(why, examined.in_processes(model_type, ranks, timeout, memory)["not_built"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

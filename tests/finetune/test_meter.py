@@ -8,6 +8,7 @@ import torch
 import transformers
 from accelerate.utils import DistributedType
 from held import Held
+from marks import since
 from tiny import SIZES, tiny_model, tokens
 from torch.utils.flop_counter import FlopCounterMode
 from trained import batch
@@ -63,6 +64,7 @@ def test_of_a_mixture_of_experts_nothing_is_counted():
     assert "mlp" in cost.uncounted and cost.products(1) == 0
 
 
+@since("5.24", "Gemma 4 computes one product more")
 def test_heads_that_differ_are_counted_as_they_are():
     """Of Gemma 4: half of the layers see all, with heads twice as large."""
     length, model = 48, tiny_type("gemma4_text").float().requires_grad_(True)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from marks import SERVING
 from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
 
 import cab_hf
@@ -66,6 +67,7 @@ def test_describe_names_a_gpu_that_nothing_was_measured_on(monkeypatch, model, n
     assert "GPU" not in cab_hf.describe(model)
 
 
+@SERVING
 def test_describe_says_which_layer_chooses_for_which(model):
     cab_hf.apply_cab(model, SPARSE, predictor="cascade", anchors=(0, 2))
     lines = cab_hf.describe(model, tokens=500).splitlines()

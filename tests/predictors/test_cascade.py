@@ -204,7 +204,7 @@ def test_every_chunk_of_a_prefill_has_anchors_of_its_own(config):
 def test_checkpointed_gradients_are_the_same(config):
     ids, model = tokens(1, 200), cab_hf.apply_cab(tiny_model().train(), config)
     expected = gradients(model, ids)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     for one, other in zip(gradients(model, ids), expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
@@ -212,7 +212,7 @@ def test_checkpointed_gradients_are_the_same(config):
 def test_reentrant_checkpointing_never_takes_another_anchors_plan():
     model, ids = tiny_model().train(), tokens(1, 200)
     cab_hf.apply_cab(model, replace(CASCADE, anchors=(0, 2)))
-    model.activation_checkpointing_enable({"use_reentrant": True})
+    model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
     loss = model(ids, labels=ids, use_cache=False).loss
     with pytest.raises(ValueError, match="use_reentrant=False"):
@@ -226,7 +226,7 @@ def test_a_layer_called_several_times_is_not_computed_again_under_another_calls_
     model.config.num_hidden_layers = 4
     cab_hf.apply_cab(model, replace(CASCADE, anchors=(0,)))
     model(ids, labels=ids, use_cache=False).loss.backward()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     loss = model(ids, labels=ids, use_cache=False).loss
     with pytest.raises(ValueError, match="not of layers that are called several times"):
         loss.backward()

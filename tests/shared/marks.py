@@ -1,6 +1,21 @@
-"""Which cases of a parametrised test `make test` runs."""
+"""Which tests `make test` runs, and which of them with an older transformers."""
 
 import pytest
+import transformers
+from packaging.version import Version
+
+
+def before(version):
+    """Whether transformers is older."""
+    return Version(transformers.__version__) < Version(version)
+
+
+def since(version, why):
+    """A mark of tests that need this version of transformers; ``why`` is the end of a clause."""
+    return pytest.mark.skipif(before(version), reason=f"before transformers {version} {why}")
+
+
+SERVING = since("5.19", "continuous batching is refused")
 
 
 def slow_but(cases, *fast):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from bench import refused, speed_run
+from marks import SERVING
 
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import named
@@ -106,12 +107,13 @@ def by_serve(rows):
         ("ttft", f"--layers 1 --lengths 96,192 --runs 1 {BLOCKS}", by_ways, 8),
         ("breakdown", f"--layers 1 --lengths 96,192 {BLOCKS}", by_breakdown, 2),
         ("prefill", f"--layers 1 --chunk 64 --lengths 128,192 {BLOCKS}", by_prefill, 2),
-        (
+        pytest.param(
             "serve",
             "--layers 1 --lengths 96,192 --requests 2,192:1 --batch-tokens 64 --new-tokens 4 "
             f"--warm-up 1 --implementations sdpa,cab_dense,cab-always --rate 50 {BLOCKS}",
             by_serve,
             3,
+            marks=SERVING,
         ),
         (
             "lora",

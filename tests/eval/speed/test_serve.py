@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bench import BLOCKS, TINY, sample_of, shown
+from marks import SERVING
 
 from cab_hf import attention
 from cab_hf.eval.speed.model import random_model
@@ -91,6 +92,7 @@ def test_tokens_have_the_time_at_which_they_came_out():
         assert not each["preempted"]
 
 
+@SERVING
 def test_requests_that_are_read_again_are_counted():
     settings = tiny(blocks=26, new_tokens=40, implementations=("cab",))
     (row,) = Serve.rows([sample_of(Serve, settings, settings.asked()[0])], {})
@@ -119,6 +121,7 @@ def test_rows_are_beside_the_fastest_dense_way():
     assert "out of memory" in shown(Serve, rows)
 
 
+@SERVING
 def test_what_ends_the_generation_is_the_reason_of_a_row(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
