@@ -60,6 +60,9 @@ def load_model(
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     options |= _four_bits(dtype, device) if qlora else {}
     model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
+    for module in model.modules() if qlora else ():
+        # or bitsandbytes packs weights when a CPU evaluates, and no gradient passes them after that
+        module.support_avx512bf16_for_cpu = False
     # what PEFT records as the base of an adapter: no path where there is a name
     model.name_or_path = name
     if attn_implementation in SPARSE:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save
 from tiny import SPARSE
 from words import TEXT, save_llama
 
-from cab_hf.finetune import lora, meter, train
+from cab_hf.finetune import lora, merge, meter, train
 from cab_hf.finetune.data import Packed
 from cab_hf.finetune.models import load_model
 from cab_hf.finetune.objective import learning_rate
@@ -291,6 +291,10 @@ ALL = ["--train", "all", "--dropout", "0", "--rank", "16", "--alpha", "32"]
 SAMPLED = ["--cab", "sampled_one_in=3", "--dropout", "0.1", "--checkpointing", "true"]
 
 
+# evaluated between steps, which may not change what is learnt
+QLORA = ["--qlora", "--held-out", "1", "--eval-every", "1", "--validation", "retrieval:passkey:256"]
+
+
 def dynamic(folder):
     """Words of a run whose positions follow the longest text, the first one."""
     config = save_llama(folder / "model") / "config.json"
@@ -307,8 +311,9 @@ def dynamic(folder):
         *((lambda _: [], 2), (lambda _: SAMPLED, 1), (dynamic, 2)),
         (lambda folder: [*ALL, "--model", str(save_llama(folder / "base"))], 2),
         (lambda _: [*ALL, "--dtype", "bfloat16"], 2),
+        (lambda _: QLORA, 2),
     ],
-    ids=["adapter", "sampled blocks", "dynamic", "all weights", "all, products in bfloat16"],
+    ids=["adapter", "sampled blocks", "dynamic", "all weights", "products in bfloat16", "nf4"],
 )
 def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, capsys, finished, words, last):
     words = words(tmp_path)
@@ -319,6 +324,14 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, capsys, finished, words
     assert capsys.readouterr().out == told
     assert run(tmp_path, *words) == 0
     assert_same_run(tmp_path / "run", tmp_path / "whole" if words else finished)
+
+
+def test_an_adapter_of_weights_in_four_bits_is_merged_into_the_base(tmp_path, capsys):
+    assert run(tmp_path, "--qlora") == 0
+    assert merge.main([str(tmp_path / "run" / "adapter"), str(tmp_path / "merged")]) == 0
+    assert "merged; the largest difference of a logit is" in capsys.readouterr().out
+    merged, _ = load_model(str(tmp_path / "merged"), dtype="float32")
+    assert not any(hasattr(weight, "quant_state") for weight in merged.parameters())
 
 
 def test_a_model_that_is_all_trained_learns_and_is_loaded_as_it_was_trained(tmp_path, monkeypatch):

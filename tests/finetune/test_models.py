@@ -38,6 +38,25 @@ SMALL = {
 }
 
 
+def test_four_bits_pass_gradients_on_after_an_evaluation():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    given = {"dtype": "float32", "attn_implementation": "sdpa"}
+    quantised, plain = load_model("tiny", qlora=True, **given)[0], load_model("tiny", **given)[0]
+    with torch.no_grad():
+        for name, weight in quantised.named_parameters():
+            exact = weight
+            if isinstance(weight, bitsandbytes.nn.Params4bit):
+                exact = bitsandbytes.functional.dequantize_4bit(weight, weight.quant_state)
+            plain.get_parameter(name).copy_(exact)
+    ids, found = tokens(1, 100), []
+    for model in map(adapted, (quantised, plain)):
+        with torch.no_grad():
+            model.eval()(ids)
+        model.train()(input_ids=ids, labels=ids).loss.backward()
+        found.append([x.grad for x in model.parameters() if x.requires_grad])
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-3)
+
+
 def double(**options):
     return tiny_model(**options).double()
 
