@@ -87,6 +87,12 @@ def test_the_readme_shows_what_describe_says():
     assert f"```\n{says}\n```" in PAGE
 
 
+def test_the_readme_says_what_a_server_gained():
+    results = ROOT / "eval" / "results" / "speed-serve-vllm" / "results.json"
+    (row,) = (x for x in json.loads(results.read_text())["rows"] if x["implementation"] == "cab")
+    assert f"in vLLM ({row['over_best']:.2f} × its own speed)" in PAGE
+
+
 def test_the_readme_knows_the_models_that_need_no_hub():
     names = re.findall(r'load_model\("([^"]+)"\)', PAGE)
     assert names and all(models.is_made(name) for name in names)
