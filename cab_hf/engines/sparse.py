@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from cab_hf.call.call import Call
 from cab_hf.config import CabConfig, blocks_of
-from cab_hf.engines import Engine
-from cab_hf.ops import HAS_TRITON
+from cab_hf.engines import TRITON, Engine
+from cab_hf.ops import HAS_TRITON, Workload
 from cab_hf.plan import BlockPlan
 from cab_hf.predictors import make_predictor
 
@@ -37,6 +37,7 @@ class Sparse:
         q, k, v = layout.queries(call.q), layout.keys(call.k), layout.keys(call.v)
         one_in, seed = call.sampled_one_in, None
         if one_in:
+            refuse_sample(call.work)
             if not layout.spans.aligned:
                 raise NotImplementedError(
                     "sampled_one_in is set for packed documents under torch.compile, where blocks "
@@ -64,6 +65,16 @@ class Sparse:
         short = layout.short(config.query_block, config.min_length, plan.query_block)
         # documents that would be exact alone
         return plan if short is None else plan.with_dense_rows(short)
+
+
+def refuse_sample(work: Workload) -> None:
+    """Refuse sampled blocks where our own kernels, which attend them, cannot run; ValueError."""
+    reason = TRITON.unavailable(work) if work.device == "cuda" else None
+    if reason is not None:
+        raise ValueError(
+            f"sampled_one_in is set, and what is sampled is attended by engine 'triton', which "
+            f"{reason}; set it to 0."
+        )
 
 
 # (query, key) pairs that each layer attended and could have attended: int64 [2], on its device

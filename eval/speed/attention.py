@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -21,9 +21,10 @@ from cab_hf.eval.speed.dense import CHECK_LENGTH, check_gradients, check_rows, g
 from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, call_of
 from cab_hf.eval.speed.reported import Panel, named, varying
 from cab_hf.eval.speed.timing import in_a_sentence, method_on
+from cab_hf.ops.reference import with_sinks
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import make_predictor
-from cab_hf.runs.settings import option
+from cab_hf.runs.settings import flag, option
 
 # direction -> its floating-point operations over those of the forward pass: five products, not two
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}
@@ -53,6 +54,7 @@ class Settings(HeadSettings):
     )
     directions: tuple[str, ...] = listed(tuple(DIRECTIONS), None, "forward, backward or both")
     engines: tuple[str, ...] | None = listed(ENGINES_ON_GPU, ("reference",), "what attends")
+    sinks: bool = flag("each head has an attention sink: a logit that no key has")
     seconds: float = option(0.5, "seconds of timing one case, or what five runs take", float)
 
     def configs(self) -> list[CabConfig]:
@@ -84,7 +86,17 @@ class Settings(HeadSettings):
                 spans, q.shape[1], config.query_block, config.key_block
             )
         predict = make_predictor(config)
-        return lambda q, k, spans: predict(q, k, call_of(config, spans, q.shape[-1]))
+
+        def plan(q: Tensor, k: Tensor, spans: Spans) -> BlockPlan:
+            call = call_of(config, spans, q.shape[-1])
+            return predict(q, k, replace(call, sinks=self.sinks_on(q.device)))
+
+        return plan
+
+    def sinks_on(self, device: torch.device) -> Tensor | None:
+        """Random logits [H] of attention sinks; None without."""
+        generator = torch.Generator(device).manual_seed(self.seed)
+        return torch.randn(self.heads, device=device, generator=generator) if self.sinks else None
 
 
 class Attention(HeadSpeed):
@@ -132,7 +144,8 @@ class Attention(HeadSpeed):
         if _predicts(sample):
             sample["predict_ms"] = self.time(sample, "predicting", decide).ms
         like = bench.device.type, head_dim, settings.torch_dtype, sample["direction"] == "backward"
-        work = engines.Workload(*like, plan.query_block, plan.key_block)
+        work = engines.Workload(*like, plan.query_block, plan.key_block, sinks=settings.sinks)
+        sinks = settings.sinks_on(bench.device)
         for name in settings.engines:
             bench.settle()
             try:
@@ -140,7 +153,8 @@ class Attention(HeadSpeed):
                 check_rows(engine.attention(*heads, plan, head_dim**-0.5), *heads, plan)
                 if work.training:
                     check_gradients(engine.attention, *heads, planner)
-                self.time_engine(sample, name, partial(engine.attention, *heads), decide, plan)
+                attend = having(sinks, engine.attention)
+                self.time_engine(sample, name, partial(attend, *heads), decide, plan)
             except Exception as error:
                 # an engine that refuses or is wrong is told of and not measured
                 sample["not_measured"][name] = in_a_sentence(error)
@@ -221,6 +235,13 @@ class Attention(HeadSpeed):
 
 
 EXPERIMENT = Attention
+
+
+def having(sinks: Tensor | None, attend: Callable[..., Any]) -> Callable[..., Any]:
+    """The attention of an engine, of heads that have ``sinks``."""
+    if sinks is None:
+        return attend
+    return lambda *given: with_sinks(*attend(*given, return_lse=True), sinks)
 
 
 def counted(plan: BlockPlan, heads: int) -> dict[str, float]:

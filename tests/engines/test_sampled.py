@@ -10,8 +10,8 @@ from tiny import SPARSE, tiny_model, tokens
 from valid_plan import require_valid
 
 import cab_hf
-from cab_hf import BlockPlan, engines
-from cab_hf.engines.sparse import attended
+from cab_hf import BlockPlan, capability, engines
+from cab_hf.engines.sparse import attended, refuse_sample
 from cab_hf.ops import reference
 
 FOUR = {"heads": 4, "kv_heads": 2}
@@ -37,6 +37,15 @@ SAMPLING = replace(SPARSE, sampled_one_in=3)
 
 def sampled_case(shape, blocks, one_in):
     return case("cpu", torch.float32, blocks, share=0.2, one_in=one_in, **shape)
+
+
+def test_a_sample_is_refused_where_our_kernels_do_not_run(monkeypatch):
+    monkeypatch.setattr(capability, "NAMED", (8, 0))
+    work = engines.Workload("cuda", 256, torch.float32, True, 128, 64)
+    with pytest.raises(ValueError, match="sampled_one_in is set, .* takes head dims .* not 256"):
+        refuse_sample(work)
+    refuse_sample(replace(work, dtype=torch.bfloat16))
+    refuse_sample(replace(work, device="cpu"))
 
 
 @pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 0, 4))

@@ -83,6 +83,23 @@ def test_a_graph_that_fails_is_told():
     assert said in shown(Attention, derive([row]))
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_sinks_are_part_of_what_is_timed(monkeypatch, direction):
+    seen = []
+
+    def with_sinks(out, lse, sinks):
+        seen.append(sinks.shape)
+        return reference.with_sinks(out, lse, sinks)
+
+    monkeypatch.setattr(attention, "with_sinks", with_sinks)
+    row = measured(KEY | {"direction": direction}, sinks=True)
+    assert row["attend_ms"] and not row["not_measured"]
+    assert set(seen) == {(4,)}
+    without = measured(KEY | {"direction": direction})
+    # what a sink holds keeps no block
+    assert row["density"] != without["density"]
+
+
 # --- what is not timed
 
 
