@@ -95,9 +95,6 @@ def test_sinks_are_part_of_what_is_timed(monkeypatch, direction):
     row = measured(KEY | {"direction": direction}, sinks=True)
     assert row["attend_ms"] and not row["not_measured"]
     assert set(seen) == {(4,)}
-    without = measured(KEY | {"direction": direction})
-    # what a sink holds keeps no block
-    assert row["density"] != without["density"]
 
 
 # --- what is not timed
