@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cab_hf import engines
+from cab_hf.call.layout import Layout
 from cab_hf.config import CabConfig
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped, percent
@@ -21,7 +22,6 @@ from cab_hf.eval.speed.dense import CHECK_LENGTH, check_gradients, check_rows, g
 from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, call_of
 from cab_hf.eval.speed.reported import Panel, named, varying
 from cab_hf.eval.speed.timing import in_a_sentence, method_on
-from cab_hf.ops.reference import with_sinks
 from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import make_predictor
 from cab_hf.runs.settings import flag, option
@@ -78,20 +78,17 @@ class Settings(HeadSettings):
             max_density=case["budget"], query_block=query_block, key_block=key_block
         )
 
-    def planner(self, case: Mapping[str, Any]) -> Callable[[Tensor, Tensor, Spans], BlockPlan]:
-        """(q, k, spans) -> the plan of ``case``."""
+    def planner(
+        self, case: Mapping[str, Any], sinks: Tensor | None = None
+    ) -> Callable[[Tensor, Tensor, Spans], BlockPlan]:
+        """(q, k, spans) -> the plan of ``case``, for heads with these ``sinks``."""
         config = self.budgeted(case)
         if case["budget"] == EVERYTHING:
             return lambda q, k, spans: BlockPlan.causal(
                 spans, q.shape[1], config.query_block, config.key_block
             )
         predict = make_predictor(config)
-
-        def plan(q: Tensor, k: Tensor, spans: Spans) -> BlockPlan:
-            call = call_of(config, spans, q.shape[-1])
-            return predict(q, k, replace(call, sinks=self.sinks_on(q.device)))
-
-        return plan
+        return lambda q, k, spans: predict(q, k, call_of(config, spans, q.shape[-1], sinks))
 
     def sinks_on(self, device: torch.device) -> Tensor | None:
         """Random logits [H] of attention sinks; None without."""
@@ -137,7 +134,8 @@ class Attention(HeadSpeed):
         length, head_dim = sample["length"], sample["head_dim"]
         heads = settings.random_heads(length, head_dim, bench.device, "qkv")
         spans = Spans.causal(settings.batch, length, length, bench.device)
-        planner = settings.planner(sample)
+        sinks = settings.sinks_on(bench.device)
+        planner = settings.planner(sample, sinks)
         decide = partial(planner, *heads[:2], spans)
         plan = decide()
         sample |= counted(plan, settings.heads)
@@ -145,7 +143,6 @@ class Attention(HeadSpeed):
             sample["predict_ms"] = self.time(sample, "predicting", decide).ms
         like = bench.device.type, head_dim, settings.torch_dtype, sample["direction"] == "backward"
         work = engines.Workload(*like, plan.query_block, plan.key_block, sinks=settings.sinks)
-        sinks = settings.sinks_on(bench.device)
         for name in settings.engines:
             bench.settle()
             try:
@@ -153,8 +150,8 @@ class Attention(HeadSpeed):
                 check_rows(engine.attention(*heads, plan, head_dim**-0.5), *heads, plan)
                 if work.training:
                     check_gradients(engine.attention, *heads, planner)
-                attend = having(sinks, engine.attention)
-                self.time_engine(sample, name, partial(attend, *heads), decide, plan)
+                attend = partial(Layout(spans, length).attend, engine, sinks=sinks)
+                self.time_engine(sample, name, attend, heads, decide, plan)
             except Exception as error:
                 # an engine that refuses or is wrong is told of and not measured
                 sample["not_measured"][name] = in_a_sentence(error)
@@ -165,22 +162,24 @@ class Attention(HeadSpeed):
         self,
         sample: dict[str, Any],
         name: str,
-        attend: partial[Tensor],
+        attend: Callable[..., Tensor],
+        heads: tuple[Tensor, ...],
         decide: Callable[[], BlockPlan],
         plan: BlockPlan,
     ) -> None:
         """Write into ``sample`` what ``attend`` takes, and together with predicting."""
         scale = sample["head_dim"] ** -0.5
         if sample["direction"] == "backward":
-            complete = gradients_of(attend.func, *attend.args, plan, scale)
+            complete = gradients_of(attend, *heads, plan, scale)
             sample["attend_ms"][name] = self.bench.time(complete, graph=False).ms
         else:
-            sample["attend_ms"][name] = self.time(sample, name, lambda: attend(plan, scale)).ms
+            attending = partial(attend, *heads, plan, scale)
+            sample["attend_ms"][name] = self.time(sample, name, attending).ms
             if not _predicts(sample):
                 return
 
             def complete() -> Tensor:
-                return attend(decide(), scale)
+                return attend(*heads, decide(), scale)
 
             timing = self.time(sample, f"predicting and {name}", complete)
             sample["total_ms"][name], sample["total_eager_ms"][name] = timing.ms, timing.eager
@@ -235,13 +234,6 @@ class Attention(HeadSpeed):
 
 
 EXPERIMENT = Attention
-
-
-def having(sinks: Tensor | None, attend: Callable[..., Any]) -> Callable[..., Any]:
-    """The attention of an engine, of heads that have ``sinks``."""
-    if sinks is None:
-        return attend
-    return lambda *given: with_sinks(*attend(*given, return_lse=True), sinks)
 
 
 def counted(plan: BlockPlan, heads: int) -> dict[str, float]:

@@ -56,10 +56,13 @@ class RandomHeads:
         return tuple(made)
 
 
-def call_of(config: CabConfig, spans: Spans, head_dim: int) -> LayerContext:
+def call_of(
+    config: CabConfig, spans: Spans, head_dim: int, sinks: Tensor | None = None
+) -> LayerContext:
     """What the predictor of ``config`` is told: in a cascade of its first anchor, as in a LLaMA."""
     layer = config.anchors[0] if config.anchors else None
-    return LayerContext(spans, head_dim**-0.5, layer, channels=llama_channels(head_dim))
+    channels = llama_channels(head_dim)
+    return LayerContext(spans, head_dim**-0.5, layer, channels=channels, sinks=sinks)
 
 
 @dataclass(frozen=True)

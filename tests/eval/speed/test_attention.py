@@ -1,12 +1,15 @@
 """``speed attention``: its rows by hand, what it refuses to time, and what it says."""
 
 import sys
+from functools import partial
 from types import ModuleType
 
 import pytest
 import torch
 from bench import FakeBench, sample_of, shown
 
+from cab_hf import engines
+from cab_hf.call import layout
 from cab_hf.engines import REFERENCE
 from cab_hf.eval.speed import attention, dense
 from cab_hf.eval.speed.attention import Attention, Settings
@@ -91,10 +94,20 @@ def test_sinks_are_part_of_what_is_timed(monkeypatch, direction):
         seen.append(sinks.shape)
         return reference.with_sinks(out, lse, sinks)
 
-    monkeypatch.setattr(attention, "with_sinks", with_sinks)
+    monkeypatch.setattr(layout, "with_sinks", with_sinks)
     row = measured(KEY | {"direction": direction}, sinks=True)
     assert row["attend_ms"] and not row["not_measured"]
     assert set(seen) == {(4,)}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_an_engine_made_of_parts_is_timed(monkeypatch, direction):
+    """As those of a GPU are: kernels, and what is around them."""
+    made = partial(lambda kernel, *given, **more: kernel(*given, **more), reference.attention)
+    engine = REFERENCE._replace(load=lambda: made)
+    monkeypatch.setitem(engines.ENGINES, "reference", (engine,))
+    row = measured(KEY | {"direction": direction})
+    assert row["attend_ms"] and not row["not_measured"]
 
 
 # --- what is not timed
