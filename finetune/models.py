@@ -58,7 +58,7 @@ def load_model(
     config = run_models.load_config(name, trust_remote_code)
     stretch_positions(config, name, length, **rope)
     options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
-    options |= _four_bits(dtype, device) if qlora else {}
+    options |= four_bits(dtype, device) if qlora else {}
     model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
     for module in model.modules() if qlora else ():
         # or bitsandbytes packs weights when a CPU evaluates, and no gradient passes them after that
@@ -74,7 +74,8 @@ def load_model(
     return model, tokenizer
 
 
-def _four_bits(dtype: str, device: Any) -> dict[str, Any]:
+def four_bits(dtype: str, device: Any) -> dict[str, Any]:
+    """What ``from_pretrained`` is given for weights in 4 bits; refusals as of `load_model`."""
     installed = find_spec("bitsandbytes") is not None
     require(installed, "qlora", True, "left out, or bitsandbytes installed")
     from transformers import BitsAndBytesConfig

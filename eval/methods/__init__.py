@@ -14,6 +14,7 @@ from cab_hf.eval.methods.base import (
     Cab,
     Cell,
     Dense,
+    Fp8,
     Full,
     Method,
     NoNeedle,
@@ -59,7 +60,7 @@ COMPARED = (
     *(AsPublished.by("xattention"), AsPublished.by("xattention_16")),
     *(ByShare.by("xattention", "xattention_fitted"), OfRows.by("vertical_slash")),
     *(AsPublished.by("flexprefill"), ByShare.by("flexprefill", "flexprefill_fitted")),
-    *(ByShare.by("mean_pooled"), TriangleMix, OfRows.by("oracle"), H2O, SnapKV),
+    *(ByShare.by("mean_pooled"), TriangleMix, OfRows.by("oracle"), H2O, SnapKV, Fp8),
 )
 CONTROLS = {method.name: method for method in (Full, NoNeedle)}
 METHODS: dict[str, type[Method]] = {method.name: method for method in COMPARED} | CONTROLS

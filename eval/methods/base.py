@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib.util import find_spec
 from statistics import fmean
 from typing import Any, ClassVar, TypeVar
 
@@ -18,6 +19,7 @@ import cab_hf
 from cab_hf.config import CabConfig
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.eval.kv_cache import read_on
+from cab_hf.eval.quantised import linear_layers, to_8_bits
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor
 
@@ -188,6 +190,29 @@ class Dense(Method):
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
         yield lambda: [None]
+
+
+@dataclass(frozen=True)
+class Fp8(Dense):
+    """Dense attention in a model whose weights and activations are rounded to 8 bits."""
+
+    name = "fp8"
+
+    @classmethod
+    def fit(cls, cell: Cell) -> Fp8:
+        if find_spec("torchao") is None:
+            raise ValueError("method fp8 needs torchao; `pip install torchao`, or leave it out")
+        return cls()
+
+    @contextmanager
+    def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
+        own = {layer: layer.weight for layer in linear_layers(model)}
+        to_8_bits(model)
+        try:
+            yield lambda: [None]
+        finally:
+            for layer, weight in own.items():
+                layer.weight = weight
 
 
 @dataclass(frozen=True)

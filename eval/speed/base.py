@@ -33,6 +33,7 @@ from cab_hf.runs.settings import (
 DTYPES = ("bfloat16", "float16", "float32")
 # no block has too little of the attention mass: every row fills its budget
 KEEPS_ALL = {"mass_threshold": 0.0}
+BELOW = 0.9  # of an estimated length, where a search begins
 MADE_BY = ("device", "versions", "baselines", "commit")  # of the provenance
 
 
@@ -191,7 +192,9 @@ class Speed(Reported, Experiment):
 
     @cached_property
     def bench(self) -> Bench:
-        return bench_on(self.settings.device, getattr(self.settings, "seconds", None))
+        settings = self.settings
+        limits = getattr(settings, "seconds", None), getattr(settings, "gpu_gib", 0.0)
+        return bench_on(settings.device, *limits)
 
     def check(self) -> None:
         computing_device(self.settings.device)
@@ -252,30 +255,33 @@ class Speed(Reported, Experiment):
         return {"error": in_a_sentence(error), **fits}
 
     def search(
-        self, place: Mapping[str, Any], samples: Sequence[Row], step: int
+        self, place: Mapping[str, Any], samples: Sequence[Row], step: int, estimate: int = 0
     ) -> Iterator[dict[str, Any]]:
         """Cases at ``place`` until the longest multiple of ``step`` that fits is known.
 
-        None where no room is known, and no further one where one failed for another reason.
+        None where no room is known, and no further one where one failed for another reason. The
+        first is a little below the ``estimate``: what does not fit fails sooner than what fits.
         """
         while True:
             same = [row for row in samples if place.items() <= row.items()]
             tried = {row["length"]: row["fits"] for row in same}
-            length = next_length(tried, step)
+            length = next_length(tried, step, int(BELOW * estimate))
             if None in tried.values() or length is None or self.bench.room() is None:
                 return
             yield {**place, "length": length, "sought": True}
 
 
-def next_length(tried: Mapping[int, bool | None], step: int) -> int | None:
+def next_length(tried: Mapping[int, bool | None], step: int, first: int = 0) -> int | None:
     """The length to try next for the longest multiple of ``step`` that fits; None once it is known.
 
-    ``tried``: length -> whether it fits. It is doubled until it does not, then what is left halved.
+    ``tried``: length -> whether it fits. It is doubled until it does not, by way of ``first`` if
+    that is more than all that fit, then what is left halved.
     """
     least = max((length // step for length, fits in tried.items() if fits), default=0)
     fails = min((length for length, fits in tried.items() if not fits), default=None)
     if fails is None:
-        return max(1, 2 * least) * step
+        begins = first // step
+        return (begins if begins > least else max(1, 2 * least)) * step
     # the longest multiple that may fit
     most = (fails - 1) // step
     return (least + most + 1) // 2 * step if most > least else None
@@ -290,10 +296,11 @@ def longest(rows: Sequence[Row], by: Mapping[str, str]) -> list[str]:
         if fits and fails and any(row["sought"] for row in alike):
             last = max(fits, key=itemgetter("length"))
             which = "".join(f" of {each}" for each in named(last, varying(rows, by)))
+            estimate = f"; estimated: {last['estimate']:,}" if last.get("estimate") else ""
             parts.append(
                 f"{last['length']:,} tokens are the longest that fit{which}: {seconds(last['ms'])} "
                 f"s, {digits(last['peak_gib'])} of {digits(last['room_gib'])} GiB at the peak; "
-                f"{min(fails):,} do not."
+                f"{min(fails):,} do not{estimate}."
             )
     return parts
 

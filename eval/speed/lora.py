@@ -24,14 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 from cab_hf import context_parallel
 from cab_hf.config import NAMES
 from cab_hf.eval.experiment import Row
+from cab_hf.eval.quantised import to_4_bits
 from cab_hf.eval.report import grouped
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import SDPA
 from cab_hf.eval.speed.reported import CAB_DENSE, Panel
 from cab_hf.eval.speed.team import Team, by_torchrun
-from cab_hf.eval.speed.ttft import GAIN, TimeToFirstToken
-from cab_hf.finetune.meter import GIB, Cost, Room, fit, host_bytes, plan_bytes
+from cab_hf.eval.speed.ttft import GAIN, TimeToFirstToken, beside_dense
+from cab_hf.finetune.meter import GIB, Cost, Fit, Room, fit, host_bytes, plan_bytes
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
 from cab_hf.finetune.objective import Batch, Objective
 from cab_hf.finetune.offload import Offload
@@ -45,6 +46,8 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALPHA = 32.0
 LEARNING_RATE = 1e-4
 CLIP = 1.0
+# tokens of the longest step that is sought
+LONGEST = 2**20
 # tokens of the step that compiles all kernels, which is as long as CAB wants a text: one that is
 # timed may take a minute
 WARM_UP_TOKENS = 2**15
@@ -65,7 +68,7 @@ class Settings(models.ModelSettings):
     # the blocks whose gradients are fastest
     DEFAULTS = {**base.KEEPS_ALL, "key_block": 128}
     POSITIVE = (*models.ModelSettings.POSITIVE, "rank", "runs", "multiple")
-    FROM_0 = ("tile_tokens", "offload_layers")
+    FROM_0 = (*models.ModelSettings.FROM_0, "tile_tokens", "offload_layers")
     CHOICES = {"spread": SPREADS}
 
     lengths: tuple[int, ...] | None = base.powers(13, 17)
@@ -83,6 +86,7 @@ class Settings(models.ModelSettings):
     offload_layers: int | None = option(
         None, "layers whose inputs the host holds; auto: as few as fit", number_or_auto
     )
+    qlora: bool = flag("weights in 4 bits, as `finetune/lora.py --qlora` has them")
     longest: bool = flag("also search for the longest sequence of which a step fits")
     multiple: int | None = by_device(2**13, 64, "tokens that the longest is a multiple of", int)
 
@@ -99,6 +103,9 @@ class Settings(models.ModelSettings):
         ours = ", ".join(name for name in NAMES if name in known)
         text = f"some of {ours} where a sequence is sharded ({CP})"
         self.check("implementations", across, text)
+        self.check(
+            "qlora", not (self.qlora and self.is_spread), "left out where ranks share a step"
+        )
         every = not self.longest or any(":" not in part for part in self.max_density)
         self.check("max_density", every, "a share for all lengths where the longest is sought")
 
@@ -131,7 +138,7 @@ class LoraStep(TimeToFirstToken):
     GROWS = (*TimeToFirstToken.GROWS, "spread", "longest", "multiple")
     GROWS += ("tile_tokens", "offload_layers")
     SHAPE = ("dtype", "rank")
-    BY = {**TimeToFirstToken.BY, "spread": "spread"}
+    BY = {"way": "implementation", "ranks": "world", "spread": "spread"}
     PANELS = (
         Panel("a training step", "tokens/s of a rank", ("tokens_s",)),
         GAIN,
@@ -159,20 +166,31 @@ class LoraStep(TimeToFirstToken):
             if settings.longest:
                 for way in dict.fromkeys(case["implementation"] for case in asked):
                     here = {**place, "implementation": way}
-                    yield from self.search(here, samples, settings.multiple)
+                    estimate = self.estimated(here)
+                    yield from self.search(here, samples, settings.multiple, estimate)
 
-    def fitted(self, place: Mapping[str, Any], length: int) -> tuple[int, int]:
-        """(tokens of a tile or 0, layers offloaded) of a step at ``place``."""
+    def room(self) -> Room:
+        """What there is; a CPU has room without end."""
+        device = self.bench.room()
+        return Room(inf if device is None else device * GIB, host_bytes())
+
+    def estimated(self, place: Mapping[str, Any]) -> int:
+        """The longest sequence of which a step fits at ``place``, estimated; 0 on a CPU."""
+        step, room = self.settings.multiple, self.room()
+        lengths = range(step, LONGEST, step) if room.device < inf else ()
+        # one by one: where tiles begin, a longer sequence takes less than a shorter one
+        return max((n for n in lengths if room.holds(self.fitted(place, n)[1].memory)), default=0)
+
+    def fitted(self, place: Mapping[str, Any], length: int) -> tuple[int, Fit]:
+        """(tokens of a tile or 0, the memory and the layers offloaded) of a step at ``place``."""
         settings, how, world = self.settings, place["spread"], place["world"]
-        cp, cost, device = world if how == CP else 1, trainee(settings).cost, self.bench.room()
-        # a CPU has room without end
-        room = Room(inf if device is None else device * GIB, host_bytes())
+        cp, cost, room = world if how == CP else 1, trainee(settings).cost, self.room()
         tile = tile_of(length // cp, settings.tile_tokens)
         more = {"itemsize": settings.torch_dtype.itemsize, "tile": tile, "cp": cp}
         more["shards"] = world if how == FSDP2 else 1
         if place["implementation"] == CAB:
             more["plans"] = plan_bytes(cost, settings.budgeted(length), length, cp=cp)
-        return tile, fit(cost, length, room, settings.offload_layers, **more).offloaded
+        return tile, fit(cost, length, room, settings.offload_layers, **more)
 
     def find_on(self, sample: dict[str, Any], team: Team) -> None:
         """Write into ``sample`` what a step of ``team`` takes."""
@@ -180,7 +198,7 @@ class LoraStep(TimeToFirstToken):
         # what spread an earlier step hooks into gradients until it is gone
         gc.collect()
         sample["room_gib"] = self.bench.room()
-        tile, offloaded = self.fitted(sample, length)
+        tile, (offloaded, _) = self.fitted(sample, length)
         sharing = team.size if how == CP else 1
         host = save_memory(settings, length // sharing, tile, offloaded)
         sample |= {"tile_tokens": tile, "offloaded": offloaded, "host_gib": host}
@@ -206,7 +224,7 @@ class LoraStep(TimeToFirstToken):
         """As of the time to the first token, among rows of the same ranks that share alike."""
         rows, alone = [], {}
         for alike in grouped(samples, "spread", "world"):
-            rows += TimeToFirstToken.rows(alike, settings)
+            rows += beside_dense(alike)
         for row in rows:
             sequences = row["world"] if row["spread"] in (DDP, FSDP2) else 1
             tokens = sequences * row["length"] / row["world"]
@@ -247,7 +265,10 @@ class Trainee(NamedTuple):
 @lru_cache(maxsize=1)
 def trainee(settings: Settings) -> Trainee:
     """The random model with adapters that are about to be learnt."""
-    model = with_lora(models.random_model(settings), TARGETS, settings.rank, ALPHA)
+    model = models.random_model(settings)
+    if settings.qlora:
+        to_4_bits(model, settings.dtype)
+    model = with_lora(model, TARGETS, settings.rank, ALPHA)
     enable_gradient_checkpointing(model)
     model.train()
     return Trainee(Objective(model), Cost.of(model))

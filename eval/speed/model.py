@@ -16,10 +16,11 @@ from torch import Tensor
 from cab_hf.call.scope import reading
 from cab_hf.config import CabConfig
 from cab_hf.eval.kv_cache import cache_arguments
+from cab_hf.eval.quantised import linear_layers, to_8_bits
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import KEEPS_ALL, Speed, SpeedSettings, densities, made_of
 from cab_hf.eval.speed.dense import CHECK_LENGTH, check_dense
-from cab_hf.runs.settings import by_device
+from cab_hf.runs.settings import by_device, option
 
 # transformers is imported where it is used: asking for help needs none of it
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ GAINS = (
     "At most: operations of the dense model over those at the realised density. TFLOP/s count what "
     f"is attended. {dense.BREAK_EVEN}"
 )
+# what the rest of a model is made of, in the order of a run: liger-kernel's RoPE replaces that of
+# transformers for good
+PLAIN, FP8, LIGER = "plain", "fp8", "liger"
+VARIANTS = (PLAIN, FP8, LIGER, f"{FP8}+{LIGER}")
 TOGETHER = "; all ranks begin together, the slowest of each run and the highest peak of any count"
 
 
@@ -82,8 +87,14 @@ class ModelSettings(ModelShape):
     """Of ops that let the model read prompts, whose density is an option."""
 
     DEFAULTS = KEEPS_ALL
+    FROM_0 = ("gpu_gib",)
 
     max_density: tuple[str, ...] = densities("0.1")
+    gpu_gib: float = option(0.0, "GiB that may be allocated, as on a smaller GPU; 0: all", float)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("gpu_gib", not self.gpu_gib or self.device != "cpu", "0 on a CPU")
 
     def configs(self) -> list[CabConfig]:
         return [self.budgeted(length) for length in self.lengths]
@@ -132,8 +143,11 @@ def llama_config(settings: ModelShape) -> LlamaConfig:
 
 
 @lru_cache(maxsize=1)
-def random_model(settings: ModelShape) -> PreTrainedModel:
-    """The model, made where it runs: no weight is ever on another device or of another dtype."""
+def random_model(settings: ModelShape, variant: str = PLAIN) -> PreTrainedModel:
+    """The model, made where it runs: no weight is ever on another device or of another dtype.
+
+    ``variant`` is one of `VARIANTS`.
+    """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(settings.seed)
@@ -141,7 +155,28 @@ def random_model(settings: ModelShape) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(
             llama_config(settings), dtype=settings.torch_dtype, attn_implementation=SDPA
         )
+    for name in () if variant == PLAIN else variant.split("+"):
+        HASTENED[name](model)
     return model.eval()
+
+
+def _in_8_bits(model: PreTrainedModel) -> None:
+    """`to_8_bits`, with compiled products: rounding an input is several kernels without."""
+    to_8_bits(model)
+    for layer in linear_layers(model):
+        layer.compile()
+
+
+def _by_liger(model: PreTrainedModel) -> None:
+    """Norms, RoPE and MLPs by liger-kernel."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama(
+        rope=True, rms_norm=True, swiglu=True, fused_linear_cross_entropy=False, model=model
+    )
+
+
+HASTENED = {FP8: _in_8_bits, LIGER: _by_liger}
 
 
 def random_tokens(settings: ModelShape, length: int, seed: int = 0) -> Tensor:
@@ -171,7 +206,12 @@ def random_cache(
 
 @contextmanager
 def prefilling(
-    settings: ModelSettings, length: int, way: str, chunk: int | None = None, behind: int = 0
+    settings: ModelSettings,
+    length: int,
+    way: str,
+    chunk: int | None = None,
+    behind: int = 0,
+    variant: str = PLAIN,
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]], Callable[[], None]]]:
     """(what reads random tokens, `attended_by` of them, what takes them off the cache again).
 
@@ -181,10 +221,11 @@ def prefilling(
         chunk: tokens read at a time into a static cache of exactly their length: a dynamic one
             would copy all of a layer's keys, and then its values, at every chunk.
         behind: tokens of random keys and values in a `DynamicCache` before them.
+        variant: one of `VARIANTS`.
     """
     from transformers import StaticCache
 
-    model, prompt = random_model(settings), random_tokens(settings, length)
+    model, prompt = random_model(settings, variant), random_tokens(settings, length)
     cached = random_cache(model, behind) if behind else None
 
     @torch.inference_mode()

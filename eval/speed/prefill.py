@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from cab_hf.eval.experiment import Row
+from cab_hf.eval.fits import DYNAMIC, GIB, STATIC, Prompts
 from cab_hf.eval.speed import base
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.reported import CAB_DENSE, Panel
@@ -16,6 +17,8 @@ from cab_hf.runs.settings import by_device, option, parse_flag
 WAY = "cab-always"
 # the first chunk begins a cache, the second goes on with one: kernels of both are compiled then
 WARM_UP_CHUNKS = 2
+# of a prompt that is read as a whole
+WARM_UP_TOKENS = 2**14
 
 
 @dataclass(frozen=True)
@@ -23,31 +26,31 @@ class Settings(models.ModelSettings):
     """What a run of chunked prefills is told."""
 
     KEYS = {"implementation": "implementations", "length": "lengths"}
-    FROM_0 = ("gpu_gib",)
+    FROM_0 = (*models.ModelSettings.FROM_0, "chunk")
+    POSITIVE = (*models.ModelSettings.POSITIVE, "multiple")
     CHOICES = {"implementations": (models.SDPA, CAB_DENSE, *models.CAB)}
 
     lengths: tuple[int, ...] | None = base.powers(17, 19)
     implementations: tuple[str, ...] = base.listed((WAY,), None, "ways to attend")
-    chunk: int | None = by_device(2**15, 128, "tokens read at a time", int)
+    chunk: int | None = by_device(2**15, 128, "tokens read at a time; 0: the whole prompt", int)
     longest: bool = option(True, "whether to search for the longest length that fits", parse_flag)
+    multiple: int | None = by_device(2**15, 128, "tokens that the longest is a multiple of", int)
     max_density: tuple[str, ...] = base.listed(("0.05",), None, "of CAB, alike at every length")
-    gpu_gib: float = option(0.0, "GiB that may be allocated, as on a smaller GPU; 0: all", float)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check("gpu_gib", not self.gpu_gib or self.device != "cpu", "0 on a CPU")
         one = len(self.max_density) == 1 and ":" not in self.max_density[0]
         self.check("max_density", one, "one share, so that lengths compare")
         block = self.cab_config.query_block
-        complete = self.chunk > 0 and self.chunk % block == 0
-        self.check("chunk", complete, f"a multiple of query_block={block}")
+        self.check("chunk", self.chunk % block == 0, f"a multiple of query_block={block}")
 
     @property
     def method(self) -> str:
         return (
             f"one run by time.perf_counter after a prompt of {WARM_UP_CHUNKS} chunks that warms "
-            "up: random tokens are read into a static cache of exactly their length, and every "
-            "chunk gives the logits of its last token; the peak is all that was allocated"
+            "up: random tokens are read into a static cache of exactly their length, or, as a "
+            "whole, into a dynamic one, and every chunk gives the logits of its last token; the "
+            "peak is all that was allocated"
         )
 
 
@@ -59,39 +62,51 @@ class Prefill(models.ModelSpeed):
     title = "Long prompts on one GPU"
     caption = "rate and peak memory by length"
     Settings = Settings
-    GROWS = (*Settings.KEYS.values(), "cab", "longest")
+    GROWS = (*Settings.KEYS.values(), "cab", "longest", "multiple")
     CASE = tuple(Settings.KEYS)
-    ADDED = {"implementation": WAY}
+    ADDED = {"implementation": WAY, "estimate": 0}
     BY = {"way": "implementation"}
     SHAPE = ("chunk", "layers", "dtype")
     FOUND = ("ms", "tokens_s", "tflops", "density", "peak_gib", "weights_gib", "cache_gib")
-    FOUND += ("rest_gib", "room_gib", "ran_as", "fits")
+    FOUND += ("rest_gib", "room_gib", "estimate", "ran_as", "fits")
     PANELS = (
         Panel("rate of a whole prefill", "tokens/s", ("tokens_s",), log=False),
         Panel("memory", "GiB", ("peak_gib", "cache_gib", "weights_gib"), log=False),
     )
     NOTES = {
         "": f"{models.WAYS} Rest: the peak less weights and cache. Room: all that torch can "
-        "allocate. TFLOP/s count what is attended."
+        "allocate; estimate: the longest prompt that `python -m cab_hf.eval fits` expects there. "
+        "TFLOP/s count what is attended."
     }
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         for case in self.settings.asked():
             yield {**case, "sought": False}
         for way in self.settings.implementations if self.settings.longest else ():
-            yield from self.search({"implementation": way}, samples, self.settings.chunk)
+            place, estimate = {"implementation": way}, self.estimated(way)
+            yield from self.search(place, samples, self.settings.multiple, estimate)
+
+    def estimated(self, way: str) -> int:
+        """The longest prompt by ``fits``; 0 where no room is known."""
+        settings, room = self.settings, self.bench.room()
+        if room is None:
+            return 0
+        prompts = replace(_prompts(settings), config=settings.cab_config)
+        if way not in models.CAB:
+            # nothing is chosen
+            prompts = replace(prompts, heads=frozenset())
+        cache = STATIC if settings.chunk else DYNAMIC
+        return prompts.longest(room * GIB, settings.chunk or None, cache)
 
     def find(self, sample: dict[str, Any]) -> None:
         settings, bench, length = self.settings, self.bench, sample["length"]
         way = sample["implementation"]
-        if settings.gpu_gib:
-            bench.limit(settings.gpu_gib)
         model = models.random_model(settings)
         weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers())) / 2**30
         sample |= {"cache_gib": settings.cache_gib(length), "weights_gib": weights}
         _warm_up(settings, way)
-        sample["room_gib"] = bench.room()
-        with models.prefilling(settings, length, way, settings.chunk) as (call, known, _):
+        sample |= {"room_gib": bench.room(), "estimate": self.estimated(way)}
+        with models.prefilling(settings, length, way, settings.chunk or None) as (call, known, _):
             (ms,), peak = bench.walls(call, 1)
             sample |= {"fits": True, "ms": ms, "peak_gib": peak, **known()}
         sample["tokens_s"] = length / ms * 1e3
@@ -107,9 +122,14 @@ class Prefill(models.ModelSpeed):
 EXPERIMENT = Prefill
 
 
+@lru_cache
+def _prompts(settings: Settings) -> Prompts:
+    return Prompts.of(models.llama_config(settings))
+
+
 # once a process: what is compiled stays
 @lru_cache
 def _warm_up(settings: Settings, way: str) -> None:
-    length = WARM_UP_CHUNKS * settings.chunk
-    with models.prefilling(settings, length, way, settings.chunk) as (call, *_):
+    length = WARM_UP_CHUNKS * settings.chunk or WARM_UP_TOKENS
+    with models.prefilling(settings, length, way, settings.chunk or None) as (call, *_):
         call()

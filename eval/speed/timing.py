@@ -106,9 +106,6 @@ class Bench:
             times.append((time.perf_counter() - started) * 1e3)
         return times, None
 
-    def limit(self, gib: float) -> None:
-        """Let no more than this be allocated."""
-
     def room(self) -> float | None:
         """GiB that can be allocated, with all that is already."""
         return None
@@ -137,15 +134,22 @@ class Bench:
 
 
 class GpuBench(Bench):
-    """CUDA events, cold L2, graphs, peak memory and kernel times."""
+    """CUDA events, cold L2, graphs, peak memory and kernel times.
 
-    def __init__(self, device: str, seconds: float | None = None) -> None:
+    ``gib`` is what may be allocated, as on a smaller GPU; 0: all.
+    """
+
+    def __init__(self, device: str, seconds: float | None = None, gib: float = 0.0) -> None:
         super().__init__(device, seconds)
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
         # read, not written: a call of microseconds would be timed with writing it back
         self.flushed = torch.zeros(FLUSHED_BYTES // 8, device=self.device, dtype=torch.int64)
-        self.most = inf
+        self.most = gib or inf
+        if gib:
+            _, total = torch.cuda.mem_get_info(self.device)
+            share = (gib * 2**30 + FLUSHED_BYTES) / total
+            torch.cuda.set_per_process_memory_fraction(min(share, 1.0), self.device)
 
     def settle(self) -> None:
         gc.collect()
@@ -179,12 +183,6 @@ class GpuBench(Bench):
         torch.cuda.reset_peak_memory_stats()
         times, _ = super().walls(call, runs, before)
         return times, (torch.cuda.max_memory_allocated() - FLUSHED_BYTES) / 2**30
-
-    def limit(self, gib: float) -> None:
-        self.most = gib
-        _, total = torch.cuda.mem_get_info(self.device)
-        share = (gib * 2**30 + FLUSHED_BYTES) / total
-        torch.cuda.set_per_process_memory_fraction(min(share, 1.0), self.device)
 
     def room(self) -> float:
         self.settle()
@@ -253,10 +251,10 @@ class GpuBench(Bench):
         return graph
 
 
-def bench_on(device: str, seconds: float | None = None) -> Bench:
+def bench_on(device: str, seconds: float | None = None, gib: float = 0.0) -> Bench:
     """The clock of that device."""
-    kind = GpuBench if torch.device(device).type == "cuda" else Bench
-    return kind(device, seconds)
+    on_gpu = torch.device(device).type == "cuda"
+    return GpuBench(device, seconds, gib) if on_gpu else Bench(device, seconds)
 
 
 def in_a_sentence(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped, percent
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
-from cab_hf.eval.speed.model import CAB, SDPA
+from cab_hf.eval.speed.model import CAB, PLAIN, SDPA, VARIANTS
 from cab_hf.eval.speed.reported import CAB_DENSE, TIMES, Panel
 from cab_hf.eval.speed.team import Ranked, Team, by_torchrun
 from cab_hf.runs.settings import option, parse_length
@@ -46,13 +46,17 @@ GAIN = Panel("over the fastest dense way", "times as fast", ("over_best", "ceili
 class Settings(models.ModelSettings):
     """What a run of whole prefills is told."""
 
-    KEYS = {"length": "lengths", "implementation": "implementations"}
+    KEYS = {"variant": "variants", "length": "lengths", "implementation": "implementations"}
     POSITIVE = (*models.ModelSettings.POSITIVE, "runs")
-    FROM_0 = ("behind",)
+    FROM_0 = (*models.ModelSettings.FROM_0, "behind")
+    CHOICES = {"variants": VARIANTS}
 
     lengths: tuple[int, ...] | None = base.powers(12, 17)
     implementations: tuple[str, ...] | None = base.listed(
         (SDPA, "cuDNN", "FA3", "FA4", *CAB), (SDPA, "SDPA", *CAB), "ways to attend"
+    )
+    variants: tuple[str, ...] = base.listed(
+        (PLAIN,), None, f"what the rest of the model is made of: {', '.join(VARIANTS)}"
     )
     runs: int = option(3, "timed runs of every row", int)
     behind: int = option(
@@ -62,6 +66,7 @@ class Settings(models.ModelSettings):
     def __post_init__(self) -> None:
         asked = self.implementations
         super().__post_init__()
+        self._set("variants", tuple(sorted(self.variants, key=VARIANTS.index)))
         # what knows of other ranks
         known = (CAB_DENSE, *CAB)
         if not by_torchrun():
@@ -100,11 +105,11 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
     caption = "time to the first token by length, and what CAB gains"
     Settings = Settings
     CASE = (*Settings.KEYS, "world")
-    ADDED = {"world": 1, "behind": 0}
+    ADDED = {"world": 1, "behind": 0, "variant": PLAIN}
     GROWS = (*Settings.KEYS.values(), "cab", "worlds")
     SHAPE = ("dtype", "behind")
     FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as")
-    BY = {"way": "implementation", "ranks": "world"}
+    BY = {"way": "implementation", "ranks": "world", "rest": "variant"}
     PANELS = (Panel("time to the first token", "ms", ("ms",)), GAIN)
     NOTES = {"": f"{models.WAYS} {models.GAINS}", "behind": CONTINUED, "worlds": ACROSS}
 
@@ -120,7 +125,8 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
             # it has read a shorter prompt by then, so that the first call counts
             prefill, warm_up = prefilling_across(settings, length, way, team), 0.0
         else:
-            prefill, warm_up = models.prefilling(settings, length, way, behind=behind), inf
+            how = {"behind": behind, "variant": sample["variant"]}
+            prefill, warm_up = models.prefilling(settings, length, way, **how), inf
         with prefill as (call, known, crop):
             ms, peak, *_ = team.slowest(bench, call, settings.runs, warm_up=warm_up, before=crop)
             sample |= known()
@@ -134,22 +140,7 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """By length, each beside sdpa and the fastest dense way at its length."""
-        derived = ("baseline", "baseline_ms", "ratio", "over_sdpa", "over_best")
-        # ways to attend stay in the order they came in
-        rows = base.by_length(samples, derived)
-        for alike in grouped(rows, "length", "world"):
-            timed = {row["implementation"]: row["ms"] for row in alike if row["ms"]}
-            others = {name: ms for name, ms in timed.items() if name not in CAB}
-            best = dense.against(others, preferred=())
-            for row in alike:
-                if best is None or row["ms"] is None:
-                    continue
-                ms, first = row["ms"], others[best]
-                row |= {"baseline": best, "baseline_ms": first, "ratio": ms / first}
-                row["over_best"] = first / ms
-                row["over_sdpa"] = others[SDPA] / ms if SDPA in others else None
-        return rows
+        return [row for alike in grouped(samples, "variant") for row in beside_dense(alike)]
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
@@ -172,6 +163,25 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
 
 
 EXPERIMENT = TimeToFirstToken
+
+
+def beside_dense(samples: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows by length, each beside sdpa and the fastest dense way at its length."""
+    derived = ("baseline", "baseline_ms", "ratio", "over_sdpa", "over_best")
+    # ways to attend stay in the order they came in
+    rows = base.by_length(samples, derived)
+    for alike in grouped(rows, "length", "world"):
+        timed = {row["implementation"]: row["ms"] for row in alike if row["ms"]}
+        others = {name: ms for name, ms in timed.items() if name not in CAB}
+        best = dense.against(others, preferred=())
+        for row in alike:
+            if best is None or row["ms"] is None:
+                continue
+            ms, first = row["ms"], others[best]
+            row |= {"baseline": best, "baseline_ms": first, "ratio": ms / first}
+            row["over_best"] = first / ms
+            row["over_sdpa"] = others[SDPA] / ms if SDPA in others else None
+    return rows
 
 
 @contextmanager
@@ -219,8 +229,11 @@ def reading(model: nn.Module, prompt: Tensor, team: Team, block: int) -> Callabl
 
 
 def where(row: Row) -> str:
-    """On how many ranks a row is and what stands before its prompt, as the end of a clause."""
-    # training steps have nothing behind them
+    """What a row's model is made of, what stands before its prompt and on how many ranks it is,
+    as the end of a clause.
+    """
+    # training steps have nothing behind them, and one variant
+    made = "" if row.get("variant", PLAIN) == PLAIN else f" with {row['variant']}"
     behind = f" behind {row['behind']:,} in the cache" if row.get("behind") else ""
     by = "" if row.get("spread", "alone") == "alone" else f" by {row['spread']}"
-    return behind + (f" on {row['world']} ranks{by}" if row["world"] > 1 else "")
+    return made + behind + (f" on {row['world']} ranks{by}" if row["world"] > 1 else "")

@@ -399,7 +399,7 @@ def test_a_killed_run_goes_on_with_what_it_fitted(model_folder, tmp_path, monkey
     assert len({each["density"] for each in ours if each["probe"] == "recall"}) == 1
 
 
-def test_every_method_is_read(model_folder, tmp_path):
+def test_every_method_is_read(model_folder, tmp_path, halved_for_fp8):
     # some are dense where nothing is decoded
     names = [name for name, method in METHODS.items() if not method.dense_prefill]
     more = ("--probes", "continuation", "--lengths", "600", "--budgets", "0.5")

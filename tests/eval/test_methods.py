@@ -9,7 +9,7 @@ from tiny import tiny_model, tokens
 from transformers import GenerationConfig
 
 from cab_hf.eval import methods
-from cab_hf.eval.methods import METHODS, Cell, blocks, caches, last_queries
+from cab_hf.eval.methods import METHODS, Cell, base, blocks, caches, last_queries
 from cab_hf.eval.teacher_forcing import behind_prompt
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor
@@ -202,8 +202,14 @@ def test_a_cache_refuses_a_mask_and_a_second_chunk(name, model, ids):
 # --- all of them
 
 
+def test_fp8_is_refused_without_torchao(monkeypatch):
+    monkeypatch.setattr(base, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="needs torchao"):
+        METHODS["fp8"].fit(CELL)
+
+
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_leaves_the_model_as_it_was(name, model, ids):
+def test_a_method_leaves_the_model_as_it_was(name, model, ids, halved_for_fp8):
     before = logits(model, ids)
     with (
         pytest.raises(RuntimeError, match="in the middle"),
@@ -247,7 +253,7 @@ def test_a_share_is_fitted_on_a_text_and_read_from_a_log(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_dense_tail_is_cabs_and_of_those_matched_by_its_blocks(name):
+def test_a_dense_tail_is_cabs_and_of_those_matched_by_its_blocks(name, halved_for_fp8):
     cell = replace(SHARED, config=replace(SMALL, dense_tail_blocks=3))
     config = getattr(METHODS[name].fit(cell), "config", None)
     if config is None or name == "trianglemix":  # whose last queries are its own

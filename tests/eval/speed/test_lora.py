@@ -2,6 +2,7 @@
 
 import json
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -192,8 +193,9 @@ def test_the_longest_that_fits_is_found(limit, asked):
     assert max(fitting, default=0) // 64 == limit // 64
 
 
-def test_the_longest_is_sought_by_every_way():
+def test_the_longest_is_sought_by_every_way(monkeypatch):
     """On a GPU that holds 300 tokens, whatever they are learnt by."""
+    monkeypatch.setattr(lora, "LONGEST", 0)
     experiment = LoraStep(tiny(lengths=(96,), implementations=("sdpa", "cab"), longest=True))
     experiment.bench = SimpleNamespace(room=lambda: 1.0)
     samples = []
@@ -202,6 +204,34 @@ def test_the_longest_is_sought_by_every_way():
     for way in ("sdpa", "cab"):
         tried = {x["length"]: x["sought"] for x in samples if x["implementation"] == way}
         assert tried == {96: False, 128: True, 256: True, 512: True, 384: True, 320: True}
+
+
+def test_a_search_begins_below_the_longest_step_that_is_estimated_to_fit(monkeypatch):
+    experiment = LoraStep(tiny(lengths=(96,), implementations=("cab",), longest=True))
+    experiment.bench = SimpleNamespace(room=lambda: 0.25)
+    here = {"spread": "alone", "world": 1, "implementation": "cab"}
+    estimate = experiment.estimated(here)
+    room = experiment.room()
+    fits = [room.holds(experiment.fitted(here, n)[1].memory) for n in (estimate, estimate + 64)]
+    assert fits == [True, False]
+    sought = next(x for x in experiment.cases([]) if x["sought"])
+    assert sought["length"] == int(0.9 * estimate) // 64 * 64
+
+
+def test_weights_in_four_bits_learn_what_they_are():
+    functional = pytest.importorskip("bitsandbytes.functional")
+    settings = tiny(lengths=(96,), cab=SMALL, hidden=64, intermediate=128, qlora=True)
+    plain = model.random_model(replace(settings, qlora=False)).model.layers[0].mlp.down_proj
+    first = lora.trainee(settings).objective.model.get_base_model().model.layers[0]
+    packed = first.mlp.down_proj.weight
+    assert packed.numel() * packed.element_size() == plain.weight.numel() // 2
+    # what NF4 leaves of a weight
+    unpacked = functional.dequantize_4bit(packed.data, packed.quant_state)
+    assert (unpacked - plain.weight).abs().max() < 0.2 * plain.weight.abs().max()
+    row = sample_of(LoraStep, settings, CASE | {"length": 96}, Clock())
+    assert row["error"] is None and row["fits"]
+    lora.trainee.cache_clear()
+    model.random_model.cache_clear()
 
 
 def test_what_does_not_fit_leaves_no_gradients(monkeypatch):

@@ -1,17 +1,27 @@
 """``speed prefill``: chunks into one cache, the line, the search for the longest, what is said."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from bench import TINY, FakeBench, sample_of, speed_run
 
+from cab_hf.eval.fits import Prompts
 from cab_hf.eval.speed import model
 from cab_hf.eval.speed.prefill import Prefill, Settings
 
 SMALL = ("query_block=32", "key_block=16", "dense_tail_blocks=1")
-WORDS = ["--layers", "1", "--chunk", "64", *(w for b in SMALL for w in ("--cab", b))]
+WORDS = [
+    "--layers",
+    "1",
+    "--chunk",
+    "64",
+    "--multiple",
+    "64",
+    *(w for b in SMALL for w in ("--cab", b)),
+]
 
 
 class Device(FakeBench):
@@ -36,7 +46,7 @@ def settings_of(length, **more):
     return Settings(device="cpu", lengths=(length,), chunk=64, cab=SMALL, **TINY, **more)
 
 
-def search(tmp_path, monkeypatch, bench, *words, **how):
+def search(tmp_path, monkeypatch, bench, *words, estimate=0, **how):
     """Rows of a run on ``bench``, with those of the search; no prompt is read."""
 
     @contextmanager
@@ -47,6 +57,7 @@ def search(tmp_path, monkeypatch, bench, *words, **how):
 
     monkeypatch.setattr(model, "prefilling", prefilling)
     monkeypatch.setattr(Prefill, "bench", bench)
+    monkeypatch.setattr(Prefill, "estimated", lambda *_: estimate)
     return speed_run("prefill", tmp_path, *WORDS, "--lengths", "256,512", *words, **how)["rows"]
 
 
@@ -96,6 +107,27 @@ def test_the_longest_length_is_run(tmp_path, monkeypatch, limit, tried):
     assert said.startswith(f"{fits} tokens are the longest") and f"{fits + 64} do not" in said
     # nothing is left to do
     assert search(tmp_path, monkeypatch, None) == rows
+
+
+def test_a_search_begins_below_its_estimate(tmp_path, monkeypatch):
+    rows = search(tmp_path, monkeypatch, Device(), estimate=900, drawn=False)
+    # nine tenths of it, in chunks of 64
+    assert [row["length"] for row in rows if row["sought"]] == [768, 832, 960, 1152, 1536]
+    (said,) = Prefill.readings(rows)
+    assert said.endswith("832 do not; estimated: 900.")
+
+
+def test_a_whole_prompt_is_one_chunk_and_its_estimate_is_that_of_fits():
+    settings = settings_of(200, max_density=("1.0",))
+    whole = replace(settings, chunk=0, implementations=("sdpa", "cab"))
+    experiment = Prefill(whole)
+    experiment.bench = Device()
+    prompts = Prompts.of(model.llama_config(whole))
+    expected = prompts.longest(500 * 2**20, None, "dynamic")
+    assert 0 < experiment.estimated("cab") <= expected < experiment.estimated("sdpa")
+    case = {"implementation": "cab", "length": 200, "sought": False}
+    (row,) = Prefill.rows([sample_of(Prefill, whole, case, Device())], {})
+    assert row["estimate"] == experiment.estimated("cab") and row["error"] is None
 
 
 def test_the_longest_is_sought_for_each_way_to_attend(tmp_path, monkeypatch):

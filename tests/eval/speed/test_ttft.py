@@ -19,10 +19,11 @@ def tiny(**more):
     return Settings(device="cpu", **{**TINY, **more})
 
 
-def made_sample(length, implementation, ms, density=1.0):
+def made_sample(length, implementation, ms, density=1.0, variant="plain"):
     """A sample, as `Ttft.measure` makes it."""
     fixed = {"ceiling": 2.0, "peak_gib": None, "tflops": 1.0, "ran_as": None, "error": None}
     place = {"length": length, "implementation": implementation, "world": 1, "behind": 0}
+    place["variant"] = variant
     return place | {"ms": ms, "density": density} | fixed
 
 
@@ -74,7 +75,7 @@ def test_a_budget_for_every_length():
 )
 def test_a_row_has_its_ceiling_by_hand(length, behind, least, most):
     settings = tiny(lengths=(length,), behind=behind, cab=BLOCKS)
-    case = {"length": length, "implementation": "cab-always", "world": 1}
+    case = {"variant": "plain", "length": length, "implementation": "cab-always", "world": 1}
     row = sample_of(Ttft, settings, case, Clock())
     assert (row["ms"], row["peak_gib"], row["error"]) == (500.0, 2.0, None)
     assert row["behind"] == behind
@@ -114,6 +115,33 @@ def test_gains_are_over_sdpa_and_over_the_fastest_dense_way():
     assert (last["baseline"], last["over_best"], last["over_sdpa"]) == ("FA3", 2.0, 4.0)
     (said,) = Ttft.readings(rows)
     assert "from about 2,000 tokens on" in said
+
+
+def test_a_gain_is_over_dense_attention_in_the_same_variant():
+    samples = [
+        made_sample(1000, way, ms, variant=variant)
+        for variant, dense_ms, ours in (("plain", 9.0, 6.0), ("fp8", 8.0, 4.0))
+        for way, ms in (("FA3", dense_ms), ("cab", ours))
+    ]
+    rows = Ttft.rows(samples, {})
+    assert [row["over_best"] for row in rows] == [1.0, 1.5, 1.0, 2.0]
+    plain, fp8 = Ttft.readings(rows)
+    assert "At 1,000 tokens cab is 1.50" in plain
+    assert "At 1,000 tokens with fp8 cab is 2.00" in fp8
+
+
+def test_variants_are_made_in_the_order_of_a_run(tmp_path, monkeypatch):
+    made = []
+    for name in ("fp8", "liger"):
+        monkeypatch.setitem(model.HASTENED, name, lambda _, name=name: made.append(name))
+    words = ["--variants", "fp8+liger,fp8,plain", "--implementations", "SDPA,cab", *WORDS]
+    words += ["--layers", "1", "--runs", "1", "--lengths", "96"]
+    rows = speed_run("ttft", tmp_path, *words, drawn=True)["rows"]
+    ways = ["SDPA", "cab"]
+    expected = [(name, way) for name in ("plain", "fp8", "fp8+liger") for way in ways]
+    assert [(row["variant"], row["implementation"]) for row in rows] == expected
+    assert made == ["fp8", "fp8", "liger"]
+    assert all(row["over_best"] for row in rows)
 
 
 @pytest.mark.parametrize("way", ["sdpa", "cab_dense", "cab-always"])

@@ -1,0 +1,46 @@
+"""Weights of a model in 8 or in 4 bits, as a library has them in a model that it loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from cab_hf.finetune.models import four_bits
+
+
+def linear_layers(model: Any) -> list[nn.Linear]:
+    """Those of the decoder layers of a causal LM of transformers."""
+    return [x for x in model.model.modules() if isinstance(x, nn.Linear)]
+
+
+def to_8_bits(model: Any) -> None:
+    """Weights, and in every product its input, in torchao's FP8, each row by its largest."""
+    from torchao.quantization import (
+        Float8DynamicActivationFloat8WeightConfig,
+        PerRow,
+        quantize_,
+    )
+
+    quantize_(model.model, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+
+
+def to_4_bits(model: Any, dtype: str) -> None:
+    """Weights in NF4 by bitsandbytes, products in ``dtype``: what `finetune.load_model` loads."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    given = four_bits(dtype, model.device)["quantization_config"]
+    how = {
+        "quant_type": given.bnb_4bit_quant_type,
+        "compress_statistics": given.bnb_4bit_use_double_quant,
+        "quant_storage": given.bnb_4bit_quant_storage,
+    }
+    for path, linear in [*model.model.named_modules()]:
+        if isinstance(linear, nn.Linear):
+            sizes, compute = (linear.in_features, linear.out_features), given.bnb_4bit_compute_dtype
+            packed = Linear4bit(*sizes, False, compute, **how, device="meta")
+            packed.weight = Params4bit(linear.weight.data, False, **how)
+            # it is packed where it is moved
+            model.model.set_submodule(path, packed.to(model.device))
+    # PEFT looks there
+    model.is_loaded_in_4bit = True
