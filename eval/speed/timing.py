@@ -149,7 +149,9 @@ class GpuBench(Bench):
         if gib:
             _, total = torch.cuda.mem_get_info(self.device)
             share = (gib * 2**30 + FLUSHED_BYTES) / total
-            torch.cuda.set_per_process_memory_fraction(min(share, 1.0), self.device)
+            # a device needs a number there
+            at = torch.cuda.current_device()
+            torch.cuda.set_per_process_memory_fraction(min(share, 1.0), at)
 
     def settle(self) -> None:
         gc.collect()
