@@ -16,7 +16,7 @@ from torch import Tensor
 from cab_hf.call.scope import reading
 from cab_hf.config import CabConfig
 from cab_hf.eval.kv_cache import cache_arguments
-from cab_hf.eval.quantised import linear_layers, to_8_bits
+from cab_hf.eval.quantised import to_8_bits
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import KEEPS_ALL, Speed, SpeedSettings, densities, made_of
 from cab_hf.eval.speed.dense import CHECK_LENGTH, check_dense
@@ -160,13 +160,6 @@ def random_model(settings: ModelShape, variant: str = PLAIN) -> PreTrainedModel:
     return model.eval()
 
 
-def _in_8_bits(model: PreTrainedModel) -> None:
-    """`to_8_bits`, with compiled products: rounding an input is several kernels without."""
-    to_8_bits(model)
-    for layer in linear_layers(model):
-        layer.compile()
-
-
 def _by_liger(model: PreTrainedModel) -> None:
     """Norms, RoPE and MLPs by liger-kernel."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
@@ -176,7 +169,7 @@ def _by_liger(model: PreTrainedModel) -> None:
     )
 
 
-HASTENED = {FP8: _in_8_bits, LIGER: _by_liger}
+HASTENED = {FP8: to_8_bits, LIGER: _by_liger}
 
 
 def random_tokens(settings: ModelShape, length: int, seed: int = 0) -> Tensor:
