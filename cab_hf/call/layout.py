@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.call.reordering import Reordering
-from cab_hf.ops.reference import with_sinks
+from cab_hf.ops.attention.complete import with_sinks
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, named_rows, once_per_spans
 from cab_hf.predictors import LayerContext, Predictor
 
@@ -201,7 +201,7 @@ class Layout:
     ) -> Tensor:
         """[B, H, N', D] of q, k and v of the layout, by an `Engine` under ``plan``.
 
-        ``sinks`` are those of `reference.with_sinks`.
+        ``sinks`` are those of `complete.with_sinks`.
         """
         if sinks is None:
             return engine.attention(q, k, v, plan, scale)

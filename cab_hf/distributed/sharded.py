@@ -19,7 +19,7 @@ from cab_hf.distributed.exchange import gathered
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slices
 from cab_hf.distributed.sharding import Shard, Sharding, ShardMap
 from cab_hf.engines import Engine
-from cab_hf.ops.reference import with_sinks
+from cab_hf.ops.attention.complete import with_sinks
 from cab_hf.plan import BlockPlan, named_rows, once_per_spans, rows_grid
 from cab_hf.predictors import LayerContext, Predictor
 

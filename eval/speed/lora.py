@@ -332,7 +332,7 @@ def training(
     finally:
         if how == FSDP2:
             # this rank has a part of the model left
-            models.random_model.cache_clear()
+            models.forget_model()
             trainee.cache_clear()
 
 

@@ -142,12 +142,16 @@ def llama_config(settings: ModelShape) -> LlamaConfig:
     )
 
 
-@lru_cache(maxsize=1)
 def random_model(settings: ModelShape, variant: str = PLAIN) -> PreTrainedModel:
     """The model, made where it runs: no weight is ever on another device or of another dtype.
 
-    ``variant`` is one of `VARIANTS`.
+    ``variant`` is one of `VARIANTS`. The last one is kept, and no other.
     """
+    return _random_model(settings, variant)
+
+
+@lru_cache(maxsize=1)
+def _random_model(settings: ModelShape, variant: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(settings.seed)
@@ -158,6 +162,9 @@ def random_model(settings: ModelShape, variant: str = PLAIN) -> PreTrainedModel:
     for name in () if variant == PLAIN else variant.split("+"):
         HASTENED[name](model)
     return model.eval()
+
+
+forget_model = _random_model.cache_clear
 
 
 def _by_liger(model: PreTrainedModel) -> None:

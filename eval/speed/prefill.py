@@ -75,8 +75,8 @@ class Prefill(models.ModelSpeed):
     )
     NOTES = {
         "": f"{models.WAYS} Rest: the peak less weights and cache. Room: all that torch can "
-        "allocate; estimate: the longest prompt that `python -m cab_hf.eval fits` expects there. "
-        "TFLOP/s count what is attended."
+        "allocate. TFLOP/s count what is attended.",
+        "multiple": "Estimate: the longest prompt that `python -m cab_hf.eval fits` expects there.",
     }
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:

@@ -133,7 +133,7 @@ def test_without_gradient_it_is_put_in_place(shape, blocks, return_lse):
 def test_rows_may_walk_the_keys_in_parts(shape, blocks, return_lse, monkeypatch):
     """Long texts: few rows that walk all keys would leave a GPU waiting."""
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
-    monkeypatch.setattr(complete, "SPLIT_ON", ("cpu",))
+    monkeypatch.setattr(complete, "JOINED_ON", ("cpu",))
     monkeypatch.setattr(complete, "SPLIT_KEYS", 16)
     monkeypatch.setattr(complete, "EXACT_BLOCK", max(blocks))
     splits = []

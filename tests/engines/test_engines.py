@@ -458,3 +458,17 @@ def test_unknown_engine_is_refused():
     work = engines.Workload("cpu", 64, torch.float32, False, 128, 64)
     with pytest.raises(ValueError, match="'fastest'.*'reference', 'gather', 'flex', 'triton'"):
         engines.choose("fastest", work)
+
+
+def test_flex_is_compiled_for_a_cap_where_lengths_are_symbols(monkeypatch):
+    """As on a GPU, where FlexAttention takes a cap as a constant alone."""
+    compiled = torch.compile(flex._attend, dynamic=True, backend="aot_eager")
+    monkeypatch.setattr(flex, "_compiled", lambda _: compiled)
+    for length in (96, 160):
+        q, k, v = qkv(q_length=length, kv_length=length)
+        plan = random_plan(q, k, (32, 16))
+        seen = (plan.spans.last >= 0)[:, None, :, None]
+        with torch.no_grad():
+            out = flex.attention(q, k, v, plan, 0.3, softcap=3.0)
+        meant = reference.attention(q, k, v, plan, 0.3, softcap=3.0)
+        torch.testing.assert_close(out.where(seen, 0), meant.where(seen, 0), atol=1e-5, rtol=1e-4)

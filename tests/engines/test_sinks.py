@@ -8,7 +8,8 @@ from marks import slow_but
 
 from cab_hf import engines
 from cab_hf.call.layout import Layout
-from cab_hf.ops.attention import traced
+from cab_hf.ops import reference
+from cab_hf.ops.attention import complete, traced
 
 SINKS = (-2.0, 0.0, 3.0, 40.0)
 SHAPE = {"heads": 4, "kv_heads": 2}
@@ -60,3 +61,29 @@ def test_output_and_gradients_are_those_of_one_more_logit(engine, shape):
     actual = results(lambda q, k, v, s: layout.attend(Attention, q, k, v, plan, 0.1, s), given)
     for part, result in enumerate(actual):
         assert_within_budget(result, lambda *x, part=part: expected(*x)[part], *given)
+
+
+@pytest.mark.parametrize("order", ["heads first", "tokens first"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_gradients_a_kernel_gives_their_share(dtype, order, monkeypatch):
+    monkeypatch.setattr(complete, "JOINED_ON", ("cpu",))
+    shape = (2, 4, 150, 80) if order == "heads first" else (2, 150, 4, 80)
+    out = torch.randn(shape).to(dtype)
+    out = out if order == "heads first" else out.transpose(1, 2)
+    lse = 4 * torch.randn(2, 4, 150)
+    # a query that sees nothing
+    lse[0, 1, 7], out[0, 1, 7] = -torch.inf, 0.0
+    sinks = torch.tensor(SINKS, dtype=dtype)
+    meant = reference.with_sinks(out.double(), lse.double(), sinks)
+    actual = complete.with_sinks(out.clone(memory_format=torch.preserve_format), lse, sinks)
+    assert actual.stride() == out.stride()
+    torch.testing.assert_close(actual.double(), meant, atol=1e-6, rtol=2 * torch.finfo(dtype).eps)
+
+
+def test_what_learns_is_left_as_it_was(monkeypatch):
+    monkeypatch.setattr(complete, "JOINED_ON", ("cpu",))
+    out, lse = torch.randn(1, 4, 30, 16), torch.randn(1, 4, 30)
+    sinks = torch.tensor(SINKS, requires_grad=True)
+    before = out.clone()
+    complete.with_sinks(out, lse, sinks).sum().backward()
+    assert torch.equal(out, before) and sinks.grad.abs().sum() > 0

@@ -145,8 +145,8 @@ max-density=much ; max-density=1.5 ; heads=3 ; layers=0 ; implementations=FA9 ; 
 behind=9 lengths=64 > must be at least query_block=128 each behind a cache
 """,
     "speed prefill": """
-chunk=100 ; longest=maybe ; chunk=0 ; max-density=0.1,256:0.2 ; implementations=FA3
-gpu-gib=8 > 0 on a CPU ; gpu-gib=-1 > 0 or more
+chunk=100 ; longest=maybe ; chunk=-128 > 0 or more ; multiple=0
+max-density=0.1,256:0.2 ; implementations=FA3 ; gpu-gib=8 > 0 on a CPU ; gpu-gib=-1 > 0 or more
 """,
     "speed lora": """
 implementations=cab-always > must be out of sdpa, cab ; spread=cp implementations=sdpa

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.ops import HAS_TRITON
+from cab_hf.ops import HAS_TRITON, reference
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, once_per_spans
 
-# devices that few rows leave waiting
-SPLIT_ON = ("cuda",)
+# devices where kernels join parts that were attended apart
+JOINED_ON = ("cuda",)
 # keys that a part of a row has at least, and the most parts
 SPLIT_KEYS = 4096
 MOST_SPLITS = 16
@@ -70,11 +70,7 @@ def _with_rows(attend, result, q, k, v, plan, scale) -> list[Tensor]:
     """``result`` (out, or out and log-sum-exp) with the rows that attend everything."""
     # backward reads what an engine returned: it changes in place only where there is none
     trained = result[0].requires_grad
-    # merging weighs by log-sum-exps, through which no gradient flows
-    split = q.device.type in SPLIT_ON and HAS_TRITON
-    splits = 1
-    if split and not trained and not torch.compiler.is_compiling():
-        splits = _splits(plan.kv_length)
+    splits = 1 if trained or not _joined_by_kernels(q) else _splits(plan.kv_length)
     query, taken, real, rows = _gathered(plan.spans, plan.dense_rows, plan.blocks, splits)
     index = taken[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
     apart = attend(q.gather(2, index), k, v, rows, scale, splits > 1 or len(result) > 1)
@@ -94,6 +90,22 @@ def _with_rows(attend, result, q, k, v, plan, scale) -> list[Tensor]:
         raised = target.scatter_reduce if trained else target.scatter_reduce_
         together.append(raised(2, query[:, None].expand_as(source), source, "amax"))
     return together
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """`reference.with_sinks`; ``out`` changes in place where nothing is trained."""
+    trained = torch.is_grad_enabled() and (out.requires_grad or sinks.requires_grad)
+    if trained or not _joined_by_kernels(out):
+        return reference.with_sinks(out, lse, sinks)
+    from cab_hf.ops.attention.merge import share_with_sinks
+
+    share_with_sinks(out, lse, sinks)
+    return out
+
+
+def _joined_by_kernels(x: Tensor) -> bool:
+    """Whether kernels join parts. They weigh by log-sum-exps, through which no gradient flows."""
+    return x.device.type in JOINED_ON and HAS_TRITON and not torch.compiler.is_compiling()
 
 
 def _splits(kv_length: int) -> int:

@@ -84,9 +84,13 @@ def attention(
     if torch.compiler.is_compiling():
         return _attend(q, k, v, tables, scale, options, return_lse, softcap)
     # past the limit dynamo would run flex uncompiled, which ignores the lists: fail instead. With
-    # symbolic block sizes inductor's cache hands out kernels made for others (torch 2.11)
+    # symbolic block sizes inductor's cache hands out kernels made for others (torch 2.11), and flex
+    # takes no symbolic cap
     with torch._dynamo.config.patch(
-        fail_on_recompile_limit_hit=True, recompile_limit=RECOMPILE_LIMIT, specialize_int=True
+        fail_on_recompile_limit_hit=True,
+        recompile_limit=RECOMPILE_LIMIT,
+        specialize_int=True,
+        specialize_float=True,
     ):
         how = scale, options, return_lse, softcap
         return _compiled(q.device.type)(q, k, v, tables, *how)

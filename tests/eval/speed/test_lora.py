@@ -231,7 +231,7 @@ def test_weights_in_four_bits_learn_what_they_are():
     row = sample_of(LoraStep, settings, CASE | {"length": 96}, Clock())
     assert row["error"] is None and row["fits"]
     lora.trainee.cache_clear()
-    model.random_model.cache_clear()
+    model.forget_model()
 
 
 def test_what_does_not_fit_leaves_no_gradients(monkeypatch):

@@ -76,6 +76,17 @@ def test_a_prompt_in_chunks_gives_the_logits_of_the_whole_prompt(length):
     assert settings.cache_gib(length) == held / 2**30
 
 
+def test_there_is_one_model_however_it_is_asked_for():
+    settings, memory = settings_of(192), Device()
+    kept = []
+    memory.room = lambda: kept.append(model.random_model(settings)) or 500.0 / 1024
+    case = {"implementation": "cab-always", "length": 192, "sought": False}
+    sample_of(Prefill, settings, case, memory)
+    with model.prefilling(settings, 192, "sdpa", settings.chunk, variant=model.PLAIN):
+        kept.append(model.random_model(settings, model.PLAIN))
+    assert len({id(each) for each in kept}) == 1
+
+
 def test_a_row_by_hand():
     settings = settings_of(192)
     case = {"implementation": "cab-always", "length": 192, "sought": False}
