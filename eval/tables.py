@@ -117,13 +117,17 @@ def _task(result: Row) -> str:
     return _bold(f"{result['share']:.2f}", result.get("delta_high", 0.0) < 0)
 
 
+def _kl(probe: Row) -> str:
+    return with_interval(probe["kl"], probe["kl_low"], probe["kl_high"], digits)
+
+
 def _bold(text: str, sure: bool) -> str:
     return f"**{text}**" if sure else text
 
 
 FORMATS: dict[str, Callable[[Any], str | None]] = {
     **{"digits": digits, "s": seconds, "percent": percent, "task": _task},
-    **{"plain": plain, "code": code},
+    **{"plain": plain, "code": code, "kl": _kl},
     **{"times": "× {:.2f}".format, "points": lambda share: f"{100 * share:+.1f} points"},
     **{"best_dense": time_shown, "attention": lambda row: digits(attention_ms(row))},
     "shared": {"speed lora": "training step", "speed ttft": "first token"}.__getitem__,
