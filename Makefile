@@ -17,9 +17,9 @@ passkey: $(READY)  ## find a number hidden in a long text: dense, cab and baseli
 test: $(READY)  ## the tests that need no GPU, without the slow ones
 	$(PYTEST) $(IN_TWO)
 
-test-all: $(READY) build/torchao  ## all tests that need no GPU
+test-all: $(READY) build/quantisers  ## all tests that need no GPU
 	$(PYTEST) $(IN_TWO) -m 'not gpu'
-	PYTHONPATH=build/torchao $(PYTEST) -k torchao tests/test_quantised.py
+	PYTHONPATH=build/quantisers $(PYTEST) -k 'torchao or compressed' tests/test_quantised.py
 
 test-oldest: $(READY) build/transformers  ## the tests of `test` with the oldest transformers that setup.cfg accepts
 	PYTHONPATH=build/transformers $(PYTEST) $(IN_TWO)
@@ -56,8 +56,9 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	touch $(READY)
 
 # beside the environment: where it is, transformers imports it, and it prints what it cannot load
-build/torchao:
-	$(BIN)/python -m pip install -q --no-deps --target $@ 'torchao==0.18.0'
+build/quantisers:
+	$(BIN)/python -m pip install -q --no-deps --target $@ \
+		'torchao==0.18.0' 'compressed-tensors==0.20.1' 'loguru==0.7.3'
 
 build/transformers: setup.cfg
 	rm -rf $@

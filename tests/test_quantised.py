@@ -16,10 +16,10 @@ import cab_hf
 from cab_hf import checks
 
 FULL = {"query_block": 32, "key_block": 16, "min_length": 0, "mass_threshold": 0.0}
-SPARSE = FULL | {"mass_threshold": 0.1, "share_threshold": 1.0}
+SPARSE = FULL | {"mass_threshold": 0.2, "share_threshold": 1.0}
 LENGTH = 300
-# four bits have blocks of 64 weights
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 64}
+# four bits have blocks of 64 weights, and groups of 128
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64}
 # warnings of libraries
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -79,12 +79,52 @@ def test_quantised_weights_are_attended_as_by_sdpa(saved, kind):
         quantised = {"quantization_config": config(), "dtype": torch.float32}
         return AutoModelForCausalLM.from_pretrained(saved, **quantised, **options).eval()
 
+    require_as_by_sdpa(loaded, apart)
+
+
+def require_as_by_sdpa(loaded, apart):
     dense = answers(loaded(attn_implementation="sdpa"))
     model = loaded(attn_implementation="cab", cab_config=FULL)
     assert (answers(model) - dense).abs().mean() < apart
     cab_hf.apply_cab(model, SPARSE)
     answers(model)
     assert cab_hf.stats(model)[0]["density"] < 0.9
+
+
+# of which activations are rounded too where both have 8 bits
+@pytest.mark.parametrize(("scheme", "apart"), [("W4A16", 1e-4), ("W8A8", 0.05)])
+def test_compressed_weights_are_attended_as_by_sdpa(tmp_path, scheme, apart):
+    pytest.importorskip("compressed_tensors")
+    model = tiny_model(**SIZES)
+    compress(model, scheme, tmp_path)
+
+    def loaded(**options):
+        return AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **options)
+
+    assert (answers(loaded(attn_implementation="sdpa")) - answers(tiny_model(**SIZES))).any()
+    require_as_by_sdpa(loaded, apart)
+
+
+def compress(model, scheme, folder):
+    """Save a model as llm-compressor would, with scales of the extremes of its weights."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    config = QuantizationConfig(config_groups={scheme: ["Linear"]}, ignore=["lm_head"])
+    apply_quantization_config(model, config)
+    for layer in model.modules():
+        if hasattr(layer, "weight_scale"):
+            how = layer.quantization_scheme.weights
+            groups = layer.weight.detach().unflatten(1, (-1, how.group_size or layer.in_features))
+            scale, zero = calculate_qparams(groups.amin(2), groups.amax(2), how)
+            layer.weight_scale.data.copy_(scale)
+            if hasattr(layer, "weight_zero_point"):
+                layer.weight_zero_point.data.copy_(zero)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
 
 
 @pytest.fixture
