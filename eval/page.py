@@ -22,7 +22,7 @@ from markdown_it.token import Token
 
 from cab_hf.eval import experiment
 from cab_hf.eval.experiment import FIGURE, PROG, RESULTS
-from cab_hf.eval.readme import Results, heading, in_order, read_results, source, varying
+from cab_hf.eval.readme import Results, heading, in_order, read_results, source
 from cab_hf.runs.log import is_there, write_atomically, writing
 from cab_hf.runs.settings import (
     UsageError,
@@ -109,7 +109,7 @@ def page(results: Sequence[Results]) -> str:
     sections = []
     for result in results:
         with refused_as(partial(_refusal, result.folder)):
-            sections.append(_section(result, results))
+            sections.append(_section(result))
     text, style, script = (
         Path(__file__).with_name(f"page.{kind}").read_text() for kind in ("html", "css", "js")
     )
@@ -130,8 +130,7 @@ def _contents(results: Sequence[Results]) -> str:
     for title, alike in groups.items():
         lines.append(f"<li>{_inline(title)}\n<ul>")
         for each in alike:
-            link = f'<a href="#{_anchor(each)}">{escape(each.name)}</a>'
-            lines.append(f"<li>{link} <small>{_inline(varying(each, results))}</small></li>")
+            lines.append(f'<li><a href="#{_anchor(each)}">{escape(each.name)}</a></li>')
         lines.append("</ul></li>")
     return "\n".join(lines)
 
@@ -140,8 +139,7 @@ def _anchor(result: Results) -> str:
     return re.sub(r"[^\w.-]+", "-", result.name)
 
 
-def _section(result: Results, among: Sequence[Results]) -> str:
-    """One folder; ``among`` are all on the page."""
+def _section(result: Results) -> str:
     kind, made, anchor = result.kind, result.provenance, _anchor(result)
     (_, first), *others = kind.tables(result.rows).items()
     origin = [f"{experiment.made_on(made)}.", *experiment.configs(made["settings"])]
@@ -149,7 +147,7 @@ def _section(result: Results, among: Sequence[Results]) -> str:
     folded["Versions and config"] = "\n\n".join(origin)
     parts = [
         f'<section id="{anchor}">',
-        f'<h2><a href="#{anchor}">{_inline(heading(result, among))}</a></h2>',
+        f'<h2><a href="#{anchor}">{_inline(heading(result))}</a></h2>',
         f'<p class="source">{escape(source([result]))}; folder <code>{escape(result.name)}</code>. '
         '<a href="#top">Contents</a></p>',
         *map(_blocks, [first, *kind.readings(result.rows), *made.get("repeated", ())]),

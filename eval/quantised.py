@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from cab_hf.finetune.models import four_bits
-
 
 def linear_layers(model: Any) -> list[nn.Linear]:
     """Those of the decoder layers of a causal LM of transformers."""
@@ -28,6 +26,8 @@ def to_8_bits(model: Any) -> None:
 def to_4_bits(model: Any, dtype: str) -> None:
     """Weights in NF4 by bitsandbytes, products in ``dtype``: what `finetune.load_model` loads."""
     from bitsandbytes.nn import Linear4bit, Params4bit
+
+    from cab_hf.finetune.models import four_bits
 
     given = four_bits(dtype, model.device)["quantization_config"]
     how = {

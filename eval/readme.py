@@ -12,10 +12,9 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from cab_hf.eval import charts, experiment
 from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES
@@ -62,7 +61,7 @@ PLACE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 def results_page(results: Path) -> str:
     """The page of all folders in ``results``; ValueError as of `read_results`."""
     shown = in_order(all_results(results))
-    return "\n\n".join([INTRODUCTION, *(section(each, shown) for each in shown)]) + "\n"
+    return "\n\n".join([INTRODUCTION, *map(section, shown)]) + "\n"
 
 
 def in_order(results: Iterable[Results]) -> list[Results]:
@@ -70,46 +69,22 @@ def in_order(results: Iterable[Results]) -> list[Results]:
     return sorted(results, key=lambda each: (*(each.kind.name != x for x in ORDER), each.name))
 
 
-def section(result: Results, among: Sequence[Results]) -> str:
-    """One folder: table, readings, figure and command; ``among`` are all on the page."""
+def section(result: Results) -> str:
+    """One folder: table, readings, figure and command."""
     kind = result.kind
     parts = [
-        f"## {heading(result, among)}",
+        f"## {heading(result)}",
         *experiment.summary(kind, result.rows),
         f"![{kind.caption}]({result.name}/{FIGURE})",
-        f"{source([result])}; [{result.name}]({result.name}/{REPORT}) has all of it.",
+        f"{source([result])}; [its report]({result.name}/{REPORT}) has all of it.",
         experiment.command(kind, result.provenance["settings"]),
     ]
     return "\n\n".join(parts)
 
 
-def heading(result: Results, among: Sequence[Results]) -> str:
-    """The title of a section, unlike that of any other."""
-    given, *others = (
-        ": ".join(filter(None, (each.kind.title, varying(each, among))))
-        for each in (result, *(each for each in among if each is not result))
-    )
-    return f"{given} ({result.name})" if given in others else given
-
-
-def varying(result: Results, among: Iterable[Results]) -> str:
-    """In which settings and versions ``result`` differs from others of its experiment."""
-    same = [_identity(each) for each in among if each.kind is result.kind]
-    parts = []
-    for name in dict.fromkeys(name for each in same for name in each):
-        if len({each.get(name) for each in same}) > 1:
-            value, name = _identity(result).get(name), name.replace("_", " ")
-            parts.append(f"no {name}" if value is None else f"{name} {value}")
-    return ", ".join(parts)
-
-
-def _identity(result: Results) -> dict[str, Any]:
-    """How two runs of an experiment differ, as far as it is short enough for a heading."""
-    made, kind = result.provenance, result.kind
-    fixed = {field.name for field in fields(kind.Settings)} - set(kind.GROWS)
-    record = {name: made["settings"][name] for name in made["settings"] if name in fixed}
-    record |= made["versions"]
-    return {name: each for name, each in record.items() if not isinstance(each, (dict, list))}
+def heading(result: Results) -> str:
+    """The title of a section."""
+    return f"{result.kind.title}: {result.name}"
 
 
 def draw_default(results: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_section_is_the_report_with_its_figure_and_command(name):
     cells = found(r"<t[hd][ >](.*?)</t[hd]>", text)
     cells = [re.sub(r"^[^<>]*\">|^>?|<[^>]+>", "", cell) for cell in cells]
     assert cells == [cell for row in plain for cell in row]
-    assert found(r"<h2><a[^>]*>(.*?)</a></h2>", text) == [readme.heading(result, [result])]
+    assert found(r"<h2><a[^>]*>(.*?)</a></h2>", text) == [readme.heading(result)]
     headings = re.findall("^## (.+)$", complete, re.MULTILINE)
     assert found(r"<summary>(.*?)</summary>", text)[: len(headings)] == headings
     ((alternative, picture),) = re.findall(r'<img alt="([^"]+)" src="[^,]+,([^"]+)">', text)
@@ -131,7 +131,7 @@ def test_folders_count_once_and_those_of_one_name_go_by_their_paths(folder, tmp_
     results = page.read_all([folder, tmp_path / "more"])
     text, names = page.page(results), {str(folder), str(tmp_path / "more" / "told")}
     assert {each.name for each in results} == names
-    assert set(found(r"<h2><a[^>]*>(.*?)</a>", text)) == {f"Told <i> ({name})" for name in names}
+    assert set(found(r"<h2><a[^>]*>(.*?)</a>", text)) == {f"Told <i>: {name}" for name in names}
     assert len(set(found(r'<section id="([^"]+)"', text))) == 2
 
 
