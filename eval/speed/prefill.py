@@ -17,7 +17,7 @@ from cab_hf.runs.settings import by_device, option, parse_flag
 WAY = "cab-always"
 # the first chunk begins a cache, the second goes on with one: kernels of both are compiled then
 WARM_UP_CHUNKS = 2
-# of a prompt that is read as a whole
+# and as much of a prompt that is read as a whole
 WARM_UP_TOKENS = 2**14
 
 
@@ -46,11 +46,13 @@ class Settings(models.ModelSettings):
 
     @property
     def method(self) -> str:
+        warming, cache = f"of {WARM_UP_CHUNKS} chunks", "a static cache of exactly their length"
+        if not self.chunk:
+            warming, cache = f"of at most {WARM_UP_TOKENS:,} tokens", "a dynamic cache, as a whole"
         return (
-            f"one run by time.perf_counter after a prompt of {WARM_UP_CHUNKS} chunks that warms "
-            "up: random tokens are read into a static cache of exactly their length, or, as a "
-            "whole, into a dynamic one, and every chunk gives the logits of its last token; the "
-            "peak is all that was allocated"
+            f"one run by time.perf_counter after a prompt {warming} that warms up: random tokens "
+            f"are read into {cache}, and every chunk gives the logits of its last token; the peak "
+            "is all that was allocated"
         )
 
 
@@ -104,7 +106,7 @@ class Prefill(models.ModelSpeed):
         model = models.random_model(settings)
         weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers())) / 2**30
         sample |= {"cache_gib": settings.cache_gib(length), "weights_gib": weights}
-        _warm_up(settings, way)
+        _warm_up(settings, way, WARM_UP_CHUNKS * settings.chunk or min(length, WARM_UP_TOKENS))
         sample |= {"room_gib": bench.room(), "estimate": self.estimated(way)}
         with models.prefilling(settings, length, way, settings.chunk or None) as (call, known, _):
             (ms,), peak = bench.walls(call, 1)
@@ -129,7 +131,6 @@ def _prompts(settings: Settings) -> Prompts:
 
 # once a process: what is compiled stays
 @lru_cache
-def _warm_up(settings: Settings, way: str) -> None:
-    length = WARM_UP_CHUNKS * settings.chunk or WARM_UP_TOKENS
+def _warm_up(settings: Settings, way: str, length: int) -> None:
     with models.prefilling(settings, length, way, settings.chunk or None) as (call, *_):
         call()
