@@ -368,7 +368,7 @@ class Models(Table):
     """What the default keeps of every model, but in runs that tables of their own show."""
 
     def read(self, results: Path) -> list[Results]:
-        others = {*TABLES["trained"].folders, *TABLES["front"].folders}
+        others = {x for name in ("trained", "front", "code_paths") for x in TABLES[name].folders}
         return [x for x in all_results(results) if x.name not in others and by_default(x)]
 
 
