@@ -61,14 +61,14 @@ SPREADING = (
 
 
 @dataclass(frozen=True)
-class Settings(models.ModelSettings):
+class Settings(models.LongestSettings):
     """What a run of training steps is told."""
 
     KEYS = {"length": "lengths", "implementation": "implementations"}
     # the blocks whose gradients are fastest
     DEFAULTS = {**base.KEEPS_ALL, "key_block": 128}
-    POSITIVE = (*models.ModelSettings.POSITIVE, "rank", "runs", "multiple")
-    FROM_0 = (*models.ModelSettings.FROM_0, "tile_tokens", "offload_layers")
+    POSITIVE = (*models.LongestSettings.POSITIVE, "rank", "runs", "multiple")
+    FROM_0 = (*models.LongestSettings.FROM_0, "tile_tokens", "offload_layers")
     CHOICES = {"spread": SPREADS}
 
     lengths: tuple[int, ...] | None = base.powers(13, 17)

@@ -87,14 +87,8 @@ class ModelSettings(ModelShape):
     """Of ops that let the model read prompts, whose density is an option."""
 
     DEFAULTS = KEEPS_ALL
-    FROM_0 = ("gpu_gib",)
 
     max_density: tuple[str, ...] = densities("0.1")
-    gpu_gib: float = option(0.0, "GiB that may be allocated, as on a smaller GPU; 0: all", float)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check("gpu_gib", not self.gpu_gib or self.device != "cpu", "0 on a CPU")
 
     def configs(self) -> list[CabConfig]:
         return [self.budgeted(length) for length in self.lengths]
@@ -103,6 +97,19 @@ class ModelSettings(ModelShape):
         """The config at that length; ``way`` is one of `CAB`, or a dense one, which needs none."""
         config = self.configured(max_density=self.density_at(length))
         return dataclasses.replace(config, **CAB.get(way, {}))
+
+
+@dataclass(frozen=True)
+class LongestSettings(ModelSettings):
+    """Of ops that seek the longest length that fits."""
+
+    FROM_0 = ("gpu_gib",)
+
+    gpu_gib: float = option(0.0, "GiB that may be allocated, as on a smaller GPU; 0: all", float)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("gpu_gib", not self.gpu_gib or self.device != "cpu", "0 on a CPU")
 
 
 class ModelSpeed(Speed):

@@ -22,12 +22,12 @@ WARM_UP_TOKENS = 2**14
 
 
 @dataclass(frozen=True)
-class Settings(models.ModelSettings):
+class Settings(models.LongestSettings):
     """What a run of chunked prefills is told."""
 
     KEYS = {"implementation": "implementations", "length": "lengths"}
-    FROM_0 = (*models.ModelSettings.FROM_0, "chunk")
-    POSITIVE = (*models.ModelSettings.POSITIVE, "multiple")
+    POSITIVE = (*models.LongestSettings.POSITIVE, "multiple")
+    FROM_0 = (*models.LongestSettings.FROM_0, "chunk")
     CHOICES = {"implementations": (models.SDPA, CAB_DENSE, *models.CAB)}
 
     lengths: tuple[int, ...] | None = base.powers(17, 19)

@@ -48,7 +48,7 @@ class Settings(models.ModelSettings):
 
     KEYS = {"variant": "variants", "length": "lengths", "implementation": "implementations"}
     POSITIVE = (*models.ModelSettings.POSITIVE, "runs")
-    FROM_0 = (*models.ModelSettings.FROM_0, "behind")
+    FROM_0 = ("behind",)
     CHOICES = {"variants": VARIANTS}
 
     lengths: tuple[int, ...] | None = base.powers(12, 17)
@@ -67,6 +67,8 @@ class Settings(models.ModelSettings):
         asked = self.implementations
         super().__post_init__()
         self._set("variants", tuple(sorted(self.variants, key=VARIANTS.index)))
+        alone = not by_torchrun() or self.variants == (PLAIN,)
+        self.check("variants", alone, f"{PLAIN} where ranks share a prompt")
         # what knows of other ranks
         known = (CAB_DENSE, *CAB)
         if not by_torchrun():

@@ -152,7 +152,7 @@ max-density=0.1,256:0.2 ; implementations=FA3 ; gpu-gib=8 > 0 on a CPU ; gpu-gib
 implementations=cab-always > must be out of sdpa, cab ; spread=cp implementations=sdpa
 spread=alone,cp > torchrun --nproc_per_node=N -m cab_hf.eval speed lora.
 longest max-density=256:0.1,512:0.2 ; longest max-density=512:0.1 lengths=512 > max_density
-rank=0 ; spread=fsdp1 ; multiple=0
+rank=0 ; spread=fsdp1 ; multiple=0 ; gpu-gib=8 > 0 on a CPU
 """,
     "speed context-parallel": """
 max-density=512:0.1 > that name 1,024 tokens ; cab=query_block=256 > they must divide 128

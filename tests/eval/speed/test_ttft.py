@@ -237,3 +237,5 @@ def test_ranks_take_what_knows_of_them(monkeypatch):
     assert tiny().implementations == ("cab_dense", "cab", "cab-always")
     with pytest.raises(ValueError, match="'sdpa',.; it must be out of cab_dense, cab"):
         tiny(implementations=("sdpa",))
+    with pytest.raises(ValueError, match="variants is .*'fp8'.*; it must be plain where ranks"):
+        tiny(variants=("plain", "fp8"))
