@@ -169,22 +169,18 @@ class LoraStep(TimeToFirstToken):
                     estimate = self.estimated(here)
                     yield from self.search(here, samples, settings.multiple, estimate)
 
-    def room(self) -> Room:
-        """What there is; a CPU has room without end."""
-        device = self.bench.room()
-        return Room(inf if device is None else device * GIB, host_bytes())
-
     def estimated(self, place: Mapping[str, Any]) -> int:
         """The longest sequence of which a step fits at ``place``, estimated; 0 on a CPU."""
-        step, room = self.settings.multiple, self.room()
-        lengths = range(step, LONGEST, step) if room.device < inf else ()
+        step, room = self.settings.multiple, room_of(self.bench.room())
+        lengths = range(step, LONGEST, step) if room.device < inf else range(0)
+        fits = lambda n: room.holds(self.fitted(place, n, room)[1].memory)  # noqa: E731
         # one by one: where tiles begin, a longer sequence takes less than a shorter one
-        return max((n for n in lengths if room.holds(self.fitted(place, n)[1].memory)), default=0)
+        return next(filter(fits, reversed(lengths)), 0)
 
-    def fitted(self, place: Mapping[str, Any], length: int) -> tuple[int, Fit]:
+    def fitted(self, place: Mapping[str, Any], length: int, room: Room) -> tuple[int, Fit]:
         """(tokens of a tile or 0, the memory and the layers offloaded) of a step at ``place``."""
         settings, how, world = self.settings, place["spread"], place["world"]
-        cp, cost, room = world if how == CP else 1, trainee(settings).cost, self.room()
+        cp, cost = world if how == CP else 1, trainee(settings).cost
         tile = tile_of(length // cp, settings.tile_tokens)
         more = {"itemsize": settings.torch_dtype.itemsize, "tile": tile, "cp": cp}
         more["shards"] = world if how == FSDP2 else 1
@@ -198,7 +194,7 @@ class LoraStep(TimeToFirstToken):
         # what spread an earlier step hooks into gradients until it is gone
         gc.collect()
         sample["room_gib"] = self.bench.room()
-        tile, (offloaded, _) = self.fitted(sample, length)
+        tile, (offloaded, _) = self.fitted(sample, length, room_of(sample["room_gib"]))
         sharing = team.size if how == CP else 1
         host = save_memory(settings, length // sharing, tile, offloaded)
         sample |= {"tile_tokens": tile, "offloaded": offloaded, "host_gib": host}
@@ -249,6 +245,11 @@ def step_flops(cost: Cost, length: int, density: float = 1.0) -> float:
     """Floating-point operations of a step of one text, that share of its pairs being attended."""
     attention = sum(cost.attention(cost.pairs(torch.arange(length)[None])))
     return cost.products(length) + density * attention
+
+
+def room_of(gib: float | None) -> Room:
+    """What there is on a device with so many GiB, and on the host; a CPU has room without end."""
+    return Room(inf if gib is None else gib * GIB, host_bytes())
 
 
 class Trainee(NamedTuple):

@@ -216,7 +216,7 @@ def prefilling(
     settings: ModelSettings,
     length: int,
     way: str,
-    chunk: int | None = None,
+    chunk: int = 0,
     behind: int = 0,
     variant: str = PLAIN,
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]], Callable[[], None]]]:
@@ -226,7 +226,7 @@ def prefilling(
 
     Args:
         chunk: tokens read at a time into a static cache of exactly their length: a dynamic one
-            would copy all of a layer's keys, and then its values, at every chunk.
+            would copy all of a layer's keys, and then its values, at every chunk. 0: all tokens.
         behind: tokens of random keys and values in a `DynamicCache` before them.
         variant: one of `VARIANTS`.
     """
@@ -238,7 +238,7 @@ def prefilling(
     @torch.inference_mode()
     def call() -> Any:
         cache = cached
-        if chunk is not None:
+        if chunk:
             cache = StaticCache(config=model.config, max_cache_len=length)
             # before anything else, while free memory is whole
             cache.early_initialization(

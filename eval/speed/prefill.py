@@ -108,7 +108,7 @@ class Prefill(models.ModelSpeed):
         sample |= {"cache_gib": settings.cache_gib(length), "weights_gib": weights}
         _warm_up(settings, way, WARM_UP_CHUNKS * settings.chunk or min(length, WARM_UP_TOKENS))
         sample |= {"room_gib": bench.room(), "estimate": self.estimated(way)}
-        with models.prefilling(settings, length, way, settings.chunk or None) as (call, known, _):
+        with models.prefilling(settings, length, way, settings.chunk) as (call, known, _):
             (ms,), peak = bench.walls(call, 1)
             sample |= {"fits": True, "ms": ms, "peak_gib": peak, **known()}
         sample["tokens_s"] = length / ms * 1e3
@@ -132,5 +132,5 @@ def _prompts(settings: Settings) -> Prompts:
 # once a process: what is compiled stays
 @lru_cache
 def _warm_up(settings: Settings, way: str, length: int) -> None:
-    with models.prefilling(settings, length, way, settings.chunk or None) as (call, *_):
+    with models.prefilling(settings, length, way, settings.chunk) as (call, *_):
         call()

@@ -206,14 +206,14 @@ def test_the_longest_is_sought_by_every_way(monkeypatch):
         assert tried == {96: False, 128: True, 256: True, 512: True, 384: True, 320: True}
 
 
-def test_a_search_begins_below_the_longest_step_that_is_estimated_to_fit(monkeypatch):
+def test_a_search_begins_below_the_longest_step_that_is_estimated_to_fit():
     experiment = LoraStep(tiny(lengths=(96,), implementations=("cab",), longest=True))
     experiment.bench = SimpleNamespace(room=lambda: 0.25)
     here = {"spread": "alone", "world": 1, "implementation": "cab"}
     estimate = experiment.estimated(here)
-    room = experiment.room()
-    fits = [room.holds(experiment.fitted(here, n)[1].memory) for n in (estimate, estimate + 64)]
-    assert fits == [True, False]
+    room = lora.room_of(0.25)
+    steps = (experiment.fitted(here, n, room)[1].memory for n in (estimate, estimate + 64))
+    assert list(map(room.holds, steps)) == [True, False]
     sought = next(x for x in experiment.cases([]) if x["sought"])
     assert sought["length"] == int(0.9 * estimate) // 64 * 64
 

@@ -180,7 +180,7 @@ def test_a_run_is_extended_unless_it_is_of_another_making(
 
 # options that have gone -> what all runs had
 GONE = {"budgets": [], "inputs": "topics", "batch": 1, "heads_k_stride": 4, "turns": 8}
-GONE |= {"rope_theta": 500_000.0, "host_gib": 0.0}
+GONE |= {"rope_theta": 500_000.0, "host_gib": 0.0, "gpu_gib": 0.0}
 # the defaults when the runs were made whose commands do not say
 EARLIER_DEFAULTS = {"min_length": 8192, "predictor": "curvature", "top_p": 0.999}
 EARLIER_DEFAULTS |= {"dense_tail_blocks": 1}

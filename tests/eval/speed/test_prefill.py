@@ -13,15 +13,8 @@ from cab_hf.eval.speed import model
 from cab_hf.eval.speed.prefill import Prefill, Settings
 
 SMALL = ("query_block=32", "key_block=16", "dense_tail_blocks=1")
-WORDS = [
-    "--layers",
-    "1",
-    "--chunk",
-    "64",
-    "--multiple",
-    "64",
-    *(w for b in SMALL for w in ("--cab", b)),
-]
+WORDS = ["--layers", "1", "--chunk", "64", "--multiple", "64"]
+WORDS += [word for each in SMALL for word in ("--cab", each)]
 
 
 class Device(FakeBench):
