@@ -33,7 +33,7 @@ from cab_hf.runs.settings import (
 DTYPES = ("bfloat16", "float16", "float32")
 # no block has too little of the attention mass: every row fills its budget
 KEEPS_ALL = {"mass_threshold": 0.0}
-BELOW = 0.9  # of an estimated length, where a search begins
+AROUND = (0.9, 1.1)  # of an estimated length, where a search begins
 MADE_BY = ("device", "versions", "baselines", "commit")  # of the provenance
 
 
@@ -260,28 +260,30 @@ class Speed(Reported, Experiment):
         """Cases at ``place`` until the longest multiple of ``step`` that fits is known.
 
         None where no room is known, and no further one where one failed for another reason. The
-        first is a little below the ``estimate``: what does not fit fails sooner than what fits.
+        first are a little below and above the ``estimate``.
         """
         while True:
             same = [row for row in samples if place.items() <= row.items()]
             tried = {row["length"]: row["fits"] for row in same}
-            length = next_length(tried, step, int(BELOW * estimate))
+            length = next_length(tried, step, [int(share * estimate) for share in AROUND])
             if None in tried.values() or length is None or self.bench.room() is None:
                 return
             yield {**place, "length": length, "sought": True}
 
 
-def next_length(tried: Mapping[int, bool | None], step: int, first: int = 0) -> int | None:
+def next_length(
+    tried: Mapping[int, bool | None], step: int, likely: Iterable[int] = ()
+) -> int | None:
     """The length to try next for the longest multiple of ``step`` that fits; None once it is known.
 
-    ``tried``: length -> whether it fits. It is doubled until it does not, by way of ``first`` if
-    that is more than all that fit, then what is left halved.
+    ``tried``: length -> whether it fits. Until one does not, the next is the shortest of the
+    ``likely`` ones above all that fit, or twice as long; then what is left is halved.
     """
     least = max((length // step for length, fits in tried.items() if fits), default=0)
     fails = min((length for length, fits in tried.items() if not fits), default=None)
     if fails is None:
-        begins = first // step
-        return (begins if begins > least else max(1, 2 * least)) * step
+        above = [length // step for length in likely if length // step > least]
+        return min(above, default=max(1, 2 * least)) * step
     # the longest multiple that may fit
     most = (fails - 1) // step
     return (least + most + 1) // 2 * step if most > least else None

@@ -180,10 +180,11 @@ def test_efficiency_is_over_the_same_way_and_length_alone():
 
 @pytest.mark.parametrize("limit", [0, 63, 64, 200, 1000, 6399, 6400, 100_000])
 @pytest.mark.parametrize("asked", [(), (100,), (100, 3000)])
-def test_the_longest_that_fits_is_found(limit, asked):
+@pytest.mark.parametrize("likely", [(), (30, 60), (900, 1100)])
+def test_the_longest_that_fits_is_found(limit, asked, likely):
     tried = {length: length <= limit for length in asked}
     for _ in range(40):
-        length = next_length(tried, 64)
+        length = next_length(tried, 64, likely)
         if length is None:
             break
         assert length % 64 == 0 and length > 0 and length not in tried
