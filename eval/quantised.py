@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -21,6 +23,18 @@ def to_8_bits(model: Any) -> None:
     )
 
     quantize_(model.model, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+    _compile_rounding()
+
+
+@cache
+def _compile_rounding() -> None:
+    """Have torchao round inputs in two kernels: one by one, its operations take as long as products
+    in 8 bits save. Whole layers cannot be compiled: Dynamo of torch 2.11 stops at the weights.
+    """
+    from torchao.quantization.quantize_.workflows.float8 import float8_tensor
+
+    for name in ("_choose_scale_float8", "_quantize_affine_float8"):
+        setattr(float8_tensor, name, torch.compile(getattr(float8_tensor, name)))
 
 
 def to_4_bits(model: Any, dtype: str) -> None:
