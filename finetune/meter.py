@@ -273,11 +273,13 @@ def memory(
     # the input of a layer, its norm, q, k, v and the output of attention, their sum and its norm
     kept = 4 * x + 2 * q + kv
     if 0 < tile < size and not cost.untiled:
-        # tiles of what computes in float32 have as many numbers
-        beside += tile * 6 * 4 * cost.inner
-        # of the MLP's output and input, or of what attention reads and writes, whose gradients
-        # some kernels sum in float32: by then both norms behind it are gone
-        flowing = max(2 * x, 2 * q + kv + (0 if wide else 4 * channels) - x)
+        # either of the MLP's output and input, with tiles of what computes in float32, which have
+        # as many numbers; by then both norms behind it are gone
+        in_mlp = 2 * x + tile / size * 6 * 4 * cost.inner
+        # or of what attention reads and writes: its gradient in 16 bits, which some kernels sum in
+        # float32, and the norm before it
+        in_attention = 2 * q + kv - x + (0 if wide else q + 4 * (channels + hidden))
+        flowing = max(in_mlp, in_attention)
         # the last layer's output, its norm, the gradient of that and the same scaled
         loss = size * 4 * x + logits
         again = kept - x
