@@ -315,7 +315,7 @@ def made_on(provenance: Row) -> str:
     """Device, versions, commit and time of a run, as a sentence without its full stop."""
     # what computed, with its version, and whatever it was compared with
     packages = [f"{name} {version}" for name, version in provenance["versions"].items()]
-    packages += provenance.get("baselines", {}).values()
+    packages += [*provenance.get("baselines", {}).values(), *provenance.get("environment", ())]
     return (
         f"Made on {provenance['device']} with {', '.join(dict.fromkeys(packages))}, commit "
         f"{provenance['commit'] or 'unknown'}; finished {provenance['finished']}"

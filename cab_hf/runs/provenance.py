@@ -16,6 +16,8 @@ from cab_hf.runs.cache import file_sha256
 from cab_hf.runs.settings import UsageError, first_line
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn-4")
+# how torch's allocator is set decides how much of a GPU's memory can be used
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def utc_now() -> str:
@@ -87,7 +89,11 @@ def device_name(device: Any) -> str:
 
 
 def provenance(settings: Mapping[str, Any], device: Any, started: str) -> dict[str, Any]:
-    """Settings, versions, commit, device and times of a run; ``started`` is from `utc_now`."""
+    """Settings, versions, commit, device and times of a run; ``started`` is from `utc_now`.
+
+    ``environment`` is there where it sets torch's allocator.
+    """
+    environment = [f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ]
     return {
         "settings": dict(settings),
         "versions": versions(),
@@ -95,4 +101,5 @@ def provenance(settings: Mapping[str, Any], device: Any, started: str) -> dict[s
         "device": device_name(device),
         "started": started,
         "finished": utc_now(),
+        **({"environment": environment} if environment else {}),
     }

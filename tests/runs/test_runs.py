@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from cab_hf.eval import experiment
 from cab_hf.runs import log, provenance
 from cab_hf.runs.log import Log, LogError, pack, read_log
 from cab_hf.runs.settings import (
@@ -428,6 +429,17 @@ def test_provenance_says_what_made_it_and_not_where():
     assert made["finished"].endswith("+00:00")
     # results are committed: no value is a path
     assert '"/' not in json.dumps(made)
+
+
+def test_provenance_says_how_the_allocator_is_set(monkeypatch):
+    for name in provenance.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    assert "environment" not in provenance.provenance({}, "cpu", "")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    made = provenance.provenance({}, "cpu", "")
+    assert made["environment"] == ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
+    shown = experiment.made_on({"settings": {}, **made})
+    assert ", PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, commit " in shown
 
 
 @pytest.mark.parametrize("name", ["gpu", "cpu:x", "", "meta", "cuda:99"])
