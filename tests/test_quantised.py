@@ -14,6 +14,7 @@ from transformers import (
 
 import cab_hf
 from cab_hf import checks
+from cab_hf.eval import quantised
 
 FULL = {"query_block": 32, "key_block": 16, "min_length": 0, "mass_threshold": 0.0}
 SPARSE = FULL | {"mass_threshold": 0.1, "share_threshold": 1.0}
@@ -89,6 +90,26 @@ def require_as_by_sdpa(loaded, apart):
     cab_hf.apply_cab(model, SPARSE)
     answers(model)
     assert cab_hf.stats(model)[0]["density"] < 0.9
+
+
+def test_torchao_rounds_inputs_where_that_is_compiled(monkeypatch):
+    place = pytest.importorskip("torchao.quantization.quantize_.workflows.float8.float8_tensor")
+    names = ("_choose_scale_float8", "_quantize_affine_float8")
+    before = [getattr(place, name) for name in names]
+    for name, function in zip(names, before, strict=True):
+        # restored behind the test
+        monkeypatch.setattr(place, name, function)
+    quantised._compile_rounding.__wrapped__()
+    assert all(getattr(place, n) is not each for n, each in zip(names, before, strict=True))
+    for shape in ((1, 300, 256), (1, 200, 256), (1, 200, 96)):
+        x = torch.randn(shape, dtype=torch.bfloat16)
+        rounded = place.Float8Tensor.from_hp(x)
+        assert rounded.qdata.dtype == torch.float8_e4m3fn
+        scale = x.abs().amax(-1, keepdim=True).float() / 448
+        torch.testing.assert_close(rounded.scale, scale, rtol=2**-8, atol=0)
+        # three bits behind the first one
+        close = {"rtol": 2**-4, "atol": 2**-10 * scale.max().item()}
+        torch.testing.assert_close(rounded.qdata.float() * rounded.scale, x.float(), **close)
 
 
 # of which activations are rounded too where both have 8 bits
