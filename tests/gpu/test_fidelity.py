@@ -7,7 +7,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from words import make_tokenizer
 
-from cab_hf.eval import quantised
 from cab_hf.eval.__main__ import main
 
 pytestmark = pytest.mark.gpu
@@ -53,18 +52,3 @@ def test_attention_is_timed_beside_what_is_kept(gpu, model_folder, tmp_path):
     behind = {name: row["continuation"]["kl"] for name, row in rows.items()}
     assert behind["dense"] == 0
     assert behind["full"] < behind["streaming"]
-
-
-def test_weights_in_8_bits_read_alike_whether_rounding_is_compiled(gpu, model_folder, monkeypatch):
-    pytest.importorskip("torchao")
-    model = LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16).to(gpu)
-    compile_rounding = quantised._compile_rounding
-    monkeypatch.setattr(quantised, "_compile_rounding", lambda: None)
-    quantised.to_8_bits(model)
-    prompts = [torch.arange(2, 2 + n, device=gpu)[None] for n in (64, 96, 64)]
-    with torch.inference_mode():
-        expected = [model(each).logits for each in prompts]
-        compile_rounding()
-        read = [model(each).logits for each in prompts]
-    for mine, other in zip(read, expected, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=0.02 * other.abs().max().item())
