@@ -25,7 +25,7 @@ from cab_hf.config import CabConfig
 from cab_hf.eval.experiment import PROG
 from cab_hf.eval.kv_cache import read_on
 from cab_hf.eval.report import markdown_table
-from cab_hf.finetune.meter import GIB, USABLE
+from cab_hf.finetune.meter import GIB
 from cab_hf.hf.fit import positions
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.ops.lists import LISTS_AT_MOST
@@ -47,7 +47,12 @@ COUNTING = "cab_counting"  # the attention that computes nothing
 TOKENS = 2**13  # of the call that is counted: so many that the logits of one matter little
 STEP = 128  # lengths are multiples of it
 MOST = 2**31 // STEP
+FRAGMENTS = (
+    "Whole prompts: if PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set in the environment; "
+    "without it the longest that ran were a sixth shorter."
+)
 LIBRARIES = 2**25  # bytes that cuBLAS keeps on a Hopper GPU
+CUDA_GIB = 0.6  # of a GPU's memory that no tensor gets, on an H100 and an H200
 
 
 @dataclass(frozen=True)
@@ -286,7 +291,7 @@ def table(prompts: Prompts, room: float, chunk: int) -> str:
 
 def report(prompts: Prompts, settings: Settings, reach: int | None) -> str:
     """What is printed; UsageError where the weights alone do not fit."""
-    room, weights = USABLE * settings.gpu_gib, prompts.weights / GIB
+    room, weights = settings.gpu_gib - CUDA_GIB, prompts.weights / GIB
     if weights > room:
         raise UsageError(
             f"gpu_gib is {settings.gpu_gib:g}, of which tensors may take {room:.1f}, and the "
@@ -295,6 +300,7 @@ def report(prompts: Prompts, settings: Settings, reach: int | None) -> str:
     lines = [
         f"Weights in bfloat16: {weights:.2f} GiB, of {room:.1f} GiB that tensors may take.",
         table(prompts, room * GIB, settings.chunk),
+        FRAGMENTS,
     ]
     if reach is not None:
         lines.append(f"The positions of the model reach {reach:,} tokens.")

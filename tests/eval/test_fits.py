@@ -106,6 +106,20 @@ def test_the_longest_prompt_is_near_the_one_that_was_found(llama):
     assert longest == pytest.approx(found["length"], rel=0.1)
 
 
+@pytest.mark.parametrize("gib", [24, 48, 80])
+@pytest.mark.parametrize("chunk", [0, 8192])
+def test_the_longest_prompt_on_a_small_gpu_is_near_the_one_that_was_found(llama, gib, chunk):
+    """Beside both what tensors get there and the whole memory."""
+    for way in ("cab_dense", "cab"):
+        ran = rows(f"speed-prefill-{gib}-{'chunks' if chunk else 'whole'}")
+        found = [row for row in ran if row["fits"] and row["implementation"] == way][-1]
+        cache = fits.STATIC if chunk else fits.DYNAMIC
+        assert found["room_gib"] == gib
+        for room in (gib, gib - fits.CUDA_GIB):
+            longest = llama.longest(room * GIB, chunk or None, cache)
+            assert longest == pytest.approx(found["length"], rel=0.1)
+
+
 # --- the command
 
 
@@ -127,7 +141,7 @@ def test_the_command_prints_a_table_of_a_config(tmp_path, capsys):
     LLAMA.save_pretrained(tmp_path)
     assert main(["fits", "--model", str(tmp_path), "--gpu-gib", "24", "--chunk", "4k"]) == 0
     shown = capsys.readouterr().out
-    assert "Weights in bfloat16: 14.96 GiB, of 21.6 GiB" in shown
+    assert "Weights in bfloat16: 14.96 GiB, of 23.4 GiB" in shown
     assert shown.count("| in chunks of 4,096 |") == 3
     assert "positions of the model reach 2,048 tokens" in shown
     assert main(["fits", "--model", str(tmp_path), "--gpu-gib", "8"]) == 2
