@@ -243,6 +243,19 @@ def _steps(rows: Sequence[Row]) -> list[Row]:
     return sorted(made, key=lambda row: (row["length"], -row["layers"]))
 
 
+def _longest(rows: Sequence[Row]) -> list[Row]:
+    """A row a folder: the longest text that fit by way to attend, in how many GiB, read how."""
+    kept = []
+    for some in grouped([row for row in rows if row["fits"]], "folder", "implementation"):
+        row = max(some, key=itemgetter("length"))
+        settings, environment = row["run"]["settings"], row["run"].get("environment", ())
+        chunk, segments = settings.get("chunk"), "expandable_segments:True" in "".join(environment)
+        read = f"in chunks of {chunk:,}" if chunk else "whole"
+        how = {"gib": settings["gpu_gib"], "read": read, "segments": "yes" if segments else "no"}
+        kept.append({**row, **how})
+    return pivoted(kept, "implementation", "gib", "read", "segments")
+
+
 def _most_ranks(rows: Sequence[Row]) -> Iterator[Row]:
     """Of each folder the most ranks: a row a length and direction, by scheme."""
     for some in grouped(rows, "folder"):
@@ -343,7 +356,7 @@ ROWS: dict[str | None, Callable[[list[Row]], Sequence[Row] | Iterator[Row]]] = {
     "by_ranks": partial(sorted, key=itemgetter("length", "world")),
     "by_method": lambda rows: pivoted(rows, "method", "text", "length"),
     **{"by_length": _by_length, "over_texts": _over_texts},
-    **{"steps": _steps, "asked": _asked},
+    **{"steps": _steps, "longest": _longest, "asked": _asked},
     **{"most_ranks": _most_ranks, "decode_steps": _decode_steps},
     **{"trainings": _trainings, "models": _models, "supported": _supported},
 }
