@@ -173,9 +173,11 @@ class LoraStep(TimeToFirstToken):
         """The longest sequence of which a step fits at ``place``, estimated; 0 on a CPU."""
         step, room = self.settings.multiple, room_of(self.bench.room())
         lengths = range(step, LONGEST, step) if room.device < inf else range(0)
-        fits = lambda n: room.holds(self.fitted(place, n, room)[1].memory)  # noqa: E731
         # one by one: where tiles begin, a longer sequence takes less than a shorter one
-        return next(filter(fits, reversed(lengths)), 0)
+        for length in reversed(lengths):
+            if room.holds(self.fitted(place, length, room)[1].memory):
+                return length
+        return 0
 
     def fitted(self, place: Mapping[str, Any], length: int, room: Room) -> tuple[int, Fit]:
         """(tokens of a tile or 0, the memory and the layers offloaded) of a step at ``place``."""
