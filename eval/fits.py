@@ -291,7 +291,7 @@ def table(prompts: Prompts, room: float, chunk: int) -> str:
 
 def report(prompts: Prompts, settings: Settings, reach: int | None) -> str:
     """What is printed; UsageError where the weights alone do not fit."""
-    room, weights = settings.gpu_gib - CUDA_GIB, prompts.weights / GIB
+    room, weights = max(0.0, settings.gpu_gib - CUDA_GIB), prompts.weights / GIB
     if weights > room:
         raise UsageError(
             f"gpu_gib is {settings.gpu_gib:g}, of which tensors may take {room:.1f}, and the "

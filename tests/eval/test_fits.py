@@ -146,3 +146,5 @@ def test_the_command_prints_a_table_of_a_config(tmp_path, capsys):
     assert "positions of the model reach 2,048 tokens" in shown
     assert main(["fits", "--model", str(tmp_path), "--gpu-gib", "8"]) == 2
     assert "the weights take 15.0" in capsys.readouterr().err
+    assert main(["fits", "--model", str(tmp_path), "--gpu-gib", "0.5"]) == 2
+    assert "tensors may take 0.0, and the weights take 15.0" in capsys.readouterr().err
