@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ SHIPPED = (*CAB, FRC)
 # fields by which 0.2 chose blocks from summaries of them, those of them that are gone, and what it
 # had for the published method
 SUMMARIES = ("coarsen", "select", "top_k_share", "top_p", "curvature", "redundancy", "sparsity")
-GONE, PUBLISHED = SUMMARIES[:3], {"coarsen": "max_l2", "select": "topk", "exact_queries": 0}
+GONE, PUBLISHED = SUMMARIES[:3], {"coarsen": "max_l2", "select": "topk", "outlier_queries": 0}
 
 
 def _read_by(*predictors: str, default: Any, off: Any = dataclasses.MISSING) -> Any:
@@ -103,12 +104,16 @@ class CabConfig:
             questions are often there. `generate` and continuous batching record where a text
             ends; elsewhere the end of a call counts as one, so that a text read in several calls
             attends more than in one. Calls of fewer than ``query_block`` queries have no tail.
-        exact_queries: how many queries of a block are scored against every key on some channels:
-            its outliers, those least like the block's mean query (`reference.outlier_queries`).
-            They find what single queries need. 0 or a power of two that divides ``query_block``.
-        typical_queries: how many queries in the middle of equal steps of a block are scored against
-            every key on all channels: they represent all queries but the outliers. A power of
-            two that divides ``query_block``.
+        outlier_queries: Number of queries per block that are sampled by farthest-point sampling
+            (`reference.outlier_queries`) and scored against every key, on half of the channels.
+            They find keys that single queries need. 0 or a power of two that divides
+            ``query_block``.
+        typical_queries: Number of queries per block that are sampled at equal steps and scored on
+            all channels of every ``typical_key_stride``-th key. They represent all queries but the
+            outliers. A power of two that divides ``query_block``. The default also fits blocks
+            that it does not divide: the largest power of two that divides such a block is used.
+        typical_key_stride: Distance in tokens between the keys that typical queries are scored
+            against. A power of two that divides ``key_block``; 1 for every key.
         mass_threshold: a row keeps the blocks to which its queries give so much of their attention
             on average, by those that are scored, in [0, 1]; 0 keeps every block and is exact. A row
             that sees more than 32,768 keys keeps blocks of less, in proportion: at 131,072 of a
@@ -165,8 +170,9 @@ class CabConfig:
     sink_blocks: int = 1
     local_blocks: int = 3
     dense_tail_blocks: int = 2
-    exact_queries: int = _read_by(*CAB, default=16, off=0)
-    typical_queries: int = _read_by(*CAB, default=8)
+    outlier_queries: int = _read_by(*CAB, default=16, off=0)
+    typical_queries: int = _read_by(*CAB, default=32)
+    typical_key_stride: int = _read_by(*CAB, default=4)
     mass_threshold: float = _read_by(*CAB, default=0.0025)
     share_threshold: float = _read_by(*CAB, default=0.05)
     sparsity: float | Table = _read_by(FRC, default=0.95, off=0)
@@ -198,10 +204,16 @@ class CabConfig:
         for name, choices in CHOICES.items():
             self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
         power = f"a power of two that divides query_block={self.query_block}"
-        self._require(("typical_queries",), self._is_power, power)
+        default = FIELDS["typical_queries"].default
+        self._require(("typical_queries",), lambda x: x == default or self._is_power(x), power)
+        self._require(
+            ("typical_key_stride",),
+            lambda x: is_whole(x, 1) and x & (x - 1) == 0 and self.key_block % x == 0,
+            f"a power of two that divides key_block={self.key_block}",
+        )
         none = f"0 or {power}"
         self._require(
-            ("exact_queries",), lambda x: self._is_power(x) or (is_count(x) and x == 0), none
+            ("outlier_queries",), lambda x: self._is_power(x) or (is_count(x) and x == 0), none
         )
         self._require(("mass_threshold",), is_share, "in [0, 1]")
         self._require(("share_threshold",), lambda x: is_share(x) and x > 0, "in (0, 1]")
@@ -394,6 +406,11 @@ def blocks_of(config: CabConfig) -> tuple[int, int]:
     return config.query_block, config.key_block
 
 
+def num_typical_queries(config: CabConfig) -> int:
+    """Return the number of typical queries per block: a power of two that divides the block."""
+    return gcd(config.typical_queries, config.query_block)
+
+
 def tail_of(config: CabConfig) -> tuple[int, int]:
     """What `Spans.tail` takes: tokens of the dense tail, and of a query block."""
     return config.dense_tail_blocks * config.query_block, config.query_block
@@ -436,10 +453,10 @@ def _of_0_2(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     kept = {name: x for name, x in fields.items() if name not in SUMMARIES}
     if predictor == "curvature" and all(fields.get(x) == y for x, y in PUBLISHED.items()):
         read = {name: fields[name] for name in SUMMARIES[4:] if name in fields}
-        return {**kept, **read, "predictor": FRC, "exact_queries": 16}, []
+        return {**kept, **read, "predictor": FRC, "outlier_queries": 16}, []
     kept["predictor"] = "rows" if predictor == "curvature" else predictor
-    if isinstance(kept.get("exact_queries"), (tuple, list)):
-        del kept["exact_queries"]
+    if isinstance(kept.get("outlier_queries"), (tuple, list)):
+        del kept["outlier_queries"]
     gone = [name for name in fields if name not in kept]
     return kept, [f"{name}={str(fields[name])[:30]}" for name in gone]
 

@@ -48,7 +48,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 # attended, that methods differ as on a long prompt
 SMALL = {
     **{"query_block": 32, "key_block": 16, "local_blocks": 2, "dense_tail_blocks": 0},
-    **{"mass_threshold": 0.02, "exact_queries": 8},
+    **{"mass_threshold": 0.02, "outlier_queries": 8},
 }
 
 

@@ -107,7 +107,7 @@ def _budget(config: CabConfig) -> str:
         return f" ({config.curvature}: sparsity {config.sparsity})"
     if config.predictor not in CAB:
         return ""
-    scored = f"{config.exact_queries} + {config.typical_queries} queries of a block scored"
+    scored = f"{config.outlier_queries} + {config.typical_queries} queries of a block scored"
     kept = f"mass_threshold {config.mass_threshold}, share_threshold {config.share_threshold}"
     anchors = f"{len(config.anchors)} anchors, " if config.predictor == "cascade" else ""
     return f" ({anchors}{scored}, {kept})"

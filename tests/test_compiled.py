@@ -87,7 +87,7 @@ def trained(model, ids):
 
 
 COMPILED = {
-    "sparse": (replace(SPARSE, exact_queries=0), "llama"),
+    "sparse": (replace(SPARSE, outlier_queries=0), "llama"),
     "outliers": (SPARSE, "llama"),
     "full": (FULL, "llama"),
     "streaming": (SPARSE.changed(predictor="streaming"), "llama"),

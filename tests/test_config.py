@@ -57,11 +57,11 @@ ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
         ("share_threshold", float("nan")),
         ("typical_queries", 0),
         ("typical_queries", 6),
-        ("exact_queries", 3),
-        ("exact_queries", -1),
-        ("exact_queries", 256),
-        ("exact_queries", 2.0),
-        ("exact_queries", False),
+        ("outlier_queries", 3),
+        ("outlier_queries", -1),
+        ("outlier_queries", 256),
+        ("outlier_queries", 2.0),
+        ("outlier_queries", False),
         ("min_length", 2**70),
         ("query_block", 2**70),
         ("key_block", 2**31),
@@ -231,7 +231,7 @@ def test_a_saved_field_that_is_not_read_is_told_once(fields, _, monkeypatch):
     [
         {"predictor": "mine", "sparsity": 0.8, "redundancy": 0.5, "anchors": (3,)},
         {"curvature": "none", "sparsity": 0},
-        {"predictor": "frc", "sparsity": 0.8, "exact_queries": 0, "curvature": "additive"},
+        {"predictor": "frc", "sparsity": 0.8, "outlier_queries": 0, "curvature": "additive"},
     ],
 )
 def test_what_is_read_or_asks_for_nothing_can_be_set(fields):
@@ -239,9 +239,9 @@ def test_what_is_read_or_asks_for_nothing_can_be_set(fields):
 
 
 def test_what_a_change_leaves_unread_falls_back():
-    config = CabConfig(mass_threshold=0.5, exact_queries=0, min_length=0)
+    config = CabConfig(mass_threshold=0.5, outlier_queries=0, min_length=0)
     assert config.changed(predictor="frc", sparsity=0.5) == CabConfig(
-        predictor="frc", sparsity=0.5, exact_queries=0, min_length=0
+        predictor="frc", sparsity=0.5, outlier_queries=0, min_length=0
     )
     with pytest.raises(ValueError, match="no field 'top_pp'"):
         config.changed(top_pp=0.5)
@@ -268,7 +268,7 @@ def test_published_is_the_published_recipe():
 PUBLISHED_BEFORE = {
     "coarsen": "max_l2",
     "select": "topk",
-    "exact_queries": 0,
+    "outlier_queries": 0,
     "sparsity": 0.9,
     "curvature": "forman",
     "redundancy": 1.0,
@@ -288,13 +288,13 @@ def test_what_earlier_versions_chose_by_block_summaries_is_chosen_by_rows(monkey
     monkeypatch.setattr(checks, "_warned", set())
     old = {**PUBLISHED_BEFORE, "coarsen": "minmax", "top_p": [[0.5]], "min_length": 64}
     for name, predictor in (("curvature", "rows"), ("cascade", "cascade")):
-        fields = {**old, "exact_queries": [[4]], "predictor": name}
+        fields = {**old, "outlier_queries": [[4]], "predictor": name}
         fields |= {"anchors": [0]} if name == "cascade" else {}
         with pytest.warns(UserWarning, match="coarsen=minmax.*of cab_hf 0.2") as given:
             config = CabConfig.from_dict(fields)
             assert CabConfig.from_dict(fields) == config
         assert len(given) == 1
-        assert (config.predictor, config.exact_queries, config.min_length) == (predictor, 16, 64)
+        assert (config.predictor, config.outlier_queries, config.min_length) == (predictor, 16, 64)
         assert CabConfig.from_dict(config.to_dict()) == config
         checks._warned.clear()
 

@@ -25,12 +25,12 @@ def config(**fields):
 
 
 CONFIGS = [
-    pytest.param(config(exact_queries=8), id="rows"),
-    pytest.param(config(exact_queries=0), id="typical"),
+    pytest.param(config(outlier_queries=8), id="rows"),
+    pytest.param(config(outlier_queries=0), id="typical"),
     pytest.param(CabConfig.published(0.7, **GRID), id="published"),
     pytest.param(CabConfig.published(0.7, "additive", **GRID), id="published-additive"),
     pytest.param(CabConfig.published(0.7, "none", **GRID), id="published-magnitude"),
-    pytest.param(config(predictor="cascade", anchors=(0,), exact_queries=8), id="cascade"),
+    pytest.param(config(predictor="cascade", anchors=(0,), outlier_queries=8), id="cascade"),
 ]
 # the interpreter is slow
 KERNELS = [case for case in CONFIGS if case.id in ("rows", "typical", "published")]
@@ -101,7 +101,7 @@ def test_blocks_attend_as_if_it_were_not_there(attend, dim, q_length, kv_length,
 def test_a_models_earlier_logits_stay_finite(exact):
     model = tiny_model()
     ids = tokens(1, 160)
-    settings = replace(SMALL, mass_threshold=0.08, exact_queries=exact)
+    settings = replace(SMALL, mass_threshold=0.08, outlier_queries=exact)
     apply_cab(model, settings)
     with torch.no_grad():
         model.model.embed_tokens.weight[VOCABULARY - 1] = torch.nan

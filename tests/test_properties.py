@@ -178,7 +178,7 @@ def budgets(draw, **fixed):
         "sink_blocks": draw(st.integers(0, 2)),
         "local_blocks": draw(st.integers(0, 3)),
         "dense_tail_blocks": draw(st.integers(0, 2)),
-        "exact_queries": draw(st.sampled_from((0, 2, 4, 16))),
+        "outlier_queries": draw(st.sampled_from((0, 2, 4, 16))),
         "typical_queries": draw(st.sampled_from((1, 4, 16))),
         "mass_threshold": draw(st.sampled_from((0.0, 0.02, 0.1, 0.3))),
         "share_threshold": draw(st.sampled_from((0.1, 0.5, 1.0))),

@@ -31,7 +31,7 @@ def alternating(
         # a block is one tile or several
         key_block = together = tile
     else:
-        together = COLUMNS_OF_LANES // min(LANES, blocks)
+        together = min(COLUMNS_OF_LANES // min(LANES, blocks), key_block)
     if not launch.reads_by_descriptor(keys.device):
         parts = keys[..., :first], keys[..., first:] if first < keys.shape[3] else keys
         return descriptors(tile, *parts), together

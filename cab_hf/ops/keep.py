@@ -14,17 +14,18 @@ CHUNK, WARPS = 64, 1
 # arguments that are no reason to compile twice: those of the sweep, and others
 PLACES = ["columns", "all_columns", "begin", "start", "heads", "q_blocks"]
 NUMBERS = ["least_mass", "share", "kv_blocks", "words", "bounds_plane"]
+NUMBERS += ["typical_columns", "outlier_columns", "all_typical_columns", "all_outlier_columns"]
 
 
 @triton.jit
 def scratch_of(
-    scratch, plane, tile, begin, columns, all_columns, ALL: tl.constexpr, WIDER: tl.constexpr
+    scratch, plane, tile, begin, columns, all_columns, ROWS: tl.constexpr, GROWTH: tl.constexpr
 ):  # fmt: skip
-    """Where the logits of a tile of rows begin, from column 0 on."""
+    """The first logit of a tile of rows."""
     before = (tile - begin) * all_columns
-    if WIDER > 0:
-        before = WIDER * (tile * (tile + 1) - begin * (begin + 1)) // 2
-    return scratch + (plane.to(tl.int64) * columns + before) * ALL
+    if GROWTH > 0:
+        before = GROWTH * (tile * (tile + 1) - begin * (begin + 1)) // 2
+    return scratch + (plane.to(tl.int64) * columns + before) * ROWS
 
 
 @triton.jit
@@ -37,46 +38,58 @@ def capped(logit, softcap):
 
 @triton.jit
 def _shares(
-    rows, softcap, line, kept, step, there, BLOCKS: tl.constexpr, ALL: tl.constexpr,
-    COUNT: tl.constexpr,
+    samples, softcap, line, logits, begins, first, last, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr, COUNT: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(largest, sum) of the shares that the scored rows of a query block have of some key blocks.
+    """(maximum, sum) of the shares that the samples of a query block give to some key blocks.
 
-    [steps * BLOCKS] each. ``kept`` is where the logits of the query block ``line`` begin.
+    Args:
+        line: The query block.
+        logits: Where the logits of its samples begin, [steps, ROWS, BLOCKS].
+        begins: The first of CHUNK key blocks.
+        first, last: Sampled keys that some sample sees. The scratch has no other steps.
+
+    Returns:
+        Two [CHUNK].
     """
+    step = begins // BLOCKS + tl.arange(0, CHUNK // BLOCKS)
+    STEP: tl.constexpr = BLOCKS * KEY_BLOCK
+    there = (step >= first // STEP) & (step <= last // STEP)
     row = line * COUNT + tl.arange(0, COUNT)
-    scale = tl.load(rows.scale + row)[None, :, None]
-    norm = tl.load(rows.norm + row)[None, :, None]
-    cell = step[:, None] * (ALL * BLOCKS) + tl.arange(0, COUNT * BLOCKS)[None, :]
-    top = tl.load(kept + cell, mask=there[:, None], other=float("-inf")).to(tl.float32)
+    scale = tl.load(samples[1] + row)[None, :, None]
+    norm = tl.load(samples[2] + row)[None, :, None]
+    cell = step[:, None] * (ROWS * BLOCKS) + tl.arange(0, COUNT * BLOCKS)[None, :]
+    top = tl.load(logits + cell, mask=there[:, None], other=float("-inf")).to(tl.float32)
     logit = capped(tl.reshape(top, (step.shape[0], COUNT, BLOCKS)) * scale, softcap)
     share = tl.exp2(logit - norm)
-    size: tl.constexpr = step.shape[0] * BLOCKS
-    return tl.reshape(tl.max(share, 1), (size,)), tl.reshape(tl.sum(share, 1), (size,))
+    return tl.reshape(tl.max(share, 1), (CHUNK,)), tl.reshape(tl.sum(share, 1), (CHUNK,))
 
 
 @triton.jit
-def _seen_by(rows, line, COUNT: tl.constexpr):
-    """The first and the last key that rows of a query block see, and how many see any."""
+def _seen_by(samples, line, COUNT: tl.constexpr):
+    """The first and the last key that samples of a query block see, and how many see any."""
     row = line * COUNT + tl.arange(0, COUNT)
-    last = tl.load(rows.last + row)
-    first = tl.where(last >= 0, tl.load(rows.first + row), 2147483647)
+    last = tl.load(samples[4] + row)
+    first = tl.where(last >= 0, tl.load(samples[3] + row), 2147483647)
     return tl.min(first, 0), tl.max(last, 0), tl.sum((last >= 0).to(tl.float32), 0)
 
 
-@triton.jit(do_not_specialize=[*PLACES, *NUMBERS])
+@triton.jit(do_not_specialize=[*PLACES[2:], *NUMBERS])
 def _keep_kernel(
-    outliers,
     typical,
+    outliers,
     bounds,
     tails,
     bits,
     counts,
     scores,
     softcap,
-    scratch,
-    columns,
-    all_columns,
+    typical_scratch,
+    outlier_scratch,
+    typical_columns,
+    outlier_columns,
+    all_typical_columns,
+    all_outlier_columns,
     least_mass,
     share,
     begin,
@@ -86,36 +99,48 @@ def _keep_kernel(
     kv_blocks,
     words,
     bounds_plane,
-    OUTLIERS: tl.constexpr,
     TYPICAL: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    OUTLIERS: tl.constexpr,
+    TYPICAL_Q_BLOCKS: tl.constexpr,
+    OUTLIER_Q_BLOCKS: tl.constexpr,
+    TYPICAL_KEY_BLOCK: tl.constexpr,
+    OUTLIER_KEY_BLOCK: tl.constexpr,
+    TYPICAL_STEP: tl.constexpr,
+    OUTLIER_STEP: tl.constexpr,
+    TYPICAL_GROWTH: tl.constexpr,
+    OUTLIER_GROWTH: tl.constexpr,
     WEIGHT: tl.constexpr,
     THRESHOLD_BLOCKS: tl.constexpr,
-    STEP: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WIDER: tl.constexpr,
     CHUNK: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """Of one query block of a head: what it keeps, by the logits that the sweep left."""
-    ALL: tl.constexpr = TOGETHER * (OUTLIERS + TYPICAL)
+    """Write the bitmap of one query block of a head from the logits of its samples.
+
+    ``begin`` is the first query block of the launch.
+    """
+    TYPICAL_ROWS: tl.constexpr = TYPICAL_Q_BLOCKS * TYPICAL
     plane = tl.program_id(1)
     # the longest rows first
-    block = begin * TOGETHER + tl.num_programs(0) - 1 - tl.program_id(0)
+    block = begin + tl.num_programs(0) - 1 - tl.program_id(0)
     if block >= q_blocks:
         return
     line = plane.to(tl.int64) * q_blocks + block
-    tile = block // TOGETHER
-    even = scratch_of(scratch, plane, tile, begin, columns, all_columns, ALL, WIDER)
-    odd = even + (TOGETHER * TYPICAL + block % TOGETHER * OUTLIERS) * BLOCKS
-    even += block % TOGETHER * (TYPICAL * BLOCKS)
-    first, last, real = _seen_by(typical, line, TYPICAL)
-    weight = real * WEIGHT
+    typical_logits = scratch_of(
+        typical_scratch, plane, block // TYPICAL_Q_BLOCKS, begin // TYPICAL_Q_BLOCKS,
+        typical_columns, all_typical_columns, TYPICAL_ROWS, TYPICAL_GROWTH,
+    )  # fmt: skip
+    typical_logits += block % TYPICAL_Q_BLOCKS * (TYPICAL * TYPICAL_STEP)
+    first, last, num_samples = _seen_by(typical, line, TYPICAL)
+    weight = num_samples * WEIGHT
     if OUTLIERS > 0:
-        odd_first, odd_last, real = _seen_by(outliers, line, OUTLIERS)
-        first = tl.minimum(first, odd_first)
-        last = tl.maximum(last, odd_last)
-        weight += real
+        OUTLIER_ROWS: tl.constexpr = OUTLIER_Q_BLOCKS * OUTLIERS
+        outlier_logits = scratch_of(
+            outlier_scratch, plane, block // OUTLIER_Q_BLOCKS, begin // OUTLIER_Q_BLOCKS,
+            outlier_columns, all_outlier_columns, OUTLIER_ROWS, OUTLIER_GROWTH,
+        )  # fmt: skip
+        outlier_logits += block % OUTLIER_Q_BLOCKS * (OUTLIERS * OUTLIER_STEP)
+        outlier_first, outlier_last, num_samples = _seen_by(outliers, line, OUTLIERS)
+        weight += num_samples
     at = (start + plane) // heads * q_blocks + block
     lowest = tl.load(bounds + at)
     highest = tl.load(bounds + bounds_plane + at)
@@ -131,15 +156,16 @@ def _keep_kernel(
     own = (start + plane).to(tl.int64) * q_blocks + block
     found = 0
     for begins in range(lowest // CHUNK * CHUNK, highest + 1, CHUNK):
-        # what no scored row sees is not in the scratch
-        step = begins // BLOCKS + tl.arange(0, CHUNK // BLOCKS)
-        there = (step >= first // STEP) & (step <= last // STEP)
-        most, mass = _shares(typical, softcap, line, even, step, there, BLOCKS, ALL, TYPICAL)
+        most, mass = _shares(
+            typical, softcap, line, typical_logits, begins, first, last, CHUNK, TYPICAL_STEP,
+            TYPICAL_ROWS, TYPICAL, TYPICAL_KEY_BLOCK,
+        )  # fmt: skip
         mass *= WEIGHT
         if OUTLIERS > 0:
             largest, shares = _shares(
-                outliers, softcap, line, odd, step, there, BLOCKS, ALL, OUTLIERS
-            )
+                outliers, softcap, line, outlier_logits, begins, outlier_first, outlier_last, CHUNK,
+                OUTLIER_STEP, OUTLIER_ROWS, OUTLIERS, OUTLIER_KEY_BLOCK,
+            )  # fmt: skip
             mass += shares
             most = tl.maximum(most, largest)
         column = begins + tl.arange(0, CHUNK)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.config import CabConfig, blocks_of, tail_of
+from cab_hf.config import CabConfig, blocks_of, num_typical_queries, tail_of
 from cab_hf.ops import reference, rows, top_k
 from cab_hf.ops.launch import on_device_of
 from cab_hf.ops.sweep import RowRules, kept_blocks
@@ -71,10 +71,16 @@ def choose(
         def sweep(start: int, some: int, scores: Tensor | None = None) -> None:
             parts = q, spans, (start, some), scale, config.query_block
             outliers = None
-            if count := config.exact_queries:
+            if count := config.outlier_queries:
                 at = rows.outliers(q, spans, (start, some), config.query_block, count)
                 outliers = rows.scored_rows(*parts, count, channels, keys.dtype, at)
-            typical = rows.scored_rows(*parts, config.typical_queries, channels, keys.dtype)
+            typical = rows.scored_rows(
+                *parts,
+                num_typical_queries(config),
+                channels,
+                keys.dtype,
+                key_stride=config.typical_key_stride,
+            )
             given = keys, exponents, rules, start, heads, blocks, whole, bits, counts
             kept_blocks(outliers, typical, *given, scores, sinks, softcap)
 

@@ -15,15 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.config import CabConfig, tail_of
+from cab_hf.config import CabConfig, num_typical_queries, tail_of
 from cab_hf.plan import BlockPlan, Spans, once_per_spans
 
 # the most rows of attention computed at a time: bounds the token mask, not the result
 QUERY_CHUNK = 256
 # far below any share that counts, and finite as a logarithm
 LEAST = 1e-30
-# cosines are compared in so many steps of one: what is closer counts as equal
+# resolution of cosine similarities: closer values are equal
 COSINE_STEPS = 65536.0
+# similarity of padding, in these steps: above every cosine, so that real queries come first
+PADDING_STEPS = 2 * 65536
+# and of queries that are samples already: padding comes before a second time
+SAMPLED_STEPS = 3 * 65536
 # squares of norms are at least this: a vector of zeros is like nothing
 LEAST_SQUARE = 1e-30
 # rows that see more keys than this spread their attention over more blocks: a threshold of mass
@@ -144,37 +148,83 @@ def row_bounds(
 
 
 def outlier_queries(q: Tensor, spans: Spans, query_block: int, count: int) -> Tensor:
-    """The queries of each block least like the block's mean query: int64 [B, H, M_q, count].
+    """Return a farthest-point sample of each query block by cosine similarity.
 
-    They are positions in q [B, H, N_q, D], by rising cosine with the mean in steps of
-    1 / `COSINE_STEPS`, ties to the earlier; -1 where a block has fewer real queries. All
-    ``query_block`` queries come in order.
+    The first sample is the query with the lowest similarity to the mean query of its block. Every
+    further sample is the query whose highest similarity to the samples so far is the lowest:
+    ``argmin_i max_{s in samples} cos(q_i, q_s)``. Similarities are rounded towards zero to
+    multiples of 1 / `COSINE_STEPS`, and ties go to the earlier query. NaN counts as -1.
+
+    Args:
+        q: [B, H, N_q, D].
+        count: Number of samples per query block.
+
+    Returns:
+        int64 [B, H, M_q, count], positions in q, -1 where a block has fewer real queries. All
+        queries in order if ``count`` equals ``query_block``.
     """
     blocks, real = _blocked(q, spans.last >= 0, query_block)
-    blocks = blocks.masked_fill(~real.unsqueeze(-1), 0.0)
-    mean = _mean(blocks, real).unsqueeze(-2)
-    size = blocks.square().sum(-1) * mean.square().sum(-1)
-    cosine = (blocks * mean).sum(-1) / size.clamp(min=LEAST_SQUARE).sqrt()
-    cosine = (cosine.nan_to_num(nan=-1.0) * COSINE_STEPS).trunc().masked_fill(~real, torch.inf)
-    inside = torch.arange(query_block, device=q.device).expand(cosine.shape)
-    if count < query_block:
-        inside = cosine.argsort(dim=-1, stable=True)[..., :count]
     start = torch.arange(0, q.shape[2], query_block, device=q.device)
-    missing = ~real.expand(cosine.shape).gather(-1, inside)
+    if count == query_block:
+        inside = torch.arange(query_block, device=q.device).expand(blocks.shape[:-1])
+    else:
+        blocks = blocks.masked_fill(~real.unsqueeze(-1), 0.0)
+        inside = _farthest_points(blocks, real.expand(blocks.shape[:-1]), count)
+    missing = ~real.expand(blocks.shape[:-1]).gather(-1, inside)
     return (inside + start[:, None]).masked_fill(missing, -1)
 
 
-def typical_queries(spans: Spans, query_block: int, count: int) -> Tensor:
-    """The queries in the middle of ``count`` equal steps of each block: int64 [B, M_q, count].
+def _farthest_points(blocks: Tensor, real: Tensor, count: int) -> Tensor:
+    """Return indices in each block, int64 [B, H, M, count]; see `outlier_queries`.
 
-    -1 where there is no token.
+    Args:
+        blocks: float32 [B, H, M, query_block, D], zeros where ``real`` is False.
+        real: bool [B, H, M, query_block].
     """
-    apart = query_block // count
+    square = blocks.square().sum(-1)
+    mean = blocks.sum(-2)
+    nearest = _cosine(
+        (blocks @ mean.unsqueeze(-1))[..., 0], square, mean.square().sum(-1)[..., None]
+    )
+    nearest = nearest.masked_fill(~real, PADDING_STEPS)
+    samples = []
+    for number in range(count):
+        # argmin returns any of several equal values: the position decides
+        position = torch.arange(nearest.shape[-1], device=nearest.device)
+        chosen = (nearest * nearest.shape[-1] + position).argmin(-1, keepdim=True)
+        samples.append(chosen)
+        sample = blocks.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, blocks.shape[-1]))
+        products = (blocks @ sample.transpose(-1, -2))[..., 0]
+        similarity = _cosine(products, square, square.gather(-1, chosen))
+        similarity = similarity.masked_fill(~real, PADDING_STEPS)
+        nearest = similarity if number == 0 else torch.maximum(nearest, similarity)
+        nearest = nearest.scatter(-1, torch.cat(samples, -1), SAMPLED_STEPS)
+    return torch.cat(samples, -1)
+
+
+def _cosine(products: Tensor, square: Tensor, other_square: Tensor) -> Tensor:
+    """Return cosine similarities in whole steps of 1 / `COSINE_STEPS`, int64."""
+    size = (square * other_square).clamp(min=LEAST_SQUARE).sqrt()
+    return ((products / size).nan_to_num(nan=-1.0).clamp(-1, 1) * COSINE_STEPS).long()
+
+
+def typical_queries(spans: Spans, query_block: int, count: int) -> Tensor:
+    """Return the queries in the middle of ``count`` equal steps of each block.
+
+    Returns:
+        int64 [B, M_q, count], positions of queries, -1 for padding.
+    """
+    step = query_block // count
     starts = torch.arange(0, spans.q_length, query_block, device=spans.last.device)
-    steps = torch.arange(apart // 2, query_block, apart, device=spans.last.device)
-    at = (starts[:, None] + steps).expand(spans.last.shape[0], -1, -1)
-    last = spans.blocked(query_block)[1][:, :, steps]
-    return at.masked_fill(last < 0, -1)
+    offsets = torch.arange(step // 2, query_block, step, device=spans.last.device)
+    positions = (starts[:, None] + offsets).expand(spans.last.shape[0], -1, -1)
+    last = spans.blocked(query_block)[1][:, :, offsets]
+    return positions.masked_fill(last < 0, -1)
+
+
+def key_offset(key_stride: int) -> int:
+    """Return the position of the first sampled key; the others follow in steps of the stride."""
+    return key_stride // 2
 
 
 def mass_by_rows(
@@ -187,88 +237,119 @@ def mass_by_rows(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(mass, most) of every key block for every query block, float32 [B, H, M_q, M_k] both.
+    """Return (mean share, maximum share) of every key block for every query block.
 
-    The mean share (`exact_scores`) of the ``config.exact_queries`` outliers, which stand for
-    themselves, and of the ``config.typical_queries``, which stand for all other queries: a
-    stratified sample. ``most`` is the largest share that any of them gives.
+    The samples of a query block are its outliers (`outlier_queries`) with weight 1 and its typical
+    queries (`typical_queries`) with weight (query_block - outliers) / typical: a stratified sample.
+    Outliers are scored on ``channels`` of all keys, typical queries on all channels of every
+    ``config.typical_key_stride``-th key. With ``share`` from `shares_of_blocks`::
+
+        mean[j] = sum_i weight_i * share_ij / sum_i weight_i
+        maximum[j] = max_i share_ij
+
+    A sample that sees no sampled key has weight 0.
 
     Args:
         q, k: [B, H, N_q, D], [B, H_kv, N_k, D].
-        channels: those that outliers are scored on, () for all.
-        sinks: [H], a logit of each head that no block has; None without.
-        softcap: that of `capped`.
+        scale: Factor of the dot products, usually 1 / sqrt(D).
+        channels: Channels for outliers; () for all.
+        sinks: [H], one logit per head that takes part in the softmax; None without.
+        softcap: See `capped`.
+
+    Returns:
+        Two float32 tensors [B, H, M_q, M_k].
     """
     block = config.query_block
-    count, typical = config.exact_queries, config.typical_queries
-    at = typical_queries(spans, block, typical).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
-    scored = [(at, (block - count) / typical, ())]
+    count, num_typical = config.outlier_queries, num_typical_queries(config)
+    typical = typical_queries(spans, block, num_typical).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
+    samples = [(typical, (block - count) / num_typical, (), config.typical_key_stride)]
     if count:
-        scored.append((outlier_queries(q, spans, block, count), 1.0, channels))
-    mass, total, most = 0.0, 0.0, None
-    for positions, weight, some in scored:
+        samples.append((outlier_queries(q, spans, block, count), 1.0, channels, 1))
+    mass, total, maximum = 0.0, 0.0, None
+    for positions, weight, some, key_stride in samples:
         queries, keys = (x[..., list(some)] if some else x for x in (q, k))
         index = positions.clamp(min=0).flatten(2)[..., None].expand(-1, -1, -1, queries.shape[3])
-        rows = queries.gather(2, index).unflatten(2, positions.shape[2:])
-        given = rows, positions, keys, spans, scale, config.key_block
-        largest, shares = exact_scores(*given, sinks, softcap)
+        largest, shares, num_samples = shares_of_blocks(
+            queries.gather(2, index).unflatten(2, positions.shape[2:]),
+            positions,
+            keys,
+            spans,
+            scale,
+            config.key_block,
+            key_stride=key_stride,
+            sinks=sinks,
+            softcap=softcap,
+        )
         mass = mass + weight * shares
-        total = total + weight * (positions >= 0).sum(-1, keepdim=True)
-        most = largest if most is None else torch.maximum(most, largest)
-    # by products, as kernels compare: what sees nothing has no mass
-    return mass / total.clamp(min=LEAST), most
+        total = total + weight * num_samples.unsqueeze(-1)
+        maximum = largest if maximum is None else torch.maximum(maximum, largest)
+    # kernels compare products: a row without samples has no mass
+    return mass / total.clamp(min=LEAST), maximum
 
 
-def exact_scores(
-    rows: Tensor,
+def shares_of_blocks(
+    queries: Tensor,
     positions: Tensor,
     keys: Tensor,
     spans: Spans,
     scale: float,
     key_block: int,
+    *,
+    key_stride: int = 1,
     sinks: Tensor | None = None,
     softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """What the gathered queries of a block need of every key block: (most, shares).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the attention shares that sampled queries give to key blocks.
 
-    The share that a query gives to a key block is the softmax, over the blocks it sees, of the
-    largest logit of any key inside. A sink counts 1 / ``key_block`` of its weight, since that logit
-    stands for so many keys at most: then no share is too small for the sink's sake. ``most`` is the
-    largest share that any query of the block gives, ``shares`` the sum of them: float32
-    [B, H, M_q, M_k] both.
+    The share of key block j for query i is a softmax over the blocks that the query sees, of the
+    maximum logit over the sampled keys of each block::
+
+        s_ij = max_{k in block j, k = offset + n * key_stride} scale * q_i . k
+        share_ij = exp(s_ij) / sum_j exp(s_ij)
+
+    A sink adds exp(sink) / ``key_block`` to the denominator, because one maximum represents up to
+    ``key_block`` keys. Without this factor, every share would be too small next to the sink.
 
     Args:
-        rows: [B, H, M_q, S, C], what is scored of S queries of each block.
-        positions: int64 [B, H, M_q, S], which queries they are; -1 for none.
+        queries: [B, H, M_q, S, C], S sampled queries of each query block.
+        positions: int64 [B, H, M_q, S], positions of the samples; -1 for none.
         keys: [B, H_kv, N_k, C], the same channels of the keys.
-        sinks, softcap: see `mass_by_rows`.
+        key_stride: Keys `key_offset`, `key_offset` + key_stride, ... are scored.
+        sinks, softcap: See `mass_by_rows`.
+
+    Returns:
+        The maximum and the sum of the shares over the samples of a block, float32
+        [B, H, M_q, M_k], and the number of samples that see a sampled key, float32 [B, H, M_q].
     """
-    heads, kv_blocks = rows.shape[1], -(-keys.shape[2] // key_block)
-    most, shares = (rows.new_zeros(*rows.shape[:3], kv_blocks).float() for _ in range(2))
-    key = torch.arange(keys.shape[2], device=keys.device)
-    group, step = heads // keys.shape[1], max(1, QUERIES_AT_A_TIME // rows.shape[3])
-    for head, start in product(range(heads), range(0, rows.shape[2], step)):
+    heads, kv_blocks = queries.shape[1], -(-keys.shape[2] // key_block)
+    maximum, total = (queries.new_zeros(*queries.shape[:3], kv_blocks).float() for _ in range(2))
+    num_samples = queries.new_zeros(queries.shape[:3]).float()
+    key = torch.arange(key_offset(key_stride), keys.shape[2], key_stride, device=keys.device)
+    keys = keys[:, :, key]
+    missing = kv_blocks * (key_block // key_stride) - len(key)
+    group, step = heads // keys.shape[1], max(1, QUERIES_AT_A_TIME // queries.shape[3])
+    for head, start in product(range(heads), range(0, queries.shape[2], step)):
         some = slice(start, start + step)
         at = positions[:, head, some].flatten(1)
         first, last = (x.gather(1, at.clamp(min=0)) for x in (spans.first, spans.last))
         last = last.masked_fill(at < 0, -1)
-        queries = rows[:, head, some].flatten(1, 2).float()
-        logits = queries @ keys[:, head // group].float().transpose(-1, -2) * scale
+        samples = queries[:, head, some].flatten(1, 2).float()
+        logits = samples @ keys[:, head // group].float().transpose(-1, -2) * scale
         logits = capped(logits, softcap)
         unseen = (key < first.unsqueeze(-1)) | (key > last.unsqueeze(-1))
-        logits = F.pad(
-            logits.masked_fill(unseen, -torch.inf), (0, -len(key) % key_block), value=-torch.inf
-        )
-        largest = logits.unflatten(-1, (-1, key_block)).amax(-1)
-        # softmax over nothing is NaN: who sees nothing needs nothing
+        logits = F.pad(logits.masked_fill(unseen, -torch.inf), (0, missing), value=-torch.inf)
+        largest = logits.unflatten(-1, (kv_blocks, -1)).amax(-1)
+        # softmax over nothing is NaN: a query that sees no sampled key gives no share
         weighed = largest
         if sinks is not None:
             weighed = F.pad(largest, (0, 1))
             weighed[..., -1] = sinks[head] - math.log(key_block)
-        given = weighed.softmax(-1)[..., :kv_blocks].masked_fill(largest == -torch.inf, 0.0)
-        given = given.unflatten(1, (-1, rows.shape[3]))
-        most[:, head, some], shares[:, head, some] = given.amax(2), given.sum(2)
-    return most, shares
+        share = weighed.softmax(-1)[..., :kv_blocks].masked_fill(largest == -torch.inf, 0.0)
+        share = share.unflatten(1, (-1, queries.shape[3]))
+        sees = (~unseen).any(-1).unflatten(1, (-1, queries.shape[3]))
+        maximum[:, head, some], total[:, head, some] = share.amax(2), share.sum(2)
+        num_samples[:, head, some] = sees.sum(-1).float()
+    return maximum, total, num_samples
 
 
 def refuse_infinite(name: str, x: Tensor) -> None:

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from cab_hf import capability
-from cab_hf.ops.attention.tiles import LOG2_E, vectors, vectors_at
-from cab_hf.ops.launch import registers
+from cab_hf.ops import reference
+from cab_hf.ops.attention.tiles import LOG2_E, precision, vectors, vectors_at
 from cab_hf.ops.reference import COSINE_STEPS, LEAST_SQUARE
 from cab_hf.plan import Spans
 
@@ -37,12 +37,14 @@ LONGEST_RUN = 8
 # tables of channels that stay on a device
 COPIES = 256
 TOKENS_OF_KEYS, ROWS_GATHERED = 128, 64
-# channels of the queries of a block that a program holds at a time while it seeks outliers, and how
-# it is scheduled; blocks of more than `FEW_QUERIES` do not fit the fewer registers a thread
-SOUGHT_CHANNELS, SOUGHT_WARPS = 32, 4
-FEW_QUERIES, SOUGHT_REGISTERS, MORE_REGISTERS = 128, 168, 232
+# channels that the farthest-point kernel multiplies at a time
+OUTLIER_CHANNELS = 64
+# the largest query block whose Gram matrix fits the registers of a program, and its warps
+GRAM_QUERIES, OUTLIER_WARPS = 128, 4
 COSINE_STEPS = tl.constexpr(COSINE_STEPS)
 LEAST_SQUARE = tl.constexpr(LEAST_SQUARE)
+PADDING_STEPS = tl.constexpr(reference.PADDING_STEPS)
+SAMPLED_STEPS = tl.constexpr(reference.SAMPLED_STEPS)
 
 
 class Channels(NamedTuple):
@@ -101,8 +103,10 @@ class ScoredRows(NamedTuple):
         scale: float32 [heads, M_q * count], what makes logits in powers of two of their products;
             the sweep puts the unit of 8-bit keys in.
         norm: float32 of the same shape, for what the sweep takes off these logits.
-        first, last: int32 of the same shape, the keys that a query sees; none where last is -1.
+        first, last: int32 of the same shape, the first and the last sampled key that a query sees,
+            counted in steps of ``key_stride``; last is -1 if it sees none.
         count: of each query block.
+        key_stride: distance of the keys that these queries are scored against, in tokens.
     """
 
     vectors: Tensor
@@ -111,6 +115,7 @@ class ScoredRows(NamedTuple):
     first: Tensor
     last: Tensor
     count: int
+    key_stride: int
 
 
 def scored_dtype(x: Tensor) -> torch.dtype:
@@ -181,9 +186,10 @@ def outliers(
         COUNT=count,
         BLOCK_Q=triton.next_power_of_2(query_block),
         D=dim,
-        BLOCK_D=min(SOUGHT_CHANNELS, triton.next_power_of_2(dim)),
-        num_warps=SOUGHT_WARPS,
-        **registers(q, SOUGHT_REGISTERS if query_block <= FEW_QUERIES else MORE_REGISTERS),
+        BLOCK_D=max(16, min(OUTLIER_CHANNELS, triton.next_power_of_2(dim))),
+        IN_REGISTERS=query_block <= GRAM_QUERIES,
+        PRECISION=precision(q),
+        num_warps=OUTLIER_WARPS,
     )
     return positions
 
@@ -198,11 +204,15 @@ def scored_rows(
     channels: tuple[int, ...],
     dtype: torch.dtype,
     positions: Tensor | None = None,
+    key_stride: int = 1,
 ) -> ScoredRows:
-    """The queries at ``positions`` as they are scored, on the channels of outliers.
+    """Gather the sampled queries of some heads and convert them to ``dtype``.
 
-    Without ``positions`` the ``count`` typical queries of every block, on all channels. See
-    `outliers` for ``planes``.
+    Args:
+        planes: See `outliers`.
+        positions: Outliers, see `outliers`: they are gathered on ``channels``. None for the
+            ``count`` typical queries of every block, on all channels.
+        key_stride: Distance of the keys that the queries will be scored against.
     """
     heads, length, dim = q.shape[1:]
     order = Channels.of(channels, dim, q.device)
@@ -214,6 +224,7 @@ def scored_rows(
         *(q.new_empty(some, total, dtype=torch.float32) for _ in range(2)),
         *(torch.empty(some, total, device=q.device, dtype=torch.int32) for _ in range(2)),
         count,
+        key_stride,
     )
     first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (spans.first, spans.last))
     _scored_rows_kernel[(some, triton.cdiv(total, ROWS_GATHERED))](
@@ -224,7 +235,7 @@ def scored_rows(
         last.stride(0),
         positions,
         order.table,
-        rows,
+        rows[:-2],
         scale * LOG2_E.value,
         start,
         heads,
@@ -237,6 +248,8 @@ def scored_rows(
         FIRST=order.first,
         OTHERS=width - order.first,
         RUN=order.run,
+        KEY_STRIDE=key_stride,
+        KEY_OFFSET=reference.key_offset(key_stride),
         num_warps=4,
     )
     return rows
@@ -325,6 +338,35 @@ def _scored_keys_kernel(
             tl.store(target + behind[None, :], y.to(keys.dtype.element_ty), mask=inside[:, None])
 
 
+@triton.jit
+def _cosine_steps(products, square, other_square):
+    """int32 cosine similarities in steps of 1 / COSINE_STEPS; NaN counts as -1."""
+    size = tl.maximum(square * other_square, LEAST_SQUARE)
+    cosine = products * tl.rsqrt(size)
+    cosine = tl.where(cosine == cosine, cosine, -1.0)
+    return (tl.minimum(tl.maximum(cosine, -1.0), 1.0) * COSINE_STEPS).to(tl.int32)
+
+
+@triton.jit
+def _load_queries(at, real, begin, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[BLOCK_Q, BLOCK_D] channels of the queries of a block, from channel ``begin`` on."""
+    channel = begin + tl.arange(0, BLOCK_D)
+    mask = real[:, None] & (channel < D)[None, :]
+    return tl.load(at + channel[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _products_with(at, real, vector, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Dot products of the queries of a block with one vector in memory, float32 [BLOCK_Q]."""
+    products = tl.zeros([BLOCK_Q], tl.float32)
+    for begin in tl.static_range(0, D, BLOCK_D):
+        channel = begin + tl.arange(0, BLOCK_D)
+        y = tl.load(vector + channel, mask=channel < D, other=0.0).to(tl.float32)
+        x = _load_queries(at, real, begin, D, BLOCK_D).to(tl.float32)
+        products += tl.sum(x * y[None, :], 1)
+    return products
+
+
 # not compiled again for every length
 @triton.jit(do_not_specialize=["last_stride", "start", "length"])
 def _outliers_kernel(
@@ -340,8 +382,14 @@ def _outliers_kernel(
     BLOCK_Q: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """The positions of the outliers of a query block, -1 for none."""
+    """Write the positions of a farthest-point sample of one query block, -1 for none.
+
+    The Gram matrix [BLOCK_Q, BLOCK_Q] of the block has every similarity. It is in registers
+    (``IN_REGISTERS``); for larger blocks, the column of each sample is computed when it is needed.
+    """
     block = tl.program_id(1)
     mine = tl.program_id(0).to(tl.int64)
     batch = (start + mine) // heads
@@ -350,37 +398,55 @@ def _outliers_kernel(
     query = block * QUERY_BLOCK + place
     inside = (place < QUERY_BLOCK) & (query < length)
     real = tl.load(last + batch * last_stride + query, mask=inside, other=-1) >= 0
-    rank = place
-    if COUNT < QUERY_BLOCK:
+    target = positions + (mine * tl.num_programs(1) + block) * COUNT
+    if COUNT == QUERY_BLOCK:
+        tl.store(target + place, tl.where(real, query, -1), mask=place < QUERY_BLOCK)
+    else:
         at = vectors_at(q, batch, head, query)
-        share = 1 / tl.maximum(tl.sum(real.to(tl.int32), 0), 1).to(tl.float32)
-        # all are under way before the first is waited for
-        parts = ()
-        for begin in tl.static_range(0, D, BLOCK_D):
-            # [BLOCK_Q, BLOCK_D]: few lanes hold a query, so that registers are summed, not lanes
-            channel = begin + tl.arange(0, BLOCK_D)
-            there = real[:, None] & (channel < D)[None, :]
-            parts = parts + (tl.load(at + channel[None, :], mask=there, other=0.0),)
-        product = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-        square = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-        size = tl.zeros([BLOCK_D], tl.float32)
-        for begin in tl.static_range(0, D, BLOCK_D):
-            x = parts[begin // BLOCK_D].to(tl.float32)
-            mean = tl.sum(x, 0) * share
-            product += x * mean[None, :]
-            square += x * x
-            size += mean * mean
-        size = tl.sum(square, 1) * tl.sum(size, 0)
-        cosine = tl.sum(product, 1) * tl.rsqrt(tl.maximum(size, LEAST_SQUARE))
-        # a NaN comes first: ranks are a permutation whatever q holds
-        cosine = tl.where(cosine == cosine, cosine, -1.0)
-        # and of what is equal the earlier: one whole number holds both
-        key = (cosine * COSINE_STEPS).to(tl.int32) * BLOCK_Q + place
-        key = tl.where(real, key, 2147483647 - BLOCK_Q + place)
-        rank = tl.sum((key[None, :] < key[:, None]).to(tl.int32), 1)
-    target = positions + (mine * tl.num_programs(1) + block) * COUNT + rank
-    chosen = (rank < COUNT) & (place < QUERY_BLOCK)
-    tl.store(target, tl.where(real, query, -1), mask=chosen)
+        # similarity to the mean query: its length does not matter, so that the sum will do
+        if IN_REGISTERS:
+            gram = tl.zeros([BLOCK_Q, BLOCK_Q], tl.float32)
+            for begin in tl.static_range(0, D, BLOCK_D):
+                x = _load_queries(at, real, begin, D, BLOCK_D)
+                gram = tl.dot(x, x.T, gram, input_precision=PRECISION)
+            bits = gram.to(tl.int32, bitcast=True)
+            diagonal = tl.where(place[:, None] == place[None, :], bits, 0)
+            square = tl.xor_sum(diagonal, 1).to(tl.float32, bitcast=True)
+            products = tl.sum(gram, 1)
+            mean_square = tl.sum(products, 0)
+        else:
+            square = tl.zeros([BLOCK_Q], tl.float32)
+            products = tl.zeros([BLOCK_Q], tl.float32)
+            mean_square = 0.0
+            for begin in tl.static_range(0, D, BLOCK_D):
+                x = _load_queries(at, real, begin, D, BLOCK_D).to(tl.float32)
+                mean = tl.sum(x, 0)
+                square += tl.sum(x * x, 1)
+                products += tl.sum(x * mean[None, :], 1)
+                mean_square += tl.sum(mean * mean, 0)
+        nearest = tl.where(real, _cosine_steps(products, square, mean_square), PADDING_STEPS)
+        number = tl.arange(0, COUNT)
+        samples = tl.full([COUNT], -1, tl.int32)
+        for i in range(COUNT):
+            # the position is in the lowest bits: ties go to the earlier query
+            least = tl.min(nearest * BLOCK_Q + place, 0)
+            chosen = least & (BLOCK_Q - 1)
+            sample = tl.where(least < PADDING_STEPS * BLOCK_Q, block * QUERY_BLOCK + chosen, -1)
+            samples = tl.where(number == i, sample, samples)
+            if IN_REGISTERS:
+                # one column of the matrix: all other bits are cleared
+                column = tl.where(place == chosen, -1, 0)
+                products = tl.xor_sum(bits & column[None, :], 1).to(tl.float32, bitcast=True)
+            else:
+                token = tl.maximum(sample, 0).to(tl.int64)
+                vector = q.data + batch * q.batch + head * q.head + token * q.token
+                products = _products_with(at, real, vector, D, BLOCK_Q, BLOCK_D)
+            own_square = tl.sum(tl.where(place == chosen, square, 0.0), 0)
+            similarity = _cosine_steps(products, square, own_square)
+            nearest = tl.where(i == 0, similarity, tl.maximum(nearest, similarity))
+            nearest = tl.where(place == chosen, SAMPLED_STEPS, nearest)
+            nearest = tl.where(real, nearest, PADDING_STEPS)
+        tl.store(target + number, samples)
 
 
 # not compiled again for every length
@@ -406,7 +472,11 @@ def _scored_rows_kernel(
     FIRST: tl.constexpr,
     OTHERS: tl.constexpr,
     RUN: tl.constexpr,
+    KEY_STRIDE: tl.constexpr,
+    KEY_OFFSET: tl.constexpr,
 ):
+    """Gather, scale and round ROWS_GATHERED sampled queries, and write the keys that they see."""
+    vectors, scales, _, firsts, lasts = rows
     mine = tl.program_id(0).to(tl.int64)
     batch = (start + mine) // heads
     head = (start + mine) % heads
@@ -433,12 +503,16 @@ def _scored_rows_kernel(
     if NORM > 0:
         scale = NORM / tl.sqrt(tl.maximum(size, LEAST_SQUARE))
     row += mine * total
-    target = rows.vectors + row[:, None] * (FIRST + OTHERS)
-    x = (x * scale[:, None]).to(rows.vectors.dtype.element_ty)
+    target = vectors + row[:, None] * (FIRST + OTHERS)
+    x = (x * scale[:, None]).to(vectors.dtype.element_ty)
     tl.store(target + place[None, :], x, mask=inside[:, None])
     if OTHERS > 0:
-        y = (y * scale[:, None]).to(rows.vectors.dtype.element_ty)
+        y = (y * scale[:, None]).to(vectors.dtype.element_ty)
         tl.store(target + behind[None, :], y, mask=inside[:, None])
-    tl.store(rows.scale + row, qk_scale / scale, mask=inside)
-    tl.store(rows.first + row, lowest, mask=inside)
-    tl.store(rows.last + row, highest, mask=inside)
+    # from tokens to sampled keys
+    lowest = (tl.maximum(lowest - KEY_OFFSET, 0) + KEY_STRIDE - 1) // KEY_STRIDE
+    highest = tl.where(highest >= KEY_OFFSET, (highest - KEY_OFFSET) // KEY_STRIDE, -1)
+    highest = tl.where(highest >= lowest, highest, -1)
+    tl.store(scales + row, qk_scale / scale, mask=inside)
+    tl.store(firsts + row, lowest, mask=inside)
+    tl.store(lasts + row, highest, mask=inside)

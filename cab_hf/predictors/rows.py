@@ -23,7 +23,8 @@ from cab_hf.predictors.base import LayerContext, Predictor, has_kernels
 # what choosing takes of a CabConfig, with the types that the registered op has for it
 FIELDS = {
     **dict.fromkeys(("query_block", "key_block", "sink_blocks", "local_blocks"), "int"),
-    **dict.fromkeys(("dense_tail_blocks", "exact_queries", "typical_queries"), "int"),
+    **dict.fromkeys(("dense_tail_blocks", "outlier_queries"), "int"),
+    **dict.fromkeys(("typical_queries", "typical_key_stride"), "int"),
     **dict.fromkeys(("mass_threshold", "share_threshold", "max_density"), "float"),
 }
 
@@ -48,7 +49,7 @@ class ScoredKeys:
 class RowsPredictor(Predictor):
     """Keeps the blocks whose mass, or whose share of one scored query, reaches a threshold.
 
-    ``config.exact_queries`` outliers of every query block are scored on the channels of the call,
+    ``config.outlier_queries`` outliers of every query block are scored on the channels of the call,
     ``config.typical_queries`` on all channels. A key block's share of a query is the softmax, over
     the blocks that it sees, of the largest logit of any key inside; its mass is the mean share of
     the scored queries, where outliers count as one query each and typical ones as all the others.

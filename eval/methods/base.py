@@ -26,7 +26,7 @@ from cab_hf.predictors import LayerContext, make_predictor
 BUDGET_STEPS = 1000  # a share of a row, or of the mass, is fitted to this fraction
 CLOSE = 0.01  # times this close to the budget are as good: they are measured no closer
 # fields that only CAB reads: how it chooses and decodes
-OWN = ("exact_queries", "typical_queries", "mass_threshold", "share_threshold")
+OWN = ("outlier_queries", "typical_queries", "mass_threshold", "share_threshold")
 OWN += ("sparse_decode", "decode_tokens")
 PROBE_DIM = 16  # head dim of the random q and k that a budget is fitted on
 SEED = 0  # of the probe

@@ -27,11 +27,11 @@ from cab_hf.predictors import (
 HEADS, KV_HEADS, DIM = 4, 2, 16
 # the half of 64 channels that LLaMA turns slowest
 SLOW = (*range(16, 32), *range(48, 64))
-SMALL = CabConfig(32, 16, mass_threshold=0.05, share_threshold=0.3, min_length=0, exact_queries=8)
+SMALL = CabConfig(32, 16, mass_threshold=0.05, share_threshold=0.3, min_length=0, outlier_queries=8)
 CONFIGS = {
     "exact": SMALL,
-    "exact-every-query": replace(SMALL, exact_queries=32),
-    "typical": replace(SMALL, exact_queries=0),
+    "exact-every-query": replace(SMALL, outlier_queries=32),
+    "typical": replace(SMALL, outlier_queries=0),
     "wide-keys": replace(SMALL, query_block=16, key_block=32),
     "no-tail": replace(SMALL, dense_tail_blocks=0),
     "long-tail": replace(SMALL, dense_tail_blocks=3),

@@ -32,7 +32,7 @@ CONFIGS = {
     "cascade": replace(SPARSE, predictor="cascade", anchors=(0,)),
     "cascade-exact": replace(
         SPARSE,
-        **{"predictor": "cascade", "anchors": (0,), "exact_queries": 4},
+        **{"predictor": "cascade", "anchors": (0,), "outlier_queries": 4},
         head_map=((0,) * 6, (5, 0, 0, 1, 4, 2)),
         min_length=300,
     ),

@@ -117,7 +117,7 @@ def test_many_lengths_stay_sparse(gpu):
     [
         CabConfig(),
         CabConfig(mass_threshold=0.01),
-        CabConfig(exact_queries=0),
+        CabConfig(outlier_queries=0),
         CabConfig.published(0.8),
     ],
     ids=["cab", "few", "typical-alone", "published"],
@@ -241,7 +241,7 @@ def test_keys_of_any_magnitude_are_found_and_cost_the_same(gpu, dtype):
 # --- whole models
 
 # query blocks are 128 on a GPU
-LARGE = replace(SPARSE, query_block=128, key_block=64, exact_queries=16)
+LARGE = replace(SPARSE, query_block=128, key_block=64, outlier_queries=16)
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 

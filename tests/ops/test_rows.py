@@ -14,8 +14,8 @@ from cab_hf.ops.rows import FP8, Channels, outliers, scored_keys, scored_rows
 from cab_hf.plan import Spans
 
 SMALL = CabConfig(
-    32, 16, predictor="rows", exact_queries=4, typical_queries=4, mass_threshold=0.08,
-    share_threshold=0.3,
+    32, 16, predictor="rows", outlier_queries=4, typical_queries=4,
+    typical_key_stride=1, mass_threshold=0.08, share_threshold=0.3,
 )  # fmt: skip
 SHAPE = {"q_length": 300, "heads": 4, "kv_heads": 2, "dim": 32}
 # where what is compared is computed by kernels twice
@@ -47,12 +47,25 @@ def assert_same(actual, expected):
             pytest.param({}, {"batch": 2, "q_length": 140}, "in-place", HALF, id="in-place"),
             pytest.param({}, {}, "causal", (), id="all-channels"),
             pytest.param({}, {"dim": 24}, "causal", (1, 3, 4, 20, 23), id="some-channels"),
-            pytest.param({"exact_queries": 0}, {}, "causal", HALF, id="typical-alone"),
-            pytest.param({"exact_queries": 16}, {}, "causal", HALF, id="many-outliers"),
+            pytest.param({"outlier_queries": 0}, {}, "causal", HALF, id="typical-alone"),
+            pytest.param({"outlier_queries": 16}, {}, "causal", HALF, id="many-outliers"),
             pytest.param({"typical_queries": 32}, {}, "causal", HALF, id="every-query"),
             pytest.param({"mass_threshold": 0.0}, {}, "packed", HALF, id="everything"),
             pytest.param({"max_density": 0.4}, {"batch": 2}, "padded", HALF, id="capped"),
             pytest.param({"max_density": 0.3}, {"batch": 2}, "in-place", HALF, id="capped-listed"),
+            pytest.param({"typical_key_stride": 4}, {}, "causal", HALF, id="every-4th-key"),
+            pytest.param({"typical_key_stride": 4}, {"batch": 2}, "padded", HALF, id="4th-padded"),
+            pytest.param({"typical_key_stride": 8}, {}, "packed", HALF, id="every-8th-packed"),
+            pytest.param(
+                {"typical_key_stride": 16, "outlier_queries": 0}, {}, "in-place", (), id="16th"
+            ),
+            pytest.param(
+                {"typical_key_stride": 2, "key_block": 64, "typical_queries": 16},
+                {"dim": 24},
+                "causal",
+                (1, 3, 4, 20, 23),
+                id="2nd-of-64-some-channels",
+            ),
             pytest.param({"key_block": 64}, {}, "causal", HALF, id="wide-keys"),
             pytest.param({"key_block": 128}, {}, "packed", HALF, id="keys-of-several-tiles"),
             pytest.param({"query_block": 48, "key_block": 48}, {}, "causal", HALF, id="48"),
@@ -60,7 +73,7 @@ def assert_same(actual, expected):
             pytest.param({"dense_tail_blocks": 2}, {"batch": 2}, "padded", HALF, id="two-tails"),
             pytest.param({"dense_tail_blocks": 0}, {"q_length": 7}, "causal", HALF, id="7-tokens"),
         ],
-        *(0, 1, 3, 11),
+        *(0, 1, 3, 11, 12, 13, 14, 15),
     ),
 )
 def test_lists_are_those_of_the_reference(fields, shape, layout, channels, uninitialised_is_nan):

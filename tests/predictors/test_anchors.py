@@ -84,9 +84,9 @@ def loud(seed, heads=4):
     return 3 * q, 3 * k
 
 
-@pytest.mark.parametrize("exact_queries", [0, 4])
-def test_a_planted_permutation_of_heads_is_recovered(exact_queries):
-    config = replace(SMALL, exact_queries=exact_queries)
+@pytest.mark.parametrize("outlier_queries", [0, 4])
+def test_a_planted_permutation_of_heads_is_recovered(outlier_queries):
+    config = replace(SMALL, outlier_queries=outlier_queries)
     q, k = loud(0)
     # tokens of a block are alike, so that the estimate is as good as the truth
     q, k = (
@@ -181,7 +181,7 @@ def test_a_target_below_what_is_forced_is_refused():
     assert cascaded(SMALL, kept, (0, 1), 2, 1, 1.0).mass_threshold == THRESHOLDS[-1]
 
 
-@pytest.mark.parametrize("fields", [{}, {"exact_queries": 0}, {"share_threshold": 0.9}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"outlier_queries": 0}, {"share_threshold": 0.9}], ids=str)
 def test_the_blocks_that_were_measured_are_those_that_an_anchor_attends(fields):
     config, layers = replace(SMALL, **fields), [loud(0), loud(1)]
     kept = kept_of(config, layers)

@@ -18,7 +18,7 @@ from cab_hf.plan import Spans
 from cab_hf.predictors import CascadePredictor, LayerContext, make_predictor
 
 CASCADE = replace(SPARSE, predictor="cascade", anchors=(0, 2))
-TYPICAL = replace(CASCADE, exact_queries=0)
+TYPICAL = replace(CASCADE, outlier_queries=0)
 LENGTH = 205
 
 
@@ -45,7 +45,7 @@ def test_layers_attend_what_the_anchor_before_them_chose(config):
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"max_density": 0.4}, {"exact_queries": 0}],
+    [{}, {"max_density": 0.4}, {"outlier_queries": 0}],
     ids=["rows", "capped", "typical"],
 )
 def test_as_many_anchors_as_layers_are_no_cascade(fields):
@@ -233,7 +233,7 @@ def test_a_layer_called_several_times_is_not_computed_again_under_another_calls_
 
 
 @pytest.mark.parametrize(
-    "fields", slow_but([{"head_map": ((3,) * 6,) * 3}, {"exact_queries": 4}], 0)
+    "fields", slow_but([{"head_map": ((3,) * 6,) * 3}, {"outlier_queries": 4}], 0)
 )
 def test_it_compiles_without_a_graph_break(fields):
     model, ids = tiny_model(), tokens(1, 150)

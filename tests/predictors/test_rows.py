@@ -19,8 +19,8 @@ from cab_hf.predictors.rows import choose_by_reference
 
 BLOCKS = {"query_block": 32, "key_block": 16}
 SMALL = CabConfig(
-    **BLOCKS, predictor="rows", exact_queries=4, typical_queries=4, mass_threshold=0.08,
-    share_threshold=0.3,
+    **BLOCKS, predictor="rows", outlier_queries=4, typical_queries=4,
+    typical_key_stride=1, mass_threshold=0.08, share_threshold=0.3,
 )  # fmt: skip
 
 
@@ -44,22 +44,62 @@ def test_typical_queries_stand_in_the_middle_of_equal_steps():
     assert positions.tolist() == [[[4, 12, 20, 28], [36, 44, 52, 60], [68, 76, -1, -1]]]
 
 
-def test_outliers_stand_for_themselves_and_typical_queries_for_all_others():
-    """32 queries a block: 4 look at the second key block, the others at the first."""
+def test_outliers_have_weight_one_and_typical_queries_share_the_rest():
+    """Four of 32 queries look at the second key block; one of them is an outlier."""
     q = torch.zeros(1, 1, 64, 2)
     q[..., 0] = 1.0
-    odd = [33, 40, 47, 55]
-    q[0, 0, odd] = torch.tensor([0.0, 1.0])
+    q[0, 0, [33, 40, 47, 55]] = torch.tensor([0.0, 1.0])
     k = torch.full((1, 1, 64, 2), -40.0)
     k[0, 0, 3], k[0, 0, 20] = torch.tensor([40.0, -40.0]), torch.tensor([-40.0, 40.0])
     mass, most = mass_of(q, k, SMALL)
-    torch.testing.assert_close(mass[1], torch.tensor([28 / 32, 4 / 32, 0.0, 0.0]))
+    torch.testing.assert_close(mass[1], torch.tensor([31 / 32, 1 / 32, 0.0, 0.0]))
     torch.testing.assert_close(most[1], torch.tensor([1.0, 1.0, 0.0, 0.0]))
+
+
+def test_outliers_are_a_farthest_point_sample():
+    """Directions at 0, 90, 100 and 180 degrees: each is sampled before any is sampled twice."""
+    angles = torch.zeros(32)
+    angles[[5, 6, 20]] = torch.tensor([180.0, 90.0, 100.0])
+    angles = angles.deg2rad()
+    q = torch.stack((angles.cos(), angles.sin()), -1)[None, None]
+    positions = reference.outlier_queries(q, Spans.causal(1, 32, 32, "cpu"), 32, 8)
+    # 180 is farthest from the mean, 0 from 180; 90 is as far from both; then 100, then ties
+    assert positions.flatten().tolist() == [5, 0, 6, 20, 1, 2, 3, 4]
+
+
+def test_fewer_real_queries_than_outliers_are_all_sampled_once():
+    q, _ = loud(q_length=37, heads=1, kv_heads=1)
+    positions = reference.outlier_queries(q, Spans.causal(1, 37, 37, "cpu"), 32, 8)
+    assert sorted(positions[0, 0, 1].tolist()) == [-1, -1, -1, 32, 33, 34, 35, 36]
+
+
+def test_typical_queries_see_every_nth_key():
+    """A stride of 4 in blocks of 16 keys scores keys 2, 6, 10 and 14 of each block."""
+    q = torch.ones(1, 1, 64, 2)
+    k = torch.full((1, 1, 64, 2), -20.0)
+    k[0, 0, 6], k[0, 0, 21] = 20.0, 20.0
+    config = replace(SMALL, outlier_queries=0, typical_key_stride=4)
+    mass, most = mass_of(q, k, config)
+    torch.testing.assert_close(mass[1], torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    mass, most = mass_of(q, k, replace(config, typical_key_stride=1))
+    torch.testing.assert_close(mass[1], torch.tensor([0.5, 0.5, 0.0, 0.0]))
+
+
+def test_a_sample_that_sees_no_sampled_key_has_no_weight():
+    """Documents begin inside of a stride: their first query sees no sampled key."""
+    q, k = loud(q_length=32, heads=1, kv_heads=1)
+    last = torch.arange(32, dtype=torch.int32)[None]
+    first = (last >= 19).int() * 19
+    spans = Spans(first, last, torch.ones(1, 32, dtype=torch.bool))
+    config = replace(SMALL, outlier_queries=0, typical_queries=32, typical_key_stride=8)
+    mass, _ = reference.mass_by_rows(q, k, spans, 1.0, config)
+    # keys 4, 12, 20, 28 are scored: queries 0 to 3 and 19 see none of them
+    torch.testing.assert_close(mass.sum(), torch.tensor(1.0))
 
 
 def test_a_mass_is_that_of_all_queries_where_all_are_scored():
     q, k = loud(q_length=96, heads=1, kv_heads=1)
-    every = replace(SMALL, exact_queries=0, typical_queries=32)
+    every = replace(SMALL, outlier_queries=0, typical_queries=32)
     logits = (q @ k.transpose(-1, -2))[0, 0].masked_fill(torch.ones(96, 96).triu(1).bool(), -1e9)
     shares = logits.unflatten(-1, (6, 16)).amax(-1).softmax(-1)
     expected = shares.unflatten(0, (3, 32)).mean(1)
@@ -68,7 +108,7 @@ def test_a_mass_is_that_of_all_queries_where_all_are_scored():
 
 def test_a_sink_holds_mass_that_no_block_has():
     q, k = loud(q_length=96, heads=2, kv_heads=1)
-    every = replace(SMALL, exact_queries=0, typical_queries=32)
+    every = replace(SMALL, outlier_queries=0, typical_queries=32)
     spans = Spans.causal(1, 96, 96, "cpu")
     alone, _ = reference.mass_by_rows(q, k, spans, 1.0, every)
     given = q, k, spans, 1.0, every
@@ -84,9 +124,9 @@ def test_outliers_are_scored_on_their_channels_and_typical_queries_on_all():
     q, k = loud(q_length=96, heads=1, kv_heads=1)
     blind = k.clone()
     blind[..., :8] = 0.0
-    typical = replace(SMALL, exact_queries=0)
+    typical = replace(SMALL, outlier_queries=0)
     assert torch.equal(*(mass_of(q, k, typical, x)[0] for x in ((), (8, 9, 10, 11))))
-    every = replace(SMALL, exact_queries=32)
+    every = replace(SMALL, outlier_queries=32)
     seen = [mass_of(q, x, every, tuple(range(8, 16)))[0] for x in (k, blind)]
     # typical queries weigh nothing where every query is an outlier
     torch.testing.assert_close(*seen)
@@ -114,7 +154,7 @@ def test_one_query_that_alone_looks_at_a_key_is_found():
     config = replace(SMALL, dense_tail_blocks=0, mass_threshold=0.2)
     for count, found in ((4, True), (0, False)):
         kept = on_the_cpu(
-            replace(config, exact_queries=count), q, k, Spans.causal(1, 512, 512, "cpu"), 1.0
+            replace(config, outlier_queries=count), q, k, Spans.causal(1, 512, 512, "cpu"), 1.0
         )
         assert bool(kept.to_dense()[0, 0, 15, 200 // 16]) == found
         assert kept.density() < 0.7
@@ -212,10 +252,15 @@ def test_the_same_under_torch_compile():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"query_block": 48, "exact_queries": 24}, "exact_queries is 24; it must be 0 or a power"),
+        (
+            {"query_block": 48, "outlier_queries": 24},
+            "outlier_queries is 24; it must be 0 or a power",
+        ),
         ({"typical_queries": 64}, "typical_queries is 64; it must be a power of two"),
+        ({"typical_key_stride": 3}, "typical_key_stride is 3; it must be a power of two"),
+        ({"typical_key_stride": 32}, "typical_key_stride is 32; it must be a power of two"),
         ({"sparsity": 0.5}, "sparsity is 0.5, which predictor='rows' does not read"),
-        ({"predictor": "frc"}, "exact_queries is 4, which predictor='frc' does not read"),
+        ({"predictor": "frc"}, "outlier_queries is 4, which predictor='frc' does not read"),
     ],
     ids=str,
 )

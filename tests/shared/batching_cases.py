@@ -12,7 +12,7 @@ from cab_hf import route
 
 GREEDY = GenerationConfig(max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=2)
 PAGES = {"max_blocks_per_request": 64}
-LOW = dataclasses.replace(SPARSE, mass_threshold=0.08, exact_queries=0)
+LOW = dataclasses.replace(SPARSE, mass_threshold=0.08, outlier_queries=0)
 WAYS = {
     "at-once": {},
     "chunks": {"max_batch_tokens": 96},

@@ -91,7 +91,7 @@ SPARSE = replace(
     SMALL,
     mass_threshold=0.08,
     share_threshold=0.5,
-    exact_queries=4,
+    outlier_queries=4,
     typical_queries=4,
     # of these short texts, two are most
     dense_tail_blocks=1,
