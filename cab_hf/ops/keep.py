@@ -11,6 +11,8 @@ from cab_hf.ops.attention.tiles import tanh
 
 # key blocks of a row that are weighed at a time, whole words of bits, and by how many warps
 CHUNK, WARPS = 64, 1
+# bytes that a lane loads at a time
+BYTES_OF_A_LOAD = tl.constexpr(16)
 # arguments that are no reason to compile twice: those of the sweep, and others
 PLACES = ["columns", "all_columns", "begin", "start", "heads", "q_blocks"]
 NUMBERS = ["least_mass", "share", "kv_blocks", "words", "bounds_plane"]
@@ -52,16 +54,27 @@ def _shares(
     Returns:
         Two [CHUNK].
     """
-    step = begins // BLOCKS + tl.arange(0, CHUNK // BLOCKS)
     STEP: tl.constexpr = BLOCKS * KEY_BLOCK
-    there = (step >= first // STEP) & (step <= last // STEP)
     row = line * COUNT + tl.arange(0, COUNT)
-    scale = tl.load(samples[1] + row)[None, :, None]
-    norm = tl.load(samples[2] + row)[None, :, None]
+    scale = tl.load(samples[1] + row)
+    norm = tl.load(samples[2] + row)
+    if BLOCKS * 2 >= BYTES_OF_A_LOAD:
+        # [COUNT, CHUNK]: a lane holds neighbouring key blocks of several samples
+        column = begins + tl.arange(0, CHUNK)
+        step = column // BLOCKS
+        there = (step >= first // STEP) & (step <= last // STEP)
+        cell = step[None, :] * (ROWS * BLOCKS) + (column % BLOCKS)[None, :]
+        cell += tl.arange(0, COUNT)[:, None] * BLOCKS
+        top = tl.load(logits + cell, mask=there[None, :], other=float("-inf")).to(tl.float32)
+        share = tl.exp2(capped(top * scale[:, None], softcap) - norm[:, None])
+        return tl.max(share, 0), tl.sum(share, 0)
+    # [steps, COUNT * BLOCKS]: a lane holds samples of few key blocks
+    step = begins // BLOCKS + tl.arange(0, CHUNK // BLOCKS)
+    there = (step >= first // STEP) & (step <= last // STEP)
     cell = step[:, None] * (ROWS * BLOCKS) + tl.arange(0, COUNT * BLOCKS)[None, :]
     top = tl.load(logits + cell, mask=there[:, None], other=float("-inf")).to(tl.float32)
-    logit = capped(tl.reshape(top, (step.shape[0], COUNT, BLOCKS)) * scale, softcap)
-    share = tl.exp2(logit - norm)
+    top = tl.reshape(top, (step.shape[0], COUNT, BLOCKS))
+    share = tl.exp2(capped(top * scale[None, :, None], softcap) - norm[None, :, None])
     return tl.reshape(tl.max(share, 1), (CHUNK,)), tl.reshape(tl.sum(share, 1), (CHUNK,))
 
 

@@ -22,12 +22,12 @@ from cab_hf.plan import BlockPlan, Spans, once_per_spans
 QUERY_CHUNK = 256
 # far below any share that counts, and finite as a logarithm
 LEAST = 1e-30
-# resolution of cosine similarities: closer values are equal
-COSINE_STEPS = 65536.0
+# resolution of cosine similarities: closer values are equal. A similarity is one signed byte
+COSINE_STEPS = 127.0
 # similarity of padding, in these steps: above every cosine, so that real queries come first
-PADDING_STEPS = 2 * 65536
+PADDING_STEPS = 2 * 127
 # and of queries that are samples already: padding comes before a second time
-SAMPLED_STEPS = 3 * 65536
+SAMPLED_STEPS = 3 * 127
 # squares of norms are at least this: a vector of zeros is like nothing
 LEAST_SQUARE = 1e-30
 # rows that see more keys than this spread their attention over more blocks: a threshold of mass
@@ -181,31 +181,31 @@ def _farthest_points(blocks: Tensor, real: Tensor, count: int) -> Tensor:
         blocks: float32 [B, H, M, query_block, D], zeros where ``real`` is False.
         real: bool [B, H, M, query_block].
     """
-    square = blocks.square().sum(-1)
     mean = blocks.sum(-2)
-    nearest = _cosine(
-        (blocks @ mean.unsqueeze(-1))[..., 0], square, mean.square().sum(-1)[..., None]
+    inverse, mean_inverse = (
+        x.square().sum(-1).clamp(min=LEAST_SQUARE).rsqrt() for x in (blocks, mean.unsqueeze(-2))
     )
+    nearest = _cosine_steps((blocks @ mean.unsqueeze(-1))[..., 0], inverse, mean_inverse)
     nearest = nearest.masked_fill(~real, PADDING_STEPS)
+    position = torch.arange(nearest.shape[-1], device=nearest.device)
     samples = []
     for number in range(count):
         # argmin returns any of several equal values: the position decides
-        position = torch.arange(nearest.shape[-1], device=nearest.device)
         chosen = (nearest * nearest.shape[-1] + position).argmin(-1, keepdim=True)
         samples.append(chosen)
         sample = blocks.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, blocks.shape[-1]))
         products = (blocks @ sample.transpose(-1, -2))[..., 0]
-        similarity = _cosine(products, square, square.gather(-1, chosen))
+        similarity = _cosine_steps(products, inverse, inverse.gather(-1, chosen))
         similarity = similarity.masked_fill(~real, PADDING_STEPS)
         nearest = similarity if number == 0 else torch.maximum(nearest, similarity)
         nearest = nearest.scatter(-1, torch.cat(samples, -1), SAMPLED_STEPS)
     return torch.cat(samples, -1)
 
 
-def _cosine(products: Tensor, square: Tensor, other_square: Tensor) -> Tensor:
+def _cosine_steps(products: Tensor, inverse: Tensor, other_inverse: Tensor) -> Tensor:
     """Return cosine similarities in whole steps of 1 / `COSINE_STEPS`, int64."""
-    size = (square * other_square).clamp(min=LEAST_SQUARE).sqrt()
-    return ((products / size).nan_to_num(nan=-1.0).clamp(-1, 1) * COSINE_STEPS).long()
+    cosine = (products * inverse * other_inverse).nan_to_num(nan=-1.0)
+    return (cosine.clamp(-1, 1) * COSINE_STEPS).long()
 
 
 def typical_queries(spans: Spans, query_block: int, count: int) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
 from cab_hf import capability
 from cab_hf.ops import reference
@@ -37,10 +38,12 @@ LONGEST_RUN = 8
 # tables of channels that stay on a device
 COPIES = 256
 TOKENS_OF_KEYS, ROWS_GATHERED = 128, 64
-# channels that the farthest-point kernel multiplies at a time
-OUTLIER_CHANNELS = 64
-# the largest query block whose Gram matrix fits the registers of a program, and its warps
-GRAM_QUERIES, OUTLIER_WARPS = 128, 4
+# channels per product of queries with queries
+GRAM_CHANNELS = 64
+# the largest query block whose Gram matrix fits the registers of a program
+GRAM_QUERIES = 128
+# bytes of Gram matrices at a time: query blocks take turns
+GRAM_BYTES = 512 << 20
 COSINE_STEPS = tl.constexpr(COSINE_STEPS)
 LEAST_SQUARE = tl.constexpr(LEAST_SQUARE)
 PADDING_STEPS = tl.constexpr(reference.PADDING_STEPS)
@@ -163,34 +166,69 @@ def scored_keys(
 def outliers(
     q: Tensor, spans: Spans, planes: tuple[int, int], query_block: int, count: int
 ) -> Tensor:
-    """`reference.outlier_queries` of some heads of q [B, H, N_q, D]: int32 [heads, M_q * count].
+    """Return `reference.outlier_queries` of some heads of q [B, H, N_q, D].
 
     Args:
-        planes: the first head, and how many, batch rows and heads counted together.
+        planes: The first head and the number of heads, counted over batch rows and heads.
+
+    Returns:
+        int32 [heads, M_q * count].
     """
     heads, length, dim = q.shape[1:]
     start, some = planes
     q_blocks = triton.cdiv(length, query_block)
+    if count == query_block:
+        place = torch.arange(q_blocks * count, device=q.device, dtype=torch.int32)
+        last = F.pad(spans.last, (0, len(place) - length), value=-1)
+        return place.where(last >= 0, -1).repeat_interleave(heads, 0)[start : start + some]
+    block_q = triton.next_power_of_2(query_block)
+    has_gram = query_block <= GRAM_QUERIES
+    step = max(1, GRAM_BYTES // (block_q * block_q * some)) if has_gram else q_blocks
+    step = min(step, q_blocks)
     positions = torch.empty(some, q_blocks * count, device=q.device, dtype=torch.int32)
+    gram = q.new_empty(some * step * block_q, block_q, dtype=torch.int8) if has_gram else None
+    nearest = positions.new_empty(some * step, block_q)
+    inverse = torch.empty_like(nearest, dtype=torch.float32)
     last = spans.last if spans.last.stride(1) == 1 else spans.last.contiguous()
-    # heads run fastest: neighbouring programs read neighbouring memory of a [B, N, H, D] tensor
-    _outliers_kernel[(some, q_blocks)](
-        vectors(q if q.stride(-1) == 1 else q.contiguous()),
-        last,
-        last.stride(0),
-        positions,
-        start,
-        heads,
-        length,
-        QUERY_BLOCK=query_block,
-        COUNT=count,
-        BLOCK_Q=triton.next_power_of_2(query_block),
-        D=dim,
-        BLOCK_D=max(16, min(OUTLIER_CHANNELS, triton.next_power_of_2(dim))),
-        IN_REGISTERS=query_block <= GRAM_QUERIES,
-        PRECISION=precision(q),
-        num_warps=OUTLIER_WARPS,
-    )
+    queries = vectors(q if q.stride(-1) == 1 else q.contiguous())
+    for begin in range(0, q_blocks, step):
+        # heads run fastest: neighbouring programs read neighbouring memory of a [B, N, H, D] tensor
+        grid = some, min(step, q_blocks - begin)
+        _similarities_kernel[grid](
+            queries,
+            last,
+            last.stride(0),
+            gram,
+            nearest,
+            inverse,
+            begin,
+            start,
+            heads,
+            length,
+            QUERY_BLOCK=query_block,
+            BLOCK_Q=block_q,
+            D=dim,
+            BLOCK_D=max(16, min(GRAM_CHANNELS, triton.next_power_of_2(dim))),
+            PRECISION=precision(q),
+            num_warps=4,
+        )
+        _farthest_points_kernel[grid](
+            queries,
+            gram,
+            nearest,
+            inverse,
+            positions,
+            begin,
+            start,
+            heads,
+            q_blocks,
+            QUERY_BLOCK=query_block,
+            COUNT=count,
+            BLOCK_Q=block_q,
+            D=dim,
+            BLOCK_D=max(16, min(GRAM_CHANNELS, triton.next_power_of_2(dim))),
+            num_warps=1 if has_gram else 4,
+        )
     return positions
 
 
@@ -339,12 +377,11 @@ def _scored_keys_kernel(
 
 
 @triton.jit
-def _cosine_steps(products, square, other_square):
-    """int32 cosine similarities in steps of 1 / COSINE_STEPS; NaN counts as -1."""
-    size = tl.maximum(square * other_square, LEAST_SQUARE)
-    cosine = products * tl.rsqrt(size)
+def _cosine_steps(products, inverse, other_inverse):
+    """Cosine similarities in steps of 1 / COSINE_STEPS; NaN counts as -1."""
+    cosine = products * inverse * other_inverse
     cosine = tl.where(cosine == cosine, cosine, -1.0)
-    return (tl.minimum(tl.maximum(cosine, -1.0), 1.0) * COSINE_STEPS).to(tl.int32)
+    return tl.minimum(tl.maximum(cosine, -1.0), 1.0) * COSINE_STEPS
 
 
 @triton.jit
@@ -355,98 +392,133 @@ def _load_queries(at, real, begin, D: tl.constexpr, BLOCK_D: tl.constexpr):
     return tl.load(at + channel[None, :], mask=mask, other=0.0)
 
 
+# not compiled again for every length
+@triton.jit(do_not_specialize=["last_stride", "begin", "start", "length"])
+def _similarities_kernel(
+    q,
+    last,
+    last_stride,
+    gram,
+    nearest,
+    inverse,
+    begin,
+    start,
+    heads,
+    length,
+    QUERY_BLOCK: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write the cosine similarities of one query block, in steps of 1 / COSINE_STEPS.
+
+    Outputs: ``gram`` int8 [BLOCK_Q, BLOCK_Q], None if blocks are too large; ``nearest`` int32
+    [BLOCK_Q], the similarity to the mean query, PADDING_STEPS for padding; ``inverse`` float32
+    [BLOCK_Q], 1 / norm.
+    """
+    block = begin + tl.program_id(1)
+    mine = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK_Q)
+    query = block * QUERY_BLOCK + place
+    inside = (place < QUERY_BLOCK) & (query < length)
+    real = tl.load(last + (start + mine) // heads * last_stride + query, mask=inside, other=-1) >= 0
+    at = vectors_at(q, (start + mine) // heads, (start + mine) % heads, query)
+    # the length of the mean does not matter: the sum will do
+    square = tl.zeros([BLOCK_Q], tl.float32)
+    products = tl.zeros([BLOCK_Q], tl.float32)
+    mean_square = 0.0
+    if gram is not None:
+        matrix = tl.zeros([BLOCK_Q, BLOCK_Q], tl.float32)
+    for channel in tl.static_range(0, D, BLOCK_D):
+        x = _load_queries(at, real, channel, D, BLOCK_D)
+        if gram is not None:
+            matrix = tl.dot(x, x.T, matrix, input_precision=PRECISION)
+        x = x.to(tl.float32)
+        total = tl.sum(x, 0)
+        square += tl.sum(x * x, 1)
+        products += tl.sum(x * total[None, :], 1)
+        mean_square += tl.sum(total * total, 0)
+    own = tl.rsqrt(tl.maximum(square, LEAST_SQUARE))
+    line = (tl.program_id(1) * tl.num_programs(0) + mine) * BLOCK_Q
+    to_mean = _cosine_steps(products, own, tl.rsqrt(tl.maximum(mean_square, LEAST_SQUARE)))
+    tl.store(nearest + line + place, tl.where(real, to_mean.to(tl.int32), PADDING_STEPS))
+    tl.store(inverse + line + place, own)
+    if gram is not None:
+        # sums of rows and of columns are in different layouts: one of them is read again
+        tl.debug_barrier()
+        other = tl.load(inverse + line + place)
+        steps = _cosine_steps(matrix, own[:, None], other[None, :]).to(tl.int8)
+        tl.store(gram + (line + place)[:, None] * BLOCK_Q + place[None, :], steps)
+
+
 @triton.jit
-def _products_with(at, real, vector, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
+def _products_with(at, vector, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
     """Dot products of the queries of a block with one vector in memory, float32 [BLOCK_Q]."""
     products = tl.zeros([BLOCK_Q], tl.float32)
     for begin in tl.static_range(0, D, BLOCK_D):
         channel = begin + tl.arange(0, BLOCK_D)
         y = tl.load(vector + channel, mask=channel < D, other=0.0).to(tl.float32)
-        x = _load_queries(at, real, begin, D, BLOCK_D).to(tl.float32)
+        x = tl.load(at + channel[None, :], mask=(channel < D)[None, :], other=0.0).to(tl.float32)
         products += tl.sum(x * y[None, :], 1)
     return products
 
 
 # not compiled again for every length
-@triton.jit(do_not_specialize=["last_stride", "start", "length"])
-def _outliers_kernel(
+@triton.jit(do_not_specialize=["begin", "start", "q_blocks"])
+def _farthest_points_kernel(
     q,
-    last,
-    last_stride,
+    gram,
+    nearest,
+    inverse,
     positions,
+    begin,
     start,
     heads,
-    length,
+    q_blocks,
     QUERY_BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    IN_REGISTERS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Write the positions of a farthest-point sample of one query block, -1 for none.
 
-    The Gram matrix [BLOCK_Q, BLOCK_Q] of the block has every similarity. It is in registers
-    (``IN_REGISTERS``); for larger blocks, the column of each sample is computed when it is needed.
+    A step takes one row of similarities from ``gram``, or computes the row where that is None.
     """
-    block = tl.program_id(1)
+    block = begin + tl.program_id(1)
     mine = tl.program_id(0).to(tl.int64)
-    batch = (start + mine) // heads
-    head = (start + mine) % heads
     place = tl.arange(0, BLOCK_Q)
-    query = block * QUERY_BLOCK + place
-    inside = (place < QUERY_BLOCK) & (query < length)
-    real = tl.load(last + batch * last_stride + query, mask=inside, other=-1) >= 0
-    target = positions + (mine * tl.num_programs(1) + block) * COUNT
-    if COUNT == QUERY_BLOCK:
-        tl.store(target + place, tl.where(real, query, -1), mask=place < QUERY_BLOCK)
-    else:
-        at = vectors_at(q, batch, head, query)
-        # similarity to the mean query: its length does not matter, so that the sum will do
-        if IN_REGISTERS:
-            gram = tl.zeros([BLOCK_Q, BLOCK_Q], tl.float32)
-            for begin in tl.static_range(0, D, BLOCK_D):
-                x = _load_queries(at, real, begin, D, BLOCK_D)
-                gram = tl.dot(x, x.T, gram, input_precision=PRECISION)
-            bits = gram.to(tl.int32, bitcast=True)
-            diagonal = tl.where(place[:, None] == place[None, :], bits, 0)
-            square = tl.xor_sum(diagonal, 1).to(tl.float32, bitcast=True)
-            products = tl.sum(gram, 1)
-            mean_square = tl.sum(products, 0)
+    line = (tl.program_id(1) * tl.num_programs(0) + mine) * BLOCK_Q
+    similarity = tl.load(nearest + line + place)
+    real = similarity < PADDING_STEPS
+    highest = similarity
+    if gram is None:
+        own = tl.load(inverse + line + place)
+        batch = (start + mine) // heads
+        head = (start + mine) % heads
+        # padding repeats the first query of the block: its similarities are not used
+        at = vectors_at(q, batch, head, block * QUERY_BLOCK + tl.where(real, place, 0))
+    number = tl.arange(0, COUNT)
+    samples = tl.full([COUNT], -1, tl.int32)
+    for i in range(COUNT):
+        # the position is in the lowest bits: ties go to the earlier query
+        least = tl.min(highest * BLOCK_Q + place, 0)
+        chosen = least & (BLOCK_Q - 1)
+        is_real = least < PADDING_STEPS * BLOCK_Q
+        samples = tl.where((number == i) & is_real, block * QUERY_BLOCK + chosen, samples)
+        if gram is not None:
+            similarity = tl.load(gram + (line + chosen) * BLOCK_Q + place).to(tl.int32)
         else:
-            square = tl.zeros([BLOCK_Q], tl.float32)
-            products = tl.zeros([BLOCK_Q], tl.float32)
-            mean_square = 0.0
-            for begin in tl.static_range(0, D, BLOCK_D):
-                x = _load_queries(at, real, begin, D, BLOCK_D).to(tl.float32)
-                mean = tl.sum(x, 0)
-                square += tl.sum(x * x, 1)
-                products += tl.sum(x * mean[None, :], 1)
-                mean_square += tl.sum(mean * mean, 0)
-        nearest = tl.where(real, _cosine_steps(products, square, mean_square), PADDING_STEPS)
-        number = tl.arange(0, COUNT)
-        samples = tl.full([COUNT], -1, tl.int32)
-        for i in range(COUNT):
-            # the position is in the lowest bits: ties go to the earlier query
-            least = tl.min(nearest * BLOCK_Q + place, 0)
-            chosen = least & (BLOCK_Q - 1)
-            sample = tl.where(least < PADDING_STEPS * BLOCK_Q, block * QUERY_BLOCK + chosen, -1)
-            samples = tl.where(number == i, sample, samples)
-            if IN_REGISTERS:
-                # one column of the matrix: all other bits are cleared
-                column = tl.where(place == chosen, -1, 0)
-                products = tl.xor_sum(bits & column[None, :], 1).to(tl.float32, bitcast=True)
-            else:
-                token = tl.maximum(sample, 0).to(tl.int64)
-                vector = q.data + batch * q.batch + head * q.head + token * q.token
-                products = _products_with(at, real, vector, D, BLOCK_Q, BLOCK_D)
-            own_square = tl.sum(tl.where(place == chosen, square, 0.0), 0)
-            similarity = _cosine_steps(products, square, own_square)
-            nearest = tl.where(i == 0, similarity, tl.maximum(nearest, similarity))
-            nearest = tl.where(place == chosen, SAMPLED_STEPS, nearest)
-            nearest = tl.where(real, nearest, PADDING_STEPS)
-        tl.store(target + number, samples)
+            token = (block * QUERY_BLOCK + tl.where(is_real, chosen, 0)).to(tl.int64)
+            vector = q.data + batch * q.batch + head * q.head + token * q.token
+            products = _products_with(at, vector, D, BLOCK_Q, BLOCK_D)
+            other = tl.load(inverse + line + chosen)
+            similarity = _cosine_steps(products, own, other).to(tl.int32)
+        highest = tl.where(i == 0, similarity, tl.maximum(highest, similarity))
+        highest = tl.where(place == chosen, SAMPLED_STEPS, highest)
+        highest = tl.where(real, highest, PADDING_STEPS)
+    tl.store(positions + (mine * q_blocks + block) * COUNT + number, samples)
 
 
 # not compiled again for every length
