@@ -30,6 +30,8 @@ Table = tuple[tuple[float, ...], ...]
 # any field
 CAB, FRC = ("rows", "cascade"), "frc"
 SHIPPED = (*CAB, FRC)
+# the name of outlier_queries before version 0.4
+OLD_OUTLIERS = "exact_queries"
 # fields by which 0.2 chose blocks from summaries of them, those of them that are gone, and what it
 # had for the published method
 SUMMARIES = ("coarsen", "select", "top_k_share", "top_p", "curvature", "redundancy", "sparsity")
@@ -173,7 +175,7 @@ class CabConfig:
     outlier_queries: int = _read_by(*CAB, default=16, off=0)
     typical_queries: int = _read_by(*CAB, default=32)
     typical_key_stride: int = _read_by(*CAB, default=4)
-    mass_threshold: float = _read_by(*CAB, default=0.0025)
+    mass_threshold: float = _read_by(*CAB, default=0.0027)
     share_threshold: float = _read_by(*CAB, default=0.05)
     sparsity: float | Table = _read_by(FRC, default=0.95, off=0)
     curvature: str = _read_by(FRC, default="forman", off="none")
@@ -293,7 +295,7 @@ class CabConfig:
                 f"cab_config is {settings!r}; it must be a dict of CabConfig fields "
                 "(CabConfig(...).to_dict() makes one)."
             )
-        settings, dropped = _of_0_2(settings)
+        settings, dropped = _of_0_2(_renamed(settings))
         _require_known(settings)
         if dropped:
             warn_once(
@@ -324,6 +326,7 @@ class CabConfig:
         Raises:
             ValueError: as of `from_dict`; a field that is given must be read.
         """
+        fields = _renamed(fields)
         _require_known(fields)
         kept = CabConfig.reading({**vars(self), **fields})
         return dataclasses.replace(kept, **fields)
@@ -467,6 +470,30 @@ def _others(name: str) -> str:
         return ", or give sparse_decode=True"
     parts = [f"predictor={x!r}" for x in FIELDS[name].metadata["predictors"]]
     return f", or choose what reads it ({', '.join(parts)})"
+
+
+def _renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``settings`` with today's names, and warn once about an old name.
+
+    A config that was saved under the old name scored typical queries on every key: its stride is 1.
+    """
+    settings = dict(settings)
+    if OLD_OUTLIERS not in settings:
+        return settings
+    if "outlier_queries" in settings:
+        raise ValueError(
+            f"CabConfig.{OLD_OUTLIERS} is the old name of outlier_queries, got both. Remove "
+            f"{OLD_OUTLIERS}."
+        )
+    warn_once(
+        (OLD_OUTLIERS,),
+        f"CabConfig.{OLD_OUTLIERS} is now outlier_queries. Rename it: a later version will not "
+        "accept the old name.",
+    )
+    settings["outlier_queries"] = settings.pop(OLD_OUTLIERS)
+    if "typical_queries" in settings:
+        settings.setdefault("typical_key_stride", 1)
+    return settings
 
 
 def _require_known(settings: Mapping[str, Any]) -> None:

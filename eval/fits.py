@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cab_hf.config import CabConfig
+from cab_hf.config import CabConfig, num_typical_queries
 from cab_hf.eval.experiment import PROG
 from cab_hf.eval.kv_cache import read_on
 from cab_hf.eval.report import markdown_table
@@ -218,14 +218,15 @@ class Prompts:
         Keys and rows are scored in 8 bits, as on GPUs that can.
         """
         config = self.config
-        rows = config.outlier_queries + config.typical_queries
+        typical = num_typical_queries(config)
+        rows = config.outlier_queries + typical
         q_blocks = heads * -(-tokens // config.query_block)
         k_blocks = -(-length // config.key_block)
         # of a whole text half of the pairs are never seen
         scratch = 2 * q_blocks * rows * k_blocks / (2 if tokens == length else 1)
         lists = min(4 * q_blocks * k_blocks, LISTS_AT_MOST)
         # outliers on half of the channels; bounds and scales of each row
-        scored = dim * (config.outlier_queries / 2 + config.typical_queries) + 16 * rows
+        scored = dim * (config.outlier_queries / 2 + typical) + 16 * rows
         keys = kv_heads * dim * length
         return keys + q_blocks * scored + max(min(scratch, SCRATCH_AT_A_TIME), lists)
 

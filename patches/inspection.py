@@ -15,7 +15,7 @@ from cab_hf.batching.served import unbatchable_reason
 from cab_hf.call.mask import CabMask
 from cab_hf.call.refusals import foreseen
 from cab_hf.checks import is_whole, require
-from cab_hf.config import CAB, FRC, NAMES, SPARSE, CabConfig
+from cab_hf.config import CAB, FRC, NAMES, SPARSE, CabConfig, num_typical_queries
 from cab_hf.decode.generation import has_index, index_cache, why_none
 from cab_hf.decode.step import decode_from
 from cab_hf.engines import SDPA, Workload
@@ -102,12 +102,15 @@ def _gpu(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 
 def _budget(config: CabConfig) -> str:
-    """What CAB keeps; another predictor reads of the config what it likes."""
+    """Describe which blocks the predictor selects; nothing for predictors of other packages."""
     if config.predictor == FRC:
         return f" ({config.curvature}: sparsity {config.sparsity})"
     if config.predictor not in CAB:
         return ""
-    scored = f"{config.outlier_queries} + {config.typical_queries} queries of a block scored"
+    scored = f"{config.outlier_queries} outlier queries and {num_typical_queries(config)} typical"
+    stride = config.typical_key_stride
+    scored += f" queries on every {stride}th key" if stride > 3 else " queries"
+    scored += {2: " on every 2nd key"}.get(stride, "")
     kept = f"mass_threshold {config.mass_threshold}, share_threshold {config.share_threshold}"
     anchors = f"{len(config.anchors)} anchors, " if config.predictor == "cascade" else ""
     return f" ({anchors}{scored}, {kept})"

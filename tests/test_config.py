@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, PreTrainedConfig, WhisperConfig
 
 from cab_hf import CabConfig, checks
-from cab_hf.config import FIELDS, Origin
+from cab_hf.config import FIELDS, Origin, num_typical_queries
 from cab_hf.hf.fit import require_layers
 
 CASCADE = {"predictor": "cascade", "anchors": (0,)}
@@ -58,6 +58,9 @@ ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
         ("typical_queries", 0),
         ("typical_queries", 6),
         ("outlier_queries", 3),
+        ("typical_key_stride", 0),
+        ("typical_key_stride", 3),
+        ("typical_key_stride", 128),
         ("outlier_queries", -1),
         ("outlier_queries", 256),
         ("outlier_queries", 2.0),
@@ -254,6 +257,27 @@ def test_unknown_fields_and_wrong_kinds_are_refused():
         CabConfig.from_dict({1: 2, "topk": 3})
     with pytest.raises(ValueError, match="it must be a dict"):
         CabConfig.from_dict("top_p=0.9")
+
+
+def test_the_old_name_of_outlier_queries_loads_with_a_warning(monkeypatch):
+    monkeypatch.setattr(checks, "_warned", set())
+    with pytest.warns(UserWarning, match="exact_queries is now outlier_queries") as given:
+        saved = CabConfig.from_dict({"exact_queries": 8, "typical_queries": 8})
+        assert CabConfig.from_dict({"exact_queries": 8}) == CabConfig(outlier_queries=8)
+        assert CabConfig().changed(exact_queries=8) == CabConfig(outlier_queries=8)
+    assert len(given) == 1
+    # typical queries were scored on every key
+    assert saved == CabConfig(outlier_queries=8, typical_queries=8, typical_key_stride=1)
+    with pytest.raises(ValueError, match="got both"):
+        CabConfig.from_dict({"exact_queries": 8, "outlier_queries": 8})
+
+
+def test_the_default_of_typical_queries_fits_every_block():
+    assert num_typical_queries(CabConfig()) == 32
+    assert num_typical_queries(CabConfig(16, 16)) == 16
+    assert num_typical_queries(CabConfig(48, 48)) == 16
+    with pytest.raises(ValueError, match="typical_queries is 64; it must be a power of two"):
+        CabConfig(48, 48, typical_queries=64)
 
 
 def test_published_is_the_published_recipe():

@@ -180,6 +180,7 @@ def budgets(draw, **fixed):
         "dense_tail_blocks": draw(st.integers(0, 2)),
         "outlier_queries": draw(st.sampled_from((0, 2, 4, 16))),
         "typical_queries": draw(st.sampled_from((1, 4, 16))),
+        "typical_key_stride": draw(st.sampled_from((1, 4, 16))),
         "mass_threshold": draw(st.sampled_from((0.0, 0.02, 0.1, 0.3))),
         "share_threshold": draw(st.sampled_from((0.1, 0.5, 1.0))),
         "sparsity": draw(st.sampled_from((0.3, 0.8))),

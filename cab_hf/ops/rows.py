@@ -425,20 +425,24 @@ def _similarities_kernel(
     real = tl.load(last + (start + mine) // heads * last_stride + query, mask=inside, other=-1) >= 0
     at = vectors_at(q, (start + mine) // heads, (start + mine) % heads, query)
     # the length of the mean does not matter: the sum will do
-    square = tl.zeros([BLOCK_Q], tl.float32)
-    products = tl.zeros([BLOCK_Q], tl.float32)
-    mean_square = 0.0
     if gram is not None:
         matrix = tl.zeros([BLOCK_Q, BLOCK_Q], tl.float32)
-    for channel in tl.static_range(0, D, BLOCK_D):
-        x = _load_queries(at, real, channel, D, BLOCK_D)
-        if gram is not None:
+        for channel in tl.static_range(0, D, BLOCK_D):
+            x = _load_queries(at, real, channel, D, BLOCK_D)
             matrix = tl.dot(x, x.T, matrix, input_precision=PRECISION)
-        x = x.to(tl.float32)
-        total = tl.sum(x, 0)
-        square += tl.sum(x * x, 1)
-        products += tl.sum(x * total[None, :], 1)
-        mean_square += tl.sum(total * total, 0)
+        square = tl.sum(tl.where(place[:, None] == place[None, :], matrix, 0.0), 1)
+        products = tl.sum(matrix, 1)
+        mean_square = tl.sum(products, 0)
+    else:
+        square = tl.zeros([BLOCK_Q], tl.float32)
+        products = tl.zeros([BLOCK_Q], tl.float32)
+        mean_square = 0.0
+        for channel in tl.static_range(0, D, BLOCK_D):
+            x = _load_queries(at, real, channel, D, BLOCK_D).to(tl.float32)
+            total = tl.sum(x, 0)
+            square += tl.sum(x * x, 1)
+            products += tl.sum(x * total[None, :], 1)
+            mean_square += tl.sum(total * total, 0)
     own = tl.rsqrt(tl.maximum(square, LEAST_SQUARE))
     line = (tl.program_id(1) * tl.num_programs(0) + mine) * BLOCK_Q
     to_mean = _cosine_steps(products, own, tl.rsqrt(tl.maximum(mean_square, LEAST_SQUARE)))

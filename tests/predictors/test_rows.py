@@ -273,7 +273,7 @@ def test_describe_tells_what_decides():
     model = tiny_model()
     cab_hf.apply_cab(model, SMALL)
     assert cab_hf.describe(model).startswith(
-        "cab: predictor rows (4 + 4 queries of a block scored, mass_threshold 0.08, "
+        "cab: predictor rows (4 outlier queries and 4 typical queries, mass_threshold 0.08, "
         "share_threshold 0.3), blocks 32 x 16"
     )
 
