@@ -207,7 +207,11 @@ class CabConfig:
             self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
         power = f"a power of two that divides query_block={self.query_block}"
         default = FIELDS["typical_queries"].default
-        self._require(("typical_queries",), lambda x: x == default or self._is_power(x), power)
+        self._require(
+            ("typical_queries",),
+            lambda x: self._is_power(x) or (is_whole(x, 1) and x == default),
+            power,
+        )
         self._require(
             ("typical_key_stride",),
             lambda x: is_whole(x, 1) and x & (x - 1) == 0 and self.key_block % x == 0,

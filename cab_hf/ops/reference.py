@@ -324,7 +324,7 @@ def shares_of_blocks(
     heads, kv_blocks = queries.shape[1], -(-keys.shape[2] // key_block)
     maximum, total = (queries.new_zeros(*queries.shape[:3], kv_blocks).float() for _ in range(2))
     num_samples = queries.new_zeros(queries.shape[:3]).float()
-    key = torch.arange(key_offset(key_stride), keys.shape[2], key_stride, device=keys.device)
+    key = torch.arange(keys.shape[2], device=keys.device)[key_offset(key_stride) :: key_stride]
     keys = keys[:, :, key]
     missing = kv_blocks * (key_block // key_stride) - len(key)
     group, step = heads // keys.shape[1], max(1, QUERIES_AT_A_TIME // queries.shape[3])

@@ -1,9 +1,9 @@
-"""Blocks chosen by rows: a few queries of each block are scored against every key they see.
+"""The default predictor: sample a few queries per block and score them against the keys.
 
-Typical queries, at equal steps of the block, estimate how much attention a key block holds;
-outliers, those least like the block's mean query, find what single queries need. SampleAttention
-(arXiv 2406.15486) samples queries at a stride, FlashPrefill and BLASST keep what reaches a
-threshold; the outliers, and the two kinds weighed as a stratified sample, are ours.
+Typical queries, at equal steps of the block, estimate the mean attention mass of a key block.
+Outliers, a farthest-point sample, find keys that single queries need. SampleAttention (arXiv
+2406.15486) samples queries at a stride; FlashPrefill and BLASST keep blocks above a threshold. The
+outliers, the strided keys and the weights of a stratified sample are ours.
 """
 
 from __future__ import annotations
@@ -47,15 +47,17 @@ class ScoredKeys:
 
 
 class RowsPredictor(Predictor):
-    """Keeps the blocks whose mass, or whose share of one scored query, reaches a threshold.
+    """Selects the key blocks whose mean or maximum share of attention reaches a threshold.
 
-    ``config.outlier_queries`` outliers of every query block are scored on the channels of the call,
-    ``config.typical_queries`` on all channels. A key block's share of a query is the softmax, over
-    the blocks that it sees, of the largest logit of any key inside; its mass is the mean share of
-    the scored queries, where outliers count as one query each and typical ones as all the others.
-    What attention sinks hold, no block has.
-    Definition: `choose_by_reference`; on CUDA the kernels of `cab_hf.ops.rows` and
-    `cab_hf.ops.sweep` compute it.
+    For query block m and key block j, with shares of the samples as in `reference.mass_by_rows`::
+
+        select(m, j) = mean_share[m, j] >= mass_threshold * min(1, 32768 / num_visible_keys)
+                       or max_share[m, j] >= share_threshold
+
+    ``config.outlier_queries`` outliers per block are scored on the channels of the call,
+    ``config.typical_queries`` on all channels of every ``config.typical_key_stride``-th key. Sinks
+    take part in the softmax but are never selected. Definition: `choose_by_reference`. On CUDA,
+    the kernels of `cab_hf.ops.rows` and `cab_hf.ops.sweep` compute it.
     """
 
     def summarise(
