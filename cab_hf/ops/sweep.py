@@ -74,7 +74,8 @@ def kept_blocks(
     outliers: ScoredRows | None,
     typical: ScoredRows,
     keys: Tensor,
-    exponents: Tensor | None,
+    exponents: Tensor,
+    marked: Tensor,
     rules: RowRules,
     start: int,
     heads: int,
@@ -90,6 +91,7 @@ def kept_blocks(
 
     Args:
         keys, exponents: those of `rows.scored_keys`, [B, H_kv, N_k, C] and [B, H_kv, N_k, 1].
+        marked: int8 [B, H_kv, M_k], `marks.marked_blocks`.
         start: the first of the heads whose rows these are, batch rows and heads counted together.
         heads: of a batch row.
         blocks: tokens of a query block and of a key block.
@@ -97,8 +99,9 @@ def kept_blocks(
         bits: int32 [B, H, M_q, ceil(M_k / 32)]: bit j % 32 of word j // 32 is set where block
             j is kept. Words of blocks that a row does not see mean nothing.
         counts: int32 [B, H, M_q], how many are kept.
-        scores: float32 [heads at hand, M_q, M_k], filled with what ranks the blocks that a row
-            sees: its mass, or 1 and more where the share of one query keeps it; None for nothing.
+        scores: float32 [heads at hand, M_q, M_k], receives the rank of each block that a row sees,
+            see `predictors.rows.ranks`; the rank of a forced block is any number. None for no
+            ranks.
         sinks: [H], a logit of each head that no block has; None without.
         softcap: that of `reference.capped`.
     """
@@ -191,6 +194,7 @@ def kept_blocks(
         keep._keep_kernel[((end - begin) * together, planes)](
             *scored,
             rules.bounds,
+            marked,
             bits if rules.tail is None else rules.tail,
             bits,
             counts,
@@ -202,6 +206,7 @@ def kept_blocks(
             begin,
             start,
             heads,
+            kv_heads,
             q_blocks,
             kv_blocks,
             bits.shape[-1],
