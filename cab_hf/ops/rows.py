@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cab_hf import capability
-from cab_hf.ops.attention.tiles import LOG2_E, vectors, vectors_at
+from cab_hf.ops.attention.tiles import INFINITE_BITS, LOG2_E, magnitude, vectors, vectors_at
 from cab_hf.ops.launch import registers
 from cab_hf.ops.reference import COSINE_STEPS, LEAST_SQUARE
 from cab_hf.plan import Spans
@@ -32,8 +32,6 @@ LARGEST_CHANNEL = tl.constexpr(2.0**56)
 # less than a multiple of 10, and most are -1: the exponents next to it need no wider float16
 NOT_FINITE = -2
 NOT_FINITE_EXPONENT = tl.constexpr(NOT_FINITE)
-# float32 bits from here on are infinities and NaN, apart from the sign
-INFINITE_BITS = tl.constexpr(0x7F800000)
 # and queries to this norm: products of keys of norms up to 32,000 then fit a float16
 QUERY_NORM = 8.0
 # channels of a product of 8-bit floats come in multiples of this
@@ -125,17 +123,13 @@ def scored_dtype(x: Tensor) -> torch.dtype:
     return FP8 if has_units else x.dtype
 
 
-def empty_keys(
-    k: Tensor, channels: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def empty_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Allocate what `scored_keys` returns."""
     keys = k.new_empty(*k.shape[:3], Channels.widths(channels, k.shape[3]), dtype=dtype)
     return keys, k.new_empty(*k.shape[:3], 1, dtype=torch.int8)
 
 
-def scored_keys(
-    k: Tensor, channels: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def scored_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the scored keys [B, H_kv, N_k, C] of k [B, H_kv, N_k, D], and their exponents.
 
     `Channels` has the order of the channels. Keys of 8-bit floats have a unit each, a power of two.
@@ -281,12 +275,6 @@ def _clamped(x):
 
 
 @triton.jit
-def _magnitude(x):
-    """Return the bits of float32 without the sign, int32, which compare as the magnitudes do."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
 def _rounded(x, exponent, above, keys):
     """8-bit floats of ``x`` as if the largest had `ROUNDED_AT`, in units ``above`` that."""
     x = (x * power_of_two(-exponent)[:, None]).to(keys.dtype.element_ty).to(tl.float32)
@@ -317,9 +305,9 @@ def _scored_keys_kernel(
     if OTHERS > 0:
         y, behind = _read(at, inside, table, FIRST, OTHERS, RUN)
     # as integers: a maximum of floats may drop a NaN
-    bits = tl.max(_magnitude(x), 1)
+    bits = tl.max(magnitude(x), 1)
     if OTHERS > 0:
-        bits = tl.maximum(bits, tl.max(_magnitude(y), 1))
+        bits = tl.maximum(bits, tl.max(magnitude(y), 1))
     finite = bits < INFINITE_BITS
     x = tl.where(finite[:, None], x, 0.0)
     if OTHERS > 0:
@@ -450,11 +438,11 @@ def _scored_rows_kernel(
     at = vectors_at(q, batch, head, query)
     x, place = _read(at, real, table, 0, FIRST, RUN)
     size = tl.sum(x * x, 1)
-    bits = tl.max(_magnitude(x), 1)
+    bits = tl.max(magnitude(x), 1)
     if OTHERS > 0:
         y, behind = _read(at, real, table, FIRST, OTHERS, RUN)
         size += tl.sum(y * y, 1)
-        bits = tl.maximum(bits, tl.max(_magnitude(y), 1))
+        bits = tl.maximum(bits, tl.max(magnitude(y), 1))
     scale = tl.full([BLOCK_M], 1.0, tl.float32)
     if NORM > 0:
         scale = NORM / tl.sqrt(tl.maximum(size, LEAST_SQUARE))
