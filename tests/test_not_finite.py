@@ -1,4 +1,4 @@
-"""A NaN or an infinity in one key and value reaches no query block that cannot see it."""
+"""A NaN or an infinity reaches the queries that attend to its key, and no query block before it."""
 
 from dataclasses import replace
 
@@ -7,6 +7,7 @@ import torch
 from marks import slow_but
 from selecting import by_kernels, loud, on_the_cpu
 from tiny import SMALL, VOCABULARY, qkv, tiny_model, tokens
+from torch.nn import functional as F
 
 from cab_hf import CabConfig, apply_cab
 from cab_hf.ops import reference
@@ -34,6 +35,13 @@ CONFIGS = [
 ]
 # the interpreter is slow
 KERNELS = [case for case in CONFIGS if case.id in ("rows", "typical", "published")]
+
+
+CAPPED = [
+    pytest.param(config(max_density=0.2), id="capped"),
+    pytest.param(config(max_density=0.01, sink_blocks=1), id="capped-to-forced-blocks"),
+    pytest.param(CabConfig.published(0.99, **GRID), id="published-forced-blocks"),
+]
 
 
 def spoilt(x, at, value):
@@ -65,6 +73,57 @@ def _same_choice(select, config, prefix, value):
     blind = AT // config.query_block
     assert blind > 3 and not meant[:, :, blind - 1].all()
     assert torch.equal(actual[:, :, :blind], meant[:, :, :blind])
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+@pytest.mark.parametrize("config", [*CONFIGS, *CAPPED])
+def test_blocks_with_such_a_key_are_kept(config, value):
+    _kept(on_the_cpu, config, value)
+
+
+@pytest.mark.parametrize("config", slow_but([*KERNELS, *CAPPED], 0, 3))
+def test_kernels_keep_blocks_with_such_a_key(config):
+    _kept(by_kernels, config, torch.inf)
+
+
+def _kept(select, config, value):
+    """One channel of one key is spoilt, of one of two KV heads."""
+    q, k = loud(q_length=LENGTH, heads=4, kv_heads=2, dim=32)
+    spans, at = Spans.causal(1, LENGTH, LENGTH, "cpu"), 70
+    meant = select(config, q, k, spans).to_dense()
+    k[:, 1, at, 5] = value
+    actual = select(config, q, k, spans).to_dense()
+    rows, column = slice(at // config.query_block, None), at // config.key_block
+    assert actual[:, 2:, rows, column].all() and not meant[:, 2:, rows, column].all()
+    assert torch.equal(actual[:, :2], meant[:, :2])
+
+
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[1], *CAPPED[:1]])
+def test_padding_keeps_nothing_and_may_hold_anything(config):
+    q, k = loud(q_length=LENGTH, heads=2, kv_heads=1, dim=32)
+    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
+    valid = torch.ones(1, LENGTH, dtype=torch.bool)
+    valid[:, 64:80] = False
+    spans = replace(spans, first=spans.first.clamp(min=80), key_valid=valid)
+    spans = replace(spans, last=spans.last.masked_fill(torch.arange(LENGTH) < 80, -1))
+    for select in (on_the_cpu, by_kernels):
+        meant = select(config, q, k, spans).to_dense()
+        actual = select(config, q, spoilt(k, slice(64, 80), torch.nan), spans).to_dense()
+        assert torch.equal(actual, meant)
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+@pytest.mark.parametrize("select", [on_the_cpu, by_kernels])
+def test_the_block_of_such_a_scored_query_keeps_everything(select, value):
+    q, k = loud(q_length=LENGTH, heads=2, kv_heads=1, dim=32)
+    spans, settings = Spans.causal(1, LENGTH, LENGTH, "cpu"), config(outlier_queries=0)
+    meant = select(settings, q, k, spans).to_dense()
+    at = int(reference.typical_queries(spans, 32, settings.typical_queries)[0, 5, 1])
+    q[:, 1, at, 3] = value
+    actual = select(settings, q, k, spans).to_dense()
+    assert actual[0, 1, 5, : (at + 16) // 16].all() and not meant[0, 1, 5, : at // 16].all()
+    meant[:, 1, 5] = actual[:, 1, 5]
+    assert torch.equal(actual, meant)
 
 
 ENGINES = [
@@ -111,3 +170,51 @@ def test_a_models_earlier_logits_stay_finite(exact):
         actual = model(ids).logits
     assert actual[0, 100].isnan().all()
     assert torch.equal(actual[:, :96], meant[:, :96])
+
+
+FULL = replace(SMALL, mass_threshold=0.0, dense_tail_blocks=0)
+SETTINGS = {
+    "full": FULL,
+    "sparse": replace(SMALL, mass_threshold=0.08, dense_tail_blocks=0),
+    "capped": replace(SMALL, max_density=0.1, dense_tail_blocks=0),
+    "cascade": replace(SMALL, predictor="cascade", anchors=(0,), dense_tail_blocks=0),
+    "published": CabConfig.published(0.9, **GRID, min_length=0),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_every_later_token_of_a_model_gets_it(settings):
+    model, ids = tiny_model(), tokens(1, 300)
+    embeddings = model.get_input_embeddings()(ids).detach()
+    embeddings[0, 100] = torch.nan
+    with torch.no_grad():
+        meant = model(inputs_embeds=embeddings, use_cache=False).logits.isfinite().all(-1)
+        apply_cab(model, settings)
+        actual = model(inputs_embeds=embeddings, use_cache=False).logits.isfinite().all(-1)
+    assert not meant[:, 128:].any() and not actual[:, 128:].any()
+    assert actual[:, :96].all()
+
+
+@pytest.mark.parametrize("spoil", ["q", "k", "v"])
+@pytest.mark.parametrize("value", VALUES, ids=str)
+@pytest.mark.parametrize("attend", [ENGINES[0], ENGINES[2]])
+def test_at_full_budget_outputs_are_finite_where_those_of_sdpa_are(attend, value, spoil):
+    """One channel is spoilt: products with it are of either sign, or NaN."""
+    inputs = dict(zip("qkv", qkv(q_length=LENGTH, heads=4, kv_heads=2, dim=32), strict=True))
+    inputs[spoil][:, :, 70, 5] = value
+    q, k, v = inputs.values()
+    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
+    plan = on_the_cpu(config(mass_threshold=0.0), q, k, spans)
+    actual = attend(q, k, v, plan, 0.2).isfinite()
+    # row by row, since a mask does not remove NaN
+    rows = [
+        F.scaled_dot_product_attention(
+            q[:, :, [i]], k[:, :, : i + 1], v[:, :, : i + 1], scale=0.2, enable_gqa=True
+        )
+        for i in range(LENGTH)
+    ]
+    meant = torch.cat(rows, dim=2).isfinite()
+    # queries of the same block may see it
+    rows = [*range(64), *range(96, LENGTH)] if spoil != "q" else [*range(LENGTH)]
+    assert torch.equal(actual[:, :, rows], meant[:, :, rows])
+    assert not meant.all()

@@ -253,6 +253,26 @@ def test_a_text_is_answered_as_it_is_alone(data):
         assert_same(out[row : row + 1, slots], alone)
 
 
+@cases(0.1)
+@given(st.data())
+def test_a_key_of_nan_reaches_every_query_that_may_attend_to_it(data):
+    """At any budget and in every layout, and no other row or head of the batch."""
+    shape, batch = data.draw(heads()), data.draw(batches())
+    predictor = data.draw(st.sampled_from(("rows", "rows", "frc")))
+    config = data.draw(budgets(predictor=predictor))
+    q, k, v = shape.draw(*batch.document.shape)
+    row, slot = data.draw(st.sampled_from((batch.document >= 0).nonzero().tolist()))
+    head = data.draw(st.integers(0, shape.key - 1))
+    k[row, head, slot, data.draw(st.integers(0, shape.dim - 1))] = torch.nan
+    out = attend(config, q, k, v, **batch.arguments)
+    spoilt = out[row].unflatten(1, (shape.key, -1))
+    seen = batch.seen[row, 0]
+    # PyTorch's attention of a query whose logits are all NaN is 0 for few keys
+    assert spoilt[seen[:, slot] & (seen.sum(-1) > 1), head].isnan().all()
+    assert out[torch.arange(len(out)) != row].isfinite().all()
+    assert spoilt[:, torch.arange(shape.key) != head].isfinite().all()
+
+
 @cases(0.15)
 @given(st.data())
 def test_a_plan_is_what_is_attended(data):

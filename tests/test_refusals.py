@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from tiny import FULL, SMALL, tiny_llava, tiny_model, tokens
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from transformers import (
     BertConfig,
@@ -94,6 +95,62 @@ REFUSED_INPUTS = [
 def test_what_a_model_is_given(model, given, sentence):
     with pytest.raises(ValueError, match=sentence):
         model(tokens(2, 40), use_cache=False, **given)
+
+
+TRANSFORMS = {
+    "torch.jit.trace": lambda call, ids: torch.jit.trace(call, (ids,), check_trace=False),
+    "torch.vmap": lambda call, ids: torch.vmap(lambda row: call(row[None]))(ids),
+    "torch.vmap over gradients": lambda call, ids: torch.vmap(
+        torch.func.grad(lambda scale, row: call(row[None], scale).sum()), in_dims=(None, 0)
+    )(torch.ones(()), ids),
+    "torch.func.functionalize": lambda call, ids: torch.func.functionalize(call)(ids),
+    "fake tensors": lambda call, ids: _faked(call, ids),
+}
+
+
+def _faked(call, ids):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return call(mode.from_tensor(ids))
+
+
+@pytest.mark.parametrize("kind", ["sparse", "full", "exact", "dense"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_that_reads_no_numbers(name, kind):
+    """One sentence names it, or the result is that of the call."""
+    settings = {"full": FULL, "exact": SMALL.changed(min_length=500)}
+    model, ids = apply_cab(tiny_model(), settings.get(kind, SMALL)), tokens(2, 200)
+    # tracing takes no weights with gradients as constants
+    model.requires_grad_(False)
+    if kind == "dense":
+        model.set_attn_implementation("cab_dense")
+
+    def call(ids, scale=1.0):
+        embeddings = model.get_input_embeddings()(ids) * scale
+        return model(inputs_embeds=embeddings, use_cache=False).logits
+
+    transform = TRANSFORMS[name]
+    if kind in ("exact", "dense") and name == "torch.vmap":
+        torch.testing.assert_close(transform(call, ids)[:, 0], call(ids))
+        return
+    if kind in ("exact", "dense") and "gradients" in name:
+        actual = transform(call, ids)
+        for row, gradient in zip(ids, actual, strict=True):
+            scale = torch.ones((), requires_grad=True)
+            call(row[None], scale).sum().backward()
+            torch.testing.assert_close(gradient, scale.grad, rtol=1e-3, atol=1e-3)
+        return
+    with pytest.raises(NotImplementedError, match=name.split(" over ")[0]) as caught:
+        transform(call, ids)
+    if "trace" in name:
+        assert "torch.export" in str(caught.value)
+
+
+def test_a_mask_that_vmap_batches(model):
+    def call(row):
+        return model(row[None], attention_mask=torch.ones_like(row[None])).logits
+
+    with pytest.raises(NotImplementedError, match=r"torch\.vmap batches attention_mask"):
+        torch.vmap(call)(tokens(2, 200))
 
 
 def test_an_active_context_parallel_mesh(model, monkeypatch):

@@ -15,6 +15,7 @@ from cab_hf.call.mask import CabMask
 from cab_hf.call.placeholder import KEYWORDS, Batch
 from cab_hf.call.refusals import refuse, refuse_sinks
 from cab_hf.call.scope import SCOPE, is_sharded, prompt_of, refuse_compiled
+from cab_hf.call.transforms import refuse_forward_mode, refuse_tracing, refuse_vmap
 from cab_hf.config import CabConfig, blocks_of
 from cab_hf.hf.fit import layer_index, warn_if_too_short
 from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
@@ -93,6 +94,9 @@ class Call:
             mask, packed = None, {name: kwargs.pop(name, None) for name in KEYWORDS}
         else:
             batch = None
+        refuse_tracing(query, key, value)
+        refuse_forward_mode(query, key, value)
+        refuse_vmap("position_ids", position_ids)
         lengths = query.shape[2], key.shape[2]
         refuse(module, query.dtype, lengths, mask, dropout, sliding_window, kwargs)
         refuse_sinks(s_aux, query.shape[1])

@@ -13,6 +13,7 @@ from cab_hf.call import packing
 from cab_hf.call.mask import AHEAD, CabMask, not_causal, of_another_kind, too_short
 from cab_hf.call.placeholder import NotATensor
 from cab_hf.call.scope import SCOPE, prompt_of, refuse_compiled
+from cab_hf.call.transforms import refuse_tracing, refuse_vmap
 from cab_hf.hf.fit import name_of
 
 
@@ -39,12 +40,15 @@ def cab_mask(
 
     Raises:
         ValueError: for a mask that is not 2-D, of another batch size, or of too few tokens.
-        NotImplementedError: for a compiled model inside `context_parallel`.
+        NotImplementedError: for a compiled model inside `context_parallel`, and under
+            `torch.jit.trace` and other transforms.
     """
     # what generate() made for a static cache, or the mask of continuous batching
     if isinstance(attention_mask, NotATensor):
         return attention_mask
     refuse_compiled(config)
+    refuse_tracing(attention_mask)
+    refuse_vmap("attention_mask", attention_mask)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(of_another_kind(attention_mask))
     eager = not torch.compiler.is_compiling()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cab_hf.call.call import Call
+from cab_hf.call.transforms import refuse_vmap
 from cab_hf.checks import warn_once
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import KeyIndex
@@ -39,7 +40,12 @@ class SparseDecode:
     reason: ClassVar[None] = None
 
     def attend(self, call: Call) -> Tensor:
-        """[B, H, 1, D_v] of a call."""
+        """Return the output [B, H, 1, D_v] of a call.
+
+        Raises:
+            NotImplementedError: for queries, keys or values that `torch.vmap` batches.
+        """
+        refuse_vmap("the input of a sparse decode step", call.q, call.k, call.v)
         q, text, config, layer = call.q, call.text, call.config, layer_index(call.layer)
         heads = q.shape[1], call.k.shape[1]
         length, wanted = text.reach(config.decode_tokens, decode_from(config), q.device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cab_hf.call.call import Call
+from cab_hf.call.transforms import refuse_vmap
 from cab_hf.config import CabConfig, blocks_of
 from cab_hf.engines import TRITON, Engine
 from cab_hf.ops import HAS_TRITON, Workload
@@ -32,7 +33,12 @@ class Sparse:
     reason: ClassVar[None] = None
 
     def attend(self, call: Call) -> Tensor:
-        """[B, H, N_q, D_v] of a call."""
+        """Return the output [B, H, N_q, D_v] of a call.
+
+        Raises:
+            NotImplementedError: for queries, keys or values that `torch.vmap` batches.
+        """
+        refuse_vmap("the input of sparse attention", call.q, call.k, call.v)
         layout = call.text.layout(*blocks_of(self.config), call.q.device)
         q, k, v = layout.queries(call.q), layout.keys(call.k), layout.keys(call.v)
         one_in, seed = call.sampled_one_in, None

@@ -14,10 +14,11 @@ from cab_hf.ops.launch import on_device_of
 ROWS = tl.constexpr(16)
 
 
-def largest_tokens(x: Tensor, valid: Tensor, block: int) -> Tensor:
-    """The token of largest norm of every block of x [B, H, N, D], float32 [B, H, M, D].
+def largest_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False) -> Tensor:
+    """Return the token of largest norm of every block of x [B, H, N, D], float32 [B, H, M, D].
 
-    Strided views are read as they are, as long as D is contiguous. ``valid``, bool [B, N].
+    Strided views are read as they are, as long as D is contiguous. ``valid``, bool [B, N], and
+    ``mark`` are those of `cab_hf.predictors.frc.largest_tokens`.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, length, dim = x.shape
@@ -25,13 +26,24 @@ def largest_tokens(x: Tensor, valid: Tensor, block: int) -> Tensor:
     target = x.new_empty(batch, heads, blocks, dim, dtype=torch.float32)
     given = vectors(x), valid.contiguous(), target, heads, length
     with on_device_of(x):
-        _largest_kernel[(batch * heads * blocks,)](*given, BLOCK=block, D=dim, num_warps=1)
+        _largest_kernel[(batch * heads * blocks,)](
+            *given, BLOCK=block, D=dim, MARK=mark, num_warps=1
+        )
     return target
 
 
 # not compiled again for every length
 @triton.jit(do_not_specialize=["length"])
-def _largest_kernel(x, valid, target, heads, length, BLOCK: tl.constexpr, D: tl.constexpr):
+def _largest_kernel(
+    x,
+    valid,
+    target,
+    heads,
+    length,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    MARK: tl.constexpr,
+):
     # heads run fastest: neighbouring programs read neighbouring memory of a [B, N, H, D] tensor
     pid = tl.program_id(0).to(tl.int64)
     head = pid % heads
@@ -43,6 +55,7 @@ def _largest_kernel(x, valid, target, heads, length, BLOCK: tl.constexpr, D: tl.
     channel = tl.arange(0, max(16, triton.next_power_of_2(D)))
     best = -1.0
     where = block * BLOCK
+    marked = tl.zeros([ROWS], tl.int32)
     for start in tl.static_range(0, BLOCK, ROWS):
         token = block * BLOCK + start + tl.arange(0, ROWS)
         there = token < length
@@ -54,11 +67,15 @@ def _largest_kernel(x, valid, target, heads, length, BLOCK: tl.constexpr, D: tl.
         ).to(tl.float32)
         real = tl.load(valid + token, mask=there, other=0) != 0
         norm = tl.sum(rows * rows, 1)
+        if MARK:
+            marked |= (real & ~(norm < float("inf"))).to(tl.int32)
         norm = tl.where(real & (norm == norm), norm, -1.0)
         largest = tl.max(norm, 0)
         here = tl.argmax(norm, 0, tie_break_left=True)
         where = tl.where(largest > best, block * BLOCK + start + here, where)
         best = tl.maximum(best, largest)
     found = tl.load(data + where * x.token + channel, mask=channel < D, other=0.0)
+    if MARK:
+        found = tl.where(tl.max(marked, 0) != 0, float("nan"), found.to(tl.float32))
     target += ((b * heads + head) * blocks + block) * D + channel
     tl.store(target, found.to(tl.float32), mask=channel < D)

@@ -15,7 +15,7 @@ CHUNK, WARPS = 64, 1
 BYTES_OF_A_LOAD = tl.constexpr(16)
 # arguments that are no reason to compile twice: those of the sweep, and others
 PLACES = ["columns", "all_columns", "begin", "start", "heads", "q_blocks"]
-NUMBERS = ["least_mass", "share", "kv_blocks", "words", "bounds_plane"]
+NUMBERS = ["least_mass", "share", "kv_heads", "kv_blocks", "words", "bounds_plane"]
 NUMBERS += ["typical_columns", "outlier_columns", "all_typical_columns", "all_outlier_columns"]
 
 
@@ -92,6 +92,7 @@ def _keep_kernel(
     typical,
     outliers,
     bounds,
+    marked,
     tails,
     bits,
     counts,
@@ -108,6 +109,7 @@ def _keep_kernel(
     begin,
     start,
     heads,
+    kv_heads,
     q_blocks,
     kv_blocks,
     words,
@@ -165,6 +167,8 @@ def _keep_kernel(
     needed = least_mass * weight
     if TAIL != "none":
         tail = tl.load(tails + at) != 0
+    kv_plane = (start + plane) // heads * kv_heads + (start + plane) % heads // (heads // kv_heads)
+    marked += kv_plane.to(tl.int64) * kv_blocks
     # of all heads, where the other lines count those at hand
     own = (start + plane).to(tl.int64) * q_blocks + block
     found = 0
@@ -182,11 +186,15 @@ def _keep_kernel(
             mass += shares
             most = tl.maximum(most, largest)
         column = begins + tl.arange(0, CHUNK)
-        keep = (mass >= needed) | (most >= share)
+        # NaN, the mass where a scored query is not finite, is not below any threshold
+        keep = ~(mass < needed) | (most >= share)
+        is_marked = tl.load(marked + column, mask=column < kv_blocks, other=0) != 0
         if scores is not None:
             score = tl.where(most >= share, 1 + most, tl.minimum(mass / weight, 1.0))
+            score = tl.where(mass == mass, score, 1.0)
+            score = tl.where(is_marked, float("inf"), score)
             tl.store(scores + line * kv_blocks + column, score, mask=column < kv_blocks)
-        keep |= (column < sinks) | (column >= local)
+        keep |= is_marked | (column < sinks) | (column >= local)
         if TAIL == "listed":
             keep |= tail
         keep &= (column >= lowest) & (column <= highest)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cab_hf.config import CabConfig, blocks_of, num_typical_queries, tail_of
-from cab_hf.ops import reference, rows, top_k
+from cab_hf.ops import marks, reference, rows, top_k
 from cab_hf.ops.launch import on_device_of
 from cab_hf.ops.sweep import RowRules, kept_blocks
 from cab_hf.plan import BlockLists, Spans, crossed_blocks
@@ -32,14 +32,13 @@ CHUNK = 128
 def keys_of(k: Tensor, channels: tuple[int, ...]) -> list[Tensor]:
     """`rows.scored_keys` of k [B, H_kv, N_k, D], in what its device multiplies."""
     with on_device_of(k):
-        made = rows.scored_keys(k, channels, rows.scored_dtype(k))
-    return [x for x in made if x is not None]
+        return list(rows.scored_keys(k, channels, rows.scored_dtype(k)))
 
 
 def choose(
     q: Tensor,
     keys: Tensor,
-    exponents: Tensor | None,
+    exponents: Tensor,
     spans: Spans,
     scale: float,
     channels: tuple[int, ...],
@@ -65,6 +64,7 @@ def choose(
         ends = spans.tail(*tail_of(config)) if spans.has_tail(*tail_of(config)) else None
         thresholds = config.mass_threshold, config.share_threshold
         rules = RowRules(bounds, *thresholds, ends, spans.documents is None)
+        marked = marks.marked_blocks(exponents, spans.key_valid, config.key_block)
         counts = bounds.new_empty(batch, heads, bounds.shape[2])
         bits = counts.new_empty(*counts.shape, triton.cdiv(kv_blocks, 32))
 
@@ -81,18 +81,19 @@ def choose(
                 keys.dtype,
                 key_stride=config.typical_key_stride,
             )
-            given = keys, exponents, rules, start, heads, blocks, whole, bits, counts
+            given = keys, exponents, marked, rules, start, heads, blocks, whole, bits, counts
             kept_blocks(outliers, typical, *given, scores, sinks, softcap)
 
         crossed = crossed_blocks(*blocks)
         if config.max_density < 1:
             room = kv_blocks
             if ends is None or not rules.tail_listed:
-                # one more than the share: it is rounded up, and here in floating point
-                forced = config.sink_blocks + max(config.local_blocks, crossed)
+                # one more than the share: it is rounded up, and here in floating point. One more
+                # than what is forced, for a marked block
+                forced = config.sink_blocks + max(config.local_blocks, crossed) + 1
                 room = max(int(config.max_density * kv_blocks) + 2, forced)
             made = _empty_lists(counts, min(kv_blocks, room), crossed if spans.aligned else room)
-            _fill_capped(sweep, rules, counts, made, kv_blocks, config.max_density)
+            _fill_capped(sweep, rules, counts, made, marked, config.max_density)
             return made
         sweep(0, batch * heads)
         room = kv_blocks
@@ -115,21 +116,26 @@ def _fill_capped(
     rules: RowRules,
     counts: Tensor,
     made: tuple[BlockLists, BlockLists],
-    kv_blocks: int,
+    marked: Tensor,
     max_density: float,
 ) -> None:
-    """Fill the lists of rows that keep no more than a share: the best of what they would keep."""
-    batch, heads, q_blocks = counts.shape
-    cap = reference.most_of_rows(rules.bounds, max_density)
+    """Fill the lists of rows that keep no more than a share: the best of what they would keep.
+
+    Args:
+        marked: int8 [B, H_kv, M_k], `marks.marked_blocks`.
+    """
+    (batch, heads, q_blocks), kv_blocks = counts.shape, marked.shape[2]
+    cap = reference.most_of_rows(rules.bounds, max_density, marked)
     if rules.tail is not None:
         first, last = rules.bounds[:2]
-        cap = torch.where(rules.tail, last - first + 1, cap)
+        cap = torch.where(rules.tail.unsqueeze(1), (last - first + 1).unsqueeze(1), cap)
+    cap = cap.repeat_interleave(heads // cap.shape[1], dim=1)
     step = max(1, SCORE_BYTES_AT_A_TIME // (4 * q_blocks * kv_blocks))
     for row, start in product(range(batch), range(0, heads, step)):
         some = min(step, heads - start)
         scores = cap.new_empty(1, some, q_blocks, kv_blocks, dtype=torch.float32)
         sweep(row * heads + start, some, scores)
-        wanted = counts[row : row + 1].minimum(cap[row])
+        wanted = counts[row : row + 1].minimum(cap[row : row + 1])
         own = [x[row : row + 1] for lists in made for x in (lists.counts, lists.indices)]
         top_k.select(scores, rules.bounds[:, row : row + 1].contiguous(), wanted, start, tuple(own))
 

@@ -103,15 +103,51 @@ def top_blocks(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
     return candidates & (rank < count)
 
 
-def most_of_rows(bounds: Tensor, max_density: float) -> Tensor:
-    """The most blocks that a row keeps, int32 [B, M_q]: a share of what it sees, or all forced.
+def not_finite(k: Tensor, valid: Tensor) -> Tensor:
+    """Return which keys hold NaN or an infinity, bool [B, H_kv, N_k].
+
+    Args:
+        k: [B, H_kv, N_k, D].
+        valid: bool [B, N_k], False for padding, which is never marked.
+    """
+    return ~k.isfinite().all(-1) & valid.unsqueeze(1)
+
+
+def marked_blocks(marked: Tensor, key_block: int) -> Tensor:
+    """Return which key blocks hold a key of `not_finite`, bool [B, H_kv, M_k].
+
+    Predictors keep these blocks: no score says how much attention goes to such a key.
+    """
+    return F.pad(marked, (0, -marked.shape[2] % key_block)).unflatten(2, (-1, key_block)).any(-1)
+
+
+def sees_marked(marked: Tensor, bounds: Tensor) -> Tensor:
+    """Return whether a row sees a marked block that is not forced, bool [B, H_kv, M_q].
+
+    Args:
+        marked: [B, H_kv, M_k], `marked_blocks`.
+        bounds: `row_bounds`.
+    """
+    before = F.pad(marked.cumsum(-1, dtype=torch.int32), (1, 0))
+    sinks, local = (x.long().unsqueeze(1).expand(-1, marked.shape[1], -1) for x in bounds[2:4])
+    return before.gather(2, local) > before.gather(2, sinks)
+
+
+def most_of_rows(bounds: Tensor, max_density: float, marked: Tensor | None = None) -> Tensor:
+    """Return the largest number of blocks that a row keeps, int32 [B, 1 or H_kv, M_q].
+
+    It is a share of the blocks that the row sees, or the number of its forced blocks if that is
+    larger. One more fits for a marked block.
 
     Args:
         bounds: `row_bounds`.
+        marked: bool [B, H_kv, M_k], `marked_blocks`; None for none.
     """
-    first, last, sinks, local = bounds[:4]
+    first, last, sinks, local = bounds[:4].unsqueeze(2)
     blocks = last - first + 1
     forced = blocks - (local - sinks).clamp(min=0)
+    if marked is not None:
+        forced = forced + sees_marked(marked, bounds).int()
     # 0.05 * 20 must not round up to 2
     return (blocks.double() * max_density - 1e-9).ceil().int().maximum(forced)
 
@@ -119,9 +155,9 @@ def most_of_rows(bounds: Tensor, max_density: float) -> Tensor:
 def best_of_rows(score: Tensor, visible: Tensor, forced: Tensor, wanted: Tensor) -> Tensor:
     """The best ``wanted`` [B, H, M_q] blocks of each row, bool [B, H, M_q, M_k].
 
-    Those that are forced, then the best; ties go to the lower index.
+    Those that are forced, then the best; ties go to the lower index. NaN counts as infinity.
     """
-    wanted = wanted.unsqueeze(-1)
+    wanted, score = wanted.unsqueeze(-1), score.masked_fill(score.isnan(), torch.inf)
     spare = wanted - forced.sum(-1, keepdim=True)
     return (forced & (wanted > 0)) | top_blocks(score, visible & ~forced, spare)
 

@@ -17,7 +17,14 @@ from torch.nn import functional as F
 
 from cab_hf import capability
 from cab_hf.ops import reference
-from cab_hf.ops.attention.tiles import LOG2_E, precision, vectors, vectors_at
+from cab_hf.ops.attention.tiles import (
+    INFINITE_BITS,
+    LOG2_E,
+    magnitude,
+    precision,
+    vectors,
+    vectors_at,
+)
 from cab_hf.ops.reference import COSINE_STEPS, LEAST_SQUARE
 from cab_hf.plan import Spans
 
@@ -29,6 +36,10 @@ FP8 = torch.float8_e4m3fn
 ROUNDED_AT, UNIT_BEGINS, UNITS_APART = map(tl.constexpr, (-2, -3, 10))
 # products of larger channels would not be finite
 LARGEST_CHANNEL = tl.constexpr(2.0**56)
+# in place of the exponent of a key that holds NaN or an infinity. Exponents of finite keys are one
+# less than a multiple of 10, and most are -1: the exponents next to it need no wider float16
+NOT_FINITE = -2
+NOT_FINITE_EXPONENT = tl.constexpr(NOT_FINITE)
 # and queries to this norm: products of keys of norms up to 32,000 then fit a float16
 QUERY_NORM = 8.0
 # channels of a product of 8-bit floats come in multiples of this
@@ -127,21 +138,18 @@ def scored_dtype(x: Tensor) -> torch.dtype:
     return FP8 if has_units else x.dtype
 
 
-def empty_keys(
-    k: Tensor, channels: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """Room for what `scored_keys` gives."""
+def empty_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Allocate what `scored_keys` returns."""
     keys = k.new_empty(*k.shape[:3], Channels.widths(channels, k.shape[3]), dtype=dtype)
-    return keys, k.new_empty(*k.shape[:3], 1, dtype=torch.int8) if dtype == FP8 else None
+    return keys, k.new_empty(*k.shape[:3], 1, dtype=torch.int8)
 
 
-def scored_keys(
-    k: Tensor, channels: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """The keys of k [B, H_kv, N_k, D] as they are scored: [B, H_kv, N_k, C], see `Channels`.
+def scored_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the scored keys [B, H_kv, N_k, C] of k [B, H_kv, N_k, D], and their exponents.
 
-    8-bit floats are in units, a power of two for each key, whose exponents are returned beside
-    them, int8 [B, H_kv, N_k, 1].
+    `Channels` has the order of the channels. Keys of 8-bit floats have a unit each, a power of two.
+    Its exponent is int8 [B, H_kv, N_k, 1], and 0 for other dtypes. A key with NaN or an infinity in
+    any channel becomes zeros, with `NOT_FINITE` as the exponent.
     """
     batch, heads, length, dim = k.shape
     order = Channels.of(channels, dim, k.device)
@@ -319,9 +327,9 @@ def _read(at, there, table, BEGIN: tl.constexpr, COUNT: tl.constexpr, RUN: tl.co
 
 
 @triton.jit
-def _finite(x):
-    """float32 cut to `LARGEST_CHANNEL`; NaN stays."""
-    return tl.clamp(x, -LARGEST_CHANNEL, LARGEST_CHANNEL, propagate_nan=tl.PropagateNan.ALL)
+def _clamped(x):
+    """Clamp finite float32 to `LARGEST_CHANNEL`."""
+    return tl.clamp(x, -LARGEST_CHANNEL, LARGEST_CHANNEL)
 
 
 @triton.jit
@@ -354,23 +362,34 @@ def _scored_keys_kernel(
     x, place = _read(at, inside, table, 0, FIRST, RUN)
     if OTHERS > 0:
         y, behind = _read(at, inside, table, FIRST, OTHERS, RUN)
-    if exponents is not None:
-        x = _finite(x)
-        largest = tl.max(tl.abs(x), 1)
+    # as integers: a maximum of floats may drop a NaN
+    bits = tl.max(magnitude(x), 1)
+    if OTHERS > 0:
+        bits = tl.maximum(bits, tl.max(magnitude(y), 1))
+    finite = bits < INFINITE_BITS
+    x = tl.where(finite[:, None], x, 0.0)
+    if OTHERS > 0:
+        y = tl.where(finite[:, None], y, 0.0)
+    if keys.dtype.element_ty.is_fp8():
+        x = _clamped(x)
         if OTHERS > 0:
-            y = _finite(y)
-            largest = tl.maximum(largest, tl.max(tl.abs(y), 1))
+            y = _clamped(y)
+        largest = tl.where(finite, bits, 0).to(tl.float32, bitcast=True)
+        largest = tl.minimum(largest, LARGEST_CHANNEL)
         # of a key that is nothing any unit will do: that of most keys
         exponent = tl.where(largest > 0, exponent_of(largest), 0)
         # a remainder has the sign of what is divided
         above = (exponent - UNIT_BEGINS + 100 * UNITS_APART) % UNITS_APART
         exponent -= ROUNDED_AT
-        tl.store(exponents + line, (exponent - above).to(tl.int8), mask=inside)
+        stored = tl.where(finite, exponent - above, NOT_FINITE_EXPONENT)
+        tl.store(exponents + line, stored.to(tl.int8), mask=inside)
         tl.store(target + place[None, :], _rounded(x, exponent, above, keys), mask=inside[:, None])
         if OTHERS > 0:
             y = _rounded(y, exponent, above, keys)
             tl.store(target + behind[None, :], y, mask=inside[:, None])
     else:
+        stored = tl.where(finite, 0, NOT_FINITE_EXPONENT)
+        tl.store(exponents + line, stored.to(tl.int8), mask=inside)
         tl.store(target + place[None, :], x.to(keys.dtype.element_ty), mask=inside[:, None])
         if OTHERS > 0:
             tl.store(target + behind[None, :], y.to(keys.dtype.element_ty), mask=inside[:, None])
@@ -572,9 +591,11 @@ def _scored_rows_kernel(
     at = vectors_at(q, batch, head, query)
     x, place = _read(at, real, table, 0, FIRST, RUN)
     size = tl.sum(x * x, 1)
+    bits = tl.max(magnitude(x), 1)
     if OTHERS > 0:
         y, behind = _read(at, real, table, FIRST, OTHERS, RUN)
         size += tl.sum(y * y, 1)
+        bits = tl.maximum(bits, tl.max(magnitude(y), 1))
     scale = tl.full([BLOCK_M], 1.0, tl.float32)
     if NORM > 0:
         scale = NORM / tl.sqrt(tl.maximum(size, LEAST_SQUARE))
@@ -589,6 +610,8 @@ def _scored_rows_kernel(
     lowest = (tl.maximum(lowest - KEY_OFFSET, 0) + KEY_STRIDE - 1) // KEY_STRIDE
     highest = tl.where(highest >= KEY_OFFSET, (highest - KEY_OFFSET) // KEY_STRIDE, -1)
     highest = tl.where(highest >= lowest, highest, -1)
-    tl.store(scales + row, qk_scale / scale, mask=inside)
+    # a query that is not finite has NaN as its share of every key block
+    scale = tl.where(bits < INFINITE_BITS, qk_scale / scale, float("nan"))
+    tl.store(scales + row, scale, mask=inside)
     tl.store(firsts + row, lowest, mask=inside)
     tl.store(lasts + row, highest, mask=inside)

@@ -200,7 +200,8 @@ def kept_blocks(
     outliers: ScoredRows | None,
     typical: ScoredRows,
     keys: Tensor,
-    exponents: Tensor | None,
+    exponents: Tensor,
+    marked: Tensor,
     rules: RowRules,
     start: int,
     heads: int,
@@ -217,6 +218,7 @@ def kept_blocks(
     Args:
         outliers, typical: The samples of ``planes`` heads.
         keys, exponents: `rows.scored_keys`, [B, H_kv, N_k, C] and [B, H_kv, N_k, 1].
+        marked: int8 [B, H_kv, M_k], `marks.marked_blocks`.
         start: The first of these heads, counted over batch rows and heads.
         heads: Heads per batch row.
         blocks: Tokens of a query block and of a key block.
@@ -224,8 +226,8 @@ def kept_blocks(
         bits: int32 [B, H, M_q, ceil(M_k / 32)]: bit j % 32 of word j // 32 is set if block j is
             selected. Words of blocks that a query block does not see are undefined.
         counts: int32 [B, H, M_q], the number of selected blocks.
-        scores: float32 [planes, M_q, M_k], receives the rank of each visible block: its mean share,
-            or 1 plus the maximum share if that reaches the threshold; None for no ranks.
+        scores: float32 [planes, M_q, M_k], receives the rank of each visible block, see
+            `predictors.rows.ranks`; the rank of a forced block is any number. None for no ranks.
         sinks: [H], one logit per head that takes part in the softmax; None without.
         softcap: See `reference.capped`.
     """
@@ -279,6 +281,7 @@ def kept_blocks(
             ratios,
             scratches,
             rules,
+            marked,
             bits,
             counts,
             scores,
@@ -364,6 +367,7 @@ def _threshold(
     ratios: list[int],
     scratches: list[Tensor],
     rules: RowRules,
+    marked: Tensor,
     bits: Tensor,
     counts: Tensor,
     scores: Tensor | None,
@@ -390,6 +394,7 @@ def _threshold(
         typical.samples[:5],
         outliers.samples[:5],
         rules.bounds,
+        marked,
         bits if rules.tail is None else rules.tail,
         bits,
         counts,
@@ -406,6 +411,7 @@ def _threshold(
         begin * tile,
         start,
         heads,
+        marked.shape[1],
         q_blocks,
         typical.kv_blocks,
         bits.shape[-1],

@@ -89,6 +89,7 @@ def _select_kernel(
         column = first + tl.arange(0, CHUNK)
         left = (column >= sinks) & (column < local)
         value = tl.load(score + column, mask=left, other=float("-inf"))
+        value = tl.where(value == value, value, float("inf"))
         tl.store(room + column, value)
         lowest = tl.minimum(lowest, tl.where(left, value, float("inf")))
         highest = tl.maximum(highest, value)

@@ -34,19 +34,22 @@ class FrcPredictor(Predictor):
     """
 
     def summarise(self, k: Tensor, valid: Tensor | None = None) -> Tensor:
-        """The key of largest norm of every key block, float32 [B, H_kv, M_k, D]."""
+        """Return the key of largest norm of every key block, float32 [B, H_kv, M_k, D].
+
+        Blocks with a key that is not finite have NaN; they are kept.
+        """
         if valid is None:
             valid = torch.ones(k.shape[0], k.shape[2], device=k.device, dtype=torch.bool)
-        return self._largest("k", k, valid, self.config.key_block)
+        return self._largest("k", k, valid, self.config.key_block, mark=True)
 
     def vectors(self, q: Tensor, spans: Spans) -> Tensor:
         """The query of largest norm of every query block, float32 [B, H, M_q, D]."""
-        return self._largest("q", q, spans.last >= 0, self.config.query_block)
+        return self._largest("q", q, spans.last >= 0, self.config.query_block, mark=False)
 
-    def _largest(self, name: str, x: Tensor, valid: Tensor, block: int) -> Tensor:
+    def _largest(self, name: str, x: Tensor, valid: Tensor, block: int, mark: bool) -> Tensor:
         if self.config.check_finite:
             reference.refuse_infinite(name, x)
-        return _tokens(x, valid, block)
+        return _tokens(x, valid, block, mark)
 
     def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
         """Summaries, and vectors where two-hop paths and column sums run through all rows."""
@@ -73,13 +76,15 @@ class FrcPredictor(Predictor):
         sparsity = sparsity_of(config, call.layer, heads)
         blocks = blocks_of(config)
         bounds = reference.row_bounds(spans, *blocks, config.sink_blocks, config.local_blocks)
-        wanted = wanted_blocks(bounds, rows, listed, sparsity, config.max_density)
+        marked = keys[..., 0].isnan().repeat_interleave(heads // keys.shape[1], dim=1)
+        wanted = wanted_blocks(bounds, rows, listed, sparsity, config.max_density, marked)
         given = wanted.expand(-1, heads, -1).contiguous(), spans.rows(blocks[0]).places(blocks[0])
         by = config.curvature, config.redundancy
         # one more than the share: it is rounded up, and here in floating point
         share = 1.0 if listed else min(1 - min(sparsity), config.max_density)
         crossed, kv_blocks = crossed_blocks(*blocks), keys.shape[2]
-        forced = config.sink_blocks + max(config.local_blocks, crossed)
+        # and one more than what is forced, for a marked block
+        forced = config.sink_blocks + max(config.local_blocks, crossed) + 1
         room = min(kv_blocks, max(torch.sym_int(share * kv_blocks) + 2, forced))
         rooms = room, min(kv_blocks, crossed) if spans.aligned else kv_blocks
         known = queries.float(), keys.float(), bounds, *given
@@ -93,18 +98,24 @@ def is_curved(curvature: str, redundancy: float) -> bool:
     return curvature != "none" and redundancy > 0
 
 
-def largest_tokens(x: Tensor, valid: Tensor, block: int) -> Tensor:
-    """The token of largest norm of every block of x [B, H, N, D], float32 [B, H, M, D].
+def largest_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False) -> Tensor:
+    """Return the token of largest norm of every block of x [B, H, N, D], float32 [B, H, M, D].
 
-    The first of equals. ``valid``, bool [B, N], is False for padding, which is taken where there is
-    nothing else, as is a token that holds NaN.
+    The first of equals.
+
+    Args:
+        valid: bool [B, N], False for padding, which is taken where there is nothing else, as is a
+            token that holds NaN.
+        mark: whether a block is NaN if the squared norm of any of its tokens is not finite.
     """
     padding = -x.shape[2] % block
     tokens = F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, block)).float()
     real = F.pad(valid, (0, padding)).unflatten(1, (-1, block)).unsqueeze(1)
     norm = tokens.square().sum(-1)
+    marked = (real & ~norm.isfinite()).any(-1, keepdim=True)
     norm = norm.masked_fill(~real | norm.isnan(), -1.0)
-    return tokens.take_along_dim(norm.argmax(-1)[..., None, None], dim=-2).squeeze(-2)
+    found = tokens.take_along_dim(norm.argmax(-1)[..., None, None], dim=-2).squeeze(-2)
+    return found.masked_fill(marked, torch.nan) if mark else found
 
 
 def affinity_of(queries: Tensor, keys: Tensor, scale: float, visible: Tensor) -> Tensor:
@@ -169,9 +180,16 @@ def score(
 
 
 def wanted_blocks(
-    bounds: Tensor, tail: Tensor | None, listed: bool, sparsity: tuple[float, ...], cap: float
+    bounds: Tensor,
+    tail: Tensor | None,
+    listed: bool,
+    sparsity: tuple[float, ...],
+    cap: float,
+    marked: Tensor | None = None,
 ) -> Tensor:
-    """How many blocks each row lists, int32 [B, H or 1, M_q]: its share, and all that are forced.
+    """Return how many blocks each row lists, int32 [B, H or 1, M_q].
+
+    A row lists its share, or all forced blocks if they are more. One more fits for a marked block.
 
     Args:
         bounds: `reference.row_bounds`.
@@ -179,10 +197,13 @@ def wanted_blocks(
         listed: whether they list it; otherwise the plan names them, and they list nothing.
         sparsity: of each head, or of all.
         cap: the largest share that a row keeps, where it is not forced.
+        marked: bool [B, H, M_k], blocks with a key that is not finite; None for none.
     """
     first, last, sinks, local = bounds[:4].unsqueeze(2)
     blocks = last - first + 1
     forced = blocks - (local - sinks).clamp(min=0)
+    if marked is not None:
+        forced = forced + reference.sees_marked(marked, bounds).int()
     dropped = sparsity[0] if len(sparsity) == 1 else _on_device(sparsity, bounds.device)
     # 0.05 * 20 must not round up to 2
     share, most = ((blocks.double() * x - 1e-9).ceil().int() for x in (1 - dropped, cap))
@@ -197,18 +218,18 @@ def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 @torch.library.custom_op("cab_hf::frc_tokens", mutates_args=())
-def _tokens(x: Tensor, valid: Tensor, block: int) -> Tensor:
+def _tokens(x: Tensor, valid: Tensor, block: int, mark: bool) -> Tensor:
     """`largest_tokens`, by a kernel where there is one."""
     if not has_kernels(x):
-        return largest_tokens(x, valid, block)
+        return largest_tokens(x, valid, block, mark)
     # models on the CPU never need Triton
     from cab_hf.ops import frc
 
-    return frc.largest_tokens(x, valid, block)
+    return frc.largest_tokens(x, valid, block, mark)
 
 
 @_tokens.register_fake
-def _(x, valid, block):
+def _(x, valid, block, mark):
     blocks = -(-x.shape[2] // block)
     return x.new_empty(*x.shape[:2], blocks, x.shape[3], dtype=torch.float32)
 
@@ -235,6 +256,7 @@ def _lists(
     visible = (column >= first) & (column <= last)
     forced = visible & ((column < sinks) | (column >= local))
     keys = keys.repeat_interleave(heads // keys.shape[1], dim=1)
+    marked = keys[..., 0].isnan().unsqueeze(2)
     kernels, kept, made = has_kernels(queries), [], _empty(queries, full_room, partial_room)
     a_head = 4 * SCORES_OF_A_HEAD * batch * q_blocks * kv_blocks
     step = max(1, SCORE_BYTES_AT_A_TIME // a_head)
@@ -246,6 +268,7 @@ def _lists(
             curved = is_curved(curvature, redundancy)
             hops = two_hop(affinity, places, query_block, key_block) if curved else None
             ranked = score(affinity, hops, visible, curvature, redundancy)
+            ranked = ranked.masked_fill(marked[:, mine], torch.inf)
             if kernels:
                 from cab_hf.ops import top_k
 

@@ -45,7 +45,9 @@ class BlockFrc(NamedTuple):
 
 
 def coarsen_qk_max_l2(q: Tensor, k: Tensor, block_size: int = 64) -> tuple[Tensor, Tensor]:
-    """The token of largest L2 norm of every block, the first of equals.
+    """Return the token of largest L2 norm of every block, the first of equals.
+
+    A block with a key that is not finite has NaN, and later functions always keep it.
 
     Args:
         q: [B, H, N_q, D].
@@ -61,7 +63,10 @@ def coarsen_qk_max_l2(q: Tensor, k: Tensor, block_size: int = 64) -> tuple[Tenso
     _require_heads(q=q, k=k)
     _require_sizes(block_size=block_size)
     queries, keys = (x.new_ones(x.shape[0], x.shape[2], dtype=torch.bool) for x in (q, k))
-    return largest_tokens(q, queries, block_size), largest_tokens(k, keys, block_size)
+    return (
+        largest_tokens(q, queries, block_size),
+        largest_tokens(k, keys, block_size, mark=True),
+    )
 
 
 def compute_block_frc(
@@ -81,6 +86,8 @@ def compute_block_frc(
       bridge. It is no strong edge: the F of an edge grows with its own A.
     * ``"additive"``: F = A scaled to [0, 1] over its row - ``redundancy`` * A A / M. The HIGHEST is
       kept. M counts all blocks, so a longer text can change what an earlier row keeps.
+
+    The columns of key blocks that hold NaN have NaN in F, and edges of weight 0.
 
     Args:
         q_coarse: [B, H, M, D].
@@ -114,6 +121,7 @@ def compute_block_frc(
         if not causal:
             # the predictor sums a column down to the row itself; here all of it is seen
             frc = frc + affinity.cumsum(-2) - affinity.sum(-2, keepdim=True)
+    frc = frc.masked_fill(keys.isnan().any(-1).unsqueeze(2), torch.nan)
     return BlockFrc(frc.masked_fill(~visible, 0.0), affinity, triangles)
 
 
@@ -128,7 +136,7 @@ def generate_block_mask_from_frc(
     """The blocks that are attended, bool [B, H, M, M].
 
     A row that sees n blocks keeps ceil((1 - sparsity) * n) of them, the diagonal counted in; of
-    equals the lower index is kept.
+    equals the lower index is kept. Curvatures of NaN come first, and one is kept in any case.
 
     Args:
         frc: curvature, [B, H, M, M].
@@ -155,8 +163,13 @@ def _visible_blocks(like: Tensor, causal: bool) -> Tensor:
 
 
 def _best_blocks(score: Tensor, visible: Tensor, keep_diagonal: bool, count: Tensor) -> Tensor:
-    """The ``count`` best blocks of each row, the diagonal among them where it is kept."""
+    """Return the ``count`` best blocks of each row, with the diagonal if ``keep_diagonal``.
+
+    A score of NaN is the best. One is kept even if ``count`` leaves no place for it.
+    """
     forced = visible.diag().diag() & bool(keep_diagonal)
+    marked = (score.isnan() & visible & ~forced).any(-1, keepdim=True)
+    count = count.maximum(forced.sum(-1, keepdim=True) + marked)
     return reference.best_of_rows(score, visible, forced, count.squeeze(-1))
 
 
@@ -275,9 +288,10 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
         _require_square(frc)
         visible = _visible_blocks(frc, self.causal)
         score = -frc if KEPT_SIDE[self.formula] == "lowest" else frc
+        marked, seen = visible & score.isnan(), visible & ~score.isnan()
         # scaled first: a row of equal curvatures is then exactly its own mean
-        deviations = reference.standardise(min_max(score, visible), visible)
-        beyond = visible & (deviations > self.threshold)
+        deviations = reference.standardise(min_max(score, seen), seen)
+        beyond = marked | (seen & (deviations > self.threshold))
         if self.keep_diagonal:
             beyond = beyond | visible.diag().diag()
         count = beyond.sum(-1, keepdim=True).clamp(
@@ -326,7 +340,8 @@ def visualize_frc_statistics(
     frc, *drawn = (x.detach().float().cpu() for x in (frc, *others.values()))
     figure = Figure(figsize=(15, 8), layout="constrained")
     histogram, heat_map, by_row, *panels = figure.subplots(2, 3).flat
-    histogram.hist(frc[..., visible].flatten().numpy(), bins=100)
+    seen_frc = frc[..., visible].flatten()
+    histogram.hist(seen_frc[seen_frc.isfinite()].numpy(), bins=100)
     histogram.set(title="curvature, all heads", xlabel="curvature", ylabel="blocks")
     image = heat_map.imshow(frc[0, 0].masked_fill(~visible, torch.nan).numpy(), aspect="equal")
     figure.colorbar(image, ax=heat_map)

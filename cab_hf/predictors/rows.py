@@ -35,7 +35,8 @@ class ScoredKeys:
 
     Attributes:
         keys: [B, H_kv, N_k, C]; k itself by the reference, else `cab_hf.ops.rows.scored_keys`.
-        exponents: int8 [B, H_kv, N_k, 1], of keys of 8 bits; None for others.
+        exponents: int8 [B, H_kv, N_k, 1], those of `cab_hf.ops.rows.scored_keys`; None by the
+            reference.
     """
 
     keys: Tensor
@@ -83,7 +84,7 @@ class RowsPredictor(Predictor):
     def join(
         self, summary: ScoredKeys, call: LayerContext, heads: tuple[int, int], layout: Any
     ) -> ScoredKeys:
-        """See `Predictor.join`: every query is scored against every key."""
+        """Return the keys of all ranks: every query is scored against every key."""
         scored = [x for x in (summary.keys, summary.exponents) if x is not None]
         return ScoredKeys(*map(layout.tokens, scored))
 
@@ -127,11 +128,15 @@ def choose_by_reference(q: Tensor, k: Tensor, call: LayerContext, config: CabCon
     keep = rank >= config.mass_threshold
     if config.max_density == 1:
         return keep
+    spans = call.spans
+    visible = block_visibility(spans, *blocks_of(config))
+    forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
     bounds = reference.row_bounds(
-        call.spans, *blocks_of(config), config.sink_blocks, config.local_blocks
+        spans, *blocks_of(config), config.sink_blocks, config.local_blocks
     )
-    forced = rank == torch.inf
-    cap = reference.most_of_rows(bounds, config.max_density).unsqueeze(1)
+    marked = reference.marked_blocks(reference.not_finite(k, spans.key_valid), config.key_block)
+    cap = reference.most_of_rows(bounds, config.max_density, marked)
+    cap = cap.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     wanted = keep.sum(-1).minimum(cap.maximum(forced.sum(-1)))
     return reference.best_of_rows(rank, rank >= 0, forced, wanted)
 
@@ -139,15 +144,21 @@ def choose_by_reference(q: Tensor, k: Tensor, call: LayerContext, config: CabCon
 def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
     """Up to which threshold of mass a block is kept, float32 [B, H, M_q, M_k].
 
-    Its mass, times n / `reference.THRESHOLD_KEYS` in a row that sees n keys, more than those, and
-    at most 1; 1 and more where one query needs it, infinity where it is forced, -1 where it is not
-    seen.
+    The rank of a block is its mass, at most 1. In a row that sees n keys, more than
+    `reference.THRESHOLD_KEYS`, the mass is multiplied by n / `reference.THRESHOLD_KEYS`. A block
+    that one query needs has 1 and more, and a block outside of the row's sight -1. Forced blocks
+    have infinity, as have blocks with a key that is not finite (`reference.marked_blocks`): such a
+    key counts as zeros in the masses of other blocks. All blocks have 1 where a scored query is not
+    finite.
     """
     spans, group = call.spans, q.shape[1] // k.shape[1]
     visible = block_visibility(spans, *blocks_of(config))
     seen = config.key_block * visible.sum(-1, keepdim=True).unsqueeze(1)
     longer = (seen / reference.THRESHOLD_KEYS).clamp(min=1)
     forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
+    bad = reference.not_finite(k, spans.key_valid)
+    marked = reference.marked_blocks(bad, config.key_block).unsqueeze(2)
+    k = k.masked_fill(bad.unsqueeze(-1), 0.0)
     result = []
     for head in range(q.shape[1]):
         one, keys = q[:, [head]], k[:, [head // group]]
@@ -156,7 +167,8 @@ def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor
         mass, most = reference.mass_by_rows(one, keys, *given)
         mass = (mass * longer).clamp(max=1)
         rank = torch.where(most >= config.share_threshold, 1 + most, mass)
-        result.append(rank.masked_fill(forced, torch.inf))
+        rank = rank.masked_fill(rank.isnan(), 1.0)
+        result.append(rank.masked_fill(forced | marked[:, [head // group]], torch.inf))
     return torch.cat(result, dim=1).masked_fill(~visible.unsqueeze(1), -1.0)
 
 
@@ -219,5 +231,4 @@ def _keys_op(k: Tensor, channels: list[int]) -> list[Tensor]:
 def _(k: Tensor, channels: list[int]) -> list[Tensor]:
     from cab_hf.ops import rows
 
-    made = rows.empty_keys(k, tuple(channels), rows.scored_dtype(k))
-    return [x for x in made if x is not None]
+    return list(rows.empty_keys(k, tuple(channels), rows.scored_dtype(k)))

@@ -108,6 +108,38 @@ def test_a_row_that_is_not_a_number_leaves_the_others_what_they_are(ops, what):
     assert actual[0].isnan().all() or what == "key"
 
 
+@pytest.mark.parametrize("ops", [kernels, reference])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("channel", [20, 3], ids=["scored", "other-channel"])
+def test_a_key_that_is_not_finite_is_read(ops, value, channel):
+    q, k, v, told = step_of(CASES["few-in-sight"][:3] + (300, *CASES["few-in-sight"][4:]))
+    assert (3 in told[3]) != (20 in told[3])
+    meant = ops.choose(q, ops.index_keys(k, told[3]), *told)
+    slot = int((~meant.kept()[1, 0, :300]).nonzero()[0])
+    k[1, 0, slot, channel] = value
+    choice = ops.choose(q, ops.index_keys(k, told[3]), *told)
+    assert choice.kept()[1, 0, slot] and not choice.kept()[..., 300:].any()
+    assert torch.equal(choice.kept()[0], meant.kept()[0])
+    assert torch.equal(choice.kept()[1, 1], meant.kept()[1, 1])
+    assert choice.kept()[1, 0].sum() <= meant.counts[1, 0] + 8
+    out = ops.attend(q, k, v, choice, *told[:2])
+    assert out[1, 3:].isfinite().all()
+    logits = q[1, :3, 0, channel] * value
+    assert torch.equal(out[1, :3, 0].isfinite().all(-1), logits == -torch.inf)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+def test_a_query_that_is_not_finite_leaves_the_choice_to_its_group(value):
+    q, k, v, told = step_of(CASES["few-in-sight"][:3] + (300, *CASES["few-in-sight"][4:]))
+    q[1, 1, 0, told[3][0]] = value
+    index = kernels.index_keys(k, told[3])
+    choice, expected = (ops.choose(q, index, *told) for ops in (kernels, reference))
+    assert torch.equal(choice.kept(), expected.kept())
+    assert choice.counts[1, 0] > 150
+    out = kernels.attend(q, k, v, choice, *told[:2])
+    assert not out[1, 1].isfinite().any() and out[1, [0, 2, 3, 4, 5]].isfinite().all()
+
+
 def test_a_mask_may_be_wider_than_what_is_written():
     q, k, v, (scale, length, wanted, channels, valid, _) = step_of(CASES["padding"])
     index = kernels.index_keys(k, channels)

@@ -234,6 +234,18 @@ def test_kernels_take_the_tokens_of_largest_norm(length, dtype):
         assert torch.equal(actual, frc.largest_tokens(x, valid, block))
 
 
+def test_blocks_with_a_key_that_is_not_finite_are_marked():
+    x = qkv(q_length=100, heads=2, dim=24, batch=2)[0]
+    valid = torch.ones(2, 100, dtype=torch.bool)
+    valid[1, 40] = False
+    x[:, 0, 40] = torch.nan
+    x[:, 1, 70, 3] = torch.inf
+    for largest in (kernels.largest_tokens, frc.largest_tokens):
+        marked = largest(x, valid, 16, mark=True).isnan().all(-1)
+        # the NaN of the second row is padding
+        assert marked.nonzero().tolist() == [[0, 0, 2], [0, 1, 4], [1, 1, 4]]
+
+
 @pytest.mark.parametrize("config", slow_but(CONFIGS, 0, 3))
 @pytest.mark.parametrize(
     "change",
@@ -297,7 +309,7 @@ def test_the_registered_ops_keep_their_promises():
     spans = Spans.causal(1, 64, 64, "cpu")
     checks = {"test_utils": ("test_schema", "test_faketensor")}
     tokens = torch.ops.cab_hf.frc_tokens.default
-    torch.library.opcheck(tokens, (q, spans.last >= 0, 16), **checks)
+    torch.library.opcheck(tokens, (q, spans.last >= 0, 16, True), **checks)
     bounds = reference.row_bounds(spans, 16, 16, 0, 1)
     wanted = frc.wanted_blocks(bounds, None, False, (0.5,), 1.0).expand(-1, 6, -1).contiguous()
     places = spans.rows(16).places(16)

@@ -61,9 +61,7 @@ def choose(config, dtype, dim, lengths=((LENGTH, LENGTH),), softcap=None):
     channels = llama_channels(dim)
     for sizes in lengths:
         q, k, spans = drawn(dtype, dim, *sizes)
-        keys = lists.keys_of(k, channels)
-        exponents = keys[1] if len(keys) > 1 else None
-        chosen = lists.choose(q, keys[0], exponents, spans, 1.0, channels, config, *logits)
+        chosen = lists.choose(q, *lists.keys_of(k, channels), spans, 1.0, channels, config, *logits)
     tail = spans.tail_rows(config.query_block, config.query_block)
     plan = BlockPlan(*chosen, spans, config.query_block, config.key_block, dense_rows=tail)
     pairs.add_pairs(plan)

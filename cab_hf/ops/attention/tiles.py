@@ -26,6 +26,8 @@ WHOLE_TILE = 128
 TERM_TILE = 32
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+# what `magnitude` returns is at least this for infinities and NaN
+INFINITE_BITS = tl.constexpr(0x7F800000)
 
 
 class PlanTensors(NamedTuple):
@@ -314,6 +316,15 @@ def only_seen(x, key, first, last):
 def finite(m):
     """A row that has seen nothing has no maximum to be relative to."""
     return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def magnitude(x):
+    """Return the bits of float32 without the sign, int32.
+
+    They compare as the magnitudes do, and a maximum of integers drops no NaN.
+    """
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit

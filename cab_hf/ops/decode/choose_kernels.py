@@ -287,7 +287,8 @@ def _bits(
     tile: tl.constexpr = BLOCK_N // PACK
     scale = tl.broadcast_to(scale[:, :, None], (tile, PACK, ROOM))
     s = scores_of(codes, tl.reshape(scale, (tile, PACK * ROOM)), low, high, offset, PACKED) - least
-    read = tl.max(tl.reshape(s, (tile, PACK, ROOM)), 2) >= 0
+    # NaN, the product of a key that is not finite, is read
+    read = ~(tl.max(tl.reshape(s, (tile, PACK, ROOM)), 2) < 0)
     token = start + tl.arange(0, tile)[:, None] * PACK + tl.arange(0, PACK)[None, :]
     if (start < begin + SINKS) | (start + BLOCK_N > end - LOCAL):
         read = (read | (token < begin + SINKS) | (token >= end - LOCAL)) & (token < end)

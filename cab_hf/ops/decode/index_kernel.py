@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cab_hf.ops import launch
-from cab_hf.ops.attention.tiles import Vectors, vectors, vectors_at
+from cab_hf.ops.attention.tiles import INFINITE_BITS, Vectors, magnitude, vectors, vectors_at
 from cab_hf.ops.decode import reference
 from cab_hf.ops.decode.channels import Halves
 from cab_hf.ops.decode.reference import Index
@@ -55,6 +55,8 @@ def _write(
             **halves.constants,
             BLOCK_N=tokens,
             BLOCK_C=triton.next_power_of_2(halves.size),
+            D=dim,
+            BLOCK_D=triton.next_power_of_2(dim),
             EARLY=launch.early(k)["EARLY"],
             num_warps=4,
         )
@@ -73,6 +75,8 @@ def _index_kernel(
     SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """`reference.index_keys` of some keys, written from slot ``start`` on."""
@@ -85,10 +89,20 @@ def _index_kernel(
     at = vectors_at(k, plane // heads, plane % heads, token) + (FIRST + inner)[None, :]
     low = tl.load(at, mask=there, other=0.0).to(tl.float32)
     high = tl.load(at + STEP, mask=there, other=0.0).to(tl.float32)
+    bits = tl.maximum(tl.max(magnitude(low), 1), tl.max(magnitude(high), 1))
+    if 2 * SIZE < D:
+        channel = tl.arange(0, BLOCK_D)
+        every = vectors_at(k, plane // heads, plane % heads, token) + channel[None, :]
+        inside = (token < length)[:, None] & (channel < D)[None, :]
+        every = tl.load(every, mask=inside, other=0.0).to(tl.float32)
+        bits = tl.maximum(bits, tl.max(magnitude(every), 1))
+    finite = bits < INFINITE_BITS
+    low, high = tl.where(finite[:, None], low, 0.0), tl.where(finite[:, None], high, 0.0)
     largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
     scale = tl.minimum(largest * A_CODE, LARGEST_SCALE).to(tl.float16)
     unit = tl.maximum(scale.to(tl.float32), LEAST_SCALE)
     inverse = tl.div_rn(tl.full([BLOCK_N], 1.0, tl.float32), unit)[:, None]
+    scale = tl.where(finite, scale, float("inf")).to(tl.float16)
     code = _code(low * inverse) | (_code(high * inverse) << 4)
     slot = token.to(tl.int64)
     if start is not None:

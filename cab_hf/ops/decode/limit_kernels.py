@@ -110,6 +110,8 @@ def sample_kernel(
     y = tl.load(y + slot.to(tl.int64) * SIZE + (behind * SIZE + inner), mask=there, other=0)
     own = scales.data + batch * scales.batch + head * scales.head
     own = tl.load(own + token, mask=counted, other=0.0)
+    # keys that are not finite are read in any case
+    counted = counted & (own < float("inf"))
     low, high, offset, unit = queries_of(
         q, batch, head, qk_scale, GROUP, ROOM, PACK, FIRST, STEP, SIZE, BLOCK_C
     )
@@ -183,9 +185,10 @@ def limit_kernel(
         total += tl.exp2(sink - most)
     total = most + tl.log2(total)
     total = _in_steps(total, PACKED).to(tl.int32)
-    below = total[None, :] - logit
-    if GROUP < ROOM:
-        below = tl.where(member[None, :] < GROUP, below, LEAST)
+    unit = tl.load(units + row * ROOM + member)
+    # queries that are not finite choose nothing
+    choosing = (member < GROUP) & (unit == unit)
+    below = tl.where(choosing[None, :], total[None, :] - logit, LEAST)
     step = tl.minimum(tl.maximum(tl.min(below, 1), 1), LEAST)
     step = tl.where(tl.max(logit, 1) > UNCOUNTED, step, HIDDEN)
     # the largest step that fits, bit by bit; what is always read is step 0
@@ -205,7 +208,7 @@ def limit_kernel(
     tl.store(unread + row * GROUP + member, weight, mask=member < GROUP)
     # half a step less: products are not rounded
     product = (total - last).to(tl.float32) - 0.5
-    product = product * A_STEP / tl.load(units + row * ROOM + member)
+    product = product * A_STEP / unit
     product = tl.where(everything, float("-inf"), product)
-    product = tl.where(member < GROUP, product, float("inf"))
+    product = tl.where(choosing, product, float("inf"))
     tl.store(least + row * ROOM + member, product)

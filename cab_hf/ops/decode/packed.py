@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cab_hf.ops.attention.tiles import INFINITE_BITS, magnitude
 from cab_hf.ops.decode import reference
 from cab_hf.ops.decode.index_kernel import LEAST_SCALE, nearest
 
@@ -82,13 +83,17 @@ def queries_of(
 
     Returns:
         int8 [PACK * BLOCK_C, PACK * ROOM] for each half of the channels; what is taken off the
-        products of each column, int32 [1, PACK * ROOM]; the unit of what is left, float32 [ROOM].
+        products of each column, int32 [1, PACK * ROOM]; the unit of what is left, float32 [ROOM],
+        NaN for a query that is not finite.
     """
     member, inner = tl.arange(0, ROOM), tl.arange(0, BLOCK_C)
     real = (member < GROUP)[:, None] & (inner < SIZE)[None, :]
     at = q.data + batch * q.batch + (head * GROUP + member)[:, None] * q.head + FIRST
     low = tl.load(at + inner[None, :], mask=real, other=0.0).to(tl.float32)
     high = tl.load(at + STEP + inner[None, :], mask=real, other=0.0).to(tl.float32)
+    bits = tl.maximum(tl.max(magnitude(low), 1), tl.max(magnitude(high), 1))
+    finite = bits < INFINITE_BITS
+    low, high = tl.where(finite[:, None], low, 0.0), tl.where(finite[:, None], high, 0.0)
     unit = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
     unit = tl.maximum(unit * A_QUERY, LEAST_SCALE)
     inverse = tl.div_rn(tl.full([ROOM], 1.0, tl.float32), unit)[:, None]
@@ -96,7 +101,8 @@ def queries_of(
     # codes are 8 more than their values
     offset = (8.0 * (tl.sum(low, 1) + tl.sum(high, 1))).to(tl.int32)
     low, high = _spread(low, PACK, ROOM, BLOCK_C), _spread(high, PACK, ROOM, BLOCK_C)
-    return low, high, a_column(offset, PACK, ROOM), unit * qk_scale
+    unit = tl.where(finite, unit * qk_scale, float("nan"))
+    return low, high, a_column(offset, PACK, ROOM), unit
 
 
 @triton.jit

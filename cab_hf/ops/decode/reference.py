@@ -54,7 +54,8 @@ class Index(NamedTuple):
     Attributes:
         codes: uint8 [B, H_kv, N, C / 2], two channels a byte: the i-th of C in the lower half, the
             one C / 2 behind it in the upper half; 0 to 15 for -8 to 7.
-        scales: float16 [B, H_kv, N], of each key.
+        scales: float16 [B, H_kv, N], of each key; infinity for a key with NaN or an infinity in
+            any channel, which is always read and whose codes are those of zeros.
     """
 
     codes: Tensor
@@ -71,12 +72,14 @@ def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
 
     A key is divided by a scale of its own, and no key's bits depend on another key.
     """
-    x = picked(k, channels)
+    finite = k.isfinite().all(-1)
+    x = picked(k, channels).masked_fill(~finite.unsqueeze(-1), 0.0)
     # products, as some devices divide by a number and others multiply by its inverse
     scales = (x.abs().amax(-1) * (1 / LARGEST_CODE)).clamp(max=LARGEST_SCALE).to(torch.float16)
     inverse = scales.float().clamp(min=LEAST_SCALE).reciprocal().unsqueeze(-1)
     codes = (x * inverse).clamp(-LARGEST_CODE - 1, LARGEST_CODE)
     codes = ((codes + 0.5).floor() + 8).to(torch.uint8)
+    scales = scales.masked_fill(~finite, torch.inf)
     low, high = codes.chunk(2, dim=-1)
     return Index(low | high << 4, scales)
 
@@ -152,7 +155,8 @@ def choose(
 
     About ``wanted`` of them, exactly where the sample is the whole cache: as many whole steps as
     fit, and one more where those are less than half of what is wanted, since keys of equal shares
-    are all read or none. Everything, where there is no more than that.
+    are all read or none. Everything, where there is no more than that. Keys that are not finite are
+    read in addition to ``wanted``, and queries that are not finite choose nothing.
 
     Args:
         index: `index_keys` of the cache; what is behind ``length`` is not read.
@@ -185,19 +189,24 @@ def ranked(
 
     Logits, float32 [B, H_kv, H / H_kv, N], are to base two and in `STEPS_AN_OCTAVE`. Steps, int64
     [B, H_kv, N], say how far below all of its attention the largest share lies that a head of the
-    group gives a key; or `ALWAYS`, `LEAST`, `HIDDEN`. The others are bool [B or 1, 1, N]: the keys
-    that are sampled, and those that are always read.
+    group gives a key; or `ALWAYS`, `LEAST`, `HIDDEN`. The others are bool [B, H_kv, N]: the keys
+    that are sampled, and those that are always read. Keys that are not finite are in neither.
     """
     kv_heads, slots = index.scales.shape[1:]
     group = q.shape[1] // kv_heads
     seen, always = (x.unsqueeze(1) for x in _visible(slots, length, valid, q.device))
+    # read, and counted nowhere
+    marked = index.scales.isinf() & seen
+    always = always & ~marked
     spread, slot = spread_of(slots), torch.arange(slots, device=q.device)
-    sampled = seen & ~always & (slot // NEIGHBOURS % spread == 0)
+    sampled = seen & ~always & ~marked & (slot // NEIGHBOURS % spread == 0)
     some = picked(q, channels).unflatten(1, (kv_heads, group)).squeeze(3)
+    some = some.masked_fill(~some.isfinite().all(-1, keepdim=True), torch.nan)
     unit = (some.abs().amax(-1, keepdim=True) * (1 / LARGEST_QUERY)).clamp(min=LEAST_SCALE)
     some = (some * unit.reciprocal() + 0.5).floor()
     codes = torch.cat((index.codes & 15, index.codes >> 4), dim=-1).float() - 8
-    logits = some @ codes.transpose(-1, -2) * index.scales.float().unsqueeze(2)
+    scales = index.scales.float().masked_fill(marked, 0.0)
+    logits = some @ codes.transpose(-1, -2) * scales.unsqueeze(2)
     logits = logits * (unit * (scale * LOG2_E))
     # a sampled key represents as many as are not
     counted = logits + math.log2(spread) * sampled.unsqueeze(2)
@@ -208,9 +217,10 @@ def ranked(
     whole = whole * LOG2_E
     # rounded before they are compared
     logits, whole = in_steps(logits), in_steps(whole)
-    # such a row, which is not finite, reads what is always read, and is NaN itself
-    steps = (whole - logits).amin(2).clamp(ALWAYS + 1, LEAST).nan_to_num(nan=LEAST).long()
-    return logits, steps.masked_fill(always, ALWAYS).masked_fill(~seen, HIDDEN), sampled, always
+    # a query that is not finite leaves the choice to the others of its group, and is NaN itself
+    steps = (whole - logits).nan_to_num(nan=LEAST).amin(2).clamp(ALWAYS + 1, LEAST).long()
+    steps = steps.masked_fill(always | marked, ALWAYS).masked_fill(~seen, HIDDEN)
+    return logits, steps, sampled, always
 
 
 def limit_of(

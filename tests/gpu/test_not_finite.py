@@ -1,0 +1,138 @@
+"""NaN and infinities on a GPU: they reach the queries that attend to their key."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from decode_cases import step_of
+from selecting import heads_on
+from tiny import tiny_model, tokens
+
+from cab_hf import CabConfig, apply_cab
+from cab_hf.hf.rotary import llama_channels
+from cab_hf.ops.decode import kernels, reference
+from cab_hf.plan import Spans
+from cab_hf.predictors import LayerContext, make_predictor
+
+pytestmark = pytest.mark.gpu
+
+VALUES = [torch.nan, torch.inf, -torch.inf]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+ROWS = CabConfig(mass_threshold=0.01, share_threshold=0.2, dense_tail_blocks=0)
+CONFIGS = {
+    "rows": ROWS,
+    "full": replace(ROWS, mass_threshold=0.0),
+    "capped": replace(ROWS, max_density=0.05),
+    "typical": replace(ROWS, outlier_queries=0),
+    "published": CabConfig.published(0.9),
+}
+
+
+def plan_of(config, q, k):
+    spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    dim = q.shape[3]
+    call = LayerContext(spans, dim**-0.5, 0, channels=llama_channels(dim))
+    return make_predictor(config)(q, k, call).to_dense()
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_blocks_with_a_key_that_is_not_finite_are_kept(gpu, config, dtype, value):
+    q, k = heads_on(gpu, length=4000, dtype=dtype)
+    at = 1000
+    meant = plan_of(config, q, k)
+    k[:, 1, at, 5] = value
+    actual = plan_of(config, q, k)
+    row, column = at // config.query_block, at // config.key_block
+    assert actual[:, 4:, row:, column].all()
+    # no other KV head, and no query block before it
+    assert torch.equal(actual[:, :4], meant[:, :4])
+    assert torch.equal(actual[:, :, :row], meant[:, :, :row])
+    if config is not CONFIGS["published"]:
+        assert actual.float().mean() < meant.float().mean() + 0.1
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_block_of_a_scored_query_that_is_not_finite_keeps_everything(gpu, dtype, value):
+    q, k = heads_on(gpu, length=4000, dtype=dtype)
+    config = replace(ROWS, outlier_queries=0)
+    meant = plan_of(config, q, k)
+    apart = config.query_block // config.typical_queries
+    row = 2000 // config.query_block
+    q[:, 3, row * config.query_block + apart // 2, 9] = value
+    actual = plan_of(config, q, k)
+    assert actual[:, 3, row, : row * config.query_block // config.key_block].all()
+    meant[:, 3, row] = actual[:, 3, row]
+    assert torch.equal(actual, meant)
+
+
+@pytest.mark.parametrize("spoil", ["q", "k", "v"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("config", ["full", "rows", "capped", "published"])
+def test_every_later_token_of_a_model_gets_it(gpu, config, dtype, spoil):
+    """A NaN of one projection of the first layer, as a whole token further up."""
+    settings = replace(CONFIGS[config], min_length=0)
+    model, ids = tiny_model(max_position_embeddings=4096).to(gpu, dtype), tokens(1, 2000).to(gpu)
+    apply_cab(model, settings)
+
+    def spoilt(module, args, output):
+        output[:, 600] = torch.nan
+        return output
+
+    layer = model.model.layers[0].self_attn
+    with torch.no_grad():
+        meant = model(ids, use_cache=False).logits
+        getattr(layer, f"{spoil}_proj").register_forward_hook(spoilt)
+        actual = model(ids, use_cache=False).logits
+    begin = 600 // settings.query_block * settings.query_block
+    torch.testing.assert_close(actual[:, :begin], meant[:, :begin])
+    assert actual[:, 600].isnan().all()
+    # the query makes a NaN of the hidden state, which the second layer has as a key
+    if spoil != "v" or config == "full":
+        assert actual[:, begin + settings.query_block :].isnan().all()
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channel", [40, 3], ids=["scored", "other-channel"])
+def test_a_step_reads_a_key_that_is_not_finite(gpu, channel, dtype, value):
+    case = (8, 2, 16384, 16000, 128, 128, 256, {})
+    q, k, v, told = step_of(case, dtype, gpu)
+    assert (channel in told[3]) == (channel == 40)
+    meant = kernels.choose(q, kernels.index_keys(k, told[3]), *told).kept()
+    slot = int((~meant[1, 0, :16000]).nonzero()[0])
+    k[1, 0, slot, channel] = value
+    index = kernels.index_keys(k, told[3])
+    for actual, expected in zip(index, reference.index_keys(k, told[3]), strict=True):
+        assert torch.equal(actual, expected)
+    choice = kernels.choose(q, index, *told)
+    kept = choice.kept()
+    assert kept[1, 0, slot] and kept[1, 0].sum() <= meant[1, 0].sum() + 64
+    assert torch.equal(kept[0], meant[0]) and torch.equal(kept[1, 1], meant[1, 1])
+    out = kernels.attend(q, k, v, choice, *told[:2])
+    is_finite = out[1, :4, 0].isfinite().all(-1)
+    assert torch.equal(is_finite, q[1, :4, 0, channel] * value == -torch.inf)
+    assert out[1, 4:].isfinite().all() and out[0].isfinite().all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+def test_a_query_of_a_step_that_is_not_finite_leaves_the_choice_to_its_group(gpu, value):
+    q, k, v, told = step_of((8, 2, 16384, 16000, 128, 128, 1024, {}), torch.bfloat16, gpu)
+    q[1, 1, 0, told[3][0]] = value
+    choice = kernels.choose(q, kernels.index_keys(k, told[3]), *told)
+    assert (choice.counts > 800).all() and (choice.counts < 1400).all()
+    out = kernels.attend(q, k, v, choice, *told[:2])
+    assert not out[1, 1].isfinite().any() and out[1, [0, 2, 3]].isfinite().all()
+
+
+def test_forward_mode_differentiation_is_refused(gpu):
+    model = apply_cab(tiny_model().to(gpu), replace(ROWS, min_length=0))
+    embeddings = model.get_input_embeddings()(tokens(1, 400).to(gpu)).detach()
+
+    def call(x):
+        return model(inputs_embeds=x, use_cache=False).logits
+
+    with pytest.raises(NotImplementedError, match="forward-mode differentiation"):
+        torch.func.jvp(call, (embeddings,), (torch.ones_like(embeddings),))
