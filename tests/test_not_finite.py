@@ -116,7 +116,8 @@ def test_padding_keeps_nothing_and_may_hold_anything(config):
 @pytest.mark.parametrize("select", [on_the_cpu, by_kernels])
 def test_the_block_of_such_a_scored_query_keeps_everything(select, value):
     q, k = loud(q_length=LENGTH, heads=2, kv_heads=1, dim=32)
-    spans, settings = Spans.causal(1, LENGTH, LENGTH, "cpu"), config(outlier_queries=0)
+    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
+    settings = config(outlier_queries=0, typical_queries=8, typical_key_stride=1)
     meant = select(settings, q, k, spans).to_dense()
     at = int(reference.typical_queries(spans, 32, settings.typical_queries)[0, 5, 1])
     q[:, 1, at, 3] = value
