@@ -79,20 +79,30 @@ def test_a_prompt_in_chunks_chooses_what_a_whole_one_does(padding):
         torch.testing.assert_close(chunks, whole, rtol=1e-4, atol=1e-4)
 
 
-def test_a_prompt_is_told_to_the_calls_inside_of_its_scope():
-    outer, inner = scope.Prompt(300), scope.Prompt(50, lengths=(50, 20))
-    scope.set_prompt(outer)
-    assert scope.prompt_of(1) is None
-    with scope.prompt_scope():
-        assert scope.prompt_of(1) is None
-        scope.set_prompt(outer)
-        with scope.prompt_scope():
-            scope.set_prompt(inner)
-            assert scope.prompt_of(2) is inner
-            # a call of other rows reads another text
-            assert scope.prompt_of(3) is None
-        assert scope.prompt_of(1) is outer
-    assert scope.prompt_of(1) is None
+def test_a_call_reads_the_prompt_only_where_generate_prepared_it():
+    model, other = (cab_hf.apply_cab(tiny_model(num_hidden_layers=1)) for _ in range(2))
+    config, ids, found = model.config, tokens(1, 8), []
+    handle = model.model.register_forward_hook(
+        lambda *_: found.append([scope.prompt_of(1, each.config, None) for each in (model, other)])
+    )
+    prompt = scope.Prompt(300, lengths=(300,))
+    with scope.generating(model):
+        generation = scope.SCOPE.get().generation
+        generation.begin(prompt, is_compiled=False)
+        model(ids)
+        generation.prepare(model, lambda: {"input_ids": None})
+        assert scope.prompt_of(1, config, None) is None
+        model(ids)
+        # a batch of other rows
+        assert scope.prompt_of(2, config, None) is None
+        model(ids)
+        with scope.foreign():
+            generation.prepare(model, lambda: {"input_ids": None})
+            model(ids)
+    handle.remove()
+    nothing = [None, None]
+    assert found == [nothing, [prompt, None], nothing, nothing]
+    assert not model._forward_pre_hooks and not model._forward_hooks
 
 
 # of generate: nothing is drawn, no token ends it
@@ -236,6 +246,115 @@ def test_an_answer_is_read_densely_however_it_is_read(options):
     expected = first_logits(model, ids, 4, **{"num_beams": options.get("num_beams", 1)})
     found = first_logits(model, ids, 4, **{**options, "disable_compile": True})
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+class Streamer:
+    """Calls a function with every token, as a streamer of `generate`."""
+
+    def __init__(self, call):
+        self._call = call
+
+    def put(self, value):
+        self._call()
+
+    def end(self):
+        pass
+
+
+def place(where, call):
+    """Return the options of `generate` that have it run ``call`` at every step."""
+    if where == "processor":
+        return {"logits_processor": [lambda _, scores: (call(), scores)[1]]}
+    if where == "criterion":
+        criterion = torch.zeros(1, dtype=torch.bool)
+        return {"stopping_criteria": [lambda *_, **__: (call(), criterion)[1]]}
+    if where == "prefix":
+        return {"prefix_allowed_tokens_fn": lambda *_: (call(), list(range(64)))[1]}
+    return {"streamer": Streamer(call)}
+
+
+FOREIGN = {
+    "text": lambda model: whole(model, tokens(1, 200, seed=5)),
+    # of the same number of rows and of tokens
+    "alike": lambda model: whole(model, tokens(1, 300, seed=5)),
+    "padded": lambda model: padded(model, tokens(2, 420, seed=6)),
+    "generate": lambda model: first_logits(model, tokens(1, 260, seed=7)),
+}
+
+
+@torch.no_grad()
+def padded(model, ids):
+    seen = torch.ones_like(ids)
+    seen[0, :100] = 0
+    return model(ids, attention_mask=seen, use_cache=False).logits
+
+
+@pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 4}, {"use_cache": False}])
+@pytest.mark.parametrize("where", ["processor", "criterion", "prefix", "streamer"])
+@pytest.mark.parametrize("whose", ["same", "other"])
+def test_a_model_called_inside_generate_reads_no_prompt_of_it(where, whose, options):
+    model, ids = cab_hf.apply_cab(tiny_model(), replace(SPARSE, min_length=210)), tokens(1, 300)
+    judge = model if whose == "same" else cab_hf.apply_cab(copy.deepcopy(model))
+    wanted = {name: call(judge) for name, call in FOREIGN.items()}
+    alone, found = first_logits(model, ids, 2, **options), []
+
+    def call():
+        found.append({name: call(judge) for name, call in FOREIGN.items()})
+
+    together = first_logits(model, ids, 2, **options, **place(where, call))
+    torch.testing.assert_close(found[-1], wanted)
+    torch.testing.assert_close(together, alone)
+
+
+def test_a_model_called_inside_the_forward_pass_of_another_reads_no_prompt_of_it():
+    model, judge = (cab_hf.apply_cab(tiny_model(), SPARSE) for _ in range(2))
+    wanted, found = FOREIGN["text"](judge), []
+    handle = model.model.layers[0].register_forward_hook(
+        lambda *_: found.append(FOREIGN["text"](judge))
+    )
+    first_logits(model, tokens(1, 300))
+    handle.remove()
+    torch.testing.assert_close(found[0], wanted)
+
+
+def test_a_compiled_model_is_not_compiled_again_by_each_generate():
+    model, ids = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SPARSE), tokens(1, 100)
+    compiled = []
+
+    def count(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model.compile(backend=count, dynamic=True)
+    first_logits(model, ids, 3)
+    before = len(compiled)
+    first_logits(model, ids, 3)
+    assert len(compiled) == before > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}])
+@pytest.mark.parametrize("kind", ["prompt", "p-tuning", "prefix"])
+def test_virtual_tokens_are_part_of_a_prompt(kind, options):
+    peft = pytest.importorskip("peft")
+    made = {
+        "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=40),
+        "p-tuning": lambda: peft.PromptEncoderConfig(
+            task_type="CAUSAL_LM", num_virtual_tokens=40, encoder_hidden_size=16
+        ),
+        "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=40),
+    }
+    torch.manual_seed(0)
+    model = peft.get_peft_model(tiny_model(), made[kind]()).eval()
+    cab_hf.apply_cab(model, replace(SPARSE, mass_threshold=0.1, min_length=250))
+    # the short row reaches min_length by its virtual tokens alone
+    ids, seen = tokens(2, 300), torch.ones(2, 300).long()
+    ids[0, :80], seen[0, :80] = 0, 0
+    with torch.no_grad():
+        expected = model(ids, attention_mask=seen, use_cache=kind == "prefix").logits[:, -1]
+    found = first_logits(model, ids, attention_mask=seen, **options)[:, 0]
+    rows = slice(None, None, options.get("num_beams", 1))
+    torch.testing.assert_close(found[rows], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_guidance_reads_a_prompt_of_its_own():
