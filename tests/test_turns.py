@@ -289,11 +289,23 @@ def padded(model, ids):
     return model(ids, attention_mask=seen, use_cache=False).logits
 
 
-@pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 4}, {"use_cache": False}])
-@pytest.mark.parametrize("where", ["processor", "criterion", "prefix", "streamer"])
-@pytest.mark.parametrize("whose", ["same", "other"])
+DRAFTS, NO_CACHE = {"prompt_lookup_num_tokens": 4}, {"use_cache": False}
+
+
+@pytest.mark.parametrize(
+    ("where", "whose", "options"),
+    [
+        pytest.param("processor", "same", {}, id="processor"),
+        pytest.param("processor", "other", {}, id="processor-of-another-model"),
+        pytest.param("criterion", "same", {}, id="criterion"),
+        pytest.param("prefix", "same", {}, id="prefix"),
+        pytest.param("streamer", "same", NO_CACHE, id="streamer-without-a-cache"),
+        pytest.param("streamer", "same", DRAFTS, id="streamer-with-drafts"),
+    ],
+)
 def test_a_model_called_inside_generate_reads_no_prompt_of_it(where, whose, options):
-    model, ids = cab_hf.apply_cab(tiny_model(), replace(SPARSE, min_length=210)), tokens(1, 300)
+    model = cab_hf.apply_cab(tiny_model(num_hidden_layers=2), replace(SPARSE, min_length=210))
+    ids = tokens(1, 300)
     judge = model if whose == "same" else cab_hf.apply_cab(copy.deepcopy(model))
     wanted = {name: call(judge) for name, call in FOREIGN.items()}
     alone, found = first_logits(model, ids, 2, **options), []
@@ -333,8 +345,16 @@ def test_a_compiled_model_is_not_compiled_again_by_each_generate():
     assert len(compiled) == before > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}])
-@pytest.mark.parametrize("kind", ["prompt", "p-tuning", "prefix"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("prompt", {}),
+        ("prompt", NO_CACHE),
+        ("prompt", {"num_beams": 2}),
+        ("p-tuning", {}),
+        ("prefix", {}),
+    ],
+)
 def test_virtual_tokens_are_part_of_a_prompt(kind, options):
     peft = pytest.importorskip("peft")
     made = {
@@ -346,15 +366,20 @@ def test_virtual_tokens_are_part_of_a_prompt(kind, options):
     }
     torch.manual_seed(0)
     model = peft.get_peft_model(tiny_model(), made[kind]()).eval()
-    cab_hf.apply_cab(model, replace(SPARSE, mass_threshold=0.1, min_length=250))
     # the short row reaches min_length by its virtual tokens alone
     ids, seen = tokens(2, 300), torch.ones(2, 300).long()
     ids[0, :80], seen[0, :80] = 0, 0
-    with torch.no_grad():
-        expected = model(ids, attention_mask=seen, use_cache=kind == "prefix").logits[:, -1]
-    found = first_logits(model, ids, attention_mask=seen, **options)[:, 0]
-    rows = slice(None, None, options.get("num_beams", 1))
-    torch.testing.assert_close(found[rows], expected, rtol=1e-4, atol=1e-4)
+
+    def read():
+        with torch.no_grad():
+            expected = model(ids, attention_mask=seen, use_cache=kind == "prefix").logits[:, -1]
+        found = first_logits(model, ids, attention_mask=seen, **options)[:, 0]
+        return found[:: options.get("num_beams", 1)], expected
+
+    if not torch.allclose(*read(), rtol=1e-4, atol=1e-4):
+        pytest.skip("generate of this transformers drops the prefix of this PEFT")
+    cab_hf.apply_cab(model, replace(SPARSE, mass_threshold=0.1, min_length=250))
+    torch.testing.assert_close(*read(), rtol=1e-4, atol=1e-4)
 
 
 def test_guidance_reads_a_prompt_of_its_own():

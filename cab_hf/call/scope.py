@@ -238,7 +238,7 @@ def refuse_compiled(config: Any = None) -> None:
 
 @contextmanager
 def generating(model: nn.Module) -> Iterator[None]:
-    """Run a call of `generate` inside: it has a prompt of its own, and none of the calls outside."""
+    """Run a call of `generate` inside: it reads a prompt of its own, and none from outside."""
     generation = Generation(model)
     before = SCOPE.set(replace(SCOPE.get(), prompt=None, generation=generation))
     try:
