@@ -194,6 +194,61 @@ def test_rows_of_a_prompt_in_chunks_end_where_each_of_them_ends(padding):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="dynamic-cache"),
+        pytest.param(
+            {"cache_implementation": "static", "disable_compile": True}, id="static-cache"
+        ),
+        pytest.param({"num_beams": 2}, id="beams"),
+    ],
+)
+def test_a_short_row_is_exact_in_chunks_before_its_right_padding(options):
+    fields = {"min_length": 200, "mass_threshold": 0.6, "share_threshold": 1.0}
+    model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, **fields))
+    short, ids, seen, found = tokens(1, 190), tokens(2, 400), torch.ones(2, 400).long(), []
+    ids[0, :190], ids[0, 190:], seen[0, 190:] = short, 0, 0
+    alone = whole(model, short)
+    handle = model.lm_head.register_forward_hook(lambda *call: found.append(call[-1]))
+    options = {"prefill_chunk_size": 64, "logits_to_keep": 0, **options}
+    first_logits(model, ids, attention_mask=seen, **options)
+    handle.remove()
+    torch.testing.assert_close(torch.cat(found, 1)[:1, :190], alone, rtol=1e-4, atol=1e-4)
+
+
+ORIGIN = {"model": "llama", "layers": 4, "heads": 6, "kv_heads": 2, "length": 300}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({"dense_layers": (3,)}, id="dense-layers"),
+        pytest.param({"predictor": "cascade", "anchors": (0, 2)}, id="cascade"),
+        pytest.param({"origin": ORIGIN}, id="calibrated"),
+        pytest.param({"dense_layers": (3,), "sparse_decode": True}, id="sparse-steps"),
+    ],
+)
+def test_drafts_of_the_first_layers_change_no_token(fields):
+    model = cab_hf.apply_cab(tiny_model(num_hidden_layers=4), replace(SPARSE, **fields))
+    ids = tokens(1, 200)
+    told = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, **GREEDY}
+    expected = model.generate(ids, **told)
+    assert torch.equal(model.generate(ids, assistant_early_exit=2, **told), expected)
+    assert model.config.num_hidden_layers == 4
+
+
+def test_a_draft_that_fails_leaves_the_model_whole():
+    model = cab_hf.apply_cab(tiny_model(num_hidden_layers=4), SPARSE)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        first_logits(model, tokens(1, 40), 4, assistant_early_exit=2, logits_processor=[fail])
+    assert model.config.num_hidden_layers == 4
+
+
 @pytest.mark.parametrize("budget", ["dense-steps", "sparse-steps"])
 def test_a_last_chunk_of_one_token_is_no_step(budget):
     sparse = {"sparse_decode": True, "decode_tokens": 128} if budget == "sparse-steps" else {}
