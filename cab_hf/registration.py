@@ -34,9 +34,13 @@ from cab_hf.config import NAMES, SPARSE
 CONFIGURATION = "transformers.configuration_utils"
 MODELING = "transformers.modeling_utils"
 GENERATION = "transformers.generation.utils"
-GUIDANCE = "transformers.generation.logits_process"
+PROCESSORS = "transformers.generation.logits_process"
+CANDIDATES = "transformers.generation.candidate_generator"
+CRITERIA = "transformers.generation.stopping_criteria"
 BATCHING = f"{PACKAGE}.continuous_api"
 SERVING = "transformers.cli.serving.model_manager"
+# attribute of a function that `_wrap_preparation` has wrapped
+RECORDED = "_cab_recorded"
 
 
 def register() -> None:
@@ -71,7 +75,33 @@ def wrap_generate() -> None:
     mixin = sys.modules[GENERATION].GenerationMixin
     wrap(mixin, "_prepare_cache_for_generation", _prepare_then_index)
     wrap(mixin, "_update_model_kwargs_for_generation", _update_then_index)
-    wrap(mixin, "generate", _in_a_scope)
+    wrap(mixin, "generate", _generate)
+    _wrap_preparation(mixin)
+
+
+def _generate(generate: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    from cab_hf.call.scope import generating
+
+    with generating(model):
+        return generate(model, *args, **kwargs)
+
+
+def _wrap_preparation(model: type) -> None:
+    """Record what `generate` prepares, also where a class of models prepares inputs by itself."""
+    name = "prepare_inputs_for_generation"
+    for owner in model.__mro__:
+        if name in vars(owner) and not hasattr(vars(owner)[name], RECORDED):
+            wrap(owner, name, _prepare_inputs)
+            setattr(vars(owner)[name], RECORDED, True)
+
+
+def _prepare_inputs(prepare: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    from cab_hf.call.scope import SCOPE
+
+    generation = SCOPE.get().generation
+    if generation is None:
+        return prepare(model, *args, **kwargs)
+    return generation.prepare(model, lambda: prepare(model, *args, **kwargs))
 
 
 def _prepare_then_index(
@@ -87,10 +117,14 @@ def _prepare_then_index(
     text = model.config.get_text_config()
     if text._attn_implementation not in NAMES or model.config.is_encoder_decoder:
         return result
-    from cab_hf.call.scope import prompt_given, set_prompt
+    from cab_hf.call.scope import SCOPE, prompt_given
 
-    set_prompt(prompt_given(generation_config, model_kwargs))
     made = _cache_in(model_kwargs)
+    generation = SCOPE.get().generation
+    if generation is not None:
+        _wrap_preparation(type(model))
+        is_compiled = getattr(made, "is_compileable", False)
+        generation.begin(prompt_given(generation_config, model_kwargs), is_compiled)
     if given is None:
         _index(model, made)
     return result
@@ -104,6 +138,11 @@ def _update_then_index(
     *args: Any,
     **kwargs: Any,
 ) -> dict[str, Any]:
+    from cab_hf.call.scope import SCOPE
+
+    generation = SCOPE.get().generation
+    if generation is not None:
+        generation.forget_inputs()
     given = _cache_in(model_kwargs)
     result = update(model, outputs, model_kwargs, *args, **kwargs)
     # some models make a cache of their own, or another one where a text becomes long
@@ -119,17 +158,46 @@ def _index(model: Any, cache: Any) -> None:
         index_made(model, cache)
 
 
-def wrap_guidance() -> None:
-    """Keep the text of classifier-free guidance apart from the prompt and its answer."""
-    processor = sys.modules[GUIDANCE].UnbatchedClassifierFreeGuidanceLogitsProcessor
-    wrap(processor, "get_unconditional_logits", _in_a_scope)
+def wrap_early_exit() -> None:
+    """Keep a model whole after drafts of its first layers (``assistant_early_exit``)."""
+    generator = sys.modules[CANDIDATES].EarlyExitCandidateGenerator
+    wrap(generator, "get_candidates", _draft_of_first_layers)
 
 
-def _in_a_scope(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run it in a prompt scope of its own."""
-    from cab_hf.call.scope import prompt_scope
+def _draft_of_first_layers(
+    draft: Callable[..., Any], generator: Any, *args: Any, **kwargs: Any
+) -> Any:
+    model = generator.assistant_model
+    config = getattr(model, model.base_model_prefix, model).config
+    if config.get_text_config()._attn_implementation not in NAMES:
+        return draft(generator, *args, **kwargs)
+    from cab_hf.hf.model_config import truncated
 
-    with prompt_scope():
+    with truncated(config):
+        return draft(generator, *args, **kwargs)
+
+
+def wrap_processors() -> None:
+    """Keep calls of a model in logits processors apart from the prompt and its answer.
+
+    Classifier-free guidance reads another prompt there.
+    """
+    wrap(sys.modules[PROCESSORS].LogitsProcessorList, "__call__", _as_foreign)
+
+
+def wrap_criteria() -> None:
+    """Keep calls of a model in stopping criteria apart from the prompt and its answer."""
+    wrap(sys.modules[CRITERIA].StoppingCriteriaList, "__call__", _as_foreign)
+
+
+def _as_foreign(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    from cab_hf.call.scope import foreign
+
+    with foreign():
         return function(*args, **kwargs)
 
 
@@ -165,8 +233,8 @@ class _Setting:
 
     `from_pretrained` takes a setting only where configs have an attribute of its name, and a
     CabConfig could not be saved. A string is a path for `CabConfig.calibrated`, which reads it at
-    once, so that a saved model needs no other file. The value is validated when a model is to use
-    it (`_validate`).
+    once, so that a saved model needs no other file. The value is validated where a model uses it
+    already, and else when a model is to use it (`_validate`).
     """
 
     def __get__(self, config: Any, owner: type) -> Any:
@@ -180,7 +248,16 @@ class _Setting:
                 value = CabConfig.calibrated(value)
             except ValueError as error:
                 raise ValueError(f"cab_config {error}") from None
-        vars(config)["cab_config"] = value.to_dict() if isinstance(value, CabConfig) else value
+        value = value.to_dict() if isinstance(value, CabConfig) else value
+        # no config is in use before the code of models is loaded
+        if MODELING in sys.modules:
+            from cab_hf.hf.model_config import require_setting
+            from cab_hf.predictors import make_predictor
+
+            settings = require_setting(config, value)
+            if settings is not None:
+                make_predictor(settings)
+        vars(config)["cab_config"] = value
 
     def __delete__(self, config: Any) -> None:
         vars(config).pop("cab_config", None)
@@ -292,7 +369,9 @@ def register_when_imported() -> None:
         CONFIGURATION: add_setting,
         MODELING: register,
         GENERATION: wrap_generate,
-        GUIDANCE: wrap_guidance,
+        CANDIDATES: wrap_early_exit,
+        PROCESSORS: wrap_processors,
+        CRITERIA: wrap_criteria,
         BATCHING: wrap_batching,
         SERVING: wrap_serving,
     }

@@ -229,10 +229,14 @@ def test_a_bad_saved_config(saved):
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
         model.set_attn_implementation("cab")
     assert model.config._attn_implementation == "sdpa"
-    # given to a model that attends so already it is refused where it is used
     model.config.cab_config = None
     model.set_attn_implementation("cab")
-    model.config.cab_config = saved
+    # a model that attends so already keeps its settings
+    with pytest.raises(ValueError, match="CabConfig|cab_config"):
+        model.config.cab_config = saved
+    assert model.config.cab_config is None
+    # no assignment shows that fields of a dict have changed
+    vars(model.config)["cab_config"] = saved
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
         model(tokens(1, 40))
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
@@ -266,7 +270,7 @@ def test_settings_of_another_kind(message):
 def test_a_bad_saved_config_is_named_where_it_is_compiled(saved):
     model = tiny_model(num_hidden_layers=1)
     model.set_attn_implementation("cab")
-    model.config.cab_config = saved
+    vars(model.config)["cab_config"] = saved
     torch._dynamo.reset()
     with pytest.raises(Exception, match=f"CabConfig.{next(iter(saved))} is"):
         torch.compile(model, fullgraph=True, backend="aot_eager")(tokens(1, 40))

@@ -147,7 +147,7 @@ def _plain_mask(
     config, mask.parallel = _seen_without_mask.get(module, (None, None))
     if config is not module.config:
         raise RuntimeError(SETTINGS_CHANGED)
-    mask.prompt = prompt_of(batch)
+    mask.prompt = prompt_of(batch, module.config, keys)
     return mask
 
 

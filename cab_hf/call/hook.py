@@ -52,7 +52,8 @@ def cab_mask(
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(of_another_kind(attention_mask))
     eager = not torch.compiler.is_compiling()
-    prompt = prompt_of(batch_size) if eager else None
+    end = None if isinstance(q_offset, Tensor) else q_offset + q_length
+    prompt = prompt_of(batch_size, config, end) if eager else None
     if prompt is not None:
         # waits for a static cache until the first step of its answer
         prompt.read = prompt.read or int(q_offset) >= prompt.end

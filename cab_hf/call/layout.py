@@ -81,7 +81,12 @@ class Layout:
         if valid is None and document is None:
             spans = replace(Spans.causal(batch, q_length, kv_length, device, q_slot), end=end)
             spans = _in_window(spans, window)
-            return cls._led(spans, kv_length, ahead) if ahead else cls(spans, kv_length)
+            layout = cls._led(spans, kv_length, ahead) if ahead else cls(spans, kv_length)
+            if isinstance(end, Tensor):
+                # padding comes in a later chunk, and rows end in different places
+                rows = end.expand(-1, layout.spans.last.shape[1])
+                layout = replace(layout, sizes=(rows, rows), lengths=lengths)
+            return layout
         if document is not None and torch.compiler.is_compiling():
             return cls(_in_window(_spans_in_place(document, valid), window), kv_length)
 

@@ -20,9 +20,9 @@ class Prompt:
     """The prompt that the calls of a model read, at once or in chunks.
 
     Attributes:
-        end: slot of the first token behind it.
+        end: slot of the first token after the prompt.
         lengths: tokens of each batch row, without padding; None where no row has padding.
-        read: whether a call has been seen that begins behind it.
+        read: whether a call has been seen that begins after the prompt.
     """
 
     end: int
@@ -34,6 +34,138 @@ class Prompt:
         """Tokens of the longest row."""
         return self.end if self.lengths is None else max(self.lengths)
 
+    def longer_by(self, tokens: int) -> Prompt | None:
+        """Return the prompt with ``tokens`` more in every row.
+
+        Returns None for fewer tokens in padded rows: padding or text may be missing then.
+        """
+        if tokens == 0:
+            return self
+        if self.lengths is None:
+            return Prompt(self.end + tokens)
+        if tokens < 0:
+            return None
+        return Prompt(self.end + tokens, tuple(length + tokens for length in self.lengths))
+
+
+class Generation:
+    """One call of `generate`, its prompt, and the calls of the model that read this prompt.
+
+    `generate` calls its model in two steps, in every mode of decoding: it prepares inputs
+    (``prepare_inputs_for_generation``) and calls the model once with these inputs. No code of the
+    user runs between the two steps. The prompt therefore belongs to the preparation, which makes
+    the masks of static caches, and to the next call of the model. Every other call is foreign: that
+    of a logits processor, a stopping criterion, a streamer or a hook, of this model or of another.
+    Module hooks mark the call instead of a wrapper around ``forward``: they follow the model
+    through PEFT, accelerate and compiled functions, and torch.compile traces them as nothing.
+
+    A mask asks for the prompt by the config of its layers: another model that a module hook calls
+    inside the forward pass has a config of its own, and so have the encoders of a composite model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._prompt: Prompt | None = None
+        self._configs: list[Any] = []
+        # inputs are prepared, and the model was not called since
+        self._is_prepared = False
+        # the model reads prepared inputs, or they are being prepared
+        self._is_reading = False
+        # `_is_reading` around the calls of the model that have not returned
+        self._outer: list[bool] = []
+        # slot after the first call's last token, as prepared; None before and after that call
+        self._prepared_end: int | None = None
+        self._is_measured = False
+        self._handles: list[Any] = []
+
+    def begin(self, prompt: Prompt | None, is_compiled: bool) -> None:
+        """Set the prompt, or None where its end is not known.
+
+        Args:
+            is_compiled: whether `generate` may compile the model. All masks are then made while
+                inputs are prepared, and new hooks would have the model compiled again.
+        """
+        self._prompt = prompt
+        self.end()
+        if prompt is None:
+            return
+        text = self._model.config.get_text_config()
+        found = [vars(module).get("config") for module in self._model.modules()]
+        # composite models copy the config of their language model
+        alike = {id(config): config for config in found if type(config) is type(text)}
+        self._configs = [text, *alike.values()]
+        if not is_compiled:
+            enter = self._model.register_forward_pre_hook(self._enter)
+            leave = self._model.register_forward_hook(self._leave, always_call=True)
+            self._handles = [enter, leave]
+
+    def end(self) -> None:
+        """Remove the hooks of `begin`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def prepare(self, model: nn.Module, make: Callable[[], Any]) -> Any:
+        """Return the inputs of the next call, which ``make`` prepares for ``model``."""
+        if model is not self._model or self._prompt is None:
+            return make()
+        before, self._is_reading = self._is_reading, True
+        try:
+            inputs = make()
+        finally:
+            self._is_reading = before
+        self._is_prepared = True
+        if not self._is_measured:
+            self._prepared_end = _end_of(inputs)
+        return inputs
+
+    def forget_inputs(self) -> None:
+        """Take the prepared inputs as read: a compiled model runs no hooks."""
+        self._is_prepared = False
+
+    def prompt_of(self, config: Any, end: int | None) -> Prompt | None:
+        """Return the prompt that the layers under ``config`` read in the current call.
+
+        PEFT, and models that replace placeholders by several tokens, lengthen inputs after
+        `generate` has prepared them. The first call shows by how much.
+
+        Args:
+            end: slot after the last token of the call; None where only the device knows it.
+
+        Returns:
+            None for a foreign call, and where the end of the prompt is not known.
+        """
+        if not self._is_reading or not any(config is each for each in self._configs):
+            return None
+        if end is not None and self._prepared_end is not None:
+            self._prompt = self._prompt.longer_by(end - self._prepared_end)
+            self._prepared_end, self._is_measured = None, True
+        return self._prompt
+
+    def _enter(self, *_: Any) -> None:
+        if torch.compiler.is_compiling() or SCOPE.get().generation is not self:
+            return
+        self._outer.append(self._is_reading)
+        self._is_reading, self._is_prepared = self._is_prepared, False
+
+    def _leave(self, *_: Any) -> None:
+        if torch.compiler.is_compiling() or SCOPE.get().generation is not self:
+            return
+        # a hook before `_enter` may have failed
+        if self._outer:
+            self._is_reading = self._outer.pop()
+
+
+def _end_of(inputs: Any) -> int | None:
+    """Return the slot after the last token that inputs of a model hold; None if not known."""
+    ids = inputs.get("input_ids")
+    tokens = inputs.get("inputs_embeds") if ids is None else ids
+    cache = inputs.get("cache", inputs.get("past_key_values"))
+    # the counter of a static cache is on the device
+    if tokens is None or getattr(cache, "is_compileable", False):
+        return None
+    return tokens.shape[1] + (0 if cache is None else int(cache.get_seq_length()))
+
 
 @dataclass(frozen=True, eq=False)
 class Scope:
@@ -42,8 +174,8 @@ class Scope:
     Those that gradient checkpointing computes again, in another thread, find nothing here.
 
     Attributes:
-        prompt: that is read; None where its end is not known.
-        takes_prompt: whether `set_prompt` sets it.
+        prompt: the prompt that all calls read; None where they read none, or `generate` sets it.
+        generation: the call of `generate` that runs; None outside, and in foreign code inside.
         parallel: the `Parallel` of the ranks that hold the text; None where one process does.
         observer: sees each `Call` before it is computed; None for none.
         module: whose call has set this, and
@@ -51,7 +183,7 @@ class Scope:
     """
 
     prompt: Prompt | None = None
-    takes_prompt: bool = False
+    generation: Generation | None = None
     parallel: Any = None
     observer: Callable[[Call], None] | None = None
     module: nn.Module | None = None
@@ -105,36 +237,49 @@ def refuse_compiled(config: Any = None) -> None:
 
 
 @contextmanager
-def prompt_scope() -> Iterator[None]:
-    """Calls of a model inside read no prompt but one that is set inside."""
-    before = SCOPE.set(replace(SCOPE.get(), prompt=None, takes_prompt=True))
+def generating(model: nn.Module) -> Iterator[None]:
+    """Run a call of `generate` inside: it reads a prompt of its own, and none from outside."""
+    generation = Generation(model)
+    before = SCOPE.set(replace(SCOPE.get(), prompt=None, generation=generation))
+    try:
+        yield
+    finally:
+        generation.end()
+        SCOPE.reset(before)
+
+
+@contextmanager
+def foreign() -> Iterator[None]:
+    """Run code of the user inside, whose calls of a model read no prompt of `generate`."""
+    before = SCOPE.set(replace(SCOPE.get(), prompt=None, generation=None))
     try:
         yield
     finally:
         SCOPE.reset(before)
 
 
-def set_prompt(prompt: Prompt | None) -> None:
-    """Set the prompt that calls of the innermost `prompt_scope` read; None: its end is not known.
-
-    `generate` finds it out on its way.
-    """
-    scope = SCOPE.get()
-    if scope.takes_prompt:
-        SCOPE.set(replace(scope, prompt=prompt))
-
-
 @contextmanager
 def reading(tokens: int) -> Iterator[None]:
-    """Calls of a model inside read a prompt of so many tokens in every row."""
-    with prompt_scope():
-        set_prompt(Prompt(tokens))
+    """Have calls of a model inside read a prompt of ``tokens`` tokens in every row."""
+    before = SCOPE.set(replace(SCOPE.get(), prompt=Prompt(tokens), generation=None))
+    try:
         yield
+    finally:
+        SCOPE.reset(before)
 
 
-def prompt_of(batch: int) -> Prompt | None:
-    """The prompt that a call of so many rows reads; None where its end is not known."""
-    prompt = SCOPE.get().prompt
+def prompt_of(batch: int, config: Any, end: int | None) -> Prompt | None:
+    """Return the prompt that a call reads; None where its end is not known.
+
+    Args:
+        batch: rows of the call.
+        config: that of the layers.
+        end: slot after the last token of the call; None where only the device knows it.
+    """
+    scope = SCOPE.get()
+    prompt = scope.prompt
+    if scope.generation is not None:
+        prompt = scope.generation.prompt_of(config, end)
     if prompt is None or (prompt.lengths is not None and len(prompt.lengths) != batch):
         return None
     return prompt

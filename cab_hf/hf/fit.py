@@ -8,6 +8,13 @@ from cab_hf.checks import is_whole, warn_once
 from cab_hf.config import TABLES, CabConfig, Origin, Table
 
 COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+# what models call their layers
+LAYERS = ("num_hidden_layers", "decoder_layers")
+
+
+def counts_of(model_config: Any) -> tuple[int | None, ...]:
+    """Return the layers and heads of a transformers config, which settings are compared with."""
+    return tuple(number(model_config, name) for name in (*COUNTS, LAYERS[1]))
 
 
 def origin_of(model_config: Any, length: int, model: str | None = None) -> Origin:
@@ -43,8 +50,7 @@ def require_layers(config: CabConfig, model_config: Any) -> None:
     Raises:
         ValueError: naming the field, what is in it, and what the model has.
     """
-    fields = ("num_hidden_layers", "decoder_layers")
-    counts = [n for n in [getattr(model_config, name, None) for name in fields] if is_whole(n)]
+    counts = [n for n in [getattr(model_config, name, None) for name in LAYERS] if is_whole(n)]
     for layer in config.dense_layers:
         if counts and layer >= max(counts):
             raise ValueError(

@@ -24,6 +24,7 @@ from words import make_tokenizer
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.config import Origin
+from cab_hf.hf import model_config
 from cab_hf.patches import calibration
 
 PLAIN = ("sdpa", None)
@@ -340,25 +341,38 @@ def test_settings_of_another_model_are_refused_where_they_meet_one(
         meet(model, tmp_path, config, way)
 
 
-def read_compiled(model):
-    torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(model, fullgraph=True, backend="eager")(tokens(1, 40))
+def test_settings_of_another_model_are_refused_where_they_are_assigned(model):
+    cab_hf.apply_cab(model, SPARSE)
+    for config, sentence in MISFITS.values():
+        with pytest.raises(ValueError, match=sentence):
+            model.config.cab_config = config
+    assert model.config.cab_config == SPARSE.to_dict()
+    # a model on "sdpa" takes any, until it is switched
+    cab_hf.remove_cab(model)
+    model.config.cab_config = DEEP
 
 
-@pytest.mark.parametrize(
-    ("use", "error"),
-    [
-        pytest.param(cab_hf.describe, ValueError, id="described"),
-        pytest.param(lambda model: model(tokens(1, 40)), ValueError, id="read"),
-        pytest.param(read_compiled, Exception, id="compiled"),
-    ],
-)
-def test_the_calibration_of_another_model_is_refused_where_it_is_set_by_hand(model, use, error):
-    model.set_attn_implementation("cab")
-    model.config.cab_config = dataclasses.replace(SPARSE, origin=OWN._replace(layers=4))
-    with pytest.raises(error, match="was calibrated for somebody's"):
+@pytest.mark.parametrize("use", [cab_hf.describe, lambda model: model(tokens(1, 40))])
+def test_the_calibration_of_another_model_is_refused_where_no_assignment_shows_it(model, use):
+    cab_hf.apply_cab(model, SPARSE)
+    model = copy.deepcopy(model)
+    model.config.cab_config["origin"] = OWN._replace(layers=4)._asdict()
+    with pytest.raises(ValueError, match="was calibrated for somebody's"):
         use(model)
+
+
+def test_settings_are_compared_with_a_model_once(model, monkeypatch):
+    compared = []
+    monkeypatch.setattr(model_config, "require_layers", lambda *args: compared.append(args))
+    cab_hf.apply_cab(model, SPARSE, dense_layers=(2,))
+    compared.clear()
+    for _ in range(3):
+        model(tokens(1, 40))
+    assert not compared
+    # a model of other layers than before
+    model.config.num_hidden_layers = 2
+    model(tokens(1, 40))
+    assert len(compared) == 1
 
 
 def test_settings_that_do_not_fit_are_replaced_by_some_that_do(model):
