@@ -9,6 +9,7 @@ wrapped, which changes nothing for models with another attention implementation:
 * configs have a ``cab_config`` (`_Setting`), and models accept one beside a config;
 * the check of an implementation's name, which runs whenever a model is made or switched, validates
   the settings of ours;
+* the functions that make masks record the position ids of their call for our mask hook;
 * continuous batching (`batching.hooks`) and `transformers serve` accept our names;
 * `generate` records where the prompt ends, and indexes the cache of a model that decodes sparsely.
 """
@@ -32,6 +33,7 @@ from cab_hf.batching.hooks import PACKAGE, refuse_while_batching, wrap
 from cab_hf.config import NAMES, SPARSE
 
 CONFIGURATION = "transformers.configuration_utils"
+MASKING = "transformers.masking_utils"
 MODELING = "transformers.modeling_utils"
 GENERATION = "transformers.generation.utils"
 GUIDANCE = "transformers.generation.logits_process"
@@ -60,6 +62,24 @@ def add_setting() -> None:
     from transformers.configuration_utils import PreTrainedConfig
 
     PreTrainedConfig.cab_config = _Setting()
+
+
+def wrap_masks() -> None:
+    """Make transformers record the position ids of a mask, which its mask functions do not get.
+
+    Many models give position ids to the functions that make masks, and not to attention.
+    """
+    wrap(sys.modules[MASKING], "_preprocess_mask_arguments", _record_positions)
+
+
+def _record_positions(prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # models call it as well, by names that differ between versions
+    config = kwargs["config"] if "config" in kwargs else args[0]
+    if config._attn_implementation in NAMES:
+        from cab_hf.call.scope import record_positions
+
+        record_positions(kwargs["position_ids"] if "position_ids" in kwargs else args[4])
+    return prepare(*args, **kwargs)
 
 
 def wrap_generate() -> None:
@@ -290,6 +310,7 @@ def register_when_imported() -> None:
     """Register and wrap now what transformers has loaded, and the rest as soon as it is loaded."""
     actions = {
         CONFIGURATION: add_setting,
+        MASKING: wrap_masks,
         MODELING: register,
         GENERATION: wrap_generate,
         GUIDANCE: wrap_guidance,

@@ -153,6 +153,22 @@ def _(x: Tensor, refused: Tensor, sentence: str) -> Tensor:
     return torch.empty_like(x)
 
 
+def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return grad, None, None
+
+
+refuse_where.register_autograd(_pass_gradient)
+
+
+def mixed_by(model: str) -> str:
+    """Return the error for packed documents that a compiled ``model`` cannot keep separate."""
+    return (
+        f"position_ids pack documents in a compiled {model}, which reads position_ids only in "
+        "calls without attention_mask and cache. Leave both out, pass cu_seq_lens_q, or do not "
+        "compile."
+    )
+
+
 def _sees(mask_function: Any, batch: int, query: Tensor, key: Tensor) -> Tensor:
     """bool [B, N]: whether each query may see its key, both int [1, N], in the first head."""
     row = torch.arange(batch, device=query.device).unsqueeze(-1)
