@@ -209,14 +209,14 @@ class CabMask(NotATensor):
                 "'cab' packs documents in one call. Leave it out, or the cache."
             )
         starts, mixed = None, None
-        if self.document is None and self.q_length > 1:
-            positions = self._positions(position_ids)
-            if begins and cu_seq_lens is not None:
+        positions = self._positions(position_ids) if self.q_length > 1 else None
+        if torch.compiler.is_compiling() and cu_seq_lens is None and positions is not None:
+            mixed = self._mixed(positions)
+        elif self.document is None and begins and self.q_length > 1:
+            if cu_seq_lens is not None:
                 self.document = packing.documents_between(cu_seq_lens, self.batch, self.kv_length)
                 self._most_documents = cu_seq_lens.shape[0]
-            elif positions is not None and torch.compiler.is_compiling():
-                mixed = self._mixed(positions)
-            elif positions is not None and begins:
+            elif positions is not None:
                 starts = packing.document_starts(positions, self.valid)
         plain = self.valid is None and self.document is None and begins
         self._look(starts, value if plain and self.batch > 1 else None)
@@ -226,13 +226,22 @@ class CabMask(NotATensor):
         return mixed
 
     def _mixed(self, position_ids: Tensor) -> Tensor | None:
-        """Return whether these positions pack documents, bool []; None if the call continues."""
-        if self.kv_length is not None and self.q_length != self.kv_length:
+        """Return whether documents of these positions are not separate here, bool [].
+
+        None if the call continues a cache, or if transformers has looked at the positions.
+        """
+        continues = self.kv_length is not None and self.q_length != self.kv_length
+        if continues or (self.document is not None and self.chunks_from is None):
             return None
         valid = None if self.valid is None else self.valid[:, : self.q_length]
-        several = (packing.document_starts(position_ids, valid).sum(-1) > 1).any()
+        starts = packing.document_starts(position_ids, valid)
+        if self.document is None:
+            mixed = (starts.sum(-1) > 1).any()
+        else:
+            # chunks, which are counted from document starts only if transformers has found these
+            mixed = (starts & ~packing.begins(self.document)).any()
         # only the device knows whether a static cache has begun
-        return several if self.kv_length is not None else several & (self.q_slot == 0)
+        return mixed if self.kv_length is not None else mixed & (self.q_slot == 0)
 
     def _refuse_looking_ahead(self) -> None:
         """Make the mask tensors fail on the device where a token sees a later one."""

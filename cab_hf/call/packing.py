@@ -95,9 +95,14 @@ def in_chunks(document: Tensor, valid: Tensor | None, size: int) -> Tensor:
     if valid is not None:
         document = document.masked_fill(~valid.to(document.device), -1)
     slot = torch.arange(document.shape[1], device=document.device)
-    begins = F.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
-    first = torch.where(begins, slot, 0).cummax(-1).values
-    return (begins | ((slot - first) % size == 0)).cumsum(-1)
+    first_tokens = begins(document)
+    first = torch.where(first_tokens, slot, 0).cummax(-1).values
+    return (first_tokens | ((slot - first) % size == 0)).cumsum(-1)
+
+
+def begins(document: Tensor) -> Tensor:
+    """Return the first tokens of documents, bool [B, N], of their ids [B, N]."""
+    return F.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
 
 
 def pattern_of(
