@@ -39,6 +39,8 @@ GENERATION = "transformers.generation.utils"
 GUIDANCE = "transformers.generation.logits_process"
 BATCHING = f"{PACKAGE}.continuous_api"
 SERVING = "transformers.cli.serving.model_manager"
+# from the wrapped function to the forward pass that makes a mask, with a few decorators between
+FRAMES = 10
 
 
 def register() -> None:
@@ -78,8 +80,27 @@ def _record_positions(prepare: Callable[..., Any], *args: Any, **kwargs: Any) ->
     if config._attn_implementation in NAMES:
         from cab_hf.call.scope import record_positions
 
-        record_positions(kwargs["position_ids"] if "position_ids" in kwargs else args[4])
+        position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[4]
+        record_positions(_positions_of_caller() if position_ids is None else position_ids)
     return prepare(*args, **kwargs)
+
+
+def _positions_of_caller() -> Any:
+    """Return the position ids of the forward pass that makes a mask; None where it has none.
+
+    GraniteMoeHybrid gives its position ids to no function that makes masks, and to no layer.
+    """
+    from torch.compiler import is_compiling
+
+    # torch.compile traces no frames
+    frame = None if is_compiling() else sys._getframe(1)
+    for _ in range(FRAMES):
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "forward":
+            return frame.f_locals.get("position_ids")
+        frame = frame.f_back
+    return None
 
 
 def wrap_generate() -> None:

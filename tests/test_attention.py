@@ -239,6 +239,16 @@ def test_documents_are_separate_in_types_whose_layers_get_no_position_ids(model_
     torch.testing.assert_close(packed[:, 70:], alone, **EXACT)
 
 
+@torch.no_grad()
+def test_documents_are_separate_in_a_type_that_gives_position_ids_to_nothing():
+    model = tiny_model_of("granitemoehybrid", layer_types=["full_attention"] * 4)
+    cab_hf.apply_cab(model, FULL)
+    ids = tokens(1, 150) + FIRST_TOKEN
+    given = {"position_ids": positions_of((70, 80)), "use_cache": False}
+    alone = logits(model, input_ids=ids[:, 70:], use_cache=False)
+    torch.testing.assert_close(logits(model, input_ids=ids, **given)[:, 70:], alone, **EXACT)
+
+
 @PACKED
 @BESIDE
 @pytest.mark.parametrize("hole", [0, 7])
