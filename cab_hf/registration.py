@@ -9,6 +9,7 @@ wrapped, which changes nothing for models with another attention implementation:
 * configs have a ``cab_config`` (`_Setting`), and models accept one beside a config;
 * the check of an implementation's name, which runs whenever a model is made or switched, validates
   the settings of ours;
+* the functions that make masks record the position ids of their call for our mask hook;
 * continuous batching (`batching.hooks`) and `transformers serve` accept our names;
 * `generate` records where the prompt ends, and indexes the cache of a model that decodes sparsely.
 """
@@ -32,6 +33,7 @@ from cab_hf.batching.hooks import PACKAGE, refuse_while_batching, wrap
 from cab_hf.config import NAMES, SPARSE
 
 CONFIGURATION = "transformers.configuration_utils"
+MASKING = "transformers.masking_utils"
 MODELING = "transformers.modeling_utils"
 GENERATION = "transformers.generation.utils"
 PROCESSORS = "transformers.generation.logits_process"
@@ -41,6 +43,8 @@ BATCHING = f"{PACKAGE}.continuous_api"
 SERVING = "transformers.cli.serving.model_manager"
 # attribute of a function that `_wrap_preparation` has wrapped
 RECORDED = "_cab_recorded"
+# from the wrapped function to the forward pass that makes a mask, with a few decorators between
+FRAMES = 10
 
 
 def register() -> None:
@@ -64,6 +68,43 @@ def add_setting() -> None:
     from transformers.configuration_utils import PreTrainedConfig
 
     PreTrainedConfig.cab_config = _Setting()
+
+
+def wrap_masks() -> None:
+    """Make transformers record the position ids of a mask, which its mask functions do not get.
+
+    Many models give position ids to the functions that make masks, and not to attention.
+    """
+    wrap(sys.modules[MASKING], "_preprocess_mask_arguments", _record_positions)
+
+
+def _record_positions(prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # models call it as well, by names that differ between versions
+    config = kwargs["config"] if "config" in kwargs else args[0]
+    if config._attn_implementation in NAMES:
+        from cab_hf.call.scope import record_positions
+
+        position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[4]
+        record_positions(_positions_of_caller() if position_ids is None else position_ids)
+    return prepare(*args, **kwargs)
+
+
+def _positions_of_caller() -> Any:
+    """Return the position ids of the forward pass that makes a mask; None where it has none.
+
+    GraniteMoeHybrid gives its position ids to no function that makes masks, and to no layer.
+    """
+    from torch.compiler import is_compiling
+
+    # torch.compile traces no frames
+    frame = None if is_compiling() else sys._getframe(1)
+    for _ in range(FRAMES):
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "forward":
+            return frame.f_locals.get("position_ids")
+        frame = frame.f_back
+    return None
 
 
 def wrap_generate() -> None:
@@ -367,6 +408,7 @@ def register_when_imported() -> None:
     """Register and wrap now what transformers has loaded, and the rest as soon as it is loaded."""
     actions = {
         CONFIGURATION: add_setting,
+        MASKING: wrap_masks,
         MODELING: register,
         GENERATION: wrap_generate,
         CANDIDATES: wrap_early_exit,

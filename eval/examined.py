@@ -1,7 +1,7 @@
 """One model type in processes of its own: tiny and random, by its own attention and by "cab".
 
-One process compares logits: loaded by name and under `apply_cab`, with and without padding. Several
-compare a training step inside `cab_hf.context_parallel` with that of one.
+One process compares logits: loaded by name and under `apply_cab`, with and without padding, and of
+packed documents. Several compare a training step inside `cab_hf.context_parallel` with that of one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ from torch.multiprocessing import (
     start_processes,
 )
 from torch.nn import functional as F
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    packed_sequence_mask_function,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import cab_hf
@@ -136,7 +141,7 @@ def examine(model_type: str) -> dict[str, Any]:
 
 
 def built(model_type: str, **values: Any) -> tuple[PreTrainedModel, dict[str, Tensor], list[str]]:
-    """A model, its logits by its own attention, and the inputs of which it reads the padding."""
+    """Return a model, its logits by its own attention, and the inputs whose padding it reads."""
     model = tiny_model(model_type, **values)
     expected = {name: logits(model, **given) for name, given in inputs().items()}
     padded = {name: logits(model, **given) for name, given in inputs(FIRST_TOKEN).items()}
@@ -145,14 +150,20 @@ def built(model_type: str, **values: Any) -> tuple[PreTrainedModel, dict[str, Te
         for name in expected
         if _difference(padded[name], expected[name]) > LIMITS["difference"]
     ]
-    return model, expected, read
+    try:
+        with separate_documents(model):
+            separate = logits(model, **packed_inputs()[PACKED])
+    except Exception:
+        # the type has no use for position ids
+        return model, expected, read
+    return model, expected | dict.fromkeys(packed_inputs(), separate), read
 
 
-def inputs(padding: int | None = None) -> dict[str, dict[str, Tensor]]:
-    """Name -> what a model is given, two rows of tokens, the first of them padded.
+def inputs(padding: int | None = None) -> dict[str, dict[str, Any]]:
+    """Return arguments of a model by name: two rows of tokens, the first one padded.
 
-    What is in the place of padding matters to no model that heeds its mask: any tokens, or
-    ``padding`` everywhere.
+    The tokens in the place of padding are random, or ``padding``. They change nothing in a model
+    that applies its mask.
     """
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(FIRST_TOKEN, VOCABULARY, (2, TOKENS), generator=generator)
@@ -166,8 +177,42 @@ def inputs(padding: int | None = None) -> dict[str, dict[str, Tensor]]:
     return result
 
 
-def logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
-    """[tokens, vocabulary] of all tokens that are no padding.
+def packed_inputs() -> dict[str, dict[str, Any]]:
+    """Return arguments of a model by name: the tokens of `inputs`, packed as `DOCUMENTS`.
+
+    A mask and a cache must change nothing.
+    """
+    alone = packed(inputs()["plain"]) | {"use_cache": False}
+    mask = {"attention_mask": torch.ones_like(alone["input_ids"])}
+    return {
+        PACKED: alone,
+        f"{PACKED}, mask": alone | mask,
+        f"{PACKED}, cache": alone | {"use_cache": True},
+    }
+
+
+@contextmanager
+def separate_documents(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, ``model`` masks other `DOCUMENTS` in its own attention, whatever its masks are."""
+    name = model.config.get_text_config()._attn_implementation
+    make = ALL_MASK_ATTENTION_FUNCTIONS[name]
+    lengths = torch.tensor(DOCUMENTS)
+    document = torch.arange(len(DOCUMENTS)).repeat_interleave(lengths).expand(2, -1)
+
+    def make_separate(*arguments: Any, **options: Any) -> Any:
+        own_document = packed_sequence_mask_function(document)
+        options["mask_function"] = and_masks(options["mask_function"], own_document)
+        return make(*arguments, **{**options, "allow_is_causal_skip": False})
+
+    AttentionMaskInterface.register(name, make_separate)
+    try:
+        yield
+    finally:
+        AttentionMaskInterface.register(name, make)
+
+
+def logits(model: PreTrainedModel, attention_mask: Tensor | None = None, **given: Any) -> Tensor:
+    """Return the logits of all tokens that are not padding, [tokens, vocabulary].
 
     Raises:
         ValueError: where one is not finite.
@@ -176,7 +221,7 @@ def logits(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | N
     torch.manual_seed(2)
     masked = {} if attention_mask is None else {"attention_mask": attention_mask}
     with torch.no_grad():
-        result = model(input_ids=input_ids, **masked).logits
+        result = model(**given, **masked).logits
     result = result.flatten(0, 1) if attention_mask is None else result[attention_mask.bool()]
     if not result.isfinite().all():
         raise ValueError("its logits are not finite")
@@ -210,7 +255,9 @@ def behind(
             every = dict.fromkeys(expected, outcome(error))
             return {"inputs": every, "layers": 0, "sparse": 0}
         result = {}
-        for name, given in inputs().items():
+        for name, given in (inputs() | packed_inputs()).items():
+            if name not in expected:
+                continue
             try:
                 result[name] = {
                     "difference": _difference(logits(switched, **given), expected[name])

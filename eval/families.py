@@ -145,9 +145,12 @@ class Families(Experiment):
         blocks = f"mass_threshold 0 and blocks of {FULL.query_block} x {FULL.key_block}"
         if ranks == 1:
             how = (
-                f"is given {TOKENS} tokens in float32, plain and with {PADDING} tokens of padding "
-                "left and right; its logits are compared with those of the implementation it comes "
-                f'with, at {blocks}: loaded with `attn_implementation="cab"`, under `apply_cab`, '
+                f"is given {TOKENS} tokens in float32, plain, with {PADDING} tokens of padding "
+                f"left and right, and packed as documents of {', '.join(map(str, DOCUMENTS))} "
+                "tokens by position_ids, alone, with a mask of ones and with a cache; its logits "
+                "are compared with those of the implementation it comes with, whose masks then "
+                f"separate the documents, at {blocks}: loaded with "
+                '`attn_implementation="cab"`, under `apply_cab`, '
                 "and *windowed*: under that with sliding windows, where a type may have some and "
                 f"comes without. *{EXACT}*: never off by more than {LIMITS['difference']:g}, and "
                 "layers attend through cab (`sparse` of them under a plan, the others in a sliding "

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from call_cases import CALLS, gradients, left_padded, logits, positions_of
-from marks import before
+from marks import before, slow_but
 from tiny import FAMILIES, FULL, SIZES, SPARSE, tiny_model, tokens
 from transformers import (
     AttentionInterface,
@@ -16,6 +16,8 @@ from transformers import (
 import cab_hf
 from cab_hf import BlockPlan, CabConfig, engines
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
+from cab_hf.eval.tiny_types import FIRST_TOKEN
+from cab_hf.eval.tiny_types import tiny_model as tiny_model_of
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -215,6 +217,36 @@ def test_packed_documents_answer_as_they_do_alone(llama, told_by):
             place = torch.arange(shift, shift + document.shape[1]).unsqueeze(0)
             alone = logits(llama, input_ids=document, position_ids=place)[0]
             torch.testing.assert_close(actual, alone, **EXACT)
+
+
+ONES = {"attention_mask": torch.ones(2, 150, dtype=torch.int64)}
+WITH_POSITIONS = {
+    "mask": ONES | {"use_cache": False},
+    "cache": {"use_cache": True},
+    "mask-and-cache": ONES | {"use_cache": True},
+}
+# the model gives position ids to the functions that make masks, and none to its layers
+MASK_ONLY = ["llama4_text", "gpt_bigcode", "persimmon", "ctrl", "moshi", "fuyu", "whisper"]
+
+
+@pytest.mark.parametrize("given", WITH_POSITIONS.values(), ids=WITH_POSITIONS)
+@pytest.mark.parametrize("model_type", slow_but(MASK_ONLY, 0, 1))
+def test_documents_are_separate_in_types_whose_layers_get_no_position_ids(model_type, given):
+    model = cab_hf.apply_cab(tiny_model_of(model_type), FULL)
+    ids = tokens(2, 150) + FIRST_TOKEN
+    packed = logits(model, input_ids=ids, position_ids=positions_of((70, 80)), **given)
+    alone = logits(model, input_ids=ids[:, 70:], use_cache=False)
+    torch.testing.assert_close(packed[:, 70:], alone, **EXACT)
+
+
+@torch.no_grad()
+def test_documents_are_separate_in_a_type_that_gives_position_ids_to_nothing():
+    model = tiny_model_of("granitemoehybrid", layer_types=["full_attention"] * 4)
+    cab_hf.apply_cab(model, FULL)
+    ids = tokens(1, 150) + FIRST_TOKEN
+    given = {"position_ids": positions_of((70, 80)), "use_cache": False}
+    alone = logits(model, input_ids=ids[:, 70:], use_cache=False)
+    torch.testing.assert_close(logits(model, input_ids=ids, **given)[:, 70:], alone, **EXACT)
 
 
 @PACKED

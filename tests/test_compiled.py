@@ -13,6 +13,7 @@ from transformers import StaticCache
 import cab_hf
 from cab_hf import CabConfig, engines
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
+from cab_hf.eval.kv_cache import cache_arguments
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
 
@@ -48,6 +49,29 @@ def test_compiles_without_a_graph_break(shallow, config, inputs, engine, monkeyp
         actual = logits(compiled, input_ids=ids, **inputs)
     kept = inputs.get("attention_mask", torch.ones(1, 130)).bool()
     torch.testing.assert_close(actual[kept], expected[kept], **EXACT)
+
+
+MASK = {"attention_mask": torch.ones(1, 130, dtype=torch.int64), "use_cache": False}
+
+
+@pytest.mark.parametrize("family", ["llama", "llama4"])
+@pytest.mark.parametrize("beside", ["mask", "cache", "static-cache"])
+@torch.no_grad()
+def test_packed_documents_with_a_mask_or_a_cache_are_refused_by_the_graph(family, beside):
+    model = cab_hf.apply_cab(tiny_model(family, num_hidden_layers=1), FULL)
+
+    def given():
+        if beside == "static-cache":
+            return cache_arguments(model, StaticCache(model.config, max_cache_len=200))
+        return MASK if beside == "mask" else {"use_cache": True}
+
+    torch._dynamo.reset()
+    compiled, ids = torch.compile(model, fullgraph=True, backend="aot_eager"), tokens(1, 130)
+    expected = logits(model, input_ids=ids, **given())
+    torch.testing.assert_close(logits(compiled, input_ids=ids, **given()), expected, **EXACT)
+    packed = {"input_ids": ids, "position_ids": PACKED["position_ids"]}
+    with pytest.raises(NotImplementedError, match="^position_ids pack documents in a compiled"):
+        logits(compiled, **packed, **given())
 
 
 @pytest.mark.slow

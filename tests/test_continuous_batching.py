@@ -272,6 +272,7 @@ def tiny_deepseek():
 REFUSED = {
     "vision-language": (tiny_llava, "some of its parts use another attention"),
     "window": (lambda: tiny_model("mistral-sliding"), "a sliding window of 40 tokens"),
+    "chunks": (lambda: tiny_model("llama4"), "layers that attend in chunks of 40 tokens"),
     "linear": (tiny_hybrid, "layers that mix tokens without attention"),
     "latent": (tiny_deepseek, "multi-head latent attention"),
 }
@@ -308,7 +309,9 @@ def test_every_beginning_refuses(way, request):
 def test_describe_says_what_is_served(name):
     served_as = "each sequence by itself" + (", decode dense" if name == "cab" else "")
     windowed = "refused, it has layers under a sliding window of 40 tokens"
-    for family, says in (("llama", served_as), ("mistral-sliding", windowed)):
+    chunked = "refused, it has layers that attend in chunks of 40 tokens"
+    said = {"llama": served_as, "mistral-sliding": windowed, "llama4": chunked}
+    for family, says in said.items():
         model = on_cab(tiny_model(family))
         model.set_attn_implementation(name)
         *layers, last = cab_hf.describe(model).splitlines()

@@ -73,6 +73,30 @@ def test_a_loop_that_never_extends_its_mask(model, kind, compiled):
         step(ids[:, :1], attention_mask=mask, **cache_arguments(model, cache))
 
 
+@pytest.mark.parametrize("padding", [0, 20])
+@torch.no_grad()
+def test_a_static_cache_of_gpt2_which_reads_how_many_dimensions_its_mask_has(padding):
+    model, ids = tiny_model_of("gpt2"), tokens(2, 60)
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+
+    def answer():
+        return model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            cache_implementation="static",
+            max_new_tokens=3,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            disable_compile=True,
+        ).logits
+
+    expected = answer()
+    cab_hf.apply_cab(model, FULL)
+    torch.testing.assert_close(answer(), expected, rtol=1e-4, atol=1e-4)
+
+
 def prefix_model():
     """One whose tokens see each other where ``token_type_ids`` are 1."""
     depth = {"num_layers_per_stack": 1, "num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1}
@@ -145,6 +169,7 @@ def test_windows_of_models_that_read_pictures():
         pytest.param(lambda mask: mask.dtype, id="dtype"),
         pytest.param(lambda mask: mask.to(torch.bool), id="method"),
         pytest.param(lambda mask: mask.shape[-1], id="size"),
+        pytest.param(lambda mask: dict(zip("bhqk", mask.shape, strict=True)), id="sizes"),
         pytest.param(lambda mask: torch.zeros(2, 2) + mask, id="added-to-a-tensor"),
         pytest.param(lambda mask: mask + torch.zeros(2, 2), id="adds-a-tensor"),
         pytest.param(lambda mask: 1.0 - mask, id="subtracted"),
@@ -164,5 +189,5 @@ def test_a_mask_that_a_model_computes_with(use):
 
 def test_a_mask_says_what_it_has_not_and_survives_copies():
     mask = cab_mask(1, 8, 8)
-    assert not hasattr(mask, "to") and mask.ndim == len(mask.shape) == 0
+    assert not hasattr(mask, "to") and mask.ndim == len(mask.shape) == 4
     assert copy.deepcopy(mask).kv_length == copy.copy(mask).kv_length == 8

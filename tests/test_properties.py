@@ -19,6 +19,7 @@ from valid_plan import require_valid
 from cab_hf import CabConfig
 from cab_hf.attention import cab_attention, cab_dense_attention
 from cab_hf.call.hook import cab_mask
+from cab_hf.call.scope import record_positions
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.hf.rotary import slow_channels
 from cab_hf.plan import Spans
@@ -105,6 +106,7 @@ class Batch(NamedTuple):
         filled = filled.cummax(-1).values
         begins = F.pad(filled[:, 1:] != filled[:, :-1], (1, 0), value=True)
         arguments = {} if real.all() and self.given_by != "positions, ones" else {"real": real}
+        arguments["by_mask"] = self.given_by == "positions of the mask"
         if self.given_by == "lengths":
             ends = [*begins.flatten().nonzero().flatten().tolist(), begins.numel()]
             return arguments | {"ends": torch.tensor(ends, dtype=torch.int32)}
@@ -164,7 +166,8 @@ def batches(draw, longest=120):
         for x in documents
     ]
     return Batch(
-        torch.stack(padded), draw(st.sampled_from(("positions", "positions, ones", "lengths")))
+        torch.stack(padded),
+        draw(st.sampled_from(("positions", "positions of the mask", "positions, ones", "lengths"))),
     )
 
 
@@ -193,10 +196,18 @@ def budgets(draw, **fixed):
 # --- what is computed
 
 
-def attend(config, q, k, v, past=0, real=None, positions=None, ends=None, sparse=True):
-    """[B, N, H, D] of "cab", as a layer of a model calls it."""
+def attend(
+    config, q, k, v, past=0, real=None, positions=None, ends=None, sparse=True, by_mask=False
+):
+    """Return the output of "cab", [B, N, H, D], called as by a layer of a model.
+
+    With ``by_mask`` the mask has the positions, and the layer has none.
+    """
     LAYER.config.cab_config = config.to_dict()
     LAYER.config.num_attention_heads = q.shape[1]
+    if by_mask:
+        record_positions(positions)
+        positions = None
     mask = cab_mask(q.shape[0], q.shape[2], k.shape[2], q_offset=past, attention_mask=real)
     function = cab_attention if sparse else cab_dense_attention
     fields = {"position_ids": positions, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}

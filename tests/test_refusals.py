@@ -371,6 +371,23 @@ def test_what_says_nothing_about_attention_is_taken():
     assert torch.equal(call(q, **values)[0], call(q)[0])
 
 
+TOKENIZED = {
+    "special_tokens_mask": torch.zeros(1, 40, dtype=torch.int64),
+    "offset_mapping": torch.zeros(1, 40, 2, dtype=torch.int64),
+    "overflow_to_sample_mapping": torch.tensor([0]),
+    "length": torch.tensor([40]),
+    "return_loss": True,
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZED)
+@torch.no_grad()
+def test_outputs_of_tokenizers_and_columns_of_a_trainer_change_nothing(model, name):
+    ids = tokens(1, 40)
+    actual = model(ids, **{name: TOKENIZED[name]}).logits
+    assert torch.equal(actual, model(ids).logits)
+
+
 @pytest.mark.parametrize("attend", [cab_attention, cab_dense_attention])
 def test_a_window_without_a_mask_is_a_window(attend):
     q = torch.randn(1, 1, 60, 16, generator=torch.Generator().manual_seed(0))

@@ -12,7 +12,7 @@ from cab_hf.call.refusals import foreseen
 from cab_hf.call.scope import is_sharded
 from cab_hf.config import NAMES
 from cab_hf.hf.fit import softcap
-from cab_hf.hf.layers import attention_layers, window
+from cab_hf.hf.layers import attention_layers, layer_type, window
 from cab_hf.hf.token_mixers import token_mixers
 from cab_hf.ops import HAS_TRITON
 
@@ -34,6 +34,8 @@ def unbatchable_reason(model: PreTrainedModel) -> str | None:
 
 
 def _unbatchable_layer(module: nn.Module) -> str | None:
+    if layer_type(module) == "chunked_attention":
+        return f"layers that attend in chunks of {window(module)} tokens"
     if window(module) is not None:
         return f"layers under a sliding window of {window(module)} tokens"
     if softcap(module) is not None:

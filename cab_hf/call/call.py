@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from cab_hf.call import packing
 from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
 from cab_hf.call.mask import CabMask
 from cab_hf.call.placeholder import KEYWORDS, Batch
@@ -119,7 +120,9 @@ class Call:
             return replace(call, text=mask.parallel.text(call, *parts))
         if is_sharded(module.config):
             _refuse_shard(module)
-        mask.find_documents(*parts, v)
+        mixed = mask.find_documents(*parts, v)
+        if mixed is not None:
+            call = replace(call, q=packing.refuse_where(q, mixed, packing.mixed_by(mask.model)))
         if sparse:
             _warn_of_a_short_prompt(module, mask, config)
         return call

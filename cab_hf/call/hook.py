@@ -12,7 +12,7 @@ from transformers.masking_utils import causal_mask_function
 from cab_hf.call import packing
 from cab_hf.call.mask import AHEAD, CabMask, not_causal, of_another_kind, too_short
 from cab_hf.call.placeholder import NotATensor
-from cab_hf.call.scope import SCOPE, prompt_of, refuse_compiled
+from cab_hf.call.scope import SCOPE, prompt_of, recorded_positions, refuse_compiled
 from cab_hf.call.transforms import refuse_tracing, refuse_vmap
 from cab_hf.hf.fit import name_of
 
@@ -43,6 +43,7 @@ def cab_mask(
         NotImplementedError: for a compiled model inside `context_parallel`, and under
             `torch.jit.trace` and other transforms.
     """
+    position_ids = recorded_positions()
     # what generate() made for a static cache, or the mask of continuous batching
     if isinstance(attention_mask, NotATensor):
         return attention_mask
@@ -106,6 +107,7 @@ def cab_mask(
         parallel=SCOPE.get().parallel if eager else None,
         looks_ahead=ahead,
         chunks_from=chunks_from,
+        position_ids=position_ids,
     )
 
 

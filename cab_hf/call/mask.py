@@ -50,6 +50,8 @@ class CabMask(NotATensor):
             first layer that uses the mask refuses it there. None where it is known that none does.
         chunks_from: int64 [B], of layers that attend in chunks the slot from which on a row counts
             them, where documents do not say it; None for others.
+        position_ids: int [B or 1, N_q] that the model gives to the functions that make masks; None
+            where it gives none. Layers may receive others, or none.
         exact_block: block size of the plan under which exact attention is computed; None where a
             dense kernel may compute it.
         state: what the layers share.
@@ -69,6 +71,7 @@ class CabMask(NotATensor):
     parallel: Any = None
     looks_ahead: Tensor | None = None
     chunks_from: Tensor | None = None
+    position_ids: Tensor | None = None
     exact_block: int | None = None
     # torch.compile traces no class as a factory
     state: ForwardState = field(default_factory=lambda: ForwardState())
@@ -97,6 +100,8 @@ class CabMask(NotATensor):
             kept["kv_length"] = self.q_slot + stop
             parts = {"valid": self.valid, "document": self.document}
             kept |= {name: x[:, : self.q_slot + stop] for name, x in parts.items() if x is not None}
+        if self.position_ids is not None:
+            kept["position_ids"] = self.position_ids[..., start:stop]
         rest = replace(self, **kept, state=self.state.of_some_queries())
         if self._lengths is not None and self.document is None:
             # of padded rows, which have fewer queries now
@@ -174,23 +179,26 @@ class CabMask(NotATensor):
 
     def find_documents(
         self, position_ids: Tensor | None, cu_seq_lens: Tensor | None, value: Tensor | None = None
-    ) -> None:
+    ) -> Tensor | None:
         """Recognise packing and padding that only the attention call can see, once a forward pass.
 
         Rows that end in runs of one token, as right padding does, are warned of where no mask came
         with them: ``value``, [B, H_kv, N, D_v] of the first layer, is alike for equal tokens.
 
-        A row is packed by ``cu_seq_lens``, int [documents + 1], where it is given, or else where
-        ``position_ids``, int [B or 1, N_q], restart, whatever mask or cache comes with them:
-        transformers looks at them only where there is neither. A call that continues a cache sees
-        all that is in it. Positions are not read while compiling.
+        ``cu_seq_lens``, int [documents + 1], packs a row. Without it, a row is packed where
+        position ids restart, also in a call with a mask or a cache, which transformers ignores.
+        These are ``position_ids``, int [B or 1, N_q], or those of the mask if the layer has none.
+        A call that continues a cache sees all that is in it.
+
+        Returns:
+            None, or while compiling a bool []: whether documents are packed that the graph mixes.
 
         Raises:
             ValueError: for ``cu_seq_lens`` of another number of tokens.
             NotImplementedError: for ``cu_seq_lens`` in a call that continues a cache.
         """
         if self._looked_for_documents:
-            return
+            return None
         self._looked_for_documents = True
         if self.looks_ahead is not None:
             self._refuse_looking_ahead()
@@ -200,18 +208,40 @@ class CabMask(NotATensor):
                 f"cu_seq_lens_q is set in a call of {self.q_length} tokens that continues a cache; "
                 "'cab' packs documents in one call. Leave it out, or the cache."
             )
-        starts = None
-        if self.document is None and begins and self.q_length > 1:
+        starts, mixed = None, None
+        positions = self._positions(position_ids) if self.q_length > 1 else None
+        if torch.compiler.is_compiling() and cu_seq_lens is None and positions is not None:
+            mixed = self._mixed(positions)
+        elif self.document is None and begins and self.q_length > 1:
             if cu_seq_lens is not None:
                 self.document = packing.documents_between(cu_seq_lens, self.batch, self.kv_length)
                 self._most_documents = cu_seq_lens.shape[0]
-            elif position_ids is not None and self._one_a_token(position_ids):
-                starts = packing.document_starts(position_ids, self.valid)
+            elif positions is not None:
+                starts = packing.document_starts(positions, self.valid)
         plain = self.valid is None and self.document is None and begins
         self._look(starts, value if plain and self.batch > 1 else None)
         if self.chunks_from is not None and self.document is not None:
             self.document = packing.in_chunks(self.document, self.valid, self.window)
             self._most_documents = None
+        return mixed
+
+    def _mixed(self, position_ids: Tensor) -> Tensor | None:
+        """Return whether documents of these positions are not separate here, bool [].
+
+        None if the call continues a cache, or if transformers has looked at the positions.
+        """
+        continues = self.kv_length is not None and self.q_length != self.kv_length
+        if continues or (self.document is not None and self.chunks_from is None):
+            return None
+        valid = None if self.valid is None else self.valid[:, : self.q_length]
+        starts = packing.document_starts(position_ids, valid)
+        if self.document is None:
+            mixed = (starts.sum(-1) > 1).any()
+        else:
+            # chunks, which are counted from document starts only if transformers has found these
+            mixed = (starts & ~packing.begins(self.document)).any()
+        # only the device knows whether a static cache has begun
+        return mixed if self.kv_length is not None else mixed & (self.q_slot == 0)
 
     def _refuse_looking_ahead(self) -> None:
         """Make the mask tensors fail on the device where a token sees a later one."""
@@ -224,11 +254,16 @@ class CabMask(NotATensor):
             self.valid = torch.ones(shape, dtype=torch.bool, device=self.looks_ahead.device)
         self.valid = packing.refuse_where(self.valid, *refusal)
 
-    def _one_a_token(self, position_ids: Tensor) -> bool:
-        """Whether these may be looked at, and are one a token: those of pictures are several."""
+    def _positions(self, position_ids: Tensor | None) -> Tensor | None:
+        """Return the position ids of a layer or else of the mask that are whole, and one a token.
+
+        Those of pictures are several a token.
+        """
         shapes = (1, self.q_length), (self.batch, self.q_length)
-        known = not (position_ids.is_floating_point() or torch.compiler.is_compiling())
-        return known and tuple(position_ids.shape) in shapes
+        for given in (position_ids, self.position_ids):
+            if given is not None and not given.is_floating_point() and tuple(given.shape) in shapes:
+                return given
+        return None
 
     def _look(self, starts: Tensor | None, value: Tensor | None = None) -> None:
         """What the host must know of padding and of documents' ``starts``, in one wait.

@@ -95,9 +95,14 @@ def in_chunks(document: Tensor, valid: Tensor | None, size: int) -> Tensor:
     if valid is not None:
         document = document.masked_fill(~valid.to(document.device), -1)
     slot = torch.arange(document.shape[1], device=document.device)
-    begins = F.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
-    first = torch.where(begins, slot, 0).cummax(-1).values
-    return (begins | ((slot - first) % size == 0)).cumsum(-1)
+    first_tokens = begins(document)
+    first = torch.where(first_tokens, slot, 0).cummax(-1).values
+    return (first_tokens | ((slot - first) % size == 0)).cumsum(-1)
+
+
+def begins(document: Tensor) -> Tensor:
+    """Return the first tokens of documents, bool [B, N], of their ids [B, N]."""
+    return F.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
 
 
 def pattern_of(
@@ -151,6 +156,22 @@ def refuse_where(x: Tensor, refused: Tensor, sentence: str) -> Tensor:
 @refuse_where.register_fake
 def _(x: Tensor, refused: Tensor, sentence: str) -> Tensor:
     return torch.empty_like(x)
+
+
+def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return grad, None, None
+
+
+refuse_where.register_autograd(_pass_gradient)
+
+
+def mixed_by(model: str) -> str:
+    """Return the error for packed documents that a compiled ``model`` cannot keep separate."""
+    return (
+        f"position_ids pack documents in a compiled {model}, which reads position_ids only in "
+        "calls without attention_mask and cache. Leave both out, pass cu_seq_lens_q, or do not "
+        "compile."
+    )
 
 
 def _sees(mask_function: Any, batch: int, query: Tensor, key: Tensor) -> Tensor:

@@ -21,28 +21,32 @@ class UsedAsTensor(NotImplementedError, AttributeError):
 
 
 class _NoShape(tuple[int, ...]):
-    """The shape of a placeholder: its length is known, its sizes are not."""
+    """The shape of a placeholder: its number of dimensions is known, its sizes are not."""
 
     model: str
 
     def __getitem__(self, index: Any) -> Any:
         raise used_as_tensor(self.model, "a size")
 
+    def __iter__(self) -> Any:
+        raise used_as_tensor(self.model, "a size")
+
 
 class NotATensor:
-    """Stands where transformers expects a mask tensor; whatever would compute with it is refused.
+    """Object in the place of a mask tensor [B, 1, N_q, N_k], which refuses to be computed with.
 
     Attributes:
+        ndim: number of dimensions. Models and transformers distinguish masks that are ready for
+            attention, which have 4, from padding masks.
         model: whose mask it is, for the sentence.
     """
 
-    # transformers reads this and the shape to distinguish 2-D from 4-D masks; this is neither
-    ndim: ClassVar[int] = 0
+    ndim: ClassVar[int] = 4
     model: str
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = _NoShape()
+        shape = _NoShape([0] * self.ndim)
         shape.model = self.model
         return shape
 

@@ -17,10 +17,21 @@ from cab_hf.hf.fit import name_of
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # looked at one by one
 READ = frozenset({"cu_seq_lens_q", "is_causal", "output_attentions"})
-# what reaches attention functions and changes no attention: caching is done by then, the
-# lengths follow from cu_seq_lens_q, the rest concerns the model around the layer
+# arguments that reach attention functions and change no attention: caching is done by then, the
+# lengths follow from cu_seq_lens_q, and others concern the model around the layer
 HARMLESS = frozenset(
     {
+        # further outputs of tokenizers, and columns that a Trainer keeps
+        "assistant_masks",
+        "label_ids",
+        "length",
+        "num_truncated_tokens",
+        "offset_mapping",
+        "overflow_to_sample_mapping",
+        "overflowing_tokens",
+        "return_loss",
+        "special_tokens_mask",
+        # arguments of models
         "cache_position",
         "cu_seq_lens_k",
         "deterministic",

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from cab_hf.call.call import Call
 
 
@@ -234,6 +236,34 @@ def refuse_compiled(config: Any = None) -> None:
             "the model is compiled, and what context_parallel and calibrate set around its calls "
             "is not traced. Leave out torch.compile there."
         )
+
+
+class _Traced:
+    """The position ids of the mask that is being traced: torch.compile traces no ContextVar."""
+
+    position_ids: Tensor | None = None
+
+
+_POSITIONS: ContextVar[Tensor | None] = ContextVar("position ids of the next mask", default=None)
+
+
+def record_positions(position_ids: Tensor | None) -> None:
+    """Record the position ids of the mask that transformers makes next."""
+    if torch.compiler.is_compiling():
+        _Traced.position_ids = position_ids
+    else:
+        _POSITIONS.set(position_ids)
+
+
+def recorded_positions() -> Tensor | None:
+    """Return what `record_positions` has recorded for this mask, and forget it."""
+    if torch.compiler.is_compiling():
+        position_ids, _Traced.position_ids = _Traced.position_ids, None
+        return position_ids
+    position_ids = _POSITIONS.get()
+    if position_ids is not None:
+        _POSITIONS.set(None)
+    return position_ids
 
 
 @contextmanager
