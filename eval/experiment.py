@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from tqdm import tqdm
 
 from cab_hf import __version__
-from cab_hf.config import CabConfig, without_rivals
+from cab_hf.config import CabConfig
 from cab_hf.eval import report
 from cab_hf.runs.log import (
     Log,
@@ -338,8 +338,13 @@ def configs(settings: Row) -> list[str]:
 
 
 def of_today(config: Row) -> bool:
-    """Whether `CabConfig` still has every field of a saved one."""
-    return without_rivals(config).keys() <= {field.name for field in fields(CabConfig)}
+    """Return True if `CabConfig` has every field of a config that a run recorded."""
+    return without_unset_share(config).keys() <= {field.name for field in fields(CabConfig)}
+
+
+def without_unset_share(config: Row) -> dict[str, Any]:
+    """Return a recorded config without ``top_p=None``, which runs before the rename recorded."""
+    return {name: value for name, value in config.items() if (name, value) != ("top_p", None)}
 
 
 def unlike_default(config: Row) -> dict[str, Any]:

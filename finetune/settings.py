@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cab_hf.config import NAMES, CabConfig
+from cab_hf.config import CAB_FRC, NAMES, CabConfig
 from cab_hf.runs.settings import (
     UsageError,
     comma_separated,
@@ -209,14 +209,22 @@ class Settings:
         }
 
     def cab_config(self) -> dict[str, Any]:
-        """The fields of CabConfig that were given; a calibration has all of them."""
+        """Return the fields of CabConfig from --cab, or all fields if --calibration is set.
+
+        Raises:
+            ValueError: naming the option whose field or value is refused.
+        """
         given = dict(map(parse_assignment, self.cab))
         if not self.calibration:
+            is_published = self.attention == CAB_FRC and "predictor" not in given
+            recipe = CabConfig.published().to_dict() if is_published else {}
+            CabConfig.from_dict({**recipe, **given})
             return given
         try:
-            return {**CabConfig.calibrated(self.calibration).to_dict(), **given}
+            saved = CabConfig.calibrated(self.calibration)
         except ValueError as error:
             raise ValueError(f"calibration {error}") from None
+        return saved.changed(**given).to_dict()
 
     def replicas(self, processes: int) -> int:
         """How many groups of ``cp`` processes learn, each a sequence of its own.
