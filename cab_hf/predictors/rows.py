@@ -119,18 +119,24 @@ def _choose(
 
 
 def choose_by_reference(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
-    """What `RowsPredictor` keeps, bool [B, H, M_q, M_k], in plain PyTorch on any device."""
-    rank = ranks(q, k, call, config)
-    keep = rank >= config.mass_threshold
+    """Return the blocks that `RowsPredictor` keeps, bool [B, H, M_q, M_k], in plain PyTorch."""
+    return capped_ranks(ranks(q, k, call, config), call.spans, config) >= config.mass_threshold
+
+
+def capped_ranks(rank: Tensor, spans: Spans, config: CabConfig) -> Tensor:
+    """Return ``rank`` [B, H, M_q, M_k] with -1 for the blocks that ``max_density`` excludes.
+
+    A row can keep its forced blocks, and the best of its other blocks up to ``max_density``.
+    """
     if config.max_density == 1:
-        return keep
+        return rank
     bounds = reference.row_bounds(
-        call.spans, *blocks_of(config), config.sink_blocks, config.local_blocks
+        spans, *blocks_of(config), config.sink_blocks, config.local_blocks
     )
     forced = rank == torch.inf
     cap = reference.most_of_rows(bounds, config.max_density).unsqueeze(1)
-    wanted = keep.sum(-1).minimum(cap.maximum(forced.sum(-1)))
-    return reference.best_of_rows(rank, rank >= 0, forced, wanted)
+    most = cap.maximum(forced.sum(-1))
+    return rank.masked_fill(~reference.best_of_rows(rank, rank >= 0, forced, most), -1.0)
 
 
 def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
