@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cab_hf.config import CAB_FRC, NAMES, CabConfig
+from cab_hf.config import NAMES, CabConfig
 from cab_hf.runs.settings import (
     UsageError,
     comma_separated,
@@ -212,13 +212,11 @@ class Settings:
         """Return the fields of CabConfig from --cab, or all fields if --calibration is set.
 
         Raises:
-            ValueError: naming the option whose field or value is refused.
+            ValueError: if the calibration cannot be read, or refuses a field of --cab.
         """
         given = dict(map(parse_assignment, self.cab))
         if not self.calibration:
-            is_published = self.attention == CAB_FRC and "predictor" not in given
-            recipe = CabConfig.published().to_dict() if is_published else {}
-            CabConfig.from_dict({**recipe, **given})
+            # the model refuses unknown fields when it is loaded
             return given
         try:
             saved = CabConfig.calibrated(self.calibration)

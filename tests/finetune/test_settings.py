@@ -56,21 +56,13 @@ def test_a_calibration_is_a_whole_config_and_fields_change_it(tmp_path):
     assert given == {**own.to_dict(), "min_length": 64}
 
 
-@pytest.mark.parametrize(
-    "given",
-    [{}, {"attention": "cab_frc"}, {"calibration": "own.json"}],
-    ids=["cab", "cab_frc", "calibration"],
-)
-def test_fields_that_do_not_exist_are_refused_with_the_settings(given, tmp_path):
+def test_fields_that_a_calibration_does_not_have_are_refused(tmp_path):
     CabConfig.published().save(tmp_path / "own.json")
-    given = {name: str(tmp_path / x) if name == "calibration" else x for name, x in given.items()}
-    settings(**given, cab=("min_length=64",))
+    file = str(tmp_path / "own.json")
     with pytest.raises(ValueError, match="no field 'coarsen'; its fields are query_block"):
-        settings(**given, cab=("coarsen=minmax",))
-    if given:
-        # both recipes are "frc", which reads no threshold
-        with pytest.raises(ValueError, match="which predictor='frc' does not read"):
-            settings(**given, cab=("mass_threshold=0.1",))
+        settings(calibration=file, cab=("coarsen=minmax",))
+    with pytest.raises(ValueError, match="which predictor='frc' does not read"):
+        settings(calibration=file, cab=("mass_threshold=0.1",))
 
 
 def test_typed_words_win_over_the_file(tmp_path):
