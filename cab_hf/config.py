@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from cab_hf.checks import MOST, is_count, is_number, is_share, is_whole, require, short, warn_once
 
@@ -32,10 +33,7 @@ CAB, FRC = ("rows", "cascade"), "frc"
 SHIPPED = (*CAB, FRC)
 # the name of outlier_queries before version 0.4
 OLD_OUTLIERS = "exact_queries"
-# fields by which 0.2 chose blocks from summaries of them, those of them that are gone, and what it
-# had for the published method
-SUMMARIES = ("coarsen", "select", "top_k_share", "top_p", "curvature", "redundancy", "sparsity")
-GONE, PUBLISHED = SUMMARIES[:3], {"coarsen": "max_l2", "select": "topk", "outlier_queries": 0}
+Class = TypeVar("Class", bound=type)
 
 
 def _read_by(*predictors: str, default: Any, off: Any = dataclasses.MISSING) -> Any:
@@ -88,6 +86,22 @@ class Origin(NamedTuple):
         return ", ".join([f"{count} {what}" for count, what in parts if count is not None])
 
 
+def _refuse_unknown_fields(config_class: Class) -> Class:
+    """Have the constructor of a dataclass refuse unknown fields as `CabConfig.from_dict` does."""
+    init = config_class.__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, /, *values: Any, **fields: Any) -> None:
+        fields = _renamed(fields)
+        _require_known(fields)
+        by_name = dict(zip([*FIELDS][: len(values)], values, strict=True))
+        init(self, **by_name, **fields)
+
+    config_class.__init__ = __init__
+    return config_class
+
+
+@_refuse_unknown_fields
 @dataclass(frozen=True)
 class CabConfig:
     """Which blocks are attended, and how attention over them is computed.
@@ -263,7 +277,7 @@ class CabConfig:
 
     @classmethod
     def published(
-        cls, sparsity: float = 0.95, curvature: str = "forman", **overrides: Any
+        cls, /, sparsity: float = 0.95, curvature: str = "forman", **overrides: Any
     ) -> CabConfig:
         """The published CAB recipe, predictor "frc": row-wise top-k by Forman-Ricci curvature.
 
@@ -286,37 +300,20 @@ class CabConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> CabConfig:
-        """The config of some fields by name, or the one saved by `to_dict`.
-
-        A saved dict has the fields of every way to choose blocks. What this one does not read falls
-        back to its default; a warning names, once, what earlier versions let it be set to.
+        """Return the config with some fields by name, or the config that `to_dict` saved.
 
         Raises:
-            ValueError: for a field that does not exist, or as for the fields themselves.
+            ValueError: if ``settings`` is not a dict, has an unknown field, or sets a field that
+                the other settings do not read.
         """
         if not isinstance(settings, Mapping):
             raise ValueError(
-                f"cab_config is {settings!r}; it must be a dict of CabConfig fields "
+                f"cab_config is {short(settings)}; it must be a dict of CabConfig fields "
                 "(CabConfig(...).to_dict() makes one)."
             )
-        settings, dropped = _of_0_2(_renamed(settings))
+        settings = _renamed(settings)
         _require_known(settings)
-        if dropped:
-            warn_once(
-                ("by rows", *dropped),
-                f"cab_config has {', '.join(dropped)} of cab_hf 0.2, which chose by block "
-                "summaries: blocks are chosen by rows, and these change nothing. Save the config "
-                "again to be rid of this warning, and calibrate for a density of your own.",
-            )
-        if not settings.keys() >= {"sparsity", "anchors"}:
-            return cls(**settings)
-        for name, reader in unread(settings).items():
-            warn_once(
-                ("unread", name, reader),
-                f"cab_config has {name}={short(settings[name])}, which {reader} does not read: it "
-                "changes nothing. Save the config again to be rid of it.",
-            )
-        return cls.reading(settings)
+        return cls(**settings)
 
     @classmethod
     def reading(cls, fields: Mapping[str, Any]) -> CabConfig:
@@ -324,7 +321,7 @@ class CabConfig:
         idle = unread(fields)
         return cls(**{name: value for name, value in fields.items() if name not in idle})
 
-    def changed(self, **fields: Any) -> CabConfig:
+    def changed(self, /, **fields: Any) -> CabConfig:
         """This config with other ``fields``; what is then not read any more falls back.
 
         Raises:
@@ -444,30 +441,6 @@ def unread(settings: Mapping[str, Any]) -> dict[str, str]:
     return idle
 
 
-def without_rivals(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Saved ``fields`` without the ``top_p`` that every config had, unset, for rivals alone."""
-    return {name: x for name, x in fields.items() if name != "top_p" or x is not None}
-
-
-def _of_0_2(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """``fields`` that 0.2 saved as those of today, and what of them is dropped: ``name=value``."""
-    fields = without_rivals(fields)
-    predictor = fields.get("predictor", "curvature")
-    if not fields.keys() & set(GONE) and fields.get("predictor") != "curvature":
-        return dict(fields), []
-    if predictor not in ("curvature", "cascade"):
-        return {name: x for name, x in fields.items() if name not in (*GONE, "top_p")}, []
-    kept = {name: x for name, x in fields.items() if name not in SUMMARIES}
-    if predictor == "curvature" and all(fields.get(x) == y for x, y in PUBLISHED.items()):
-        read = {name: fields[name] for name in SUMMARIES[4:] if name in fields}
-        return {**kept, **read, "predictor": FRC, "outlier_queries": 16}, []
-    kept["predictor"] = "rows" if predictor == "curvature" else predictor
-    if isinstance(kept.get("outlier_queries"), (tuple, list)):
-        del kept["outlier_queries"]
-    gone = [name for name in fields if name not in kept]
-    return kept, [f"{name}={str(fields[name])[:30]}" for name in gone]
-
-
 def _others(name: str) -> str:
     """What reads a field, as the end of a sentence."""
     if name == "decode_tokens":
@@ -501,10 +474,12 @@ def _renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_known(settings: Mapping[str, Any]) -> None:
-    for name in settings:
-        if name not in FIELDS:
-            known = ", ".join(FIELDS)
-            raise ValueError(f"CabConfig has no field {name!r}; its fields are {known}.")
+    """Raise a ValueError that names every unknown field and lists the known fields."""
+    unknown = [repr(name) for name in settings if name not in FIELDS]
+    if unknown:
+        *first, last = unknown
+        named = f"{', '.join(first)} or {last}" if first else last
+        raise ValueError(f"CabConfig has no field {named}; its fields are {', '.join(FIELDS)}.")
 
 
 def _thawed(value: Any) -> Any:

@@ -106,7 +106,8 @@ def main(words: Sequence[str]) -> int:
         place = settings.length, KEYS, 0, settings.seed
         document = recall_document(tokenizer, split_sentences(settings.text), *place)
     with refusing("target_densities"):
-        require_target(settings.cab_config, min(settings.target_densities), settings.length)
+        for target in settings.target_densities:
+            require_target(settings.cab_config, target, settings.length)
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     try:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from tqdm import tqdm
 
 from cab_hf import __version__
-from cab_hf.config import CabConfig, without_rivals
+from cab_hf.config import CabConfig
 from cab_hf.eval import report
 from cab_hf.runs.log import (
     Log,
@@ -75,7 +75,25 @@ class Experiment(ABC):
 
     def log(self, path: Path) -> Log:
         """The log at ``path`` of samples of this run, opened to be written."""
-        return Log(path, self.identity(), self.CASE, self.ADDED, self.FAILED)
+        return Log(
+            path,
+            self.identity(),
+            key=self.CASE,
+            added=self.ADDED,
+            failed=self.FAILED,
+            fields_of=self.fields_of,
+        )
+
+    @staticmethod
+    def measured(sample: Row) -> Sequence[str]:
+        """Return the fields in addition to `CASE` that rows and later cases need of a sample."""
+        return ()
+
+    @classmethod
+    def fields_of(cls, sample: Row) -> Sequence[str]:
+        """Return the fields that a sample must have: `measured`, or none if its case failed."""
+        has_failed = cls.FAILED is not None and sample.get(cls.FAILED) is not None
+        return () if has_failed else cls.measured(sample)
 
     def provenance(self, started: str) -> dict[str, Any]:
         """What results say of the run that made them."""
@@ -206,7 +224,13 @@ def render(folder: Path | str) -> list[dict[str, Any]]:
     if made is None:
         raise LogError(f"{folder} has no {RESULTS}; let the run that it is of end.")
     kind = named(made["experiment"])
-    _, records = read_log(folder / SAMPLES, kind.CASE, kind.ADDED, kind.FAILED)
+    _, records = read_log(
+        folder / SAMPLES,
+        key=kind.CASE,
+        added=kind.ADDED,
+        failed=kind.FAILED,
+        fields_of=kind.fields_of,
+    )
     failures = [record for record in records if kind.FAILED and record.get(kind.FAILED)]
     # which come last
     return _write(kind, folder, records[: len(records) - len(failures)], failures, made)
@@ -273,13 +297,26 @@ def _write(
             for some in cells
         ]
     # as they will be read
-    rows = json.loads(as_json(kind.rows(samples, made["settings"]), out / RESULTS))
+    rows = json.loads(as_json(_rows(kind, samples, made["settings"], out / SAMPLES), out / RESULTS))
     with writing(out):
         report.write_results(out, rows, made)
         write_atomically(out / CSV, report.as_csv(rows))
         kind.draw(out / FIGURE, rows)
         write_atomically(out / REPORT, report_text(kind, rows, made))
     return rows
+
+
+def _rows(kind: type[Experiment], samples: Sequence[Row], settings: Row, path: Path) -> list[Row]:
+    """Return the rows of an experiment; LogError if a sample in ``path`` lacks a field for them."""
+    try:
+        return kind.rows(samples, settings)
+    except KeyError as error:
+        (name,) = error.args
+        if all(name in sample for sample in samples):
+            raise
+        raise LogError(
+            f"{path} has a sample without {name!r}; repair it or give another --out."
+        ) from error
 
 
 def summary(kind: type[Experiment], rows: Sequence[Row]) -> list[str]:
@@ -338,8 +375,13 @@ def configs(settings: Row) -> list[str]:
 
 
 def of_today(config: Row) -> bool:
-    """Whether `CabConfig` still has every field of a saved one."""
-    return without_rivals(config).keys() <= {field.name for field in fields(CabConfig)}
+    """Return True if `CabConfig` has every field of a config that a run recorded."""
+    return without_unset_share(config).keys() <= {field.name for field in fields(CabConfig)}
+
+
+def without_unset_share(config: Row) -> dict[str, Any]:
+    """Return a recorded config without ``top_p=None``, which runs before the rename recorded."""
+    return {name: value for name, value in config.items() if (name, value) != ("top_p", None)}
 
 
 def unlike_default(config: Row) -> dict[str, Any]:

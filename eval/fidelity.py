@@ -80,11 +80,35 @@ from cab_hf.texts.documents import asked_document, plain_document, recall_docume
 from cab_hf.texts.needles import Span, Tokens
 from cab_hf.texts.tasks import TASKS
 
-# of probes that are held against what dense attention foresees: it, and the comparison
+# fields that a sample has in addition to its case: of any probe but time, and of some probes
+READ = ("tokens", "density", "sparse_density", "seconds")
+LIKELIHOOD = ("nll", "count")
+DIVERGENCE = ("kl", "agree", *LIKELIHOOD)
+TIMED = ("tokens", "predict_ms", "attend_ms", "dense_ms", "dense_kernel")
+# probes that are compared with dense attention: how logits are computed and compared
 COMPARED = {
     CONTINUATION: (distributions, divergence),
     TURNS: (behind_turns, divergence_by_turn),
 }
+
+
+def measured_of(sample: Row) -> list[str]:
+    """Return the fields that a sample of `Fidelity` must have, by its probe."""
+    probe = sample["probe"]
+    if probe == TIME:
+        return ["fitted", *TIMED]
+    fields = ["fitted", *READ]
+    if probe in (*COMPARED, DECODE):
+        fields += DIVERGENCE
+    elif probe in PERPLEXITIES:
+        fields += LIKELIHOOD
+    elif probe == GREEDY:
+        fields.append("written")
+    elif probe in PROBES:
+        fields.append("right")
+    if probe == TURNS:
+        fields.append("turns")
+    return fields + ["step_tokens"] * (probe in DECODES)
 
 
 def turn_ends(length: int) -> tuple[Span, ...]:
@@ -117,6 +141,7 @@ class Fidelity(LongRun):
         *("methods", "budgets", "cab", "variant", "lengths", "probes"),
         *("pass_samples", "task_samples", "documents", "continuations"),
     )
+    measured = staticmethod(measured_of)
     rows = staticmethod(fidelity_report.rows_of)
     tables = staticmethod(fidelity_report.tables_of)
     readings = staticmethod(fidelity_report.readings_of)

@@ -72,8 +72,8 @@ def cab_config(text: str | Mapping[str, Any]) -> CabConfig:
     except (OSError, ValueError) as error:
         raise ValueError(f"variant must name a JSON file of CabConfig fields: {error}.") from None
     fields = content.get("cab_config", content) if isinstance(content, dict) else content
-    # a file holds all fields, with the length from which a user wants to be sparse
-    return CabConfig.from_dict({**CabConfig.from_dict(fields).to_dict(), "min_length": 0})
+    # a saved config has a min_length for its user's prompts
+    return CabConfig.from_dict(fields).changed(min_length=0)
 
 
 def parse_variant(text: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from lm_eval.models import huggingface
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
-from cab_hf.config import SUMMARIES, CabConfig
+from cab_hf.config import CabConfig
 from cab_hf.engines.sparse import attended
 from cab_hf.eval.harness import refuse_misspelt, what_was_attended
 from cab_hf.eval.on_model import refuse_not_finite
@@ -39,8 +39,7 @@ class CabLM(HFLM):
     padded: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, pretrained: Any, **arguments: Any) -> None:
-        # `apply_cab` refuses those of 0.2 by name
-        chosen = {name: arguments.pop(name) for name in {*FIELDS, *SUMMARIES} & arguments.keys()}
+        chosen = {name: arguments.pop(name) for name in FIELDS & arguments.keys()}
         refuse_misspelt(arguments, FIELDS | taken_by(HFLM))
         super().__init__(pretrained, **arguments)
         self.model.generation_config = greedy(self.model)

@@ -181,7 +181,13 @@ class LongRun(OnModel):
         identity, path = as_recorded(self.identity()), Path(self.settings.out) / SAMPLES
         samples = []
         for each in [path, *self._shard_logs()] if is_there(path) else self._shard_logs():
-            header, records = read_log(each, self.CASE, self.ADDED, self.FAILED)
+            header, records = read_log(
+                each,
+                key=self.CASE,
+                added=self.ADDED,
+                failed=self.FAILED,
+                fields_of=self.fields_of,
+            )
             require_identity(each, header, identity)
             samples += [record for record in records if record.get(self.FAILED) is None]
         return samples

@@ -57,6 +57,11 @@ STAGES = {
 }
 DECODE_SHARE = 0.125  # of the text that cab reads a step in stage both, unless --cab says otherwise
 CELL = ("method", "length", "keys")
+# fields that every sample has in addition to its case
+MEASURED = (
+    *("tokens", "needle", "reached", "answer", "expected", "correct"),
+    *("density", "sparse_density", "seconds", "budget"),
+)
 cell_of = itemgetter(*CELL)
 question_of = itemgetter("length", "keys", "depth", "index")  # what every method is asked alike
 
@@ -217,6 +222,10 @@ class Passkey(LongRun):
             return self.settings.budget
         ours = (Cab.name, case["length"], self.settings.keys)
         return realised_density([s for s in samples if cell_of(s) == ours])
+
+    @staticmethod
+    def measured(sample: Row) -> Sequence[str]:
+        return MEASURED
 
     def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
         return question_of(case)

@@ -15,9 +15,17 @@ from typing import Any
 
 import yaml
 
-from cab_hf.config import CabConfig, without_rivals
+from cab_hf.config import CabConfig
 from cab_hf.eval import experiment
-from cab_hf.eval.experiment import RESULTS, Experiment, Row, named, of_today, unlike_default
+from cab_hf.eval.experiment import (
+    RESULTS,
+    Experiment,
+    Row,
+    named,
+    of_today,
+    unlike_default,
+    without_unset_share,
+)
 from cab_hf.eval.fidelity_report import attention_ms
 from cab_hf.eval.intervals import wilson
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, seconds, with_interval
@@ -371,7 +379,7 @@ def by_default(result: Results) -> bool:
     if result.provenance["experiment"] != "fidelity" or CAB not in read_by:
         return False
     configs = result.provenance["settings"].get("cab_configs", {})
-    config = without_rivals(configs.get(CAB, {}))
+    config = without_unset_share(configs.get(CAB, {}))
     if not config or not of_today(config):
         return False
     return CabConfig.reading({**config, "min_length": CabConfig.min_length}) == CabConfig()

@@ -15,7 +15,7 @@ from cab_hf.finetune.models import enable_gradient_checkpointing, load_model, wi
 from cab_hf.finetune.objective import Batch
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.settings import ALL, Settings
-from cab_hf.finetune.sources import Source, make_source, refuse_learnt
+from cab_hf.finetune.sources import Source, first_held_out, make_source, refuse_learnt
 from cab_hf.hf.token_mixers import refuse_token_mixers
 
 
@@ -59,8 +59,8 @@ def open_data(
     notify: Callable[[str], None],
     vocabulary: int,
 ) -> tuple[Packed, list[Batch], dict[str, dict[str, str | None]]]:
-    """The sequences of this process's replica, those of the held-out loss, and the SHA-256 of the
-    sources of both, by setting and name.
+    """Return the sequences of this process's replica, the sequences of the held-out loss, and the
+    SHA-256 of the sources of both, by setting and name.
 
     Args:
         notify: prints a sentence on each source with documents that are held out.
@@ -79,9 +79,13 @@ def open_data(
     hold_out = HOLD_OUT if settings.held_out and not own else 0
     for source, _ in learnt if hold_out else ():
         if source.rows:
+            first = first_held_out(source, tokenizer, hold_out)
+            count = len(range(first, source.rows, hold_out))
+            which = f"document {first + 1}"
+            which += f" and every {hold_out}th after it" if count > 1 else ""
             notify(
-                f"source {source.name!r}: {-(-source.rows // hold_out)} of {source.rows} documents "
-                "are not learnt but held out for the loss; --held-out 0 holds out none."
+                f"source {source.name!r}: {count} of {source.rows} documents are not learnt but "
+                f"held out for the loss ({which}); --held-out 0 holds out none."
             )
     length, count = settings.length, settings.held_out
     how = {"hold_out": hold_out, "vocabulary": vocabulary}

@@ -209,14 +209,20 @@ class Settings:
         }
 
     def cab_config(self) -> dict[str, Any]:
-        """The fields of CabConfig that were given; a calibration has all of them."""
+        """Return the fields of CabConfig from --cab, or all fields if --calibration is set.
+
+        Raises:
+            ValueError: if the calibration cannot be read, or refuses a field of --cab.
+        """
         given = dict(map(parse_assignment, self.cab))
         if not self.calibration:
+            # the model refuses unknown fields when it is loaded
             return given
         try:
-            return {**CabConfig.calibrated(self.calibration).to_dict(), **given}
+            saved = CabConfig.calibrated(self.calibration)
         except ValueError as error:
             raise ValueError(f"calibration {error}") from None
+        return saved.changed(**given).to_dict()
 
     def replicas(self, processes: int) -> int:
         """How many groups of ``cp`` processes learn, each a sequence of its own.

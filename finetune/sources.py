@@ -39,6 +39,10 @@ KINDS = {
 BLOCK_STREAMED = 256
 # more than text has: sentences around keys repeat only where a source has no more of them
 CHARACTERS_A_TOKEN = 6
+# characters at the start of a text that show whether it has two tokens
+LOOKED_AT = 256
+# arguments of a tokenizer for the tokens of a text alone
+TOKENS_ALONE = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
 # keys are at the ends of sentences: text without any, such as tables, is cut to these
 SHORT = re.compile(r"\s*\S.{0,600}(?!\S)|\s*\S.{0,600}", re.DOTALL)
 Arrays = tuple[np.ndarray, np.ndarray]
@@ -62,15 +66,18 @@ class Document(NamedTuple):
 class Part(NamedTuple):
     """The held-out documents of a source, or all others.
 
-    Of each ``every`` documents, in the order of the data, the first is held out; 0 holds out none.
+    Document ``first`` and every ``every``-th document after it are held out, in the order of the
+    data. If ``every`` is 0, no document is held out.
     """
 
     every: int
     held_out: bool = False
+    first: int = 0
 
     def has(self, number: Any) -> Any:
-        """Whether the document of a number is in this part; also of an array of numbers."""
-        return (number % self.every == 0 if self.every else number < 0) == self.held_out
+        """Return True if a document is in this part, by its number or an array of numbers."""
+        is_held_out = number % self.every == self.first if self.every else number < 0
+        return is_held_out == self.held_out
 
 
 @dataclass(frozen=True)
@@ -271,14 +278,33 @@ def _reading(name: str, files: Sequence[Path], text_field: str) -> AbstractConte
     return refused_as(sentence)
 
 
-class Texts:
-    """The texts of a source, without end, in an order that is drawn anew each epoch.
+def first_held_out(source: TextSource, tokenizer: Any, every: int) -> int:
+    """Return the number of the first document that is held out: below ``every``.
 
-    Rows are shuffled as a whole. Of a stream each block of texts is shuffled by itself, because
-    the buffer of datasets' own shuffling is lost when a run resumes. ``salt`` is of the order.
+    Its place is that of the first document with at least two tokens, so that the held-out part is
+    not an empty row. Without such a document the number is 0.
+    """
+    # reading a stream moves its place
+    rows = source.dataset if source.rows is not None else copy.deepcopy(source.dataset)
+    with _reading(source.name, [*source.files], source.text_field):
+        for number, row in enumerate(rows):
+            text = row.get(source.text_field)
+            start = text.strip()[:LOOKED_AT] if isinstance(text, str) else ""
+            if start and len(tokenizer(start, **TOKENS_ALONE)["input_ids"]) >= 2:
+                return number % every
+    return 0
+
+
+class Texts:
+    """The texts of a source, without end, in an order that is drawn again in each epoch.
+
+    Rows are shuffled as a whole. In a stream each block of texts is shuffled separately, because
+    the buffer of datasets' own shuffling is lost when a run resumes. ``salt`` seeds the order.
     """
 
-    def __init__(self, source: TextSource, part: Part, salt: str) -> None:
+    def __init__(self, source: TextSource, part: Part, salt: str, tokenizer: Any = None) -> None:
+        if part.every and tokenizer is not None:
+            part = part._replace(first=first_held_out(source, tokenizer, part.every))
         self._source, self._part = source, part
         self._seed = f"finetune/{salt}/{source.seed}"
         self._first: State = {"epoch": 0, "row": 0, "block": 0}
@@ -387,21 +413,26 @@ class TextDocuments(Texts):
     never_cut = False  # a document may go on in the next sequence
 
     def __init__(self, source: TextSource, part: Part, salt: str, tokenizer: Any) -> None:
-        super().__init__(source, part, salt)
+        super().__init__(source, part, salt, tokenizer)
         self._tokenizer, end = tokenizer, tokenizer.eos_token_id
         self._before, self._after = leading_tokens(tokenizer), () if end is None else (end,)
 
     def __next__(self) -> Document:
-        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         for text in self.at_most_twice():
-            ids = self._tokenizer(text, **options)["input_ids"]
+            ids = self._tokenizer(text, **TOKENS_ALONE)["input_ids"]
             if len(ids) >= 2:
                 tokens = np.asarray((*self._before, *ids, *self._after), dtype=np.int32)
                 made = tokens, np.append(tokens[1:], np.int32(IGNORED))
                 return Document(len(tokens), lambda made=made: made)
+        which, remedy = "documents", "leave it out"
+        if self._part.held_out and self._part.every > 1:
+            which, remedy = "held-out documents", "use --held-out 0 or --validation"
+        elif self._part.every > 1:
+            which = "documents, in addition to those held out,"
+            remedy = "use --held-out 0 or --validation, or leave it out"
         raise UsageError(
-            f"source {self._source.name!r} has only documents of fewer than two tokens, the fewest "
-            "that one can be learnt of; give it longer ones, or leave it out."
+            f"source {self._source.name!r} has only {which} of fewer than two tokens, the fewest "
+            f"that can be learnt or evaluated; give it longer ones, {remedy}."
         )
 
 
@@ -436,7 +467,8 @@ class RetrievalDocuments:
                 f"has {length}; give it the length of a sequence or less."
             )
         self._seed = f"{salt}/{source.seed}/{part.held_out}"
-        self._haystacks = [Texts(other, part, f"{salt}/{source.name}") for other in others]
+        salt = f"{salt}/{source.name}"
+        self._haystacks = [Texts(other, part, salt, tokenizer) for other in others]
         for turn in range(len(source.kinds)):
             self.make(turn, ())
 

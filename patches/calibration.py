@@ -20,10 +20,10 @@ from cab_hf.calibration.density import densities, fitted, require_target
 from cab_hf.call.call import Call
 from cab_hf.checks import is_share, is_whole, require, require_finite
 from cab_hf.config import CabConfig
-from cab_hf.hf.fit import layer_index, number, origin_of, positions
+from cab_hf.hf.fit import layer_index, number, origin_of, positions, require_layers
 from cab_hf.hf.layers import attention_layers, transformers_model, window
 from cab_hf.hf.model_config import cab_config_of
-from cab_hf.patches.switch import apply_cab
+from cab_hf.patches.switch import Settings, apply_cab, config_of
 from cab_hf.patches.watching import watched
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext
@@ -46,18 +46,18 @@ def calibrate(
     texts: str | Sequence[str] | None = None,
     target_density: float = TARGET_DENSITY,
     *,
-    config: CabConfig | None = None,
+    config: Settings | None = None,
     anchors: int | None = None,
     length: int | None = None,
     documents: int = DOCUMENTS,
     seed: int = 0,
 ) -> CabConfig:
-    """Give ``model`` the threshold at which it attends a density.
+    """Set the threshold at which ``model`` attends a density.
 
-    The model reads ``documents`` texts with keys and copies of passages hidden in them once,
-    densely and in eval mode; for each layer the pairs are counted that it would attend at every
-    threshold of mass (`cab_hf.calibration.density`). Nothing is trained. With ``anchors``, what the
-    blocks of every layer keep for every other is measured, and the model gets a cascade
+    The model reads ``documents`` texts with hidden keys and copied passages once, densely and in
+    eval mode. For each layer, the pairs that it would attend at every threshold of mass are counted
+    (`cab_hf.calibration.density`). Nothing is trained. With ``anchors``, what the blocks of every
+    layer keep for every other is measured, and the model gets a cascade
     (`cab_hf.calibration.anchors`).
 
     Args:
@@ -67,11 +67,11 @@ def calibrate(
             default the reference pages that come with Python.
         target_density: of the layers that attend sparsely, at ``length`` tokens: attended over
             causal pairs.
-        config: whose blocks, predictor and forced blocks stay; by default the model's own. Of a
-            cascade, its anchors and heads stay too.
-        anchors: how many layers are to choose blocks for those behind them; which ones, and which
-            of their heads for whom, is measured. By default every layer chooses, or those that
-            ``config`` names.
+        config: a `CabConfig`, a dict of its fields or the path of a file that `CabConfig.save`
+            wrote; by default the model's own. Its blocks, predictor, forced blocks and
+            ``max_density`` stay, and the anchors and heads of a cascade.
+        anchors: number of layers that choose blocks for the layers after them. The layers and
+            their heads are measured. By default every layer chooses, or the anchors of ``config``.
         length: tokens of a document; by default 8,192, or as many as the model can read.
 
     Returns:
@@ -80,18 +80,22 @@ def calibrate(
         puts back what the model had before. `CabConfig.save` writes it to a file.
 
     Raises:
-        ValueError: for a bad argument, a density that forced blocks alone exceed, a ``length`` too
-            short for what is hidden or beyond the model's positions, a model none of whose layers
-            attends sparsely, whose outputs are not finite, or whose layers differ in their heads
-            where there are to be anchors.
+        ValueError: naming the bad argument. ``target_density`` must be between the density of
+            forced blocks and the density that ``max_density`` allows. ``length`` must hold the
+            hidden keys and fit the model's positions. The model must have a layer that attends
+            sparsely, and finite outputs. With ``anchors``, its layers must have the same heads.
     """
     accepted = is_share(target_density) and target_density > 0
     require(accepted, "target_density", target_density, "in (0, 1]")
     for name, count in (("documents", documents), ("anchors", anchors), ("length", length)):
-        require(count is None or is_whole(count), name, count, "a whole number >= 1")
+        is_left_out = count is None and name != "documents"
+        require(is_left_out or is_whole(count), name, count, "a whole number >= 1")
+    is_seed = isinstance(seed, int) and not isinstance(seed, bool)
+    require(is_seed, "seed", seed, "a whole number")
     text = transformers_model(model).config.get_text_config()
     require(callable(tokenizer), "tokenizer", tokenizer, "the tokenizer of the model")
-    config = config or cab_config_of(text)
+    config = cab_config_of(text) if config is None else config_of(config)
+    require_layers(config, text)
     most = positions(text)
     length = length or min(LENGTH, most or LENGTH)
     reached = f"at most {most}, as far as the model's positions reach"
@@ -108,16 +112,31 @@ def calibrate(
         of_anchors.require_anchors(anchors, sparse)
     with tqdm(desc="calibrate", total=documents * sparse, unit="layer") as bar:
         if anchors is None:
-            measure = partial(densities, config=config)
-            spent = [_layer_by_layer(model, x, config, measure, bar.update) for x, _ in read]
-            chosen = fitted(config, spent, target_density)
+            chosen = _fitted(model, read, config, target_density, bar.update)
         else:
             layers, kept = zip(*(kept_of(model, *x, config, bar.update) for x in read), strict=True)
             parts = layers[0], text.num_hidden_layers, anchors, target_density
             chosen = of_anchors.cascaded(config, of_anchors.averaged_kept(kept), *parts)
+            if chosen.mass_threshold == of_anchors.THRESHOLDS[-1]:
+                # the target may need a lower threshold than anchors are compared at
+                bar.total += documents * sparse
+                chosen = _fitted(model, read, chosen, target_density, bar.update)
     chosen = dataclasses.replace(chosen, origin=origin_of(text, length))
     apply_cab(model, chosen)
     return chosen
+
+
+def _fitted(
+    model: PreTrainedModel,
+    read: Sequence[tuple[Tokens, Needles]],
+    config: CabConfig,
+    target: float,
+    layer_done: Callable[[], Any],
+) -> CabConfig:
+    """Return ``config`` with the threshold at which the layers attend ``target`` of each text."""
+    measure = partial(densities, config=config)
+    spent = [_layer_by_layer(model, x, config, measure, layer_done) for x, _ in read]
+    return fitted(config, spent, target)
 
 
 def _require_known(token: int, vocabulary: int | None) -> None:

@@ -49,6 +49,8 @@ def describe(
     """
     model = transformers_model(model)
     require(tokens is None or is_whole(tokens), "tokens", tokens, "a whole number >= 1, or None")
+    is_switch = training is None or isinstance(training, bool)
+    require(is_switch, "training", training, "True, False or None")
     text = model.config.get_text_config()
     name = text._attn_implementation
     if name not in NAMES:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from cab_hf.call.call import Call
 from cab_hf.call.scope import during_calls
 from cab_hf.checks import require
 from cab_hf.config import SPARSE, blocks_of
+from cab_hf.hf.fit import number
 from cab_hf.hf.layers import attention_layers, transformers_model
 from cab_hf.plan import BlockPlan, block_visibility
 from cab_hf.route import route
@@ -32,18 +34,18 @@ class _Chosen(Exception):
 def plot_plan(
     model: PreTrainedModel, input_ids: Tensor, layer: int, heads: Sequence[int] | None = None
 ) -> Figure:
-    """A figure of the blocks that one layer of ``model`` attends to while it reads a text.
+    """Draw the blocks that one layer of ``model`` attends to in a prompt.
 
-    Query blocks are drawn from top to bottom, key blocks from left to right, both in tokens; what
-    comes later than a query is blank. The title of a panel has its density. The model reads the
-    text once, without gradients, as far as this layer; `stats` counts the layers before it.
+    Query blocks are drawn from top to bottom, key blocks from left to right, both in tokens. Keys
+    after a query are blank. The title of a panel has its density. The model reads the prompt once,
+    without gradients, up to this layer. `stats` counts the layers before it.
 
     Args:
         model: a causal language model of transformers that attends by CAB.
-        input_ids: int [1, N], the tokens of the text.
+        input_ids: integers [1, N], the tokens of the prompt.
         layer: index of the layer.
-        heads: query heads, which get a panel each; by default there is one panel for all of them,
-            whose colours are the share of heads that attend to a block.
+        heads: a list, an array or a 1-D tensor of query heads, with a panel for each head. By
+            default one panel shows the share of all heads that attend to a block.
 
     Returns:
         The figure. A notebook shows it where ``matplotlib.pyplot`` is imported, and
@@ -64,11 +66,10 @@ def plot_plan(
     if heads is None:
         panels = {f"layer {layer}, {of_query_heads} heads": plan}
     else:
-        known = all(head in range(of_query_heads) for head in heads)
-        require(heads and known, "heads", heads, f"query heads, 0 to {of_query_heads - 1}")
         shared = plan.shared_by(of_query_heads)
         panels = {
-            f"layer {layer}, head {head}": plan.select_heads([head // shared]) for head in heads
+            f"layer {layer}, head {head}": plan.select_heads([head // shared])
+            for head in _head_indices(heads, of_query_heads)
         }
     columns = min(len(panels), COLUMNS)
     rows = -(-len(panels) // columns)
@@ -88,31 +89,75 @@ def plot_plan(
     return figure
 
 
+def _index(value: Any) -> int | None:
+    """Return an integer of Python, NumPy or a tensor as an int, and None for anything else."""
+    if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _head_indices(heads: Any, num_heads: int) -> list[int]:
+    """Return ``heads`` as ints, or raise a ValueError if one of them is not a query head."""
+    try:
+        indices = [_index(head) for head in heads]
+    except TypeError:
+        # a number, or a tensor or an array without dimensions
+        indices = []
+    are_known = bool(indices) and all(index in range(num_heads) for index in indices)
+    require(are_known, "heads", heads, f"a list of query heads, 0 to {num_heads - 1}")
+    return indices
+
+
+def _require_prompt(input_ids: Any, model: PreTrainedModel) -> None:
+    """Raise a ValueError unless ``input_ids`` is one prompt of tokens that the model knows."""
+    is_tensor = isinstance(input_ids, Tensor)
+    is_prompt = is_tensor and input_ids.ndim == 2 and len(input_ids) == 1 and input_ids.numel()
+    require(is_prompt, "input_ids", input_ids, "the tokens of one text, a tensor [1, N]")
+    dtype = input_ids.dtype
+    is_whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    require(is_whole, "input_ids", dtype, "a tensor of integers, such as torch.int64")
+    vocabulary = number(model.config.get_text_config(), "vocab_size")
+    lowest, highest = (int(bound) for bound in input_ids.aminmax())
+    is_known = lowest >= 0 and (vocabulary is None or highest < vocabulary)
+    accepted = "tokens that the model knows, 0 or more"
+    if vocabulary is not None:
+        accepted = f"tokens that the model knows, 0 to {vocabulary - 1}"
+    require(is_known, "input_ids", lowest if lowest < 0 else highest, accepted)
+
+
 @torch.no_grad()
 def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[BlockPlan, int]:
-    """The plan by which ``layer`` attends while the model reads a text, and its query heads."""
+    """Return the plan by which ``layer`` attends in a prompt, and its number of query heads."""
     inner = transformers_model(model)
-    is_text = isinstance(input_ids, Tensor) and input_ids.ndim == 2 and len(input_ids) == 1
-    require(is_text, "input_ids", input_ids, "the tokens of one text, a tensor [1, N]")
+    _require_prompt(input_ids, inner)
     name = inner.config.get_text_config()._attn_implementation
     by_cab = " or ".join(SPARSE)
     require(name in SPARSE, "attn_implementation", name, f"{by_cab}; cab_hf.apply_cab sets it")
     modules = dict(attention_layers(inner))
-    require(layer in [*modules], "layer", layer, f"the index of an attention layer: {[*modules]}")
+    index = _index(layer)
+    accepted = f"the index of an attention layer: {[*modules]}"
+    # the index of a module that serves several layers is None
+    is_index = layer is None or index is not None
+    require(is_index and index in modules, "layer", layer, accepted)
     seen: list[tuple[BlockPlan, int]] = []
 
     def look(call: Call) -> None:
-        if call.layer is not modules[layer]:
+        if call.layer is not modules[index]:
             return
         facts = {"sparse": call.sparse, "layer": call.layer, "index": call.index}
         way = route(call.text, call.config, call.work, **facts)
         if way.kind != "sparse":
-            raise ValueError(f"Layer {layer} attends to every block: {way.reason}.")
+            raise ValueError(f"Layer {index} attends to every block: {way.reason}.")
         layout = call.text.layout(*blocks_of(way.config), call.q.device)
         plan = way.choose(call, layout, layout.queries(call.q), layout.keys(call.k))
         seen.append((plan, call.q.shape[1]))
         raise _Chosen
 
     with during_calls(model, observer=look), suppress(_Chosen):
-        model(input_ids.to(inner.device), use_cache=False)
+        model(input_ids.to(inner.device, torch.int64), use_cache=False)
+    if not seen:
+        raise ValueError(f"layer is {index}, which {type(inner).__name__} does not call here.")
     return seen[0]

@@ -165,7 +165,7 @@ def _turn_on(
     """Switch ``model`` on and return what each changed config held; on errors it stays as it is."""
     inner = transformers_model(model)
     text = inner.config.get_text_config()
-    given = cab_config_of(text) if config is None else _config_of(config)
+    given = cab_config_of(text) if config is None else config_of(config)
     config = given.changed(**overrides)
     stays = text._attn_implementation == CAB_FRC and config.predictor == FRC
     name = CAB_FRC if stays else "cab"
@@ -189,7 +189,7 @@ def _turn_on(
     ]
 
 
-def _config_of(given: Settings) -> CabConfig:
+def config_of(given: Settings) -> CabConfig:
     """Settings as a `CabConfig`."""
     if isinstance(given, (str, Path)):
         return CabConfig.calibrated(given)

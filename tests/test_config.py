@@ -2,7 +2,6 @@ import copy
 import dataclasses
 import json
 import re
-import warnings
 
 import numpy as np
 import pytest
@@ -218,15 +217,10 @@ def test_a_field_that_is_not_read_is_refused(fields, sentence):
         CabConfig().changed(**fields)
 
 
-@pytest.mark.parametrize(("fields", "_"), UNREAD)
-def test_a_saved_field_that_is_not_read_is_told_once(fields, _, monkeypatch):
-    monkeypatch.setattr(checks, "_warned", set())
-    saved = {**CabConfig().to_dict(), **fields}
-    with pytest.warns(UserWarning, match="which .* does not read: it changes nothing") as given:
-        loaded = CabConfig.from_dict(saved)
-        assert CabConfig.from_dict(json.loads(json.dumps(saved))) == loaded
-    assert len(given) == 1
-    assert CabConfig.from_dict(loaded.to_dict()) == loaded
+@pytest.mark.parametrize(("fields", "sentence"), UNREAD)
+def test_a_saved_field_that_is_not_read_is_refused(fields, sentence):
+    with pytest.raises(ValueError, match=f"CabConfig.{sentence}"):
+        CabConfig.from_dict({**CabConfig().to_dict(), **fields})
 
 
 @pytest.mark.parametrize(
@@ -250,10 +244,33 @@ def test_what_a_change_leaves_unread_falls_back():
         config.changed(top_pp=0.5)
 
 
-def test_unknown_fields_and_wrong_kinds_are_refused():
-    with pytest.raises(ValueError, match="no field 'topk'; its fields are query_block"):
-        CabConfig.from_dict({"topk": 3})
-    with pytest.raises(ValueError, match="no field 1; its fields are query_block"):
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"topk": 3}, "'topk'"),
+        ({"topk": 3, "self": 1, "cls": 2}, "'topk', 'self' or 'cls'"),
+        # fields of version 0.2, in a saved config and next to an explicit predictor
+        ({**CabConfig().to_dict(), "coarsen": "minmax", "top_p": None}, "'coarsen' or 'top_p'"),
+        ({"predictor": "frc", "select": "topk"}, "'select'"),
+        ({"predictor": "mine", "top_p": 0.9}, "'top_p'"),
+    ],
+)
+@pytest.mark.parametrize(
+    "make",
+    [CabConfig.from_dict]
+    + [lambda fields, call=call: call(**fields) for call in (CabConfig, CabConfig().changed)]
+    + [lambda fields: CabConfig.published(**fields)],
+    ids=["from_dict", "constructor", "changed", "published"],
+)
+def test_one_error_names_all_unknown_fields_and_lists_the_known_ones(make, fields, named):
+    with pytest.raises(ValueError) as refused:
+        make(fields)
+    known = ", ".join(field.name for field in dataclasses.fields(CabConfig))
+    assert str(refused.value) == f"CabConfig has no field {named}; its fields are {known}."
+
+
+def test_what_is_not_a_dict_of_named_fields_is_refused():
+    with pytest.raises(ValueError, match="no field 1 or 'topk'; its fields are query_block"):
         CabConfig.from_dict({1: 2, "topk": 3})
     with pytest.raises(ValueError, match="it must be a dict"):
         CabConfig.from_dict("top_p=0.9")
@@ -265,6 +282,7 @@ def test_the_old_name_of_outlier_queries_loads_with_a_warning(monkeypatch):
         saved = CabConfig.from_dict({"exact_queries": 8, "typical_queries": 8})
         assert CabConfig.from_dict({"exact_queries": 8}) == CabConfig(outlier_queries=8)
         assert CabConfig().changed(exact_queries=8) == CabConfig(outlier_queries=8)
+        assert CabConfig(exact_queries=8) == CabConfig(outlier_queries=8)
     assert len(given) == 1
     # typical queries were scored on every key
     assert saved == CabConfig(outlier_queries=8, typical_queries=8, typical_key_stride=1)
@@ -288,47 +306,11 @@ def test_published_is_the_published_recipe():
     assert CabConfig.published(min_length=0, dense_tail_blocks=1).dense_tail_blocks == 1
 
 
-# what a file of earlier versions has of the published recipe
-PUBLISHED_BEFORE = {
-    "coarsen": "max_l2",
-    "select": "topk",
-    "outlier_queries": 0,
-    "sparsity": 0.9,
-    "curvature": "forman",
-    "redundancy": 1.0,
-}
-
-
-def test_the_published_recipe_of_earlier_versions_loads_as_its_predictor():
-    blocks = dict(zip(list(FIELDS)[:5], (64, 64, 0, 1, 0), strict=True))
-    old = {**blocks, **PUBLISHED_BEFORE, "min_length": 64, "predictor": "curvature", "top_p": 0.9}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert CabConfig.from_dict(old) == CabConfig.published(0.9, min_length=64)
-        assert CabConfig.from_dict(PUBLISHED_BEFORE).predictor == "frc"
-
-
-def test_what_earlier_versions_chose_by_block_summaries_is_chosen_by_rows(monkeypatch):
-    monkeypatch.setattr(checks, "_warned", set())
-    old = {**PUBLISHED_BEFORE, "coarsen": "minmax", "top_p": [[0.5]], "min_length": 64}
-    for name, predictor in (("curvature", "rows"), ("cascade", "cascade")):
-        fields = {**old, "outlier_queries": [[4]], "predictor": name}
-        fields |= {"anchors": [0]} if name == "cascade" else {}
-        with pytest.warns(UserWarning, match="coarsen=minmax.*of cab_hf 0.2") as given:
-            config = CabConfig.from_dict(fields)
-            assert CabConfig.from_dict(fields) == config
-        assert len(given) == 1
-        assert (config.predictor, config.outlier_queries, config.min_length) == (predictor, 16, 64)
-        assert CabConfig.from_dict(config.to_dict()) == config
-        checks._warned.clear()
-
-
 def test_decode_tokens_is_read_where_decode_is_sparse():
     with pytest.raises(ValueError, match="which sparse_decode=False does not read.*=True"):
         CabConfig(decode_tokens=512)
     config = CabConfig(sparse_decode=True, decode_tokens=512)
     assert config.changed(sparse_decode=False) == CabConfig()
-    # saved before there was such a field, and when there was one for rivals
-    saved = {**CabConfig().to_dict(), "top_p": None}
+    saved = CabConfig().to_dict()
     del saved["decode_tokens"]
     assert CabConfig.from_dict(saved) == CabConfig()

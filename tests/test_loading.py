@@ -1,5 +1,6 @@
 """`cab_hf.load_model`: one line, and the settings it was told hold whatever the model is called."""
 
+import json
 import re
 import shutil
 
@@ -97,6 +98,78 @@ def test_a_dtype_may_be_one_or_its_name(dtype):
 def test_what_does_not_fit_is_refused_before_anything_is_read(message, sentence):
     with pytest.raises(ValueError, match=sentence):
         cab_hf.load_model("tiny", device="cpu", **message)
+
+
+def _file(folder, fields):
+    (folder / "own.json").write_text(json.dumps(fields))
+    return folder / "own.json"
+
+
+def _saved_model(folder, fields):
+    """Save a model whose config has ``fields`` as cab_config."""
+    tiny_model().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "cab_config": fields}))
+    return folder
+
+
+def _loaded(folder, fields):
+    tiny_model().save_pretrained(folder)
+    load = AutoModelForCausalLM.from_pretrained
+    return load(folder, attn_implementation="cab", cab_config=fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        pytest.param(
+            {"coarsen": "minmax", "top_p": 0.9},
+            "CabConfig has no field 'coarsen' or 'top_p'; its fields are query_block, key_block",
+            id="unknown-fields",
+        ),
+        pytest.param(
+            {"predictor": "frc", "select": "topk"},
+            "CabConfig has no field 'select'; its fields are query_block, key_block",
+            id="next-to-a-predictor",
+        ),
+        pytest.param(
+            {"predictor": "curvature"},
+            "CabConfig.predictor is 'curvature'; registered are ",
+            id="unknown-predictor",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "enter",
+    [
+        pytest.param(lambda _, fields: cab_hf.apply_cab(tiny_model(), fields), id="dict"),
+        pytest.param(lambda _, fields: cab_hf.apply_cab(tiny_model(), **fields), id="keywords"),
+        pytest.param(
+            lambda at, fields: cab_hf.apply_cab(tiny_model(), _file(at, fields)), id="file"
+        ),
+        pytest.param(lambda at, fields: _loaded(at, fields), id="from_pretrained"),
+        pytest.param(
+            lambda at, fields: _loaded(at, str(_file(at, fields))), id="from_pretrained-file"
+        ),
+        pytest.param(
+            lambda at, fields: AutoModelForCausalLM.from_pretrained(
+                _saved_model(at, fields), attn_implementation="cab"
+            ),
+            id="saved-model",
+        ),
+        pytest.param(
+            lambda at, fields: cab_hf.apply_cab(
+                AutoModelForCausalLM.from_pretrained(_saved_model(at, fields))
+            ),
+            id="saved-model-switched-later",
+        ),
+    ],
+)
+def test_fields_that_do_not_exist_are_refused_at_every_entry_point(
+    tmp_path, enter, fields, sentence
+):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        enter(tmp_path, fields)
 
 
 def test_a_model_too_short_for_its_settings_says_so(monkeypatch, recwarn):

@@ -23,6 +23,7 @@ from cab_hf.call.hook import cab_mask
 from cab_hf.call.mask import CabMask
 from cab_hf.call.refusals import HARMLESS, MEANINGS
 from cab_hf.config import ENGINES
+from cab_hf.eval.tiny_types import tiny_model as tiny_type
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +192,44 @@ def bert():
 def test_a_model_that_cannot_run(build, inputs, sentence):
     with pytest.raises(ValueError, match=sentence):
         build()(tokens(1, 40), **inputs)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "setting"),
+    [
+        ("llama", "attention_dropout", "attention_dropout = 0.0 in every LlamaAttention"),
+        ("opt", "attention_dropout", "dropout = 0.0 in every OPTAttention"),
+        ("gpt2", "attn_pdrop", "attn_dropout.p = 0.0 in every GPT2Attention"),
+        ("gpt_bigcode", "attn_pdrop", "attn_dropout = 0.0 in every GPTBigCodeAttention"),
+        ("biogpt", "attention_probs_dropout_prob", "dropout = 0.0 in every BioGptAttention"),
+        ("persimmon", "attention_dropout", "model.config.attention_dropout = 0.0"),
+    ],
+)
+def test_the_remedies_for_attention_dropout_work(model_type, field, setting, tmp_path):
+    model = tiny_type(model_type, **{field: 0.2})
+    model.save_pretrained(tmp_path)
+    cab_hf.apply_cab(model, FULL).train()
+    with pytest.raises(ValueError, match="dropout is 0.2; 'cab' has no attention") as refused:
+        model(tokens(1, 40), use_cache=False)
+    assert f"Load the model with {field}=0.0 in its config" in str(refused.value)
+    assert f"set {setting}" in str(refused.value)
+    path, _, class_name = setting.partition(" = 0.0 in every ")
+    *parts, name = path.removeprefix("model.").removesuffix(" = 0.0").split(".")
+    for module in model.modules():
+        if type(module).__name__ == (class_name or type(model).__name__):
+            for part in parts:
+                module = getattr(module, part)
+            setattr(module, name, 0.0)
+    model(tokens(1, 40), use_cache=False)
+    again = type(model).from_pretrained(tmp_path, **{field: 0.0})
+    cab_hf.apply_cab(again, FULL).train()(tokens(1, 40), use_cache=False)
+
+
+def test_dropout_that_no_setting_explains_names_eval(model):
+    module = model.model.layers[0].self_attn
+    q = torch.randn(1, 6, 40, 8)
+    with pytest.raises(ValueError, match=r"has no attention dropout\. Call model\.eval\(\)\.$"):
+        cab_attention(module, q, q, q, None, dropout=0.3)
 
 
 @pytest.mark.parametrize(("lost", "keys"), [(50, 151), (200, 1)])

@@ -19,7 +19,7 @@ from cab_hf.config import CabConfig
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext
 from cab_hf.predictors.attention_mass import attention_rows, block_mass, block_sums
-from cab_hf.predictors.rows import ranks
+from cab_hf.predictors.rows import capped_ranks, ranks
 
 # of mass, what anchors may choose by
 THRESHOLDS = (0.064, 0.032, 0.016, 0.011, 0.008, 0.0055, 0.004, 0.0028, 0.002, 0.0014)
@@ -75,7 +75,7 @@ def viewed(
         q: [1, H, N, D]. k: [1, H_kv, N, D]. Of one text.
     """
     blocks = config.query_block, config.key_block
-    rank = ranks(q, k, call, config)[0]
+    rank = capped_ranks(ranks(q, k, call, config), call.spans, config)[0]
     keep = torch.stack([rank >= threshold for threshold in THRESHOLDS]).cpu()
     pairs = block_pairs(call.spans, config).cpu().flatten()
     density = torch.stack([each.flatten(1).double() @ pairs for each in keep]) / pairs.sum()

@@ -7,7 +7,7 @@ keep at each of `THRESHOLDS` is counted in one dense pass over a few texts. Noth
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil, exp, log
+from math import ceil, exp, floor, log
 
 import torch
 from torch import Tensor
@@ -18,16 +18,17 @@ from cab_hf.ops import reference
 from cab_hf.plan import Spans, block_visibility
 from cab_hf.predictors import LayerContext
 from cab_hf.predictors.cascade import anchor_of
-from cab_hf.predictors.rows import ranks
+from cab_hf.predictors.rows import capped_ranks, ranks
 
 # falling, in equal ratios
 THRESHOLDS = tuple(2 ** (-step / 4) for step in range(4, 80))
 
 
 def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
-    """The share of the pairs that a layer attends at each of `THRESHOLDS`: float64 [T + 1].
+    """Return the share of the pairs that a layer attends at each threshold: float64 [T + 2].
 
-    The first is what forced blocks take, and those that one query needs.
+    The thresholds are 1, `THRESHOLDS` and 0. At 1 a row keeps its forced blocks, and the blocks
+    that one query needs. ``max_density`` limits the blocks of a row at every threshold.
 
     Args:
         q: [1, H, N, D]. k: [1, H_kv, N, D]. Of one text.
@@ -35,13 +36,12 @@ def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Te
     pairs = block_pairs(call.spans, config)
     rising = torch.tensor(THRESHOLDS[::-1], device=q.device)
     found = torch.zeros(len(THRESHOLDS) + 2, dtype=torch.float64, device=q.device)
-    for rank in ranks(q, k, call, config)[0]:
+    for rank in capped_ranks(ranks(q, k, call, config), call.spans, config)[0]:
         # how many thresholds a block reaches, and one more where it needs none
         place = torch.bucketize(rank, rising, right=True) + (rank >= 1)
         seen = rank >= 0
         found += torch.bincount(place[seen], pairs[seen], len(found))
-    reached = found.flip(0).cumsum(0)[:-1]
-    return (reached / (pairs.sum() * q.shape[1])).cpu()
+    return (found.flip(0).cumsum(0) / (pairs.sum() * q.shape[1])).cpu()
 
 
 def block_pairs(spans: Spans, config: CabConfig) -> Tensor:
@@ -62,11 +62,23 @@ def least_density(config: CabConfig, length: int) -> float:
     return float((pairs * reference.forced_blocks(visible, spans, config)[0]).sum() / pairs.sum())
 
 
-def require_target(config: CabConfig, target: float, length: int) -> None:
-    """Refuse a predictor that goes by no threshold, and a density below that of forced blocks.
+def most_density(config: CabConfig, length: int) -> float:
+    """Return the largest share of the pairs of ``length`` tokens that ``max_density`` allows."""
+    spans = Spans.causal(1, length, length, "cpu")
+    visible = block_visibility(spans, config.query_block, config.key_block)
+    forced = reference.forced_blocks(visible, spans, config)
+    # blocks that are not forced have the same pairs, whatever their order
+    rank = torch.zeros(visible.shape).masked_fill(forced, torch.inf).masked_fill(~visible, -1.0)
+    can_be_kept = capped_ranks(rank[:, None], spans, config)[0, 0] >= 0
+    pairs = block_pairs(spans, config)
+    return float((pairs * can_be_kept).sum() / pairs.sum())
 
-    Raises:
-        ValueError: naming the predictor, or the least density in a text of ``length`` tokens.
+
+def require_target(config: CabConfig, target: float, length: int) -> None:
+    """Raise a ValueError if no threshold makes ``config`` attend ``target`` of ``length`` tokens.
+
+    The predictor must read a threshold, and the target must be between the density of forced
+    blocks and the density that ``max_density`` allows.
     """
     if config.predictor not in CAB:
         raise ValueError(
@@ -74,6 +86,14 @@ def require_target(config: CabConfig, target: float, length: int) -> None:
             "is nothing to calibrate."
         )
     require_reachable(target, least_density(config, length))
+    most = most_density(config, length)
+    if target > most + 1e-6:
+        # rounded down: a target of the density in the message is accepted
+        raise ValueError(
+            f"target_density is {target:g}; with max_density={config.max_density:g} the model "
+            f"attends at most {floor(1000 * most + 1e-6) / 1000:.3f} at this length. Raise "
+            "max_density or lower target_density."
+        )
 
 
 def require_reachable(target: float, least: float) -> None:
@@ -104,9 +124,12 @@ def fitted(config: CabConfig, measured: Sequence[Mapping[int, Tensor]], target: 
     choosing = [anchor_of(config, layer) for layer in layers]
     choosing = [layer if a is None else a for a, layer in zip(choosing, layers, strict=True)]
     of_all = torch.stack([each[layer] for each in measured for layer in choosing]).mean(0).tolist()
+    *of_all, at_zero = of_all
     # nothing reaches a threshold above 1
     at, threshold = threshold_for((1.0, *THRESHOLDS), of_all, target)
-    return config.changed(mass_threshold=0.0 if at == len(THRESHOLDS) else threshold)
+    if at == len(THRESHOLDS) and at_zero - target <= target - of_all[-1]:
+        threshold = 0.0
+    return config.changed(mass_threshold=threshold)
 
 
 def threshold_for(

@@ -52,6 +52,16 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
+# where configs and attention modules of transformers have the rate of attention dropout
+DROPOUT_FIELDS = (
+    "attention_dropout",
+    "attn_pdrop",
+    "attention_probs_dropout_prob",
+    "attention_dropout_prob",
+    "attn_dropout",
+    "dropout",
+)
+DROPOUT_ATTRIBUTES = ("attention_dropout", "attn_dropout", "attn_drop", "dropout", "dropout_p")
 # other arguments of models, by what they mean
 MEANINGS = {
     "alibi_slopes": "a bias on logits",
@@ -111,7 +121,7 @@ def refuse(
     if dropout:
         raise ValueError(
             f"dropout is {dropout}; 'cab' has no attention dropout. "
-            "Set config.attention_dropout = 0.0 or call model.eval()."
+            f"{_remedy_for_dropout(module, dropout)}"
         )
     if dtype not in DTYPES:
         raise ValueError(
@@ -144,6 +154,27 @@ def foreseen(module: nn.Module) -> str | None:
     if hasattr(module, "prepare_dynamic_mask"):
         return MEANINGS["block_mask"]
     return None
+
+
+def _remedy_for_dropout(module: nn.Module, dropout: float) -> str:
+    """Return a sentence that says how to turn off attention dropout in a loaded model."""
+    config = getattr(module, "config", None)
+    fields = [name for name in DROPOUT_FIELDS if getattr(config, name, None) == dropout]
+    remedies = [f"load the model with {fields[0]}=0.0 in its config"] if fields else []
+    for name in DROPOUT_ATTRIBUTES:
+        value = getattr(module, name, None)
+        is_module = isinstance(value, nn.Dropout)
+        if (value.p if is_module else value) != dropout:
+            continue
+        setting = f"{name}.p" if is_module else name
+        if is_module and name in fields:
+            # Persimmon has such a module, and reads the config in every call
+            remedies.append(f"set model.config.{name} = 0.0")
+        else:
+            remedies.append(f"set {setting} = 0.0 in every {type(module).__name__} of this model")
+        break
+    remedy = ", or ".join([*remedies, "call model.eval()"])
+    return f"{remedy[0].upper()}{remedy[1:]}."
 
 
 def _refuse_directions(module: nn.Module, queries: int, keys: int, kwargs: dict[str, Any]) -> None:

@@ -123,22 +123,34 @@ def _choose(
 
 
 def choose_by_reference(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
-    """What `RowsPredictor` keeps, bool [B, H, M_q, M_k], in plain PyTorch on any device."""
-    rank = ranks(q, k, call, config)
-    keep = rank >= config.mass_threshold
+    """Return the blocks that `RowsPredictor` keeps, bool [B, H, M_q, M_k], in plain PyTorch."""
+    bad = reference.not_finite(k, call.spans.key_valid)
+    marked = reference.marked_blocks(bad, config.key_block)
+    rank = capped_ranks(ranks(q, k, call, config), call.spans, config, marked)
+    return rank >= config.mass_threshold
+
+
+def capped_ranks(
+    rank: Tensor, spans: Spans, config: CabConfig, marked: Tensor | None = None
+) -> Tensor:
+    """Return ``rank`` [B, H, M_q, M_k] with -1 for the blocks that ``max_density`` excludes.
+
+    A row can keep its forced blocks, and the best of its other blocks up to ``max_density``.
+
+    Args:
+        marked: bool [B, H_kv, M_k], `reference.marked_blocks`; None for none.
+    """
     if config.max_density == 1:
-        return keep
-    spans = call.spans
+        return rank
     visible = block_visibility(spans, *blocks_of(config))
     forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
     bounds = reference.row_bounds(
         spans, *blocks_of(config), config.sink_blocks, config.local_blocks
     )
-    marked = reference.marked_blocks(reference.not_finite(k, spans.key_valid), config.key_block)
     cap = reference.most_of_rows(bounds, config.max_density, marked)
-    cap = cap.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    wanted = keep.sum(-1).minimum(cap.maximum(forced.sum(-1)))
-    return reference.best_of_rows(rank, rank >= 0, forced, wanted)
+    cap = cap.repeat_interleave(rank.shape[1] // cap.shape[1], dim=1)
+    most = cap.maximum(forced.sum(-1))
+    return rank.masked_fill(~reference.best_of_rows(rank, rank >= 0, forced, most), -1.0)
 
 
 def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:

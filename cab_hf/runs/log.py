@@ -14,7 +14,7 @@ import lzma
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from cab_hf.runs.provenance import utc_now
 from cab_hf.runs.settings import UsageError
 
 Record = dict[str, Any]
+FieldsOf = Callable[[Record], Iterable[str]]
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 PACKED = ".xz"  # behind the name of a log that `pack` has compressed
 HEADER = b'{"identity": '  # begins every log
@@ -92,6 +93,7 @@ class Log(_Records):
         added: values of fields that records of earlier versions lack; the file stays as it is.
         failed: name of a field that holds, where it is set, why a measurement failed: the record
             stays in the file, and another record of its key replaces it.
+        fields_of: returns the fields that a record must have in addition to ``key``.
 
     Attributes:
         records: all records that did not fail, in order; it grows as they are appended.
@@ -100,7 +102,7 @@ class Log(_Records):
 
     Raises:
         LogError: another process writes the file, it belongs to a run of another identity, a
-            complete line is no JSON object or lacks a field of ``key``, or it cannot be written.
+            complete line is no JSON object or lacks a field, or it cannot be written.
     """
 
     def __init__(
@@ -110,14 +112,16 @@ class Log(_Records):
         key: Sequence[str] = (),
         added: Mapping[str, Any] | None = None,
         failed: str | None = None,
+        fields_of: FieldsOf | None = None,
     ) -> None:
         super().__init__(key, failed)
         self.path, identity = Path(path), as_recorded(identity)
+        self._fields_of = fields_of
         with writing(self.path), ExitStack() as stack:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if is_there(self.path) and not self.path.exists():
                 content = read_file(self.path)
-                _parse(self.path, content, key, added or {}, identity)
+                _parse(self.path, content, key, added or {}, identity, fields_of)
                 write_atomically(self.path, content)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             _open.add(self)
@@ -177,7 +181,9 @@ class Log(_Records):
             os.ftruncate(self._file, 0)
             self._write(json.dumps({"identity": identity, "started": self.started}))
             return
-        header, records, complete = _parse(self.path, content, self.key, added, identity)
+        header, records, complete = _parse(
+            self.path, content, self.key, added, identity, self._fields_of
+        )
         self.started = header["started"]
         for record in records:
             self.count(record)
@@ -211,6 +217,7 @@ def read_log(
     key: Sequence[str] = (),
     added: Mapping[str, Any] | None = None,
     failed: str | None = None,
+    fields_of: FieldsOf | None = None,
 ) -> tuple[dict[str, Any], list[Record]]:
     """(identity, records) of a log, which is neither locked nor changed; LogError as for `Log`.
 
@@ -223,7 +230,7 @@ def read_log(
         raise LogError(
             f"{path} cannot be read ({error.strerror}); give the run's folder."
         ) from None
-    header, records, _ = _parse(path, content, key, added or {})
+    header, records, _ = _parse(path, content, key, added or {}, fields_of=fields_of)
     counted = _Records(key, failed)
     for record in records:
         counted.count(record)
@@ -292,6 +299,7 @@ def _parse(
     key: Sequence[str],
     added: Mapping[str, Any],
     identity: Mapping[str, Any] | None = None,
+    fields_of: FieldsOf | None = None,
 ) -> tuple[dict[str, Any], list[Record], int]:
     """(header, records, length of the complete lines) of the bytes of a log of ``identity``."""
     lines = content.split(b"\n")
@@ -311,8 +319,12 @@ def _parse(
     for number, record in enumerate(values[1:], 2):
         wrong = "is no JSON object"
         if isinstance(record, dict):
-            records.append({**added, **record})
-            wrong = next((f"has no {name!r}" for name in key if name not in records[-1]), None)
+            record = {**added, **record}
+            records.append(record)
+            missing = [name for name in key if name not in record]
+            if not missing and fields_of is not None:
+                missing = [name for name in fields_of(record) if name not in record]
+            wrong = f"has no {missing[0]!r}" if missing else None
         if wrong:
             raise LogError(f"{path}, line {number} {wrong}; repair it or give another --out.")
     return header, records, complete

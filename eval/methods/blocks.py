@@ -333,10 +333,9 @@ def at_share(base: CabConfig, share: float) -> CabConfig:
 
 
 def logged_config(fields: Mapping[str, Any]) -> CabConfig:
-    """The config that a log has; a share of its own is registered, also that of a ``top_p``."""
+    """Return the config that a log has, and register its predictor if it has a share."""
     fields = dict(fields)
     predictor, _, share = fields.pop("predictor").partition(":")
-    share = fields.pop("top_p", None) or share
     config = CabConfig.from_dict({**fields, "predictor": predictor})
     return at_share(config, float(share)) if share else config
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from cab_hf.config import CabConfig, without_rivals
+from cab_hf.config import CabConfig
 from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.methods import known
 from cab_hf.eval.report import digits, grouped, seconds
@@ -315,7 +315,7 @@ def by_length(samples: Sequence[Row], derived: Sequence[str] = ()) -> list[dict[
 
 def made_of(shape: str, settings: Mapping[str, Any]) -> str:
     """What was computed on and how it was timed, for a report; ``settings`` are recorded ones."""
-    default, recorded = CabConfig().to_dict(), without_rivals(settings["cab_config"])
+    default, recorded = CabConfig().to_dict(), settings["cab_config"]
     config = {name: each for name, each in recorded.items() if default.get(name) != each}
     chosen = f"CabConfig with {config}" if config else "default CabConfig"
     if recorded.keys() - default.keys():

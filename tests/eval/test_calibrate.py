@@ -68,6 +68,14 @@ def test_a_density_out_of_reach_is_refused_before_the_model_is_opened(
     assert not (tmp_path / "run").exists()
 
 
+def test_every_target_is_checked_against_max_density(model_folder, book, tmp_path, capsys):
+    out, option = tmp_path / "run", "--target-densities"
+    assert command(model_folder, book, out, option, "0.6,0.9", "--cab", "max_density=0.7") == 2
+    shown = capsys.readouterr().err
+    assert "target_densities: target_density is 0.9; with max_density=0.7 the model" in shown
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_is_measured_by_default_is_of_a_models_own_blocks_and_can_be_reached_on_a_cpu():
     settings = calibrate.Settings(model="tiny", device="cpu")
     require_target(settings.cab_config, min(settings.target_densities), settings.length)

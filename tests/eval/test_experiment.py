@@ -164,6 +164,22 @@ def test_a_case_that_failed_is_passed_over_named_and_tried_again(tmp_path, monke
     assert read(tmp_path / "none").keys() == {"samples.jsonl"}
 
 
+def test_a_sample_without_a_field_that_rows_need_is_refused(tmp_path, monkeypatch):
+    start(tmp_path)
+    path = tmp_path / "samples.jsonl"
+    path.write_text(path.read_text().replace('"value": 4', '"worth": 4'))
+    monkeypatch.setattr(
+        Powers, "rows", staticmethod(lambda samples, _: [{"value": s["value"]} for s in samples])
+    )
+    with pytest.raises(LogError, match=r"samples\.jsonl has a sample without 'value'; repair it"):
+        start(tmp_path)
+    monkeypatch.setattr(Powers, "rows", staticmethod(lambda samples, settings: settings["none"]))
+    path.write_text(path.read_text().replace('"worth": 4', '"none": 1, "value": 4'))
+    monkeypatch.setattr(Powers, "measured", staticmethod(lambda sample: ("value", "none")))
+    with pytest.raises(LogError, match=r"samples\.jsonl, line 2 has no 'none'; repair it"):
+        start(tmp_path)
+
+
 def test_nothing_is_measured_twice_and_its_provenance_stays(tmp_path, monkeypatch):
     start(tmp_path)
     before = read(tmp_path)

@@ -272,3 +272,20 @@ def test_a_model_that_a_run_has_trained_is_called_as_the_run(folder, name, tmp_p
     Path("a.txt").write_text("It was.")
     settings = fidelity.Settings(model=folder, device="cpu", texts=("a.txt",))
     assert Fidelity(settings).recorded()["model"] == name
+
+
+@by_name
+def test_a_sample_without_a_measured_field_is_refused(
+    complete, name, tmp_path, model_folder, capsys
+):
+    samples = (complete[name].folder / "samples.jsonl").read_text().splitlines()
+    header, kind = samples[0], named(name)
+    by_probe = {json.loads(line).get("probe"): line for line in samples[1:]}
+    for line in by_probe.values():
+        sample = json.loads(line)
+        assert {*sample} - {*kind.CASE} == {*kind.fields_of(sample)}
+        for field in kind.fields_of(sample):
+            rest = json.dumps({x: value for x, value in sample.items() if x != field})
+            (tmp_path / "samples.jsonl").write_text(f"{header}\n{line}\n{rest}\n")
+            assert start(name, model_folder, tmp_path) == 2
+            assert f"samples.jsonl, line 3 has no {field!r}; repair it" in capsys.readouterr().err

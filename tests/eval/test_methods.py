@@ -244,10 +244,7 @@ def test_a_share_is_fitted_on_a_text_and_read_from_a_log(name):
     predictor = name.removesuffix("_fitted")
     assert config.predictor == f"{predictor}:0.4"
     assert blocks.logged_config(config.to_dict()) == config
-    # as logs had it when the share was a field
-    logged = {**config.to_dict(), "predictor": predictor}
-    assert blocks.logged_config({**logged, "top_p": 0.4}) == config
-    assert blocks.logged_config({**logged, "top_p": None}).predictor == predictor
+    assert blocks.logged_config({**config.to_dict(), "predictor": predictor}).predictor == predictor
     with pytest.raises(ValueError, match=f"{name} needs a cell that measures the density"):
         METHODS[name].fit(CELL)
 

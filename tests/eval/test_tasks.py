@@ -216,9 +216,9 @@ def test_words_are_handed_on(words, monkeypatch):
 
 
 def test_a_misspelt_argument_of_the_model_is_refused():
-    known = {"top_p", "min_length", "max_length", "batch_size"}
-    refuse_misspelt(["top_p", "batch_size", "attn_implementation", "rope_theta", "dtype"], known)
-    for typed, meant in (("top_pp", "top_p"), ("min_lenght", "min_length")):
+    known = {"engine", "min_length", "max_length", "batch_size"}
+    refuse_misspelt(["engine", "batch_size", "attn_implementation", "rope_theta", "dtype"], known)
+    for typed, meant in (("engines", "engine"), ("min_lenght", "min_length")):
         with pytest.raises(ValueError, match=f"model_args has '{typed}'; did you mean '{meant}'"):
             refuse_misspelt(["dtype", typed], known)
 

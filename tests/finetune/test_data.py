@@ -21,7 +21,9 @@ from words import make_tokenizer
 import cab_hf
 from cab_hf.finetune import sources
 from cab_hf.finetune.data import Packed, held_out, prefetched
-from cab_hf.finetune.sources import make_source
+from cab_hf.finetune.prepare import open_data
+from cab_hf.finetune.settings import Settings
+from cab_hf.finetune.sources import first_held_out, make_source
 from cab_hf.runs.settings import UsageError
 from cab_hf.texts.needles import NAMES
 
@@ -298,6 +300,52 @@ def test_training_never_sees_what_is_held_out(tmp_path, streaming):
     # a source of its own is held out as a whole
     complete = held_out(TOKENIZER, [(source, 1)], LENGTH, 99, hold_out=1)
     assert numbers_in(complete) == {str(1000 + number) for number in range(60)}
+
+
+@STREAMING
+@pytest.mark.parametrize("ending", ["jsonl", "parquet", "txt"])
+@pytest.mark.parametrize("empty", [[""], ["a"], ["", " \n", "a", "", ""]], ids=repr)
+def test_the_first_document_with_tokens_is_held_out(tmp_path, ending, streaming, empty):
+    numbered = [text(1000 + number) for number in range(25)]
+    name = written(tmp_path, ending, [*empty, *numbered])
+    source = make_source(name, streaming=streaming)
+    # of 4 documents one is held out
+    first = len(empty) % 4
+    apart = {str(1000 + number) for number in range(25) if (number + len(empty)) % 4 == first}
+    kept = held_out(TOKENIZER, [(source, 1)], LENGTH, 99, hold_out=4)
+    packed, trained = Packed(TOKENIZER, [(source, 1)], LENGTH, 0, hold_out=4), []
+    while packed.epoch < 2:
+        trained.append(next(packed))
+    assert numbers_in(kept) == apart and "1000" in apart
+    assert numbers_in(trained) == {str(1000 + number) for number in range(25)} - apart
+    assert first_held_out(source, TOKENIZER, 4) == first
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [(12, "1 of 13 documents"), (250, r"3 of 251 documents .* and every 100th after it")],
+)
+def test_a_run_says_which_documents_are_held_out(tmp_path, rows, sentence):
+    name = put(tmp_path / "a.jsonl", "", *texts_of(rows))
+    told, place = [], SimpleNamespace(replica=0, replicas=1)
+    settings = Settings(data=(name,), length=LENGTH, held_out=1)
+    open_data(settings, TOKENIZER, place, told.append, len(TOKENIZER))
+    (line,) = told
+    assert re.match(rf"source 'a.jsonl': {sentence}", line) and "(document 2" in line
+
+
+@pytest.mark.parametrize(
+    ("texts", "only_held_out", "sentence"),
+    [
+        (["", "a b c", "", "a"], False, "only documents, in addition to those held out, of fewer"),
+        (["", "a", ""], True, "only held-out documents of fewer than two tokens"),
+        (["", "a", ""], False, "fewer than two tokens, the fewest .* use --held-out 0"),
+    ],
+)
+def test_the_refusal_of_empty_documents_names_the_part(texts, only_held_out, sentence):
+    packed = Packed(TOKENIZER, [(in_memory(texts), 1)], LENGTH, 0, only_held_out=only_held_out)
+    with pytest.raises(UsageError, match=sentence):
+        next(packed)
 
 
 @pytest.mark.parametrize("added", ["<more>", "."], ids=["in a text", "behind a text"])

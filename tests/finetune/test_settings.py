@@ -56,6 +56,15 @@ def test_a_calibration_is_a_whole_config_and_fields_change_it(tmp_path):
     assert given == {**own.to_dict(), "min_length": 64}
 
 
+def test_fields_that_a_calibration_does_not_have_are_refused(tmp_path):
+    CabConfig.published().save(tmp_path / "own.json")
+    file = str(tmp_path / "own.json")
+    with pytest.raises(ValueError, match="no field 'coarsen'; its fields are query_block"):
+        settings(calibration=file, cab=("coarsen=minmax",))
+    with pytest.raises(ValueError, match="which predictor='frc' does not read"):
+        settings(calibration=file, cab=("mass_threshold=0.1",))
+
+
 def test_typed_words_win_over_the_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("data: {a.txt: 0.75, b.jsonl: 0.25}\nlr: 1.0e-4\nlength: 1k\nrank: 8\n")

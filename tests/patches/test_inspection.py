@@ -104,6 +104,13 @@ def test_describe_knows_layers_without_an_index(name):
         model(tokens(1, 100))
 
 
+@pytest.mark.parametrize("given", [{"tokens": 0}, {"tokens": 1.5}, {"training": "no"}], ids=str)
+def test_describe_refuses_bad_arguments(model, given):
+    (name,) = given
+    with pytest.raises(ValueError, match=f"{name} is .*; it must be"):
+        cab_hf.describe(cab_hf.apply_cab(model, SPARSE), **given)
+
+
 def test_describe_says_what_will_be_refused_layer_by_layer():
     model = cab_hf.apply_cab(tiny_model(), {})
     # as of a layer that takes what the indexer of another has chosen

@@ -69,6 +69,24 @@ def test_what_a_query_cannot_see_is_blank(model):
         ({"input_ids": tokens(2, LENGTH)}, {}, "must be the tokens of one text"),
         ({"heads": [6]}, {}, "query heads, 0 to 5"),
         ({"heads": []}, {}, "query heads, 0 to 5"),
+        *(
+            ({"heads": heads}, {}, r"heads is .*; it must be a list of query heads, 0 to 5")
+            for heads in (1, torch.tensor(1), numpy.int64(1), 1.5, [1.0], [True], ["1"], "12")
+        ),
+        ({"heads": torch.tensor([True])}, {}, "heads is .*; it must be a list of query heads"),
+        ({"layer": True}, {}, "layer is True; it must be the index"),
+        ({"layer": 1.0}, {}, r"layer is 1\.0; it must be the index"),
+        ({"layer": torch.tensor([0, 1])}, {}, r"layer is a tensor of shape \(2,\); it must be"),
+        (
+            {"input_ids": [[1, 2]]},
+            {},
+            r"input_ids is \[\[1, 2\]\]; it must be the tokens of one text",
+        ),
+        ({"input_ids": tokens(1, 0)}, {}, r"input_ids is a tensor of shape \(1, 0\); it must be"),
+        ({"input_ids": tokens(1, 9).float()}, {}, "input_ids is torch.float32; it must be"),
+        ({"input_ids": tokens(1, 9) > 1}, {}, "input_ids is torch.bool; it must be a tensor"),
+        ({"input_ids": tokens(1, 9) - 99}, {}, "input_ids is -.*; it must be tokens that the"),
+        ({"input_ids": tokens(1, 9) + 999}, {}, "input_ids is 1.*; it must be tokens that the"),
         ({}, {"min_length": 500}, "shorter than min_length=500"),
         ({}, {"dense_layers": (1,)}, "Layer 1 attends to every block: in dense_layers"),
     ],
@@ -77,6 +95,21 @@ def test_what_cannot_be_drawn_is_refused(model, given, change, sentence):
     cab_hf.apply_cab(model, **change)
     with pytest.raises(ValueError, match=sentence):
         cab_hf.plot_plan(**{"model": model, "input_ids": tokens(1, LENGTH), "layer": 1} | given)
+
+
+@pytest.mark.parametrize(
+    ("layer", "heads", "dtype"),
+    [
+        (torch.tensor(1), torch.tensor([1, 2]), torch.int32),
+        (numpy.int64(1), numpy.array([1, 2]), torch.uint8),
+        (1, (numpy.int32(1), torch.tensor(2)), torch.int16),
+    ],
+)
+def test_whole_numbers_of_other_libraries_are_read(model, layer, heads, dtype):
+    text = tokens(1, LENGTH)
+    drawn = cab_hf.plot_plan(model, text.to(dtype), layer=layer, heads=heads).axes
+    expected = cab_hf.plot_plan(model, text, layer=1, heads=[1, 2]).axes
+    assert [panel.get_title() for panel in drawn] == [panel.get_title() for panel in expected]
 
 
 def test_a_model_without_cab_is_refused():

@@ -14,7 +14,7 @@ from words import make_tokenizer
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.calibration import anchors as of_anchors
-from cab_hf.calibration.density import THRESHOLDS, densities, fitted, least_density
+from cab_hf.calibration.density import THRESHOLDS, densities, fitted, least_density, most_density
 from cab_hf.config import Origin
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
@@ -36,7 +36,9 @@ def measured(config, length=400):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"share_threshold": 0.9}, {"dense_tail_blocks": 0}], ids=str
+    "fields",
+    [{}, {"share_threshold": 0.9}, {"dense_tail_blocks": 0}, {"max_density": 0.7}],
+    ids=str,
 )
 def test_densities_are_those_of_the_plans(fields):
     config = BY_MASS.changed(**fields)
@@ -45,6 +47,8 @@ def test_densities_are_those_of_the_plans(fields):
         plan = make_predictor(config.changed(mass_threshold=THRESHOLDS[at]))(q, k, call)
         assert float(actual[at + 1]) == pytest.approx(plan.density(), abs=1e-6)
     assert (actual.diff() >= 0).all() and actual[1] < 0.9
+    # the last threshold is 0
+    assert float(actual[-1]) == pytest.approx(most_density(config, 400))
 
 
 def test_the_least_density_is_that_of_forced_blocks():
@@ -60,6 +64,17 @@ def test_the_threshold_found_meets_the_target(target):
     # of another layer that attends nothing more than this one, in the mean
     other = torch.full_like(of_layer, float(of_layer[0]))
     assert fitted(BY_MASS, [{0: of_layer, 1: other}], target).mass_threshold < config.mass_threshold
+
+
+@pytest.mark.parametrize(
+    ("at_zero", "target", "threshold"),
+    [(1.0, 1.0, 0.0), (0.9, 0.85, 0.0), (0.9, 0.72, THRESHOLDS[-1]), (0.7, 0.8, 0.0)],
+)
+def test_a_target_above_the_lowest_threshold_takes_the_nearest_density(at_zero, target, threshold):
+    at_thresholds = torch.linspace(0.3, 0.7, len(THRESHOLDS) + 1)
+    of_layer = torch.cat((at_thresholds, torch.tensor([at_zero]))).double()
+    found = fitted(BY_MASS, [{0: of_layer}], target).mass_threshold
+    assert found == pytest.approx(threshold, rel=0.01)
 
 
 def test_layers_of_a_cascade_count_what_their_anchor_chooses():
@@ -153,6 +168,41 @@ def test_a_density_that_cannot_be_reached_is_refused_before_anything_is_measured
     calibrated(model, target_density=least, anchors=anchors)
 
 
+@pytest.mark.parametrize("anchors", [None, 1])
+def test_max_density_counts(anchors):
+    model, config = made(), CALIBRATED.changed(max_density=0.75)
+    calibrated(model, target_density=0.65, config=config, anchors=anchors)
+    assert attended(model) == pytest.approx(0.65, abs=0.05)
+
+
+@pytest.mark.parametrize("anchors", [None, 1])
+def test_a_target_that_max_density_excludes_is_refused_before_anything_is_measured(anchors):
+    model, config = made(), CALIBRATED.changed(max_density=0.6)
+    model.forward = None
+    with pytest.raises(ValueError, match=r"target_density is 0\.8; with max_density=0\.6") as error:
+        calibrated(model, target_density=0.8, config=config, anchors=anchors)
+    del model.forward
+    most = float(re.search(r"at most ([.\d]+)", str(error.value))[1])
+    calibrated(model, target_density=most, config=config, anchors=anchors)
+    assert attended(model) == pytest.approx(most, abs=0.03)
+
+
+def test_a_cascade_meets_a_target_below_the_thresholds_of_anchors(monkeypatch):
+    monkeypatch.setattr(of_anchors, "THRESHOLDS", (1.0, 0.5))
+    model = made()
+    given = calibrated(model, anchors=1)
+    assert given.predictor == "cascade" and given.mass_threshold < 0.5
+    assert attended(model) == pytest.approx(0.7, abs=0.1)
+
+
+def test_a_config_may_be_a_dict_or_a_file(tmp_path):
+    CALIBRATED.save(tmp_path / "own.json")
+    path = tmp_path / "own.json"
+    by_config = calibrated(made())
+    for config in (CALIBRATED.to_dict(), str(path), path):
+        assert calibrated(made(), config=config) == by_config
+
+
 sliding = pytest.mark.parametrize(("kind", "layers"), [("llama", 3), ("qwen3-some-sliding", 1)])
 
 
@@ -228,6 +278,12 @@ def test_a_layer_without_an_index_has_no_place_in_a_table(anchors):
     [
         ({"target_density": 2}, r"target_density is 2; it must be in \(0, 1\]"),
         ({"documents": 0}, "documents is 0; it must be a whole number"),
+        ({"documents": None}, "documents is None; it must be a whole number"),
+        ({"seed": 1.5}, "seed is 1.5; it must be a whole number"),
+        ({"config": {"coarsen": "minmax"}}, "CabConfig has no field 'coarsen'"),
+        ({"config": "none.json"}, "'none.json' is no file"),
+        ({"config": 3}, "config is 3; it must be a CabConfig, a dict of its fields"),
+        ({"config": CabConfig(**SMALL, dense_layers=(7,))}, "dense_layers has 7"),
         ({"anchors": 0}, "anchors is 0; it must be a whole number"),
         ({"length": 50}, "length 50 has no room for the 2 keys that are hidden in a document"),
         ({"length": 2049}, "length is 2049; it must be at most 2048, as far as the model's"),
