@@ -27,7 +27,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from cab_hf.vllm.scheduler import CabAsyncScheduler, CabScheduler
+from cab_hf.vllm.scheduler import BlockAligned, CabAsyncScheduler, CabScheduler
 
 # warnings are those of vLLM and its libraries
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -171,30 +171,35 @@ def request_of(name, prompt, setup, num_answer=2):
 
 
 def step(scheduler, trace):
-    """Schedule a step, note its chunks, and give every request that is through a token."""
-    starts = {name: each.num_computed_tokens for name, each in scheduler.requests.items()}
+    """Schedule a step, record its chunks, and sample a token for every computed request."""
     output = scheduler.schedule()
     tokens = {}
     for name, count in output.num_scheduled_tokens.items():
         request = scheduler.requests[name]
         end = request.num_computed_tokens
-        start = end - count
-        # a request that begins to be computed has its cached prefix behind it
-        assert start >= starts[name] or request.num_preemptions
-        if start < request.num_prompt_tokens:
-            trace.chunks.setdefault(name, []).append((trace.steps, start, end))
+        if end - count < request.num_prompt_tokens:
+            trace.chunks.setdefault(name, []).append((trace.steps, end - count, end))
+            if not vllm_ends_at(scheduler, request, end - count, end):
+                trace.outside.append((name, end - count, end))
         tokens[name] = [7] if end >= request.num_tokens else []
     trace.steps += 1
     names = list(tokens)
-    scheduler.update_from_output(
-        output,
-        ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: n for n, name in enumerate(names)},
-            sampled_token_ids=list(tokens.values()),
-        ),
+    result = ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: n for n, name in enumerate(names)},
+        sampled_token_ids=list(tokens.values()),
     )
+    scheduler.update_from_output(output, result)
     return output
+
+
+def vllm_ends_at(scheduler, request, start, end):
+    """Return whether vLLM, with that many tokens to schedule, ends a chunk there."""
+    if not scheduler.has_mamba_layers:
+        return True
+    then = copy.copy(request)
+    then.num_computed_tokens = start
+    return Scheduler._mamba_block_aligned_split(scheduler, then, end - start) == end - start
 
 
 def run(scheduler, setup, arrivals):
@@ -248,17 +253,14 @@ def borders(setup, start, end):
 
 
 @pytest.mark.parametrize("first", range(0, 300, 100))
-def test_every_request_finishes_and_chunks_end_at_borders(vllm_config, first):
+def test_every_request_finishes_and_chunks_end_at_block_borders(vllm_config, first):
     for seed in range(first, first + 100):
         draw = Random(seed)
         setup, arrivals = draw_setup(draw), draw_arrivals(draw)
-        try:
-            own = run(scheduler_of(vllm_config, setup, is_cab=False), setup, arrivals)
-        except AssertionError:
-            # vLLM itself does not finish these
-            continue
+        own = run(scheduler_of(vllm_config, setup, is_cab=False), setup, arrivals)
         found = run(scheduler_of(vllm_config, setup), setup, arrivals)
         assert found.steps <= 2 * own.steps + len(arrivals), (seed, setup)
+        assert not found.outside, (seed, setup)
         for name, chunks in found.chunks.items():
             length = len(arrivals[int(name)][1])
             if length < max(setup.min_length, setup.query_block):
@@ -266,3 +268,150 @@ def test_every_request_finishes_and_chunks_end_at_borders(vllm_config, first):
             for _, start, end in chunks:
                 if end < length and end % setup.query_block:
                     assert not borders(setup, start, end), (seed, setup, name, start, end)
+
+
+def prompts(*lengths):
+    """Return arrivals in the first step, with answers of one token."""
+    return [(0, [n + 3] * length, 1) for n, length in enumerate(lengths)]
+
+
+def ends(trace, name):
+    return [end for _, _, end in trace.chunks[name]]
+
+
+@pytest.mark.parametrize(
+    ("setup", "length", "wanted"),
+    [
+        pytest.param(
+            {"scheduled": 16}, 70, [16, 32, 48, 64, 70], id="scheduled-tokens-below-block"
+        ),
+        pytest.param({"scheduled": 20}, 70, [20, 32, 52, 70], id="block-is-no-multiple"),
+        pytest.param({"budget": 32, "draft_slots": 4}, 70, [28, 32, 60, 70], id="draft-model"),
+        pytest.param({"budget": 100}, 250, [96, 192, 250], id="budget-above-block"),
+        pytest.param({"min_length": 300}, 250, [160, 250], id="dense-prompt"),
+    ],
+)
+def test_a_small_budget_cuts_blocks_and_the_prompt_finishes(vllm_config, setup, length, wanted):
+    setup = Setup(**setup)
+    assert ends(run(scheduler_of(vllm_config, setup), setup, prompts(length)), "0") == wanted
+
+
+@pytest.mark.parametrize(
+    ("block_size", "budget", "length", "wanted"),
+    [
+        # the least common multiples of 128 and 96 or 288 are 384 and 1152
+        (96, 512, 700, [384, 672, 700]),
+        (288, 512, 700, [288, 576, 700]),
+        (288, 1200, 1500, [1152, 1440, 1500]),
+        (64, 512, 1000, [512, 896, 960, 1000]),
+    ],
+)
+def test_hybrid_chunks_end_at_states_that_vllm_caches(
+    vllm_config, block_size, budget, length, wanted
+):
+    setup = Setup(
+        budget=budget,
+        query_block=128,
+        block_size=block_size,
+        has_mamba=True,
+        has_prefix_cache=True,
+    )
+    scheduler, prompt = scheduler_of(vllm_config, setup), list(range(3, 3 + length))
+    arrivals = [(0, prompt, 1), (20, [*prompt[:-5], 1, 2], 1)]
+    trace = run(scheduler, setup, arrivals)
+    assert ends(trace, "0") == wanted
+    # the second prompt begins at the last state that the first has left
+    assert trace.chunks["1"][0][1] == wanted[-2]
+    assert not trace.outside
+
+
+def test_a_prompt_that_waits_lets_shorter_prompts_pass(vllm_config):
+    setup = Setup(budget=150)
+    trace = run(scheduler_of(vllm_config, setup), setup, prompts(300, 300, 20))
+    assert trace.chunks["0"][0] == (0, 0, 128)
+    assert trace.chunks["2"] == [(0, 0, 20)]
+    assert trace.chunks["1"][0][1:] == (0, 96)
+
+
+def test_decode_steps_that_leave_less_than_a_block_do_not_stop_a_prompt(vllm_config):
+    setup = Setup(budget=34, num_seqs=7)
+    answers = [(0, [n + 3] * 4, 200) for n in range(5)]
+    trace = run(scheduler_of(vllm_config, setup), setup, [*answers, (2, [9] * 100, 1)])
+    first, last = (trace.chunks["5"][at] for at in (0, -1))
+    # it waits once, and takes two steps for each of the four blocks
+    assert last[0] - 2 <= 1 + 2 * 4
+    assert (first[2], last[2]) == (29, 100)
+
+
+# where an image begins, and how many tokens vLLM leaves a chunk before it
+@pytest.mark.parametrize(("tokens", "wanted"), [(20, 20), (31, 31), (32, 32), (50, 32)])
+def test_a_chunk_before_an_image_is_not_empty_with_a_full_encoder_cache(
+    vllm_config, tokens, wanted
+):
+    # vLLM 0.22 to 0.26 ends a chunk before the image first, and aligns what is left
+    scheduler = scheduler_of(vllm_config, Setup())
+    request = request_of("0", [5] * 300, Setup())
+    scheduler.schedule()
+    assert scheduler._mamba_block_aligned_split(request, tokens) == wanted
+    scheduler.taken["another"] = 32
+    assert scheduler._mamba_block_aligned_split(request, tokens) == wanted
+
+
+@pytest.mark.parametrize(("is_whole", "wanted"), [(True, 32), (False, 96)])
+def test_an_image_that_must_stay_whole_is_not_divided(vllm_config, is_whole, wanted):
+    scheduler = scheduler_of(vllm_config, Setup())
+    scheduler.scheduler_config.disable_chunked_mm_input = is_whole
+    request = request_of("0", [5] * 300, Setup())
+    # 64 and 96 are inside the image
+    place = SimpleNamespace(offset=40, length=70)
+    request.mm_features = [SimpleNamespace(mm_position=place)]
+    scheduler.schedule()
+    assert scheduler._mamba_block_aligned_split(request, 110) == wanted
+
+
+def test_vllm_ends_a_chunk_that_it_has_dropped_when_shortened(vllm_config):
+    scheduler = scheduler_of(vllm_config, Setup())
+    request = request_of("0", [5] * 300, Setup())
+    found = []
+    for _ in range(3):
+        scheduler.schedule()
+        found.append(scheduler._mamba_block_aligned_split(request, 110))
+    assert found == [96, 110, 96]
+
+
+class LoadsFirst:
+    """What vLLM 0.22 does with a request whose KV cache is loaded asynchronously."""
+
+    def __init__(self, vllm_config):
+        self.vllm_config = vllm_config
+        self.scheduler_config = vllm_config.scheduler_config
+        self.max_num_scheduled_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.connector = object()
+        self.need_mamba_block_aligned_split = False
+        self.kv_cache_manager = SimpleNamespace(allocate_slots=lambda request, tokens: [])
+
+    def schedule(self, request):
+        tokens = 0
+        if self.need_mamba_block_aligned_split:
+            tokens = self._mamba_block_aligned_split(request, tokens, 0, 64)
+            if tokens == 0:
+                return "not loaded"
+        return self.kv_cache_manager.allocate_slots(request, tokens)
+
+
+def test_an_asynchronous_load_begins_in_vllm_0_22(vllm_config, monkeypatch):
+    monkeypatch.setattr("cab_hf.vllm.scheduler.__version__", "0.22.1")
+    scheduler = type("Old", (BlockAligned, LoadsFirst), {})(vllm_config)
+    assert scheduler.schedule(request_of("0", [5] * 300, Setup())) == []
+
+
+def test_chunks_beside_a_connector_are_aligned_from_vllm_0_23_on(vllm_config, monkeypatch):
+    monkeypatch.setattr("cab_hf.vllm.scheduler.__version__", "0.23.0")
+    assert type("New", (BlockAligned, LoadsFirst), {})(vllm_config).need_mamba_block_aligned_split
+
+
+def test_vllm_0_24_passes_a_common_prefix_as_well(vllm_config):
+    scheduler = scheduler_of(vllm_config, Setup())
+    scheduler.schedule()
+    request = request_of("0", [5] * 300, Setup())
+    assert scheduler._mamba_block_aligned_split(request, 110, 0, 0, 0) == 96
