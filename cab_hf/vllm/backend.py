@@ -130,8 +130,9 @@ class SparseBuilder:
             elif count:
                 rest.append(at)
         if prompts:
-            others = self._some(common, rest, starts) if rest else ()
-            metadata.cab = Split(prompts, getattr(self, "isa", None), *others)
+            others, rows = self._some(common, rest, starts) if rest else (None, None)
+            isa = getattr(self, "isa", None)
+            metadata.cab = Split(prompts=prompts, isa=isa, rest=others, rows=rows)
         return metadata
 
     def _some(self, common: Any, requests: list[int], starts: list[int]) -> tuple[Any, Tensor]:

@@ -65,7 +65,7 @@ class BlockAligned:
         self.tried: set[str] = set()
         self.refused: set[str] = set()
         self.waited: WeakSet[Any] = WeakSet()
-        self._note_allocations()
+        self._note_steps()
         limit = self._token_limit(num_requests=1)
         if limit < self.cab.query_block:
             logger.warning(
@@ -76,31 +76,31 @@ class BlockAligned:
                 self.cab.query_block,
             )
 
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Schedule one step, as vLLM does."""
-        self.refused = self.spared.keys() - self.tried
-        self.tried.clear()
-        self.taken.clear()
-        self.spared.clear()
-        return super().schedule(*args, **kwargs)
+    def _note_steps(self) -> None:
+        """Note in every step which requests ask for blocks of the KV cache and which get some."""
+        manager = self.kv_cache_manager
+        begin, allocate = manager.new_step_starts, manager.allocate_slots
 
-    def _note_allocations(self) -> None:
-        """Record which requests ask for blocks of the KV cache, and which of them get some."""
-        allocate = self.kv_cache_manager.allocate_slots
+        def new_step_starts() -> None:
+            self.refused = self.spared.keys() - self.tried
+            self.tried.clear()
+            self.taken.clear()
+            self.spared.clear()
+            begin()
 
-        def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        def allocate_slots(request: Any, num_new_tokens: int, **kwargs: Any) -> Any:
             self.tried.add(request.request_id)
-            blocks = allocate(request, num_new_tokens, *args, **kwargs)
+            blocks = allocate(request, num_new_tokens, **kwargs)
             if blocks is not None and num_new_tokens:
                 self.taken[request.request_id] = num_new_tokens
             return blocks
 
-        self.kv_cache_manager.allocate_slots = allocate_slots
+        manager.new_step_starts, manager.allocate_slots = new_step_starts, allocate_slots
 
-    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+    def _preempt_request(self, request: Any, timestamp: float, **kwargs: Any) -> Any:
         """Preempt a request, whose tokens of this step are free again."""
         self.taken.pop(request.request_id, None)
-        return super()._preempt_request(request, *args, **kwargs)
+        return super()._preempt_request(request, timestamp, **kwargs)
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         """Return False, which lets later requests pass, if the request waits for another step.
@@ -111,32 +111,53 @@ class BlockAligned:
             return False
         start = request.num_computed_tokens
         tokens = min(request.num_tokens - start, self._room())
-        vllm_end, end = self._ends(request, start, tokens)
+        vllm_end, end = self._ends(request, start, tokens, self._vllm_end(request))
         return vllm_end == start or end > start
 
     def _mamba_block_aligned_split(
-        self, request: Any, tokens: int, local: int = 0, external: int = 0, *rest: Any
+        self,
+        request: Any,
+        tokens: int,
+        local: int = 0,
+        external: int = 0,
+        common: int | None = None,
     ) -> int:
-        """Return how many of the next ``tokens`` of a request this step computes.
+        """Return how many of the next tokens of a request this step computes.
 
         Zero lets the request wait for another step.
-        """
-        start = request.num_computed_tokens + local + external
-        vllm_end, end = self._ends(request, start, tokens, local, external, *rest)
-        if start < end < vllm_end:
-            self.spared[request.request_id] = vllm_end - end
-        return end - start
-
-    def _ends(self, request: Any, start: int, tokens: int, *computed: Any) -> tuple[int, int]:
-        """Return where vLLM ends the next chunk of a request, and where this scheduler does.
 
         Args:
-            request: the request, whose prompt is computed up to ``start``.
-            start: the first token of the chunk.
-            tokens: the largest number of tokens of the chunk.
-            computed: what vLLM passes to its method after the number of tokens.
+            request: the request.
+            tokens: the largest number of tokens.
+            local: tokens before them in the prefix cache of this engine.
+            external: tokens before them that a connector loads.
+            common: tokens of a prefix that waits to be cached; vLLM 0.24 passes it.
         """
-        vllm_end = self._vllm_end(request, *computed)
+        start = request.num_computed_tokens + local + external
+        vllm_end = self._vllm_end(request, local, external, common)
+        last, end = self._ends(request, start, tokens, vllm_end)
+        if start < end < last:
+            self.spared[request.request_id] = last - end
+        return end - start
+
+    def _vllm_end(
+        self, request: Any, local: int = 0, external: int = 0, common: int | None = None
+    ) -> Callable[[int, int], int]:
+        """Return ``f(start, limit)``, where vLLM ends a chunk that ends at ``limit`` at most."""
+        align = super()._mamba_block_aligned_split
+        more = {} if common is None else {"num_uncached_common_prefix_tokens": common}
+
+        def end(start: int, limit: int) -> int:
+            if not self.aligns_mamba:
+                return limit
+            return start + align(request, limit - start, local, external, **more)
+
+        return end
+
+    def _ends(
+        self, request: Any, start: int, tokens: int, vllm_end: Callable[[int, int], int]
+    ) -> tuple[int, int]:
+        """Return where vLLM ends the next chunk of a request, and where this scheduler does."""
         end = vllm_end(start, start + tokens)
         least = max(self.cab.min_length, self.cab.query_block)
         is_sparse = request.num_prompt_tokens >= least
@@ -147,22 +168,6 @@ class BlockAligned:
         if border is None:
             border = start if self._waits(request, start, tokens, vllm_end) else end
         return end, border
-
-    def _vllm_end(self, request: Any, *computed: Any) -> Callable[[int, int], int]:
-        """Return ``f(start, limit)``, the end that vLLM chooses for a chunk of limited length.
-
-        Args:
-            request: the request.
-            computed: what vLLM passes to its method after the number of tokens.
-        """
-        align = super()._mamba_block_aligned_split
-
-        def end(start: int, limit: int) -> int:
-            if not self.aligns_mamba:
-                return limit
-            return start + align(request, limit - start, *computed)
-
-        return end
 
     def _border(
         self, request: Any, start: int, end: int, vllm_end: Callable[[int, int], int]

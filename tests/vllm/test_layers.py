@@ -58,7 +58,7 @@ def saved(folder, kind, config, **fields):
     return folder
 
 
-def served(engine, *prompts):
+def served(engine, prompts):
     """Return (log-probabilities of the answer, number of cached tokens) of every prompt."""
     sampling = SamplingParams(
         temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=0
@@ -89,12 +89,12 @@ def prompt_of(length, seed=0):
 
 def test_layers_with_chunked_attention_are_vllms(engine, tmp_path):
     folder = saved(tmp_path, "Llama4ForCausalLM", "Llama4TextConfig", **LLAMA4)
-    prompts = prompt_of(300), prompt_of(700, 1)
+    prompts = [prompt_of(300), prompt_of(700, 1)]
     attended.clear()
-    found = served(engine(FULL, folder, max_num_batched_tokens=2048), *prompts)
+    found = served(engine(FULL, folder, max_num_batched_tokens=2048), prompts)
     # the last layer of four attends to all tokens
     assert {each.layer_idx for each in attended} == {3}
-    assert_same(found, served(engine(None, folder, max_num_batched_tokens=2048), *prompts))
+    assert_same(found, served(engine(None, folder, max_num_batched_tokens=2048), prompts))
 
 
 def test_builders_that_vllm_derives_have_no_sparse_prompts(monkeypatch):
@@ -108,7 +108,7 @@ def test_builders_that_vllm_derives_have_no_sparse_prompts(monkeypatch):
     monkeypatch.setattr(CabBuilder, "isa", "vec", raising=False)
 
     class Derived(CabBuilder):
-        """What vLLM makes for layers with static sinks, or with chunked attention."""
+        """A builder that vLLM derives for layers with static sinks or chunked attention."""
 
     derived = subclass_attention_backend("Derived", CabBackend, Derived).get_builder_cls()
     plain = {"block_size": 32, "head_size": 64, "dtype": torch.float32}
@@ -129,13 +129,13 @@ def test_a_hybrid_reuses_the_states_of_prompts_in_chunks(engine, tmp_path):
     scheduler = theirs.llm_engine.engine_core.engine_core.scheduler
     cuts = {0: 384, 384: 672}
     split = scheduler._mamba_block_aligned_split
-    scheduler._mamba_block_aligned_split = lambda request, tokens, local=0, *rest: (
+    scheduler._mamba_block_aligned_split = lambda request, tokens, local=0, external=0: (
         cuts[request.num_computed_tokens + local] - request.num_computed_tokens - local
         if request.num_computed_tokens + local in cuts
-        else split(request, tokens, local, *rest)
+        else split(request, tokens, local, external)
     )
     for each, cached in ((prompt, 0), (later, 672)):
-        (found,), (wanted,) = served(ours, each), served(theirs, each)
+        (found,), (wanted,) = served(ours, [each]), served(theirs, [each])
         assert found[1] == wanted[1] == cached
         assert_same([found], [wanted])
 
@@ -161,10 +161,10 @@ def test_gather_reads_what_vllm_wrote(isa, dtype, page, dim):
     token = torch.arange(count)
     slots = pages[token // page] * page + token % page
     cache = torch.full((5, 2, page, 2 * dim), torch.nan, dtype=dtype)
-    views = cache.view(5, 2, 2 * page, dim).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(key, value, *views, slots, isa)
+    keys, values = cache.view(5, 2, 2 * page, dim).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(key, value, keys, values, slots, isa)
     # vLLM 0.22 has keys and values apart
-    apart = torch.stack([x.reshape(5, 2, page, dim) for x in views])
+    apart = torch.stack([x.reshape(5, 2, page, dim) for x in (keys, values)])
     for each in (cache, apart):
         found = gather(each, pages, isa)
         for got, wanted in zip(found, (key, value), strict=True):

@@ -82,7 +82,7 @@ class Setup:
 
 @dataclass
 class Trace:
-    """What a scheduler made of requests.
+    """The chunks that a scheduler made of prompts.
 
     Attributes:
         steps: number of steps until every request was finished.
@@ -380,7 +380,7 @@ def test_vllm_ends_a_chunk_that_it_has_dropped_when_shortened(vllm_config):
 
 
 class LoadsFirst:
-    """What vLLM 0.22 does with a request whose KV cache is loaded asynchronously."""
+    """A scheduler that treats asynchronous loads of a KV cache as vLLM 0.22 does."""
 
     def __init__(self, vllm_config):
         self.vllm_config = vllm_config
@@ -388,7 +388,9 @@ class LoadsFirst:
         self.max_num_scheduled_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.connector = object()
         self.need_mamba_block_aligned_split = False
-        self.kv_cache_manager = SimpleNamespace(allocate_slots=lambda request, tokens: [])
+        self.kv_cache_manager = SimpleNamespace(
+            new_step_starts=lambda: None, allocate_slots=lambda request, tokens: []
+        )
 
     def schedule(self, request):
         tokens = 0
