@@ -105,7 +105,8 @@ class BlockAligned:
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         """Return False, which lets later requests pass, if the request waits for another step.
 
-        vLLM has this method from 0.27 on. Before, the first request that waits ends the step.
+        In versions of vLLM without this method (0.26 and older), the first request that waits ends
+        the step.
         """
         if not super()._handle_blocked_waiting_request(request):
             return False
