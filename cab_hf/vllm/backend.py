@@ -7,6 +7,7 @@ as anywhere else. The parent computes the other requests, as if they were the ba
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -27,9 +28,17 @@ from cab_hf.vllm import backend_name, settings_of
 
 
 class Split(NamedTuple):
-    """(rows, pages, mask) of prompts; the parent's metadata of other requests, and their rows."""
+    """The requests of a batch, divided into sparse prompts and others.
+
+    Attributes:
+        prompts: (rows, pages, mask) of every prompt that is attended sparsely.
+        isa: instruction set for which vLLM lays out the KV cache on a CPU; None on a GPU.
+        rest: the parent's metadata of the other requests; None if there are none.
+        rows: int64 [T], tokens of the other requests in the batch; None if there are none.
+    """
 
     prompts: list[tuple[slice, Tensor, CabMask]]
+    isa: str | None = None
     rest: Any = None
     rows: Tensor | None = None
 
@@ -83,7 +92,16 @@ class SparseBuilder:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         spec, dtype = self.kv_cache_spec, self.vllm_config.model_config.dtype
-        self.cab = None if getattr(spec, "sliding_window", None) else settings_of(self.vllm_config)
+        # vLLM derives a builder of its own for layers whose batches it rewrites, such as chunks of
+        # tokens as requests (Llama 4) or sinks before each request: lengths and pages are others
+        is_rewritten = type(self) is not CabBuilder
+        local = ("sliding_window", "attention_chunk_size")
+        is_local = any(getattr(spec, name, None) for name in local)
+        self.cab = None if is_rewritten or is_local else settings_of(self.vllm_config)
+        if self.cab is not None and spec.dtype.itemsize > 1:
+            # refuse an unknown layout of the KV cache before the first prompt
+            page = torch.empty(1, 1, spec.block_size, 2 * spec.head_size, dtype=spec.dtype)
+            gather(page, torch.tensor([0]), getattr(self, "isa", None))
         work = Workload(self.device.type, spec.head_size, dtype, False, *(EXACT_BLOCK,) * 2)
         # prompts have ever new lengths, for each of which SDPA's fastest kernels are prepared anew
         self.exact_block = None if TRITON.unavailable(work) else EXACT_BLOCK
@@ -112,7 +130,9 @@ class SparseBuilder:
             elif count:
                 rest.append(at)
         if prompts:
-            metadata.cab = Split(prompts, *(self._some(common, rest, starts) if rest else ()))
+            others, rows = self._some(common, rest, starts) if rest else (None, None)
+            isa = getattr(self, "isa", None)
+            metadata.cab = Split(prompts=prompts, isa=isa, rest=others, rows=rows)
         return metadata
 
     def _some(self, common: Any, requests: list[int], starts: list[int]) -> tuple[Any, Tensor]:
@@ -178,7 +198,7 @@ class SparseImpl:
             super().forward(layer, q, k, v, kv_cache, split.rest, out, *args, **kwargs)
             output[split.rows] = out
         for rows, pages, text in split.prompts:
-            k, v = gather(kv_cache, pages)
+            k, v = gather(kv_cache, pages, split.isa)
             self.attend(query[rows], k[None], v[None], text, output[rows])
         return output
 
@@ -203,25 +223,82 @@ class SparseImpl:
 
 
 if current_platform.is_cpu():
+    from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as Parent
 
-    def gather(kv_cache: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Of [pages, H_kv, tokens, 2 * D], where the keys of a page are kept transposed."""
-        k, v = kv_cache[pages].unflatten(3, (2, -1)).flatten(2, 3).chunk(2, dim=2)
-        k = k.reshape(*k.shape[:2], k.shape[3], k.shape[2]).transpose(2, 3)
+    # instruction sets for which a page has keys [D, page] and values [page, D]
+    TRANSPOSED = ("vec", "vec16")
+
+    @lru_cache
+    def elements_of(isa: str, dtype: torch.dtype, page: int, dim: int) -> tuple[Tensor, Tensor]:
+        """Return the places of keys and of values, int64 [page * D] each, in a page of one head.
+
+        vLLM packs the elements of several tokens and channels together for matrix instructions
+        (AMX, BFMMLA). Its own function writes the numbers of all tokens and channels into a page,
+        which says where each element is.
+
+        Raises:
+            NotImplementedError: if an element is not stored unchanged.
+        """
+        bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+        slots = torch.arange(page)
+        token = slots.view(-1, 1, 1).expand(-1, 1, dim)
+        channel = torch.arange(dim).expand(page, 1, -1)
+        found = []
+        for number in (token, channel):
+            # [1, H_kv, 2 * page, D], as the cache of one page
+            cache = torch.zeros(1, 1, 2 * page, dim, dtype=dtype)
+            written = number.to(bits).contiguous().view(dtype)
+            ops.cpu_attn_reshape_and_cache(written, written, *cache.chunk(2, dim=2), slots, isa)
+            found.append(cache.view(bits).view(2, -1).long())
+        place = found[0] * dim + found[1]
+        if not torch.equal(place.sort(-1).values, torch.arange(page * dim).expand(2, -1)):
+            raise NotImplementedError(
+                f"vLLM stores the KV cache for {isa!r} in {dtype} in a form that is unknown; 'cab' "
+                "cannot read it. Use dtype float32."
+            )
+        keys, values = place.argsort(-1)
+        return keys, values
+
+    def gather(kv_cache: Tensor, pages: Tensor, isa: str | None) -> tuple[Tensor, Tensor]:
+        """Return K and V of these pages, [H_kv, tokens, D] each.
+
+        Args:
+            kv_cache: [pages, H_kv, page, 2 * D]; in vLLM 0.22 [2, pages, H_kv, page, D].
+            pages: int64 [N], in the order of the tokens.
+            isa: instruction set for which vLLM lays out a page.
+        """
+        if kv_cache.dim() == 5:
+            k, v = (x[pages] for x in kv_cache)
+        else:
+            k, v = kv_cache[pages].unflatten(3, (2, -1)).flatten(2, 3).chunk(2, dim=2)
+        page, dim = k.shape[2:]
+        if isa in TRANSPOSED:
+            k = k.reshape(*k.shape[:2], dim, page).transpose(2, 3)
+        else:
+            places = elements_of(isa, k.dtype, page, dim)
+            k, v = (
+                x.flatten(2).index_select(2, place).unflatten(2, (page, dim))
+                for x, place in zip((k, v), places, strict=True)
+            )
         return k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2)
 
 else:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend as Parent
 
-    def gather(kv_cache: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of these pages, [H_kv, tokens, D] each, of [pages, H_kv, tokens, 2 * D].
+    def gather(kv_cache: Tensor, pages: Tensor, isa: str | None) -> tuple[Tensor, Tensor]:
+        """Return K and V of these pages, [H_kv, tokens, D] each.
 
         Pages are copied once, as they lie in memory: heads of a token are neighbours.
+
+        Args:
+            kv_cache: [pages, H_kv, page, 2 * D]; until vLLM 0.25 with K and V in a dimension of
+                their own, the first (0.22) or the second.
+            pages: int64 [N], in the order of the tokens.
+            isa: None; a GPU has one layout.
         """
         if kv_cache.dim() == 4:
             return kv_cache.transpose(1, 2)[pages].flatten(0, 1).transpose(0, 1).chunk(2, dim=-1)
-        # until 0.25 K and V come first (0.22) or in each page
         k, v = kv_cache.unbind(0 if kv_cache.shape[0] == 2 else 1)
         return k[pages].flatten(0, 1).transpose(0, 1), v[pages].flatten(0, 1).transpose(0, 1)
 

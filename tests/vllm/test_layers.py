@@ -1,0 +1,177 @@
+"""Layers and KV caches that vLLM lays out or batches in another way than plain attention."""
+
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+pytest.importorskip("vllm")
+from vllm import SamplingParams
+from vllm import _custom_ops as ops
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import subclass_attention_backend
+
+from cab_hf.engines.sparse import attended
+from cab_hf.vllm.backend import CabBackend, CabBuilder, SparseBuilder, elements_of, gather
+
+# warnings are those of vLLM and its libraries
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+
+SIZES = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+}
+LLAMA4 = SIZES | {
+    "intermediate_size": 192,
+    "head_dim": 64,
+    "intermediate_size_mlp": 192,
+    "num_local_experts": 2,
+    "attention_chunk_size": 128,
+}
+LFM2 = SIZES | {
+    "intermediate_size": 192,
+    "layer_types": ["conv", "full_attention"] * 2,
+    "block_auto_adjust_ff_dim": False,
+    "block_dim": 128,
+    "block_ff_dim": 192,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "conv_dim": 128,
+}
+FULL = {"query_block": 32, "key_block": 16, "min_length": 0, "mass_threshold": 0.0}
+
+
+def saved(folder, kind, config, **fields):
+    """Save a random model, whose answers depend on what is attended, and return its folder."""
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**fields))
+    for weight in model.parameters():
+        weight.data.mul_(2 if weight.ndim > 1 else 1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def served(engine, prompts):
+    """Return (log-probabilities of the answer, number of cached tokens) of every prompt."""
+    sampling = SamplingParams(
+        temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=0
+    )
+    answers = engine.generate(
+        [{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False
+    )
+    return [
+        (
+            [next(iter(step.items())) for step in each.outputs[0].logprobs],
+            each.num_cached_tokens,
+        )
+        for each in answers
+    ]
+
+
+def assert_same(found, wanted):
+    for (here, _), (there, _) in zip(found, wanted, strict=True):
+        assert [token for token, _ in here] == [token for token, _ in there]
+        numbers = [[each.logprob for _, each in answer] for answer in (here, there)]
+        torch.testing.assert_close(*map(torch.tensor, numbers), atol=1e-4, rtol=0)
+
+
+def prompt_of(length, seed=0):
+    draw = Random(seed)
+    return [draw.randrange(3, 510) for _ in range(length)]
+
+
+def test_layers_with_chunked_attention_are_vllms(engine, tmp_path):
+    folder = saved(tmp_path, "Llama4ForCausalLM", "Llama4TextConfig", **LLAMA4)
+    prompts = [prompt_of(300), prompt_of(700, 1)]
+    attended.clear()
+    found = served(engine(FULL, folder, max_num_batched_tokens=2048), prompts)
+    # the last layer of four attends to all tokens
+    assert {each.layer_idx for each in attended} == {3}
+    assert_same(found, served(engine(None, folder, max_num_batched_tokens=2048), prompts))
+
+
+def test_builders_that_vllm_derives_have_no_sparse_prompts(monkeypatch):
+    def begin(self, spec):
+        self.kv_cache_spec, self.device = spec, torch.device("cpu")
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
+
+    parent = CabBuilder.__mro__[CabBuilder.__mro__.index(SparseBuilder) + 1]
+    monkeypatch.setattr(parent, "__init__", begin)
+    monkeypatch.setattr("cab_hf.vllm.backend.settings_of", lambda _: "settings")
+    monkeypatch.setattr(CabBuilder, "isa", "vec", raising=False)
+
+    class Derived(CabBuilder):
+        """A builder that vLLM derives for layers with static sinks or chunked attention."""
+
+    derived = subclass_attention_backend("Derived", CabBackend, Derived).get_builder_cls()
+    plain = {"block_size": 32, "head_size": 64, "dtype": torch.float32}
+    assert CabBuilder(SimpleNamespace(**plain)).cab == "settings"
+    assert derived(SimpleNamespace(**plain)).cab is None
+    for local in ({"attention_chunk_size": 128}, {"sliding_window": 128}):
+        assert CabBuilder(SimpleNamespace(**plain, **local)).cab is None
+
+
+def test_a_hybrid_reuses_the_states_of_prompts_in_chunks(engine, tmp_path):
+    folder = saved(tmp_path, "Lfm2ForCausalLM", "Lfm2Config", **LFM2)
+    options = {"max_num_batched_tokens": 512, "block_size": 96, "enable_prefix_caching": True}
+    cab = FULL | {"query_block": 128, "key_block": 64}
+    ours, theirs = engine(cab, folder, **options), engine(None, folder, **options)
+    prompt = prompt_of(700)
+    later = [*prompt[:690], *prompt_of(150, 1)]
+    # vLLM's own results for this model depend on where chunks end
+    scheduler = theirs.llm_engine.engine_core.engine_core.scheduler
+    cuts = {0: 384, 384: 672}
+    split = scheduler._mamba_block_aligned_split
+    scheduler._mamba_block_aligned_split = lambda request, tokens, local=0, external=0: (
+        cuts[request.num_computed_tokens + local] - request.num_computed_tokens - local
+        if request.num_computed_tokens + local in cuts
+        else split(request, tokens, local, external)
+    )
+    for each, cached in ((prompt, 0), (later, 672)):
+        (found,), (wanted,) = served(ours, [each]), served(theirs, [each])
+        assert found[1] == wanted[1] == cached
+        assert_same([found], [wanted])
+
+
+@pytest.mark.parametrize(
+    ("isa", "dtype", "page", "dim"),
+    [
+        ("vec", torch.float32, 128, 64),
+        ("vec", torch.bfloat16, 32, 128),
+        ("vec16", torch.float32, 48, 80),
+        # packed pairs of channels (keys) and of tokens (values); any x86 CPU can write them
+        ("amx", torch.bfloat16, 32, 64),
+        ("amx", torch.bfloat16, 128, 128),
+        ("amx", torch.bfloat16, 96, 32),
+    ],
+)
+def test_gather_reads_what_vllm_wrote(isa, dtype, page, dim):
+    current_platform.import_kernels()
+    generator = torch.Generator().manual_seed(0)
+    # two pages and a half, in an order of their own
+    pages, count = torch.tensor([3, 0, 4]), 2 * page + page // 2
+    key, value = (torch.randn(count, 2, dim, generator=generator).to(dtype) for _ in "kv")
+    token = torch.arange(count)
+    slots = pages[token // page] * page + token % page
+    cache = torch.full((5, 2, page, 2 * dim), torch.nan, dtype=dtype)
+    keys, values = cache.view(5, 2, 2 * page, dim).chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(key, value, keys, values, slots, isa)
+    # vLLM 0.22 has keys and values apart
+    apart = torch.stack([x.reshape(5, 2, page, dim) for x in (keys, values)])
+    for each in (cache, apart):
+        found = gather(each, pages, isa)
+        for got, wanted in zip(found, (key, value), strict=True):
+            assert torch.equal(got[:, :count], wanted.transpose(0, 1))
+
+
+def test_an_unknown_layout_of_the_kv_cache_is_refused(monkeypatch):
+    monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", lambda *_: None)
+    with pytest.raises(NotImplementedError, match="'unknown'.*float32"):
+        elements_of("unknown", torch.bfloat16, 32, 64)

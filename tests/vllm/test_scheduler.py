@@ -1,0 +1,419 @@
+"""The chunks that vLLM's scheduler makes of prompts; no model runs."""
+
+import copy
+import json
+import math
+from dataclasses import dataclass, field
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from vllm import SamplingParams
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from cab_hf.vllm.scheduler import BlockAligned, CabAsyncScheduler, CabScheduler
+
+# warnings are those of vLLM and its libraries
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+# a step takes less than a millisecond; the longest trace has some hundred
+IDLE_STEPS = 50
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine without a model.
+
+    Attributes:
+        budget: ``max_num_batched_tokens``.
+        query_block: tokens of a query block.
+        block_size: tokens of a block of the KV cache, and of a state of Mamba layers.
+        scheduled: ``max_num_scheduled_tokens``; None for the budget.
+        threshold: ``long_prefill_token_threshold``; 0 for none.
+        num_seqs: ``max_num_seqs``.
+        num_blocks: blocks of the KV cache.
+        has_mamba: whether the model is a hybrid of attention and Mamba layers.
+        has_prefix_cache: whether blocks of the KV cache are reused.
+        min_length: tokens of the shortest prompt that is attended sparsely.
+        is_async: whether the scheduler is vLLM's asynchronous one.
+        draft_slots: tokens that a draft model adds to a step, per request.
+    """
+
+    budget: int = 160
+    query_block: int = 32
+    block_size: int = 32
+    scheduled: int | None = None
+    threshold: int = 0
+    num_seqs: int = 8
+    num_blocks: int = 1000
+    has_mamba: bool = False
+    has_prefix_cache: bool = False
+    min_length: int = 0
+    is_async: bool = False
+    draft_slots: int = 0
+
+
+@dataclass
+class Trace:
+    """The chunks that a scheduler made of prompts.
+
+    Attributes:
+        steps: number of steps until every request was finished.
+        chunks: (step, start, end) of every chunk, per request id.
+        outside: ends of chunks where vLLM would not have ended a chunk of that length.
+    """
+
+    steps: int = 0
+    chunks: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    outside: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    init_none_hash(sha256)
+    return VllmConfig(
+        model_config=ModelConfig(str(folder), skip_tokenizer_init=True, dtype="float32"),
+        scheduler_config=SchedulerConfig.default_factory(
+            max_model_len=4096, is_encoder_decoder=False, max_num_batched_tokens=4096
+        ),
+        cache_config=CacheConfig(block_size=32, enable_prefix_caching=True),
+        additional_config={"cab": {"query_block": 32, "key_block": 16, "min_length": 0}},
+    )
+
+
+def scheduler_of(vllm_config, setup, is_cab=True):
+    """Return the scheduler of an engine, this library's or vLLM's own."""
+    config = copy.copy(vllm_config)
+    for part in ("scheduler_config", "cache_config"):
+        setattr(config, part, copy.copy(getattr(config, part)))
+    config.additional_config = {
+        "cab": {
+            "query_block": setup.query_block,
+            "key_block": min(setup.query_block, 16),
+            "min_length": setup.min_length,
+        }
+    }
+    config.scheduler_config.max_num_batched_tokens = setup.budget
+    config.scheduler_config.max_num_scheduled_tokens = setup.scheduled
+    config.scheduler_config.long_prefill_token_threshold = setup.threshold
+    config.scheduler_config.max_num_seqs = setup.num_seqs
+    config.cache_config.block_size = setup.block_size
+    config.cache_config.num_gpu_blocks = setup.num_blocks
+    config.cache_config.enable_prefix_caching = setup.has_prefix_cache
+    config.cache_config.mamba_cache_mode = "align" if setup.has_mamba else "none"
+    size = setup.block_size
+    groups = [FullAttentionSpec(size, num_kv_heads=2, head_size=32, dtype=torch.float32)]
+    if setup.has_mamba:
+        groups.append(
+            MambaSpec(size, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align")
+        )
+    kv_cache_config = KVCacheConfig(
+        num_blocks=setup.num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec([str(n)], spec) for n, spec in enumerate(groups)],
+    )
+    kinds = {
+        (True, False): CabScheduler,
+        (True, True): CabAsyncScheduler,
+        (False, False): Scheduler,
+        (False, True): AsyncScheduler,
+    }
+    scheduler = kinds[is_cab, setup.is_async](
+        vllm_config=config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=size,
+    )
+    if setup.draft_slots:
+        config.speculative_config = SimpleNamespace(
+            max_num_new_slots_for_drafting=setup.draft_slots
+        )
+    return scheduler
+
+
+def request_of(name, prompt, setup, num_answer=2):
+    return Request(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling_params=SamplingParams(max_tokens=num_answer, ignore_eos=True),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(setup.block_size, sha256),
+    )
+
+
+def step(scheduler, trace):
+    """Schedule a step, record its chunks, and sample a token for every computed request."""
+    output = scheduler.schedule()
+    tokens = {}
+    for name, count in output.num_scheduled_tokens.items():
+        request = scheduler.requests[name]
+        end = request.num_computed_tokens
+        if end - count < request.num_prompt_tokens:
+            trace.chunks.setdefault(name, []).append((trace.steps, end - count, end))
+            if not vllm_ends_at(scheduler, request, end - count, end):
+                trace.outside.append((name, end - count, end))
+        tokens[name] = [7] if end >= request.num_tokens else []
+    trace.steps += 1
+    names = list(tokens)
+    result = ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: n for n, name in enumerate(names)},
+        sampled_token_ids=list(tokens.values()),
+    )
+    scheduler.update_from_output(output, result)
+    return output
+
+
+def vllm_ends_at(scheduler, request, start, end):
+    """Return whether vLLM, with that many tokens to schedule, ends a chunk there."""
+    if not scheduler.has_mamba_layers:
+        return True
+    then = copy.copy(request)
+    then.num_computed_tokens = start
+    return Scheduler._mamba_block_aligned_split(scheduler, then, end - start) == end - start
+
+
+def run(scheduler, setup, arrivals):
+    """Run (step of arrival, prompt, length of the answer) of every request to its end."""
+    trace, waiting, idle = Trace(), list(enumerate(arrivals)), 0
+    while waiting or scheduler.has_unfinished_requests():
+        while waiting and waiting[0][1][0] <= trace.steps:
+            name, (_, prompt, num_answer) = waiting.pop(0)
+            scheduler.add_request(request_of(str(name), prompt, setup, num_answer))
+        output = step(scheduler, trace)
+        idle = 0 if output.total_num_scheduled_tokens or not scheduler.requests else idle + 1
+        assert idle < IDLE_STEPS, "no request makes progress"
+    return trace
+
+
+def draw_setup(draw):
+    block_size = draw.choice([16, 32, 48, 96, 128])
+    has_mamba = draw.random() < 0.4
+    query_block = draw.choice([16, 32, 64, 128])
+    # vLLM's own scheduler needs a budget of one block in hybrid models before 0.27
+    budget = draw.randrange(8, 400)
+    return Setup(
+        budget=budget,
+        query_block=query_block,
+        block_size=block_size,
+        scheduled=draw.choice([None, None, draw.randrange(1, budget + 1)]),
+        threshold=draw.choice([0, 0, draw.randrange(4, 300)]),
+        num_seqs=draw.randrange(1, 9),
+        num_blocks=draw.choice([1000, math.ceil(1000 / block_size) * 2 + 8]),
+        has_mamba=has_mamba,
+        has_prefix_cache=has_mamba or draw.random() < 0.5,
+        min_length=draw.choice([0, 0, 200]),
+        is_async=draw.random() < 0.3,
+    )
+
+
+def draw_arrivals(draw):
+    prefix = [draw.randrange(3, 510) for _ in range(draw.choice([0, 100, 400]))]
+    arrivals = []
+    for _ in range(draw.randrange(1, 9)):
+        own = [draw.randrange(3, 510) for _ in range(draw.randrange(1, 600))]
+        shares = draw.random() < 0.6
+        arrivals.append((draw.randrange(0, 8), prefix * shares + own, draw.randrange(1, 30)))
+    return sorted(arrivals, key=lambda each: each[0])
+
+
+def borders(setup, start, end):
+    """Return the block borders in (start, end] where vLLM can end a chunk."""
+    unit = math.lcm(setup.query_block, setup.block_size if setup.has_mamba else 1)
+    return range((start // unit + 1) * unit, end + 1, unit)
+
+
+@pytest.mark.parametrize("first", range(0, 300, 100))
+def test_every_request_finishes_and_chunks_end_at_block_borders(vllm_config, first):
+    for seed in range(first, first + 100):
+        draw = Random(seed)
+        setup, arrivals = draw_setup(draw), draw_arrivals(draw)
+        own = run(scheduler_of(vllm_config, setup, is_cab=False), setup, arrivals)
+        found = run(scheduler_of(vllm_config, setup), setup, arrivals)
+        assert found.steps <= 2 * own.steps + len(arrivals), (seed, setup)
+        assert not found.outside, (seed, setup)
+        for name, chunks in found.chunks.items():
+            length = len(arrivals[int(name)][1])
+            if length < max(setup.min_length, setup.query_block):
+                continue
+            for _, start, end in chunks:
+                if end < length and end % setup.query_block:
+                    assert not borders(setup, start, end), (seed, setup, name, start, end)
+
+
+def prompts(*lengths):
+    """Return arrivals in the first step, with answers of one token."""
+    return [(0, [n + 3] * length, 1) for n, length in enumerate(lengths)]
+
+
+def ends(trace, name):
+    return [end for _, _, end in trace.chunks[name]]
+
+
+@pytest.mark.parametrize(
+    ("setup", "length", "wanted"),
+    [
+        pytest.param(
+            {"scheduled": 16}, 70, [16, 32, 48, 64, 70], id="scheduled-tokens-below-block"
+        ),
+        pytest.param({"scheduled": 20}, 70, [20, 32, 52, 70], id="block-is-no-multiple"),
+        pytest.param({"budget": 32, "draft_slots": 4}, 70, [28, 32, 60, 70], id="draft-model"),
+        pytest.param({"budget": 100}, 250, [96, 192, 250], id="budget-above-block"),
+        pytest.param({"min_length": 300}, 250, [160, 250], id="dense-prompt"),
+    ],
+)
+def test_a_small_budget_cuts_blocks_and_the_prompt_finishes(vllm_config, setup, length, wanted):
+    setup = Setup(**setup)
+    assert ends(run(scheduler_of(vllm_config, setup), setup, prompts(length)), "0") == wanted
+
+
+@pytest.mark.parametrize(
+    ("block_size", "budget", "length", "wanted"),
+    [
+        # the least common multiples of 128 and 96 or 288 are 384 and 1152
+        (96, 512, 700, [384, 672, 700]),
+        (288, 512, 700, [288, 576, 700]),
+        (288, 1200, 1500, [1152, 1440, 1500]),
+        (64, 512, 1000, [512, 896, 960, 1000]),
+    ],
+)
+def test_hybrid_chunks_end_at_states_that_vllm_caches(
+    vllm_config, block_size, budget, length, wanted
+):
+    setup = Setup(
+        budget=budget,
+        query_block=128,
+        block_size=block_size,
+        has_mamba=True,
+        has_prefix_cache=True,
+    )
+    scheduler, prompt = scheduler_of(vllm_config, setup), list(range(3, 3 + length))
+    arrivals = [(0, prompt, 1), (20, [*prompt[:-5], 1, 2], 1)]
+    trace = run(scheduler, setup, arrivals)
+    assert ends(trace, "0") == wanted
+    # the second prompt begins at the last state that the first has left
+    assert trace.chunks["1"][0][1] == wanted[-2]
+    assert not trace.outside
+
+
+def test_a_prompt_that_waits_lets_shorter_prompts_pass(vllm_config):
+    setup = Setup(budget=150)
+    trace = run(scheduler_of(vllm_config, setup), setup, prompts(300, 300, 20))
+    assert trace.chunks["0"][0] == (0, 0, 128)
+    assert trace.chunks["2"] == [(0, 0, 20)]
+    assert trace.chunks["1"][0][1:] == (0, 96)
+
+
+def test_decode_steps_that_leave_less_than_a_block_do_not_stop_a_prompt(vllm_config):
+    setup = Setup(budget=34, num_seqs=7)
+    answers = [(0, [n + 3] * 4, 200) for n in range(5)]
+    trace = run(scheduler_of(vllm_config, setup), setup, [*answers, (2, [9] * 100, 1)])
+    first, last = (trace.chunks["5"][at] for at in (0, -1))
+    # it waits once, and takes two steps for each of the four blocks
+    assert last[0] - 2 <= 1 + 2 * 4
+    assert (first[2], last[2]) == (29, 100)
+
+
+# where an image begins, and how many tokens vLLM leaves a chunk before it
+@pytest.mark.parametrize(("tokens", "wanted"), [(20, 20), (31, 31), (32, 32), (50, 32)])
+def test_a_chunk_before_an_image_is_not_empty_with_a_full_encoder_cache(
+    vllm_config, tokens, wanted
+):
+    # vLLM 0.22 to 0.26 ends a chunk before the image first, and aligns what is left
+    scheduler = scheduler_of(vllm_config, Setup())
+    request = request_of("0", [5] * 300, Setup())
+    scheduler.schedule()
+    assert scheduler._mamba_block_aligned_split(request, tokens) == wanted
+    scheduler.taken["another"] = 32
+    assert scheduler._mamba_block_aligned_split(request, tokens) == wanted
+
+
+@pytest.mark.parametrize(("is_whole", "wanted"), [(True, 32), (False, 96)])
+def test_an_image_that_must_stay_whole_is_not_divided(vllm_config, is_whole, wanted):
+    scheduler = scheduler_of(vllm_config, Setup())
+    scheduler.scheduler_config.disable_chunked_mm_input = is_whole
+    request = request_of("0", [5] * 300, Setup())
+    # 64 and 96 are inside the image
+    place = SimpleNamespace(offset=40, length=70)
+    request.mm_features = [SimpleNamespace(mm_position=place)]
+    scheduler.schedule()
+    assert scheduler._mamba_block_aligned_split(request, 110) == wanted
+
+
+def test_vllm_ends_a_chunk_that_it_has_dropped_when_shortened(vllm_config):
+    scheduler = scheduler_of(vllm_config, Setup())
+    request = request_of("0", [5] * 300, Setup())
+    found = []
+    for _ in range(3):
+        scheduler.schedule()
+        found.append(scheduler._mamba_block_aligned_split(request, 110))
+    assert found == [96, 110, 96]
+
+
+class LoadsFirst:
+    """A scheduler that treats asynchronous loads of a KV cache as vLLM 0.22 does."""
+
+    def __init__(self, vllm_config):
+        self.vllm_config = vllm_config
+        self.scheduler_config = vllm_config.scheduler_config
+        self.max_num_scheduled_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.connector = object()
+        self.need_mamba_block_aligned_split = False
+        self.kv_cache_manager = SimpleNamespace(
+            new_step_starts=lambda: None, allocate_slots=lambda request, tokens: []
+        )
+
+    def schedule(self, request):
+        tokens = 0
+        if self.need_mamba_block_aligned_split:
+            tokens = self._mamba_block_aligned_split(request, tokens, 0, 64)
+            if tokens == 0:
+                return "not loaded"
+        return self.kv_cache_manager.allocate_slots(request, tokens)
+
+
+def test_an_asynchronous_load_begins_in_vllm_0_22(vllm_config, monkeypatch):
+    monkeypatch.setattr("cab_hf.vllm.scheduler.__version__", "0.22.1")
+    scheduler = type("Old", (BlockAligned, LoadsFirst), {})(vllm_config)
+    assert scheduler.schedule(request_of("0", [5] * 300, Setup())) == []
+
+
+def test_chunks_beside_a_connector_are_aligned_from_vllm_0_23_on(vllm_config, monkeypatch):
+    monkeypatch.setattr("cab_hf.vllm.scheduler.__version__", "0.23.0")
+    assert type("New", (BlockAligned, LoadsFirst), {})(vllm_config).need_mamba_block_aligned_split
+
+
+def test_vllm_0_24_passes_a_common_prefix_as_well(vllm_config):
+    scheduler = scheduler_of(vllm_config, Setup())
+    scheduler.schedule()
+    request = request_of("0", [5] * 300, Setup())
+    assert scheduler._mamba_block_aligned_split(request, 110, 0, 0, 0) == 96
