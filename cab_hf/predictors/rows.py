@@ -1,9 +1,10 @@
-"""Blocks chosen by rows: a few queries of each block are scored against every key they see.
+"""Row sampling: score a few queries of each query block against every key that they see.
 
-Typical queries, at equal steps of the block, estimate how much attention a key block holds;
-outliers, those least like the block's mean query, find what single queries need. SampleAttention
-(arXiv 2406.15486) samples queries at a stride, FlashPrefill and BLASST keep what reaches a
-threshold; the outliers, and the two kinds weighed as a stratified sample, are ours.
+Typical queries are spaced equally in the block and estimate the attention mass of key blocks.
+Outliers are the queries least similar to the mean query of the block; they find keys that single
+queries need. SampleAttention (arXiv 2406.15486) samples queries at a stride. FlashPrefill and
+BLASST keep blocks above a threshold. New here are the outliers, and the weights of both groups as a
+stratified sample.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from cab_hf.ops import reference
 from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility, crossed_blocks
 from cab_hf.predictors.base import LayerContext, Predictor, has_kernels
 
-# what choosing takes of a CabConfig, with the types that the registered op has for it
+# fields of CabConfig for selecting blocks, with their types in the registered op
 FIELDS = {
     **dict.fromkeys(("query_block", "key_block", "sink_blocks", "local_blocks"), "int"),
     **dict.fromkeys(("dense_tail_blocks", "exact_queries", "typical_queries"), "int"),
@@ -30,11 +31,12 @@ FIELDS = {
 
 @dataclass(frozen=True, eq=False)
 class ScoredKeys:
-    """The keys of a text as queries are scored against them.
+    """The keys of a sequence in the format in which queries are scored against them.
 
     Attributes:
-        keys: [B, H_kv, N_k, C]; k itself by the reference, else `cab_hf.ops.rows.scored_keys`.
-        exponents: int8 [B, H_kv, N_k, 1], of keys of 8 bits; None for others.
+        keys: [B, H_kv, N_k, C]; k itself for the reference, else the result of
+            `cab_hf.ops.rows.scored_keys`.
+        exponents: int8 [B, H_kv, N_k, 1], exponents of 8-bit keys; None for other dtypes.
     """
 
     keys: Tensor
@@ -46,21 +48,25 @@ class ScoredKeys:
 
 
 class RowsPredictor(Predictor):
-    """Keeps the blocks whose mass, or whose share of one scored query, reaches a threshold.
+    """CAB's default predictor: keep blocks whose attention mass or share reaches a threshold.
 
-    ``config.exact_queries`` outliers of every query block are scored on the channels of the call,
-    ``config.typical_queries`` on all channels. A key block's share of a query is the softmax, over
-    the blocks that it sees, of the largest logit of any key inside; its mass is the mean share of
-    the scored queries, where outliers count as one query each and typical ones as all the others.
-    What attention sinks hold, no block has.
-    Definition: `choose_by_reference`; on CUDA the kernels of `cab_hf.ops.rows` and
+    ``config.exact_queries`` outliers of every query block are scored on the channels of the call.
+    ``config.typical_queries`` queries are scored on all channels. For query i and key block j:
+
+    * ``share[i, j] = softmax_j(max_{k in block j} q_i . k)``, over the blocks that query i sees
+    * ``mass[j] = mean_i share[i, j]``, in which an outlier counts as one query and the typical
+      queries represent all others
+
+    A block is kept if its mass reaches ``config.mass_threshold``, or if one share reaches
+    ``config.share_threshold``. Attention sinks take part in the softmax but are never selected.
+    `choose_by_reference` is the definition. On CUDA the kernels of `cab_hf.ops.rows` and
     `cab_hf.ops.sweep` compute it.
     """
 
     def summarise(
         self, k: Tensor, valid: Tensor | None = None, channels: tuple[int, ...] = ()
     ) -> ScoredKeys:
-        """The keys that ``choose`` takes; ``channels`` are those that outliers are scored on."""
+        """Return the keys that ``choose`` scores; outliers are scored on ``channels``."""
         if self.config.check_finite:
             reference.refuse_infinite("k", k)
         if not has_kernels(k):
@@ -80,7 +86,7 @@ class RowsPredictor(Predictor):
     def join(
         self, summary: ScoredKeys, call: LayerContext, heads: tuple[int, int], layout: Any
     ) -> ScoredKeys:
-        """See `Predictor.join`: every query is scored against every key."""
+        """Join the keys of all ranks, because every query is scored against every key."""
         scored = [x for x in (summary.keys, summary.exponents) if x is not None]
         return ScoredKeys(*map(layout.tokens, scored))
 
@@ -100,8 +106,9 @@ class RowsPredictor(Predictor):
 def _choose(
     q: Tensor, summary: ScoredKeys, call: LayerContext, config: CabConfig
 ) -> tuple[BlockLists, BlockLists]:
-    """(full, partial) lists of q [B, H, N_q, D]; rows of the tail list nothing where it is known
-    how many there are.
+    """Return (full, partial) lists for q [B, H, N_q, D].
+
+    The lists of tail rows are empty if the number of tail rows is known.
     """
     if has_kernels(q):
         from cab_hf.ops import lists
@@ -119,7 +126,7 @@ def _choose(
 
 
 def choose_by_reference(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
-    """What `RowsPredictor` keeps, bool [B, H, M_q, M_k], in plain PyTorch on any device."""
+    """Return the blocks that `RowsPredictor` keeps, bool [B, H, M_q, M_k], in plain PyTorch."""
     rank = ranks(q, k, call, config)
     keep = rank >= config.mass_threshold
     if config.max_density == 1:
@@ -134,11 +141,12 @@ def choose_by_reference(q: Tensor, k: Tensor, call: LayerContext, config: CabCon
 
 
 def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
-    """Up to which threshold of mass a block is kept, float32 [B, H, M_q, M_k].
+    """Return the largest mass threshold that keeps each block, float32 [B, H, M_q, M_k].
 
-    Its mass, times n / `reference.THRESHOLD_KEYS` in a row that sees n keys, more than those, and
-    at most 1; 1 and more where one query needs it, infinity where it is forced, -1 where it is not
-    seen.
+    The value is the block's mass, at most 1. Rows that see n keys with n >
+    `reference.THRESHOLD_KEYS` multiply it by n / `reference.THRESHOLD_KEYS`. The value is 1 + share
+    if one query needs the block, infinity if the block is forced, and -1 if the row does not see
+    it.
     """
     spans, group = call.spans, q.shape[1] // k.shape[1]
     visible = block_visibility(spans, *blocks_of(config))
@@ -160,7 +168,7 @@ def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor
 def _as_op(
     q: Tensor, summary: ScoredKeys, call: LayerContext, config: CabConfig
 ) -> tuple[BlockLists, BlockLists]:
-    """`_choose` for torch.compile, which would trace a graph for each length of its loops."""
+    """Compute `_choose` as one op: torch.compile would trace a graph per length of its loops."""
     spans = call.spans
     end = spans.end
     if end is not None and not isinstance(end, Tensor):
