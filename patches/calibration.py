@@ -1,4 +1,4 @@
-"""`calibrate`: a threshold or a cascade for a loaded model, by dense passes over a few texts."""
+"""`calibrate`: fit a threshold or a cascade to a loaded model by dense passes over documents."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ TARGET_DENSITY = 0.25
 LENGTH = 8192
 DOCUMENTS = 3
 KEYS = 12  # named keys hidden in a document, and repeated in it
-COPIES, PASSAGE = 4, 128  # passages of a document that it has twice, and their tokens
-RECOGNISED = 16  # tokens of a copy after which every 8th is to be foreseen
+COPIES, PASSAGE = 4, 128  # passages that a document contains twice, and their tokens
+RECOGNISED = 16  # tokens of a copy after which every 8th token should be predicted
 EVERY = 8
 
 
@@ -52,38 +52,41 @@ def calibrate(
     documents: int = DOCUMENTS,
     seed: int = 0,
 ) -> CabConfig:
-    """Give ``model`` the threshold at which it attends a density.
+    """Fit the threshold of ``model`` to a target density, and apply it to the model.
 
-    The model reads ``documents`` texts with keys and copies of passages hidden in them once,
-    densely and in eval mode; for each layer the pairs are counted that it would attend at every
-    threshold of mass (`cab_hf.calibration.density`). Nothing is trained. With ``anchors``, what the
-    blocks of every layer keep for every other is measured, and the model gets a cascade
+    The model reads each document once, densely and in eval mode. Every document contains hidden
+    keys and copied passages. The passes count, for each layer, the pairs that every mass threshold
+    would attend (`cab_hf.calibration.density`). No weights change. With ``anchors``, the passes
+    also measure which blocks of a layer serve other layers, and the result is a cascade
     (`cab_hf.calibration.anchors`).
 
     Args:
         model: a causal language model of transformers.
         tokenizer: its tokenizer.
-        texts: what to hide keys in, best of the kind the model is for, as one text or several; by
-            default the reference pages that come with Python.
-        target_density: of the layers that attend sparsely, at ``length`` tokens: attended over
-            causal pairs.
-        config: whose blocks, predictor and forced blocks stay; by default the model's own. Of a
-            cascade, its anchors and heads stay too.
-        anchors: how many layers are to choose blocks for those behind them; which ones, and which
-            of their heads for whom, is measured. By default every layer chooses, or those that
-            ``config`` names.
-        length: tokens of a document; by default 8,192, or as many as the model can read.
+        texts: one text or several, in which the keys are hidden; use texts like those of your task.
+            By default the reference pages that come with Python.
+        target_density: attended over causal pairs of the sparse layers at ``length`` tokens, in (0,
+            1].
+        config: the settings to start from, whose blocks, predictor, forced blocks and anchors stay;
+            by default the settings of the model.
+        anchors: number of layers that select blocks for the layers after them. The passes determine
+            the layers and their heads. By default every layer selects its own blocks, or the
+            anchors of ``config`` stay.
+        length: tokens per document; by default 8,192, or the number of positions of the model if
+            that is smaller.
+        documents: number of documents.
+        seed: seed of the documents.
 
     Returns:
-        The config with its ``mass_threshold``, or that of a cascade, and what it was measured for
-        (``origin``). The model attends by it from now on, as after `apply_cab`, and `remove_cab`
-        puts back what the model had before. `CabConfig.save` writes it to a file.
+        The config with the fitted ``mass_threshold`` or cascade, and the model and length in
+        ``origin``. The model uses it from now on, as after `apply_cab`; `remove_cab` restores the
+        former settings. `CabConfig.save` writes the config to a file.
 
     Raises:
-        ValueError: for a bad argument, a density that forced blocks alone exceed, a ``length`` too
-            short for what is hidden or beyond the model's positions, a model none of whose layers
-            attends sparsely, whose outputs are not finite, or whose layers differ in their heads
-            where there are to be anchors.
+        ValueError: an argument is out of range; forced blocks alone exceed the density; ``length``
+            is too short for the hidden keys or beyond the positions of the model; no layer attends
+            sparsely; outputs are not finite; or layers differ in their heads and ``anchors`` is
+            given.
     """
     accepted = is_share(target_density) and target_density > 0
     require(accepted, "target_density", target_density, "in (0, 1]")
@@ -94,12 +97,12 @@ def calibrate(
     config = config or cab_config_of(text)
     most = positions(text)
     length = length or min(LENGTH, most or LENGTH)
-    reached = f"at most {most}, as far as the model's positions reach"
+    reached = f"at most {most}, the number of positions of the model"
     require(most is None or length <= most, "length", length, reached)
     read = _documents(tokenizer, texts, length, documents, seed)
     _require_known(max(max(tokens) for tokens, _ in read), number(text, "vocab_size"))
     require_target(config, target_density, length)
-    # as far as layers show it before they are called
+    # as far as layers are known before they are called
     sparse = sum(
         layer not in config.dense_layers and window(module) is None
         for layer, module in attention_layers(model)
@@ -121,21 +124,21 @@ def calibrate(
 
 
 def _require_known(token: int, vocabulary: int | None) -> None:
-    """Refuse the tokenizer of another model: a GPU stops at a token that a model does not know."""
+    """Raise an error if a token is outside the vocabulary, which would crash a GPU kernel."""
     if vocabulary is not None and token >= vocabulary:
         raise ValueError(
-            f"tokenizer produced token {token}, and the model knows tokens 0 to {vocabulary - 1}; "
-            "give the tokenizer of the model."
+            f"tokenizer must produce tokens below {vocabulary}, the vocabulary of the model, got "
+            f"token {token}. Pass the tokenizer of this model."
         )
 
 
 def _documents(
     tokenizer: Any, texts: str | Sequence[str] | None, length: int, count: int, seed: int
 ) -> list[tuple[Tokens, Needles]]:
-    """So many documents whose text is all of ``texts``, as of `sought`."""
+    """Return ``count`` documents that contain ``texts``, each as `sought` returns it."""
     texts = [built_in_text()] if texts is None else [texts] if isinstance(texts, str) else texts
     some = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
-    accepted = "a text or a list of them, with words in it"
+    accepted = "a text or a list of texts, with words in it"
     require(some and any(text.strip() for text in texts), "texts", texts, accepted)
     sentences = split_sentences("\n\n".join(texts))
     try:
@@ -146,8 +149,8 @@ def _documents(
     except ValueError as error:
         # the caller cannot change the number of keys
         raise ValueError(
-            f"length {length} has no room for the {KEYS} keys that are hidden in a document; give "
-            "a longer one, or texts of shorter sentences."
+            f"length must have room for {KEYS} hidden keys per document, got {length}. Give a "
+            "larger length, or texts with shorter sentences."
         ) from error
 
 
@@ -159,9 +162,9 @@ def _layer_by_layer(
     measure: Callable[[Tensor, Tensor, LayerContext], Any],
     layer_done: Callable[[], Any],
 ) -> dict[int, Any]:
-    """``measure`` of q and k of each layer that may attend sparsely, in one dense pass.
+    """Apply ``measure`` to q and k of each layer that may attend sparsely, in one dense pass.
 
-    Layers with a window have no part.
+    Layers with a sliding window are left out.
     """
     result: dict[int, Any] = {}
 
@@ -174,8 +177,8 @@ def _layer_by_layer(
         layer = layer_index(call.layer)
         if layer is None:
             raise ValueError(
-                f"{type(call.layer).__name__} serves several layers and has no index; a table of "
-                "layers has no place for it. Give one number for all heads."
+                f"{type(call.layer).__name__} serves several layers and has no index, so that a "
+                "table of layers cannot contain it. Give one number for all heads."
             )
         if layer in config.dense_layers:
             return
@@ -190,7 +193,7 @@ def _layer_by_layer(
 
 
 def sought(document: Document) -> tuple[Tokens, Needles]:
-    """The tokens of a document with copies of passages, and the needles its queries look for."""
+    """Return the tokens of a document with copied passages, and the needles of its queries."""
     document, copies = with_copies(document, COPIES, PASSAGE)
     looking = [
         (query, *needle)
@@ -199,7 +202,7 @@ def sought(document: Document) -> tuple[Tokens, Needles]:
         for query in range(start - 1, end - 1)
     ]
     looking += [
-        # what came next the first time
+        # the token that followed the first time
         (target + at, source + at, source + at + 2)
         for source, target in copies
         for at in range(RECOGNISED, PASSAGE - 1, EVERY)
@@ -214,10 +217,12 @@ def kept_of(
     config: CabConfig,
     layer_done: Callable[[], Any],
 ) -> tuple[list[int], list[Coverage]]:
-    """The layers that could attend sparsely, and what blocks of each keep of each, by `THRESHOLDS`.
+    """Return the layers that can attend sparsely, and the mass that each layer's blocks keep.
+
+    The mass is measured for every layer and every threshold of `THRESHOLDS`.
 
     Raises:
-        ValueError: for a model whose layers differ in their heads, or have no index.
+        ValueError: the layers of the model differ in their heads, or have no index.
     """
     heads: set[tuple[int, int]] = set()
 
@@ -229,12 +234,15 @@ def kept_of(
     with _changes(model) as importance:
         views = _layer_by_layer(model, tokens, config, measure, layer_done)
     if not views:
-        raise ValueError("None of the model's layers attends sparsely: none can be an anchor.")
-    if len(heads) > 1:
-        text = ", ".join(f"{q} over {k}" for q, k in sorted(heads))
         raise ValueError(
-            f"The model's layers differ in their heads ({text}); 'cascade' is for models whose "
-            "layers have the same."
+            "anchors must be left out for a model without sparse layers. None of the layers "
+            "attends sparsely, so none can be an anchor."
+        )
+    if len(heads) > 1:
+        text = ", ".join(f"{q} query heads over {k} KV heads" for q, k in sorted(heads))
+        raise ValueError(
+            "anchors must be left out for a model whose layers differ in their heads, got layers "
+            f"with {text}. Calibrate without anchors."
         )
     layers = sorted(views)
     weights = [importance[layer] for layer in layers]
@@ -244,7 +252,7 @@ def kept_of(
 
 @contextmanager
 def _changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
-    """How much each layer changes its input, by its index: the mean of 1 - cosine over tokens."""
+    """Return how much each layer changes its input: 1 - cosine, averaged over tokens, by index."""
     result: dict[int, float] = {}
     names = {id(module): name for name, module in model.named_modules()}
 
@@ -257,7 +265,7 @@ def _changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
     with ExitStack() as hooks:
         for index, module in attention_layers(model):
             around = names[id(module)].rpartition(".")[0]
-            # of a layer that attends twice, in a list
+            # for a layer that attends twice, in a list
             while isinstance(model.get_submodule(around), nn.ModuleList):
                 around = around.rpartition(".")[0]
             hook = partial(note, index)

@@ -1,4 +1,4 @@
-"""`plot_plan`: a figure of the blocks that a layer attends to."""
+"""`plot_plan`: draw the blocks that a layer attends to."""
 
 from __future__ import annotations
 
@@ -22,43 +22,42 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = 4
-INCHES = 3.5  # of a panel
+INCHES = 3.5  # inches per panel
 
 
 class _Chosen(Exception):
-    """Ends a forward pass whose further layers are not drawn."""
+    """An exception that ends a forward pass after the drawn layer."""
 
 
 def plot_plan(
     model: PreTrainedModel, input_ids: Tensor, layer: int, heads: Sequence[int] | None = None
 ) -> Figure:
-    """A figure of the blocks that one layer of ``model`` attends to while it reads a text.
+    """Draw the blocks that one layer of ``model`` attends to for a prompt.
 
-    Query blocks are drawn from top to bottom, key blocks from left to right, both in tokens; what
-    comes later than a query is blank. The title of a panel has its density. The model reads the
-    text once, without gradients, as far as this layer; `stats` counts the layers before it.
+    Query blocks run from top to bottom and key blocks from left to right, both in tokens. Keys
+    after a query are blank. The title of each panel contains its density. The model computes the
+    prompt up to this layer once, without gradients. `stats` counts the layers before it.
 
     Args:
         model: a causal language model of transformers that attends by CAB.
-        input_ids: int [1, N], the tokens of the text.
+        input_ids: int [1, N], the tokens of the prompt.
         layer: index of the layer.
-        heads: query heads, which get a panel each; by default there is one panel for all of them,
-            whose colours are the share of heads that attend to a block.
+        heads: query heads, one panel each. By default one panel shows the share of heads that
+            attend to each block.
 
     Returns:
-        The figure. A notebook shows it where ``matplotlib.pyplot`` is imported, and
+        The matplotlib figure. A notebook shows it if ``matplotlib.pyplot`` is imported, and
         ``figure.savefig(path)`` writes it to a file.
 
     Raises:
-        ValueError: for a bad argument, or a layer that attends exactly.
-        ImportError: without matplotlib.
+        ValueError: an argument is invalid, or the layer attends exactly.
+        ImportError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "plot_plan draws with matplotlib, which cannot be imported; "
-            "`pip install matplotlib` brings it."
+            "matplotlib is not installed, and plot_plan needs it. Run `pip install matplotlib`."
         ) from error
     plan, of_query_heads = _plan_of(model, input_ids, layer)
     if heads is None:
@@ -90,10 +89,10 @@ def plot_plan(
 
 @torch.no_grad()
 def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[BlockPlan, int]:
-    """The plan by which ``layer`` attends while the model reads a text, and its query heads."""
+    """Return the plan of ``layer`` for a prompt, and the number of its query heads."""
     inner = transformers_model(model)
     is_text = isinstance(input_ids, Tensor) and input_ids.ndim == 2 and len(input_ids) == 1
-    require(is_text, "input_ids", input_ids, "the tokens of one text, a tensor [1, N]")
+    require(is_text, "input_ids", input_ids, "the tokens of one prompt, a tensor [1, N]")
     name = inner.config.get_text_config()._attn_implementation
     by_cab = " or ".join(SPARSE)
     require(name in SPARSE, "attn_implementation", name, f"{by_cab}; cab_hf.apply_cab sets it")
@@ -107,7 +106,10 @@ def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[Blo
         facts = {"sparse": call.sparse, "layer": call.layer, "index": call.index}
         way = route(call.text, call.config, call.work, **facts)
         if way.kind != "sparse":
-            raise ValueError(f"Layer {layer} attends to every block: {way.reason}.")
+            raise ValueError(
+                f"layer must attend sparsely, got {layer}, which attends to every block: "
+                f"{way.reason}. Choose another layer, or change CabConfig."
+            )
         layout = call.text.layout(*blocks_of(way.config), call.q.device)
         plan = way.choose(call, layout, layout.queries(call.q), layout.keys(call.k))
         seen.append((plan, call.q.shape[1]))
