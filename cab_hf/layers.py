@@ -1,6 +1,6 @@
-"""The published recipe as layers of one's own model: attention, and a transformer block around it.
+"""The published recipe as layers for your own model: attention, and a transformer block.
 
-For models of the Hub there is nothing to build; see `cab_hf.apply_cab`.
+Models from the hub need no layers; see `cab_hf.apply_cab`.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from cab_hf.predictors import CoarseCurvaturePredictor, FrcPredictor, LayerConte
 
 
 class CABAttention(nn.Module):
-    """Multi-head block-sparse self-attention under `CabConfig.published`.
+    """Multi-head block-sparse self-attention with the settings of `CabConfig.published`.
 
-    There is no positional encoding: add one to ``x``, or order is known from causality alone. Which
-    blocks are attended is decided without gradient for a query block as a whole, so an early query
-    can be given other blocks because of later queries of its block, never a key it may not see.
-    Attention over the chosen blocks and the projections are differentiated exactly.
+    The layer has no positional encoding: add one to ``x``, or the order of tokens follows from
+    causality alone. Blocks are selected without gradients, for a query block as a whole. An early
+    query can therefore get other blocks because of later queries in its block, but it never attends
+    to later keys. Gradients through attention over the selected blocks and through the projections
+    are exact.
 
     Args:
         dim: channels of x, a multiple of ``num_heads``.
         num_heads: query heads.
         block_size: tokens in a query block and in a key block, a multiple of 16.
-        sparsity: share of every row's visible blocks that is dropped, in [0, 1); 0 is exact.
-        num_kv_heads: key and value heads, a divisor of ``num_heads`` and by default as many.
+        sparsity: share of every row's visible blocks that is dropped, in [0, 1); 0 is exact
+            attention.
+        num_kv_heads: KV heads, a divisor of ``num_heads``; None means ``num_heads``.
         formula: ``"forman"`` or ``"additive"``; see `published.compute_block_frc`.
-        causal: whether a token sees the tokens up to itself only. Otherwise every token may see
-            every other, and column strengths are those of the whole column.
-        bias: whether the four projections have one.
+        causal: True if a token attends to tokens up to itself only. If False, every token may
+            attend to every other token, and the strength of a column is its sum over all rows.
+        bias: True if the four projections have a bias.
         engine: as in `CabConfig`.
 
     Raises:
-        ValueError: naming the argument, the value seen and what is accepted.
+        ValueError: an argument is out of range. The message contains its name and value.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class CABAttention(nn.Module):
         _require_divisor("num_kv_heads", num_kv_heads, "num_heads", num_heads)
         engines = ("auto", *ENGINES)
         require(engine in engines, "engine", engine, "one of " + ", ".join(map(repr, engines)))
-        # made in any case: it names what it refuses as it is named here, the config does not
+        # always made, because its errors use the argument names of this class
         published = CoarseCurvaturePredictor(block_size, sparsity, formula=formula, causal=causal)
         require(block_size % 16 == 0, "block_size", block_size, "a multiple of 16")
         self.config = CabConfig.published(
@@ -76,14 +78,18 @@ class CABAttention(nn.Module):
         self.o_proj = nn.Linear(dim, dim, bias=bias)
 
     def forward(self, x: Tensor, return_plan: bool = False) -> Tensor | tuple[Tensor, BlockPlan]:
-        """x [B, N, dim] -> [B, N, dim], and with ``return_plan`` the plan (``plan.density()``).
+        """Return attention of x, [B, N, dim] -> [B, N, dim].
+
+        Args:
+            x: [B, N, dim].
+            return_plan: True to return (output, `BlockPlan`); ``plan.density()`` is its density.
 
         Raises:
-            ValueError: for another shape, or a named engine that cannot run this.
+            ValueError: x has another shape, or the engine cannot compute this call.
         """
         dim = self.q_proj.in_features
         fits = x.ndim == 3 and x.shape[-1] == dim and x.numel() > 0
-        require(fits, "the shape of x", list(x.shape), f"[B, N, {dim}], none 0")
+        require(fits, "the shape of x", list(x.shape), f"[B, N, {dim}] without empty dimensions")
         q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         scale = self.head_dim**-0.5
         plan = self._plan(q, k, scale)
@@ -100,25 +106,26 @@ class CABAttention(nn.Module):
         spans = Spans.causal(batch, length, length, q.device)
         if self.causal:
             return self.predictor(q, k, LayerContext(spans, scale))
-        # FrcPredictor reads a query's own position off the end of its span, which says
-        # nothing when every span ends with the text
+        # FrcPredictor reads a query's position from the end of its span, which is useless if every
+        # span ends with the sequence
         spans = replace(spans, last=spans.first + (length - 1), aligned=False)
         block = self.config.query_block
         return BlockPlan.from_dense(self.predictor(q, k), spans, query_block=block, key_block=block)
 
 
 class CABAttentionLayer(nn.Module):
-    """A pre-norm transformer block: x + attention(norm(x)), then the same with an MLP.
+    """A pre-norm transformer block: y = x + attention(norm(x)), output y + mlp(norm(y)).
 
-    RMSNorm, `CABAttention`, RMSNorm, and two linear maps with a GELU between them.
+    The norms are RMSNorm, attention is `CABAttention`, and the MLP is two linear layers with a GELU
+    between them.
 
     Args:
         dim, num_heads, block_size, sparsity: see `CABAttention`.
-        mlp_ratio: hidden channels of the MLP over ``dim``.
-        attention: the keyword arguments of `CABAttention`; its ``bias`` holds for the MLP too.
+        mlp_ratio: hidden channels of the MLP divided by ``dim``.
+        attention: other keyword arguments of `CABAttention`; ``bias`` applies to the MLP too.
 
     Raises:
-        ValueError: naming the argument, the value seen and what is accepted.
+        ValueError: an argument is out of range. The message contains its name and value.
     """
 
     def __init__(
@@ -135,7 +142,8 @@ class CABAttentionLayer(nn.Module):
         self.attention = CABAttention(dim, num_heads, block_size, sparsity, **attention)
         if not 1 <= dim * mlp_ratio < math.inf:
             raise ValueError(
-                f"mlp_ratio is {mlp_ratio}; it must give dim={dim} at least one hidden channel."
+                f"mlp_ratio must give dim={dim} at least one hidden channel, got {mlp_ratio}. "
+                "Give a number of at least 1 / dim."
             )
         hidden = int(dim * mlp_ratio)
         bias = attention.get("bias", False)
@@ -146,7 +154,7 @@ class CABAttentionLayer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, N, dim] -> [B, N, dim]."""
+        """Return the output of the block, [B, N, dim] -> [B, N, dim]."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
@@ -155,4 +163,4 @@ def _require_divisor(name: str, value: Any, of: str, complete: Any) -> None:
     for label, number in ((of, complete), (name, value)):
         require(is_whole(number), label, number, "a whole number >= 1")
     if complete % value:
-        raise ValueError(f"{name} is {value}; it must divide {of}={complete}.")
+        raise ValueError(f"{name} must divide {of}={complete}, got {value}. Give a divisor.")

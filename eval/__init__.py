@@ -1,1 +1,1 @@
-"""Evaluations: every claim measured beside its baselines, results written as files."""
+"""Evaluations: CAB and its baselines under the same conditions, with results as files."""

@@ -1,4 +1,4 @@
-"""``python -m cab_hf.eval COMMAND``: the evaluations, one command each."""
+"""``python -m cab_hf.eval COMMAND``: evaluations of CAB, one command each."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ NAMES = (
     *("calibrate", "families"),
     *("fidelity", "fits", "harness", "passkey", "readme", "report", "speed"),
 )
-# where a module has another name than its command
+# commands whose module has another name
 MODULES = {"report": "page"}
-# command -> module, with an `Experiment` called EXPERIMENT, or ``main(words)``, or COMMANDS again
+# command -> module with an `Experiment` called EXPERIMENT, or ``main(words)``, or COMMANDS again
 COMMANDS = {name: f"cab_hf.eval.{MODULES.get(name, name.replace('-', '_'))}" for name in NAMES}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command named in ``arguments`` (default: the command line); the exit status."""
+    """Run the command in ``arguments`` (default: the command line); return the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     return _run(words, sys.modules[__name__], PROG)
 
 
 def _run(words: Sequence[str], group: ModuleType, prog: str) -> int:
-    """Run the command of ``group.COMMANDS`` that ``words`` begin with."""
+    """Run the command of ``group.COMMANDS`` with which ``words`` begin."""
     name, *words = words or [""]
     if name in ("-h", "--help"):
         width = max(map(len, group.COMMANDS))
         listed = [f"  {name:{width}}  {_purpose(at)}\n" for name, at in group.COMMANDS.items()]
         purpose = group.__doc__.replace("``", "")
-        print(f"{purpose}\n\n{''.join(listed)}\nCOMMAND --help says more.")
+        print(f"{purpose}\n\n{''.join(listed)}\nRun COMMAND --help for its options.")
         return 0
     if name not in group.COMMANDS:
         known = ", ".join(group.COMMANDS)
-        return _refuse(prog, f"give a command, one of {known}; got {name!r}.")
+        return _refuse(prog, f"command must be one of {known}, got {name!r}.")
     try:
-        # only the chosen command is imported: torch and transformers take seconds
+        # import only the chosen command: torch and transformers take seconds
         module = importlib.import_module(group.COMMANDS[name])
         if hasattr(module, "COMMANDS"):
             return _run(words, module, f"{prog} {name}")
@@ -55,21 +55,24 @@ def _run(words: Sequence[str], group: ModuleType, prog: str) -> int:
             raise
         return _refuse(prog, f"{name}: {given}")
     except OSError as error:
-        # wherever it is noticed, in a cache of compiled kernels as well
+        # the disk may be full in any folder, also in a cache of compiled kernels
         if error.errno not in DISK_FULL:
             raise
-        return _refuse(prog, f"{name}: {error.strerror}; make room, and the run goes on.")
+        return _refuse(prog, f"{name}: {error.strerror}. Free disk space, and the run continues.")
 
 
 def _purpose(module: str) -> str:
-    """Of an experiment, else the first line of the module; read, as importing it takes seconds."""
+    """Return the purpose of an experiment, else the first line of the module.
+
+    The source is read, because importing it takes seconds.
+    """
     source = Path(importlib.util.find_spec(module).origin).read_text()
     purpose = re.search('^    purpose = "(.+)"$', source, re.MULTILINE)
     return purpose[1] if purpose else source.partition("\n")[0].strip('"')
 
 
 def _refuse(prog: str, why: str) -> int:
-    # what other libraries say takes several lines at times
+    # messages of other libraries may have several lines
     print(f"{prog}: {' '.join(why.split())}", file=sys.stderr)
     return 2
 

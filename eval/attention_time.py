@@ -1,11 +1,12 @@
-"""How long attention takes on a model's own queries and keys, beside the fastest dense kernel.
+"""The time of attention on a model's own queries and keys, compared with dense kernels.
 
-A text is read once with dense attention. In each layer, before it goes on, the clock is put to the
-q, k and v that the layer has there: to choosing blocks, and to attending them. So all methods are
-timed on the same inputs.
+The model reads a text once with dense attention. In each layer, selecting blocks and attending are
+timed on the layer's q, k and v before the layer goes on. All methods are therefore timed on the
+same inputs.
 
-Rivals choose in plain PyTorch here, slower than they need be. So choosing takes what their authors
-report, a share of dense attention's time; attending is measured as for all.
+Baselines select blocks in plain PyTorch here, which is slower than necessary. Their selection
+therefore counts as the share of dense attention's time that their authors report. Attending is
+measured for all methods.
 """
 
 from __future__ import annotations
@@ -29,33 +30,34 @@ from cab_hf.route import route
 from cab_hf.texts.needles import Tokens
 
 WARM_UP_CALLS = 1
-RUNS = 3  # in each layer, whose medians are summed
-# predictor -> what choosing takes, over dense attention. Xu et al. 2025 (arXiv 2503.16428), figure
-# 5, at one length: 9.3 ms at stride 8 and 3.6 ms at stride 16, and 73.8 ms for dense attention. It
-# has 89.6 ms for MInference and 20.8 ms for FlexPrefill too, which are not of those methods' own
-# authors, and so not used
+RUNS = 3  # runs in each layer; their medians are summed
+# predictor -> time of block selection relative to dense attention. Xu et al. 2025 (arXiv
+# 2503.16428), figure 5, at one length: 9.3 ms at stride 8 and 3.6 ms at stride 16, and 73.8 ms for
+# dense attention. The figure also has 89.6 ms for MInference and 20.8 ms for FlexPrefill. These are
+# not used, because the authors of these methods did not report them.
 REPORTED = {
     "antidiagonal": 9.3 / 73.8,
     "xattention": 9.3 / 73.8,
     "xattention_16": 3.6 / 73.8,
-    # of no share that their authors report and we know of: 0, in their favour
+    # 0, in their favour, because we know of no share that their authors report
     **dict.fromkeys(("flexprefill", "vertical_slash"), 0.0),
-    # of no method; these choose by nothing, or by what only attention itself shows
+    # 0, because these select by nothing, or by attention itself
     **dict.fromkeys(("mean_pooled", "oracle", "random", "streaming"), 0.0),
 }
-FLUSHES = 48  # of the L2 cache before a run: 3 ms, in which its kernels are queued
+FLUSHES = 48  # flushes of the L2 cache before a run: 3 ms, in which its kernels are queued
 
 
 def rival(config: CabConfig) -> str:
-    """The predictor of ``config``, without the share that some have behind a colon."""
+    """Return the predictor of ``config`` without a share after a colon."""
     return config.predictor.partition(":")[0]
 
 
 class LayerBench(GpuBench):
     """A clock for one layer among many: few runs, no CUDA graphs.
 
-    A launch takes as long as a small kernel. So the GPU is kept busy before every run while the
-    host queues what is timed, and the events enclose kernels alone, unless the call itself waits.
+    Launching takes as long as a small kernel. The GPU is therefore kept busy before every run while
+    the host queues the timed calls. The events then enclose kernels only, unless the call itself
+    waits.
     """
 
     def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
@@ -65,15 +67,15 @@ class LayerBench(GpuBench):
 
 
 def layer_bench(device: torch.device | str) -> Bench | None:
-    """The clock for layers on ``device``; None where times would mean nothing, as on a CPU."""
+    """Return the clock for layers on ``device``; None if times are meaningless, as on a CPU."""
     return LayerBench(str(device)) if torch.device(device).type == "cuda" else None
 
 
 class AttentionClock:
-    """Times what attention takes in all layers of a model, summed.
+    """A clock for the attention of all layers of a model, summed.
 
     Args:
-        bench: what a call is timed by.
+        bench: the clock of a call.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -82,17 +84,19 @@ class AttentionClock:
 
     @torch.no_grad()
     def time(self, model: Any, tokens: Tokens, config: CabConfig | None) -> dict[str, Any]:
-        """Milliseconds that attention takes in one pass over ``tokens``.
+        """Return the milliseconds of attention in one pass over ``tokens``.
 
         Args:
-            config: how blocks are chosen; None for dense attention alone.
+            model: the model.
+            tokens: the tokens to read.
+            config: settings for selecting blocks; None for dense attention alone.
 
         Returns:
-            ``predict_ms``, choosing blocks, measured or by `REPORTED`; ``attend_ms``, attending
-            them, and exact attention where layers are exact; ``dense_ms``, the fastest dense kernel
-            in all layers; ``dense_kernel``, its name; and where choosing is not measured
-            ``predict_reported``, the share by which it counts. Layers with a sliding window are
-            left out of all times.
+            ``predict_ms``, selecting blocks, measured or taken from `REPORTED`; ``attend_ms``,
+            attending to the blocks, and exact attention in exact layers; ``dense_ms``, the fastest
+            dense kernel in all layers; ``dense_kernel``, its name; and, if the selection is not
+            measured, ``predict_reported``, its share. Layers with a sliding window are left out of
+            all times.
         """
         spent = {"predict_ms": 0.0, "attend_ms": 0.0, "dense_ms": 0.0, "dense_kernel": None}
         reported = None if config is None else REPORTED.get(rival(config))
@@ -123,10 +127,10 @@ class AttentionClock:
         return spent
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[str, float]:
-        """The fastest dense kernel and its ms, measured once for tensors of one shape.
+        """Return the fastest dense kernel and its ms, measured once per shape of tensors.
 
         Raises:
-            RuntimeError: where no dense kernel runs.
+            RuntimeError: no dense kernel runs.
         """
         key = (q.shape, k.shape, q.dtype)
         if key not in self._dense:
@@ -140,13 +144,13 @@ class AttentionClock:
 def sparse_calls(
     call: Call, layer: LayerContext, config: CabConfig
 ) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
-    """What chooses blocks in a layer, and what attends them; None where the layer is exact."""
+    """Return functions that select blocks and attend in a layer; None if the layer is exact."""
     q, k, v = call.q, call.k, call.v
     work = Workload.of(q, k, v, (config.query_block, config.key_block))
     way = route(call.text, config, work, sparse=True, layer=call.layer)
     if way.kind != "sparse":
         return None
     predict = partial(make_predictor(config), q, k, layer)
-    # before the clock starts: what spans keep is made once for all layers of a pass
+    # before the clock starts: all layers of a pass share what spans cache
     plan = predict()
     return predict, partial(way.engine.attention, q, k, v, plan, layer.scale)

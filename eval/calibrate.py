@@ -1,7 +1,7 @@
-"""Find the threshold, or the cascade, by which a model attends a density.
+"""Find the threshold, or the cascade, with which a model attends a target density.
 
-`cab_hf.calibrate` for each target density: the folder gets a config for each, which
-`CabConfig.calibrated` reads, and a figure of what every layer then attends on the texts.
+`cab_hf.calibrate` runs for each target density. The folder receives a config for each target, which
+`CabConfig.calibrated` reads, and a figure of the density of every layer on the texts.
 """
 
 from __future__ import annotations
@@ -53,20 +53,23 @@ class Settings(OnModelSettings):
     )
     texts: tuple[str, ...] = option(
         (BUILT_IN,),
-        f"comma-separated UTF-8 files that keys are hidden in; {BUILT_IN}: Python's reference",
+        f"comma-separated UTF-8 files in which keys are hidden; {BUILT_IN}: Python's reference "
+        "pages",
         comma_separated(str),
     )
     target_densities: tuple[float, ...] | None = by_device(
         (0.25, 0.15),
         (0.5, 0.4),
-        "comma-separated densities to calibrate for",
+        "comma-separated target densities",
         comma_separated(float),
     )
     anchors: int = option(
-        0, "how many layers choose blocks, for the others as well (a cascade); 0: all layers", int
+        0,
+        "number of layers that select blocks for all layers (a cascade); 0: every layer for itself",
+        int,
     )
-    length: int | None = by_device(LENGTH, 2048, "tokens of a document", parse_length)
-    documents: int | None = by_device(DOCUMENTS, 1, "how many documents are read", int)
+    length: int | None = by_device(LENGTH, 2048, "tokens per document", parse_length)
+    documents: int | None = by_device(DOCUMENTS, 1, "number of documents", int)
     out: str = option("calibration_results", "folder for the configs and the figure")
 
     def __post_init__(self) -> None:
@@ -81,23 +84,23 @@ class Settings(OnModelSettings):
         check("anchors", self.anchors >= 0, "a number of layers, or 0")
         check("length", self.length > 0, "a number of tokens")
         check("documents", self.documents > 0, "at least 1")
-        _ = self.cab_config  # refuses bad fields
+        _ = self.cab_config  # raises an error for bad fields
 
     @cached_property
     def text(self) -> str:
-        """All texts; UsageError for a file that is none."""
+        """Return all texts; UsageError for a file that is no text."""
         return "\n\n".join(
             built_in_text() if text == BUILT_IN else read_text("texts", text) for text in self.texts
         )
 
     @cached_property
     def cab_config(self) -> CabConfig:
-        """What stays as it is: ``--cab`` over the defaults."""
+        """The settings to start from: ``--cab`` over the defaults."""
         return known(CabConfig.from_dict(dict(map(parse_assignment, self.cab))))
 
 
 def main(words: Sequence[str]) -> int:
-    """Write a config for each target and the figure, print what layers attend; the exit status."""
+    """Write a config per target and the figure, print densities; return the exit status."""
     settings = read_settings(Settings, words, f"{PROG} calibrate", __doc__.partition("\n")[0])
     out = Path(settings.out)
     require_positions(settings, "length", settings.length)
@@ -129,7 +132,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _calibrated(settings: Settings, tokenizer: Any, document: Document, out: Path) -> list[Row]:
-    """What sparse layers attend of a document by the config of each target, saved in ``out``."""
+    """Save the config of each target in ``out``; return the densities of sparse layers."""
     where = settings.device, settings.dtype
     model, _ = load_model(settings.model, *where, settings.trust_remote_code)
     how = {name: getattr(settings, name) for name in ("length", "documents", "seed")}

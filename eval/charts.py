@@ -1,4 +1,4 @@
-"""Lines over the number of tokens and grids of shares, drawn alike in every figure."""
+"""Line charts over the number of tokens and heat maps, in the same style in every figure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from cab_hf.runs.figure import figure
 
 GREYS = ("black", "dimgrey", "darkgrey", "silver", "gainsboro", "tan", "wheat")
-WIDEST_GRIDS = 24  # columns side by side, over all panels of a heat map
-MOST_WRITTEN = 20  # columns of a heat map whose shares are written into it
+WIDEST_GRIDS = 24  # columns over all panels of a heat map, up to which panels are side by side
+MOST_WRITTEN = 20  # columns of a heat map up to which cells show their shares
 
 
 def line(
@@ -20,8 +20,8 @@ def line(
     value: Callable[[Mapping[str, Any]], float | None],
     **style: Any,
 ) -> None:
-    """One line over the lengths of ``rows``; rows without a value are passed over."""
-    # 0 has no place on a logarithmic axis
+    """Draw one line over the lengths of ``rows``; rows without a value are skipped."""
+    # a logarithmic axis cannot show 0
     points = [(row["length"], value(row)) for row in rows if value(row)]
     if points:
         axis.plot(*zip(*points, strict=True), **{"marker": "o", "markersize": 4, **style})
@@ -36,7 +36,7 @@ def over_tokens(
     log: bool = True,
     legend: bool = True,
 ) -> None:
-    """Give ``axis`` its title, scales, ticks, grid and legend; ``write`` formats its values."""
+    """Set title, scales, ticks, grid and legend of ``axis``; ``write`` formats its values."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_title(title, fontsize=10)
@@ -49,7 +49,7 @@ def over_tokens(
     if log:
         axis.set_yscale("log")
         low, high = axis.get_ylim()
-        # a narrow range has too few powers of ten to read it by
+        # a narrow range contains too few powers of ten
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
         axis.yaxis.set_minor_formatter(NullFormatter())
     else:
@@ -61,14 +61,14 @@ def over_tokens(
 
 
 def apart(lengths: Iterable[float]) -> list[float]:
-    """The lengths, ascending, less those whose names would cover that of a longer one."""
+    """Return the lengths, ascending, without those whose labels would overlap a longer one."""
     ascending = sorted(set(lengths))
     following = [*ascending[1:], math.inf]
     return [one for one, after in zip(ascending, following, strict=True) if after > 1.2 * one]
 
 
 def short(length: float) -> str:
-    """Tokens as 512, 64k, 1M."""
+    """Format tokens as 512, 64k, 1M."""
     for size, letter in ((2**20, "M"), (2**10, "k")):
         if length >= size:
             return f"{length / size:g}{letter}"
@@ -81,9 +81,10 @@ def heatmap(
     x_label: str,
     y_label: str,
 ) -> None:
-    """Draw shares from 0 to 1 as one grid a panel, title -> {(x, y): share}, on the same axes.
+    """Draw shares from 0 to 1 as one grid per panel on the same axes.
 
-    Shares are written into their cells where there are few enough columns.
+    ``panels`` maps title -> {(x, y): share}. Cells contain their share as text if there are few
+    columns.
     """
     places = {place for grid in panels.values() for place in grid}
     xs, ys = (sorted({place[axis] for place in places}) for axis in (0, 1))

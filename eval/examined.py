@@ -1,7 +1,8 @@
-"""One model type in processes of its own: tiny and random, by its own attention and by "cab".
+"""One model type in its own processes: tiny, random, with its own attention and with "cab".
 
 One process compares logits: loaded by name and under `apply_cab`, with and without padding, and of
-packed documents. Several compare a training step inside `cab_hf.context_parallel` with that of one.
+packed documents. Several processes compare a training step inside `cab_hf.context_parallel` with
+the step of one process.
 """
 
 from __future__ import annotations
@@ -54,36 +55,39 @@ from cab_hf.eval.tiny_types import (
 from cab_hf.patches import apply_cab
 
 TOKENS, PADDING, BLOCK = 150, 43, 32
-# documents of one sequence, one of them a single token
+# documents of one sequence; one of them is a single token
 DOCUMENTS = (70, 1, 79)
 TEXT, PACKED = "one text", "packed"
-SAMPLE = "sample.json"  # what the processes of a type leave
-# blocks small enough that a few tokens are many of them, and all of them kept
+SAMPLE = "sample.json"  # file with the result of the processes of a type
+# small blocks, so that a few tokens form many blocks, all of which are kept
 FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
-# how far results may differ: logits of one process absolutely, those over ranks relatively
+# tolerances: absolute for logits of one process, relative for results over ranks
 LIMITS = {"difference": 1e-4, "loss": 1e-5, "logits": 1e-5, "gradients": 1e-5}
-# of the largest gradient of any parameter, as much as those count that are smaller
+# share of the largest gradient of all parameters; smaller gradients count as this
 LEAST_SCALE = 1e-6
-# weights of a loss that counts beside the others, where a type has routers
+# settings of types with routers: their loss is added to the others
 ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
-# positions of which a test has more, and frequencies that depend on how many it has
+# fewer positions than a test has, with frequencies that depend on the longest position
 DYNAMIC = {
     "rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 4.0},
     "max_position_embeddings": 64,
 }
-# what only a loss needs
+# arguments that only a loss needs
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
-# how refusals of this project are known from errors of others
+# distinguishes errors of this project from errors of other libraries
 OURS = re.compile("cab|context_parallel")
 
 
 def in_processes(model_type: str, ranks: int, timeout: float, memory: float) -> dict[str, Any]:
-    """The sample of a type, from one process or from the first of several in a group (gloo).
+    """Return the sample of a type, from one process or from the first process of a gloo group.
 
-    A type that needs more than ``timeout`` seconds, or kills a process, counts as not built.
+    A type that needs more than ``timeout`` seconds, or crashes a process, counts as not built.
 
     Args:
-        memory: GiB of address space of each process.
+        model_type: the type.
+        ranks: number of processes.
+        timeout: seconds.
+        memory: GiB of address space per process.
     """
     # children are forked from a process that has imported everything and computed nothing
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
@@ -117,12 +121,12 @@ def _child(rank: int, model_type: str, memory: float, ranks: int, folder: str) -
         sample = examine_over_ranks(model_type)
     if rank == 0:
         Path(folder, SAMPLE).write_text(json.dumps(sample))
-    # a group whose ranks did not go on together would wait for them
+    # otherwise this process would wait for ranks of its group that stopped
     os._exit(0)
 
 
 def examine(model_type: str) -> dict[str, Any]:
-    """What a type does behind each of `PARTS` in one process, or ``{"not_built": why}``."""
+    """Return the outcome of a type per part of `PARTS` in one process, or {"not_built": why}."""
     try:
         model, expected, reads_padding = built(model_type)
         result = {
@@ -141,7 +145,7 @@ def examine(model_type: str) -> dict[str, Any]:
 
 
 def built(model_type: str, **values: Any) -> tuple[PreTrainedModel, dict[str, Tensor], list[str]]:
-    """Return a model, its logits by its own attention, and the inputs whose padding it reads."""
+    """Return a model, its logits with its own attention, and the inputs whose padding it reads."""
     model = tiny_model(model_type, **values)
     expected = {name: logits(model, **given) for name, given in inputs().items()}
     padded = {name: logits(model, **given) for name, given in inputs(FIRST_TOKEN).items()}
@@ -215,9 +219,9 @@ def logits(model: PreTrainedModel, attention_mask: Tensor | None = None, **given
     """Return the logits of all tokens that are not padding, [tokens, vocabulary].
 
     Raises:
-        ValueError: where one is not finite.
+        ValueError: a logit is not finite.
     """
-    # some types draw as they go
+    # some types draw random numbers in the forward pass
     torch.manual_seed(2)
     masked = {} if attention_mask is None else {"attention_mask": attention_mask}
     with torch.no_grad():
@@ -229,7 +233,7 @@ def logits(model: PreTrainedModel, attention_mask: Tensor | None = None, **given
 
 
 def by_name(model: PreTrainedModel) -> PreTrainedModel:
-    """One of the same weights, made with ``attn_implementation="cab"``."""
+    """Return a model with the same weights, made with ``attn_implementation="cab"``."""
     config = copy.deepcopy(model.config)
     config.get_text_config().cab_config = FULL.to_dict()
     named = type(model)._from_config(config, dtype=torch.float32, attn_implementation="cab")
@@ -238,7 +242,7 @@ def by_name(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def applied(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy under `apply_cab`."""
+    """Return a copy under `apply_cab`."""
     return apply_cab(copy.deepcopy(model), FULL)
 
 
@@ -247,7 +251,7 @@ def behind(
     model: PreTrainedModel,
     expected: Mapping[str, Tensor],
 ) -> dict[str, Any]:
-    """The outcome of every input, and how many attention layers ran by cab, and sparsely."""
+    """Return the outcome of every input, and the numbers of layers that ran by cab and sparsely."""
     with counted("cab") as layers:
         try:
             switched = door(model)
@@ -274,7 +278,7 @@ def _difference(result: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def counted(implementation: str) -> Iterator[set[nn.Module]]:
-    """The modules that attend by ``implementation`` inside of the block."""
+    """Count the modules that attend by ``implementation`` inside the block."""
     function, modules = ALL_ATTENTION_FUNCTIONS[implementation], set()
 
     def counting(module: nn.Module, *arguments: Any, **options: Any) -> Any:
@@ -289,7 +293,7 @@ def counted(implementation: str) -> Iterator[set[nn.Module]]:
 
 
 def outcome(error: Exception) -> dict[str, str]:
-    """A refusal says what it refuses; everything else failed."""
+    """Return the outcome of an error: "refused" for an error of ours, else "failed"."""
     text = " ".join(str(error).split())
     if isinstance(error, ValueError | NotImplementedError) and OURS.search(text):
         return {"refused": text}
@@ -304,7 +308,7 @@ def _last_line(error: Exception) -> str:
 
 
 class Way(NamedTuple):
-    """How a step is computed: its dtype, and whether by the loss that a type comes with."""
+    """A way to compute a step: its dtype, and whether the type's own loss is used."""
 
     dtype: str
     own_loss: bool
@@ -314,7 +318,7 @@ WAYS = tuple(Way(dtype, own) for own in (True, False) for dtype in ("float64", "
 
 
 class Step(NamedTuple):
-    """A training step: the loss, logits [B, N, V], and the gradients of parameters by name."""
+    """A training step: loss, logits [B, N, V], and gradients of parameters by name."""
 
     loss: Tensor
     logits: Tensor
@@ -322,9 +326,10 @@ class Step(NamedTuple):
 
 
 def examine_over_ranks(model_type: str) -> dict[str, Any]:
-    """What a type does in each build of `builds`, or ``{"not_built": why}``; all ranks call this.
+    """Return the outcome of a type in each build of `builds`, or ``{"not_built": why}``.
 
-    Every rank finds the same, and computes for itself what a step in one process gives.
+    All ranks must call it. Every rank finds the same, and computes the step of one process for
+    itself.
     """
     try:
         given = builds(model_type)
@@ -335,7 +340,7 @@ def examine_over_ranks(model_type: str) -> dict[str, Any]:
         try:
             each = step_of_build(model_type, fields)
         except Exception as error:
-            # ranks that do not go on together; the group of this rank ends with its process
+            # ranks are out of step; the group of this rank ends with its process
             return {"model": None, **result, name: {TEXT: {"failed": _last_line(error)}}}
         if "not_built" not in each:
             inputs = each.pop("inputs")
@@ -346,7 +351,7 @@ def examine_over_ranks(model_type: str) -> dict[str, Any]:
 
 
 def builds(model_type: str) -> dict[str, dict[str, Any]]:
-    """Name -> the fields of `tiny_config` with values of their own."""
+    """Return the fields of `tiny_config` for each build, by name."""
     config = tiny_config(model_type)
     has = vars(config)
     routers = {name: value for name, value in ROUTERS.items() if name in has}
@@ -362,7 +367,7 @@ def builds(model_type: str) -> dict[str, dict[str, Any]]:
 
 
 def step_of_build(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The outcome of every input of one build."""
+    """Return the outcome of every input of one build."""
     try:
         model = tiny_model(model_type, **fields)
     except Exception as error:
@@ -389,7 +394,7 @@ def step_of_build(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_one_process(model_type: str, fields: Mapping[str, Any]) -> tuple[PreTrainedModel, Way, Step]:
-    """A model, the first of `WAYS` that it can go, and its step by its own attention."""
+    """Return a model, the first of `WAYS` that it supports, and its step with its own attention."""
     for way in WAYS:
         model = tiny_model(model_type, **fields).to(getattr(torch, way.dtype))
         try:
@@ -403,7 +408,7 @@ def in_one_process(model_type: str, fields: Mapping[str, Any]) -> tuple[PreTrain
 
 
 def texts() -> dict[str, Tensor]:
-    """Two rows of tokens, of which the first few are not to be learnt."""
+    """Return two rows of tokens, the first few of which are not to be learnt."""
     ids = inputs()["plain"]["input_ids"]
     labels = ids.clone()
     labels[:, :7] = -100
@@ -411,15 +416,15 @@ def texts() -> dict[str, Tensor]:
 
 
 def packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tokens as `DOCUMENTS`."""
+    """Return the same tokens as packed `DOCUMENTS`."""
     positions = torch.cat([torch.arange(length) for length in DOCUMENTS])
     return {**batch, "position_ids": positions.expand_as(batch["input_ids"])}
 
 
 def step(model: PreTrainedModel, inputs: Mapping[str, Tensor], way: Way) -> Step:
-    """A training step on a batch, or on what `cab_hf.distributed.shard` makes of one."""
+    """Run a training step on a batch, or on the result of `cab_hf.distributed.shard`."""
     model.zero_grad()
-    # some types draw as they go
+    # some types draw random numbers in the forward pass
     torch.manual_seed(2)
     if way.own_loss:
         result = model(**inputs, use_cache=False)
@@ -437,7 +442,7 @@ def step(model: PreTrainedModel, inputs: Mapping[str, Tensor], way: Way) -> Step
 
 
 def _loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The mean loss of a batch, or a rank's share of it."""
+    """Return the mean loss of a batch, or a rank's share of it."""
     shifted = inputs.get("shift_labels")
     if shifted is None:
         shifted = F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
@@ -448,7 +453,7 @@ def _loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 def over_ranks(
     model: PreTrainedModel, batch: Mapping[str, Tensor], way: Way, expected: Step
 ) -> dict[str, Any]:
-    """How far a step over ranks is off from the one ``expected``, or why there was none."""
+    """Return the error of a step over ranks relative to ``expected``, or why there was no step."""
     mine, why = None, None
     with counted("cab") as layers:
         try:

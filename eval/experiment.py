@@ -1,8 +1,8 @@
-"""What an experiment is, and the one way in which all of them are run, resumed and reported.
+"""The base class of experiments, and the runner that measures, resumes and reports them.
 
-settings -> cases -> a sample for each -> rows -> tables, a figure and a few words. Samples are
-measured once and logged as they come; everything after them is derived and can be made anew from
-the files of a run alone.
+settings -> cases -> one sample per case -> rows -> tables, a figure and sentences. Each sample is
+measured once and logged immediately. Everything after samples is derived, and can be derived again
+from the files of a run.
 """
 
 from __future__ import annotations
@@ -37,44 +37,44 @@ from cab_hf.runs.settings import UsageError, read_settings, spelled
 PROG = "python -m cab_hf.eval"
 SAMPLES, RESULTS, CSV = "samples.jsonl", "results.json", "results.csv"
 REPORT, FIGURE = "report.md", "figure.png"
-# fields by which the cases of one cell differ
+# fields that differ among the cases of one cell
 REPEATED = ("depth", "index")
 Row = Mapping[str, Any]
 
 
 class Experiment(ABC):
-    """Base of all experiments; models and benches are opened by `measure`, when first needed."""
+    """The base class of experiments; `measure` opens models and clocks on demand."""
 
-    name: ClassVar[str]  # the words of its command
+    name: ClassVar[str]  # name of its command
     purpose: ClassVar[str]  # one line of help
-    title: ClassVar[str]  # of its report
-    caption: ClassVar[str]  # of its figure
-    # a dataclass of options (`cab_hf.runs.settings`), with ``out``, the folder
+    title: ClassVar[str]  # title of its report
+    caption: ClassVar[str]  # caption of its figure
+    # a dataclass of options (`cab_hf.runs.settings`) including ``out``, the folder
     Settings: ClassVar[type]
-    # names of the fields that identify a case, and so a sample
+    # names of the fields that identify a case and its sample
     CASE: ClassVar[tuple[str, ...]]
-    # fields that samples of earlier versions lack -> what they would have had
+    # fields that samples of earlier versions lack -> their values
     ADDED: ClassVar[Mapping[str, Any]] = {}
-    # settings that say how much is measured and not what; a later run may have others
+    # settings for the amount of measurements; a later run may change them
     GROWS: ClassVar[tuple[str, ...]] = ()
-    # the field of a sample that says why its case is to be tried again; None: no case is
+    # field of a sample with the reason for which its case is tried again; None: never
     FAILED: ClassVar[str | None] = None
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
 
     def recorded(self) -> dict[str, Any]:
-        """The settings as results show them: JSON-able, and no paths, for results are committed."""
+        """Return the settings as results show them: JSON-able and without paths."""
         return {name: value for name, value in asdict(self.settings).items() if name != "out"}
 
     def identity(self) -> dict[str, Any]:
-        """What two samples must share to be in one log: all settings but those in `GROWS`."""
+        """Return the facts that samples in one log share: all settings except `GROWS`."""
         recorded = self.recorded()
         fixed = {name: recorded[name] for name in recorded if name not in self.GROWS}
         return {"experiment": self.name, **fixed}
 
     def log(self, path: Path) -> Log:
-        """The log at ``path`` of samples of this run, opened to be written."""
+        """Open the log at ``path`` for samples of this run."""
         return Log(
             path,
             self.identity(),
@@ -96,44 +96,45 @@ class Experiment(ABC):
         return () if has_failed else cls.measured(sample)
 
     def provenance(self, started: str) -> dict[str, Any]:
-        """What results say of the run that made them."""
+        """Return the facts that results record about their run."""
         device = getattr(self.settings, "device", "cpu")
         return {"experiment": self.name, **provenance(self.recorded(), device, started)}
 
     @abstractmethod
     def cases(self, samples: Sequence[Row]) -> Iterable[dict[str, Any]]:
-        """All cases in order; beyond `CASE` they may hold what follows from earlier samples.
+        """Yield all cases in order.
 
-        ``samples`` grows meanwhile: when a case is asked for, it holds one of every case before.
+        In addition to the fields of `CASE`, cases may contain facts from earlier samples.
+        ``samples`` grows meanwhile: at each case, it contains a sample of every case before it.
         """
 
     def check(self) -> None:  # noqa: B027  most have nothing to refuse
-        """Refuse, before anything is written, what could not be measured.
+        """Raise an error, before anything is written, for settings that cannot be measured.
 
         Raises:
-            UsageError: naming the setting, the value seen and what is accepted.
+            UsageError: the message contains the setting, its value and the accepted values.
         """
 
     def expected(self) -> int | None:
-        """How many cases there will be, for the progress bar; None where it is not known."""
+        """Return the number of cases for the progress bar; None if it is unknown."""
         return None
 
     @abstractmethod
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """What is found in one case; with the fields of the case it is a sample."""
+        """Measure one case; the result and the fields of the case form a sample."""
 
     def sample(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """What is logged of a case; with `FAILED` where a later run is to try it again."""
+        """Return the record of a case; `FAILED` is set if a later run should try it again."""
         return {**case, **self.measure(case)}
 
     def measure_missing(self, log: Log) -> bool:
-        """Measure the cases that ``log`` lacks; whether it got any sample."""
+        """Measure the cases that ``log`` lacks; return True if there was any."""
         before = len(log.records)
-        # cells differ too much to estimate the time left by the latest cases
+        # cells differ too much for estimating the time left from the latest cases
         with tqdm(total=self.expected(), unit="case", smoothing=0) as bar:
             for case in self.cases(log.records):
                 if case in log:
-                    # an earlier run has spent its time
+                    # an earlier run measured it
                     bar.initial += 1
                 else:
                     bar.set_description(", ".join(f"{name} {case[name]}" for name in self.CASE))
@@ -144,47 +145,47 @@ class Experiment(ABC):
     @staticmethod
     @abstractmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What results show, in order; ``settings`` are the recorded ones."""
+        """Return the rows of the results, in order; ``settings`` are the recorded settings."""
 
     @staticmethod
     @abstractmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
-        """Heading -> Markdown table, the first being the one to look at."""
+        """Return Markdown tables by heading; the first is the most important."""
 
     @staticmethod
     @abstractmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """What the rows say, in one or two sentences."""
+        """Summarise the rows in one or two sentences."""
 
     @staticmethod
     @abstractmethod
     def notes(settings: Mapping[str, Any]) -> str:
-        """What the words of the report mean."""
+        """Return an explanation of the terms in the report."""
 
     @staticmethod
     @abstractmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
-        """The figure, as PNG."""
+        """Draw the figure as PNG."""
 
     @staticmethod
     def programs(settings: Row) -> list[str]:
-        """How runs with the recorded ``settings`` were begun, before the words of the command."""
+        """Return the programs that started runs with the recorded ``settings``."""
         return [PROG]
 
     @classmethod
     def main(cls, words: Sequence[str]) -> int:
-        """Run what ``words`` of a command line ask for; the exit status."""
+        """Run the experiment with ``words`` of a command line; return the exit status."""
         run(cls(read_settings(cls.Settings, words, f"{PROG} {cls.name}", cls.purpose)))
         return 0
 
 
 def run(experiment: Experiment) -> list[dict[str, Any]]:
-    """Measure what is missing in the folder, write all files, print the first table; the rows.
+    """Measure missing cases, write all files and print the first table; return the rows.
 
     Raises:
-        LogError: the folder holds what this run cannot go on with (`cab_hf.runs.log`), or cannot be
-            written.
-        UsageError: what is asked for cannot be measured.
+        LogError: the folder contains files that this run cannot continue (`cab_hf.runs.log`), or it
+            cannot be written.
+        UsageError: the settings cannot be measured.
     """
     out = Path(experiment.settings.out)
     _refuse_files_of_others(out)
@@ -196,14 +197,14 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
         failures, why = log.failures, _whys(kind, log.failures)
         if failures and not log.records:
             raise UsageError(
-                f"no case could be measured: {why}; give shorter lengths, or a device with more "
-                "memory, on which the same command goes on."
+                f"no case could be measured: {why}. Give shorter lengths, or use a device with "
+                "more memory, on which the same command continues."
             )
         made = _provenance(experiment, before, log.started, measured)
         rows = _write(kind, out, log.records, failures, made)
     if failures:
         print(
-            f"\n{len(failures)} cases failed ({why}); the report names them, and the same command "
+            f"\n{len(failures)} cases failed ({why}). The report lists them, and the same command "
             "tries them again."
         )
     print("\n" + "\n\n".join([*summary(kind, rows), *made.get("repeated", ())]))
@@ -212,17 +213,17 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
 
 
 def named(name: str) -> type[Experiment]:
-    """The experiment of that command, which is where its module is."""
+    """Import the experiment of that command from its module."""
     place = name.replace(" ", ".").replace("-", "_")
     return importlib.import_module(f"cab_hf.eval.{place}").EXPERIMENT
 
 
 def render(folder: Path | str) -> list[dict[str, Any]]:
-    """Derive rows, table, figure and report of ``folder`` anew from its samples; the rows."""
+    """Derive rows, table, figure and report of ``folder`` from its samples; return the rows."""
     folder = Path(folder)
     made = read_provenance(folder)
     if made is None:
-        raise LogError(f"{folder} has no {RESULTS}; let the run that it is of end.")
+        raise LogError(f"{folder} has no {RESULTS}. Let its run finish.")
     kind = named(made["experiment"])
     _, records = read_log(
         folder / SAMPLES,
@@ -232,15 +233,15 @@ def render(folder: Path | str) -> list[dict[str, Any]]:
         fields_of=kind.fields_of,
     )
     failures = [record for record in records if kind.FAILED and record.get(kind.FAILED)]
-    # which come last
+    # failures come last
     return _write(kind, folder, records[: len(records) - len(failures)], failures, made)
 
 
 def read_provenance(folder: Path) -> Row | None:
-    """What results in ``folder`` say of the run that made them; None where there are none.
+    """Return the provenance of results in ``folder``; None if there are none.
 
     Raises:
-        LogError: there is something else under their name.
+        LogError: the file contains something else.
     """
     path = folder / RESULTS
     if not is_there(path):
@@ -251,16 +252,18 @@ def read_provenance(folder: Path) -> Row | None:
             return made
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
-    raise LogError(f"{path} has no results of a run; take it away, and it is written anew.")
+    raise LogError(
+        f"{path} must contain results of a run. Remove it, and the next run writes it again."
+    )
 
 
 def _refuse_files_of_others(out: Path) -> None:
-    """Files under the names of results, where no samples are, are not ours to write over."""
+    """Raise an error for result files without samples, which a run must not overwrite."""
     for name in () if is_there(out / SAMPLES) else (RESULTS, CSV, REPORT, FIGURE):
         if (out / name).exists():
             raise LogError(
-                f"{out} has {name} and no {SAMPLES}, so that it is of no run; take it away or give "
-                "another --out."
+                f"out must be a new folder or the folder of a run, got {out}, which contains "
+                f"{name} and no {SAMPLES}. Remove it or give another --out."
             )
 
 
@@ -269,8 +272,8 @@ def _whys(kind: type[Experiment], failures: Sequence[Row]) -> str:
 
 
 def _provenance(experiment: Experiment, before: Row | None, started: str, measured: bool) -> Row:
-    """Of the last run that added something; its settings are those of all runs together."""
-    # as it will be read
+    """Return the provenance of the last run that added samples, with the settings of all runs."""
+    # as JSON reads it
     made = json.loads(json.dumps(experiment.provenance(started)))
     if before is None:
         return made
@@ -288,7 +291,7 @@ def _provenance(experiment: Experiment, before: Row | None, started: str, measur
 def _write(
     kind: type[Experiment], out: Path, samples: Sequence[Row], failures: Sequence[Row], made: Row
 ) -> list[dict[str, Any]]:
-    """All files; provenance has the cells of ``failures``: their fields, why and how many cases."""
+    """Write all files; the provenance lists failed cells with fields, reasons and counts."""
     made = {name: value for name, value in made.items() if name != "failed"}
     names = [name for name in kind.CASE if name not in REPEATED]
     if cells := report.grouped(failures, *names):
@@ -296,7 +299,7 @@ def _write(
             {**{x: some[0][x] for x in names}, "cases": len(some), "why": _whys(kind, some)}
             for some in cells
         ]
-    # as they will be read
+    # as JSON reads them
     rows = json.loads(as_json(_rows(kind, samples, made["settings"], out / SAMPLES), out / RESULTS))
     with writing(out):
         report.write_results(out, rows, made)
@@ -320,13 +323,13 @@ def _rows(kind: type[Experiment], samples: Sequence[Row], settings: Row, path: P
 
 
 def summary(kind: type[Experiment], rows: Sequence[Row]) -> list[str]:
-    """What to look at first: the first table, and the readings where there are some."""
+    """Return the first table, and the sentences about the rows if there are any."""
     parts = [next(iter(kind.tables(rows).values())), " ".join(kind.readings(rows))]
     return list(filter(None, parts))
 
 
 def report_text(kind: type[Experiment], rows: Sequence[Row], provenance: Row) -> str:
-    """``report.md`` from what ``results.json`` holds."""
+    """Return ``report.md`` for the content of ``results.json``."""
     others = [*list(kind.tables(rows).items())[1:], *unmeasured(provenance).items()]
     parts = [
         f"# {kind.title}",
@@ -343,14 +346,14 @@ def report_text(kind: type[Experiment], rows: Sequence[Row], provenance: Row) ->
 
 
 def unmeasured(provenance: Row) -> dict[str, str]:
-    """Heading -> table of the cells with cases that are to be tried again; empty without any."""
+    """Return a table of the cells that a later run should measure, by heading; {} without any."""
     cells = provenance.get("failed")
     return {"Not measured yet": report.markdown_table(cells, list(cells[0]))} if cells else {}
 
 
 def made_on(provenance: Row) -> str:
-    """Device, versions, commit and time of a run, as a sentence without its full stop."""
-    # what computed, with its version, and whatever it was compared with
+    """Return device, versions, commit and time of a run, as a sentence without a full stop."""
+    # packages that computed, with versions, and packages of baselines
     packages = [f"{name} {version}" for name, version in provenance["versions"].items()]
     packages += [*provenance.get("baselines", {}).values(), *provenance.get("environment", ())]
     return (
@@ -360,14 +363,15 @@ def made_on(provenance: Row) -> str:
 
 
 def configs(settings: Row) -> list[str]:
-    """What the configs that were in force set unlike the default; of other versions, the whole."""
+    """Describe the configs of a run by fields that differ from the default; old configs in full."""
     known = settings.get("cab_configs") or {"cab": settings.get("cab_config")}
     made = []
     for name, config in known.items():
         if config and of_today(config):
             shown = json.dumps(unlike_default(config))
             made.append(
-                f"Config of {name}: `{shown}`, the default of cab_hf {__version__} beside it"
+                f"Config of {name}: `{shown}`, other fields as in the default of cab_hf "
+                f"{__version__}"
             )
         elif config:
             made.append(f"Config of {name}: `{json.dumps(config)}`")
@@ -385,12 +389,12 @@ def without_unset_share(config: Row) -> dict[str, Any]:
 
 
 def unlike_default(config: Row) -> dict[str, Any]:
-    """The fields of a saved config that the default has otherwise."""
+    """Return the fields of a saved config that differ from the default."""
     default = CabConfig().to_dict()
     return {name: value for name, value in config.items() if value != default.get(name)}
 
 
 def command(kind: type[Experiment], settings: Row) -> str:
-    """The command lines, as code, that measure anew what was recorded with ``settings``."""
+    """Return the command lines, as code, that repeat a run with the recorded ``settings``."""
     words = f"{kind.name} {shlex.join(spelled(settings, kind.Settings))}".strip()
     return "\n".join(["```", *(f"{program} {words}" for program in kind.programs(settings)), "```"])

@@ -1,8 +1,8 @@
-"""Which model types attend as they should: each type of causal LM, tiny and random, against itself.
+"""Test of all model types: each causal LM type, tiny and random, against its own attention.
 
-Every type of transformers' registry is built in miniature (`cab_hf.eval.tiny_types`), in processes
-of its own (`cab_hf.eval.examined`), and computed by the implementation it comes with and by "cab"
-at full budget, which must not differ.
+Every type of transformers' registry is built in miniature (`cab_hf.eval.tiny_types`) in its own
+processes (`cab_hf.eval.examined`). Its outputs with its own implementation and with "cab" at full
+budget must agree.
 """
 
 from __future__ import annotations
@@ -31,41 +31,43 @@ from cab_hf.eval.report import column, markdown_table
 from cab_hf.eval.tiny_types import causal_types
 from cab_hf.runs.settings import comma_separated, option, require
 
-# how a model is made: cab turned on in two ways in one process, three builds over ranks;
-# ``windowed`` has sliding windows and ``dynamic`` dynamic RoPE, where a type comes without
+# builds of a model: two ways to switch cab on in one process, three builds over ranks. ``windowed``
+# adds sliding windows and ``dynamic`` dynamic RoPE to a type without them.
 PARTS = ("by_name", "applied", "plain", "windowed", "dynamic")
 EXACT, REFUSED, IN_PART = "exact", "refused", "refused in part"
 NOT_OURS, WRONG, FAILS, NOT_BUILT = "not reached", "WRONG", "fails", "not built"
-# the worse comes first
+# worst first
 VERDICTS = (WRONG, FAILS, NOT_OURS, IN_PART, REFUSED, EXACT, NOT_BUILT)
-# field of a row -> heading and value of its column, where a run has that field
+# field of a row -> heading and value of its column, if a run has the field
 DETAILS = {
     "model_type": ("type", "model_type"),
     "by_name": ("by name", "by_name"),
     "applied": ("apply_cab", "applied"),
     **{name: (name, name) for name in ("plain", "windowed", "dynamic", "dtype", "layers")},
     "sparse": ("sparse", "sparse"),
-    "difference": ("off by", column("{:.0e}".format, "difference")),
+    "difference": ("largest difference", column("{:.0e}".format, "difference")),
     **{
-        name: (f"{name} off by", column("{:.0e}".format, name))
+        name: (f"{name} difference", column("{:.0e}".format, name))
         for name in ("loss", "logits", "gradients")
     },
     "reads_padding": ("not compared", lambda row: ", ".join(row["reads_padding"]) or None),
-    "said": ("because", "said"),
+    "said": ("reason", "said"),
 }
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of the command; a ValueError names the option that is refused."""
+    """The options of the command. A ValueError contains the name of the option."""
 
     types: tuple[str, ...] = option(
         (), "comma-separated model types (default: all)", comma_separated(str)
     )
-    ranks: int = option(1, "processes over which context_parallel splits a text", int)
-    timeout: int = option(300, "seconds for one type", int)
-    memory: int = option(24, "GiB of address space for a process", int)
-    out: str = option("families_results", "folder for the results; a run found there goes on")
+    ranks: int = option(1, "number of processes over which context_parallel shards a sequence", int)
+    timeout: int = option(300, "seconds per type", int)
+    memory: int = option(24, "GiB of address space per process", int)
+    out: str = option(
+        "families_results", "folder for the results; a run in this folder is continued"
+    )
 
     def __post_init__(self) -> None:
         known = causal_types()
@@ -77,12 +79,12 @@ class Settings:
 
 
 class Families(Experiment):
-    """A sample is what one type does in each of `PARTS`, with every input."""
+    """The experiment; a sample is the outcome of one type in each of `PARTS`."""
 
     name = "families"
-    purpose = "whether every type of causal LM attends exactly or is refused"
+    purpose = "test that every causal LM type attends exactly or raises an error"
     title = "Model types that attend as they should"
-    caption = "model types by what they do"
+    caption = "number of model types by verdict"
     Settings = Settings
     CASE = ("model_type",)
     GROWS = ("timeout", "memory")
@@ -103,12 +105,12 @@ class Families(Experiment):
 
     @classmethod
     def rows(cls, samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """A type a row: its verdict, what was said, and how far it was off."""
+        """Return one row per type: its verdict, its message, and its largest error."""
         return [judged(sample) for sample in sorted(samples, key=itemgetter("model_type"))]
 
     @staticmethod
     def tables(rows: Sequence[Row]) -> dict[str, str]:
-        """Which types do what; then a table for each of these."""
+        """Return the number of types per verdict, and a table per verdict."""
         overview = []
         for verdict in VERDICTS:
             types = [row["model_type"] for row in rows if row["verdict"] == verdict]
@@ -119,7 +121,7 @@ class Families(Experiment):
         known = {name for row in rows for name in row}
         details = dict(DETAILS[name] for name in DETAILS if name in known)
         for heading, verdicts, columns in (
-            ("Not as it should be", (WRONG, FAILS, NOT_OURS, IN_PART), details),
+            ("Not as they should", (WRONG, FAILS, NOT_OURS, IN_PART), details),
             ("Exact", (EXACT,), details),
             ("Refused", (REFUSED,), {"type": "model_type", "model": "model", "because": "said"}),
             ("Not built", (NOT_BUILT,), {"type": "model_type", "because": "said"}),
@@ -136,7 +138,8 @@ class Families(Experiment):
         wrong = built - count[EXACT] - count[REFUSED]
         return [
             f"Of {len(rows)} types {built} could be built: {count[EXACT]} attend exactly, "
-            f"{count[REFUSED]} are refused in a sentence, {wrong or 'none'} do anything else."
+            f"{count[REFUSED]} raise an error that gives the reason, {wrong or 'none'} do "
+            "anything else."
         ]
 
     @staticmethod
@@ -145,42 +148,43 @@ class Families(Experiment):
         blocks = f"mass_threshold 0 and blocks of {FULL.query_block} x {FULL.key_block}"
         if ranks == 1:
             how = (
-                f"is given {TOKENS} tokens in float32, plain, with {PADDING} tokens of padding "
-                f"left and right, and packed as documents of {', '.join(map(str, DOCUMENTS))} "
-                "tokens by position_ids, alone, with a mask of ones and with a cache; its logits "
-                "are compared with those of the implementation it comes with, whose masks then "
-                f"separate the documents, at {blocks}: loaded with "
-                '`attn_implementation="cab"`, under `apply_cab`, '
-                "and *windowed*: under that with sliding windows, where a type may have some and "
-                f"comes without. *{EXACT}*: never off by more than {LIMITS['difference']:g}, and "
-                "layers attend through cab (`sparse` of them under a plan, the others in a sliding "
-                "window). Inputs whose padding a type reads by its own implementation are left out."
+                f"is called with {TOKENS} tokens in float32, plain, with {PADDING} tokens of "
+                "padding left and right, and packed as documents of "
+                f"{', '.join(map(str, DOCUMENTS))} tokens by position_ids: alone, with a mask of "
+                "ones and with a cache. Its logits are compared with those of its own "
+                f"implementation, whose masks separate the documents, at {blocks}: loaded with "
+                '`attn_implementation="cab"`, under `apply_cab`, and *windowed*: with sliding '
+                "windows too, for a type that supports them and has none by default. "
+                f"*{EXACT}*: all differences are at most {LIMITS['difference']:g}, and layers "
+                "attend through cab (`sparse` of them under a plan, the others in a sliding "
+                "window). Inputs whose padding a type reads with its own implementation are left "
+                "out."
             )
         else:
             how = (
-                "takes a training step, in float64, or in float32 where its own code wants that, "
-                f"of two rows of {TOKENS} tokens on {ranks} ranks (gloo), under `apply_cab` at "
-                f"{blocks}, inside `cab_hf.context_parallel`. *{TEXT}*: one document, against the "
-                f"attention that a type comes with, in one process; *{PACKED}*: documents of "
-                f"{', '.join(map(str, DOCUMENTS))} tokens, against cab in one process. Routers add "
-                "their loss where a type has one; of a type whose own loss takes other labels, the "
-                "cross-entropy of its logits is taken. *windowed*: with sliding windows, and "
-                "*dynamic*: with rotary frequencies that depend on the longest position, where a "
-                f"type may have them and comes without. *{EXACT}*: loss, logits and the summed "
-                f"gradients of all parameters are off by at most {LIMITS['loss']:g} of the largest "
-                "of each, and layers attend through cab (gradients of less than "
-                f"{LEAST_SCALE:g} of the largest of all count as that much)."
+                f"takes a training step of two rows of {TOKENS} tokens on {ranks} ranks (gloo), "
+                f"under `apply_cab` at {blocks}, inside `cab_hf.context_parallel`, in float64, or "
+                f"in float32 if its own code needs that. *{TEXT}*: one document, compared with "
+                f"the attention of the type in one process. *{PACKED}*: documents of "
+                f"{', '.join(map(str, DOCUMENTS))} tokens, compared with cab in one process. "
+                "Routers add their loss if a type has one. The cross-entropy of the logits "
+                "replaces a loss that takes other labels. *windowed*: with sliding windows; "
+                "*dynamic*: with rotary frequencies that depend on the longest position; both "
+                f"for a type that supports them and has none by default. *{EXACT}*: loss, logits "
+                f"and the summed gradients of all parameters differ by at most {LIMITS['loss']:g} "
+                "of their largest value, and layers attend through cab. Gradients below "
+                f"{LEAST_SCALE:g} of the largest gradient of all count as that much."
             )
         return (
             "Every type of `AutoModelForCausalLM` is built with a few layers and random weights, "
-            f"and {how} *{NOT_OURS}*: the same numbers, but no layer attends through cab; "
-            f"*{IN_PART}*: some inputs or builds are refused; *{FAILS}*: an error that is no "
-            "refusal."
+            f"and {how} *{NOT_OURS}*: the numbers agree, but no layer attends through cab. "
+            f"*{IN_PART}*: some inputs or builds raise an error that gives the reason. *{FAILS}*: "
+            "any other error."
         )
 
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
-        """How many types do what."""
+        """Draw the number of types per verdict."""
         count = Counter(row["verdict"] for row in rows)
         shown = [verdict for verdict in reversed(VERDICTS) if count[verdict]]
         with charts.figure(path, 1, 1, figsize=(6, 0.6 + 0.4 * len(shown))) as axes:
@@ -197,9 +201,9 @@ EXPERIMENT = Families
 
 
 def judged(sample: Row) -> dict[str, Any]:
-    """The verdict on a type and on each of its parts, the first message, the largest differences.
+    """Return the verdict on a type and its parts, the first message, and the largest differences.
 
-    ``layers`` counts attention layers that ran by cab, ``sparse`` those of them under a plan.
+    ``layers`` counts attention layers that ran by cab, ``sparse`` those under a plan.
     """
     row = {name: sample.get(name) for name in ("model_type", "model")}
     if "not_built" in sample:
@@ -208,7 +212,7 @@ def judged(sample: Row) -> dict[str, Any]:
     outcomes, counts = {}, {"layers": [0], "sparse": []}
     for name in (name for name in PARTS if name in sample):
         part = sample[name]
-        # one process counts layers over all inputs, ranks for each
+        # one process counts layers over all inputs, ranks count them per input
         inputs = part.get("inputs", part)
         outcomes[name] = [
             {"layers": part.get("layers"), **each}
@@ -234,7 +238,7 @@ def judged(sample: Row) -> dict[str, Any]:
 
 
 def verdict_on(outcome: Row) -> str:
-    """The verdict on one input."""
+    """Return the verdict on one input."""
     if "refused" in outcome or "failed" in outcome:
         return REFUSED if "refused" in outcome else FAILS
     if not all(outcome[name] <= limit for name, limit in LIMITS.items() if name in outcome):
@@ -243,5 +247,5 @@ def verdict_on(outcome: Row) -> str:
 
 
 def worst(verdicts: Sequence[str]) -> str:
-    """The verdict on all of them together."""
+    """Return the verdict on all inputs together."""
     return IN_PART if set(verdicts) == {EXACT, REFUSED} else min(verdicts, key=VERDICTS.index)

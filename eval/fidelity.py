@@ -1,13 +1,16 @@
-"""Fidelity: whether a method keeps the answers of dense attention, on any text.
+"""Fidelity: how well a method preserves the predictions of dense attention, on any text.
 
-Several methods read the same texts, at budgets matched by density or by time. Nothing is generated:
-a model reads a text with its answers, once, and is asked what it would have said at each
-of their tokens. Three probes, and those of tasks, are what a user of sparse prefill feels: there
-the method reads a prompt, and what follows is read through the KV cache, densely; one of them does
-so turn after turn, as chats do. Three are what a user of sparse decoding feels: what follows is
-read, or written, one token at a time and as the method decodes. Cells are (method, text, length,
-budget); a case is (cell, probe, depth, index). How long attention takes in a cell is timed once, on
-a device where times mean something.
+Several methods read the same texts, with budgets matched by density or by time. A model reads a
+text with its answers once (teacher forcing), and the probes compare its predictions at the answers.
+Continuations alone are generated.
+
+Three probes and the tasks measure sparse prefill: the method reads a prompt, and dense attention
+reads the following tokens through the KV cache. One of them does so turn after turn, as in a chat.
+Three probes measure sparse decoding: the following tokens are read, or written, one at a time, as
+the method decodes.
+
+A cell is (method, text, length, budget); a case is (cell, probe, depth, index). The attention time
+of a cell is measured once, on a device where times are meaningful.
 """
 
 from __future__ import annotations
@@ -85,7 +88,7 @@ READ = ("tokens", "density", "sparse_density", "seconds")
 LIKELIHOOD = ("nll", "count")
 DIVERGENCE = ("kl", "agree", *LIKELIHOOD)
 TIMED = ("tokens", "predict_ms", "attend_ms", "dense_ms", "dense_kernel")
-# probes that are compared with dense attention: how logits are computed and compared
+# probes that compare with predictions of dense attention: function and comparison
 COMPARED = {
     CONTINUATION: (distributions, divergence),
     TURNS: (behind_turns, divergence_by_turn),
@@ -112,31 +115,31 @@ def measured_of(sample: Row) -> list[str]:
 
 
 def turn_ends(length: int) -> tuple[Span, ...]:
-    """The spans that end `TURN_COUNT` equal turns of a text, as long as `CONTINUED` has it."""
+    """Return the spans that end `TURN_COUNT` equal turns of a text, sized like `CONTINUED`."""
     ends = [length * turn // TURN_COUNT for turn in range(TURN_COUNT + 1)]
     read = max(1, min(CONTINUED, length // TURN_COUNT // CONTINUED_SHARE))
     return tuple((end - read, end) for end in ends[1:])
 
 
 def at_once(length: int) -> int:
-    """How many texts of a length are decoded side by side."""
+    """Return the number of texts of a length that are decoded as one batch."""
     return max(1, TOKENS_AT_ONCE // length)
 
 
 class Fidelity(LongRun):
-    """A case is one text read under one method; a sample is what of it was foreseen.
+    """The experiment; a case is one text read under one method, a sample contains its predictions.
 
-    The probe of a case is `TIME` where attention is timed.
+    The probe of a case is `TIME` if attention is timed.
     """
 
     name = "fidelity"
-    purpose = "whether answers and perplexity are those of dense attention, on texts of your own"
+    purpose = "compare answers and perplexity with dense attention, on texts of your own"
     title = "Fidelity to dense attention"
-    caption = "quality by attention time, or by density where no time was measured"
+    caption = "quality by attention time, or by density if no time was measured"
     Settings = Settings
     CELL, FITTED = CELL, "fitted"
     CASE = (*CELL, "probe", "depth", "index")
-    # what cab and variant say is in cab_configs
+    # the configs of cab and variant are in cab_configs
     GROWS = (
         *("methods", "budgets", "cab", "variant", "lengths", "probes"),
         *("pass_samples", "task_samples", "documents", "continuations"),
@@ -151,14 +154,14 @@ class Fidelity(LongRun):
         super().__init__(settings)
         a_length = len(PROMPTED) * settings.pass_samples + len(PROBES) * settings.documents
         a_length += settings.continuations + len(TASKS) * settings.task_samples
-        # kept for all methods
+        # shared by all methods
         self.haystack = cache(self._haystack)
         self.reading = lru_cache(a_length)(self._reading)
         self.dense = lru_cache(3 * settings.documents)(self._dense)
         self.tokens_kept = cache(self._tokens_kept)
-        # items of a case -> what is found in it and in those beside it, which follow each other
+        # consecutive cases that are decoded as one batch -> their results
         self.decoded = lru_cache(1)(self._decoded)
-        # cell -> the method whose time is matched: fitted once, as no time is taken twice
+        # cell -> the method whose time is matched; fitted once, because times vary
         self.timed: dict[tuple, Method] = {}
 
     def check(self) -> None:
@@ -171,7 +174,7 @@ class Fidelity(LongRun):
             asked = WITH_KEYS_ASKED if settings.asked else ()
             for probe in filter((*RECALLS, *asked).__contains__, probes):
                 self.reading(text, length, probe, None, 0)
-        # how much room an example needs depends on what it has drawn
+        # whether an example fits depends on its random draws
         for probe, index in product(probes, range(settings.task_samples)):
             if probe in TASKS:
                 self.reading(next(iter(settings.files)), min(settings.lengths), probe, None, index)
@@ -180,7 +183,7 @@ class Fidelity(LongRun):
         settings, given = self.settings, super().recorded()
         given["variant"] = list(map(without_folder, settings.variant))
         if settings.equal == DENSITY:
-            # as it always was
+            # results of earlier versions lack this field
             del given["equal"]
         files = settings.files.values()
         given["texts"] = [NOISE if file is None else file_identity(file) for file in files]
@@ -194,7 +197,7 @@ class Fidelity(LongRun):
     # --- texts
 
     def _haystack(self, text: str, probe: str) -> Haystack:
-        """What makes the prompts of a probe."""
+        """Return the maker of the prompts of a probe."""
         file = self.settings.files[text]
         filler, keys = NOISE if file is None else "text", NAMED_KEYS.get(probe, 1)
         return Haystack(self.tokenizer, filler, keys, file, probe == QUESTION_FIRST)
@@ -244,7 +247,7 @@ class Fidelity(LongRun):
     # --- cases
 
     def questions(self, method: str) -> list[dict[str, Any]]:
-        """Probe, depth and index of all that a method is asked of a text and a length."""
+        """Yield probe, depth and index of all questions to a method for a text and a length."""
         settings = self.settings
         depths = parse_depths(str(settings.depths))
         prompts = [
@@ -259,7 +262,7 @@ class Fidelity(LongRun):
         places[GREEDY] = continuations
         # a document has no needle to hide
         hidden = kind_of(method).hides_needle
-        # what is dense but for its steps has no more to say
+        # a method with dense prefill differs from dense only in its decode steps
         kept = DECODES if kind_of(method).dense_prefill else PROBES
         if not settings.asked:
             kept = [probe for probe in kept if probe not in WITH_KEYS_ASKED]
@@ -279,10 +282,10 @@ class Fidelity(LongRun):
         return *asked, index // together
 
     def planned(self) -> Iterator[dict[str, Any]]:
-        """All methods are asked a question before the next: a run that stops has asked them alike.
+        """Yield all methods for a question before the next one, so that a stopped run is balanced.
 
-        So what a question needs of dense attention is computed once, too. What is matched to a
-        method waits for all that this is asked.
+        The results of dense attention are therefore computed once per question, too. Methods that
+        match another method wait until it has answered all questions.
         """
         settings = self.settings
         matched = [name for name in settings.compared if kind_of(name).matched]
@@ -298,20 +301,20 @@ class Fidelity(LongRun):
             yield from sorted(chain.from_iterable(asked.values()), key=self.waits)
 
     def alone(self, case: Mapping[str, Any]) -> bool:
-        # one fit by time, which is logged, holds for all cases of a cell
+        # a fit by time is logged once and applies to all cases of a cell
         return case["probe"] == TIME or self.by_time(case)
 
     def waits(self, case: Mapping[str, Any]) -> bool:
         return case["budget"] == MATCH
 
     def by_time(self, case: Mapping[str, Any]) -> bool:
-        """Whether what it is to match is a time."""
+        """Return True if the method matches a time."""
         return self.settings.equal == TIME and self.waits(case)
 
     def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> float | None:
-        """The density in layers that are not dense, or ms.
+        """Return the density in layers that are not dense, or ms.
 
-        What an earlier run fitted to the cell by time, and logged, is what it goes on with.
+        The value that an earlier run fitted to the cell by time, and logged, is used again.
         """
         for sample in samples:
             if cell_of(sample) == cell_of(case) and "fitted_config" in sample:
@@ -329,23 +332,23 @@ class Fidelity(LongRun):
 
     @cached_property
     def clock(self) -> AttentionClock | None:
-        """What times attention in a model's layers; None where times would mean nothing."""
+        """The clock of attention in a model's layers; None if times would be meaningless."""
         device = self.settings.device
         bench = layer_bench(device)
         if bench is None and self.settings.equal == TIME:
-            # which is asked for all the same
+            # timing was requested explicitly
             bench = Bench(device)
         return None if bench is None else AttentionClock(bench)
 
     def _tokens_kept(self, length: int, budget: str | float) -> int:
-        """Tokens of as many bytes as a step of the matched config reads."""
+        """Return the tokens whose bytes equal those that a step of the matched config reads."""
         if budget != MATCH:
             return max(2, round(budget * length))
         matched = Cab(self.settings.configs[self.settings.match])
         return round(matched.step_tokens(self.model, length))
 
     def method(self, case: Mapping[str, Any]) -> Method:
-        """Set up for a case; block sizes and engine of baselines are the matched method's."""
+        """Return the method of a case; baselines use blocks and engine of the matched method."""
         settings, name, length = self.settings, case["method"], case["length"]
         if name in CACHES and case["probe"] in DECODES:
             return CACHES[name](self.tokens_kept(length, case["budget"]))
@@ -364,7 +367,7 @@ class Fidelity(LongRun):
     # --- samples
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """What was foreseen, or how long attention takes."""
+        """Return the predictions, or the time of attention."""
         if case["probe"] in DECODES:
             place = case["index"] % at_once(case["length"])
             first = {**case, "index": case["index"] - place}
@@ -382,14 +385,14 @@ class Fidelity(LongRun):
         else:
             reading = self.reading(*question_of(case), hide_needle=method.hides_needle)
             tokens = reading.tokens
-            # before the method is on
+            # before the method is switched on
             if case["probe"] in COMPARED:
                 self.dense_of(case)
             result = self.under(method, lambda: self.read(case, reading, method))
         return {"tokens": len(tokens), **result, **logged}
 
     def _dense(self, text: str, length: int, probe: str, indices: range) -> Tensor:
-        """What dense attention foresees there, on the CPU; a run that goes on computes it anew."""
+        """Return the predictions of dense attention on the CPU; a resumed run recomputes them."""
         if probe == DECODE:
             _, *given = self._side_by_side(text, length, probe, indices)
             return behind_prompt(self.model, *given).cpu()
@@ -398,22 +401,22 @@ class Fidelity(LongRun):
         return compute(self.model, reading, chunk=self.settings.chunk).cpu()
 
     def dense_of(self, case: Mapping[str, Any]) -> Tensor:
-        """`dense` of a case that is read alone."""
+        """Return `dense` of a case that is read alone."""
         alone = range(case["index"], case["index"] + 1)
         return self.dense(case["text"], case["length"], case["probe"], alone)
 
     def read(
         self, case: Mapping[str, Any], reading: TeacherForced, method: Method
     ) -> dict[str, Any]:
-        """What the model foresees of ``reading``, by the method, which is on."""
+        """Return the model's predictions of ``reading`` by the active method."""
         probe, settings = case["probe"], self.settings
-        # CAB keeps all keys, and reads them all where it does not decode
+        # CAB keeps all keys, and reads them all unless it decodes sparsely
         cache = None if type(method) is Cab else method.cache(self.model)
         how = {"chunk": settings.chunk, "cache": cache, "prefill_chunk": settings.prefill_chunk}
         if probe in COMPARED:
             compute, compare = COMPARED[probe]
             dense = self.dense_of(case)
-            # dense attention is what the others are held against, and so exactly itself
+            # dense attention is the reference, so it is compared with itself exactly
             itself = case["method"] == Dense.name
             return compare(dense if itself else compute(self.model, reading, **how), dense, reading)
         if probe in PERPLEXITIES:
@@ -427,7 +430,7 @@ class Fidelity(LongRun):
         indices = range(case["index"], min(case["index"] + at_once(length), count))
         readings, ids, prompt = self._side_by_side(text, length, probe, indices)
         method = self.method(case)
-        # before the method is on
+        # before the method is switched on
         dense = self.dense(text, length, DECODE, indices) if probe == DECODE else None
         step_tokens = method.step_tokens(self.model, length)
 
@@ -437,12 +440,12 @@ class Fidelity(LongRun):
             if probe == GREEDY:
                 written = continued(self.model, ids[:, :prompt], length - prompt, **how)
                 return {"cases": [{"written": each} for each in written.tolist()]}
-            # dense attention is what the others are held against, and so exactly itself
+            # dense attention is the reference, so it is compared with itself exactly
             itself = probe == DECODE and case["method"] == Dense.name
             logits = dense if itself else behind_prompt(self.model, ids, prompt, **how)
             if probe == DECODE_ASKED:
                 given = zip(logits, readings, strict=True)
-                # of the first that is read behind the prompt, the first row
+                # the first row belongs to the first token after the prompt
                 return {
                     "cases": [right_spans(x[torch.tensor(r.places) - prompt], r) for x, r in given]
                 }
@@ -459,7 +462,7 @@ class Fidelity(LongRun):
     def _side_by_side(
         self, text: str, length: int, probe: str, indices: range
     ) -> tuple[list[TeacherForced], Tensor, int]:
-        """(readings, their tokens [B, length], how many of them all have as prompt)."""
+        """Return (readings, their tokens [B, length], the shortest prompt of them)."""
         readings = [self.reading(text, length, probe, None, index) for index in indices]
         ids = torch.tensor([reading.tokens for reading in readings], device=self.model.device)
         return readings, ids, min(reading.prompt for reading in readings)
@@ -475,11 +478,12 @@ class Fidelity(LongRun):
         if settings.get("equal") == TIME:
             parts.append(
                 "Matched methods have the budget at which attention takes as long as that of "
-                f"{settings['match']}, choosing included, within {OFF:.0%} where there is one."
+                f"{settings['match']}, including block selection, within {OFF:.0%} if such a "
+                "budget exists."
             )
         parts.append(
-            f"{NOTES} At block starts it does not: what is asked there is the first of {border} "
-            "tokens that whole query blocks make up."
+            f"{NOTES} At block starts it does not: the answer there starts with the first of "
+            f"{border} tokens that form whole query blocks."
         )
         return " ".join(parts)
 
@@ -487,17 +491,18 @@ class Fidelity(LongRun):
 EXPERIMENT = Fidelity
 
 NOTES = (
-    "docs/evaluation.md (Words) says what is asked and what the columns mean. Nothing but "
-    "continuations is generated: an answer is right when each of its tokens is the likeliest one "
-    f"after all that stands before it. Behind a prompt {CONTINUED} tokens of the same text are "
-    "read (an eighth of it at most), by exact attention but for methods that have dropped keys for "
-    "good. Shares with Wilson's interval, differences to dense with Newcombe's (over keys, those "
-    "of one text counting as independent), ratios of perplexity the geometric mean over documents "
-    "with Student's, as KL is the mean, all 95 %. Attention ms: by CUDA events, on the q, k and v "
-    "of one text of the cell as dense attention has them; × dense: over the fastest dense kernel "
-    "on the same. Behind ~, choosing is not measured: it takes what Xu et al. 2025 report, over "
-    f"dense attention {', '.join(f'{x:.3f} for {name}' for name, x in REPORTED.items() if x)}, and "
-    f"0 for {', '.join(name for name, x in REPORTED.items() if not x)}. Elsewhere it is measured, "
-    "in older results that of plain PyTorch too. Query blocks are decided as a whole, so that what "
-    "an answer's first token attends may depend on all that follow in the block."
+    "docs/evaluation.md (Words) explains the probes and the columns. Only continuations are "
+    "generated: an answer is right if each of its tokens is the likeliest one after the tokens "
+    f"before it. After a prompt, {CONTINUED} tokens of the same text are read (at most an eighth "
+    "of it) by exact attention, except by methods that have dropped keys for good. Shares have "
+    "Wilson's interval. Differences to dense have Newcombe's interval (over keys; those of one "
+    "text count as independent). Ratios of perplexity are the geometric mean over documents with "
+    "Student's interval, and KL is the mean; all intervals are 95 %. ms: by CUDA "
+    "events, on the q, k and v of one text of the cell under dense attention; time / dense: "
+    "divided by the fastest dense kernel on the same inputs. After ~, block selection is not "
+    "measured: its time is the share of dense attention that Xu et al. 2025 report, "
+    f"{', '.join(f'{x:.3f} for {name}' for name, x in REPORTED.items() if x)}, and 0 for "
+    f"{', '.join(name for name, x in REPORTED.items() if not x)}. Elsewhere it is measured, in "
+    "older results in plain PyTorch too. Query blocks select keys as a whole, so the keys of an "
+    "answer's first token may depend on all later tokens in the block."
 )

@@ -1,4 +1,4 @@
-"""The figure of `fidelity`: quality over attention time or density, a row of panels each text."""
+"""The figure of `fidelity`: quality over attention time or density, one row of panels per text."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from cab_hf.eval.methods import Cab, Dense
 from cab_hf.eval.report import grouped
 from cab_hf.texts.tasks import TASKS
 
-# a value of what a probe found, and the edges of its interval
+# fields of a value and the edges of its interval
 SHARE = ("share", "low", "high")
-# probe -> the title of its panel, and what is drawn
+# probe -> title of its panel, and the fields to draw
 DRAWN = {
-    probes.CONTINUATION: ("KL behind the prompt", KL),
-    probes.ASKED: ("end-of-prompt recall", SHARE),
+    probes.CONTINUATION: ("KL after the prompt", KL),
+    probes.ASKED: ("recall after the prompt", SHARE),
     probes.TURNS: ("KL over turns", KL),
     probes.DECODE: ("KL of decoding", KL),
-    probes.DECODE_ASKED: ("decoded recall", SHARE),
+    probes.DECODE_ASKED: ("recall in decoding", SHARE),
     probes.GREEDY: ("equal continuations", SHARE),
-    probes.RECALL: ("in-text recall", SHARE),
-    probes.RECALL_BORDER: ("block-start recall", SHARE),
+    probes.RECALL: ("recall in the prompt", SHARE),
+    probes.RECALL_BORDER: ("recall at block starts", SHARE),
     probes.PASS: ("pass", SHARE),
-    probes.PERPLEXITY: ("perplexity × dense", RATIO),
-    probes.PERPLEXITY_BORDER: ("block-start perplexity × dense", RATIO),
+    probes.PERPLEXITY: ("perplexity / dense", RATIO),
+    probes.PERPLEXITY_BORDER: ("block-start perplexity / dense", RATIO),
 }
-# the axis of a panel
+# label of the horizontal axis
 ACROSS = {
     "density": "density",
-    "over_dense": "attention time × dense",
-    "step_share": "share of the text read a step",
+    "over_dense": "attention time / dense",
+    "step_share": "share of the text read per step",
 }
 MARKERS = "osv^DPX*<>p"
-SPREAD = 0.38  # to both sides of the middle of what is side by side, whose middles are 1 apart
-NARROWEST = 0.1  # of a share of dense attention, that a panel spans at least
+SPREAD = 0.38  # offset around the middle of markers drawn side by side; middles are 1 apart
+NARROWEST = 0.1  # smallest width of a panel, as a share of dense attention
 POINT = {"markersize": 5, "elinewidth": 0.6}
-Looks = Mapping[str, Mapping[str, Any]]  # method -> how its line looks in all panels
+Looks = Mapping[str, Mapping[str, Any]]  # method -> look of its line in all panels
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """A row of panels each text and length, a panel a probe and one for all tasks."""
+    """Draw one row of panels per text and length: one panel per probe and one for all tasks."""
     panels = grouped(rows, "text", "length")
     tasks = {name: task.title for name, task in TASKS.items() if any(x.get(name) for x in rows)}
     asked = [probe for probe in DRAWN if any(row.get(probe) for row in rows)]
@@ -56,12 +56,12 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
         name: {
             "color": f"C{i % 10}",
             "marker": MARKERS[i % len(MARKERS)],
-            # before the others
+            # in front of the others
             "zorder": 3 if kind_of(name) is Cab else 2,
         }
         for i, name in enumerate(names)
     }
-    # names of tasks are beside each other
+    # names of tasks are side by side
     widths = [max(1, 0.3 * len(tasks)) if probe == probes.ALL_TASKS else 1 for probe in columns]
     size = (max(7.2, 3.6 * sum(widths)), 0.9 + 2.9 * len(panels))
     grid = {"figsize": size, "width_ratios": widths}
@@ -85,7 +85,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
 def _panel(
     axis: Any, rows: Sequence[Row], probe: str, values: tuple[str, str, str], looks: Looks
 ) -> None:
-    """What a probe found over time or density, a line a method; dense attention is a level."""
+    """Draw a probe over time or density, one line per method; dense attention is a level."""
     value, low, high = values
     results = [row for row in rows if row.get(probe, {}).get(value) is not None]
     level = {"color": "black", "linestyle": "--", "label": Dense.name}
@@ -110,11 +110,11 @@ def _panel(
         axis.errorbar([row[across] for row in own], heights, reach, **look)
     if value == "share":
         axis.set_ylim(-0.04, 1.04)
-    # what a method changes and what kernels leave are some powers of ten apart
+    # differences of methods and of kernels are some powers of ten apart
     if value == "kl" and drawn and all(row[probe][value] > 0 for row in drawn):
         axis.set_yscale("log", nonpositive="clip")
     left, right = axis.get_xlim()
-    # shares that are matched differ by less than means anything
+    # matched shares differ by less than is significant
     missing = max(0.0, NARROWEST - (right - left)) / 2
     axis.set_xlim(left - missing, right + missing)
     axis.set_xlabel(ACROSS[across], fontsize=8)
@@ -122,10 +122,10 @@ def _panel(
 
 
 def _by_name(axis: Any, rows: Sequence[Row], titles: Mapping[str, str], looks: Looks) -> None:
-    """Shares with intervals, side by side by name; a marker a row, and dense attention a level.
+    """Draw shares with intervals by name, one marker per row; dense attention is a level.
 
     Args:
-        titles: field of a row that has a `SHARE` -> what it is called.
+        titles: field of a row with a `SHARE` -> its title.
     """
     marked = [row for row in rows if row["method"] != Dense.name]
     for place, name in enumerate(titles):

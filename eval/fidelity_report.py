@@ -44,7 +44,7 @@ CELL = ("method", "text", "length", "budget")
 cell_of = itemgetter(*CELL)
 place_of = itemgetter("text", "length")
 TIMES = ("predict_ms", "attend_ms", "dense_ms", "dense_kernel")
-# a value of a row, and the edges of its interval
+# fields of a value of a row, and the edges of its interval
 RATIO, KL = ("ratio", "ratio_low", "ratio_high"), ("kl", "kl_low", "kl_high")
 GROWTH = ("growth", "growth_low", "growth_high")
 
@@ -53,9 +53,9 @@ GROWTH = ("growth", "growth_low", "growth_high")
 
 
 def usual(samples: Sequence[Row]) -> list[Row]:
-    """Those that read a text of its length in one pass and are asked nothing twice.
+    """Return samples that read a text of its length in one pass, without repeated questions.
 
-    Where there are none, all that have a density.
+    If there are none, return all samples with a density.
     """
     parts = [s for s in samples if s["probe"] != TIME]
     read = [s for s in parts if s["probe"] not in DECODES] or parts
@@ -64,21 +64,23 @@ def usual(samples: Sequence[Row]) -> list[Row]:
 
 
 def attention_ms(timed: Row) -> float:
-    """What attention took in a sample or row that was timed."""
+    """Return the attention time of a sample or row that was timed."""
     return timed["predict_ms"] + timed["attend_ms"]
 
 
 def rows_of(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row a (method, text, length, budget), with what was found by each probe.
+    """Return one row per (method, text, length, budget), with the result of each probe.
 
-    Of answers: the share that is right with Wilson's interval, and the difference to dense with
-    Newcombe's. Of perplexity: its ratio to dense, the geometric mean over documents with Student's
-    interval. Both over what this method and dense attention have read alike. Of what follows a
-    prompt also the KL divergence a token, the mean over documents with Student's interval, and the
-    share of tokens at which greedy decoding would agree with dense. Of what is decoded the KL
-    divergence also over that of `Full`, the noise floor. Of turns also what is found in each, and
-    by how much the last one's KL exceeds the first one's. Of continuations: how many are those of
-    dense word for word, and how many tokens they begin alike.
+    * Answers: the share of right answers with Wilson's interval, and the difference to dense with
+      Newcombe's interval.
+    * Perplexity: its ratio to dense, the geometric mean over documents with Student's interval.
+      Both compare texts that this method and dense attention have read.
+    * Tokens after a prompt: also the KL divergence per token, the mean over documents with
+      Student's interval, and the share of tokens at which greedy decoding agrees with dense.
+    * Decoding: also the KL divergence divided by that of `Full`, the noise floor.
+    * Turns: also the results of each turn, and the KL of the last turn minus that of the first.
+    * Continuations: the number equal to dense word for word, and the number of tokens before the
+      first difference.
     """
     dense = {question_of(s): s for s in samples if s["method"] == Dense.name}
     cells = _cells_of(samples)
@@ -90,7 +92,7 @@ def rows_of(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[st
 
 
 def _cells_of(samples: Sequence[Row]) -> list[list[Row]]:
-    """The samples of each cell, by text, length, method and budget."""
+    """Return the samples of each cell, by text, length, method and budget."""
     texts, kinds = list(dict.fromkeys(s["text"] for s in samples)), list(METHODS.values())
 
     def place(cell: Sequence[Row]) -> tuple:
@@ -124,9 +126,9 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
 
 
 def _density_over_match(members: Sequence[Row], read: Sequence[Row]) -> float | None:
-    """What was attended in sparse layers over what was to be; None where no density was matched.
+    """Return the density of sparse layers divided by the matched density; None without a match.
 
-    A cache that keeps some tokens, behind a dense prefill, has no layer that is sparse.
+    A cache that keeps some tokens after a dense prefill has no sparse layer.
     """
     fitted, by_time = members[0]["fitted"], {"fitted_config", "match_ms"}
     if fitted is None or any(by_time & s.keys() for s in members):
@@ -137,11 +139,11 @@ def _density_over_match(members: Sequence[Row], read: Sequence[Row]) -> float | 
 
 
 def _times(members: Sequence[Row]) -> dict[str, Any]:
-    """What attention took, and over dense attention; nothing but None where it was not timed."""
+    """Return the attention time, absolute and relative to dense; None if it was not timed."""
     timed = next((s for s in members if s["probe"] == TIME), None)
     if timed is None:
         return dict.fromkeys((*TIMES, "over_dense"))
-    # results of before it counted have what plain PyTorch took to choose
+    # older results contain the time of selection in plain PyTorch
     names = (*TIMES, "predict_reported")
     row = {name: timed[name] for name in names if name in timed}
     if "match_ms" in timed:
@@ -150,7 +152,7 @@ def _times(members: Sequence[Row]) -> dict[str, Any]:
 
 
 def _perplexity(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """Over all tokens; its ratio is that of the same documents, each counting once."""
+    """Return perplexity over all tokens; its ratio compares the same documents equally."""
     nll, count = (sum(s[name] for s in own) for name in ("nll", "count"))
     fields = {"n": len(own), "tokens": count, "value": math.exp(nll / count)}
     if not pairs:
@@ -165,19 +167,19 @@ def _perplexity(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[st
 
 
 def _continuation(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """KL divergence a token and greedy agreement, and what `_perplexity` adds."""
+    """Return KL divergence per token, greedy agreement, and the result of `_perplexity`."""
     means = [s["kl"] / s["count"] for s in own]
     fields = {"kl": fmean(means)}
     if len(own) > 1:
         _, low, high = mean_interval(means, [0.0] * len(means))
-        # no divergence is below 0
+        # a divergence is never below 0
         fields |= {"kl_low": max(0.0, low), "kl_high": high}
     agreed, count = (sum(s[name] for s in own) for name in ("agree", "count"))
     return {**fields, "agreement": agreed / count, **_perplexity(own, pairs)}
 
 
 def _turns(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """`_continuation` of all turns and of each, and the KL of the last less that of the first."""
+    """Return `_continuation` of all turns and of each, and the KL growth over turns."""
     turns = [
         _continuation(
             [s["turns"][at] for s in own], [(s["turns"][at], b["turns"][at]) for s, b in pairs]
@@ -192,7 +194,7 @@ def _turns(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, An
 
 
 def _written(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """How many continuations are those of dense, and how many tokens they begin alike."""
+    """Count continuations equal to dense, and the tokens before the first difference."""
     fields = {"n": len(own), "tokens": len(own[0]["written"])}
     if not pairs:
         return fields
@@ -204,7 +206,7 @@ def _written(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, 
 
 
 def _answers(own: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    """What was right; every key counts, and only keys both were asked for are compared."""
+    """Return right answers over all keys; only keys that both were asked for are compared."""
     both = [keys for s, base in pairs for keys in zip(s["right"], base["right"], strict=True)]
     fields = compared_shares([each for s in own for each in s["right"]], both)
     if both:
@@ -221,7 +223,7 @@ SCORED: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def _hold_against_floor(rows: Sequence[dict[str, Any]]) -> None:
-    """Give what was decoded its KL over that of `Full` on the same, where that is there."""
+    """Divide the KL of decoding by that of `Full` on the same texts, if it exists."""
     decoded = [row for row in rows if row.get(DECODE) and row["method"] != Dense.name]
     floors = {place_of(row): row[DECODE]["kl"] for row in decoded if row["method"] == Full.name}
     for row in decoded:
@@ -231,7 +233,7 @@ def _hold_against_floor(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _tell_means_of_tasks(rows: Sequence[dict[str, Any]]) -> None:
-    """Give rows their mean over tasks, where they have all that others of their text have."""
+    """Add the mean over tasks to rows that have all tasks of other rows of their text."""
     for alike in grouped(rows, "text", "length"):
         asked = [name for name in TASKS if any(name in row for row in alike)]
         for row in alike:
@@ -240,7 +242,7 @@ def _tell_means_of_tasks(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _mean_of_tasks(results: Sequence[Row]) -> dict[str, Any]:
-    """What `_answers` says of each task, as the mean over tasks, each counting once."""
+    """Return the mean over tasks of the results of `_answers`, equally weighted."""
     shown = {"n": len(results)}
     for names in (("share", "low", "high"), ("delta", "delta_low", "delta_high")):
         if all(names[0] in result for result in results):
@@ -250,15 +252,15 @@ def _mean_of_tasks(results: Sequence[Row]) -> dict[str, Any]:
 
 
 def _mark_fewer(rows: Sequence[dict[str, Any]], cells: Sequence[Sequence[Row]]) -> None:
-    """Say as ``fewer`` of a row which probes have fewer cases than elsewhere, ``6 of 20``.
+    """Record in ``fewer`` which probes of a row have fewer cases than other rows, ``6 of 20``.
 
-    Elsewhere: in other rows of its text and length. The run of such a row was stopped, or went on
-    for other methods alone.
+    Other rows are those of its text and length. The run of such a row was stopped, or continued for
+    other methods alone.
     """
     counts = [Counter((*place_of(s), s["probe"]) for s in cell) for cell in cells]
     most: Counter = Counter()
     for count in counts:
-        # the larger of both
+        # the maximum of both
         most |= count
     for row, count in zip(rows, counts, strict=True):
         fewer = {at[-1]: f"{n} of {most[at]}" for at, n in count.items() if n < most[at]}
@@ -270,7 +272,7 @@ def _mark_fewer(rows: Sequence[dict[str, Any]], cells: Sequence[Sequence[Row]]) 
 
 
 def tables_of(rows: Sequence[Row]) -> dict[str, str]:
-    """A table of each text; columns that no row fills are left out."""
+    """Return one table per text; empty columns are left out."""
     shown = {
         heading: write
         for heading, (probe, write) in COLUMNS.items()
@@ -286,14 +288,14 @@ def _share(result: Row) -> str:
 
 
 def _ratio(result: Row) -> str | None:
-    """The ratio to dense attention with its interval, where there is one."""
+    """Return the ratio to dense attention with its interval, or None."""
     if result.get("ratio") is None:
         return None
     return with_interval(*map(result.get, RATIO), "{:.3f}".format)
 
 
 def _divergence(result: Row) -> str:
-    """KL a token, and its interval where there is one."""
+    """Return KL per token, with its interval if there is one."""
     return with_interval(*map(result.get, KL), digits)
 
 
@@ -306,7 +308,7 @@ def _listed(turns: Sequence[Row], write: Callable[[Row], str]) -> str:
 
 
 def _equal(result: Row) -> str | None:
-    """``34 of 100``, where continuations are held against those of dense."""
+    """Return ``34 of 100`` if continuations are compared with those of dense."""
     return f"{result['equal']} of {result['pairs']}" if "pairs" in result else None
 
 
@@ -315,7 +317,7 @@ def _prefix(result: Row) -> str | None:
 
 
 def _milliseconds(row: Row) -> str | None:
-    """What attention took: ``12.3 (1.20 + 11.1)``, choosing and attending; ~ for reported."""
+    """Return attention ms ``12.3 (1.20 + 11.1)``: selecting and attending; ~ marks reports."""
     if row.get("attend_ms") is None:
         return None
     about = "~" if "predict_reported" in row else ""
@@ -329,51 +331,51 @@ def _over_dense(row: Row) -> str | None:
 
 
 def _of(probe: str, write: Callable[[Row], str | None]) -> tuple[str, Callable[[Row], Any]]:
-    """A column of what a probe found: the probe, and what is shown of a row."""
+    """Return a column of a probe: the probe, and a function from row to text."""
     return probe, column(write, probe)
 
 
 def _right(probe: str, heading: str, mark: str = " [95 %]") -> dict[str, tuple]:
-    """The two columns of a probe of answers; ``mark`` follows the heading of the first."""
+    """Return the two columns of a probe of answers; ``mark`` follows the heading of the first."""
     return {
         f"{heading}{mark}": _of(probe, _share),
-        f"{heading} to dense": _of(probe, difference),
+        f"{heading}, difference to dense": _of(probe, difference),
     }
 
 
-# heading -> the probe or time that a row must have for it, and what is shown of a row
+# heading -> the probe or time that a row must have, and a function from row to text
 COLUMNS = {
     **{name: (None, name) for name in ("method", "length", "budget", "density")},
-    "KL behind the prompt": _of(CONTINUATION, _divergence),
+    "KL after the prompt": _of(CONTINUATION, _divergence),
     "agreement": _of(CONTINUATION, _agreement),
-    "perplexity behind the prompt × dense": _of(CONTINUATION, _ratio),
-    **_right(ASKED, "end-of-prompt recall", ""),
+    "perplexity after the prompt / dense": _of(CONTINUATION, _ratio),
+    **_right(ASKED, "recall after the prompt", ""),
     "KL over turns": _of(TURNS, _divergence),
     "KL, turn by turn": _of(TURNS, lambda result: _listed(result["turns"], _divergence)),
-    f"turn {TURN_COUNT} less turn 1": _of(
+    f"turn {TURN_COUNT} minus turn 1": _of(
         TURNS, lambda result: with_interval(*map(result.get, GROWTH), "{:+.2g}".format)
     ),
     "agreement, turn by turn": _of(TURNS, lambda result: _listed(result["turns"], _agreement)),
-    "keys a step": ("step_tokens", column(lambda tokens: f"{tokens:,.0f}", "step_tokens")),
-    "decode KL": _of(DECODE, _divergence),
-    "× floor": _of(DECODE, lambda result: digits(result.get("over_floor"))),
-    "decode agreement": _of(DECODE, _agreement),
-    **_right(DECODE_ASKED, "decode recall", ""),
+    "keys per step": ("step_tokens", column(lambda tokens: f"{tokens:,.0f}", "step_tokens")),
+    "KL of decoding": _of(DECODE, _divergence),
+    "KL / noise floor": _of(DECODE, lambda result: digits(result.get("over_floor"))),
+    "agreement of decoding": _of(DECODE, _agreement),
+    **_right(DECODE_ASKED, "recall in decoding", ""),
     "equal continuations": _of(GREEDY, _equal),
     "agreeing prefix": _of(GREEDY, _prefix),
-    "attention ms (predict + attend)": ("attend_ms", _milliseconds),
-    "× dense": ("attend_ms", _over_dense),
-    "× matched time": _of("over_match", "{:.2f}".format),
+    "ms (selection + attention)": ("attend_ms", _milliseconds),
+    "time / dense": ("attend_ms", _over_dense),
+    "time / matched time": _of("over_match", "{:.2f}".format),
     **_right(PASS, "pass"),
     **_right(QUESTION_FIRST, "question first", ""),
     **_right(MULTI_KEY, "multi key"),
-    **_right(RECALL, "in-text recall"),
-    "in-text recall × dense": _of(RECALL, _ratio),
-    **_right(RECALL_BORDER, "block-start recall"),
+    **_right(RECALL, "recall in the prompt"),
+    "recall in the prompt / dense": _of(RECALL, _ratio),
+    **_right(RECALL_BORDER, "recall at block starts"),
     "perplexity": _of(PERPLEXITY, lambda result: f"{result['value']:.2f}"),
-    "perplexity × dense [95 %]": _of(PERPLEXITY, _ratio),
-    "block-start perplexity × dense [95 %]": _of(PERPLEXITY_BORDER, _ratio),
-    **_right(ALL_TASKS, "mean over tasks"),
+    "perplexity / dense [95 %]": _of(PERPLEXITY, _ratio),
+    "block-start perplexity / dense [95 %]": _of(PERPLEXITY_BORDER, _ratio),
+    **_right(ALL_TASKS, "mean of tasks"),
     **{
         heading: shown
         for name, task in TASKS.items()
@@ -384,9 +386,10 @@ COLUMNS = {
 
 
 def readings_of(rows: Sequence[Row]) -> list[str]:
-    """What CAB changes in each text, at the greatest length, and what rows do not hold.
+    """Summarise CAB's differences to dense per text at the greatest length, and list exceptions.
 
-    That is the match, cases that others have, and a method that was dense attention.
+    Exceptions are budgets that miss the match, missing cases, and methods that were dense
+    attention.
     """
     cab = {}
     for row in rows:
@@ -395,11 +398,12 @@ def readings_of(rows: Sequence[Row]) -> list[str]:
             time = "" if over is None else f" in {over:.2f} × the time of {row['dense_kernel']}"
             cab[row["text"]] = (
                 f"On {plain(row['text'])}, {row['length']} tokens, cab attends "
-                f"{row['density']:.0%} of the pairs{time}; against dense: {', '.join(changes)}."
+                f"{row['density']:.0%} of the pairs{time}. Compared with dense: "
+                f"{', '.join(changes)}."
             )
     off = {
-        "over_match": f"No budget takes the matched time within {OFF:.0%}",
-        "density_over_match": f"The density is not the matched one within {OFF:.0%}",
+        "over_match": f"No budget matches the time within {OFF:.0%}",
+        "density_over_match": f"The density misses the matched density by over {OFF:.0%}",
     }
     said = [
         (sentence, [f"{_where(row)} ({row[field]:.2f} ×)" for row in rows if _is_off(row, field)])
@@ -407,7 +411,7 @@ def readings_of(rows: Sequence[Row]) -> list[str]:
     ]
     fewer = {_where(row): dict.fromkeys(row["fewer"].values()) for row in rows if "fewer" in row}
     fewer = [f"{where} ({' or '.join(cases)})" for where, cases in fewer.items()]
-    said.append(("Not measured in all the cases that others have", fewer))
+    said.append(("Measured in fewer cases than other rows", fewer))
     named = [f"{sentence}: {', '.join(which)}." for sentence, which in said if which]
     return [*cab.values(), *named, *exact_readings(rows)]
 
@@ -417,39 +421,39 @@ def _is_off(row: Row, field: str) -> bool:
 
 
 def _where(row: Row) -> str:
-    """A row in a sentence."""
+    """Describe a row in a sentence."""
     budget = f" and budget {row['budget']}" if isinstance(row["budget"], float) else ""
     return f"{row['method']} on {plain(row['text'])} at {row['length']} tokens{budget}"
 
 
 def _changes(row: Row, rows: Sequence[Row]) -> list[str]:
-    """What a method changes against dense, a phrase an item; none where nothing is compared."""
+    """List the differences of a method to dense, one phrase each; empty without comparisons."""
     phrases = []
     behind, turned, decoded, written = (
         row[probe] if row.get(probe, {}).get("pairs") else None for probe in OWN_PHRASES
     )
     if behind:
-        # what the sparse path leaves at full budget
+        # differences of the sparse path at full budget
         full = [x for x in rows if x["method"] == Full.name and place_of(x) == place_of(row)]
         noise = [digits(each[CONTINUATION]["kl"]) for each in full if each.get(CONTINUATION)]
-        beside = f" (of the kernels alone {noise[0]})" if noise else ""
+        beside = f" (kernels alone: {noise[0]})" if noise else ""
         phrases += [
-            f"behind the prompt KL {_divergence(behind)} a token{beside}",
+            f"KL after the prompt {_divergence(behind)} per token{beside}",
             f"greedy agreement {behind['agreement']:.1%}",
-            f"perplexity behind the prompt × {_ratio(behind)}",
+            f"perplexity after the prompt × {_ratio(behind)}",
         ]
     if turned:
         first, *_, last = map(_divergence, turned["turns"])
-        phrases.append(f"KL a token {first} in turn 1 and {last} in turn {TURN_COUNT} of a chat")
+        phrases.append(f"KL per token {first} in turn 1 and {last} in turn {TURN_COUNT} of a chat")
     if decoded:
         over = decoded.get("over_floor")
         beside = "" if over is None else f" ({over:.1f} × the floor)"
         phrases += [
-            f"decoded KL {_divergence(decoded)} a token{beside}",
-            f"decoded agreement {decoded['agreement']:.1%}",
+            f"KL of decoding {_divergence(decoded)} per token{beside}",
+            f"agreement of decoding {decoded['agreement']:.1%}",
         ]
     if written:
-        phrases.append(f"{_equal(written)} continuations equal")
+        phrases.append(f"equal continuations: {_equal(written)}")
     for probe in (*PROBES, ALL_TASKS):
         if row.get(probe) and probe not in (*OWN_PHRASES, *TASKS):
             ratio = probe in PERPLEXITIES
@@ -461,10 +465,10 @@ def _changes(row: Row, rows: Sequence[Row]) -> list[str]:
 
 OWN_PHRASES = (CONTINUATION, TURNS, DECODE, GREEDY)
 SAID = {
-    ASKED: "end-of-prompt recall",
-    DECODE_ASKED: "decoded recall",
-    RECALL: "in-text recall",
-    RECALL_BORDER: "block-start recall",
+    ASKED: "recall after the prompt",
+    DECODE_ASKED: "recall in decoding",
+    RECALL: "recall in the prompt",
+    RECALL_BORDER: "recall at block starts",
     PERPLEXITY_BORDER: "block-start perplexity",
-    ALL_TASKS: "mean over tasks",
+    ALL_TASKS: "mean of tasks",
 }

@@ -1,4 +1,4 @@
-"""The options of `fidelity`: methods and the configs among them, budgets, texts and probes."""
+"""The options of `fidelity`: methods and their configs, budgets, texts and probes."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ from cab_hf.runs.settings import (
 from cab_hf.texts.needles import NAMES
 from cab_hf.texts.tasks import TASKS
 
-# what can be matched, and how far it may be off
+# quantities that can be matched, and the tolerance
 DENSITY, TIME, OFF = "density", "time", 0.05
-FIELD = re.compile(r",(?=\s*\w+\s*=)")  # between two assignments, whose values may have commas
+FIELD = re.compile(r",(?=\s*\w+\s*=)")  # between two assignments: their values may contain commas
 NAME = re.compile(r"[\w.-]+")
 YAML = (".yaml", ".yml")
 
 
 def parse_budget(text: str) -> str | float:
-    """A density, or `MATCH`."""
+    """Parse a density, or `MATCH`."""
     return MATCH if text == MATCH else float(text)
 
 
 def cab_config(text: str | Mapping[str, Any]) -> CabConfig:
-    """Of fields, ``field=value,field=value`` or a JSON file; sparse at any length.
+    """Return the CabConfig of ``field=value,field=value`` or a JSON file, sparse at any length.
 
     Raises:
-        ValueError: there is no such file, or what it or ``text`` has are no fields of CabConfig.
+        ValueError: the file does not exist, or the fields are no fields of CabConfig.
     """
     if isinstance(text, Mapping):
         return CabConfig.from_dict({"min_length": 0, **text})
@@ -70,17 +70,17 @@ def cab_config(text: str | Mapping[str, Any]) -> CabConfig:
     try:
         content = json.loads(Path(text).read_text("utf-8-sig"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"variant must name a JSON file of CabConfig fields: {error}.") from None
+        raise ValueError(f"variant must name a JSON file of CabConfig fields ({error}).") from None
     fields = content.get("cab_config", content) if isinstance(content, dict) else content
-    # a saved config has a min_length for its user's prompts
+    # a saved config has a min_length for the prompts of users
     return CabConfig.from_dict(fields).changed(min_length=0)
 
 
 def parse_variant(text: str) -> dict[str, Any]:
-    """Name -> what `cab_config` takes, of ``NAME=...`` or of a YAML file that holds several.
+    """Parse ``NAME=...`` or a YAML file of several to name -> argument of `cab_config`.
 
     Raises:
-        ValueError: there is no such file, or it holds no configurations by name.
+        ValueError: the file does not exist, or contains no configurations by name.
     """
     import yaml
 
@@ -90,15 +90,20 @@ def parse_variant(text: str) -> dict[str, Any]:
         content = yaml.safe_load(Path(text).read_text("utf-8-sig"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         why = str(error).splitlines()[0]
-        raise ValueError(f"{text} must be a YAML file of configurations: {why}.") from None
+        raise ValueError(
+            f"variant must be a YAML file of configurations, got {text} ({why})."
+        ) from None
     by_name = isinstance(content, Mapping) and content
     if not by_name or not all(isinstance(fields, Mapping) for fields in content.values()):
-        raise ValueError(f"{text} must hold names, and fields of CabConfig below each.")
+        raise ValueError(
+            "variant must be a YAML file with names, and fields of CabConfig below each name, got "
+            f"{text}."
+        )
     return {str(name): fields for name, fields in content.items()}
 
 
 def without_folder(variant: str) -> str:
-    """A ``--variant`` as results record it: of a file its name alone."""
+    """Return a ``--variant`` as results record it: a file without its folder."""
     if variant.endswith(YAML):
         return Path(variant).name
     name, value = parse_assignment(variant)
@@ -106,75 +111,80 @@ def without_folder(variant: str) -> str:
 
 
 def spell_texts(texts: Sequence[str | Mapping[str, str]]) -> str:
-    """Texts as they are typed, from what is given or recorded."""
+    """Return texts as typed on a command line, from settings or records."""
     return ",".join(text["name"] if isinstance(text, Mapping) else text for text in texts)
 
 
 def kind_of(method: str) -> type[Method]:
-    """The class of a method; of ``cab:NAME``, that of cab."""
+    """Return the class of a method; ``cab:NAME`` has the class of cab."""
     return METHODS[method.partition(":")[0]]
 
 
 @dataclass(frozen=True)
 class Settings(LongRunSettings):
-    """Settings of a run. None is a default that depends on the device."""
+    """Settings of a run. None means a default that depends on the device."""
 
     methods: tuple[str, ...] | None = by_device(
         ("dense", "full", "cab", "published", "streaming", "random", "antidiagonal"),
         ("dense", "full", "cab", "random"),
-        f"comma-separated, of {', '.join(METHODS)}",
+        f"comma-separated methods: {', '.join(METHODS)}",
         comma_separated(str),
     )
     variant: tuple[str, ...] = option(
         (),
-        "another configuration as method cab:NAME, NAME=field=value,... or NAME=FILE.json; "
-        "FILE.yaml has several, their fields below their names; repeatable",
+        "another configuration as method cab:NAME: NAME=field=value,... or NAME=FILE.json; "
+        "FILE.yaml contains several, with fields below names; repeatable",
         parse_variant,
         repeatable=True,
     )
     lengths: tuple[int, ...] | None = by_device(
         (8192,), (1536,), "comma-separated lengths in tokens", comma_separated(parse_length)
     )
-    prefill_chunk: int = option(0, "read prompts in chunks of so many tokens; 0: in one call", int)
+    prefill_chunk: int = option(0, "tokens per chunk of a prompt; 0: the prompt in one call", int)
     budgets: tuple[str | float, ...] = option(
         (MATCH,),
-        f"comma-separated densities of the baselines: {MATCH} (what --{MATCH} realises), numbers",
+        f"comma-separated densities of the baselines: {MATCH} (the density of --{MATCH}) or "
+        "numbers",
         comma_separated(parse_budget),
     )
-    match: str = option(Cab.name, "the method whose density is matched, cab or cab:NAME")
+    match: str = option(Cab.name, "method whose density is matched: cab or cab:NAME")
     equal: str = option(
         DENSITY,
-        f"what is matched of it, {DENSITY} or {TIME}: what attention takes, choosing included, "
-        f"within {OFF:.0%}",
+        f"what is matched: {DENSITY}, or {TIME} of attention including block selection, within "
+        f"{OFF:.0%}",
     )
     texts: tuple[str, ...] = option(
         (NOISE,),
-        f"comma-separated, {NOISE} (five sentences) or UTF-8 files; both repeat if they are short",
+        f"comma-separated texts: {NOISE} (five sentences) or UTF-8 files; short texts repeat",
         comma_separated(str),
         spell=spell_texts,
     )
     probes: tuple[str, ...] = option(
         USUAL,
-        f"comma-separated, of {', '.join(PROBES)}; {ALL_TASKS}: the last {len(TASKS)}",
+        f"comma-separated probes: {', '.join(PROBES)}; {ALL_TASKS}: the last {len(TASKS)}",
         comma_separated(str),
     )
-    depths: int | None = by_device(20, 2, "depths of the key in a prompt, evenly spaced", int)
-    pass_samples: int | None = by_device(100, 2, "prompts of each length, over all depths", int)
-    documents: int | None = by_device(20, 1, "documents of each length", int)
-    task_samples: int | None = by_device(100, 2, "prompts of each length and task", int)
-    keys: int | None = by_device(12, 4, "how many keys a document of recall has", int)
+    depths: int | None = by_device(
+        20, 2, "number of depths of the key in a prompt, evenly spaced", int
+    )
+    pass_samples: int | None = by_device(100, 2, "prompts per length, over all depths", int)
+    documents: int | None = by_device(20, 1, "documents per length", int)
+    task_samples: int | None = by_device(100, 2, "prompts per length and task", int)
+    keys: int | None = by_device(12, 4, "keys per document of recall", int)
     asked: int | None = by_device(
         12,
         4,
-        f"how many keys a prompt of the probe {ASKED} has, all asked for after it; 0: none",
+        f"keys per prompt of the probe {ASKED}, all asked for after it; 0: none",
         int,
     )
     decoded: int | None = by_device(
-        512, 48, f"tokens after a prompt that the probe {DECODE} reads, one at a time", int
+        512, 48, f"tokens after a prompt that the probe {DECODE} reads one at a time", int
     )
-    continuations: int | None = by_device(100, 2, f"prompts of each length for {GREEDY}", int)
+    continuations: int | None = by_device(100, 2, f"prompts per length for {GREEDY}", int)
     written: int | None = by_device(256, 32, f"tokens that {GREEDY} generates after a prompt", int)
-    out: str = option("fidelity_results", "folder for the results; a run found there goes on")
+    out: str = option(
+        "fidelity_results", "folder for the results; a run in this folder is continued"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -187,20 +197,20 @@ class Settings(LongRunSettings):
     def _check_methods_and_budgets(self, check: partial) -> None:
         self.check_methods()
         for method in (name for name in self.methods if kind_of(name).dense_prefill):
-            dense = f"without {method}, whose prefill is dense, where no probe decodes"
+            dense = f"without {method} if no probe decodes, because its prefill is dense"
             check("methods", self.decoding, dense, method)
-            whole = f"0 with {method}, which reads a prompt at once"
+            whole = f"0 with {method}, which reads a prompt in one call"
             check("prefill_chunk", not self.prefill_chunk, whole)
-        # a text of one token has nothing to foresee
-        check("lengths", self.lengths and min(self.lengths) > 1, "numbers of tokens, 2 at least")
+        # a text of one token has no token to predict
+        check("lengths", self.lengths and min(self.lengths) > 1, "numbers of tokens, 2 or more")
         check("prefill_chunk", self.prefill_chunk >= 0, "0 or more")
         densities = [budget for budget in self.budgets if budget != MATCH]
         fits = self.budgets and all(0 < density <= 1 for density in densities)
         check("budgets", fits, f"{MATCH} or densities in (0, 1]")
         check("equal", self.equal in (DENSITY, TIME), f"{DENSITY} or {TIME}")
         alone = self.equal == DENSITY or self.budgets == (MATCH,)
-        check("budgets", alone, f"{MATCH} alone with --equal {TIME}")
-        # refuses bad fields here rather than in the middle of a run
+        check("budgets", alone, f"{MATCH} with --equal {TIME}")
+        # raises an error for bad fields before the run instead of during it
         check("match", self.match in self.configs, f"one of {', '.join(self.configs)}")
         there = MATCH not in self.budgets or self.match in self.compared
         self.check_match("budgets", self.match, there)
@@ -208,22 +218,26 @@ class Settings(LongRunSettings):
         check(
             "match",
             not caches or MATCH not in self.budgets or self.configs[self.match].sparse_decode,
-            f"a config with sparse_decode=true, the bytes of whose steps {', '.join(caches)} are "
-            "to match",
+            f"a config with sparse_decode=true, whose steps {', '.join(caches)} match in bytes",
         )
 
     def _check_texts_and_probes(self, check: partial) -> None:
         others = self.asked or set(self.probes) - {*WITH_KEYS_ASKED}
-        check("asked", others, "at least 1 where all probes ask for keys")
+        check("asked", others, "at least 1 if all probes ask for keys")
         for probe in self.probes:
-            check("probes", probe in PROBES, f"of {', '.join(PROBES)}", probe)
+            check("probes", probe in PROBES, f"one or more of {', '.join(PROBES)}", probe)
         check("probes", self.probes, "at least one name")
         for text in self.texts:
-            check("texts", text == NOISE or Path(text).is_file(), f"{NOISE} or text files", text)
+            check(
+                "texts",
+                text == NOISE or Path(text).is_file(),
+                f"{NOISE} or existing text files",
+                text,
+            )
         for text in filter(NOISE.__ne__, self.texts):
             read_sentences("texts", text)
         distinct = self.texts and len(self.files) == len(self.texts)
-        check("texts", distinct, "at least one, of different names without folder and ending")
+        check("texts", distinct, "at least one, with different names without folder and suffix")
         counts = ("depths", "pass_samples", "task_samples", "documents", "continuations")
         for name in (*counts, "decoded", "written"):
             check(name, getattr(self, name) > 0, "at least 1")
@@ -231,18 +245,18 @@ class Settings(LongRunSettings):
         check("asked", 0 <= self.asked <= len(NAMES), f"0 to {len(NAMES)}")
         complete = all(self.border % config.query_block == 0 for config in self.configs.values())
         borders = complete or not {RECALL_BORDER, PERPLEXITY_BORDER} & set(self.probes)
-        of = f"none at block starts where query blocks do not divide {self.border}"
+        of = f"without probes at block starts if query blocks do not divide {self.border}"
         check("probes", borders, of)
 
     def _check_lengths(self, check: partial) -> None:
-        # what is decoded may be an eighth of the text
+        # an eighth of the text may be decoded
         prompt = min(self.lengths) * (CONTINUED_SHARE - 1) // CONTINUED_SHARE
         for config in self.configs.values() if self.decoding else ():
             check(
                 "lengths",
                 not config.sparse_decode or decodes_sparsely(config, prompt),
-                f"such that 7/8 of each are 4 times decode_tokens={config.decode_tokens} or more, "
-                "for below decoding is dense",
+                "so long that 7/8 of each is at least 4 times "
+                f"decode_tokens={config.decode_tokens}; decoding is dense below",
             )
         blocks = [config.query_block for config in self.configs.values()]
         if Published.name in self.methods:
@@ -257,7 +271,7 @@ class Settings(LongRunSettings):
 
     @cached_property
     def files(self) -> dict[str, str | None]:
-        """Short name of each text -> its file, None for noise."""
+        """The file of each text by its short name; None for noise."""
         return {Path(text).stem: None if text == NOISE else text for text in self.texts}
 
     @property
@@ -266,12 +280,12 @@ class Settings(LongRunSettings):
 
     @property
     def decoding(self) -> set[str]:
-        """The probes that have methods decode, sparsely where they do."""
+        """The probes in which methods decode, sparsely if they support it."""
         return {*self.probes} & {*DECODES}
 
     @cached_property
     def configs(self) -> dict[str, CabConfig]:
-        """``cab``, the defaults and ``--cab``; and ``cab:NAME`` for each ``--variant``."""
+        """The configs by method: ``cab`` from ``--cab``, and ``cab:NAME`` from ``--variant``."""
         chosen = {Cab.name: CabConfig.from_dict({"min_length": 0, **self.cab_fields})}
         given_by_name = chain.from_iterable(parse_variant(x).items() for x in self.variant)
         for name, given in given_by_name:
@@ -283,12 +297,12 @@ class Settings(LongRunSettings):
 
     @cached_property
     def chunk(self) -> int:
-        """Tokens behind a prompt that are read at once: too few for any config to be sparse."""
+        """The tokens after a prompt that are read at once: too few for any config to be sparse."""
         smallest = min(config.query_block for config in self.configs.values())
         return min(CHUNK, smallest - 1, CabConfig.published().query_block - 1)
 
     @cached_property
     def compared(self) -> tuple[str, ...]:
-        """All methods; those that match a budget wait for the one that sets it."""
+        """All methods; methods that match a budget come after the method that sets it."""
         others = [name for name in self.configs if name != Cab.name]
         return tuple(sorted((*self.methods, *others), key=lambda name: kind_of(name).matched))

@@ -1,8 +1,8 @@
-"""``fits``: the longest prompts of a model that fit on a GPU, estimated from its config alone.
+"""Estimate the longest prompts of a model that fit on a GPU, from its config alone.
 
-The model is called on torch's meta device, where tensors have shapes and no memory, and what is
-alive is counted: the keys and values that each layer caches, what is there when a layer attends,
-and the most that there is. All grow with the number of tokens. What CAB chooses blocks in is added.
+The model is called on torch's meta device, where tensors have shapes and no memory. The estimate
+counts live bytes: the keys and values that each layer caches, the bytes when a layer attends, and
+the peak. All grow with the number of tokens. The memory for CAB's block selection is added.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from cab_hf.runs.settings import (
 
 DYNAMIC, STATIC, OFFLOADED = CACHES = ("dynamic", "static", "offloaded")
 COUNTING = "cab_counting"  # the attention that computes nothing
-TOKENS = 2**13  # of the call that is counted: so many that the logits of one matter little
+TOKENS = 2**13  # tokens of the counted call: so long that the logits of one token are negligible
 STEP = 128  # lengths are multiples of it
 MOST = 2**31 // STEP
 FRAGMENTS = (
-    "Whole prompts: if PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is set in the environment; "
-    "without it the longest that ran were a sixth shorter."
+    "Whole prompts need PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment; "
+    "without it the longest prompts that ran were a sixth shorter."
 )
-LIBRARIES = 2**25  # bytes that cuBLAS keeps on a Hopper GPU
-CUDA_GIB = 0.6  # of a GPU's memory that no tensor gets, on an H100 and an H200
+LIBRARIES = 2**25  # bytes that cuBLAS reserves on a Hopper GPU
+CUDA_GIB = 0.6  # GiB of a GPU that no tensor can use, on an H100 and an H200
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of the command; a ValueError names the option that is refused."""
+    """Options of the command. A ValueError contains the name of the option."""
 
-    model: str = option("", "name or folder of the model, of which the config is read")
+    model: str = option("", "name or folder of the model; only its config is read")
     gpu_gib: float = option(24.0, "GiB of memory of the GPU", float)
-    chunk: int = option(8192, "tokens of a chunk, where a prompt is read in chunks", parse_length)
+    chunk: int = option(8192, "tokens per chunk, for prompts that are read in chunks", parse_length)
     trust_remote_code: bool = flag("run Python code that comes with the model")
 
     def __post_init__(self) -> None:
@@ -71,20 +71,20 @@ class Settings:
 
 
 class Alive(TorchDispatchMode):
-    """Counts bytes of the tensors that are made inside.
+    """A dispatch mode that counts bytes of tensors made inside.
 
     Attributes:
-        now, most: bytes that are alive, and the most that were.
-        attending: the most that were alive when a layer began to attend.
+        now, most: bytes of live tensors, and their peak.
+        attending: the peak at the start of a layer's attention.
         heads: (query heads, KV heads, head dim) of each kind of layer that has attended.
-        output, pair: the most bytes of an output of attention, and of its keys and values.
+        output, pair: the largest bytes of an attention output, and of its keys and values.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.now = self.most = self.attending = self.output = self.pair = 0
         self.heads: set[tuple[int, int, int]] = set()
-        # weights count for themselves, and so do views of them
+        # weights and their views are counted separately
         kept = (*model.parameters(), *model.buffers())
         self._known = {x.untyped_storage()._cdata for x in kept}
 
@@ -108,7 +108,7 @@ class Alive(TorchDispatchMode):
         self.now -= size
 
     def attend(self, _: Any, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any) -> Any:
-        """An attention function that gives an output of the right shape."""
+        """Return an attention output of the right shape."""
         self.attending = max(self.attending, self.now)
         self.heads.add((q.shape[1], k.shape[1], q.shape[3]))
         out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
@@ -118,7 +118,7 @@ class Alive(TorchDispatchMode):
 
 @contextmanager
 def counting(model: Any) -> Iterator[Alive]:
-    """Inside, ``model`` attends by `Alive.attend`."""
+    """Make ``model`` attend by `Alive.attend` inside the block."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     alive = Alive(model)
@@ -132,7 +132,7 @@ def counting(model: Any) -> Iterator[Alive]:
 
 
 class Needed(NamedTuple):
-    """Bytes while a prompt is read: of the GPU, and of its host."""
+    """Bytes while a prompt is read: on the GPU, and on its host."""
 
     weights: float
     cache: float
@@ -141,22 +141,24 @@ class Needed(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Of the GPU."""
+        """The total on the GPU."""
         return self.weights + self.cache + self.workspace
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What prompts of a model need, in bfloat16.
+    """The memory that prompts of a model need, in bfloat16.
 
     Attributes:
         weights: bytes of all weights and buffers.
-        layers: of each layer that caches keys and values, the bytes of a token and the tokens of
-            its sliding window; None without one.
-        most, attending: bytes of a token beside the cache, and those when a layer begins to attend.
-        output: of them, in what attention gives.
-        expanded: of them, in keys and values that a layer makes of a smaller cache.
-        heads: as of `Alive`.
+        layers: for each layer that caches keys and values, the bytes per token and the tokens of
+            its sliding window; None without a window.
+        most, attending: bytes per token in addition to the cache, and those at the start of a
+            layer's attention.
+        output: the part of ``attending`` in attention outputs.
+        expanded: the part of ``attending`` in keys and values that a layer expands from a smaller
+            cache.
+        heads: as in `Alive`.
     """
 
     weights: int
@@ -170,8 +172,8 @@ class Prompts:
 
     @classmethod
     def of(cls, model_config: Any, trust_remote_code: bool = False) -> Prompts:
-        """Of a model's config; UsageError for a model that cannot be called on the meta device."""
-        # the attention that a model is given is noted in its config
+        """Measure a model's config; UsageError if the model cannot be called on the meta device."""
+        # transformers records the attention of a model in its config
         config = copy.deepcopy(model_config)
         model = models.skeleton(config, trust_remote_code, dtype=torch.bfloat16)
         with refused_as(partial(_not_called, model.config.model_type)):
@@ -191,47 +193,47 @@ class Prompts:
         )
 
     def needed(self, length: int, chunk: int | None, cache: str) -> Needed:
-        """Of a prompt of ``length`` tokens that is read whole, or a ``chunk`` at a time."""
+        """Return the memory of a prompt of ``length`` tokens, whole or in chunks of ``chunk``."""
         kept = [size * min(length, window or length) for size, window in self.layers]
         largest, resident, host = max(kept, default=0), sum(kept), 0
         if cache == OFFLOADED:
-            # the layer that computes and the next; what slides stays
+            # the computing layer and the next one; sliding windows stay on the GPU
             host = sum(n for n, (_, window) in zip(kept, self.layers, strict=True) if not window)
             resident = min(resident, resident - host + 2 * largest)
         if cache != STATIC and chunk is not None:
-            # keys, and then values, are copied behind those of the chunk before
+            # keys, and then values, are copied to append them to those of the chunk before
             resident += largest // 2
         tokens = min(length, chunk or length)
         return Needed(self.weights, resident, self.workspace(tokens, length), host)
 
     def workspace(self, tokens: int, length: int) -> float:
-        """Bytes of a layer that computes ``tokens`` at once, the last of ``length``."""
+        """Return bytes of a layer that computes ``tokens`` at once, the last ones of ``length``."""
         chosen = max((self.choosing(*each, tokens, length) for each in self.heads), default=0)
         attending = self.attending * tokens + self.expanded * (length - tokens)
-        # an output may be there in two orders
+        # an output may exist in two memory orders
         attending += max(chosen, 2 * self.output * tokens)
         return max(self.most * tokens, attending) + LIBRARIES
 
     def choosing(self, heads: int, kv_heads: int, dim: int, tokens: int, length: int) -> float:
-        """Bytes in which CAB chooses blocks for ``tokens`` queries, the last of ``length``.
+        """Return bytes for selecting blocks for ``tokens`` queries, the last ones of ``length``.
 
-        Keys and rows are scored in 8 bits, as on GPUs that can.
+        Keys and rows are scored in 8 bits, as on GPUs that support it.
         """
         config = self.config
         typical = num_typical_queries(config)
         rows = config.outlier_queries + typical
         q_blocks = heads * -(-tokens // config.query_block)
         k_blocks = -(-length // config.key_block)
-        # of a whole text half of the pairs are never seen
+        # half of the pairs of a whole sequence are never visible
         scratch = 2 * q_blocks * rows * k_blocks / (2 if tokens == length else 1)
         lists = min(4 * q_blocks * k_blocks, LISTS_AT_MOST)
-        # outliers on half of the channels; bounds and scales of each row
+        # outliers use half of the channels; each row has bounds and scales
         scored = dim * (config.outlier_queries / 2 + typical) + 16 * rows
         keys = kv_heads * dim * length
         return keys + q_blocks * scored + max(min(scratch, SCRATCH_AT_A_TIME), lists)
 
     def longest(self, room: float, chunk: int | None, cache: str) -> int:
-        """The most tokens whose prompt fits into ``room`` bytes, a multiple of `STEP`; or 0."""
+        """Return the longest prompt that fits into ``room`` bytes, a multiple of `STEP`, or 0."""
 
         def total(steps: int) -> float:
             return self.needed(STEP * steps, chunk, cache).total
@@ -242,18 +244,18 @@ class Prompts:
 def _not_called(model_type: str, error: Exception) -> str:
     return (
         f"model type {model_type} cannot be called on torch's meta device ({first_line(error)}), "
-        "so that nothing is known of it; give another model."
+        "so its memory is unknown. Give another model."
     )
 
 
 def _cached(model: Any) -> tuple[tuple[int, int | None], ...]:
-    """`Prompts.layers` of a model on the meta device."""
+    """Return `Prompts.layers` of a model on the meta device."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config.get_text_config())
     with counting(model):
         read_on(model, torch.zeros(1, STEP, dtype=torch.int64, device="meta"), cache)
-    # others keep a state of one size
+    # other cache layers have a state of constant size
     kept = [x for x in cache.layers if isinstance(getattr(x, "keys", None), Tensor)]
     return tuple(
         ((x.keys.nbytes + x.values.nbytes) // x.keys.shape[2], getattr(x, "sliding_window", None))
@@ -263,7 +265,7 @@ def _cached(model: Any) -> tuple[tuple[int, int | None], ...]:
 
 
 def _read(model: Any, tokens: int) -> Alive:
-    """What is alive while a model on the meta device reads so many tokens without a cache."""
+    """Count live bytes while a model on the meta device reads ``tokens`` without a cache."""
     with counting(model) as alive:
         ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
         model(ids, use_cache=False, logits_to_keep=1)
@@ -271,7 +273,7 @@ def _read(model: Any, tokens: int) -> Alive:
 
 
 def table(prompts: Prompts, room: float, chunk: int) -> str:
-    """The longest prompts that fit into ``room`` bytes, a row for each way to read and keep one."""
+    """Return the longest prompts that fit into ``room`` bytes, a row per way to read them."""
     rows = []
     for at_a_time in (None, chunk):
         for cache in CACHES:
@@ -281,7 +283,7 @@ def table(prompts: Prompts, room: float, chunk: int) -> str:
                 {
                     "prompt": "whole" if at_a_time is None else f"in chunks of {chunk:,}",
                     "cache": cache,
-                    "longest, tokens": f"{length:,}",
+                    "longest prompt, tokens": f"{length:,}",
                     "KV cache GiB": needed.cache / GIB,
                     "workspace GiB": needed.workspace / GIB,
                     "host GiB": needed.host / GIB,
@@ -291,25 +293,26 @@ def table(prompts: Prompts, room: float, chunk: int) -> str:
 
 
 def report(prompts: Prompts, settings: Settings, reach: int | None) -> str:
-    """What is printed; UsageError where the weights alone do not fit."""
+    """Return the printed text; UsageError if the weights alone do not fit."""
     room, weights = max(0.0, settings.gpu_gib - CUDA_GIB), prompts.weights / GIB
     if weights > room:
         raise UsageError(
-            f"gpu_gib is {settings.gpu_gib:g}, of which tensors may take {room:.1f}, and the "
-            f"weights take {weights:.1f}; give a GPU with more memory, or a smaller model."
+            f"gpu_gib must be large enough for the weights of {weights:.1f} GiB, got "
+            f"{settings.gpu_gib:g}, of which tensors may use {room:.1f}. Use a GPU with more "
+            "memory, or a smaller model."
         )
     lines = [
-        f"Weights in bfloat16: {weights:.2f} GiB, of {room:.1f} GiB that tensors may take.",
+        f"Weights in bfloat16: {weights:.2f} GiB of {room:.1f} GiB that tensors may use.",
         table(prompts, room * GIB, settings.chunk),
         FRAGMENTS,
     ]
     if reach is not None:
-        lines.append(f"The positions of the model reach {reach:,} tokens.")
+        lines.append(f"The model has {reach:,} positions.")
     return "\n\n".join(lines)
 
 
 def main(words: Sequence[str]) -> int:
-    """Print what fits; the exit status."""
+    """Print the estimate; return the exit status."""
     settings = read_settings(Settings, words, f"{PROG} fits", __doc__.partition("\n")[0])
     config = models.load_config(settings.model, settings.trust_remote_code)
     prompts = Prompts.of(config, settings.trust_remote_code)

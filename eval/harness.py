@@ -1,36 +1,37 @@
-"""lm-evaluation-harness, with CAB as a model and tasks that need no hub.
+"""Run lm-evaluation-harness with CAB as a model and with tasks that need no hub.
 
     python -m cab_hf.eval harness --tasks cab_passkey,cab_passkey_multi,cab_recall \\
         --model cab --model_args pretrained=smollm2,min_length=0,mass_threshold=0.004 \\
         --metadata '{"max_seq_lengths": [2048, 4096]}'
 
-Beside those three, the tasks of `cab_hf.texts.tasks` are cab_many_keys, cab_uuid, cab_tracking and
-so on; docs/evaluation.md lists them.
+In addition to these three, the tasks of `cab_hf.texts.tasks` are cab_many_keys, cab_uuid,
+cab_tracking and so on; docs/evaluation.md lists them.
 
-Everything is handed to lm_eval as it is, except that `pretrained=smollm2`, `smollm2-32k` and
-`smollm2-128k` name models that need no hub; `harness -- --help` says what lm_eval takes.
-`--model cab` is its `hf` with CAB switched on, and fields of CabConfig are further model_args.
-`--model hf` with attn_implementation=cab runs CAB as the model's own config has it, and with any
-other implementation what CAB is compared with. All tasks of lm_eval's own run so, too; RULER's want
+All arguments are passed to lm_eval unchanged, except that `pretrained=smollm2`, `smollm2-32k` and
+`smollm2-128k` name models that need no hub. `harness -- --help` prints lm_eval's help. `--model
+cab` is lm_eval's `hf` with CAB switched on, and fields of CabConfig are further model_args.
+`--model hf` with attn_implementation=cab runs CAB with the model's own config, and with any other
+implementation the baseline. lm_eval's own tasks run in the same way; RULER's tasks need
 lm_eval[ruler] and a network.
 
-The results hold the whole config of a model on CAB and its density beside the scores; a run in
-which no layer attended sparsely, as where all requests are shorter than min_length (16384), ends in
-a sentence and without scores.
+Results contain the whole config of a model on CAB and its density next to the scores. A run in
+which no layer attended sparsely ends with an error and without scores, for example if all requests
+are shorter than min_length (16384).
 
-Metadata of the tasks: max_seq_lengths, in tokens (4096); seed (0); haystack, a UTF-8 file that the
-keys are hidden in (noise); samples per length (20), of passkey the prompts of `eval passkey` at its
-five depths in turn; documents of recall per length (4), each asked for its twelve keys, which the
-standard error takes for independent. To mind:
+Metadata of the tasks: max_seq_lengths, in tokens (4096); seed (0); haystack, a UTF-8 file in which
+keys are hidden (noise); samples per length (20), for passkey the prompts of `eval passkey` at its
+five depths in turn; documents of recall per length (4), each asked for its twelve keys. The
+standard error treats these keys as independent. Notes:
 
-* Prompts have their chat template already: no --apply_chat_template.
-* Where prompts fill the model's context, lm_eval drops 8 tokens at the start to make room for the
-  reply, unless max_length in model_args is as much longer.
-* --model hf with attn_implementation=cab does not know how long each request of a batch is, so that
-  scores depend on the others: give --batch_size 1. --model cab does.
-* --use_cache remembers replies whatever the model: each model and setting wants its own path.
+* Prompts contain their chat template already: do not give --apply_chat_template.
+* If prompts fill the model's context, lm_eval drops 8 tokens at the start to make room for the
+  reply. Give a max_length in model_args that is 8 tokens larger.
+* --model hf with attn_implementation=cab does not know the length of each request in a batch, so
+  that scores depend on the other requests: give --batch_size 1. --model cab has no such limit.
+* --use_cache stores replies without the name of the model: give each model and setting its own
+  path.
 
-For models without CAB lm_eval alone runs the same tasks:
+For models without CAB, lm_eval alone runs the same tasks:
 
     lm_eval --tasks cab_passkey --model hf --model_args pretrained=gpt2 \\
         --include_path $(python -c 'from cab_hf.eval import harness; print(harness.TASKS)')
@@ -60,12 +61,12 @@ NAMES_MODEL = re.compile(r"""(\b(?:pretrained|tokenizer)(?:=|"\s*:\s*"))([^,"]+)
 
 
 def main(words: Sequence[str]) -> int:
-    """Run lm_eval with ``words`` on its command line; the exit status."""
+    """Run lm_eval with ``words`` on its command line; return the exit status."""
     if list(words) in (["-h"], ["--help"]):
         print(__doc__)
         return 0
     if importlib.util.find_spec("lm_eval") is None:
-        text = "lm_eval is not installed; pip install 'cab_hf[harness]' brings it."
+        text = "lm_eval is not installed. Run `pip install 'cab_hf[harness]'`."
         print(f"{PROG} harness: {text}", file=sys.stderr)
         return 2
     from lm_eval.__main__ import cli_evaluate
@@ -81,7 +82,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def handed_on(words: Sequence[str]) -> list[str]:
-    """The words of lm_eval's own command line; an include path among them replaces our tasks."""
+    """Return the words of lm_eval's own command line, with our tasks if it has no include path."""
     given = list(words[1:] if words[:1] == ["--"] else words)
     given = [NAMES_MODEL.sub(_with_folder, word) for word in given]
     included = any(word.partition("=")[0] == INCLUDE for word in given)
@@ -89,7 +90,7 @@ def handed_on(words: Sequence[str]) -> list[str]:
 
 
 def what_was_attended(model: Any) -> dict[str, Any]:
-    """Config and density of a model on "cab", printed and for lm_eval's results; {} of another.
+    """Print and return config and density of a model on "cab" for lm_eval's results; else {}.
 
     Density is over the layers that attended sparsely, in their sparse calls.
 
@@ -107,9 +108,9 @@ def what_was_attended(model: Any) -> dict[str, Any]:
     sparse = [density for density in layers if density is not None]
     if not sparse:
         raise UsageError(
-            "no layer attended sparsely, so that the scores would be those of dense attention; "
-            f"requests of fewer than min_length={config.min_length} tokens are read exactly. Give "
-            "a smaller min_length in --model_args, or run --model hf."
+            f"min_length must be smaller than the requests, got {config.min_length}: no layer "
+            "attended sparsely, and the scores would be those of dense attention. Give a smaller "
+            "min_length in --model_args, or run --model hf."
         )
     fields = {"cab_density": fmean(sparse), "cab_config": config.to_dict()}
     print(
@@ -121,17 +122,19 @@ def what_was_attended(model: Any) -> dict[str, Any]:
 
 
 def refuse_misspelt(arguments: Iterable[str], known: Collection[str]) -> None:
-    """Refuse an argument of the model that is not ``known`` and looks like one that is.
+    """Raise an error for an argument of the model that resembles a ``known`` one.
 
-    Whatever else there is lm_eval hands on to transformers.
+    All other arguments are passed on to transformers.
 
     Raises:
-        UsageError: naming both.
+        UsageError: the message contains both names.
     """
     for name in arguments:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         if name not in known and near:
-            raise UsageError(f"model_args has {name!r}; did you mean {near[0]!r}?")
+            raise UsageError(
+                f"model_args must contain known arguments, got {name!r}; did you mean {near[0]!r}?"
+            )
 
 
 def _with_folder(match: re.Match) -> str:

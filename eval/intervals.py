@@ -13,33 +13,36 @@ Interval = tuple[float, float, float]  # (estimate, low, high)
 
 
 def wilson(correct: int, n: int) -> tuple[float, float]:
-    """Wilson's score interval (low, high) of a proportion (Wilson 1927), within [0, 1].
+    """Return Wilson's score interval (low, high) of a proportion (Wilson 1927), within [0, 1].
 
-    Unlike the normal approximation it is honest at 0 of n and n of n: 10 of 10 gives [0.72, 1].
+    Unlike the normal approximation it is sound at 0 of n and n of n: 10 of 10 gives [0.72, 1].
     """
     if n <= 0 or not 0 <= correct <= n:
-        raise ValueError(f"correct must be 0 to n, and n over 0; got correct={correct}, n={n}.")
+        raise ValueError(f"correct must be 0 to n, and n above 0, got correct={correct}, n={n}.")
     interval = stats.binomtest(correct, n).proportion_ci(LEVEL, method="wilson")
     return float(interval.low), float(interval.high)
 
 
 def paired_difference(ours: Sequence[bool], base: Sequence[bool]) -> Interval:
-    """Accuracy of ``ours`` minus that of ``base``, outcomes of the same n samples in order.
+    """Return the accuracy of ``ours`` minus that of ``base``, with an interval.
 
-    The interval is Newcombe's for paired proportions (Newcombe 1998, Statistics in Medicine 17,
-    2635-2650, method 10): it joins the two Wilson intervals through the correlation of the
-    outcomes. It keeps a sensible width where the two never disagree; Wald's has none there.
+    Both contain the outcomes of the same n samples in order. The interval is Newcombe's for paired
+    proportions (Newcombe 1998, Statistics in Medicine 17, 2635-2650, method 10): it joins the two
+    Wilson intervals through the correlation of the outcomes. Its width stays sensible if the two
+    always agree; Wald's interval has no width then.
     """
     n = len(ours)
     if n == 0 or n != len(base):
-        raise ValueError(f"ours and base must be of one length over 0; got {n} and {len(base)}.")
+        raise ValueError(
+            f"ours and base must have the same length above 0, got {n} and {len(base)}."
+        )
     right, base_right = sum(map(bool, ours)), sum(map(bool, base))
     both = sum(bool(a and b) for a, b in zip(ours, base, strict=True))
     p, q = right / n, base_right / n
     (p_low, p_high), (q_low, q_high) = wilson(right, n), wilson(base_right, n)
     # both * neither - only ours * only base
     product = both * n - right * base_right
-    if product > 0:  # the continuity correction that makes it method 10
+    if product > 0:  # the continuity correction of method 10
         product = max(product - n / 2, 0.0)
     margins = right * (n - right) * base_right * (n - base_right)
     phi = product / math.sqrt(margins) if margins else 0.0
@@ -53,13 +56,14 @@ def paired_difference(ours: Sequence[bool], base: Sequence[bool]) -> Interval:
 def compared_shares(
     right: Sequence[bool], pairs: Sequence[tuple[bool, bool]]
 ) -> dict[str, float | int]:
-    """The share of outcomes that are right, and the difference to dense attention over ``pairs``.
+    """Return the share of right outcomes, and the difference to dense attention over ``pairs``.
 
     Args:
-        pairs: outcomes of both, of what both were asked.
+        right: outcomes.
+        pairs: outcomes of both methods for the same questions.
 
     Returns:
-        ``n, correct, share, low, high``; where there are pairs ``delta, delta_low, delta_high`` and
+        ``n, correct, share, low, high``; with pairs also ``delta, delta_low, delta_high`` and
         ``pairs``, their number.
     """
     low, high = wilson(sum(right), len(right))
@@ -73,10 +77,10 @@ def compared_shares(
 
 
 def mean_of_intervals(parts: Sequence[Interval]) -> Interval:
-    """The mean of independent estimates, each with its own interval.
+    """Return the mean of independent estimates, each with its own interval.
 
-    Distances to the edges add up by their squares, as `paired_difference` joins them too (MOVER;
-    Zou and Donner 2008, Statistics in Medicine 27, 1693-1702).
+    The squares of the distances to the edges are summed, as in `paired_difference` (MOVER; Zou and
+    Donner 2008, Statistics in Medicine 27, 1693-1702).
     """
     mean, n = fmean(estimate for estimate, _, _ in parts), len(parts)
     below = math.hypot(*(estimate - low for estimate, low, _ in parts)) / n
@@ -85,9 +89,9 @@ def mean_of_intervals(parts: Sequence[Interval]) -> Interval:
 
 
 def mean_interval(ours: Sequence[float], base: Sequence[float], level: float = LEVEL) -> Interval:
-    """Student's interval of the mean difference of pairs."""
+    """Return Student's interval of the mean difference of pairs."""
     values = [one - other for one, other in zip(ours, base, strict=True)]
     mean, n = fmean(values), len(values)
-    # not ttest_rel: pairs that never differ have an interval, of no width
+    # not ttest_rel: pairs that never differ have an interval of width 0
     spread = float(stats.t.ppf((1 + level) / 2, n - 1)) * stdev(values) / math.sqrt(n)
     return mean, mean - spread, mean + spread

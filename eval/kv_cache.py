@@ -1,4 +1,4 @@
-"""The KV cache that a model takes and returns, whose name transformers changed in 5.24."""
+"""The KV cache argument and output of a model, which transformers renamed in 5.24."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ NAME, NAME_BEFORE = "cache", "past_key_values"
 
 
 def cache_name(model: Any) -> str:
-    """The argument of ``model`` that takes a cache."""
+    """Return the name of the argument of ``model`` for a cache."""
     return NAME if NAME in inspect.signature(model.forward).parameters else NAME_BEFORE
 
 
 def cache_of(output: Any) -> Any:
-    """The cache in what a model returned."""
+    """Return the cache in an output of a model."""
     return output[NAME] if NAME in output else output[NAME_BEFORE]
 
 
 def cache_arguments(model: Any, cache: Any) -> dict[str, Any]:
-    """What `read_on` gives ``model`` beside the tokens, for calls that are timed."""
+    """Return the arguments that `read_on` passes to ``model`` in addition to tokens."""
     return {cache_name(model): cache, "use_cache": True}
 
 
 def read_on(model: Any, ids: Tensor, cache: Any, **options: Any) -> Any:
-    """What ``model`` returns for tokens ``ids`` [B, N] behind those in ``cache``; None for none."""
+    """Return the output of ``model`` for tokens ``ids`` [B, N] after those in ``cache`` or None."""
     return model(ids, **cache_arguments(model, cache), **options)

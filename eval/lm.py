@@ -1,4 +1,4 @@
-"""The model that lm-evaluation-harness knows as ``cab``; importing this needs lm_eval."""
+"""The model that lm-evaluation-harness knows as ``cab``; importing it needs lm_eval."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ FIELDS = {field.name for field in dataclasses.fields(CabConfig)}
 
 
 def taken_by(kind: type) -> set[str]:
-    """The names of arguments that a class, or one that it is made of, takes."""
+    """Return the names of arguments of a class and its bases."""
     return {name for base in kind.__mro__ for name in inspect.signature(base.__init__).parameters}
 
 
 class CabLM(HFLM):
-    """lm_eval's ``hf`` with CAB switched on: fields of `CabConfig` are arguments like its own.
+    """lm_eval's ``hf`` with CAB switched on; fields of `CabConfig` are additional arguments.
 
-    How tokens are chosen is for the task to say; where it says nothing, they are the likeliest. Of
-    requests whose likelihood is asked for it is given where they end, see `_loglikelihood_tokens`.
+    The task determines how tokens are sampled; by default decoding is greedy. For requests of
+    likelihoods the end of each request is passed on, see `_loglikelihood_tokens`.
     """
 
-    # a batch that lm_eval has padded on the right, and what of it is no padding
+    # a batch that lm_eval has padded on the right, and its mask
     padded: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, pretrained: Any, **arguments: Any) -> None:
@@ -46,9 +46,10 @@ class CabLM(HFLM):
         apply_cab(self.model, **chosen)
 
     def _loglikelihood_tokens(self, *args: Any, **kwargs: Any) -> list[tuple[float, bool]]:
-        """As in `HFLM`, which pads requests on the right and says nowhere how long each of them is.
+        """Compute likelihoods as `HFLM`, and pass on the length of each request.
 
-        No causal kernel has to know, but what is attended sparsely is chosen by the end of a text.
+        `HFLM` pads requests on the right without a mask. Dense causal kernels do not need the
+        lengths, but CAB selects keys by the end of a sequence.
         """
         pad = huggingface.pad_and_concat
 
@@ -82,12 +83,10 @@ class CabLM(HFLM):
 
 @functools.cache
 def watch(kind: type[HFLM]) -> None:
-    """Have models of ``kind`` that attend by "cab" say so beside their scores: `what_was_attended`.
+    """Make models of ``kind`` report `what_was_attended` with their scores if they attend by "cab".
 
-    Those whose outputs are not finite are refused.
-
-    lm_eval asks a model for its info when all requests are answered, and before any score is shown
-    or saved.
+    Models whose outputs are not finite raise an error. lm_eval asks a model for its info after all
+    requests, and before it shows or saves scores.
     """
     init, tell, detect = kind.__init__, kind.get_model_info, kind._detect_batch_size
 
@@ -98,13 +97,13 @@ def watch(kind: type[HFLM]) -> None:
 
     @functools.wraps(tell)
     def get_model_info(self: HFLM) -> dict[str, Any]:
-        # replies that --use_cache remembers ask no model
+        # replies cached by --use_cache call no model
         result = what_was_attended(self.model) if getattr(self, "cab_was_asked", False) else {}
         return {**tell(self), **result}
 
     @functools.wraps(detect)
     def _detect_batch_size(self: HFLM, *args: Any, **kwargs: Any) -> int:
-        # what is tried out is no request
+        # trial calls are no requests
         modules = list(self.model.modules())
         before, asked = [attended.get(m) for m in modules], getattr(self, "cab_was_asked", False)
         size = detect(self, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""Long runs on a model: how many cases are left, memory that runs out, and shards of a run.
+"""Long runs on a model: remaining cases, out-of-memory errors, and shards of a run.
 
-Several processes measure a run together: each is given ``--shard i/n``, a share of the questions,
-and logs its samples beside those of the others. The same command without it adds what they logged,
-measures what is left and writes the report.
+Several processes measure a run together. Each process gets ``--shard i/n``, a share of the
+questions, and logs its samples in the same folder. The same command without ``--shard`` joins the
+logs, measures the rest and writes the report.
 """
 
 from __future__ import annotations
@@ -31,59 +31,65 @@ from cab_hf.runs.settings import flag, option, read_settings, require
 from cab_hf.texts.needles import Tokens
 
 SHARD_LOG = "samples.shard-{}-of-{}.jsonl"
-MATCH = "match"  # a budget: what the matched method realises on the same texts
+MATCH = "match"  # a budget: the density or time of the matched method on the same texts
 
 
 @dataclass(frozen=True)
 class LongRunSettings(OnModelSettings):
-    """Of runs that say how many cases they have, and that several processes may share."""
+    """Settings of runs that count their cases, and that several processes may share."""
 
-    dry_run: bool = flag("say how many cases are left, and end")
-    shard: str | None = option(None, "i/n: measure the i-th of n shares, and write no report")
+    dry_run: bool = flag("print the number of remaining cases, then exit")
+    shard: str | None = option(None, "i/n: measure the i-th of n shards, and write no report")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise ValueError(
-                "each process that torchrun or accelerate starts would measure everything; start "
-                "them without either, with `--shard 1/2`, `--shard 2/2` and so on."
+                "WORLD_SIZE must be 1, because each process of torchrun or accelerate would "
+                "measure everything. Start the processes without a launcher, with `--shard 1/2`, "
+                "`--shard 2/2` and so on."
             )
         given = re.fullmatch(r"(\d+)/(\d+)", self.shard or "1/1")
         fits = given and 1 <= int(given[1]) <= int(given[2])
-        require(self, "shard", fits, "i/n, such as 1/4 for the first of four")
+        require(self, "shard", fits, "i/n, such as 1/4 for the first of four shards")
 
     def check_methods(self) -> None:
-        """Refuse a name in ``methods`` that is none, and no name."""
+        """Raise an error if ``methods`` is empty or contains an unknown name."""
         for method in self.methods:
-            require(self, "methods", method in METHODS, f"names of {', '.join(METHODS)}", method)
+            require(
+                self, "methods", method in METHODS, f"one or more of {', '.join(METHODS)}", method
+            )
         require(self, "methods", self.methods, "at least one name")
 
     def check_match(self, name: str, match: str, there: bool) -> None:
-        """Refuse, by the setting ``name``, methods to match ``match`` unless that is ``there``."""
+        """Raise an error if methods match ``match`` and it is not among the methods.
+
+        The message names the setting ``name``.
+        """
         matched = [method for method in self.methods if METHODS[method].matched]
         accepted = (
-            f"a density such as 0.2 where {', '.join(matched)} is to match a budget and {match}, "
-            "whose density would be matched, is not among the methods"
+            f"a density such as 0.2, because {', '.join(matched)} would match the density of "
+            f"{match}, which is not among the methods"
         )
         require(self, name, there or not matched, accepted)
 
 
 @lru_cache(maxsize=1)
 def fitted(kind: type[Method], cell: Cell) -> Method:
-    """A method of that class, fitted once for all samples of a cell."""
+    """Return a method of that class, fitted once for all samples of a cell."""
     return kind.fit(cell)
 
 
 class LongRun(OnModel):
-    """Base of experiments whose cases are known before any is measured, all but what some match.
+    """The base class of experiments whose cases are known in advance, except for matched budgets.
 
-    A case that finds no memory is recorded with its ``error`` and passed over; a later run tries it
+    A case that runs out of memory is recorded with its ``error`` and skipped; a later run tries it
     again.
 
     Attributes:
-        CELL: fields of a case that say what is measured, and not on what.
-        FITTED: the field that holds what a cell is to match, a density or a time, which may follow
-            from samples.
+        CELL: fields of a case that identify a cell.
+        FITTED: the field with the density or time that a cell matches, which may follow from
+            samples.
     """
 
     FAILED = "error"
@@ -96,27 +102,27 @@ class LongRun(OnModel):
 
     @abstractmethod
     def planned(self) -> Iterator[dict[str, Any]]:
-        """All cases in order, by the fields in `CASE` alone."""
+        """Yield all cases in order, with the fields in `CASE` only."""
 
     @abstractmethod
     def waits(self, case: Mapping[str, Any]) -> bool:
-        """Whether what it is to match follows from samples of other cases, which do not wait."""
+        """Return True if the matched value follows from samples of other cases."""
 
     def alone(self, case: Mapping[str, Any]) -> bool:
-        """Whether it is timed, and so no case of a shard."""
+        """Return True if the case is timed, and therefore in no shard."""
         return False
 
     @abstractmethod
     def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> Any:
-        """What a case of this cell is to match; None where samples that show it are missing."""
+        """Return the value that a case of this cell matches; None while its samples are missing."""
 
     @abstractmethod
     def question(self, case: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What all methods are asked alike; the cases of one question are of one shard."""
+        """Return the question of a case; all cases of a question belong to one shard."""
 
     @abstractmethod
     def typical(self, *place: Any) -> Tokens:
-        """What has densities (and times) at a text and length, or a length: always the same."""
+        """Return the fixed reading on which densities (and times) are measured."""
 
     def _realised_on(self, *place: Any) -> Realised:
         return realised_on(self.model, self.typical(*place))
@@ -124,7 +130,7 @@ class LongRun(OnModel):
     def fit(
         self, kind: type[Method], config: CabConfig, case: Mapping[str, Any], *place: Any, **more
     ) -> Method:
-        """A method set up for the cell of a case at `typical`'s ``place``; ``more`` of `Cell`."""
+        """Return a method fitted to the cell of a case; ``more`` are fields of `Cell`."""
         given = config, case[self.FITTED], case["length"], self.settings.device
         return fitted(kind, Cell(*given, self.realised_on(*place), layers_of(self.model), **more))
 
@@ -145,7 +151,10 @@ class LongRun(OnModel):
         experiment = cls(read_settings(cls.Settings, words, f"{PROG} {cls.name}", cls.purpose))
         experiment.check()
         found = experiment.found()
-        left, there = len(experiment.missing(found)), f" ({len(found):,} are there)" * bool(found)
+        left, there = (
+            len(experiment.missing(found)),
+            f" ({len(found):,} are measured)" * bool(found),
+        )
         print(f"{left:,} cases{there}" if left else "nothing is left to measure", flush=True)
         if experiment.settings.dry_run:
             return 0
@@ -168,7 +177,7 @@ class LongRun(OnModel):
             if not ran_out(error):
                 raise
             why = in_a_sentence(error)
-        # behind the handler: the frames of the error hold what was allocated
+        # after the handler: the frames of the error refer to the allocated memory
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -177,7 +186,7 @@ class LongRun(OnModel):
     # --- shards
 
     def found(self) -> list[Row]:
-        """The samples in the folder, of the run and of all shards; LogError for another run's."""
+        """Return the samples of the run and of all shards; LogError for other runs."""
         identity, path = as_recorded(self.identity()), Path(self.settings.out) / SAMPLES
         samples = []
         for each in [path, *self._shard_logs()] if is_there(path) else self._shard_logs():
@@ -193,15 +202,15 @@ class LongRun(OnModel):
         return samples
 
     def missing(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
-        """The planned cases of which there is no sample."""
+        """Return the planned cases without a sample."""
         case_of = itemgetter(*self.CASE)
         seen = set(map(case_of, samples))
         return [case for case in self.planned() if case_of(case) not in seen]
 
     def share(self, samples: Sequence[Row]) -> list[dict[str, Any]]:
-        """What a shard measures beyond ``samples``: cases that wait, once no others are missing."""
+        """Return the cases of a shard that ``samples`` lacks; cases that wait come last."""
         part, parts = map(int, self.settings.shard.split("/"))
-        # the same in every shard, whatever has been measured
+        # equal in every shard, independent of earlier measurements
         questions = dict.fromkeys(map(self.question, self.planned()))
         mine = set(list(questions)[part - 1 :: parts])
         missing = [case for case in self.missing(samples) if not self.alone(case)]
@@ -209,7 +218,7 @@ class LongRun(OnModel):
         return [case for case in now if self.question(case) in mine]
 
     def measure_shard(self, found: Sequence[Row]) -> None:
-        """Measure the share of this process."""
+        """Measure the shard of this process."""
         path = Path(self.settings.out) / SHARD_LOG.format(*self.settings.shard.split("/"))
         cases = self.share(found)
         with self.log(path) as log:
@@ -226,6 +235,6 @@ class LongRun(OnModel):
         return super().measure_missing(log) or len(log.records) > before
 
     def _shard_logs(self) -> list[Path]:
-        """Those with something in them: one that has just been created may be empty."""
+        """Return shard logs that are not empty: a new log may be."""
         paths = sorted(Path(self.settings.out).glob(SHARD_LOG.format("*", "*")))
         return [path for path in paths if path.stat().st_size]

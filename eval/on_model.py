@@ -1,4 +1,4 @@
-"""What experiments on a model share: settings that name it, and its late opening."""
+"""Shared parts of experiments on a model: settings that name it, and loading on demand."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from cab_hf.texts.documents import least_tokens
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
-# of CabConfig on a CPU, where nothing is set: 1,536 tokens are cut so small, and so few pairs are
-# attended, that methods differ as on a long prompt
+# fields of CabConfig on a CPU, if none are given: 1,536 tokens are cut into so small blocks, and so
+# few pairs are attended, that methods differ as on a long prompt
 SMALL = {
     **{"query_block": 32, "key_block": 16, "local_blocks": 2, "dense_tail_blocks": 0},
     **{"mass_threshold": 0.02, "outlier_queries": 8},
@@ -54,21 +54,21 @@ SMALL = {
 
 @dataclass(frozen=True)
 class OnModelSettings:
-    """The model, and where it runs. None is a default that depends on the device."""
+    """The model and its device. None means a default that depends on the device."""
 
     model: str = option(
         "smollm2",
-        "a causal LM's name or path; smollm2, smollm2-32k, smollm2-128k, tiny need no hub",
+        "name or path of a causal LM; smollm2, smollm2-32k, smollm2-128k and tiny need no hub",
     )
     trust_remote_code: bool = flag("run Python code that comes with the model")
     cab: tuple[str, ...] = option(
         (),
         "field=value of CabConfig, e.g. mass_threshold=0.004; repeatable (default on CPU: small "
-        "blocks, in whose place comes whatever is set)",
+        "blocks, which any --cab replaces)",
         repeatable=True,
     )
     seed: int = option(0, "random seed of prompts, documents and keys", int)
-    device: str | None = option(None, "torch device (default: cuda where there is one)")
+    device: str | None = option(None, "torch device (default: cuda if there is one)")
     dtype: str | None = by_device("bfloat16", "float32", f"one of {', '.join(DTYPES)}")
 
     def __post_init__(self) -> None:
@@ -87,17 +87,17 @@ class OnModelSettings:
 
     @property
     def cab_fields(self) -> dict[str, Any]:
-        """Fields of `CabConfig` that ``--cab`` names; where it names none, the device's."""
+        """The fields of `CabConfig` in ``--cab``; by default those of the device."""
         if not self.cab:
             return dict(SMALL) if self.on_cpu else {}
         return dict(map(parse_assignment, self.cab))
 
 
 class OnModel(Experiment):
-    """Base of experiments whose settings are `OnModelSettings`.
+    """The base class of experiments with `OnModelSettings`.
 
     Attributes:
-        WRITTEN: tokens that are written behind it.
+        WRITTEN: number of tokens that are generated after a prompt.
     """
 
     WRITTEN: ClassVar[int] = 0
@@ -117,14 +117,14 @@ class OnModel(Experiment):
 
     @cached_property
     def content(self) -> str:
-        """What the model is, wherever its files are."""
+        """The identity of the model, independent of the place of its files."""
         if not is_local(self.settings.model):
-            # a hub may have another by now: it is what is loaded
+            # the hub may have a newer version than the loaded one
             _ = self.model
         return content_sha256(self.settings.model)
 
     def running(self) -> dict[str, Sequence[str]]:
-        """Name -> sentences of the files that what is read is made of, over again if need be."""
+        """The sentences of the text files by name, repeated if necessary."""
         return {}
 
     def provenance(self, started: str) -> dict[str, Any]:
@@ -135,15 +135,15 @@ class OnModel(Experiment):
             longer = [f"{length:,}" for length in lengths if length > tokens]
             if longer:
                 said.append(
-                    f"{plain(name)} has {tokens:,} tokens, so that texts of "
-                    f"{' and '.join(longer)} tokens repeat it."
+                    f"{plain(name)} has {tokens:,} tokens, so that it repeats in texts of "
+                    f"{' and '.join(longer)} tokens."
                 )
         return {**made, "repeated": said} if said else made
 
     def under(self, method: Method, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """What ``read`` finds while ``method`` is on, its seconds, and the density of all layers.
+        """Return the result of ``read`` under ``method``, its seconds, and densities.
 
-        Dense layers count 1 in it, and nothing in ``sparse_density``.
+        ``density`` includes dense layers as 1, and ``sparse_density`` leaves them out.
         """
         with refusing("model"), method.applied(self.model) as densities:
             started = time.perf_counter()
@@ -159,7 +159,7 @@ class OnModel(Experiment):
         }
 
     def check(self) -> None:
-        """Refuse lengths that the model has no positions for."""
+        """Raise an error for lengths beyond the positions of the model."""
         require_positions(self.settings, "lengths", max(self.settings.lengths), self.WRITTEN)
 
     def recorded(self) -> dict[str, Any]:
@@ -167,35 +167,35 @@ class OnModel(Experiment):
         given["model"] = _called(Path(name)) if Path(name).exists() else name
         if not given["trust_remote_code"]:
             del given["trust_remote_code"]
-        # smollm2 is one file, by its own hash
+        # smollm2 is one file with its own hash
         return given if name == SMOLLM2 else {**given, "model_sha256": self.content}
 
 
 def require_positions(settings: OnModelSettings, name: str, tokens: int, written: int = 0) -> None:
-    """Refuse, by the setting ``name``, more tokens than the model has positions for.
+    """Raise an error for more tokens than positions, with the name of the setting ``name``.
 
     Args:
-        written: tokens that are written behind them.
+        settings: the settings.
+        name: the name of the setting.
+        tokens: tokens of the prompt.
+        written: tokens that are generated after it.
     """
     most = most_tokens(load_config(settings.model, settings.trust_remote_code), written)
     if most is not None and tokens > most:
-        behind = f" with {written} tokens written behind" if written else ""
+        behind = f" minus {written} generated tokens" if written else ""
         raise UsageError(
-            f"{name} must be at most {most}, as far as the positions in the config of model "
-            f"{settings.model!r} reach{behind}; got {tokens}."
+            f"{name} must be at most {most}, the positions of model {settings.model!r}{behind}, "
+            f"got {tokens}."
         )
 
 
 def _called(folder: Path) -> str:
-    """The name of a model's folder, and of what a training run wrote that of the run."""
+    """Return the name of a model's folder, or the run's name if a training run wrote it."""
     return folder.resolve().parent.name if folder.name == TRAINED else folder.name
 
 
 def realised_density(samples: Sequence[Row]) -> float | None:
-    """What a method takes in the layers that are not dense, the mean over what it has read.
-
-    None where it has read nothing.
-    """
+    """Return the mean density of a method in layers that are not dense, or None without samples."""
     if not samples:
         return None
     result = (sample["sparse_density"] for sample in samples)
@@ -203,7 +203,7 @@ def realised_density(samples: Sequence[Row]) -> float | None:
 
 
 def refuse_not_finite(model: nn.Module) -> None:
-    """Have ``model`` raise a UsageError when any of its logits is not finite."""
+    """Make ``model`` raise a UsageError if any of its logits is not finite."""
 
     def look(model: Any, _: Any, output: Any) -> None:
         with refusing("model"):
@@ -214,7 +214,7 @@ def refuse_not_finite(model: nn.Module) -> None:
 
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """What cab_hf refuses inside, the user has asked for by the setting ``name``."""
+    """Turn errors of cab_hf inside the block into a UsageError about the setting ``name``."""
     try:
         yield
     except UsageError:
@@ -226,10 +226,10 @@ def refusing(name: str) -> Iterator[None]:
 
 
 def _raised_by_us(error: BaseException) -> bool:
-    """Whether a statement of cab_hf raised it, above the ops; else it is a bug, ours or not."""
+    """Return True if a raise statement of cab_hf, outside of ops, raised the error."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     module = frame.f_globals.get("__name__", "")
     ours = module.startswith("cab_hf.") and not module.startswith("cab_hf.ops.")
-    # what a builtin raises ends in the frame that called it
+    # the last frame of an error from a builtin is its caller's
     stated = linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")
     return ours and stated

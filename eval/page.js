@@ -1,6 +1,6 @@
-// Headings of columns become buttons that sort: upward first, then downward. Cells of columns of
-// numbers have their value in data-value; cells without one stand behind those with one, and
-// missing cells last, whichever way.
+// Turn headings of columns into buttons that sort: ascending first, then descending. Cells of
+// numeric columns store their value in data-value. Cells without a value come after cells with one,
+// and missing cells come last, in both directions.
 "use strict";
 
 const MISSING = ["", "–"];

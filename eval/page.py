@@ -1,7 +1,7 @@
-"""One HTML page of folders of results: tables to sort, figures, commands, and no network.
+"""Write one HTML page of result folders: sortable tables, figures and commands, no network.
 
-All parts are those of ``eval/results/README.md`` and ``report.md``; the page brings its style, its
-script and its figures along, and its content security policy has a browser load nothing else.
+The parts are those of ``eval/results/README.md`` and ``report.md``. The page contains its style,
+its script and its figures. Its content security policy allows a browser to load nothing else.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from cab_hf.runs.settings import (
 PAGE = "index.html"
 PNG = b"\x89PNG\r\n\x1a\n"
 MISSING = ("", "–")
-LONG = 30  # letters of a cell that may take several lines
+LONG = 30  # letters of a cell that may wrap
 Cell = tuple[Token, str]  # with its text
 UNITS = {"": 1, "k": 2**10, "M": 2**20}
 # × 1.10, 2.19×, 10.1 %, 131,072, 64k, 1e-06, 92 of 100, 0.90 [0.83, 0.94], 62.2 (0 + 62.2)
@@ -48,15 +48,15 @@ NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Settings:
-    """Which results are shown, and where the page is written."""
+    """The result folders, and the folder of the page."""
 
     folders: tuple[str, ...] = operands("a folder of results, or a folder of such folders")
-    out: str = option("report", "the folder of the page")
+    out: str = option("report", "folder for the page")
 
 
 def main(words: Sequence[str]) -> int:
-    """Write the page of the folders that ``words`` of a command line name; the exit status."""
-    purpose = "write one HTML page of folders of results, which needs no network"
+    """Write the page of the folders in ``words`` of a command line; return the exit status."""
+    purpose = "write one HTML page of result folders, which needs no network"
     settings = read_settings(Settings, words, f"{PROG} report", purpose)
     results = read_all(list(map(Path, settings.folders)))
     out = Path(settings.out)
@@ -69,14 +69,16 @@ def main(words: Sequence[str]) -> int:
 
 
 def read_all(given: Sequence[Path]) -> list[Results]:
-    """What is in the folders, in the order of the page, each under a name of its own.
+    """Read the folders in the order of the page, each under its own name.
 
     Raises:
-        UsageError: there are none, or one of them holds no results.
+        UsageError: there are no folders, or one of them contains no results.
     """
     folders = {each.resolve(): each for folder in given for each in _folders_in(folder)}.values()
     if not folders:
-        raise UsageError("give folders of results, such as eval/results.")
+        raise UsageError(
+            "folders must be result folders, got none. Give some, such as eval/results."
+        )
     results = []
     for folder in folders:
         with refused_as(partial(_refusal, folder)):
@@ -88,23 +90,23 @@ def read_all(given: Sequence[Path]) -> list[Results]:
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    """``folder`` itself, or those in it where it holds folders and no results."""
+    """Return ``folder`` itself, or its subfolders if it contains folders and no results."""
     if is_there(folder / RESULTS) or not folder.is_dir():
         return [folder]
     return sorted(filter(Path.is_dir, folder.iterdir())) or [folder]
 
 
 def _refusal(folder: Path, error: Exception) -> str:
-    """A sentence on what is wrong with ``folder``; ours are kept, of others their class is said."""
+    """Return an error about ``folder``; errors of other libraries include their class."""
     what = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     return f"{folder} cannot be shown: {what}{first_line(error)}."
 
 
 def page(results: Sequence[Results]) -> str:
-    """The page, as HTML.
+    """Return the page as HTML.
 
     Raises:
-        UsageError: what is in a folder cannot be shown.
+        UsageError: the content of a folder cannot be shown.
     """
     sections = []
     for result in results:
@@ -122,7 +124,7 @@ def page(results: Sequence[Results]) -> str:
 
 
 def _contents(results: Sequence[Results]) -> str:
-    """Links to all sections, below the titles of their experiments."""
+    """Return links to all sections, below the titles of their experiments."""
     groups: dict[str, list[Results]] = {}
     for each in results:
         groups.setdefault(each.kind.title, []).append(each)
@@ -162,7 +164,7 @@ def _section(result: Results) -> str:
 
 
 def _figure(result: Results) -> str:
-    """The figure, inside the page, with its command."""
+    """Return the figure as part of the page, with its command."""
     picture = (result.folder / FIGURE).read_bytes()
     if not picture.startswith(PNG):
         raise ValueError(f"{FIGURE} is no PNG")
@@ -176,7 +178,7 @@ def _figure(result: Results) -> str:
 
 
 def value(text: str) -> float | None:
-    """The number that a cell begins with, or a share as ``92 of 100``; None where there is none."""
+    """Return the number at the start of a cell, or a share such as ``92 of 100``; else None."""
     match = NUMBER.match(text.strip())
     if not match:
         return None
@@ -199,7 +201,7 @@ def _give_values(state: StateCore) -> None:
 
 
 def _give_value(column: Sequence[Cell]) -> None:
-    """Of one column, whose heading is first; it is one of numbers where most cells have one."""
+    """Mark a column, heading first, as numeric if most of its cells are numbers."""
     cells = [(token, value(text)) for token, text in column[1:] if text.strip() not in MISSING]
     numbers = [(token, number) for token, number in cells if number is not None]
     for token, number in numbers:
@@ -212,14 +214,14 @@ def _give_value(column: Sequence[Cell]) -> None:
 
 
 def _code(tokens: Sequence[Token], place: int, *_: object) -> str:
-    """A block of code, its words marked: lines break between them."""
+    """Return a block of code in which lines break between words."""
     lines = (line.split(" ") for line in tokens[place].content.splitlines())
     marked = (" ".join(f"<span>{escape(word)}</span>" for word in words) for words in lines)
     return "<pre><code>" + "\n".join(marked) + "</code></pre>\n"
 
 
 def _markdown() -> MarkdownIt:
-    """CommonMark with tables in boxes of their own; tags are text, and pictures are links."""
+    """Return a CommonMark parser: tables scroll, tags become text, pictures become links."""
     parser = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
     parser.core.ruler.push("values", _give_values)
     parser.renderer.rules |= {

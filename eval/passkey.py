@@ -1,6 +1,6 @@
-"""Passkey retrieval: how often a method lets the model read out a number hidden in a long text.
+"""Passkey retrieval: how often a model finds a number hidden in a long text, by method.
 
-Every method answers the same prompts. Cells are (method, length, keys); a case is (cell, depth,
+Every method answers the same prompts. A cell is (method, length, keys); a case is (cell, depth,
 index).
 """
 
@@ -49,13 +49,15 @@ from cab_hf.runs.provenance import file_identity
 from cab_hf.runs.settings import by_device, comma_separated, option, parse_length, require, spell
 from cab_hf.texts.needles import NAMES, Tokens
 
-ANSWER_TOKENS = 8  # five digits of a token each, and what a model may put around them
+ANSWER_TOKENS = 8  # tokens of an answer: five digits, and some tokens around them
 STAGES = {
-    "prefill": "Decoding is dense, except that streaming, h2o and snapkv no longer have what they "
-    "dropped.",
-    "both": "The table says how answers are decoded; what has no decode of its own is dense there.",
+    "prefill": "Decoding is dense, except that streaming, h2o and snapkv no longer have the keys "
+    "that they dropped.",
+    "both": "The table shows how answers are decoded; methods without sparse decoding decode "
+    "densely.",
 }
-DECODE_SHARE = 0.125  # of the text that cab reads a step in stage both, unless --cab says otherwise
+# share of the text that cab reads per step in stage both, unless --cab sets it
+DECODE_SHARE = 0.125
 CELL = ("method", "length", "keys")
 # fields that every sample has in addition to its case
 MEASURED = (
@@ -63,23 +65,24 @@ MEASURED = (
     *("density", "sparse_density", "seconds", "budget"),
 )
 cell_of = itemgetter(*CELL)
-question_of = itemgetter("length", "keys", "depth", "index")  # what every method is asked alike
+# identifies a question for all methods
+question_of = itemgetter("length", "keys", "depth", "index")
 
 
 def spell_depths(depths: Sequence[float]) -> str:
-    """What `parse_depths` reads as ``depths``."""
+    """Return ``depths`` as text for `parse_depths`."""
     number = str(len(depths))
     return number if parse_depths(number) == tuple(depths) else spell(depths)
 
 
 @dataclass(frozen=True)
 class Settings(LongRunSettings):
-    """Settings of a run. None is a default that depends on the device."""
+    """Settings of a run. None means a default that depends on the device."""
 
     methods: tuple[str, ...] | None = by_device(
         ("dense", "cab", "published", "streaming", "random", "h2o"),
         ("dense", "cab", "published", "streaming", "random"),
-        f"comma-separated, of {', '.join(METHODS)}",
+        f"comma-separated methods: {', '.join(METHODS)}",
         comma_separated(str),
     )
     lengths: tuple[int, ...] | None = by_device(
@@ -87,30 +90,32 @@ class Settings(LongRunSettings):
     )
     depths: tuple[float, ...] | None = by_device(
         parse_depths("5"),
-        # no window and no first block holds the key
+        # no window and no first block contains the key
         (0.25, 0.5, 0.75),
-        "comma-separated places of the key in the text, 0 to 1; or how many, evenly spaced",
+        "comma-separated depths of the key in the text, 0 to 1; or their number, evenly spaced",
         parse_depths,
         spell=spell_depths,
     )
-    samples: int | None = by_device(20, 1, "samples of each length and depth", int)
+    samples: int | None = by_device(20, 1, "samples per length and depth", int)
     controls: int | None = option(
         None,
-        "how many of them full and no_needle answer too (default: 1 on CPU, all on a GPU)",
+        "samples that full and no_needle answer too (default: 1 on CPU, all on a GPU)",
         int,
     )
-    keys: int = option(1, "how many named keys are hidden; one is asked for", int)
-    filler: str = option("noise", f"what surrounds the key: {', '.join(FILLERS)}")
+    keys: int = option(1, "number of hidden named keys; one is asked for", int)
+    filler: str = option("noise", f"text around the key: {', '.join(FILLERS)}")
     haystack: str | None = option(None, "text file for --filler text")
     stage: str = option(
-        "prefill", "prefill: block methods decode densely; both: cab decodes sparsely as well"
+        "prefill", "prefill: block methods decode densely; both: cab decodes sparsely too"
     )
     budget: str | float = option(
         MATCH,
-        "density of the baselines: match (what cab realises), or a number",
+        "density of the baselines: match (the density of cab), or a number",
         lambda text: MATCH if text == MATCH else float(text),
     )
-    out: str = option("passkey_results", "folder for the results; a run found there goes on")
+    out: str = option(
+        "passkey_results", "folder for the results; a run in this folder is continued"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -126,7 +131,7 @@ class Settings(LongRunSettings):
         check("filler", self.filler in FILLERS, f"one of {', '.join(FILLERS)}")
         file = self.haystack
         fits = file is None if self.filler != "text" else file and Path(file).is_file()
-        check("haystack", fits, "a text file with filler text, and none with another")
+        check("haystack", fits, "a text file with --filler text, and left out with another filler")
         if file is not None:
             read_sentences("haystack", file)
         check("stage", self.stage in STAGES, f"one of {', '.join(STAGES)}")
@@ -134,12 +139,12 @@ class Settings(LongRunSettings):
         self.check_match("budget", Cab.name, there)
         fits = self.budget == MATCH or 0 < self.budget <= 1
         check("budget", fits, f"{MATCH} or a density in (0, 1]")
-        # refuses bad fields here rather than in the middle of a run
+        # raises an error for bad fields before the run instead of during it
         config = self.cab_config
         check(
             "lengths",
             not config.sparse_decode or decodes_sparsely(config, min(self.lengths)),
-            f"4 times decode_tokens={config.decode_tokens} at least, for below decoding is dense",
+            f"at least 4 times decode_tokens={config.decode_tokens}; decoding is dense below",
         )
 
     @cached_property
@@ -152,7 +157,7 @@ class Settings(LongRunSettings):
 
 
 class Passkey(LongRun):
-    """A case is one prompt under one method; a sample is what was answered."""
+    """The experiment; a case is one prompt under one method, a sample contains the answer."""
 
     name = "passkey"
     purpose = "find a number hidden in a long text"
@@ -166,7 +171,7 @@ class Passkey(LongRun):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        # (length, depth, index, hide_needle) -> its prompt, kept for all methods of a length
+        # (length, depth, index, hide_needle) -> prompt, cached for all methods of a length
         self.prompt = lru_cache(len(settings.depths) * settings.samples)(self._prompt)
 
     @cached_property
@@ -197,9 +202,9 @@ class Passkey(LongRun):
 
     @property
     def methods(self) -> dict[str, int]:
-        """Method -> its samples of each length and depth, in the order they are measured."""
+        """The numbers of samples per length and depth by method, in the order of measurement."""
         settings = self.settings
-        # those that match a budget wait for the one that sets it
+        # methods that match a budget come after the method that sets it
         chosen = sorted(settings.methods, key=lambda name: METHODS[name].matched)
         controls = [name for name in CONTROLS if settings.controls and name not in chosen]
         return dict.fromkeys(chosen, settings.samples) | dict.fromkeys(controls, settings.controls)
@@ -215,7 +220,7 @@ class Passkey(LongRun):
         return METHODS[case["method"]].matched and self.settings.budget == MATCH
 
     def fitted(self, case: Mapping[str, Any], samples: Sequence[Row]) -> float | None:
-        """The density baselines are to match, in the layers that are not dense."""
+        """Return the density that baselines match in layers that are not dense."""
         if not METHODS[case["method"]].matched:
             return None
         if self.settings.budget != MATCH:
@@ -231,7 +236,7 @@ class Passkey(LongRun):
         return question_of(case)
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """What became of one prompt."""
+        """Return the outcome of one prompt."""
         length, kind = case["length"], METHODS[case["method"]]
         method = self.fit(kind, self.settings.cab_config, case, length)
         prompt = self.prompt(length, case["depth"], case["index"], hide_needle=method.hides_needle)
@@ -248,7 +253,7 @@ class Passkey(LongRun):
 
     @torch.no_grad()
     def answer(self, prompt: Prompt, method: Method) -> str:
-        """What the model says next, greedily."""
+        """Return the model's greedy answer."""
         model = self.model
         ids = torch.tensor([prompt.tokens], device=model.device)
         with greedily(model, ANSWER_TOKENS) as greedy:
@@ -262,10 +267,11 @@ class Passkey(LongRun):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """One row a (method, length, keys): accuracy with Wilson's interval, difference to dense.
+        """Return one row per (method, length, keys): accuracy and difference to dense.
 
-        The difference is over the samples both answered, with Newcombe's interval. Rows of a method
-        that cannot see everything also count the samples whose needle it could not see.
+        Accuracy has Wilson's interval. The difference is over the samples that both answered, with
+        Newcombe's interval. Rows of a method with a limited window also count the samples with the
+        needle outside the window.
         """
         dense = {question_of(s): s for s in samples if s["method"] == Dense.name}
         constant = {name: settings[name] for name in ("stage", "filler")}
@@ -287,28 +293,29 @@ class Passkey(LongRun):
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """What CAB costs at the longest prompts, and which methods were dense attention."""
+        """Summarise CAB's accuracy at the longest prompts, and list methods that were dense."""
         compared = [row for row in rows if row["method"] == Cab.name and "pairs" in row]
         return [
-            f"At {row['length']} tokens cab answers {row['correct']} of {row['n']} attending "
-            f"{row['density']:.0%} of the pairs; its difference to dense is {difference(row)}."
+            f"At {row['length']} tokens cab answers {row['correct']} of {row['n']} questions and "
+            f"attends {row['density']:.0%} of the pairs. Its difference to dense is "
+            f"{difference(row)}."
             for row in compared[-1:]
         ] + exact_readings(rows)
 
     @staticmethod
     def notes(settings: Mapping[str, Any]) -> str:
         return (
-            "Accuracy with Wilson's interval, paired difference to dense with Newcombe's, both "
-            "95 %. Density: attended over causal (query, key) pairs; of h2o and snapkv, "
-            "which prefill densely, the share of keys they keep. Controls: full keeps every block "
-            "and should say what dense says (below float32 kernels round differently); no_needle "
-            "is asked for a key that is not there; a key outside a method's window should not be "
-            f"found. {STAGES[settings['stage']]}"
+            "Accuracy has Wilson's interval and the paired difference to dense has Newcombe's, "
+            "both 95 %. Density: attended over causal (query, key) pairs; for h2o and snapkv, "
+            "which prefill densely, the share of keys that they keep. Controls: full keeps every "
+            "block and should answer as dense does (below float32, kernels round differently); "
+            "no_needle asks for a key that is not in the text; a key outside a method's window "
+            f"should not be found. {STAGES[settings['stage']]}"
         )
 
     @staticmethod
     def draw(path: Path, rows: Sequence[Row]) -> None:
-        """Accuracy by depth and length, one panel a method."""
+        """Draw accuracy by depth and length, one panel per method."""
         panels = {name: {} for name in METHODS if any(row["method"] == name for row in rows)}
         for row in rows:
             for depth, share in row["by_depth"].items():
@@ -350,7 +357,7 @@ COLUMNS = {
     "correct": partial(_share, "correct", "n"),
     "accuracy [95 %]": lambda row: with_interval(row["accuracy"], row["low"], row["high"]),
     "density": "density",
-    "to dense [95 %]": difference,
+    "difference to dense [95 %]": difference,
     "same words as dense": partial(_share, "same", "pairs"),
     "found outside the window": partial(_share, "outside_correct", "outside_n"),
 }

@@ -1,4 +1,4 @@
-"""Weights of a model in 8 or in 4 bits, as a library has them in a model that it loads."""
+"""Weights of a model in 8 or in 4 bits, as libraries quantise them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 
 
 def linear_layers(model: Any) -> list[nn.Linear]:
-    """Those of the decoder layers of a causal LM of transformers."""
+    """Return the linear layers in the decoder layers of a causal LM of transformers."""
     return [x for x in model.model.modules() if isinstance(x, nn.Linear)]
 
 
 def to_8_bits(model: Any) -> None:
-    """Weights, and in every product its input, in torchao's FP8, each row by its largest."""
+    """Convert weights, and the input of every product, to torchao's FP8 with a scale per row."""
     from torchao.quantization import (
         Float8DynamicActivationFloat8WeightConfig,
         PerRow,
@@ -28,8 +28,10 @@ def to_8_bits(model: Any) -> None:
 
 @cache
 def _compile_rounding() -> None:
-    """Have torchao round inputs in two kernels: one by one, its operations take as long as products
-    in 8 bits save. Whole layers cannot be compiled: Dynamo of torch 2.11 stops at the weights.
+    """Compile torchao's rounding of inputs to two kernels.
+
+    Separately, its operations take as long as 8-bit products save. Whole layers cannot be compiled:
+    Dynamo of torch 2.11 stops at the weights.
     """
     from torchao.quantization.quantize_.workflows.float8 import float8_tensor
 
@@ -38,7 +40,7 @@ def _compile_rounding() -> None:
 
 
 def to_4_bits(model: Any, dtype: str) -> None:
-    """Weights in NF4 by bitsandbytes, products in ``dtype``: what `finetune.load_model` loads."""
+    """Convert weights to NF4 by bitsandbytes, as `finetune.load_model` does."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     from cab_hf.finetune.models import four_bits
@@ -54,7 +56,7 @@ def to_4_bits(model: Any, dtype: str) -> None:
             sizes, compute = (linear.in_features, linear.out_features), given.bnb_4bit_compute_dtype
             packed = Linear4bit(*sizes, False, compute, **how, device="meta")
             packed.weight = Params4bit(linear.weight.data, False, **how)
-            # it is packed where it is moved
+            # bitsandbytes packs weights when they move to the device
             model.model.set_submodule(path, packed.to(model.device))
-    # PEFT looks there
+    # PEFT reads this attribute
     model.is_loaded_in_4bit = True

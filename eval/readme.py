@@ -31,7 +31,7 @@ from cab_hf.runs.log import PACKED, pack, write_atomically
 from cab_hf.runs.settings import comma_separated, option, read_settings
 
 ROOT = Path(__file__).parents[1]
-# experiments whose folders come first, in this order; those of one by name
+# experiments in the order of the page; runs of one experiment by name
 ORDER = (
     "passkey",
     "fidelity",
@@ -59,18 +59,18 @@ PLACE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
 def results_page(results: Path) -> str:
-    """The page of all folders in ``results``; ValueError as of `read_results`."""
+    """Return the page of all folders in ``results``; ValueError as in `read_results`."""
     shown = in_order(all_results(results))
     return "\n\n".join([INTRODUCTION, *map(section, shown)]) + "\n"
 
 
 def in_order(results: Iterable[Results]) -> list[Results]:
-    """As pages show them: by `ORDER`, those of one experiment by name."""
+    """Return results in the order of pages: by `ORDER`, then by name."""
     return sorted(results, key=lambda each: (*(each.kind.name != x for x in ORDER), each.name))
 
 
 def section(result: Results) -> str:
-    """One folder: table, readings, figure and command."""
+    """Return the section of one folder: table, sentences, figure and command."""
     kind = result.kind
     parts = [
         f"## {heading(result)}",
@@ -83,7 +83,7 @@ def section(result: Results) -> str:
 
 
 def heading(result: Results) -> str:
-    """The title of a section."""
+    """Return the title of a section."""
     return f"{result.kind.title}: {result.name}"
 
 
@@ -114,52 +114,58 @@ def draw_default(results: Path) -> None:
 
 
 def page_with_tables(page: str, results: Path, up: str = "") -> str:
-    """``page`` with its tables made anew.
+    """Return ``page`` with its tables written again.
 
     Args:
-        up: from the folder of the page to the root, ``"../"`` for a page one folder down.
+        page: the text of the page.
+        results: the folder of all results.
+        up: path from the folder of the page to the root, ``"../"`` for a page one folder down.
 
     Raises:
-        ValueError: for a marker without an end, a table that `TABLES` does not have, or one whose
-            results are missing.
+        ValueError: a marker has no end, `TABLES` lacks a table, or its results are missing.
     """
 
     def written(place: re.Match[str]) -> str:
         name = place[1]
         if name not in TABLES:
-            raise ValueError(f"the page has a table {name!r}; known are {', '.join(TABLES)}.")
+            raise ValueError(f"table must be one of {', '.join(TABLES)}, got {name!r} in the page.")
         table = TABLES[name](results).replace("](eval/", f"]({up}eval/")
         return f"<!-- table: {name} -->\n{table}\n<!-- end -->"
 
     made, count = PLACE.subn(written, page)
     if count != page.count("<!-- table: "):
-        raise ValueError("the page has a table without <!-- end --> behind it.")
+        raise ValueError("each table in the page must end with <!-- end -->.")
     return made
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Where the pages are; results are shown by the README.md in their folder."""
+    """The paths of the pages; the README.md in the folder of results shows all results."""
 
-    page: str = option(str(ROOT / "README.md"), "the file whose tables are written")
-    docs: str = option(str(ROOT / "docs"), "the folder of more such files")
-    training: str = option(str(ROOT / "finetune" / "README.md"), "one more such file")
-    results: str = option(str(ROOT / "eval" / "results"), "the folder of all results")
+    page: str = option(str(ROOT / "README.md"), "page whose tables are written")
+    docs: str = option(str(ROOT / "docs"), "folder of more such pages")
+    training: str = option(str(ROOT / "finetune" / "README.md"), "one more such page")
+    results: str = option(str(ROOT / "eval" / "results"), "folder of all results")
     add: tuple[str, ...] = option(
-        (), "folders of runs of your own, copied there first", comma_separated(str)
+        (), "folders of your own runs, which are copied there first", comma_separated(str)
     )
 
 
 def _add(folder: Path, results: Path, undo: ExitStack) -> str:
-    """Copy what pages show of a run to ``results``, until ``undo``; a sentence on where it is.
+    """Copy the parts of a run that pages show to ``results``; return a sentence about its table.
+
+    The copy is removed on ``undo``.
 
     Raises:
-        ValueError: where it is no run, or its name is taken.
+        ValueError: the folder contains no run, or its name is taken.
     """
     run = read_results(folder)
     target = results / folder.resolve().name
     if target.exists():
-        raise ValueError(f"{target} exists; rename {folder}, or take away what is there.")
+        raise ValueError(
+            f"folder must have a new name, got {folder}, and {target} exists. Rename the folder, "
+            "or remove the old results."
+        )
     target.mkdir()
     undo.callback(shutil.rmtree, target)
     for name in (RESULTS, SAMPLES, REPORT, FIGURE):
@@ -169,13 +175,13 @@ def _add(folder: Path, results: Path, undo: ExitStack) -> str:
     if by_default(run):
         return f"{target.name} is in the table of models."
     return (
-        f"{target.name} is in {results / 'README.md'}; the table of models is of fidelity by the "
-        "default config on a GPU."
+        f"{target.name} is in {results / 'README.md'}. The table of models shows only fidelity "
+        "runs with the default config on a GPU."
     )
 
 
 def _write_pages(settings: Settings, results: Path) -> None:
-    """All pages anew, or none."""
+    """Write all pages, or none."""
     page, made = Path(settings.page), partial(page_with_tables, results=results)
     pages = {results / "README.md": results_page(results), page: made(page.read_text())}
     for path in (*sorted(Path(settings.docs).glob("*.md")), Path(settings.training)):
@@ -185,9 +191,9 @@ def _write_pages(settings: Settings, results: Path) -> None:
 
 
 def main(words: Sequence[str]) -> int:
-    """Write all pages anew, or none, and pack the samples of all results; the exit status.
+    """Write all pages, or none, and compress the samples; return the exit status.
 
-    Runs that were to be added are where all pages are written, and nowhere else.
+    Runs given by ``--add`` are added only if all pages are written.
     """
     prog = f"{experiment.PROG} readme"
     settings = read_settings(Settings, words, prog)

@@ -1,4 +1,4 @@
-"""Results as tables: JSON, CSV, Markdown, and numbers as they are read."""
+"""Results as tables in JSON, CSV and Markdown, and formats of numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write_results(
     folder: Path, rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, Any]
 ) -> None:
     """Write ``{"rows": rows, "provenance": provenance}`` to results.json."""
-    # a row a line: as short as can be, and what changes is seen
+    # one row per line: short, with readable diffs
     lines = ",\n".join(map(json.dumps, rows))
     content = f'{{"rows": [\n{lines}\n],\n"provenance": {json.dumps(provenance)}}}\n'
     path = folder / "results.json"
@@ -29,7 +29,7 @@ def write_results(
 
 
 def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The rows with a header; what is a mapping in a row is a column for each of its keys."""
+    """Return the rows as CSV with a header; a mapping in a row becomes one column per key."""
     flat = []
     for row in rows:
         cells = {}
@@ -46,7 +46,7 @@ def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def grouped(rows: Sequence[Mapping[str, Any]], *names: str) -> list[list[Mapping[str, Any]]]:
-    """Rows that have the same values in the fields ``names``, together."""
+    """Return groups of rows that are equal in the fields ``names``."""
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in names), []).append(row)
@@ -58,16 +58,16 @@ def _cell(value: Any) -> str:
         return "–"
     if isinstance(value, float):
         return f"{value:.2f}"
-    # a row is a line, and a bar ends a cell
+    # a row must be one line, and a bar would end a cell
     return BAR.sub(r"\|", " ".join(str(value).splitlines()))
 
 
 def markdown_table(
     rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | Mapping[str, Any]
 ) -> str:
-    """A Markdown table: floats with two decimals, None and missing values a dash.
+    """Return a Markdown table: floats with two decimals, a dash for None and missing values.
 
-    ``columns`` are keys of the rows; or a dict from heading to a key or a function of the row.
+    ``columns`` are keys of the rows, or a dict from heading to a key or a function of the row.
     """
     columns = columns if isinstance(columns, Mapping) else {name: name for name in columns}
     lines = [list(columns), ["---"] * len(columns)]
@@ -83,36 +83,36 @@ def with_interval(
     high: float | None,
     write: Callable[[float], str | None] = "{:.2f}".format,
 ) -> str:
-    """A value and the interval around it where there is one, ``0.05 [0.04, 0.06]``."""
+    """Format a value with its interval if there is one, ``0.05 [0.04, 0.06]``."""
     return f"{write(value)}" + ("" if low is None else f" [{write(low)}, {write(high)}]")
 
 
 def difference(row: Mapping[str, Any]) -> str | None:
-    """``delta`` of a row with its interval, ``+0.05 [+0.04, +0.06]``; None where it has none."""
+    """Format ``delta`` of a row with its interval, ``+0.05 [+0.04, +0.06]``; None without one."""
     if row.get("delta") is None:
         return None
     return with_interval(row["delta"], row["delta_low"], row["delta_high"], "{:+.2f}".format)
 
 
 def digits(value: float | None) -> str | None:
-    """A number with three digits that count, and no exponent."""
+    """Format a number with three significant digits and no exponent."""
     if not value:
         return None if value is None else "0"
     return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
 def seconds(ms: float) -> str | None:
-    """Milliseconds as seconds, ``1.37``."""
+    """Format milliseconds as seconds, ``1.37``."""
     return digits(ms / 1e3)
 
 
 def percent(share: float | None) -> str | None:
-    """A share as ``12.3 %``."""
+    """Format a share as ``12.3 %``."""
     return None if share is None else f"{digits(100 * share)} %"
 
 
 def column(write: Callable[[Any], str | None], *path: str) -> Callable[[Mapping[str, Any]], Any]:
-    """What `markdown_table` shows of a row: ``write`` of the value at ``path``, if there is one."""
+    """Return a column for `markdown_table`: ``write`` of the value at ``path``, if there is one."""
 
     def cell(row: Any) -> str | None:
         for name in path:

@@ -1,4 +1,4 @@
-"""The tables of README.md and docs, as ``tables.yaml`` declares them, from folders of results."""
+"""The tables of README.md and docs, declared in ``tables.yaml``, from folders of results."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from cab_hf.runs.markdown import code, plain
 from cab_hf.texts.tasks import TASKS
 
 CAB, FAMILIES = "cab", "families"
-# of a refusal, what it says to do instead stands behind
+# the remedy comes after these in an error message
 REASON_ENDS = re.compile(r"; |\. ")
-# beside a run of training, some steps of the same with the GPU to themselves
+# steps of a training run that had the GPU to itself, next to its folder
 TIMED, WARM_UP = Path("alone", "log.jsonl"), 3
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a folder of results holds."""
+    """The content of a folder of results."""
 
     name: str
     rows: Sequence[Row]
@@ -54,20 +54,20 @@ class Results:
 
 
 def read_results(folder: Path) -> Results:
-    """What is in ``folder``; ValueError where it is no folder of results of an experiment."""
+    """Read ``folder``; ValueError if it contains no results of an experiment."""
     path = folder / RESULTS
     if not is_there(path):
-        raise ValueError(f"{folder} has no {RESULTS}; measure it again or take it away.")
+        raise ValueError(f"{folder} has no {RESULTS}. Measure it again or remove the folder.")
     made = experiment.read_provenance(folder)
     if "experiment" not in made:
-        raise ValueError(f"{path} names no experiment in its provenance; measure it again.")
+        raise ValueError(f"{path} names no experiment in its provenance. Measure it again.")
     kind = named(made["experiment"])
     rows = [{**kind.ADDED, **row} for row in json.loads(read_file(path))["rows"]]
     return Results(folder.name, rows, made, kind, folder)
 
 
 def all_results(results: Path) -> list[Results]:
-    """Those in ``results``, by name; ValueError as of `read_results`."""
+    """Read all folders in ``results``, by name; ValueError as in `read_results`."""
     return list(map(read_results, sorted(filter(Path.is_dir, results.iterdir()))))
 
 
@@ -95,7 +95,7 @@ def _chose_otherwise(settings: Row) -> bool:
 
 
 def _short(commit: str) -> str:
-    """Seven digits of a commit, and whether files differed from it."""
+    """Return seven digits of a commit, and "-dirty" if files differed from it."""
     number, *changed = commit.split("-", 1)
     return "-".join([number[:7], *changed])
 
@@ -104,14 +104,14 @@ def _short(commit: str) -> str:
 
 
 def value_at(path: str, row: Any) -> Any:
-    """What a row has at ``path``, ``name.of.an.inner.field``; None where it has nothing there."""
+    """Return the value of a row at ``path``, ``name.of.an.inner.field``, or None."""
     for name in filter(None, path.split(".")):
         row = (row or {}).get(name)
     return row
 
 
 def _cell(column: str | Sequence[str], row: Row) -> Any:
-    """What a column shows of a row: see ``tables.yaml``."""
+    """Return the content of a cell; ``tables.yaml`` describes columns."""
     if not isinstance(column, str):
         value, other = (_cell(each, row) for each in column)
         return value if value is None or other is None else f"{value} ({other})"
@@ -121,7 +121,7 @@ def _cell(column: str | Sequence[str], row: Row) -> Any:
 
 
 def _task(result: Row) -> str:
-    """The share that was right; bold where it is surely less than that of dense attention."""
+    """Return the share of right answers, bold if it is significantly below dense attention."""
     return _bold(f"{result['share']:.2f}", result.get("delta_high", 0.0) < 0)
 
 
@@ -143,21 +143,21 @@ FORMATS: dict[str, Callable[[Any], str | None]] = {
 
 
 class Table:
-    """One table; called with the folder of all results it is Markdown, with its source below.
+    """One table; a call with the folder of all results returns Markdown with a source line.
 
     Args:
-        declared: what ``tables.yaml`` says of it.
+        declared: its declaration in ``tables.yaml``.
     """
 
     def __init__(self, declared: Mapping[str, Any]) -> None:
         self.declared, self.folders = declared, declared["folders"]
 
     def read(self, results: Path) -> list[Results]:
-        """Its folders, of all in ``results``; ValueError for one that is missing."""
+        """Read the folders of the table; ValueError for a missing folder."""
         return [read_results(results / name) for name in self.folders]
 
     def rows(self, read: Sequence[Results]) -> list[Row]:
-        """What is shown of what was read; rows have ``folder``, its ``name``, and its ``run``."""
+        """Return the rows to show; each contains ``folder``, its ``name``, and its ``run``."""
         rows = [
             {**row, "folder": each.folder, "name": each.name, "run": each.provenance}
             for each in read
@@ -167,7 +167,10 @@ class Table:
         kept = [row for row in rows if (not has or row[has]) and where.items() <= row.items()]
         for field, (path, names) in self.declared.get("named", {}).items():
             if missing := names.keys() - {value_at(path, row) for row in kept}:
-                raise ValueError(f"the table has no rows whose {path} is {', '.join(missing)}.")
+                raise ValueError(
+                    f"table must have rows with {path} {', '.join(missing)}, got none. Measure "
+                    "them, or change tables.yaml."
+                )
             kept = [
                 {**row, field: name}
                 for value, name in names.items()
@@ -177,7 +180,7 @@ class Table:
         return list(ROWS[self.declared.get("rows")](kept))
 
     def __call__(self, results: Path) -> str:
-        """The table in Markdown, and below it where its results are from."""
+        """Return the table in Markdown, followed by the source of its results."""
         read = self.read(results)
         rows, columns = self.rows(read), {}
         ways = dict.fromkeys(name for row in rows for name in row.get("ways", ()))
@@ -193,10 +196,10 @@ class Table:
 
 
 def pivoted(rows: Sequence[Row], way: str, *by: str) -> list[dict[str, Any]]:
-    """A row for each value of the fields ``by``: what each ``way`` has there, under its name.
+    """Return one row per value of the fields ``by``, with the results of each ``way`` by name.
 
-    What several rows of a way have is averaged. ``ways`` are the names, that of cab last, and
-    ``rows`` what a row was made of.
+    Several rows of a way are averaged. ``ways`` lists the names, cab last, and ``rows`` contains
+    the original rows.
     """
     made = []
     for some in grouped(rows, *by):
@@ -207,7 +210,7 @@ def pivoted(rows: Sequence[Row], way: str, *by: str) -> list[dict[str, Any]]:
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Of mappings field by field, of floats that differ the mean, else the first; less None."""
+    """Return the mean of mappings by field: of different floats the mean, else the first value."""
     values = [value for value in values if value is not None]
     first = values[0] if values else None
     if isinstance(first, Mapping):
@@ -243,7 +246,7 @@ def _over_texts(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _steps(rows: Sequence[Row]) -> list[Row]:
-    """A row a length and number of layers; of one in several folders that of the last."""
+    """Return one row per length and number of layers; the last folder counts."""
     rows = [{**row, "layers": row["run"]["settings"]["layers"]} for row in rows]
     last = {(row["length"], row["layers"]): row["folder"] for row in rows}
     rows = [row for row in rows if last[row["length"], row["layers"]] == row["folder"]]
@@ -252,7 +255,7 @@ def _steps(rows: Sequence[Row]) -> list[Row]:
 
 
 def _longest(rows: Sequence[Row]) -> list[Row]:
-    """A row a folder: the longest text that fit by way to attend, in how many GiB, read how."""
+    """Return one row per folder: the longest prompt that fits by attention, and its GiB."""
     kept = []
     for some in grouped([row for row in rows if row["fits"]], "folder", "implementation"):
         row = max(some, key=itemgetter("length"))
@@ -265,7 +268,7 @@ def _longest(rows: Sequence[Row]) -> list[Row]:
 
 
 def _most_ranks(rows: Sequence[Row]) -> Iterator[Row]:
-    """Of each folder the most ranks: a row a length and direction, by scheme."""
+    """Return rows of the most ranks of each folder: one per length and direction, by scheme."""
     for some in grouped(rows, "folder"):
         world = max(row["world"] for row in some)
         most = [row for row in some if row["world"] == world]
@@ -275,17 +278,17 @@ def _most_ranks(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _decode_steps(rows: Sequence[Row]) -> list[Row]:
-    """A row a length and batch: the least budget of each part, and one that reads everything."""
+    """Return one row per length and batch: the smallest budget of each part, and a dense one."""
     ways = []
     for row in sorted(rows, key=itemgetter("length", "batch", "budget")):
-        # with a budget of everything, cab decodes densely
+        # with a budget of all tokens cab decodes densely
         ways.append({**row, "way": row["part"] + " dense" * (row["budget"] >= row["length"])})
     least = [alike[0] for alike in grouped(ways, "length", "batch", "way")]
     return pivoted(least, "way", "length", "batch")
 
 
 def _asked(rows: Sequence[Row]) -> Iterator[Row]:
-    """With the mean share of the tasks that all methods of a folder were asked."""
+    """Add the mean over tasks that all methods of a folder have."""
     for some in grouped(rows, "folder"):
         shared = [name for name in TASKS if all(name in row for row in some)]
         for row in some:
@@ -293,10 +296,10 @@ def _asked(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _trainings(rows: Sequence[Row]) -> Iterator[Row]:
-    """A row a training and way to read, over all runs.
+    """Return one row per training and way to read, over all runs.
 
-    Shares are of the keys of all runs together, bold where an interval lies below that of dense
-    training and reading; perplexities are geometric means over those of the same.
+    Shares are over the keys of all runs together, bold if an interval is below that of dense
+    training and reading. Perplexities are geometric means relative to those of the same.
     """
     best = _over_runs([row for row in rows if row["trained"] == row["method"] == "dense"])
     for some in grouped(rows, "trained", "method"):
@@ -313,7 +316,7 @@ def _trainings(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _over_runs(rows: Sequence[Row]) -> dict[str, Any]:
-    """By probe: a share and its interval, or a mean perplexity, where all runs were asked."""
+    """Return, by probe, a share and its interval or a mean perplexity, if all runs have it."""
     kept: dict[str, Any] = {"density": fmean(row["density"] for row in rows)}
     for probe in ("recall", "recall_border"):
         if all(row.get(probe) for row in rows):
@@ -326,7 +329,7 @@ def _over_runs(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _seconds_of_a_step(log: Path) -> float | None:
-    """Of a training run, the median without its first steps; None where there is no ``log``."""
+    """Return the median step time of a training without its first steps, or None."""
     if not is_there(log):
         return None
     _, records = read_log(log)
@@ -335,7 +338,7 @@ def _seconds_of_a_step(log: Path) -> float | None:
 
 
 def _models(rows: Sequence[Row]) -> Iterator[Row]:
-    """A row a model and length, means over texts; two of one name may have other weights."""
+    """Return one row per model and length, means over texts; equal names may have other weights."""
     made = []
     for row in rows:
         settings = row["run"]["settings"]
@@ -347,7 +350,7 @@ def _models(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _supported(rows: Sequence[Row]) -> Iterator[Row]:
-    """With ``sparse_in`` and ``exact_in``, kinds of layers, or the ``reason`` of a refusal."""
+    """Return rows with ``sparse_in`` and ``exact_in``, kinds of layers, or ``reason``."""
     for row in rows:
         if row["verdict"] != "exact":
             yield {**row, "reason": REASON_ENDS.split(row["said"])[0]}
@@ -374,7 +377,7 @@ ROWS: dict[str | None, Callable[[list[Row]], Sequence[Row] | Iterator[Row]]] = {
 
 
 def by_default(result: Results) -> bool:
-    """Whether `fidelity` has read there by today's default, at whatever length that begins."""
+    """Return True if `fidelity` ran there with today's default at any ``min_length``."""
     read_by = {row.get("method") for row in result.rows}
     if result.provenance["experiment"] != "fidelity" or CAB not in read_by:
         return False
@@ -386,7 +389,7 @@ def by_default(result: Results) -> bool:
 
 
 class Models(Table):
-    """What the default keeps of every model, but in runs that tables of their own show."""
+    """The table of the default's quality for every model, without runs in tables of their own."""
 
     def read(self, results: Path) -> list[Results]:
         others = {x for name in ("trained", "front", "code_paths") for x in TABLES[name].folders}

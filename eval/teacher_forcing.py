@@ -1,4 +1,4 @@
-"""Teacher forcing: what a model predicts of a text that is given."""
+"""Teacher forcing: a model's predictions of a given text."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from cab_hf.eval.kv_cache import cache_of, read_on
 from cab_hf.texts.needles import Span, Tokens, sentence_tokens, shared
 
 LOGITS_AT_ONCE = 1024  # positions whose logits are in float32 at the same time
-CHUNK = 64  # tokens behind a prompt that are read at once, unless told
+CHUNK = 64  # default tokens per call after a prompt
 
 
 class TeacherForced(NamedTuple):
-    """What is read, and which tokens of it should be foreseen.
+    """The tokens to read, and the spans of tokens to predict.
 
     Attributes:
-        spans: [start, end) of those tokens.
-        prompt: how many tokens are prefilled; what follows is read through the KV cache, chunk by
-            chunk. None where all tokens are read in one pass.
+        spans: [start, end) of the predicted tokens.
+        prompt: number of prefilled tokens; the rest is read through the KV cache in chunks. None if
+            all tokens are read in one pass.
     """
 
     tokens: Tokens
@@ -34,37 +34,37 @@ class TeacherForced(NamedTuple):
 
     @property
     def places(self) -> list[int]:
-        """The tokens that should be foreseen, in order of the spans."""
+        """The positions of predicted tokens, in order of the spans."""
         return [place for span in self.spans for place in range(*span)]
 
 
 def answered(tokenizer: Any, prompt: Prompt) -> TeacherForced:
-    """A prompt and, behind it, the key it asks for."""
+    """Return a prompt followed by the key that it asks for."""
     answers = (prompt.begun, prompt.begun + prompt.key)
     before, complete = (sentence_tokens(tokenizer, answer) for answer in answers)
-    # some tokenizers have the last blank and the first digit in one token
+    # some tokenizers join the last blank and the first digit
     same = shared(before, complete)
     kept = prompt.tokens[: len(prompt.tokens) - (len(before) - same)]
     return TeacherForced(kept + complete[same:], ((len(kept), len(kept) + len(complete) - same),))
 
 
 def greedy_match(model: Any, reading: TeacherForced, **how: Any) -> dict[str, list[bool]]:
-    """Of each span whether all of its tokens are those that ``model`` finds likeliest.
+    """Return, for each span, True if ``model`` finds all of its tokens likeliest.
 
-    ``how`` it is read is told as to `behind_prompt`.
+    ``how`` are arguments of `behind_prompt`.
     """
     return right_spans(predictions(model, reading, **how), reading)
 
 
 def right_spans(logits: Tensor, reading: TeacherForced) -> dict[str, list[bool]]:
-    """`greedy_match` of what a model said: logits [places, vocabulary]."""
+    """Return `greedy_match` for given logits [places, vocabulary]."""
     likeliest = zip(reading.places, logits.argmax(-1).tolist(), strict=True)
     wrong = {place for place, token in likeliest if token != reading.tokens[place]}
     return {"right": [wrong.isdisjoint(range(*span)) for span in reading.spans]}
 
 
 def nll(model: Any, reading: TeacherForced) -> dict[str, float | int]:
-    """The sum of negative log-likelihoods of all tokens in the spans, and how many they are."""
+    """Return the summed negative log-likelihood of all tokens in the spans, and their number."""
     logits = predictions(model, reading)
     targets = torch.tensor([reading.tokens[at] for at in reading.places], device=logits.device)
     parts = zip(logits.split(LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True)
@@ -73,23 +73,24 @@ def nll(model: Any, reading: TeacherForced) -> dict[str, float | int]:
 
 
 def distributions(model: Any, reading: TeacherForced, **how: Any) -> Tensor:
-    """The log-probabilities ``model`` gives at each place, float32 [places, vocabulary].
+    """Return the log-probabilities of ``model`` at each position, float32 [places, vocabulary].
 
-    ``how`` it is read is told as to `behind_prompt`.
+    ``how`` are arguments of `behind_prompt`.
     """
     return predictions(model, reading, **how).float().log_softmax(-1)
 
 
 def divergence(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[str, float | int]:
-    """How far log-probabilities ``result`` are from those of dense attention.
+    """Compare log-probabilities ``result`` with those of dense attention.
 
     Args:
-        result, dense: [places, vocabulary], of the places of ``reading``.
+        result, dense: [places, vocabulary], at the positions of ``reading``.
+        reading: the tokens.
 
     Returns:
-        ``kl``, the sum over places of KL(dense || found) in nats; ``agree``, at how many places
-        both find the same token likeliest; ``nll``, the sum of negative log-likelihoods of the
-        tokens that stand there, by ``result``; and ``count``, how many places there are.
+        ``kl``, the sum over positions of KL(dense || found) in nats; ``agree``, the number of
+        positions where both find the same token likeliest; ``nll``, the summed negative
+        log-likelihood of the actual tokens by ``result``; and ``count``, the number of positions.
     """
     dense = dense.to(result.device)
     kl = F.kl_div(result, dense, log_target=True, reduction="none").sum(-1, dtype=torch.float64)
@@ -104,14 +105,15 @@ def divergence(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[st
 
 @torch.no_grad()
 def predictions(model: Any, reading: TeacherForced, chunk: int = CHUNK, **how: Any) -> Tensor:
-    """Logits for the tokens of the spans, [places, vocabulary]; ``how`` of `behind_prompt`."""
+    """Return logits of span tokens, [places, vocabulary]; ``how`` as in `behind_prompt`."""
     ids = torch.tensor([reading.tokens], device=model.device)
     before = torch.tensor(reading.places, device=model.device) - 1
     if reading.prompt is None:
         return model(ids, logits_to_keep=before, use_cache=False).logits[0]
     if min(reading.places) < reading.prompt:
         raise ValueError(
-            f"places must be behind the prompt of {reading.prompt}; got {min(reading.places)}."
+            f"places must be after the prompt of {reading.prompt} tokens, got "
+            f"{min(reading.places)}."
         )
     logits = behind_prompt(model, ids, reading.prompt, chunk, **how)
     return logits[0, before - (reading.prompt - 1)]
@@ -127,18 +129,19 @@ def behind_prompt(
     stepping: Callable[[], AbstractContextManager[Any]] = nullcontext,
     prefill_chunk: int = 0,
 ) -> Tensor:
-    """Logits for the tokens behind a prompt, [B, N - prompt, vocabulary], on the model's device.
+    """Return logits for the tokens after a prompt, [B, N - prompt, vocabulary].
 
     Args:
-        ids: int [B, N], texts of one length without padding.
-        prompt: how many tokens are read first; what follows is read through the KV cache.
-        chunk: tokens behind the prompt that are read at once; 1 is the manner of decode.
-        cache: an empty one; None for what the model makes itself.
-        stepping: a context in which the tokens behind the prompt are read.
+        model: the model.
+        ids: int [B, N], sequences of one length without padding.
+        prompt: tokens that are read first; the rest is read through the KV cache.
+        chunk: tokens after the prompt that are read at once; 1 means decode steps.
+        cache: an empty cache; None for the default of the model.
+        stepping: a context for reading the tokens after the prompt.
         prefill_chunk: tokens of the prompt that are read at once; 0: all of them.
     """
     read = _prefilled(model, ids[:, :prompt], cache, prefill_chunk)
-    # of the last token of the prompt, and of all behind it but the last of the text
+    # logits of the last prompt token, and of all later tokens except the last
     logits, last = [read.logits], ids.shape[1] - 1
     with stepping():
         for start in range(prompt, last, chunk):
@@ -156,10 +159,10 @@ def behind_turns(
     cache: Any = None,
     prefill_chunk: int = 0,
 ) -> Tensor:
-    """Logits at each place of ``reading``, [places, vocabulary], whose spans end turns of a chat.
+    """Return logits at each position of ``reading``, [places, vocabulary]; spans end chat turns.
 
-    What stands before a span is a prompt, which continues the cache of the turns before it; the
-    span is read behind it as `behind_prompt` reads, whose arguments the others are.
+    The tokens before a span are a prompt that continues the cache of earlier turns. The span is
+    read after it as in `behind_prompt`, which explains the other arguments.
     """
     ids = torch.tensor([reading.tokens], device=model.device)
     logits, end = [], 0
@@ -169,16 +172,16 @@ def behind_turns(
         turn = [read.logits]
         for few in ids[:, start:stop].split(chunk, dim=1):
             turn.append(read_on(model, few, cache).logits)
-        # what the last token foresees belongs to the prompt of the next turn
+        # the prediction of the last token belongs to the prompt of the next turn
         logits.append(torch.cat(turn, dim=1)[:, :-1])
     return torch.cat(logits, dim=1)[0]
 
 
 def divergence_by_turn(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[str, Any]:
-    """`divergence` of logits ``result`` from ``dense``, both as of `behind_turns`.
+    """Return the `divergence` of logits ``result`` from ``dense``, both of `behind_turns`.
 
     Returns:
-        ``turns``, what `divergence` says of each span, and its sums over all of them.
+        ``turns``, the `divergence` of each span, and the sums over all spans.
     """
     dense = dense.to(result.device)
     sizes = [stop - start for start, stop in reading.spans]
@@ -198,9 +201,9 @@ def continued(
     stepping: Callable[[], AbstractContextManager[Any]] = nullcontext,
     prefill_chunk: int = 0,
 ) -> Tensor:
-    """The ``tokens`` likeliest tokens behind prompts ``ids`` [B, N], one by one: int [B, tokens].
+    """Generate ``tokens`` greedy tokens after prompts ``ids`` [B, N]: int [B, tokens].
 
-    An end-of-text token ends nothing. The other arguments are those of `behind_prompt`.
+    An end-of-text token does not stop it. The other arguments are those of `behind_prompt`.
     """
     read = _prefilled(model, ids, cache, prefill_chunk)
     written = [read.logits[:, -1:].argmax(-1)]
@@ -212,7 +215,7 @@ def continued(
 
 
 def _prefilled(model: Any, ids: Tensor, cache: Any, at_once: int, cached: int = 0) -> Any:
-    """What ``model`` says of the last token of prompts ``ids`` [B, N], which it reads in chunks.
+    """Return the output of ``model`` for the last token of prompts ``ids`` [B, N], read in chunks.
 
     The first ``cached`` tokens are in the cache already.
     """

@@ -1,8 +1,8 @@
-"""A tiny random model of every causal language model type that transformers knows.
+"""A tiny random model of every causal language model type in transformers.
 
-Configs are made from the types' own defaults: every size of a known name is shrunk, in the configs
-inside too, and lists of one entry a layer keep an entry of each kind. `REPAIRS` holds what that
-does not get right.
+Configs start from the defaults of the types. Every size with a known name is reduced, in nested
+configs too, and lists with one entry per layer keep one entry of each kind. `REPAIRS` corrects the
+rest.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
-# below are special tokens
+# smaller ids are special tokens
 FIRST_TOKEN = 32
-# a size, and the fields that have it; windows show fewer tokens than a test has, so that what lies
-# outside is missed
+# a size, and the fields with it; windows are shorter than the tests, so that errors outside of them
+# are found
 SIZE_TABLE = """
 64 hidden_size d_model n_embd emb_dim embedding_dim embedding_size input_embedding_size
 64 output_embedding_size word_embed_proj_dim lru_width hidden_size_global backbone_hidden_size
@@ -75,12 +75,12 @@ SIZES = {
 LAYERS, HEADS = SIZES["num_hidden_layers"], SIZES["num_attention_heads"]
 KV_HEADS, HEAD_DIM, HIDDEN = SIZES["num_key_value_heads"], SIZES["head_dim"], SIZES["hidden_size"]
 VOCABULARY, WINDOW = SIZES["vocab_size"], SIZES["sliding_window"]
-# sizes that a type leaves open and its model then needs
+# sizes that a type leaves open and its model needs
 ALWAYS = ("head_dim", "num_key_value_heads")
 KINDS = ("sliding_attention", "full_attention")
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 SOME_SLIDING = list(KINDS) * (LAYERS // 2)
-# type -> fields of its config beside the sizes
+# type -> further fields of its config
 REPAIRS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {"use_cache": False},
@@ -103,7 +103,7 @@ REPAIRS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * (LAYERS // 2)},
     "ministral": {"layer_types": SOME_SLIDING},
-    # it has windows in all layers, which `window_fields` gives back
+    # it has windows in all layers; `window_fields` adds them again
     "mistral": {"sliding_window": None},
     "musicgen_decoder": {"num_codebooks": 1},
     "musicgen_melody_decoder": {"num_codebooks": 1},
@@ -124,12 +124,12 @@ REPAIRS: dict[str, dict[str, Any]] = {
 
 
 def causal_types() -> list[str]:
-    """All types that `AutoModelForCausalLM` takes, in order."""
+    """Return all types of `AutoModelForCausalLM`, in order."""
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING))
 
 
 def tiny_config(model_type: str, **values: Any) -> PreTrainedConfig:
-    """A config of a few layers, heads and words; ``values`` are fields with values of their own."""
+    """Return a config with a few layers, heads and tokens; ``values`` overrides fields."""
     config = _tiny(CONFIG_MAPPING[model_type](), values)
     if hasattr(config, "is_decoder"):
         config.is_decoder = True
@@ -137,7 +137,7 @@ def tiny_config(model_type: str, **values: Any) -> PreTrainedConfig:
 
 
 def window_fields(model_type: str) -> dict[str, Any]:
-    """What to give `tiny_config` for sliding windows in a type that may have some and has none."""
+    """Return arguments of `tiny_config` that add sliding windows to a type without them."""
     config = tiny_config(model_type)
     has = {field.name for field in dataclasses.fields(config)}
     own = vars(config)
@@ -151,8 +151,8 @@ def window_fields(model_type: str) -> dict[str, Any]:
 
 
 def _tiny(default: PreTrainedConfig, given: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """One like ``default`` in miniature."""
-    # read past the properties: some refuse to say what is not the same in all layers
+    """Return a reduced copy of ``default``."""
+    # bypass the properties: some raise errors for values that differ between layers
     values = vars(default)
     layers = values.get("num_hidden_layers")
     fields: dict[str, Any] = {}
@@ -165,7 +165,7 @@ def _tiny(default: PreTrainedConfig, given: Mapping[str, Any] | None = None) -> 
         elif name in ALWAYS or (value and isinstance(value, int) and not isinstance(value, bool)):
             fields |= _number(name, value)
     if "kv_lora_rank" in fields:
-        # keys and values are made of one small vector, for all heads
+        # keys and values of all heads come from one small vector
         fields["num_key_value_heads"] = HEADS
     return type(default)(**{**fields, **REPAIRS.get(default.model_type, {}), **(given or {})})
 
@@ -178,15 +178,15 @@ def _number(name: str, value: int | None) -> dict[str, int]:
 
 
 def _of_each_kind(entries: list[Any] | tuple[Any, ...]) -> list[Any]:
-    """`LAYERS` entries, the kinds of ``entries`` in turn."""
+    """Return `LAYERS` entries, cycling through the kinds of ``entries``."""
     kinds = [each for place, each in enumerate(entries) if each not in entries[:place]]
     return [kinds[layer % len(kinds)] for layer in range(LAYERS)]
 
 
 def tiny_model(model_type: str, **values: Any) -> PreTrainedModel:
-    """A float32 model of `tiny_config`, in which no layer's attention is near uniform.
+    """Return a float32 model of `tiny_config` with attention that is far from uniform.
 
-    As they come, random weights are so small that a wrong attention would hardly show.
+    Default random weights are so small that wrong attention would hardly show.
     """
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
     torch.manual_seed(0)
@@ -201,6 +201,6 @@ def tiny_model(model_type: str, **values: Any) -> PreTrainedModel:
 
 
 def _taken_by(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-    """``config``, or what of it a model of the text alone takes."""
+    """Return ``config``, or its part for a model of text alone."""
     inside = (each for each in vars(config).values() if isinstance(each, kind.config_class))
     return config if isinstance(config, kind.config_class) else next(inside, config)

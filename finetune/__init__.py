@@ -1,1 +1,1 @@
-"""Fine-tuning by LoRA over long documents: data, loss, the loop, and merging what it learnt."""
+"""LoRA fine-tuning on long documents: data, loss, training loop and merging."""

@@ -15,11 +15,9 @@ from safetensors.torch import load_file
 from cab_hf.runs import models as run_models
 from cab_hf.runs.settings import UsageError, first_line, refused_as
 
-ADVICE = (
-    "give the base (--model, or --base), rank, alpha, targets and norms that it was trained with"
-)
+ADVICE = "Use the base (--model, or --base), rank, alpha, targets and norms of its training"
 WEIGHTS = "adapter_model.safetensors"
-# what `save_adapter` records of a model
+# fields of a model that `save_adapter` records
 RECORDED_FIELDS = {
     "sha256": str,
     "rope_parameters": dict,
@@ -29,32 +27,35 @@ RECORDED_FIELDS = {
 
 
 def read_adapter_config(adapter: Path) -> Any:
-    """PEFT's config of an adapter; UsageError where it, its weights or LoRA is missing."""
+    """Return PEFT's config of an adapter; UsageError if it, its weights or LoRA is missing."""
     from peft import LoraConfig, PeftConfig
 
     if not all((adapter / name).is_file() for name in (run_models.ADAPTER_CONFIG, WEIGHTS)):
         raise UsageError(
-            f"adapter must be a folder with {run_models.ADAPTER_CONFIG} and {WEIGHTS}; got "
-            f"{str(adapter)!r}."
+            f"adapter must be a folder with {run_models.ADAPTER_CONFIG} and {WEIGHTS}, got "
+            f"{str(adapter)!r}. Give the folder that finetune/lora.py or PEFT saved."
         )
     with reading(adapter, run_models.ADAPTER_CONFIG):
         config = PeftConfig.from_pretrained(str(adapter))
         kind = config.peft_type.value
-    # its header has the length of the file
+    # the header contains the length of the file
     with reading(adapter, WEIGHTS), safe_open(adapter / WEIGHTS, "pt"):
         pass
     if not isinstance(config, LoraConfig):
-        raise UsageError(f"adapter {adapter.name} must be LoRA's; got {kind}.")
+        raise UsageError(
+            f"adapter must be a LoRA adapter, got {adapter.name}, which is {kind}. Give another "
+            "folder."
+        )
     config.inference_mode = False
     return config
 
 
 def reading(adapter: Path, file: str) -> AbstractContextManager[None]:
-    """Turn any error inside into a UsageError that names a file of an adapter."""
+    """Turn any error inside the block into a UsageError that names a file of an adapter."""
     return refused_as(
         lambda error: (
-            f"{file} of adapter {adapter.name} is truncated, or not what PEFT saves and merges "
-            f"({first_sentence(error)}); give the folder as it was saved."
+            f"{file} of adapter {adapter.name} must be a file as PEFT saves it, got another one "
+            f"({first_sentence(error)}). Give the folder as it was saved."
         )
     )
 
@@ -64,7 +65,7 @@ def first_sentence(error: Exception) -> str:
 
 
 def read_base(adapter: Path) -> dict[str, Any]:
-    """What `save_adapter` recorded of the model an adapter was trained in; {} without a record."""
+    """Return the record of `save_adapter` about the base of an adapter; {} without a record."""
     file = adapter / run_models.BASE
     if not file.is_file():
         return {}
@@ -77,33 +78,34 @@ def read_base(adapter: Path) -> dict[str, Any]:
 
 
 def check_base(adapter: Path, base: str, fields: Mapping[str, Any], recorded: str | None) -> None:
-    """Refuse a base that an adapter was not trained in, by its content or else by its name.
+    """Raise an error for a base in which an adapter was not trained.
 
-    ``fields`` are those of `read_base`, ``recorded`` is the name in PEFT's config.
+    Bases are compared by content if it is recorded, else by name. ``fields`` is the result of
+    `read_base`, ``recorded`` is the name in PEFT's config.
     """
     if fields.get("sha256"):
         wanted, seen = fields["sha256"], run_models.content_sha256(base)
-        of, has = f"a model of SHA-256 {wanted[:12]}", f"base {name_of(base)!r} has {seen[:12]}"
+        of, has = f"a model with SHA-256 {wanted[:12]}", f"base {name_of(base)!r} has {seen[:12]}"
     else:
         wanted, seen = name_of(recorded or base), name_of(base)
         of, has = repr(wanted), f"base is {seen!r}"
     if seen != wanted:
-        raise UsageError(f"adapter {adapter.name} was trained in {of}, and {has}; {ADVICE}.")
+        raise UsageError(f"adapter {adapter.name} was trained in {of}, and {has}. {ADVICE}.")
 
 
 def name_of(model: str) -> str:
-    """The name of a model, or of its folder without the path."""
+    """Return the name of a model, or of its folder without the path."""
     return Path(model).name if Path(model).exists() else model
 
 
 def load_weights(adapted: Any, adapter: Path) -> list[str]:
     """Load the weights in the folder ``adapter`` into ``adapted``, a PeftModel.
 
-    Beside an adapter of head or embeddings PEFT saves their own weights, which are loaded as well;
-    the names of those that have changed by it are returned.
+    PEFT saves an adapter of the head or the embeddings with the weights of these layers, which are
+    loaded too. Returns the names of such weights that changed.
 
     Raises:
-        UsageError: they are of other modules or shapes, or cannot be read.
+        UsageError: the weights belong to other modules or shapes, or cannot be read.
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -113,7 +115,7 @@ def load_weights(adapted: Any, adapter: Path) -> list[str]:
     wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     others = {name: complete[name] for name in result if name in complete and name not in wanted}
     wanted |= others
-    # a head tied to trained embeddings may be written once
+    # a head tied to trained embeddings may be stored once
     written = {wanted[name].data_ptr(): x for name, x in result.items() if name in wanted}
     for name, x in wanted.items():
         if name not in result and x.data_ptr() in written:
@@ -132,26 +134,32 @@ def load_weights(adapted: Any, adapter: Path) -> list[str]:
 
 
 def misfit(adapter: Path, base: Any, why: str) -> UsageError:
-    """The error of an adapter that does not fit ``base``, a model."""
+    """Return the error for an adapter that does not fit ``base``, a model."""
     name = name_of(base.config.name_or_path) or type(base).__name__
-    return UsageError(f"adapter {adapter.name} does not fit base {name!r}: {why}; {ADVICE}.")
+    return UsageError(f"adapter {adapter.name} does not fit base {name!r}: {why}. {ADVICE}.")
 
 
 def begin_with(adapted: Any, adapter: Path) -> None:
-    """Load into ``adapted``, a PeftModel, an adapter that was trained in the same base.
+    """Load an adapter that was trained in the same base into ``adapted``, a PeftModel.
 
-    Positions may be stretched otherwise than they were then.
+    Its positions may have been stretched differently.
 
     Raises:
-        UsageError: another base, other modules, rank or alpha, or no adapter.
+        UsageError: the base, modules, rank or alpha differ, or there is no adapter.
     """
     config, ours = read_adapter_config(adapter), adapted.active_peft_config
     base = adapted.get_base_model()
     check_base(adapter, base.name_or_path, read_base(adapter), config.base_model_name_or_path)
     theirs, wanted = ((x.r, x.lora_alpha) for x in (config, ours))
     if theirs != wanted:
-        raise misfit(adapter, base, f"its rank and alpha are {theirs}, those given {wanted}")
+        raise misfit(
+            adapter, base, f"its rank and alpha are {theirs}, and the settings have {wanted}"
+        )
     changed = load_weights(adapted, adapter)
     if changed:
         name = changed[0].removeprefix("base_model.model.")
-        raise misfit(adapter, base, f"{name} is another one in the adapter; merge it")
+        raise misfit(
+            adapter,
+            base,
+            f"{name} differs in the adapter, so that the adapter must be merged first",
+        )

@@ -1,9 +1,9 @@
-"""Checkpoints that a kill cannot spoil, with all that a run needs to resume exactly.
+"""Checkpoints that survive a kill, with everything that a run needs to resume exactly.
 
-A checkpoint is a folder ``step-00000050`` with a file of what all processes share, one of each
-process, and the adapter, or the model where all of it is trained. It is written under another name,
-synced to disk and renamed, so that a folder of that name is complete; only then is an older one
-removed. What is read must have the checksums that it was written with.
+A checkpoint is a folder ``step-00000050``. It contains a file of the state that all processes
+share, a file per process, and the adapter or the trained model. It is written under another name,
+synced to disk and renamed, so that a folder with its final name is complete. Only then an older
+checkpoint is removed. Checksums are verified on reading.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cab_hf.runs.cache import file_sha256
 from cab_hf.runs.log import writing
 from cab_hf.runs.settings import UsageError, refused_as
 
-KEPT = 2  # of the newest
+KEPT = 2  # number of newest checkpoints that are kept
 SHARED, MINE, ADAPTER = "shared.pt", "process-{}.pt", "adapter"
 NAME = re.compile(r"step-\d{8,}")
 State = dict[str, Any]
@@ -37,30 +37,31 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of a run, in one folder that all of its processes see."""
+    """The checkpoints of a run, in one folder that all of its processes can access."""
 
     folder: Path
     rank: int
     processes: int
     wait: Callable[[], None]  # a barrier of all processes
-    result: str = ADAPTER  # the name of what is trained, a folder in each checkpoint
+    result: str = ADAPTER  # name of the trained weights, a folder in each checkpoint
 
     def newest(self) -> Path | None:
-        """The folder of the last complete checkpoint; None where there is none."""
+        """Return the folder of the last complete checkpoint; None if there is none."""
         return next(reversed(self._complete()), None)
 
     def save(
         self, step: int, shared: State, mine: State, write_result: Callable[[Path], None]
     ) -> Path:
-        """Save as the checkpoint of ``step``, called by all processes; its folder.
+        """Save the checkpoint of ``step`` and return its folder. All processes must call it.
 
         Args:
-            shared: what is the same in all processes; that of process 0 is saved.
-            mine: of this process.
-            write_result: writes into the folder that it is given; called in process 0.
+            step: number of the step.
+            shared: state that is equal in all processes; process 0 saves it.
+            mine: state of this process.
+            write_result: function that writes into the folder it receives; process 0 calls it.
 
         Raises:
-            LogError: it cannot be written; older checkpoints are as they were.
+            LogError: the checkpoint cannot be written. Older checkpoints do not change.
         """
         target = self.folder / f"step-{step:08d}"
         aside = self.folder / f".{target.name}.partial"
@@ -81,36 +82,38 @@ class Checkpoints:
         return target
 
     def load(self, folder: Path) -> tuple[State, State]:
-        """(shared, mine) of a checkpoint, tensors on the CPU.
+        """Load (shared, mine) of a checkpoint, with tensors on the CPU.
 
         Raises:
-            UsageError: it was made by another number of processes, or a byte of it has changed.
+            UsageError: another number of processes made it, or a byte of it has changed.
         """
         shared = _read(folder / SHARED)
         if shared["processes"] != self.processes:
             raise UsageError(
-                f"{folder.name} was made by {shared['processes']} processes and this run has "
-                f"{self.processes}; start as many as then, or give another --out."
+                f"{folder.name} was made by {shared['processes']} processes, and this run has "
+                f"{self.processes}. Start as many processes, or give another --out."
             )
         differ = shared["adapter"].items() - self._sums_of(folder).items()
         if differ:
             name, _ = min(differ)
-            raise UsageError(_unreadable(folder, f"{self.result}/{name} is not as it was saved"))
+            raise UsageError(
+                _unreadable(folder, f"{self.result}/{name} has changed since it was saved")
+            )
         return shared, _read(folder / MINE.format(self.rank))
 
     def _sums_of(self, folder: Path) -> dict[str, str]:
-        """SHA-256 of the files of what a checkpoint has trained, by name."""
+        """Return the SHA-256 of the files of the trained weights in a checkpoint, by name."""
         place = folder / self.result
         files = (file for file in place.rglob("*") if file.is_file())
         return {str(file.relative_to(place)): file_sha256(file) for file in files}
 
     def _complete(self) -> list[Path]:
-        """The folders of complete checkpoints, the newest last."""
+        """Return the folders of complete checkpoints, the newest last."""
         complete = (path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name))
         return sorted(complete, key=lambda path: int(path.name.removeprefix("step-")))
 
     def clear(self) -> None:
-        """Remove what a kill left half-written or half-removed; for process 0."""
+        """Remove folders that a kill left half-written or half-removed; for process 0."""
         for left in self.folder.glob(".step-*"):
             shutil.rmtree(left)
 
@@ -120,29 +123,29 @@ class Checkpoints:
         os.rename(aside, target)
         put_on_disk(self.folder)
         for old in self._complete()[:-KEPT]:
-            # half-removed, it must not look complete
+            # a half-removed folder must not look complete
             hidden = old.with_name(f".{old.name}.removed")
             os.rename(old, hidden)
             shutil.rmtree(hidden)
 
 
 def _write(state: State, path: Path) -> None:
-    # given a path, torch gives no reason for a failure
+    # with a path, torch gives no reason for a failure
     with open(path, "wb") as file:
         torch.save(state, file)
     put_on_disk(path)
 
 
 def _read(path: Path) -> State:
-    """What `_write` wrote, tensors on the CPU; UsageError unless every byte is as it was."""
+    """Read a file of `_write`, with tensors on the CPU; UsageError if a byte has changed."""
 
     def sentence(error: Exception) -> str:
-        # torch's own message is how to run the code in it
+        # torch's own message explains how to run the code in the file
         why = getattr(error, "strerror", None) or "damaged"
         return _unreadable(path.parent, f"{path.name}: {why}")
 
     with refused_as(sentence):
-        # torch writes checksums and does not check them
+        # torch writes checksums but does not verify them
         with zipfile.ZipFile(path) as parts:
             whole = parts.testzip() is None
         state = torch.load(path, map_location="cpu", weights_only=True) if whole else None
@@ -153,8 +156,8 @@ def _read(path: Path) -> State:
 
 def _unreadable(folder: Path, why: str) -> str:
     return (
-        f"checkpoint {folder.name} cannot be read ({why}); take it away, and the run goes on from "
-        "the one before."
+        f"checkpoint {folder.name} cannot be read ({why}). Remove the folder, and the run "
+        "continues from the checkpoint before it."
     )
 
 
@@ -169,7 +172,7 @@ def put_on_disk(path: Path) -> None:
 
 @contextmanager
 def asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Inside, SIGTERM only makes the function that is given return True."""
+    """Yield a function that returns True after SIGTERM, which has no other effect in the block."""
     asked = []
     before = signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
     try:
@@ -179,30 +182,30 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name."""
+    """Return the trained parameters by name."""
     return {name: each for name, each in model.named_parameters() if each.requires_grad}
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """A copy on the CPU of all of a tensor; called by all processes where it is sharded."""
+    """Return a copy of the whole tensor on the CPU. All processes must call it if it is sharded."""
     tensor = tensor.detach()
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return tensor.to("cpu", copy=True)
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """The `gathered` parameters that are trained, by name."""
+    """Return the trained parameters by name, each `gathered`."""
     return {name: gathered(each) for name, each in trained(model).items()}
 
 
 def load_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Set what is trained to the values of `parameters_of`; UsageError where names differ."""
+    """Set the trained parameters to the values of `parameters_of`; UsageError if names differ."""
     mine = trained(model)
     differ = sorted(mine.keys() ^ saved.keys())
     if differ:
         raise UsageError(
-            f"the checkpoint trains other parameters ({differ[0]} is one of {len(differ)}); give "
-            "what the first run had, or another --out."
+            f"the checkpoint trains other parameters ({differ[0]} is one of {len(differ)}). "
+            "Continue with the settings of the first run, or give another --out."
         )
     with torch.no_grad():
         for name, parameter in mine.items():
@@ -210,7 +213,7 @@ def load_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 
 def optimizer_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, State]:
-    """The `gathered` state of the optimiser for each trained parameter, by name."""
+    """Return the `gathered` state of the optimizer for each trained parameter, by name."""
     return {
         name: {key: gathered(value) for key, value in optimizer.state[each].items()}
         for name, each in trained(model).items()
@@ -221,12 +224,12 @@ def optimizer_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str
 def load_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, State]
 ) -> None:
-    """Set the state of the optimiser to that of `optimizer_of`."""
+    """Set the state of the optimizer to the result of `optimizer_of`."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     for name, parameter in trained(model).items():
         if name in saved:
             moments = dict(saved[name])
-            # a fused step counts on the device, others on the CPU; it is never sharded
+            # a fused step counter is on the device, others on the CPU; it is never sharded
             steps = moments.pop("step")
             state = {key: _sharded_like(x, parameter) for key, x in moments.items()}
             state["step"] = steps.to(parameter.device) if fused else steps
@@ -241,7 +244,7 @@ def _sharded_like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def random_state() -> State:
-    """The state of every generator that this process may draw from."""
+    """Return the state of every random generator that this process may use."""
     kind, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -252,7 +255,7 @@ def random_state() -> State:
 
 
 def load_random_state(state: Mapping[str, Any]) -> None:
-    """Set every generator to what `random_state` returned."""
+    """Set every random generator to the result of `random_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -19,11 +19,11 @@ SHARES = (
 
 
 def draw(path: Path | str, records: Sequence[Mapping[str, Any]]) -> None:
-    """Draw loss, and shares of one (keys found, density, MFU), over the steps; as PNG."""
+    """Draw the loss and the shares (keys found, density, MFU) over steps, as PNG."""
     found: dict[str, list[tuple[int, float]]] = {}
     for each in records:
         for length, share in each.get("passkey", {}).items():
-            points = found.setdefault(f"keys found in {int(length):,} tokens", [])
+            points = found.setdefault(f"keys found, {int(length):,} tokens", [])
             points.append((each["step"], share))
     with figure(path, 2, 1, sharex=True, figsize=(7, 6)) as axes:
         losses, shares = axes[:, 0]
@@ -38,7 +38,7 @@ def draw(path: Path | str, records: Sequence[Mapping[str, Any]]) -> None:
             axis.grid(alpha=0.3)
             if axis.get_legend_handles_labels()[0]:
                 axis.legend(fontsize=8)
-        losses.set_ylabel("loss of a token")
+        losses.set_ylabel("loss per token")
         shares.set_ylabel("share")
         shares.set_ylim(0, 1.05)
         shares.set_xlabel("step")

@@ -1,4 +1,4 @@
-"""Documents packed into sequences of one length, each document attending to itself alone."""
+"""Documents packed into sequences of one length; each document attends to itself alone."""
 
 from __future__ import annotations
 
@@ -23,37 +23,40 @@ from cab_hf.finetune.sources import (
 )
 from cab_hf.runs.settings import UsageError
 
-HOLD_OUT = 100  # of so many documents one is kept from training
+HOLD_OUT = 100  # one of this number of documents is held out
 Item = dict[str, Tensor]
 
 
 class Packed:
-    """Sequences without end, and one process's share of them.
+    """An endless iterator over packed sequences: the share of one process.
 
     A sequence is a dict of int64 tensors [length]: ``input_ids``; ``position_ids``, which restart
-    in each document; and ``labels``, the token that each is to predict: already shifted, -100
-    where the next token is of another document, padding or not to be learnt.
+    in each document; and ``labels``, already shifted: the next token, or -100 if the next token
+    belongs to another document, is padding or is not to be learnt.
 
-    The next document is of the source that is furthest behind its share of the tokens. What does
-    not fit into a sequence goes on in a later one as a document of its own, the last token before
-    the cut still predicting the first behind it. Synthetic documents are never cut: one that does
-    not fit waits for the next sequence, and where nothing else fits, padding fills this one.
+    The next document comes from the source with the largest deficit to its share of the tokens. The
+    rest of a document that does not fit into a sequence continues in a later sequence as a document
+    of its own. The last token before the cut still predicts the first token after it. Synthetic
+    documents are never cut: they wait for the next sequence, and padding fills this sequence if
+    nothing else fits.
 
-    Sequence i goes to process i % ``world``. Every process packs all sequences and makes tensors of
-    its own, so that the order does not depend on ``world``.
+    Sequence i belongs to process i % ``world``. Every process packs all sequences but makes tensors
+    of its own only, so that the order does not depend on ``world``.
 
     Args:
-        sources: each with its share of the tokens; synthetic documents are hidden in the texts of
-            all of them, also of those with a share of 0.
-        length: tokens of a sequence.
-        seed: of the order of documents, beside the seeds that the sources have.
-        hold_out: of so many documents of a source, in the order of its data, the first is kept for
-            `held_out`; 0 keeps none.
-        only_held_out: pack those that are kept instead of the others.
-        vocabulary: how many tokens the model knows; None: any number.
+        tokenizer: the tokenizer of the model.
+        sources: sources with their shares of the tokens. Synthetic documents are hidden in texts of
+            all sources, including those with a share of 0.
+        length: tokens per sequence.
+        seed: seed of the order of documents; sources have their own seeds.
+        rank, world: this process, and the number of processes.
+        hold_out: one of every ``hold_out`` documents of a source, the first in the order of its
+            data, is reserved for `held_out`; 0 reserves none.
+        only_held_out: True to pack the reserved documents instead of the others.
+        vocabulary: number of tokens in the model's vocabulary; None: no limit.
 
     Raises:
-        UsageError: no source has a share; while reading, documents that cannot be read or learnt.
+        UsageError: no source has a share; or, while reading, a document cannot be read or learnt.
     """
 
     def __init__(
@@ -70,10 +73,13 @@ class Packed:
         vocabulary: int | None = None,
     ) -> None:
         if not any(share for _, share in sources):
-            raise UsageError("data must have a source whose share of the tokens is above 0.")
+            raise UsageError(
+                "data must contain a source with a share of the tokens above 0, got none. Give a "
+                "source without =0."
+            )
         self.length, self.rank, self.world = length, rank, world
         self._tokenizer, self._vocabulary = tokenizer, vocabulary or math.inf
-        # nothing is learnt of padding
+        # padding is not learnt
         padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self._padding = next(x for x in padding if x is not None and x < self._vocabulary)
         part = Part(hold_out, only_held_out)
@@ -82,18 +88,18 @@ class Packed:
         for place, (source, share) in enumerate(sources):
             if not share:
                 continue
-            # one entry named twice is shuffled twice
+            # an entry named twice is shuffled twice
             how = part, f"{seed}/{place}", tokenizer
             if isinstance(source, TextSource):
                 documents = TextDocuments(source, *how)
             else:
                 documents = RetrievalDocuments(source, *how, length, texts)
             self._cursors.append(SourceCursor(documents, share))
-        self._made = 0  # sequences, of all processes
+        self._made = 0  # sequences of all processes
 
     @property
     def epoch(self) -> int:
-        """How often every source of texts has been read from end to end."""
+        """The number of times that every text source has been read to its end."""
         epochs = (cursor.documents.epoch for cursor in self._cursors)
         return min((epoch for epoch in epochs if epoch is not None), default=0)
 
@@ -108,30 +114,31 @@ class Packed:
         highest = int(item["input_ids"].max())
         if highest >= self._vocabulary:
             raise UsageError(
-                f"data has token {highest} ({self._tokenizer.convert_ids_to_tokens(highest)!r}), "
-                f"and the model knows those below {self._vocabulary}; give one whose embeddings "
-                "were resized for its tokenizer, or data without that token."
+                f"data must contain tokens below {self._vocabulary}, the vocabulary of the model, "
+                f"got token {highest} ({self._tokenizer.convert_ids_to_tokens(highest)!r}). Give "
+                "a model whose embeddings were resized for its tokenizer, or data without that "
+                "token."
             )
         return item
 
     def state_dict(self) -> State:
-        """The place behind the last sequence, small and as JSON has it; equal in all processes."""
+        """Return the position after the last sequence, JSON-able and equal in all processes."""
         self._finish_round()
         return {"made": self._made, "cursors": [each.state_dict() for each in self._cursors]}
 
     def load_state_dict(self, state: State) -> None:
-        """Resume from a place in the same data; ``world`` must divide the sequences made."""
+        """Resume from a position in the same data; ``world`` must divide the sequences made."""
         self._made = state["made"]
         for cursor, place in zip(self._cursors, state["cursors"], strict=True):
             cursor.load_state_dict(place)
 
     def _finish_round(self) -> None:
-        """Pass over what the other processes read beside this one's last sequence."""
+        """Skip the sequences of the other processes after this one's last sequence."""
         while self._made % self.world:
             self._pack()
 
     def _pack(self) -> list[Document]:
-        """The pieces of the next sequence."""
+        """Return the pieces of the next sequence."""
         pieces, room = [], self.length
         while room:
             by_lag = sorted(self._cursors, key=lambda cursor: cursor.taken / cursor.share)
@@ -145,20 +152,21 @@ class Packed:
 
 
 def prefetched(packed: Packed, depth: int = 2, workers: int = 1) -> Iterator[tuple[Item, State]]:
-    """Sequences with the places behind them, made by a worker while earlier ones are learnt.
+    """Yield sequences with their end positions; a worker makes them during earlier steps.
 
-    A thread would take turns with the one that launches kernels; with several workers `datasets`
-    would read a stream in another order. The worker starts with the first sequence. Errors of the
-    worker are raised here.
+    The worker is a process: a thread would compete with the thread that launches kernels, and with
+    several workers `datasets` would read a stream in another order. The worker starts with the
+    first sequence. Errors of the worker are raised here.
 
     Args:
-        depth: sequences that the worker makes ahead.
-        workers: 1, or 0 for none.
+        packed: the sequences.
+        depth: number of sequences that the worker makes ahead.
+        workers: 1, or 0 for no worker.
     """
-    # the worker's seed must not be drawn from the generator that the run uses
+    # the seed of the worker must not come from the generator of the run
     how: dict[str, Any] = {"batch_size": None, "generator": torch.Generator()}
     if workers:
-        # what is read cannot be pickled
+        # open files cannot be pickled
         how |= {"num_workers": 1, "prefetch_factor": depth, "multiprocessing_context": "fork"}
     for item, place in DataLoader(_WithPlaces(packed), **how):
         if isinstance(item, Exception):
@@ -167,7 +175,7 @@ def prefetched(packed: Packed, depth: int = 2, workers: int = 1) -> Iterator[tup
 
 
 class _WithPlaces(IterableDataset):
-    """Sequences with the places behind them; an error is the last item, as it was raised."""
+    """Sequences with their end positions; an error is the last item."""
 
     def __init__(self, packed: Packed) -> None:
         self._packed = packed
@@ -185,20 +193,20 @@ class SourceCursor:
 
     def __init__(self, documents: TextDocuments | RetrievalDocuments, share: float) -> None:
         self.documents, self.share = documents, share
-        self.taken = self._done = 0  # tokens of all documents, and of the one being packed
-        self._begun: State = {}  # its place
+        self.taken = self._done = 0  # tokens of all documents, and of the current one
+        self._begun: State = {}  # position of the current document
         self._document: Document | None = None
 
     def fits(self, room: int) -> bool:
-        """Whether its next piece may take ``room`` tokens: synthetic documents are not cut."""
+        """Return True if the next piece fits into ``room`` tokens; text documents may be cut."""
         return not self.documents.never_cut or self._next().size <= room
 
     def take(self, room: int) -> Document:
-        """The next piece, of at most ``room`` tokens."""
+        """Return the next piece, with at most ``room`` tokens."""
         document = self._next()
         piece = document.piece(self._done, min(document.size, self._done + room))
         self.taken, self._done = self.taken + piece.size, self._done + piece.size
-        # a last token was predicted before the cut, and has nothing to predict itself
+        # the last token was predicted before the cut, and predicts nothing
         if document.size - self._done < 2:
             self._document, self._done = None, 0
         return piece
@@ -229,10 +237,10 @@ def held_out(
     hold_out: int = HOLD_OUT,
     vocabulary: int | None = None,
 ) -> list[Item]:
-    """``count`` sequences, always the same, of the documents that `Packed` holds out.
+    """Return ``count`` fixed sequences of the documents that `Packed` reserves.
 
-    Fewer where these hold every such document already. ``hold_out`` is 1 for sources that training
-    does not read; other arguments and errors are those of `Packed`.
+    Returns fewer if the reserved documents are too few. ``hold_out`` is 1 for sources that training
+    does not read. Other arguments and errors are those of `Packed`.
     """
     how = {"hold_out": hold_out, "only_held_out": True, "vocabulary": vocabulary}
     packed = Packed(tokenizer, sources, length, seed, **how)
@@ -243,7 +251,7 @@ def held_out(
 
 
 def _as_tensors(pieces: Sequence[Document], length: int, padding: int) -> Item:
-    """Pieces one behind the other, and padding as one more document."""
+    """Concatenate pieces, with padding as one more document."""
     sizes = [piece.size for piece in pieces]
     left = length - sum(sizes)
     end = np.full(left, padding, np.int32), np.full(left, IGNORED, np.int32)

@@ -1,4 +1,4 @@
-"""The FLOPs and the memory of a run, computed without its weights, and whether it fits."""
+"""Estimates of the FLOPs and the memory of a run, without its weights, and of whether it fits."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from cab_hf.hf.model_config import cab_config_of
 from cab_hf.runs import models as run_models
 from cab_hf.runs.settings import UsageError
 
-# 4 bits and the scales of NF4, quantised twice
+# 4 bits and the scales of NF4 with double quantisation
 FOUR_BIT_BYTES = 0.52
 # ``shards`` and ``weights_on_host`` of `meter.memory`
 Spread = Mapping[str, Any]
-# the longest length that fits is a multiple of it
+# the longest length is a multiple of it
 STEP = 2**10
-# what takes less memory, what costs least first
+# options that save memory, the cheapest first
 SAVINGS = "--micro-batch, --checkpointing, --tile-tokens, --qlora, --cp or --length"
 
 
 def skeleton(settings: Settings) -> nn.Module:
-    """The `runs.models.skeleton` of the model to be trained; errors as of `models.load_model`."""
+    """Build the `runs.models.skeleton` of the model to train; errors as for `models.load_model`."""
     trusted = settings.trust_remote_code
     config = run_models.load_config(settings.model, trusted)
     stretch_positions(config, settings.model, **settings.positions())
@@ -47,46 +47,46 @@ def skeleton(settings: Settings) -> nn.Module:
 def report(
     settings: Settings, cost: meter.Cost, processes: int, fitted: meter.Fit, room: meter.Room
 ) -> str:
-    """The text of `--dry-run` for a model with its adapter, trained by so many ``processes``."""
+    """Return the text of `--dry-run` for a model with its adapter, trained by ``processes``."""
     replicas, accumulation = settings.replicas(processes), settings.accumulation(processes)
     tokens = replicas * settings.length * settings.micro_batch * accumulation
-    # one document a sequence: the most pairs there can be
+    # one document per sequence has the most pairs
     pairs = cost.pairs(torch.arange(settings.length)[None])
     attention = sum(cost.attention(pairs)) * tokens / settings.length
     flops, needed = cost.products(tokens) + attention, fitted.memory
-    known = f"{flops:.3e}, with dense attention, which is {attention / flops:.0%} of them"
+    known = f"{flops:.3e} with dense attention, which is {attention / flops:.0%} of them"
     parts = [f"{name} {x / meter.GIB:.2f}" for name, x in needed._asdict().items()]
-    each = "each" if settings.cp == 1 else f"of each {settings.cp} of them"
+    each = "each" if settings.cp == 1 else f"for every {settings.cp} processes"
     return "\n".join(
         [
             json.dumps(asdict(settings), indent=2),
-            f"parameters: {cost.parameters:,}, {cost.trained_parameters:,} of them trained",
-            f"a step: {tokens:,} tokens of {processes} processes, {accumulation} micro batches "
+            f"parameters: {cost.parameters:,}, trained: {cost.trained_parameters:,}",
+            f"step: {tokens:,} tokens in {processes} processes, {accumulation} micro batches "
             + each,
-            f"FLOPs of a step: {f'not known: {cost.uncounted}' if cost.uncounted else known}",
-            f"memory of a process, estimated: {needed.total / meter.GIB:.2f} GiB "
+            f"FLOPs per step: {f'unknown: {cost.uncounted}' if cost.uncounted else known}",
+            f"estimated memory per process: {needed.total / meter.GIB:.2f} GiB "
             f"({', '.join(parts[:4])}); on its host: {needed.host / meter.GIB:.2f} GiB "
             f"({', '.join(parts[4:])})",
             transfer(settings, fitted),
-            f"{'fits' if room.holds(needed) else 'does not fit'} into "
+            f"{'fits into' if room.holds(needed) else 'does not fit into'} "
             f"{room.device / meter.GIB:.1f} GiB",
         ]
     )
 
 
 def room_of(settings: Settings, device: torch.device) -> meter.Room:
-    """The memory that there is, or that the settings give."""
+    """Return the available memory, or the memory that the settings give."""
     host, given = meter.host_bytes(settings.host_gib), settings.gpu_gib * meter.GIB
     if not given and device.type == "cuda":
         given = torch.cuda.get_device_properties(device).total_memory
-    # without a GPU the model is on the host itself
+    # without a GPU the model is on the host
     return meter.Room(given, host) if given else meter.Room(host, 0)
 
 
 def fit(
     settings: Settings, cost: meter.Cost, spread: Spread, room: meter.Room, length: int = 0
 ) -> meter.Fit:
-    """The `meter.fit` of these settings, or of another ``length`` of a sequence."""
+    """Return the `meter.fit` of these settings, or of another ``length`` of a sequence."""
     length, rows, plans = length or settings.length, settings.micro_batch, 0.0
     if settings.attention in SPARSE and settings.checkpointing and room.host:
         config = cab_config_of(cost.config, settings.attention).changed(**settings.cab_config())
@@ -95,33 +95,33 @@ def fit(
         cost,
         length * rows,
         room,
-        # on a CPU checkpoints and plans stay in the memory that the model has
+        # on a CPU checkpoints and plans share the memory of the model
         settings.offload_layers if room.host else 0,
-        # where all is trained, norms and sums of layers are in float32
+        # if all weights are trained, norms and sums of layers are float32
         itemsize=getattr(torch, settings.weights_dtype).itemsize,
         checkpointing=settings.checkpointing,
         **spread,
         cp=settings.cp,
         loss_tokens=CHUNK_LOGITS // cost.config.vocab_size,
-        # a model that is loaded has its weights in 4 bits already
+        # the weights of a loaded model are in 4 bits already
         quantised=FOUR_BIT_BYTES if settings.qlora and settings.dry_run else None,
         tile=tile_of(length * rows // settings.cp, settings.tile_tokens),
         plans=plans,
         short_texts=settings.attention in SPARSE,
-        # transformers gives SDPA a mask of all pairs for packed documents
+        # transformers passes a mask of all pairs to SDPA for packed documents
         mask_pairs=rows * length**2 if settings.attention == "sdpa" else 0,
         mask_itemsize=getattr(torch, settings.dtype).itemsize,
     )
 
 
 def transfer(settings: Settings, fitted: meter.Fit) -> str:
-    """A line on the copies between host and GPU in a micro batch, and their time."""
+    """Return a line about the copies between host and GPU per micro batch, and their time."""
     if not fitted.offloaded:
         return "offloaded: no checkpoints"
     size, speed = 2 * fitted.memory.checkpoints, settings.link_gbs
     return (
-        f"offloaded: checkpoints of the first {fitted.offloaded} layers; a micro batch copies "
-        f"{size / meter.GIB:.1f} GiB out and back, in {size / speed / 1e9:.1f} s at {speed:g} "
+        f"offloaded: checkpoints of the first {fitted.offloaded} layers; each micro batch copies "
+        f"{size / meter.GIB:.1f} GiB out and back in {size / speed / 1e9:.1f} s at {speed:g} "
         "GB/s, while it computes"
     )
 
@@ -129,27 +129,27 @@ def transfer(settings: Settings, fitted: meter.Fit) -> str:
 def refuse_too_long(
     settings: Settings, cost: meter.Cost, spread: Spread, room: meter.Room, fitted: meter.Fit
 ) -> None:
-    """Refuse a step that does not fit; UsageError with the longest sequence that does."""
+    """Raise a UsageError with the longest length that fits if a step does not fit."""
     if room.holds(fitted.memory):
         return
     step = STEP * settings.cp
     lengths = range((settings.length - 1) // step * step, 0, -step)
-    # one by one: where tiles begin, a longer sequence takes less than a shorter one
+    # one by one: where tiles start, a longer sequence needs less memory than a shorter one
     fitting = (n for n in lengths if room.holds(fit(settings, cost, spread, room, n).memory))
     most = next(fitting, None)
-    longest = "no length does" if most is None else f"the longest that does has {most} tokens"
+    longest = "no length fits" if most is None else f"the longest length that fits is {most}"
     raise UsageError(
-        f"length is {settings.length} and a step does not fit into {room.device / meter.GIB:.1f} "
-        f"GiB of a device and {room.host / meter.GIB:.1f} GiB of the host; {longest}; or change "
-        f"{SAVINGS}. A run with a number for --offload-layers skips the estimate."
+        f"length must be small enough for a step in {room.device / meter.GIB:.1f} GiB of a device "
+        f"and {room.host / meter.GIB:.1f} GiB of the host, got {settings.length}; {longest}. "
+        f"Change {SAVINGS}. A run with a number for --offload-layers skips the estimate."
     )
 
 
 def print_report(settings: Settings, accelerator: Accelerator) -> None:
-    """Print the settings, what a step costs and whether it fits."""
+    """Print the settings, the cost of a step and whether it fits."""
     processes, spread = accelerator.num_processes, spread_of(accelerator)
     settings.accumulation(processes)
-    # what only a network has is not fetched for this
+    # sources that need a network are not opened for an estimate
     named = [*settings.sources(), *settings.sources("validation")]
     open_sources(settings, [each for each in named if is_local(each[0])])
     model = adapted(settings, skeleton(settings))
@@ -161,7 +161,7 @@ def print_report(settings: Settings, accelerator: Accelerator) -> None:
 
 
 def spread_of(accelerator: Accelerator) -> dict[str, Any]:
-    """Where accelerate puts the weights, for `fit`."""
+    """Return where accelerate puts the weights, for `fit`."""
     if accelerator.distributed_type != DistributedType.FSDP:
         return {}
     offloaded = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)

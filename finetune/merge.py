@@ -1,7 +1,7 @@
 """Merge an adapter into its base: ``python -m cab_hf.finetune.merge ADAPTER OUT``.
 
-The merged model is written beside OUT and read again. OUT appears once its logits are those of the
-base with the adapter.
+The merged model is written next to OUT and read again. OUT appears after its logits have been
+compared with those of the base with the adapter.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from cab_hf.runs.settings import UsageError, flag, option, read_settings, requir
 
 PROG = "python -m cab_hf.finetune.merge"
 TEXTS, TOKENS = 2, 64
-# the share of the largest logit that another may be off: SmolLM2 was off by a third of it where
-# dtypes are narrow, by 3e-6 in float32
+# tolerance as a share of the largest logit: errors of SmolLM2 were a third of it in narrow dtypes,
+# and 3e-6 in float32
 BOUNDS = {"bfloat16": 0.13, "float16": 0.015, "float32": 1e-4, "float64": 1e-9}
 CARD = """---
 {front}
@@ -59,13 +59,17 @@ Without `cab_hf`, and without `attn_implementation`, attention is dense.
 
 @dataclass(frozen=True)
 class MergeSettings:
-    """Options of the command, ADAPTER and OUT among them."""
+    """Options of the command, including ADAPTER and OUT."""
 
-    adapter: str = option("", "what finetune/lora.py or PEFT saved; may be given as first word")
-    out: str = option("", "folder for the merged model, a new one; may be given as second word")
-    base: str = option("", "name or folder of the base model (default: what the adapter names)")
-    dtype: str = option("", "dtype of the merged weights (default: that of the base)")
-    device: str = option("cpu", "torch device to merge and compare on")
+    adapter: str = option(
+        "", "folder that finetune/lora.py or PEFT saved; may be the first word without --adapter"
+    )
+    out: str = option("", "new folder for the merged model; may be the second word without --out")
+    base: str = option(
+        "", "name or folder of the base model (default: the base in the adapter's config)"
+    )
+    dtype: str = option("", "dtype of the merged weights (default: the dtype of the base)")
+    device: str = option("cpu", "torch device for merging and comparing")
     trust_remote_code: bool = flag("run Python code that comes with the model")
 
     def __post_init__(self) -> None:
@@ -76,9 +80,9 @@ class MergeSettings:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Merge as ``words`` (default: the command line) have it; the exit status."""
+    """Merge as ``words`` (default: the command line) specify; return the exit status."""
     words, named = list(sys.argv[1:] if words is None else words), []
-    # ADAPTER and OUT, which may come first without the names of their options
+    # ADAPTER and OUT may come first without the names of their options
     for name in ("--adapter", "--out"):
         if words and not words[0].startswith("-"):
             named += [name, words.pop(0)]
@@ -93,25 +97,26 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def merge(settings: MergeSettings) -> float:
-    """Write the merged model to ``settings.out``; the largest difference of a logit.
+    """Write the merged model to ``settings.out``; return the largest difference of a logit.
 
     Raises:
-        UsageError: there is no adapter, it is for another base, the folder exists already, or the
-            merged model computes something else.
+        UsageError: the adapter is missing or belongs to another base, the folder exists already, or
+            the merged model computes other logits.
     """
     adapter, out = Path(settings.adapter), Path(settings.out)
     if out.exists():
-        raise UsageError(f"out must be a new folder; {settings.out!r} exists already.")
+        raise UsageError(f"out must be a new folder, got {settings.out!r}, which exists already.")
     config = adapters.read_adapter_config(adapter)
     base = settings.base or config.base_model_name_or_path
     if not base or not isinstance(base, str):
         raise UsageError(
-            f"adapter {adapter.name} does not say which model it was trained in; give it as --base."
+            f"base must be given for adapter {adapter.name}, which does not record its base. Give "
+            "--base."
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
     with scratch, warnings.catch_warnings():
-        # both models are computed densely here
+        # both models compute densely here
         warnings.filterwarnings("ignore", message=".* has a cab_config, which nothing uses")
         folder = Path(scratch.name) / "merged"
         expected = _write(folder, adapter, base, config, settings)
@@ -122,7 +127,7 @@ def merge(settings: MergeSettings) -> float:
 
 
 def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeSettings) -> Tensor:
-    """Write the merged model to ``folder``; the logits that it must have."""
+    """Write the merged model to ``folder``; return the logits that it must have."""
     given, trusted = adapters.read_base(adapter), settings.trust_remote_code
     model_config = run_models.load_config(base, trusted)
     with adapters.reading(adapter, run_models.BASE):
@@ -130,19 +135,20 @@ def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeS
     dtype = settings.dtype or _name_of_dtype(model_config.dtype or torch.float32)
     if dtype not in BOUNDS:
         raise UsageError(
-            f"base {adapters.name_of(base)!r} has weights of {dtype}; give --dtype bfloat16."
+            f"base {adapters.name_of(base)!r} must have floating-point weights, got {dtype}. Give "
+            "--dtype bfloat16."
         )
     options = {"config": model_config, "trust_remote_code": trusted}
     model, tokenizer = run_models.load_model(base, settings.device, dtype, **options)
-    # PEFT warns where it is another name than the one recorded
+    # PEFT warns if it differs from the recorded name
     model.name_or_path = base
-    # what is not local is in a cache by now
+    # a model from the hub is in the cache by now
     adapters.check_base(adapter, base, given, config.base_model_name_or_path)
     adapted = attach(model, adapter, config)
     expected = probe(adapted)
     _untie(adapted)
     with warnings.catch_warnings():
-        # PEFT warns that it unties what has been trained apart
+        # PEFT warns that it unties weights that were trained separately
         warnings.simplefilter("ignore")
         merged = adapted.merge_and_unload()
     merged.config.use_cache = True
@@ -153,10 +159,10 @@ def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeS
 
 
 def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
-    """``model`` with the adapter in ``adapter``; UsageError where they do not fit."""
+    """Return ``model`` with the adapter in ``adapter``; UsageError if they do not fit."""
     from peft import get_peft_model
 
-    # other errors are of values that PEFT does not look at when it reads them
+    # other errors concern values that PEFT does not check on reading
     with adapters.reading(adapter, run_models.ADAPTER_CONFIG):
         try:
             adapted = get_peft_model(model, config).eval()
@@ -167,7 +173,7 @@ def attach(model: PreTrainedModel, adapter: Path, config: Any) -> Any:
 
 
 def _untie(adapted: Any) -> None:
-    """Give a head that shares its weight its own, where an adapter changes one of the two."""
+    """Give a tied head a weight of its own if an adapter changes the head or the embeddings."""
     causal = adapted.get_base_model()
     modules = causal.get_output_embeddings(), causal.get_input_embeddings()
     head, embeddings = (getattr(module, "base_layer", module) for module in modules)
@@ -180,17 +186,17 @@ def _untie(adapted: Any) -> None:
 
 @torch.no_grad()
 def probe(model: nn.Module) -> Tensor:
-    """Logits [TEXTS, TOKENS, V] of tokens that are always the same, on the CPU."""
+    """Return the logits [TEXTS, TOKENS, V] of fixed tokens, on the CPU."""
     vocabulary, drawn = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (TEXTS, TOKENS), generator=drawn).to(model.device)
     return model(tokens, use_cache=False).logits.cpu()
 
 
 def compare(folder: Path, expected: Tensor, settings: MergeSettings) -> float:
-    """The largest difference of a logit that the model in ``folder`` has from ``expected``.
+    """Return the largest difference between logits of the model in ``folder`` and ``expected``.
 
     Raises:
-        UsageError: it is more than roundings to the dtype of the model explain, or not a number.
+        UsageError: the difference exceeds the rounding of the model's dtype, or is NaN.
     """
     merged = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", trust_remote_code=settings.trust_remote_code
@@ -200,8 +206,8 @@ def compare(folder: Path, expected: Tensor, settings: MergeSettings) -> float:
     most = BOUNDS[dtype] * expected.double().abs().max().item()
     if not difference <= most:
         raise UsageError(
-            f"the merged model has a logit that is {difference:.2g} off that of base and adapter, "
-            f"more than {most:.2g}, the roundings of {dtype}; merge in a wider --dtype."
+            f"the merged model has a logit that differs by {difference:.2g} from that of base and "
+            f"adapter, more than {most:.2g}, the rounding of {dtype}. Merge in a wider --dtype."
         )
     return difference
 
@@ -211,14 +217,14 @@ def _name_of_dtype(dtype: torch.dtype) -> str:
 
 
 def card(name: str, folder: Path, base: str, config: Any, difference: float) -> str:
-    """The page of a merged model, its front matter read by the hub."""
+    """Return the model card of a merged model, with front matter for the hub."""
     model = json.loads((folder / "config.json").read_text("utf-8"))
     model = model.get("text_config", model)
     rope = (model.get("rope_parameters") or {}).get("rope_type", "default")
     stretched = "" if rope == "default" else f", stretched by {rope}"
     targets = config.target_modules or ()
     if isinstance(targets, str):
-        layers = f"whose whole names match {code(targets)}"
+        layers = f"modules whose full name matches {code(targets)}"
     else:
         names = [*targets, *(getattr(config, "target_parameters", None) or ())]
         layers = ", ".join(map(plain, sorted(names)))
@@ -227,9 +233,9 @@ def card(name: str, folder: Path, base: str, config: Any, difference: float) -> 
         "base": plain(adapters.name_of(base)),
         "adapter": f"LoRA, rank {config.r}, alpha {config.lora_alpha:g}",
         "layers": layers,
-        "trained whole": ", ".join(map(plain, sorted(kept))),
+        "trained completely": ", ".join(map(plain, sorted(kept))),
         "positions": f"{model.get('max_position_embeddings')}{stretched}",
-        "largest difference of a logit, merged to adapter and base": f"{difference:.2g}",
+        "largest logit difference to base with adapter": f"{difference:.2g}",
         "made with": ", ".join(f"{package} {version}" for package, version in versions().items()),
     }
     front = ModelCardData(

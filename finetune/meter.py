@@ -1,8 +1,8 @@
-"""What a step costs and how well it went: FLOPs, MFU, density, memory.
+"""Measurements of a step: FLOPs, MFU, density and memory.
 
-Useful FLOPs are those of the forward and the backward pass over the pairs that are attended; what
-is computed a second time does not count. Dense-equivalent FLOPs are those of the same step with
-every pair that causality allows. Nothing is counted of a mixture of experts.
+Useful FLOPs count the forward and backward pass over the attended pairs, without recomputation.
+Dense-equivalent FLOPs count the same step with every causal pair. Mixtures of experts are not
+counted.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from cab_hf.finetune.offload import CHUNK_BYTES
 from cab_hf.finetune.tiles import untiled_mlps
 
 GIB = 2**30
-# the share of a device's memory that tensors may take, and of the host's that a run may pin
+# usable share of a device's memory for tensors, and of the host's memory for pinning
 USABLE = PINNABLE = 0.9
-# where Linux has the limit of a container
+# file with the memory limit of a container on Linux
 CONTAINER = Path("/sys/fs/cgroup/memory.max")
-# the share of a row's blocks in its longest list, where nothing bounds it
+# the longest list as a share of a row's blocks, without a bound
 WIDEST = 0.25
-# bf16 without sparsity, by a part of the name that torch gives a GPU; from the makers' data sheets
+# bf16 without sparsity, by a part of the GPU's name in torch; from the makers' data sheets
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -39,39 +39,39 @@ PEAK_TFLOPS = {
     "L40S": 362.0,
     "RTX 4090": 165.0,
 }
-# of every weight and token: a product forward, one for the gradient of what came in, and one for
-# that of the weight
+# FLOPs per weight and token: two each for the forward product, the gradient of the input, and the
+# gradient of the weight
 FROZEN, TRAINED = 4, 6
-# of every pair and channel: two products forward and four backward
+# FLOPs per pair and channel: two products forward and four backward
 ATTENTION = 12
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What the FLOPs and the memory of a model's training step depend on."""
+    """The facts that determine the FLOPs and the memory of a model's training step."""
 
     frozen: int  # weights of linear layers, which multiply every token
     trained: int
-    windows: tuple[int | None, ...]  # tokens that each layer's sliding window shows
-    # of each layer, heads times head dim; the mean of keys and values where theirs differ
+    windows: tuple[int | None, ...]  # sliding window of each layer in tokens
+    # per layer: heads times head dim, the mean of keys and values if these differ
     channels: tuple[int, ...]
     kv_channels: tuple[int, ...]
-    heads: int  # query heads, of the layer with the most
-    inner: int  # channels inside of the widest MLP
+    heads: int  # query heads of the layer with the most
+    inner: int  # channels inside the widest MLP
     parameters: int
     trained_parameters: int
-    weight_bytes: int  # of frozen parameters and buffers
-    uncounted: str | None  # why the number of weights that a token uses is unknown
-    untiled: tuple[str, ...]  # as of `tiles.untiled_mlps`
+    weight_bytes: int  # bytes of frozen parameters and buffers
+    uncounted: str | None  # why the number of weights per token is unknown
+    untiled: tuple[str, ...]  # see `tiles.untiled_mlps`
     config: Any = field(repr=False)
 
     @classmethod
     def of(cls, model: nn.Module) -> Cost:
-        """The cost of a causal language model of transformers, with or without an adapter."""
+        """Return the cost of a causal language model of transformers or PEFT."""
         config = model.config.get_text_config()
         kinds = getattr(config, "layer_types", None)
         kinds = kinds or ["sliding_attention"] * config.num_hidden_layers
-        # where layers differ, the model's own config refuses to give what differs
+        # if layers differ, the model's own config raises errors for the differing fields
         differ = getattr(config, "is_heterogeneous", False)
         layers = config.per_layer_config if differ else [config] * len(kinds)
         slides = getattr(config, "use_sliding_window", True) is not False
@@ -79,7 +79,7 @@ class Cost:
             getattr(layer, "sliding_window", None) if kind == "sliding_attention" else None
             for layer, kind in zip(layers, kinds, strict=True)
         ]
-        # old types of models have no grouped heads
+        # old model types have no grouped heads
         heads = [layer.num_attention_heads for layer in layers]
         kv_heads = [
             getattr(x, "num_key_value_heads", None) or x.num_attention_heads for x in layers
@@ -103,12 +103,12 @@ class Cost:
         )
 
     def products(self, tokens: int) -> float:
-        """FLOPs of all products with weights, forward and backward; 0 where ``uncounted``."""
+        """Return the FLOPs of products with weights, forward and backward; 0 if ``uncounted``."""
         used = 0 if self.uncounted else FROZEN * self.frozen + TRAINED * self.trained
         return float(tokens) * used
 
     def pairs(self, positions: Tensor) -> tuple[int, ...]:
-        """(query, key) pairs of a head that each layer may attend.
+        """Return the (query, key) pairs of a head that each layer may attend.
 
         ``positions``, int [B, N], restart with each document.
         """
@@ -117,31 +117,31 @@ class Cost:
         return tuple(by_window[window] for window in self.windows)
 
     def attention(self, pairs: Sequence[float]) -> list[float]:
-        """FLOPs of each layer that attends so many pairs in every head, forward and backward."""
+        """Return the FLOPs of each layer, forward and backward, for ``pairs`` in every head."""
         return [ATTENTION * n * own for n, own in zip(pairs, self.channels, strict=True)]
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[int, bool]]:
-    """(weights, whether they are trained) of every linear layer that computes."""
+    """Yield (weights, True if trained) of every linear layer."""
     for name, module in model.named_modules():
-        # an adapter's layer is the one it wraps and two of its own; a copy that is trained is
-        # beside the frozen one it is used for
+        # an adapter's layer contains the layer it wraps and two others; a trained copy exists in
+        # addition to the frozen layer that it is used for
         wraps = hasattr(module, "base_layer") or ".original_module" in f".{name}"
         if not wraps and hasattr(module, "in_features") and hasattr(module, "weight"):
             yield module.in_features * module.out_features, module.weight.requires_grad
 
 
 def _uncounted(model: nn.Module) -> str | None:
-    """Why it is not known how many weights a token uses; None where all are used."""
+    """Return why the weights per token are unknown; None if every token uses all weights."""
     for name, module in model.named_modules():
         if "experts" in name or isinstance(getattr(module, "top_k", None), int):
-            return f"{name} is part of a mixture of experts, of which a token uses some"
+            return f"{name} is part of a mixture of experts, of which a token uses only some"
     return None
 
 
 def _channels(config: Any, heads: int) -> int:
-    """Heads times head dim, by the config of a layer."""
-    # latent attention: of keys, without positions and with them, and of values
+    """Return heads times head dim from the config of a layer."""
+    # latent attention: keys without and with positions, and values
     parts = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     latent = [getattr(config, name, None) for name in parts]
     if all(isinstance(part, int) for part in latent):
@@ -156,7 +156,7 @@ def _widest_mlp(config: Any) -> int:
 
 
 def peak_flops(device: torch.device, given_tflops: float = 0.0) -> float | None:
-    """FLOP/s that a device could reach in bfloat16; None where that is unknown."""
+    """Return the peak FLOP/s of a device in bfloat16; None if unknown."""
     if not given_tflops and device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         given_tflops = next((x for part, x in PEAK_TFLOPS.items() if part in name), 0.0)
@@ -164,7 +164,7 @@ def peak_flops(device: torch.device, given_tflops: float = 0.0) -> float | None:
 
 
 def peak_gib(device: torch.device) -> float | None:
-    """GiB that were allocated at most since the last call; None on a CPU."""
+    """Return the peak of allocated GiB since the last call; None on a CPU."""
     if device.type != "cuda":
         return None
     peak = torch.cuda.max_memory_allocated(device) / GIB
@@ -173,12 +173,15 @@ def peak_gib(device: torch.device) -> float | None:
 
 
 def count(cost: Cost, positions: Tensor, layers: Iterable[Mapping[str, Any]]) -> Tensor:
-    """What a micro batch takes, float64 [4]: tokens, and the FLOPs of products with weights, of
-    pairs that were attended, and of all pairs that causality allows.
+    """Count the work of a micro batch, float64 [4].
+
+    The entries are tokens, FLOPs of products with weights, FLOPs of attended pairs, and FLOPs of
+    all causal pairs.
 
     Args:
+        cost: the cost of the model.
         positions: int [B, N], restarting with each document.
-        layers: its `cab_hf.stats`; layers without a density attended everything.
+        layers: the result of `cab_hf.stats`; layers without a density attend to all pairs.
     """
     causal = cost.attention(cost.pairs(positions))
     densities = (1.0 if x["density"] is None else x["density"] for x in layers)
@@ -190,11 +193,13 @@ def count(cost: Cost, positions: Tensor, layers: Iterable[Mapping[str, Any]]) ->
 def line(
     totals: Sequence[float], seconds: float, processes: int, peak: float | None
 ) -> dict[str, float | None]:
-    """The speed of a step, as the log has it.
+    """Return the speed of a step, as recorded in the log.
 
     Args:
         totals: sums of `count` over all micro batches and processes.
-        peak: FLOP/s that a device could reach, or None.
+        seconds: duration of the step.
+        processes: number of processes.
+        peak: peak FLOP/s of a device, or None.
     """
     tokens, products, attended, causal = totals
     reached = None if peak is None else seconds * processes * peak
@@ -209,19 +214,19 @@ def line(
 
 
 class Memory(NamedTuple):
-    """Bytes at the peak of a step, part by part; the last three are of the host."""
+    """The peak memory of a step in bytes, part by part; the last three parts are on the host."""
 
     weights: float
     optimizer: float
-    layers: float  # what layers keep for the backward pass
-    working: float  # the loss, or a layer's backward pass: what is larger
+    layers: float  # tensors that layers keep for the backward pass
+    working: float  # the larger of the loss and a layer's backward pass
     checkpoints: float  # offloaded inputs of layers
     plans: float
-    sharded: float  # weights with optimiser, where they wait there
+    sharded: float  # weights and optimizer, if they are on the host
 
     @property
     def total(self) -> float:
-        """Of the device."""
+        """The total of the device."""
         return sum(self[:4])
 
     @property
@@ -247,52 +252,55 @@ def memory(
     mask_itemsize: int = 2,
     weights_on_host: bool = False,
 ) -> Memory:
-    """An estimate of the memory of a training step of ``tokens``, those of a micro batch.
+    """Estimate the memory of a training step with ``tokens`` per micro batch.
 
     Args:
+        cost: the cost of the model.
+        tokens: tokens of a micro batch.
         itemsize: bytes of an activation.
-        checkpointing: whether layers keep only their input.
-        shards, cp: processes that weights, and tokens, are spread over.
+        checkpointing: True if layers keep only their input.
+        shards, cp: number of processes over which weights, and tokens, are sharded.
         loss_tokens: tokens whose logits exist at once.
-        quantised: bytes of a weight of the layers, where ``cost`` is of another dtype.
+        quantised: bytes per weight of the layers, if ``cost`` has another dtype.
         tile: tokens that MLPs compute at a time; 0: all of them.
-        offloaded: layers whose checkpoints the host keeps.
-        plans: bytes that the host keeps beside them, as of `plan_bytes`.
-        short_texts: whether packed documents may be shorter than CAB's ``min_length``.
-        mask_pairs, mask_itemsize: pairs of tokens in a mask, and the bytes of each in every layer.
-        weights_on_host: whether weights wait there until a layer needs them, as FSDP2 offloads.
+        offloaded: number of layers whose checkpoints are on the host.
+        plans: bytes of plans on the host; see `plan_bytes`.
+        short_texts: True if packed documents may be shorter than CAB's ``min_length``.
+        mask_pairs, mask_itemsize: pairs of tokens in a mask, and bytes per pair in every layer.
+        weights_on_host: True if weights stay on the host until a layer needs them, as in FSDP2
+            offloading.
     """
     config, layers, wide = cost.config, cost.config.num_hidden_layers, itemsize >= 4
-    # of the widest layer, which is the peak where layers keep only their input
+    # the widest layer, which is the peak if layers keep only their input
     hidden, channels = config.hidden_size, max(cost.channels)
     x, size = itemsize * hidden, tokens / cp
     q, kv = itemsize * channels, 2 * itemsize * max(cost.kv_channels)
-    # keys and values of the whole text, while a layer attends; cosines and sines of positions
+    # keys and values of the whole sequence while a layer attends; cosines and sines of positions
     beside = (kv * tokens if cp > 1 else 0.0) + size * 2 * itemsize * channels / cost.heads
     logits = (4 if wide else 4 + itemsize) * min(size, loss_tokens) * config.vocab_size
-    # the input of a layer, its norm, q, k, v and the output of attention, their sum and its norm
+    # the input of a layer, its norm, q, k, v, the output of attention, their sum and its norm
     kept = 4 * x + 2 * q + kv
     if 0 < tile < size and not cost.untiled:
-        # either of the MLP's output and input, with tiles of what computes in float32, which have
-        # as many numbers; by then both norms behind it are gone
+        # either the MLP's output and input, with equally large tiles of float32 computation; both
+        # norms are freed by then
         in_mlp = 2 * x + tile / size * 6 * 4 * cost.inner
-        # or of what attention reads and writes: its gradient in 16 bits, which some kernels sum in
-        # float32, and the norm before it
+        # or the inputs and outputs of attention: their gradients in 16 bits, which some kernels sum
+        # in float32, and the norm before attention
         in_attention = 2 * q + kv - x + (0 if wide else q + 4 * (channels + hidden))
         flowing = max(in_mlp, in_attention)
-        # the last layer's output, its norm, the gradient of that and the same scaled
+        # the last layer's output, its norm, the gradient of the norm, and the same scaled
         loss = size * 4 * x + logits
         again = kept - x
     else:
         # norms compute in float32
         kept += itemsize * 3 * cost.inner + (0 if wide else 2 * 4 * hidden)
-        # short texts are attended apart: their queries and outputs are there twice
+        # short documents are attended separately: their queries and outputs exist twice
         kept += 2 * q if short_texts and not checkpointing else 0
         flowing = x + itemsize * 2 * cost.inner
         loss = size * x + logits
         again = kept
     mask = mask_itemsize * mask_pairs
-    # the checkpoint of a layer is fetched while the one behind it is there
+    # the checkpoint of a layer is fetched while the next layer's is still there
     held = max(layers - offloaded, min(2, layers)) if offloaded else layers
     optimizer = 16 * cost.trained_parameters  # a value, its gradient and two moments
     saved = 0.0 if quantised is None else itemsize - quantised
@@ -304,7 +312,7 @@ def memory(
         weights=here * weights / shards + gathered,
         optimizer=here * optimizer / shards,
         layers=size * x * held if checkpointing else (size * kept + mask) * layers,
-        # the last layers' gradients begin where the loss ends
+        # the last layers' gradients start where the loss ends
         working=max(loss, size * flowing + (size * again + mask) * checkpointing + beside)
         + mask_pairs,
         checkpoints=offloaded * -(-size * x // CHUNK_BYTES) * CHUNK_BYTES,
@@ -314,9 +322,10 @@ def memory(
 
 
 def plan_bytes(cost: Cost, config: CabConfig, length: int, rows: int = 1, cp: int = 1) -> float:
-    """Roughly the host memory of the plans of all layers, for ``rows`` of ``length`` tokens.
+    """Estimate the host memory of the plans of all layers, for ``rows`` of ``length`` tokens.
 
-    Lists are as wide as the longest of them, which top-p decides: `WIDEST` of all blocks at most.
+    Lists have the width of the longest list; with a threshold this is at most `WIDEST` of all
+    blocks.
     """
     if length < config.min_length:
         return 0.0
@@ -330,18 +339,18 @@ def plan_bytes(cost: Cost, config: CabConfig, length: int, rows: int = 1, cp: in
 
 
 class Room(NamedTuple):
-    """Bytes that a process has on its device, and of the host."""
+    """Bytes available to a process on its device and on its host."""
 
     device: float
     host: float
 
     def holds(self, needed: Memory) -> bool:
-        """Whether a step of that memory fits."""
+        """Return True if a step with that memory fits."""
         return needed.total <= USABLE * self.device and needed.host <= PINNABLE * self.host
 
 
 def host_bytes(given_gib: float = 0.0) -> float:
-    """The share that a process has of its host's memory, or of ``given_gib``."""
+    """Return the share of a process in the memory of its host, or in ``given_gib``."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if CONTAINER.exists() and (limit := CONTAINER.read_text().strip()).isdigit():
         machine = min(machine, int(limit))
@@ -349,19 +358,19 @@ def host_bytes(given_gib: float = 0.0) -> float:
 
 
 class Fit(NamedTuple):
-    """How many layers' checkpoints a step offloads, and its memory then."""
+    """The number of layers with offloaded checkpoints, and the memory of a step."""
 
     offloaded: int
     memory: Memory
 
 
 def fit(cost: Cost, tokens: int, room: Room, offloaded: int | None = None, **how: Any) -> Fit:
-    """The step with ``offloaded`` layers, or with as few as fit into ``room``.
+    """Return the step with ``offloaded`` layers, or with the fewest layers that fit into ``room``.
 
-    Where none does, with as many as the host has memory for: more would end other processes there.
-    ``tokens`` and ``how`` are those of `memory`.
+    If no number fits, offload as many layers as the host has memory for: more would end other
+    processes there. ``tokens`` and ``how`` are arguments of `memory`.
     """
-    # the device has two at a time, however few it keeps
+    # the device holds two at a time, however few it keeps
     most = max(0, cost.config.num_hidden_layers - 2) if how.get("checkpointing", True) else 0
     counts = range(most + 1) if offloaded is None else [offloaded]
     steps = (Fit(count, memory(cost, tokens, offloaded=count, **how)) for count in counts)

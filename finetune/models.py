@@ -21,9 +21,9 @@ from cab_hf.patches import apply_cab
 from cab_hf.runs import models as run_models
 from cab_hf.runs.log import write_atomically
 
-# of Llama 3.1, whose scaling it is
+# of Llama 3.1, the source of this scaling
 LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-# as PEFT has it
+# the name in PEFT
 ALL_LINEAR = "all-linear"
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
@@ -40,20 +40,25 @@ def load_model(
     trust_remote_code: bool = False,
     **rope: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal LM in eval mode whose positions reach ``length`` tokens, and its tokenizer.
+    """Load a causal LM in eval mode with positions for ``length`` tokens, and its tokenizer.
 
     Args:
-        name: ``smollm2``, ``tiny`` (a random LLaMA that reads bytes), a folder, or a hub's name.
-        cab_config: settings of "cab"; fields in a mapping change those in the model's config,
-            which are taken by default, else `CabConfig()`.
-        dtype: a torch dtype's name; that of the weights.
-        qlora: weights in 4 bits (NF4, bitsandbytes), products in ``dtype``.
+        name: ``smollm2``, ``tiny`` (a random LLaMA with byte tokens), a folder, or a name on the
+            hub.
+        attn_implementation: the attention implementation.
+        cab_config: settings of "cab". Fields in a mapping change the settings in the model's
+            config, which are the default, else `CabConfig()`.
+        dtype: name of the torch dtype of the weights.
+        device: the device of the model.
+        length: tokens of a sequence; None: no check.
+        qlora: True for weights in 4 bits (NF4, bitsandbytes), with products in ``dtype``.
+        trust_remote_code: True to run Python code that comes with the model.
         rope: ``rope``, ``rope_factor`` and ``rope_theta`` of `stretch_positions`.
 
     Raises:
-        UsageError: there is no such model, or it cannot be loaded.
-        ValueError: positions that do not reach ``length``, a scaling that does not fit the model,
-            a bad dtype or ``cab_config``, or qlora without bitsandbytes.
+        UsageError: the model does not exist or cannot be loaded.
+        ValueError: positions do not reach ``length``, a scaling does not fit the model, dtype or
+            ``cab_config`` is invalid, or bitsandbytes is missing for qlora.
     """
     config = run_models.load_config(name, trust_remote_code)
     stretch_positions(config, name, length, **rope)
@@ -61,23 +66,23 @@ def load_model(
     options |= four_bits(dtype, device) if qlora else {}
     model, tokenizer = run_models.load_model(name, device, dtype, config=config, **options)
     for module in model.modules() if qlora else ():
-        # or bitsandbytes packs weights when a CPU evaluates, and no gradient passes them after that
+        # otherwise bitsandbytes packs weights when a CPU evaluates, and gradients stop there
         module.support_avx512bf16_for_cpu = False
-    # what PEFT records as the base of an adapter: no path where there is a name
+    # PEFT records it as the base of an adapter: a name instead of a path
     model.name_or_path = name
     if attn_implementation in SPARSE:
         complete = cab_config is None or isinstance(cab_config, CabConfig)
         apply_cab(model, cab_config) if complete else apply_cab(model, **cab_config)
     elif isinstance(cab_config, Mapping):
-        # nothing reads them, but they are refused as where something does
+        # dense attention does not use them, but bad fields raise the same errors
         cab_config_of(model.config.get_text_config()).changed(**cab_config)
     return model, tokenizer
 
 
 def four_bits(dtype: str, device: Any) -> dict[str, Any]:
-    """What ``from_pretrained`` is given for weights in 4 bits; refusals as of `load_model`."""
+    """Return arguments of ``from_pretrained`` for 4-bit weights; errors as in `load_model`."""
     installed = find_spec("bitsandbytes") is not None
-    require(installed, "qlora", True, "left out, or bitsandbytes installed")
+    require(installed, "qlora", True, "off, or bitsandbytes must be installed")
     from transformers import BitsAndBytesConfig
 
     quantised = BitsAndBytesConfig(
@@ -85,7 +90,7 @@ def four_bits(dtype: str, device: Any) -> dict[str, Any]:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
-        # of one kind with all else, as FSDP shards
+        # the same dtype as all other weights, because FSDP shards them together
         bnb_4bit_quant_storage=dtype,
     )
     return {"quantization_config": quantised, "device_map": {"": device}}
@@ -102,22 +107,24 @@ def stretch_positions(
     """Change the rotary positions of ``config`` in place so that they reach ``length`` tokens.
 
     Args:
-        name: of the model, for error messages.
-        rope: ``linear`` divides all frequencies by the factor, ``dynamic`` raises theta with the
-            longest position of a call, ``yarn`` and ``llama3`` divide the low ones, ``theta`` has
-            another base; None leaves them.
-        rope_factor: times as many positions; by default what ``length`` needs.
-        rope_theta: the base of ``theta``; by default theta * factor^(D / (D - 2)), by which the
-            lowest frequency falls by the factor (NTK-aware). At a factor of 16 SmolLM2 needed four
+        config: the config of the model.
+        name: name of the model, for error messages.
+        length: tokens to reach; None: no check.
+        rope: None leaves positions unchanged. ``linear`` divides all frequencies by the factor.
+            ``dynamic`` raises theta with the longest position of a call. ``yarn`` and ``llama3``
+            divide low frequencies. ``theta`` uses another base.
+        rope_factor: factor of the number of positions; by default the factor that ``length`` needs.
+        rope_theta: the base of ``theta``; by default theta * factor^(D / (D - 2)), which divides
+            the lowest frequency by the factor (NTK-aware). At a factor of 16 SmolLM2 needed four
             times as much (``configs/smollm2_128k_start.yaml``).
 
     Raises:
-        ValueError: positions that do not reach, or a scaling of what has one already or has no
+        ValueError: positions do not reach ``length``, the model has a scaling already, or it has no
             rotary positions.
     """
     if rope is None:
         reach = run_models.most_tokens(config)
-        most = f"at most {reach} for model {name!r} without rope, one of {', '.join(ROPES)}"
+        most = f"at most {reach} for model {name!r} without rope (one of {', '.join(ROPES)})"
         require(None in (length, reach) or length <= reach, "length", length, most)
         return
     text = config.get_text_config()
@@ -126,7 +133,7 @@ def stretch_positions(
     kind = (original and parameters.get("rope_type")) or "no RoPE, or other ones in other layers"
     require(kind == "default", "rope", rope, f"none: model {name!r} has positions of {kind}")
     needed = 1.0 if length is None else max(1.0, length / original)
-    unneeded = f"none for length {length}, which is within the {original} positions of the model"
+    unneeded = f"none for length {length}, which the {original} positions of the model reach"
     require(rope_factor or needed > 1, "rope", rope, unneeded)
     factor = rope_factor or needed
     require(factor >= needed, "rope_factor", factor, f"{needed:g} or more for length {length}")
@@ -142,7 +149,7 @@ def stretch_positions(
     scaled |= LLAMA3_FACTORS if rope == "llama3" else {}
     text.rope_parameters = {**parameters, **scaled}
     if rope not in ("linear", "dynamic"):
-        # those two read the original number, the others have it beside their factor
+        # those two need the original number, the others have it next to their factor
         text.max_position_embeddings = round(factor * original)
 
 
@@ -154,20 +161,22 @@ def with_lora(
     dropout: float = 0.0,
     norms: bool = False,
 ) -> Any:
-    """``model`` with LoRA adapters, all else frozen; a PeftModel. What is trained is in float32.
+    """Return ``model`` with float32 LoRA adapters and all other weights frozen, a PeftModel.
 
-    Adapters compute their products in the dtype of the model, as they would under autocast.
+    Adapters compute their products in the dtype of the model, as under autocast.
 
     Args:
-        targets: last names of linear layers, such as ``q_proj``, or ``all-linear`` for all but
-            the head.
-        alpha: an adapter's product is scaled by ``alpha / rank``.
-        dropout: of the inputs of adapters.
-        norms: train all norms as well.
+        model: a causal language model.
+        targets: last names of linear layers, such as ``q_proj``, or ``all-linear`` for all layers
+            except the head.
+        rank: rank of the adapters.
+        alpha: the product of an adapter is scaled by ``alpha / rank``.
+        dropout: dropout of the inputs of adapters.
+        norms: True to train all norms too.
 
     Raises:
-        ValueError: a target that is no layer of the model, adapters of a head that is tied to the
-            embeddings, or dropout in front of a head.
+        ValueError: a target is no layer of the model; a head that is tied to the embeddings has an
+            adapter; or a head has dropout.
     """
     from peft import LoraConfig, get_peft_model
     from peft.utils import ModulesToSaveWrapper
@@ -176,7 +185,7 @@ def with_lora(
     targets = ALL_LINEAR if listed == [ALL_LINEAR] else listed
     if targets != ALL_LINEAR:
         _check_targets(model, targets, dropout)
-    # transformers has no class for all norms
+    # transformers has no common class of norms
     kept = {_last_name(n) for n, m in model.named_modules() if type(m).__name__.endswith("Norm")}
     config = LoraConfig(
         r=rank,
@@ -189,20 +198,20 @@ def with_lora(
     adapted = get_peft_model(model, config)
     for parameter in adapted.parameters():
         if parameter.requires_grad and parameter.dtype.itemsize < torch.float32.itemsize:
-            # what is learnt in small steps would be rounded away
+            # small updates would be rounded away
             parameter.data = parameter.data.float()
     dtype = model.dtype
     for wrapper in adapted.modules():
         if isinstance(wrapper, ModulesToSaveWrapper):
             for norm in wrapper.modules_to_save.values():
-                # trained in float32, it returns what the model computes in
+                # a norm trained in float32 returns the dtype of the model
                 norm.register_forward_hook(lambda module, inputs, output: output.to(dtype))
     round_products(adapted)
     return adapted
 
 
 class CastLinear(nn.Linear):
-    """A linear layer that computes in the dtype of its input, whatever that of its weight."""
+    """A linear layer that computes in the dtype of its input, whatever the dtype of its weight."""
 
     def __init__(self, layer: nn.Linear) -> None:
         has_bias = layer.bias is not None
@@ -215,15 +224,15 @@ class CastLinear(nn.Linear):
 
 
 def round_products(adapted: nn.Module) -> None:
-    """Have the adapters of linear layers compute in the dtype of their input, as under autocast.
+    """Make adapters of linear layers compute in the dtype of their input, as under autocast.
 
-    PEFT would make their input and output float32, which moves several times the bytes of the
-    layer that is adapted.
+    PEFT would convert their input and output to float32, which moves several times the bytes of the
+    adapted layer.
     """
     for module in adapted.modules():
         if not hasattr(module, "lora_A"):
             continue
-        # PEFT's switch, which `peft.helpers.disable_input_dtype_casting` sets for a while
+        # PEFT's switch, which `peft.helpers.disable_input_dtype_casting` sets temporarily
         module.cast_input_dtype_enabled = False
         for adapters in (module.lora_A, module.lora_B):
             for name, layer in adapters.items():
@@ -231,30 +240,35 @@ def round_products(adapted: nn.Module) -> None:
 
 
 def enable_gradient_checkpointing(model: nn.Module) -> None:
-    """Have layers keep only their input, and compute the rest again in the backward pass."""
+    """Make layers keep only their input and recompute the rest in the backward pass."""
     # transformers has renamed it
     old = model.gradient_checkpointing_enable
     getattr(model, "activation_checkpointing_enable", old)({"use_reentrant": False})
     causal = causal_model(model)
     if hasattr(causal, "_require_grads_hook"):
-        # frozen embeddings need no gradient; they and it would stay until the end
+        # frozen embeddings need no gradient, and their output would stay in memory
         causal.disable_input_require_grads()
 
 
 def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: float) -> None:
-    # those of bitsandbytes are of this class too
+    # layers of bitsandbytes have this class too
     names = {_last_name(name) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for target in targets:
         hint = suggestion(target, sorted(names))
-        require(target in names, "targets", targets, f"linear layers of this model; {hint[:-1]}")
+        require(
+            target in names,
+            "targets",
+            targets,
+            f"names of linear layers of this model; {hint[:-1]}",
+        )
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is model.get_input_embeddings().weight
     head = next((_last_name(name) for name, m in model.named_modules() if m is head), None)
     alone = f"without {head!r}, which shares its weight with the embeddings in this model"
     require(not (tied and head in targets), "targets", targets, alone)
-    # an adapter of the head is added to its weight for the loss
+    # the loss adds an adapter of the head to its weight
     require(
-        not dropout or head not in targets, "dropout", dropout, f"0 where targets have {head!r}"
+        not dropout or head not in targets, "dropout", dropout, f"0 if targets contain {head!r}"
     )
 
 
@@ -263,23 +277,23 @@ def _last_name(name: str) -> str:
 
 
 def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The hidden states that the head would multiply, and the weight of the head.
+    """Return the hidden states that enter the head, and the weight of the head.
 
-    Meanwhile the head returns its input: what the model then does to logits, such as scaling them,
-    it does to the hidden states, which is the same as long as it is linear. The model itself is
-    called, through whatever is wrapped around it, so that all hooks run.
+    The head returns its input meanwhile. Operations of the model on logits, such as scaling, then
+    apply to the hidden states, which is equivalent if they are linear. The call goes through all
+    wrappers of the model, so that all hooks run.
 
     Args:
-        model: a causal LM, with adapters or without. Under FSDP the weight is there only while the
-            wrapped module runs: call this, and use the weight, inside of it.
-        batch: ``input_ids`` int64 [B, N] and whatever else the model takes; labels are left out.
+        model: a causal LM, with or without adapters. Under FSDP the weight exists only while the
+            wrapped module runs: call this function, and use the weight, inside of it.
+        batch: ``input_ids`` int64 [B, N] and other inputs of the model; labels are ignored.
 
     Returns:
-        hidden [B, N, D], scaled as the model scales its logits, and weight [V, D], an adapter's
-        product added.
+        hidden [B, N, D], scaled as the model scales its logits, and weight [V, D], including the
+        product of an adapter.
 
     Raises:
-        NotImplementedError: a head whose logits are no such product.
+        NotImplementedError: the logits of the head are no such product.
     """
     weights = []
 
@@ -301,12 +315,12 @@ def forward_hidden(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tenso
 
 
 def causal_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside PEFT's, where there is one."""
+    """Return the transformers model inside a PEFT model, or ``model`` itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _head_of(causal: PreTrainedModel) -> nn.Module:
-    """The module that makes logits; NotImplementedError where they are no scaled product."""
+    """Return the module that computes logits; NotImplementedError if they are no scaled product."""
     head, text = causal.get_output_embeddings(), causal.config.get_text_config()
     caps = {name: getattr(text, name, None) for name in SOFT_CAPS}
     wrong = [f"caps its logits ({name}={x})" for name, x in caps.items() if x is not None]
@@ -314,14 +328,14 @@ def _head_of(causal: PreTrainedModel) -> nn.Module:
         wrong.append("has no head" if head is None else "has a head with a bias")
     if wrong:
         raise NotImplementedError(
-            f"{type(causal).__name__} {wrong[0]}, and the loss is computed of hidden states and "
-            "one weight; train another model."
+            "model must compute logits as hidden states times one weight, got "
+            f"{type(causal).__name__}, which {wrong[0]}. Train another model."
         )
     return head
 
 
 def head_weight(head: nn.Module) -> Tensor:
-    """[V, D]: what a head multiplies by, the product of an adapter of `with_lora` added."""
+    """Return the weight [V, D] of a head, including the product of an adapter of `with_lora`."""
     if not hasattr(head, "lora_A"):
         return head.weight
     (name,), weight = head.active_adapters, head.base_layer.weight
@@ -335,14 +349,16 @@ def save_adapter(
     folder: Path | str,
     state_dict: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write an adapter, its tokenizer, and what it was trained in, for `cab_hf.finetune.merge`.
+    """Write an adapter, its tokenizer, and the facts of its base for `cab_hf.finetune.merge`.
 
     Args:
-        adapted: what `with_lora` returned, unwrapped.
-        state_dict: its parameters, gathered where FSDP has sharded them.
+        adapted: the result of `with_lora`, unwrapped.
+        tokenizer: the tokenizer of the model.
+        folder: the folder to write.
+        state_dict: its parameters, gathered if FSDP has sharded them.
     """
     folder = Path(folder)
-    # PEFT would ask a hub whether the embeddings have grown
+    # PEFT would ask the hub whether the embeddings have grown
     adapted.save_pretrained(folder, state_dict=state_dict, save_embedding_layers=False)
     tokenizer.save_pretrained(folder)
     causal = causal_model(adapted)
@@ -353,10 +369,10 @@ def save_adapter(
 
 
 def loaded_sha256(model: nn.Module) -> str:
-    """The `content_sha256` of a loaded model, with adapters or without.
+    """Return the `content_sha256` of a loaded model, with or without adapters.
 
-    Its files are read only the first time: checkpoints are many and bases are large, and files
-    that are replaced later are not those that were loaded.
+    Its files are read only once: checkpoints are many, bases are large, and files that are replaced
+    later are not the loaded ones.
     """
     causal = causal_model(model)
     if not hasattr(causal, "_cab_sha256"):

@@ -1,4 +1,4 @@
-"""What all processes compute together: the loss of a micro batch, or predicted tokens."""
+"""Computations of all processes together: the loss of a micro batch, or predicted tokens."""
 
 from __future__ import annotations
 
@@ -19,24 +19,28 @@ Batch = Mapping[str, Tensor]
 class Objective(nn.Module):
     """A model and its loss as one module.
 
-    DDP and FSDP hook into the call of a module, so the loss, which reads the weight of the head,
-    must be computed inside of one.
+    DDP and FSDP hook into the call of a module. The loss reads the weight of the head, so it must
+    be computed inside such a call.
     """
 
     def __init__(self, model: nn.Module, autocast: torch.dtype | None = None) -> None:
-        """``autocast``: of products, where weights of float32 are trained; None: as weights are."""
+        """Wrap ``model``.
+
+        ``autocast`` is the dtype of products if float32 weights are trained; None: the dtype of
+        weights.
+        """
         super().__init__()
         self.model, self.autocast = model, autocast
         # the layers that FSDP2 gathers one by one
         self._no_split_modules = getattr(model, "_no_split_modules", None)
 
     def forward(self, batch: Batch, places: Tensor | None = None) -> Tensor:
-        """The summed loss of a batch, a float scalar; or the likeliest tokens after ``places``.
+        """Return the summed loss of a batch, or the likeliest tokens after ``places``.
 
         Args:
-            batch: ``input_ids``, ``position_ids`` and, for a loss, ``labels``: int64 [B, N], the
-                labels being shifted already and -100 where there is nothing to learn.
-            places: int64 [P], of tokens of the first row.
+            batch: ``input_ids``, ``position_ids`` and, for a loss, ``labels``: int64 [B, N]. Labels
+                are already shifted, and -100 marks tokens that are not learnt.
+            places: int64 [P], positions of tokens in the first row.
         """
         device = batch["input_ids"].device.type
         with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
@@ -47,14 +51,14 @@ class Objective(nn.Module):
 
 
 def labelled(batch: Batch) -> Tensor:
-    """How many tokens of a batch are to be learnt, an int64 scalar."""
+    """Count the tokens of a batch that are learnt, an int64 scalar."""
     return (batch["labels"] != IGNORED).sum()
 
 
 def learning_rate(step: int, settings: Settings) -> float:
-    """The rate of a step from 1 to ``steps``: it rises in a line, then falls along a cosine.
+    """Return the rate of a step from 1 to ``steps``: a linear warm-up, then a cosine.
 
-    It is ``lr`` at step ``warmup`` and ``lr * lr_end`` at the last one.
+    The rate is ``lr`` at step ``warmup`` and ``lr * lr_end`` at the last step.
     """
     steps, warmup, lr, lr_end = settings.steps, settings.warmup, settings.lr, settings.lr_end
     if step <= warmup:
@@ -64,6 +68,6 @@ def learning_rate(step: int, settings: Settings) -> float:
 
 
 def one_sum(values: list[float], accelerator: Any) -> list[float]:
-    """Each of ``values`` summed over all processes, in one go and in float64."""
+    """Sum each of ``values`` over all processes, in one call and in float64."""
     mine = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
     return accelerator.reduce(mine, "sum").tolist()

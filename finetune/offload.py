@@ -1,9 +1,9 @@
-"""Layer checkpoints offloaded to pinned memory of the host, copied while layers compute.
+"""Layer checkpoints offloaded to pinned host memory, copied while layers compute.
 
 Gradient checkpointing keeps the input of each layer, [B, N, D]. torch's ``save_on_cpu`` copies it
-on the computing stream, into memory that is pinned for each copy. Here a second stream copies: to
-the host while the layer computes, and back during the backward pass of the layer behind it. Memory
-is pinned once.
+on the compute stream, into memory that is pinned for each copy. Here a second stream copies to the
+host while the layer computes, and back during the backward pass of the next layer. Memory is pinned
+once.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cab_hf.checks import require
 
-# a power of two: torch rounds what it pins up to the next
+# a power of two, because torch rounds pinned memory up to one
 CHUNK_BYTES = 2**28
 
 
 class Offload:
-    """Offloads the checkpoints of the first ``layers`` of a model.
+    """Offloading of the checkpoints of the first ``layers`` of a model.
 
-    Their backward passes come last, when the device holds few other checkpoints.
+    The backward passes of these layers come last, when the device has few other checkpoints.
 
     Args:
-        device: where the model is. On a CPU copies are made as well, without a stream.
-        chunk_bytes: size of a chunk of pinned memory; a checkpoint takes as many as it needs.
+        layers: number of layers.
+        device: the device of the model. A CPU makes copies too, without a stream.
+        chunk_bytes: size of a chunk of pinned memory; a checkpoint uses as many chunks as it needs.
 
     Attributes:
         host_bytes: size of all chunks, in use or not.
@@ -43,22 +44,22 @@ class Offload:
         self.host_bytes = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: list[Tensor] = []
-        # the input saved last; a pass that is given up drops it
+        # the latest saved input; an abandoned pass drops it
         self._last: Callable[[], _Input | None] = lambda: None
 
     def reserve(self, bytes_of_one: int) -> None:
-        """Pin the memory of all checkpoints now, and not in the first step."""
+        """Pin the memory of all checkpoints now instead of in the first step."""
         while self.host_bytes < self.layers * self._chunks_of(bytes_of_one) * self.chunk_bytes:
             self._free.append(self._pinned())
 
     def enable(self, model: nn.Module) -> None:
-        """Take over the checkpoints of a model that has gradient checkpointing on.
+        """Take over the checkpoints of a model with gradient checkpointing.
 
         Raises:
-            ValueError: it has fewer layers that transformers checkpoints.
+            ValueError: transformers checkpoints fewer layers of the model.
         """
         layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        accepted = f"at most {len(layers)}, the layers that are checkpointed one by one"
+        accepted = f"at most {len(layers)}, the number of layers that are checkpointed one by one"
         require(self.layers <= len(layers), "offload_layers", self.layers, accepted)
         for index, layer in enumerate(layers):
             layer._gradient_checkpointing_func = partial(self._checkpoint, index)
@@ -66,8 +67,8 @@ class Offload:
     def _checkpoint(
         self, index: int, function: Callable[..., Any], hidden: Tensor, *more: Any
     ) -> Any:
-        """``function`` of a layer, computed again in the backward pass."""
-        # these hooks see the inputs alone: inside, those of torch's checkpoint are in force
+        """Call ``function`` of a layer, and recompute it in the backward pass."""
+        # these hooks see the inputs only: inside, the hooks of torch's checkpoint apply
         pack = partial(self._pack, index, hidden.data_ptr())
         with saved_tensors_hooks(pack, self._unpack):
             return checkpoint(function, hidden, *more, use_reentrant=False)
@@ -77,7 +78,8 @@ class Offload:
             return x.detach()
         last = self._last()
         if last is not None and last.chunks:
-            # the copy began a layer ago; then the memory is the computing stream's again
+            # the copy started a layer ago; afterwards the memory belongs to the compute stream
+            # again
             self._wait_for(last)
             last.tensor = None
         kept = _Input(self, x.detach().contiguous(), last if index else None)
@@ -98,17 +100,18 @@ class Offload:
         return kept.tensor
 
     def _fetch(self, kept: _Input) -> None:
-        """Begin to copy a checkpoint to the device, unless it is there."""
+        """Start copying a checkpoint to the device, unless it is there."""
         if kept.tensor is None:
-            # allocated by the computing stream, which waits for the copy before it reads or frees
+            # allocated by the compute stream, which waits for the copy before it reads or frees the
+            # memory
             kept.tensor = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
             self._copy(kept, zip(self._pieces(kept.tensor), kept.chunks, strict=True))
 
     def _copy(self, kept: _Input, pairs: Any) -> None:
-        """Copy pairs (to, from) of pieces of a checkpoint, once the work so far is done."""
+        """Copy pairs (to, from) of pieces of a checkpoint, after the work queued so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(kept.device))
-        # of None it changes nothing
+        # a stream of None has no effect
         with torch.cuda.stream(self._stream):
             for to, source in pairs:
                 size = min(to.numel(), source.numel())
@@ -117,7 +120,7 @@ class Offload:
             kept.copied = self._stream.record_event()
 
     def _wait_for(self, kept: _Input) -> None:
-        """Have the computing stream wait for the last copy of a checkpoint."""
+        """Make the compute stream wait for the last copy of a checkpoint."""
         if kept.copied is not None:
             torch.cuda.current_stream(kept.device).wait_event(kept.copied)
             kept.copied = None
@@ -137,10 +140,10 @@ class _Input:
     """The input of a layer between its forward and its backward pass.
 
     Attributes:
-        tensor: on the device; None while the host alone has it.
+        tensor: the input on the device; None while it is only on the host.
         before: the input of the layer before, which is needed next.
-        chunks: pinned memory that holds it; none where it is not offloaded.
-        copied: recorded behind the last copy, until the computing stream has waited for it.
+        chunks: pinned memory with the input; empty if it is not offloaded.
+        copied: event after the last copy, until the compute stream has waited for it.
     """
 
     def __init__(self, owner: Offload, tensor: Tensor, before: _Input | None) -> None:
@@ -151,7 +154,7 @@ class _Input:
         self.copied: torch.cuda.Event | None = None
 
     def __del__(self) -> None:
-        # its memory goes back to the computing stream, also where a backward pass was left halfway
+        # its memory returns to the compute stream, even if a backward pass was abandoned
         self.owner._wait_for(self)
-        # copies follow each other on one stream: no later one overtakes those of this checkpoint
+        # copies on one stream are ordered: no later copy overtakes those of this checkpoint
         self.owner._free.extend(self.chunks)

@@ -1,4 +1,4 @@
-"""The processes that learn a sequence together, and the part that each of them computes."""
+"""Groups of processes that learn a sequence together, and the part of each process."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from cab_hf.finetune.settings import Settings
 from cab_hf.hf.model_config import cab_config_of as cab_config
 from cab_hf.plan import EXACT_BLOCK
 
-# inputs of a model in a shard, beside the labels of the loss
+# inputs of a model in a shard, without labels
 INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q")
 
 
 class Parallel:
-    """The processes as replicas of ``cp`` each, next to each other in rank.
+    """The processes as replicas of ``cp`` consecutive ranks each.
 
-    A replica learns sequences of its own, each sharded over its processes; with ``cp`` 1 every
-    process is one, and batches stay as they are.
+    A replica learns its own sequences, each sharded over its processes. With ``cp`` 1 every process
+    is a replica, and batches are not sharded.
 
     Attributes:
-        replicas: how many there are; ``replica`` is that of this process.
+        replicas: number of replicas.
+        replica: index of the replica of this process.
 
     Raises:
-        UsageError: ``cp`` does not divide the processes.
+        UsageError: ``cp`` does not divide the number of processes.
     """
 
     def __init__(self, settings: Settings, model: nn.Module, accelerator: Any) -> None:
         self.replicas = settings.replicas(accelerator.num_processes)
         self.replica = accelerator.process_index // settings.cp
-        # a layer that is computed again gathers again by itself
+        # a recomputed layer gathers again by itself
         self.regather_kv = not settings.checkpointing
         self.group, self.block = None, EXACT_BLOCK
         if settings.cp > 1:
@@ -48,7 +49,7 @@ class Parallel:
             self.block = block_of(model)
 
     def attending(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Inside, ``model`` attends to sequences that its replica holds."""
+        """Make ``model`` attend to sequences that are sharded over its replica in the block."""
         if self.group is None:
             return nullcontext()
         return cab_hf.context_parallel(
@@ -56,15 +57,18 @@ class Parallel:
         )
 
     def sharded(self, batch: Batch) -> Batch:
-        """This process's part, [1, n] tensors, of a batch of its replica, [B, N] tensors.
+        """Return this process's part, [1, n] tensors, of a batch of its replica, [B, N] tensors.
 
         Each token and label is in one process of the replica; labels of padding are -100. Rows are
-        concatenated, since documents attend to themselves alone.
+        concatenated, because documents attend to themselves alone.
         """
         return batch if self.group is None else sharded(batch, self.group, self.block)
 
     def positions(self, sharded: Batch) -> Tensor:
-        """int64 [B, n], the positions of a sharded batch in its documents, without padding."""
+        """Return the positions of a sharded batch in its documents, int64 [B, n].
+
+        Padding is left out.
+        """
         if self.group is None:
             return sharded["position_ids"]
         lengths = lengths_between(sharded["cu_seq_lens_q"])
@@ -73,13 +77,13 @@ class Parallel:
 
 
 def block_of(model: nn.Module) -> int:
-    """The tokens that the chunks of processes are multiples of."""
+    """Return the number of tokens of which the chunks of processes are multiples."""
     config = cab_config(model.config.get_text_config())
     return math.lcm(EXACT_BLOCK, config.query_block, config.key_block)
 
 
 def sharded(batch: Batch, group: ProcessGroup, block: int) -> Batch:
-    """A process's tokens of a batch [B, N] whose labels, if it has any, are shifted already."""
+    """Return a process's tokens of a batch [B, N], whose labels, if any, are already shifted."""
     row = {name: each.reshape(1, -1) for name, each in batch.items()}
     if "labels" in row:
         row["shift_labels"] = row.pop("labels")

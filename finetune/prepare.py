@@ -1,4 +1,4 @@
-"""The model and the data of a run, opened as its settings name them."""
+"""Functions that open the model and the data of a run from its settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cab_hf.hf.token_mixers import refuse_token_mixers
 
 
 def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
-    """The model with what is trained, on ``device``, and its tokenizer."""
+    """Return the model with its trained weights on ``device``, and its tokenizer."""
     model, tokenizer = load_model(
         settings.model,
         attn_implementation=settings.attention,
@@ -40,11 +40,11 @@ def build(settings: Settings, device: torch.device) -> tuple[nn.Module, Any]:
 
 
 def adapted(settings: Settings, model: nn.Module) -> nn.Module:
-    """``model`` with the adapter of the settings, or with all its weights trained."""
+    """Return ``model`` with the adapter of the settings, or with all weights trained."""
     refuse_token_mixers(
         model,
-        "packed into one sequence, documents would read each other there. Train a model in which "
-        "tokens meet in attention alone.",
+        "such layers would mix documents that are packed into one sequence. Train a model in "
+        "which only attention mixes tokens.",
     )
     if settings.train == ALL:
         return model.requires_grad_(True)
@@ -59,12 +59,16 @@ def open_data(
     notify: Callable[[str], None],
     vocabulary: int,
 ) -> tuple[Packed, list[Batch], dict[str, dict[str, str | None]]]:
-    """Return the sequences of this process's replica, the sequences of the held-out loss, and the
-    SHA-256 of the sources of both, by setting and name.
+    """Open the sequences of this process's replica and those of the held-out loss.
+
+    The third result maps setting and name to the SHA-256 of each source.
 
     Args:
-        notify: prints a sentence on each source with documents that are held out.
-        vocabulary: as of `Packed`.
+        settings: the settings of the run.
+        tokenizer: the tokenizer of the model.
+        parallel: the replicas.
+        notify: prints a sentence about each source with held-out documents.
+        vocabulary: as in `Packed`.
     """
     learnt, own = (open_sources(settings, settings.sources(x)) for x in ("data", "validation"))
     refuse_learnt(learnt, own)
@@ -75,7 +79,7 @@ def open_data(
         }
         for setting, opened in (("data", learnt), ("validation", own))
     }
-    # documents are held out only where the loss needs them
+    # hold out documents only if the loss needs them
     hold_out = HOLD_OUT if settings.held_out and not own else 0
     for source, _ in learnt if hold_out else ():
         if source.rows:
@@ -84,8 +88,8 @@ def open_data(
             which = f"document {first + 1}"
             which += f" and every {hold_out}th after it" if count > 1 else ""
             notify(
-                f"source {source.name!r}: {count} of {source.rows} documents are not learnt but "
-                f"held out for the loss ({which}); --held-out 0 holds out none."
+                f"source {source.name!r}: {count} of {source.rows} documents are held out for the "
+                f"loss and not learnt ({which}); --held-out 0 holds out none."
             )
     length, count = settings.length, settings.held_out
     how = {"hold_out": hold_out, "vocabulary": vocabulary}
@@ -99,7 +103,7 @@ def open_data(
 def open_sources(
     settings: Settings, named: Sequence[tuple[str, float]]
 ) -> list[tuple[Source, float]]:
-    """The sources ``named``, each with its share."""
+    """Open the sources ``named``, each with its share."""
     names = ("text_field", "split", "streaming", "seed")
     how = {name: getattr(settings, name) for name in names}
     return [(make_source(name, **how), share) for name, share in named]

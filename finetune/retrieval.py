@@ -1,7 +1,7 @@
-"""Documents that a model learns retrieval from: keys hidden in running text and asked for again.
+"""Documents for learning retrieval: keys hidden in running text and asked for again.
 
-They are worded as those of the evaluations, and none is the same: seeds of evaluations begin with a
-whole number, and seeds of these documents with ``finetune/``.
+The wording is that of the evaluations, but no document is the same: seeds of evaluations start with
+a whole number, and seeds of these documents with ``finetune/``.
 """
 
 from __future__ import annotations
@@ -36,55 +36,58 @@ from cab_hf.texts.needles import (
 from cab_hf.texts.tasks import TASKS, statement
 
 PREFIX = "retrieval"
-# how many keys a document has: one asked for at the end, without and with other numbers in the
-# text; several, asked for one after the other; and several that running text repeats
+# number of keys per document: one key asked for at the end, without or with distractors; several
+# keys asked for in turn; and several keys repeated in running text
 KEYS = {"passkey": 1, "distractors": 1, "multi": 4, "recall": 12}
-# of recall, where a document is too short for all
+# numbers of keys of recall in documents too short for all
 FEWER_KEYS = (6, 3)
-# sentences and keys that are all said again, in another order, and keys alone: a document has
-# thousands of answers, where those above have a few
+# sentences and keys that are all repeated in another order, and keys alone: such a document has
+# thousands of answers, others have a few
 REPEATS, KEYS_ALONE = "repeats", "keys"
-# of keys alone: the nearer a key is to its name, the sooner a model finds it
+# wordings of keys alone: models find a key sooner if it is close to its name
 WORDINGS = ("{} {}.", "{} is {}.", "The pass key for {} is {}.")
 BEGINNING = 3  # tokens of a repeated sentence that are given, to identify it
 KINDS = (*KEYS, REPEATS, KEYS_ALONE, *TASKS)
 
 
 def is_entry(name: str) -> bool:
-    """Whether a source named so is synthetic."""
+    """Return True if a source with this name is synthetic."""
     return name.partition(":")[0] == PREFIX
 
 
 def parse_entry(name: str) -> tuple[tuple[str, ...], int | None]:
-    """(kinds, tokens of a document) of ``retrieval:KIND+KIND:LENGTH``; None without ``:LENGTH``.
+    """Parse ``retrieval:KIND+KIND:LENGTH`` to (kinds, tokens of a document or None).
 
     Raises:
-        UsageError: a kind is none, or the length no number of tokens.
+        UsageError: a kind is unknown, or the length is no number of tokens.
     """
     _, kinds, length, *others = [*name.split(":"), "", ""]
     if any(others) or not (length.isdecimal() and int(length) or not length):
         raise UsageError(
-            f"{PREFIX} must be {PREFIX}:KINDS:LENGTH, the length a number of tokens; got {name!r}."
+            f"{PREFIX} must be {PREFIX}:KINDS:LENGTH with a number of tokens as LENGTH, got "
+            f"{name!r}."
         )
     for kind in kinds.split("+"):
         if kind not in KINDS:
             hint = suggestion(kind, KINDS)
-            raise UsageError(f"{PREFIX} has no kind {kind!r} in {name!r}; {hint}")
+            raise UsageError(f"{PREFIX} must name known kinds, got {kind!r} in {name!r}; {hint}")
     return tuple(kinds.split("+")), int(length) if length else None
 
 
 def retrieval_document(
     kind: str, tokenizer: Any, sentences: Sequence[str], length: int, index: int, seed: Any = 0
 ) -> Document:
-    """A document of ``length`` tokens that asks for what its text has hidden.
+    """Build a document of ``length`` tokens that asks for keys hidden in its text.
 
     Args:
-        kind: of `KINDS`.
-        sentences: of the running text; they go round where they are too few.
+        kind: one of `KINDS`.
+        tokenizer: the tokenizer of the model.
+        sentences: sentences of the running text; they repeat if they are too few.
+        length: tokens of the document.
         index: number of the document.
-        seed: of all that is drawn; anything that has a text of its own.
+        seed: seed of the document; any value with a string form.
     Raises:
-        ValueError: ``length`` has no room for the keys and questions.
+        ValueError: ``length`` is too small for the keys and questions.
     """
     own_seed = f"finetune/{seed}"
     if kind in TASKS:
@@ -106,7 +109,7 @@ def retrieval_document(
 def _said_again(
     tokenizer: Any, sentences: Sequence[str], length: int, rng: random.Random
 ) -> Document:
-    """Sentences and keys in two orders; the second time all but their beginnings are answers."""
+    """Return sentences and keys in two orders; in the second all but their starts are answers."""
     begun = leading_tokens(tokenizer)
     half, odd = divmod(length - len(begun), 2)
     pieces: list[tuple[Tokens, Span]] = []
@@ -126,17 +129,20 @@ def _said_again(
             answers.append((len(tokens) + start, len(tokens) + end))
         tokens.extend(piece)
     if not answers:
-        raise ValueError(f"length {length} has no room for a key said twice; give a longer one.")
+        raise ValueError(
+            f"length must have room for a key that is said twice, got {length}. Give a larger "
+            "length."
+        )
     return Document((*tokens, *tokens[-1:] * odd), tuple(needles), tuple(answers))
 
 
 def _to_be_repeated(
     tokenizer: Any, sentences: Sequence[str], rng: random.Random
 ) -> Iterator[tuple[Tokens, Span]]:
-    """Without end four keys and a sentence: tokens, and which of them are learnt the second time.
+    """Yield four keys and a sentence in turn: tokens, and the part learnt in the repeat.
 
-    Half of the keys are of lockers, and all once each name has one: names are few. Where there are
-    no ``sentences``, names come first.
+    Half of the keys belong to lockers, and all of them once each name has one, because names are
+    few. Without ``sentences``, names come first.
     """
     names = iter(rng.sample(NAMES, len(NAMES)))
     for sentence in endless(sentences, rng) if sentences else repeat(None):
@@ -146,7 +152,7 @@ def _to_be_repeated(
             key = Key(f" for {whose}", str(rng.choice(NUMBERS)))
             alone = rng.choice(WORDINGS).format(whose, key.digits) if sentence is None else None
             text = alone or statement(key)
-            # a locker may have the number that its key has
+            # the number of a locker may equal its key
             where = span_of(tokenizer, text, key.digits, text.rindex(key.digits))
             yield sentence_tokens(tokenizer, text), where
         if sentence is None:
@@ -172,8 +178,8 @@ def _asked_at_the_end(
     room = length - len(head) - len(tail) - sum(map(len, statements))
     if room < 0:
         raise ValueError(
-            f"length {length} has no room for the question and {keys} keys, which take "
-            f"{length - room} tokens; give a longer one."
+            f"length must have room for the question and {keys} keys, which take {length - room} "
+            f"tokens, got {length}. Give a larger length."
         )
     text = endless(sentences, rng, drawn if kind == "distractors" else None)
     pieces = fitted((sentence_tokens(tokenizer, sentence) for sentence in text), room)

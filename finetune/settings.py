@@ -23,16 +23,16 @@ from cab_hf.runs.settings import (
     spell,
 )
 
-# nothing here imports torch: a command line is read, or refused, in a second
+# this module does not import torch, so that a command line is parsed in a second
 PROG = "finetune/lora.py"
 DTYPES = ("bfloat16", "float32")
 ROPES = ("linear", "dynamic", "yarn", "llama3", "theta")
-# tokens of a process above which it computes in tiles by default, and tokens of a tile
+# tokens per process above which tiles are the default, and tokens per tile
 TILED_ABOVE, TILE = 2**17, 2**13
-# what is trained
+# values of --train
 ADAPTER, ALL = "adapter", "all"
 NAMED = comma_separated(str)
-# the least values of settings that are numbers
+# lower bounds of numeric settings
 LEAST = {
     1: ("rank", "steps", "micro_batch", "save_every", "cp"),
     2: ("length",),
@@ -42,7 +42,7 @@ LEAST = {
         *("tile_tokens", "offload_layers"),
     ),
 }
-# settings that may change when a run goes on: they decide where and how often, and not what
+# settings that may change when a run resumes: they determine where and how often, not what
 FREE = (
     *("out", "save_every", "eval_every", "dry_run", "cpu", "peak_tflops"),
     *("offload_layers", "gpu_gib", "host_gib", "link_gbs", "data_workers"),
@@ -51,83 +51,97 @@ FREE = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of ``finetune/lora.py``; lengths and rates in tokens and steps.
+    """Options of ``finetune/lora.py``; lengths and rates are in tokens and steps.
 
     Raises:
-        ValueError: naming the option, the value seen and what is accepted.
+        ValueError: an option is out of range. The message contains its name and value.
     """
 
     # model
-    model: str = option("smollm2", "smollm2, another stand-in, tiny, a folder, or a hub name")
-    attention: str = option("cab", "attn_implementation while training: cab, cab_frc, sdpa, ...")
+    model: str = option(
+        "smollm2", "smollm2 or another built-in model, tiny, a folder, or a name on the hub"
+    )
+    attention: str = option("cab", "attn_implementation during training: cab, cab_frc, sdpa, ...")
     cab: tuple[str, ...] = option((), "field=value of CabConfig; repeatable", repeatable=True)
-    calibration: str = option("", "file that calibrate wrote, with a budget for each head")
-    train: str = option(ADAPTER, "adapter (LoRA, all else frozen), or all weights")
+    calibration: str = option("", "calibration file with a budget for each head")
+    train: str = option(ADAPTER, "weights to train: adapter (LoRA, other weights frozen) or all")
     dtype: str = option("bfloat16", "dtype of frozen weights, or of products with --train all")
-    rope: str = option("none", f"how positions are stretched: none, {', '.join(ROPES)}")
-    rope_factor: float = option(0.0, "times as many positions; 0: what --length needs", float)
-    rope_theta: float = option(0.0, "RoPE base of --rope theta; 0: by the factor", float)
+    rope: str = option("none", f"method that extends rotary positions: none, {', '.join(ROPES)}")
+    rope_factor: float = option(
+        0.0, "factor of the number of positions; 0: the factor that --length needs", float
+    )
+    rope_theta: float = option(0.0, "RoPE base of --rope theta; 0: computed from the factor", float)
     trust_remote_code: bool = flag("run Python code that comes with the model")
     checkpointing: bool = option(True, "gradient checkpointing of the decoder layers", parse_flag)
     tile_tokens: int | None = option(
         None,
-        "tokens of a tile of MLPs, norms and adapters; 0: no tiles; auto (default): "
-        f"{TILE} where a process has more than {TILED_ABOVE} tokens",
+        f"tokens per tile of MLPs, norms and adapters; 0: no tiles; auto (default): {TILE} if a "
+        f"process has more than {TILED_ABOVE} tokens",
         number_or_auto,
     )
     offload_layers: int | None = option(
-        None, "layers with inputs offloaded; auto (default): as few as fit", number_or_auto
+        None,
+        "number of layers with offloaded inputs; auto (default): as few as fit",
+        number_or_auto,
     )
     # adapter
     targets: tuple[str, ...] = option(
-        ("q_proj", "k_proj", "v_proj", "o_proj"), "linear layers LoRA adds to", NAMED
+        ("q_proj", "k_proj", "v_proj", "o_proj"), "linear layers that get LoRA adapters", NAMED
     )
     rank: int = option(16, "rank of the LoRA adapters", int)
-    alpha: float = option(32.0, "LoRA scales its product by alpha / rank", float)
-    dropout: float = option(0.0, "dropout of LoRA's inputs", float)
-    norms: bool = flag("train norms, too")
-    adapter: str | None = option(None, "folder of an adapter to begin with", str)
-    adapter_dtype: str = option("float32", "dtype in which the adapter or model is saved")
-    qlora: bool = flag("hold frozen weights in 4 bits (bitsandbytes)")
+    alpha: float = option(32.0, "LoRA products are scaled by alpha / rank", float)
+    dropout: float = option(0.0, "dropout of the inputs of LoRA adapters", float)
+    norms: bool = flag("train norms too")
+    adapter: str | None = option(None, "folder of an adapter to start from", str)
+    adapter_dtype: str = option("float32", "dtype of the saved adapter or model")
+    qlora: bool = flag("keep frozen weights in 4 bits (bitsandbytes)")
     # data
     data: tuple[str, ...] = option(
-        (), "texts, each NAME or NAME=WEIGHT: hub data sets, files, manuals, retrieval:...", NAMED
+        (),
+        "sources of texts, each NAME or NAME=WEIGHT: hub data sets, files, manuals, retrieval:...",
+        NAMED,
     )
-    text_field: str = option("text", "field of a record that holds its text")
+    text_field: str = option("text", "field of a record that contains its text")
     split: str = option("train", "split of hub data sets")
     streaming: bool = flag("stream hub data sets")
-    length: int = option(8192, "tokens of a packed sequence", parse_length)
-    held_out: int = option(8, "sequences of the held-out loss; 0: none", int)
+    length: int = option(8192, "tokens per packed sequence", parse_length)
+    held_out: int = option(8, "number of sequences for the held-out loss; 0: none", int)
     validation: tuple[str, ...] = option(
-        (), "sources of the held-out sequences (default: documents kept of --data)", NAMED
+        (), "sources of the held-out sequences (default: documents reserved from --data)", NAMED
     )
-    data_workers: int = option(1, "processes that make sequences ahead: 1, or 0 for none", int)
+    data_workers: int = option(
+        1, "number of processes that prepare sequences: 1, or 0 for none", int
+    )
     # optimisation
-    steps: int = option(200, "optimizer steps", int)
+    steps: int = option(200, "number of optimizer steps", int)
     lr: float = option(2e-4, "peak learning rate", float)
-    lr_end: float = option(0.1, "learning rate of the last step, as a share of the peak", float)
-    warmup: int = option(10, "warm-up steps of the learning rate", int)
+    lr_end: float = option(0.1, "learning rate of the last step as a share of the peak", float)
+    warmup: int = option(10, "number of warm-up steps", int)
     weight_decay: float = option(0.0, "weight decay of AdamW", float)
     beta2: float = option(0.95, "beta2 of AdamW", float)
-    clip: float = option(1.0, "gradients are clipped to this norm; 0: not at all", float)
-    tokens_per_step: int = option(0, "tokens of a step; 0: one micro batch per process", int)
-    micro_batch: int = option(1, "sequences a process computes at once", int)
-    cp: int = option(1, "processes that each sequence is sharded over", int)
+    clip: float = option(1.0, "norm to which gradients are clipped; 0: no clipping", float)
+    tokens_per_step: int = option(0, "tokens per step; 0: one micro batch per process", int)
+    micro_batch: int = option(1, "sequences per micro batch of a process", int)
+    cp: int = option(1, "number of processes over which each sequence is sharded", int)
     seed: int = option(0, "random seed of the adapter, dropout and the data", int)
     # run
-    out: str = option("runs/lora", "folder of log, checkpoints, adapter and curve")
-    save_every: int = option(50, "steps between checkpoints; the newest two are kept", int)
+    out: str = option("runs/lora", "folder for the log, checkpoints, adapter and curve")
+    save_every: int = option(50, "steps between checkpoints; the two newest are kept", int)
     eval_every: int = option(50, "steps between evaluations; 0: none", int)
-    passkeys: int = option(4, "keys looked for at each length of an evaluation; 0: none", int)
+    passkeys: int = option(4, "number of keys per length of an evaluation; 0: none", int)
     passkey_lengths: tuple[int, ...] = option(
-        (), "their lengths (default: half of --length, and --length)", comma_separated(parse_length)
+        (),
+        "lengths of these documents (default: half of --length, and --length)",
+        comma_separated(parse_length),
     )
-    peak_tflops: float = option(0.0, "peak TFLOP/s of the GPU in bfloat16; 0: by its name", float)
-    gpu_gib: float = option(0.0, "GiB of the GPU for the estimate; 0: all it has", float)
-    host_gib: float = option(0.0, "GiB of the host for the estimate; 0: all it has", float)
-    link_gbs: float = option(50.0, "GB/s between host and GPU, for the estimate", float)
-    cpu: bool = flag("compute on the CPU, also where there is a GPU")
-    dry_run: bool = flag("print what would run, what it costs and whether it fits; then end")
+    peak_tflops: float = option(
+        0.0, "peak TFLOP/s of the GPU in bfloat16; 0: looked up by its name", float
+    )
+    gpu_gib: float = option(0.0, "GiB of the GPU for the estimate; 0: all of its memory", float)
+    host_gib: float = option(0.0, "GiB of the host for the estimate; 0: all of its memory", float)
+    link_gbs: float = option(50.0, "GB/s between host and GPU for the estimate", float)
+    cpu: bool = flag("compute on the CPU even if there is a GPU")
+    dry_run: bool = flag("print the settings, their cost and whether they fit, then exit")
 
     def __post_init__(self) -> None:
         choices = {"train": (ADAPTER, ALL), "dtype": DTYPES, "adapter_dtype": DTYPES}
@@ -151,7 +165,7 @@ class Settings:
             ("offload_layers", offloading, "0 without checkpointing"),
             ("dropout", adapted or not self.dropout, "0 with train=all"),
             ("qlora", adapted or not self.qlora, "off with train=all"),
-            ("adapter", adapted or not self.adapter, "none with train=all"),
+            ("adapter", adapted or not self.adapter, "left out with train=all"),
             ("rope_factor", scaled or not self.rope_factor, "0 without rope"),
             ("rope_theta", self.rope == "theta" or not self.rope_theta, "0 without rope=theta"),
             ("data", self.data, "at least one source, such as text.jsonl"),
@@ -162,24 +176,24 @@ class Settings:
             require(self, name, holds, accepted)
         for name in ("targets", "rank", "alpha"):
             usual = getattr(Settings, name)
-            accepted = f"left out, or {spell(usual)}, with train=all: it is LoRA's"
+            accepted = f"left out, or {spell(usual)}, with train=all, because only LoRA uses it"
             require(self, name, adapted or getattr(self, name) == usual, accepted)
         if self.cp > 1:
             from cab_hf.plan import EXACT_BLOCK
 
-            # only these attend to a sequence that several processes hold
+            # only these attend to a sequence that is sharded over processes
             accepted = f"one of {', '.join(NAMES)} with cp={self.cp}"
             require(self, "attention", self.attention in NAMES, accepted)
             # an early and a late chunk of a document for each process
             least = 2 * self.cp * EXACT_BLOCK
             require(self, "length", self.length >= least, f"{least} or more with cp={self.cp}")
-        # these refuse what cannot be read
+        # these raise errors for values that cannot be parsed
         self.cab_config(), self.sources(), self.sources("validation")
 
     def sources(self, field: str = "data") -> list[tuple[str, float]]:
-        """(name, weight) of every source in ``data``, or in ``validation``.
+        """Return (name, weight) of every source in ``data``, or in ``validation``.
 
-        What is there by all of its name, such as a folder ``year=2024``, has no weight.
+        A path that exists under its whole name, such as a folder ``year=2024``, has no weight.
         """
         results = []
         for text in getattr(self, field):
@@ -196,11 +210,11 @@ class Settings:
 
     @property
     def weights_dtype(self) -> str:
-        """Of the weights that are loaded: those that are trained are never rounded."""
+        """The dtype of the loaded weights: trained weights are never rounded."""
         return "float32" if self.train == ALL else self.dtype
 
     def positions(self) -> dict[str, Any]:
-        """Arguments of `models.stretch_positions`; without ``rope`` positions stay as they are."""
+        """The arguments of `models.stretch_positions`; without ``rope`` positions do not change."""
         return {
             "length": self.length,
             "rope": None if self.rope == "none" else self.rope,
@@ -225,21 +239,21 @@ class Settings:
         return saved.changed(**given).to_dict()
 
     def replicas(self, processes: int) -> int:
-        """How many groups of ``cp`` processes learn, each a sequence of its own.
+        """Return the number of groups of ``cp`` processes, each of which learns its own sequence.
 
         Raises:
-            UsageError: ``cp`` does not divide the processes.
+            UsageError: ``cp`` does not divide the number of processes.
         """
         if processes % self.cp:
-            raise UsageError(f"cp must divide the {processes} processes of the run; got {self.cp}.")
+            raise UsageError(f"cp must divide the {processes} processes of the run, got {self.cp}.")
         return processes // self.cp
 
     def accumulation(self, processes: int) -> int:
-        """Micro batches of each of the `replicas` in a step of the optimiser.
+        """Return the micro batches of each of the `replicas` per optimizer step.
 
         Raises:
-            UsageError: as of `replicas`, or ``tokens_per_step`` is no multiple of what all
-                processes compute at once.
+            UsageError: as in `replicas`, or ``tokens_per_step`` is no multiple of the tokens that
+                all processes compute at once.
         """
         replicas = self.replicas(processes)
         at_once = replicas * self.length * self.micro_batch
@@ -248,27 +262,27 @@ class Settings:
             who = "processes" if self.cp == 1 else f"groups of {self.cp} processes"
             raise UsageError(
                 f"tokens_per_step must be a multiple of {at_once} ({replicas} {who} x length "
-                f"{self.length} x micro_batch {self.micro_batch}); got {self.tokens_per_step}."
+                f"{self.length} x micro_batch {self.micro_batch}), got {self.tokens_per_step}."
             )
         return micro_batches
 
     def evaluated_lengths(self) -> tuple[int, ...]:
-        """Tokens of the documents that keys are looked for in."""
+        """The lengths in tokens of the documents with hidden keys."""
         return self.passkey_lengths or (self.length // 2, self.length)
 
     def identity(self, world: int) -> dict[str, Any]:
-        """What two runs must share for one to go on with the other's checkpoints, JSON-able."""
+        """Return the facts, JSON-able, that two runs must share to use the same checkpoints."""
         fields = {name: value for name, value in asdict(self).items() if name not in FREE}
         return {"run": "lora", **fields, "processes": world}
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
-    """What was meant by an unknown name; else all that are known."""
+    """Return the likely meaning of an unknown name, or all known names."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
 
 
 def read(words: Sequence[str]) -> Settings:
-    """The settings of a command line; what is refused ends the process with status 2."""
-    purpose = "Fine-tune a causal language model on long documents, by LoRA or all of it."
+    """Parse a command line to settings; errors end the process with status 2."""
+    purpose = "Fine-tune a causal language model on long documents, by LoRA or with all weights."
     return read_settings(Settings, words, PROG, purpose)

@@ -1,6 +1,7 @@
-"""Sources of documents, read epoch after epoch without end, each with a place to resume from.
+"""Sources of documents, read epoch after epoch without end, each with a resumable position.
 
-A ``state_dict`` is JSON: the place of the next document. What was read ahead is read again.
+A ``state_dict`` is JSON: the position of the next document. Documents that were read ahead are read
+again.
 """
 
 from __future__ import annotations
@@ -28,38 +29,38 @@ from cab_hf.runs.settings import UsageError, first_line, refused_as
 from cab_hf.texts.needles import NOISE, leading_tokens, split_sentences
 
 State = dict[str, Any]
-# the reader of `datasets` for each file ending; a byte order mark is no text
+# reader of `datasets` by file suffix; a byte order mark is no text
 KINDS = {
     ".txt": ("from_text", {"sample_by": "document", "encoding": "utf-8-sig"}),
     ".jsonl": ("from_json", {}),
     ".json": ("from_json", {}),
     ".parquet": ("from_parquet", {}),
 }
-# texts of a stream that are shuffled together, as a stream cannot be shuffled as a whole
+# number of texts that are shuffled together, because a stream cannot be shuffled as a whole
 BLOCK_STREAMED = 256
-# more than text has: sentences around keys repeat only where a source has no more of them
+# an upper bound: sentences around keys repeat only if a source has no more of them
 CHARACTERS_A_TOKEN = 6
 # characters at the start of a text that show whether it has two tokens
 LOOKED_AT = 256
 # arguments of a tokenizer for the tokens of a text alone
 TOKENS_ALONE = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-# keys are at the ends of sentences: text without any, such as tables, is cut to these
+# keys are at sentence ends: text without any, such as tables, is cut into these pieces
 SHORT = re.compile(r"\s*\S.{0,600}(?!\S)|\s*\S.{0,600}", re.DOTALL)
 Arrays = tuple[np.ndarray, np.ndarray]
 
 
 class Document(NamedTuple):
-    """A document of ``size`` tokens, or a piece of one, that is made only where it is needed.
+    """A document of ``size`` tokens, or a piece of one, made only when it is needed.
 
-    ``make()`` returns tokens, int32 [size], and labels, int32 [size]: the token that each is to
-    predict, already shifted, or IGNORED.
+    ``make()`` returns tokens, int32 [size], and labels, int32 [size]: the token that each token
+    predicts, already shifted, or IGNORED.
     """
 
     size: int
     make: Callable[[], Arrays]
 
     def piece(self, start: int, end: int) -> Document:
-        """Its tokens from ``start`` to ``end``."""
+        """Return its tokens from ``start`` to ``end``."""
         return Document(end - start, lambda: tuple(each[start:end] for each in self.make()))
 
 
@@ -89,13 +90,13 @@ class TextSource:
     text_field: str
     seed: int = 0
     shuffle: bool = True
-    # that the dataset is read from, with their SHA-256; a data set of the hub with its commit
+    # files of the dataset with their SHA-256; for a data set on the hub its commit
     files: dict[Path, str] = field(default_factory=dict)
     sha256: str | None = None  # of all files
 
     @property
     def rows(self) -> int | None:
-        """How many documents it has; None for a stream."""
+        """The number of documents; None for a stream."""
         return len(self.dataset) if hasattr(self.dataset, "__len__") else None
 
 
@@ -104,8 +105,8 @@ class RetrievalSource:
     """Synthetic documents: keys hidden in the text of other sources. Only answers are learnt."""
 
     name: str
-    kinds: tuple[str, ...]  # of `retrieval.KINDS`; they take turns, and one named twice has two
-    length: int | None  # tokens of a document; None: as many as a sequence has
+    kinds: tuple[str, ...]  # from `retrieval.KINDS`, in turn; a kind named twice has two turns
+    length: int | None  # tokens of a document; None: those of a sequence
     seed: int = 0
 
     rows = sha256 = None
@@ -125,18 +126,22 @@ def make_source(
 ) -> Source:
     """Open a source of documents.
 
+    * ``NAME.txt`` is one document; a ``.jsonl`` or ``.parquet`` file has one document per row.
+    * A folder contains such files of one kind.
+    * ``manuals`` is the source of `cab_hf.finetune.manuals`.
+    * ``retrieval:passkey+multi:8192`` are kinds of `retrieval.KINDS` and a number of tokens.
+    * ``NAME`` or ``NAME:CONFIG`` is a data set on the hub.
+
     Args:
-        name: a ``.txt`` file (one document), a ``.jsonl`` or ``.parquet`` file (one a row), a
-            folder of such files of one kind, ``manuals``, ``retrieval:passkey+multi:8192`` (kinds
-            of `retrieval.KINDS` and a number of tokens), or ``NAME`` or ``NAME:CONFIG`` of the hub.
-        text_field: the field of a row with its text; text files and manuals have their own.
-        split: of a data set of the hub.
-        streaming: read while training instead of downloading and indexing first; then blocks of
-            256 documents are shuffled, in the order they come.
-        seed: of the order of the documents, or of the synthetic ones.
+        name: one of these.
+        text_field: field of a row with its text; text files and manuals have their own.
+        split: split of a data set on the hub.
+        streaming: True to read during training instead of downloading and indexing first. Then
+            blocks of 256 documents are shuffled, in the order of the stream.
+        seed: seed of the order of the documents, or of the synthetic documents.
 
     Raises:
-        UsageError: there is no such source, it cannot be read, has no text or no such field.
+        UsageError: the source does not exist, cannot be read, or has no text or no such field.
     """
     if is_entry(name):
         return RetrievalSource(name, *parse_entry(name), seed)
@@ -151,11 +156,13 @@ def make_source(
             dataset, files[Path(name)] = _open_hub(name, split, streaming)
         fields = dataset and (dataset.column_names or list(next(iter(dataset), {})))
     if not fields or (not streaming and not len(dataset)):
-        raise UsageError(f"source {name!r} has no documents; give one with text in it.")
+        raise UsageError(
+            f"source {name!r} must contain documents, got none. Give a source with text in it."
+        )
     if text_field not in fields:
         hint = suggestion(text_field, fields)
         raise UsageError(f"source {name!r} has no field {text_field!r}; {hint}")
-    # results and checkpoints have the name of a file, not its folder
+    # results and checkpoints contain the name of a file without its folder
     shown, sums = Path(name).name if paths else name, list(files.values())
     content = sums[0] if len(sums) == 1 else sha256("".join(sums).encode()).hexdigest()
     rows = dataset.select_columns([text_field])
@@ -163,17 +170,19 @@ def make_source(
 
 
 def is_local(name: str) -> bool:
-    """Whether `make_source` needs no network for it; UsageError for a path where nothing is."""
+    """Return True if `make_source` needs no network; UsageError for a path that does not exist."""
     return is_entry(name) or (name != MANUALS and bool(_local_files(name)))
 
 
 def refuse_learnt(
     learnt: Sequence[tuple[Source, float]], watched: Sequence[tuple[Source, float]]
 ) -> None:
-    """Refuse to validate a run on a text that it learns, where both sources have a share.
+    """Raise an error if a run would be validated on a text that it learns.
+
+    Sources without a share do not count.
 
     Raises:
-        UsageError: naming a source of ``watched`` with a file that ``learnt`` has too.
+        UsageError: the message names a source of ``watched`` with a file that ``learnt`` has too.
     """
     own, others = ([source for source, share in each if share] for each in (learnt, watched))
     known = {content: source.name for source in own for content in source.files.values()}
@@ -181,14 +190,14 @@ def refuse_learnt(
         for file, content in source.files.items():
             if content in known:
                 raise UsageError(
-                    f"validation has {source.name!r} and data {known[content]!r}, where "
-                    f"{file.name} is the same text; give texts that are not learnt, or leave "
-                    "validation out: then documents of data are kept for it."
+                    f"validation must contain other texts than data, got {source.name!r} and "
+                    f"{known[content]!r}, where {file.name} is the same text. Give other texts, "
+                    "or leave validation out to hold out documents of data."
                 )
 
 
 def _local_files(name: str) -> list[Path]:
-    """The files at the path ``name``; none where it is no path."""
+    """Return the files at the path ``name``; an empty list if it is no path."""
     path, known = Path(os.path.expanduser(name)), ", ".join(KINDS)
     if not path.is_file() and not path.is_dir():
         local = path.suffix in KINDS or path.is_absolute() or name.startswith((".", "~"))
@@ -199,64 +208,66 @@ def _local_files(name: str) -> list[Path]:
     files = [path]
     if path.is_dir():
         shown = (file for file in path.rglob("*") if file.suffix in KINDS and not file.is_dir())
-        # hidden ones are copies that editors keep
+        # hidden files are copies of editors
         files = sorted(x for x in shown if "/." not in f"/{x.relative_to(path).as_posix()}")
     kinds = sorted({file.suffix for file in files})
     if len(kinds) != 1 or kinds[0] not in KINDS:
         raise UsageError(
             f"source {name!r} must be a file of {known}, or a folder of files of one of these "
-            f"kinds; it holds {' and '.join(kinds) or 'no'} files."
+            f"kinds, got {' and '.join(kinds) or 'no'} files."
         )
     return files
 
 
 def _nothing_there(name: str) -> UsageError:
-    return UsageError(f"source {name!r} is no file or folder that is there; give one that is.")
+    return UsageError(
+        f"source must be an existing file or folder, got {name!r}. Give the path of one."
+    )
 
 
 def _open_hub(name: str, split: str, streaming: bool) -> tuple[Any, str | None]:
-    """A data set of the hub and the hash of its commit."""
+    """Open a data set on the hub; return it with the hash of its commit."""
     from datasets import load_dataset, load_dataset_builder
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
     path, _, config = name.partition(":")
     if path in _PACKAGED_DATASETS_MODULES:
-        # datasets would read whatever is in the working directory
+        # datasets would read any files in the working directory
         raise _nothing_there(name)
     content = load_dataset_builder(path, config or None).hash
     return load_dataset(path, config or None, split=split, streaming=streaming), content
 
 
 def _open_files(files: dict[Path, str], streaming: bool, **options: Any) -> Any:
-    """The rows of exactly these ``files``, which have these SHA-256; None where all are empty."""
+    """Read the rows of exactly these ``files``, by SHA-256; None if all are empty."""
     from datasets import Dataset
     from datasets.data_files import DataFilesDict, DataFilesList
     from datasets.utils.extract import Extractor
 
     read, usual = KINDS[next(iter(files)).suffix]
-    # of an empty file datasets cannot infer the fields; one of text is a document, skipped later
+    # datasets cannot infer the fields of an empty file; an empty text is a document, skipped later
     filled = {
         os.path.abspath(file): (content,)
         for file, content in files.items()
         if file.stat().st_size or (read == "from_text" and len(files) > 1)
     }
     for file in filled:
-        # datasets keeps what it unpacks by its path alone
+        # datasets caches extracted files by path alone
         if read != "from_parquet" and Extractor.infer_extractor_format(file):
             raise ValueError(f"{Path(file).name} is compressed")
     if not filled:
         return None
-    # a path alone would be taken for a pattern, and cached by its time stamp
+    # a path alone would be a pattern, cached by its time stamp
     named = DataFilesDict(train=DataFilesList(list(filled), list(filled.values())))
-    # unlike load_dataset they call no server that counts what is loaded
+    # unlike load_dataset, these readers call no server that counts loads
     how = {"split": "train", "streaming": streaming, **usual, **options}
     return getattr(Dataset, read)(named, **how)
 
 
 def _reading(name: str, files: Sequence[Path], text_field: str) -> AbstractContextManager[None]:
-    """Turn any error inside into a UsageError that names the source.
+    """Turn any error inside the block into a UsageError that names the source.
 
-    Of several ``files`` it names the first that cannot be read or lacks the field.
+    The message names the first of several ``files`` that cannot be read or lacks the field.
     """
 
     def sentence(error: Exception) -> str:
@@ -270,10 +281,12 @@ def _reading(name: str, files: Sequence[Path], text_field: str) -> AbstractConte
                 bad, error = f"{file.name}: ", of_file
                 break
             features = features or (dataset and dataset.features)
-        # the error of datasets is that it failed, and its cause why
+        # the error of datasets only says that it failed, and its cause says why
         error = error.__cause__ or error
         why = error.details() if hasattr(error, "details") else first_line(error)
-        return f"source {name!r} cannot be read ({bad}{why}); give files or a data set that can."
+        return (
+            f"source {name!r} cannot be read ({bad}{why}). Give readable files or another data set."
+        )
 
     return refused_as(sentence)
 
@@ -296,10 +309,10 @@ def first_held_out(source: TextSource, tokenizer: Any, every: int) -> int:
 
 
 class Texts:
-    """The texts of a source, without end, in an order that is drawn again in each epoch.
+    """The texts of a source, without end, in a new random order each epoch.
 
-    Rows are shuffled as a whole. In a stream each block of texts is shuffled separately, because
-    the buffer of datasets' own shuffling is lost when a run resumes. ``salt`` seeds the order.
+    All rows are shuffled together. A stream is shuffled block by block, because the buffer of
+    datasets' own shuffling is lost when a run resumes. ``salt`` seeds the order.
     """
 
     def __init__(self, source: TextSource, part: Part, salt: str, tokenizer: Any = None) -> None:
@@ -318,7 +331,7 @@ class Texts:
 
     @property
     def epoch(self) -> int:
-        """How often all texts were read."""
+        """The number of times that all texts were read."""
         return self._next["epoch"]
 
     def __next__(self) -> str:
@@ -329,13 +342,16 @@ class Texts:
         return self._texts[self._taken - 1]
 
     def at_most_twice(self) -> Iterator[str]:
-        """Texts until all of them have been read again from the start."""
+        """Yield texts until all of them have been read again from the start."""
         begun = self.epoch
         while self.epoch <= begun + 1:
             yield Texts.__next__(self)
 
     def state_dict(self) -> State:
-        """The place of the next text: where its block began, and how many of it were taken."""
+        """Return the position of the next text.
+
+        The position is the start of its block, and the number of texts taken from the block.
+        """
         return {"begun": self._begun, "taken": self._taken}
 
     def load_state_dict(self, state: State) -> None:
@@ -344,7 +360,7 @@ class Texts:
         self._texts = self._read() if self._taken else []
 
     def _go_to(self, place: State) -> None:
-        """Have ``place`` be that of the next block."""
+        """Set the position of the next block."""
         self._next, source = place, self._source
         if source.rows is None:
             self._dataset.load_state_dict(copy.deepcopy(place["dataset"]))
@@ -353,12 +369,12 @@ class Texts:
         order = np.flatnonzero(self._part.has(np.arange(source.rows)))
         if source.shuffle:
             drawn = random.Random(f"{self._seed}/{place['epoch']}").getrandbits(32)
-            # of numpy's generators the one whose draws are the same in every version
+            # the draws of this generator are the same in every version of numpy
             order = np.random.RandomState(drawn).permutation(order)
         self._rows = ((number, source.dataset[number]) for number in order[place["row"] :].tolist())
 
     def _read(self) -> list[str]:
-        """The next block, of the next epoch where this one is read."""
+        """Read the next block, from the next epoch if this one has ended."""
         with _reading(self._source.name, [*self._source.files], self._source.text_field):
             texts = self._read_block()
             if not texts and self._next["block"]:
@@ -378,7 +394,7 @@ class Texts:
             if len(texts) == (BLOCK_STREAMED if streamed else 1):
                 break
         if texts and streamed:
-            # only then: right after a load a data set gives its place from the first row
+            # only then: right after a load, a data set returns positions from the first row
             place["dataset"] = copy.deepcopy(self._dataset.state_dict())
             if self._source.shuffle:
                 seed = f"{self._seed}/{place['epoch']}/{place['block']}"
@@ -390,8 +406,8 @@ class Texts:
     def _checked(self, text: Any, number: int) -> str:
         if not isinstance(text, str | None):
             raise UsageError(
-                f"field {self._source.text_field!r} of source {self._source.name!r} must hold "
-                f"text; document {number} has {text!r}."
+                f"field {self._source.text_field!r} of source {self._source.name!r} must contain "
+                f"strings, got {text!r} in document {number}."
             )
         return text if text and text.strip() else ""
 
@@ -399,18 +415,18 @@ class Texts:
         which = "held-out documents" if self._part.held_out else "documents"
         rule = f"one in {self._part.every}" if self._part.every else "none"
         return UsageError(
-            f"source {self._source.name!r} has no {which} where {rule} is held out; give it more, "
-            "or hold out those of another source."
+            f"source {self._source.name!r} has no {which} if {rule} is held out. Give it more "
+            "documents, or hold out those of another source."
         )
 
 
 class TextDocuments(Texts):
-    """Texts as tokens: the special ones before a text, its own, and the one that ends it.
+    """Texts as tokens: special tokens before a text, the text, and the end-of-text token.
 
-    Texts of fewer than two tokens are skipped.
+    Texts with fewer than two tokens are skipped.
     """
 
-    never_cut = False  # a document may go on in the next sequence
+    never_cut = False  # a document may continue in the next sequence
 
     def __init__(self, source: TextSource, part: Part, salt: str, tokenizer: Any) -> None:
         super().__init__(source, part, salt, tokenizer)
@@ -437,17 +453,17 @@ class TextDocuments(Texts):
 
 
 class RetrievalDocuments:
-    """Synthetic documents in turns: of the kinds, and of the sources whose text is around keys.
+    """Synthetic documents that cycle through the kinds and through the sources of their text.
 
     Args:
-        length: tokens of a sequence, and of a document where its source has none.
-        others: sources of the text; without any it is `NOISE`.
+        length: tokens of a sequence, and of a document if its source has no length.
+        others: sources of the text; without any the text is `NOISE`.
 
     Raises:
-        UsageError: a document is longer than a sequence, or has no room for its keys.
+        UsageError: a document is longer than a sequence, or too short for its keys.
     """
 
-    epoch = None  # there are always others
+    epoch = None  # synthetic documents never end
     never_cut = True  # a question without its text cannot be answered
 
     def __init__(
@@ -463,8 +479,8 @@ class RetrievalDocuments:
         self._length = source.length or length
         if self._length > length:
             raise UsageError(
-                f"source {source.name!r} has documents of {self._length} tokens, and a sequence "
-                f"has {length}; give it the length of a sequence or less."
+                f"source {source.name!r} must have documents of at most {length} tokens, the "
+                f"length of a sequence, got {self._length}. Give it a smaller length."
             )
         self._seed = f"{salt}/{source.seed}/{part.held_out}"
         salt = f"{salt}/{source.name}"
@@ -478,7 +494,7 @@ class RetrievalDocuments:
         return Document(self._length, lambda: self.make(index, excerpts))
 
     def make(self, index: int, excerpts: Sequence[str]) -> Arrays:
-        """Tokens and labels of a document; UsageError where it has no room for its keys."""
+        """Return tokens and labels of a document; UsageError if it is too short for its keys."""
         kinds = self._source.kinds
         kind, around = kinds[index % len(kinds)], list(_sentences(excerpts)) or NOISE
         try:
@@ -486,17 +502,18 @@ class RetrievalDocuments:
                 kind, self._tokenizer, around, self._length, index, self._seed
             )
         except ValueError as error:
-            # other names and numbers are drawn for each: one may be longer than the first was
+            # each document draws other names and numbers, so a later one may be longer than the
+            # first
             raise UsageError(f"source {self._source.name!r}: {error}") from None
         tokens = np.asarray(document.tokens, dtype=np.int32)
         labels = np.full_like(tokens, IGNORED)
         for start, end in document.answers:
-            # each is predicted by the token before it
+            # the token before predicts each token
             labels[start - 1 : end - 1] = tokens[start:end]
         return tokens, labels
 
     def _excerpts(self) -> list[str]:
-        """As much text as one document takes; of a longer text an excerpt at a drawn place."""
+        """Return text for one document; a longer text is cut at a drawn place."""
         if not self._haystacks:
             return []
         turn = self._index // len(self._source.kinds)

@@ -1,9 +1,9 @@
-"""MLPs, norms and adapters computed in tiles of the sequence, since they compute tokens separately.
+"""MLPs, norms and adapters computed in tiles of the sequence, because tokens are independent.
 
-An MLP of 524,288 tokens and 14,336 channels makes tensors of 14 GiB, norms compute in float32, and
-adapters add a product of their own. In tiles no such tensor exists: only the input of the module is
-kept, and each tile is computed again in the backward pass. Under gradient checkpointing the MLP
-runs no third time for that: the layer's own second forward pass ends in front of it.
+An MLP of 524,288 tokens and 14,336 channels allocates tensors of 14 GiB, norms compute in float32,
+and adapters add a product. Tiles avoid such tensors: only the input of the module is kept, and each
+tile is recomputed in the backward pass. Under gradient checkpointing this adds no third MLP pass,
+because the layer's second forward pass stops before the MLP.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cab_hf.finetune.settings import TILE, TILED_ABOVE
 
 MLPS = ("mlp", "feed_forward")
 NORMS = ("RMSNorm", "LayerNorm")
-# modules of Python whose classes compute each number, or each token, separately
+# classes in these modules compute each number, or each token, independently
 ELEMENTWISE = (
     "torch.nn.modules.activation",
     "torch.nn.modules.container",
@@ -32,18 +32,17 @@ ELEMENTWISE = (
 
 
 def tile_of(tokens: int, given: int | None) -> int:
-    """Tokens of a tile in a process of so many ``tokens``, 0 for no tiles; None: by default."""
+    """Return the tokens per tile for ``tokens`` of a process; 0: no tiles, None: the default."""
     if given is None:
         return TILE if tokens > TILED_ABOVE else 0
     return given
 
 
 def compute_in_tiles(model: nn.Module, tokens: int) -> None:
-    """Have MLPs compute tiles of so many ``tokens``; norms and adapters compute tiles of as many
-    numbers, which are more tokens.
+    """Make MLPs compute tiles of ``tokens``, and norms and adapters tiles of as many elements.
 
-    Gradients are those of all tokens at once, up to rounding. Dropout draws for each tile, and the
-    same again in the backward pass. `untiled_mlps` compute all tokens at once as before.
+    Gradients equal those without tiles up to rounding. Dropout draws for each tile, and the
+    backward pass draws the same. `untiled_mlps` still compute all tokens at once.
     """
     modules = {}
     for name, module in model.named_modules():
@@ -59,9 +58,9 @@ def compute_in_tiles(model: nn.Module, tokens: int) -> None:
 
 
 def untiled_mlps(model: nn.Module) -> list[str]:
-    """Names of the classes of MLPs that may not compute tokens separately.
+    """Return the class names of MLPs in which tokens may not be independent.
 
-    They are mixtures of experts, and MLPs with parameters outside of linear layers.
+    These are mixtures of experts, and MLPs with parameters outside of linear layers.
     """
     mlps = [module for name, module in model.named_modules() if _is_mlp(name)]
     return list(dict.fromkeys(type(mlp).__name__ for mlp in mlps if not _is_plain(mlp)))
@@ -72,22 +71,22 @@ def _is_mlp(name: str) -> bool:
 
 
 def _is_row_wise(name: str, module: nn.Module) -> bool:
-    """Whether a module is an MLP, a norm or an adapter that computes tokens separately."""
+    """Return True for an MLP, a norm or an adapter in which tokens are independent."""
     kind = type(getattr(module, "original_module", module)).__name__
-    # some norms of queries have a weight for each head
+    # some norms of queries have a weight per head
     norm = kind.endswith(NORMS) and all(each.ndim == 1 for each in module.parameters())
     adapter = hasattr(module, "lora_A") and isinstance(module.base_layer, nn.Linear)
     return norm or adapter or (_is_mlp(name) and _is_plain(module))
 
 
 def _width(module: nn.Module) -> int:
-    """The most channels of a token between linear layers of ``module``; 0 where it has none."""
+    """Return the most channels of a token between linear layers of ``module``; 0 without any."""
     linear = (each for each in module.modules() if isinstance(each, nn.Linear))
     return max((max(each.in_features, each.out_features) for each in linear), default=0)
 
 
 def _is_plain(mlp: nn.Module) -> bool:
-    """Whether an MLP is made of linear layers, adapters and activations alone."""
+    """Return True if an MLP consists of linear layers, adapters and activations alone."""
     others = [module for module in mlp.modules() if not isinstance(module, nn.Linear)]
     own = [name for module in others for name, _ in module.named_parameters(recurse=False)]
     leaves = (module for module in others if next(module.children(), None) is None)
@@ -97,10 +96,10 @@ def _is_plain(mlp: nn.Module) -> bool:
 def _in_tiles(
     forward: Callable[..., Tensor], elements: int, width: int, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """``forward`` of x [..., D] in tiles of rows that have so many ``elements``.
+    """Apply ``forward`` to x [..., D] in tiles of rows with ``elements`` elements.
 
     Args:
-        width: the most channels that a row has inside of the module; D counts where it is more.
+        width: the most channels of a row inside the module; D counts if it is larger.
     """
     if len(args) != 1 or kwargs:
         return forward(*args, **kwargs)
@@ -110,46 +109,46 @@ def _in_tiles(
     if rows.shape[1] <= size:
         return forward(x)
     learning = torch.is_grad_enabled()
-    # saved once and first of all: a checkpoint around the module has all it needs by then
+    # saved once and first: a checkpoint around the module then has all tensors it needs
     saved = _Saved(rows, size) if learning else None
     results = []
     for place, tile in enumerate(rows.split(size, 1)):
         if not learning:
             results.append(forward(tile))
             continue
-        # hooks live on in the graph: they hold no tile
+        # hooks stay in the graph, so they must not refer to a tile
         with saved_tensors_hooks(partial(_numbered, place, tile.data_ptr()), saved.tile):
             results.append(checkpoint(forward, tile, use_reentrant=False))
     return torch.cat(results, 1).view(*x.shape[:-1], -1)
 
 
 def _numbered(place: int, address: int, x: Tensor) -> int | Tensor:
-    """The ``place`` of the tile at ``address``; anything else as it is."""
+    """Return the ``place`` of the tile at ``address``; any other value unchanged."""
     return place if x.numel() and x.data_ptr() == address else x.detach()
 
 
 class _Saved:
-    """Rows [1, R, D] saved for the backward pass, and read there by tiles of ``size`` rows."""
+    """Rows [1, R, D] saved for the backward pass, which reads tiles of ``size`` rows."""
 
     def __init__(self, rows: Tensor, size: int) -> None:
-        # without an input that has a gradient there would be no node, which its output keeps alive
+        # an input with a gradient makes the node that the output keeps alive
         self._output = _Save.apply(torch.empty(0, requires_grad=True), rows)
         self._size = size
         self._tiles: tuple[Tensor, ...] | None = None
 
     def tile(self, packed: int | Tensor) -> Tensor:
-        """The tile of that number; what is none as it is."""
+        """Return the tile with that number; any other value unchanged."""
         if isinstance(packed, Tensor):
             return packed
         if self._tiles is None:
-            # a checkpoint around it gives what it computed again only once
+            # a checkpoint around it returns recomputed tensors only once
             (rows,) = self._output.grad_fn.saved_tensors
             self._tiles = rows.detach().split(self._size, 1)
         return self._tiles[packed]
 
 
 class _Save(torch.autograd.Function):
-    """Saves a tensor as an op would, and computes nothing."""
+    """An autograd function that saves a tensor and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:

@@ -45,12 +45,12 @@ from cab_hf.runs.settings import UsageError
 
 LOG, CURVE, RESULTS = "log.jsonl", "curve.png", "results.json"
 CHECKPOINTS = "checkpoints"
-# errors that settings make, wherever they are raised
+# errors caused by settings, wherever they are raised
 OF_SETTINGS = (ValueError, NotImplementedError)
 
 
 def run(settings: Settings) -> int:
-    """Train, or with ``dry_run`` print what that would cost; the exit status."""
+    """Train, or with ``dry_run`` print the cost; return the exit status."""
     rank, refused = int(os.environ.get("RANK", 0)), OF_SETTINGS if settings.dry_run else ()
     try:
         with accelerating(settings) as accelerator, ending_together(), refusing(*refused):
@@ -63,20 +63,20 @@ def run(settings: Settings) -> int:
         print(f"{PROG}{of}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except OSError as error:
-        # wherever it is noticed, in a cache of data as well
+        # the disk may be full in any folder, also in a cache of data
         if error.errno not in logs.DISK_FULL:
             raise
-        print(f"{PROG}: {error.strerror}; make room, and the run goes on.", file=sys.stderr)
+        print(f"{PROG}: {error.strerror}. Free disk space, and the run continues.", file=sys.stderr)
         return 2
     return 0
 
 
 @contextmanager
 def accelerating(settings: Settings) -> Iterator[Accelerator]:
-    """Inside, the processes of this run are connected."""
+    """Connect the processes of this run inside the block."""
     accelerator = Accelerator(
         cpu=settings.cpu or not torch.cuda.is_available(),
-        # autocast is the objective's: whatever a launcher sets, frozen weights need none
+        # the objective controls autocast: frozen weights need none, whatever a launcher sets
         mixed_precision="no",
         project_dir=settings.out,
     )
@@ -96,16 +96,16 @@ def refusing(*errors: type[Exception]) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         peak = torch.cuda.max_memory_allocated() / meter.GIB
         raise UsageError(
-            f"the GPU ran out of memory at {peak:.1f} GiB; change {dry_run.SAVINGS}."
+            f"the GPU ran out of memory at {peak:.1f} GiB. Change {dry_run.SAVINGS}."
         ) from error
 
 
 class Run:
-    """A run, resumed where its folder has a checkpoint.
+    """A run, resumed if its folder contains a checkpoint.
 
     Raises:
-        UsageError: the settings do not fit the model, the data or the machine, or the run in their
-            folder is another.
+        UsageError: the settings do not fit the model, the data or the machine, or the folder
+            contains a run of other settings.
     """
 
     def __init__(self, settings: Settings, accelerator: Accelerator) -> None:
@@ -130,7 +130,7 @@ class Run:
         self.data = prefetched(packed, 2 * settings.micro_batch, settings.data_workers)
         self.cost = cost
         if cost.uncounted:
-            self._tell(f"no MFU is reported: {cost.uncounted}.")
+            self._tell(f"MFU is not reported: {cost.uncounted}.")
         self.objective, self.optimizer = self._prepare()
         self.validation = Validation(self.tokenizer, kept, settings, accelerator, self.parallel)
         self.checkpoints = Checkpoints(
@@ -143,14 +143,14 @@ class Run:
         self.done = self._resume()
 
     def _fit_into_memory(self, cost: meter.Cost) -> None:
-        """Have MLPs compute in tiles and checkpoints offloaded, as given or as needed."""
+        """Set up tiles of MLPs and offloading of checkpoints, as given or as necessary."""
         settings, device = self.settings, self.accelerator.device
         tokens = settings.length * settings.micro_batch // settings.cp
         tile = tile_of(tokens, settings.tile_tokens)
         if tile:
             compute_in_tiles(self.model, tile)
             for name in cost.untiled:
-                self._tell(f"{name} computes all tokens at once: tiles need a plain MLP.")
+                self._tell(f"{name} computes all tokens at once, because tiles need a plain MLP.")
         offloaded = settings.offload_layers
         if offloaded is None and device.type == "cuda":
             spread, room = dry_run.spread_of(self.accelerator), dry_run.room_of(settings, device)
@@ -163,7 +163,7 @@ class Run:
             Offload(offloaded, device).enable(self.model)
 
     def _agree(self) -> None:
-        """Refuse processes with different settings, texts or weights."""
+        """Raise an error if processes have different settings, texts or weights."""
         if self.processes == 1:
             return
         facts = facts_of(self.settings, self.model, self.tokenizer)
@@ -173,7 +173,7 @@ class Run:
         require_equal({**facts, "the content of --calibration": calibration_sha256(self.settings)})
 
     def _prepare(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The loss and the optimiser, spread over the processes."""
+        """Return the loss and the optimizer, distributed over the processes."""
         settings = self.settings
         optimizer = torch.optim.AdamW(
             checkpoints.trained(self.model).values(),
@@ -189,15 +189,15 @@ class Run:
         return objective.train(), optimizer
 
     def _resume(self) -> int:
-        """Resume from the newest checkpoint; the number of its steps."""
-        # another dropout in every process
+        """Resume from the newest checkpoint; return the number of its steps."""
+        # different dropout in every process
         set_seed(self.settings.seed + self.rank)
-        # one process looks, lest two see different folders
+        # one process looks, so that two cannot see different folders
         (newest,) = broadcast_object_list([self.checkpoints.newest()])
         if newest is None:
             return 0
-        # opened, the log refuses a run of other settings before its checkpoint is read; a log
-        # without a line would become this run's
+        # opening the log raises an error for other settings before a checkpoint is read; an empty
+        # log would become this run's
         log = self.out / LOG
         empty = log.is_file() and b"\n" not in log.read_bytes()
         if logs.is_there(log) and not empty:
@@ -216,7 +216,7 @@ class Run:
         return shared["step"]
 
     def train(self) -> None:
-        """Take all steps that are left, and write the results."""
+        """Train the remaining steps, and write the results."""
         attending = self.parallel.attending(self.model)
         stopping = checkpoints.asked_to_stop()
         silent = not self.accelerator.is_local_main_process
@@ -234,23 +234,23 @@ class Run:
                 bar.update()
                 last = step == self.settings.steps
                 if due(self.settings.eval_every, step, last):
-                    # its texts may be the longest yet
+                    # its sequences may be longer than all before
                     rotary = rotary_state(self.model)
                     result = self.validation.measure(self.objective)
                     load_rotary_state(self.model, rotary)
                     self._note(log, curve.EVALUATION, step, result)
-                    # evaluation attends, too
+                    # evaluation attends too
                     cab_hf.stats(self.model, reset=True)
                 if stop or due(self.settings.save_every, step, last):
                     self._save(step)
                 if stop and not last:
-                    self._tell(f"stopped at step {step} as asked; the same command goes on.")
+                    self._tell(f"stopped at step {step} on request; the same command continues.")
                     return
             if log is not None:
                 self._end(log)
 
     def _step(self, step: int, asked: Any) -> tuple[dict[str, Any], bool]:
-        """Take a step of the optimiser; its line of the log, and whether to stop behind it."""
+        """Train one step; return its line of the log, and whether to stop after it."""
         settings, accelerator, start = self.settings, self.accelerator, time.perf_counter()
         micro_batches = []
         for _ in range(self.accumulation):
@@ -273,7 +273,7 @@ class Run:
         peak = None
         if self.cost.uncounted is None:
             peak = meter.peak_flops(accelerator.device, settings.peak_tflops)
-        # the sum has waited for the device
+        # the sum was a device sync
         speed = meter.line(totals, time.perf_counter() - start, self.processes, peak)
         peak_gib = meter.peak_gib(accelerator.device)
         record = {"loss": loss / max(1.0, tokens), "grad_norm": norm, "lr": rate}
@@ -282,10 +282,12 @@ class Run:
     def _gradients(
         self, micro_batches: Sequence[Batch], tokens: float
     ) -> tuple[float, torch.Tensor]:
-        """Compute the gradients of a step of ``tokens``; the summed loss of this process, and the
-        `meter.count`."""
-        # gradients are averaged over the processes, and the loss is the mean of all their tokens;
-        # each is in one process, whether that holds sequences or shards of them
+        """Compute the gradients of a step of ``tokens``.
+
+        Returns the summed loss of this process and the `meter.count`.
+        """
+        # gradients are averaged over the processes, and the loss is the mean over all tokens; each
+        # token is in one process, with or without sharded sequences
         scale = self.processes / max(1.0, tokens)
         total = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         counted = torch.zeros(4, dtype=torch.float64)
@@ -301,13 +303,13 @@ class Run:
         return total.item(), counted
 
     def _clip(self) -> float:
-        """Clip the gradients of all processes together; their norm before."""
+        """Clip the gradients of all processes together; return their norm before."""
         trained = list(checkpoints.trained(self.model).values())
         norm = nn.utils.clip_grad_norm_(trained, self.settings.clip or float("inf"))
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
     def _save(self, step: int) -> None:
-        # all processes give their parts of what is sharded
+        # all processes contribute their parts of sharded tensors
         parameters = checkpoints.parameters_of(self.model)
         optimizer = checkpoints.optimizer_of(self.optimizer, self.model)
         finite.require_finite_state(step, parameters, optimizer)
@@ -332,7 +334,7 @@ class Run:
         self.checkpoints.save(step, shared, mine, write_result)
 
     def _end(self, log: logs.Log) -> None:
-        """Write what was trained, a curve, and the provenance of both."""
+        """Write the trained weights, a curve, and the provenance of both."""
         settings = {name: x for name, x in asdict(self.settings).items() if name != "out"}
         evaluations = [each for each in log.records if each["kind"] == curve.EVALUATION]
         results = {
@@ -350,14 +352,14 @@ class Run:
         self._tell(f"{self.settings.steps} steps; {self.out / name}, {self.out / CURVE}")
 
     def _log(self) -> Any:
-        """The log where this process writes it; a repeated record counts once."""
+        """Open the log in the process that writes it; a repeated record counts once."""
         if not self.accelerator.is_main_process:
             return nullcontext()
         return logs.Log(self.out / LOG, self._identity, ("kind", "step"))
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """What two runs must share for one to go on with the other: settings, and what is read."""
+        """The facts that two runs must share to use the same folder: settings and data."""
         settings = self.settings
         sums = {"model": loaded_sha256(self.model), "calibration": calibration_sha256(settings)}
         sums |= self.read
@@ -383,9 +385,10 @@ def calibration_sha256(settings: Settings) -> str | None:
 
 
 def require_run(folder: Path) -> None:
-    """Refuse a folder that holds something, and no run."""
+    """Raise an error for a folder with other content than a run."""
     held = {path.name for path in folder.glob("[!.]*")} if folder.is_dir() else set()
     if held and not held & {LOG, CHECKPOINTS}:
         raise UsageError(
-            f"out is {folder}, which holds {min(held)!r} and no run; give a new or an empty folder."
+            f"out must be a new or an empty folder or the folder of a run, got {folder}, which "
+            f"contains {min(held)!r} and no run."
         )

@@ -16,22 +16,22 @@ from cab_hf.runs.settings import UsageError
 from cab_hf.texts.documents import Document, recall_document
 from cab_hf.texts.needles import NOISE
 
-# no evaluation and no training document is made from it
+# no evaluation and no training document has this seed
 SEED = "finetune/validation"
 
 
 class Validation:
-    """The same questions at every evaluation, divided among the replicas.
+    """The fixed questions of every evaluation, divided among the replicas.
 
-    All replicas compute equally often, because a model that is sharded over them is called by all
-    at once: what is left over at the end of a round is filled up with further documents.
+    All replicas compute equally often, because a sharded model must be called by all processes at
+    once. The last round is filled up with further documents.
 
     Args:
         held_out: sequences that training never sees, [N] tensors each.
-        settings: how many keys are looked for, and at which lengths.
+        settings: the number of keys, and the lengths of their documents.
 
     Raises:
-        UsageError: a document of one of the lengths has no room for a key.
+        UsageError: a document of one of the lengths is too short for a key.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Validation:
         parallel: Parallel,
     ) -> None:
         self.accelerator, self.parallel, self.held_out = accelerator, parallel, held_out
-        # made now: what has no room is refused before anything is learnt
+        # made before training, so that documents that are too short raise an error now
         mine = self._mine(settings.passkeys)
         try:
             self.documents = {
@@ -55,7 +55,7 @@ class Validation:
 
     @torch.no_grad()
     def measure(self, objective: nn.Module) -> dict[str, Any]:
-        """``held_out_loss`` per token, and ``passkey``, the share of keys found by length."""
+        """Return ``held_out_loss`` per token, and ``passkey``, the share of keys per length."""
         objective.eval()
         try:
             result = {str(length): self._passkey(objective, length) for length in self.documents}
@@ -65,7 +65,7 @@ class Validation:
         return {"held_out_loss": loss, "passkey": result}
 
     def _mine(self, count: int) -> range:
-        """The numbers of this process's of ``count`` questions, the same count on each replica."""
+        """Return this process's numbers of ``count`` questions, equally many on each replica."""
         replicas = self.parallel.replicas
         return range(self.parallel.replica, -(-count // replicas) * replicas, replicas)
 
@@ -74,7 +74,7 @@ class Validation:
         for index in self._mine(len(self.held_out)):
             batch = self._sharded(self.held_out[index % len(self.held_out)])
             part = objective(batch).item()
-            # one that comes again is not counted
+            # repeated documents are not counted
             if index < len(self.held_out):
                 loss, tokens = loss + part, tokens + labelled(batch).item()
         loss, tokens = one_sum([loss, tokens], self.accelerator)
@@ -90,7 +90,7 @@ class Validation:
         return missed.count(0.0) / len(missed)
 
     def _missed(self, objective: nn.Module, document: Document) -> int:
-        """Wrongly predicted tokens of the key that the document repeats, in this process's part."""
+        """Count the wrongly predicted tokens of the repeated key in this process's part."""
         start, end = document.answers[0]
         tokens = torch.tensor(document.tokens)
         labels = torch.full_like(tokens, IGNORED)
@@ -102,6 +102,6 @@ class Validation:
         return int((objective(batch, places) != expected[places]).sum())
 
     def _sharded(self, sequence: Batch) -> Batch:
-        """This process's part of a sequence, [N] tensors, on its device."""
+        """Return this process's part of a sequence, [N] tensors, on its device."""
         mine = self.parallel.sharded({name: each[None] for name, each in sequence.items()})
         return {name: each.to(self.accelerator.device) for name, each in mine.items()}

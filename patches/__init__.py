@@ -1,4 +1,4 @@
-"""Turning CAB on and off on a loaded model, and seeing what it does there."""
+"""Functions that switch CAB on and off in a loaded model and show its decisions."""
 
 from cab_hf.patches.inspection import describe, stats
 from cab_hf.patches.switch import apply_cab, cab, remove_cab

@@ -1,4 +1,4 @@
-"""`calibrate`: a threshold or a cascade for a loaded model, by dense passes over a few texts."""
+"""`calibrate`: fit a threshold or a cascade to a loaded model by dense passes over documents."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ TARGET_DENSITY = 0.25
 LENGTH = 8192
 DOCUMENTS = 3
 KEYS = 12  # named keys hidden in a document, and repeated in it
-COPIES, PASSAGE = 4, 128  # passages of a document that it has twice, and their tokens
-RECOGNISED = 16  # tokens of a copy after which every 8th is to be foreseen
+COPIES, PASSAGE = 4, 128  # passages that a document contains twice, and their tokens
+RECOGNISED = 16  # tokens of a copy after which every 8th token should be predicted
 EVERY = 8
 
 
@@ -75,9 +75,9 @@ def calibrate(
         length: tokens of a document; by default 8,192, or as many as the model can read.
 
     Returns:
-        The config with its ``mass_threshold``, or that of a cascade, and what it was measured for
-        (``origin``). The model attends by it from now on, as after `apply_cab`, and `remove_cab`
-        puts back what the model had before. `CabConfig.save` writes it to a file.
+        The config with the fitted ``mass_threshold`` or cascade, and the model and length in
+        ``origin``. The model uses it from now on, as after `apply_cab`; `remove_cab` restores the
+        former settings. `CabConfig.save` writes the config to a file.
 
     Raises:
         ValueError: naming the bad argument. ``target_density`` must be between the density of
@@ -98,12 +98,12 @@ def calibrate(
     require_layers(config, text)
     most = positions(text)
     length = length or min(LENGTH, most or LENGTH)
-    reached = f"at most {most}, as far as the model's positions reach"
+    reached = f"at most {most}, the number of positions of the model"
     require(most is None or length <= most, "length", length, reached)
     read = _documents(tokenizer, texts, length, documents, seed)
     _require_known(max(max(tokens) for tokens, _ in read), number(text, "vocab_size"))
     require_target(config, target_density, length)
-    # as far as layers show it before they are called
+    # as far as layers are known before they are called
     sparse = sum(
         layer not in config.dense_layers and window(module) is None
         for layer, module in attention_layers(model)
@@ -140,21 +140,21 @@ def _fitted(
 
 
 def _require_known(token: int, vocabulary: int | None) -> None:
-    """Refuse the tokenizer of another model: a GPU stops at a token that a model does not know."""
+    """Raise an error if a token is outside the vocabulary, which would crash a GPU kernel."""
     if vocabulary is not None and token >= vocabulary:
         raise ValueError(
-            f"tokenizer produced token {token}, and the model knows tokens 0 to {vocabulary - 1}; "
-            "give the tokenizer of the model."
+            f"tokenizer must produce tokens below {vocabulary}, the vocabulary of the model, got "
+            f"token {token}. Pass the tokenizer of this model."
         )
 
 
 def _documents(
     tokenizer: Any, texts: str | Sequence[str] | None, length: int, count: int, seed: int
 ) -> list[tuple[Tokens, Needles]]:
-    """So many documents whose text is all of ``texts``, as of `sought`."""
+    """Return ``count`` documents that contain ``texts``, each as `sought` returns it."""
     texts = [built_in_text()] if texts is None else [texts] if isinstance(texts, str) else texts
     some = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
-    accepted = "a text or a list of them, with words in it"
+    accepted = "a text or a list of texts, with words in it"
     require(some and any(text.strip() for text in texts), "texts", texts, accepted)
     sentences = split_sentences("\n\n".join(texts))
     try:
@@ -165,8 +165,8 @@ def _documents(
     except ValueError as error:
         # the caller cannot change the number of keys
         raise ValueError(
-            f"length {length} has no room for the {KEYS} keys that are hidden in a document; give "
-            "a longer one, or texts of shorter sentences."
+            f"length must have room for {KEYS} hidden keys per document, got {length}. Give a "
+            "larger length, or texts with shorter sentences."
         ) from error
 
 
@@ -178,9 +178,9 @@ def _layer_by_layer(
     measure: Callable[[Tensor, Tensor, LayerContext], Any],
     layer_done: Callable[[], Any],
 ) -> dict[int, Any]:
-    """``measure`` of q and k of each layer that may attend sparsely, in one dense pass.
+    """Apply ``measure`` to q and k of each layer that may attend sparsely, in one dense pass.
 
-    Layers with a window have no part.
+    Layers with a sliding window are left out.
     """
     result: dict[int, Any] = {}
 
@@ -193,8 +193,8 @@ def _layer_by_layer(
         layer = layer_index(call.layer)
         if layer is None:
             raise ValueError(
-                f"{type(call.layer).__name__} serves several layers and has no index; a table of "
-                "layers has no place for it. Give one number for all heads."
+                f"{type(call.layer).__name__} serves several layers and has no index, so that a "
+                "table of layers cannot contain it. Give one number for all heads."
             )
         if layer in config.dense_layers:
             return
@@ -209,7 +209,7 @@ def _layer_by_layer(
 
 
 def sought(document: Document) -> tuple[Tokens, Needles]:
-    """The tokens of a document with copies of passages, and the needles its queries look for."""
+    """Return the tokens of a document with copied passages, and the needles of its queries."""
     document, copies = with_copies(document, COPIES, PASSAGE)
     looking = [
         (query, *needle)
@@ -218,7 +218,7 @@ def sought(document: Document) -> tuple[Tokens, Needles]:
         for query in range(start - 1, end - 1)
     ]
     looking += [
-        # what came next the first time
+        # the token that followed the first time
         (target + at, source + at, source + at + 2)
         for source, target in copies
         for at in range(RECOGNISED, PASSAGE - 1, EVERY)
@@ -233,10 +233,12 @@ def kept_of(
     config: CabConfig,
     layer_done: Callable[[], Any],
 ) -> tuple[list[int], list[Coverage]]:
-    """The layers that could attend sparsely, and what blocks of each keep of each, by `THRESHOLDS`.
+    """Return the layers that can attend sparsely, and the mass that each layer's blocks keep.
+
+    The mass is measured for every layer and every threshold of `THRESHOLDS`.
 
     Raises:
-        ValueError: for a model whose layers differ in their heads, or have no index.
+        ValueError: the layers of the model differ in their heads, or have no index.
     """
     heads: set[tuple[int, int]] = set()
 
@@ -248,12 +250,15 @@ def kept_of(
     with _changes(model) as importance:
         views = _layer_by_layer(model, tokens, config, measure, layer_done)
     if not views:
-        raise ValueError("None of the model's layers attends sparsely: none can be an anchor.")
-    if len(heads) > 1:
-        text = ", ".join(f"{q} over {k}" for q, k in sorted(heads))
         raise ValueError(
-            f"The model's layers differ in their heads ({text}); 'cascade' is for models whose "
-            "layers have the same."
+            "anchors must be left out for a model without sparse layers. None of the layers "
+            "attends sparsely, so none can be an anchor."
+        )
+    if len(heads) > 1:
+        text = ", ".join(f"{q} query heads over {k} KV heads" for q, k in sorted(heads))
+        raise ValueError(
+            "anchors must be left out for a model whose layers differ in their heads, got layers "
+            f"with {text}. Calibrate without anchors."
         )
     layers = sorted(views)
     weights = [importance[layer] for layer in layers]
@@ -263,7 +268,7 @@ def kept_of(
 
 @contextmanager
 def _changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
-    """How much each layer changes its input, by its index: the mean of 1 - cosine over tokens."""
+    """Return how much each layer changes its input: 1 - cosine, averaged over tokens, by index."""
     result: dict[int, float] = {}
     names = {id(module): name for name, module in model.named_modules()}
 
@@ -276,7 +281,7 @@ def _changes(model: PreTrainedModel) -> Iterator[dict[int, float]]:
     with ExitStack() as hooks:
         for index, module in attention_layers(model):
             around = names[id(module)].rpartition(".")[0]
-            # of a layer that attends twice, in a list
+            # for a layer that attends twice, in a list
             while isinstance(model.get_submodule(around), nn.ModuleList):
                 around = around.rpartition(".")[0]
             hook = partial(note, index)

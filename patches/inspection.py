@@ -1,4 +1,4 @@
-"""`describe` and `stats`: what runs where in a model, and how much of it was attended."""
+"""`describe` and `stats`: the attention kernels and the measured density of every layer."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ from cab_hf.route import route
 def describe(
     model: PreTrainedModel, tokens: int | None = None, training: bool | None = None
 ) -> str:
-    """What each attention layer of ``model`` would do with a prompt, and why a layer is dense.
+    """Return text that describes how each attention layer would compute a prompt, and why.
 
     Args:
-        tokens: length of the prompt; by default the longest the model's config allows.
-        training: whether gradients flow; by default ``model.training``.
+        model: a model of transformers, or a PEFT model around one.
+        tokens: length of the prompt; by default the largest length in the config of the model.
+        training: True if gradients are computed; by default ``model.training``.
 
     Returns:
-        One line for the settings, one for a GPU that nothing was measured on, one line a run of
-        layers that behave alike, one for decoding, unless all is exact ("cab_dense"), and one for
-        continuous batching.
-        Layers that show what they will be refused for are called refused.
+        One line of settings, one line per run of layers that behave alike, and one line for
+        continuous batching. "cab_dense" has no line for decoding; other implementations have one. A
+        line names the GPU if nothing was measured on such a GPU. Layers that will raise an error
+        are called "refused".
 
     Raises:
-        ValueError: for a length that no prompt has, a bad ``cab_config``, or what is no model.
+        ValueError: ``tokens`` is below 1, ``cab_config`` is invalid, or ``model`` is no model.
     """
     model = transformers_model(model)
     require(tokens is None or is_whole(tokens), "tokens", tokens, "a whole number >= 1, or None")
@@ -54,7 +55,7 @@ def describe(
     text = model.config.get_text_config()
     name = text._attn_implementation
     if name not in NAMES:
-        return f"attn_implementation is {name!r}: cab_hf computes no layer."
+        return f"attn_implementation is {name!r}, so that cab_hf computes no layer."
     config = cab_config_of(text)
     tokens = tokens or getattr(text, "max_position_embeddings", None) or config.min_length
     training = model.training if training is None else training
@@ -73,12 +74,12 @@ def describe(
         for index, module in attention_layers(model)
     ]
     if not layers:
-        lines.append("  no layer is known to attend causally, and those that do not are refused.")
+        lines.append("  no layer is known to attend causally, and layers that do not are refused.")
     for sentence, run in groupby(layers, key=itemgetter(0)):
         first, *others = [index for _, index in run]
         of = f"layers {first}-{others[-1]}" if others else f"layer {first}"
         if first is None:
-            of = "layers that are in several places"
+            of = "layers that occur several times"
         lines.append(f"  {of}: {sentence}")
     if sparse and layers:
         lines.append(f"  decode: {_decode(model, config)}")
@@ -90,7 +91,7 @@ def describe(
 
 
 def _gpu(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """The kernels of a GPU that is none of Hopper's."""
+    """Return a line for a GPU of another generation than Hopper, or no line."""
     found = capability.capability(device)
     if found[0] == capability.HOPPER or (device.type != "cuda" and capability.NAMED is None):
         return []
@@ -119,7 +120,7 @@ def _budget(config: CabConfig) -> str:
 
 
 def _chosen(config: CabConfig, module: nn.Module) -> str:
-    """Where a cascade takes the blocks of a layer from."""
+    """Describe where a layer of a cascade gets its blocks."""
     layer = getattr(module, "layer_idx", None)
     if config.predictor != "cascade" or layer is None:
         return ""
@@ -130,12 +131,12 @@ def _chosen(config: CabConfig, module: nn.Module) -> str:
 
 
 def _decode(model: PreTrainedModel, config: CabConfig) -> str:
-    """What a step of one query reads of the cache, and how large the index for it is."""
+    """Describe the keys that a decode step reads, and the size of the index."""
     if not config.sparse_decode:
         return "dense"
     least, wanted = decode_from(config), config.decode_tokens
     if least is None:
-        return f"dense, decode_tokens {wanted} is too much of a text to gain anything"
+        return f"dense, decode_tokens {wanted} is too large a share of the keys to save time"
     layers, whys = list(attention_layers(model)), {}
     refused = next(filter(None, (foreseen(module) for _, module in layers)), None)
     if refused is not None:
@@ -143,43 +144,48 @@ def _decode(model: PreTrainedModel, config: CabConfig) -> str:
     try:
         made = index_cache(model)
     except AttributeError:
-        # of a config that does not count its layers
+        # the config does not contain the number of layers
         return "dense, transformers makes no cache for this model"
     cache = index = 0
     for layer, module in layers:
         dim = head_dim(module)
-        # of its shape alone: nothing is computed
+        # only the shape matters: nothing is computed
         key = torch.empty(1, 1, 1, dim, dtype=model.dtype, device="meta")
         cache += (dim + getattr(module, "v_head_dim", dim)) * key.element_size()
         why = why_none(module, config)
         if why is None and not has_index(made, layer):
-            why = "their part of the cache can have no index"
+            why = "their cache layers cannot have an index"
         if why is None:
             index += index_keys(key, slow_channels(module, dim)).nbytes
         else:
             whys[why] = None
     if not index:
-        return f"dense, no layer chooses keys ({'; '.join(whys)})"
+        return f"dense, no layer selects keys ({'; '.join(whys)})"
     keys = f"{wanted} keys" if isinstance(wanted, int) else f"{wanted} of the keys"
     return (
-        f"sparse, {keys} a KV head, from {least} tokens on, where the cache has an index "
-        f"({index / cache:.3f} of its bytes; generate() makes one, index_cache(model, cache) adds "
-        "one); any other cache densely"
+        f"sparse, {keys} per KV head, from {least} tokens on, if the cache has an index of "
+        f"{index / cache:.3f} of its bytes (generate() makes one, index_cache(model, cache) adds "
+        "one); dense with any other cache"
     )
 
 
 def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
-    """Realised density of every layer, over all sparse calls since the last reset.
+    """Return the measured density of every layer over all sparse calls since the last reset.
 
-    Density is attended over causal (query, key) pairs, with what training samples. Layers (and
-    calls) that were computed dense count nothing; neither do steps of decode, and calls inside
-    ``torch.compile``. Waits for the device.
+    Density is attended over causal (query, key) pairs, including blocks that training samples.
+    Dense calls, decode steps and calls inside ``torch.compile`` do not count. This is a device
+    sync.
+
+    Args:
+        model: a model of transformers, or a PEFT model around one.
+        reset: True to reset all counts after reading.
 
     Returns:
-        ``{"layer": index, "density": float or None}`` for each attention layer, in order.
+        ``{"layer": index, "density": float or None}`` for each attention layer, in order. The
+        density is None if the layer had no sparse call.
 
     Raises:
-        ValueError: for what is no model.
+        ValueError: ``model`` is no model.
     """
     rows = []
     for index, module in attention_layers(transformers_model(model)):
@@ -212,7 +218,7 @@ def _sentence(
         if training and config.sampled_one_in:
             text += f", 1 in {config.sampled_one_in} of the other blocks sampled"
     else:
-        # the engine is named where it is not the usual one
+        # the engine is named if it is not the usual one
         how = [] if way.reason and way.engine is SDPA else [way.engine.name]
         text = ", ".join(["dense", *([way.reason] if way.reason else []), *how])
     causal = getattr(module, "is_causal", True)

@@ -1,4 +1,4 @@
-"""`plot_plan`: a figure of the blocks that a layer attends to."""
+"""`plot_plan`: draw the blocks that a layer attends to."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = 4
-INCHES = 3.5  # of a panel
+INCHES = 3.5  # inches per panel
 
 
 class _Chosen(Exception):
-    """Ends a forward pass whose further layers are not drawn."""
+    """An exception that ends a forward pass after the drawn layer."""
 
 
 def plot_plan(
@@ -48,19 +48,18 @@ def plot_plan(
             default one panel shows the share of all heads that attend to a block.
 
     Returns:
-        The figure. A notebook shows it where ``matplotlib.pyplot`` is imported, and
+        The matplotlib figure. A notebook shows it if ``matplotlib.pyplot`` is imported, and
         ``figure.savefig(path)`` writes it to a file.
 
     Raises:
-        ValueError: for a bad argument, or a layer that attends exactly.
-        ImportError: without matplotlib.
+        ValueError: an argument is invalid, or the layer attends exactly.
+        ImportError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "plot_plan draws with matplotlib, which cannot be imported; "
-            "`pip install matplotlib` brings it."
+            "matplotlib is not installed, and plot_plan needs it. Run `pip install matplotlib`."
         ) from error
     plan, of_query_heads = _plan_of(model, input_ids, layer)
     if heads is None:
@@ -130,7 +129,7 @@ def _require_prompt(input_ids: Any, model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[BlockPlan, int]:
-    """Return the plan by which ``layer`` attends in a prompt, and its number of query heads."""
+    """Return the plan of ``layer`` for a prompt, and the number of its query heads."""
     inner = transformers_model(model)
     _require_prompt(input_ids, inner)
     name = inner.config.get_text_config()._attn_implementation
@@ -150,7 +149,10 @@ def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[Blo
         facts = {"sparse": call.sparse, "layer": call.layer, "index": call.index}
         way = route(call.text, call.config, call.work, **facts)
         if way.kind != "sparse":
-            raise ValueError(f"Layer {index} attends to every block: {way.reason}.")
+            raise ValueError(
+                f"layer must attend sparsely, got {index}, which attends to every block: "
+                f"{way.reason}. Choose another layer, or change CabConfig."
+            )
         layout = call.text.layout(*blocks_of(way.config), call.q.device)
         plan = way.choose(call, layout, layout.queries(call.q), layout.keys(call.k))
         seen.append((plan, call.q.shape[1]))

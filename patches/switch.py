@@ -1,7 +1,7 @@
 """`apply_cab`, `remove_cab` and the context manager `cab`.
 
-The former settings are kept in an attribute of the model itself, so that they go wherever the model
-goes: into a deep copy, under an adapter and out again, into a pickle. A saved config has none.
+The former settings are stored in an attribute of the model, so that they stay with the model in
+deep copies, under adapters and in pickles. A saved config does not contain them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from cab_hf.hf.layers import transformers_model
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.predictors import make_predictor
 
-# what settings may be given as
+# accepted types of settings
 Settings = CabConfig | Mapping[str, Any] | str | Path
 FOUND = "_cab_found"  # attribute of a model: list of `_SavedState`, the oldest first
 
 
 @dataclasses.dataclass
 class SavedConfig:
-    """One config, and its former settings."""
+    """One config of a model, and its former settings."""
 
     config: PreTrainedConfig
     implementation: str
@@ -40,16 +40,16 @@ class SavedConfig:
 
 @dataclasses.dataclass(eq=False)
 class _SavedState:
-    """What a model's configs held before `apply_cab`, or a ``with`` block of `cab` (``scoped``)."""
+    """The former settings of a model's configs; ``scoped`` is True for a block of `cab`."""
 
     was: list[SavedConfig]
     scoped: bool
 
 
 def put_back(saved: list[SavedConfig]) -> None:
-    """Give configs their former settings."""
+    """Restore the former settings of configs."""
     for was in saved:
-        # not the property, which would set all configs inside too
+        # not the property, which would set all nested configs too
         was.config._attn_implementation_internal = was.implementation
         if was.cab_config is None:
             del was.config.cab_config
@@ -60,27 +60,26 @@ def put_back(saved: list[SavedConfig]) -> None:
 def apply_cab(
     model: PreTrainedModel, config: Settings | None = None, **overrides: Any
 ) -> PreTrainedModel:
-    """Switch a loaded model to ``"cab"``. Applying again only replaces the config.
+    """Switch a loaded model to CAB attention.
 
-    One on ``"cab_frc"`` stays there where the predictor stays "frc".
-
-    Only the text model of a vision-language model is switched. The model gets a config of its own:
-    another model built from the same config object stays as it is.
+    A second call replaces the settings. A model on ``"cab_frc"`` stays there if the predictor stays
+    "frc"; any other model gets ``"cab"``. Only the text model of a vision-language model is
+    switched. The model gets its own copy of the config, so another model built from the same config
+    object does not change.
 
     Args:
-        model: a transformers causal language model, or a PEFT model around one; the whole of it,
-            as modules outside keep the config they had.
-        config: the settings: a `CabConfig`, a dict of its fields, or what `CabConfig.calibrated`
-            reads, the file of a calibration. By default those in ``model.config.cab_config``,
-            else `CabConfig()`.
-        overrides: fields of `CabConfig` to change in it, e.g. ``mass_threshold=0.004``.
+        model: a causal language model of transformers, or a PEFT model around one. Pass the whole
+            model: modules outside of it keep their config.
+        config: a `CabConfig`, a dict of its fields, or the path of a calibration file (see
+            `CabConfig.calibrated`). By default ``model.config.cab_config``, else `CabConfig()`.
+        overrides: fields of `CabConfig` to change, e.g. ``mass_threshold=0.004``.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: for a bad setting, a calibration or a table of budgets that does not fit the
-            model, or a model whose attention cannot be replaced by name.
+        ValueError: a setting is invalid, a calibration or a table of budgets does not fit the
+            model, or the attention of the model cannot be replaced by name.
     """
     saved = _SavedState(_turn_on(model, config, overrides), scoped=False)
     states = _saved_states(model)
@@ -90,13 +89,20 @@ def apply_cab(
 
 
 def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
-    """Put back what the model had before `apply_cab`; a model it was not applied to stays as is.
+    """Restore the settings that the model had before `apply_cab`.
 
-    Inside a ``with cab(model)`` block this holds until the block ends.
+    A model without CAB stays as it is. Inside a ``with cab(model)`` block the effect ends with the
+    block.
+
+    Args:
+        model: the model that `apply_cab` received.
+
+    Returns:
+        The same model.
 
     Raises:
-        NotImplementedError: while continuous batching runs on the model.
-        ValueError: for what is no model.
+        NotImplementedError: continuous batching runs on the model.
+        ValueError: ``model`` is no model.
     """
     require(isinstance(model, nn.Module), "model", model, "a model")
     for module in model.modules():
@@ -114,13 +120,17 @@ def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
 def cab(
     model: PreTrainedModel, config: Settings | None = None, **overrides: Any
 ) -> Iterator[PreTrainedModel]:
-    """`apply_cab` for the length of a ``with`` block; afterwards the model is as it was found.
+    """Apply CAB inside a ``with`` block, and restore the former settings afterwards.
 
-    Blocks may overlap and end in any order: the last one to end leaves what the first one found.
+    Arguments are those of `apply_cab`. Blocks may overlap and end in any order: the last block to
+    end restores the settings from before the first block.
+
+    Yields:
+        The same model.
 
     Raises:
-        NotImplementedError: where the block ends while continuous batching runs on the model, which
-            stays as `apply_cab` would have left it: stop the manager, and call `remove_cab`.
+        NotImplementedError: the block ends while continuous batching runs on the model. The model
+            then stays switched, as after `apply_cab`: stop the manager and call `remove_cab`.
     """
     mine = _SavedState(_turn_on(model, config, overrides), scoped=True)
     result = _saved_states(model)
@@ -128,7 +138,7 @@ def cab(
     try:
         yield model
     except BaseException:
-        # this error matters more than a manager that was left running
+        # this error is more important than a running manager
         _end(model, result, mine)
         raise
     if mine is result[-1]:
@@ -148,13 +158,13 @@ def _refuse_while_batching(model: nn.Module, saved: _SavedState) -> None:
 
 
 def _end(model: PreTrainedModel, results: list[_SavedState], mine: _SavedState) -> None:
-    """End the ``with`` block that found ``mine``."""
+    """End the ``with`` block of ``mine``."""
     place = results.index(mine)
     if mine is results[-1]:
         own_configs(model)
         put_back(mine.was)
     else:
-        # a block that began later goes on, and will leave what this one found
+        # a later block continues, and will restore the settings from before this one
         results[place + 1].was = mine.was
     del results[place]
 
@@ -162,7 +172,10 @@ def _end(model: PreTrainedModel, results: list[_SavedState], mine: _SavedState) 
 def _turn_on(
     model: PreTrainedModel, config: Settings | None, overrides: dict[str, Any]
 ) -> list[SavedConfig]:
-    """Switch ``model`` on and return what each changed config held; on errors it stays as it is."""
+    """Switch ``model`` on and return the former settings of each changed config.
+
+    On an error the model stays as it was.
+    """
     inner = transformers_model(model)
     text = inner.config.get_text_config()
     given = cab_config_of(text) if config is None else config_of(config)
@@ -174,7 +187,7 @@ def _turn_on(
     require_layers(config, text)
     saved = own_configs(model)
     text = inner.config.get_text_config()
-    # transformers checks it as it switches
+    # transformers validates it on switching
     text.cab_config = config.to_dict()
     try:
         switch(inner, text, name)
@@ -190,33 +203,34 @@ def _turn_on(
 
 
 def config_of(given: Settings) -> CabConfig:
-    """Settings as a `CabConfig`."""
+    """Convert settings to a `CabConfig`."""
     if isinstance(given, (str, Path)):
         return CabConfig.calibrated(given)
     if isinstance(given, Mapping):
         return CabConfig.from_dict(given)
-    what = "a CabConfig, a dict of its fields, or the file of a calibration"
+    what = "a CabConfig, a dict of its fields, or the path of a calibration file"
     require(isinstance(given, CabConfig), "config", given, what)
     return given
 
 
 def switch(model: PreTrainedModel, text: PreTrainedConfig, implementation: str) -> None:
-    """Have the layers under the config ``text`` attend by ``implementation``, and no others."""
+    """Set the attention implementation of the layers under the config ``text`` and of no others."""
     if text._attn_implementation != implementation:
         given = _request(model.config, text, implementation) or implementation
         model.set_attn_implementation(given)
     if text._attn_implementation != implementation:
         raise ValueError(
-            f"{type(model).__name__} keeps attn_implementation={text._attn_implementation!r}: its "
-            "attention is not reached through transformers' attention interface, so 'cab' cannot "
-            "replace it."
+            "model must reach its attention through transformers' attention interface, got "
+            f"{type(model).__name__}, which keeps "
+            f"attn_implementation={text._attn_implementation!r}. Use a model type that cab_hf "
+            "supports."
         )
 
 
 def _request(config: PreTrainedConfig, text: PreTrainedConfig, implementation: str) -> Any:
-    """The argument of ``set_attn_implementation``, e.g. ``{"text_config": "cab"}``.
+    """Return the argument of ``set_attn_implementation``, e.g. ``{"text_config": "cab"}``.
 
-    None where ``text`` is not in ``config``.
+    Returns None if ``config`` does not contain ``text``.
     """
     if config is text:
         return implementation
@@ -232,9 +246,9 @@ def _saved_states(model: nn.Module) -> list[_SavedState]:
 
 
 def own_configs(model: nn.Module) -> list[SavedConfig]:
-    """Give ``model`` copies of its configs that no other model holds, and return their settings.
+    """Give ``model`` its own copies of its configs, and return their settings.
 
-    Every module that holds one gets the copy, and so does what `FOUND` remembers.
+    Every module and every saved state under `FOUND` refers to the copies afterwards.
     """
     copies: dict[int, Any] = {}
     for module in model.modules():

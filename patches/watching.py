@@ -1,4 +1,4 @@
-"""`watched`: what the layers of a model attend with, seen while all of them attend exactly."""
+"""`watched`: observe the attention calls of a model while all layers attend exactly."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from cab_hf.patches.switch import own_configs, put_back, switch
 
 @contextmanager
 def watched(model: PreTrainedModel, look: Callable[[Call], None]) -> Iterator[None]:
-    """Inside, ``model`` attends exactly, and ``look`` sees the call of each layer, before.
+    """Make ``model`` attend exactly and pass the call of each layer to ``look`` before it runs.
 
-    It is in eval mode meanwhile, and its configs are its own from then on, as after `apply_cab`.
+    The model is in eval mode inside the block. It has its own copies of its configs from then on,
+    as after `apply_cab`.
     """
     inner = transformers_model(model)
     refuse_while_batching(inner, "dense attention that is watched")

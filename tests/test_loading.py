@@ -88,8 +88,8 @@ def test_a_dtype_may_be_one_or_its_name(dtype):
 @pytest.mark.parametrize(
     ("message", "sentence"),
     [
-        pytest.param({"dtype": "float13"}, "dtype must name a torch dtype", id="dtype"),
-        pytest.param({"dtype": 16}, "dtype must name a torch dtype", id="dtype-kind"),
+        pytest.param({"dtype": "float13"}, "dtype must be a torch dtype", id="dtype"),
+        pytest.param({"dtype": 16}, "dtype must be a torch dtype", id="dtype-kind"),
         pytest.param({"cab_config": 3}, "cab_config is 3; it must be", id="kind"),
         pytest.param({"cab_config": {"top_pp": 1}}, "CabConfig has no field 'top_pp'", id="field"),
         pytest.param({"cab_config": "none.json"}, "cab_config 'none.json' is no file", id="file"),

@@ -297,7 +297,7 @@ def test_a_name_that_is_no_calibration(message):
 @pytest.mark.parametrize("message", [3, 0.8, [("redundancy", 0.8)], type(SMALL)], ids=repr)
 def test_settings_of_another_kind(message):
     model = tiny_model()
-    sentence = "config is .*; it must be a CabConfig, a dict of its fields, or the file of a calib"
+    sentence = "config is .*; it must be a CabConfig, a dict of its fields, or the path of a"
     with pytest.raises(ValueError, match=sentence):
         apply_cab(model, message)
     with pytest.raises(ValueError, match=sentence), cab_hf.cab(model, message):
@@ -318,7 +318,7 @@ def test_a_bad_saved_config_is_named_where_it_is_compiled(saved):
 def test_a_bad_override(model):
     with pytest.raises(ValueError, match="no field 'top_pp'"), cab_hf.cab(model, top_pp=0.5):
         pass
-    with pytest.raises(ValueError, match="predictor is 'nobody'"):
+    with pytest.raises(ValueError, match="predictor must be one of .* got 'nobody'"):
         cab_hf.apply_cab(model, SMALL, predictor="nobody")
     with pytest.raises(ValueError, match="dense_layers has 3; this model has layers 0 to 2"):
         cab_hf.apply_cab(model, SMALL, dense_layers=(3,))

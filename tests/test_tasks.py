@@ -212,7 +212,9 @@ def test_a_chat_template_is_used(name):
 @tasks
 @pytest.mark.parametrize("length", [40, 100])
 def test_a_length_without_room_is_refused(name, length):
-    with pytest.raises(ValueError, match=f"length {length} has no room for the task {name}; give"):
+    with pytest.raises(
+        ValueError, match=f"length must have room for the task {name}, got {length}"
+    ):
         example_of(name, length=length)
 
 

@@ -1,4 +1,7 @@
-"""What passes from deciding to computing: which key blocks every query block attends."""
+"""Block plans, which list the key blocks that every query block attends to.
+
+A plan is the only value that passes from selecting blocks to computing attention.
+"""
 
 from __future__ import annotations
 
@@ -35,30 +38,32 @@ __all__ = [
     "visibility",
 ]
 
-# query and key blocks of a plan that keeps everything; larger ones stay
+# query and key blocks of a plan that keeps everything; larger blocks stay
 EXACT_BLOCK = 128
 
 
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
-    """Which key blocks are attended, per batch row, head and query block.
+    """The key blocks that are attended, per batch row, head and query block.
 
-    Query block i holds queries [i * query_block, (i + 1) * query_block), key block j likewise. A
-    query attends a key when the key's block is listed for the query's block and the key lies in the
-    query's span. Lists are as wide as the longest of them: rows that attend everything their spans
-    allow are named instead, and list nothing.
+    Query block i contains queries [i * query_block, (i + 1) * query_block), and key block j
+    likewise. A query attends to a key if the query block lists the key's block and the key is
+    inside the span of the query. All lists have the width of the longest list. Rows that attend to
+    everything in their spans are therefore named in ``dense_rows``, and their lists are empty.
 
-    A plan may sample what it does not list: blocks drawn at random, which represent the others.
-    Each counts ``one_in`` times, which is to add log(one_in) to the logits of its keys.
+    A plan may also sample blocks that it does not list. Each sampled block represents ``one_in``
+    blocks: log(one_in) is added to the logits of its keys.
 
     Attributes:
-        full: blocks every query of the row sees wholly, so that no masking is needed inside.
+        full: blocks that every query of the row sees completely, so that they need no mask.
         partial: blocks cut by the diagonal, a document border or padding.
-        spans: what each query may see (token level).
+        spans: the interval of keys that each query may attend to (token level).
         query_block, key_block: block sizes in tokens.
-        dense_rows: int64 [B, R], query blocks that attend everything, each named once; -1 for none.
-        sampled: blocks that are sampled, which every query of the row sees wholly; None for none.
-        one_in: of how many blocks each of them is one.
+        dense_rows: int64 [B, R], query blocks that attend to everything, each named once; -1 for
+            unused entries. None if there are none.
+        sampled: sampled blocks, which every query of the row sees completely; None without
+            sampling.
+        one_in: number of blocks that each sampled block represents.
     """
 
     full: BlockLists
@@ -80,15 +85,24 @@ class BlockPlan:
         key_block: int,
         dense_rows: Tensor | None = None,
     ) -> BlockPlan:
-        """The plan that attends ``keep``, bool [B, H, M_q, M_k], as far as the spans allow.
+        """Build the plan that attends to the blocks ``keep`` inside the spans.
 
-        ``dense_rows`` attend everything, whatever ``keep`` has for them.
+        Args:
+            keep: bool [B, H, M_q, M_k].
+            spans: the interval of keys that each query may attend to.
+            query_block, key_block: block sizes in tokens.
+            dense_rows: int64 [B, R], query blocks that attend to everything, whatever ``keep``
+                contains.
+
+        Raises:
+            ValueError: ``keep`` has another shape or dtype.
         """
         visible, complete = visibility(spans.rows(query_block), key_block, spans.kv_length)
         if keep.dtype != torch.bool or keep.ndim != 4 or keep.shape[2:] != visible.shape[1:]:
             raise ValueError(
-                f"keep is {keep.dtype} {tuple(keep.shape)}; it must be bool "
-                f"[B, H, {visible.shape[1]}, {visible.shape[2]}] for these spans and block sizes."
+                f"keep must be bool [B, H, {visible.shape[1]}, {visible.shape[2]}] for these "
+                f"spans and block sizes, got {keep.dtype} {tuple(keep.shape)}. Pass one entry per "
+                "query block and key block."
             )
         keep = keep & visible.unsqueeze(1)
         if dense_rows is not None:
@@ -106,13 +120,13 @@ class BlockPlan:
 
     @classmethod
     def causal(cls, spans: Spans, heads: int, query_block: int, key_block: int) -> BlockPlan:
-        """The plan that leaves nothing out: exact attention."""
+        """Build the plan that attends to all visible blocks, which is exact attention."""
         visible = block_visibility(spans, query_block, key_block)
         keep = visible.unsqueeze(1).expand(-1, heads, -1, -1)
         return cls.from_dense(keep, spans, query_block=query_block, key_block=key_block)
 
     def of_sampled(self) -> BlockPlan:
-        """The plan that lists what this one samples, and nothing else."""
+        """Return a plan that lists only the sampled blocks of this plan."""
         assert self.sampled is not None
         counts = torch.zeros_like(self.sampled.counts)
         nothing = BlockLists(counts, counts.unsqueeze(-1))
@@ -120,7 +134,7 @@ class BlockPlan:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """(query, key) block sizes."""
+        """The block sizes (query_block, key_block) in tokens."""
         return self.query_block, self.key_block
 
     @property
@@ -132,18 +146,19 @@ class BlockPlan:
         return self.full.counts.shape[1]
 
     def shared_by(self, heads: int) -> int:
-        """How many heads of q in a row attend under each head of the plan.
+        """Return the number of query heads per head of the plan.
 
-        A plan has one head for every head of q, one for every KV head, or any number that divides
-        ``heads``: its head h then holds for heads h * g to h * g + g - 1, g the value returned.
+        A plan has one head per query head, one per KV head, or any number that divides ``heads``.
+        Head h of the plan applies to query heads h * g to h * g + g - 1, where g is the returned
+        value.
 
         Raises:
-            ValueError: when the plan's heads do not divide ``heads``.
+            ValueError: the number of plan heads does not divide ``heads``.
         """
         if heads % self.heads:
             raise ValueError(
-                f"The plan has {self.heads} heads for {heads} of q; make a plan with a number of "
-                f"heads that divides {heads}."
+                f"plan must have a number of heads that divides the {heads} heads of q, got "
+                f"{self.heads}. Select blocks for another number of heads."
             )
         return heads // self.heads
 
@@ -165,20 +180,20 @@ class BlockPlan:
 
     @property
     def lists(self) -> dict[str, BlockLists]:
-        """All lists by name, those of sampled blocks where there are some."""
+        """All lists by name: "full", "partial", and "sampled" if blocks are sampled."""
         named = {"full": self.full, "partial": self.partial}
         return named if self.sampled is None else named | {"sampled": self.sampled}
 
     def map_lists(self, change: Callable[[BlockLists], BlockLists], **other: Any) -> BlockPlan:
-        """The same plan with ``change`` made to every list, and with ``other`` fields."""
+        """Return the plan with ``change`` applied to every list and ``other`` fields replaced."""
         return replace(self, **{name: change(x) for name, x in self.lists.items()}, **other)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> BlockPlan:
-        """The same change made to all counts and indices."""
+        """Return the plan with ``change`` applied to all counts and indices."""
         return self.map_lists(lambda part: part.map_tensors(change))
 
     def with_dense_rows(self, rows: Tensor) -> BlockPlan:
-        """The same plan, in which ``rows`` attend everything too; as ``dense_rows``."""
+        """Return the plan in which ``rows`` attend to everything too; see ``dense_rows``."""
         grid = rows_grid(self.spans, rows, self.query_block)
         if self.dense_rows is not None:
             rows = _both(self.spans, rows, self.dense_rows, self.query_block)
@@ -188,16 +203,17 @@ class BlockPlan:
         )
 
     def with_sample(self, one_in: int, seed: Tensor) -> BlockPlan:
-        """The same plan, which samples the blocks that it does not list.
+        """Return the plan with a sample of the blocks that it does not list.
 
-        Each row of each head draws one of every ``one_in`` neighbouring blocks, and keeps it where
-        it is not listed and all queries of the row see it wholly. So such a block is kept with
-        probability 1 / ``one_in``, and counts ``one_in`` times: on average the sum of exp(logit) in
-        attention's softmax is that of all blocks. Blocks that a row sees in part must be listed,
-        as the predictors do where documents begin at block borders.
+        Each row of each head draws one of every ``one_in`` neighbouring blocks. The block is kept
+        if it is not listed and all queries of the row see it completely. An unlisted block is
+        therefore kept with probability 1 / ``one_in``, and counts ``one_in`` times. The expected
+        sum of exp(logit) in the softmax equals the sum over all blocks. Blocks that a row sees in
+        part must be listed, as the predictors do if documents start at block borders.
 
         Args:
-            seed: int64 scalar on the device; the same plan and seed draw the same.
+            one_in: number of blocks that each sampled block represents.
+            seed: int64 scalar on the device; the same plan and seed draw the same sample.
         """
         rows, device = self.spans.rows(self.query_block), seed.device
         runs = torch.arange(-(-self.kv_blocks // one_in), device=device)
@@ -218,34 +234,34 @@ class BlockPlan:
         return replace(self, sampled=sampled, one_in=one_in)
 
     def on(self, spans: Spans) -> BlockPlan:
-        """The same plan on the device of other, equal ``spans``."""
+        """Return the plan on the device of ``spans``, which must equal the spans of this plan."""
         device = spans.first.device
         rows = None if self.dense_rows is None else self.dense_rows.to(device)
         return replace(self.map_tensors(lambda x: x.to(device)), spans=spans, dense_rows=rows)
 
     def select_heads(self, heads: Sequence[int]) -> BlockPlan:
-        """The plan whose head i attends what head ``heads[i]`` of this one does."""
-        # stacked, so that no index has to travel to the device
+        """Return a plan whose head i attends to the blocks of head ``heads[i]`` of this plan."""
+        # stacked, so that no index is copied to the device
         return self.map_tensors(lambda x: torch.stack([x[:, head] for head in heads], dim=1))
 
     def slice_heads(self, start: int, stop: int, heads: int) -> BlockPlan:
-        """The plan of heads ``start`` to ``stop`` of ``heads`` of q; see `shared_by`."""
+        """Return the plan of query heads ``start`` to ``stop`` of ``heads``; see `shared_by`."""
         sharing, plan = self.shared_by(heads), self
         if plan.heads == 1:
             return plan
         if start % sharing or stop % sharing:
-            # a head of the plan is cut: give each head of q its own
+            # the slice cuts a head of the plan: repeat it for each query head
             plan = plan.map_lists(lambda part: part.for_heads(heads))
             sharing = 1
         start, stop = start // sharing, stop // sharing
         return plan.map_tensors(lambda x: x[:, start:stop].contiguous())
 
     def take_rows(self, rows: Tensor, spans: Spans) -> BlockPlan:
-        """The plan of some query blocks.
+        """Return the plan of some query blocks.
 
         Args:
-            rows: int64 [m], the query blocks; -1 for one that lists nothing.
-            spans: of the queries of these blocks.
+            rows: int64 [m], the query blocks; -1 for a block with empty lists.
+            spans: the spans of the queries of these blocks.
         """
         missing, index = rows < 0, rows.clamp(min=0)
 
@@ -260,20 +276,20 @@ class BlockPlan:
         return self.map_lists(taken, spans=spans, dense_rows=dense)
 
     def is_dense(self) -> Tensor | None:
-        """bool [B, 1, M_q]: the rows that attend everything and list nothing; None for none."""
+        """Return bool [B, 1, M_q], True for rows that attend to everything, or None."""
         if self.dense_rows is None:
             return None
         return rows_grid(self.spans, self.dense_rows, self.query_block)
 
     def to_dense(self) -> Tensor:
-        """bool [B, H, M_q, M_k]: the attended blocks, without those that are sampled."""
+        """Return the attended blocks as bool [B, H, M_q, M_k], without sampled blocks."""
         chosen, dense = self._chosen(slice(None)), self.is_dense()
         if dense is None:
             return chosen
         return chosen & block_visibility(self.spans, *self.blocks).unsqueeze(1)
 
     def _chosen(self, rows: slice) -> Tensor:
-        """bool [B, H, rows, M_k]: what is listed, and every block of rows that are named."""
+        """Return bool [B, H, rows, M_k]: listed blocks, and every block of dense rows."""
         lists = (part.map_tensors(lambda x: x[:, :, rows]) for part in (self.full, self.partial))
         full, partial = (part.to_dense(self.kv_blocks) for part in lists)
         dense = self.is_dense()
@@ -283,10 +299,10 @@ class BlockPlan:
     def token_mask(
         self, start: int = 0, stop: int | None = None, kv_stop: int | None = None
     ) -> Tensor:
-        """bool [B, H, stop - start, kv_stop] for queries ``start`` to ``stop``: what they attend.
+        """Return the attended keys of queries ``start`` to ``stop``.
 
-        What is sampled is left out. Quadratic for all queries at once; for the reference and for
-        tests.
+        The mask is bool [B, H, stop - start, kv_stop]. Sampled blocks are left out. The mask is
+        quadratic in the sequence length; use it in tests and in the reference.
         """
         stop = self.q_length if stop is None else min(stop, self.q_length)
         kv_stop = self.kv_length if kv_stop is None else kv_stop
@@ -298,7 +314,7 @@ class BlockPlan:
         return tokens & ((key >= first) & (key <= last)).unsqueeze(1)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """(attended, causal): (query, key) pairs over all heads, int64 scalars on the device."""
+        """Count (attended, causal) pairs of a query and a key over all heads, int64 scalars."""
         rows = self.spans.rows(self.query_block)
         queries = rows.queries.unsqueeze(1).to(torch.int64)
         attended = (self.full.counts * queries).sum() * self.key_block
@@ -319,45 +335,51 @@ class BlockPlan:
         return attended, self.spans.pairs() * self.heads
 
     def density(self) -> float:
-        """Attended over causal (query, key) pairs. Waits for the device."""
+        """Return attended (query, key) pairs divided by causal pairs. This is a device sync."""
         attended, causal = self.pairs()
         return int(attended) / max(1, int(causal))
 
 
 def _grid(rows: Tensor, blocks: int) -> Tensor:
-    """bool [B, M_q] of so many ``blocks``: True for ``rows``, int64 [B, R]; -1 for none."""
+    """Return bool [B, M_q] with ``blocks`` columns, True for ``rows``, int64 [B, R].
+
+    Rows of -1 are ignored.
+    """
     grid = torch.zeros(rows.shape[0], blocks + 1, device=rows.device, dtype=torch.bool)
-    # -1 lands in one spare column
+    # -1 goes to one spare column
     return grid.scatter_(1, rows.masked_fill(rows < 0, blocks), True)[:, :blocks]
 
 
 def _scattered(x: Tensor) -> Tensor:
-    """Whole numbers >= 0 that follow from int64 x and look random: the finaliser of SplitMix64.
+    """Hash int64 x to pseudo-random integers >= 0 by the finaliser of SplitMix64.
 
     Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators (2014).
     """
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        # shifts of negative numbers fill with ones
+        # right shifts of negative numbers fill with ones
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return (x ^ (x >> 31)) & (2**62 - 1)
 
 
 @once_per_spans
 def rows_grid(spans: Spans, rows: Tensor, query_block: int) -> Tensor:
-    """bool [B, 1, M_q]: True for ``rows`` [B, R]."""
+    """Return bool [B, 1, M_q], True for ``rows`` [B, R]."""
     return _grid(rows, -(-spans.q_length // query_block)).unsqueeze(1)
 
 
 @once_per_spans
 def _taken(spans: Spans, complete: Tensor, rows: Tensor, q_blocks: int) -> Tensor:
-    """``complete``, int64 [B, R] among ``q_blocks``, as places in ``rows``, int64 [m]."""
+    """Return the positions of query blocks in ``rows``, int64 [m].
+
+    ``complete``, int64 [B, R], contains the query blocks.
+    """
     named = _grid(complete, q_blocks)[:, rows.clamp(min=0)] & (rows >= 0)
     return named_rows(named, min(complete.shape[1], rows.shape[0]))
 
 
 @once_per_spans
 def _both(spans: Spans, rows: Tensor, others: Tensor, query_block: int) -> Tensor:
-    """``rows`` and ``others``, int64 [B, R] and [B, S], each once: [B, R + S]."""
+    """Return the union of ``rows``, int64 [B, R], and ``others``, int64 [B, S]: [B, R + S]."""
     grid = rows_grid(spans, rows, query_block)[:, 0]
     named = (others >= 0) & grid.gather(1, others.clamp(min=0))
     return torch.cat((rows, others.masked_fill(named, -1)), dim=1)

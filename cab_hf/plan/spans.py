@@ -1,4 +1,4 @@
-"""What queries may see: intervals of keys, and lists of the blocks that these reach."""
+"""Spans, the intervals of keys that queries may attend to, and lists of the blocks they reach."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 
 def once_per_spans(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute ``function(spans, *args)`` once for all layers of a forward pass, which share spans.
+    """Cache ``function(spans, *args)`` for all layers of a forward pass, which share spans.
 
-    The result lives as long as the spans. Tensor arguments are compared by identity. Numbers must
-    not be lengths: torch.compile makes a constant of each.
+    The result lives as long as the spans. Tensor arguments are compared by identity. Integer
+    arguments must not be lengths, because torch.compile makes a constant of each.
     """
 
     @functools.wraps(function)
@@ -31,24 +31,24 @@ def once_per_spans(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """The keys that each query may attend to: one interval.
+    """The keys that each query may attend to, as one interval per query.
 
-    Causality, packed documents and padding are all expressed this way, so that nothing downstream
-    needs an N x N mask.
+    Spans express causality, packed documents and padding without an N x N mask.
 
     Attributes:
-        first: int32 [B, N_q], the first key slot a query sees (the start of its document).
-        last: int32 [B, N_q], the last one, inclusive: the query's own slot. -1 for a padding query.
+        first: int32 [B, N_q], the first visible key slot of a query: the start of its document.
+        last: int32 [B, N_q], the last visible key slot, inclusive: the query's own slot. -1 for a
+            padding query.
         key_valid: bool [B, N_k], False for padding keys.
-        aligned: a static hint, so that nothing waits for the device: documents start at block
-            borders and the queries of a block are consecutive tokens of one document.
-        consecutive: a static hint, so that nothing waits for the device: every query block begins
-            where the one before it ends, as in a text and in a chunk of one. Pieces of a text from
-            several places do not.
-        documents: a static hint, so that nothing waits for the device: each batch row holds at most
-            so many documents, the queries of each in one stretch. None where they were not counted.
-        end: tokens of each row's text, int or int32 [B, 1], where it is known to end before the
-            call does or behind it; None where a document ends with the call.
+        aligned: True if documents start at block borders and the queries of a block are consecutive
+            tokens of one document. A static hint that avoids a device sync.
+        consecutive: True if every query block starts where the block before it ends, as in a
+            sequence or a chunk of one. Joined pieces of a sequence are not consecutive. A static
+            hint that avoids a device sync.
+        documents: the largest number of documents in a batch row, if the queries of each document
+            are contiguous; None if unknown. A static hint that avoids a device sync.
+        end: tokens of each row's sequence, int or int32 [B, 1], if it is known to end before or
+            after the end of the call. None if a document ends with the call.
     """
 
     first: Tensor
@@ -70,9 +70,13 @@ class Spans:
         device: torch.device | str,
         q_slot: int | Tensor | None = None,
     ) -> Spans:
-        """Plain causal attention of ``q_length`` of ``kv_length`` tokens, by default the last.
+        """Build causal spans of ``q_length`` queries over ``kv_length`` keys.
 
-        ``q_slot`` is the first of them; nothing is behind the last one.
+        Args:
+            batch: batch rows.
+            q_length, kv_length: tokens of q and of k.
+            device: device of the tensors.
+            q_slot: key slot of the first query; by default the queries are the last tokens.
         """
         q_slot = kv_length - q_length if q_slot is None else q_slot
         last = torch.arange(q_length, device=device, dtype=torch.int32) + q_slot
@@ -95,12 +99,15 @@ class Spans:
 
     @once_per_spans
     def pairs(self) -> Tensor:
-        """int64 scalar: the (query, key) pairs of one head that causality allows."""
+        """Return the number of causal (query, key) pairs of one head, an int64 scalar."""
         return (self.last - self.first + 1).clamp(min=0).sum(dtype=torch.int64)
 
     @once_per_spans
     def blocked(self, query_block: int) -> tuple[Tensor, Tensor]:
-        """(first, last) by block, int32 [B, M_q, query_block]; the ragged end sees nothing."""
+        """Return (first, last) per query block, int32 [B, M_q, query_block].
+
+        Entries after the last query see nothing.
+        """
         padding = -self.q_length % query_block
         first = F.pad(self.first, (0, padding)).unflatten(1, (-1, query_block))
         last = F.pad(self.last, (0, padding), value=-1).unflatten(1, (-1, query_block))
@@ -108,10 +115,10 @@ class Spans:
 
     @once_per_spans
     def tail(self, tokens: int, query_block: int) -> Tensor:
-        """bool [B, M_q]: query blocks with one of the last ``tokens`` real tokens of a document.
+        """Return bool [B, M_q], True for query blocks that contain a tail token.
 
-        Without an ``end``, the end of the call is that of its documents, and fewer queries than a
-        block have no tail.
+        Tail tokens are the last ``tokens`` tokens of a document, without padding. Without ``end``,
+        documents end with the call, and a call with fewer queries than a block has no tail.
         """
         padding = -self.q_length % query_block
         if not self.has_tail(tokens, query_block):
@@ -119,7 +126,7 @@ class Spans:
         elif self.end is not None:
             ends = (self.last >= 0) & (self.last >= self.end - tokens)
         else:
-            # the query that many places later, if it is a token of the same document
+            # the query this number of places later, if it is a token of the same document
             beyond = min(tokens, self.q_length)
             later_first = F.pad(self.first[:, tokens:], (0, beyond))
             later_last = F.pad(self.last[:, tokens:], (0, beyond), value=-1)
@@ -128,9 +135,9 @@ class Spans:
 
     @once_per_spans
     def tail_rows(self, tokens: int, query_block: int) -> Tensor | None:
-        """int64 [B, R]: the indices of `tail`, ascending, -1 behind the last of a batch row.
+        """Return the indices of `tail` as int64 [B, R], ascending, filled with -1.
 
-        None where there is no tail, or where the number of rows is known to the device alone.
+        Returns None if there is no tail, or if only the device knows the number of rows.
         """
         if not self.has_tail(tokens, query_block) or self.documents is None:
             return None
@@ -138,12 +145,12 @@ class Spans:
         return named_rows(self.tail(tokens, query_block), room)
 
     def has_tail(self, tokens: int, query_block: int) -> bool:
-        """Whether a query block may be of a `tail`."""
+        """Return True if a query block can be in a `tail`."""
         return tokens > 0 and (self.end is not None or self.q_length >= query_block)
 
     @once_per_spans
     def rows(self, query_block: int) -> RowSpans:
-        """The spans of every query block, padding queries left out."""
+        """Return the spans of every query block, without padding queries."""
         no_query = torch.iinfo(torch.int32).max
         first, last = self.blocked(query_block)
         real = last >= 0
@@ -158,7 +165,10 @@ class Spans:
 
 @dataclass(frozen=True, eq=False)
 class RowSpans:
-    """Bounds over the queries of each query block, all int32 [B, M_q]; ``queries`` counts them."""
+    """Bounds over the queries of each query block, all int32 [B, M_q].
+
+    ``queries`` counts the queries of a block without padding.
+    """
 
     min_first: Tensor
     max_first: Tensor
@@ -167,22 +177,26 @@ class RowSpans:
     queries: Tensor
 
     def places(self, query_block: int) -> Tensor:
-        """int64 [B, M_q]: the index of each row on the query grid, wherever a chunk begins."""
+        """Return int64 [B, M_q], the index of each row on the query grid of the whole sequence."""
         return self.min_last.where(self.queries > 0, 0).to(torch.int64) // query_block
 
 
 def crossed_blocks(query_block: int, key_block: int) -> int:
-    """The most key blocks that the diagonal of consecutive queries crosses, wherever it begins."""
+    """Return the largest number of key blocks that the diagonal of one query block can cross."""
     return -(-query_block // key_block) + 1
 
 
 def block_visibility(spans: Spans, query_block: int, key_block: int) -> Tensor:
-    """bool [B, M_q, M_k]: some query of the block may see some key of the block."""
+    """Return bool [B, M_q, M_k], True if some query of a block sees some key of a block."""
     return visibility(spans.rows(query_block), key_block, spans.kv_length)[0]
 
 
 def visibility(rows: RowSpans, key_block: int, kv_length: int) -> tuple[Tensor, Tensor]:
-    """(seen by some query of the row, seen wholly by all of them), both bool [B, M_q, M_k]."""
+    """Return two masks, both bool [B, M_q, M_k].
+
+    The first is True if some query of the row sees some key of the block. The second is True if all
+    queries of the row see all keys of the block.
+    """
     start = torch.arange(0, kv_length, key_block, device=rows.max_last.device, dtype=torch.int32)
     end = start + (key_block - 1)
     inhabited = rows.queries.unsqueeze(-1) > 0
@@ -193,11 +207,11 @@ def visibility(rows: RowSpans, key_block: int, kv_length: int) -> tuple[Tensor, 
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
-    """For every row, a list of block indices: ascending, compact, padded behind its count.
+    """Lists of block indices, one per row: ascending, compact and padded after the row's count.
 
     Attributes:
-        counts: int32 [B, H, M], blocks listed in each row.
-        indices: int32 [B, H, M, W]; entries at and behind the row's count are 0 and mean nothing.
+        counts: int32 [B, H, M], number of listed blocks per row.
+        indices: int32 [B, H, M, W]; entries from the row's count on are 0 and unused.
     """
 
     counts: Tensor
@@ -205,10 +219,12 @@ class BlockLists:
 
     @classmethod
     def from_dense(cls, chosen: Tensor, width: int | None = None) -> BlockLists:
-        """Lists of the True columns of ``chosen``, bool [B, H, M, C].
+        """List the True columns of ``chosen``, bool [B, H, M, C].
 
-        ``width`` is an upper bound of the counts that the caller knows; without it the lists are as
-        wide as ``chosen``, which costs memory but no device sync.
+        Args:
+            chosen: bool [B, H, M, C].
+            width: a known upper bound of the counts. By default the lists have C columns, which
+                costs memory but no device sync.
         """
         columns = chosen.shape[-1]
         width = columns if width is None else min(width, columns)
@@ -217,9 +233,9 @@ class BlockLists:
 
     @classmethod
     def of(cls, values: Tensor, kept: Tensor, width: int) -> BlockLists:
-        """Lists of the ``values`` that are ``kept``, int32 and bool [B, H, M, C]."""
+        """List the entries of ``values`` where ``kept`` is True, int32 and bool [B, H, M, C]."""
         slot = kept.cumsum(-1, dtype=torch.int32) - 1
-        # everything not kept is written to one spare column, cut off afterwards
+        # entries that are not kept go to one spare column, which is cut off afterwards
         slot = torch.where(kept, slot, width).to(torch.int64)
         indices = values.new_zeros(*kept.shape[:-1], width + 1)
         indices.scatter_(-1, slot, values)
@@ -230,40 +246,42 @@ class BlockLists:
         return self.indices.shape[-1]
 
     def listed(self) -> Tensor:
-        """bool [B, H, M, W]: which entries of ``indices`` are real."""
+        """Return bool [B, H, M, W], True for entries of ``indices`` before the row's count."""
         slots = torch.arange(self.width, device=self.counts.device)
         return slots < self.counts.unsqueeze(-1)
 
     def to_dense(self, columns: int) -> Tensor:
-        """bool [B, H, M, columns], the inverse of `from_dense`."""
+        """Return bool [B, H, M, columns], the inverse of `from_dense`."""
         target = torch.where(self.listed(), self.indices, columns).to(torch.int64)
         dense = target.new_zeros(*self.counts.shape, columns + 1, dtype=torch.bool)
         return dense.scatter_(-1, target, True)[..., :columns]
 
     def transpose(self, columns: int) -> BlockLists:
-        """For each of the ``columns``, the rows that list it."""
+        """Return, for each of the ``columns``, the rows that list it."""
         return BlockLists.from_dense(self.to_dense(columns).transpose(2, 3))
 
     def for_heads(self, heads: int) -> BlockLists:
-        """The same lists, one for each of ``heads``; a single one is shared by all as it is."""
+        """Return the lists repeated to ``heads`` heads. Lists of one head stay as they are."""
         own = self.counts.shape[1]
         if own in (1, heads):
             return self
         return self.map_tensors(lambda x: x.repeat_interleave(heads // own, dim=1))
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> BlockLists:
-        """The same change made to counts and indices."""
+        """Return the lists with ``change`` applied to counts and indices."""
         return BlockLists(change(self.counts), change(self.indices))
 
     def widened(self, width: int) -> BlockLists:
-        """The same lists with room for ``width`` entries a row."""
+        """Return the lists padded to ``width`` entries per row."""
         return BlockLists(self.counts, F.pad(self.indices, (0, max(0, width - self.width))))
 
 
 def named_rows(chosen: Tensor, room: int) -> Tensor:
-    """int64 [B, R]: the True columns of bool [B, M], ascending, -1 behind the last of a batch row.
+    """Return the True columns of bool [B, M] as int64 [B, R], ascending, filled with -1.
 
-    ``room`` is an upper bound of how many there are.
+    Args:
+        chosen: bool [B, M].
+        room: upper bound of the number of True columns.
     """
     lists = BlockLists.from_dense(chosen[:, None, None], room)
     return torch.where(lists.listed(), lists.indices, -1)[:, 0, 0].to(torch.int64)

@@ -1,7 +1,8 @@
-"""Deciding: q and k in, a `BlockPlan` out.
+"""Predictors: classes that take q and k and return a `BlockPlan`.
 
-A predictor summarises keys, then chooses blocks for queries. Any can be registered under a name and
-chosen by ``CabConfig(predictor=name)``; it then runs in every model and every evaluation.
+A predictor summarises keys and then selects key blocks for every query block. `register_predictor`
+registers a class under a name. ``CabConfig(predictor=name)`` then selects it in every model and
+every evaluation.
 """
 
 from cab_hf.predictors.base import LayerContext, Predictor, make_predictor, register_predictor

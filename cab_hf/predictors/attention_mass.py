@@ -1,4 +1,4 @@
-"""Exact attention probabilities, some rows at a time, and their sums over blocks of keys."""
+"""Exact attention probabilities in chunks of rows, and their sums over key blocks."""
 
 from __future__ import annotations
 
@@ -22,21 +22,25 @@ def attention_rows(
     stride: int = 1,
     at_a_time: int = QUERIES_AT_A_TIME,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield attention probabilities over tiles of ``stride`` tokens, some rows of tiles at a time.
+    """Yield attention probabilities over tiles of ``stride`` tokens, in chunks of tile rows.
 
-    The logit of a tile is the mean over its antidiagonal, which every query and every key of the
-    tile enters once. ``stride`` 1 is exact attention. No N x N tensor is ever whole.
+    The logit of a tile is the mean over its antidiagonal, so every query and every key of the tile
+    enters once. ``stride=1`` is exact attention. The full N x N matrix is never allocated.
 
     Args:
-        q: [B, H, N_q, D]. k: [B, H_kv, N_k, D].
-        at_a_time: rows of tiles yielded at once.
+        q: [B, H, N_q, D].
+        k: [B, H_kv, N_k, D].
+        spans: intervals of keys that each query may attend to.
+        scale: factor of the logits.
+        stride: tokens per tile.
+        at_a_time: tile rows per chunk.
 
     Yields:
-        (first row, float32 [B, H, rows, T]): T ends behind the last key tile these rows see, and a
-        row of padding is zero.
+        (first row, float32 [B, H, rows, T]). T ends after the last key tile that these rows may
+        attend to. Rows of padding are zero.
     """
     rows = spans.rows(stride)
-    # a text ends in the middle of a tile: what is not there adds nothing to it
+    # a sequence may end inside a tile: missing tokens add nothing
     q, k = (
         x.masked_fill(~real[:, None, :, None], 0.0)
         for x, real in ((q, spans.last >= 0), (k, spans.key_valid))
@@ -49,18 +53,18 @@ def attention_rows(
         visible = _visible_tiles(rows, chunk, seen, stride)
         logits = (queries[:, :, :, chunk] @ keys[..., :seen]).flatten(1, 2) * (scale / stride)
         probabilities = logits.masked_fill_(~visible, -torch.inf).softmax(-1)
-        # softmax over nothing is NaN: a row of padding attends nothing
+        # softmax over no keys is NaN: a row of padding attends to nothing
         yield start, probabilities.masked_fill_(~visible, 0.0)
 
 
 def _tiles(x: Tensor, stride: int, backwards: bool = False) -> Tensor:
-    """[B, H, N, D] -> float32 [B, H, T, stride * D], the tokens of each tile in a row."""
+    """Return x [B, H, N, D] as float32 [B, H, T, stride * D]: one row of tokens per tile."""
     tiles = F.pad(x, (0, 0, 0, -x.shape[2] % stride)).unflatten(2, (-1, stride)).float()
     return (tiles.flip(3) if backwards else tiles).flatten(3)
 
 
 def _visible_tiles(rows: RowSpans, chunk: slice, tiles: int, stride: int) -> Tensor:
-    """bool [B, 1, rows, tiles]: some query of the row may see some key of the tile."""
+    """Return bool [B, 1, rows, tiles]: True if some query of the row sees some key of the tile."""
     key = torch.arange(0, tiles * stride, stride, device=rows.max_last.device)
     begins = key <= rows.max_last[:, chunk, None]
     ends = key + (stride - 1) >= rows.min_first[:, chunk, None]
@@ -68,7 +72,7 @@ def _visible_tiles(rows: RowSpans, chunk: slice, tiles: int, stride: int) -> Ten
 
 
 def block_sums(x: Tensor, size: int, blocks: int) -> Tensor:
-    """[..., T] -> [..., blocks]: sums over ``size`` neighbours; what T does not reach is zero."""
+    """Sum x [..., T] over groups of ``size`` neighbours: [..., blocks], zero after the end of T."""
     return F.pad(x, (0, blocks * size - x.shape[-1])).unflatten(-1, (blocks, size)).sum(-1)
 
 
@@ -81,9 +85,10 @@ def block_mass(
     key_block: int,
     stride: int = 1,
 ) -> Tensor:
-    """Attention mass of every key block for every query block, float32 [B, H, M_q, M_k].
+    """Return the attention mass of every key block per query block, float32 [B, H, M_q, M_k].
 
-    A row sums to the number of its queries (of its tiles, for a ``stride`` over 1).
+    Each row sums to the number of its queries, or to the number of its tiles if ``stride`` is above
+    1.
     """
     blocks, tiles = -(-k.shape[2] // key_block), query_block // stride
     logits_a_block = q.shape[0] * q.shape[1] * tiles * -(-k.shape[2] // stride)

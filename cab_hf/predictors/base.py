@@ -1,4 +1,4 @@
-"""The base class of predictors, what they receive, and the registry of their names."""
+"""The base class of predictors, the context that they receive, and the registry of names."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from cab_hf.plan import BlockPlan, Spans
 
 @dataclass(frozen=True, eq=False)
 class LayerContext:
-    """What a predictor receives beside q and k, for one layer in one forward pass.
+    """The inputs of a predictor in addition to q and k, for one layer in one forward pass.
 
     Attributes:
-        spans: what each query may see at all.
-        scale: what logits are multiplied by.
-        layer: index of the layer; None where it has none.
-        shared_state: one mapping for all layers of the forward pass, in which a layer may leave
-            what a later one reads, such as its plan. Gradient checkpointing runs a layer again with
-            the same mapping.
-        channels: those of q and k that are scored where scores are to be cheap, ascending; () for
-            all of them.
-        sinks: [H], a logit of each head that no key has; None without.
-        softcap: that of `reference.capped`.
+        spans: the interval of keys that each query may attend to.
+        scale: factor of the logits.
+        layer: index of the layer; None if the layer has no index.
+        shared_state: one mapping for all layers of the forward pass. A layer stores values for
+            later layers in it, such as its plan. Gradient checkpointing recomputes a layer with the
+            same mapping.
+        channels: ascending indices of the channels of q and k that cheap scores use; () means all
+            channels.
+        sinks: [H], one attention-sink logit per head; None if the layer has no sinks.
+        softcap: soft cap of the logits, as in `reference.capped`; None means no cap.
     """
 
     spans: Spans
@@ -43,7 +43,7 @@ class LayerContext:
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Whether q or k [B, H, N, D] is for the kernels of choosing."""
+    """Return True if the Triton kernels for selecting blocks run on x [B, H, N, D]."""
     # models on the CPU never need Triton
     if not x.is_cuda or not HAS_TRITON:
         return False
@@ -53,105 +53,126 @@ def has_kernels(x: Tensor) -> bool:
 
 
 class Predictor(ABC):
-    """Decides which key blocks are attended. Made anew by every layer: it remembers nothing.
+    """The base class of predictors, which select the key blocks that every query block attends to.
 
-    What is known of k and what is decided with q are apart: a cache keeps the first, and processes
-    that share a text exchange it.
+    Each layer makes its own instance, so a predictor has no state between calls. `summarise` uses k
+    only, so a KV cache can store its result and ranks can exchange it. `choose` uses q and the
+    summary.
 
-    Over ranks (`cab_hf.context_parallel`) a predictor works as it is: each rank gathers the q and k
-    of all, decides for the whole text and keeps the rows of its own queries. That is always right,
-    and as slow as on one process. A predictor that needs less overrides `gathers`.
+    Context parallelism (`cab_hf.context_parallel`) needs no changes to a predictor. By default
+    every rank gathers q and k of all ranks, selects blocks for the whole sequence and keeps the
+    rows of its own queries. The result is exact, but each rank repeats the work of one process.
+    Override `gathers` to exchange less.
     """
 
     def __init__(self, config: CabConfig) -> None:
         self.config = config
 
     def summarise(self, k: Tensor, valid: Tensor | None = None) -> Any:
-        """What `choose` needs of k [B, H_kv, N_k, D], after RoPE; by default k itself.
+        """Return the summary of k that `choose` needs; by default k itself.
 
-        ``valid``, bool [B, N_k], is False for padding keys; None where no key is padding.
+        Args:
+            k: [B, H_kv, N_k, D], after RoPE.
+            valid: bool [B, N_k], False for padding keys; None if no key is padding.
         """
         return k
 
     def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> Any:
-        """`summarise`, for a predictor whose summary depends on the layer."""
+        """Return `summarise(k, valid)`. Override it if the summary depends on the layer."""
         return self.summarise(k, valid)
 
     def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
-        """What ranks that share a text must gather of each other to choose blocks for a layer.
+        """Return the tensors that ranks must gather to select blocks for a layer.
 
-        * ``"queries"`` and ``"keys"``, both: q and k of every token.
-        * ``"summaries"``: what `summarise` makes of the keys of each rank, put together by `join`.
-          A block has to be summarised alike wherever it is held: padding shows in ``valid`` alone.
-        * ``"vectors"``: what a method ``vectors(q, spans)`` makes of the query blocks of each rank,
-          [B, H, M_q, D]. `choose` is given those of the whole text as ``vectors``.
-        * nothing: the summary is k itself, this rank's.
+        * ``"queries"`` and ``"keys"``, always together: q and k of every token.
+        * ``"summaries"``: the results of `summarise` on every rank, joined by `join`. The summary
+          of a block must not depend on the rank. Padding is visible in ``valid`` only.
+        * ``"vectors"``: the results of a method ``vectors(q, spans)`` on every rank, [B, H, M_q,
+          D]. `choose` receives the vectors of the whole sequence as the argument ``vectors``.
+        * nothing: the summary is this rank's k.
 
-        Without ``"queries"`` `choose` is given this rank's q, and ``call.spans`` says what these
-        queries see of the whole text; ``call.spans.text`` are the spans of all of it, and
-        ``call.spans.own(plan)`` are this rank's rows of a plan of all of it.
+        Without ``"queries"``, `choose` receives the q of this rank. ``call.spans`` then contains
+        the spans of this rank's queries over the whole sequence, and ``call.spans.text`` the spans
+        of all queries. ``call.spans.own(plan)`` selects the rows of this rank from a plan of the
+        whole sequence.
 
         Args:
-            heads: query heads and KV heads of the layer.
+            call: the context of the layer.
+            heads: (number of query heads, number of KV heads) of the layer.
         """
         return "queries", "keys"
 
     def join(self, summary: Any, call: LayerContext, heads: tuple[int, int], layout: Any) -> Any:
-        """The summary of the whole text, of this rank's: by default [B, H_kv, M_k, ...].
+        """Return the summary of the whole sequence from the summaries of all ranks.
+
+        The default joins summaries per key block, [B, H_kv, M_k, ...].
 
         Args:
-            layout: a `cab_hf.distributed.sharded.ShardedLayout`, which puts together what every
-                rank has: tensors by block with ``blocks(x, dim, tokens of a block)``, tensors by
-                token with ``tokens(x)``.
+            summary: the summary of this rank.
+            call: the context of the layer.
+            heads: (number of query heads, number of KV heads) of the layer.
+            layout: a `cab_hf.distributed.sharded.ShardedLayout`. Its ``blocks(x, dim, tokens of a
+                block)`` joins tensors with one entry per block, and ``tokens(x)`` joins tensors
+                with one entry per token.
         """
         return layout.blocks(summary, 2, self.config.key_block)
 
     @abstractmethod
     def choose(self, q: Tensor, summary: Any, call: LayerContext) -> BlockPlan:
-        """The plan for q [B, H, N_q, D], after RoPE, over the keys that ``summary`` is of.
+        """Return the plan for q over the keys of ``summary``.
 
-        The same inputs must give the same plan: gradient checkpointing runs a layer twice.
+        The same inputs must return the same plan, because gradient checkpointing computes a layer
+        twice.
+
+        Args:
+            q: [B, H, N_q, D], after RoPE.
+            summary: the result of `summary_of`, or of `join` under context parallelism.
+            call: the context of the layer.
         """
 
     def refuse_packed(self, spans: Spans) -> None:
-        """Refuse packed documents, for a predictor that chooses all rows by one part of the call.
+        """Raise an error for packed documents if a predictor selects all rows by part of a call.
 
         Raises:
-            NotImplementedError: naming the predictor.
+            NotImplementedError: the call contains several documents. The message names the
+                predictor.
         """
         if spans.documents != 1:
             raise NotImplementedError(
-                f"predictor {self.config.predictor!r} chooses the blocks of all documents packed "
-                "in a call together, so each gets other blocks than alone; pass one document a "
-                "row, or use another predictor."
+                "predictor must select blocks per document for packed documents, got "
+                f"{self.config.predictor!r}, which selects them for all documents of a row "
+                "together. Pass one document per row, or use another predictor."
             )
 
     def __call__(self, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
-        """Both in one, without gradient: the plan for q over k."""
+        """Return the plan for q over k, without gradients."""
         with torch.no_grad():
             return self.choose(q, self.summary_of(k, call.spans.key_valid, call), call)
 
 
-# a function: torch.compile traces no method of a value that is a constant to it
+# a function, because torch.compile cannot trace methods of constants
 def sparsity_of(config: CabConfig, layer: int | None, heads: int) -> tuple[float, ...]:
-    """The share of a row's blocks that each of the ``heads`` of a layer drops, or all of them.
+    """Return the sparsity of each of the ``heads`` of a layer, or one value if all are equal.
+
+    The sparsity of a head is the share of a row's blocks that the head drops.
 
     Raises:
-        ValueError: where a table has no such layer or another number of heads, or there is a table
-            and the layer has no index.
+        ValueError: ``config.sparsity`` is a table without this layer or with another number of
+            heads, or it is a table and the layer has no index.
     """
     table = config.sparsity
     if not isinstance(table, tuple):
         return (table,)
     if layer is None:
         raise ValueError(
-            "CabConfig.sparsity is a table of layers, and this layer has no index; give one number "
-            "for all."
+            "CabConfig.sparsity must be one number for a layer that has no index, got a table of "
+            "layers. Give one number for all layers."
         )
     if layer >= len(table) or heads != len(table[0]):
         raise ValueError(
-            f"CabConfig.sparsity has {len(table)} layers of {len(table[0])} heads, which do not "
-            f"fit layer {layer} of {heads} heads; calibrate this model, or give one number."
+            f"CabConfig.sparsity must have a row for layer {layer} with {heads} heads, got a "
+            f"table of {len(table)} layers of {len(table[0])} heads. Calibrate this model, or "
+            "give one number."
         )
     row = table[layer]
     return row[:1] if len(set(row)) == 1 else row
@@ -162,24 +183,46 @@ _FACTORIES: dict[str, Factory] = {}
 
 
 def register_predictor(name: str, factory: Factory) -> None:
-    """Make ``CabConfig(predictor=name)`` use ``factory(config)``.
+    """Register ``factory`` as the predictor of ``CabConfig(predictor=name)``.
+
+    Args:
+        name: the value of ``CabConfig.predictor`` that selects it.
+        factory: a `Predictor` class, or a function that takes a `CabConfig` and returns a
+            predictor.
 
     Raises:
-        ValueError: for a name that is taken or no text, or a factory that cannot be called.
+        ValueError: ``name`` is no string or is already registered, or ``factory`` is not callable.
     """
-    require(isinstance(name, str), "name", name, "the text that CabConfig.predictor is to hold")
-    require(callable(factory), "factory", factory, "a Predictor class, or what makes one")
+    require(
+        isinstance(name, str),
+        "name",
+        name,
+        "a string, the value of CabConfig.predictor that selects the predictor",
+    )
+    require(
+        callable(factory),
+        "factory",
+        factory,
+        "a Predictor class, or a function that returns a predictor",
+    )
     if _FACTORIES.get(name, factory) is not factory:
-        raise ValueError(f"predictor {name!r} is registered already; choose another name.")
+        raise ValueError(
+            f"name must be unused, got {name!r}, which is already registered. Register the "
+            "predictor under another name."
+        )
     _FACTORIES[name] = factory
 
 
 def make_predictor(config: CabConfig) -> Predictor:
-    """The predictor ``config`` names. Raises ValueError for a name that is not registered."""
+    """Return the predictor that ``config`` names.
+
+    Raises:
+        ValueError: the name is not registered.
+    """
     if config.predictor not in _FACTORIES:
         known = ", ".join(sorted(_FACTORIES))
         raise ValueError(
-            f"CabConfig.predictor is {config.predictor!r}; registered are {known}. "
-            "cab_hf.register_predictor adds one."
+            f"CabConfig.predictor must be one of {known}, got {config.predictor!r}. Use one of "
+            "these, or add a predictor by cab_hf.register_predictor."
         )
     return _FACTORIES[config.predictor](config)

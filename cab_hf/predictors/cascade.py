@@ -1,8 +1,8 @@
-"""Cascade: a few layers choose blocks, the layers behind each of them attend the same ones.
+"""Cascade: a few anchor layers select blocks, and the layers after each anchor reuse its blocks.
 
-Which keys matter changes slowly from layer to layer (Kascade). An anchor chooses by rows; its
-plan goes through `LayerContext.shared_state` to the layers of the same forward pass, head by head
-as ``config.head_map`` has it.
+The important keys change slowly from layer to layer (Kascade). An anchor selects blocks by rows.
+The layers after it read its plan from `LayerContext.shared_state`. ``config.head_map`` maps their
+heads to heads of the anchor.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from cab_hf.plan import BlockPlan
 from cab_hf.predictors.base import LayerContext, Predictor
 from cab_hf.predictors.rows import RowsPredictor, ScoredKeys
 
-SHARED_PLAN = "cascade"  # under which an anchor leaves its plan
+SHARED_PLAN = "cascade"  # key of the shared plan
 
 
 class SharedPlan(NamedTuple):
-    """What an anchor leaves: its index, its query and KV heads, and its plan."""
+    """The plan of an anchor, with the anchor's index and its numbers of query and KV heads."""
 
     layer: int
     heads: tuple[int, int]
@@ -29,9 +29,9 @@ class SharedPlan(NamedTuple):
 
 
 class CascadePredictor(Predictor):
-    """Anchors choose by rows (`RowsPredictor`); the other layers take what they chose.
+    """The cascade: anchors select blocks by rows (`RowsPredictor`), other layers reuse the plan.
 
-    Only the latest plan is kept: a layer's anchor is the last one before it.
+    Only the latest plan is stored: the anchor of a layer is the last anchor before the layer.
     """
 
     def __init__(self, config: CabConfig) -> None:
@@ -42,7 +42,7 @@ class CascadePredictor(Predictor):
         return self.anchor.summarise(k, valid)
 
     def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> ScoredKeys | Tensor:
-        # a layer that decides nothing summarises nothing
+        # a layer that is no anchor needs no summary
         return self.anchor.summary_of(k, valid, call) if self._decides(call) else k
 
     def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
@@ -57,14 +57,16 @@ class CascadePredictor(Predictor):
         return call.layer in self.config.anchors
 
     def choose(self, q: Tensor, summary: ScoredKeys | Tensor, call: LayerContext) -> BlockPlan:
-        """What an anchor chooses, left for the layers behind; or what the anchor before has left.
+        """Return the plan of this layer if it is an anchor, else the plan of the anchor before it.
 
         Args:
-            summary: of k, or k itself where the layer decides nothing.
+            q: [B, H, N_q, D], after RoPE.
+            summary: the summary of k, or k itself if the layer is no anchor.
+            call: the context of the layer.
 
         Raises:
-            ValueError: for a layer without an index, without an anchor, or of other heads than its
-                anchor has.
+            ValueError: the layer has no index, no anchor precedes it, or its number of heads
+                differs from its anchor's.
         """
         kv_heads = summary.shape[1] if isinstance(summary, Tensor) else summary.kv_heads
         heads = q.shape[1], kv_heads
@@ -73,46 +75,49 @@ class CascadePredictor(Predictor):
             call.shared_state[SHARED_PLAN] = SharedPlan(call.layer, heads, plan)
             return plan
         shared = self._from_anchor(heads, call)
-        # the layers of a model may be spread over devices
+        # the layers of a model may be on several devices
         return self._mapped(shared.plan, call.layer).on(call.spans)
 
     def _from_anchor(self, heads: tuple[int, int], call: LayerContext) -> SharedPlan:
         layer = call.layer
         if layer is None:
-            raise ValueError("A layer has no index, and 'cascade' goes by it; use 'rows'.")
+            raise ValueError(
+                "predictor must not be 'cascade' for a model in which a layer has no index, got "
+                "'cascade'. Use 'rows'."
+            )
         anchor = anchor_of(self.config, layer)
         if anchor is None:
             raise ValueError(
-                f"CabConfig.anchors is {self.config.anchors}, and no anchor comes before layer "
-                f"{layer}; add the first sparse layer."
+                f"CabConfig.anchors must have a layer at or before layer {layer}, got "
+                f"{self.config.anchors}. Add the first sparse layer."
             )
         shared: SharedPlan | None = call.shared_state.get(SHARED_PLAN)
         if shared is None or shared.layer != anchor:
             raise ValueError(
-                f"Layer {layer} attends what layer {anchor} chooses, which did not run sparsely in "
-                "this forward pass; make an anchor of a layer that does, and checkpoint "
-                "gradients with use_reentrant=False, and not of layers that are called several "
-                "times."
+                f"Layer {layer} needs the plan of anchor layer {anchor}, which did not run "
+                "sparsely in this forward pass. Select an anchor that runs sparsely. Checkpoint "
+                "gradients with use_reentrant=False, and do not checkpoint layers that are "
+                "called several times."
             )
         require_heads_of(shared.layer, shared.heads, layer, heads)
         return shared
 
     def _mapped(self, plan: BlockPlan, layer: int) -> BlockPlan:
-        """The plan with, for each head, the lists of that head of the anchor that the map names."""
+        """Return the plan with the anchor's heads replaced as ``config.head_map`` assigns them."""
         table = self.config.head_map
         if not table:
             return plan
         if layer >= len(table) or len(table[0]) != plan.heads or max(table[layer]) >= plan.heads:
             raise ValueError(
-                f"CabConfig.head_map has {len(table)} layers of {len(table[0])} heads, which do "
-                f"not fit layer {layer} and a plan of {plan.heads} heads; calibrate this model, or "
-                "give ()."
+                f"CabConfig.head_map must have a row for layer {layer} that maps {plan.heads} "
+                f"heads, got a table of {len(table)} layers of {len(table[0])} heads. Calibrate "
+                "this model, or give ()."
             )
         return plan.select_heads(table[layer])
 
 
 def anchor_of(config: CabConfig, layer: int | None) -> int | None:
-    """The layer of a cascade that chooses for one, itself or one before; None without any."""
+    """Return the anchor of a layer, the layer itself or the last anchor before it, or None."""
     if config.predictor != "cascade" or layer is None:
         return None
     before = [anchor for anchor in config.anchors if anchor <= layer]
@@ -122,14 +127,20 @@ def anchor_of(config: CabConfig, layer: int | None) -> int | None:
 def require_heads_of(
     anchor: int, of_anchor: tuple[int, int], layer: int, heads: tuple[int, int]
 ) -> None:
-    """Refuse a layer of other query and KV ``heads`` than its anchor has.
+    """Raise an error if a layer and its anchor differ in their numbers of heads.
+
+    Args:
+        anchor: index of the anchor.
+        of_anchor: (query heads, KV heads) of the anchor.
+        layer: index of the layer.
+        heads: (query heads, KV heads) of the layer.
 
     Raises:
-        ValueError: naming both.
+        ValueError: the numbers differ. The message contains both.
     """
     if of_anchor != heads:
         raise ValueError(
-            f"Layer {layer} has {heads[0]} heads over {heads[1]} of k, and its anchor, layer "
-            f"{anchor}, {of_anchor[0]} over {of_anchor[1]}; 'cascade' is for layers with the same "
-            "heads, use 'rows'."
+            "predictor must not be 'cascade' for layers that differ in their heads: layer "
+            f"{layer} has {heads[0]} query heads and {heads[1]} KV heads, its anchor, layer "
+            f"{anchor}, has {of_anchor[0]} and {of_anchor[1]}. Use 'rows'."
         )

@@ -15,22 +15,23 @@ from cab_hf.ops import reference
 from cab_hf.plan import BlockLists, BlockPlan, Spans, crossed_blocks
 from cab_hf.predictors.base import LayerContext, Predictor, has_kernels, sparsity_of
 
-# bytes of scores alive at a time; heads take turns so that it is enough
+# bytes of live scores; heads are computed in groups of this size
 SCORE_BYTES_AT_A_TIME = 1 << 30
-SCORES_OF_A_HEAD = 8  # float32 [M_q, M_k] that live at once
+SCORES_OF_A_HEAD = 8  # live float32 [M_q, M_k] tensors
 
 
 class FrcPredictor(Predictor):
-    """The published CAB method, `CabConfig.published`: row-wise top-k by curvature.
+    """The published CAB method (`CabConfig.published`): row-wise top-k by curvature.
 
-    A block is summarised by its token of largest norm. The edges of the block graph weigh
-    A = ReLU(Q K^T scale), 0 for what a row may not see. Of every row a share is kept, 1 -
-    ``config.sparsity``: sinks and local blocks, and those of highest `score`, which with
-    ``config.curvature="forman"`` and ``config.redundancy`` 1 is the lowest Forman-Ricci curvature.
+    The summary of a block is its token of largest norm. The edges of the block graph have weights A
+    = ReLU(Q K^T scale), and 0 where a row may not attend. Every row keeps a share of 1 -
+    ``config.sparsity`` of its blocks: sink blocks, local blocks, and the blocks of highest `score`.
+    With ``config.curvature="forman"`` and ``config.redundancy=1`` the highest score is the lowest
+    Forman-Ricci curvature.
 
-    On CUDA devices kernels (`cab_hf.ops.frc`) find the tokens and select the blocks, and nothing
-    waits for the device. What is between are products and sums of PyTorch in float32; the products
-    are in TF32 where ``torch.set_float32_matmul_precision`` allows it.
+    On CUDA devices, kernels (`cab_hf.ops.frc`) find the tokens and select the blocks without a
+    device sync. The products and sums between these kernels are PyTorch operations in float32. The
+    products use TF32 if ``torch.set_float32_matmul_precision`` allows it.
     """
 
     def summarise(self, k: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -43,7 +44,7 @@ class FrcPredictor(Predictor):
         return self._largest("k", k, valid, self.config.key_block, mark=True)
 
     def vectors(self, q: Tensor, spans: Spans) -> Tensor:
-        """The query of largest norm of every query block, float32 [B, H, M_q, D]."""
+        """Return the query of largest norm of every query block, float32 [B, H, M_q, D]."""
         return self._largest("q", q, spans.last >= 0, self.config.query_block, mark=False)
 
     def _largest(self, name: str, x: Tensor, valid: Tensor, block: int, mark: bool) -> Tensor:
@@ -52,9 +53,9 @@ class FrcPredictor(Predictor):
         return _tokens(x, valid, block, mark)
 
     def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
-        """Summaries, and vectors where two-hop paths and column sums run through all rows."""
+        """Return "summaries", and "vectors" if paths and column sums run through all rows."""
         if type(self) is not FrcPredictor:
-            # a subclass may choose by something else
+            # a subclass may select by something else
             return super().gathers(call, heads)
         curved = is_curved(self.config.curvature, self.config.redundancy)
         return ("summaries", "vectors") if curved else ("summaries",)
@@ -62,13 +63,13 @@ class FrcPredictor(Predictor):
     def choose(
         self, q: Tensor, summary: Tensor, call: LayerContext, vectors: Tensor | None = None
     ) -> BlockPlan:
-        """See `Predictor.choose`; ``vectors`` as in `Predictor.gathers`."""
+        """Return the plan for q; `Predictor.gathers` describes ``vectors``."""
         if vectors is None:
             return self._plan(self.vectors(q, call.spans), summary, call)
         return call.spans.own(self._plan(vectors, summary, replace(call, spans=call.spans.text)))
 
     def _plan(self, queries: Tensor, keys: Tensor, call: LayerContext) -> BlockPlan:
-        """The plan by the vectors of query blocks [B, H, M_q, D] and of key blocks."""
+        """Return the plan from the vectors of query blocks [B, H, M_q, D] and of key blocks."""
         config, spans, heads = self.config, call.spans, queries.shape[1]
         rows = spans.tail(*tail_of(config)) if spans.has_tail(*tail_of(config)) else None
         named = spans.tail_rows(*tail_of(config))
@@ -80,7 +81,7 @@ class FrcPredictor(Predictor):
         wanted = wanted_blocks(bounds, rows, listed, sparsity, config.max_density, marked)
         given = wanted.expand(-1, heads, -1).contiguous(), spans.rows(blocks[0]).places(blocks[0])
         by = config.curvature, config.redundancy
-        # one more than the share: it is rounded up, and here in floating point
+        # one more than the share, because it is rounded up, and here in floating point
         share = 1.0 if listed else min(1 - min(sparsity), config.max_density)
         crossed, kv_blocks = crossed_blocks(*blocks), keys.shape[2]
         # and one more than what is forced, for a marked block
@@ -94,19 +95,21 @@ class FrcPredictor(Predictor):
 
 
 def is_curved(curvature: str, redundancy: float) -> bool:
-    """Whether curvature takes part in the score at all."""
+    """Return True if curvature changes the score."""
     return curvature != "none" and redundancy > 0
 
 
 def largest_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False) -> Tensor:
     """Return the token of largest norm of every block of x [B, H, N, D], float32 [B, H, M, D].
 
-    The first of equals.
+    Ties select the first token. Padding tokens and tokens with NaN are selected only if a block has
+    no others.
 
     Args:
-        valid: bool [B, N], False for padding, which is taken where there is nothing else, as is a
-            token that holds NaN.
-        mark: whether a block is NaN if the squared norm of any of its tokens is not finite.
+        x: q or k.
+        valid: bool [B, N], False for padding; None if there is no padding.
+        block: tokens per block.
+        mark: True for NaN in blocks with a token whose squared norm is not finite.
     """
     padding = -x.shape[2] % block
     tokens = F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, block)).float()
@@ -119,18 +122,26 @@ def largest_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False) -> 
 
 
 def affinity_of(queries: Tensor, keys: Tensor, scale: float, visible: Tensor) -> Tensor:
-    """Edge weights ReLU(Q K^T scale) of [B, H, M, D] each, 0 outside ``visible`` and for NaN."""
+    """Return edge weights ReLU(Q K^T scale) of [B, H, M, D] each.
+
+    Weights outside ``visible`` and NaN weights are 0.
+    """
     logits = queries @ keys.transpose(-1, -2) * scale
     return logits.where(visible & (logits > 0), 0.0)
 
 
 def two_hop(affinity: Tensor, places: Tensor, query_block: int, key_block: int) -> Tensor:
-    """Weight of the paths row i -> row t -> key block j, [B, H, M_q, M_k]: A A for square blocks.
+    """Return the weights of paths row i -> row t -> key block j, [B, H, M_q, M_k].
 
-    Key blocks are summed to the query grid before the product and the result is spread back.
-    ``places``, int64 [B, M_q], are the rows' indices on the query grid: `RowSpans.places`. The
-    middle of a path is one of the rows at hand: those of earlier chunks are gone. Weights that are
-    not finite count 0: times 0 they would reach rows that do not see where they come from.
+    For square blocks this is the matrix product A A. Key blocks are summed to the query grid before
+    the product, and the result is spread over the key blocks again. Rows of earlier chunks are not
+    available as the middle of a path. Weights that are not finite count as 0, because 0 * inf would
+    spread NaN to rows that cannot attend to them.
+
+    Args:
+        affinity: edge weights A, [B, H, M_q, M_k].
+        places: int64 [B, M_q], the rows' indices on the query grid; see `RowSpans.places`.
+        query_block, key_block: block sizes in tokens.
     """
     kv_blocks = affinity.shape[-1]
     ratio, spread = max(1, query_block // key_block), max(1, key_block // query_block)
@@ -147,16 +158,16 @@ def two_hop(affinity: Tensor, places: Tensor, query_block: int, key_block: int) 
 
 
 def forman_curvature(affinity: Tensor, hops: Tensor) -> Tensor:
-    """Forman-Ricci curvature with triangles, F = 4 A - S_i - S_j + 3 A A, [B, H, M_q, M_k].
+    """Return Forman-Ricci curvature with triangles, F = 4 A - S_i - S_j + 3 A A, [B, H, M_q, M_k].
 
-    S_i is the strength of the row, S_j of the column. The column is summed down to the row itself,
-    so that no row's selection depends on later queries.
+    S_i is the strength of row i, S_j the strength of column j. The sum of a column ends at the row
+    itself, so that the selection of a row does not depend on later queries.
     """
     return 4 * affinity - affinity.sum(-1, keepdim=True) - affinity.cumsum(-2) + 3 * hops
 
 
 def min_max(x: Tensor, visible: Tensor) -> Tensor:
-    """Scaled to [0, 1] over the visible part of each row."""
+    """Scale x to [0, 1] over the visible part of each row."""
     low = x.masked_fill(~visible, torch.inf).amin(-1, keepdim=True)
     high = x.masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
     scaled = (x - low) / (high - low).clamp(min=torch.finfo(x.dtype).eps)
@@ -166,11 +177,13 @@ def min_max(x: Tensor, visible: Tensor) -> Tensor:
 def score(
     affinity: Tensor, hops: Tensor | None, visible: Tensor, curvature: str, redundancy: float
 ) -> Tensor:
-    """What ranks the blocks of a row, [B, H, M_q, M_k]: the highest are kept.
+    """Return the score of each block, [B, H, M_q, M_k]; every row keeps the highest scores.
 
-    ``"forman"`` is (1 - redundancy) A - redundancy F. ``"additive"`` is A scaled to [0, 1] over its
-    row - redundancy A A / M_k, as published by all key blocks of the call: there padding and
-    packing change what a text selects. Without ``hops``, those of `two_hop`, it is A.
+    * ``"forman"``: (1 - redundancy) A - redundancy F.
+    * ``"additive"``: A scaled to [0, 1] over its row - redundancy A A / M_k. M_k counts all key
+      blocks of the call, as published, so padding and packing change the selection.
+
+    Without ``hops`` (the result of `two_hop`) the score is A.
     """
     if hops is None:
         return affinity
@@ -187,16 +200,18 @@ def wanted_blocks(
     cap: float,
     marked: Tensor | None = None,
 ) -> Tensor:
-    """Return how many blocks each row lists, int32 [B, H or 1, M_q].
+    """Return the number of blocks that each row lists, int32 [B, H or 1, M_q].
 
-    A row lists its share, or all forced blocks if they are more. One more fits for a marked block.
+    The number is the row's share, and at least the number of forced blocks. One more fits for a
+    marked block.
 
     Args:
-        bounds: `reference.row_bounds`.
-        tail: bool [B, M_q], the rows that attend everything; None for none.
-        listed: whether they list it; otherwise the plan names them, and they list nothing.
-        sparsity: of each head, or of all.
-        cap: the largest share that a row keeps, where it is not forced.
+        bounds: the result of `reference.row_bounds`.
+        tail: bool [B, M_q], rows that attend to everything; None if there are none.
+        listed: True if these rows list all blocks; otherwise the plan names the rows, and their
+            lists are empty.
+        sparsity: share of blocks dropped, for each head or for all heads.
+        cap: the largest share of blocks that a row keeps, unless more are forced.
         marked: bool [B, H, M_k], blocks with a key that is not finite; None for none.
     """
     first, last, sinks, local = bounds[:4].unsqueeze(2)
@@ -213,13 +228,16 @@ def wanted_blocks(
 
 @lru_cache(1024)
 def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """float64 [H, 1]. Made once for a layer: the copy is a wait, and CUDA graphs allow none."""
+    """Return numbers as float64 [H, 1] on ``device``.
+
+    The result is cached per layer: the copy is a device sync, and CUDA graphs allow none.
+    """
     return torch.tensor(numbers, dtype=torch.float64, device=device).unsqueeze(1)
 
 
 @torch.library.custom_op("cab_hf::frc_tokens", mutates_args=())
 def _tokens(x: Tensor, valid: Tensor, block: int, mark: bool) -> Tensor:
-    """`largest_tokens`, by a kernel where there is one."""
+    """Compute `largest_tokens`, by a kernel if one is available."""
     if not has_kernels(x):
         return largest_tokens(x, valid, block, mark)
     # models on the CPU never need Triton
@@ -249,7 +267,10 @@ def _lists(
     full_room: int,
     partial_room: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Counts and indices of full and of partial blocks, lists of so much room."""
+    """Return counts and indices of full and of partial blocks.
+
+    The lists have ``full_room`` and ``partial_room`` columns.
+    """
     (batch, heads, q_blocks, _), kv_blocks = queries.shape, keys.shape[2]
     column = torch.arange(kv_blocks, device=queries.device)
     first, last, sinks, local, begin, end = bounds[:, :, None, :, None]
@@ -260,7 +281,7 @@ def _lists(
     kernels, kept, made = has_kernels(queries), [], _empty(queries, full_room, partial_room)
     a_head = 4 * SCORES_OF_A_HEAD * batch * q_blocks * kv_blocks
     step = max(1, SCORE_BYTES_AT_A_TIME // a_head)
-    # an autocast would round the products
+    # autocast would round the products
     with torch.autocast(queries.device.type, enabled=False):
         for start in range(0, heads, step):
             mine = slice(start, start + step)

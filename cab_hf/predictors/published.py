@@ -1,7 +1,7 @@
-"""The published CAB classes, under their published names, on the functions of `predictors.frc`.
+"""The published CAB classes under their published names, based on `predictors.frc`.
 
-`CabConfig.published` is the same recipe as a config. These names give its parts one by one: coarse
-tokens, curvature, mask, diagnostics.
+`CabConfig.published` is the same recipe as a config. These classes expose its steps: coarse tokens,
+curvature, block mask and diagnostics.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from cab_hf.predictors.frc import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# which end of each formula's curvature is attended
+# the end of each formula's curvature that is attended
 KEPT_SIDE = {"forman": "lowest", "additive": "highest"}
-# points of a scatter panel: bounds the size of the figure, evenly thinned beyond
+# points of a scatter panel: limits the size of the figure
 POINTS_DRAWN = 20_000
 QUANTILES = (0.1, 0.5, 0.9)
 
 
 class BlockFrc(NamedTuple):
-    """Curvature of the block graph and what it is made of, float32 [B, H, M, M] each.
+    """The curvature of the block graph and its parts, float32 [B, H, M, M] each.
 
-    Rows are query blocks, columns key blocks; all three are 0 outside the causal part.
+    Rows are query blocks and columns are key blocks. All three tensors are 0 outside the causal
+    part.
     """
 
     frc: Tensor
@@ -45,20 +46,21 @@ class BlockFrc(NamedTuple):
 
 
 def coarsen_qk_max_l2(q: Tensor, k: Tensor, block_size: int = 64) -> tuple[Tensor, Tensor]:
-    """Return the token of largest L2 norm of every block, the first of equals.
+    """Return the token of largest L2 norm of every block of q and k.
 
-    A block with a key that is not finite has NaN, and later functions always keep it.
+    Ties select the first token. A block with a key that is not finite has NaN, and later functions
+    always keep such a block.
 
     Args:
         q: [B, H, N_q, D].
         k: [B, H_kv, N_k, D], H a multiple of H_kv.
-        block_size: tokens in a block; the last block may hold fewer.
+        block_size: tokens per block; the last block may be shorter.
 
     Returns:
-        float32 [B, H, M_q, D] and [B, H_kv, M_k, D], M = ceil(N / block_size).
+        float32 [B, H, M_q, D] and [B, H_kv, M_k, D] with M = ceil(N / block_size).
 
     Raises:
-        ValueError: for shapes that do not fit, or a block size below 1.
+        ValueError: shapes do not fit, or the block size is below 1.
     """
     _require_heads(q=q, k=k)
     _require_sizes(block_size=block_size)
@@ -77,15 +79,18 @@ def compute_block_frc(
     redundancy: float = 0.3,
     causal: bool = True,
 ) -> BlockFrc:
-    """Curvature of every (query block, key block) edge.
+    """Compute the curvature of every edge (query block, key block).
 
-    Edge weights are A = ReLU(Q K^T / sqrt(D)), 0 outside the causal part; A A are the triangles.
+    Edge weights are A = ReLU(Q K^T / sqrt(D)), and 0 outside the causal part. A A are the
+    triangles.
 
-    * ``"forman"``: F = 4 A - S_i - S_j + 3 A A, with S_i the strength of row i and S_j of column j,
-      summed down to row i when causal. Forman-Ricci curvature, of which the LOWEST is kept, as a
-      bridge. It is no strong edge: the F of an edge grows with its own A.
-    * ``"additive"``: F = A scaled to [0, 1] over its row - ``redundancy`` * A A / M. The HIGHEST is
-      kept. M counts all blocks, so a longer text can change what an earlier row keeps.
+    * ``"forman"``: F = 4 A - S_i - S_j + 3 A A, the Forman-Ricci curvature. S_i is the strength of
+      row i and S_j the strength of column j, summed down to row i if causal. The method keeps the
+      LOWEST values as bridges. A low value is no strong edge: the F of an edge grows with its own
+      A.
+    * ``"additive"``: F = A scaled to [0, 1] over its row - ``redundancy`` * A A / M. The method
+      keeps the HIGHEST values. M counts all blocks, so a longer sequence can change the selection
+      of an earlier row.
 
     The columns of key blocks that hold NaN have NaN in F, and edges of weight 0.
 
@@ -94,19 +99,19 @@ def compute_block_frc(
         k_coarse: [B, H_kv, M, D], H a multiple of H_kv.
         formula: ``"forman"`` or ``"additive"``.
         redundancy: weight of the triangles in ``"additive"``, in [0, 1]; unused in ``"forman"``.
-        causal: whether block i sees the blocks up to i only.
+        causal: True if block i attends to blocks up to i only.
 
     Raises:
-        ValueError: for shapes that do not fit, different numbers of query and key blocks, an
-            unknown formula, or a redundancy outside [0, 1].
+        ValueError: shapes do not fit, query and key blocks differ in number, the formula is
+            unknown, or the redundancy is outside [0, 1].
     """
     _require_heads(q_coarse=q_coarse, k_coarse=k_coarse)
     _require_recipe(formula, redundancy)
     blocks = q_coarse.shape[2]
     if k_coarse.shape[2] != blocks:
         raise ValueError(
-            f"k_coarse has {k_coarse.shape[2]} blocks and q_coarse {blocks}; they must be equal in "
-            "number, since triangles walk from key blocks on as query blocks."
+            f"k_coarse must have as many blocks as q_coarse ({blocks}), got {k_coarse.shape[2]}. "
+            "Coarsen q and k of one length: triangles use each block as a query and as a key."
         )
     queries, keys = q_coarse.float(), k_coarse.float()
     keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
@@ -119,7 +124,7 @@ def compute_block_frc(
     else:
         frc = forman_curvature(affinity, triangles)
         if not causal:
-            # the predictor sums a column down to the row itself; here all of it is seen
+            # the predictor sums a column down to the row itself; here the whole column is visible
             frc = frc + affinity.cumsum(-2) - affinity.sum(-2, keepdim=True)
     frc = frc.masked_fill(keys.isnan().any(-1).unsqueeze(2), torch.nan)
     return BlockFrc(frc.masked_fill(~visible, 0.0), affinity, triangles)
@@ -133,21 +138,21 @@ def generate_block_mask_from_frc(
     keep_diagonal: bool = True,
     causal: bool = True,
 ) -> Tensor:
-    """The blocks that are attended, bool [B, H, M, M].
+    """Return the mask of selected blocks, bool [B, H, M, M].
 
-    A row that sees n blocks keeps ceil((1 - sparsity) * n) of them, the diagonal counted in; of
-    equals the lower index is kept. Curvatures of NaN come first, and one is kept in any case.
+    A row that sees n blocks keeps ceil((1 - sparsity) * n) blocks, the diagonal included. Ties keep
+    the lower index. Curvatures of NaN come first, and one such block is always kept.
 
     Args:
         frc: curvature, [B, H, M, M].
         sparsity: share of every row's visible blocks that is dropped, in [0, 1).
         keep: ``"lowest"`` curvature (Forman) or ``"highest"`` (additive).
-        keep_diagonal: keep every row's own block, whatever its curvature.
-        causal: whether block i sees the blocks up to i only.
+        keep_diagonal: True to keep every row's own block at any curvature.
+        causal: True if block i attends to blocks up to i only.
 
     Raises:
-        ValueError: for a curvature that is not square, a sparsity outside [0, 1), or an unknown
-            ``keep``.
+        ValueError: the curvature is not square, the sparsity is outside [0, 1), or ``keep`` is
+            unknown.
     """
     _require_square(frc)
     _require_recipe(sparsity=sparsity)
@@ -163,9 +168,9 @@ def _visible_blocks(like: Tensor, causal: bool) -> Tensor:
 
 
 def _best_blocks(score: Tensor, visible: Tensor, keep_diagonal: bool, count: Tensor) -> Tensor:
-    """Return the ``count`` best blocks of each row, with the diagonal if ``keep_diagonal``.
+    """Return the ``count`` best blocks of each row, including the diagonal if ``keep_diagonal``.
 
-    A score of NaN is the best. One is kept even if ``count`` leaves no place for it.
+    A score of NaN is the best. One such block is kept even if ``count`` leaves no place for it.
     """
     forced = visible.diag().diag() & bool(keep_diagonal)
     marked = (score.isnan() & visible & ~forced).any(-1, keepdim=True)
@@ -174,20 +179,20 @@ def _best_blocks(score: Tensor, visible: Tensor, keep_diagonal: bool, count: Ten
 
 
 class CoarseCurvaturePredictor(nn.Module):
-    """The published predictor: max-L2 tokens, block curvature, a fixed share of every row.
+    """The published predictor: tokens of largest L2 norm, block curvature, a fixed share per row.
 
-    On causal input, what it keeps is the plan of `CabConfig.published` with the same sparsity and
-    formula. It holds a few float32 [B, H, M, M] tensors at once; `FrcPredictor` works on some
-    heads at a time. It has no parameters, and no gradient flows through it.
+    For causal input the result equals the plan of `CabConfig.published` with the same sparsity and
+    formula. The module stores a few float32 [B, H, M, M] tensors at once; `FrcPredictor` computes a
+    few heads at a time. The module has no parameters and computes no gradients.
 
     Args:
         block_size: tokens in a query block and in a key block.
         sparsity: share of every row's visible blocks that is dropped, in [0, 1).
         formula, redundancy, causal: see `compute_block_frc`.
-        keep_diagonal: keep every row's own block, whatever its curvature.
+        keep_diagonal: True to keep every row's own block at any curvature.
 
     Raises:
-        ValueError: naming the argument, the value seen and what is accepted.
+        ValueError: an argument is out of range. The message contains its name and value.
     """
 
     def __init__(
@@ -214,18 +219,21 @@ class CoarseCurvaturePredictor(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, return_diagnostics: bool = False
     ) -> Tensor | tuple[Tensor, BlockFrc]:
-        """The blocks kept for q [B, H, N, D] over k [B, H_kv, N, D], bool [B, H, M, M].
+        """Return the blocks selected for q [B, H, N, D] over k [B, H_kv, N, D], bool [B, H, M, M].
 
-        With ``return_diagnostics`` also the curvature they were chosen by.
+        Args:
+            q: [B, H, N, D].
+            k: [B, H_kv, N, D].
+            return_diagnostics: True to return (blocks, `BlockFrc`).
 
         Raises:
-            ValueError: for shapes that do not fit, or q and k of different lengths.
+            ValueError: shapes do not fit, or q and k differ in length.
         """
         _require_heads(q=q, k=k)
         if q.shape[2] != k.shape[2]:
             raise ValueError(
-                f"k has {k.shape[2]} tokens and q {q.shape[2]}; they must be of one length: these "
-                "classes take whole texts. FrcPredictor takes chunks over a cache."
+                f"k must have as many tokens as q ({q.shape[2]}), got {k.shape[2]}. Pass whole "
+                "sequences, or use FrcPredictor, which takes chunks over a KV cache."
             )
         queries, keys = coarsen_qk_max_l2(q, k, self.block_size)
         diagnostics = compute_block_frc(
@@ -235,7 +243,7 @@ class CoarseCurvaturePredictor(nn.Module):
         return (kept, diagnostics) if return_diagnostics else kept
 
     def select(self, frc: Tensor) -> Tensor:
-        """The blocks kept by their curvature ``frc``, [B, H, M, M] -> bool [B, H, M, M]."""
+        """Return the blocks that curvature [B, H, M, M] selects, bool [B, H, M, M]."""
         return generate_block_mask_from_frc(
             frc,
             self.sparsity,
@@ -246,23 +254,25 @@ class CoarseCurvaturePredictor(nn.Module):
 
 
 class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
-    """The same, with a sparsity for each row taken from the row's own curvature.
+    """The published predictor with a sparsity per row, derived from the curvature of the row.
 
-    A row keeps the blocks whose curvature lies more than ``threshold`` standard deviations beyond
-    the row's mean, on the side the formula keeps, and its diagonal block when ``keep_diagonal``.
-    Mean and (population) deviation are over the blocks the row sees; a row of equal curvatures has
-    none beyond a threshold of 0 or more. Where that is fewer than ceil(min_keep * n) of the row's n
-    visible blocks the next best are added, where it is more than ceil(max_keep * n) the worst are
-    left out, never the diagonal; of equals the lower index is kept. Nothing is drawn at random.
+    A row keeps blocks whose curvature is more than ``threshold`` standard deviations beyond the
+    mean of the row. Beyond means below for ``"forman"`` and above for ``"additive"``. Mean and
+    (population) standard deviation are over the n blocks that the row sees. If all curvatures of a
+    row are equal, no block passes a threshold of 0 or more.
+
+    The number of blocks of a row stays between ceil(min_keep * n) and ceil(max_keep * n): the next
+    best blocks are added, or the worst are dropped. With ``keep_diagonal`` the diagonal block is
+    always kept. Ties keep the lower index. The selection uses no random numbers.
 
     Args:
-        threshold: standard deviations from the row's mean; any finite number.
-        min_keep, max_keep: least and largest share of a row's visible blocks that is kept,
-            0 < min_keep <= max_keep <= 1. ``sparsity`` is 1 - min_keep, the largest a row can have.
+        threshold: distance from the row's mean in standard deviations; any finite number.
+        min_keep, max_keep: smallest and largest share of a row's visible blocks that is kept, 0 <
+            min_keep <= max_keep <= 1. ``sparsity`` is 1 - min_keep, the largest sparsity of a row.
         block_size, recipe: see `CoarseCurvaturePredictor`.
 
     Raises:
-        ValueError: naming the argument, the value seen and what is accepted.
+        ValueError: an argument is out of range. The message contains its name and value.
     """
 
     def __init__(
@@ -284,7 +294,7 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
         self.max_keep = max_keep
 
     def select(self, frc: Tensor) -> Tensor:
-        """The blocks kept by their curvature ``frc``, [B, H, M, M] -> bool [B, H, M, M]."""
+        """Return the blocks that curvature [B, H, M, M] selects, bool [B, H, M, M]."""
         _require_square(frc)
         visible = _visible_blocks(frc, self.causal)
         score = -frc if KEPT_SIDE[self.formula] == "lowest" else frc
@@ -309,32 +319,33 @@ def visualize_frc_statistics(
     *,
     causal: bool = True,
 ) -> Figure:
-    """A figure of how curvature is distributed; ``visualize_frc_statistics(*diagnostics)``.
+    """Return a figure of the distribution of curvature.
 
-    Panels: its histogram over the causal part, the heat map of the first head of the first batch
-    row, its quantiles by row, and curvature against affinity and triangles where these are given.
+    Call it as ``visualize_frc_statistics(*diagnostics)``. The panels show a histogram over the
+    causal part, a heat map of the first head of the first batch row, and quantiles per row. Two
+    more panels show curvature against ``affinity`` and ``triangles`` if these are given.
 
     Args:
         frc, affinity, triangles: [B, H, M, M], as in `BlockFrc`.
-        path: where the figure is saved, in the format its ending names; the folder must exist.
-        causal: whether block i sees the blocks up to i only; the rest is not drawn.
+        path: file to write; its suffix selects the format, and its folder must exist.
+        causal: True if block i attends to blocks up to i only; the other blocks are not drawn.
 
     Raises:
-        ValueError: for shapes that do not fit.
-        ImportError: without matplotlib.
+        ValueError: shapes do not fit.
+        ImportError: matplotlib is not installed.
     """
     _require_square(frc)
     others = {"affinity": affinity, "triangles": triangles}
     others = {name: other for name, other in others.items() if other is not None}
     for name, other in others.items():
-        expected = f"{list(frc.shape)} like frc"
+        expected = f"{list(frc.shape)}, the shape of frc"
         require(other.shape == frc.shape, f"the shape of {name}", list(other.shape), expected)
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "visualize_frc_statistics draws with matplotlib, which cannot be imported; "
-            "`pip install matplotlib` brings it."
+            "matplotlib is not installed, and visualize_frc_statistics needs it. Run `pip "
+            "install matplotlib`."
         ) from error
     visible = _visible_blocks(frc, causal).cpu()
     frc, *drawn = (x.detach().float().cpu() for x in (frc, *others.values()))
@@ -348,7 +359,10 @@ def visualize_frc_statistics(
     heat_map.set(title="curvature, first head", xlabel="key block", ylabel="query block")
     levels = torch.tensor(QUANTILES)
     rows = [frc[:, :, i, seen].flatten().quantile(levels) for i, seen in enumerate(visible)]
-    by_row.plot(torch.stack(rows).numpy(), label=[f"{level:.0%} lie below" for level in QUANTILES])
+    by_row.plot(
+        torch.stack(rows).numpy(),
+        label=[f"{level:.0%} of the blocks are below" for level in QUANTILES],
+    )
     by_row.legend()
     by_row.set(title="curvature by row, all heads", xlabel="query block", ylabel="curvature")
     thin = slice(None, None, -(-frc[..., visible].numel() // POINTS_DRAWN))
@@ -365,7 +379,7 @@ def visualize_frc_statistics(
 
 
 class FlopsEstimate(NamedTuple):
-    """Floating-point operations of one attention layer's parts; see `estimate_flops`."""
+    """The floating-point operations of the parts of one attention layer; see `estimate_flops`."""
 
     coarsen: int
     scores: int
@@ -375,7 +389,7 @@ class FlopsEstimate(NamedTuple):
 
     @property
     def saving(self) -> float:
-        """Dense attention over everything the sparse one computes; above 1, work is saved."""
+        """The operations of dense attention divided by all operations of the recipe."""
         return self.dense / (self.coarsen + self.scores + self.triangles + self.attention)
 
 
@@ -387,31 +401,33 @@ def estimate_flops(
     sparsity: float = 0.95,
     causal: bool = True,
 ) -> FlopsEstimate:
-    """Forward operations under the published recipe; a multiply and an add are two.
+    """Count the operations of a forward pass under the published recipe.
 
-    With n tokens, D = head_dim and M = ceil(n / block_size) blocks, for each head:
+    A multiplication and an addition count as two operations. With n tokens, D = head_dim and M =
+    ceil(n / block_size) blocks, every head needs:
 
     * coarsen = 4 n D: the squared norms of q and k
-    * scores = 2 M^2 D: the coarse product, causal or not (the mask comes after it)
+    * scores = 2 M^2 D: the coarse product, causal or not, because the mask is applied afterwards
     * triangles = 2 M^3: A A
-    * attention = 4 D * (query, key) pairs of the kept blocks: q k^T and p v
-    * dense = 4 D * all pairs: n (n + 1) / 2 when causal, else n^2
+    * attention = 4 D * (query, key) pairs of the selected blocks: q k^T and p v
+    * dense = 4 D * all pairs: n (n + 1) / 2 if causal, else n^2
 
-    Causal pairs are exact. Otherwise a ragged last block counts as an average one, since the rows
-    that keep it are unknown. Softmax, sorting and projections are left out.
+    Causal pairs are exact. Otherwise an incomplete last block counts as an average block, because
+    the rows that select it are unknown. Softmax, sorting and projections are not counted.
 
     Args:
-        n, head_dim: tokens, and channels of a head.
-        heads: query heads; keys are counted for as many.
+        n: tokens.
+        head_dim: channels per head.
+        heads: query heads; as many KV heads are assumed.
         block_size, sparsity, causal: see `CoarseCurvaturePredictor`.
 
     Raises:
-        ValueError: for a size below 1, or a sparsity outside [0, 1).
+        ValueError: a size is below 1, or the sparsity is outside [0, 1).
     """
     _require_sizes(n=n, head_dim=head_dim, heads=heads, block_size=block_size)
     _require_recipe(sparsity=sparsity)
     blocks = -(-n // block_size)
-    # rounded as `reference.share_of_row` rounds
+    # rounded like `reference.share_of_row`
     kept = [math.ceil((1 - sparsity) * seen - 1e-9) for seen in range(1, blocks + 1)]
     pairs, every = kept[-1] * n * n // blocks, n * n
     if causal:
@@ -439,25 +455,30 @@ def _require_recipe(formula: Any = "forman", redundancy: Any = 0, sparsity: Any 
     require(formula in KEPT_SIDE, "formula", formula, "'forman' or 'additive'")
     require(is_share(redundancy), "redundancy", redundancy, "in [0, 1]")
     kept = is_share(sparsity) and sparsity < 1
-    require(kept, "sparsity", sparsity, "in [0, 1): a row keeps at least one block")
+    require(kept, "sparsity", sparsity, "in [0, 1), so that a row keeps at least one block")
 
 
 def _require_square(frc: Tensor) -> None:
     square = frc.ndim == 4 and frc.shape[2] == frc.shape[3] and frc.numel() > 0
-    require(square, "the shape of frc", list(frc.shape), "[B, H, M, M], none 0")
+    require(square, "the shape of frc", list(frc.shape), "[B, H, M, M] without empty dimensions")
 
 
 def _require_heads(**pair: Tensor) -> None:
-    """q [B, H, N_q, D] and k [B, H_kv, N_k, D], nothing empty, H a multiple of H_kv."""
+    """Check shapes: q [B, H, N_q, D], k [B, H_kv, N_k, D], not empty, H a multiple of H_kv."""
     (q_name, q), (k_name, k) = pair.items()
     for name, x, heads in ((q_name, q, "H"), (k_name, k, "H_kv")):
         inhabited = x.ndim == 4 and x.numel() > 0
-        require(inhabited, f"the shape of {name}", list(x.shape), f"[B, {heads}, N, D], none 0")
-    fitting = f"[{q.shape[0]}, H_kv, N, {q.shape[3]}] to go with {q_name} {list(q.shape)}"
+        require(
+            inhabited,
+            f"the shape of {name}",
+            list(x.shape),
+            f"[B, {heads}, N, D] without empty dimensions",
+        )
+    fitting = f"[{q.shape[0]}, H_kv, N, {q.shape[3]}] to match {q_name} {list(q.shape)}"
     same = (k.shape[0], k.shape[3]) == (q.shape[0], q.shape[3])
     require(same, f"the shape of {k_name}", list(k.shape), fitting)
     if q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"{q_name} has {q.shape[1]} heads and {k_name} {k.shape[1]}; the heads of {q_name} "
-            f"must be a multiple of those of {k_name}."
+            f"{q_name} must have a multiple of the {k.shape[1]} heads of {k_name}, got "
+            f"{q.shape[1]} heads. Pass all query heads of each KV head."
         )

@@ -20,7 +20,7 @@ from cab_hf.ops import reference
 from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility, crossed_blocks
 from cab_hf.predictors.base import LayerContext, Predictor, has_kernels
 
-# what choosing takes of a CabConfig, with the types that the registered op has for it
+# fields of CabConfig for selecting blocks, with their types in the registered op
 FIELDS = {
     **dict.fromkeys(("query_block", "key_block", "sink_blocks", "local_blocks"), "int"),
     **dict.fromkeys(("dense_tail_blocks", "outlier_queries"), "int"),
@@ -31,12 +31,13 @@ FIELDS = {
 
 @dataclass(frozen=True, eq=False)
 class ScoredKeys:
-    """The keys of a text as queries are scored against them.
+    """The keys of a sequence in the format in which queries are scored against them.
 
     Attributes:
-        keys: [B, H_kv, N_k, C]; k itself by the reference, else `cab_hf.ops.rows.scored_keys`.
-        exponents: int8 [B, H_kv, N_k, 1], those of `cab_hf.ops.rows.scored_keys`; None by the
-            reference.
+        keys: [B, H_kv, N_k, C]; k itself for the reference, else the result of
+            `cab_hf.ops.rows.scored_keys`.
+        exponents: int8 [B, H_kv, N_k, 1], the exponents of `cab_hf.ops.rows.scored_keys`; None for
+            the reference.
     """
 
     keys: Tensor
@@ -64,7 +65,7 @@ class RowsPredictor(Predictor):
     def summarise(
         self, k: Tensor, valid: Tensor | None = None, channels: tuple[int, ...] = ()
     ) -> ScoredKeys:
-        """The keys that ``choose`` takes; ``channels`` are those that outliers are scored on."""
+        """Return the keys that ``choose`` scores; outliers are scored on ``channels``."""
         if self.config.check_finite:
             reference.refuse_infinite("k", k)
         if not has_kernels(k):
@@ -84,7 +85,7 @@ class RowsPredictor(Predictor):
     def join(
         self, summary: ScoredKeys, call: LayerContext, heads: tuple[int, int], layout: Any
     ) -> ScoredKeys:
-        """Return the keys of all ranks: every query is scored against every key."""
+        """Join the keys of all ranks, because every query is scored against every key."""
         scored = [x for x in (summary.keys, summary.exponents) if x is not None]
         return ScoredKeys(*map(layout.tokens, scored))
 
@@ -104,8 +105,9 @@ class RowsPredictor(Predictor):
 def _choose(
     q: Tensor, summary: ScoredKeys, call: LayerContext, config: CabConfig
 ) -> tuple[BlockLists, BlockLists]:
-    """(full, partial) lists of q [B, H, N_q, D]; rows of the tail list nothing where it is known
-    how many there are.
+    """Return (full, partial) lists for q [B, H, N_q, D].
+
+    The lists of tail rows are empty if the number of tail rows is known.
     """
     if has_kernels(q):
         from cab_hf.ops import lists
@@ -154,13 +156,13 @@ def capped_ranks(
 
 
 def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
-    """Up to which threshold of mass a block is kept, float32 [B, H, M_q, M_k].
+    """Return the largest mass threshold that keeps each block, float32 [B, H, M_q, M_k].
 
-    The rank of a block is its mass, at most 1. In a row that sees n keys, more than
-    `reference.THRESHOLD_KEYS`, the mass is multiplied by n / `reference.THRESHOLD_KEYS`. A block
-    that one query needs has 1 and more, and a block outside of the row's sight -1. Forced blocks
-    have infinity, as have blocks with a key that is not finite (`reference.marked_blocks`): such a
-    key counts as zeros in the masses of other blocks. All blocks have 1 where a scored query is not
+    The value is the block's mass, at most 1. Rows that see n keys with n >
+    `reference.THRESHOLD_KEYS` multiply it by n / `reference.THRESHOLD_KEYS`. The value is 1 + share
+    if one query needs the block, infinity if the block is forced, and -1 if the row does not see
+    it. Blocks with a key that is not finite (`reference.marked_blocks`) have infinity too; such a
+    key counts as zeros in the masses of other blocks. All blocks have 1 if a scored query is not
     finite.
     """
     spans, group = call.spans, q.shape[1] // k.shape[1]
@@ -187,7 +189,7 @@ def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor
 def _as_op(
     q: Tensor, summary: ScoredKeys, call: LayerContext, config: CabConfig
 ) -> tuple[BlockLists, BlockLists]:
-    """`_choose` for torch.compile, which would trace a graph for each length of its loops."""
+    """Compute `_choose` as one op: torch.compile would trace a graph per length of its loops."""
     spans = call.spans
     end = spans.end
     if end is not None and not isinstance(end, Tensor):

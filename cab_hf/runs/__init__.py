@@ -1,1 +1,1 @@
-"""What every long run shares: its settings, its provenance and a log that survives a kill."""
+"""Shared parts of long runs: settings, provenance, and a log that survives a kill."""

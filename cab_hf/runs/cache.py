@@ -10,21 +10,21 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-SCRATCH = ".making-"  # begins the names of folders in which something is made
+SCRATCH = ".making-"  # prefix of scratch folders
 # a conversion takes under a minute: an older scratch folder belongs to a killed process
 STALE_SECONDS = 3600
 
 
 def cache_folder() -> Path:
-    """For converted models: $CAB_HF_CACHE, else $XDG_CACHE_HOME/cab_hf, else ~/.cache/cab_hf."""
+    """Return the cache folder: $CAB_HF_CACHE, else $XDG_CACHE_HOME/cab_hf, else ~/.cache/cab_hf."""
     shared = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("CAB_HF_CACHE") or shared / "cab_hf")
 
 
 def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """The file or folder ``name`` of the cache; ``make`` writes it where it does not exist yet.
+    """Return the path ``name`` in the cache; ``make`` writes it if it does not exist yet.
 
-    ``make`` gets a path in a scratch folder; what it wrote there is renamed at the end.
+    ``make`` receives a path in a scratch folder. Its result is renamed to ``name`` at the end.
     """
     target = cache_folder() / name
     if target.exists():
@@ -39,14 +39,14 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
         try:
             made.rename(target)
         except OSError:
-            # another process was first: its copy is as good
+            # another process was first: its copy is equivalent
             if not target.is_dir():
                 raise
     return target
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of the content of a file."""
+    """Return the SHA-256 of the content of a file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while part := file.read(1 << 20):

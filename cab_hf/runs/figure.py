@@ -1,4 +1,4 @@
-"""Figures of runs, drawn without a screen and never half written."""
+"""Figures of runs, drawn without a display and written atomically."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from cab_hf.runs.log import write_atomically
 
 DPI = 100
-# as many as lines, shares and their edges need: a third of the bytes of true colour
+# sufficient for lines, shares and their edges: a third of the bytes of true colour
 COLOURS = 64
 
 
@@ -19,8 +19,8 @@ COLOURS = 64
 def figure(
     path: Path | str, rows: int, columns: int, figsize: tuple[float, float], **options: Any
 ) -> Iterator[Any]:
-    """The axes of a grid, an array [rows, columns]; on leaving the figure is saved as PNG."""
-    # imported here: measuring draws nothing. Not pyplot: a notebook has a backend of its own
+    """Yield the axes of a grid, an array [rows, columns], and save the figure as PNG on exit."""
+    # imported here, because measuring draws nothing. Not pyplot: a notebook has its own backend
     from matplotlib.figure import Figure
     from PIL import Image
 

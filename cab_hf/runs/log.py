@@ -1,8 +1,8 @@
-"""A log that survives a kill: one JSON object a line, each on disk before the next is made.
+"""A log that survives a kill: one JSON object per line, each on disk before the next is made.
 
-The first line identifies the run, ``{"identity": {...}, "started": ...}``; every other line is a
-record. A run goes on with a log of its own identity and refuses any other. A log may be compressed
-(`pack`); runs and readers take it as it is.
+The first line identifies the run: ``{"identity": {...}, "started": ...}``. Every other line is a
+record. A run continues a log of its own identity, and raises an error for any other log. A log may
+be compressed (`pack`); runs and readers accept it in both forms.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from cab_hf.runs.settings import UsageError
 Record = dict[str, Any]
 FieldsOf = Callable[[Record], Iterable[str]]
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-PACKED = ".xz"  # behind the name of a log that `pack` has compressed
-HEADER = b'{"identity": '  # begins every log
+PACKED = ".xz"  # suffix of a log that `pack` has compressed
+HEADER = b'{"identity": '  # start of every log
 _open: WeakSet[Log] = WeakSet()
 
 
 class LogError(UsageError):
-    """Files that a run cannot go on with or cannot write."""
+    """An error for files that a run cannot continue or cannot write."""
 
 
 def as_json(value: Any, path: Path) -> str:
-    """``value`` as JSON; LogError, for the file ``path``, where it holds NaN or infinity."""
+    """Convert ``value`` to JSON for the file ``path``; LogError if it contains NaN or infinity."""
     try:
         return json.dumps(value, allow_nan=False)
     except ValueError as error:
         raise LogError(
-            f"{path} cannot hold a number that is not finite (NaN or infinite), and one was "
-            "measured; give another model, dtype or text."
+            f"{path} must contain finite numbers only, got NaN or infinity as a measurement. Give "
+            "another model, dtype or text."
         ) from error
 
 
 class _Records:
-    """Records of a log, as `Log` describes them: those of one key count once."""
+    """The records of a `Log`; records with the same key count once."""
 
     def __init__(self, key: Sequence[str], failed: str | None) -> None:
         self.key, self.failed = tuple(key), failed
@@ -56,7 +56,7 @@ class _Records:
         self._seen: set[str] = set()
 
     def __contains__(self, record: Mapping[str, Any]) -> bool:
-        """Whether there is a record of the same key; without a key no two are the same."""
+        """Return True if a record has the same key. Without a key no two records are the same."""
         return bool(self.key) and self._key(record) in self._seen
 
     @property
@@ -64,7 +64,7 @@ class _Records:
         return list(self._failures.values())
 
     def count(self, record: Record) -> None:
-        """Take a record in, as it was read or written."""
+        """Add a record that was read or written."""
         key = self._key(record)
         if record in self:
             return
@@ -80,29 +80,30 @@ class _Records:
 
 
 class Log(_Records):
-    """The log of a run, locked so that no other process writes it.
+    """The log of a run, locked so that no other process can write it.
 
-    The lock is on the file itself and ends with the process. An existing file is checked completely
-    before anything is changed; then a last line that a kill tore off is dropped, and one that only
-    lacks its newline gets it. A record that cannot be written leaves the file as it was.
+    The file itself is locked, and the lock ends with the process. An existing file is checked
+    completely before any change. Then an incomplete last line is dropped, and a missing final
+    newline is added. If a record cannot be written, the file stays as it was.
 
     Args:
-        identity: JSON-able; records of different identities cannot be in one log.
-        key: names of the fields that identify a record, so that none counts twice; without them
-            every record counts.
-        added: values of fields that records of earlier versions lack; the file stays as it is.
-        failed: name of a field that holds, where it is set, why a measurement failed: the record
-            stays in the file, and another record of its key replaces it.
+        path: the file.
+        identity: JSON-able; a log contains records of one identity only.
+        key: names of the fields that identify a record, so that no record counts twice. Without a
+            key every record counts.
+        added: values of fields that records of earlier versions lack; the file does not change.
+        failed: name of the field that contains the reason of a failed measurement. Such a record
+            stays in the file, and a later record with its key replaces it.
         fields_of: returns the fields that a record must have in addition to ``key``.
 
     Attributes:
-        records: all records that did not fail, in order; it grows as they are appended.
+        records: all records that did not fail, in order; `append` extends the list.
         failures: the latest record of each key that only failed.
-        started: when the log was begun, as ISO 8601 in UTC.
+        started: when the log was started, in ISO 8601, UTC.
 
     Raises:
-        LogError: another process writes the file, it belongs to a run of another identity, a
-            complete line is no JSON object or lacks a field, or it cannot be written.
+        LogError: another process writes the file; it belongs to a run of another identity; a line
+            is no JSON object or lacks a field; or it cannot be written.
     """
 
     def __init__(
@@ -144,10 +145,10 @@ class Log(_Records):
             os.close(self._file)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one JSON-able record, unless there is one of its key.
+        """Write one JSON-able record, unless the log contains a record with its key.
 
         Raises:
-            LogError: it cannot be written, or the file has been removed or replaced.
+            LogError: the record cannot be written, or the file was removed or replaced.
         """
         line = as_json(record, self.path)
         if record in self:
@@ -156,8 +157,8 @@ class Log(_Records):
             there = self.path.exists()
             if not there or not os.path.samestat(os.fstat(self._file), self.path.stat()):
                 raise LogError(
-                    f"{self.path} was removed or replaced while this run wrote it; start it again, "
-                    "in a folder that nothing else writes."
+                    f"{self.path} was removed or replaced while this run wrote it. Start the run "
+                    "again, in a folder that nothing else writes."
                 )
             self._write(line)
         self.count(json.loads(line))
@@ -167,7 +168,7 @@ class Log(_Records):
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise LogError(
-                f"{self.path} is being written by another process; wait for it, or give another "
+                f"{self.path} is being written by another process. Wait for it, or give another "
                 "--out."
             ) from None
 
@@ -176,7 +177,7 @@ class Log(_Records):
             content = file.read()
         begun = b"\n" not in content and HEADER.startswith(content[: len(HEADER)])
         if begun and _value(content) is None:
-            # new, or a kill tore its header off
+            # the file is new, or a kill removed its header
             self.started = utc_now()
             os.ftruncate(self._file, 0)
             self._write(json.dumps({"identity": identity, "started": self.started}))
@@ -208,7 +209,7 @@ def _close_in_child() -> None:
         log.close()
 
 
-# a lock would last until the last process that was forked has ended
+# otherwise the lock would last until the last forked process has ended
 os.register_at_fork(after_in_child=_close_in_child)
 
 
@@ -219,16 +220,16 @@ def read_log(
     failed: str | None = None,
     fields_of: FieldsOf | None = None,
 ) -> tuple[dict[str, Any], list[Record]]:
-    """(identity, records) of a log, which is neither locked nor changed; LogError as for `Log`.
+    """Read (identity, records) of a log without locking or changing it; LogError as for `Log`.
 
-    Of records of one ``key`` one is taken, as by `Log`; those that only failed come last.
+    Records with the same ``key`` count once, as in `Log`. Records that only failed come last.
     """
     path = Path(path)
     try:
         content = read_file(path)
     except OSError as error:
         raise LogError(
-            f"{path} cannot be read ({error.strerror}); give the run's folder."
+            f"{path} cannot be read ({error.strerror}). Give the folder of the run."
         ) from None
     header, records, _ = _parse(path, content, key, added or {}, fields_of=fields_of)
     counted = _Records(key, failed)
@@ -238,7 +239,7 @@ def read_log(
 
 
 def pack(path: Path | str) -> None:
-    """Compress a file that no run writes, if it exists; `Log` and `read_file` take it so."""
+    """Compress a file that no run writes, if it exists; `Log` and `read_file` accept both forms."""
     path = Path(path)
     if path.is_file():
         data = lzma.compress(path.read_bytes(), preset=9 | lzma.PRESET_EXTREME)
@@ -247,23 +248,23 @@ def pack(path: Path | str) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file exists at ``path``, packed or not."""
+    """Return True if a file exists at ``path``, compressed or not."""
     return path.exists() or _packed(path).exists()
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of the file at ``path``, unpacked if `pack` has compressed it."""
+    """Return the bytes of the file at ``path``, decompressed if `pack` has compressed it."""
     if path.exists() or not _packed(path).exists():
         return path.read_bytes()
     try:
         return lzma.decompress(_packed(path).read_bytes())
     except lzma.LZMAError as error:
-        text = f"{_packed(path)} is not a complete xz file ({error}); restore it."
+        text = f"{_packed(path)} is not a complete xz file ({error}). Restore it."
         raise LogError(text) from None
 
 
 def drop_packed(path: Path) -> None:
-    """Remove the packed version of an earlier file at ``path``."""
+    """Remove the compressed version of an earlier file at ``path``."""
     _packed(path).unlink(missing_ok=True)
 
 
@@ -273,13 +274,13 @@ def _packed(path: Path) -> Path:
 
 @contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """Errors of the file system inside become a `LogError` that names ``path``."""
+    """Turn errors of the file system inside the block into a `LogError` that names ``path``."""
     try:
         yield
     except UsageError:
         raise
     except Exception as error:
-        # libraries may hide it behind errors of their own, or word it as Rust does
+        # libraries may wrap it in their own errors, or word it as Rust does
         cause = error if isinstance(error, OSError) else error.__context__
         rust = re.search(r"([^:]+) \(os error \d+\)", str(error))
         if isinstance(cause, OSError):
@@ -289,7 +290,7 @@ def writing(path: Path | str) -> Iterator[None]:
         else:
             raise
         raise LogError(
-            f"{path} cannot be written ({why}); make room there or give another --out."
+            f"{path} cannot be written ({why}). Free disk space there, or give another --out."
         ) from error
 
 
@@ -301,19 +302,19 @@ def _parse(
     identity: Mapping[str, Any] | None = None,
     fields_of: FieldsOf | None = None,
 ) -> tuple[dict[str, Any], list[Record], int]:
-    """(header, records, length of the complete lines) of the bytes of a log of ``identity``."""
+    """Parse the bytes of a log of ``identity``: (header, records, length of the complete lines)."""
     lines = content.split(b"\n")
     values = list(map(_value, lines))
     complete = len(content)
     if values[-1] is None:
-        # torn off by a kill, or nothing behind the last newline
+        # an incomplete line after a kill, or an empty one after the last newline
         complete -= len(lines[-1])
         values.pop()
     header = values[0] if values else None
     if not isinstance(header, dict) or not {"identity", "started"} <= header.keys():
-        raise LogError(f"{path} does not begin with the header of a run; give another --out.")
+        raise LogError(f"{path} must start with the header of a run. Give another --out.")
     if identity is not None:
-        # before the records, which are of other fields in a log of another experiment
+        # before the records, whose fields differ in a log of another experiment
         require_identity(path, header["identity"], identity)
     records = []
     for number, record in enumerate(values[1:], 2):
@@ -326,12 +327,12 @@ def _parse(
                 missing = [name for name in fields_of(record) if name not in record]
             wrong = f"has no {missing[0]!r}" if missing else None
         if wrong:
-            raise LogError(f"{path}, line {number} {wrong}; repair it or give another --out.")
+            raise LogError(f"{path}, line {number} {wrong}. Repair it, or give another --out.")
     return header, records, complete
 
 
 def _value(line: bytes) -> Any:
-    """What a line holds; None where it is no complete JSON."""
+    """Parse a line as JSON; None if it is incomplete."""
     try:
         return json.loads(line)
     except ValueError:
@@ -339,15 +340,15 @@ def _value(line: bytes) -> Any:
 
 
 def as_recorded(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity as JSON reads it."""
+    """Return an identity as JSON stores it."""
     return json.loads(json.dumps(identity))
 
 
 def require_identity(path: Path, seen: Any, wanted: Any, name: str = "") -> None:
-    """Refuse the file at ``path`` unless a run of the identity ``wanted`` has made it.
+    """Raise an error unless the run of ``path`` had the identity ``wanted``.
 
     Raises:
-        LogError: naming the first field by which both, as of `as_recorded`, differ.
+        LogError: the identities differ. The message names the first differing field.
     """
     if isinstance(seen, dict) and isinstance(wanted, dict):
         for field in dict.fromkeys((*wanted, *seen)):
@@ -355,13 +356,13 @@ def require_identity(path: Path, seen: Any, wanted: Any, name: str = "") -> None
             require_identity(path, seen.get(field), wanted.get(field), inner)
     elif seen != wanted:
         raise LogError(
-            f"{path} was made with {name or 'identity'} {seen!r}, this run has {wanted!r}; give "
-            "another --out, or what the first run had to go on with it."
+            f"{path} was made with {name or 'identity'} {seen!r}, this run has {wanted!r}. Give "
+            "another --out, or continue with the settings of the first run."
         )
 
 
 def write_atomically(path: Path | str, data: str | bytes) -> None:
-    """Write str or bytes so that a reader sees the old file or the new one, never half of it."""
+    """Write str or bytes so that a reader sees the old file or the new file, never a part."""
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

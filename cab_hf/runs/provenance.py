@@ -1,4 +1,4 @@
-"""What a reader needs to get the same numbers again; never a path, never a host name."""
+"""The provenance of results: all facts that reproduce them, without paths and host names."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from cab_hf.runs.cache import file_sha256
 from cab_hf.runs.settings import UsageError, first_line
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn-4")
-# how torch's allocator is set decides how much of a GPU's memory can be used
+# the allocator settings of torch determine how much GPU memory can be used
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def utc_now() -> str:
-    """The time, to the second, as ISO 8601 in UTC."""
+    """Return the current time in ISO 8601, UTC, to the second."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def file_identity(path: Path | str) -> dict[str, str]:
-    """The ``name`` and ``sha256`` of a file, which identify it but not its place."""
+    """Return the ``name`` and ``sha256`` of a file, which do not depend on its folder."""
     return {"name": Path(path).name, "sha256": file_sha256(Path(path))}
 
 
 def git_commit() -> str | None:
-    """The commit of this code, ``-dirty`` where files differ from it.
+    """Return the commit of this code, with ``-dirty`` if files differ from it.
 
-    For a copy without its history it is read from ``$CAB_HF_COMMIT``; None where it is unknown.
+    A copy without its history reads it from ``$CAB_HF_COMMIT``; None if it is unknown.
     """
 
     here = Path(__file__).resolve()
     git = ["git", "-C", str(here.parent)]
     how = {"capture_output": True, "text": True, "timeout": 10, "check": True}
     try:
-        # an installed copy may lie inside another repository: only a tracked file is ours
+        # an installed copy may be inside another repository: only tracked files count
         subprocess.run([*git, "ls-files", "--error-unmatch", here.name], **how)
         describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         return subprocess.run([*git, *describe], **how).stdout.strip()
@@ -49,7 +49,7 @@ def git_commit() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes, by package name; those not installed are left out."""
+    """Return the versions of installed packages that affect results, by package name."""
     # metadata of an editable install may be older than its code
     result = {"python": platform.python_version(), "cab_hf": __version__}
     for package in PACKAGES:
@@ -61,23 +61,27 @@ def versions() -> dict[str, str]:
 
 
 def computing_device(name: str) -> Any:
-    """The torch device of that name; UsageError where torch cannot compute on it here."""
+    """Return the torch device of that name; UsageError if torch cannot compute on it."""
     import torch
 
     try:
         device = torch.device(name)
-        # only a value that comes back proves it: a device may be missing, or may hold none
+        # only a returned value proves it: a device may be missing, or may store nothing
         torch.ones(1, device=device).item()
     except Exception as error:
         why = first_line(error)
         raise UsageError(
-            f"device must be one that torch computes on here, such as cpu; got {name!r} ({why})."
+            f"device must be one on which torch can compute here, such as cpu, got {name!r} "
+            f"({why})."
         ) from None
     return device
 
 
 def device_name(device: Any) -> str:
-    """The GPU's name, or the processor's architecture; and which other GPU it runs the code of."""
+    """Return the name of the GPU, or the architecture of the processor.
+
+    If $CAB_HF_CAPABILITY selects the code of another GPU, the name includes its compute capability.
+    """
     # imported here: settings and logs need no torch
     import torch
 
@@ -89,9 +93,9 @@ def device_name(device: Any) -> str:
 
 
 def provenance(settings: Mapping[str, Any], device: Any, started: str) -> dict[str, Any]:
-    """Settings, versions, commit, device and times of a run; ``started`` is from `utc_now`.
+    """Return settings, versions, commit, device and times of a run; ``started`` is from `utc_now`.
 
-    ``environment`` is there where it sets torch's allocator.
+    ``environment`` is included if it configures torch's allocator.
     """
     environment = [f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ]
     return {

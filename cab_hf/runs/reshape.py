@@ -1,11 +1,11 @@
-"""SmolLM2 in other shapes, to see whether CAB holds where none of its settings was made.
+"""SmolLM2 in other shapes, to test CAB on models for which no setting was tuned.
 
-* ``smollm2-d128-gqa4`` has heads of 128 channels, four query heads a KV head and a RoPE base of
-  500,000, as Llama 3.
-* ``smollm2-qk-norm`` normalises queries and keys, as Qwen3.
+* ``smollm2-d128-gqa4`` has heads of 128 channels, four query heads per KV head and a RoPE base of
+  500,000, like Llama 3.
+* ``smollm2-qk-norm`` normalises queries and keys, like Qwen3.
 
-Both have the weights of SmolLM2, and are to be trained before they are measured: by
-``finetune/configs/other_shapes.yaml``, in some minutes.
+Both start from the weights of SmolLM2. Train them before measuring, by
+``finetune/configs/other_shapes.yaml``, which takes some minutes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from cab_hf.runs.stand_ins import built_in_text, smollm2_folder
 
-# torch and transformers are imported where they are used: finding a folder needs neither
+# torch and transformers are imported on demand: finding a folder needs neither
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
@@ -29,9 +29,9 @@ SHARED = (
     *("max_position_embeddings", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
-# standard deviation of weights that SmolLM2 has none for
+# standard deviation of weights without a source in SmolLM2
 RANDOM = 0.03
-# characters of text by which queries and keys are measured
+# characters of the text that measures queries and keys
 MEASURED = slice(20_000, 28_000)
 
 
@@ -39,7 +39,7 @@ def make_reshaped(name: str, folder: Path) -> None:
     """Write a model of `RESHAPED` in float32 to ``folder``.
 
     Raises:
-        UsageError: as `smollm2_folder`.
+        UsageError: as for `smollm2_folder`.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,16 +59,17 @@ def make_reshaped(name: str, folder: Path) -> None:
 
 
 def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> PreTrainedModel:
-    """A LLaMA that computes what ``model`` does, with larger heads and more of them.
+    """Return a LLaMA that computes the same as ``model``, with more and larger heads.
 
-    A rotated pair of channels goes to the pair of the larger head whose frequency is nearest. Keys,
-    values and query heads that are added are random; nothing reads them yet.
+    A rotated pair of channels moves to the pair of the larger head with the nearest frequency.
+    Added keys, values and query heads are random, and no layer uses them yet.
 
     Args:
-        model: a LLaMA in float32, of smaller heads.
-        head_dim: channels of a head.
-        group: query heads a KV head, more than there are.
-        theta: RoPE base; frequencies are the closer to those of before, the more its heads have.
+        model: a LLaMA in float32, with smaller heads.
+        head_dim: channels per head.
+        group: query heads per KV head, more than ``model`` has.
+        theta: RoPE base. The more channels a head has, the closer frequencies are to those of
+            ``model``.
     """
     import torch
 
@@ -91,13 +92,13 @@ def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> 
         kind = name.rpartition("self_attn.")[2]
         if kind == "q_proj.weight":
             q = torch.zeros(kv_heads, group, head_dim, hidden)
-            # logits are divided by the root of more channels
+            # logits are divided by the root of the larger number of channels
             q[:, :own, rotated] = before.view(kv_heads, own, dim, hidden) * (head_dim / dim) ** 0.5
             q[:, own:] = random(kv_heads, group - own, head_dim, hidden)
             state[name] = q.flatten(0, 2)
         elif kind in ("k_proj.weight", "v_proj.weight"):
             larger = random(kv_heads, head_dim, hidden)
-            # RoPE pairs channels of keys; values have their first ones
+            # RoPE pairs channels of keys; values use the first channels
             channels = rotated if kind == "k_proj.weight" else slice(dim)
             larger[:, channels] = before.view(kv_heads, dim, hidden)
             state[name] = larger.flatten(0, 1)
@@ -110,10 +111,10 @@ def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> 
 
 
 def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
-    """A Qwen3 with the weights of ``model``, a LLaMA in float32.
+    """Return a Qwen3 with the weights of ``model``, a LLaMA in float32.
 
-    The weight of each norm is the root mean square that queries or keys have in ``model`` on a
-    text: the temperature of a layer stays, those of its heads and tokens are lost.
+    The weight of each norm is the root mean square of the queries or keys of ``model`` on a text.
+    This keeps the temperature of a layer, but not of its heads and tokens.
 
     Args:
         ids: int64 [1, N], the tokens of that text.
@@ -127,7 +128,7 @@ def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
 
     def measure(norm: str) -> nn.Module:
         def hook(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-            # the first tokens of a text have keys that are like no others
+            # the keys of the first tokens of a text differ from all others
             measured[norm] = output[:, 8:].square().mean().sqrt()
 
         return hook
@@ -149,7 +150,7 @@ def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
 def _made(
     kind: str, model: PreTrainedModel, heads: int, kv_heads: int, head_dim: int, theta: float
 ) -> PreTrainedModel:
-    """A model of another kind and shape, whose weights are to be replaced."""
+    """Build a model of another class and shape, whose weights will be replaced."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

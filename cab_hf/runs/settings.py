@@ -1,7 +1,7 @@
-"""A command's settings: a dataclass whose fields are options of its command line and of YAML files.
+"""Settings of a command: a dataclass whose fields are options of its command line and YAML files.
 
-Every option is read as text, typed or from the file, and parsed by `_parse`; `spelled` does the
-reverse, from recorded settings to the words that give them again.
+Every option is read as text, from the command line or from the file, and parsed by `_parse`.
+`spelled` is the reverse: it converts recorded settings to the words of a command line.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from typing import Any, TypeVar
 from cab_hf import checks
 
 Settings = TypeVar("Settings")
-# Python's own messages are not for users
+# replaces Python's own messages
 NUMBERS = {int: "a whole number", float: "a finite number"}
 FILE = "config"  # the option that names a YAML file
 
 
 class UsageError(ValueError):
-    """A mistake in how a run was started; its message is one sentence for the user."""
+    """An error in how a run was started, with a message for the user."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, without a full stop."""
+    """Return the first line of an error's message, without a full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines or [type(error).__name__])[0].rstrip(".")
 
 
 @contextmanager
 def refused_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
-    """An error inside becomes a `UsageError` whose message ``sentence`` makes of it."""
+    """Turn an error inside the block into a `UsageError` with the message ``sentence(error)``."""
     try:
         yield
     except (UsageError, MemoryError):
@@ -48,7 +48,7 @@ def refused_as(sentence: Callable[[Exception], str]) -> Iterator[None]:
 
 
 def missing_package(error: ImportError) -> str | None:
-    """A sentence that names the extra of cab_hf with the missing package, or None without one."""
+    """Return a sentence that names the extra of cab_hf with the missing package, or None."""
     module = (error.name or "").partition(".")[0]
     package = {"yaml": "pyyaml", "markdown_it": "markdown_it_py"}.get(module, module)
     try:
@@ -58,12 +58,12 @@ def missing_package(error: ImportError) -> str | None:
     for line in required:
         match = re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", line)
         if match and match[1].replace("-", "_") == package:
-            return f"{package} is not installed; pip install 'cab_hf[{match[2]}]' brings it."
+            return f"{package} is not installed. Run `pip install 'cab_hf[{match[2]}]'`."
     return None
 
 
 def spell(value: Any) -> str:
-    """A value as it is typed; values of a list with commas between."""
+    """Return a value as typed on a command line; lists are separated by commas."""
     return ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
@@ -76,14 +76,16 @@ def option(
     spell: Callable[[Any], str] = spell,
     **more: Any,
 ) -> Any:
-    """A dataclass field that is also an option ``--name``; of several words if it is a tuple.
+    """Declare a dataclass field that is also an option ``--name``; tuples take several words.
 
     Args:
-        parse: from text; a ValueError it raises becomes the usage message.
-        repeatable: the option may be given several times; a tuple of texts. Each is an assignment,
-            or what ``parse`` accepts.
-        spell: what ``parse`` understands, from a value; lists are as JSON leaves them.
-        more: what `operands` and `by_device` note.
+        default: the default value.
+        help: the help text.
+        parse: function from text to value; the message of its ValueError becomes the usage message.
+        repeatable: True if the option may be given several times; the value is a tuple of strings.
+            Each string is an assignment, or is accepted by ``parse``.
+        spell: function from value to text, the reverse of ``parse``; lists are as JSON stores them.
+        more: metadata of `operands` and `by_device`.
     """
     noted = {"help": help, "parse": parse, "repeatable": repeatable, "spell": spell}
     noted |= {"operands": False, "defaults": (default,), **more}
@@ -91,22 +93,22 @@ def option(
 
 
 def flag(help: str) -> Any:
-    """An `option` that its name alone turns on; False where it is not given."""
+    """Declare an `option` that its name alone turns on; the default is False."""
     return option(False, help, parse_flag)
 
 
 def operands(help: str) -> Any:
-    """A dataclass field of what is typed without the name of an option: a tuple of texts."""
+    """Declare a field for words without an option name: a tuple of strings."""
     return option((), help, operands=True)
 
 
 def by_device(gpu: Any, cpu: Any, help: str, parse: Callable[[str], Any] = str, **more: Any) -> Any:
-    """An `option` whose default is ``gpu`` or, on a CPU, ``cpu``; see `fill_by_device`."""
+    """Declare an `option` with the default ``gpu``, or ``cpu`` on a CPU; see `fill_by_device`."""
     return option(None, help, parse, defaults=(gpu, cpu), **more)
 
 
 def fill_by_device(settings: Any, on_cpu: bool) -> None:
-    """Give fields `by_device` that were not given the default of that device."""
+    """Set fields declared by `by_device` to the default of the device if they were not given."""
     for field in dataclasses.fields(settings):
         defaults = field.metadata["defaults"]
         if len(defaults) > 1 and getattr(settings, field.name) in (None, ()):
@@ -114,14 +116,16 @@ def fill_by_device(settings: Any, on_cpu: bool) -> None:
 
 
 def parse_flag(text: str) -> bool:
-    """``true`` or ``false``, in any case."""
+    """Parse ``true`` or ``false``, in upper or lower case."""
     if text.lower() not in ("true", "false"):
-        raise ValueError(f"it is turned on by its name, or true or false; got {text!r}.")
+        raise ValueError(
+            f"must be true or false, got {text!r}. The option without a value means true."
+        )
     return text.lower() == "true"
 
 
 def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
-    """A parser of ``a,b,c``; what is given twice counts once."""
+    """Return a parser of ``a,b,c`` that drops duplicates."""
 
     def parse_all(text: str) -> tuple:
         parts = filter(None, map(str.strip, text.split(",")))
@@ -131,26 +135,28 @@ def comma_separated(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
 
 
 def parse_length(text: str) -> int:
-    """A number of tokens: ``4096``, ``4k`` or ``4K`` (of 1,024), ``1M`` (of 1,048,576)."""
+    """Parse a number of tokens: ``4096``, ``4k`` or ``4K`` (4 x 1,024), ``1M`` (1,048,576)."""
     match = re.fullmatch(r"(-?[0-9][0-9_]*)([kKmM]?)", text.strip())
     if not match:
-        raise ValueError(f"a length is a number of tokens, such as 4096, 32k or 1M; got {text!r}.")
+        raise ValueError(
+            f"length must be a number of tokens such as 4096, 32k or 1M, got {text!r}."
+        )
     return int(match[1]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]
 
 
 def number_or_auto(text: str) -> int | None:
-    """A number, or None for ``auto``."""
+    """Parse a number; ``auto`` returns None."""
     try:
         return None if text == "auto" else int(text)
     except ValueError:
-        raise ValueError(f"it must be auto or {NUMBERS[int]}; got {text}.") from None
+        raise ValueError(f"must be auto or {NUMBERS[int]}, got {text}.") from None
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """``name=value`` -> (name, value): a Python literal, ``true``, ``false``, or else a string."""
+    """Parse ``name=value`` to (name, value): a Python literal, ``true``, ``false``, or a string."""
     name, equals, value = (part.strip() for part in text.partition("="))
     if not equals:
-        raise ValueError(f"an assignment is field=value; got {text!r}.")
+        raise ValueError(f"assignment must be field=value, got {text!r}.")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
@@ -158,7 +164,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def require(settings: Any, name: str, holds: object, accepted: str, value: object = None) -> None:
-    """`checks.require` for a field of ``settings``, whose value it is unless one is given."""
+    """Call `checks.require` for a field of ``settings``; ``value`` replaces the field's value."""
     checks.require(holds, name, getattr(settings, name) if value is None else value, accepted)
 
 
@@ -170,24 +176,24 @@ class _Parser(argparse.ArgumentParser):
 def read_settings(
     kind: type[Settings], words: Sequence[str], prog: str, purpose: str = ""
 ) -> Settings:
-    """The settings in ``words`` of a command line.
+    """Parse ``words`` of a command line to settings.
 
-    ``--config FILE`` reads a YAML mapping from option to value; what is typed wins over it, and
-    repeatable options are taken from both, typed ones last. An error ends the process with status 2
-    and one line on stderr.
+    ``--config FILE`` reads a YAML mapping from option to value. Options on the command line
+    override the file. Repeatable options are taken from both, those on the command line last. An
+    error ends the process with status 2 and one line on stderr.
     """
     parser = _Parser(prog=prog, description=purpose.replace("``", ""), allow_abbrev=False)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for field in fields.values():
         _add_option(parser, field)
-    text = "YAML file of these options; those typed here win"
+    text = "YAML file of these options; options on the command line override it"
     parser.add_argument(f"--{FILE}", metavar="FILE", help=text)
     try:
         parsed, unknown = parser.parse_known_intermixed_args(words)
         if unknown:
             name = unknown[0].partition("=")[0]
             known = [_option_name(x) for x in fields if not fields[x].metadata["operands"]]
-            raise ValueError(f"there is no option {name!r}; {_nearest(name, known)}")
+            raise ValueError(f"unknown option {name!r}; {_nearest(name, known)}")
         if parsed.config is not None:
             parser.set_defaults(**_read_yaml(parsed.config, fields))
             parsed = parser.parse_intermixed_args(words)
@@ -199,7 +205,7 @@ def read_settings(
 
 def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
     metadata, defaults = field.metadata, field.metadata["defaults"]
-    # an option that is not typed is left out, and has the default of the dataclass
+    # an option that is not given keeps the default of the dataclass
     look: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     if metadata["operands"]:
         look |= {"nargs": "*", "metavar": field.name.upper().removesuffix("S")}
@@ -229,40 +235,44 @@ def _nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _parse(field: dataclasses.Field, given: str | list[str]) -> Any:
-    """The value of a field, from one text or several."""
+    """Parse the value of a field from one string or several."""
     parse, repeatable = field.metadata["parse"], field.metadata["repeatable"]
     text = given if isinstance(given, str) else ",".join(given)
     try:
         if repeatable:
-            for each in given:  # refused here, where the option is known
+            for each in given:  # raised here, where the option is known
                 (parse_assignment if parse is str else parse)(each)
         if repeatable or field.metadata["operands"]:
             return tuple(given)
         value = parse(text)
         for each in value if isinstance(value, tuple) else (value,):
             if isinstance(each, float) and not math.isfinite(each):
-                raise ValueError(f"it must be a finite number; got {each}.")
+                raise ValueError(f"must be a finite number, got {each}.")
         return value
     except ValueError as error:
-        reason = f"it must be {NUMBERS[parse]}; got {text}." if parse in NUMBERS else error
+        reason = f"must be {NUMBERS[parse]}, got {text}." if parse in NUMBERS else error
         raise ValueError(f"{field.name}: {reason}") from error
 
 
 def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> dict[str, list[str]]:
-    """The options in the file as they are typed: lists may be lists, assignments a mapping."""
+    """Read the options of the file as strings; lists may be lists, assignments may be mappings."""
     import yaml
 
     try:
         content = yaml.safe_load(Path(path).read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{FILE} must be a YAML file; {path}: {first_line(error)}.") from None
+        raise ValueError(f"{FILE} must be a YAML file, got {path} ({first_line(error)}).") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{FILE} must be a mapping from option to value; {path} holds none.")
+        raise ValueError(
+            f"{FILE} must contain a mapping from option to value, got {path} without one."
+        )
     texts = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in fields:
-            raise ValueError(f"{path} sets {key!r}; {_nearest(name, list(fields))}")
+            raise ValueError(
+                f"{path} contains the unknown option {key!r}; {_nearest(name, list(fields))}"
+            )
         if isinstance(value, dict):
             value = [f"{field}={setting!r}" for field, setting in value.items()]
         if value is not None:
@@ -271,10 +281,10 @@ def _read_yaml(path: str, fields: Mapping[str, dataclasses.Field]) -> dict[str, 
 
 
 def spelled(recorded: Mapping[str, Any], kind: type) -> list[str]:
-    """The command line that gives the settings ``recorded`` in results, defaults left out.
+    """Return the command line of the settings ``recorded`` in results, without defaults.
 
-    ``recorded`` is as JSON leaves it; a file is a mapping with its ``name``, and other names than
-    those of fields of ``kind`` are ignored.
+    ``recorded`` is as JSON stores it, and a file is a mapping with its ``name``. Names that are no
+    fields of ``kind`` are ignored.
     """
     on_cpu = str(recorded.get("device", "cpu")).startswith("cpu")
     words = []

@@ -1,1 +1,1 @@
-"""Texts with something hidden in them, and questions about it."""
+"""Long texts with hidden facts, and questions about them."""

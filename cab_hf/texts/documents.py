@@ -1,7 +1,7 @@
-"""Documents to be read in one pass: running text in which keys are named, and named again later.
+"""Documents for one forward pass: running text that states keys and repeats them later.
 
 A document is a function of (tokenizer, sentences, length, keys, seed, index), so that every method
-and every run reads the same ones.
+and every run reads the same documents.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from cab_hf.texts.needles import (
 
 
 class Document(NamedTuple):
-    """Running text in which keys are stated and, further behind, repeated."""
+    """Running text in which keys are stated and later repeated."""
 
     tokens: Tokens
-    needles: tuple[Span, ...]  # what states each key, in the order of the text
-    answers: tuple[Span, ...]  # the digits of each key where it is repeated, keys as in `needles`
+    needles: tuple[Span, ...]  # the statement of each key, in the order of the text
+    answers: tuple[Span, ...]  # the digits of each repeated key, in the order of `needles`
 
 
 def recall_document(
@@ -41,24 +41,27 @@ def recall_document(
     seed: int | str = 0,
     border: int = 1,
 ) -> Document:
-    """A document of ``length`` tokens with ``keys`` keys, each of another name.
+    """Build a document of ``length`` tokens with ``keys`` keys, each with a different name.
 
     The keys are stated at random sentence borders of the first half, and repeated in another order
-    at random ones of the second. Where one sentence is all of the second half it is cut: whether
-    there is room does not depend on which sentences the seed has drawn.
+    at random sentence borders of the second half. A sentence that fills the whole second half is
+    cut, so that the required length does not depend on the drawn sentences.
 
     Args:
-        tokenizer: of transformers; special tokens it puts before a text are the first ones.
-        sentences: of the running text, which starts at one of the document's own and wraps round.
+        tokenizer: a tokenizer of transformers; its special tokens come first.
+        sentences: sentences of the running text, which starts at a drawn sentence and wraps around.
+        length: tokens of the document.
+        keys: number of keys.
         index: number of the document.
-        border: of which the place of every answer is a multiple; more text precedes it then.
+        seed: seed of the document.
+        border: the position of every answer is a multiple of it; more text precedes answers then.
     Raises:
-        ValueError: ``keys`` is more than there are names, or ``length`` has no room for them.
+        ValueError: ``keys`` exceeds the number of names, or ``length`` is too small for them.
     """
     rng = random.Random(f"{seed}/{length}/{keys}/{index}")
     stated, repeated, digits = _named_keys(tokenizer, keys, rng)
     begun = leading_tokens(tokenizer)
-    # of running text: how much the first half has room for, and how much the document
+    # tokens of running text that fit into the first half, and into the document
     early = length // 2 - len(begun) - _total(stated)
     moved = keys * (border - 1)
     late = length - len(begun) - _total(stated) - _total(repeated) - moved
@@ -72,8 +75,8 @@ def recall_document(
     ]
     if not all(halves):
         raise ValueError(
-            f"length {length} has no room for {keys} keys in both halves; give a longer one or "
-            "fewer keys."
+            f"length must have room for {keys} keys in both halves, got {length}. Give a larger "
+            "length or fewer keys."
         )
     borders = [at for half in halves for at in _drawn(rng, half, keys)]
     more = [*chain(*_text(tokenizer, sentences, rng, border - 1))]
@@ -82,7 +85,7 @@ def recall_document(
 
     def before(which: int, at: int) -> Sequence[int]:
         missing = -(at + begins[which - keys]) % border if which >= keys else 0
-        # what ends a sentence
+        # the tokens that end a sentence
         return more[len(more) - missing :]
 
     tokens, spans = with_statements(begun, pieces, [*stated, *repeated], borders, before)
@@ -97,15 +100,15 @@ def asked_document(
     index: int,
     seed: int | str = 0,
 ) -> tuple[Document, int]:
-    """A document whose end repeats all keys, and how many of its tokens precede that end.
+    """Build a document whose end repeats all keys; return it with the length of its prompt.
 
-    The tokens before it are a prompt: running text with keys stated at random sentence borders.
-    Behind it there is one sentence a key, in another order, and nothing else.
+    The prompt is running text with keys stated at random sentence borders. After the prompt comes
+    one sentence per key, in another order, and nothing else.
 
     Args:
-        length: in tokens, of all together; the others as of `recall_document`.
+        length: tokens of the whole document; other arguments as in `recall_document`.
     Raises:
-        ValueError: ``keys`` is more than there are names, or ``length`` has no room for them.
+        ValueError: ``keys`` exceeds the number of names, or ``length`` is too small for them.
     """
     rng = random.Random(f"{seed}/asked/{length}/{keys}/{index}")
     stated, repeated, digits = _named_keys(tokenizer, keys, rng)
@@ -116,8 +119,8 @@ def asked_document(
     borders = [at for at, end in enumerate([0, *accumulate(map(len, pieces))]) if end <= text]
     if not borders:
         raise ValueError(
-            f"length {length} has no room for {keys} keys and as many questions behind them; give "
-            "a longer one or fewer keys."
+            f"length must have room for {keys} keys and {keys} questions, got {length}. Give a "
+            "larger length or fewer keys."
         )
     tokens, needed = with_statements(begun, pieces, stated, _drawn(rng, borders, keys))
     tokens, asking = with_statements(tokens[:prompt], [], repeated, [0] * keys)
@@ -127,15 +130,15 @@ def asked_document(
 def with_copies(
     document: Document, count: int, size: int, seed: int = 0
 ) -> tuple[Document, tuple[tuple[int, int], ...]]:
-    """The document with passages of its first half copied into its second, and where.
+    """Copy passages of the first half of a document into its second half.
 
-    A copy takes the place of what was there, and leaves out needles and answers. Each pair is
-    (start of the passage, start of its copy), ``size`` tokens long both; there are ``count`` of
-    them, or as many as there is room for.
+    A copy replaces the text at its place, and avoids needles and answers. Each returned pair is
+    (start of the passage, start of its copy), both ``size`` tokens long. Fewer than ``count`` pairs
+    are returned if the document has no room for more.
     """
     tokens, length = list(document.tokens), len(document.tokens)
     rng = random.Random(f"{seed}/{length}/{count}/{size}")
-    # a statement is no longer than the longest needle
+    # a statement is at most as long as the longest needle
     room = max(end - start for start, end in document.needles)
     taken = [*document.needles, *((end - room, end + 1) for _, end in document.answers)]
 
@@ -164,7 +167,7 @@ def with_copies(
 def plain_document(
     tokenizer: Any, sentences: Sequence[str], length: int, index: int, seed: int = 0
 ) -> Tokens:
-    """The first ``length`` tokens of running text and nothing else; see `recall_document`."""
+    """Return the first ``length`` tokens of running text without keys; see `recall_document`."""
     rng = random.Random(f"{seed}/{length}/{index}")
     begun = leading_tokens(tokenizer)
     pieces = _text(tokenizer, sentences, rng, length)
@@ -172,7 +175,7 @@ def plain_document(
 
 
 def least_tokens(tokenizer: Any, sentences: Sequence[str], most: int) -> int:
-    """The tokens of ``sentences``, counted until they are ``most``: more text than that repeats."""
+    """Count the tokens of ``sentences`` up to ``most``: longer documents repeat sentences."""
     total = 0
     for sentence in sentences:
         total += len(sentence_tokens(tokenizer, sentence))
@@ -182,7 +185,7 @@ def least_tokens(tokenizer: Any, sentences: Sequence[str], most: int) -> int:
 
 
 def _text(tokenizer: Any, sentences: Sequence[str], rng: random.Random, size: int) -> list[Tokens]:
-    """Sentences of at least ``size`` tokens from a drawn one on, round and round."""
+    """Return sentences of at least ``size`` tokens, from a drawn sentence on, wrapping around."""
     pieces, total, text = [], 0, endless(sentences, rng)
     while total < size:
         pieces.append(sentence_tokens(tokenizer, next(text)))
@@ -191,7 +194,7 @@ def _text(tokenizer: Any, sentences: Sequence[str], rng: random.Random, size: in
 
 
 def _with_border(pieces: list[Tokens], low: int, high: int) -> list[Tokens]:
-    """The same tokens with a border between two places, for which a long sentence is cut in two."""
+    """Return the same tokens with a border between two places; a long sentence is cut in two."""
     ends = [0, *accumulate(map(len, pieces))]
     if any(low <= end <= high for end in ends):
         return pieces
@@ -204,13 +207,13 @@ def _with_border(pieces: list[Tokens], low: int, high: int) -> list[Tokens]:
 def _named_keys(
     tokenizer: Any, keys: int, rng: random.Random
 ) -> tuple[list[Tokens], list[Tokens], dict[int, Span]]:
-    """Keys of different names: (what states each, what repeats each, digits).
+    """Draw keys with different names: (statement of each, repeat of each, digits).
 
-    The keys are repeated in another order, which is that of ``digits``: by the number of the key,
-    which tokens of its repeat are the digits.
+    The repeats are in another order, the order of ``digits``. ``digits`` maps the number of a key
+    to the tokens of its repeat that are digits.
 
     Raises:
-        ValueError: ``keys`` is more than there are names.
+        ValueError: ``keys`` exceeds the number of names.
     """
     drawn = draw_keys(rng, keys)
     order = list(range(keys))
@@ -225,7 +228,7 @@ def _named_keys(
 def _document(
     tokens: Sequence[int], needles: Sequence[Span], repeats: Sequence[Span], digits: dict[int, Span]
 ) -> Document:
-    """The document in which keys are stated and, in the order of ``digits``, repeated."""
+    """Build the document that states keys and repeats them in the order of ``digits``."""
     answers = {
         key: (start + first, start + last)
         for (key, (first, last)), (start, _) in zip(digits.items(), repeats, strict=True)
@@ -234,7 +237,7 @@ def _document(
 
 
 def _drawn(rng: random.Random, borders: Sequence[int], count: int) -> list[int]:
-    """``count`` of ``borders``, ascending; some several times only where there are too few."""
+    """Draw ``count`` of ``borders``, ascending, with duplicates only if there are too few."""
     draw = rng.sample if len(borders) >= count else rng.choices
     return sorted(draw(borders, k=count))
 

@@ -1,7 +1,7 @@
-"""What documents with hidden keys are made of: keys, what states them, sentences, their tokens.
+"""Parts of documents with hidden keys: keys, statements, sentences and their tokens.
 
 `cab_hf.texts.documents`, `cab_hf.texts.tasks`, the prompts of ``eval.haystack`` and the documents
-of ``finetune.retrieval`` are built of these.
+of ``finetune.retrieval`` use these parts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from functools import lru_cache
 from itertools import chain, count
 from typing import Any, NamedTuple
 
-NUMBERS = range(10_000, 100_000)  # keys, and numbers that are none
+NUMBERS = range(10_000, 100_000)  # keys, and numbers that are no keys
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"'”’)])\s+")
 LINE = re.compile(r"\n+[^\n]+")
-# words of a sentence; a text with most of its words in longer ones is no prose
+# words of a sentence; a text with most words in longer sentences is no prose
 LONG_SENTENCE = 60
 NOISE = (
     "The grass is green.",
@@ -34,7 +34,7 @@ NAMES = (
 )
 NEEDLE = "The pass key{whose} is {key}. Remember it. {key} is the pass key{whose}."
 REPEAT = "As was said above, the pass key{whose} is {key}."
-# numbers that are no pass keys: a selector that looks for digits finds these as well
+# numbers that are no keys: a selector that looks for digits finds these as well
 DISTRACTOR_EVERY = 12
 DISTRACTORS = (
     "The locker number is {}.",
@@ -48,11 +48,11 @@ DISTRACTORS = (
 )
 INSTRUCTION = "There {are} hidden in the text below. Find {it} and remember {it}."
 QUESTION = "What is the pass key{whose}?"
-# the answer is begun for the model, blank included, so that the first digit already is predicted by
-# the last token of the prefill; otherwise only decoding would be tested where decoding is dense
+# the answer is begun for the model, blank included, so that the last token of the prefill predicts
+# the first digit. Otherwise only decoding would be tested, which may be dense.
 ANSWER = "The pass key{whose} is "
-KEPT_SENTENCES = 2**16  # whose tokens are remembered
-# a placeholder of the running text while the turns around it are written
+KEPT_SENTENCES = 2**16  # number of sentences whose tokens are cached
+# placeholder of the running text in a chat template
 TEXT = "<<running text>>"
 
 Tokens = tuple[int, ...]
@@ -62,7 +62,7 @@ Span = tuple[int, int]  # [start, end) in tokens
 class Key(NamedTuple):
     """A number that a text hides."""
 
-    whose: str  # " for NAME", or nothing where it is the only one
+    whose: str  # " for NAME", or nothing for a single key
     digits: str
 
     @property
@@ -75,13 +75,13 @@ class Key(NamedTuple):
 
 
 def draw_keys(rng: random.Random, keys: int, named: bool = True) -> list[Key]:
-    """Different numbers, each of another name, or without names unless ``named``.
+    """Draw different numbers as keys; several keys, or ``named`` keys, have different names.
 
     Raises:
-        ValueError: ``keys`` is more than there are names.
+        ValueError: ``keys`` exceeds the number of names.
     """
     if not 1 <= keys <= len(NAMES):
-        raise ValueError(f"keys must be 1 to {len(NAMES)}; got {keys!r}.")
+        raise ValueError(f"keys must be 1 to {len(NAMES)}, got {keys!r}.")
     numbers, names = rng.sample(NUMBERS, keys), rng.sample(NAMES, keys)
     return [
         Key(f" for {name}" if named else "", str(number))
@@ -90,7 +90,7 @@ def draw_keys(rng: random.Random, keys: int, named: bool = True) -> list[Key]:
 
 
 def instruction(keys: int) -> str:
-    """The instruction before a text that hides so many keys."""
+    """Return the instruction before a text that hides ``keys`` keys."""
     if keys > 1:
         return INSTRUCTION.format(are="are important pass keys", it="them")
     return INSTRUCTION.format(are="is an important pass key", it="it")
@@ -99,9 +99,9 @@ def instruction(keys: int) -> str:
 def endless(
     sentences: Sequence[str], rng: random.Random, keys: Collection[Key] | None = None
 ) -> Iterator[str]:
-    """Sentence after sentence, round and round, from a place that ``rng`` draws at once.
+    """Yield sentences without end, wrapping around, from a place that ``rng`` draws immediately.
 
-    With ``keys``, every `DISTRACTOR_EVERY`-th one has a number that is none of theirs.
+    With ``keys``, every `DISTRACTOR_EVERY`-th sentence contains a number that is no key.
     """
     first = rng.randrange(len(sentences))
 
@@ -122,13 +122,12 @@ def with_statements(
     borders: Sequence[int],
     before: Callable[[int, int], Sequence[int]] = lambda which, at: (),
 ) -> tuple[list[int], list[Span]]:
-    """A text with each statement at its border between ``pieces``, and where they are.
+    """Insert each statement at its border between ``pieces``, and return where the statements are.
 
     Args:
-        begun: what the text begins with.
-        borders: how many pieces precede each statement; of those at one border the first one
-            comes first.
-        before: (which statement, tokens before it) -> more tokens to put before it.
+        begun: tokens before the text.
+        borders: number of pieces before each statement; statements at one border keep their order.
+        before: function (statement, tokens so far) -> more tokens to insert before the statement.
     """
     tokens, done = list(begun), 0
     spans: dict[int, Span] = {}
@@ -143,7 +142,10 @@ def with_statements(
 
 
 def fitted(pieces: Iterable[Tokens], room: int) -> list[Tokens]:
-    """The first of ``pieces``, ``room`` tokens in all: it starts within one, as excerpts do."""
+    """Return the first ``pieces`` with ``room`` tokens in all.
+
+    The first piece may be cut at its start.
+    """
     taken, total, more = [], 0, iter(pieces)
     while total < room:
         taken.append(next(more))
@@ -157,17 +159,17 @@ def fitted(pieces: Iterable[Tokens], room: int) -> list[Tokens]:
 
 
 def nearest(ascending: Sequence[int], target: float) -> int:
-    """Index of the value nearest to ``target``."""
+    """Return the index of the value nearest to ``target``."""
     above = bisect.bisect_left(ascending, target)
     around = range(max(0, above - 1), min(above + 1, len(ascending)))
     return min(around, key=lambda i: abs(ascending[i] - target))
 
 
 def as_turns(tokenizer: Any, said: Sequence[str]) -> str:
-    """A conversation as a model reads it: ``said`` in turn, by the user first.
+    """Render a conversation for a model: ``said`` contains the turns, the user's first.
 
-    Without a chat template they are paragraphs. The last one is begun as in an evaluation, whatever
-    a template makes of a finished one.
+    Without a chat template the turns are paragraphs. The last turn is left open, as in an
+    evaluation, even if a template would end it.
     """
     if tokenizer.chat_template is None:
         return "\n\n".join(said)
@@ -180,33 +182,33 @@ def as_turns(tokenizer: Any, said: Sequence[str]) -> str:
 
 
 def around_text(tokenizer: Any, said: Sequence[str]) -> tuple[Tokens, str]:
-    """The tokens before running text, and the text behind it.
+    """Return the tokens before the running text, and the text after it.
 
     Args:
-        said: as of `as_turns`, with `TEXT` in the place of the running text.
+        said: as in `as_turns`, with `TEXT` in the place of the running text.
     Raises:
         ValueError: the chat template changes the text of a user's turn.
     """
     before, result, after = as_turns(tokenizer, said).partition(TEXT)
     if not result:
         raise ValueError(
-            "tokenizer must have a chat template that leaves the text of a user's turn as it is; "
-            "got one that changes it."
+            "tokenizer must have a chat template that does not change the text of a user's turn. "
+            "Use another tokenizer, or remove its chat template."
         )
-    # a chat template writes the special tokens itself
+    # a chat template contains the special tokens
     begun = leading_tokens(tokenizer) if tokenizer.chat_template is None else ()
     return (*begun, *tokenizer(before, add_special_tokens=False)["input_ids"]), after
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, white space made single blanks; ValueError for an empty text.
+    """Split a text into sentences with single blanks; ValueError for an empty text.
 
-    Of a text that has few ends of sentences, as source code, they are the lines, each with its
-    indentation and behind its line break.
+    A text with few sentence ends, such as source code, is split into lines. A line keeps its
+    indentation and starts with its line break.
     """
     sentences = list(filter(None, SENTENCE_END.split(" ".join(text.split()))))
     if not sentences:
-        raise ValueError("haystack has no text in it.")
+        raise ValueError("haystack must contain text, got none. Give a text with words in it.")
     words = [len(sentence.split()) for sentence in sentences]
     if 2 * sum(count for count in words if count > LONG_SENTENCE) <= sum(words):
         return sentences
@@ -214,37 +216,37 @@ def split_sentences(text: str) -> list[str]:
 
 
 def running(sentences: Sequence[str]) -> str:
-    """Sentences as one text, with a blank between those that are not lines."""
+    """Join sentences with blanks; lines need no blank."""
     spaced = (text if text.startswith("\n") else f" {text}" for text in sentences)
     return "".join(spaced).lstrip()
 
 
 @lru_cache(maxsize=KEPT_SENTENCES)
 def sentence_tokens(tokenizer: Any, sentence: str) -> Tokens:
-    """Tokens of a sentence inside running text."""
-    # behind another: alone, some tokenizers add a token for the start of a text
+    """Return the tokens of a sentence inside running text."""
+    # measured after another sentence: alone, some tokenizers add a token at the start of a text
     joined = tokenizer(running((NOISE[0], sentence)), add_special_tokens=False)["input_ids"]
     return tuple(joined[len(_alone(tokenizer)) :])
 
 
 @lru_cache(maxsize=8)
 def leading_tokens(tokenizer: Any) -> Tokens:
-    """The special tokens that ``tokenizer`` puts before a text."""
+    """Return the special tokens that ``tokenizer`` puts before a text."""
     with_special = tokenizer(NOISE[0], add_special_tokens=True)["input_ids"]
     return tuple(with_special[: with_special.index(_alone(tokenizer)[0])])
 
 
 @lru_cache(maxsize=8)
 def _alone(tokenizer: Any) -> Tokens:
-    """Tokens of a sentence that is a whole text."""
+    """Return the tokens of a sentence that is a whole text."""
     return tuple(tokenizer(NOISE[0], add_special_tokens=False)["input_ids"])
 
 
 def span_of(tokenizer: Any, sentence: str, part: str, start: int = 0) -> Span:
-    """Which of `sentence_tokens` hold ``part``; a blank may be in the first one, too.
+    """Return the range of `sentence_tokens` that contains ``part``, perhaps with a leading blank.
 
     Args:
-        start: the character from which on ``part`` is looked for.
+        start: character at which the search for ``part`` starts.
     """
     at = sentence.index(part, start)
     complete, before, until = (
@@ -255,6 +257,6 @@ def span_of(tokenizer: Any, sentence: str, part: str, start: int = 0) -> Span:
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts have in common from the start on."""
+    """Count the tokens that two texts have in common at the start."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

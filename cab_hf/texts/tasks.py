@@ -1,8 +1,8 @@
-"""Questions about long texts, as in long-context benchmarks, of an exact length in tokens.
+"""Questions about long texts, as in long-context benchmarks, with an exact length in tokens.
 
-Each is a `Task`, by its name in `TASKS`; most are tasks of RULER (Hsieh et al. 2024, arXiv
-2404.06654). ``TASKS["uuid"].make(tokenizer, sentences, length, index, seed)`` is an `Example`, in
-which answers follow a prompt: to be scored by teacher forcing, generated, or learnt.
+Each question is a `Task`, stored under its name in `TASKS`. Most are tasks of RULER (Hsieh et al.
+2024, arXiv 2404.06654). ``TASKS["uuid"].make(tokenizer, sentences, length, index, seed)`` is an
+`Example`: a prompt and its answers. Use it for teacher forcing, generation or training.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ __all__ = ["TASKS", "Example", "Task"]
 
 # a sentence that is tokenized together with the question, whatever precedes it
 END = "That is the end of the text."
-# steps of it spread over [0, 1) evenly, however many there are
+# multiples of it spread over [0, 1) evenly, however many there are
 GOLDEN = (5**0.5 - 1) / 2
-# (tokens that are left for it, sentence -> its tokens) -> a text of just so many, in pieces; None
-# where its words have no room
+# (tokens that are left, sentence -> its tokens) -> a text of exactly this length in pieces, or None
+# if its words do not fit
 Filler = Callable[[int, Callable[[str], Tokens]], list[Tokens] | None]
 
 
 class Example(NamedTuple):
-    """A prompt and, behind it, its answers."""
+    """A prompt and the answers after it."""
 
-    tokens: Tokens  # of both, as many as the length
-    prompt: int  # how many of them are the prompt; the first answer begins behind it
-    # what the answers need, in the order of the draft; none where they need all of the text
+    tokens: Tokens  # prompt and answers, as many as the length
+    prompt: int  # tokens of the prompt; the first answer starts after it
+    # the parts that the answers need, in the order of the draft; empty if they need the whole text
     needles: tuple[Span, ...]
     answers: tuple[Span, ...]
     replies: tuple[str, ...]  # the text of each answer
 
 
 class Fact(NamedTuple):
-    """A sentence that the text hides, at the sentence border nearest to its depth."""
+    """A sentence that the text hides at the sentence border nearest to its depth."""
 
     depth: float  # from 0 (start of the text) to 1 (its end)
     sentence: str
@@ -73,22 +73,21 @@ class Draft:
     """An example before it is fitted to a length."""
 
     instruction: str  # before the text
-    question: str  # behind it
-    begun: str  # the beginning of the answer, given to the model; the replies follow it
-    replies: tuple[str, ...]  # the answers of the model, with commas between them
-    needed: Sequence[Fact] = ()  # what the answers need
-    others: Sequence[Fact] = ()  # more that the text hides
-    filler: Filler | None = None  # what is around them; None: running text
+    question: str  # after the text
+    begun: str  # the start of the answer, given to the model; the replies follow it
+    replies: tuple[str, ...]  # the answers of the model, separated by commas
+    needed: Sequence[Fact] = ()  # facts that the answers need
+    others: Sequence[Fact] = ()  # other facts that the text hides
+    filler: Filler | None = None  # the text around them; None: running text
 
 
 @dataclass(frozen=True)
 class Task:
     """A kind of question about a long text."""
 
-    name: str  # of the probe in ``fidelity``, and behind ``cab_`` of the task in lm_eval
+    name: str  # name of the probe in ``fidelity``; lm_eval's task has ``cab_`` before it
     title: str  # heading of its column
-    # (what draws everything, where one of the needed facts goes, from 0 to 1) -> what is hidden
-    # and asked
+    # (random generator, depth of one of the needed facts from 0 to 1) -> the facts and the question
     draft: Callable[[random.Random, float], Draft]
 
     def make(
@@ -99,17 +98,18 @@ class Task:
         index: int,
         seed: int | str = 0,
     ) -> Example:
-        """The example with number ``index``, a function of the arguments and nothing else.
+        """Build the example with number ``index``, which depends on the arguments alone.
 
         Args:
-            tokenizer: of transformers; its chat template is used when it has one.
-            sentences: of the running text, which starts at a drawn one and goes round.
-            length: of prompt and answers together, in tokens.
-            index: number of the example; depths of successive ones are spread evenly.
-            seed: of all that is drawn. A whole number for evaluation; a text that begins with
-                ``finetune/`` for training, so that the two never draw the same.
+            tokenizer: a tokenizer of transformers; its chat template is used if it has one.
+            sentences: sentences of the running text, which starts at a drawn sentence and wraps
+                around.
+            length: tokens of prompt and answers together.
+            index: number of the example; depths of successive examples are spread evenly.
+            seed: a whole number for evaluation, or a string that starts with ``finetune/`` for
+                training, so that the two never draw the same example.
         Raises:
-            ValueError: ``length`` has no room for what is hidden and asked.
+            ValueError: ``length`` is too small for the hidden facts and the question.
         """
         start = random.Random(f"{seed}/{self.name}/depth").random()
         rng = random.Random(f"{seed}/{self.name}/{length}/{index}")
@@ -124,7 +124,8 @@ class Task:
         pieces = filler(room, tokens_of) if room >= 0 else None
         if pieces is None:
             raise ValueError(
-                f"length {length} has no room for the task {self.name}; give a longer one."
+                f"length must have room for the task {self.name}, got {length}. Give a larger "
+                "length."
             )
         ends = [0, *accumulate(map(len, pieces))]
         borders = [nearest(ends, fact.depth * ends[-1]) for fact in facts]
@@ -140,12 +141,12 @@ class Task:
 
 
 def running_text(sentences: Iterator[str]) -> Filler:
-    """A filler of the first sentences, which starts within one as excerpts do."""
+    """Return a filler of the first sentences, which may start inside a sentence."""
     return lambda room, tokens_of: fitted(map(tokens_of, sentences), room)
 
 
 def _around(tokenizer: Any, draft: Draft) -> tuple[Tokens, Tokens, list[Span]]:
-    """The tokens before the text and behind it, and which of the latter are the answers."""
+    """Return the tokens before and after the text, and the ranges of the answers in the latter."""
     content = f"{draft.instruction}\n\n{running((TEXT, END))}\n\n{draft.question}"
     said = f"{draft.begun} {', '.join(draft.replies)}."
     head, after = around_text(tokenizer, [content, said])
@@ -157,9 +158,9 @@ def _around(tokenizer: Any, draft: Draft) -> tuple[Tokens, Tokens, list[Span]]:
     return head, sentence_tokens(tokenizer, after), spans
 
 
-KEYS = 16  # that a text hides, of which one is asked for
-VALUES = 4  # of a name
-PASSAGES, SENTENCES = 4, 3  # sentences of a passage
+KEYS = 16  # number of keys that a text hides; one is asked for
+VALUES = 4  # values per name
+PASSAGES, SENTENCES = 4, 3  # passages, and sentences per passage
 VERBS = ("bought", "carried", "found", "hid", "lost", "mended", "painted", "sold")
 KINDS = ("black", "heavy", "little", "new", "red", "round", "silver", "wooden")
 THINGS = (
@@ -173,12 +174,12 @@ PLACES = (
 
 
 def statement(key: Key) -> str:
-    """The sentence that states the key once."""
+    """Return the sentence that states the key once."""
     return f"{ANSWER.format(whose=key.whose)}{key.digits}."
 
 
 def one_of(keys: list[Key], rng: random.Random, depth: float) -> Draft:
-    """A draft that hides all ``keys`` and asks for the first one, which is at ``depth``."""
+    """Draft a text that hides all ``keys`` and asks for the first one, which is at ``depth``."""
     asked, *others = keys
     return Draft(
         instruction=instruction(len(keys)),
@@ -191,20 +192,20 @@ def one_of(keys: list[Key], rng: random.Random, depth: float) -> Draft:
 
 
 def many_keys(rng: random.Random, depth: float) -> Draft:
-    """One of 16 keys of different names is asked for.
+    """Ask for one of 16 keys with different names.
 
-    RULER's NIAH with several keys, which has 4.
+    RULER's NIAH with several keys has 4.
     """
     return one_of(draw_keys(rng, KEYS), rng, depth)
 
 
 def alike_keys(rng: random.Random, depth: float) -> Draft:
-    """The key of one locker is asked for; 15 others have numbers that differ in one digit.
+    """Ask for the key of one locker; 15 other lockers have numbers that differ in one digit.
 
-    RULER's NIAH with distracting needles.
+    This is RULER's NIAH with distracting needles.
     """
     asked = str(rng.choice(NUMBERS))
-    # a first digit of 0 would be no number
+    # a number must not start with 0
     changed = [
         asked[:place] + digit + asked[place + 1 :]
         for place in range(len(asked))
@@ -212,16 +213,16 @@ def alike_keys(rng: random.Random, depth: float) -> Draft:
         if digit != asked[place] and (place or digit != "0")
     ]
     lockers = [asked, *rng.sample(changed, KEYS - 1)]
-    # twice as many, as a key may be no locker's number
+    # twice as many, because a key must not be a locker's number
     numbers = map(str, rng.sample(NUMBERS, 2 * KEYS))
     keys = (number for number in numbers if number not in lockers)
     return one_of([Key(f" for locker {it}", next(keys)) for it in lockers], rng, depth)
 
 
 def several_values(rng: random.Random, depth: float) -> Draft:
-    """All four keys of one name are asked for, in the order of the text; another name has as many.
+    """Ask for all four keys of one name in the order of the text; another name has four keys too.
 
-    RULER's NIAH with several values, which has no other name.
+    This is RULER's NIAH with several values, with a second name.
     """
     asked, other = rng.sample(NAMES, 2)
     numbers = [str(number) for number in rng.sample(NUMBERS, 2 * VALUES)]
@@ -242,10 +243,10 @@ def several_values(rng: random.Random, depth: float) -> Draft:
 
 
 def uuids(rng: random.Random, depth: float) -> Draft:
-    """The value of one key of a JSON object whose keys and values are all random UUIDs.
+    """Ask for the value of one key of a JSON object with random UUIDs as keys and values.
 
     Key-value retrieval (Liu et al. 2023, "Lost in the Middle", arXiv 2307.03172). The object fills
-    the text, of which the prompt has an excerpt.
+    the text; the prompt contains an excerpt of it.
     """
 
     def drawn() -> str:
@@ -267,10 +268,10 @@ def uuids(rng: random.Random, depth: float) -> Draft:
 
 
 def copying(rng: random.Random, depth: float) -> Draft:
-    """One of four passages of three sentences is to be copied, given its first five words.
+    """Ask for a copy of one of four passages of three sentences, given its first five words.
 
-    The lookup by an n-gram of Jelassi et al. 2024, "Repeat After Me" (arXiv 2402.01032), in a long
-    text. Names, verbs, things and places are drawn, so that no passage can be guessed.
+    This is the lookup by an n-gram of Jelassi et al. 2024, "Repeat After Me" (arXiv 2402.01032), in
+    a long text. Names, verbs, things and places are drawn, so that no passage can be guessed.
     """
     names = iter(rng.sample(NAMES, PASSAGES * SENTENCES))
 
@@ -293,15 +294,15 @@ def copying(rng: random.Random, depth: float) -> Draft:
     )
 
 
-CHAINS, VARIABLES, LETTERS = 2, 5, 5  # variables of a chain, letters of a variable's name
+CHAINS, VARIABLES, LETTERS = 2, 5, 5  # chains, variables per chain, letters of a variable's name
 PAIRS = 4
-REACH = 0.4  # of the text at either end
+REACH = 0.4  # share of the text at either end
 
 
 def tracking(rng: random.Random, depth: float) -> Draft:
-    """All five variables that have a value are asked for: one is assigned it, each other the last.
+    """Ask for five variables with one value: one is assigned it, each other copies the last one.
 
-    RULER's variable tracking, with a second chain beside it.
+    RULER's variable tracking, with a second chain as a distractor.
     """
     drawn: dict[str, None] = {}
     while len(drawn) < CHAINS * VARIABLES:
@@ -328,11 +329,11 @@ def tracking(rng: random.Random, depth: float) -> Draft:
 
 
 def two_facts(rng: random.Random, depth: float) -> Draft:
-    """The key of somebody's deputy is asked for: one fact names the deputy, another has the key.
+    """Ask for the key of somebody's deputy: one fact names the deputy, another states the key.
 
-    One of them is in the first two fifths of the text and the other in the last two, in either
-    order; three other pairs are hidden as well. bAbI (Weston et al. 2015, arXiv 1502.05698) and
-    RULER's HotpotQA have questions over two supporting facts.
+    One fact is in the first two fifths of the text and the other in the last two, in either order.
+    Three other pairs are hidden as well. bAbI (Weston et al. 2015, arXiv 1502.05698) and RULER's
+    HotpotQA have questions over two supporting facts.
     """
     names, numbers = rng.sample(NAMES, 2 * PAIRS), rng.sample(NUMBERS, PAIRS)
 
@@ -355,13 +356,13 @@ def two_facts(rng: random.Random, depth: float) -> Draft:
 
 
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
-COMMON, LONG = 10, 4096  # common words of a list, and tokens of a long one
+COMMON, LONG = 10, 4096  # common words of a list, and tokens of a long list
 FREQUENT, DOTS = 3, "...."
-LEAST = 100  # words of a text in which the frequent ones differ in number
+LEAST = 100  # words of a text with distinct counts of the frequent words
 
 
 def coined_words(rng: random.Random) -> Iterator[str]:
-    """Different words of three syllables that no language needs to have, such as "balonu"."""
+    """Yield different invented words of three syllables, such as "balonu"."""
     known: set[str] = set()
     while True:
         word = "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(3))
@@ -371,10 +372,10 @@ def coined_words(rng: random.Random) -> Iterator[str]:
 
 
 def common_words(rng: random.Random, depth: float) -> Draft:
-    """The ten words that a list has ten times as often as all others, in the order they appear in.
+    """Ask for the ten words that a list contains ten times as often as others, in order.
 
     RULER's common words: 30 times and 3 times; in a list of fewer than 4,096 tokens 10 times and
-    once. Words are coined, where RULER has English ones.
+    once. The words are invented, RULER uses English words.
     """
     words = coined_words(rng)
     common = tuple(next(words) for _ in range(COMMON))
@@ -391,11 +392,11 @@ def common_words(rng: random.Random, depth: float) -> Draft:
             left -= seldom * len(word)
         slots += range(COMMON, COMMON + len(others))
         rng.shuffle(slots)
-        # which of the common words is which follows from where they come first
+        # the order of the common words follows from their first occurrences
         order = [slot for slot in dict.fromkeys(slots) if slot < COMMON]
         tokens = dict(zip(order, map(tokens_of, common), strict=True))
         tokens |= enumerate(others, COMMON)
-        # what is left has room for no further word as often as the others
+        # the rest has no room for another word at the frequency of the others
         return fitted(map(tokens_of, words), left) + [tokens[slot] for slot in slots]
 
     return Draft(
@@ -408,10 +409,10 @@ def common_words(rng: random.Random, depth: float) -> Draft:
 
 
 def frequent_words(rng: random.Random, depth: float) -> Draft:
-    """The three words that a text has most often, the first one first.
+    """Ask for the three most frequent words of a text, the most frequent first.
 
-    RULER's frequent words: coined words whose frequencies fall with the square of their rank (a
-    zeta distribution of 2), the first of them dots.
+    RULER's frequent words: invented words whose frequencies fall with the square of their rank (a
+    zeta distribution of 2). The most frequent word is dots.
     """
     words = coined_words(rng)
     asked = tuple(next(words) for _ in range(FREQUENT))
@@ -419,7 +420,7 @@ def frequent_words(rng: random.Random, depth: float) -> Draft:
 
     def fill(room: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens] | None:
         def pieces(size: int) -> list[Tokens]:
-            """The words of a text of about ``size`` words, in order of rank."""
+            """Return the words of a text of about ``size`` words, in order of rank."""
             shares = (6 / (pi * rank) ** 2 for rank in range(1, size))
             counts = [*takewhile(bool, (int(size * share) for share in shares))]
             while len(ranked) <= len(counts):

@@ -1,12 +1,12 @@
-"""What an evaluation compares: one class a method, each saying whose idea it is.
+"""The methods that evaluations compare: one class per method, with its source.
 
 A method is fitted to a `Cell` (base config, budget, length) and then switched on for a model:
 
     with Streaming.fit(cell).applied(model) as density:
         model.generate(...)
-        density()       # per layer, since the last call; None for a layer computed dense
+        density()       # per layer, since the last call; None for a dense layer
 
-Methods that choose blocks are predictors, which importing this package registers.
+Methods that select blocks are predictors, which importing this package registers.
 """
 
 from cab_hf.eval.methods import last_queries  # noqa: F401  it registers its predictors
@@ -64,5 +64,5 @@ COMPARED = (
 )
 CONTROLS = {method.name: method for method in (Full, NoNeedle)}
 METHODS: dict[str, type[Method]] = {method.name: method for method in COMPARED} | CONTROLS
-# methods that drop tokens from the cache, behind a dense prefill: made of how many they keep
+# methods that drop tokens from the cache after a dense prefill, made from the number of tokens
 CACHES = {method.name: method for method in (StreamingCache, H2O, SnapKV)}

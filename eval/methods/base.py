@@ -1,4 +1,4 @@
-"""What a method is, what it is fitted to, and the methods that need no predictor of their own."""
+"""The base class of methods, their cells, and the methods without a predictor of their own."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ from cab_hf.eval.quantised import linear_layers, to_8_bits
 from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, make_predictor
 
-BUDGET_STEPS = 1000  # a share of a row, or of the mass, is fitted to this fraction
-CLOSE = 0.01  # times this close to the budget are as good: they are measured no closer
-# fields that only CAB reads: how it chooses and decodes
+BUDGET_STEPS = 1000  # resolution of a fitted share of a row, or of the mass
+CLOSE = 0.01  # times this close to the budget count as equal: measurements are no more exact
+# fields that only CAB uses, for selecting and decoding
 OWN = ("outlier_queries", "typical_queries", "mass_threshold", "share_threshold")
 OWN += ("sparse_decode", "decode_tokens")
-PROBE_DIM = 16  # head dim of the random q and k that a budget is fitted on
-SEED = 0  # of the probe
+PROBE_DIM = 16  # head dim of the random q and k for fitting a budget
+SEED = 0  # seed of the probe
 
-# () -> density per layer since the last call, None for a layer computed dense
+# () -> density per layer since the last call, None for a dense layer
 LayerDensities = Callable[[], list[float | None]]
-# config -> its density in the sparse layers of a model, or ms of attention, on a text of a cell
+# config -> its density in sparse layers, or ms of attention, on a text of a cell
 Realised = Callable[[CabConfig], float]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What a method is fitted to.
+    """The conditions to which a method is fitted.
 
     Attributes:
-        config: CAB's; block sizes, engine and dense layers hold for every method.
-        budget: what to match: the density in the layers that are not dense, or ms with ``took``.
+        config: CAB's config; block sizes, engine and dense layers apply to every method.
+        budget: the value to match: the density in layers that are not dense, or ms with ``took``.
         length: tokens of the prompts.
-        device: where fitting computes.
-        realised: measures the density of a config on a text of the cell.
-        layers: how many the model has.
-        took: measures ms of attention, choosing included; None where densities are matched.
+        device: device for fitting.
+        realised: function that measures the density of a config on a text of the cell.
+        layers: number of layers of the model.
+        took: function that measures ms of attention, including block selection; None if densities
+            are matched.
     """
 
     config: CabConfig
@@ -62,18 +63,18 @@ class Cell:
 
     @property
     def shared(self) -> CabConfig:
-        """What of the config holds for every method: all but what CAB alone reads (`OWN`)."""
+        """The part of the config for every method: all fields except CAB's own (`OWN`)."""
         usual = {name: getattr(CabConfig, name) for name in OWN}
         return self.config.changed(predictor="rows", **usual)
 
 
 def layers_of(model: PreTrainedModel) -> int:
-    """How many layers the text model of ``model`` has."""
+    """Return the number of layers in the text model of ``model``."""
     return model.config.get_text_config().num_hidden_layers
 
 
 def known(config: CabConfig) -> CabConfig:
-    """``config`` itself. Raises ValueError for a predictor that is not registered."""
+    """Return ``config``. Raises ValueError if its predictor is not registered."""
     make_predictor(config)
     return config
 
@@ -81,16 +82,18 @@ def known(config: CabConfig) -> CabConfig:
 def nearest(
     choices: Sequence[T], config_of: Callable[[T], CabConfig], cell: Cell, density: Realised
 ) -> CabConfig:
-    """Of configs in order of rising ``density`` the one nearest to the cell's budget.
+    """Return the config nearest to the cell's budget, from configs in order of rising ``density``.
 
-    Where the cell matches times, they are taken instead, and the first within `CLOSE` will do.
+    If the cell matches times, times are compared instead, and the first within `CLOSE` is returned.
 
     Raises:
-        ValueError: the budget is no density, where one is to be matched.
+        ValueError: a density must be matched and the budget is none.
     """
     measure = cell.took or density
     if cell.budget is None or not (0 < cell.budget <= 1 or cell.took):
-        raise ValueError(f"budget must be a density in (0, 1] to match; got {cell.budget!r}")
+        raise ValueError(
+            f"budget must be a density in (0, 1], got {cell.budget!r}. Give the density to match."
+        )
 
     @cache
     def beyond(place: int) -> float:
@@ -110,9 +113,9 @@ def nearest(
 def nearest_on_probe(
     choices: Sequence[T], config_of: Callable[[T], CabConfig], cell: Cell
 ) -> CabConfig:
-    """`nearest` by the density on random q and k of one head.
+    """Return `nearest` by the density on random q and k of one head.
 
-    It is exact for methods that keep a number of blocks a row, whichever these are.
+    The density is exact for methods with a fixed number of blocks per row.
     """
     length, device = cell.length, cell.device
     generator = torch.Generator(device).manual_seed(SEED)
@@ -123,13 +126,13 @@ def nearest_on_probe(
 
 
 def fitted_sparsity(config: CabConfig, cell: Cell) -> CabConfig:
-    """``config`` with the sparsity that realises the cell's budget, forced blocks counted."""
+    """Return ``config`` with the sparsity that realises the budget, forced blocks included."""
     dropped = range(BUDGET_STEPS - 1, -1, -1)
     return nearest_on_probe(dropped, lambda d: replace(config, sparsity=d / BUDGET_STEPS), cell)
 
 
 def realised_on(model: PreTrainedModel, tokens: Sequence[int]) -> Realised:
-    """Measures how much of ``tokens`` a config attends when ``model`` reads them."""
+    """Return a function that measures the density of a config while ``model`` reads ``tokens``."""
 
     @torch.no_grad()
     def realised(config: CabConfig) -> float:
@@ -144,46 +147,46 @@ def realised_on(model: PreTrainedModel, tokens: Sequence[int]) -> Realised:
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """Base of all methods."""
+    """The base class of all methods."""
 
     name: ClassVar[str]
-    matched: ClassVar[bool] = False  # whether `fit` needs a budget
-    hides_needle: ClassVar[bool] = False  # whether its prompts lack what they ask for
-    dense_prefill: ClassVar[bool] = False  # whether only its steps differ from dense attention
-    decodes: ClassVar[str] = "densely"  # what a step attends behind its prefill
+    matched: ClassVar[bool] = False  # True if `fit` needs a budget
+    hides_needle: ClassVar[bool] = False  # True if its prompts lack the needle
+    dense_prefill: ClassVar[bool] = False  # True if only its decode steps are not dense
+    decodes: ClassVar[str] = "densely"  # how decode steps are computed
 
     @classmethod
     def fit(cls, cell: Cell) -> Method:
-        """The method set up for ``cell``. Raises ValueError when a budget is needed and missing."""
+        """Return the method fitted to ``cell``. Raises ValueError if its budget is missing."""
         return cls()
 
     @abstractmethod
     def applied(self, model: PreTrainedModel) -> AbstractContextManager[LayerDensities]:
-        """The method is on inside; what was there before is back afterwards."""
+        """Switch the method on inside the block, and restore the former state afterwards."""
 
     def cache(self, model: PreTrainedModel) -> Cache:
-        """An empty KV cache for texts that ``model`` reads while the method is on."""
+        """Return an empty KV cache for texts that ``model`` reads under the method."""
         return DynamicCache(config=model.config)
 
     def stepping(self) -> AbstractContextManager[Any]:
-        """The context in which steps of decoding are computed."""
+        """Return the context in which decode steps are computed."""
         return nullcontext()
 
     def step_tokens(self, model: PreTrainedModel, length: int) -> float:
-        """Tokens of a text of ``length`` whose keys and values have the bytes that a step reads."""
+        """Return the tokens whose keys and values have as many bytes as a decode step reads."""
         return length
 
     def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool | None:
-        """Whether the queries from ``asking`` on may see a token of ``needle`` = [start, end).
+        """Return True if queries from ``asking`` on may attend to a token of the needle.
 
-        None where that is not fixed before the text is seen.
+        ``needle`` is [start, end). Returns None if this depends on the text.
         """
         return None
 
 
 @dataclass(frozen=True)
 class Dense(Method):
-    """The model's own attention as it was loaded: the upper bar."""
+    """The model's own attention: the upper bound."""
 
     name = "dense"
 
@@ -194,14 +197,17 @@ class Dense(Method):
 
 @dataclass(frozen=True)
 class Fp8(Dense):
-    """Dense attention in a model whose weights and activations are rounded to 8 bits."""
+    """Dense attention in a model with weights and activations rounded to 8 bits."""
 
     name = "fp8"
 
     @classmethod
     def fit(cls, cell: Cell) -> Fp8:
         if find_spec("torchao") is None:
-            raise ValueError("method fp8 needs torchao; `pip install torchao`, or leave it out")
+            raise ValueError(
+                "torchao is not installed, and method fp8 needs it. Run `pip install torchao`, or "
+                "leave fp8 out."
+            )
         return cls()
 
     @contextmanager
@@ -217,7 +223,7 @@ class Fp8(Dense):
 
 @dataclass(frozen=True)
 class NoNeedle(Dense):
-    """Control: dense attention on prompts without the needle, which gives the rate of guessing."""
+    """Control: dense attention on prompts without the needle, to measure guessing."""
 
     name = "no_needle"
     hides_needle = True
@@ -245,10 +251,11 @@ class Cab(Method):
 
     @torch.no_grad()
     def step_tokens(self, model: PreTrainedModel, length: int) -> float:
-        """The index of all tokens, and ``decode_tokens`` rows of K and V; the mean over layers.
+        """Return the bytes of the index and of ``decode_tokens`` rows of K and V, in tokens.
 
-        In tokens, that is decode_tokens + length * (bytes of a token in the index) / (bytes of its
-        K and V). Layers behind an anchor read no index, those that decode densely read all tokens.
+        This is decode_tokens + length * (bytes per token in the index) / (bytes per token in K and
+        V), the mean over layers. Layers after an anchor read no index, and layers that decode
+        densely read all tokens.
         """
         config, wanted = self.config, self.config.decode_tokens
         if not decodes_sparsely(config, length):
@@ -272,10 +279,10 @@ class Cab(Method):
 
 @dataclass(frozen=True)
 class Full(Cab):
-    """Control: the sparse path, which keeps every block here. Must answer as dense does.
+    """Control: the sparse path with every block kept, which must answer as dense does.
 
-    Its steps are computed in plain PyTorch: prefill and decode are exact, by other kernels than
-    those of `Dense`, and what differs is rounding.
+    Its decode steps are plain PyTorch. Prefill and decode are exact with other kernels than those
+    of `Dense`, so that all differences are rounding.
     """
 
     name = "full"
@@ -292,7 +299,7 @@ class Full(Cab):
 class Published(Cab):
     """The published CAB recipe (`CabConfig.published`, Forman curvature) at the matched budget.
 
-    Block sizes, sinks and local blocks are the recipe's own, which has no dense tail.
+    Block sizes, sinks and local blocks are those of the recipe, which has no dense tail.
     """
 
     name = "published"
@@ -306,22 +313,22 @@ class Published(Cab):
 
 
 def exact_readings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A sentence on the rows that say as ``never_sparse`` that no layer attended sparsely."""
+    """Return a sentence on the rows whose ``never_sparse`` says that no layer attended sparsely."""
     result = dict.fromkeys(
         f"{row['method']} at {row['length']} tokens" for row in rows if row.get("never_sparse")
     )
     if not result:
         return []
     return [
-        f"No layer attended sparsely under {', '.join(result)}: what is reported there is dense "
-        "attention's."
+        f"No layer attended sparsely under {', '.join(result)}: these results are those of dense "
+        "attention."
     ]
 
 
 def never_sparse(method: type[Method], samples: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a method that chooses blocks has attended none of its samples sparsely.
+    """Return True if a method that selects blocks attended none of its samples sparsely.
 
-    A cache that keeps some tokens alone reads prompts densely, and decodes sparsely.
+    A method that only limits the cache reads prompts densely, and decodes sparsely.
     """
     given = [s for s in samples if "sparse_density" in s]
     dense = all(

@@ -1,8 +1,8 @@
-"""Methods that choose blocks otherwise than CAB: rivals, and bounds.
+"""Methods that select blocks in other ways than CAB: baselines and bounds.
 
-Each is a predictor, registered under the method's name, so that it runs through the same plan,
-engine and model code as CAB. Forced blocks are those of the config, also where the original forces
-others, and blocks have its sizes, where most originals have 128 x 128.
+Each is a predictor, registered under the method's name, so that it runs with the same plan, engine
+and model code as CAB. Forced blocks and block sizes are those of the config, even if the original
+forces other blocks or uses 128 x 128.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from cab_hf.predictors import LayerContext, Predictor, make_predictor, register_
 from cab_hf.predictors.attention_mass import block_mass
 from cab_hf.predictors.base import sparsity_of
 
-# a share of the mass that is met within this is met: sums of thousands of float32 shares are no
-# better
+# tolerance of a share of the mass: sums of thousands of float32 shares are no more exact
 TOLERANCE = 1e-5
-# of TriangleMix: the share of layers, from the last one back, that have the pattern; its window and
-# its dense queries, in tokens
+# TriangleMix: share of layers with the pattern, from the last one back; window and dense queries in
+# tokens
 TRIANGLE_SHARE, WINDOW, LAST_QUERIES = 0.5, 512, 128
-SEED = 0  # of the random blocks
-STRIDE = 8  # of antidiagonal sums
-# (q [B, H, N_q, D], k [B, H_kv, N_k, D], call, query block, key block) -> what ranks the key blocks
+SEED = 0  # seed of the random blocks
+STRIDE = 8  # stride of antidiagonal sums
+# (q [B, H, N_q, D], k [B, H_kv, N_k, D], call, query block, key block) -> scores of the key blocks
 # of a row, highest kept, float32 [B, H, M_q, M_k]
 Score = Callable[..., Tensor]
 
 
 class BlockPredictor(Predictor):
-    """Base of predictors that say of every block whether it is kept."""
+    """The base class of predictors that return a mask of kept blocks."""
 
     @abstractmethod
     def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
-        """The blocks that are kept, bool, broadcast to [B, H, M_q, M_k].
+        """Return the kept blocks, bool, broadcast to [B, H, M_q, M_k].
 
         Args:
-            seen, must: bool [B, 1, M_q, M_k], the blocks that may be kept and that must be.
+            q, k, call: as in `Predictor.choose`.
+            seen, must: bool [B, 1, M_q, M_k], the blocks that may be kept and that must be kept.
         """
 
     @property
@@ -84,7 +84,7 @@ class StreamingPredictor(BlockPredictor):
 
 
 class ScorePredictor(BlockPredictor):
-    """Ranks blocks by ``score``: keeps forced ones and the best, 1 - ``sparsity`` of a row."""
+    """Top-k blocks by ``score``: forced blocks and the best ones, 1 - ``sparsity`` of a row."""
 
     def __init__(self, config: CabConfig, score: Score) -> None:
         super().__init__(config)
@@ -102,9 +102,9 @@ class ScorePredictor(BlockPredictor):
 
 
 class SharePredictor(BlockPredictor):
-    """Keeps a row's fewest blocks that hold a share of the mass that ``score`` estimates.
+    """The fewest blocks of a row that contain a share of the mass estimated by ``score``.
 
-    Forced blocks count. The share is ``usual``, or the number behind a colon in
+    Forced blocks count. The share is ``usual``, or the number after a colon in
     ``CabConfig.predictor``, which `at_share` has registered.
     """
 
@@ -120,11 +120,11 @@ class SharePredictor(BlockPredictor):
 
 
 def random_scores(q: Tensor, k: Tensor, call: LayerContext, *blocks: int) -> Tensor:
-    """Random blocks, others for every head and row.
+    """Score blocks at random, differently for every head and row.
 
-    Drawn anew for other shapes or other keys: a layer replayed by gradient checkpointing, and a run
-    repeated, choose the same blocks; two samples do not, or their outcomes would not be
-    independent. Packed or in another batch a text gets other blocks than alone, as random.
+    The seed depends on shapes and keys. A layer recomputed by gradient checkpointing, and a
+    repeated run, select the same blocks. Two samples select different ones, so that their outcomes
+    are independent. A text that is packed or in another batch gets other blocks than alone.
     """
     content = f"{SEED} {tuple(q.shape)} {tuple(k.shape)} {float(k.double().sum()):.6e}"
     digest = hashlib.sha256(content.encode()).digest()
@@ -134,9 +134,9 @@ def random_scores(q: Tensor, k: Tensor, call: LayerContext, *blocks: int) -> Ten
 
 
 def strided_mass(stride: int) -> Score:
-    """Blocks by their attention mass as strided antidiagonal sums estimate it; exactly at 1.
+    """Score blocks by attention mass estimated from strided antidiagonal sums; exact at stride 1.
 
-    As of XAttention (Xu et al. 2025, arXiv 2503.16428): the logit of a tile of stride x stride
+    As in XAttention (Xu et al. 2025, arXiv 2503.16428): the logit of a tile of stride x stride
     tokens is the mean over its antidiagonal. The softmax of a row of tiles, summed over blocks,
     estimates their mass.
     """
@@ -144,11 +144,11 @@ def strided_mass(stride: int) -> Score:
 
 
 def pooled_mass(q: Tensor, k: Tensor, call: LayerContext, *blocks: int) -> Tensor:
-    """The softmax of logits of mean-pooled queries and keys over the blocks that a row sees.
+    """Score blocks by the softmax of logits of mean-pooled queries and keys in each row.
 
-    Pooled as in MInference's block-sparse heads (Jiang et al. 2024, arXiv 2407.02490). Here a row
-    keeps a share of its own, where FlexPrefill (Lai et al. 2025, arXiv 2502.20766) has it over all
-    rows together.
+    Pooling is that of MInference's block-sparse heads (Jiang et al. 2024, arXiv 2407.02490). Here
+    each row keeps its own share; FlexPrefill (Lai et al. 2025, arXiv 2502.20766) applies the share
+    to all rows together.
     """
     queries = block_means(q, call.spans.last >= 0, blocks[0])
     keys = block_means(k, call.spans.key_valid, blocks[1])
@@ -157,14 +157,15 @@ def pooled_mass(q: Tensor, k: Tensor, call: LayerContext, *blocks: int) -> Tenso
 
 
 def fewest(share: Tensor, seen: Tensor, forced: Tensor, wanted: float) -> Tensor:
-    """bool: the fewest entries of the last dimension that hold ``wanted``, forced ones first.
+    """Return bool: the fewest entries that sum to ``wanted``, forced ones first.
 
     Args:
-        share: of each entry. seen, forced: entries that may be kept, and that must be; they
-            broadcast with ``share``.
+        share: share of each entry of the last dimension.
+        seen, forced: entries that may be kept, and that must be kept; they broadcast with
+            ``share``.
         wanted: share in [0, 1].
     """
-    # a forced entry's share counts, whatever its size: it goes to the front of the queue
+    # forced entries come first, but their shares count as they are
     queue = torch.where(forced, 2.0, share).masked_fill(~seen, -1.0)
     order = queue.argsort(dim=-1, descending=True, stable=True)
     queued = share.gather(-1, order)
@@ -174,12 +175,12 @@ def fewest(share: Tensor, seen: Tensor, forced: Tensor, wanted: float) -> Tensor
 
 
 def normalised(x: Tensor) -> Tensor:
-    """``x`` over its sum over the last dimension."""
+    """Divide ``x`` by its sum over the last dimension."""
     return x / x.sum(-1, keepdim=True).clamp(min=reference.LEAST)
 
 
 def block_means(x: Tensor, valid: Tensor, block: int) -> Tensor:
-    """The mean of every block of x [B, H, N, D] over tokens ``valid`` [B, N]: [B, H, M, D]."""
+    """Return block means of x [B, H, N, D] over tokens ``valid`` [B, N]: [B, H, M, D]."""
     padding = -x.shape[2] % block
     real = F.pad(valid, (0, padding)).unflatten(1, (-1, block)).unsqueeze(1)
     parts = F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, block)).float()
@@ -188,10 +189,13 @@ def block_means(x: Tensor, valid: Tensor, block: int) -> Tensor:
 
 
 def share_of_blocks(queries: Tensor, keys: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """The softmax of vectors of query blocks over those of the key blocks that they see.
+    """Return the softmax of query block vectors over the key block vectors that they see.
 
     Args:
-        queries: [B, H, M_q, D]. keys: [B, H_kv, M_k, D].
+        queries: [B, H, M_q, D].
+        keys: [B, H_kv, M_k, D].
+        seen: visible blocks.
+        scale: factor of the logits.
 
     Returns:
         [B, H, M_q, M_k], 0 for blocks that are not ``seen``.
@@ -205,10 +209,10 @@ def share_of_blocks(queries: Tensor, keys: Tensor, seen: Tensor, scale: float) -
 class Streaming(Cab):
     """StreamingLLM: attention sinks and a recent window (Xiao et al. 2023, arXiv 2309.17453).
 
-    The original keeps 4 sink tokens and numbers positions by place in the cache. Here sinks and
-    window are whole key blocks (one sink block, the window sized for the budget), and tokens keep
-    the positions they have in the text. What left the window is gone for good, so that the last
-    queries of a text have no dense tail, and decoding is limited like prefill whatever the stage.
+    The original keeps 4 sink tokens and numbers positions inside the cache. Here sinks and window
+    are whole key blocks (one sink block, the window sized for the budget), and tokens keep their
+    positions in the text. Keys outside the window are dropped for good: the last queries of a text
+    have no dense tail, and decoding is limited like prefill in both stages.
     """
 
     name = "streaming"
@@ -217,7 +221,7 @@ class Streaming(Cab):
 
     @classmethod
     def fit(cls, cell: Cell) -> Streaming:
-        # with a tail the end of a text would see what left the window, which nothing is to find
+        # a dense tail would attend to keys outside of the window, which must not be found
         base = cell.shared.changed(predictor=cls.name, sink_blocks=1, dense_tail_blocks=0)
         windows = range(1, -(-cell.length // base.key_block) + 1)
         return cls(nearest_on_probe(windows, lambda w: replace(base, local_blocks=w), cell))
@@ -237,19 +241,19 @@ class Streaming(Cab):
 
 
 class Chosen(Cab):
-    """Base of methods whose blocks the predictor of that name chooses."""
+    """The base class of methods whose blocks a predictor selects."""
 
     predictor: ClassVar[str]
 
     @classmethod
     def by(cls, predictor: str, name: str | None = None) -> type[Chosen]:
-        """The method ``name``, by default called as its predictor."""
+        """Return the method ``name`` with this predictor; the default is the predictor's name."""
         return type(name or predictor, (cls,), {"name": name or predictor, "predictor": predictor})
 
 
 @dataclass(frozen=True)
 class OfRows(Chosen):
-    """Base of methods that keep a share of every row, at the sparsity nearest to the budget.
+    """The base class of methods that keep a share of every row, fitted to the budget.
 
     Forced blocks and the dense tail are those of CAB, and count in the budget.
     """
@@ -258,8 +262,8 @@ class OfRows(Chosen):
 
     @classmethod
     def fit(cls, cell: Cell) -> OfRows:
-        # how many blocks a row keeps does not depend on which, so the cheapest choice is fitted;
-        # how long it takes to choose does
+        # the number of blocks per row does not depend on the selection, so the cheapest selection
+        # is fitted; its time does depend on it
         predictor = cls.predictor if cell.took else "random"
         fitted = fitted_sparsity(cell.shared.changed(predictor=predictor), cell)
         return cls(replace(fitted, predictor=cls.predictor))
@@ -267,7 +271,7 @@ class OfRows(Chosen):
 
 @dataclass(frozen=True)
 class AsPublished(Chosen):
-    """Base of methods at the budget of their authors, who have no dense tail: not matched."""
+    """The base class of methods at the budget of their authors, without dense tail."""
 
     @classmethod
     def fit(cls, cell: Cell) -> AsPublished:
@@ -276,10 +280,10 @@ class AsPublished(Chosen):
 
 @dataclass(frozen=True)
 class ByShare(Chosen):
-    """Base of methods by a `SharePredictor`, at the share nearest to the budget.
+    """The base class of methods with a `SharePredictor`, at the share nearest to the budget.
 
-    Its density, or time, is measured on a text of the cell. Forced blocks and the dense tail are
-    those of CAB, and count in the budget.
+    Density, or time, is measured on a text of the cell. Forced blocks and the dense tail are those
+    of CAB, and count in the budget.
     """
 
     matched = True
@@ -287,7 +291,10 @@ class ByShare(Chosen):
     @classmethod
     def fit(cls, cell: Cell) -> ByShare:
         if not (cell.took or cell.realised):
-            raise ValueError(f"{cls.name} needs a cell that measures the density of a config.")
+            raise ValueError(
+                f"cell must measure the density of a config for method {cls.name}, got "
+                "realised=None. Pass Cell.realised."
+            )
         shares = [step / BUDGET_STEPS for step in range(1, BUDGET_STEPS + 1)]
         base = cell.shared.changed(predictor=cls.predictor)
         return cls(nearest(shares, lambda x: at_share(base, x), cell, cell.realised))
@@ -297,14 +304,14 @@ class ByShare(Chosen):
 class TriangleMix(Cab):
     """TriangleMix (He et al. 2025, arXiv 2507.21526): a triangle pattern in the deeper layers.
 
-    There a query sees 8 sink tokens and the latest 512, and the last 128 queries see everything;
-    the layers before are dense, 16 of 32 for Llama-3.1-8B. These numbers are those of the example
-    of its code.
+    In these layers a query attends to 8 sink tokens and the latest 512, and the last 128 queries
+    attend to everything. The layers before are dense, 16 of 32 for Llama-3.1-8B. These numbers are
+    those of the example in its code.
 
-    The paper finds the layers of a model by the gradient that reaches what the pattern leaves out;
-    here they are the second half of any model. Sinks, window and last queries are whole blocks:
-    one sink block, the key blocks that hold the latest 512 tokens of every query, so that those
-    further on in their query block see more, and the query blocks with one of the last 128 tokens.
+    The paper finds the layers by the gradient that reaches the omitted part; here they are the
+    second half of any model. Sinks, window and last queries are whole blocks: one sink block, the
+    key blocks with the latest 512 tokens of every query, and the query blocks with one of the last
+    128 tokens. Later queries of a block therefore attend to more than 512 tokens.
     """
 
     name = "trianglemix"
@@ -312,12 +319,15 @@ class TriangleMix(Cab):
     @classmethod
     def fit(cls, cell: Cell) -> TriangleMix:
         if cell.layers is None:
-            raise ValueError("trianglemix needs a cell that has how many layers the model has.")
+            raise ValueError(
+                "cell must contain the number of layers for method trianglemix, got layers=None. "
+                "Pass Cell.layers."
+            )
         base, dense = cell.shared, cell.layers - round(TRIANGLE_SHARE * cell.layers)
         triangle = {
             "predictor": Streaming.name,
             "sink_blocks": 1,
-            # counted back from the last query of a row, whose first one sees the least
+            # counted back from the last query of a row; its first query sees the least
             "local_blocks": -(-(WINDOW + base.query_block - 1) // base.key_block),
             "dense_tail_blocks": -(-LAST_QUERIES // base.query_block),
             "dense_layers": tuple(sorted({*range(dense), *base.dense_layers})),
@@ -326,7 +336,7 @@ class TriangleMix(Cab):
 
 
 def at_share(base: CabConfig, share: float) -> CabConfig:
-    """``base``, of a `SharePredictor`, at another share, under a predictor's name of its own."""
+    """Register ``base``, a `SharePredictor`, with another share, under its own predictor name."""
     name = f"{base.predictor}:{share}"
     register_predictor(name, SHARES[base.predictor])
     return replace(base, predictor=name)
@@ -340,11 +350,11 @@ def logged_config(fields: Mapping[str, Any]) -> CabConfig:
     return at_share(config, float(share)) if share else config
 
 
-# 0.8 is the default of the authors' function; their runs of LLaMA load a threshold for each head,
-# in the mean 0.76 at stride 8 and 0.91 at 16, found by a search that is left out here
+# 0.8 is the default of the authors' function. Their runs of LLaMA load a threshold per head, on
+# average 0.76 at stride 8 and 0.91 at 16, found by a search that is left out here.
 SHARES: dict[str, Callable[[CabConfig], SharePredictor]] = {
     "xattention": partial(SharePredictor, usual=0.8, score=strided_mass(STRIDE)),
-    # the coarser and faster one of its two
+    # the coarser and faster of their two settings
     "xattention_16": partial(SharePredictor, usual=0.8, score=strided_mass(16)),
     "mean_pooled": partial(SharePredictor, usual=0.95, score=pooled_mass),
 }

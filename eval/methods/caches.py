@@ -1,4 +1,4 @@
-"""Methods that drop tokens from the KV cache for good, behind a dense prefill."""
+"""Methods that drop tokens from the KV cache for good, after a dense prefill."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from cab_hf.eval.methods.base import Cell, Dense, LayerDensities, Method, layers
 from cab_hf.plan import Spans
 from cab_hf.predictors.attention_mass import attention_rows
 
-SNAP_WINDOW, SNAP_KERNEL = 32, 5  # of SnapKV: queries that choose, keys that are averaged
-SINKS = 4  # of StreamingLLM
+SNAP_WINDOW, SNAP_KERNEL = 32, 5  # SnapKV: queries that select, keys per average
+SINKS = 4  # StreamingLLM
 
 
 class SinkLayer(DynamicLayer):
@@ -34,7 +34,7 @@ class SinkLayer(DynamicLayer):
         self.cumulative_length = 0  # tokens read so far
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any):
-        """What was kept and the new [B, H_kv, N, D], of which the latest replace the oldest."""
+        """Return the stored and the new tokens [B, H_kv, N, D]; the latest replace the oldest."""
         keys, values = super().update(key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
         gone = keys.shape[-2] - self.tokens
@@ -50,21 +50,21 @@ class SinkLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         kept = super().get_seq_length()
-        # all that is kept is before the queries
+        # all kept tokens precede the queries
         return kept + query_length, self.cumulative_length - kept
 
 
 def sink_cache(model: PreTrainedModel, sinks: int, tokens: int) -> Cache:
-    """A cache that keeps in every layer the first ``sinks`` and the latest of ``tokens`` tokens."""
+    """Return a cache whose layers keep the first ``sinks`` and the latest of ``tokens`` tokens."""
     layers = range(layers_of(model))
     return Cache(layers=[SinkLayer(sinks, max(tokens, sinks + 1)) for _ in layers])
 
 
 @dataclass(frozen=True)
 class StreamingCache(Dense):
-    """StreamingLLM's cache behind a dense prefill: 4 sinks and the latest of ``tokens`` tokens.
+    """StreamingLLM's cache after a dense prefill: 4 sinks and the latest of ``tokens`` tokens.
 
-    Tokens keep the positions they have in the text, as of `Streaming`.
+    Tokens keep their positions in the text, as in `Streaming`.
     """
 
     name = "streaming"
@@ -79,11 +79,11 @@ class StreamingCache(Dense):
 
 
 class Kept(NamedTuple):
-    """The tokens that are left to a layer, in the order of the text.
+    """The tokens that remain in a layer, in the order of the text.
 
     Attributes:
         k, v: [B, H_kv, M, D].
-        received: float32 [B, H_kv, M], attention by which they are judged.
+        received: float32 [B, H_kv, M], attention received, by which tokens are ranked.
     """
 
     k: Tensor
@@ -91,7 +91,7 @@ class Kept(NamedTuple):
     received: Tensor
 
     def evicted(self, tokens: int, recent: int) -> Kept:
-        """``tokens`` of them, or all: the ``recent`` latest, and those that received most."""
+        """Keep ``tokens`` tokens or all: the ``recent`` latest, and those that received most."""
         length = self.received.shape[-1]
         if length <= tokens:
             return self
@@ -105,10 +105,10 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class KeepsSome(Method):
-    """Base of caches that keep some tokens a KV head, by attention, behind a dense prefill.
+    """The base class of caches that keep some tokens per KV head after a dense prefill.
 
-    Density is the kept share of the prompt's keys, which is not a share of prefill work: there is
-    none saved. Requires prompts without padding.
+    The kept tokens are those that receive most attention. Density is the kept share of the prompt's
+    keys. It is no share of prefill work, because prefill is dense. Prompts must have no padding.
     """
 
     matched = True
@@ -119,17 +119,18 @@ class KeepsSome(Method):
     def fit(cls, cell: Cell) -> KeepsSome:
         if cell.budget is None:
             raise ValueError(
-                f"{cls.name} needs a budget: the share of the prompt's keys that is kept."
+                f"budget must be the share of the prompt's keys that {cls.name} keeps, got None. "
+                "Give a budget."
             )
         return cls(max(2, round(cell.budget * cell.length)))
 
     @abstractmethod
     def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Kept:
-        """What a prompt leaves: q [B, H, N, D], k and v [B, H_kv, N, D]."""
+        """Return the tokens kept after a prompt: q [B, H, N, D], k and v [B, H_kv, N, D]."""
 
     @abstractmethod
     def of_step(self, kept: Kept, given: Tensor) -> Kept:
-        """What a step leaves, whose query has ``given`` this attention [B, H_kv, M]."""
+        """Return the tokens kept after a step whose query gave attention ``given`` [B, H_kv, M]."""
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[LayerDensities]:
@@ -161,17 +162,17 @@ class KeepsSome(Method):
         scaling: float | None = None,
         **kwargs,
     ) -> tuple[Tensor, None]:
-        """What transformers calls: query [B, H, N_q, D] -> ([B, N_q, H, D], None).
+        """Compute attention for transformers: query [B, H, N_q, D] -> ([B, N_q, H, D], None).
 
-        ``kept`` has what is left to each module, ``shares`` how much of the prompt that was.
+        ``kept`` maps modules to their remaining tokens, ``shares`` to the kept share of the prompt.
         """
         q_length, kv_length = query.shape[2], key.shape[2]
         prefill = q_length == kv_length
         if attention_mask is not None or not (prefill or q_length == 1):
             masked = "" if attention_mask is None else " with a mask"
             raise ValueError(
-                f"{self.name} takes a whole prompt without padding, then single tokens; got "
-                f"{q_length} queries on {kv_length} keys{masked}."
+                f"{self.name} must get a whole prompt without padding, then single tokens, got "
+                f"{q_length} queries on {kv_length} keys{masked}. Pass one prompt in one call."
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if prefill:
@@ -192,18 +193,18 @@ class KeepsSome(Method):
 
 
 def by_kv_head(received: Tensor, k: Tensor) -> Tensor:
-    """[B, H, N] -> [B, H_kv, N]: what the query heads of a group give together."""
+    """Sum attention over the query heads of a group, [B, H, N] -> [B, H_kv, N]."""
     return received.unflatten(1, (k.shape[1], -1)).sum(2)
 
 
 @dataclass(frozen=True)
 class H2O(KeepsSome):
-    """Heavy-hitter oracle: evict what little attention was paid to (Zhang et al. 2023, 2306.14048).
+    """Heavy-hitter oracle: evict tokens that received little attention.
 
-    Each KV head keeps ``tokens`` tokens, half of them the latest and half those that received most
-    attention from all queries so far, of the prompt and of the steps; at every step one is evicted
-    for good. The paper has no rule for grouped queries: attention is summed over the query heads of
-    a group.
+    Zhang et al. 2023, arXiv 2306.14048. Each KV head keeps ``tokens`` tokens: half are the latest,
+    and half received the most attention from all queries of the prompt and of the steps. Every step
+    evicts one token for good. The paper has no rule for grouped queries: attention is summed over
+    the query heads of a group.
     """
 
     name = "h2o"
@@ -220,20 +221,20 @@ class H2O(KeepsSome):
 
 @dataclass(frozen=True)
 class SnapKV(KeepsSome):
-    """SnapKV: what the end of the prompt attends is kept of it (Li et al. 2024, arXiv 2404.14469).
+    """SnapKV: keep the keys that the end of the prompt attends to.
 
-    The attention of the prompt's last 32 queries to each key before them, averaged over 5
-    neighbouring keys, picks the best; with those 32 themselves they are ``tokens``, fixed from then
-    on. What is decoded is kept as well, so that a step reads more than that: `step_tokens` counts
-    the first one. Window, average and kernel are the defaults of its code; the paper's runs on
-    LongBench have, as far as we know, the maximum over 7.
+    Li et al. 2024, arXiv 2404.14469. The attention of the prompt's last 32 queries to each key
+    before them, averaged over 5 neighbouring keys, ranks the keys. The best keys and the last 32
+    form ``tokens`` keys, fixed from then on. Decoded tokens are kept as well, so that later steps
+    read more: `step_tokens` counts the first step. Window, average and kernel are the defaults of
+    its code; the paper's runs on LongBench use, as far as we know, the maximum over 7.
 
-    The original picks for every query head, and repeats keys and values for that; here attention is
-    summed over the query heads of a group, so that a KV head holds one copy.
+    The original selects keys per query head, and repeats keys and values for that. Here attention
+    is summed over the query heads of a group, so that a KV head has one copy.
     """
 
     name = "snapkv"
-    decodes = "what the end of the prompt attends"
+    decodes = "keys that the end of the prompt attends to"
 
     def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Kept:
         window = min(SNAP_WINDOW, self.tokens, q.shape[2])
@@ -247,7 +248,7 @@ class SnapKV(KeepsSome):
 
 
 def column_sums(q: Tensor, k: Tensor, spans: Spans, scale: float) -> Tensor:
-    """Attention each key receives from all queries, float32 [B, H, N_k]."""
+    """Return the attention that each key receives from all queries, float32 [B, H, N_k]."""
     sums = torch.zeros(*q.shape[:2], k.shape[2], device=q.device)
     for _, rows in attention_rows(q, k, spans, scale):
         sums[..., : rows.shape[-1]] += rows.sum(2)
@@ -255,7 +256,10 @@ def column_sums(q: Tensor, k: Tensor, spans: Spans, scale: float) -> Tensor:
 
 
 def last_queries(spans: Spans, count: int) -> Tensor:
-    """int64 [B, R]: the last ``count`` real queries of each batch row, -1 for those it lacks."""
+    """Return the last ``count`` queries per batch row, int64 [B, R], filled with -1.
+
+    Padding queries do not count.
+    """
     query = torch.arange(spans.q_length, device=spans.last.device).where(spans.last >= 0, -1)
     return query.topk(min(count, spans.q_length), dim=-1).values
 
@@ -263,17 +267,20 @@ def last_queries(spans: Spans, count: int) -> Tensor:
 def columns_and_diagonals(
     q: Tensor, k: Tensor, spans: Spans, scale: float, asking: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last ``asking`` real queries, summed over them: by key, and by distance.
+    """Sum the attention of the last ``asking`` queries by key, and by distance.
+
+    Padding queries do not count.
 
     Args:
-        q: [B, H, N_q, D]. k: [B, H_kv, N_k, D].
+        q: [B, H, N_q, D].
+        k: [B, H_kv, N_k, D].
 
     Returns:
-        Two of float32 [B, H, N_k]: what each key receives, and each distance from query to key.
+        Two float32 [B, H, N_k]: attention per key, and per distance from query to key.
     """
     query = last_queries(spans, asking)
     at = query.clamp(min=0)
-    # [B, R]: where these queries are among the keys
+    # [B, R]: positions of these queries among the keys
     last = spans.last.gather(1, at).where(query >= 0, -1)
     asked = Spans(spans.first.gather(1, at), last, spans.key_valid)
     own = q.gather(2, at[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))

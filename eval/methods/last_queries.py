@@ -1,7 +1,7 @@
-"""Methods that choose all blocks by what the last queries of a text attend.
+"""Methods that select all blocks by the attention of the last queries of a sequence.
 
-Where a text is read in chunks, these are the last ones of the row's chunk. Packed documents are
-refused.
+If a sequence is read in chunks, these are the last queries of the row's chunk. Packed documents
+raise an error.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext, register_predictor
 from cab_hf.predictors.attention_mass import block_sums
 
-ASKING_QUERIES = 64  # of vertical_slash
-TAU = 0.1  # of FlexPrefill: the divergence below which the pooled estimate of a head is believed
-MIN_TOKENS = 1024  # of FlexPrefill: the least that a head keeps in columns, and in diagonals
+ASKING_QUERIES = 64  # vertical_slash
+TAU = 0.1  # FlexPrefill: the divergence below which the pooled estimate of a head is used
+MIN_TOKENS = 1024  # FlexPrefill: minimum tokens of a head in columns, and in diagonals
 
 
 class FlexPrefillPredictor(SharePredictor):
-    """FlexPrefill (Lai et al. 2025, arXiv 2502.20766), at block grain.
+    """FlexPrefill (Lai et al. 2025, arXiv 2502.20766), with blocks instead of tokens.
 
-    The last block of queries is attended exactly. Mean-pooled queries and keys estimate the same by
-    block; where the square root of the Jensen-Shannon divergence of both is below tau = 0.1, the
-    head is query-aware: the estimate is made for all rows, and the fewest blocks are kept that hold
-    gamma = 0.95 of it over all rows together. Any other head is vertical-slash: n is the smallest
-    number of columns, token by token, that hold more than gamma of what the last block attends, and
-    the n // key_block + 1 best blocks of columns are kept, whatever these hold; diagonals alike.
-    Every head keeps 1,024 tokens of columns and of diagonals at least, which is the minimum of the
-    paper as far as we know; the README of its code has gamma 0.9 and 512 tokens.
+    The last block of queries is attended exactly, and mean-pooled queries and keys estimate the
+    same by block. If the square root of the Jensen-Shannon divergence of both is below tau = 0.1,
+    the head is query-aware: the estimate is computed for all rows, and the fewest blocks with gamma
+    = 0.95 of it over all rows together are kept.
+
+    Any other head is vertical-slash: n is the smallest number of columns, token by token, with more
+    than gamma of the last block's attention. The n // key_block + 1 best blocks of columns are
+    kept, and diagonals alike. Every head keeps at least 1,024 tokens of columns and of diagonals,
+    which is the minimum of the paper as far as we know; the README of its code has gamma 0.9 and
+    512 tokens.
     """
 
     def __init__(self, config: CabConfig) -> None:
@@ -52,13 +54,13 @@ class FlexPrefillPredictor(SharePredictor):
         self.refuse_packed(call.spans)
         (query_block, key_block), spans = self.blocks, call.spans
         gamma = torch.tensor(self.share, device=q.device, dtype=torch.float64)
-        # [B, H, N_k] each, of sum 1: shares of keys, and of distances
+        # [B, H, N_k] each, sums to 1: shares of keys, and of distances
         columns, diagonals = map(
             normalised, columns_and_diagonals(q, k, spans, call.scale, query_block)
         )
         keys = block_means(k, spans.key_valid, key_block)
         pooled = pooled_last_block(q, keys, spans, call.scale, query_block, key_block)
-        # [B, H]: heads whose estimate is believed; the minimum is all that they keep of a pattern
+        # [B, H]: heads whose estimate is used; of the pattern they keep only the minimum
         aware = root_divergence(pooled, in_blocks(columns, key_block)) < TAU
         asked = gamma.where(~aware.unsqueeze(-1), 0.0)
         kept = (counted_by_token(x, asked, key_block) for x in (columns, diagonals))
@@ -66,7 +68,7 @@ class FlexPrefillPredictor(SharePredictor):
         group = q.shape[1] // k.shape[1]
         for head in aware.any(0).nonzero().flatten().tolist():
             own = q[:, [head]], k[:, [head // group]]
-            # over all rows together: rows that are spread out keep more
+            # over all rows together: rows with flat attention keep more
             share = pooled_mass(*own, call, *self.blocks)
             together = normalised(share.flatten(2))
             everything = torch.ones_like(together, dtype=torch.bool)
@@ -76,7 +78,7 @@ class FlexPrefillPredictor(SharePredictor):
 
 
 class VerticalSlashPredictor(ScorePredictor):
-    """`vertical_slash_scores`; packed documents are refused."""
+    """Top-k blocks by `vertical_slash_scores`; packed documents raise an error."""
 
     def __init__(self, config: CabConfig) -> None:
         super().__init__(config, vertical_slash_scores)
@@ -94,26 +96,29 @@ def vertical_slash_scores(
     key_block: int,
     asking: int = ASKING_QUERIES,
 ) -> Tensor:
-    """MInference's vertical-slash pattern (Jiang et al. 2024, arXiv 2407.02490), at block grain.
+    """Score blocks by MInference's vertical-slash pattern (Jiang et al. 2024, arXiv 2407.02490).
 
-    The attention of each text's last ``asking`` real queries is summed over columns (keys) and over
-    diagonals (distances between query and key). A block scores what the best column or diagonal
-    that touches it has. The original keeps a fixed number of columns and of diagonals for a head,
-    token by token, and its kernel gathers single columns; here every row keeps its share of blocks,
-    whichever of the two touches them, and a column costs a whole key block in every row. At as many
-    (query, key) pairs it therefore loses more of the attention than MInference does.
+    The attention of each sequence's last ``asking`` queries is summed over columns (keys) and over
+    diagonals (distances between query and key). The score of a block is that of the best column or
+    diagonal that touches it. Padding queries do not count.
+
+    The original keeps a fixed number of columns and of diagonals per head, token by token, and its
+    kernel gathers single columns. Here every row keeps its share of blocks, and a column costs a
+    whole key block in every row. At an equal number of (query, key) pairs it therefore loses more
+    attention than MInference.
     """
     kv_length, spans = k.shape[2], call.spans
     vertical, slash = columns_and_diagonals(q, k, spans, call.scale, asking)
     columns = F.pad(vertical, (0, -kv_length % key_block)).unflatten(-1, (-1, key_block))
     columns = columns.amax(-1).unsqueeze(2)
 
-    # a block is touched by the distances of its first query to its last key, and so on upwards
+    # distances between a block's first query and the key block's last key and upwards touch the
+    # block
     rows = spans.rows(query_block)
     ends = torch.arange(key_block - 1, kv_length + key_block - 1, key_block, device=q.device)
     begins = rows.min_last.long().where(rows.queries > 0, 0)
     nearest = begins.unsqueeze(-1) - ends
-    # behind as many zeros as the nearest may be below none
+    # padding, because the smallest distance may be below zero
     zeros = query_block + key_block - 2
     window = (nearest + zeros).clamp(0, kv_length - 1 + zeros)
     # entry t: the best of the distances t - zeros to t
@@ -126,9 +131,9 @@ def vertical_slash_scores(
 def pooled_last_block(
     q: Tensor, keys: Tensor, spans: Spans, scale: float, query_block: int, block: int
 ) -> Tensor:
-    """The pooled estimate of what the last ``query_block`` real queries attend: [B, H, M_k].
+    """Return the pooled estimate of the attention of the last ``query_block`` queries: [B, H, M_k].
 
-    The softmax over key blocks of their mean against the mean of each.
+    It is the softmax over key blocks of the mean query against the mean of each block.
     """
     query = last_queries(spans, query_block)
     index = query.clamp(min=0)[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
@@ -137,33 +142,34 @@ def pooled_last_block(
     mean = total / real.sum(2, keepdim=True).clamp(min=1)
     first, last = (x.gather(1, query.clamp(min=0)) for x in (spans.first, spans.last))
     start = torch.arange(0, spans.kv_length, block, device=q.device)
-    # [B, 1, 1, M_k]: the blocks that one of them sees
+    # [B, 1, 1, M_k]: blocks that one of these queries sees
     begun = (start <= last.amax(-1, keepdim=True)) & (start + block > first[:, :1])
     return share_of_blocks(mean, keys, begun[:, None, None], scale).squeeze(2)
 
 
 def root_divergence(p: Tensor, q: Tensor) -> Tensor:
-    """The square root of the Jensen-Shannon divergence, in nats, over the last dimension."""
+    """Return the square root of the Jensen-Shannon divergence, in nats, over the last dimension."""
     middle = (p + q) / 2
-    # 0 log 0 is 0, and where the middle is 0 both are
+    # 0 log 0 is 0, and both are 0 where the middle is 0
     parts = torch.xlogy(p, p) + torch.xlogy(q, q) - 2 * torch.xlogy(middle, middle)
     return (parts.sum(-1) / 2).clamp(min=0).sqrt()
 
 
 def in_blocks(share: Tensor, size: int) -> Tensor:
-    """[..., N] -> [..., M]: what blocks of ``size`` tokens hold together."""
+    """Sum shares over blocks of ``size`` tokens, [..., N] -> [..., M]."""
     return block_sums(share, size, -(-share.shape[-1] // size))
 
 
 def counted_by_token(share: Tensor, wanted: Tensor, size: int) -> Tensor:
-    """bool [..., M]: the best blocks of ``size`` tokens, as many as the original keeps.
+    """Return bool [..., M]: the best blocks of ``size`` tokens, as many as the original keeps.
 
-    With n the smallest number of tokens that hold more than ``wanted``, they are n // size + 1, and
-    at least those of `MIN_TOKENS`. All are kept where ``wanted`` is 1.
+    If n is the smallest number of tokens with more than ``wanted``, the number of blocks is n //
+    size + 1, and at least that of `MIN_TOKENS` tokens. All blocks are kept if ``wanted`` is 1.
 
     Args:
-        share: [..., N], of sum 1 over tokens.
+        share: [..., N], sums to 1 over tokens.
         wanted: broadcasts with ``share``.
+        size: tokens per block.
     """
     held = share.sort(dim=-1, descending=True).values.cumsum(-1)
     tokens = ((held <= wanted) | (wanted >= 1)).sum(-1, keepdim=True) + 1
@@ -175,12 +181,12 @@ def counted_by_token(share: Tensor, wanted: Tensor, size: int) -> Tensor:
 def touched(
     columns: Tensor, diagonals: Tensor, spans: Spans, query_block: int, key_block: int
 ) -> Tensor:
-    """The blocks of each row in a kept column or on a kept diagonal, bool [B, H, M_q, M_k].
+    """Return the blocks of each row in a kept column or diagonal, bool [B, H, M_q, M_k].
 
     Args:
         columns: bool [B, H, M_k], by key block.
-        diagonals: bool [B, H, M_k], by distance in key blocks: entry t is of the key blocks t
-            before those that hold the row's own positions.
+        diagonals: bool [B, H, M_k], by distance in key blocks: entry t is the key block t blocks
+            before that of the row's own positions.
     """
     rows = spans.rows(query_block)
     block = torch.arange(columns.shape[-1], device=columns.device)
@@ -189,7 +195,7 @@ def touched(
         (position.long().where(inhabited, -1) // key_block).unsqueeze(-1) - block
         for position in (rows.min_last, rows.max_last)
     )
-    # entry t: how many of the diagonals before t are kept
+    # entry t: number of kept diagonals before t
     before = F.pad(diagonals.cumsum(-1), (1, 0))
 
     def kept_before(distance: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How long an op takes, beside the best dense attention in the same run."""
+"""Measure the time of an op, next to the best dense attention in the same run."""
 
 OPS = (
     *("predictor", "attention", "batches", "ttft", "decode", "breakdown", "prefill"),

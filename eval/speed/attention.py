@@ -1,4 +1,4 @@
-"""``speed attention``: predicting and attending, forward and backward, beside dense kernels."""
+"""``speed attention``: time selecting blocks and attending, next to dense kernels."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from cab_hf.plan import BlockPlan, Spans
 from cab_hf.predictors import make_predictor
 from cab_hf.runs.settings import flag, option
 
-# direction -> its floating-point operations over those of the forward pass: five products, not two
+# direction -> operations relative to the forward pass: five products instead of two
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}
-EVERYTHING = 1.0  # the budget that leaves nothing out
+EVERYTHING = 1.0  # the budget that keeps all blocks
 ENGINES_ON_GPU = ("flex", "triton")
 OF_ENGINES = ("attend_ms", "total_ms", "total_eager_ms", "peak_mib", "labels")
-GROUP = ("head_dim", "direction", "blocks", "budget")  # rows of one differ in length alone
+GROUP = ("head_dim", "direction", "blocks", "budget")  # rows of a group differ in length alone
 
 
 @dataclass(frozen=True)
 class Settings(HeadSettings):
-    """What a run of attention is told."""
+    """Settings of a run of attention."""
 
     KEYS = {"length": "lengths", "head_dim": "head_dims", "direction": "directions"}
     KEYS |= {"blocks": "blocks", "budget": "densities"}
@@ -45,17 +45,20 @@ class Settings(HeadSettings):
     FROM_0 = (*HeadSettings.FROM_0, "seconds")
     CHOICES = {"directions": DIRECTIONS, "engines": engines.ENGINES}
 
-    head_dims: tuple[int, ...] | None = listed((128,), (32,), "channels of a head", int)
+    head_dims: tuple[int, ...] | None = listed((128,), (32,), "head dims", int)
     densities: tuple[float, ...] = listed(
-        (0.05, 0.1, 0.2, EVERYTHING), None, "max_density, which is filled; 1: all", float
+        (0.05, 0.1, 0.2, EVERYTHING),
+        None,
+        "max_density, which is used completely; 1: all blocks",
+        float,
     )
     blocks: tuple[str, ...] | None = listed(
-        ("128x64",), ("32x16",), "query block x key block", str.lower
+        ("128x64",), ("32x16",), "block sizes, query block x key block", str.lower
     )
     directions: tuple[str, ...] = listed(tuple(DIRECTIONS), None, "forward, backward or both")
-    engines: tuple[str, ...] | None = listed(ENGINES_ON_GPU, ("reference",), "what attends")
-    sinks: bool = flag("each head has an attention sink: a logit that no key has")
-    seconds: float = option(0.5, "seconds of timing one case, or what five runs take", float)
+    engines: tuple[str, ...] | None = listed(ENGINES_ON_GPU, ("reference",), "attention engines")
+    sinks: bool = flag("give each head an attention sink, a logit without a key")
+    seconds: float = option(0.5, "seconds for timing one case, at least five runs", float)
 
     def configs(self) -> list[CabConfig]:
         return [self.budgeted(case) for case in self.asked()]
@@ -63,14 +66,15 @@ class Settings(HeadSettings):
     @property
     def method(self) -> str:
         return (
-            f"{method_on(self.device, self.seconds)}; backward times are of torch.autograd.grad "
-            "alone, called from Python; predict + attend is one call, whose peak is over its "
-            "inputs, its result included; every kernel is compared with float32 attention before "
-            f"it is timed, an engine at the whole length, gradients on {CHECK_LENGTH} tokens"
+            f"{method_on(self.device, self.seconds)}; backward times are those of "
+            "torch.autograd.grad alone, called from Python; predict + attend is one call, and "
+            "its peak excludes its inputs and includes its result; every kernel is compared with "
+            "float32 attention before it is timed, an engine at the whole length, gradients on "
+            f"{CHECK_LENGTH} tokens"
         )
 
     def budgeted(self, case: Mapping[str, Any]) -> CabConfig:
-        """The config that fills the budget of ``case``."""
+        """Return the config with the budget of ``case``."""
         sizes = case["blocks"].split("x")
         self.check("blocks", len(sizes) == 2 and all(map(str.isdigit, sizes)), "like 128x64")
         query_block, key_block = map(int, sizes)
@@ -81,7 +85,7 @@ class Settings(HeadSettings):
     def planner(
         self, case: Mapping[str, Any], sinks: Tensor | None = None
     ) -> Callable[[Tensor, Tensor, Spans], BlockPlan]:
-        """(q, k, spans) -> the plan of ``case``, for heads with these ``sinks``."""
+        """Return a function (q, k, spans) -> plan of ``case``, for heads with these ``sinks``."""
         config = self.budgeted(case)
         if case["budget"] == EVERYTHING:
             return lambda q, k, spans: BlockPlan.causal(
@@ -91,16 +95,16 @@ class Settings(HeadSettings):
         return lambda q, k, spans: predict(q, k, call_of(config, spans, q.shape[-1], sinks))
 
     def sinks_on(self, device: torch.device) -> Tensor | None:
-        """Random logits [H] of attention sinks; None without."""
+        """Return random logits [H] of attention sinks; None without sinks."""
         generator = torch.Generator(device).manual_seed(self.seed)
         return torch.randn(self.heads, device=device, generator=generator) if self.sinks else None
 
 
 class Attention(HeadSpeed):
-    """A case is one length, head dim, direction, size of blocks and budget."""
+    """The experiment; a case is one length, head dim, direction, block size and budget."""
 
     name = "speed attention"
-    purpose = "time predicting and attending, forward and backward, beside dense kernels"
+    purpose = "time selecting blocks and attending, forward and backward, next to dense kernels"
     title = "Speed of attention"
     caption = "time and rate of attention by length"
     Settings = Settings
@@ -121,11 +125,12 @@ class Attention(HeadSpeed):
         Panel("rate of attending", "TFLOP/s", ("tflops",), log=False),
     )
     NOTES = {
-        "": "A budget is max_density, 1 attends everything; density is what came of it, attended "
-        "over causal pairs. ms: predicting included; total eager ms is that from Python. TFLOP/s, "
-        "predicting left out, count four operations a pair and channel forward and ten backward: "
-        "every pair of a listed block, masked or not; of dense kernels, half of all. Efficient "
-        "attention gets k and v repeated before the clock starts."
+        "": "A budget is a max_density, and 1 attends to everything. Density is the result: "
+        "attended over causal pairs. ms includes selecting blocks; total eager ms is the time "
+        "of a call from Python. TFLOP/s exclude selecting blocks, and count four operations "
+        "per pair and channel forward and ten backward: every pair of a listed block, masked "
+        "or not; for dense kernels, half of all pairs. Efficient attention gets repeated k "
+        "and v before the clock starts."
     }
 
     @torch.no_grad()
@@ -153,7 +158,7 @@ class Attention(HeadSpeed):
                 attend = partial(Layout(spans, length).attend, engine, sinks=sinks)
                 self.time_engine(sample, name, attend, heads, decide, plan)
             except Exception as error:
-                # an engine that refuses or is wrong is told of and not measured
+                # an engine that raises an error or is wrong is reported and not measured
                 sample["not_measured"][name] = in_a_sentence(error)
             else:
                 sample["labels"][name] = engine.label(work)
@@ -167,7 +172,7 @@ class Attention(HeadSpeed):
         decide: Callable[[], BlockPlan],
         plan: BlockPlan,
     ) -> None:
-        """Write into ``sample`` what ``attend`` takes, and together with predicting."""
+        """Add the times of ``attend``, alone and with block selection, to ``sample``."""
         scale = sample["head_dim"] ** -0.5
         if sample["direction"] == "backward":
             complete = gradients_of(attend, *heads, plan, scale)
@@ -187,9 +192,9 @@ class Attention(HeadSpeed):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """In the order of `GROUP` and length, each with its fastest engine, dense attention, rates.
+        """Return rows by `GROUP` and length, with the fastest engine, dense attention and rates.
 
-        ``ms`` has predicting where there is any; ``ratio`` is over the fastest dense kernel.
+        ``ms`` includes block selection; ``ratio`` is relative to the fastest dense kernel.
         """
         rows = sorted(map(dict, samples), key=itemgetter("blocks", "budget", "length"))
         # forward before backward
@@ -204,7 +209,7 @@ class Attention(HeadSpeed):
 
     @classmethod
     def shown(cls, rows: Sequence[Row]) -> list[Row]:
-        """A row for each engine, with the length from which it is faster than dense attention."""
+        """Return one row per engine, with the length at which it becomes faster than dense."""
         by_name, made = (*OF_ENGINES, "tflops"), []
         first = dict.fromkeys(("density", "ms", "baseline", "baseline_ms", "ratio"))
         for row in rows:
@@ -220,14 +225,14 @@ class Attention(HeadSpeed):
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """Of each direction, what the smallest budget brings at the longest input."""
+        """Summarise the smallest budget at the longest input for each direction."""
         parts = []
         for some in grouped([row for row in rows if row["ratio"] is not None], "direction"):
             row = min(some, key=lambda row: (row["budget"], -row["length"], row["ratio"]))
             alike = [each for each in some if all(each[name] == row[name] for name in GROUP)]
             which = named(row, varying(rows, {"head dim": "head_dim", "blocks": "blocks"}))
             share = f"{percent(row['density'])} of the pairs by {row['engine']}"
-            predicting = ["predicting included"] if _predicts(row) else []
+            predicting = ["selecting blocks included"] if _predicts(row) else []
             what = ", ".join([f"{row['direction']} of {share}", *which, *predicting])
             parts.append(dense.reading(alike, what))
         return parts
@@ -237,28 +242,28 @@ EXPERIMENT = Attention
 
 
 def counted(plan: BlockPlan, heads: int) -> dict[str, float]:
-    """Density, and (query, key) pairs of listed blocks over all ``heads``, masked ones included."""
+    """Return density, and listed (query, key) pairs over ``heads``, masked ones included."""
     listed = int(plan.full.counts.sum() + plan.partial.counts.sum())
     pairs = listed * plan.shared_by(heads) * plan.query_block * plan.key_block
     return {"density": plan.density(), "listed_pairs": pairs}
 
 
 def rates(row: Row) -> dict[str, float]:
-    """TFLOP/s of the engines, over listed blocks, and of the dense kernels of ``row``."""
+    """Return TFLOP/s of the engines, over listed blocks, and of the dense kernels of ``row``."""
     causal = row["batch"] * row["heads"] * row["length"] ** 2 / 2
     pairs = {name: row["listed_pairs"] for name in row["attend_ms"]}
     pairs |= dict.fromkeys(row["baselines"], causal)
-    # forward, a pair is a multiplication and an addition per channel, in each of two products
+    # a pair needs a multiplication and an addition per channel in each of two forward products
     operations = 4 * row["head_dim"] * DIRECTIONS[row["direction"]]
     times = row["attend_ms"] | row["baselines"]
     return {name: operations * pairs[name] / ms / 1e9 for name, ms in times.items()}
 
 
 def _predicts(row: Row) -> bool:
-    """Whether predicting is part of what the row times."""
+    """Return True if the time of the row includes selecting blocks."""
     return row["direction"] == "forward" and row["budget"] != EVERYTHING
 
 
 def _times(row: Row) -> Mapping[str, float]:
-    """Engine -> ms, predicting included where there is anything to predict."""
+    """Return ms by engine, including block selection if there is any."""
     return row["total_ms" if _predicts(row) else "attend_ms"]

@@ -1,4 +1,4 @@
-"""What all speed ops share: settings that know their device, a clock, what identifies a run."""
+"""Shared parts of all speed ops: device-dependent settings, a clock, and the identity of a run."""
 
 from __future__ import annotations
 
@@ -31,44 +31,44 @@ from cab_hf.runs.settings import (
 )
 
 DTYPES = ("bfloat16", "float16", "float32")
-# no block has too little of the attention mass: every row fills its budget
+# no block is below the threshold, so every row uses its whole budget
 KEEPS_ALL = {"mass_threshold": 0.0}
-AROUND = (0.9, 1.1)  # of an estimated length, where a search begins
-MADE_BY = ("device", "versions", "baselines", "commit")  # of the provenance
+AROUND = (0.9, 1.1)  # factors of an estimated length at which a search starts
+MADE_BY = ("device", "versions", "baselines", "commit")  # fields of the provenance
 
 
 def powers(low: int, high: int) -> Any:
-    """The option of lengths, by default 2^low to 2^high tokens; few and short ones on a CPU."""
+    """Declare the option of lengths, by default 2^low to 2^high tokens; few short ones on a CPU."""
     every = tuple(2**n for n in range(low, high + 1))
     return listed(every, (256, 512), "tokens", parse_length)
 
 
 def listed(gpu: tuple, cpu: tuple | None, help: str, parse: Callable[[str], Any] = str) -> Any:
-    """An option that takes several values, `by_device` unless ``cpu`` is None."""
+    """Declare an option of several values, `by_device` unless ``cpu`` is None."""
     words = comma_separated(parse)
     return option(gpu, help, words) if cpu is None else by_device(gpu, cpu, help, words)
 
 
 def densities(*default: str) -> Any:
-    """The option of CAB's budget, which may be another one at some lengths."""
-    return listed(default, None, "max_density of CAB, or LENGTH:DENSITY for that length alone")
+    """Declare the option of CAB's budget, which may differ by length."""
+    return listed(default, None, "max_density of CAB, or LENGTH:DENSITY for one length")
 
 
 @dataclass(frozen=True)
 class SpeedSettings:
-    """What every speed run is told. None stands for a default that depends on the device.
+    """Settings of every speed run. None means a default that depends on the device.
 
-    Subclasses have ``method``, how it is measured, in words.
+    Subclasses define ``method``, a description of the measurement.
 
     Raises:
-        ValueError: naming the option, the value seen and what is accepted.
+        ValueError: an option is out of range. The message contains its name and value.
     """
 
-    # what identifies a case -> the option that lists its values; the last one varies fastest
+    # field of a case -> option that lists its values; the last one varies fastest
     KEYS: ClassVar[Mapping[str, str]] = {"length": "lengths"}
-    # of CabConfig, where the default is another one here
+    # fields of CabConfig with another default here
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
-    # numbers from 1 up, and from 0 up, or lists of them
+    # fields with numbers from 1 up, and from 0 up, or lists of them
     POSITIVE: ClassVar[tuple[str, ...]] = ()
     FROM_0: ClassVar[tuple[str, ...]] = ()
     CHOICES: ClassVar[Mapping[str, Iterable[str]]] = {}
@@ -78,19 +78,19 @@ class SpeedSettings:
     cab: tuple[str, ...] = option(
         (), "field=value of CabConfig, e.g. mass_threshold=0.004; repeatable", repeatable=True
     )
-    out: str = option("speed_results", "folder for the results; a run found there goes on")
+    out: str = option("speed_results", "folder for the results; a run in this folder is continued")
     seed: int = option(0, "random seed of the inputs", int)
-    device: str | None = option(None, "torch device; the default is the GPU, and cpu is for tests")
+    device: str | None = option(None, "torch device; the default is the GPU, cpu is for tests")
 
     def __post_init__(self) -> None:
         device = "cuda" if self.device is None else self.device
         on_gpu = device == "cuda" or device.removeprefix("cuda:").isdigit()
         if on_gpu and not torch.cuda.is_available():
             raise ValueError(
-                f"device is {device!r} and torch finds no CUDA device; run it where there is a "
-                "GPU, or see it work at tiny lengths with --device cpu."
+                f"device must be a CUDA device, got {device!r}, and torch finds none. Run it on a "
+                "machine with a GPU, or try tiny lengths with --device cpu."
             )
-        # a GPU is asked to compute by `Speed.check`, not by whoever reads settings
+        # `Speed.check` requires a GPU, not the parser of settings
         if not on_gpu:
             computing_device(device)
         self._set("device", device)
@@ -109,18 +109,18 @@ class SpeedSettings:
         if hasattr(self, "kv_heads"):
             divides = self.heads > 0 and self.heads % self.kv_heads == 0
             self.check("heads", divides, f"a multiple of kv_heads={self.kv_heads}")
-        # refused here rather than in the middle of a run
+        # raises an error before the run instead of during it
         _ = self.cab_config, self.configs()
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
     def check(self, name: str, holds: object, accepted: str) -> None:
-        """Refuse the field ``name`` unless ``holds``."""
+        """Raise an error for the field ``name`` unless ``holds``."""
         require(self, name, holds, accepted)
 
     def check_choice(self, name: str, choices: Iterable[str]) -> None:
-        """Refuse the field ``name`` unless it is, or all that it has are, out of ``choices``."""
+        """Raise an error unless the field ``name``, or each of its values, is in ``choices``."""
         given = getattr(self, name)
         several = isinstance(given, tuple)
         values = set(given if several else (given,))
@@ -137,19 +137,24 @@ class SpeedSettings:
         return self.configured()
 
     def configured(self, **fixed: Any) -> CabConfig:
-        """``--cab`` over `DEFAULTS`; ValueError where it sets what is ``fixed`` elsewhere."""
+        """Return ``--cab`` over `DEFAULTS`.
+
+        Raises:
+            ValueError: ``--cab`` sets a field that is ``fixed`` elsewhere.
+        """
         given = dict(map(parse_assignment, self.cab))
         twice = sorted(fixed.keys() & given.keys())
         if twice:
             raise ValueError(
-                f"cab sets {twice[0]}, which is an option of its own here, or what is measured."
+                f"cab must not set {twice[0]}, which is another option or measured here. Use that "
+                "option."
             )
         return known(CabConfig(**self.DEFAULTS).changed(**given, **fixed))
 
     def option_by_length(self, name: str, parse: Callable[[str], Any]) -> dict[int | None, Any]:
-        """Length -> value of the option ``name``, written as `densities` says; None: all others.
+        """Parse the option ``name``, written as in `densities`: length -> value, None for others.
 
-        Empty where it cannot be read.
+        Returns {} if it cannot be parsed.
         """
         written = [part.rpartition(":") for part in getattr(self, name)]
         try:
@@ -158,35 +163,38 @@ class SpeedSettings:
             return {}
 
     def value_at(self, name: str, length: int, parse: Callable[[str], Any], what: str) -> Any:
-        """The value of such an option at a length; it is refused where there is none, or 0."""
+        """Return the value of such an option at a length; raises an error if it is missing or 0."""
         values = self.option_by_length(name, parse)
         value = values.get(length, values.get(None))
-        accepted = f"a {what}, or LENGTH:{what.upper()} pairs that name {length:,} tokens"
+        accepted = f"a {what}, or LENGTH:{what.upper()} pairs that include {length:,} tokens"
         self.check(name, value, accepted)
         return value
 
     def density_at(self, length: int) -> float:
-        """``max_density`` of subclasses that have it, at a length."""
+        """Return ``max_density`` at a length, for subclasses that have it."""
         return self.value_at("max_density", length, float, "share")
 
     def configs(self) -> list[CabConfig]:
-        """Those of all cases, where they differ."""
+        """Return the configs of all cases if they differ."""
         return []
 
     def asked(self) -> list[dict[str, Any]]:
-        """The cases asked for."""
+        """Return the cases that the settings ask for."""
         lists = (getattr(self, name) for name in self.KEYS.values())
         return [dict(zip(self.KEYS, values, strict=True)) for values in itertools.product(*lists)]
 
 
 class Speed(Reported, Experiment):
-    """Base of the ops. Only samples of the same code, GPU, versions and baselines are compared."""
+    """The base class of speed ops.
+
+    Samples are comparable only with equal code, GPU, versions and baselines.
+    """
 
     CASE = ("length",)
-    GROWS = ("lengths", "cab")  # cab_config is recorded beside the words that make it
+    GROWS = ("lengths", "cab")  # cab_config is recorded next to the words that define it
     # settings that a sample repeats
     SHAPE: ClassVar[tuple[str, ...]]
-    # fields of a sample that are None until `find` has found them, and that hold things by name
+    # fields of a sample that `find` fills, and fields with values by name
     FOUND: ClassVar[tuple[str, ...]]
     BY_NAME: ClassVar[tuple[str, ...]] = ()
 
@@ -221,7 +229,7 @@ class Speed(Reported, Experiment):
         return None if sought else sum(1 for _ in self.cases(()))
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        """What `find` finds, or as much of it as was found before an error, and the error."""
+        """Return the results of `find`, or those before an error, and the error."""
         sample = {"op": self.name.removeprefix("speed "), **case}
         sample |= {name: getattr(self.settings, name) for name in self.SHAPE}
         sample |= dict.fromkeys((*self.FOUND, "error"))
@@ -235,32 +243,32 @@ class Speed(Reported, Experiment):
 
     @abstractmethod
     def find(self, sample: dict[str, Any]) -> None:
-        """Write into ``sample``, which has the fields of its case, what is found."""
+        """Add the results to ``sample``, which contains the fields of its case."""
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """By length, unless an op derives more."""
+        """Return rows by length; an op may derive more."""
         return by_length(samples)
 
     def time(self, sample: dict[str, Any], what: str, call: Callable[[], Any]) -> Timing:
-        """`Bench.time`, with a word in ``sample``, by name, where there is no graph of ``what``."""
+        """Call `Bench.time`, and record in ``sample`` why ``what`` has no CUDA graph, if so."""
         timing = self.bench.time(call)
         if timing.why_not:
             sample["without_graph"][what] = timing.why_not
         return timing
 
     def reported(self, error: Exception) -> dict[str, Any]:
-        """What a sample has of ``error``; ``fits`` is False if memory ran out, and else None."""
+        """Return the fields for ``error``; ``fits`` is False if memory ran out, else None."""
         fits = {"fits": False if ran_out(error) else None} if "fits" in self.FOUND else {}
         return {"error": in_a_sentence(error), **fits}
 
     def search(
         self, place: Mapping[str, Any], samples: Sequence[Row], step: int, estimate: int = 0
     ) -> Iterator[dict[str, Any]]:
-        """Cases at ``place`` until the longest multiple of ``step`` that fits is known.
+        """Yield cases at ``place`` until the longest multiple of ``step`` that fits is known.
 
-        None where no room is known, and no further one where one failed for another reason. The
-        first are a little below and above the ``estimate``.
+        Yields none if the memory is unknown, and stops after an error for another reason. The first
+        cases are a little below and above the ``estimate``.
         """
         while True:
             same = [row for row in samples if place.items() <= row.items()]
@@ -274,10 +282,11 @@ class Speed(Reported, Experiment):
 def next_length(
     tried: Mapping[int, bool | None], step: int, likely: Iterable[int] = ()
 ) -> int | None:
-    """The length to try next for the longest multiple of ``step`` that fits; None once it is known.
+    """Return the next length to try for the longest multiple of ``step`` that fits, or None.
 
-    ``tried``: length -> whether it fits. Until one does not, the next is the shortest of the
-    ``likely`` ones above all that fit, or twice as long; then what is left is halved.
+    ``tried`` maps lengths to True if they fit. Until one does not fit, the next length is the
+    shortest of the ``likely`` ones above all that fit, or twice the longest. Then the interval is
+    halved.
     """
     least = max((length // step for length, fits in tried.items() if fits), default=0)
     fails = min((length for length, fits in tried.items() if not fits), default=None)
@@ -290,34 +299,35 @@ def next_length(
 
 
 def longest(rows: Sequence[Row], by: Mapping[str, str]) -> list[str]:
-    """Of rows alike in ``by``, heading -> field, the longest that fits, where it was sought."""
+    """Describe the longest length that fits for rows equal in ``by``, heading -> field."""
     parts = []
     for alike in grouped(rows, *by.values()):
         fits = [row for row in alike if row["fits"]]
         fails = [row["length"] for row in alike if row["fits"] is False]
         if fits and fails and any(row["sought"] for row in alike):
             last = max(fits, key=itemgetter("length"))
-            which = "".join(f" of {each}" for each in named(last, varying(rows, by)))
+            which = "".join(f" for {each}" for each in named(last, varying(rows, by)))
             estimate = f"; estimated: {last['estimate']:,}" if last.get("estimate") else ""
             parts.append(
-                f"{last['length']:,} tokens are the longest that fit{which}: {seconds(last['ms'])} "
-                f"s, {digits(last['peak_gib'])} of {digits(last['room_gib'])} GiB at the peak; "
-                f"{min(fails):,} do not{estimate}."
+                f"{last['length']:,} tokens are the longest that fit{which}: "
+                f"{seconds(last['ms'])} s, {digits(last['peak_gib'])} of "
+                f"{digits(last['room_gib'])} GiB at the peak; {min(fails):,} tokens do not "
+                f"fit{estimate}."
             )
     return parts
 
 
 def by_length(samples: Sequence[Row], derived: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Rows to be: the samples by length, with columns for what is ``derived``."""
+    """Return the samples by length, with columns for ``derived`` values."""
     ordered = sorted(samples, key=lambda sample: sample["length"])
     return [{**sample, **dict.fromkeys(derived)} for sample in ordered]
 
 
 def made_of(shape: str, settings: Mapping[str, Any]) -> str:
-    """What was computed on and how it was timed, for a report; ``settings`` are recorded ones."""
+    """Describe inputs, config and clock for a report; ``settings`` are recorded ones."""
     default, recorded = CabConfig().to_dict(), settings["cab_config"]
     config = {name: each for name, each in recorded.items() if default.get(name) != each}
     chosen = f"CabConfig with {config}" if config else "default CabConfig"
     if recorded.keys() - default.keys():
-        chosen = "choosing blocks as cab_hf 0.2 did; the command has its settings"
+        chosen = "block selection of cab_hf 0.2, with the settings in the command"
     return f"{shape}; {chosen}.\n\nMethod: {settings['method']}."

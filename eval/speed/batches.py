@@ -1,4 +1,4 @@
-"""``speed batches``: a layer's attention over batches, whole, padded and packed, beside dense."""
+"""``speed batches``: time a layer's attention over batches, next to dense kernels."""
 
 from __future__ import annotations
 
@@ -35,40 +35,45 @@ if TYPE_CHECKING:
 
 WHOLE, PADDED, PACKED = "whole", "padded", "packed"
 LAYOUTS = {
-    WHOLE: "every text fills its row",
-    PADDED: "left padding; texts of a half to all of the length, drawn by the seed",
+    WHOLE: "every sequence fills its row",
+    PADDED: "left padding; sequences of half to all of the length, drawn by the seed",
     PACKED: "one row of batch x length tokens, filled with documents of such lengths",
 }
 NOTES = (
-    f"Layouts: {'; '.join(f'{name}: {text}' for name, text in LAYOUTS.items())}. A budget is "
-    "max_density, density what came of it, attended over causal pairs within texts. Choosing is "
-    "that of one layer, with q and k moved to their blocks; attending moves v there and the output "
-    "back. ms is the layer as a model calls it, which also counts pairs. Frame: padding and "
-    "documents found, once for all layers. Dense ways find their masks and lengths made; taking "
-    "padding out and putting it back counts. Masked SDPA, flash varlen and efficient attention get "
-    "k and v repeated before the clock starts. cab_dense is what cab_hf computes exactly."
+    f"Layouts: {'; '.join(f'{name}: {text}' for name, text in LAYOUTS.items())}. A budget is a "
+    "max_density, density is the result, attended over causal pairs within sequences. Choose: "
+    "block selection of one layer, including moving q and k to their blocks. Attend: attention, "
+    "including moving v there and the output back. ms is the layer as a model calls it, which "
+    "also counts pairs. Frame: finding padding and documents, once for all layers. Masks and "
+    "lengths of dense kernels are made before the clock starts; removing and restoring padding "
+    "counts. Masked SDPA, flash varlen and efficient attention get repeated k and v before the "
+    "clock starts. cab_dense is the exact attention of cab_hf."
 )
 
 
 @dataclass(frozen=True)
 class Settings(RandomHeads, base.SpeedSettings):
-    """What a run of batches is told."""
+    """Settings of a run of batches."""
 
     KEYS = {"layout": "layouts", "batch": "batches", "length": "lengths", "budget": "densities"}
-    # a short text would be read densely
+    # short sequences would be read densely
     DEFAULTS = {**base.KEEPS_ALL, "min_length": 0}
     POSITIVE = ("kv_heads", "head_dim", "batches")
     FROM_0 = ("seconds",)
     CHOICES = {"layouts": LAYOUTS}
 
     lengths: tuple[int, ...] | None = base.listed((4096, 8192), (256,), "tokens", parse_length)
-    batches: tuple[int, ...] | None = base.listed((1, 8, 32), (1, 2), "texts of that length", int)
-    layouts: tuple[str, ...] = base.listed(tuple(LAYOUTS), None, f"of {', '.join(LAYOUTS)}")
-    densities: tuple[float, ...] = base.listed((0.2,), None, "max_density, which is filled", float)
+    batches: tuple[int, ...] | None = base.listed(
+        (1, 8, 32), (1, 2), "sequences of that length", int
+    )
+    layouts: tuple[str, ...] = base.listed(tuple(LAYOUTS), None, f"layouts: {', '.join(LAYOUTS)}")
+    densities: tuple[float, ...] = base.listed(
+        (0.2,), None, "max_density, which is used completely", float
+    )
     heads: int = option(32, "query heads", int)
     kv_heads: int = option(8, "key and value heads", int)
     head_dim: int = option(128, "head dim", int)
-    seconds: float = option(0.5, "seconds of timing one call, or what five take", float)
+    seconds: float = option(0.5, "seconds for timing one call, at least five runs", float)
 
     def configs(self) -> list[CabConfig]:
         return [self.budgeted(case) for case in self.asked()]
@@ -76,20 +81,21 @@ class Settings(RandomHeads, base.SpeedSettings):
     @property
     def method(self) -> str:
         return (
-            f"{method_on(self.device, self.seconds)}; every way is compared with float32 attention "
-            "before it is timed, cab with that over its choice; the peak is over the inputs"
+            f"{method_on(self.device, self.seconds)}; every kernel is compared with float32 "
+            "attention before it is timed, cab with float32 attention over its selection; the "
+            "peak excludes the inputs"
         )
 
     def budgeted(self, case: Mapping[str, Any]) -> CabConfig:
-        """The config with the budget of a case."""
+        """Return the config with the budget of a case."""
         return self.configured(max_density=case["budget"])
 
 
 class Batches(base.Speed):
-    """A case is one layout, batch, length and budget."""
+    """The experiment; a case is one layout, batch size, length and budget."""
 
     name = "speed batches"
-    purpose = "time a layer's attention over batches, padded and packed, beside dense ways"
+    purpose = "time a layer's attention over batches, padded and packed, next to dense kernels"
     title = "Speed of batches"
     caption = "time of a layer's attention by length"
     Settings = Settings
@@ -107,14 +113,14 @@ class Batches(base.Speed):
     DENSE = ("layout", "batch")
     OF_DENSE = {}
     PANELS = (
-        Panel("a layer", "ms", ("ms",)),
-        Panel("over the fastest dense way", "share of its time", ("ratio",), log=False),
+        Panel("time of a layer", "ms", ("ms",)),
+        Panel("relative to the fastest dense kernel", "share of its time", ("ratio",), log=False),
     )
     NOTES = {"": NOTES}
     described = HeadSpeed.described
 
     def layer(self, config: CabConfig) -> LlamaAttention:
-        """An attention layer of a LLaMA that carries ``config``; its weights take no room."""
+        """Return an attention layer of a LLaMA with ``config``; its weights use no memory."""
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -176,11 +182,11 @@ class Batches(base.Speed):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """By layout, batch, length and budget, each with its ratio over the fastest dense way."""
+        """Return rows by layout, batch, length and budget, with ratios to dense kernels."""
         rows = sorted(map(dict, samples), key=itemgetter("batch", "length", "budget"))
         rows.sort(key=lambda row: list(LAYOUTS).index(row["layout"]))
         for row in rows:
-            # other batches tell nothing of this one: nothing is extrapolated
+            # other batches do not predict this one: nothing is extrapolated
             row |= dense.compared(row, [row], preferred=())
         return rows
 
@@ -190,9 +196,9 @@ EXPERIMENT = Batches
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """Where the tokens of a batch stand, in tensors of so many rows of slots.
+    """The places of tokens in a batch, in tensors with ``rows`` rows of slots.
 
-    ``places`` are (row, first slot, slot behind the last) of every text, in order.
+    ``places`` are (row, first slot, slot after the last) of every sequence, in order.
     """
 
     layout: str
@@ -205,7 +211,7 @@ class Texts:
     def drawn(
         cls, layout: str, batch: int, length: int, seed: int, device: torch.device | str
     ) -> Texts:
-        """Texts of that ``layout``; a larger batch begins with the lengths of a smaller one."""
+        """Draw sequences of a ``layout``; larger batches start with the lengths of smaller ones."""
         draw = partial(random.Random(seed).randint, -(-length // 2), length)
         device = torch.device(device)
         if layout == PACKED:
@@ -219,18 +225,18 @@ class Texts:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each text."""
+        """The tokens of each sequence."""
         return [stop - start for _, start, stop in self.places]
 
     @cached_property
     def cu_seq_lens(self) -> Tensor:
-        """int32 [texts + 1]: where each text begins and ends once padding is taken out."""
+        """The cumulative lengths of sequences without padding, int32 [texts + 1]."""
         ends = accumulate(self.lengths, initial=0)
         return torch.tensor(list(ends), dtype=torch.int32, device=self.device)
 
     @cached_property
     def spans(self) -> Spans:
-        """What the token of each slot may see."""
+        """The spans of the token in each slot."""
         first = torch.zeros(self.rows, self.slots, dtype=torch.int32)
         last = torch.full_like(first, -1)
         for row, start, stop in self.places:
@@ -240,7 +246,7 @@ class Texts:
         return Spans(first, last, last >= 0)
 
     def mask(self, config: Any) -> CabMask:
-        """What the layers of a model with that ``config`` get in one forward pass."""
+        """Return the mask for the layers of a model with ``config`` in one forward pass."""
         padding = self.spans.key_valid if self.layout == PADDED else None
         shape = (self.rows, self.slots, self.slots)
         mask = cab_mask(*shape, attention_mask=padding, device=self.device, config=config)
@@ -248,16 +254,16 @@ class Texts:
         return mask
 
     def check(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> None:
-        """`check_rows` of dense attention within each text."""
+        """Run `check_rows` of dense attention within each sequence."""
         out = attend(q, k, v, q.shape[-1] ** -0.5)
         check_rows(out, q, k, v, BlockPlan.causal(self.spans, 1, *dense.CHECK_BLOCKS))
 
 
 def baselines(texts: Texts, layer: nn.Module) -> dict[str, Baseline]:
-    """What computes dense attention of ``texts`` on their device, by name.
+    """Return kernels for dense attention of ``texts`` on their device, by name.
 
-    Masks, lengths and places are made before the clock starts, as a model makes them once for all
-    layers; taking padding out and putting it back is part of a layer.
+    Masks, lengths and places are made before the clock starts, because a model makes them once for
+    all layers. Removing and restoring padding is part of a layer.
     """
     if texts.layout == WHOLE:
         return dense.on(texts.device)
@@ -267,7 +273,7 @@ def baselines(texts: Texts, layer: nn.Module) -> dict[str, Baseline]:
         name: Baseline(partial(_varlen, texts, load), head_dims=dense.FLASH_DIMS, grouped=grouped)
         for name, load, grouped in VARLEN
     }
-    # a mask of all pairs is the largest thing there is, and so the last
+    # a mask of all pairs is the largest tensor, so it comes last
     on_gpu = varlen if texts.device.type == "cuda" else {}
     return {**on_gpu, "cab_dense": shipped, "masked SDPA": masked}
 
@@ -282,7 +288,7 @@ def _cab_dense(texts: Texts, layer: nn.Module) -> Attend:
 
 
 def _masked(texts: Texts, layer: nn.Module) -> Attend:
-    """SDPA under a mask of all pairs, bool [B or 1, 1, N, N], as transformers makes for it."""
+    """Return SDPA with a mask of all pairs, bool [B or 1, 1, N, N], as transformers makes it."""
     mask, slots = texts.mask(layer.config), texts.slots
     seen = mask.dense_rows(0, slots, 0, slots, texts.device)
 
@@ -292,13 +298,13 @@ def _masked(texts: Texts, layer: nn.Module) -> Attend:
     return attend
 
 
-# q, k and v [tokens, H or H_kv, D] of texts one behind the other, cumulative lengths int32
-# [texts + 1], the longest, a scale -> [tokens, H, D]
+# q, k and v [tokens, H or H_kv, D] of concatenated sequences, cumulative lengths int32 [texts + 1],
+# the longest, a scale -> [tokens, H, D]
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
 
 
 def _varlen(texts: Texts, load: Callable[[], Kernel]) -> Attend:
-    """A kernel of texts one behind the other, as one of rows; zeros at padding."""
+    """Return a kernel of concatenated sequences as a kernel of rows, with zeros at padding."""
     kernel, cu_seq_lens, longest = load(), texts.cu_seq_lens, max(texts.lengths)
     padded = texts.layout == PADDED
     real = texts.spans.key_valid.flatten().nonzero().squeeze(1) if padded else None
@@ -329,13 +335,13 @@ def _flash(*modules: str) -> Kernel:
 def _torch_varlen() -> Kernel:
     from torch.nn.attention.varlen import varlen_attn
 
-    # nothing behind a query: causal
+    # no keys after a query: causal
     return lambda q, k, v, borders, longest, scale: varlen_attn(
         *(q, k, v, borders, borders, longest, longest), scale=scale, window_size=(-1, 0)
     )
 
 
-# name, what loads it, whether it takes fewer key heads in all versions
+# name, loader, True if all versions take fewer key heads
 VARLEN = (
     ("FA3 varlen", partial(_flash, *dense.FA3_MODULES), True),
     ("FA4 varlen", partial(_flash, *dense.FA4_MODULES), True),

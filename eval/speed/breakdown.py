@@ -1,4 +1,4 @@
-"""``speed breakdown``: where the time of a prefill goes, by the names of its kernels."""
+"""``speed breakdown``: split the time of a prefill by the names of its kernels."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from cab_hf.runs.settings import by_device
 
 PARTS = {
     **PREDICTOR,
-    # our own; FlexAttention's, compiled from a template or not; the dense libraries'
+    # our kernels; FlexAttention's, compiled from a template or not; kernels of dense libraries
     "attention": ("block_attention", "flex", "triton_tem", "flash", "fmha", "cudnn"),
 }
 
 
 @dataclass(frozen=True)
 class Settings(models.ModelSettings):
-    """What a breakdown is told."""
+    """Settings of a breakdown."""
 
-    layers: int | None = by_device(4, 2, "decoder layers", int)
+    layers: int | None = by_device(4, 2, "number of decoder layers", int)
 
     @property
     def method(self) -> str:
         return (
             f"{method_on(self.device, graph=False)}, of the whole prefill; the parts are kernel "
-            f"times of the profiler, median of {PROFILED_CALLS} other calls"
+            f"times of the profiler, the median of {PROFILED_CALLS} other calls"
         )
 
 
 class Breakdown(models.ModelSpeed):
-    """A case is one length."""
+    """The experiment; a case is one length."""
 
     name = "speed breakdown"
-    purpose = "where the time of a prefill goes: choosing blocks, attention, the rest"
-    title = "Where the time of a prefill goes"
+    purpose = "split the time of a prefill: selecting blocks, attention, the rest"
+    title = "Parts of the time of a prefill"
     caption = "time of the parts by length"
     Settings = Settings
 
     SHAPE = ("layers", "dtype")
     FOUND = ("ms", "density", "ran_as", *(f"{part}_ms" for part in (*PARTS, OTHER)), "why_no_split")
     PANELS = (
-        Panel("a prefill", "ms", ("ms", "attention_ms", f"{OTHER}_ms")),
-        Panel("choosing blocks", "ms", tuple(f"{part}_ms" for part in PREDICTOR)),
+        Panel("prefill", "ms", ("ms", "attention_ms", f"{OTHER}_ms")),
+        Panel("selecting blocks", "ms", tuple(f"{part}_ms" for part in PREDICTOR)),
     )
     NOTES = {
         "": "Other: projections, MLP, norms, rotary embedding, cache, embedding and logits. Idle: "
-        "the wall time less all kernels, negative where profiled calls ran longer. Density is "
+        "the wall time minus all kernels, negative if profiled calls were slower. Density is "
         "attended over causal pairs."
     }
 
@@ -62,7 +62,7 @@ class Breakdown(models.ModelSpeed):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """By length; ``idle_ms`` is the wall time less all kernels, ``gap`` its share."""
+        """Return rows by length; ``idle_ms`` is wall time minus all kernels, ``gap`` its share."""
         rows = base.by_length(samples, ("kernels_ms", "idle_ms", "gap"))
         for row in rows:
             if row["ms"] is not None and row[f"{OTHER}_ms"] is not None:

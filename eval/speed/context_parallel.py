@@ -1,4 +1,4 @@
-"""``speed context-parallel``: a layer's attention over ranks, beside one rank alone."""
+"""``speed context-parallel``: time a layer's attention over ranks, next to one rank."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from cab_hf.predictors import LayerContext, make_predictor
 from cab_hf.runs.settings import by_device, option, parse_length
 
 FORWARD, BOTH = DIRECTIONS = ("forward", "forward+backward")
-# so many KV heads are checked: with one more on its way than is attended
+# number of checked KV heads: one more than is attended is in transfer
 CHECKED_KV_HEADS = 2
 
 
 class Scheme(NamedTuple):
-    """How a text is attended: by a function like `zigzag_attention`, or None for one rank alone."""
+    """A scheme of attention: a function like `zigzag_attention`, or None for one rank."""
 
     function: Callable[..., tuple[Tensor, Tensor]] | None
     sparse: bool = False
 
     @property
     def against(self) -> str:
-        """The one rank whose rate it is held against."""
+        """The one-rank scheme to which its rate is compared."""
         return "alone+cab" if self.sparse else "alone"
 
 
@@ -56,18 +56,18 @@ OVER_RANKS = {
 }
 SCHEMES = ALONE | OVER_RANKS
 DERIVED = ("iterations_s", "alone_ms", "efficiency")
-# query heads, KV heads, channels of each
+# query heads, KV heads, channels per head
 SHAPES = {"llama3-8b": (32, 8, 128), "llama3-70b": (64, 8, 128), "tiny": (4, 2, 16)}
 TURNS = 8  # calls in a timed run, fewer if they take more than a second
-SHORT_SECONDS = 0.5  # for timing choosing alone
-# dense attention of a longer text is warmed up by one of so many tokens; a turn on it that takes
-# more seconds than that is not computed again for being the first. CAB has kernels for every length
+SHORT_SECONDS = 0.5  # seconds for timing block selection alone
+# warm-up tokens of dense attention for longer sequences. A turn that takes more seconds than this
+# is not repeated for being the first. CAB compiles kernels for every length.
 WARM_UP_TOKENS, WARM_UP_SECONDS = 2**17, 2.0
 
 
 @dataclass(frozen=True)
 class Settings(RandomHeads, SpeedSettings):
-    """What a run of context parallelism is told."""
+    """Settings of a run of context parallelism."""
 
     DEFAULTS = {**KEEPS_ALL, "min_length": 0}
     POSITIVE = ("runs",)
@@ -75,19 +75,19 @@ class Settings(RandomHeads, SpeedSettings):
     CHOICES = {"shape": SHAPES, "directions": DIRECTIONS, "schemes": OVER_RANKS}
 
     lengths: tuple[int, ...] | None = listed(
-        tuple(2**n for n in range(16, 21)), (1024,), "tokens of the whole text", parse_length
+        tuple(2**n for n in range(16, 21)), (1024,), "tokens of the whole sequence", parse_length
     )
-    shape: str | None = by_device("llama3-8b", "tiny", f"heads, out of {', '.join(SHAPES)}")
+    shape: str | None = by_device("llama3-8b", "tiny", f"shape of the heads: {', '.join(SHAPES)}")
     max_density: tuple[str, ...] = densities("0.1")
     directions: tuple[str, ...] = listed(DIRECTIONS, None, " or ".join(DIRECTIONS))
-    schemes: tuple[str, ...] = listed(tuple(OVER_RANKS), None, "what is compared over ranks")
+    schemes: tuple[str, ...] = listed(tuple(OVER_RANKS), None, "schemes to compare over ranks")
     runs: int = option(3, "timed runs of a case, at least", int)
-    seconds: float = option(5.0, "seconds of timing one case, or what --runs take", float)
+    seconds: float = option(5.0, "seconds for timing one case, at least --runs runs", float)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         ours = self.device in ("cuda", "cpu")
-        self.check("device", ours, "cuda or cpu: every rank takes the GPU of its own number")
+        self.check("device", ours, "cuda or cpu: every rank uses the GPU with its number")
 
     def configs(self) -> list[CabConfig]:
         return [self.budgeted(length) for length in self.lengths]
@@ -98,34 +98,34 @@ class Settings(RandomHeads, SpeedSettings):
     head_dim = property(lambda self: SHAPES[self.shape][2])
 
     def budgeted(self, length: int) -> CabConfig:
-        """The config at that length."""
+        """Return the config at that length."""
         config = self.configured(max_density=self.density_at(length))
         block = max(config.query_block, config.key_block)
         if EXACT_BLOCK % block:
             raise ValueError(
-                f"config has blocks of {block}; they must divide {EXACT_BLOCK}, of which the "
-                "chunks of ranks are whole multiples."
+                f"config must have blocks that divide {EXACT_BLOCK}, because the chunks of ranks "
+                f"are multiples of it, got {block}. Change --cab."
             )
         return config
 
     @property
     def method(self) -> str:
         return (
-            f"median of {self.runs} to {MOST_RUNS} runs ({self.seconds} s where there is time for "
-            f"more) by time.perf_counter after one that warms up (where dense attention takes more "
-            f"than {WARM_UP_SECONDS:g} s, one of {WARM_UP_TOKENS:,} tokens), a run being "
-            f"{TURNS} turns in a row, fewer where they take more than {ROW_SECONDS:g} s: all "
-            "ranks begin together, and the slowest of each run counts; CAB's plan is made inside "
-            "of what is timed; the peak is the highest of any rank, inputs included; every scheme "
-            "is compared with float32 attention of one process, gradients too, before it is timed"
+            f"median of {self.runs} to {MOST_RUNS} runs ({self.seconds} s if there is time for "
+            f"more) by time.perf_counter after one warm-up run (of {WARM_UP_TOKENS:,} tokens if "
+            f"dense attention takes more than {WARM_UP_SECONDS:g} s), a run being {TURNS} turns "
+            f"in a row, fewer if they take more than {ROW_SECONDS:g} s: all ranks start together, "
+            "and the slowest rank of each run counts; the timed part includes CAB's plan; the "
+            "peak is the highest of any rank, including inputs; every scheme is compared with "
+            "float32 attention of one process, including gradients, before it is timed"
         )
 
 
 class ContextParallel(Ranked):
-    """A case is one number of ranks, length, direction and scheme."""
+    """The experiment; a case is one number of ranks, length, direction and scheme."""
 
     name = "speed context-parallel"
-    purpose = "attention of one layer over the ranks of torchrun, beside one rank"
+    purpose = "time attention of one layer over the ranks of torchrun, next to one rank"
     title = "Context parallelism"
     caption = "efficiency over ranks by length"
     Settings = Settings
@@ -137,7 +137,7 @@ class ContextParallel(Ranked):
         *("ran_as", "density", "choose_ms"),
     )
     ADDED = {"each_ms": None}
-    LEAST_RANKS = 1  # which measures what more of them are held against
+    LEAST_RANKS = 1  # one rank is the baseline of several
     BY = {"direction": "direction", "ranks": "world", "scheme": "scheme"}
     APART = ("direction",)
     HIDDEN = (
@@ -147,8 +147,8 @@ class ContextParallel(Ranked):
     LONGEST_FIRST = True
     PANELS = (Panel("efficiency over ranks", "efficiency", ("efficiency",), log=False),)
     NOTES = {
-        "": "Alone is one rank with the whole text. Efficiency is its time over the ranks' number "
-        "and time."
+        "": "Alone is one rank with the whole sequence. Efficiency is its time divided by the "
+        "number of ranks and their time."
     }
 
     @staticmethod
@@ -177,7 +177,7 @@ class ContextParallel(Ranked):
                     yield {**case, "scheme": scheme}
 
     def turn(self, sample: Mapping[str, Any], team: Team, length: int) -> BenchCase:
-        """The scheme of a case, on a text of ``length`` tokens."""
+        """Return the scheme of a case, on a sequence of ``length`` tokens."""
         settings, scheme = self.settings, SCHEMES[sample["scheme"]]
         config = settings.budgeted(sample["length"])
         return BenchCase(scheme, length, team.group, config)
@@ -185,7 +185,7 @@ class ContextParallel(Ranked):
     def find_on(self, sample: dict[str, Any], team: Team) -> None:
         settings, bench = self.settings, self.bench
         backward = sample["direction"] == BOTH
-        # chunks of two blocks, the last one not whole
+        # chunks of two blocks, the last one incomplete
         small = self.turn(sample, team, 4 * team.size * EXACT_BLOCK - 37)
         team.together(lambda: check(small, *self.whole(small), backward))
         turn, warm_up = self.turn(sample, team, sample["length"]), math.inf
@@ -206,12 +206,12 @@ class ContextParallel(Ranked):
             sample["choose_ms"] = team.slowest(bench, choose, settings.runs, SHORT_SECONDS).ms
 
     def whole(self, turn: BenchCase) -> tuple[Tensor, ...]:
-        """q, k and v of the text of a turn."""
+        """Return q, k and v of the whole sequence of a turn."""
         settings = self.settings
         return settings.random_heads(turn.length, settings.head_dim, self.bench.device, "qkv")
 
     def held(self, turn: BenchCase, team: Team, backward: bool) -> list[Tensor]:
-        """What this rank holds of q, k and v, and a gradient of the output for ``backward``."""
+        """Return this rank's part of q, k and v, and a gradient of the output for ``backward``."""
 
         def drawn() -> list[Tensor]:
             held = [turn.sharded(x) for x in self.whole(turn)]
@@ -221,7 +221,7 @@ class ContextParallel(Ranked):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """By direction, length, ranks and scheme, each beside one rank alone where that ran."""
+        """Return rows by direction, length, ranks and scheme, with one-rank results."""
         rows = [{**sample, "measured": True, **dict.fromkeys(DERIVED)} for sample in samples]
         rows.sort(key=lambda row: list(SCHEMES).index(row["scheme"]))
         rows.sort(key=lambda row: (DIRECTIONS.index(row["direction"]), row["length"], row["world"]))
@@ -237,7 +237,7 @@ class ContextParallel(Ranked):
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """Of each direction, how the schemes compare at the longest text on most ranks."""
+        """Compare the schemes at the longest sequence on most ranks, for each direction."""
         parts = []
         compared = [row for row in rows if row["efficiency"] is not None]
         for some in grouped(compared, "direction"):
@@ -247,8 +247,8 @@ class ContextParallel(Ranked):
             shown = ", ".join(f"{row['scheme']} {percent(row['efficiency'])}" for row in same)
             parts.append(
                 f"{last['direction'].capitalize()} of {last['length']:,} tokens on "
-                f"{last['world']} ranks runs at this share of {last['world']} times the rate of "
-                f"one: {shown}."
+                f"{last['world']} ranks: rate as a share of {last['world']} times the rate of one "
+                f"rank: {shown}."
             )
         return parts
 
@@ -258,12 +258,13 @@ EXPERIMENT = ContextParallel
 
 @dataclass(eq=False)
 class BenchCase:
-    """One scheme on a text of ``length`` tokens, as this rank takes part in it.
+    """One scheme on a sequence of ``length`` tokens, as seen by this rank.
 
     Attributes:
-        group: the ranks that hold the text; of no matter to one alone.
-        config: CAB's, and with the engine of all.
-        spans: of this rank's queries, which all calls share as the layers of a forward pass do.
+        group: the ranks of the sequence; unused for one rank.
+        config: CAB's config, with the engine of all schemes.
+        spans: spans of this rank's queries; all calls share them, like the layers of a forward
+            pass.
     """
 
     scheme: Scheme
@@ -280,25 +281,28 @@ class BenchCase:
 
     @property
     def over_ranks(self) -> dict[str, Any]:
-        """Arguments of functions over ranks."""
+        """The arguments of functions over ranks."""
         return {"group": self.group, "cu_seqlens": (0, self.length), "block": EXACT_BLOCK}
 
     def sharded(self, x: Tensor) -> Tensor:
-        """This rank's tokens of [B, H, N, D], laid out as they were; all of them for one alone."""
+        """Return this rank's tokens of [B, H, N, D] in the same memory layout.
+
+        One rank alone gets all tokens.
+        """
         if self.sharding is None:
             return x
         slots = self.sharding.slots[self.group.rank()].to(x.device)
         return x.transpose(1, 2).index_select(1, slots).transpose(1, 2)
 
     def without_padding(self, x: Tensor) -> Tensor:
-        """This rank's [B, H, n, D] with zeros at padding."""
+        """Return this rank's [B, H, n, D] with zeros at padding."""
         if self.sharding is None:
             return x
         return x.masked_fill(~self.sharding.real[self.group.rank()].to(x.device)[:, None], 0.0)
 
     @torch.no_grad()
     def choose(self, q: Tensor, k: Tensor) -> BlockPlan | None:
-        """CAB's plan of this rank's queries; None where a function over ranks attends all."""
+        """Return CAB's plan of this rank's queries; None if a scheme attends to all keys."""
         if self.sharding is not None:
             if not self.scheme.sparse:
                 return None
@@ -312,18 +316,18 @@ class BenchCase:
         return make_predictor(self.config)(q, k, LayerContext(self.spans, q.shape[-1] ** -0.5))
 
     def workload(self, q: Tensor, k: Tensor, v: Tensor) -> Workload:
-        """What the engine is asked for, with the gradients that these need."""
+        """Return the workload of the engine, with the gradients that the inputs need."""
         blocks = self.config.query_block, self.config.key_block
         return Workload.of(q, k, v, blocks if self.scheme.sparse else (EXACT_BLOCK, EXACT_BLOCK))
 
     def label(self, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> str:
-        """What attends, for people."""
+        """Return the name of the kernels that attend."""
         with torch.set_grad_enabled(backward):
             work = self.workload(*(x.detach().requires_grad_(backward) for x in (q, k, v)))
         return engines.choose(self.config.engine, work).label(work)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[B, H, n, D] of what `sharded` gave; with a plan, made here."""
+        """Return attention [B, H, n, D] for results of `sharded`; a plan is made here."""
         plan = self.choose(q, k)
         if self.sharding is None:
             engine = engines.choose(self.config.engine, self.workload(q, k, v))
@@ -332,9 +336,9 @@ class BenchCase:
         return self.scheme.function(q, k, v, **how, **self.over_ranks)[0]
 
     def call(self, *heads: Tensor) -> Callable[[], Any]:
-        """What computes attention of q, k and v again and again.
+        """Return a function that computes attention of q, k and v repeatedly.
 
-        Given a gradient of the output as well, it computes theirs too.
+        With a gradient of the output, it computes the gradients of q, k and v too.
         """
         if len(heads) == 4:
             return lambda: outcome(self.attend, *heads)
@@ -345,20 +349,22 @@ class BenchCase:
 def outcome(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, gradient: Tensor
 ) -> tuple[Tensor, ...]:
-    """(attention, the gradients of q, k and v)."""
+    """Return (attention, the gradients of q, k and v)."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves)
     return out.detach(), *torch.autograd.grad(out, leaves, gradient)
 
 
 def check(turn: BenchCase, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> None:
-    """Compare a turn with float32 attention of one process over the same text.
+    """Compare a turn with float32 attention of one process over the same sequence.
 
     Args:
-        q, k, v: of the whole text of ``turn.length`` tokens, the same on every rank.
+        turn: the scheme and sequence.
+        q, k, v: the whole sequence of ``turn.length`` tokens, equal on every rank.
+        backward: True to compare gradients too.
 
     Raises:
-        ArithmeticError: with the relative error, and of what.
+        ArithmeticError: the message contains the relative error and its tensor.
     """
     group = q.shape[1] // k.shape[1]
     q, k, v = q[:, : CHECKED_KV_HEADS * group], k[:, :CHECKED_KV_HEADS], v[:, :CHECKED_KV_HEADS]
@@ -371,7 +377,7 @@ def check(turn: BenchCase, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> N
 
     whole = (q, k, v, gradient)[: 4 if backward else 3]
     held = [turn.sharded(x) for x in whole]
-    # the loss of a padding query counts nothing
+    # the loss of padding queries does not count
     held[3:] = map(turn.without_padding, held[3:])
     result = turn.call(*held)()
     floats = [x.float() for x in whole]

@@ -1,4 +1,4 @@
-"""``speed decode``: a step that reads a part of the cache, in one layer and in a whole model."""
+"""``speed decode``: time steps that read a part of the cache, in one layer and in a model."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from cab_hf.runs.settings import option, parse_length
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
-READ_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # of a sum that tells the bandwidth
+READ_BYTES = {"cuda": 4 << 30, "cpu": 16 << 20}  # bytes of the sum that measures the bandwidth
 CAB = "cab"
-ATTENTION, MODEL = PARTS = ("attention", "model")  # the cheap one first
+ATTENTION, MODEL = PARTS = ("attention", "model")  # the cheap part first
 CASE = ("part", "length", "batch", "way", "mode", "budget")
-OF_CAB = ("index", "choose", "attend")  # what a step of it consists of
+OF_CAB = ("index", "choose", "attend")  # parts of a cab step
 
 
 COMPILED, DYNAMIC = "compiled", "dynamic"
@@ -50,41 +50,41 @@ MODES = {
     "static": "a static cache, eager",
     DYNAMIC: "a dynamic cache, eager",
 }
-# slots are a multiple of it: kernels under a mask pad what is not aligned
+# slots are a multiple of it: kernels with a mask pad unaligned slots
 ALIGNED = 128
-# compiled: one that compiles, one that records its graph, and replays
+# compiled models: one step compiles, one records the CUDA graph, the rest replay it
 WARM_UP_STEPS = 5
 NOTES = (
-    "Attention is that of one layer of this model. All kernels read the cache as transformers lays "
-    "it out; transformers is what its sdpa calls over a static cache, with a mask of the slots. "
-    "cab: the new key is written into the index, keys are chosen, the chosen ones attended; the "
-    "parts are timed apart as well, so that they do not sum up. Bytes: K and V once for dense "
-    "ways, whatever copies they make; for cab its index, and K and V of the keys that are read. Of "
-    "bandwidth: GB/s over that at which a large tensor is summed in the same run. Mass: the share "
-    "of attention on the chosen keys. Full error: relative, of cab where everything is chosen."
-    "\n\nThe model attends by transformers' sdpa or by cab, here whatever min_length says, though "
+    "Attention is that of one layer of this model. All kernels read the cache as transformers "
+    "stores it; transformers is the call of its sdpa over a static cache, with a mask of the "
+    "slots. cab writes the new key into the index, selects keys and attends to them; the parts "
+    "are timed separately too, so that they do not add up. Bytes: K and V once for dense "
+    "kernels, without copies; for cab its index, and K and V of the keys that are read. Of "
+    "bandwidth: GB/s divided by that of summing a large tensor in the same run. Mass: the share "
+    "of attention on the selected keys. Full error: relative error of cab with all keys "
+    "selected.\n\nThe model attends by transformers' sdpa or by cab, here at any min_length, but "
     "never below four times decode_tokens. "
     f"{'; '.join(f'{mode}: {what}' for mode, what in MODES.items())}. First s includes compiling."
 )
 
 
 def parse_budget(text: str) -> int | float:
-    """``decode_tokens``: a number of tokens, such as 4096 or 4k, or a share of the text."""
+    """Parse ``decode_tokens``: a number of tokens, such as 4096 or 4k, or a share of the keys."""
     return float(text) if "." in text else parse_length(text)
 
 
 def tokens_of(budget: float, length: int) -> int:
-    """The keys that a budget of `decode_tokens` stands for."""
+    """Return the number of keys for a budget of `decode_tokens`."""
     return budget if isinstance(budget, int) else round(budget * length)
 
 
 class Step(NamedTuple):
-    """One query a head and the cache that it attends, and what comes of it in float32."""
+    """One query per head with its cache, and the float32 result."""
 
     q: Tensor  # [B, H, 1, D]
-    k: Tensor  # [B, H_kv, N, D], contiguous, as caches of transformers are
+    k: Tensor  # [B, H_kv, N, D], contiguous like caches of transformers
     v: Tensor
-    weights: Tensor  # [B, H_kv, H / H_kv, N], of all keys
+    weights: Tensor  # [B, H_kv, H / H_kv, N], over all keys
     expected: Tensor  # [B, H, 1, D]
 
     @property
@@ -93,40 +93,40 @@ class Step(NamedTuple):
 
     @property
     def bytes_a_key(self) -> int:
-        """Of K and V of one key of one KV head."""
+        """The bytes of K and V of one key of one KV head."""
         return 2 * self.k.shape[-1] * self.k.element_size()
 
 
-# once for all that attends it
+# cached for all kernels of a case
 @lru_cache(maxsize=1)
 def random_step(
     settings: RandomHeads, length: int, batch: int, head_dim: int, device: torch.device
 ) -> Step:
-    """The last token of random inputs, and the cache of all of them."""
+    """Return the last token of random inputs, and the cache of all tokens."""
     q, k, v = settings.random_heads(length, head_dim, device, "qkv", batch)
     q, k, v = q[:, :, -1:].contiguous(), k.contiguous(), v.contiguous()
     grouped = q.float().unflatten(1, (k.shape[1], -1)).squeeze(3) * head_dim**-0.5
-    # a text at a time: a cache in float32 is twice the cache
+    # one sequence at a time: a cache in float32 is twice the cache
     logits = [one @ keys.float().transpose(-1, -2) for one, keys in zip(grouped, k, strict=True)]
     weights = torch.stack(logits).softmax(-1)
     return Step(q, k, v, weights, weighted(weights, v))
 
 
 def weighted(weights: Tensor, v: Tensor) -> Tensor:
-    """float32 [B, H, 1, D] of weights [B, H_kv, G, N] and v [B, H_kv, N, D]."""
+    """Return float32 [B, H, 1, D] for weights [B, H_kv, G, N] and v [B, H_kv, N, D]."""
     sums = [one @ values.float() for one, values in zip(weights, v, strict=True)]
     return torch.stack(sums).flatten(1, 2).unsqueeze(2)
 
 
 @lru_cache(maxsize=1)
 def bandwidth(bench: Bench) -> float:
-    """GB/s at which a large tensor is read and summed."""
+    """Return the GB/s at which a large tensor is read and summed."""
     count = READ_BYTES[bench.device.type] // torch.bfloat16.itemsize
     source = torch.zeros(count, dtype=torch.bfloat16, device=bench.device)
     return source.nbytes / bench.time(lambda: source.sum(dtype=torch.float32)).ms / 1e6
 
 
-# a call that gives [B, H, 1, D]
+# a call that returns [B, H, 1, D]
 Call = Callable[[], Tensor]
 
 
@@ -139,7 +139,7 @@ def _sdpa(backend: SDPBackend | None, step: Step) -> Call:
 
 
 def _transformers(step: Step) -> Call:
-    """What transformers calls where the cache is static: a mask of its slots."""
+    """Return the attention of transformers for a static cache: a mask of its slots."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     q, k, v, _, _ = step
@@ -153,7 +153,7 @@ def _transformers(step: Step) -> Call:
 
 
 def _flash(modules: tuple[str, ...], name: str, step: Step) -> Call:
-    """A function of flash-attn, which takes [B, N, H, D]: views, nothing is copied."""
+    """Return a function of flash-attn, which takes [B, N, H, D]: views without copies."""
     kernel = flash_attn(name, modules)
     q, k, v = (x.transpose(1, 2) for x in step[:3])
     more: dict[str, Any] = {"softmax_scale": step.scale}
@@ -175,7 +175,7 @@ DENSE: Mapping[str, Callable[[Step], Call]] = {
 
 @dataclass(frozen=True)
 class Settings(RandomHeads, models.ModelShape):
-    """What a run of decode steps is told."""
+    """Settings of a run of decode steps."""
 
     DEFAULTS = {"min_length": 0, "sparse_decode": True}
     POSITIVE = (*models.ModelShape.POSITIVE, "steps", "batches")
@@ -187,11 +187,13 @@ class Settings(RandomHeads, models.ModelShape):
     budgets: tuple[int | float, ...] | None = base.listed(
         (4096,), (128,), "decode_tokens, a number of tokens or a share", parse_budget
     )
-    parts: tuple[str, ...] = base.listed(PARTS, None, "attention of a layer, steps of the model")
+    parts: tuple[str, ...] = base.listed(
+        PARTS, None, "parts to time: attention of a layer, steps of the model"
+    )
     kernels: tuple[str, ...] = base.listed(tuple(DENSE), None, "dense kernels to compare with")
-    modes: tuple[str, ...] = base.listed(tuple(MODES), None, "how the model is run")
+    modes: tuple[str, ...] = base.listed(tuple(MODES), None, "modes in which the model runs")
     steps: int | None = option(32, "timed steps of the model", int)
-    seconds: float = option(0.5, "seconds of timing one call, or what five take", float)
+    seconds: float = option(0.5, "seconds for timing one call, at least five runs", float)
 
     def configs(self) -> list[CabConfig]:
         return [self.budgeted(budget) for budget in self.budgets]
@@ -200,20 +202,20 @@ class Settings(RandomHeads, models.ModelShape):
     def method(self) -> str:
         return (
             f"attention: {method_on(self.device, self.seconds)}; every kernel is compared with "
-            "float32 attention before it is timed, cab with that over its choice. Model: median of "
-            f"{self.steps} steps by time.perf_counter, after {WARM_UP_STEPS} that warm up, each of "
-            "which writes its token into a cache of random keys and values; the peak is all that "
-            "was allocated, warm-up included"
+            "float32 attention before it is timed, cab with float32 attention over its "
+            f"selection. Model: median of {self.steps} steps by time.perf_counter after "
+            f"{WARM_UP_STEPS} warm-up steps, each of which writes its token into a cache of "
+            "random keys and values; the peak is all allocated memory, including warm-up"
         )
 
     def budgeted(self, budget: float) -> CabConfig:
-        """The config of cab with that budget."""
+        """Return the config of cab with that budget."""
         return self.configured(decode_tokens=budget)
 
     def asked(self) -> list[dict[str, Any]]:
         sparse = [(CAB, budget) for budget in self.budgets]
         dense_ways = {ATTENTION: self.kernels, MODEL: (SDPA,)}
-        # the cheap part first, and the cheap cases of each
+        # the cheap part first, and the cheap cases of each part
         return [
             dict(zip(CASE, (part, length, batch, way, mode, budget), strict=True))
             for part in PARTS
@@ -225,10 +227,10 @@ class Settings(RandomHeads, models.ModelShape):
 
 
 class Decode(models.ModelSpeed):
-    """A case is one way to attend one layer's cache, or to run a model, by length and batch."""
+    """The experiment; a case is one kernel on a layer's cache, or one mode of a model."""
 
     name = "speed decode"
-    purpose = "time decode steps that read a part of the cache, beside dense ones"
+    purpose = "time decode steps that read a part of the cache, next to dense steps"
     title = "Speed of decoding"
     caption = "time of a step by length"
     Settings = Settings
@@ -242,7 +244,7 @@ class Decode(models.ModelSpeed):
     )
     BY = {"part": "part", "texts": "batch", "way": "way", "run": "mode", "keys": "budget"}
     APART = ("part", "texts")
-    PANELS = (Panel("a step", "ms", ("ms",)), Panel("a model", "tokens/s", ("tokens_s",)))
+    PANELS = (Panel("decode step", "ms", ("ms",)), Panel("model", "tokens/s", ("tokens_s",)))
     NOTES = {"": NOTES}
 
     @torch.no_grad()
@@ -271,7 +273,7 @@ class Decode(models.ModelSpeed):
         sample |= {"ms": timing.ms, "eager_ms": timing.eager, "without_graph": timing.why_not}
 
     def find_steps(self, sample: dict[str, Any]) -> None:
-        """Time steps of the model, each of which writes its token behind those in the cache."""
+        """Time steps of the model, each of which writes its token after those in the cache."""
         settings, bench = self.settings, self.bench
         length, batch, budget = sample["length"], sample["batch"], sample["budget"]
         compiled = sample["mode"] == COMPILED
@@ -291,7 +293,7 @@ class Decode(models.ModelSpeed):
                 times, later = bench.walls(step, settings.steps)
             finally:
                 if compiled:
-                    # graphs and what they hold
+                    # frees graphs and their memory
                     torch._dynamo.reset()
         sample |= {"ms": statistics.median(times), "first_s": first[0] / 1e3}
         sample |= {"tokens_s": batch / sample["ms"] * 1e3, "peak_gib": peak and max(peak, later)}
@@ -303,19 +305,19 @@ class Decode(models.ModelSpeed):
             sample["index_gib"] = sum(index.nbytes for index in indices) / 2**30
             sparse = decodes_sparsely(config, cache.layers[0].keys.shape[2])
             sample["ran_as"] = (
-                f"{len(indices)} layers choose the keys they read"
+                f"{len(indices)} layers select the keys they read"
                 if sparse
-                else "dense: few tokens beside those that a step would read"
+                else "dense: too few tokens to save time"
             )
         if skipped := counters["inductor"]["cudagraph_skips"]:
-            sample["without_graph"] = f"inductor makes none of {skipped} graphs"
+            sample["without_graph"] = f"inductor makes no CUDA graph of {skipped} graphs"
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Attention before the model, by length and batch, cab beside the fastest dense way.
+        """Return attention rows, then model rows, with the fastest dense kernel.
 
-        ``over_best`` says how many times faster a row is than that, ``over_same`` than sdpa in the
-        same mode.
+        Rows are sorted by length and batch. ``over_best`` is the speed-up of a row over that
+        kernel, ``over_same`` the speed-up over sdpa in the same mode.
         """
         compared = ("baseline", "baseline_ms", "over_best", "over_same")
         rows = base.by_length(samples, (*compared, "gb_s", "of_bandwidth"))
@@ -326,7 +328,7 @@ class Decode(models.ModelSpeed):
 
         for alike in grouped(rows, "part", "length", "batch"):
             timed = [row for row in alike if row["ms"] is not None]
-            # by name and, of a model, how it is run
+            # by name and, for a model, by mode
             others = {way(row): row["ms"] for row in timed if row["budget"] is None}
             best = dense.against(others, preferred=())
             for row in timed:
@@ -346,17 +348,17 @@ EXPERIMENT = Decode
 
 
 def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -> Callable[[], Any]:
-    """What reads a token of each text and takes the likeliest next one."""
+    """Return a function that reads a token of each sequence and returns the likeliest next ones."""
     forward = model.__call__
     if compiled:
         forward = torch.compile(forward, mode="reduce-overhead", fullgraph=True)
-    # 0 pads, and its embedding is nothing
+    # token 0 is padding with a zero embedding
     tokens = torch.ones(batch, 1, dtype=torch.long, device=model.device)
     cached = cache_arguments(model, cache)
 
     def step() -> None:
         if compiled:
-            # what the last step returned is not needed any more
+            # the result of the last step is not needed any more
             torch.compiler.cudagraph_mark_step_begin()
         logits = forward(tokens, **cached).logits
         tokens.copy_(logits[:, -1].argmax(-1, keepdim=True))
@@ -366,11 +368,11 @@ def stepping(model: PreTrainedModel, cache: Cache, batch: int, compiled: bool) -
 
 @torch.no_grad()
 def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
-    """The `Timing` of a step of cab that reads ``wanted`` keys, of its parts, and what it reads.
+    """Return the `Timing` of a cab step that reads ``wanted`` keys, of its parts, and its reads.
 
     Raises:
-        ArithmeticError: where it computes something else than float32 attention over its choice, or
-            than the reference with what is not read.
+        ArithmeticError: the result differs from float32 attention over the selection, or from the
+            reference that includes the unread keys.
     """
     q, k, v, weights, expected = step
     channels, length = llama_channels(q.shape[-1]), k.shape[2]
@@ -394,18 +396,18 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
         return attend(choose())
 
     everything, choice = attend(choose(so_far)), choose()
-    close(everything, expected, "where everything is chosen")
+    close(everything, expected, "with all keys selected")
     kept = weights * choice.kept().unsqueeze(2)
     alone = attend(choice.elsewhere(q.device))
-    close(alone, weighted(kept / kept.sum(-1, keepdim=True), v), "over what is chosen")
-    # a text at a time, as a cache in float32 is twice the cache
+    close(alone, weighted(kept / kept.sum(-1, keepdim=True), v), "over the selected keys")
+    # one sequence at a time, because a cache in float32 is twice the cache
     exact = [
         reference.attend(
             q[[i]].float(), k[[i]], v[[i]], Choice(*(x[[i]] for x in choice)), step.scale, so_far
         )
         for i in range(len(q))
     ]
-    close(complete(), torch.cat(exact), "with what is not read")
+    close(complete(), torch.cat(exact), "with the unread keys")
     count = int(choice.counts.sum())
     return {
         "timing": bench.time(complete),

@@ -1,7 +1,7 @@
-"""Dense causal attention, what sparse attention is measured against: the fastest kernels there are.
+"""Dense causal attention, the baseline of sparse attention: the fastest available kernels.
 
-Nothing is imported before it is asked for: a baseline that is not installed is a reason, not an
-error.
+Kernels are imported only when they are needed. A baseline that is not installed is reported with a
+reason instead of an error.
 """
 
 from __future__ import annotations
@@ -30,61 +30,61 @@ from cab_hf.plan import BlockPlan, Spans
 # q [B, H, N, D], k and v [B, H_kv, N, D], scale -> [B, H, N, D]
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
-# not a multiple of any kernel's tile; below 512 tokens ffpa hands over to SDPA
+# no multiple of any kernel's tile; below 512 tokens ffpa calls SDPA
 CHECK_LENGTH = 600
-# bf16 operands err up to 1e-2, gradients a few times that; a wrong layout errs by about 1
+# bf16 operands have errors up to 1e-2, gradients a few times that; a wrong layout about 1
 CHECK_TOLERANCE = 2e-2
 CHECK_GRADIENT_TOLERANCE = 5e-2
 CHECK_BLOCKS = (128, 64)
-CHECKED_QUERIES = 32  # in a row, at the start, in the middle and at the end
+CHECKED_QUERIES = 32  # consecutive queries at the start, in the middle and at the end
 MEASURED = ("baselines", "not_measured", "without_graph")
 COMPARED = ("baseline", "baseline_ms", "extrapolated", "ratio")
-PREFERRED = ("FA3", "cuDNN")  # what a ratio is against, the first that ran
-BREAK_EVEN = "A break-even lies between two measured lengths, on a line through logarithms."
+PREFERRED = ("FA3", "cuDNN")  # baselines of ratios: the first that ran
+BREAK_EVEN = "A break-even lies between two measured lengths, on a line through their logarithms."
 FLASH_DIMS = range(1, 257)
 WIDE_DIMS = range(257, 1025)
-# the wheel of the forward pass alone has a module of its own
+# the wheel with the forward pass alone has its own module
 FA3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")
 FA4_MODULES = ("flash_attn.cute",)
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """One dense kernel, which ``load`` imports and returns; ImportError where it is not there."""
+    """One dense kernel; ``load`` imports and returns it, or raises ImportError."""
 
     load: Callable[[], Attend]
-    # of the library behind it, None where that is torch alone
+    # version of its library; None for torch itself
     version: Callable[[], str | None] = lambda: None
-    # what it takes, and computes by itself
+    # supported inputs
     head_dims: range = range(1, 1 << 16)
-    # whether fewer key heads are taken as they are; else they are repeated before the clock starts
+    # True if the kernel takes fewer key heads; else they are repeated before the clock starts
     grouped: bool = True
-    # whether fewer queries than keys are the last of them, as in a call that continues a cache; to
-    # PyTorch's kernels they are the first
+    # True if fewer queries than keys are the last ones, as in a call over a cache; PyTorch's
+    # kernels take them for the first ones
     continues: bool = False
 
     def heads(self, q: Tensor, *keys: Tensor) -> list[Tensor]:
-        """q, and ``keys`` with as many heads as it takes of them."""
+        """Return q, and ``keys`` with the number of heads that the kernel takes."""
         group = 1 if self.grouped else q.shape[1] // keys[0].shape[1]
         return [q, *(x.repeat_interleave(group, dim=1) if group > 1 else x for x in keys)]
 
 
 def on(device: torch.device | str) -> dict[str, Baseline]:
-    """The baselines that make sense on ``device``, by name."""
+    """Return the baselines for ``device`` by name."""
     return ON_GPU if torch.device(device).type == "cuda" else ON_CPU
 
 
 def against(measured: Mapping[str, float], preferred: Iterable[str] = PREFERRED) -> str | None:
-    """Which baseline, name -> ms, a ratio is against: the first preferred, else the fastest."""
+    """Return the baseline for a ratio: the first preferred of name -> ms, else the fastest."""
     first = next((name for name in preferred if name in measured), None)
     return first or min(measured, key=measured.__getitem__, default=None)
 
 
 def compared(row: Row, rows: Iterable[Row], preferred: Iterable[str] = PREFERRED) -> dict[str, Any]:
-    """`COMPARED`: a baseline of its own length, its ms, and the ratio of ``row`` to it.
+    """Return `COMPARED`: a baseline of the row's length, its ms, and the ratio of ``row`` to it.
 
-    Else extrapolated from the longest of ``rows``, which differ in length alone; None if it is
-    shorter than that.
+    Without one, the value is extrapolated from the longest of ``rows``, which differ in length
+    alone; None if ``row`` is shorter.
     """
     measured = (each for each in rows if each["baselines"])
     longest = max(measured, key=lambda each: each["length"], default=None)
@@ -99,14 +99,14 @@ def compared(row: Row, rows: Iterable[Row], preferred: Iterable[str] = PREFERRED
 
 
 def time_shown(row: Row) -> str | None:
-    """What a row is compared with: ``≈ 842 FA3`` where it is extrapolated."""
+    """Format the time that a row is compared with: ``≈ 842 FA3`` if it is extrapolated."""
     if row["baseline_ms"] is None:
         return None
     return f"{'≈ ' * row['extrapolated']}{digits(row['baseline_ms'])} {row['baseline']}"
 
 
 def break_even(points: Sequence[tuple[int, float]]) -> float | None:
-    """The length from which a ratio stays below 1, of (length, ratio) by length, or None.
+    """Return the length from which a ratio stays below 1, for (length, ratio) by length, or None.
 
     Between two measured lengths it is on a straight line through the logarithms of both.
     """
@@ -120,7 +120,7 @@ def break_even(points: Sequence[tuple[int, float]]) -> float | None:
 
 
 def break_even_shown(rows: Iterable[Row]) -> str | None:
-    """Where that is for the ``ratio`` of rows by length: in a cell, or as the end of a sentence."""
+    """Format the break-even of the ``ratio`` of rows by length, for a cell or a sentence."""
     points = [(row["length"], row["ratio"]) for row in rows if row["ratio"] is not None]
     if not points:
         return None
@@ -132,7 +132,7 @@ def break_even_shown(rows: Iterable[Row]) -> str | None:
 
 
 def reading(rows: Sequence[Row], what: str) -> str:
-    """How ``what`` compares with dense attention, a sentence on rows by length with a ``ratio``."""
+    """Compare ``what`` with dense attention in a sentence, for rows by length with a ``ratio``."""
     last = rows[-1]
     return (
         f"At {last['length']:,} tokens {what} takes {percent(last['ratio'])} of "
@@ -145,18 +145,18 @@ def reading(rows: Sequence[Row], what: str) -> str:
 def gradients_of(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *more: Any
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """What computes the gradients of q, k and v again and again, after one forward pass.
+    """Return a function that computes the gradients of q, k and v after one forward pass.
 
     Raises:
-        RuntimeError: when nothing can be differentiated.
+        RuntimeError: nothing can be differentiated.
     """
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    # a compiled backward that may overwrite what it saved runs only once
+    # a compiled backward that may overwrite saved tensors runs only once
     with torch._functorch.config.patch(donated_buffer=False):
         out = attend(*leaves, *more)
     if not out.requires_grad:
         raise RuntimeError("it has no backward")
-    # the same whatever the layout: a gradient is compared with that of another kernel
+    # equal for every layout: a gradient is compared with that of another kernel
     generator = torch.Generator(out.device).manual_seed(0)
     drawn = torch.randn(out.shape[2:], generator=generator, device=out.device)
     gradient = torch.empty_like(out).copy_(drawn)
@@ -164,14 +164,14 @@ def gradients_of(
 
 
 def close(result: Tensor, expected: Tensor, where: str, tolerance: float = CHECK_TOLERANCE) -> None:
-    """ArithmeticError, with the relative error, unless the two agree."""
+    """Raise ArithmeticError with the relative error unless the two agree."""
     error = float((result.float() - expected).norm() / expected.norm())
     if not error <= tolerance:  # written so that NaN fails too
         raise ArithmeticError(f"wrong by {error:.2g} (relative) {where}")
 
 
 def check_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> None:
-    """`close` of some rows to float32 attention under the plan; padding queries are left out."""
+    """Compare some rows with float32 attention under the plan; padding queries are left out."""
     last = max(0, plan.q_length - CHECKED_QUERIES)
     for start in dict.fromkeys((0, last // 2, last)):
         stop = min(start + CHECKED_QUERIES, plan.q_length)
@@ -183,7 +183,7 @@ def check_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) ->
 
 
 def exact_rows(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, start: int, stop: int) -> Tensor:
-    """Float32 attention of queries ``start`` to ``stop`` under the plan, [B, H, rows, D]."""
+    """Return float32 attention of queries ``start`` to ``stop`` under the plan, [B, H, rows, D]."""
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
 
     def grouped(x: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def check_gradients(
     v: Tensor,
     planner: Callable[[Tensor, Tensor, Spans], BlockPlan],
 ) -> None:
-    """`close` of gradients to those of the reference in float32, on the first tokens."""
+    """Compare gradients with those of the float32 reference, on the first tokens."""
     q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
     batch, _, length, dim = q.shape
     plan = planner(q, k, Spans.causal(batch, length, length, q.device))
@@ -217,7 +217,7 @@ def check_gradients(
 
 
 def check_dense(attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool = False) -> None:
-    """`check_rows` of causal attention on the first tokens, `check_gradients` where asked."""
+    """Run `check_rows` of causal attention on the first tokens, and `check_gradients` if asked."""
 
     def causal(q: Tensor, k: Tensor, spans: Spans) -> BlockPlan:
         return BlockPlan.causal(spans, q.shape[1], *CHECK_BLOCKS)
@@ -240,27 +240,27 @@ def measure(
     baselines: Mapping[str, Baseline] | None = None,
     check: Callable[[Attend, Tensor, Tensor, Tensor, bool], None] = check_dense,
 ) -> dict[str, dict[str, Any]]:
-    """Time every baseline on q [B, H, N, D], k and v [B, H_kv, N, D], or say why not.
+    """Time every baseline on q [B, H, N, D], k and v [B, H_kv, N, D], or record why it did not run.
 
-    By `MEASURED` and name: ms, why there are none, and why ms is not that of a graph.
-    ``backward`` times the backward pass alone, called from Python.
+    The result contains, by `MEASURED` and name: ms, the reason for missing ms, and the reason for a
+    time without a graph. ``backward`` times the backward pass alone, called from Python.
     """
     result = {field: {} for field in MEASURED}
     for name, baseline in (on(bench.device) if baselines is None else baselines).items():
         try:
             if q.shape[-1] not in baseline.head_dims:
                 low, high = baseline.head_dims[0], baseline.head_dims[-1]
-                raise RuntimeError(f"it takes head dims {low} to {high}, not {q.shape[-1]}")
+                raise RuntimeError(f"it supports head dims {low} to {high}, not {q.shape[-1]}")
             attend, heads = baseline.load(), baseline.heads(q, k, v)
             check(attend, *heads, backward)
             call = (gradients_of if backward else partial)(attend, *heads, scale)
             timing = bench.time(call, graph=not backward)
         except Exception as error:
-            # a kernel that is missing, refuses or is wrong is told of and not measured
+            # a kernel that is missing, raises an error or is wrong is reported and not measured
             result["not_measured"][name] = in_a_sentence(error)
             continue
         finally:
-            # what one baseline saved for its backward is not the next one's burden
+            # free the tensors that one baseline saved for its backward before the next one
             call = heads = None
         result["baselines"][name] = timing.ms
         if timing.why_not:
@@ -280,23 +280,23 @@ def _sdpa(backend: SDPBackend) -> Callable[[], Attend]:
 
 
 def flash_attn(name: str, modules: Sequence[str]) -> Callable[..., Tensor]:
-    """A causal function of flash-attn, from the first of ``modules`` that is installed.
+    """Return a causal function of flash-attn, from the first of ``modules`` that is installed.
 
     Raises:
-        ImportError: where none is.
+        ImportError: none is installed.
     """
     kernel = getattr(import_module(next(filter(find_spec, modules), modules[-1])), name)
 
     def attend(*tensors: Tensor, **more: Any) -> Tensor:
         out = kernel(*tensors, causal=True, **more)
-        # some versions return the log-sum-exp as well
+        # some versions return the log-sum-exp too
         return out[0] if isinstance(out, tuple) else out
 
     return attend
 
 
 def _flash(*modules: str) -> Callable[[], Attend]:
-    """flash-attn's function, which takes [B, N, H, D], of head-major views: nothing is copied."""
+    """Return flash-attn's function, which takes [B, N, H, D], for views without copies."""
 
     def load() -> Attend:
         kernel = flash_attn("flash_attn_func", modules)
@@ -311,7 +311,7 @@ def _flash(*modules: str) -> Callable[[], Attend]:
 
 
 def _ffpa(backend: str) -> Callable[[], Attend]:
-    """ffpa-attn with its Triton or its CuTe kernels; it picks no other by itself."""
+    """Return ffpa-attn with its Triton or its CuTe kernels; it selects no other kernel."""
 
     def load() -> Attend:
         from ffpa_attn import ffpa_attn_func
@@ -319,7 +319,7 @@ def _ffpa(backend: str) -> Callable[[], Attend]:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             if FFPAAttnMeta.from_kwargs(backend=backend).fallback(q, k, None, 0.0):
-                raise RuntimeError("it would hand this over to SDPA")
+                raise RuntimeError("it would call SDPA instead")
             return ffpa_attn_func(
                 q, k, v, is_causal=True, scale=scale, enable_gqa=True, backend=backend
             )
@@ -330,7 +330,7 @@ def _ffpa(backend: str) -> Callable[[], Attend]:
 
 
 def _package(*names: str) -> Callable[[], str | None]:
-    """Version of the first of these packages that is installed."""
+    """Return the version of the first of these packages that is installed."""
 
     def version() -> str | None:
         for name in names:

@@ -1,4 +1,4 @@
-"""What speed ops on the heads of one layer share: settings, inputs and dense attention on them."""
+"""Shared parts of speed ops on the heads of one layer: settings, inputs and dense attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from cab_hf.plan import Spans
 from cab_hf.predictors import LayerContext
 from cab_hf.runs.settings import option
 
-# of inputs with the structure of text: directions, tokens that share one, its size beside the noise
+# inputs with the structure of text: directions, tokens that share one, its size relative to the
+# noise
 TOPICS = 64
 TOPIC_TOKENS = 512
 TOPIC_STRENGTH = 0.8
@@ -27,16 +28,16 @@ INPUTS = "random with the block structure of text (runs of tokens that share a d
 
 
 class RandomHeads:
-    """Of settings that have batch, heads, kv_heads, seed and a dtype: heads like them."""
+    """Random heads for settings with batch, heads, kv_heads, seed and a dtype."""
 
     def random_heads(
         self, length: int, head_dim: int, device: torch.device, names: str, batch: int = 0
     ) -> tuple[Tensor, ...]:
-        """Random q, k or v by its letter, [B, H, N, D] views of [B, N, H * D] as at prefill.
+        """Return random q, k or v by letter, [B, H, N, D] views of [B, N, H * D] as at prefill.
 
         They have the block structure of text: in q and k, runs of `TOPIC_TOKENS` tokens share one
-        of `TOPICS` directions. On white noise next to nothing can be left out. B is ``batch``, or
-        that of the settings.
+        of `TOPICS` directions. On white noise almost no block could be left out. B is ``batch``, or
+        the batch of the settings.
         """
         generator = torch.Generator(device).manual_seed(self.seed)
         like = {"device": device, "dtype": self.torch_dtype, "generator": generator}
@@ -59,7 +60,7 @@ class RandomHeads:
 def call_of(
     config: CabConfig, spans: Spans, head_dim: int, sinks: Tensor | None = None
 ) -> LayerContext:
-    """What the predictor of ``config`` is told: in a cascade of its first anchor, as in a LLaMA."""
+    """Return the context for the predictor of ``config``; in a cascade that of its first anchor."""
     layer = config.anchors[0] if config.anchors else None
     channels = llama_channels(head_dim)
     return LayerContext(spans, head_dim**-0.5, layer, channels=channels, sinks=sinks)
@@ -67,7 +68,7 @@ def call_of(
 
 @dataclass(frozen=True)
 class HeadSettings(RandomHeads, SpeedSettings):
-    """Of ops that run on the heads of one layer."""
+    """Settings of ops on the heads of one layer."""
 
     POSITIVE = ("batch", "kv_heads")
     FROM_0 = ("dense_up_to",)
@@ -75,11 +76,13 @@ class HeadSettings(RandomHeads, SpeedSettings):
     batch: int = option(1, "sequences", int)
     heads: int = option(32, "query heads", int)
     kv_heads: int = option(8, "key and value heads", int)
-    dense_up_to: int = option(2**17, "tokens from which dense attention is extrapolated by N²", int)
+    dense_up_to: int = option(
+        2**17, "longest measured length of dense attention; N² extrapolation beyond", int
+    )
 
 
 class HeadSpeed(Speed):
-    """Base of ops on the heads of one layer: dense attention is measured beside them."""
+    """The base class of ops on the heads of one layer, with measured dense attention."""
 
     SHAPE = ("batch", "heads", "kv_heads", "dtype")
     BY_NAME = dense.MEASURED
@@ -89,9 +92,9 @@ class HeadSpeed(Speed):
         dims = settings.get("head_dims") or [settings["head_dim"]]
         batch = f"Batch {settings['batch']}, " if "batch" in settings else ""
         made = made_of(
-            f"{batch}{settings['heads']} query and {settings['kv_heads']} key heads of "
-            f"{', '.join(map(str, dims))}, {settings['dtype']}; inputs are {INPUTS}, and no model "
-            "made them",
+            f"{batch}{settings['heads']} query heads and {settings['kv_heads']} KV heads of "
+            f"{', '.join(map(str, dims))} channels, {settings['dtype']}; inputs are {INPUTS}, not "
+            "those of a model",
             settings,
         )
         near = settings.get("dense_up_to")
@@ -109,12 +112,12 @@ class HeadSpeed(Speed):
         return sample
 
 
-# once for all that is compared with it
+# cached for all kernels of a case
 @lru_cache(maxsize=1)
 def time_baselines(
     settings: HeadSettings, bench: Bench, length: int, head_dim: int, backward: bool
 ) -> dict[str, dict[str, Any]]:
-    """Every dense baseline on random heads, as `dense.measure`; where they do not fit, none."""
+    """Time every dense baseline on random heads, as `dense.measure`; none if memory runs out."""
     try:
         q, k, v = settings.random_heads(length, head_dim, bench.device, "qkv")
     except torch.OutOfMemoryError as error:

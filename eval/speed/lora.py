@@ -1,7 +1,7 @@
-"""``speed lora``: a step of LoRA fine-tuning of a whole model, by what it attends with.
+"""``speed lora``: time a LoRA step of a whole model, by attention.
 
-Started by torchrun, it measures how a step spreads over ranks, which learn a sequence each, or one
-that is sharded over all of them.
+Under torchrun it measures scaling over ranks: each rank learns its own sequence, or all ranks share
+one.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALPHA = 32.0
 LEARNING_RATE = 1e-4
 CLIP = 1.0
-# tokens of the longest step that is sought
+# tokens of the longest step in a search
 LONGEST = 2**20
-# tokens of the step that compiles all kernels, which is as long as CAB wants a text: one that is
-# timed may take a minute
+# tokens of the step that compiles all kernels, the default min_length: a timed step may take a
+# minute
 WARM_UP_TOKENS = 2**15
 SPREADING = (
-    "Alone is one rank, the others wait. ddp: torch's DistributedDataParallel, a sequence a rank; "
-    "fsdp2: torch's fully_shard of each decoder layer and of what is around them, a sequence a "
-    "rank; cp: one sequence sharded over all ranks by cab_hf.context_parallel. Efficiency is "
-    "tokens a second of a rank over those of one alone by the same way at the same length; TFLOP/s "
-    "are a rank's as well."
+    "Alone is one rank while the others wait. ddp: torch's DistributedDataParallel, a sequence "
+    "per rank; fsdp2: torch's fully_shard of each decoder layer and of the remaining modules, a "
+    "sequence per rank; cp: one sequence sharded over all ranks by cab_hf.context_parallel. "
+    "Efficiency is tokens per second and rank divided by those of one rank alone with the same "
+    "attention and length; TFLOP/s are per rank as well."
 )
 
 
 @dataclass(frozen=True)
 class Settings(models.LongestSettings):
-    """What a run of training steps is told."""
+    """Settings of a run of training steps."""
 
     KEYS = {"length": "lengths", "implementation": "implementations"}
-    # the blocks whose gradients are fastest
+    # the block size with the fastest gradients
     DEFAULTS = {**base.KEEPS_ALL, "key_block": 128}
     POSITIVE = (*models.LongestSettings.POSITIVE, "rank", "runs", "multiple")
     FROM_0 = (*models.LongestSettings.FROM_0, "tile_tokens", "offload_layers")
@@ -73,22 +73,24 @@ class Settings(models.LongestSettings):
 
     lengths: tuple[int, ...] | None = base.powers(13, 17)
     implementations: tuple[str, ...] | None = base.listed(
-        (SDPA, "cuDNN", "FA4", CAB), (SDPA, "SDPA", CAB), "ways to attend"
+        (SDPA, "cuDNN", "FA4", CAB), (SDPA, "SDPA", CAB), "attention implementations"
     )
-    rank: int = option(16, f"rank of the LoRA adapters, in {', '.join(TARGETS)}", int)
-    runs: int = option(3, "timed steps of every row", int)
+    rank: int = option(16, f"rank of the LoRA adapters in {', '.join(TARGETS)}", int)
+    runs: int = option(3, "timed steps per row", int)
     spread: tuple[str, ...] = base.listed(
-        (), None, f"how ranks share a step: {', '.join(SPREADS)}; all by default under torchrun"
+        (), None, f"how ranks share a step: {', '.join(SPREADS)}; default under torchrun: all"
     )
     tile_tokens: int | None = option(
-        None, "tokens of a tile of MLPs; 0: no tiles; auto: as in fine-tuning", number_or_auto
+        None, "tokens per tile of MLPs; 0: no tiles; auto: as in fine-tuning", number_or_auto
     )
     offload_layers: int | None = option(
-        None, "layers whose inputs the host holds; auto: as few as fit", number_or_auto
+        None, "layers with inputs on the host; auto: as few as fit", number_or_auto
     )
-    qlora: bool = flag("weights in 4 bits, as `finetune/lora.py --qlora` has them")
-    longest: bool = flag("also search for the longest sequence of which a step fits")
-    multiple: int | None = by_device(2**13, 64, "tokens that the longest is a multiple of", int)
+    qlora: bool = flag("keep weights in 4 bits, as `finetune/lora.py --qlora` does")
+    longest: bool = flag("also search for the longest sequence whose step fits")
+    multiple: int | None = by_device(
+        2**13, 64, "tokens of which the longest sequence is a multiple", int
+    )
 
     def __post_init__(self) -> None:
         asked = self.implementations
@@ -101,13 +103,11 @@ class Settings(models.LongestSettings):
         self.check_choice("implementations", known)
         across = CP not in self.spread or set(self.implementations) & set(NAMES)
         ours = ", ".join(name for name in NAMES if name in known)
-        text = f"some of {ours} where a sequence is sharded ({CP})"
+        text = f"some of {ours} if a sequence is sharded ({CP})"
         self.check("implementations", across, text)
-        self.check(
-            "qlora", not (self.qlora and self.is_spread), "left out where ranks share a step"
-        )
+        self.check("qlora", not (self.qlora and self.is_spread), "left out if ranks share a step")
         every = not self.longest or any(":" not in part for part in self.max_density)
-        self.check("max_density", every, "a share for all lengths where the longest is sought")
+        self.check("max_density", every, "one share for all lengths with --longest")
 
     @property
     def is_spread(self) -> bool:
@@ -117,20 +117,20 @@ class Settings(models.LongestSettings):
     def method(self) -> str:
         together = models.TOGETHER if self.is_spread or by_torchrun() else ""
         return (
-            f"median of {self.runs} steps by time.perf_counter after one of at most "
-            f"{WARM_UP_TOKENS:,} tokens that warms up; a step is forward and backward of a "
-            "sequence of random tokens under gradient checkpointing, clipping and AdamW, in tiles "
-            f"and offloaded as in fine-tuning; the peak is all that was allocated{together}"
+            f"median of {self.runs} steps by time.perf_counter after one warm-up step of at most "
+            f"{WARM_UP_TOKENS:,} tokens; a step is forward and backward of a sequence of random "
+            "tokens under gradient checkpointing, clipping and AdamW, in tiles and offloaded as "
+            f"in fine-tuning; the peak is all allocated memory{together}"
         )
 
 
 class LoraStep(TimeToFirstToken):
-    """A case is one length, one way to attend, and how so many ranks share a step."""
+    """The experiment; a case is one length, one attention, and one way to share a step."""
 
     name = "speed lora"
-    purpose = "a step of LoRA fine-tuning of a LLaMA, by what it attends with"
+    purpose = "time a step of LoRA fine-tuning of a LLaMA, by attention"
     title = "A step of LoRA fine-tuning"
-    caption = "seconds of a training step by length, and what CAB gains"
+    caption = "seconds of a training step by length, and the speed-up of CAB"
     Settings = Settings
     CASE = (*Settings.KEYS, "spread", "world")
     ADDED = {"spread": ALONE, "world": 1, "sought": False, "fits": None, "room_gib": None}
@@ -140,14 +140,14 @@ class LoraStep(TimeToFirstToken):
     SHAPE = ("dtype", "rank")
     BY = {"way": "implementation", "ranks": "world", "spread": "spread"}
     PANELS = (
-        Panel("a training step", "tokens/s of a rank", ("tokens_s",)),
+        Panel("training step", "tokens/s per rank", ("tokens_s",)),
         GAIN,
-        Panel("over one rank alone", "efficiency", ("efficiency",), log=False),
+        Panel("relative to one rank alone", "efficiency", ("efficiency",), log=False),
     )
     NOTES = {
-        "": f"LoRA in {', '.join(TARGETS)}, all else frozen. {models.WAYS} {models.GAINS} "
-        "Operations are those of the forward and the backward pass, without what is computed a "
-        "second time. Room: all that torch can allocate.",
+        "": f"LoRA in {', '.join(TARGETS)}, all other weights frozen. {models.WAYS} {models.GAINS} "
+        "Operations are those of the forward and backward pass, without recomputation. Room: "
+        "all memory that torch can allocate.",
         "worlds": SPREADING,
     }
     FOUND = (*TimeToFirstToken.FOUND, "fits", "room_gib", "tile_tokens", "offloaded", "host_gib")
@@ -170,17 +170,17 @@ class LoraStep(TimeToFirstToken):
                     yield from self.search(here, samples, settings.multiple, estimate)
 
     def estimated(self, place: Mapping[str, Any]) -> int:
-        """The longest sequence of which a step fits at ``place``, estimated; 0 on a CPU."""
+        """Return the estimated longest sequence whose step fits at ``place``; 0 on a CPU."""
         step, room = self.settings.multiple, room_of(self.bench.room())
         lengths = range(step, LONGEST, step) if room.device < inf else range(0)
-        # one by one: where tiles begin, a longer sequence takes less than a shorter one
+        # one by one: where tiles start, a longer sequence needs less memory than a shorter one
         for length in reversed(lengths):
             if room.holds(self.fitted(place, length, room)[1].memory):
                 return length
         return 0
 
     def fitted(self, place: Mapping[str, Any], length: int, room: Room) -> tuple[int, Fit]:
-        """(tokens of a tile or 0, the memory and the layers offloaded) of a step at ``place``."""
+        """Return (tokens of a tile or 0, memory and offloaded layers) of a step at ``place``."""
         settings, how, world = self.settings, place["spread"], place["world"]
         cp, cost = world if how == CP else 1, trainee(settings).cost
         tile = tile_of(length // cp, settings.tile_tokens)
@@ -191,9 +191,9 @@ class LoraStep(TimeToFirstToken):
         return tile, fit(cost, length, room, settings.offload_layers, **more)
 
     def find_on(self, sample: dict[str, Any], team: Team) -> None:
-        """Write into ``sample`` what a step of ``team`` takes."""
+        """Add the results of a step of ``team`` to ``sample``."""
         settings, length, how = self.settings, sample["length"], sample["spread"]
-        # what spread an earlier step hooks into gradients until it is gone
+        # hooks of an earlier distributed step live until it is collected
         gc.collect()
         sample["room_gib"] = self.bench.room()
         tile, (offloaded, _) = self.fitted(sample, length, room_of(sample["room_gib"]))
@@ -203,7 +203,7 @@ class LoraStep(TimeToFirstToken):
         runs = 1 if sample["sought"] else settings.runs
         with training(settings, length, sample["implementation"], how, team) as (call, known):
             team.together(lambda: call(min(length, WARM_UP_TOKENS)))
-            # what that one attended does not count
+            # do not count the attention of the warm-up step
             known()
             team.together(self.bench.settle)
             result = team.slowest(self.bench, lambda: call(length), runs, warm_up=0)
@@ -219,7 +219,7 @@ class LoraStep(TimeToFirstToken):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """As of the time to the first token, among rows of the same ranks that share alike."""
+        """Return rows as for the time to the first token, among rows with equal ranks."""
         rows, alone = [], {}
         for alike in grouped(samples, "spread", "world"):
             rows += beside_dense(alike)
@@ -244,18 +244,18 @@ EXPERIMENT = LoraStep
 
 
 def step_flops(cost: Cost, length: int, density: float = 1.0) -> float:
-    """Floating-point operations of a step of one text, that share of its pairs being attended."""
+    """Return the operations of a step of one sequence, with that share of its pairs attended."""
     attention = sum(cost.attention(cost.pairs(torch.arange(length)[None])))
     return cost.products(length) + density * attention
 
 
 def room_of(gib: float | None) -> Room:
-    """What there is on a device with so many GiB, and on the host; a CPU has room without end."""
+    """Return the memory of a device with ``gib`` GiB, and of the host; unlimited for a CPU."""
     return Room(inf if gib is None else gib * GIB, host_bytes())
 
 
 class Trainee(NamedTuple):
-    """A model that is trained, with its loss, and what a step of it costs."""
+    """A model in training with its loss, and the cost of its step."""
 
     objective: Objective
     cost: Cost
@@ -267,7 +267,7 @@ class Trainee(NamedTuple):
 
 @lru_cache(maxsize=1)
 def trainee(settings: Settings) -> Trainee:
-    """The random model with adapters that are about to be learnt."""
+    """Return the random model with trainable adapters."""
     model = models.random_model(settings)
     if settings.qlora:
         to_4_bits(model, settings.dtype)
@@ -278,22 +278,20 @@ def trainee(settings: Settings) -> Trainee:
 
 
 def save_memory(settings: Settings, tokens: int, tile: int, offloaded: int) -> float:
-    """Have the model compute ``tokens`` a rank in tiles, 0 for none, so many layers being
-    offloaded; the GiB that are pinned.
-    """
+    """Set up tiles for ``tokens`` per rank (0: none) and offloading; return the pinned GiB."""
     model = trainee(settings).objective.model
-    # one tile of all tokens, and of the padding of ranks, is none
+    # one tile of all tokens, and of the padding of ranks, means no tiles
     compute_in_tiles(model, tile or sys.maxsize)
     offload = Offload(offloaded, torch.device(settings.device))
-    # the one before gives its memory back first: the host may have no room for both
+    # free the earlier pinned memory first: the host may have no room for both
     offload.enable(model)
-    # what is timed allocates nothing
+    # the timed part must not allocate
     offload.reserve(tokens * settings.hidden * settings.torch_dtype.itemsize)
     return offload.host_bytes / GIB
 
 
 def batch_of(settings: Settings, tokens: int, number: int = 0) -> Batch:
-    """Sequence [1, tokens] of that number: random tokens, each of which is to predict another."""
+    """Return sequence [1, tokens] of that number: random tokens, each predicting another one."""
     drawn = models.random_tokens(settings, tokens + 1, number)
     positions = torch.arange(tokens, device=settings.device)[None]
     return {"input_ids": drawn[:, :-1], "position_ids": positions, "labels": drawn[:, 1:]}
@@ -303,7 +301,10 @@ def batch_of(settings: Settings, tokens: int, number: int = 0) -> Batch:
 def training(
     settings: Settings, length: int, way: str, how: str = ALONE, team: Team | None = None
 ) -> Iterator[tuple[Callable[[int], None], Callable[[], dict[str, Any]]]]:
-    """(a step on so many tokens, what all ranks have attended since it was asked for last)."""
+    """Return a step on ``tokens``, and a function that counts attention since its last call.
+
+    The count is over all ranks.
+    """
     team = Team() if team is None else team
     model, config = models.random_model(settings), settings.budgeted(length)
 
@@ -312,18 +313,18 @@ def training(
         if how != CP:
             return found | {"density": team.mean(found["density"])}
         density = team.mean(found["density"], team.pairs(length, block_of(model)))
-        # ranks that share a sequence are not what is described
+        # sharded sequences are not described
         return {"density": density, "ran_as": None}
 
     if how != ALONE:
-        # half of all adapters are zero when they are new
+        # half of all adapter weights are initially zero
         draw = torch.Generator(settings.device).manual_seed(settings.seed)
         with torch.no_grad():
             for parameter in trainee(settings).learnt:
                 parameter.normal_(std=models.INITIAL_STD, generator=draw)
     try:
         with models.attending(model, way, config), shared(settings, how, team) as backward:
-            # weights that are spread are others by now
+            # sharding has replaced the weights
             learnt = trainee(settings).learnt
             fused = torch.device(settings.device).type == "cuda"
             optimizer = torch.optim.AdamW(learnt, LEARNING_RATE, fused=fused)
@@ -334,20 +335,20 @@ def training(
                     parameter.grad = None
     finally:
         if how == FSDP2:
-            # this rank has a part of the model left
+            # this rank holds only a part of the model
             models.forget_model()
             trainee.cache_clear()
 
 
 @contextmanager
 def shared(settings: Settings, how: str, team: Team) -> Iterator[Callable[[int], None]]:
-    """What makes this rank's gradients on so many tokens; `FSDP2` leaves the weights spread."""
+    """Return a function that makes this rank's gradients; `FSDP2` leaves the weights sharded."""
     objective = wrapped = trainee(settings).objective
     batch, scale, inside = partial(batch_of, settings), 1, nullcontext()
     if how in (DDP, FSDP2):
         batch = partial(batch, number=team.rank)
     if how == FSDP2:
-        # as accelerate does: layers are gathered one by one, what is around them is one more unit
+        # as in accelerate: layers are gathered one by one, and the other modules form one more unit
         mesh = DeviceMesh.from_group(team.group, torch.device(settings.device).type)
         for layer in models.random_model(settings).model.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
@@ -356,14 +357,14 @@ def shared(settings: Settings, how: str, team: Team) -> Iterator[Callable[[int],
         wrapped = DistributedDataParallel(objective, process_group=team.group)
     if how == CP:
         block, scale = block_of(objective.model), team.size
-        # a layer that is computed again gathers again by itself
+        # a recomputed layer gathers again by itself
         inside = context_parallel(objective.model, team.group, block=block, regather_kv=False)
 
     def backward(tokens: int) -> None:
         given = batch(tokens)
         if how == CP:
             given = sharded(given, team.group, block)
-        # a rank divides by the tokens of all that share a sequence
+        # each rank divides by the tokens of all ranks that share a sequence
         (wrapped(given) * (scale / tokens)).backward()
 
     with inside:
@@ -376,7 +377,7 @@ def learn(
     optimizer: torch.optim.Optimizer,
     tokens: int,
 ) -> None:
-    """A step on ``tokens`` a sequence."""
+    """Take a step on ``tokens`` per sequence."""
     backward(tokens)
     torch.nn.utils.clip_grad_norm_(learnt, CLIP)
     optimizer.step()

@@ -1,4 +1,4 @@
-"""What speed ops on a whole model share: its shape and weights, and how it attends."""
+"""Shared parts of speed ops on a whole model: its shape and weights, and its attention."""
 
 from __future__ import annotations
 
@@ -22,53 +22,56 @@ from cab_hf.eval.speed.base import KEEPS_ALL, Speed, SpeedSettings, densities, m
 from cab_hf.eval.speed.dense import CHECK_LENGTH, check_dense
 from cab_hf.runs.settings import by_device, option
 
-# transformers is imported where it is used: asking for help needs none of it
+# transformers is imported on demand: --help does not need it
 if TYPE_CHECKING:
     from transformers import Cache, LlamaConfig, PreTrainedModel
 
-SDPA = "sdpa"  # what transformers attends with unless it is told otherwise
-# how CAB is run -> what is set beyond the budget
+SDPA = "sdpa"  # the default attention of transformers
+# variant of CAB -> settings in addition to the budget
 CAB = {"cab": {}, "cab-always": {"min_length": 0}}
 INITIAL_STD = 0.02
 ROPE_THETA = 500_000.0
-# of reports: what ways to attend are, and what they may gain
+# notes of reports: the attentions, and their upper bounds
 WAYS = (
-    "sdpa is transformers' own; other dense ways take its place. cab computes prompts shorter than "
-    "min_length dense, cab-always none. Density: attended over causal pairs in all layers."
+    "sdpa is the implementation of transformers; other dense kernels replace it. cab computes "
+    "prompts shorter than min_length densely, cab-always computes none densely. Density: "
+    "attended over causal pairs in all layers."
 )
 GAINS = (
-    "At most: operations of the dense model over those at the realised density. TFLOP/s count what "
-    f"is attended. {dense.BREAK_EVEN}"
+    "Upper bound: operations of the dense model divided by those at the measured density. TFLOP/s "
+    f"count attended pairs. {dense.BREAK_EVEN}"
 )
-# what the rest of a model is made of, in the order of a run: liger-kernel's RoPE replaces that of
+# implementations of the rest of a model, in the order of a run: liger-kernel replaces the RoPE of
 # transformers for good
 PLAIN, FP8, LIGER = "plain", "fp8", "liger"
 VARIANTS = (PLAIN, FP8, LIGER, f"{FP8}+{LIGER}")
-TOGETHER = "; all ranks begin together, the slowest of each run and the highest peak of any count"
+TOGETHER = (
+    "; all ranks start together; the slowest of each run and the highest peak of any rank count"
+)
 
 
 @dataclass(frozen=True)
 class ModelShape(SpeedSettings):
-    """Of ops that run a whole LLaMA with random weights, by default of LLaMA-3-8B's shape."""
+    """The shape of a whole LLaMA with random weights, by default that of LLaMA-3-8B."""
 
     POSITIVE = ("layers", "hidden", "intermediate", "kv_heads", "head_dim", "vocab")
 
-    layers: int | None = by_device(32, 2, "decoder layers", int)
+    layers: int | None = by_device(32, 2, "number of decoder layers", int)
     hidden: int | None = by_device(4096, 64, "hidden size", int)
-    intermediate: int | None = by_device(14336, 128, "hidden size of the MLP", int)
+    intermediate: int | None = by_device(14336, 128, "channels of the MLP", int)
     heads: int | None = by_device(32, 4, "query heads", int)
     kv_heads: int | None = by_device(8, 2, "key and value heads", int)
     head_dim: int | None = by_device(128, 16, "head dim", int)
     vocab: int | None = by_device(128_256, 256, "vocabulary size", int)
 
-    # of the longest text that the model reads
+    # positions for the longest sequence
     positions = property(lambda self: max(self.lengths))
 
     def flops(self, length: int, density: float = 1.0, behind: int = 0) -> float:
-        """Floating-point operations of reading a prompt, that share of the pairs being attended.
+        """Return the operations of reading a prompt, with that share of the pairs attended.
 
-        Those of products alone, with the logits of the last token; pairs are the causal half of
-        all, and those with the ``behind`` tokens that a cache holds before the prompt.
+        They are those of products alone, including the logits of the last token. Pairs are the
+        causal half of all pairs, and those with the cached tokens before the prompt.
         """
         heads = 2 * (self.heads + self.kv_heads) * self.head_dim
         weights = self.layers * self.hidden * (heads + 3 * self.intermediate)
@@ -77,14 +80,14 @@ class ModelShape(SpeedSettings):
         return 2.0 * (length * weights + self.hidden * self.vocab) + attention
 
     def cache_gib(self, length: int) -> float:
-        """GiB of the keys and values of a prompt."""
+        """Return the GiB of the keys and values of a prompt."""
         a_token = 2 * self.layers * self.kv_heads * self.head_dim * self.torch_dtype.itemsize
         return length * a_token / 2**30
 
 
 @dataclass(frozen=True)
 class ModelSettings(ModelShape):
-    """Of ops that let the model read prompts, whose density is an option."""
+    """Settings of ops that let the model read prompts, with density as an option."""
 
     DEFAULTS = KEEPS_ALL
 
@@ -94,18 +97,20 @@ class ModelSettings(ModelShape):
         return [self.budgeted(length) for length in self.lengths]
 
     def budgeted(self, length: int, way: str = "cab") -> CabConfig:
-        """The config at that length; ``way`` is one of `CAB`, or a dense one, which needs none."""
+        """Return the config at that length; ``way`` is one of `CAB`, or dense without budget."""
         config = self.configured(max_density=self.density_at(length))
         return dataclasses.replace(config, **CAB.get(way, {}))
 
 
 @dataclass(frozen=True)
 class LongestSettings(ModelSettings):
-    """Of ops that seek the longest length that fits."""
+    """Settings of ops that search for the longest length that fits."""
 
     FROM_0 = ("gpu_gib",)
 
-    gpu_gib: float = option(0.0, "GiB that may be allocated, as on a smaller GPU; 0: all", float)
+    gpu_gib: float = option(
+        0.0, "GiB that may be allocated, to simulate a smaller GPU; 0: all", float
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,7 +118,7 @@ class LongestSettings(ModelSettings):
 
 
 class ModelSpeed(Speed):
-    """Base of ops that run a whole model."""
+    """The base class of ops that run a whole model."""
 
     @staticmethod
     def described(settings: Mapping[str, Any]) -> str:
@@ -129,7 +134,7 @@ class ModelSpeed(Speed):
 
 
 def llama_config(settings: ModelShape) -> LlamaConfig:
-    """The transformers config of the model."""
+    """Return the transformers config of the model."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -150,9 +155,10 @@ def llama_config(settings: ModelShape) -> LlamaConfig:
 
 
 def random_model(settings: ModelShape, variant: str = PLAIN) -> PreTrainedModel:
-    """The model, made where it runs: no weight is ever on another device or of another dtype.
+    """Return the model, made on its device and in its dtype.
 
-    ``variant`` is one of `VARIANTS`. The last one is kept, and no other.
+    No weight exists on another device or in another dtype. ``variant`` is one of `VARIANTS`. Only
+    the last model is cached.
     """
     return _random_model(settings, variant)
 
@@ -175,7 +181,7 @@ forget_model = _random_model.cache_clear
 
 
 def _by_liger(model: PreTrainedModel) -> None:
-    """Norms, RoPE and MLPs by liger-kernel."""
+    """Replace norms, RoPE and MLPs by those of liger-kernel."""
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama(
@@ -187,7 +193,10 @@ HASTENED = {FP8: to_8_bits, LIGER: _by_liger}
 
 
 def random_tokens(settings: ModelShape, length: int, seed: int = 0) -> Tensor:
-    """Random tokens int64 [1, length], the same on all ranks; ``seed`` adds to that of the run."""
+    """Return random tokens int64 [1, length], equal on all ranks.
+
+    ``seed`` is added to the seed of the run.
+    """
     generator = torch.Generator(settings.device).manual_seed(settings.seed + seed)
     return torch.randint(settings.vocab, (1, length), generator=generator, device=settings.device)
 
@@ -195,7 +204,7 @@ def random_tokens(settings: ModelShape, length: int, seed: int = 0) -> Tensor:
 def random_cache(
     model: PreTrainedModel, length: int, batch: int = 1, slots: int = 0, sparse: bool = False
 ) -> Cache:
-    """Random keys and values; static if it has ``slots``, with an index of keys if ``sparse``."""
+    """Return random keys and values: static with ``slots``, with an index of keys if ``sparse``."""
     from transformers import DynamicCache, StaticCache
 
     from cab_hf import index_cache
@@ -220,14 +229,18 @@ def prefilling(
     behind: int = 0,
     variant: str = PLAIN,
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]], Callable[[], None]]]:
-    """(what reads random tokens, `attended_by` of them, what takes them off the cache again).
+    """Return functions that read random tokens, count attention, and reset the cache.
 
-    The model attends that ``way``, and gives the logits of the last token.
+    The model attends by ``way``, and computes the logits of the last token. The second function is
+    `attended_by`. A `DynamicCache` with random keys and values precedes the prompt if a number of
+    cached tokens is given.
 
     Args:
-        chunk: tokens read at a time into a static cache of exactly their length: a dynamic one
-            would copy all of a layer's keys, and then its values, at every chunk. 0: all tokens.
-        behind: tokens of random keys and values in a `DynamicCache` before them.
+        settings: the settings.
+        length: tokens of the prompt.
+        way: the attention.
+        chunk: tokens per call into a static cache of exactly their length: a dynamic cache would
+            copy all keys and values of a layer at every chunk. 0: all tokens.
         variant: one of `VARIANTS`.
     """
     from transformers import StaticCache
@@ -240,7 +253,7 @@ def prefilling(
         cache = cached
         if chunk:
             cache = StaticCache(config=model.config, max_cache_len=length)
-            # before anything else, while free memory is whole
+            # before any other allocation, while free memory is contiguous
             cache.early_initialization(
                 1, settings.kv_heads, settings.head_dim, model.dtype, model.device
             )
@@ -251,7 +264,7 @@ def prefilling(
 
     def crop() -> None:
         asked = cached.get_seq_length() - behind if behind else 0
-        # a crop by nothing is not the same in all versions of transformers
+        # a crop by nothing differs between versions of transformers
         if asked:
             cached.crop(-asked)
 
@@ -263,14 +276,14 @@ def prefilling(
 def attending(
     model: PreTrainedModel, way: str, config: CabConfig | None = None, continues: bool = False
 ) -> Iterator[None]:
-    """Let ``model`` attend by ``way`` for a while; what it attends is counted anew.
+    """Make ``model`` attend by ``way`` inside the block, and reset its counts.
 
     ``way`` is one of `CAB`, a baseline, or an ``attn_implementation`` of transformers.
-    ``continues`` says that calls continue a cache.
+    ``continues`` is True if calls continue a cache.
 
     Raises:
-        ImportError, RuntimeError, ValueError: for what is not installed, continues no cache, or is
-            not known to transformers.
+        ImportError, RuntimeError, ValueError: ``way`` is not installed, cannot continue a cache, or
+            is unknown to transformers.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -284,7 +297,7 @@ def attending(
     name, baseline = way, dense.on(model.device).get(way)
     if baseline is not None:
         if continues and not baseline.continues:
-            first = "to it, queries are the first tokens"
+            first = "it takes queries for the first tokens"
             raise RuntimeError(f"{way} cannot continue a cache: {first}")
         name = f"speed_{way.replace(' ', '_')}"
         ALL_ATTENTION_FUNCTIONS[name] = _function(model, way, baseline, continues)
@@ -300,7 +313,7 @@ def attending(
 def _function(
     model: PreTrainedModel, name: str, baseline: dense.Baseline, continues: bool
 ) -> Callable[..., tuple[Tensor, None]]:
-    """A dense baseline under the signature of transformers' attention functions, checked."""
+    """Return a checked dense baseline with the signature of transformers' attention functions."""
     kernel = baseline.load()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -309,7 +322,10 @@ def _function(
     def attention(module: Any, *given: Any, scaling: float, **_: Any) -> tuple[Tensor, None]:
         *heads, mask = given
         if mask is not None:
-            raise ValueError(f"{name} is causal here and takes no mask; transformers made one.")
+            raise ValueError(
+                f"{name} must get no mask, because it is causal here, got one from transformers. "
+                "Use prompts without padding."
+            )
         return attend(*heads, scaling).transpose(1, 2), None
 
     text = model.config
@@ -324,12 +340,14 @@ def _function(
 def attended_by(
     model: PreTrainedModel, length: int, way: str, reset: bool = False
 ) -> dict[str, Any]:
-    """Of what was read since it was counted anew: ``density`` in all layers, attended over causal
-    pairs, and what CAB ``ran_as`` on texts of that length.
+    """Return the attention since the last reset.
+
+    ``density`` is attended over causal pairs in all layers, and ``ran_as`` describes CAB on
+    sequences of that length.
     """
     from cab_hf.patches import describe, stats
 
-    # layers that are computed dense attend everything
+    # dense layers attend to all pairs
     layers = [1.0 if x["density"] is None else x["density"] for x in stats(model, reset=reset)]
     lines = []
     if way in CAB:

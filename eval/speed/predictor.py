@@ -1,4 +1,4 @@
-"""``speed predictor``: deciding which blocks are attended, beside the best dense attention."""
+"""``speed predictor``: time selecting blocks, next to the best dense attention."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARTS = tuple(f"{part}_ms" for part in (*PREDICTOR, OTHER))
 
 @dataclass(frozen=True)
 class Settings(HeadSettings):
-    """What a run of the predictor is told."""
+    """Settings of a run of the predictor."""
 
     POSITIVE = (*HeadSettings.POSITIVE, "head_dim")
 
@@ -35,16 +35,16 @@ class Settings(HeadSettings):
     @property
     def method(self) -> str:
         return (
-            f"{method_on(self.device)}; the parts are kernel times of the profiler, median of "
-            f"{PROFILED_CALLS} eager calls; the peak is over the inputs, the result included"
+            f"{method_on(self.device)}; the parts are kernel times of the profiler, the median of "
+            f"{PROFILED_CALLS} eager calls; the peak excludes the inputs and includes the result"
         )
 
 
 class Predictor(HeadSpeed):
-    """A case is one length."""
+    """The experiment; a case is one length."""
 
     name = "speed predictor"
-    purpose = "time deciding which blocks are attended, beside dense attention"
+    purpose = "time selecting blocks, next to dense attention"
     title = "Speed of the predictor"
     caption = "time and share of dense attention by length"
     Settings = Settings
@@ -54,13 +54,13 @@ class Predictor(HeadSpeed):
     BY = {"way": "way"}
     HIDDEN = ("way", "graph_ms", "gflops")
     PANELS = (
-        Panel("choosing, and dense attention", "ms", ("ms",)),
-        Panel("parts of choosing", "ms", PARTS),
-        Panel("choosing over dense attention", "share of its time", ("ratio",)),
+        Panel("selecting blocks, and dense attention", "ms", ("ms",)),
+        Panel("parts of selecting blocks", "ms", PARTS),
+        Panel("selecting blocks relative to dense attention", "share of its time", ("ratio",)),
     )
     NOTES = {
-        "": "Density is attended over causal (query, key) pairs. Exponent: the time grows as N "
-        "to its power from the row above."
+        "": "Density is attended over causal (query, key) pairs. Exponent: the time grows as N to "
+        "this power from the row above."
     }
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ class Predictor(HeadSpeed):
         config = settings.cab_config
         call = partial(make_predictor(config), q, k, call_of(config, spans, settings.head_dim))
 
-        call()  # kernels are compiled and tuned, which takes memory of its own
+        call()  # compiles and tunes kernels, which needs its own memory
         plan, peak = bench.peak(call)
         density = plan.density()
         del plan
@@ -81,7 +81,7 @@ class Predictor(HeadSpeed):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """By length, with the ratio over dense attention and how the time grows with the length."""
+        """Return rows by length, with the ratio to dense attention and the growth of the time."""
         rows = by_length(samples, (*dense.COMPARED, "exponent"))
         before = None
         for row in rows:

@@ -1,4 +1,4 @@
-"""``speed prefill``: the longest prompt a GPU reads, chunk by chunk into one cache."""
+"""``speed prefill``: find the longest prompt that a GPU reads, chunk by chunk into one cache."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from cab_hf.eval.speed.reported import CAB_DENSE, Panel
 from cab_hf.runs.settings import by_device, option, parse_flag
 
 WAY = "cab-always"
-# the first chunk begins a cache, the second goes on with one: kernels of both are compiled then
+# chunks that start a cache and continue one, so that the kernels of both are compiled
 WARM_UP_CHUNKS = 2
-# and as much of a prompt that is read as a whole
+# tokens of a warm-up prompt in one call
 WARM_UP_TOKENS = 2**14
 
 
 @dataclass(frozen=True)
 class Settings(models.LongestSettings):
-    """What a run of chunked prefills is told."""
+    """Settings of a run of chunked prefills."""
 
     KEYS = {"implementation": "implementations", "length": "lengths"}
     POSITIVE = (*models.LongestSettings.POSITIVE, "multiple")
@@ -31,16 +31,20 @@ class Settings(models.LongestSettings):
     CHOICES = {"implementations": (models.SDPA, CAB_DENSE, *models.CAB)}
 
     lengths: tuple[int, ...] | None = base.powers(17, 19)
-    implementations: tuple[str, ...] = base.listed((WAY,), None, "ways to attend")
-    chunk: int | None = by_device(2**15, 128, "tokens read at a time; 0: the whole prompt", int)
-    longest: bool = option(True, "whether to search for the longest length that fits", parse_flag)
-    multiple: int | None = by_device(2**15, 128, "tokens that the longest is a multiple of", int)
-    max_density: tuple[str, ...] = base.listed(("0.05",), None, "of CAB, alike at every length")
+    implementations: tuple[str, ...] = base.listed((WAY,), None, "attention implementations")
+    chunk: int | None = by_device(2**15, 128, "tokens per chunk; 0: the whole prompt", int)
+    longest: bool = option(True, "search for the longest length that fits", parse_flag)
+    multiple: int | None = by_device(
+        2**15, 128, "tokens of which the longest length is a multiple", int
+    )
+    max_density: tuple[str, ...] = base.listed(
+        ("0.05",), None, "max_density of CAB, equal at every length"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one = len(self.max_density) == 1 and ":" not in self.max_density[0]
-        self.check("max_density", one, "one share, so that lengths compare")
+        self.check("max_density", one, "one share, so that lengths are comparable")
         block = self.cab_config.query_block
         self.check("chunk", self.chunk % block == 0, f"a multiple of query_block={block}")
 
@@ -48,19 +52,19 @@ class Settings(models.LongestSettings):
     def method(self) -> str:
         warming, cache = f"of {WARM_UP_CHUNKS} chunks", "a static cache of exactly their length"
         if not self.chunk:
-            warming, cache = f"of at most {WARM_UP_TOKENS:,} tokens", "a dynamic cache, as a whole"
+            warming, cache = f"of at most {WARM_UP_TOKENS:,} tokens", "a dynamic cache, in one call"
         return (
-            f"one run by time.perf_counter after a prompt {warming} that warms up: random tokens "
-            f"are read into {cache}, and every chunk gives the logits of its last token; the peak "
-            "is all that was allocated"
+            f"one run by time.perf_counter after a warm-up prompt {warming}: random tokens are "
+            f"read into {cache}, and every chunk computes the logits of its last token; the peak "
+            "is all allocated memory"
         )
 
 
 class Prefill(models.ModelSpeed):
-    """A case is one way to attend and one length: those asked for, then those sought."""
+    """The experiment; a case is one attention and one length: given lengths, then searched ones."""
 
     name = "speed prefill"
-    purpose = "the longest prompt that fits, read chunk by chunk: seconds, tokens/s, peak memory"
+    purpose = "find the longest prompt that fits, chunk by chunk: seconds, tokens/s, peak memory"
     title = "Long prompts on one GPU"
     caption = "rate and peak memory by length"
     Settings = Settings
@@ -76,9 +80,9 @@ class Prefill(models.ModelSpeed):
         Panel("memory", "GiB", ("peak_gib", "cache_gib", "weights_gib"), log=False),
     )
     NOTES = {
-        "": f"{models.WAYS} Rest: the peak less weights and cache. Room: all that torch can "
-        "allocate. TFLOP/s count what is attended.",
-        "multiple": "Estimate: the longest prompt that `python -m cab_hf.eval fits` expects there.",
+        "": f"{models.WAYS} Rest: the peak minus weights and cache. Room: all memory that torch "
+        "can allocate. TFLOP/s count attended pairs.",
+        "multiple": "Estimate: the longest prompt by the estimate of `python -m cab_hf.eval fits`.",
     }
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
@@ -89,13 +93,13 @@ class Prefill(models.ModelSpeed):
             yield from self.search(place, samples, self.settings.multiple, estimate)
 
     def estimated(self, way: str) -> int:
-        """The longest prompt by ``fits``; 0 where no room is known."""
+        """Return the longest prompt by ``fits``; 0 if the memory is unknown."""
         settings, room = self.settings, self.bench.room()
         if room is None:
             return 0
         prompts = replace(_prompts(settings), config=settings.cab_config)
         if way not in models.CAB:
-            # nothing is chosen
+            # no blocks are selected
             prompts = replace(prompts, heads=frozenset())
         cache = STATIC if settings.chunk else DYNAMIC
         return prompts.longest(room * GIB, settings.chunk or None, cache)
@@ -129,7 +133,7 @@ def _prompts(settings: Settings) -> Prompts:
     return Prompts.of(models.llama_config(settings))
 
 
-# once a process: what is compiled stays
+# once per process: compiled kernels stay
 @lru_cache
 def _warm_up(settings: Settings, way: str, length: int) -> None:
     with models.prefilling(settings, length, way, settings.chunk) as (call, *_):

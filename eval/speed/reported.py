@@ -1,4 +1,4 @@
-"""What speed ops report: a table of all cases, remarks, notes, and lines over tokens."""
+"""Reports of speed ops: a table of all cases, remarks, notes, and lines over tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import digits, grouped, markdown_table, percent
 
-CAB_DENSE = "cab_dense"  # exact, and over ranks as well
+CAB_DENSE = "cab_dense"  # exact attention, over ranks as well
 HEADINGS = {
-    **{"length": "tokens", "implementation": "way", "world": "ranks", "ceiling": "at most"},
+    **{"length": "tokens", "implementation": "attention", "way": "attention", "world": "ranks"},
+    **{"ceiling": "upper bound", "over_best": "speed-up", "over_same": "speed-up over sdpa"},
+    **{"ratio": "time / baseline", "predict_ms": "select ms", "choose_ms": "select ms"},
     **{"tokens": "tokens in all", "tokens_s": "tokens/s", "gb_s": "GB/s"},
     **{"tflops": "TFLOP/s", "labels": "computed by", "break_even": "faster than dense"},
     **{"prompt_tokens_s": "prompt tokens/s", "output_tokens_s": "output tokens/s"},
@@ -22,7 +24,7 @@ HEADINGS = {
 }
 SHARES = ("efficiency", "of_bandwidth", "gap", "density", "mass")
 TIMES = "{:.2f}×".format
-# field of a sample -> what it tells of; it holds a text or texts by name
+# field of a sample -> its meaning; the field contains a text, or texts by name
 REMARKS = {
     "ran_as": "ran as",
     "error": "not measured",
@@ -33,7 +35,7 @@ REMARKS = {
 
 
 class Panel(NamedTuple):
-    """A panel of a figure over tokens, left out where no row has a value of its ``fields``."""
+    """A panel of a figure over tokens, left out if no row has a value of its ``fields``."""
 
     title: str
     unit: str
@@ -45,29 +47,29 @@ class Panel(NamedTuple):
 
 
 class Reported:
-    """Base of experiments whose rows make one table and lines over tokens."""
+    """The base class of experiments whose rows form one table and lines over tokens."""
 
-    # what tells rows of one length apart, heading -> field; "way" is how they attend
+    # fields that distinguish rows of one length, heading -> field; "way" is the attention
     BY: ClassVar[Mapping[str, str]] = {}
-    # headings of those whose values have panels of their own
+    # headings of fields whose values have separate panels
     APART: ClassVar[Sequence[str]] = ()
-    # fields beside the length on which the ``baselines`` of a row depend
+    # fields in addition to the length on which the ``baselines`` of a row depend
     DENSE: ClassVar[Sequence[str]] = ()
-    # what is drawn of them -> the field that has it by name of a kernel
+    # drawn field -> field that contains it by name of a kernel
     OF_DENSE: ClassVar[Mapping[str, str]] = {"ms": "baselines"}
-    # fields that are no column
+    # fields without a column
     HIDDEN: ClassVar[Sequence[str]] = ()
-    # whether the first table is of the longest length alone
+    # True if the first table contains the longest length alone
     LONGEST_FIRST: ClassVar[bool] = False
     PANELS: ClassVar[Sequence[Panel]]
-    # text on all runs, under "", and on those that have a setting
+    # notes on all runs under "", and notes on runs with a setting
     NOTES: ClassVar[Mapping[str, str]]
-    # what was computed on and how it was timed, of recorded settings
+    # function that describes inputs and clock from recorded settings
     described: ClassVar[Callable[[Mapping[str, Any]], str]]
 
     @classmethod
     def shown(cls, rows: Sequence[Row]) -> Sequence[Row]:
-        """The rows as tables and figures have them: a row a way to attend."""
+        """Return the rows of tables and figures: one row per attention."""
         return rows
 
     @classmethod
@@ -88,17 +90,17 @@ class Reported:
 
     @classmethod
     def table(cls, rows: Sequence[Row]) -> str:
-        """`table` without settings that all rows share, and without what is a remark."""
+        """Return the `table` without settings that all rows share, and without remarks."""
         settings = ("op", *cls.SHAPE, *cls.ADDED)
         same = [n for n in settings if all(row.get(n) == rows[0].get(n) for row in rows)]
-        # what tells rows apart comes first
+        # fields that distinguish rows come first
         names = dict.fromkeys(("length", *cls.BY.values(), *rows[0])) if rows else ()
         ordered = [{name: row[name] for name in names if name in row} for row in rows]
         return table(ordered, (*same, *REMARKS, *cls.HIDDEN))
 
     @classmethod
     def remarks(cls, rows: Sequence[Row]) -> dict[str, str]:
-        """`remarks`, by what differs among rows; what there is not is a dash, as in tables."""
+        """Return `remarks` by the fields that differ among rows; missing values are dashes."""
         told = {h: name for h, name in cls.BY.items() if not cls.DENSE or name in cls.DENSE}
         by = varying(rows, told)
         dashes = [{name: "–" for name in by.values() if row[name] is None} for row in rows]
@@ -106,7 +108,7 @@ class Reported:
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """Nothing, unless an op has something to say that its first table does not show."""
+        """Return sentences that the first table does not show; none by default."""
         return []
 
     @classmethod
@@ -116,7 +118,7 @@ class Reported:
 
     @classmethod
     def lines(cls, rows: Sequence[Row]) -> list[Row]:
-        """Rows to draw: those that are shown, and one for each dense kernel beside them."""
+        """Return rows to draw: the shown ones, and one for each dense kernel."""
         names, made = (*cls.DENSE, "length"), list(cls.shown(rows))
         for first, *_ in grouped(rows, *names) if cls.OF_DENSE else ():
             place = dict.fromkeys(cls.BY.values()) | {field: first[field] for field in names}
@@ -127,10 +129,10 @@ class Reported:
 
     @classmethod
     def draw(cls, path: Path, rows: Sequence[Row]) -> None:
-        """The panels side by side, a line of them for each of `APART`; dense ways are grey."""
+        """Draw the panels side by side, one row for each value of `APART`; dense lines are grey."""
         lines = cls.lines(rows)
         panels = [panel for panel in cls.PANELS if panel.shows(lines)]
-        # dense ways have no blocks and no budget: what they lack sets nothing apart
+        # dense kernels have no blocks and no budget: missing fields do not separate panels
         apart = varying(rows, {heading: cls.BY[heading] for heading in cls.APART})
         by = {h: name for h, name in varying(lines, cls.BY).items() if h not in cls.APART}
         groups, across = grouped(rows, *apart.values()), max(1, len(panels))
@@ -149,7 +151,7 @@ class Reported:
     def draw_lines(
         cls, axis: Any, panel: Panel, rows: Sequence[Row], by: Mapping[str, str]
     ) -> None:
-        """The lines of a panel, told apart by ``by``; of several fields those of cab alone."""
+        """Draw the lines of a panel by ``by``; several fields are drawn for cab alone."""
         greys, several = itertools.cycle(charts.GREYS), len(panel.fields) > 1
         for alike, field in itertools.product(grouped(rows, *by.values()), panel.fields):
             dense = "way" in cls.BY and not is_ours(alike[0][cls.BY["way"]])
@@ -163,46 +165,46 @@ class Reported:
 
 
 def varying(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:
-    """Those of ``columns``, heading -> field, that differ among rows."""
+    """Return the ``columns``, heading -> field, that differ among rows."""
     return {h: name for h, name in columns.items() if len({row.get(name) for row in rows}) > 1}
 
 
 def remarks(rows: Sequence[Row], by: Mapping[str, str]) -> dict[str, str]:
-    """A table of `REMARKS` by what tells rows apart beside their length, or none."""
+    """Return a table of `REMARKS` by the fields that distinguish rows besides length, or {}."""
     lengths: dict[tuple, dict[str, None]] = {}
     for (field, kind), row in itertools.product(REMARKS.items(), rows):
         said = row.get(field) or {}
         for name, text in (said if isinstance(said, Mapping) else {"": said}).items():
             what = (*(row[each] for each in by.values()), kind, text)
             lengths.setdefault((what, name), {})[f"{row['length']:,}"] = None
-    # what is said of several names alike is said once
+    # equal remarks of several names are joined
     names: dict[tuple, list[str]] = {}
     for (what, name), where in lengths.items():
         names.setdefault((*what, ", ".join(where)), []).append(name)
-    headings = (*by, "what", "why or how", "tokens", "of")
+    headings = (*(HEADINGS.get(x, x) for x in by), "what", "reason", "tokens", "for")
     lines = [dict(zip(headings, (*k, ", ".join(of)), strict=True)) for k, of in names.items()]
-    shown = headings if any(line["of"] for line in lines) else headings[:-1]
+    shown = headings if any(line["for"] for line in lines) else headings[:-1]
     return {"Remarks": markdown_table(lines, shown)} if lines else {}
 
 
 def named(row: Row, by: Mapping[str, str]) -> list[str]:
-    """What tells a row from others, numbers behind their headings."""
+    """Return the values that distinguish a row from others; numbers follow their headings."""
     values = {heading: row[name] for heading, name in by.items() if row[name] is not None}
     return [x if isinstance(x, str) else f"{heading} {x:g}" for heading, x in values.items()]
 
 
 def heading_of(name: str) -> str:
-    """A field as people read it."""
+    """Return the heading of a field."""
     return HEADINGS.get(name, name.replace("_", " ").replace("gib", "GiB"))
 
 
 def is_ours(name: Any) -> bool:
-    """Whether ``name`` is that of a way to attend sparsely."""
+    """Return True if ``name`` is a sparse attention."""
     return str(name).startswith("cab") and name != CAB_DENSE
 
 
 def table(rows: Sequence[Row], hidden: Sequence[str] = ()) -> str:
-    """Numbers and names in ``rows`` that are no flags, a column for each field with a value."""
+    """Return numbers and names in ``rows`` without flags, one column per field with a value."""
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {}
     for name in names:
@@ -213,7 +215,7 @@ def table(rows: Sequence[Row], hidden: Sequence[str] = ()) -> str:
 
 
 def written(name: str, row: Row) -> str | None:
-    """The field ``name`` of a row as a table shows it."""
+    """Format the field ``name`` of a row for a table."""
     value = row.get(name)
     if value is None or isinstance(value, str):
         return value

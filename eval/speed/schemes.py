@@ -1,4 +1,4 @@
-"""Ring attention, with which `cab_hf.distributed.zigzag_attention` is compared."""
+"""Ring attention, the baseline of `cab_hf.distributed.zigzag_attention`."""
 
 from __future__ import annotations
 
@@ -21,23 +21,26 @@ from cab_hf.plan import Spans, once_per_spans
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
-    """`zigzag_attention` with K and V passed from rank to rank, and outputs merged by their sums.
+    """Compute `zigzag_attention` by passing K and V around the ring of ranks.
 
-    ``heads_k_stride`` and ``regather_kv`` change nothing: all heads travel, and what arrives is
-    kept.
+    Outputs are merged by log-sum-exp. ``heads_k_stride`` and ``regather_kv`` have no effect: all
+    heads are sent, and received tensors are kept.
 
     Raises:
-        NotImplementedError: for a ``plan``, or gradients by an engine whose log-sum-exp has none.
+        NotImplementedError: ``plan`` is set, or gradients are needed from an engine whose
+            log-sum-exp has none.
     """
     if settings.get("plan") is not None:
-        raise NotImplementedError("plan is set; ring_attention takes none. Use zigzag_attention.")
+        raise NotImplementedError(
+            "plan must be None for ring_attention, got a plan. Use zigzag_attention."
+        )
     settings = {**zigzag_attention.__kwdefaults__, **settings}
     layout, engine, _, scale = zigzag.checked(q, k, v, **settings)
     training = Workload.of(q, k, v, (0, 0)).training
     if training and engine is not engines.REFERENCE:
         raise NotImplementedError(
-            f"engine is {engine.name!r}, through whose log-sum-exp no gradient flows; "
-            "ring_attention is differentiated with engine='reference'."
+            "engine must have gradients of its log-sum-exp for ring_attention, got "
+            f"{engine.name!r}. Use engine='reference'."
         )
     return _around(q, k, v, layout, engine, scale)
 
@@ -45,19 +48,19 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Te
 def _around(
     q: Tensor, k: Tensor, v: Tensor, layout: ShardedLayout, engine: Engine, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """W steps around the ring, each over the keys of one rank."""
+    """Run W steps around the ring, each over the keys of one rank."""
     rank, world = layout.group.rank(), layout.group.size()
     out = lse = None
     both = torch.cat((k, v), dim=-1)
     for step in range(world):
         if step + 1 < world:
-            # on its way to the next rank while this step computes
+            # sent to the next rank while this step computes
             received, works = _hop(both.detach(), layout.group, 1)
         keys, values = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
         spans = _seen_of(layout.spans, layout.shard_map, (rank - step) % world)
         plan = everything(spans, layout.shard_map.sharding.exact_block)
         result = engine.attention(q, keys, values, plan, scale, return_lse=True)
-        # merged at no less than float32, rounded once
+        # merged in at least float32, and rounded once
         result = result[0].to(result[1].dtype), result[1]
         out, lse = result if step == 0 else _merged((out, lse), result)
         if step + 1 < world:
@@ -68,9 +71,9 @@ def _around(
 
 
 def _merged(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """(out [B, H, N, D], log-sum-exp [B, H, N]) over the keys of two parts, differentiable."""
+    """Merge (out [B, H, N, D], log-sum-exp [B, H, N]) over the keys of two parts."""
     (one, first), (other, second) = parts
-    # a query that sees nothing has no part to weigh; looking away keeps NaN out of gradients
+    # a query that sees no keys has no weight; the mask keeps NaN out of gradients
     blind = (first == -torch.inf) & (second == -torch.inf)
     lse = torch.stack((first, second)).masked_fill(blind, 0.0)
     total = lse.logsumexp(0)
@@ -80,10 +83,10 @@ def _merged(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 @once_per_spans
 def _seen_of(spans: Spans, shard_map: ShardMap, holder: int) -> Spans:
-    """What this rank's queries see of another rank's keys, which that rank holds in order."""
+    """Return the spans of this rank's queries over another rank's keys, in their order."""
     sharding, device = shard_map.sharding, spans.first.device
     real = sharding.real[holder].to(device)
-    # padding stands between the last token of its document and the first of the next
+    # padding is ordered between the last token of its document and the first of the next
     order = 2 * (shard_map.begins + sharding.positions[holder].to(device)) + (~real).long()
     first = torch.searchsorted(order, 2 * spans.first.to(order.dtype))
     last = torch.searchsorted(order, 2 * spans.last.to(order.dtype), right=True) - 1
@@ -97,7 +100,10 @@ def _seen_of(spans: Spans, shard_map: ShardMap, holder: int) -> Spans:
 
 
 def _hop(x: Tensor, group: ProcessGroup, step: int) -> tuple[Tensor, list[dist.Work]]:
-    """(what the rank ``step`` before will have sent, the work to wait for); ``x`` goes on."""
+    """Send ``x`` to the next rank.
+
+    Returns the tensor of the rank ``step`` before, and the work to wait for.
+    """
     rank, world = group.rank(), group.size()
     x = x.contiguous()
     received = torch.empty_like(x)
@@ -111,7 +117,10 @@ def _hop(x: Tensor, group: ProcessGroup, step: int) -> tuple[Tensor, list[dist.W
 
 
 class _Passed(torch.autograd.Function):
-    """What was sent to what was received; gradients go back the way they came."""
+    """An autograd function that maps the sent to the received tensor.
+
+    Gradients return the same way.
+    """
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, received: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""``speed serve``: requests of mixed lengths, served by continuous batching or by vLLM."""
+"""``speed serve``: serve requests of mixed lengths by continuous batching or by vLLM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cab_hf.runs.settings import by_device, flag, option, parse_length
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingManager, PreTrainedModel
 
-# seconds to wait for a token before looking whether the generation still runs
+# seconds to wait for a token before checking that the generation still runs
 LOOK_AGAIN = 0.1
 # fields of `summary_of`
 SUMMARY = (
@@ -33,32 +33,32 @@ SUMMARY = (
     *("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "preempted"),
 )
 FLASH = ("flash_attention_3", "flash_attention_4", "flash_attention_2")
-# vLLM, with its own attention
+# vLLM with its own attention
 VLLM = "vllm"
 KNOWN = (SDPA, *FLASH, CAB_DENSE, *CAB, VLLM)
-# of a request that warms up
+# new tokens of a warm-up request
 WARM_UP_TOKENS = 8
-# what is recorded of the config that a manager ended up with
+# recorded fields of the final config of a manager
 BATCHING = (
     *("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch"),
     *("max_blocks_per_request", "max_memory_percent", "use_cuda_graph", "use_async_batching"),
     *("allow_block_sharing", "scheduler_type"),
 )
-# how many times less of a field a row has than the best dense way
+# factors by which a field is smaller than that of the best dense implementation
 OVER = {"over_best": "total_s", "ttft_over_best": "ttft_p99", "tpot_over_best": "tpot_p99"}
 NOTES = (
-    "All ways serve the same trace of random prompts. ttft: s from arrival to the first token. "
-    "tpot: ms per output token, behind the first one. Percentiles are over requests; tokens/s are "
-    "over all seconds from the first arrival to the last token. Preempted: requests that were put "
-    f"back for lack of pages, and read again. {models.WAYS} It counts what is computed sparsely: "
-    "neither chunks that end before min_length nor decoding. The baseline is the dense way that "
-    "took the fewest seconds in all."
+    "All implementations serve the same trace of random prompts. ttft: s from arrival to the "
+    "first token. tpot: ms per output token after the first one. Percentiles are over requests; "
+    "tokens/s are over all seconds from the first arrival to the last token. Preempted: requests "
+    f"that were put back for lack of pages, and read again. {models.WAYS} It counts sparse calls "
+    "only: no chunks that end before min_length and no decoding. The baseline is the dense "
+    "implementation with the fewest seconds in all."
 )
 
 
 @dataclass(frozen=True)
 class Settings(models.ModelSettings):
-    """What a run that serves requests is told."""
+    """Settings of a run that serves requests."""
 
     KEYS = {"implementation": "implementations"}
 
@@ -70,39 +70,47 @@ class Settings(models.ModelSettings):
         (2**15, 2**17), (256, 512), "tokens of prompts", parse_length
     )
     requests: tuple[str, ...] | None = base.listed(
-        ("16", "131072:4"), ("2",), "requests of every length, or LENGTH:COUNT of that length"
+        ("16", "131072:4"), ("2",), "requests per length, or LENGTH:COUNT for one length"
     )
     implementations: tuple[str, ...] | None = base.listed(
-        # what takes longest comes last: sdpa attends all pairs of a batch under a mask
+        # the slowest comes last: sdpa attends to all pairs of a batch with a mask
         (*FLASH, CAB_DENSE, "cab", SDPA),
         (SDPA, CAB_DENSE, *CAB),
-        "ways to attend",
+        "attention implementations",
     )
-    engine: str = option("transformers", "what serves: transformers or vllm")
-    new_tokens: int | None = by_device(64, 8, "tokens generated for every request", int)
-    rate: float = option(0.0, "requests a second of Poisson arrivals; 0: all at once", float)
+    engine: str = option("transformers", "serving engine: transformers or vllm")
+    new_tokens: int | None = by_device(64, 8, "tokens generated per request", int)
+    rate: float = option(0.0, "requests per second of Poisson arrivals; 0: all at once", float)
     shared: int = option(0, "tokens at the start that all prompts share", parse_length)
     batch_tokens: int | None = by_device(8192, 128, "max_batch_tokens", parse_length)
-    page_size: int | None = by_device(256, 16, "tokens of a page of the cache", int)
-    blocks: int | None = by_device(None, 256, "pages of the cache; on a GPU by --memory", int)
-    memory: float = option(0.9, "share of the GPU's free memory that the cache may take", float)
-    prefill_graphs: bool = flag("flash attention: CUDA graphs of batches with prompts as well")
-    warm_up: int = option(2, "warm-up requests of every length, at most", int)
+    page_size: int | None = by_device(256, 16, "tokens per page of the cache", int)
+    blocks: int | None = by_device(
+        None, 256, "pages of the cache; default on a GPU: by --memory", int
+    )
+    memory: float = option(0.9, "share of the GPU's free memory for the cache", float)
+    prefill_graphs: bool = flag("make CUDA graphs of batches with prompts too, for flash attention")
+    warm_up: int = option(2, "warm-up requests per length, at most", int)
 
     def __post_init__(self) -> None:
         if self.engine == VLLM and self.implementations is None:
             object.__setattr__(self, "implementations", (VLLM, "cab"))
         super().__post_init__()
         known = (VLLM, *CAB) if self.engine == VLLM else set(KNOWN) - {VLLM}
-        ways = f"of {', '.join(known)} with engine {self.engine}"
+        ways = f"some of {', '.join(known)} with engine {self.engine}"
         self.check("implementations", set(self.implementations) <= set(known), ways)
         named = self.option_by_length("requests", int).keys() <= {None, *self.lengths}
-        self.check("requests", named, f"of lengths out of {', '.join(map(str, self.lengths))}")
+        self.check("requests", named, f"for lengths among {', '.join(map(str, self.lengths))}")
         counts = self.counts.values()
         self.check("requests", min(counts) > 0, "numbers from 1 up")
         densities = {self.density_at(length) for length in self.lengths}
-        self.check("max_density", len(densities) == 1, "one: a model serves all lengths alike")
-        self.check("new_tokens", self.new_tokens > 1, "at least 2: the first one is not timed")
+        self.check(
+            "max_density",
+            len(densities) == 1,
+            "one value, because a model serves all lengths alike",
+        )
+        self.check(
+            "new_tokens", self.new_tokens > 1, "at least 2, because the first one is not timed"
+        )
         self.check("shared", 0 <= self.shared < self.lengths[0], "less than the shortest prompt")
         self.check("blocks", self.blocks is None or self.blocks > 0, "at least 1")
         self.check("memory", 0 < self.memory <= 1, "in (0, 1]")
@@ -110,7 +118,7 @@ class Settings(models.ModelSettings):
 
     @property
     def counts(self) -> dict[int, int]:
-        """Length -> requests."""
+        """The number of requests by length."""
         return {at: self.value_at("requests", at, int, "count") for at in self.lengths}
 
     longest = property(lambda self: self.lengths[-1])
@@ -120,18 +128,18 @@ class Settings(models.ModelSettings):
         arrive = f"a Poisson process of {self.rate:g} requests/s" if self.rate else "all at once"
         counts = ", ".join(f"{count} of {length:,}" for length, count in self.counts.items())
         return (
-            f"requests ({counts} tokens, the first {self.shared} shared) arrive {arrive} and have "
-            f"{self.new_tokens} new tokens each, after at most {self.warm_up} of every length with "
-            f"{WARM_UP_TOKENS}; tokens have the time at which the manager has them on the host; "
-            "the peak is all that was allocated"
+            f"requests ({counts} tokens, the first {self.shared} shared) arrive {arrive} and "
+            f"generate {self.new_tokens} tokens each, after at most {self.warm_up} of every "
+            f"length with {WARM_UP_TOKENS}; the time of a token is that at which the manager has "
+            "it on the host; the peak is all allocated memory"
         )
 
 
 class Serve(models.ModelSpeed):
-    """A case is one way to attend; all of them serve the same trace."""
+    """The experiment; a case is one attention, and all serve the same trace."""
 
     name = "speed serve"
-    purpose = "serve requests of mixed lengths by continuous batching, beside dense"
+    purpose = "serve requests of mixed lengths by continuous batching, next to dense attention"
     title = "Continuous batching"
     caption = "latency by tokens of the prompt"
     Settings = Settings
@@ -152,7 +160,7 @@ class Serve(models.ModelSpeed):
         settings, way, longest = self.settings, sample["implementation"], sample["longest"]
         counts = settings.counts
         few = {length: min(count, settings.warm_up) for length, count in counts.items()}
-        # of another seed: what counts shares no beginning with what warms up
+        # another seed: measured requests must not share a beginning with warm-up requests
         before = trace_of(few, settings.seed + 1, settings.vocab)
         trace = trace_of(counts, settings.seed, settings.vocab, settings.rate, settings.shared)
         config = settings.budgeted(longest, way)
@@ -174,7 +182,7 @@ class Serve(models.ModelSpeed):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What the trace took, each beside the dense way that took the fewest seconds."""
+        """Return the results of the trace, each with the fastest dense implementation."""
         derived = dict.fromkeys((*SUMMARY, "baseline", *OVER))
         rows = [{**sample, **derived} for sample in samples]
         ran = [row for row in rows if row["served"]]
@@ -190,7 +198,7 @@ class Serve(models.ModelSpeed):
 
     @classmethod
     def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
-        """All requests, and those of each length."""
+        """Return tables of all requests, and of each length."""
         return {
             "All requests": cls.table(rows),
             "By length": table(by_length(rows)),
@@ -206,7 +214,7 @@ EXPERIMENT = Serve
 
 
 def by_length(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """What requests of each length took, for every row."""
+    """Return the results of requests of each length, for every row."""
     return [
         {"implementation": row["implementation"], "length": some[0]["length"]}
         | {"requests": len(some), **summary_of(some, row["new_tokens"])}
@@ -219,15 +227,17 @@ def by_length(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def managing(
     model: PreTrainedModel, settings: Settings, way: str
 ) -> Iterator[ContinuousBatchingManager]:
-    """A manager that serves ``model``, sized for the trace; of all ways alike, but for CUDA graphs.
+    """Yield a manager that serves ``model``, sized for the trace.
+
+    Managers of all implementations are equal but for CUDA graphs.
 
     Raises:
-        Exception: what ended the generation, where that made a request fail.
+        Exception: the error that ended the generation and made a request fail.
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
-    # batches with prompts have many shapes, each captured when it first comes
+    # batches with prompts have many shapes, each captured on first use
     decode_only = way in FLASH and not settings.prefill_graphs
     batching = ContinuousBatchingConfig(
         page_size=settings.page_size,
@@ -235,10 +245,10 @@ def managing(
         max_batch_tokens=settings.batch_tokens,
         max_memory_percent=settings.memory,
         use_cuda_graph=(False, True) if decode_only else None,
-        # what is asked for is what is measured
+        # measure exactly the requested implementation
         auto_switch_to_flash=False,
     )
-    # all requests have as many tokens: nothing ends one early
+    # all requests have equal lengths: no token ends one early
     tokens = {"max_new_tokens": settings.new_tokens, "eos_token_id": -1, "pad_token_id": 0}
     hints = WorkloadHints(settings.longest, settings.new_tokens, sum(settings.counts.values()))
     try:
@@ -249,28 +259,28 @@ def managing(
         ) as manager:
             yield manager
     except RequestFailed as error:
-        # requests are told of it by a sentence
+        # requests receive the error as a sentence only
         raise manager.background_thread_status.fatal_error or error from None
 
 
 class Request(NamedTuple):
-    """A prompt, and when it is handed in, in seconds after the first one."""
+    """A prompt, and its arrival in seconds after the first one."""
 
     arrives: float
     prompt: list[int]
 
 
 class RequestFailed(RuntimeError):
-    """A request was given up by the manager that served it."""
+    """An error for a request that the manager gave up."""
 
 
 def trace_of(
     counts: Mapping[int, int], seed: int, vocab: int, rate: float = 0.0, shared: int = 0
 ) -> list[Request]:
-    """Requests in random order with random tokens, ``counts`` of each length.
+    """Return requests in random order with random tokens, ``counts`` of each length.
 
-    They arrive at a ``rate`` a second by a Poisson process, with 0 at once, and begin with as many
-    ``shared`` tokens.
+    They arrive at ``rate`` per second by a Poisson process, or at once if the rate is 0. All start
+    with the same ``shared`` tokens.
     """
     draw = random.Random(seed)
     lengths = [length for length, count in counts.items() for _ in range(count)]
@@ -286,15 +296,15 @@ def trace_of(
 def serve(
     manager: ContinuousBatchingManager, trace: Sequence[Request], new_tokens: int
 ) -> list[dict[str, Any]]:
-    """Hand in requests when they arrive, and wait until all have ``new_tokens``.
+    """Submit requests when they arrive, and wait until all have ``new_tokens``.
 
     Returns:
-        For each request its ``length``; in seconds after the start when it ``arrived`` and when its
-        ``first`` and ``last`` token came out; and whether it was ``preempted``: put back for lack
-        of pages, and read again from its beginning.
+        For each request its ``length``; the seconds after the start when it ``arrived`` and when
+        its ``first`` and ``last`` token appeared; and ``preempted``, True if it was put back for
+        lack of pages, and read again from its start.
 
     Raises:
-        RequestFailed: with what the manager says of the first request that it gave up.
+        RequestFailed: the message is the manager's for the first failed request.
     """
     began, running = time.perf_counter(), len(trace)
     served = {str(number): {"length": len(each.prompt)} for number, each in enumerate(trace)}
@@ -315,14 +325,14 @@ def serve(
         output = manager.get_result(timeout=patience)
         if output is None:
             if not manager.is_running():
-                raise RequestFailed("the generation ended before all requests did")
+                raise RequestFailed("the generation ended before all requests were complete")
             continue
         if output.error is not None:
             raise RequestFailed(output.error)
-        # taken where the token came out, before it waited here
+        # time at which the token appeared, before it waited here
         name, now = output.request_id, output.timestamps[-1] - began
         served[name].setdefault("first", now)
-        # what is read again is another request by the same name
+        # a request that is read again is another request with the same name
         preempted = output.created_time > handed_in[name]
         served[name] |= {"last": now, "preempted": preempted}
         running -= output.is_finished()
@@ -330,7 +340,7 @@ def serve(
 
 
 def rounded(served: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Requests with times to the microsecond, as a log keeps them."""
+    """Return requests with times rounded to the microsecond, as a log stores them."""
     return [
         {what: round(x, 6) if isinstance(x, float) else x for what, x in each.items()}
         for each in served
@@ -338,7 +348,7 @@ def rounded(served: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summary_of(served: Sequence[Mapping[str, Any]], new_tokens: int) -> dict[str, float]:
-    """`SUMMARY`; ``ttft`` is seconds to the first token, ``tpot`` ms a token behind it."""
+    """Return `SUMMARY`; ``ttft`` is seconds to the first token, ``tpot`` ms per later token."""
     total = max(each["last"] for each in served) - min(each["arrived"] for each in served)
     ttft = [each["first"] - each["arrived"] for each in served]
     tpot = [(each["last"] - each["first"]) / (new_tokens - 1) * 1e3 for each in served]

@@ -1,4 +1,4 @@
-"""The ranks that a speed op runs on: what they do together, and how long the slowest of them takes.
+"""The ranks of a speed op: their joint calls, and the time of the slowest rank.
 
 Rank 0 runs the experiment and writes; the others measure the cases that it names.
 """
@@ -27,13 +27,13 @@ from cab_hf.eval.speed.timing import MOST_RUNS, Bench, in_a_sentence
 from cab_hf.runs.settings import UsageError, read_settings
 
 Found = TypeVar("Found")
-# how long ranks wait for one that works alone
+# time that ranks wait for one that works alone
 PATIENCE = timedelta(hours=2)
-ROW_SECONDS = 1.0  # that several calls in a row may take
+ROW_SECONDS = 1.0  # seconds of several calls in a row
 
 
 class Slowest(NamedTuple):
-    """Median ms a call over ``runs``, each of so many calls ``in_a_row``, and the highest peak."""
+    """Median ms per call over ``runs``, each with ``in_a_row`` calls, and the highest peak."""
 
     ms: float
     peak_gib: float | None
@@ -44,9 +44,9 @@ class Slowest(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Team:
-    """Ranks in step; without groups, one rank for itself.
+    """Synchronised ranks; without groups, one rank alone.
 
-    What is measured runs on ``group``; ``control`` is of the same ranks, on the CPU.
+    The measured calls run on ``group``; ``control`` contains the same ranks on the CPU.
     """
 
     group: ProcessGroup | None = None
@@ -61,7 +61,7 @@ class Team:
         return 1 if self.group is None else self.group.size()
 
     def everyone(self, value: Found) -> list[Found]:
-        """What the ranks gave, in order."""
+        """Return the values of all ranks, in order."""
         if self.control is None:
             return [value]
         result: list[Any] = [None] * self.size
@@ -69,24 +69,24 @@ class Team:
         return result
 
     def from_rank_0(self, value: Found) -> Found:
-        """What rank 0 gave, on every rank."""
+        """Return the value of rank 0 on every rank."""
         return self.everyone(value)[0]
 
     def mean(self, value: float, weight: float = 1) -> float:
-        """The mean over the ranks."""
+        """Return the mean over the ranks."""
         given = self.everyone((value, weight))
         return sum(x * by for x, by in given) / sum(by for _, by in given)
 
     def pairs(self, length: int, block: int) -> int:
-        """Causal pairs of this rank's queries of a text that is sharded by blocks of ``block``."""
+        """Return the causal pairs of this rank's queries for a sequence in blocks of ``block``."""
         sharding = sharding_of((length,), self.size, block)
         return int((sharding.positions[self.rank] + 1)[sharding.real[self.rank]].sum())
 
     def together(self, call: Callable[[], Found]) -> Found:
-        """What ``call`` returns on this rank, once it has returned on all.
+        """Return the result of ``call`` on this rank after it has returned on all.
 
         Raises:
-            RuntimeError: on every rank where it failed on any, with what went wrong there.
+            RuntimeError: on every rank if it failed on any; the message contains that error.
         """
         if self.control is None:
             return call()
@@ -94,7 +94,7 @@ class Team:
         try:
             result = call()
         except RankLost:
-            # the others cannot be asked any more
+            # the others cannot be reached any more
             raise
         except Exception as error:
             why = in_a_sentence(error)
@@ -114,12 +114,12 @@ class Team:
         warm_up: float = math.inf,
         before: Callable[[], Any] = lambda: None,
     ) -> Slowest:
-        """Time ``call``, which all ranks begin together: at least ``least`` runs, for ``seconds``.
+        """Time ``call``, which all ranks start together: at least ``least`` runs, for ``seconds``.
 
-        A run is at most ``in_a_row`` calls, as many as take `ROW_SECONDS` by one before: what
-        follows is set under way while others compute, as in the layers of a model. A first call
-        is not counted, unless it takes more than ``warm_up`` seconds. ``before`` is called ahead
-        of each run, untimed.
+        A run has at most ``in_a_row`` calls, as many as take `ROW_SECONDS` according to an earlier
+        call: later calls are launched while earlier ones compute, as in the layers of a model. The
+        first call does not count unless it takes more than ``warm_up`` seconds. ``before`` is
+        called before each run and is not timed.
         """
 
         def begin() -> None:
@@ -128,7 +128,7 @@ class Team:
                 dist.barrier(self.group)
 
         def walls(runs: int, row: int = 1) -> tuple[list[float], float | None]:
-            """(ms a call of the slowest rank in each run, the highest peak)."""
+            """Return (ms per call of the slowest rank in each run, the highest peak)."""
 
             def some() -> None:
                 for _ in range(row):
@@ -154,26 +154,28 @@ class Team:
 
 
 def by_torchrun() -> bool:
-    """Whether torchrun has started this process."""
+    """Return True if torchrun has started this process."""
     return "RANK" in os.environ
 
 
 @contextmanager
 def launched(device: str, command: str) -> Iterator[Team]:
-    """The ranks that torchrun has started, one a GPU of this host, or one a process on the CPU.
+    """Return the ranks that torchrun has started.
+
+    There is one rank per GPU of this host, or per process on the CPU.
 
     Raises:
-        UsageError: where torchrun has started nothing, or ranks of several hosts.
+        UsageError: torchrun has started no ranks, or ranks on several hosts.
     """
     if not by_torchrun():
         raise UsageError(
-            "it runs on ranks that torchrun starts, and this process is none; launch it with "
-            f"torchrun --nproc_per_node=N -m {command}."
+            "this command must be started by torchrun, got a single process. Run torchrun "
+            f"--nproc_per_node=N -m {command}."
         )
     if os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_WORLD_SIZE"):
         raise UsageError(
-            f"torchrun has started {os.environ['WORLD_SIZE']} ranks on several hosts; start all on "
-            "one, of which it measures the ranks."
+            f"torchrun must start all ranks on one host, got {os.environ['WORLD_SIZE']} ranks on "
+            "several. Start them on one host."
         )
     if torch.device(device).type == "cuda":
         mine = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -189,10 +191,9 @@ def launched(device: str, command: str) -> Iterator[Team]:
 
 
 class Ranked(Speed):
-    """Base of ops that run on the ranks of torchrun; some of them without it as well.
+    """The base class of ops that run on the ranks of torchrun; some run without it too.
 
-    A rank that fails where the others wait for it ends the run, at the latest when torch's patience
-    does.
+    A rank that fails while the others wait ends the run, at the latest by torch's timeout.
     """
 
     LEAST_RANKS = 2
@@ -203,7 +204,7 @@ class Ranked(Speed):
 
     @staticmethod
     def needs_ranks(settings: SpeedSettings) -> bool:
-        """Whether what is asked for runs on ranks, torchrun's or none."""
+        """Return True if the settings ask for ranks, from torchrun or not."""
         return by_torchrun()
 
     @property
@@ -226,7 +227,7 @@ class Ranked(Speed):
         return [f"torchrun --nproc_per_node={n} -m cab_hf.eval" for n in worlds] or [PROG]
 
     def recorded(self) -> dict[str, Any]:
-        """The settings, and on how many ranks where it is about ranks."""
+        """Return the settings, with the number of ranks if ranks matter."""
         worlds = {"worlds": [self.team.size]} if self.is_ranked else {}
         return {**super().recorded(), **worlds}
 
@@ -234,16 +235,17 @@ class Ranked(Speed):
         super().check()
         if self.is_ranked and self.team.size < self.LEAST_RANKS:
             raise UsageError(
-                "it is about ranks, and torchrun started 1; give it --nproc_per_node=2."
+                "torchrun must start at least 2 ranks, because the op measures ranks, and "
+                "torchrun started 1; give it --nproc_per_node=2."
             )
         if self.is_ranked and self.settings.device not in ("cuda", "cpu"):
             raise UsageError(
-                f"device is {self.settings.device!r}; over ranks it must be cuda or cpu: every "
-                "rank takes the GPU of its own number."
+                "device must be cuda or cpu for several ranks, because every rank uses the GPU "
+                f"with its number, got {self.settings.device!r}. Give --device cuda."
             )
 
     def over_ranks(self) -> None:
-        """Run on rank 0, and measure on the others what it is at."""
+        """Run the experiment on rank 0, and measure its cases on the other ranks."""
         if self.team.rank:
             while (case := self.team.from_rank_0(None)) is not None:
                 super().measure(case)
@@ -251,7 +253,7 @@ class Ranked(Speed):
         try:
             run(self)
         except RankLost:
-            # nobody is left to tell
+            # no rank is left to inform
             raise
         except Exception:
             self.team.from_rank_0(None)
@@ -267,7 +269,7 @@ class Ranked(Speed):
         return super().reported(error)
 
     def find(self, sample: dict[str, Any]) -> None:
-        """As `find_on`; where a case is of one rank, rank 0 measures it and the others wait."""
+        """Call `find_on`; a case of one rank is measured by rank 0 while the others wait."""
         if sample["world"] > 1:
             return self.find_on(sample, self.team)
         try:
@@ -278,4 +280,4 @@ class Ranked(Speed):
 
     @abstractmethod
     def find_on(self, sample: dict[str, Any], team: Team) -> None:
-        """Write into ``sample`` what the ranks of ``team`` find, each of which calls it."""
+        """Add the results of the ranks of ``team`` to ``sample``; each rank calls it."""

@@ -1,4 +1,4 @@
-"""Clocks: how long a call takes, what it needs at its peak, which kernels it runs."""
+"""Clocks: the time of a call, its peak memory, and its kernels."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 WARM_UP_CALLS = 3
-WARM_UP_SECONDS = 0.1  # an idle GPU takes a while to reach its clocks
+WARM_UP_SECONDS = 0.1  # an idle GPU needs a while to reach its clock rate
 LEAST_RUNS = 5
 MOST_RUNS = 100
 SECONDS_A_CASE = 1.5
 PROFILED_CALLS = 5
-# what CUDA's libraries say when they, and not torch, find no memory
+# messages of CUDA's libraries, as opposed to torch, for missing memory
 NO_MEMORY = ("out of memory", "ALLOC_FAILED")
-FLUSHED_BYTES = 256 << 20  # several times the L2 of any GPU there is
-# part -> what the names of its kernels contain; the first that fits
+FLUSHED_BYTES = 256 << 20  # several times the L2 cache of any current GPU
+# part -> substrings of the names of its kernels; the first match counts
 PREDICTOR = {
     "keys": ("scored_keys",),
     "outliers": ("outliers",),
@@ -36,21 +36,21 @@ OTHER = "other"
 
 
 def method_on(device: str, seconds: float = SECONDS_A_CASE, graph: bool = True) -> str:
-    """How `Bench.time` measures there, in words; ``graph`` as there."""
+    """Describe how `Bench.time` measures on a device; ``graph`` as there."""
     how = (
-        f"median of {LEAST_RUNS} to {MOST_RUNS} runs ({seconds} s where there is time for more) "
+        f"median of {LEAST_RUNS} to {MOST_RUNS} runs ({seconds} s if there is time for more) "
         f"after at least {WARM_UP_CALLS} calls and {WARM_UP_SECONDS} s of warm-up, by "
     )
     if torch.device(device).type == "cpu":
         return f"{how}time.perf_counter; a functional check, no result"
     how += f"CUDA events with a cold L2 cache: {FLUSHED_BYTES >> 20} MiB are read before every run"
-    replayed = "; ms is the replay of a CUDA graph where one could be made, for dense attention too"
+    replayed = "; ms is the replay of a CUDA graph if one could be made, for dense attention too"
     return f"{how}{replayed}" if graph else how
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a call, from Python and of a CUDA graph, or why none could be made."""
+    """Milliseconds per call, from Python and of a CUDA graph, or the reason for no graph."""
 
     eager: float
     graph: float | None = None
@@ -62,25 +62,25 @@ class Timing:
 
 
 class Bench:
-    """The clock of a CPU: no graph, no peak, no kernels; ``seconds`` is what a case may take."""
+    """The clock of a CPU, without graph, peak and kernels; ``seconds`` limits a case."""
 
     def __init__(self, device: str, seconds: float | None = None) -> None:
         self.device = torch.device(device)
         self.seconds = seconds
 
     def settle(self) -> None:
-        """Give back what nobody holds, where memory is scarce."""
+        """Release unused memory if memory is scarce."""
 
     def peak(self, call: Callable[[], Any]) -> tuple[Any, float | None]:
-        """(what ``call`` returns, MiB it needed at its peak, its result included)."""
+        """Return (the result of ``call``, its peak memory in MiB including the result)."""
         return call(), None
 
     def time(self, call: Callable[[], Any], graph: bool = True) -> Timing:
-        """The median over many runs; ``graph`` says whether a CUDA graph is made of it as well."""
+        """Return the median over many runs; with ``graph`` a CUDA graph is timed as well."""
         return Timing(statistics.median(self.walls(call, self._warm_up(call))[0]))
 
     def _warm_up(self, call: Callable[[], Any]) -> int:
-        """Call until it is warm; how often it is timed after that, in the seconds of one case."""
+        """Call until warm; return the number of timed runs that fit into the time of one case."""
         began = time.perf_counter()
         for done in itertools.count(1):
             started = time.perf_counter()
@@ -95,7 +95,7 @@ class Bench:
     def walls(
         self, call: Callable[[], Any], runs: int, before: Callable[[], Any] = lambda: None
     ) -> tuple[list[float], float | None]:
-        """(the ms of every run, GiB allocated at the peak); ``before`` is called ahead, untimed."""
+        """Return (the ms of every run, peak GiB allocated); ``before`` precedes each, untimed."""
         times = []
         for _ in range(runs):
             before()
@@ -107,7 +107,7 @@ class Bench:
         return times, None
 
     def room(self) -> float | None:
-        """GiB that can be allocated, with all that is already."""
+        """Return the GiB that can be allocated, including those in use."""
         return None
 
     def _wait(self) -> None:
@@ -116,7 +116,7 @@ class Bench:
     def parts(
         self, call: Callable[[], Any], parts: Mapping[str, Sequence[str]] = PREDICTOR
     ) -> dict[str, Any]:
-        """The median ms of each of the ``parts`` and of all other kernels, or ``why_no_split``."""
+        """Return the median ms of each of ``parts`` and of other kernels, or ``why_no_split``."""
         try:
             calls = self.kernels(call)
         except RuntimeError as error:
@@ -129,27 +129,27 @@ class Bench:
         return {f"{x}_ms": statistics.median(spent(x, each) for each in calls) for x in names}
 
     def kernels(self, call: Callable[[], Any]) -> list[list[tuple[str, float]]]:
-        """(name, ms) of the kernels of every profiled call."""
+        """Return (name, ms) of the kernels of every profiled call."""
         raise RuntimeError("there is no GPU to profile")
 
 
 class GpuBench(Bench):
-    """CUDA events, cold L2, graphs, peak memory and kernel times.
+    """The clock of a GPU: CUDA events, cold L2, graphs, peak memory and kernel times.
 
-    ``gib`` is what may be allocated, as on a smaller GPU; 0: all.
+    ``gib`` limits the allocation, to simulate a smaller GPU; 0: no limit.
     """
 
     def __init__(self, device: str, seconds: float | None = None, gib: float = 0.0) -> None:
         super().__init__(device, seconds)
         if self.device.index is not None:
             torch.cuda.set_device(self.device)
-        # read, not written: a call of microseconds would be timed with writing it back
+        # read, not written: otherwise the write-back would be timed with short calls
         self.flushed = torch.zeros(FLUSHED_BYTES // 8, device=self.device, dtype=torch.int64)
         self.most = gib or inf
         if gib:
             _, total = torch.cuda.mem_get_info(self.device)
             share = (gib * 2**30 + FLUSHED_BYTES) / total
-            # a device needs a number there
+            # the API needs a device number here
             at = torch.cuda.current_device()
             torch.cuda.set_per_process_memory_fraction(min(share, 1.0), at)
 
@@ -200,7 +200,7 @@ class GpuBench(Bench):
 
         calls = []
         for _ in range(PROFILED_CALLS):
-            # before the profiler looks: what empties the cache is not the op's
+            # before the profiler starts: the flush is not part of the op
             self._flush()
             torch.cuda.synchronize()
             with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -210,7 +210,7 @@ class GpuBench(Bench):
                 [
                     (event.name, event.time_range.elapsed_us() / 1e3)
                     for event in seen.events()
-                    # a range that compiled code names lies over its kernels, which are there too
+                    # a range named by compiled code overlaps its kernels, which are listed too
                     if event.device_type == DeviceType.CUDA and not event.is_user_annotation
                 ]
             )
@@ -224,7 +224,7 @@ class GpuBench(Bench):
     def by_events(
         self, call: Callable[[], Any], runs: int, flushes: int = 1, before: Any = lambda: None
     ) -> float:
-        """The median ms of ``runs``, the cache being emptied so many times ahead of each."""
+        """Return the median ms of ``runs``, with ``flushes`` flushes of the cache before each."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(runs)]
         for start, end in events:
             before()
@@ -247,20 +247,20 @@ class GpuBench(Bench):
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # the outer context puts the stream back even when ending the capture raises
+        # the outer context restores the stream even if ending the capture raises
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph, stream=stream):
             call()
         return graph
 
 
 def bench_on(device: str, seconds: float | None = None, gib: float = 0.0) -> Bench:
-    """The clock of that device."""
+    """Return the clock of that device."""
     on_gpu = torch.device(device).type == "cuda"
     return GpuBench(device, seconds, gib) if on_gpu else Bench(device, seconds)
 
 
 def in_a_sentence(error: BaseException) -> str:
-    """What went wrong, in one line without a full stop."""
+    """Return an error as one line without a full stop."""
     if isinstance(error, torch.OutOfMemoryError):
         wanted = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
         return "out of memory" + (f": tried to allocate {wanted[1]}" if wanted else "")
@@ -268,17 +268,17 @@ def in_a_sentence(error: BaseException) -> str:
         return f"{error.name} is not installed"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     kind = type(error).__name__
-    # the name of the most general error says nothing
+    # the name of a general error class says nothing
     text = first if first and kind == "RuntimeError" else ": ".join(filter(None, (kind, first)))
     return (text if len(text) <= 160 else f"{text[:157]}...").rstrip(".")
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether ``error`` says that there is no memory left, here or on another rank."""
+    """Return True if ``error`` reports that memory ran out, here or on another rank."""
     given = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
     return given or isinstance(error, torch.OutOfMemoryError)
 
 
 def part_of(kernel: str, parts: Mapping[str, Sequence[str]]) -> str:
-    """Which of ``parts`` a kernel of that name belongs to; `OTHER` where none fits."""
+    """Return the part to which a kernel with that name belongs; `OTHER` if none fits."""
     return next((part for part in parts if any(mark in kernel for mark in parts[part])), OTHER)

@@ -1,6 +1,6 @@
-"""``speed ttft``: the time to the first token of a prompt, or of a question behind a cache.
+"""``speed ttft``: time to the first token of a prompt, or of a question after a cache.
 
-Started by torchrun, it deals the prompt out over the ranks, which read it together.
+Under torchrun, the prompt is sharded over the ranks, which read it together.
 """
 
 from __future__ import annotations
@@ -24,27 +24,30 @@ from cab_hf.eval.speed.reported import CAB_DENSE, TIMES, Panel
 from cab_hf.eval.speed.team import Ranked, Team, by_torchrun
 from cab_hf.runs.settings import option, parse_length
 
-# of a rank that an MLP reads at a time: what it makes of half a million is 14 GiB a tensor
+# tokens per rank and MLP call: half a million tokens make tensors of 14 GiB
 MLP_TOKENS = 2**16
-# of the prompt that compiles all kernels where ranks share one
+# tokens of the prompt that compiles all kernels if ranks share one
 WARM_UP_TOKENS = 2**17
 CONTINUED = (
-    "A DynamicCache is cropped before every run, untimed, and copies keys and values of a layer to "
-    "put new ones behind them, for every way alike. sdpa gets a mask of all pairs from "
-    "transformers, which repeats keys and values for every query head then. The last "
-    "dense_tail_blocks query blocks of a question attend everything, of a short one a large share."
+    "A DynamicCache is cropped before every run, untimed. It copies keys and values of a layer "
+    "to append new ones, for every implementation alike. sdpa gets a mask of all pairs from "
+    "transformers, which then repeats keys and values for every query head. The last "
+    "dense_tail_blocks query blocks of a question attend to everything, a large share of a short "
+    "question."
 )
 ACROSS = (
-    "Ranks share one prompt inside cab_hf.context_parallel, and the one that has its last token "
-    "makes the logits; the cache stays sharded as the prompt is. MLPs compute tiles of "
-    f"{MLP_TOKENS:,} tokens, as in fine-tuning. TFLOP/s are those of a rank."
+    "Ranks share one prompt inside cab_hf.context_parallel, and the rank with its last token "
+    "computes the logits; the cache stays sharded like the prompt. MLPs compute tiles of "
+    f"{MLP_TOKENS:,} tokens, as in fine-tuning. TFLOP/s are per rank."
 )
-GAIN = Panel("over the fastest dense way", "times as fast", ("over_best", "ceiling"), log=False)
+GAIN = Panel(
+    "relative to the fastest dense attention", "times as fast", ("over_best", "ceiling"), log=False
+)
 
 
 @dataclass(frozen=True)
 class Settings(models.ModelSettings):
-    """What a run of whole prefills is told."""
+    """Settings of a run of whole prefills."""
 
     KEYS = {"variant": "variants", "length": "lengths", "implementation": "implementations"}
     POSITIVE = (*models.ModelSettings.POSITIVE, "runs")
@@ -53,14 +56,14 @@ class Settings(models.ModelSettings):
 
     lengths: tuple[int, ...] | None = base.powers(12, 17)
     implementations: tuple[str, ...] | None = base.listed(
-        (SDPA, "cuDNN", "FA3", "FA4", *CAB), (SDPA, "SDPA", *CAB), "ways to attend"
+        (SDPA, "cuDNN", "FA3", "FA4", *CAB), (SDPA, "SDPA", *CAB), "attention implementations"
     )
     variants: tuple[str, ...] = base.listed(
-        (PLAIN,), None, f"what the rest of the model is made of: {', '.join(VARIANTS)}"
+        (PLAIN,), None, f"implementation of norms, RoPE and MLPs: {', '.join(VARIANTS)}"
     )
-    runs: int = option(3, "timed runs of every row", int)
+    runs: int = option(3, "timed runs per row", int)
     behind: int = option(
-        0, "tokens in the cache before the prompt, which then is a question", parse_length
+        0, "tokens in the cache before the prompt, which is then a question", parse_length
     )
 
     def __post_init__(self) -> None:
@@ -68,8 +71,8 @@ class Settings(models.ModelSettings):
         super().__post_init__()
         self._set("variants", tuple(sorted(self.variants, key=VARIANTS.index)))
         alone = not by_torchrun() or self.variants == (PLAIN,)
-        self.check("variants", alone, f"{PLAIN} where ranks share a prompt")
-        # what knows of other ranks
+        self.check("variants", alone, f"{PLAIN} if ranks share a prompt")
+        # attentions that work over ranks
         known = (CAB_DENSE, *CAB)
         if not by_torchrun():
             known = (SDPA, *known, *dense.on(self.device))
@@ -77,9 +80,12 @@ class Settings(models.ModelSettings):
             self._set("implementations", known)
         self.check_choice("implementations", known)
         if self.behind:
-            self.check("behind", not by_torchrun(), "0 where ranks share a prompt")
+            self.check("behind", not by_torchrun(), "0 if ranks share a prompt")
             block = self.cab_config.query_block
-            enough = f"at least query_block={block} each behind a cache, for fewer are read densely"
+            enough = (
+                f"at least query_block={block} each after a cache, because fewer tokens are read "
+                "densely"
+            )
             self.check("lengths", self.lengths[0] >= block, enough)
 
     @property
@@ -88,23 +94,23 @@ class Settings(models.ModelSettings):
 
     @property
     def method(self) -> str:
-        behind = f", behind {self.behind:,} random ones in the cache" if self.behind else ""
+        behind = f", after {self.behind:,} random ones in the cache" if self.behind else ""
         text = (
-            f"median of {self.runs} runs by time.perf_counter after one that warms up, from the "
+            f"median of {self.runs} runs by time.perf_counter after one warm-up run, from the "
             f"call of the model on random tokens{behind} to the logits of the last one; the peak "
-            "is all that was allocated"
+            "is all allocated memory"
         )
-        warming = f"{models.TOGETHER}; what warms up has at most {WARM_UP_TOKENS:,} tokens"
+        warming = f"{models.TOGETHER}; the warm-up run has at most {WARM_UP_TOKENS:,} tokens"
         return text + (warming if by_torchrun() else "")
 
 
 class TimeToFirstToken(models.ModelSpeed, Ranked):
-    """A case is one length, one way to attend, and on how many ranks."""
+    """The experiment; a case is one length, one attention, and one number of ranks."""
 
     name = "speed ttft"
-    purpose = "time to the first token of a LLaMA, by what it attends with"
+    purpose = "time to the first token of a LLaMA, by attention"
     title = "Time to the first token"
-    caption = "time to the first token by length, and what CAB gains"
+    caption = "time to the first token by length, and the speed-up of CAB"
     Settings = Settings
     CASE = (*Settings.KEYS, "world")
     ADDED = {"world": 1, "behind": 0, "variant": PLAIN}
@@ -124,7 +130,7 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
         length, way, behind = sample["length"], sample["implementation"], settings.behind
         if team.size > 1:
             team.together(bench.settle)
-            # it has read a shorter prompt by then, so that the first call counts
+            # a shorter prompt has warmed it up, so that the first call counts
             prefill, warm_up = prefilling_across(settings, length, way, team), 0.0
         else:
             how = {"behind": behind, "variant": sample["variant"]}
@@ -146,7 +152,7 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:
-        """What each of `CAB` gains at the longest prompt, of how much there is to gain."""
+        """Summarise the speed-up of each of `CAB` at the longest prompt, with its upper bound."""
         parts = []
         ours = [
             {**row, "where": where(row)}
@@ -157,9 +163,10 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
             last = some[-1]
             parts.append(
                 f"At {last['length']:,} tokens{last['where']} {last['implementation']} is "
-                f"{TIMES(last['over_best'])} as fast as {last['baseline']}, the fastest dense way, "
-                f"where attending {percent(last['density'])} of the pairs can bring "
-                f"{TIMES(last['ceiling'])} at most; it is faster {dense.break_even_shown(some)}."
+                f"{TIMES(last['over_best'])} as fast as {last['baseline']}, the fastest dense "
+                f"attention. Attending {percent(last['density'])} of the pairs can make it at "
+                f"most {TIMES(last['ceiling'])} as fast. It is faster "
+                f"{dense.break_even_shown(some)}."
             )
         return parts
 
@@ -168,9 +175,9 @@ EXPERIMENT = TimeToFirstToken
 
 
 def beside_dense(samples: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows by length, each beside sdpa and the fastest dense way at its length."""
+    """Return rows by length, each with sdpa and the fastest dense attention at its length."""
     derived = ("baseline", "baseline_ms", "ratio", "over_sdpa", "over_best")
-    # ways to attend stay in the order they came in
+    # attentions keep their order
     rows = base.by_length(samples, derived)
     for alike in grouped(rows, "length", "world"):
         timed = {row["implementation"]: row["ms"] for row in alike if row["ms"]}
@@ -190,7 +197,7 @@ def beside_dense(samples: Sequence[Row]) -> list[dict[str, Any]]:
 def prefilling_across(
     settings: models.ModelSettings, length: int, way: str, team: Team
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]], Callable[[], None]]]:
-    """As `models.prefilling` over the ranks of ``team``; kernels are compiled by then."""
+    """Return `models.prefilling` over the ranks of ``team``, with compiled kernels."""
     from cab_hf import context_parallel
     from cab_hf.finetune.parallel import block_of
     from cab_hf.finetune.tiles import compute_in_tiles
@@ -207,20 +214,23 @@ def prefilling_across(
         try:
             with context_parallel(model, team.group, block=block):
                 team.together(reading(model, prompt[:, :WARM_UP_TOKENS], team, block))
-                # what that one attended is not of the prompt that is asked for
+                # do not count the attention of the warm-up prompt
                 models.attended_by(model, length, way, reset=True)
                 yield reading(model, prompt, team, block), known, lambda: None
         finally:
-            # one tile of all tokens is none
+            # one tile of all tokens means no tiles
             compute_in_tiles(model, sys.maxsize)
 
 
 def reading(model: nn.Module, prompt: Tensor, team: Team, block: int) -> Callable[[], Any]:
-    """What reads this rank's tokens of a prompt [1, N]; the rank of the last gives its logits."""
+    """Return a function that reads this rank's tokens of a prompt [1, N].
+
+    The rank with the last token returns its logits.
+    """
     from cab_hf.distributed import shard
 
     mine = shard({"input_ids": prompt}, team.group, block)
-    # padding behind it has its position as well
+    # later padding has the same position
     last = torch.where(mine["position_ids"][0] == prompt.shape[1] - 1)[0][:1]
 
     @torch.inference_mode()
@@ -231,11 +241,9 @@ def reading(model: nn.Module, prompt: Tensor, team: Team, block: int) -> Callabl
 
 
 def where(row: Row) -> str:
-    """What a row's model is made of, what stands before its prompt and on how many ranks it is,
-    as the end of a clause.
-    """
-    # training steps have nothing behind them, and one variant
+    """Describe variant, cache and ranks of a row, as the end of a clause."""
+    # training steps have no cache, and one variant
     made = "" if row.get("variant", PLAIN) == PLAIN else f" with {row['variant']}"
-    behind = f" behind {row['behind']:,} in the cache" if row.get("behind") else ""
+    behind = f" after {row['behind']:,} in the cache" if row.get("behind") else ""
     by = "" if row.get("spread", "alone") == "alone" else f" by {row['spread']}"
     return made + behind + (f" on {row['world']} ranks{by}" if row["world"] > 1 else "")

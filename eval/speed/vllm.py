@@ -1,4 +1,4 @@
-"""What ``speed serve --engine vllm`` measures: a trace of requests, served by vLLM."""
+"""The measurement of ``speed serve --engine vllm``: a trace of requests, served by vLLM."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OWN, CUSTOM = "FLASH_ATTN", "CUSTOM"
 
 
 def measured(*given: Any) -> dict[str, Any]:
-    """What `serve_traces` returns, from a process of its own: no engine gives back its memory."""
+    """Return the result of `serve_traces` in a process of its own: engines do not free memory."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         return process.submit(serve_traces, *given).result()
 
@@ -40,11 +40,14 @@ def serve_traces(
     warm_up: tuple[Sequence[Request], int],
     trace: Sequence[Request],
 ) -> dict[str, Any]:
-    """Make an engine, and serve two traces: what a sample says of the second one.
+    """Make an engine and serve two traces; return the results of the second one.
 
     Args:
+        settings: the settings.
         way: one of `CAB`, which attends by ``config``, or vLLM's own attention.
-        warm_up: the first trace, and how many tokens each of its requests is answered with.
+        config: the config of CAB.
+        warm_up: the first trace, and the tokens to generate for each of its requests.
+        trace: the second trace.
     """
     engine, served = engine_of(settings, way, config), []
     serve(engine, *warm_up)
@@ -55,8 +58,8 @@ def serve_traces(
 
 
 def engine_of(settings: Settings, way: str, config: CabConfig) -> LLMEngine:
-    """An engine with random weights, sized for the trace."""
-    # counts of attended pairs, and who gave way, are seen where the engine runs
+    """Return an engine with random weights, sized for the trace."""
+    # counts of attended pairs and of preempted requests exist only in the process of the engine
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
@@ -88,7 +91,7 @@ def engine_of(settings: Settings, way: str, config: CabConfig) -> LLMEngine:
 
 
 def serve(engine: LLMEngine, trace: Sequence[Request], new_tokens: int) -> list[dict[str, Any]]:
-    """Hand in requests when they arrive, and wait until all have ``new_tokens``.
+    """Submit requests when they arrive, and wait until all have ``new_tokens``.
 
     Returns:
         As `cab_hf.eval.speed.serve.serve`.
@@ -130,7 +133,7 @@ def serve(engine: LLMEngine, trace: Sequence[Request], new_tokens: int) -> list[
 
 
 def used(engine: LLMEngine, settings: Settings) -> dict[str, Any]:
-    """What the engine ran with since its last trace began, as a sample has it."""
+    """Return the memory and settings of the engine since its last trace started, as in samples."""
     from vllm import __version__
 
     config = engine.vllm_config

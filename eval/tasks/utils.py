@@ -1,10 +1,8 @@
-"""Documents and scores of the tasks beside this file, as lm-evaluation-harness calls them.
+"""Documents and scores of the tasks in this folder, called by lm-evaluation-harness.
 
-What tasks ask is written in `cab_hf.texts.documents`, `cab_hf.eval.haystack` and
-`cab_hf.texts.tasks`.
-
-``--model_args`` and ``--metadata`` arrive as keywords, all of them at every function; what is none
-of its own is for others. Lengths take turns, so that ``--limit`` leaves documents of every one.
+The questions are written in `cab_hf.texts.documents`, `cab_hf.eval.haystack` and
+`cab_hf.texts.tasks`. Every function receives all of ``--model_args`` and ``--metadata`` as keywords
+and ignores unknown ones. Lengths take turns, so that ``--limit`` keeps documents of every length.
 """
 
 from __future__ import annotations
@@ -33,11 +31,14 @@ def passkey_documents(
     seed: int = 0,
     **others: Any,
 ) -> Documents:
-    """``samples`` prompts of each length, those of ``cab_hf.eval passkey``, its depths in turn.
+    """Return ``samples`` prompts per length, those of ``cab_hf.eval passkey``, depths in turn.
 
     Args:
-        keys: how many are hidden.
-        haystack: UTF-8 file whose sentences are around them; noise by default.
+        max_seq_lengths: lengths in tokens.
+        samples: prompts per length.
+        keys: number of hidden keys.
+        haystack: UTF-8 file whose sentences surround the keys; noise by default.
+        seed: seed of the prompts.
     """
     hay = Haystack(load_tokenizer(**others), "text" if haystack else "noise", keys, haystack)
     documents = []
@@ -50,7 +51,7 @@ def passkey_documents(
 
 
 def _as_split(make: Callable[..., Documents]) -> Callable[..., dict[str, Any]]:
-    """Documents as a data set, which is what a task's file asks for."""
+    """Wrap documents as a data set, which a task's file requires."""
 
     def split(**metadata: Any) -> dict[str, Any]:
         import datasets
@@ -61,7 +62,7 @@ def _as_split(make: Callable[..., Documents]) -> Callable[..., dict[str, Any]]:
 
 
 def found(document: dict[str, Any], replies: Sequence[str]) -> dict[str, float]:
-    """Whether the key asked for was said, under the document's length."""
+    """Score whether the reply contains the key, under the document's length."""
     return {str(document["length"]): float(answered(replies[0], document["key"]))}
 
 
@@ -74,13 +75,13 @@ def recall_documents(
     seed: int = 0,
     **others: Any,
 ) -> Documents:
-    """For each key of ``documents`` of each length: the text before it is repeated, and its digits.
+    """Return, for each key in the documents of each length, the text before it and its digits.
 
-    lm_eval scores a blank that ends the text together with the digits. Other arguments are those of
+    lm_eval scores a final blank of the text together with the digits. Other arguments are those of
     `passkey_documents`.
     """
     tokenizer, sentences = load_tokenizer(**others), _sentences(haystack)
-    begun = len(leading_tokens(tokenizer))  # lm_eval puts them there again
+    begun = len(leading_tokens(tokenizer))  # lm_eval adds them again
 
     def text(tokens: Sequence[int]) -> str:
         return tokenizer.decode(tokens[begun:], clean_up_tokenization_spaces=False)
@@ -101,7 +102,7 @@ def recall_documents(
 
 
 def recalled(document: dict[str, Any], replies: Sequence[tuple[float, bool]]) -> dict[str, float]:
-    """Whether each token of the key was the likeliest, under the document's length."""
+    """Score whether each token of the key was the likeliest, under the document's length."""
     ((_, likeliest),) = replies
     return {str(document["length"]): float(likeliest)}
 
@@ -115,13 +116,13 @@ def task_documents(
     seed: int = 0,
     **others: Any,
 ) -> Documents:
-    """``samples`` prompts of each length of one of `TASKS`, and what is to be said behind each.
+    """Return ``samples`` prompts per length of one of `TASKS`, with the answers to each.
 
-    Prompt and answers together have that length, but for a token where the text begins within a
+    Prompt and answers together have that length, plus or minus a token if the text starts inside a
     word. Other arguments are those of `passkey_documents`.
     """
     tokenizer, sentences = load_tokenizer(**others), _sentences(haystack)
-    # lm_eval puts special tokens before a prompt again; a chat template has written them itself
+    # lm_eval adds special tokens to a prompt again; a chat template contains them
     begun = len(leading_tokens(tokenizer)) if tokenizer.chat_template is None else 0
     documents = []
     for index, length in product(range(samples), max_seq_lengths):
@@ -135,10 +136,9 @@ def task_documents(
 
 
 def said(document: dict[str, Any], replies: Sequence[str]) -> dict[str, float]:
-    """The share of answers that the reply has, under the document's length.
+    """Score the share of answers in the reply, under the document's length.
 
-    In any order, and whatever its case and blanks, as RULER scores (Hsieh et al. 2024, arXiv
-    2404.06654).
+    Order, case and blanks do not matter, as in RULER (Hsieh et al. 2024, arXiv 2404.06654).
     """
     reply, *expected = (
         "".join(text.split()).casefold() for text in (replies[0], *document["replies"])
@@ -153,20 +153,20 @@ def load_tokenizer(
     trust_remote_code: bool = False,
     **others: Any,
 ) -> Any:
-    """The tokenizer that documents are measured with, named as RULER's tasks have it named."""
+    """Load the tokenizer that measures documents, named as for RULER's tasks."""
     from transformers import AutoTokenizer
 
     name = tokenizer or pretrained or model
     if not name:
         raise ValueError(
-            "tokenizer must be the name or path of one, as lengths are in its tokens; got none. "
-            "Give --model_args pretrained=NAME or --metadata tokenizer=NAME."
+            "tokenizer must be a name or path, because lengths are in its tokens, got none. Give "
+            "--model_args pretrained=NAME or --metadata tokenizer=NAME."
         )
     return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def _sentences(haystack: str | None) -> Sequence[str]:
-    """Those of a UTF-8 file; noise where there is none."""
+    """Return the sentences of a UTF-8 file; noise without one."""
     return split_sentences(Path(haystack).read_text("utf-8-sig")) if haystack else NOISE
 
 

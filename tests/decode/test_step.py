@@ -55,7 +55,7 @@ def test_the_anchor_must_have_the_heads_of_the_layers_behind_it():
     text = CabMask(1, 1, LENGTH, LENGTH - 1)
     q, k, v = qkv(q_length=1, kv_length=LENGTH)
     step(text, config, 0, q, k, v)
-    with pytest.raises(ValueError, match="Layer 1 has 6 heads over 3 of k"):
+    with pytest.raises(ValueError, match="layer 1 has 6 query heads and 3 KV heads"):
         step(text, config, 1, *qkv(q_length=1, kv_length=LENGTH, kv_heads=3))
 
 
@@ -111,16 +111,18 @@ def test_a_row_reads_by_its_own_tokens(given, wanted, slots):
     ("settings", "sentence"),
     [
         pytest.param({}, "  decode: dense", id="off"),
-        pytest.param(FEW, "128 keys a KV head, from 512 tokens on", id="number"),
+        pytest.param(FEW, "128 keys per KV head, from 512 tokens on", id="number"),
         pytest.param(FEW | {"min_length": 700}, "from 700 tokens on", id="min_length"),
-        pytest.param(FEW | {"decode_tokens": 0.1}, "0.1 of the keys a KV head", id="share"),
+        pytest.param(FEW | {"decode_tokens": 0.1}, "0.1 of the keys per KV head", id="share"),
         pytest.param(FEW | {"decode_tokens": 0.5}, "dense, decode_tokens 0.5", id="too-much"),
         # 32 of 64 channels in half a byte and a scale of two, of keys and values in four
-        pytest.param(FEW, "(0.035 of its bytes", id="index"),
-        pytest.param(FEW | {"dense_layers": (1, 2)}, "(0.012 of its bytes", id="one-layer-of-3"),
-        pytest.param(FEW | {"dense_layers": (0, 1, 2)}, "no layer chooses keys", id="no-layer"),
+        pytest.param(FEW, "an index of 0.035 of its bytes", id="index"),
         pytest.param(
-            FEW | {"predictor": "cascade", "anchors": (0,)}, "(0.012 of its", id="one-anchor"
+            FEW | {"dense_layers": (1, 2)}, "an index of 0.012 of its bytes", id="one-layer-of-3"
+        ),
+        pytest.param(FEW | {"dense_layers": (0, 1, 2)}, "no layer selects keys", id="no-layer"),
+        pytest.param(
+            FEW | {"predictor": "cascade", "anchors": (0,)}, "index of 0.012", id="one-anchor"
         ),
     ],
 )

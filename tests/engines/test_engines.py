@@ -76,7 +76,7 @@ def test_reference_is_the_definition(shape, blocks, heads):
 def test_a_plan_whose_heads_do_not_divide_those_of_q_is_refused():
     q, k, v = qkv(q_length=63)
     plan = random_plan(q, k, (32, 16), heads=4)
-    with pytest.raises(ValueError, match="4 heads for 6 of q"):
+    with pytest.raises(ValueError, match="divides the 6 heads of q, got 4"):
         reference.attention(q, k, v, plan, 0.3)
 
 

@@ -418,4 +418,4 @@ def test_a_run_grows(model_folder, tmp_path, kill, capsys):
     assert [case["index"] for case in calls] == [1] * 4
 
     assert long_runs.start("fidelity", model_folder, tmp_path, "--variant", f"wide={SMALL}") == 2
-    assert "give another --out" in capsys.readouterr().err
+    assert "Give another --out" in capsys.readouterr().err

@@ -147,10 +147,10 @@ def test_the_command_prints_a_table_of_a_config(tmp_path, capsys):
     LLAMA.save_pretrained(tmp_path)
     assert main(["fits", "--model", str(tmp_path), "--gpu-gib", "24", "--chunk", "4k"]) == 0
     shown = capsys.readouterr().out
-    assert "Weights in bfloat16: 14.96 GiB, of 23.4 GiB" in shown
+    assert "Weights in bfloat16: 14.96 GiB of 23.4 GiB" in shown
     assert shown.count("| in chunks of 4,096 |") == 3
-    assert "positions of the model reach 2,048 tokens" in shown
+    assert "The model has 2,048 positions" in shown
     assert main(["fits", "--model", str(tmp_path), "--gpu-gib", "8"]) == 2
-    assert "the weights take 15.0" in capsys.readouterr().err
+    assert "the weights of 15.0 GiB, got 8" in capsys.readouterr().err
     assert main(["fits", "--model", str(tmp_path), "--gpu-gib", "0.5"]) == 2
-    assert "tensors may take 0.0, and the weights take 15.0" in capsys.readouterr().err
+    assert "got 0.5, of which tensors may use 0.0" in capsys.readouterr().err

@@ -57,7 +57,7 @@ def test_what_is_no_share_and_no_pairs_is_refused():
     for correct, n in ((1, 0), (-1, 5), (6, 5)):
         with pytest.raises(ValueError, match="correct must be 0 to n"):
             wilson(correct, n)
-    with pytest.raises(ValueError, match="one length"):
+    with pytest.raises(ValueError, match="same length"):
         paired_difference([True], [True, False])
 
 

@@ -62,7 +62,7 @@ def test_a_run_says_what_is_ahead_and_a_dry_one_ends_there(
     assert capsys.readouterr().out == "nothing is left to measure\n"
     # of two more lengths
     going_on("--lengths", {"passkey": "400,300,420", "fidelity": "300,400,420"}[name])
-    assert capsys.readouterr().out == f"{2 * CASES[name]} cases ({CASES[name]} are there)\n"
+    assert capsys.readouterr().out == f"{2 * CASES[name]} cases ({CASES[name]} are measured)\n"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_report_is_made_from_the_files_alone_and_says_its_command(
     given, report = spelled(settings, kind.Settings), before["report.md"].decode()
     assert f"python -m cab_hf.eval {kind.name} {shlex.join(given)}" in report
     for name, config in settings.get("cab_configs", {"cab": settings.get("cab_config")}).items():
-        assert f"Config of {name}: `{json.dumps(unlike_default(config))}`, the default" in report
+        assert f"Config of {name}: `{json.dumps(unlike_default(config))}`, other fields" in report
     # no result has the paths of files
     for option, path in (("--model", model_folder), (words[-1], book)):
         given[given.index(option) + 1] = str(path)
@@ -220,7 +220,7 @@ def test_a_run_grows_with_one_model_and_not_with_another_of_its_name(
     on_passkey(methods="dense,cab")
     out, before = tmp_path / "out", (tmp_path / "out" / "samples.jsonl").read_bytes()
     assert start("passkey", other, out, methods="cab,streaming") == 2
-    output = "made with model_sha256 '[0-9a-f]{64}', this run has '[0-9a-f]{64}'; give another"
+    output = "made with model_sha256 '[0-9a-f]{64}', this run has '[0-9a-f]{64}'. Give another"
     assert re.search(output, capsys.readouterr().err)
     assert (out / "samples.jsonl").read_bytes() == before
     results = command("passkey", same, out, methods="cab,streaming")
@@ -257,7 +257,7 @@ def test_a_text_is_read_without_its_byte_order_mark_and_named_if_it_is_short(
     Path("b.txt").write_text("So it goes. " * 300)
     given = f"--model {model_folder} --device cpu {words} --lengths 400,900,1200"
     opened = named(name)(read_settings(named(name).Settings, given.split(), name, ""))
-    said = "a.txt has 400 tokens, so that texts of 900 and 1,200 tokens repeat it."
+    said = "a.txt has 400 tokens, so that it repeats in texts of 900 and 1,200 tokens."
     assert opened.provenance("now")["repeated"] == [said]
     assert set(opened.running()["a.txt"]) == {"So it goes."}
 

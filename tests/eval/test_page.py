@@ -234,9 +234,9 @@ def rows_of_another_kind(folder):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("", None, "told has no results.json; measure it again"),
-        ("results.json", None, "told has no results.json; measure"),
-        ("results.json", "{", "has no results of a run; take it away"),
+        ("", None, "told has no results.json. Measure it again"),
+        ("results.json", None, "told has no results.json. Measure"),
+        ("results.json", "{", "must contain results of a run"),
         ("results.json", rows_of_another_kind, "shown: TypeError: "),
         ("figure.png", None, "shown: FileNotFoundError: "),
         ("figure.png", "version https://git-lfs", "figure.png is no PNG"),
@@ -258,6 +258,6 @@ def test_a_folder_that_cannot_be_shown_is_refused(folder, tmp_path, capsys, name
 
 def test_words_without_folders_and_a_place_that_is_a_file_are_refused(folder, tmp_path, capsys):
     status, said = run(capsys, "--out", tmp_path / "out")
-    assert status == 2 and "give folders of results, such as eval/results" in said
+    assert status == 2 and "folders must be result folders, got none" in said
     status, said = run(capsys, folder, "--out", folder / "figure.png")
     assert status == 2 and "figure.png cannot be written (File exists)" in said

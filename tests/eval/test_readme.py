@@ -209,7 +209,7 @@ def test_a_run_is_added_once_or_not_at_all(results, words, tmp_path_factory, cap
     assert "| a | 32,768 | 2 |" in page.read_text()
     assert "fidelity-mine is in the table of models" in capsys.readouterr().out
     assert readme.main([*words, "--add", str(run)]) == 2
-    assert "fidelity-mine exists; rename" in capsys.readouterr().err
+    assert "fidelity-mine exists. Rename" in capsys.readouterr().err
     fidelity_run(run, asdict(CabConfig(query_block=32)))
     run = run.rename(run.with_name("fidelity-small-blocks"))
     assert readme.main([*words, "--add", str(run)]) == 0
@@ -246,8 +246,8 @@ def test_all_pages_are_written_and_large_files_packed(results, words, monkeypatc
     [
         (None, PAGE, "speed-ttft has no results.json"),
         ({'"experiment"': '"other"'}, PAGE, "results.json names no experiment"),
-        ({}, PAGE.replace("<!-- end -->", ""), "without <!-- end -->"),
-        ({}, PAGE.replace("default", "other"), "a table 'other'"),
+        ({}, PAGE.replace("<!-- end -->", ""), "must end with <!-- end -->"),
+        ({}, PAGE.replace("default", "other"), "got 'other' in the page"),
     ],
     ids=["no results", "no experiment", "marker", "unknown table"],
 )

@@ -87,17 +87,17 @@ LENGTH = {"passkey": "lengths", "fidelity": "lengths", "calibrate": "length"}
 # by commands, each that and all that know it
 TABLES = {
     "passkey fidelity calibrate": """
-model=no/such/model > model 'no/such/model' is not here
+model=no/such/model > model 'no/such/model' does not exist
 model=folder > model 'folder' cannot be loaded ; model=book.txt > model 'book.txt' cannot be loaded
 device=gpu ; device=cuda:99 ; device=meta ; dtype=int8 ; dtype=load ; dtype=float13
-LENGTH=30 > length 30 has no room for
-LENGTH=99999 > must be at most 2048, as far as the positions ; LENGTH=0 ; LENGTH=-5 ; LENGTH=1e3
+LENGTH=30 > must have room for
+LENGTH=99999 > must be at most 2048, the ; LENGTH=0 ; LENGTH=-5 ; LENGTH=1e3
 cab=mas=1 > mas ; cab=mass_threshold=9 > mass_threshold ; cab=engine=magic > engine
-cab=predictor=magic > predictor ; config=unknown.yaml > unknown.yaml sets 'lenghts'
+cab=predictor=magic > predictor ; config=unknown.yaml > the unknown option 'lenghts'
 config=broken.yaml ; config=binary ; config=none.yaml
 out=book.txt > book.txt/FIRST cannot be written ; out=book.txt/deep > cannot be written
-out=/proc/none > cannot be written ; zzz > there is no option '--zzz'
-trust-remote-code=maybe > it is turned on by its name
+out=/proc/none > cannot be written ; zzz > unknown option '--zzz'
+trust-remote-code=maybe
 """,
     "passkey": """
 samples=-1 ; methods=random > budget ; filler=text > haystack ; filler=text haystack=no.txt
@@ -112,7 +112,7 @@ probes=recall_border variant=a=query_block=256 variant=b=query_block=384 > probe
 probes=decode lengths=584 variant=a=sparse_decode=true,decode_tokens=128 > lengths
 probes=turns lengths=2560,1279 cab=query_block=128 > must be at least 1280 each for turns
 probes=turns methods=dense,published budgets=0.5 lengths=639 > must be at least 640 each
-probes=turns methods=h2o ; probes=uuid lengths=90 ; asked=0 probes=asked > asked
+probes=turns methods=h2o ; probes=uuid lengths=90 > must have room ; asked=0 probes=asked > asked
 variant=wide=weight=3 > weight ; variant=wide=mass_threshold=3 > mass_threshold
 variant=wide=list.json > must be a dict of CabConfig ; variant=odd.yaml > weight ; methods=h2o
 methods=magic ; equal=speed ; match=cab:wide ; lengths=1 ; documents=-1 ; documents=0 ; written=0
@@ -133,16 +133,17 @@ lengths=0 ; batch=0 ; dtype=int8
 """,
     "speed attention": """
 blocks=100x10 > a multiple of 16 ; densities=1.5 > max_density
-cab=max_density=0.3 > cab sets max_density
+cab=max_density=0.3 > cab must not set max_density
 device=gpu ; seed=99999999999999999999 ; directions=sideways ; engines=steam ; blocks=128
 head-dims=0 ; heads=5
 """,
     "speed ttft": """
-cab=engine=magic > engine ; max-density=512:0.1 > pairs that name 256 tokens
-max-density=512:0.1 lengths=256 > max_density ; cab=max_density=0.3 > cab sets max_density
+cab=engine=magic > engine ; max-density=512:0.1 > pairs that include 256 tokens
+max-density=512:0.1 lengths=256 > max_density
+cab=max_density=0.3 > cab must not set max_density
 device=meta
 max-density=much ; max-density=1.5 ; heads=3 ; layers=0 ; implementations=FA9 ; runs=0
-behind=9 lengths=64 > must be at least query_block=128 each behind a cache
+behind=9 lengths=64 > must be at least query_block=128 each after a cache
 """,
     "speed prefill": """
 chunk=100 ; longest=maybe ; chunk=-128 > 0 or more ; multiple=0
@@ -155,18 +156,20 @@ longest max-density=256:0.1,512:0.2 ; longest max-density=512:0.1 lengths=512 > 
 rank=0 ; spread=fsdp1 ; multiple=0 ; gpu-gib=8 > 0 on a CPU
 """,
     "speed context-parallel": """
-max-density=512:0.1 > that name 1,024 tokens ; cab=query_block=256 > they must divide 128
+max-density=512:0.1 > that include 1,024 tokens
+cab=query_block=256 > must have blocks that divide 128
 shape=gpt ; schemes=ulysses ; directions=back ; runs=0 ; device=cpu:0
 """,
     "speed batches": """
-densities=2 > max_density ; cab=max_density=0.1 > cab sets max_density ; layouts=ragged ; batches=0
+densities=2 > max_density ; cab=max_density=0.1 > cab must not set max_density
+layouts=ragged ; batches=0
 """,
     "speed decode": """
-budgets=1.5 > decode_tokens ; cab=decode_tokens=128 > cab sets decode_tokens
+budgets=1.5 > decode_tokens ; cab=decode_tokens=128 > cab must not set decode_tokens
 parts=mlp ; kernels=FA9 ; batches=0
 """,
     "speed serve": """
-requests=1,1024:2 > it must be of lengths out of 256, 512
+requests=1,1024:2 > it must be for lengths among 256, 512
 implementations=FA3 > must be out of sdpa, flash_attention_3
 requests=256:2 ; requests=-1 ; requests=0 ; max-density=0.1,512:0.2 ; new-tokens=1 ; rate=-1
 shared=256 ; memory=2 ; page-size=2 ; warm-up=0 ; batch-tokens=0 ; blocks=0
@@ -206,7 +209,7 @@ def test_a_setting_is_refused(refused, command, words, message):
 )
 def test_a_text_is_refused(refused, command, file, kind):
     command, words = command.split(maxsplit=1)
-    message = f"UTF-8 text; got '{file}' ({kind})" if kind else "must be"
+    message = f"UTF-8 text file, got '{file}' ({kind})" if kind else "must be"
     assert message in refused(command, f"{words} {file}")
 
 
@@ -288,7 +291,7 @@ def test_a_length_beyond_the_positions_is_refused_with_what_is_written_behind(tm
     """The last answer would have no position, where these are learned."""
     sizes = {"n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 300, "eos_token_id": 1}
     model = GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=len(make_tokenizer())))
-    shown = "lengths must be at most 292, as far as the positions"
+    shown = "lengths must be at most 292, the positions"
     assert shown in refused("passkey", "--lengths 293", str(saved(model, tmp_path / "gpt2")))
 
 

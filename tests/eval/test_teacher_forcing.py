@@ -93,7 +93,7 @@ def test_what_follows_a_prompt_is_foreseen_as_in_one_pass(chunk):
     complete = distributions(model, TeacherForced(tokens, spans))
     behind = distributions(model, TeacherForced(tokens, spans, prompt=50), chunk=chunk)
     torch.testing.assert_close(behind, complete, atol=1e-4, rtol=1e-4)
-    with pytest.raises(ValueError, match="must be behind the prompt of 70; got 50"):
+    with pytest.raises(ValueError, match="must be after the prompt of 70 tokens, got 50"):
         distributions(model, TeacherForced(tokens, spans, prompt=70))
 
 

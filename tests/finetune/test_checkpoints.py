@@ -123,7 +123,7 @@ def test_whichever_library_finds_the_disk_full_the_sentence_is_the_same(kept, pa
 def test_another_number_of_processes_is_refused(kept):
     folder = save(kept, 1)
     more = Checkpoints(kept.folder, 0, 2, lambda: None)
-    with pytest.raises(UsageError, match="made by 1 processes and this run has 2; start as many"):
+    with pytest.raises(UsageError, match="made by 1 processes, and this run has 2. Start as many"):
         more.load(folder)
 
 
@@ -165,7 +165,9 @@ def test_a_damaged_checkpoint_is_refused(kept, file, change):
         kept.load(kept.newest())
     result = str(refusal.value)
     assert result.startswith(f"checkpoint step-00000002 cannot be read ({file}")
-    assert result.endswith("); take it away, and the run goes on from the one before.")
+    assert result.endswith(
+        "). Remove the folder, and the run continues from the checkpoint before it."
+    )
     assert "weights_only" not in result and len(result.splitlines()) == 1
     shutil.rmtree(folder)
     assert kept.load(kept.newest())[0]["step"] == 1

@@ -269,7 +269,7 @@ def test_reading_ahead_gives_the_same_and_knows_its_place(world, workers):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_goes_wrong_ahead_is_raised_where_it_is_read(workers):
     packed = Packed(TOKENIZER, [(in_memory([9]), 1)], 90, 0, hold_out=0)
-    with pytest.raises(UsageError, match="must hold text; document 0 has 9"):
+    with pytest.raises(UsageError, match="must contain strings, got 9 in document 0"):
         next(prefetched(packed, workers=workers))
 
 
@@ -357,7 +357,7 @@ def test_a_token_that_the_model_does_not_know_is_refused(added):
     more = len(tokenizer) - 1
     known = [(in_memory(["a b c <more>" if added == "<more>" else "a b c"] * 3), 1)]
     packed = Packed(tokenizer, known, 8, 0, hold_out=0, vocabulary=more)
-    with pytest.raises(UsageError, match=rf"data has token {more} \('<more>'\), and the model"):
+    with pytest.raises(UsageError, match=rf"data must .*, got token {more} \('<more>'\)"):
         next(packed)
     next(Packed(tokenizer, known, 8, 0, hold_out=0, vocabulary=more + 1))
     # padding is a token that it knows
@@ -435,21 +435,21 @@ def row(text):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        pytest.param({"a.txt": ""}, "'.*a.txt' has no documents", id="empty text"),
-        pytest.param({"a.jsonl": ""}, "'.*a.jsonl' has no documents", id="empty jsonl"),
+        pytest.param({"a.txt": ""}, "'.*a.txt' must contain documents", id="empty text"),
+        pytest.param({"a.jsonl": ""}, "'.*a.jsonl' must contain documents", id="empty jsonl"),
         pytest.param({"a.jsonl": LINE}, "no field 'text'; known are content", id="no field"),
         pytest.param({"a.jsonl": '{"txt": "a"}\n'}, "did you mean txt?", id="near field"),
         pytest.param({"a.txt": b"\xff\xfe\x00bin"}, "cannot be read .*codec", id="binary"),
         pytest.param({"a.jsonl": "{not json"}, "cannot be read", id="no json"),
         pytest.param({"a.parquet": "PAR0"}, "cannot be read", id="no parquet"),
         pytest.param({"a.csv": "text"}, "must be a file of .txt, .jsonl", id="another kind"),
-        pytest.param({"a.jsonl": row(7)}, "'text' .* document 0 has 7", id="numbers"),
-        pytest.param({"a.jsonl": row(None)}, "documents of fewer than two", id="null"),
-        pytest.param({"a.jsonl": row("It")}, "documents of fewer than two tokens", id="short"),
+        pytest.param({"a.jsonl": row(7)}, "'text' .* got 7 in document 0", id="numbers"),
+        pytest.param({"a.jsonl": row(None)}, "documents of two tokens or more", id="null"),
+        pytest.param({"a.jsonl": row("It")}, "documents of two tokens or more", id="short"),
         pytest.param({"a.txt": gzip.compress(b"a b")}, "a.txt is compressed", id="compressed"),
-        pytest.param({"a.txt": None}, "is no file or folder that is there", id="gone"),
-        pytest.param({".": ""}, "it holds no files", id="empty folder"),
-        pytest.param({".": "", "b.jsonl": LINE, "a.txt": "a"}, "holds .jsonl and .txt", id="kinds"),
+        pytest.param({"a.txt": None}, "must be an existing file or folder, got", id="gone"),
+        pytest.param({".": ""}, "got no files", id="empty folder"),
+        pytest.param({".": "", "b.jsonl": LINE, "a.txt": "a"}, "got .jsonl and .txt", id="kinds"),
         pytest.param({".": "", "a.txt": "a", "b.txt": None}, "b.txt", id="a link to nothing"),
         pytest.param({".": "", "2.txt": b"\xe9"}, "\\(2.txt: 'utf-8' codec", id="which text"),
         pytest.param({".": "", "2.jsonl": "{not"}, "\\(2.jsonl: JSON parse error", id="which json"),
@@ -477,7 +477,7 @@ def test_what_is_not_there_is_not_asked_of_the_hub(tmp_path, monkeypatch, name):
     """By some names datasets reads the working directory, or a folder in it."""
     put(tmp_path / "folder" / "a.txt", "a b c")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=f"'{name}' is no file or folder that is there"):
+    with pytest.raises(UsageError, match=f"must be an existing file or folder, got '{name}'"):
         make_source(name)
 
 
@@ -497,7 +497,9 @@ def test_a_run_is_not_watched_on_what_it_learns(tmp_path, monkeypatch, learnt, w
     monkeypatch.chdir(tmp_path)
     name, _, share = learnt.partition("=")
     given = [(make_source(name), float(share or 1))], [(make_source(watched), 1.0)]
-    with pytest.raises(UsageError, match="data 'a.txt'") if refused else nullcontext():
+    with (
+        pytest.raises(UsageError, match="validation must .* 'a.txt'") if refused else nullcontext()
+    ):
         sources.refuse_learnt(*given)
 
 
@@ -522,16 +524,16 @@ def test_local_files_ask_no_host(tmp_path, monkeypatch, ending, streaming):
 @pytest.mark.parametrize(
     ("name", "share", "hold_out", "message"),
     [
-        ("", 0, 100, "data must have a source"),
-        ("", 1, 1, "no documents where one in 1 is held out"),
-        ("", 1, 0, "has no held-out documents where none"),
-        ("retrieval:passkey:99", 1, 100, "and a sequence has 48"),
-        ("retrieval:passkey:40", 1, 100, "length 40 has no room"),
-        ("retrieval", 1, 100, "has no kind ''"),
-        ("retrieval:passkeys", 1, 100, "no kind 'passkeys' .* did you mean passkey"),
+        ("", 0, 100, "data must contain a source"),
+        ("", 1, 1, "no documents if one in 1 is held out"),
+        ("", 1, 0, "has no held-out documents if none"),
+        ("retrieval:passkey:99", 1, 100, "at most 48 tokens, .*, got 99"),
+        ("retrieval:passkey:40", 1, 100, "length must have room .*, got 40"),
+        ("retrieval", 1, 100, "known kinds, got ''"),
+        ("retrieval:passkeys", 1, 100, "got 'passkeys' in .* did you mean passkey"),
         ("retrieval:passkey+x", 1, 100, "known are passkey, distractors"),
-        ("retrieval:passkey:8k", 1, 100, "the length a number of tokens"),
-        ("retrieval:passkey:0", 1, 100, "the length a number of tokens"),
+        ("retrieval:passkey:8k", 1, 100, "a number of tokens as LENGTH"),
+        ("retrieval:passkey:0", 1, 100, "a number of tokens as LENGTH"),
         ("retrieval:passkey:9:9", 1, 100, "must be retrieval:KINDS:LENGTH"),
     ],
 )

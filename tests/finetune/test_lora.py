@@ -78,7 +78,7 @@ def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
     assert steps(tmp_path / "whole", "step") == [1, 2, 3, 4, 5, 6]
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
     # all processes stop where one is asked to; of eight runs
-    assert done.stdout.count("stopped at step 3 as asked; the same command goes on.") == 1
+    assert done.stdout.count("stopped at step 3 on request; the same command continues.") == 1
     assert [(tmp_path / f"meddled.py.{rank}").read_text() for rank in (0, 1)] == ["00222200"] * 2
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
     kept = sorted(path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir())
@@ -98,7 +98,7 @@ def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
     weight = "weight base_model.model.model.layers.1.mlp.up_proj.weight"
     sources = [f"the content of source 1 of --{setting}" for setting in ("data", "validation")]
     for what in (weight, *sources):
-        said = f"{what} of process 1 is another than that of process 0"
+        said = f"{what} must be equal in all processes, got another value in process 1"
         assert done.stderr.count(said) == 2
     assert not any((tmp_path / name).exists() for name in SPOILT[1:])
 
@@ -320,7 +320,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, capsys, finished, words
     assert not words or run(tmp_path, *words, name="whole") == 0
     capsys.readouterr()
     stop_at(tmp_path, last, *words)
-    told = f"stopped at step {last} as asked; the same command goes on.\n"
+    told = f"stopped at step {last} on request; the same command continues.\n"
     assert capsys.readouterr().out == told
     assert run(tmp_path, *words) == 0
     assert_same_run(tmp_path / "run", tmp_path / "whole" if words else finished)
@@ -359,10 +359,10 @@ REFUSED = """
 --tokens-per-step 300 > tokens_per_step ; --length 8192 > length is 8192
 --targets q_prj > targets is ['q_prj'] ; --passkey-lengths 64 > passkey_lengths
 --cp 2 --length 512 > cp must divide the 1 processes ; --data gone.txt > gone.txt
---data gone.txt --dry-run > gone.txt ; --model /nowhere > '/nowhere' is not here
---attention falsh > or give another attention. ; --attention falsh --dry-run > attention
+--data gone.txt --dry-run > gone.txt ; --model /nowhere > '/nowhere' does not exist
+--attention falsh > or give another attn_implementation. ; --attention falsh --dry-run > attention
 --cab mas=1 > mas ; --cab redundancy=3 --attention sdpa > redundancy is 3
---dry-run --gpu-gib 1e-4 > length is 256 ; --adapter nowhere > adapter must be a folder
+--dry-run --gpu-gib 1e-4 > got 256 ; --adapter nowhere > adapter must be a folder
 """
 
 
@@ -377,7 +377,7 @@ def test_what_cannot_run_is_refused_in_one_line(tmp_path, capsys, case):
 def test_a_folder_that_holds_something_else_is_refused(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").touch()
-    assert run(tmp_path) == 2 and "out is" in refusal(capsys)
+    assert run(tmp_path) == 2 and "out must be" in refusal(capsys)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
 
 
@@ -410,7 +410,7 @@ def test_a_dry_run_says_what_it_would_be(tmp_path, capsys):
     settings = lora.read([*SMALL, *words])
     built, _ = train.build(settings, torch.device("cpu"))
     cost = meter.Cost.of(built)
-    assert f"parameters: {cost.parameters:,}, {cost.trained_parameters:,} of them tr" in printed
+    assert f"parameters: {cost.parameters:,}, trained: {cost.trained_parameters:,}" in printed
     pairs = 4 * 1024 * 1025 // 2
     flops = cost.products(4096) + sum(cost.attention([pairs] * 2))
     assert f"{flops:.3e}" in printed and "fits into" in printed and '"lr": 0.002' in printed
@@ -423,8 +423,8 @@ WEIGHT = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
 SPOILT_BY = {
     "base": ([], "step 1 has a weight that is not finite, .* in base"),
     "rate": (["--lr", "1e25"], f"step 2 has a gradient .* in {WEIGHT}A"),
-    "state": (["--save-every", "1"], f"step 1 has left {WEIGHT}B"),
-    "evaluation": (["--eval-every", "1"], "log.jsonl cannot hold a number that is not finite"),
+    "state": (["--save-every", "1"], f"step 1 has values that are not finite in {WEIGHT}B"),
+    "evaluation": (["--eval-every", "1"], "log.jsonl must contain finite numbers only"),
 }
 
 
@@ -478,7 +478,7 @@ def test_a_run_begins_with_the_adapter_of_another(tmp_path, finished):
     assert_same(actual, saved)
     assert any(x.any() for name, x in actual.items() if "lora_B" in name)
     for words in (["--rank", "3"], ["--targets", "q_proj"]):
-        with pytest.raises(UsageError, match="does not fit .*; give the base .* rank, alpha"):
+        with pytest.raises(UsageError, match="does not fit .*. Use the base .* rank, alpha"):
             begun(*words)
     # a run goes on only with the same
     assert run(tmp_path, *adapter) == 0

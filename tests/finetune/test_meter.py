@@ -218,9 +218,9 @@ def test_no_more_is_offloaded_than_the_host_has_memory_for(large):
 def test_a_step_that_fits_nowhere_is_refused_with_the_longest_that_does(large):
     asked = long_step(2**20)
     fitted = dry_run.fit(asked, large, {}, H200)
-    with pytest.raises(UsageError, match="length is 1048576 and a step") as told:
+    with pytest.raises(UsageError, match="got 1048576; ") as told:
         dry_run.refuse_too_long(asked, large, {}, H200, fitted)
-    longest = int(re.search(r"that does has (\d+) tokens", str(told.value))[1])
+    longest = int(re.search(r"that fits is (\d+)", str(told.value))[1])
     for length, fits in ((longest, True), (longest + 1024, False)):
         assert H200.holds(dry_run.fit(long_step(length), large, {}, H200).memory) == fits
 
@@ -286,7 +286,7 @@ def test_a_gpu_offloads_as_few_layers_as_the_estimate_asks_for(monkeypatch, gpu_
     started.model = with_lora(tiny_model(num_hidden_layers=8), ("q_proj",), 4, 8)
     cost = meter.Cost.of(started.model)
     if offloaded == "refused":
-        with pytest.raises(UsageError, match="length is 32768 .* the longest that does has"):
+        with pytest.raises(UsageError, match="got 32768; the longest length that fits is"):
             started._fit_into_memory(cost)
         return
     started._fit_into_memory(cost)
@@ -304,8 +304,8 @@ def test_a_report_says_what_travels_and_for_how_long(large):
     settings = long_step(2**19, link_gbs=25.0)
     printed = dry_run.report(settings, large, 1, dry_run.fit(settings, large, {}, H200), H200)
     # 17 times 4 GiB there and back
-    travel = f"copies 136.0 GiB out and back, in {136 * 2**30 / 25e9:.1f} s at 25 GB/s"
-    assert f"checkpoints of the first 17 layers; a micro batch {travel}" in printed
+    travel = f"copies 136.0 GiB out and back in {136 * 2**30 / 25e9:.1f} s at 25 GB/s"
+    assert f"checkpoints of the first 17 layers; each micro batch {travel}" in printed
     assert "on its host: 100.00 GiB (checkpoints 68.00, plans 32.00, sharded 0.00)" in printed
     assert "fits into 140.0 GiB" in printed
 

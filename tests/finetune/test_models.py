@@ -122,7 +122,7 @@ def test_the_loss_is_that_of_the_logits(make):
 def test_heads_of_other_logits_are_refused():
     capped = Gemma2ForCausalLM(Gemma2Config(**SMALL, final_logit_softcapping=30.0))
     said = {
-        r"Gemma2ForCausalLM caps its logits \(final_logit_softcapping=30.0\)": capped,
+        r"got Gemma2ForCausalLM, which caps its logits \(final_logit_softcapping=30.0\)": capped,
         "has a head with a bias": PhiForCausalLM(PhiConfig(**SMALL)),
     }
     for sentence, model in said.items():
@@ -185,7 +185,7 @@ def test_a_model_is_loaded_to_be_trained(tmp_path):
     assert model.config.max_position_embeddings == 4096
     assert model.model.rotary_emb.rope_type == "yarn"
     assert tokenizer.pad_token is not None
-    with pytest.raises(UsageError, match="nothing' is not here; give "):
+    with pytest.raises(UsageError, match="nothing' does not exist. Give "):
         load_model(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="^length is 4096; it must be at most 2048"):
         load_model(folder, length=4096)

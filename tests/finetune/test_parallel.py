@@ -274,5 +274,5 @@ def stopping(group, error):
 def test_processes_say_why_another_has_stopped(processes, error):
     first, second = processes(2).outcomes(2, stopping, error)
     why = f"rank 1 stopped: {type(error).__name__}: {error}"
-    assert first.kind == "UsageError" and f"this process cannot go on, as {why}" in first.sentence
+    assert first.kind == "UsageError" and f"because another one stopped: {why}" in first.sentence
     assert (second.kind, second.sentence) == (type(error).__name__, str(error))

@@ -176,7 +176,7 @@ def test_adapters_that_are_refused(name, given, tied):
     ("words", "message"),
     [
         (["--lenght", "8"], "did you mean --length?"),
-        (["--config", "FILE"], "sets 'targts'; did you mean targets?"),
+        (["--config", "FILE"], "unknown option 'targts'; did you mean targets?"),
         *((["--rank", "many"], "rank: "), (["--tile-tokens", "1.5"], "tile_tokens: ")),
         (["--lr", "inf"], "lr: "),
     ],

@@ -98,9 +98,11 @@ def test_describe_finds_layers_that_are_causal_by_call_alone():
 def test_describe_knows_layers_without_an_index(name):
     model = cab_hf.apply_cab(tiny_type(name), FULL)
     lines = cab_hf.describe(model, tokens=100).splitlines()
-    assert lines[1].startswith("  layers that are in several places: sparse, ")
+    assert lines[1].startswith("  layers that occur several times: sparse, ")
     cab_hf.apply_cab(model, predictor="frc", sparsity=((0.5,) * 4,) * 4)
-    with pytest.raises(ValueError, match="sparsity is a table of layers, and this layer has no"):
+    with pytest.raises(
+        ValueError, match="sparsity must be one number for a layer that has no index"
+    ):
         model(tokens(1, 100))
 
 

@@ -66,7 +66,7 @@ def test_what_a_query_cannot_see_is_blank(model):
     ("given", "change", "sentence"),
     [
         ({"layer": 3}, {}, r"layer is 3; it must be the index of an attention layer: \[0, 1, 2\]"),
-        ({"input_ids": tokens(2, LENGTH)}, {}, "must be the tokens of one text"),
+        ({"input_ids": tokens(2, LENGTH)}, {}, "must be the tokens of one prompt"),
         ({"heads": [6]}, {}, "query heads, 0 to 5"),
         ({"heads": []}, {}, "query heads, 0 to 5"),
         *(
@@ -88,7 +88,7 @@ def test_what_a_query_cannot_see_is_blank(model):
         ({"input_ids": tokens(1, 9) - 99}, {}, "input_ids is -.*; it must be tokens that the"),
         ({"input_ids": tokens(1, 9) + 999}, {}, "input_ids is 1.*; it must be tokens that the"),
         ({}, {"min_length": 500}, "shorter than min_length=500"),
-        ({}, {"dense_layers": (1,)}, "Layer 1 attends to every block: in dense_layers"),
+        ({}, {"dense_layers": (1,)}, "layer must attend sparsely, got 1, .*: in dense_layers"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(model, given, change, sentence):

@@ -285,11 +285,11 @@ def test_a_layer_without_an_index_has_no_place_in_a_table(anchors):
         ({"config": 3}, "config is 3; it must be a CabConfig, a dict of its fields"),
         ({"config": CabConfig(**SMALL, dense_layers=(7,))}, "dense_layers has 7"),
         ({"anchors": 0}, "anchors is 0; it must be a whole number"),
-        ({"length": 50}, "length 50 has no room for the 2 keys that are hidden in a document"),
-        ({"length": 2049}, "length is 2049; it must be at most 2048, as far as the model's"),
-        ({"texts": []}, r"texts is \[\]; it must be a text or a list of them, with words"),
-        ({"texts": [" "]}, "it must be a text or a list of them, with words in it"),
-        ({"texts": 3}, "texts is 3; it must be a text or a list of them"),
+        ({"length": 50}, "length must have room for 2 hidden keys per document, got 50"),
+        ({"length": 2049}, "length is 2049; it must be at most 2048, the number of positions"),
+        ({"texts": []}, r"texts is \[\]; it must be a text or a list of texts"),
+        ({"texts": [" "]}, "it must be a text or a list of texts, with words in it"),
+        ({"texts": 3}, "texts is 3; it must be a text or a list of texts"),
         ({"config": CabConfig(predictor="streaming")}, "'streaming' does not choose blocks by"),
         ({"config": CabConfig(**SMALL, dense_layers=(0, 1, 2))}, "there is nothing to calibrate"),
     ],
@@ -302,7 +302,9 @@ def test_what_cannot_be_calibrated_is_refused(bad, message):
 
 
 def test_the_tokenizer_of_another_model_is_refused():
-    with pytest.raises(ValueError, match=r"tokenizer produced token \d+, and the model knows"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer must produce tokens below 8, .*, got token \d+"
+    ):
         calibrated(made(vocab_size=8))
 
 

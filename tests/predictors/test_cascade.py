@@ -134,7 +134,10 @@ def test_what_no_cascade_can_be_is_refused(fields, message):
         ({"anchors": (0, 3)}, "anchors has 3; this model has layers 0 to 2"),
         ({"head_map": ((0,) * 6,)}, "head_map has 1 layers of 6 heads, and this model has 3"),
         ({"head_map": ((0,) * 4,) * 3}, "4 heads, and this model has 3 layers of 6 heads"),
-        ({"head_map": ((6,) * 6,) * 3}, "do not fit layer 1 and a plan of 6 heads"),
+        (
+            {"head_map": ((6,) * 6,) * 3},
+            "head_map must have a row for layer 1 that maps 6 heads, got",
+        ),
     ],
 )
 def test_what_does_not_fit_a_model_is_refused(fields, message):
@@ -147,16 +150,18 @@ def test_what_does_not_fit_a_model_is_refused(fields, message):
 def test_a_layer_that_nothing_is_handed_to_is_refused():
     q, k = loud(q_length=64)
     spans, predictor = Spans.causal(1, 64, 64, "cpu"), CascadePredictor(CASCADE)
-    with pytest.raises(ValueError, match="Layer 1 attends what layer 0 chooses, which did not run"):
+    with pytest.raises(
+        ValueError, match="Layer 1 needs the plan of anchor layer 0, which did not run"
+    ):
         predictor(q, k, LayerContext(spans, 0.25, 1))
-    with pytest.raises(ValueError, match="A layer has no index"):
+    with pytest.raises(ValueError, match="predictor must not be 'cascade' .* no index"):
         predictor(q, k, LayerContext(spans, 0.25))
     shared_state = {}
     predictor(q, k, LayerContext(spans, 0.25, 0, shared_state))
     # the anchor in between was never asked
-    with pytest.raises(ValueError, match="Layer 3 attends what layer 2 chooses"):
+    with pytest.raises(ValueError, match="Layer 3 needs the plan of anchor layer 2"):
         predictor(q, k, LayerContext(spans, 0.25, 3, shared_state))
-    with pytest.raises(ValueError, match="Layer 1 has 3 heads over 2 of k, and its anchor"):
+    with pytest.raises(ValueError, match="layer 1 has 3 query heads and 2 KV heads, its anchor"):
         predictor(q[:, :3], k, LayerContext(spans, 0.25, 1, shared_state))
 
 
@@ -228,7 +233,7 @@ def test_a_layer_called_several_times_is_not_computed_again_under_another_calls_
     model(ids, labels=ids, use_cache=False).loss.backward()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     loss = model(ids, labels=ids, use_cache=False).loss
-    with pytest.raises(ValueError, match="not of layers that are called several times"):
+    with pytest.raises(ValueError, match="do not checkpoint layers that are called several times"):
         loss.backward()
 
 

@@ -175,11 +175,11 @@ def test_a_predictor_is_registered_by_name():
     register_predictor("test-again", RowsPredictor)
     register_predictor("test-again", RowsPredictor)
     assert isinstance(make_predictor(CabConfig(predictor="test-again")), RowsPredictor)
-    with pytest.raises(ValueError, match="registered already"):
+    with pytest.raises(ValueError, match="name must be unused, got 'test-again'"):
         register_predictor("test-again", lambda config: None)
     with pytest.raises(ValueError, match="factory is 3; it must be a Predictor class"):
         register_predictor("test-number", 3)
-    with pytest.raises(ValueError, match="name is 3; it must be the text"):
+    with pytest.raises(ValueError, match="name is 3; it must be a string"):
         register_predictor(3, RowsPredictor)
-    with pytest.raises(ValueError, match="'nobody'; registered are .*rows"):
+    with pytest.raises(ValueError, match="predictor must be one of .*rows.*, got 'nobody'"):
         make_predictor(CabConfig(predictor="nobody"))

@@ -88,7 +88,7 @@ def test_from_python_it_attends_by_its_own_settings_or_those_that_are_given(ship
 @pytest.mark.parametrize("file", models.ADAPTER_FILES)
 def test_a_name_without_its_adapter_is_refused(shipped, file):
     (shipped[0] / file).unlink()
-    shown = f"model '{NAME}' is a base with an adapter, whose {file} does not come .* give smollm2"
+    shown = f"model '{NAME}' needs an adapter, and its file {file} is missing .* Give smollm2"
     for ask in (logits, lambda: models.load_config(NAME), lambda: models.content_sha256(NAME)):
         with pytest.raises(UsageError, match=shown):
             ask()
@@ -98,7 +98,9 @@ def test_a_name_without_its_adapter_is_refused(shipped, file):
 def test_a_merge_that_goes_wrong_leaves_nothing(shipped, monkeypatch):
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "peft", None)
-        with pytest.raises(UsageError, match=r"peft is not installed; `pip install 'cab_hf\[fine"):
+        with pytest.raises(
+            UsageError, match=r"peft is not installed. Run `pip install 'cab_hf\[fine"
+        ):
             logits()
     rewrite(shipped[0] / "base.json", sha256="0" * 64)
     with pytest.raises(UsageError, match=f"'{NAME}' cannot be merged: adapter {NAME} was train"):
@@ -110,7 +112,7 @@ def test_a_merge_that_goes_wrong_leaves_nothing(shipped, monkeypatch):
 def test_an_adapter_alone_is_no_model(trained, load):
     name = str(trained[0] / NAME)
     loads = {"config": models.load_config, "model": cab_hf.load_model}
-    with pytest.raises(UsageError, match=rf"merge it into its base .*merge {name} merged`"):
+    with pytest.raises(UsageError, match=rf"Merge it into its base .*merge {name} merged`"):
         loads[load](name)
 
 

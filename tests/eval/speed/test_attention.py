@@ -181,7 +181,7 @@ def times_of(baselines, backward=False, head_dim=16):
 def test_a_head_dim_that_is_not_taken_is_a_reason():
     narrow = dense.Baseline(lambda: None, head_dims=dense.FLASH_DIMS)
     measured = times_of({"FA3": narrow, "SDPA": SDPA}, head_dim=320)
-    assert measured["not_measured"] == {"FA3": "it takes head dims 1 to 256, not 320"}
+    assert measured["not_measured"] == {"FA3": "it supports head dims 1 to 256, not 320"}
     assert measured["baselines"] == {"SDPA": 2.0}
 
 
@@ -223,7 +223,7 @@ def test_ffpa_is_measured_only_where_it_computes_itself(monkeypatch, hands_over)
     monkeypatch.setitem(sys.modules, "ffpa_attn.functional", functional)
     measured = times_of({"ffpa CuTe": dense.ON_GPU["ffpa CuTe"]}, head_dim=320)
     if hands_over:
-        assert measured["not_measured"] == {"ffpa CuTe": "it would hand this over to SDPA"}
+        assert measured["not_measured"] == {"ffpa CuTe": "it would call SDPA instead"}
     else:
         assert measured["baselines"] == {"ffpa CuTe": 2.0}
 

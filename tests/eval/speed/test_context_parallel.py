@@ -115,7 +115,9 @@ def no_room(group, patch):
     [
         pytest.param("grouped", FORWARD, bad_output, "wrong by", id="output"),
         pytest.param("grouped", BOTH, bad_gradient, "the gradient of q", id="gradient"),
-        pytest.param("ring", BOTH, gpu_engine, "no gradient flows", id="no-gradient"),
+        pytest.param(
+            "ring", BOTH, gpu_engine, "must have gradients of its log-sum-exp", id="no-gradient"
+        ),
         pytest.param("grouped", FORWARD, no_room, "out of memory", id="memory"),
     ],
 )

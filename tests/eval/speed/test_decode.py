@@ -107,7 +107,7 @@ def test_a_step_of_cab_that_computes_something_else_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(ops, "attend", wrong)
     row = sample_of(Decode, tiny(), CASE)
-    assert row["ms"] is None and "over what is chosen" in row["error"]
+    assert row["ms"] is None and "over the selected keys" in row["error"]
 
 
 @torch.no_grad()
@@ -142,7 +142,7 @@ def test_a_model_is_timed_with_its_cache_and_index(mode, monkeypatch):
         assert row["cache_gib"] * 2**30 == 2 * 2 * 2 * 2 * tokens * 16 * 4
     assert dense["index_gib"] is None and dense["ran_as"] is None
     assert 0 < sparse["index_gib"] < sparse["cache_gib"]
-    assert sparse["ran_as"] == "2 layers choose the keys they read"
+    assert sparse["ran_as"] == "2 layers select the keys they read"
     assert len(choices) == 2 * (decode.WARM_UP_STEPS + 3)
     # of 600 tokens 256 are too many for a choice to pay
     row = sample_of(Decode, settings, MODEL | {"mode": mode, "budget": 256})
@@ -178,8 +178,8 @@ def test_cab_is_held_against_the_fastest_dense_way():
     assert model["over_same"] == 2.0
     head, _, *lines = Decode.tables(rows)["All cases"].splitlines()
     cells = [dict(zip(head.split(" | "), x.split(" | "), strict=True)) for x in lines]
-    (shown,) = (x for x in cells if (x["way"], x["mode"]) == ("cab", "compiled"))
-    assert (shown["ms"], shown["baseline"], shown["over best"]) == ("5.00", "sdpa dynamic", "1.60×")
+    (shown,) = (x for x in cells if (x["attention"], x["mode"]) == ("cab", "compiled"))
+    assert (shown["ms"], shown["baseline"], shown["speed-up"]) == ("5.00", "sdpa dynamic", "1.60×")
 
 
 @pytest.mark.gpu

@@ -137,7 +137,7 @@ def test_a_run_of_every_op(op, words, check, cases, tmp_path):
 def test_without_a_gpu_every_op_says_so(op, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     said = refused(capsys, op, "--out", str(tmp_path / "none"))
-    assert "torch finds no CUDA device" in said
+    assert "device must be a CUDA device, got 'cuda'" in said
     assert not (tmp_path / "none").exists()
 
 
@@ -147,7 +147,7 @@ def test_ops_are_listed_and_others_refused(capsys):
     assert all(f"\n  {op:16}  " in shown for op in COMMANDS)
     for words in (["speed", "magic"], ["speed"]):
         assert main(words) == 2
-        assert "speed: give a command, one of predictor, attention" in capsys.readouterr().err
+        assert "speed: command must be one of predictor, attention" in capsys.readouterr().err
 
 
 # --- the files

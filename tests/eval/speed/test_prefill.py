@@ -108,7 +108,10 @@ def test_the_longest_length_is_run(tmp_path, monkeypatch, limit, tried):
         assert (row["peak_gib"] is None) == (row["fits"] is False) == (row["error"] is not None)
     (said,) = Prefill.readings(rows)
     fits = max(length for length, fits in tried.items() if fits)
-    assert said.startswith(f"{fits} tokens are the longest") and f"{fits + 64} do not" in said
+    assert (
+        said.startswith(f"{fits} tokens are the longest")
+        and f"{fits + 64} tokens do not fit" in said
+    )
     # nothing is left to do
     assert search(tmp_path, monkeypatch, None) == rows
 
@@ -118,7 +121,7 @@ def test_a_search_begins_around_its_estimate(tmp_path, monkeypatch):
     # nine and eleven tenths of it, in chunks of 64
     assert [row["length"] for row in rows if row["sought"]] == [768, 832, 960]
     (said,) = Prefill.readings(rows)
-    assert said.endswith("832 do not; estimated: 900.")
+    assert said.endswith("832 tokens do not fit; estimated: 900.")
 
 
 def test_a_whole_prompt_is_one_chunk_and_its_estimate_is_that_of_fits():
@@ -142,7 +145,7 @@ def test_the_longest_is_sought_for_each_way_to_attend(tmp_path, monkeypatch):
     for way, line in zip(ways, said, strict=True):
         fit = [x["length"] for x in rows if x["implementation"] == way and x["fits"]]
         assert max(fit) == 768
-        assert line.startswith(f"768 tokens are the longest that fit of {way}: ")
+        assert line.startswith(f"768 tokens are the longest that fit for {way}: ")
 
 
 def test_what_fails_otherwise_ends_the_search(tmp_path, monkeypatch):

@@ -169,7 +169,7 @@ def test_a_kernel_that_continues_no_cache_is_a_row_with_its_reason(monkeypatch):
     monkeypatch.setattr(dense, "ON_CPU", both)
     settings = tiny(lengths=(96,), behind=64, implementations=("SDPA", "FA3"), cab=BLOCKS)
     rows = [sample_of(Ttft, settings, case | {"world": 1}) for case in settings.asked()]
-    said = "SDPA cannot continue a cache: to it, queries are the first tokens"
+    said = "SDPA cannot continue a cache: it takes queries for the first tokens"
     assert rows[0]["error"] == said
     # what says that it can is looked at
     assert rows[1]["error"].startswith("ArithmeticError: wrong by ")
@@ -237,5 +237,5 @@ def test_ranks_take_what_knows_of_them(monkeypatch):
     assert tiny().implementations == ("cab_dense", "cab", "cab-always")
     with pytest.raises(ValueError, match="'sdpa',.; it must be out of cab_dense, cab"):
         tiny(implementations=("sdpa",))
-    with pytest.raises(ValueError, match="variants is .*'fp8'.*; it must be plain where ranks"):
+    with pytest.raises(ValueError, match="variants is .*'fp8'.*; it must be plain if ranks"):
         tiny(variants=("plain", "fp8"))
