@@ -430,9 +430,9 @@ def families_sentence(results: Path) -> str:
     rows = read_results(results / FAMILIES).rows
     counts = Counter(row["verdict"] for row in rows)
     return (
-        f"We tested {len(rows)} causal model types of transformers at full budget. "
-        f"{counts['exact']} match dense attention.\n{counts['refused']} raise an error that names "
-        f"the reason, and {counts['not built']} could not be built\n"
+        f"We tested {len(rows)} causal model types of transformers with every block kept. "
+        f"Of these, {counts['exact']} match dense attention,\n{counts['refused']} raise an error that "
+        f"names the reason, and {counts['not built']} could not be built\n"
         f"([list](eval/results/{FAMILIES}/report.md))."
     )
 
