@@ -32,7 +32,7 @@ class Settings:
     text: str = option("licences.txt", "the file with the prompt; a short file is repeated")
     model: str = option("smollm2-32k", "the name of the model")
     length: int = option(LENGTHS[0], "tokens of the prompt")
-    layer: int = option(4, "index of the layer")
+    layer: int = option(5, "index of the layer")
     head: int = option(2, "index of the query head")
     device: str = option("cpu", "device of the model")
     out: str = option(str(Path(__file__).parent / "results" / PLAN), "the file to write")
@@ -46,19 +46,22 @@ def measure(settings: Settings) -> dict[str, Any]:
     from cab_hf.patches.plotting import _plan_of
     from cab_hf.runs.loading import load_model
 
-    model, tokenizer = load_model(settings.model, device=settings.device)
-    ids = tokenizer(Path(settings.text).read_text(errors="ignore"), return_tensors="pt").input_ids
-    ids = ids.repeat(1, -(-settings.length // ids.shape[1]))[:, : settings.length]
-    plan, heads = _plan_of(model, ids, settings.layer)
-    plan = plan.select_heads([settings.head // plan.shared_by(heads)])
-    listed = numpy.packbits(plan.to_dense()[0, 0].cpu().numpy(), axis=-1)
+    # before anything is edited during the run
     provenance = {
         "device": device_name(torch.device(settings.device)),
         "commit": git_commit(),
         "versions": versions(),
         "text": file_identity(settings.text),
     }
-    chosen = {name: value for name, value in asdict(settings).items() if name not in ("out", "text")}
+    model, tokenizer = load_model(settings.model, device=settings.device)
+    ids = tokenizer(Path(settings.text).read_text(errors="ignore"), return_tensors="pt").input_ids
+    ids = ids.repeat(1, -(-settings.length // ids.shape[1]))[:, : settings.length]
+    plan, heads = _plan_of(model, ids, settings.layer)
+    plan = plan.select_heads([settings.head // plan.shared_by(heads)])
+    listed = numpy.packbits(plan.to_dense()[0, 0].cpu().numpy(), axis=-1)
+    chosen = {
+        name: value for name, value in asdict(settings).items() if name not in ("out", "text")
+    }
     blocks = {"query_block": plan.query_block, "key_block": plan.key_block}
     rows = [row.tobytes().hex() for row in listed]
     return {**chosen, **blocks, "density": plan.density(), "provenance": provenance, "rows": rows}

@@ -193,8 +193,8 @@ class Sentence:
     """Text with numbers from results.
 
     Args:
-        declared: ``sentence``, a format string, and ``values``, which has a `Table`'s ``folders`` and
-            ``rows`` for each name in the string, ``only`` for the row, and ``show`` for the column.
+        declared: ``sentence``, a format string, and ``values``: for each name in the string the
+            ``folders``, ``rows`` and ``only`` of a `Table`, and ``show``, the column.
     """
 
     def __init__(self, declared: Mapping[str, Any]) -> None:
@@ -431,8 +431,8 @@ def families_sentence(results: Path) -> str:
     counts = Counter(row["verdict"] for row in rows)
     return (
         f"We tested {len(rows)} causal model types of transformers with every block kept. "
-        f"Of these, {counts['exact']} match dense attention,\n{counts['refused']} raise an error that "
-        f"names the reason, and {counts['not built']} could not be built\n"
+        f"Of these, {counts['exact']} match dense attention,\n{counts['refused']} raise an error "
+        f"that names the reason, and {counts['not built']} could not be built\n"
         f"([list](eval/results/{FAMILIES}/report.md))."
     )
 
