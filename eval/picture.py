@@ -31,9 +31,9 @@ class Settings:
 
     text: str = option("licences.txt", "the file with the prompt; a short file is repeated")
     model: str = option("smollm2-32k", "the name of the model")
-    length: int = option(LENGTHS[0], "tokens of the prompt")
-    layer: int = option(5, "index of the layer")
-    head: int = option(2, "index of the query head")
+    length: int = option(LENGTHS[0], "tokens of the prompt", int)
+    layer: int = option(5, "index of the layer", int)
+    head: int = option(2, "index of the query head", int)
     device: str = option("cpu", "device of the model")
     out: str = option(str(Path(__file__).parent / "results" / PLAN), "the file to write")
 

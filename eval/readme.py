@@ -45,7 +45,7 @@ INTRODUCTION = f"""# Results
 This page shows every committed run. Each folder is one run of an experiment:
 
 * `{SAMPLES}` has one line per measured case. `make readme` compresses the file to `{PACKED}`.
-* `{RESULTS}` has the rows computed from the samples, and their provenance. A run writes `{CSV}` too.
+* `{RESULTS}` has the rows and their provenance. A run also writes the rows to `{CSV}`.
 * `{FIGURE}` and `{REPORT}` show the rows.
 
 The command below a figure repeats the run. Runs of cab_hf 0.2 selected blocks by means and bounds

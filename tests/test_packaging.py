@@ -69,7 +69,8 @@ for module in (cab_hf.patches, cab_hf.eval, cab_hf.finetune):
 sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
 model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
-cab_hf.apply_cab(model, {"min_length": 0, "query_block": 16, "key_block": 16, "engine": "reference"})
+blocks = {"min_length": 0, "query_block": 16, "key_block": 16}
+cab_hf.apply_cab(model, blocks)
 with torch.no_grad():
     logits = model(torch.randint(64, (1, 300))).logits
 assert logits.isfinite().all()
@@ -94,10 +95,12 @@ def test_the_wheel_works_in_an_empty_environment_outside_of_the_tree(wheel, tmp_
         archive.extractall(packages)
     requirements = tmp_path / "requirements"
     requirements.mkdir()
-    for path in Path(sysconfig.get_path("purelib")).iterdir():
-        # without this environment's own copy of cab_hf, which is the tree
-        if "cab_hf" not in path.name and path.suffix != ".pth":
-            (requirements / path.name).symlink_to(path)
+    for folder in (Path(place) for place in sys.path if place.endswith("site-packages")):
+        for path in folder.iterdir():
+            # not this environment's own cab_hf, which is the tree
+            if "cab_hf" not in path.name and path.suffix != ".pth":
+                (requirements / path.name).unlink(missing_ok=True)
+                (requirements / path.name).symlink_to(path)
     (packages / "requirements.pth").write_text(f"{requirements}\n")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [home / "bin" / "python", "-c", WORKS]
