@@ -86,6 +86,7 @@ print("works")
 """
 
 
+@pytest.mark.slow
 def test_the_wheel_works_in_an_empty_environment_outside_of_the_tree(wheel, tmp_path):
     """The new environment has cab_hf from the wheel, and its requirements from this environment."""
     home = tmp_path / "environment"
