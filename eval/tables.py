@@ -70,7 +70,8 @@ def source(results: Sequence[Results]) -> str:
     A second sentence names cab_hf 0.2 if one of the runs selected blocks by its settings.
     """
     made = [each.provenance for each in results]
-    devices = _listed(each["device"] for each in made)
+    # after a comma the name has the compute capability whose code ran
+    devices = _listed(each["device"].partition(", code of")[0] for each in made)
     versions = _listed(each["versions"]["torch"] for each in made)
     commits = _listed(_short(each["commit"] or "unknown") for each in made)
     line = f"Measured on {devices} with torch {versions} at commit {commits}."
