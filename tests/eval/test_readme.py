@@ -19,6 +19,7 @@ from cab_hf.eval.tables import (
     pivoted,
     read_results,
 )
+from cab_hf.runs import loading
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
@@ -158,6 +159,23 @@ def test_a_sentence_has_the_number_of_one_row(results):
     value["only"] = {"implementation": ["cab"]}
     with pytest.raises(ValueError, match="must have one row for a number, got 2"):
         Sentence(declared)(results)
+
+
+def test_the_plan_of_the_picture_is_computed_and_drawn(results, monkeypatch, tmp_path):
+    small = CabConfig(query_block=16, key_block=16, min_length=0)
+    load = loading.load_model
+    monkeypatch.setattr(loading, "load_model", lambda name, device: load(name, cab_config=small))
+    text = tmp_path / "a.txt"
+    text.write_text("The grass is green. " * 5)
+    options = {"text": text, "model": "tiny", "length": 512, "layer": 0, "head": 0}
+    options["out"] = results / picture.PLAN
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    assert picture.main(words) == 0
+    plan = json.loads((results / picture.PLAN).read_text())
+    assert len(plan["rows"]) == 512 // 16 and 0 < plan["density"] <= 1
+    assert plan["provenance"]["text"]["name"] == "a.txt"
+    picture.draw(results)
+    assert (results / picture.PICTURE).is_file()
 
 
 def test_families_are_grouped_by_their_layers():
