@@ -31,7 +31,7 @@ Table = tuple[tuple[float, ...], ...]
 # any field
 CAB, FRC = ("rows", "cascade"), "frc"
 SHIPPED = (*CAB, FRC)
-# the name of outlier_queries before version 0.4
+# the name of outlier_queries in earlier versions
 OLD_OUTLIERS = "exact_queries"
 Class = TypeVar("Class", bound=type)
 

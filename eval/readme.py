@@ -1,7 +1,7 @@
 """The pages that show results, written from the files of results alone.
 
-``eval/results/README.md`` and the figure ``default.png`` beside it are written as they are; in
-``README.md``, ``finetune/README.md`` and the pages of ``docs`` only what is between
+The command writes ``eval/results/README.md`` and ``picture.png`` in the same folder as a whole. In
+``README.md``, ``finetune/README.md`` and the pages of ``docs`` it writes the part between
 ``<!-- table: NAME -->`` and ``<!-- end -->``, for every NAME of `cab_hf.eval.tables.TABLES`.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from cab_hf.eval import charts, experiment
+from cab_hf.eval import experiment, picture
 from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES
 from cab_hf.eval.tables import (
     TABLES,
@@ -25,7 +25,6 @@ from cab_hf.eval.tables import (
     by_default,
     read_results,
     source,
-    value_at,
 )
 from cab_hf.runs.log import PACKED, pack, write_atomically
 from cab_hf.runs.settings import comma_separated, option, read_settings
@@ -39,22 +38,18 @@ ORDER = (
     *(f"speed {op}" for op in ("prefill", "serve", "decode", "lora", "context-parallel")),
     "families",
 )
-DEFAULT_FIGURE = "default.png"
-QUALITY = {
-    "recall": "in-text recall",
-    "recall_border": "block-start recall",
-    "perplexity_border": "block-start perplexity (less is better)",
-}
 # bytes of rows from which they are packed, too
 LARGE_RESULTS = 40_000
 INTRODUCTION = f"""# Results
 
-Each folder is one run of an experiment: `{SAMPLES}`, what was measured, a case a line, here packed
-as `{PACKED}`; `{RESULTS}`, the rows derived from it and where they come from (a run writes them as
-`{CSV}` too); `{FIGURE}`; and `{REPORT}`, all of this to be read. The command below a figure
-measures it anew, on the device named beside it; this page is written, and samples (and rows, where
-they are many) are packed, by `make readme`. Up to cab_hf 0.2, the default chose blocks by means and
-bounds of keys and by outlier queries: what names that version was measured so."""
+This page shows every committed run. Each folder is one run of an experiment:
+
+* `{SAMPLES}` has one line per measured case. `make readme` compresses the file to `{PACKED}`.
+* `{RESULTS}` has the rows and their provenance. A run also writes the rows to `{CSV}`.
+* `{FIGURE}` and `{REPORT}` show the rows.
+
+The command below a figure repeats the run. Runs of cab_hf 0.2 selected blocks by means and bounds
+of keys and by outlier queries; their lines name that version."""
 PLACE = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 
@@ -76,7 +71,7 @@ def section(result: Results) -> str:
         f"## {heading(result)}",
         *experiment.summary(kind, result.rows),
         f"![{kind.caption}]({result.name}/{FIGURE})",
-        f"{source([result])}; [its report]({result.name}/{REPORT}) has all of it.",
+        f"{source([result])} All rows: [report]({result.name}/{REPORT}).",
         experiment.command(kind, result.provenance["settings"]),
     ]
     return "\n\n".join(parts)
@@ -85,32 +80,6 @@ def section(result: Results) -> str:
 def heading(result: Results) -> str:
     """Return the title of a section."""
     return f"{result.kind.title}: {result.name}"
-
-
-def draw_default(results: Path) -> None:
-    """Draw the table of the default: seconds to the first token, and quality over dense."""
-    table = TABLES["default"]
-    rows = table.rows(table.read(results))
-    lengths = [row["length"] for row in rows]
-    with charts.figure(results / DEFAULT_FIGURE, 1, 2, figsize=(9, 3.6)) as ((left, right),):
-        for colour, label, field in (
-            ("black", "fastest dense attention", "baseline_ms"),
-            ("C3", "CAB", "ms"),
-        ):
-            times = [row["first_token"] for row in rows]
-            look = {"color": colour, "label": label}
-            charts.line(left, times, lambda row, field=field: row[field] / 1000, **look)
-        for row in times:
-            place, text = (row["length"], row["ms"] / 1000), f"× {row['over_best']:.2f}"
-            left.annotate(text, place, xytext=(4, -12), textcoords="offset points", fontsize=8)
-        charts.over_tokens(left, lengths, "time to the first token, LLaMA-3-8B shape", "s")
-        for colour, (probe, label) in enumerate(QUALITY.items()):
-            look = {"color": f"C{colour}", "label": label}
-            charts.line(right, rows, partial(value_at, f"cab.{probe}.ratio"), **look)
-        right.axhline(1, color="black", linestyle="--", label="dense attention")
-        shown = [row["length"] for row in rows if "cab" in row]
-        charts.over_tokens(right, shown, "same settings, SmolLM2: over dense", "×", log=False)
-        right.set_ylim(0.8, 1.2)
 
 
 def page_with_tables(page: str, results: Path, up: str = "") -> str:
@@ -204,7 +173,7 @@ def main(words: Sequence[str]) -> int:
             _write_pages(settings, results)
             undo.pop_all()
         print("".join(f"{each}\n" for each in said), end="")
-        draw_default(results)
+        picture.draw(results)
         for folder in filter(Path.is_dir, results.iterdir()):
             pack(folder / SAMPLES)
             result = folder / RESULTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -31,6 +31,7 @@ from cab_hf.eval.intervals import wilson
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, seconds, with_interval
 from cab_hf.eval.speed.dense import time_shown
 from cab_hf.finetune.curve import STEP
+from cab_hf.ops.reference import THRESHOLD_KEYS
 from cab_hf.runs.log import is_there, read_file, read_log
 from cab_hf.runs.markdown import code, plain
 from cab_hf.texts.tasks import TASKS
@@ -72,24 +73,30 @@ def all_results(results: Path) -> list[Results]:
 
 
 def source(results: Sequence[Results]) -> str:
-    """Device, torch and commit of the runs, in one line, and what chose by an earlier default."""
+    """Return a sentence with the devices, torch versions and commits of runs.
+
+    A second sentence names cab_hf 0.2 if one of the runs selected blocks by its settings.
+    """
     made = [each.provenance for each in results]
-    told = {
-        "": [each["device"] for each in made],
-        "torch ": [each["versions"]["torch"] for each in made],
-        "commit ": [_short(each["commit"] or "unknown") for each in made],
-    }
-    parts = []
-    for what, each in told.items():
-        *first, last = dict.fromkeys(each)
-        parts.append(what + (f"{', '.join(first)} and {last}" if first else last))
-    line = ", ".join(parts)
+    # after a comma the name has the compute capability whose code ran
+    devices = _listed(each["device"].partition(", code of")[0] for each in made)
+    versions = _listed(each["versions"]["torch"] for each in made)
+    commits = _listed(_short(each["commit"] or "unknown") for each in made)
+    line = f"Measured on {devices} with torch {versions} at commit {commits}."
     old = [_chose_otherwise(each["settings"]) for each in made]
-    return line + (f"; {'' if all(old) else 'in part '}by the default of cab_hf 0.2" * any(old))
+    if any(old):
+        line += f" {'All' if all(old) else 'Some'} runs select blocks as cab_hf 0.2 did."
+    return line
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Join distinct names in their order: "a, b and c"."""
+    *first, last = dict.fromkeys(names)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _chose_otherwise(settings: Row) -> bool:
-    """Whether blocks were chosen by settings that have gone since."""
+    """Return True if blocks were selected by settings that no longer exist."""
     configs = [settings.get("cab_config"), *settings.get("cab_configs", {}).values()]
     return any(config and not of_today(config) for config in configs)
 
@@ -177,7 +184,9 @@ class Table:
                 for row in kept
                 if value_at(path, row) == value
             ]
-        return list(ROWS[self.declared.get("rows")](kept))
+        made = ROWS[self.declared.get("rows")](kept)
+        only = self.declared.get("only", {})
+        return [row for row in made if all(row[name] in some for name, some in only.items())]
 
     def __call__(self, results: Path) -> str:
         """Return the table in Markdown, followed by the source of its results."""
@@ -189,7 +198,32 @@ class Table:
                 of_way = column.replace("*", way) if "*" in column else column
                 columns[heading.replace("*", way)] = partial(_cell, of_way)
         shown = markdown_table(rows, columns)
-        return f"{shown}\n\n{source(read)}; more in [eval/results](eval/results)."
+        return f"{shown}\n\n{source(read)} Source: [eval/results](eval/results/README.md)."
+
+
+class Sentence:
+    """Text with numbers from results.
+
+    Args:
+        declared: ``sentence``, a format string, and ``values``: for each name in the string the
+            ``folders``, ``rows`` and ``only`` of a `Table`, and ``show``, the column.
+    """
+
+    def __init__(self, declared: Mapping[str, Any]) -> None:
+        self.text, self.values = declared["sentence"], declared["values"]
+
+    def __call__(self, results: Path) -> str:
+        """Return the sentence with the numbers that are in ``results``."""
+        return self.text.format_map({name: _number(x, results) for name, x in self.values.items()})
+
+
+def _number(declared: Mapping[str, Any], results: Path) -> Any:
+    """Return the number of a `Sentence`; ValueError unless one row has it."""
+    table = Table(declared)
+    rows = table.rows(table.read(results))
+    if len(rows) != 1:
+        raise ValueError(f"a sentence must have one row for a number, got {len(rows)}.")
+    return _cell(declared["show"], rows[0])
 
 
 # --- rows of tables that show more than rows as they are
@@ -220,19 +254,13 @@ def _mean(values: Sequence[Any]) -> Any:
     return fmean(values) if isinstance(first, float) and not alike else first
 
 
-def _by_length(rows: Sequence[Row]) -> list[Row]:
-    """By length: time to the first token, that of choosing, and what is kept by method."""
-    speed = {CAB: "first_token", None: "choosing"}
-    ways = []
-    for row in rows:
-        name = row.get("implementation")
-        ways.append({**row, "way": row.get("method") or speed.get(name, name)})
-    return [row for row in pivoted(ways, "way", "length") if "first_token" in row]
-
-
 def _over_texts(rows: Sequence[Row]) -> Iterator[Row]:
-    """A row a length and method: means over texts, and what the method sets unlike the default."""
-    for some in grouped(rows, "length", "method"):
+    """Yield a row per length and method: means over texts, and the fields unlike the default.
+
+    ``gain`` is the time of dense attention divided by that of the method. ``threshold`` is the mass
+    threshold of the last row, ``mass_threshold * min(1, 32768 / length)``.
+    """
+    for some in sorted(grouped(rows, "length", "method"), key=lambda some: some[0]["length"]):
         first = some[0]
         config = first["run"]["settings"]["cab_configs"].get(first["method"], {})
         # every comparison sets min_length to 0, and the tables of a cascade are in a file
@@ -242,7 +270,11 @@ def _over_texts(rows: Sequence[Row]) -> Iterator[Row]:
             if name not in ("head_map", "origin") and (name, value) != ("min_length", 0)
         ]
         setting = ", ".join(other) or ("default" if config else first["method"])
-        yield {**_mean(some), "setting": setting}
+        mean, threshold = _mean(some), config.get("mass_threshold")
+        if threshold is not None:
+            threshold *= min(1, THRESHOLD_KEYS / first["length"])
+        gain = 1 / mean["over_dense"] if mean.get("over_dense") else None
+        yield {**mean, "setting": setting, "threshold": threshold, "gain": gain}
 
 
 def _steps(rows: Sequence[Row]) -> list[Row]:
@@ -362,12 +394,21 @@ def _supported(rows: Sequence[Row]) -> Iterator[Row]:
             yield {**row, "sparse_in": "all layers", "exact_in": windows}
 
 
+def _supported_by_layers(rows: Sequence[Row]) -> Iterator[Row]:
+    """Yield a row per kind of sparse layers, with the names of the model families."""
+    rows = [{"sparse_in": None, "exact_in": None, **row} for row in rows]
+    for some in grouped(rows, "sparse_in", "exact_in"):
+        names = "; ".join(row["family"] for row in some)
+        yield {**some[0], "families": names, "sparse_in": some[0]["sparse_in"] or "raises an error"}
+
+
 ROWS: dict[str | None, Callable[[list[Row]], Sequence[Row] | Iterator[Row]]] = {
     None: list,
     "by_ranks": partial(sorted, key=itemgetter("length", "world")),
     "by_method": lambda rows: pivoted(rows, "method", "text", "length"),
-    **{"by_length": _by_length, "over_texts": _over_texts},
+    "over_texts": _over_texts,
     **{"steps": _steps, "longest": _longest, "asked": _asked},
+    "supported_by_layers": lambda rows: _supported_by_layers(list(_supported(rows))),
     **{"most_ranks": _most_ranks, "decode_steps": _decode_steps},
     **{"trainings": _trainings, "models": _models, "supported": _supported},
 }
@@ -397,19 +438,20 @@ class Models(Table):
 
 
 def families_sentence(results: Path) -> str:
-    """How many model types attend exactly, are refused, and could not be built, as a sentence."""
+    """Return sentences that count the model types that match dense attention, or raise errors."""
     rows = read_results(results / FAMILIES).rows
     counts = Counter(row["verdict"] for row in rows)
     return (
-        f"Of {len(rows)} causal model types of transformers, {counts['exact']} give the outputs of "
-        f"dense attention when every block is kept,\n{counts['refused']} are refused with a "
-        f"sentence that names the reason, and {counts['not built']} could not be built\n"
+        f"We tested {len(rows)} causal model types of transformers with every block kept. "
+        f"Of these, {counts['exact']} match dense attention,\n{counts['refused']} raise an error "
+        f"that names the reason, and {counts['not built']} could not be built\n"
         f"([list](eval/results/{FAMILIES}/report.md))."
     )
 
 
 _DECLARED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 TABLES: dict[str, Callable[[Path], str]] = {
-    name: (Models if name == "models" else Table)(of) for name, of in _DECLARED.items()
+    name: Sentence(of) if "sentence" in of else (Models if name == "models" else Table)(of)
+    for name, of in _DECLARED.items()
 }
 TABLES["families"] = families_sentence

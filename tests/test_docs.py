@@ -1,4 +1,4 @@
-"""What users paste from the pages of docs runs on a tiny model, and names options that exist."""
+"""Code and commands of the pages run on a tiny model, and sentences are short."""
 
 import re
 import shlex
@@ -22,10 +22,13 @@ from cab_hf.runs.settings import read_settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "finetune" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# many blocks in a short text
+# words of a sentence, and pages that are not rewritten yet
+LONGEST = 25
+LONG = {ROOT / "docs" / "serving.md"}
+# many blocks in a short prompt
 LENGTH = 900
 SMALL = cab_hf.CabConfig(query_block=16, key_block=16, min_length=0, share_threshold=1.0)
-# programs of others and what they are given
+# options of other programs
 FOREIGN = {
     *("--config_file", "--num_processes", "--nproc_per_node"),
     *("--pre", "--help", "--tasks", "--model_args", "--metadata", "--trust_remote_code"),
@@ -43,7 +46,7 @@ SNIPPETS = {page.stem: blocks(page, "python") for page in PAGES[1:] if blocks(pa
 
 @pytest.fixture
 def things(one_process, model_folder, monkeypatch):
-    """What snippets call by name; the model stands for any that they load."""
+    """Return the names that snippets use; a tiny model replaces every model that they load."""
     model, tokenizer = cab_hf.load_model(model_folder, device="cpu", cab_config=SMALL)
     monkeypatch.setattr(cab_hf, "load_model", lambda name: (model, tokenizer))
     monkeypatch.setattr(passes, "LENGTH", LENGTH)
@@ -61,7 +64,7 @@ def things(one_process, model_folder, monkeypatch):
 
 
 def on_this_machine(block):
-    """The same block with a short answer, and a cache that does not fill the host's memory."""
+    """Return the block with a short answer and a small cache."""
     small = {"max_new_tokens=64": "max_new_tokens=2", "max_batch_tokens=8192": "num_blocks=8"}
     small |= {"max_length=32768": "max_length=64, bf16=False"}
     for given, less in small.items():
@@ -81,7 +84,7 @@ def test_the_python_of_a_page_runs(page, things, monkeypatch, tmp_path):
 
 
 def kinds(group=evaluations, before=()):
-    """Words of a command -> the settings that it reads."""
+    """Yield the words of each command and its settings."""
     for name, module in group.COMMANDS.items():
         if name in ("harness", "speed"):
             continue
@@ -94,11 +97,11 @@ KINDS = {**dict(kinds()), **dict(kinds(speed, ("speed",)))}
 
 
 def commands(page):
-    """Words behind the program, of what a page shows of ours."""
+    """Yield the words after the program, for each command of this package on a page."""
     text = page.read_text().replace("\\\n", " ")
     for line in re.findall(r"-m cab_hf\.eval +([a-z][^`\n]*)|(finetune/lora\.py +[^`\n]*)", text):
         words = shlex.split("".join(line))
-        # words of the user's
+        # placeholders
         yield [word.replace("FOLDER", ".") for word in words if word not in ("...", "COMMAND")]
 
 
@@ -110,7 +113,7 @@ def read(words, file):
     if name not in KINDS:
         assert name[0] == "harness" or len(words) == 1
         return None
-    # files of the user's
+    # placeholders
     words = [word.replace("FILE.json", str(file)) for word in words[len(name) :]]
     words = [f"{word.partition('=')[0]}={file}" if ".json" in word else word for word in words]
     device = "device" in KINDS[name].__dataclass_fields__ and "--device" not in words
@@ -137,3 +140,27 @@ def test_options_that_a_page_names_exist(page):
     known = FOREIGN | {"--" + name.replace("_", "-") for name in names}
     told = set(re.findall(r"(?<![\w<!-])--[a-z][\w-]*", page.read_text()))
     assert told <= known, told - known
+
+
+def sentences(text):
+    """Yield the sentences of a page, without code, tables and comments."""
+    for pattern in (r"```.*?```", r"<!--.*?-->"):
+        text = re.sub(pattern, "\n\n", text, flags=re.DOTALL)
+    text = re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", text))
+    for part in re.split(r"\n\s*\n|\n\s*(?:[*-]|\d+\.) |\n#+ ", text):
+        yield from re.split(r"(?<=[.!?:;])\s+", " ".join(part.split()))
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        page
+        for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+        if page not in LONG
+    ],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_sentences_of_a_page_are_short(page):
+    long = [each for each in sentences(page.read_text()) if len(each.split()) > LONGEST]
+    assert not long

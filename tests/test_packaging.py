@@ -1,8 +1,12 @@
-"""What is installed, what is public, and what importing costs."""
+"""The wheel works outside of the tree, the public names are listed, and importing is cheap."""
 
 import configparser
+import importlib.util
+import os
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -22,7 +26,7 @@ def setup():
 
 
 def folder_of(package, places):
-    """Where a package's files lie in the tree."""
+    """Return the folder of a package in the tree."""
     for name in sorted(places, key=len, reverse=True):
         if package == name or package.startswith(name + "."):
             return ROOT / places[name] / package[len(name) :].strip(".").replace(".", "/")
@@ -38,16 +42,82 @@ def test_every_package_folder_is_listed(setup):
     assert actual == present
 
 
-def test_a_wheel_exposes_cab_hf_alone(tmp_path):
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "-w", tmp_path, ROOT], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Build the wheel as `python -m build` does, with the setuptools of this environment."""
+    folder = tmp_path_factory.mktemp("wheel")
+    if importlib.util.find_spec("build"):
+        command = ["-m", "build", "-w", "-n", "-o", folder]
+    else:
+        command = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder]
+    subprocess.run([sys.executable, *command, ROOT], check=True, stdout=subprocess.DEVNULL)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+# runs without the tree; the model is smaller than any that a user has
+WORKS = """
+import importlib.resources, pathlib, sys
+import torch
+import cab_hf, cab_hf.patches, cab_hf.eval, cab_hf.finetune
+from transformers import LlamaConfig, LlamaForCausalLM
+
+folder = pathlib.Path(cab_hf.__file__).parent
+assert folder.is_relative_to(sys.prefix), folder
+for module in (cab_hf.patches, cab_hf.eval, cab_hf.finetune):
+    assert pathlib.Path(module.__file__).is_relative_to(folder), module
+sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).eval()
+blocks = {"min_length": 0, "query_block": 16, "key_block": 16}
+cab_hf.apply_cab(model, blocks)
+with torch.no_grad():
+    logits = model(torch.randint(64, (1, 300))).logits
+assert logits.isfinite().all()
+(layer,) = cab_hf.stats(model)
+assert 0 < layer["density"] <= 1, layer
+from cab_hf.eval.tables import TABLES
+assert "default" in TABLES
+files = importlib.resources.files
+assert (files("cab_hf") / "py.typed").is_file()
+assert list((files("cab_hf") / "adapters").glob("*/*.safetensors"))
+assert (files("cab_hf.finetune") / "configs" / "tiny_cpu.yaml").is_file()
+print("works")
+"""
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_an_empty_environment_outside_of_the_tree(wheel, tmp_path):
+    """The new environment has cab_hf from the wheel, and its requirements from this environment."""
+    home = tmp_path / "environment"
+    venv.create(home, symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": home, "platbase": home}))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)
+    requirements = tmp_path / "requirements"
+    requirements.mkdir()
+    for folder in (Path(place) for place in sys.path if place.endswith("site-packages")):
+        for path in folder.iterdir():
+            # not this environment's own cab_hf, which is the tree
+            if "cab_hf" not in path.name and path.suffix != ".pth":
+                (requirements / path.name).unlink(missing_ok=True)
+                (requirements / path.name).symlink_to(path)
+    (packages / "requirements.pth").write_text(f"{requirements}\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [home / "bin" / "python", "-c", WORKS]
+    run = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.stdout.endswith("works\n"), run.stderr
+
+
+def test_a_wheel_exposes_cab_hf_alone(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert top == {"cab_hf"}
     for path in ("eval/passkey.py", "patches/switch.py", "ops/reference.py", "py.typed"):
         assert f"cab_hf/{path}" in names
-    # no packages, so that only setup.cfg's package data names them
+    # the folder is not a package, so only the package data of setup.cfg includes it
     tasks = {path.name for path in (ROOT / "eval" / "tasks").iterdir() if path.is_file()}
     assert tasks == {Path(name).name for name in names if name.startswith("cab_hf/eval/tasks/")}
     page = {f"cab_hf/eval/page.{kind}" for kind in ("py", "html", "css", "js")}
@@ -78,6 +148,13 @@ def test_the_public_surface_is_this():
         assert getattr(cab_hf, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'cabs'"):
         cab_hf.cabs  # noqa: B018
+
+
+def test_the_metadata_names_the_author_and_what_the_package_does(setup):
+    metadata = setup["metadata"]
+    assert metadata["author"] and "urvature" not in metadata["description"]
+    classifiers = metadata["classifiers"].split("\n")
+    assert any(line.startswith("Development Status") for line in classifiers)
 
 
 def fresh(code):

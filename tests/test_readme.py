@@ -1,4 +1,4 @@
-"""What users paste from the README runs, and the page stays a page."""
+"""The README's code runs, its models exist, and links of all pages resolve."""
 
 import json
 import re
@@ -7,21 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 from marks import SERVING
-from tiny import tiny_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from words import save_llama
 
 import cab_hf
 from cab_hf import CabConfig
-from cab_hf.patches import calibration as passes
 from cab_hf.runs import models
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "README.md").read_text()
+GUIDE = (ROOT / "docs" / "guide.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
-# what the first block loads, with as many layers and heads
+# the layers and heads of the model that the README loads
 LLAMA = LlamaConfig(
     vocab_size=8,
     hidden_size=4096,
@@ -35,7 +34,7 @@ LLAMA = LlamaConfig(
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A tiny model of as many positions stands for whatever the README loads by name."""
+    """Replace every model that the README loads by a tiny one with as many positions."""
     folder = save_llama(tmp_path / "tiny")
     config = json.loads((folder / "config.json").read_text())
     config["max_position_embeddings"] = LLAMA.max_position_embeddings
@@ -47,69 +46,75 @@ def hub(monkeypatch, tmp_path):
         return load(folder, **options)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
-    # of the embedded model as well
+    # the model from PyPI as well
     monkeypatch.setattr(models, "made_folder", lambda name: folder)
 
 
 def on_this_machine(block):
-    """The same block without a GPU, and with a text that a tiny model soon has read."""
+    """Return the block without a GPU and with a short prompt."""
     return block.replace('"cuda"', '"cpu"').replace("* 1150", "* 20")
 
 
-def test_the_python_of_the_readme_runs(hub, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    # many blocks in a short text
-    small = CabConfig(query_block=16, key_block=16, min_length=0, share_threshold=1.0)
-    monkeypatch.setattr(passes, "cab_config_of", lambda _: small)
-    monkeypatch.setattr(passes, "LENGTH", 900)
-    monkeypatch.setattr(passes, "KEYS", 2)
+def test_the_python_of_the_readme_runs(hub, capsys):
     place, printed = {}, []
     with torch.no_grad():
         for block in BLOCKS:
             exec(on_this_machine(block), place)
             printed.append(capsys.readouterr().out)
+    assert place["output"].shape[1] > place["inputs"].input_ids.shape[1] > 200
+    assert "'density'" in printed[0]
+    assert "a prompt of 131072 tokens" in printed[1] and "  layers 0-1: sparse" in printed[1]
     model = place["model"]
     assert model.config._attn_implementation == "cab"
-    # the first thing that is seen is that it is on, and the layer that was left out later is not
-    assert "a prompt of 131072 tokens" in printed[0] and "  layers 0-1: sparse" in printed[0]
-    assert "layer 0: dense, in dense_layers" in printed[2] and "'density'" in printed[2]
-    assert place["output"].shape[1] > place["inputs"].input_ids.shape[1] > 200
-    fresh = tiny_model(num_hidden_layers=2)
-    assert cab_hf.apply_cab(fresh, "budgets.json").config.cab_config == place["config"].to_dict()
+    assert cab_hf.CabConfig.from_dict(model.config.cab_config) == cab_hf.CabConfig.published()
 
 
 @SERVING
-def test_the_readme_shows_what_describe_says():
+def test_the_guide_shows_the_output_of_describe():
     with torch.device("meta"):
         model = LlamaForCausalLM(LLAMA).eval()
     model.set_attn_implementation("cab")
     says = cab_hf.describe(model).replace("engine reference", "engine flex (FLASH)")
-    assert f"```\n{says}\n```" in PAGE
+    assert f"```\n{says}\n```" in GUIDE
 
 
-def test_the_readme_says_what_a_server_gained():
-    results = ROOT / "eval" / "results" / "speed-serve-vllm" / "results.json"
-    (row,) = (x for x in json.loads(results.read_text())["rows"] if x["implementation"] == "cab")
-    assert f"in vLLM ({row['over_best']:.2f} × its own speed)" in PAGE
-
-
-def test_the_readme_knows_the_models_that_need_no_hub():
+def test_the_readme_names_models_that_need_no_hub():
     names = re.findall(r'load_model\("([^"]+)"\)', PAGE)
     assert names and all(models.is_made(name) for name in names)
     for name, folder in models.ADAPTED.items():
         base = json.loads((folder / "base.json").read_text())
         assert f"`{name}`" in PAGE
-        assert f"{base['max_position_embeddings']:,} positions" in PAGE
-        assert "cab_config" not in base, "it attends by the default, whatever it was trained with"
-    assert f"sparse from {CabConfig().min_length:,} tokens on (`min_length`" in PAGE
+        assert f"{base['max_position_embeddings']:,}" in PAGE
+        assert "cab_config" not in base, "the model uses the default, not the settings of training"
 
 
-def test_the_readme_is_for_the_first_five_minutes():
-    assert len(PAGE.splitlines()) <= 150
+def test_the_readme_has_the_defaults():
+    config = CabConfig()
+    assert f"Below {config.min_length:,} tokens (`min_length`)" in PAGE
+    assert f"queries are cut into blocks of {config.query_block} and keys into" in PAGE
+    assert f"blocks of {config.key_block}." in PAGE
+    for threshold in (config.mass_threshold, config.share_threshold):
+        assert f"\\ge {threshold:g}".replace("0.", ".") in PAGE
 
 
-def test_links_of_the_pages_lead_somewhere():
-    pages = (ROOT / "README.md", ROOT / "finetune" / "README.md", *(ROOT / "docs").glob("*.md"))
-    for page in pages:
-        for path in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert path.startswith("https://") or (page.parent / path).exists(), (page, path)
+def anchors(page):
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "finetune" / "README.md"]
+    + sorted((ROOT / "docs").glob("*.md")),
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_links_of_a_page_resolve(page):
+    for path, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+        if path.startswith("https://"):
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target.read_text()), (path, anchor)

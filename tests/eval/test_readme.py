@@ -1,4 +1,4 @@
-"""The pages that show results: what is in them, that they are current, and what is refused."""
+"""Pages show the committed results, and the command that writes pages checks its input."""
 
 import json
 import re
@@ -8,15 +8,25 @@ from pathlib import Path
 import pytest
 
 from cab_hf import CabConfig
-from cab_hf.eval import experiment, readme, report
-from cab_hf.eval.tables import ROWS, TABLES, Table, _over_runs, all_results, pivoted, read_results
+from cab_hf.eval import experiment, picture, readme, report
+from cab_hf.eval.tables import (
+    ROWS,
+    TABLES,
+    Sentence,
+    Table,
+    _over_runs,
+    all_results,
+    pivoted,
+    read_results,
+)
+from cab_hf.runs import loading
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
-NAMES = TABLES["default"].folders
 KINDS = ("sparse_in", "exact_in", "reason")
-SPEED, CHOOSING, *KEPT = NAMES
-PAGE = "a\n<!-- table: default -->\nold\n<!-- end -->\nb\n"
+SHORT, LONG = TABLES["default"].folders
+CONFIGURATIONS = TABLES["default"].declared["named"]["configuration"][1]
+PAGE = "a\n<!-- table: default -->\nstale\n<!-- end -->\nb\n"
 
 
 def write(folder, rows, versions=("torch",), settings=(), **made):
@@ -29,34 +39,42 @@ def write(folder, rows, versions=("torch",), settings=(), **made):
 
 
 def table(name, results):
-    """The cells of a table on a page, a list a row, less its heading."""
+    """Return the cells of a table on a page, a list per row, without the heading."""
     page = readme.page_with_tables(f"<!-- table: {name} -->\n<!-- end -->\n", results, "../")
     lines = [line for line in page.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
+def fidelity_rows(length, methods):
+    """Return rows of two texts; method n has n times the KL and 1 / n of the time."""
+    for text, share in (("one", 0.5), ("other", 1.0)):
+        for number, method in enumerate(methods, 1):
+            place = {"text": text, "length": length, "method": method, "density": 1 / number}
+            times = {"predict_ms": 10.0, "attend_ms": 90.0, "over_dense": 1 / number}
+            yield {
+                **place,
+                **times,
+                "continuation": {"kl": number / 100},
+                "recall": {"share": share},
+            }
+
+
 @pytest.fixture
 def results(tmp_path):
-    """A folder that has what the table of the default asks for, of passkey's experiment."""
+    """Return a folder with the results of the first table and of the picture."""
+    default = asdict(CabConfig(min_length=0))
+    for folder, length in ((SHORT, 32_768), (LONG, 131_072)):
+        configs = {name: {**default} for name in CONFIGURATIONS if name != "dense"}
+        rows = list(fidelity_rows(length, CONFIGURATIONS))
+        write(tmp_path / folder, rows, settings={"cab_configs": configs}, commit=folder)
     rows = []
-    for text, kl in (("one", 0.001), ("other", 0.003)):
-        place = {"text": text, "length": 8192}
-        ratios = {"recall": 0.9 + 100 * kl, "recall_border": 1.0, "perplexity_border": 1.01}
-        kept = {probe: {"ratio": ratio} for probe, ratio in ratios.items()}
-        rows.append({**place, "method": "cab", "density": 0.3, "continuation": {"kl": kl}, **kept})
-        rows.append({**place, "method": "full", "density": 1.0, "continuation": {"kl": 0.001}})
-    for name in KEPT[:-1]:
-        write(tmp_path / name, rows)
-    # not everything was measured
-    few = {"continuation": {"kl": 0.002}, "recall": {"ratio": 1.1}}
-    write(tmp_path / KEPT[-1], [{"length": 65_536, "method": "cab", "density": 0.2, **few}])
-    rows = []
-    for length in (8192, 65_536, 131_072):
-        rows.append({"length": length, "implementation": "FA3", "ms": 250.0})
-        cab = {"implementation": "cab", "ms": 100.0, "density": 0.1, "over_best": 2.5}
-        rows.append({"length": length, "baseline_ms": 250.0, **cab})
-    write(tmp_path / SPEED, rows, commit="fedcba9876")
-    write(tmp_path / CHOOSING, [{"length": 8192, "ms": 0.12}])
+    for length in picture.LENGTHS:
+        cab = {"implementation": "cab", "ms": 1000.0, "baseline_ms": 2500.0, "over_best": 2.5}
+        rows.append({"length": length, "density": 0.1, **cab})
+    write(tmp_path / picture.TIMES, rows, commit="fedcba9876")
+    plan = {"query_block": 128, "key_block": 64, "length": 1024, "density": 0.25}
+    plan["rows"] = ["c000", "f000", "fc00", "ff00", "ffc0", "fff0", "fffc", "ffff"]
+    (tmp_path / picture.PLAN).write_text(json.dumps(plan))
     return tmp_path
 
 
@@ -116,20 +134,55 @@ def test_rows_and_columns_are_those_declared(tmp_path, monkeypatch):
         Table({"folders": ["a", "b"], "columns": columns})(tmp_path)
 
 
-def test_the_default_by_hand(results):
+def test_the_first_table_shows_speed_and_quality_of_one_configuration(results):
     page = readme.page_with_tables(PAGE, results)
-    assert page.startswith("a\n<!--") and page.endswith("<!-- end -->\nb\n") and "old" not in page
+    assert page.startswith("a\n<!--") and page.endswith("<!-- end -->\nb\n") and "stale" not in page
     assert readme.page_with_tables(page, results) == page
-    # means over texts
-    measured = ["0.250", "0.100", "2.50"]
-    kept = ["0.30", "0.00200 (0.00100)", "× 1.10", "× 1.00", "× 1.01"]
-    assert table("default_in_full", results) == [
-        ["8,192", *measured, "0.120", "0.10", *kept],
-        ["65,536", *measured, "–", "0.10", "0.20", "0.00200", "× 1.10", "–", "–"],
-        ["131,072", *measured, "–", "0.10", *["–"] * 5],
-    ]
-    first, *_ = table("default", results)
-    assert first == ["8,192", *measured, "0.00200 (0.00100)", "× 1.00"]
+    shown = table("default", results)
+    assert [row[:2] for row in shown[:2]] == [["32,768", "dense attention"], ["32,768", "default"]]
+    # attention, speed-up, KL; recall after the prompt was not measured
+    assert shown[1][2:9] == ["0.0025", "0.50", "100", "2.00", "0.0200", "–", "0.75"]
+    long = shown[len(CONFIGURATIONS) + 1]
+    assert long[:3] == ["131,072", "default", "0.000625"]
+
+
+def test_committed_rows_of_the_first_table_come_from_clean_commits():
+    for name in TABLES["default"].folders:
+        commit = read_results(RESULTS / name).provenance["commit"]
+        assert re.fullmatch("[0-9a-f]{40}", commit), name
+
+
+def test_a_sentence_has_the_number_of_one_row(results):
+    value = {"folders": [picture.TIMES], "only": {"length": [32_768]}, "show": "over_best|.1f"}
+    declared = {"sentence": "{gain} × sooner", "values": {"gain": value}}
+    assert Sentence(declared)(results) == "2.5 × sooner"
+    value["only"] = {"implementation": ["cab"]}
+    with pytest.raises(ValueError, match="must have one row for a number, got 2"):
+        Sentence(declared)(results)
+
+
+def test_the_plan_of_the_picture_is_computed_and_drawn(results, monkeypatch, tmp_path):
+    small = CabConfig(query_block=16, key_block=16, min_length=0)
+    load = loading.load_model
+    monkeypatch.setattr(loading, "load_model", lambda name, device: load(name, cab_config=small))
+    text = tmp_path / "a.txt"
+    text.write_text("The grass is green. " * 5)
+    options = {"text": text, "model": "tiny", "length": 512, "layer": 0, "head": 0}
+    options["out"] = results / picture.PLAN
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    assert picture.main(words) == 0
+    plan = json.loads((results / picture.PLAN).read_text())
+    assert len(plan["rows"]) == 512 // 16 and 0 < plan["density"] <= 1
+    assert plan["provenance"]["text"]["name"] == "a.txt"
+    picture.draw(results)
+    assert (results / picture.PICTURE).is_file()
+
+
+def test_families_are_grouped_by_their_layers():
+    row = {"verdict": "exact", "layers": 4, "sparse": 4, "said": None}
+    rows = [row | {"family": "A"}, row | {"family": "B"}, row | {"family": "C", "sparse": 2}]
+    shown = [(made["sparse_in"], made["families"]) for made in ROWS["supported_by_layers"](rows)]
+    assert shown == [("all layers", "A; B"), ("layers without a window", "C")]
 
 
 def fidelity_run(folder, config, model="a", **settings):
@@ -224,13 +277,13 @@ def test_a_run_is_added_once_or_not_at_all(results, words, tmp_path_factory, cap
 
 
 def test_all_pages_are_written_and_large_files_packed(results, words, monkeypatch):
-    folder = results / SPEED
+    folder = results / picture.TIMES
     (folder / "samples.jsonl").write_text("{}")
     assert readme.main(words) == 0
     assert {path.name for path in folder.iterdir()} == {"results.json", "samples.jsonl.xz"}
     assert (results / "README.md").read_text() == "all\n"
     assert Path(words[1]).read_text() == readme.page_with_tables(PAGE, results)
-    assert (results / readme.DEFAULT_FIGURE).stat().st_size > 5_000
+    assert (results / picture.PICTURE).stat().st_size > 5_000
     # many rows are packed as well, and read as before
     before = read_results(folder)
     monkeypatch.setattr(readme, "LARGE_RESULTS", 0)
@@ -244,7 +297,7 @@ def test_all_pages_are_written_and_large_files_packed(results, words, monkeypatc
 @pytest.mark.parametrize(
     ("results_of", "page", "message"),
     [
-        (None, PAGE, "speed-ttft has no results.json"),
+        (None, PAGE, f"{SHORT} has no results.json"),
         ({'"experiment"': '"other"'}, PAGE, "results.json names no experiment"),
         ({}, PAGE.replace("<!-- end -->", ""), "must end with <!-- end -->"),
         ({}, PAGE.replace("default", "other"), "got 'other' in the page"),
@@ -254,7 +307,7 @@ def test_all_pages_are_written_and_large_files_packed(results, words, monkeypatc
 def test_what_is_missing_is_refused_and_no_page_written(
     results, words, capsys, results_of, page, message
 ):
-    path = results / SPEED / "results.json"
+    path = results / SHORT / "results.json"
     text = path.read_text()
     path.unlink()
     if results_of is not None:
