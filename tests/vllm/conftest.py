@@ -56,4 +56,5 @@ def engine(llama):
             )
         return made[key]
 
+    make.drop = made.popitem
     return make

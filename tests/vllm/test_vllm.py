@@ -80,11 +80,11 @@ def reference(llama):
     return Reference(llama, SPARSE)
 
 
-def assert_same(got, wanted):
+def assert_same(got, wanted, close=CLOSE):
     assert [tokens for tokens, _ in got] == [tokens for tokens, _ in wanted]
     for (_, here), (_, there) in zip(got, wanted, strict=True):
         assert len(here) == len(there)
-        torch.testing.assert_close(torch.tensor(here), torch.tensor(there), atol=CLOSE, rtol=0)
+        torch.testing.assert_close(torch.tensor(here), torch.tensor(there), atol=close, rtol=0)
 
 
 def density():

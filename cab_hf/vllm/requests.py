@@ -1,0 +1,81 @@
+"""The switch by which a request is read densely, and the keys of what it caches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from cab_hf.checks import short
+from cab_hf.config import CabConfig
+from cab_hf.vllm import settings_of
+
+# the name in ``SamplingParams.extra_args``, which the API fills from ``vllm_xargs``
+SWITCH = "cab"
+DENSE = (False, 0, "false", "dense")
+SPARSE = (True, 1, "true", "sparse")
+
+
+def is_dense(params: Any) -> bool:
+    """Return whether a request asks that its prompt is read densely.
+
+    Raises:
+        ValueError: for a value that says neither.
+    """
+    value = (getattr(params, "extra_args", None) or {}).get(SWITCH, True)
+    if value in DENSE:
+        return True
+    if value in SPARSE:
+        return False
+    raise ValueError(
+        f"vllm_xargs['{SWITCH}'] must be true or false, got {short(value)}. Set it to false to "
+        "read the prompt densely."
+    )
+
+
+def salt_of(config: CabConfig, params: Any, salt: str | None) -> str:
+    """Return the cache salt of a request: its own salt, and the settings that compute its KV."""
+    settings = "dense" if is_dense(params) else json.dumps(config.to_dict(), sort_keys=True)
+    digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
+    return f"cab-{digest}" + (f"-{salt}" if salt else "")
+
+
+def watch_requests() -> None:
+    """Have the engine key what it caches, and refuse a wrong switch where requests come in."""
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    def keyed(preprocess: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(preprocess)
+        def call(self: Any, request: Any) -> Any:
+            config = settings_of(self.vllm_config)
+            if config is not None:
+                request.cache_salt = salt_of(config, request.sampling_params, request.cache_salt)
+            return preprocess(self, request)
+
+        return call
+
+    def checked(process: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(process)
+        def call(
+            self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kw: Any
+        ) -> Any:
+            if settings_of(self.vllm_config) is not None:
+                is_dense(params)
+            return process(self, request_id, prompt, params, *args, **kw)
+
+        return call
+
+    hook(EngineCore, "preprocess_add_request", keyed)
+    hook(InputProcessor, "process_inputs", checked)
+
+
+def hook(kind: type, name: str, wrapped: Callable[[Any], Any]) -> None:
+    """Replace a method of a class once."""
+    method = getattr(kind, name)
+    if not hasattr(method, "of_cab_hf"):
+        method = wrapped(method)
+        method.of_cab_hf = True
+        setattr(kind, name, method)
