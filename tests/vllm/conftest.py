@@ -1,3 +1,4 @@
+import logging
 import os
 
 import pytest
@@ -58,3 +59,13 @@ def engine(llama):
 
     make.drop = made.popitem
     return make
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """The messages of the plugin."""
+    messages, log = [], logging.getLogger("vllm.cab_hf")
+    # vLLM sets the levels and handlers of its loggers when an engine starts
+    for name in ("info", "warning"):
+        monkeypatch.setattr(log, name, lambda text, *args: messages.append(text % args))
+    return messages
