@@ -139,7 +139,7 @@ def _unrunnable(config: CabConfig, vllm_config: Any) -> str | None:
     """Return why vLLM cannot compute what the settings ask for; None if it can."""
     from cab_hf.predictors import make_predictor
 
-    # refuses a name that nobody has registered
+    # refuses a name that is not registered
     make_predictor(config)
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     for name in ("max_num_batched_tokens", "long_prefill_token_threshold"):

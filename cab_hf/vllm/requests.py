@@ -25,6 +25,7 @@ def is_dense(params: Any) -> bool:
         ValueError: for a value that says neither.
     """
     value = (getattr(params, "extra_args", None) or {}).get(SWITCH, True)
+    value = value.lower() if isinstance(value, str) else value
     if value in DENSE:
         return True
     if value in SPARSE:
@@ -47,35 +48,47 @@ def watch_requests() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.input_processor import InputProcessor
 
-    def keyed(preprocess: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(preprocess)
-        def call(self: Any, request: Any) -> Any:
-            config = settings_of(self.vllm_config)
-            if config is not None:
-                request.cache_salt = salt_of(config, request.sampling_params, request.cache_salt)
-            return preprocess(self, request)
+    def key(engine: Any, request: Any) -> None:
+        config = settings_of(engine.vllm_config)
+        if config is not None:
+            request.cache_salt = salt_of(config, request.sampling_params, request.cache_salt)
 
-        return call
+    def check(
+        processor: Any, request_id: str, prompt: Any, params: Any, *_: Any, **__: Any
+    ) -> None:
+        if settings_of(processor.vllm_config) is not None:
+            is_dense(params)
 
-    def checked(process: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(process)
-        def call(
-            self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kw: Any
-        ) -> Any:
-            if settings_of(self.vllm_config) is not None:
-                is_dense(params)
-            return process(self, request_id, prompt, params, *args, **kw)
-
-        return call
-
-    hook(EngineCore, "preprocess_add_request", keyed)
-    hook(InputProcessor, "process_inputs", checked)
+    hook(EngineCore, "preprocess_add_request", before=key)
+    hook(InputProcessor, "process_inputs", before=check)
 
 
-def hook(kind: type, name: str, wrapped: Callable[[Any], Any]) -> None:
-    """Replace a method of a class once."""
+def hook(
+    kind: type,
+    name: str,
+    before: Callable[..., None] | None = None,
+    after: Callable[[Any, Any], None] | None = None,
+) -> None:
+    """Call a function before or after a method of a class; does nothing the second time.
+
+    Args:
+        kind: the class.
+        name: of the method.
+        before: gets the arguments of the method.
+        after: gets the object and what the method returns.
+    """
     method = getattr(kind, name)
-    if not hasattr(method, "of_cab_hf"):
-        method = wrapped(method)
-        method.of_cab_hf = True
-        setattr(kind, name, method)
+    if hasattr(method, "of_cab_hf"):
+        return
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before(self, *args, **kwargs)
+        made = method(self, *args, **kwargs)
+        if after is not None:
+            after(self, made)
+        return made
+
+    call.of_cab_hf = True
+    setattr(kind, name, call)

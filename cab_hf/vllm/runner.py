@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -38,43 +36,26 @@ def watch(vllm_config: Any) -> None:
     file = "gpu.model_runner" if second else "gpu_model_runner"
     kind = import_module(f"vllm.v1.worker.{file}").GPUModelRunner
 
-    def prepared(prepare: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(prepare)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            made = prepare(self, *args, **kwargs)
-            if second:
-                ids = made.req_ids
-                lengths = self.req_states.prompt_len.np[made.idx_mapping_np].tolist()
-            else:
-                ids = self.input_batch.req_ids
-                lengths = self.input_batch.num_prompt_tokens[: len(ids)].tolist()
-            begin_batch(ids, lengths)
-            return made
+    def note_prompts(runner: Any, made: Any) -> None:
+        if second:
+            ids = made.req_ids
+            lengths = runner.req_states.prompt_len.np[made.idx_mapping_np].tolist()
+        else:
+            ids = runner.input_batch.req_ids
+            lengths = runner.input_batch.num_prompt_tokens[: len(ids)].tolist()
+        begin_batch(ids, lengths)
 
-        return call
+    hook(kind, "prepare_inputs" if second else "_prepare_inputs", after=note_prompts)
+    hook(kind, "execute_model", before=note_switches)
+    # the first call after the model is loaded, before memory is measured
+    hook(kind, "get_kv_cache_spec", before=lambda x: learn(x.get_model(), x.vllm_config))
 
-    def executed(execute: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(execute)
-        def call(self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
-            _dense.difference_update(scheduled.finished_req_ids)
-            for each in scheduled.scheduled_new_reqs:
-                (_dense.add if is_dense(each.sampling_params) else _dense.discard)(each.req_id)
-            return execute(self, scheduled, *args, **kwargs)
 
-        return call
-
-    def specified(specify: Callable[..., Any]) -> Callable[..., Any]:
-        # the first call after the model is loaded, before memory is measured
-        @wraps(specify)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            learn(self.get_model(), self.vllm_config)
-            return specify(self, *args, **kwargs)
-
-        return call
-
-    hook(kind, "prepare_inputs" if second else "_prepare_inputs", prepared)
-    hook(kind, "execute_model", executed)
-    hook(kind, "get_kv_cache_spec", specified)
+def note_switches(runner: Any, scheduler_output: Any, *_: Any, **__: Any) -> None:
+    """Note which of the requests that a scheduler hands to a runner are read densely."""
+    _dense.difference_update(scheduler_output.finished_req_ids)
+    for each in scheduler_output.scheduled_new_reqs:
+        (_dense.add if is_dense(each.sampling_params) else _dense.discard)(each.req_id)
 
 
 def begin_batch(ids: list[str], lengths: list[int]) -> None:

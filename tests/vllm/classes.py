@@ -48,7 +48,7 @@ def verdict(models: Path, module: str, seen: frozenset[str] = frozenset()) -> tu
     if words & CAUSAL:
         found = [why for word, why in DENSE_LAYERS.items() if word in words]
         if words & LATENT:
-            found.append("multi-head latent attention")
+            return "sparse or dense", ", ".join([*found, "multi-head latent attention"])
         return "sparse", ", ".join(found) or "none"
     if words & LATENT:
         return "dense", "multi-head latent attention"

@@ -45,9 +45,9 @@ MODELS = {
         2,
     ),
     "rotated-in-windows": (
-        "Cohere2ForCausalLM",
-        "Cohere2Config",
-        WINDOWS | {"logit_scale": 1.0},
+        "Exaone4ForCausalLM",
+        "Exaone4Config",
+        WINDOWS | {"sliding_window_pattern": 2},
         2,
     ),
     "every-other-layer-unrotated": (
@@ -82,7 +82,7 @@ def made(tmp_path, monkeypatch):
 
 @pytest.fixture
 def once(engine):
-    """As `engine`, for an engine that no other test needs."""
+    """Return the function of `engine`, and drop its last engine after the test."""
     yield engine
     engine.drop()
     gc.collect()
@@ -123,7 +123,7 @@ def test_layers_that_share_keys_and_values_are_served(made, once):
 
 
 def test_a_cascade_shares_its_plan_between_kv_cache_groups(made, once):
-    """Four layers with full attention beside two with windows are two KV cache groups."""
+    """Four layers with full attention are two KV cache groups if two layers have windows."""
     kinds = [WINDOW, GLOBAL, GLOBAL, WINDOW, GLOBAL, GLOBAL]
     fields = {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": 64}
     folder = made("Gemma3ForCausalLM", "Gemma3TextConfig", fields | {"query_pre_attn_scalar": 64})
