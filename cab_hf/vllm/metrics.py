@@ -51,25 +51,32 @@ class Meter:
         self.layers, self.is_first_rank, self.sparse_prompts = layers, is_first_rank, 0
         self.file = folder_of(instance) / f"{os.getpid()}-{id(self)}.json"
         self.logged = dict.fromkeys(COUNTERS, 0)
+        self.measured = 0, 0
         self.thread: threading.Thread | None = None
 
     def count_prompt(self) -> None:
         """Count a prompt; the first one starts the thread that publishes the totals."""
         self.sparse_prompts += self.is_first_rank
         if self.thread is None:
+            # vLLM has measured memory with a prompt of no request
+            self.measured = self._pairs()
             self.thread = threading.Thread(target=self._publish_for_ever, daemon=True)
             self.thread.start()
             atexit.register(self.publish)
 
     def totals(self) -> dict[str, int]:
-        """Return the counters; waits for the device."""
+        """Return the counters."""
+        done, possible = (x - y for x, y in zip(self._pairs(), self.measured, strict=True))
+        return dict(zip(COUNTERS, (self.sparse_prompts, done, possible), strict=True))
+
+    def _pairs(self) -> tuple[int, int]:
+        """Return the attended and the possible pairs of all layers; waits for the device."""
         pairs = [attended[layer] for layer in self.layers if layer in attended]
         if any(each.is_cuda for each in pairs):
             # another stream may still be writing
             torch.cuda.synchronize()
         sums = [each.tolist() for each in pairs]
-        done, possible = (sum(each[at] for each in sums) for at in (0, 1))
-        return dict(zip(COUNTERS, (self.sparse_prompts, done, possible), strict=True))
+        return sum(each[0] for each in sums), sum(each[1] for each in sums)
 
     def publish(self) -> None:
         """Write the totals, and log what was attended since the last call."""

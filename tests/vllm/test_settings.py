@@ -1,6 +1,8 @@
 """Settings, switches and figures of the plugin, as a user of vLLM meets them."""
 
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +67,19 @@ def test_the_log_promises_nothing_where_nothing_is_sparse(engine, llama, said):
     engine({"min_length": 2000})
     assert "min_length is 2,000 and max_model_len 1,024" in " ".join(said)
     assert "layers are sparse" not in " ".join(said)
+
+
+def test_the_extra_installs_a_supported_version():
+    words = (Path(__file__).parents[2] / "setup.cfg").read_text()
+    oldest, below = re.search(r"^vllm = vllm>=([\d.]+),<([\d.]+)$", words, re.M).groups()
+    major, minor = map(int, cab_hf.vllm.NEWEST.split("."))
+    assert (oldest, below) == (cab_hf.vllm.OLDEST, f"{major}.{minor + 1}")
+
+
+@pytest.mark.parametrize(("version", "runs"), [("0.33.0", True), ("0.34.0", False)])
+def test_versions_up_to_the_newest_are_supported(version, runs, monkeypatch):
+    monkeypatch.setattr("vllm.__version__", version)
+    assert (cab_hf.vllm._unsupported() is None) == runs
 
 
 def test_custom_on_a_cpu_turns_it_on():
