@@ -56,6 +56,8 @@ class Meter:
 
     def count_prompt(self) -> None:
         """Count a prompt; the first one starts the thread that publishes the totals."""
+        if not self.layers:
+            return
         self.sparse_prompts += self.is_first_rank
         if self.thread is None:
             # vLLM has measured memory with a prompt of no request

@@ -93,6 +93,12 @@ def test_custom_on_a_cpu_turns_it_on():
     assert settings_of(config_of()) is None
 
 
+def test_an_engine_on_a_cpu_takes_the_name_of_the_backend(engine):
+    ours = engine(None, attention_backend="CUSTOM").llm_engine
+    assert ours.vllm_config.additional_config["cab"] == settings_of(ours.vllm_config).to_dict()
+    assert "Cab" in type(ours.engine_core.engine_core.scheduler).__name__
+
+
 def test_a_process_without_the_plugin_refuses_the_settings(monkeypatch):
     monkeypatch.setattr(cab_hf.vllm, "_registered", False)
     with pytest.raises(ValueError, match="VLLM_PLUGINS must contain cab_hf"):

@@ -215,7 +215,7 @@ def test_guessed_tokens_are_checked_by_the_parent(engine, reference):
         ({"mass_treshold": 0.1}, {}, "mass_treshold"),
         ({"mass_threshold": 2}, {}, "mass_threshold"),
         ({"dense_layers": [3]}, {}, "dense_layers"),
-        ("sparse", {}, "cab_config"),
+        ("sparse", {}, "sparse"),
         ({}, {"max_num_batched_tokens": 64, "max_num_seqs": 1}, "max_num_batched_tokens"),
     ],
 )
