@@ -60,7 +60,7 @@ def learn(model: nn.Module, vllm_config: Any) -> None:
     sparse: list[Layer] = []
     for owner, attention in attentions(model):
         impl = attention.impl
-        reason = getattr(impl, "cab_reason", "another backend")
+        reason = why_dense(attention)
         if hasattr(impl, "cab_reason"):
             channels = channels_of(owner, attention)
             impl.cab_layer = Layer(attention.layer_name, text, channels)
@@ -75,6 +75,17 @@ def learn(model: nn.Module, vllm_config: Any) -> None:
     METERS[vllm_config.instance_id] = Meter(vllm_config.instance_id, sparse, is_first)
     if is_first and never_sparse(config, vllm_config) is None:
         _log(config, len(sparse), dense)
+
+
+def why_dense(attention: Any) -> str | None:
+    """Return why vLLM's own attention computes a layer; None for a layer that is sparse."""
+    if not hasattr(attention.impl, "cab_reason"):
+        return "another backend"
+    if attention.impl.cab_reason is not None:
+        return attention.impl.cab_reason
+    # vLLM derives a builder for layers that attend in chunks, or read sinks before each request
+    derived = attention.attn_backend.get_builder_cls().__module__ != "cab_hf.vllm.backend"
+    return "batches that vLLM rewrites" if derived else None
 
 
 def attentions(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:

@@ -3,6 +3,7 @@
 import gc
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -170,6 +171,22 @@ def test_an_anchor_that_is_dense_in_vllm_is_refused():
     layers._require_anchors(config, [0, 1, 2])
     with pytest.raises(ValueError, match="anchors must be layers that vLLM attends sparsely"):
         layers._require_anchors(config, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("impl", "builder", "reason"),
+    [
+        ({}, "vllm.v1.attention", "another backend"),
+        ({"cab_reason": "ALiBi"}, "cab_hf.vllm.backend", "ALiBi"),
+        ({"cab_reason": None}, "vllm.attention.chunked", "batches that vLLM rewrites"),
+        ({"cab_reason": None}, "cab_hf.vllm.backend", None),
+    ],
+)
+def test_layers_that_are_dense_say_why(impl, builder, reason):
+    kind = type("Builder", (), {"__module__": builder})
+    backend = SimpleNamespace(get_builder_cls=lambda: kind)
+    attention = SimpleNamespace(impl=SimpleNamespace(**impl), attn_backend=backend)
+    assert layers.why_dense(attention) == reason
 
 
 def test_conditions_of_rotary_embeddings_in_vllm_are_known():
