@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("vllm")
+import vllm
 from prometheus_client import REGISTRY, generate_latest
 from test_models import prompt
 from test_vllm import SPARSE, Reference, assert_same, read, served
@@ -86,6 +87,17 @@ def test_the_extra_installs_a_supported_version():
 def test_versions_up_to_the_newest_are_supported(version, runs, monkeypatch):
     monkeypatch.setattr("vllm.__version__", version)
     assert (cab_hf.vllm._unsupported() is None) == runs
+
+
+def test_vllm_has_the_options_that_its_recipes_name():
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
+    serve = [x for x in re.findall(r"```\n(.*?)```", page, re.S) if "vllm serve" in x]
+    named = set(re.findall(r"(?<!\S)--[a-z-]+", " ".join(serve)))
+    assert len(named) > 5
+    folder = Path(vllm.__file__).parent
+    files = [folder / "engine" / "arg_utils.py", *(folder / "entrypoints").rglob("*.py")]
+    source = " ".join(file.read_text("utf-8") for file in files)
+    assert {name for name in named if f'"{name}"' not in source} == set()
 
 
 def test_custom_on_a_cpu_turns_it_on():
