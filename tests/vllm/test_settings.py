@@ -91,7 +91,7 @@ def test_versions_up_to_the_newest_are_supported(version, runs, monkeypatch):
 
 def test_vllm_has_the_options_that_its_recipes_name():
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
-    serve = [x for x in re.findall(r"```\n(.*?)```", page, re.S) if "vllm serve" in x]
+    serve = [code for code in page.split("```")[1::2] if "vllm serve" in code]
     named = set(re.findall(r"(?<!\S)--[a-z-]+", " ".join(serve)))
     assert len(named) > 5
     folder = Path(vllm.__file__).parent
