@@ -1,3 +1,4 @@
+import gc
 import logging
 import os
 
@@ -33,9 +34,13 @@ def llama(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engine(llama):
-    """(cab_config or None, **options of `LLM`) -> an engine of vLLM."""
+    """(cab_config or None, **options of `LLM`) -> an engine of vLLM.
+
+    Engines of a process share the process groups, which the first engine that ends destroys. All
+    engines of a module therefore end together.
+    """
     from vllm import LLM
 
     made = {}
@@ -57,8 +62,9 @@ def engine(llama):
             )
         return made[key]
 
-    make.drop = made.popitem
-    return make
+    yield make
+    made.clear()
+    gc.collect()
 
 
 @pytest.fixture
