@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any
 
 from cab_hf.checks import short
@@ -38,9 +38,15 @@ def is_dense(params: Any) -> bool:
 
 def salt_of(config: CabConfig, params: Any, salt: str | None) -> str:
     """Return the cache salt of a request: its own salt, and the settings that compute its KV."""
-    settings = "dense" if is_dense(params) else json.dumps(config.to_dict(), sort_keys=True)
-    digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
-    return f"cab-{digest}" + (f"-{salt}" if salt else "")
+    settings = "dense" if is_dense(params) else digest_of(config)
+    return f"cab-{settings}" + (f"-{salt}" if salt else "")
+
+
+@lru_cache
+def digest_of(config: CabConfig) -> str:
+    """Return a short text that differs between settings and is the same in every process."""
+    text = json.dumps(config.to_dict(), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def watch_requests() -> None:
@@ -49,9 +55,11 @@ def watch_requests() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
 
     def key(engine: Any, request: Any) -> None:
-        config = settings_of(engine.vllm_config)
-        if config is not None:
-            request.cache_salt = salt_of(config, request.sampling_params, request.cache_salt)
+        if not hasattr(engine, "cab_settings"):
+            engine.cab_settings = settings_of(engine.vllm_config)
+        if engine.cab_settings is not None:
+            params, salt = request.sampling_params, request.cache_salt
+            request.cache_salt = salt_of(engine.cab_settings, params, salt)
 
     def check(
         processor: Any, request_id: str, prompt: Any, params: Any, *_: Any, **__: Any

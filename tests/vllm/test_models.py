@@ -83,7 +83,7 @@ def made(tmp_path, monkeypatch):
 
 @pytest.fixture
 def once(engine):
-    """As `engine`, with a small KV cache, for models that one test serves."""
+    """Return `engine` with a small KV cache, for models that one test serves."""
     return partial(engine, num_gpu_blocks_override=128)
 
 
