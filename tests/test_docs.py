@@ -34,6 +34,11 @@ FOREIGN = {
     *("--pre", "--help", "--tasks", "--model_args", "--metadata", "--trust_remote_code"),
     *("--attn-implementation", "--continuous-batching", "--attention-backend"),
     *("--additional-config", "--scheduler-cls"),
+    # tests/vllm checks that vLLM has these
+    *("--tensor-parallel-size", "--pipeline-parallel-size", "--nnodes", "--node-rank"),
+    *("--master-addr", "--headless", "--api-server-count"),
+    # docker and pip
+    *("--gpus", "--no-deps"),
 }
 
 

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from tiny import SPARSE, tiny_model, tokens
 from torch import nn
 from transformers import (
@@ -129,6 +130,18 @@ def test_layers_without_rotation_keep_all_channels():
     model = tiny_model("smollm3", head_dim=64, num_hidden_layers=4)
     layers = [each for each in model.modules() if isinstance(each, SmolLM3Attention)]
     assert [slow_channels(layer, 64) for layer in layers] == [HALVES] * 3 + [()]
+
+
+@pytest.mark.parametrize("family", ["Cohere2", "Exaone4"])
+def test_layers_without_window_keep_all_channels_where_only_windows_rotate(family):
+    kinds = ["sliding_attention", "full_attention"]
+    config = getattr(transformers, f"{family}Config")
+    fields = {"num_hidden_layers": 2, "layer_types": kinds, "sliding_window": 16}
+    model = made(config, getattr(transformers, f"{family}ForCausalLM"), **fields)
+    layers = [
+        each for each in model.modules() if hasattr(each, "layer_idx") and hasattr(each, "q_proj")
+    ]
+    assert [bool(slow_channels(layer, 64)) for layer in layers] == [True, False]
 
 
 def test_a_model_scores_them(monkeypatch):

@@ -24,19 +24,40 @@ def slow_channels(module: Any, head_dim: int) -> tuple[int, ...]:
 
     Args:
         module: an attention layer of transformers. How its model pairs channels is seen by its
-            ``rotate_half``, or by that of the module that it names as ``modeling``. Heads that are
-            rotated in part, or not at all, keep all channels.
+            ``rotate_half``. Heads that are rotated in part, or not at all, keep all channels. A
+            module of another library has the answer as ``slow_channels``.
     """
+    known = getattr(module, "slow_channels", None)
+    if isinstance(known, tuple):
+        return known
     config = getattr(module, "config", None)
     rotated_in_part = (
-        getattr(module, "use_rope", True) in (False, 0)
+        not _is_rotated(module)
         or getattr(config, "qk_rope_head_dim", None)
         or any(factor != 1 for factor in _partial_factors(config))
     )
     if rotated_in_part or head_dim < LEAST_HEAD_DIM or head_dim % 4:
         return ()
-    modeling = getattr(module, "modeling", type(module).__module__)
-    return _slow_half(modeling, head_dim)
+    return _slow_half(type(module).__module__, head_dim)
+
+
+# models whose layers rotate queries and keys only if they have a sliding window
+ROTATED_IN_WINDOWS = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone4_5", "exaone_moe")
+
+
+def _is_rotated(module: Any) -> bool:
+    """Return whether a layer applies rotary embeddings."""
+    if getattr(module, "use_rope", True) in (False, 0):
+        return False
+    config = getattr(module, "config", None)
+    if getattr(config, "position_embedding_type", "rope") not in ("rope", "rotary"):
+        return False
+    family = type(module).__module__.rpartition("modeling_")[2]
+    if family not in ROTATED_IN_WINDOWS or getattr(module, "force_rope", False):
+        return True
+    # EXAONE keeps the window of the model in layers without one
+    window = getattr(module, "sliding_window", None)
+    return getattr(module, "is_sliding", True) if window is not None else "exaone" in family
 
 
 def _partial_factors(config: Any) -> list[float]:
@@ -54,9 +75,22 @@ def _slow_half(module_name: str, head_dim: int) -> tuple[int, ...]:
     if rotate_half is None:
         return ()
     partner = abs(int(rotate_half(torch.arange(float(head_dim), device="cpu"))[0]))
-    if partner == head_dim // 2:
+    if partner not in (1, head_dim // 2):
+        return ()
+    return halved(head_dim, interleaved=partner == 1)
+
+
+def halved(head_dim: int, interleaved: bool) -> tuple[int, ...]:
+    """Return the slow half of the channels of a head that is rotated as a whole.
+
+    Args:
+        head_dim: channels of a head.
+        interleaved: whether channel 2 i turns with channel 2 i + 1, as in GPT-J; otherwise channel
+            i turns with channel i + head_dim / 2, as in LLaMA.
+    """
+    if not interleaved or head_dim < LEAST_HEAD_DIM or head_dim % 4:
         return llama_channels(head_dim)
-    return tuple(range(head_dim // 2, head_dim)) if partner == 1 else ()
+    return tuple(range(head_dim // 2, head_dim))
 
 
 def llama_channels(head_dim: int) -> tuple[int, ...]:

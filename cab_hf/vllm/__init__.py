@@ -1,26 +1,37 @@
-"""Sparse prompts inside vLLM: a plugin that it finds where cab_hf is installed.
+"""Sparse prompts inside vLLM: a plugin that vLLM finds where cab_hf is installed.
 
-``vllm serve MODEL --attention-backend CUSTOM`` turns it on. Settings are the fields of `CabConfig`
-in ``--additional-config '{"cab": {...}}'``, else the model's saved ``cab_config``, else the
-defaults. On a CPU, which has one attention backend, "cab" in ``additional_config`` turns it on.
+``vllm serve MODEL --attention-backend CUSTOM`` turns it on. ``--additional-config '{"cab": ...}'``
+has the settings: a dict of `CabConfig` fields, or the path of a calibration. Without it the model's
+saved ``cab_config`` counts, and then the defaults. A CPU has one attention backend: "cab" in
+``additional_config`` turns it on there, and ``--attention-backend CUSTOM`` does too.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from cab_hf.checks import warn_once
+from cab_hf.checks import short, warn_once
 from cab_hf.config import TABLES, CabConfig
 from cab_hf.hf.fit import require_layers, require_origin
 
 # between these the registry of backends and the arguments of `forward` are the same
-OLDEST, NEWEST = "0.22.1", "0.32"
+OLDEST, NEWEST = "0.22.1", "0.33"
+# under which `prepare` marks the additional_config of an engine whose settings it has checked
+PREPARED = "cab_prepared"
+
+logger = logging.getLogger("vllm.cab_hf")
+# whether vLLM has called `register` in this process
+_registered = False
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes, as a plugin of ``vllm.general_plugins``."""
+    """Register the backend and the hooks. vLLM calls this plugin in each of its processes."""
+    global _registered
+    _registered = True
     try:
         from vllm.config import VllmConfig
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -37,10 +48,19 @@ def register() -> None:
 
     if finish.__module__ != __name__:
         VllmConfig.__post_init__ = finish_and_prepare
+    if "vllm.v1.engine.core" in sys.modules:
+        # the process of an engine, whose config comes from another process
+        from cab_hf.vllm.requests import watch_requests
+
+        watch_requests()
 
 
 def prepare(vllm_config: Any) -> None:
-    """Choose the scheduler of an engine that attends sparsely; ValueError for what cannot be."""
+    """Check the settings of an engine and choose its scheduler.
+
+    Raises:
+        ValueError: for settings that cannot be computed.
+    """
     config = settings_of(vllm_config)
     if config is None:
         return
@@ -51,42 +71,76 @@ def prepare(vllm_config: Any) -> None:
     if scheduler.scheduler_cls is None:
         kind = "CabAsyncScheduler" if scheduler.async_scheduling else "CabScheduler"
         scheduler.scheduler_cls = f"cab_hf.vllm.scheduler.{kind}"
-    logging.getLogger("vllm.cab_hf").info(
-        "cab_hf: prompts of %s tokens and more are attended sparsely (predictor %s); vLLM itself "
-        "attends shorter ones, decodes, and computes layers with a window, sinks or a soft cap.",
-        *(f"{config.min_length:,}", config.predictor),
-    )
+    extra = vllm_config.additional_config
+    if not isinstance(extra, dict) or PREPARED in extra:
+        return
+    # other processes and nodes read the settings here, where no file need exist
+    vllm_config.additional_config = {**extra, "cab": config.to_dict(), PREPARED: True}
+    from cab_hf.vllm import metrics, requests
+
+    metrics.export(vllm_config)
+    requests.watch_requests()
+    reason = never_sparse(config, vllm_config)
+    if reason is not None:
+        logger.warning("cab_hf: no prompt is attended sparsely: %s.", reason)
 
 
 def settings_of(vllm_config: Any) -> CabConfig | None:
-    """The `CabConfig` of an engine; None where it does not attend sparsely.
+    """Return the `CabConfig` of an engine; None for an engine, or a draft model, without one.
 
     Raises:
-        ValueError: for fields that do not exist or do not fit the model, and for settings of an
-            engine with another attention backend.
+        ValueError: for fields that do not exist or do not fit the model, for settings of an
+            engine with another attention backend, and where VLLM_PLUGINS leaves out this plugin.
     """
     extra, model = vllm_config.additional_config, vllm_config.model_config
-    given = extra.get("cab") if isinstance(extra, dict) else None
+    extra = extra if isinstance(extra, dict) else {}
     backend = getattr(vllm_config.attention_config.backend, "name", "chosen by vLLM")
-    on = backend == "CUSTOM" if backend_name() == "CUSTOM" else given is not None
-    if given is not None and not on:
+    if model is None or getattr(model, "runner_type", None) == "draft":
+        return None
+    on = backend == "CUSTOM" or (backend_name() != "CUSTOM" and "cab" in extra)
+    if not on and PREPARED in extra:
+        # a draft model, for which vLLM chooses a backend again
+        return None
+    if not on and "cab" in extra:
         raise ValueError(
             f"additional_config has 'cab', and the attention backend is {backend}; start vLLM with "
             "--attention-backend CUSTOM."
         )
-    if not on or model is None:
+    if not on:
         return None
+    if not _registered:
+        raise ValueError(
+            "VLLM_PLUGINS must contain cab_hf in every process of vLLM, and this process has not "
+            "loaded it. Add cab_hf to VLLM_PLUGINS, or unset VLLM_PLUGINS."
+        )
     text = model.hf_text_config
-    fields = given or getattr(text, "cab_config", None) or {}
-    config = fields if isinstance(fields, CabConfig) else CabConfig.from_dict(fields)
+    config = _config_of(extra.get("cab") or getattr(text, "cab_config", None) or {})
     require_origin(config.origin, text)
     require_layers(config, text)
-    # steps of decode are the parent's
+    # vLLM's own attention computes decode steps
     return replace(config, sparse_decode=False)
 
 
+def _config_of(settings: Any) -> CabConfig:
+    """Return the `CabConfig` of a dict of fields, of the path of a calibration, or itself."""
+    if isinstance(settings, CabConfig):
+        return settings
+    if isinstance(settings, str):
+        return CabConfig.calibrated(settings)
+    if not isinstance(settings, Mapping):
+        raise ValueError(
+            f"additional_config['cab'] must be a dict of CabConfig fields or the path of a "
+            f"calibration, got {short(settings)}."
+        )
+    return CabConfig.from_dict(settings)
+
+
 def _unrunnable(config: CabConfig, vllm_config: Any) -> str | None:
-    """Why the settings would not be what is computed; None where they are."""
+    """Return why vLLM cannot compute what the settings ask for; None if it can."""
+    from cab_hf.predictors import make_predictor
+
+    # refuses a name that is not registered
+    make_predictor(config)
     scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
     for name in ("max_num_batched_tokens", "long_prefill_token_threshold"):
         tokens, block = getattr(scheduler, name), config.query_block
@@ -96,13 +150,61 @@ def _unrunnable(config: CabConfig, vllm_config: Any) -> str | None:
     for name, value in (usual | {"enable_dbo": False}).items():
         if getattr(parallel, name, value) != value:
             return f"{name} is {getattr(parallel, name)}; 'cab' needs {value} in vLLM."
+    for connector in _connectors(vllm_config.kv_transfer_config):
+        if connector not in KEYED_CONNECTORS:
+            return (
+                f"kv_connector is {connector}, which may hand over KV of other settings; 'cab' "
+                f"takes {', '.join(KEYED_CONNECTORS)}."
+            )
     tables = [name for name in TABLES if isinstance(getattr(config, name), tuple)]
     if parallel.tensor_parallel_size > 1 and any(getattr(config, name) for name in tables):
         return "tensor_parallel_size must be 1 where cab_config has tables of all heads."
     return None
 
 
+# connectors that find KV by the block hashes of vLLM or by the cache salt, which have the settings
+KEYED_CONNECTORS = (
+    "OffloadingConnector",
+    "SimpleCPUOffloadConnector",
+    "MooncakeStoreConnector",
+    "LMCacheMPConnector",
+)
+
+
+def _connectors(transfer: Any) -> Iterator[str]:
+    """Yield the names of the KV connectors of an engine."""
+    if transfer is None or transfer.kv_connector is None:
+        return
+    if transfer.kv_connector != "MultiConnector":
+        yield transfer.kv_connector
+    for each in transfer.kv_connector_extra_config.get("connectors", ()):
+        yield each["kv_connector"]
+
+
+def never_sparse(config: CabConfig, vllm_config: Any) -> str | None:
+    """Return why no prompt of an engine is attended sparsely, as far as its config says."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if getattr(model, "is_attention_free", False):
+        return "the model has no attention"
+    if getattr(model, "use_mla", False):
+        return "the model has multi-head latent attention, which vLLM computes"
+    if getattr(model, "runner_type", "generate") != "generate":
+        return f"the model runs as {model.runner_type}, and 'cab' reads prompts of generation"
+    if cache.cache_dtype not in PLAIN_CACHES:
+        return f"kv_cache_dtype is {cache.cache_dtype}, which vLLM's own attention reads"
+    if config.min_length > model.max_model_len:
+        return (
+            f"min_length is {config.min_length:,} and max_model_len {model.max_model_len:,} tokens"
+        )
+    return None
+
+
+# cache dtypes whose pages hold keys and values as the model computes them
+PLAIN_CACHES = ("auto", "float32", "float16", "bfloat16")
+
+
 def _unsupported() -> str | None:
+    """Return why this version of vLLM is refused; None for one that is supported."""
     from packaging.version import Version
     from vllm import __version__
 
@@ -113,7 +215,7 @@ def _unsupported() -> str | None:
 
 
 def backend_name() -> str:
-    """Under which vLLM's registry has the backend; a CPU has one, which is replaced."""
+    """Return the name of the backend in vLLM's registry; the only backend of a CPU is replaced."""
     from vllm.platforms import current_platform
 
     return "CPU_ATTN" if current_platform.is_cpu() else "CUSTOM"

@@ -6,13 +6,11 @@ as anywhere else. The parent computes the other requests, as if they were the ba
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import lru_cache
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
@@ -22,9 +20,14 @@ from cab_hf.call.mask import CabMask
 from cab_hf.call.scope import Prompt
 from cab_hf.config import blocks_of
 from cab_hf.engines import TRITON, Workload
+from cab_hf.engines import choose as choose_engine
 from cab_hf.plan import EXACT_BLOCK
+from cab_hf.predictors import make_predictor
 from cab_hf.route import attend
-from cab_hf.vllm import backend_name, settings_of
+from cab_hf.vllm import PLAIN_CACHES, backend_name, settings_of
+from cab_hf.vllm.layers import Layer
+from cab_hf.vllm.metrics import METERS
+from cab_hf.vllm.runner import BATCH, watch
 
 
 class Split(NamedTuple):
@@ -41,44 +44,6 @@ class Split(NamedTuple):
     isa: str | None = None
     rest: Any = None
     rows: Tensor | None = None
-
-
-class Layer(nn.Module):
-    """What a `Call` reads of a layer, by its ``name``, such as "model.layers.3.self_attn.attn"."""
-
-    def __init__(self, name: str, config: Any) -> None:
-        super().__init__()
-        self.layer_idx = next((int(x) for x in name.split(".") if x.isdigit()), None)
-        self.config = config
-        # vLLM rotates the channels of heads as transformers does
-        self.modeling = f"transformers.models.{config.model_type}.modeling_{config.model_type}"
-        with suppress(ImportError):
-            import_module(self.modeling)
-
-
-# lengths of the prompts of the batch that is being made: its runner knows them, and hands them on
-# to no backend
-_prompts: list[int] = []
-
-
-def _note_prompts(vllm_config: Any) -> None:
-    """Have the runner of a worker fill `_prompts` when it prepares a batch."""
-    second = vllm_config.use_v2_model_runner
-    file = "gpu.model_runner" if second else "gpu_model_runner"
-    name = "prepare_inputs" if second else "_prepare_inputs"
-    kind = import_module(f"vllm.v1.worker.{file}").GPUModelRunner
-    prepare = getattr(kind, name)
-
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made = prepare(self, *args, **kwargs)
-        if second:
-            _prompts[:] = self.req_states.prompt_len.np[made.idx_mapping_np].tolist()
-        else:
-            _prompts[:] = self.input_batch.num_prompt_tokens[: self.input_batch.num_reqs].tolist()
-        return made
-
-    if prepare.__module__ != __name__:
-        setattr(kind, name, noted)
 
 
 class SparseBuilder:
@@ -107,26 +72,24 @@ class SparseBuilder:
         self.exact_block = None if TRITON.unavailable(work) else EXACT_BLOCK
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build=False) -> Any:
-        """The parent's metadata, and as its ``cab`` the `Split` of the batch, or None."""
+        """Return the parent's metadata; its ``cab`` is the `Split` of the batch, or None."""
         common = common_attn_metadata
         metadata = super().build(common_prefix_len, common, fast_build)
         metadata.cab = None
-        # pictures are seen from both sides
-        causal = common.causal is True and not getattr(common, "mm_req_doc_ranges", None)
-        if self.cab is None or not causal:
+        if self.cab is None or common.causal is not True:
             return metadata
         starts, known = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
         lengths = (common.seq_lens.cpu() if known is None else known).tolist()
         least = max(self.cab.min_length, self.cab.query_block)
+        # tokens of an image see each other in both directions
+        images = getattr(common, "mm_req_doc_ranges", None) or {}
         prompts, rest = [], []
-        for at, end in enumerate(_prompts[: common.num_reqs]):
+        for at, end in enumerate(BATCH.prompts[: common.num_reqs]):
             rows, length = slice(starts[at], starts[at + 1]), lengths[at]
             count = rows.stop - rows.start
-            if count and end >= least and length - count < end:
+            if count and end >= least and length - count < end and not images.get(at):
                 pages = common.block_table_tensor[at, : -(-length // self.kv_cache_spec.block_size)]
-                facts = {"prompt": Prompt(end), "exact_block": self.exact_block}
-                text = CabMask(1, count, length, length - count, **facts)
-                prompts.append((rows, pages.long(), text))
+                prompts.append((rows, pages.long(), self._mask(at, count, length, end)))
             elif count:
                 rest.append(at)
         if prompts:
@@ -134,6 +97,22 @@ class SparseBuilder:
             isa = getattr(self, "isa", None)
             metadata.cab = Split(prompts=prompts, isa=isa, rest=others, rows=rows)
         return metadata
+
+    def _mask(self, at: int, count: int, length: int, end: int) -> CabMask:
+        """Return the mask of the ``count`` latest of ``length`` tokens of request ``at``."""
+        key = at, count, length, end, self.exact_block
+        if key not in BATCH.mask_cache:
+            BATCH.mask_cache[key] = CabMask(
+                batch=1,
+                q_length=count,
+                kv_length=length,
+                q_slot=length - count,
+                prompt=Prompt(end),
+                exact_block=self.exact_block,
+            )
+            if length >= end:
+                METERS[self.vllm_config.instance_id].count_prompt()
+        return BATCH.mask_cache[key]
 
     def _some(self, common: Any, requests: list[int], starts: list[int]) -> tuple[Any, Tensor]:
         """The parent's metadata of these requests alone, and their tokens in the batch."""
@@ -147,6 +126,11 @@ class SparseBuilder:
         here, begins, rows = (x.to(device, non_blocking=True) for x in pinned)
         on_host = ("seq_lens_cpu_upper_bound", "is_prefilling")
         cut = {x: getattr(common, x)[there] for x in on_host if getattr(common, x) is not None}
+        images = getattr(common, "mm_req_doc_ranges", None)
+        if images is not None:
+            cut["mm_req_doc_ranges"] = {
+                new: images.get(old) or [] for new, old in enumerate(requests)
+            }
         some = common.replace(
             query_start_loc=begins,
             query_start_loc_cpu=borders,
@@ -166,34 +150,58 @@ class SparseBuilder:
 class SparseImpl:
     """Attention of a layer; mixed into the parent's."""
 
+    # set by `learn`, after the model is loaded; a layer of a draft model has none and is dense
+    cab_layer: Layer | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        vllm_config, self.cab_layer = get_current_vllm_config(), None
+        vllm_config = get_current_vllm_config()
         self.model_config, self.cab = vllm_config.model_config, settings_of(vllm_config)
-        if self.cab is not None:
-            _note_prompts(vllm_config)
-        if (
-            self.attn_type != AttentionType.DECODER
-            or self.sliding_window not in (None, -1, (-1, -1))
-            or getattr(self, "sinks", None) is not None
-            or self.alibi_slopes is not None
-            or self.logits_soft_cap
-            or self.kv_cache_dtype not in ("auto", "float16", "bfloat16")
-        ):
-            self.cab = None
+        self.cab_reason = self._why_dense()
+        self.is_measured = False
+        if self.cab is None:
+            return
+        watch(vllm_config)
+        if self.cab_reason is None:
+            make_predictor(self.cab)
+            device, dtype = current_platform.device_type, self.model_config.dtype
+            work = Workload(device, self.head_size, dtype, False, *blocks_of(self.cab))
+            choose_engine(self.cab.engine, work)
+
+    def _why_dense(self) -> str | None:
+        """Return why vLLM's own attention computes the layer; None for a layer that is sparse."""
+        if self.cab is None:
+            return "off"
+        if self.attn_type != AttentionType.DECODER:
+            return f"attention of type {self.attn_type}"
+        if self.sliding_window not in (None, -1, (-1, -1)):
+            return "a sliding window"
+        if getattr(self, "sinks", None) is not None:
+            return "attention sinks"
+        if self.alibi_slopes is not None:
+            return "ALiBi"
+        if self.logits_soft_cap:
+            return "soft-capped logits"
+        if self.kv_cache_dtype not in PLAIN_CACHES:
+            return f"a cache of {self.kv_cache_dtype}"
+        return None
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs):
-        """Write what a batch attends into ``output``; arguments are those of the parent."""
-        if self.cab is not None and self.cab_layer is None:
-            self.cab_layer = Layer(layer.layer_name, self.model_config.hf_text_config)
-            if attn_metadata is None and query.is_cuda:
-                self.measure(query, value)
+        """Write the attention of a batch into ``output``; arguments are those of the parent.
+
+        ``key`` and ``value`` are None in a layer that reads the cache of another layer.
+        """
+        sparse = self.cab_layer is not None and self.cab_reason is None
+        sparse = sparse and self.cab_layer.layer_idx not in self.cab.dense_layers
+        if sparse and attn_metadata is None and query.is_cuda and not self.is_measured:
+            self.is_measured = True
+            self.measure(query)
         split = getattr(attn_metadata, "cab", None)
-        if split is None or self.cab is None or self.cab_layer.layer_idx in self.cab.dense_layers:
+        if split is None or not sparse:
             held = kv_cache, attn_metadata, output
             return super().forward(layer, query, key, value, *held, *args, **kwargs)
         if split.rest is not None:
-            q, k, v = (x[split.rows] for x in (query, key, value))
+            q, k, v = (None if x is None else x[split.rows] for x in (query, key, value))
             out = torch.empty_like(output[: len(split.rows)])
             super().forward(layer, q, k, v, kv_cache, split.rest, out, *args, **kwargs)
             output[split.rows] = out
@@ -212,12 +220,13 @@ class SparseImpl:
             part = attend(Call(q[:, :, rows], k, v, *given, piece))
             out[rows] = part[0].transpose(0, 1).reshape_as(out[rows])
 
-    def measure(self, query: Tensor, value: Tensor) -> None:
-        """Attend the longest chunk in the pass by which vLLM measures memory, for what it takes."""
+    def measure(self, query: Tensor) -> None:
+        """Attend the longest chunk while vLLM measures memory, so that its memory is counted."""
         longest = self.model_config.max_model_len
         q = query[:longest]
-        # pages, and what they hold in a row
-        _, (k, v) = value.new_zeros(2, 2, 1, value.shape[1], longest, value.shape[2])
+        # the pages, and the keys and values gathered from them
+        shape = (2, 2, 1, self.num_kv_heads, longest, self.head_size)
+        _, (k, v) = query.new_zeros(shape)
         text = CabMask(1, len(q), longest, longest - len(q), prompt=Prompt(longest))
         self.attend(q, k, v, text, torch.empty_like(q))
 

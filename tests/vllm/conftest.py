@@ -1,3 +1,5 @@
+import gc
+import logging
 import os
 
 import pytest
@@ -32,9 +34,13 @@ def llama(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engine(llama):
-    """(cab_config or None, **options of `LLM`) -> an engine of vLLM."""
+    """(cab_config or None, **options of `LLM`) -> an engine of vLLM.
+
+    Engines of a process share the process groups, which the first engine that ends destroys. All
+    engines of a module therefore end together.
+    """
     from vllm import LLM
 
     made = {}
@@ -56,4 +62,16 @@ def engine(llama):
             )
         return made[key]
 
-    return make
+    yield make
+    made.clear()
+    gc.collect()
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """The messages of the plugin."""
+    messages, log = [], logging.getLogger("vllm.cab_hf")
+    # vLLM sets the levels and handlers of its loggers when an engine starts
+    for name in ("info", "warning"):
+        monkeypatch.setattr(log, name, lambda text, *args: messages.append(text % args))
+    return messages

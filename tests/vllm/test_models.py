@@ -1,0 +1,202 @@
+"""Sparse prompts of many architectures inside vLLM: as "cab" under transformers answers them."""
+
+import re
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+import transformers
+import vllm.model_executor.models as models
+from test_vllm import FULL, SPARSE, Reference, assert_same, density, served
+from vllm.v1.worker import gpu_model_runner
+
+from cab_hf.config import CabConfig
+from cab_hf.engines.sparse import attended
+from cab_hf.vllm import layers
+
+# warnings are those of vLLM and its libraries
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+}
+WINDOW, GLOBAL = "sliding_attention", "full_attention"
+WINDOWS = {"sliding_window": 64, "layer_types": [WINDOW, GLOBAL] * 2}
+# (model class, config class, fields, sparse layers)
+MODELS = {
+    "interleaved": ("Ernie4_5ForCausalLM", "Ernie4_5Config", {}, 4),
+    "half-of-the-channels": ("StableLmForCausalLM", "StableLmConfig", {"head_dim": None}, 4),
+    "norm-of-heads": ("Qwen3ForCausalLM", "Qwen3Config", {}, 4),
+    "windows": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        WINDOWS | {"query_pre_attn_scalar": 64},
+        2,
+    ),
+    "rotated-in-windows": (
+        "Exaone4ForCausalLM",
+        "Exaone4Config",
+        WINDOWS | {"sliding_window_pattern": 2},
+        2,
+    ),
+    "every-other-layer-unrotated": (
+        "SmolLM3ForCausalLM",
+        "SmolLM3Config",
+        {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": False, "layer_types": [GLOBAL] * 4},
+        4,
+    ),
+}
+
+
+def prompt(length, seed=0):
+    return torch.randint(3, 510, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """(model class, config class, fields) -> the folder of a tiny model."""
+    # vLLM shares embeddings between models, and ERNIE changes its own
+    monkeypatch.setattr("vllm.model_executor.layers.rotary_embedding._ROPE_DICT", {})
+
+    def make(kind, config, fields, scale=3):
+        torch.manual_seed(0)
+        model = getattr(transformers, kind)(getattr(transformers, config)(**SIZES | fields))
+        for weight in model.parameters():
+            weight.data.mul_(scale if weight.ndim > 1 else 1)
+        model.save_pretrained(tmp_path)
+        return tmp_path
+
+    return make
+
+
+@pytest.fixture
+def once(engine):
+    """Return `engine` with a small KV cache, for models that one test serves."""
+    return partial(engine, num_gpu_blocks_override=128)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sparse_prompts_of_an_architecture_are_those_of_transformers(name, made, once, said):
+    kind, config, fields, sparse = MODELS[name]
+    folder = made(kind, config, fields)
+    settings = SPARSE | {"mass_threshold": 0.05}
+    prompts = [prompt(300), prompt(500, 1)]
+    wanted = [Reference(folder, settings)(x) for x in prompts]
+    attended.clear()
+    got = served(once(settings, folder), prompts)
+    assert f"{sparse} of 4 attention layers are sparse" in " ".join(said)
+    assert density() < 0.95
+    assert_same(got, wanted, 1e-3)
+
+
+def test_layers_that_share_keys_and_values_are_served(made, once):
+    """Gemma 3n hands no keys and values to its last layers."""
+    fields = {
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": [WINDOW, GLOBAL] * 3,
+        "vocab_size_per_layer_input": 512,
+        "hidden_size_per_layer_input": 32,
+        "laurel_rank": 8,
+        "sliding_window": 100,
+        "activation_sparsity_pattern": [0.0] * 6,
+    }
+    folder = made("Gemma3nForCausalLM", "Gemma3nTextConfig", fields, scale=1.5)
+    # two prompts above min_length, and one below, in one batch
+    prompts = [prompt(300), prompt(90, 1), prompt(200, 2)]
+    options = {"max_num_batched_tokens": 160}
+    wanted = served(once(None, folder, **options), prompts)
+    assert_same(served(once(FULL | {"min_length": 150}, folder, **options), prompts), wanted, 1e-4)
+
+
+def test_a_cascade_shares_its_plan_between_kv_cache_groups(made, once):
+    """Four layers with full attention are two KV cache groups if two layers have windows."""
+    kinds = [WINDOW, GLOBAL, GLOBAL, WINDOW, GLOBAL, GLOBAL]
+    fields = {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": 64}
+    folder = made("Gemma3ForCausalLM", "Gemma3TextConfig", fields | {"query_pre_attn_scalar": 64})
+    settings = SPARSE | {"mass_threshold": 0.05, "predictor": "cascade", "anchors": [1]}
+    ours, prompts = once(settings, folder), [prompt(300), prompt(500, 1)]
+    groups = ours.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
+    assert len(groups) == 3
+    wanted = [Reference(folder, settings)(x) for x in prompts]
+    assert_same(served(ours, prompts), wanted, 1e-3)
+
+
+def test_prompts_without_images_are_sparse_and_those_with_images_dense(engine, llama, monkeypatch):
+    """vLLM hands {0: []} to the backend of a multimodal class for a prompt of text."""
+    ours, metadata = engine(SPARSE), gpu_model_runner.CommonAttentionMetadata
+    prompts = [prompt(300), prompt(280, 1)]
+    sparse = [Reference(llama, SPARSE)(x) for x in prompts]
+    dense = served(engine(None), prompts)
+
+    def answers(ranges):
+        monkeypatch.setattr(
+            gpu_model_runner,
+            "CommonAttentionMetadata",
+            lambda **fields: metadata(**fields | {"mm_req_doc_ranges": ranges}),
+        )
+        return served(ours, prompts)
+
+    assert_same(answers({0: [], 1: []}), sparse)
+    assert_same(answers({0: [], 1: [(40, 60)]}), [sparse[0], dense[1]])
+
+
+def test_a_draft_model_needs_no_settings(engine, llama, tmp_path):
+    """Settings name layers that the draft model does not have."""
+    config = transformers.LlamaConfig.from_pretrained(llama, num_hidden_layers=1)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    guesses = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
+    settings, prompts = SPARSE | {"dense_layers": [2]}, [prompt(300), prompt(170, 1)]
+    ours = engine(settings, max_num_batched_tokens=160, speculative_config=guesses)
+    wanted = [Reference(llama, settings)(x, prompt_too=False) for x in prompts]
+    assert_same(served(ours, prompts, prompt_too=False), wanted, 1e-4)
+
+
+def test_an_anchor_that_is_dense_in_vllm_is_refused():
+    config = CabConfig(predictor="cascade", anchors=(0, 2))
+    layers._require_anchors(config, [0, 1, 2])
+    with pytest.raises(ValueError, match="anchors must be layers that vLLM attends sparsely"):
+        layers._require_anchors(config, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("impl", "builder", "reason"),
+    [
+        ({}, "vllm.v1.attention", "another backend"),
+        ({"cab_reason": "ALiBi"}, "cab_hf.vllm.backend", "ALiBi"),
+        ({"cab_reason": None}, "vllm.attention.chunked", "batches that vLLM rewrites"),
+        ({"cab_reason": None}, "cab_hf.vllm.backend", None),
+    ],
+)
+def test_layers_that_are_dense_say_why(impl, builder, reason):
+    kind = type("Builder", (), {"__module__": builder})
+    backend = SimpleNamespace(get_builder_cls=lambda: kind)
+    attention = SimpleNamespace(impl=SimpleNamespace(**impl), attn_backend=backend)
+    assert layers.why_dense(attention) == reason
+
+
+def test_conditions_of_rotary_embeddings_in_vllm_are_known():
+    """Every attribute by which a layer of vLLM decides whether to rotate is in a table here."""
+    known = {*layers.SWITCHES, *(x for names in layers.APPLIED_IF.values() for x in names)}
+    found = set()
+    for file in Path(models.__file__).parent.glob("*.py"):
+        for condition in re.findall(
+            r"if (.*):\n +\w+, \w+ = self\.rotary_emb\(", file.read_text("utf-8")
+        ):
+            found |= {(file.stem, x) for x in re.findall(r"self\.([\w.]+)", condition)}
+    assert len(found) > 5
+    unknown = {x for x in found if x[1] not in known | {"rotary_emb", "config.use_mem_rope"}}
+    # norms of heads, with which the rotation has nothing to do
+    assert unknown <= {("molmo", "q_norm"), ("molmo", "k_norm")}

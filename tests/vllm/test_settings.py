@@ -1,0 +1,199 @@
+"""Settings, switches and figures of the plugin, as a user of vLLM meets them."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+import vllm
+from prometheus_client import REGISTRY, generate_latest
+from test_models import prompt
+from test_vllm import SPARSE, Reference, assert_same, read, served
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
+import cab_hf.vllm
+from cab_hf.config import CabConfig
+from cab_hf.vllm import metrics, never_sparse, settings_of
+from cab_hf.vllm.requests import salt_of
+
+# warnings are those of vLLM and its libraries
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+START = {"skip_tokenizer_init": True, "max_model_len": 64}
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    """Register the plugin as vLLM does, for tests that start no engine."""
+    cab_hf.vllm.register()
+
+
+def config_of(cache=(), scheduler=(), backend=None, extra=None, **model):
+    """A stand-in of `VllmConfig` with what the plugin reads."""
+    text = SimpleNamespace(num_hidden_layers=4)
+    usual = {"runner_type": "generate", "max_model_len": 32768, "use_mla": False}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=text, **usual | model),
+        cache_config=SimpleNamespace(**{"cache_dtype": "auto"} | dict(cache)),
+        attention_config=SimpleNamespace(backend=SimpleNamespace(name=backend)),
+        additional_config={} if extra is None else extra,
+    )
+
+
+def test_the_path_of_a_calibration_has_the_settings(tmp_path):
+    file = tmp_path / "calibration.json"
+    CabConfig(mass_threshold=0.01).save(file)
+    assert settings_of(config_of(extra={"cab": str(file)})).mass_threshold == 0.01
+    with pytest.raises(ValueError, match="nowhere"):
+        settings_of(config_of(extra={"cab": "nowhere.json"}))
+    with pytest.raises(ValueError, match=r"additional_config\['cab'\] must be a dict"):
+        settings_of(config_of(extra={"cab": [1]}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({}, None),
+        ({"cache": {"cache_dtype": "fp8"}}, "kv_cache_dtype is fp8"),
+        ({"use_mla": True}, "multi-head latent attention"),
+        ({"is_attention_free": True}, "no attention"),
+        ({"runner_type": "pooling"}, "runs as pooling"),
+        ({"max_model_len": 8192}, "min_length is 16,384 and max_model_len 8,192"),
+    ],
+)
+def test_an_engine_without_sparse_prompts_says_why(fields, named):
+    reason = never_sparse(CabConfig(), config_of(**fields))
+    assert reason is None if named is None else named in reason
+
+
+def test_the_log_promises_nothing_where_nothing_is_sparse(engine, llama, said):
+    engine({"min_length": 2000})
+    assert "min_length is 2,000 and max_model_len 1,024" in " ".join(said)
+    assert "layers are sparse" not in " ".join(said)
+
+
+def test_the_extra_installs_a_supported_version():
+    words = (Path(__file__).parents[2] / "setup.cfg").read_text()
+    oldest, below = re.search(r"^vllm = vllm>=([\d.]+),<([\d.]+)$", words, re.M).groups()
+    major, minor = map(int, cab_hf.vllm.NEWEST.split("."))
+    assert (oldest, below) == (cab_hf.vllm.OLDEST, f"{major}.{minor + 1}")
+
+
+@pytest.mark.parametrize(("version", "runs"), [("0.33.0", True), ("0.34.0", False)])
+def test_versions_up_to_the_newest_are_supported(version, runs, monkeypatch):
+    monkeypatch.setattr("vllm.__version__", version)
+    assert (cab_hf.vllm._unsupported() is None) == runs
+
+
+def test_vllm_has_the_options_that_its_recipes_name():
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
+    serve = [code for code in page.split("```")[1::2] if "vllm serve" in code]
+    named = set(re.findall(r"(?<!\S)--[a-z-]+", " ".join(serve)))
+    assert len(named) > 5
+    folder = Path(vllm.__file__).parent
+    files = [folder / "engine" / "arg_utils.py", *(folder / "entrypoints").rglob("*.py")]
+    source = " ".join(file.read_text("utf-8") for file in files)
+    assert {name for name in named if f'"{name}"' not in source} == set()
+
+
+def test_custom_on_a_cpu_turns_it_on():
+    assert settings_of(config_of(backend="CUSTOM")) == CabConfig()
+    assert settings_of(config_of()) is None
+
+
+def test_an_engine_on_a_cpu_takes_the_name_of_the_backend(engine):
+    ours = engine(None, attention_backend="CUSTOM").llm_engine
+    assert ours.vllm_config.additional_config["cab"] == settings_of(ours.vllm_config).to_dict()
+    assert "Cab" in type(ours.engine_core.engine_core.scheduler).__name__
+
+
+def test_a_process_without_the_plugin_refuses_the_settings(monkeypatch):
+    monkeypatch.setattr(cab_hf.vllm, "_registered", False)
+    with pytest.raises(ValueError, match="VLLM_PLUGINS must contain cab_hf"):
+        settings_of(config_of(extra={"cab": {}}))
+
+
+def test_a_draft_model_has_no_settings():
+    extra = {"cab": {"dense_layers": [3]}}
+    assert settings_of(config_of(extra=extra, runner_type="draft")) is None
+    # nor has a config for which vLLM chooses a backend again, where there are several
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cab_hf.vllm, "backend_name", lambda: "CUSTOM")
+        with pytest.raises(ValueError, match="--attention-backend CUSTOM"):
+            settings_of(config_of(extra=extra))
+        assert settings_of(config_of(extra=extra | {cab_hf.vllm.PREPARED: True})) is None
+
+
+@pytest.mark.parametrize(
+    ("cab", "options", "named"),
+    [
+        ({"predictor": "rowz"}, {}, "rowz"),
+        ({"engine": "flax"}, {}, "flax"),
+        ({"engine": "triton"}, {}, "triton"),
+        (
+            {},
+            {"kv_transfer_config": KVTransferConfig("NixlConnector", kv_role="kv_both")},
+            "kv_connector is NixlConnector",
+        ),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_at_the_start(llama, cab, options, named):
+    with pytest.raises((ValueError, RuntimeError), match=named):
+        LLM(str(llama), additional_config={"cab": cab}, **START | options)
+
+
+def test_what_is_cached_is_keyed_by_the_settings():
+    sparse, dense = SamplingParams(), SamplingParams(extra_args={"cab": False})
+    one, other = CabConfig(), CabConfig(mass_threshold=0.01)
+    salts = [salt_of(one, sparse, None), salt_of(other, sparse, None), salt_of(one, dense, None)]
+    salts.append(salt_of(one, sparse, "tenant"))
+    assert len(set(salts)) == 4
+    assert salts[0] == salt_of(CabConfig(), sparse, None)
+    assert salts[2] == salt_of(other, dense, None)
+
+
+def test_a_request_is_read_densely_and_shares_no_cache(engine, llama):
+    ours, prompts = engine(SPARSE), [prompt(400, 5)]
+
+    def answer(value):
+        sampling = SamplingParams(
+            temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=0
+        )
+        sampling.extra_args = {"cab": value}
+        (found,) = ours.generate([{"prompt_token_ids": prompts[0]}], sampling, use_tqdm=False)
+        return found
+
+    sparse = [Reference(llama, SPARSE)(prompts[0], prompt_too=False)]
+    dense = served(engine(None), prompts, prompt_too=False)
+    assert abs(sparse[0][1][0] - dense[0][1][0]) > 1e-3
+    assert_same([read(answer(True))], sparse)
+    first, second = answer("false"), answer(0)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 384)
+    assert_same([read(first), read(second)], dense * 2)
+    with pytest.raises(ValueError, match="must be true or false, got 'maybe'"):
+        answer("maybe")
+
+
+def test_prompts_and_pairs_are_counted(engine, said):
+    ours = engine(SPARSE)
+    meter = metrics.METERS[ours.llm_engine.vllm_config.instance_id]
+    meter.publish()
+    before, messages = meter.totals(), len(said)
+    served(ours, [prompt(300, 7), prompt(20, 8), prompt(500, 9)], prompt_too=False)
+    meter.publish()
+    new = {name: total - before[name] for name, total in meter.totals().items()}
+    # a prompt of 20 tokens has no query block
+    assert new["sparse_prompts"] == 2
+    pairs = 3 * 4 * sum(n * (n + 1) // 2 for n in (300, 500))
+    assert 0.1 < new["attended_pairs"] / new["possible_pairs"] < 1
+    assert new["possible_pairs"] == pairs
+    assert "2 sparse prompts, density 0." in " ".join(said[messages:])
+    page = generate_latest(REGISTRY).decode()
+    total = metrics.totals_of(metrics._totals.instances)["attended_pairs"]
+    shown = re.search(r"^cab_hf:attended_pairs_total (\S+)$", page, re.M)
+    assert shown is not None and float(shown[1]) == total
+    assert json.loads(meter.file.read_text()) == meter.totals()
