@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from tqdm import tqdm
 
 from cab_hf import __version__
-from cab_hf.config import CabConfig
+from cab_hf.config import OLD_OUTLIERS, CabConfig
 from cab_hf.eval import report
 from cab_hf.runs.log import (
     Log,
@@ -345,6 +345,10 @@ def report_text(kind: type[Experiment], rows: Sequence[Row], provenance: Row) ->
     return "\n\n".join(parts) + "\n"
 
 
+# fields of the default from before typical queries were scored on strided keys
+EARLIER_DEFAULT = {OLD_OUTLIERS: 16, "typical_queries": 8, "mass_threshold": 0.0025}
+
+
 def unmeasured(provenance: Row) -> dict[str, str]:
     """Return a table of the cells that a later run should measure, by heading; {} without any."""
     cells = provenance.get("failed")
@@ -369,18 +373,33 @@ def configs(settings: Row) -> list[str]:
     for name, config in known.items():
         if config and of_today(config):
             shown = json.dumps(unlike_default(config))
-            made.append(
-                f"Config of {name}: `{shown}`, other fields as in the default of cab_hf "
-                f"{__version__}"
-            )
+            default = f"the default of cab_hf {__version__}"
+            if is_earlier(config):
+                default = "the earlier default (8 typical queries on every key)"
+            made.append(f"Config of {name}: `{shown}`, other fields as in {default}")
         elif config:
             made.append(f"Config of {name}: `{json.dumps(config)}`")
     return made
 
 
 def of_today(config: Row) -> bool:
-    """Return True if `CabConfig` has every field of a config that a run recorded."""
-    return without_unset_share(config).keys() <= {field.name for field in fields(CabConfig)}
+    """Return True if `CabConfig` has every field of a recorded config, renamed ones included."""
+    known = {field.name for field in fields(CabConfig)} | default_of(config).keys()
+    return without_unset_share(config).keys() <= known
+
+
+def is_earlier(config: Row) -> bool:
+    """Return True for a recorded config from before typical queries were scored on strided keys."""
+    return OLD_OUTLIERS in config
+
+
+def default_of(config: Row) -> dict[str, Any]:
+    """Return the fields of the default at the time of a recorded config."""
+    default = CabConfig().to_dict()
+    if not is_earlier(config):
+        return default
+    later = {"outlier_queries", "typical_key_stride"}
+    return {name: x for name, x in default.items() if name not in later} | EARLIER_DEFAULT
 
 
 def without_unset_share(config: Row) -> dict[str, Any]:
@@ -389,8 +408,8 @@ def without_unset_share(config: Row) -> dict[str, Any]:
 
 
 def unlike_default(config: Row) -> dict[str, Any]:
-    """Return the fields of a saved config that differ from the default."""
-    default = CabConfig().to_dict()
+    """Return the fields of a recorded config that differ from the default of its time."""
+    default = default_of(config)
     return {name: value for name, value in config.items() if value != default.get(name)}
 
 

@@ -21,6 +21,7 @@ from cab_hf.eval.experiment import (
     RESULTS,
     Experiment,
     Row,
+    is_earlier,
     named,
     of_today,
     unlike_default,
@@ -269,7 +270,8 @@ def _over_texts(rows: Sequence[Row]) -> Iterator[Row]:
             for name, value in sorted(unlike_default(config).items())
             if name not in ("head_map", "origin") and (name, value) != ("min_length", 0)
         ]
-        setting = ", ".join(other) or ("default" if config else first["method"])
+        default = "earlier default" if is_earlier(config) else "default"
+        setting = ", ".join(other) or (default if config else first["method"])
         mean, threshold = _mean(some), config.get("mass_threshold")
         if threshold is not None:
             threshold *= min(1, THRESHOLD_KEYS / first["length"])
@@ -418,7 +420,7 @@ ROWS: dict[str | None, Callable[[list[Row]], Sequence[Row] | Iterator[Row]]] = {
 
 
 def by_default(result: Results) -> bool:
-    """Return True if `fidelity` ran there with today's default at any ``min_length``."""
+    """Return True if `fidelity` ran there with the default of its time at any ``min_length``."""
     read_by = {row.get("method") for row in result.rows}
     if result.provenance["experiment"] != "fidelity" or CAB not in read_by:
         return False
@@ -426,7 +428,7 @@ def by_default(result: Results) -> bool:
     config = without_unset_share(configs.get(CAB, {}))
     if not config or not of_today(config):
         return False
-    return CabConfig.reading({**config, "min_length": CabConfig.min_length}) == CabConfig()
+    return unlike_default({**config, "min_length": CabConfig.min_length}) == {}
 
 
 class Models(Table):

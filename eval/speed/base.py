@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from cab_hf.config import CabConfig
-from cab_hf.eval.experiment import Experiment, Row
+from cab_hf.eval.experiment import Experiment, Row, default_of, is_earlier, unlike_default
 from cab_hf.eval.methods import known
 from cab_hf.eval.report import digits, grouped, seconds
 from cab_hf.eval.speed import dense
@@ -325,9 +325,11 @@ def by_length(samples: Sequence[Row], derived: Sequence[str] = ()) -> list[dict[
 
 def made_of(shape: str, settings: Mapping[str, Any]) -> str:
     """Describe inputs, config and clock for a report; ``settings`` are recorded ones."""
-    default, recorded = CabConfig().to_dict(), settings["cab_config"]
-    config = {name: each for name, each in recorded.items() if default.get(name) != each}
+    recorded = settings["cab_config"]
+    config, default = unlike_default(recorded), default_of(recorded)
     chosen = f"CabConfig with {config}" if config else "default CabConfig"
+    if is_earlier(recorded):
+        chosen += " (the earlier default: 8 typical queries on every key)"
     if recorded.keys() - default.keys():
         chosen = "block selection of cab_hf 0.2, with the settings in the command"
     return f"{shape}; {chosen}.\n\nMethod: {settings['method']}."

@@ -12,7 +12,7 @@ from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-BEGIN, END = "<!-- table: vllm_classes -->", "<!-- end -->"
+BEGIN, END = "<!-- classes -->", "<!-- end -->"
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 
 # features of the attention layers of a source, and the layers that stay dense because of them
