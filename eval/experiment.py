@@ -318,7 +318,7 @@ def _rows(kind: type[Experiment], samples: Sequence[Row], settings: Row, path: P
         if all(name in sample for sample in samples):
             raise
         raise LogError(
-            f"{path} has a sample without {name!r}; repair it or give another --out."
+            f"{path} has a sample without {name!r}. Repair it or give another --out."
         ) from error
 
 

@@ -440,15 +440,15 @@ class TextDocuments(Texts):
                 tokens = np.asarray((*self._before, *ids, *self._after), dtype=np.int32)
                 made = tokens, np.append(tokens[1:], np.int32(IGNORED))
                 return Document(len(tokens), lambda made=made: made)
-        which, remedy = "documents", "leave it out"
+        which, remedy = "documents", "or leave the source out"
         if self._part.held_out and self._part.every > 1:
-            which, remedy = "held-out documents", "use --held-out 0 or --validation"
+            which, remedy = "held-out documents", "or use --held-out 0 or --validation"
         elif self._part.every > 1:
-            which = "documents, in addition to those held out,"
-            remedy = "use --held-out 0 or --validation, or leave it out"
+            which = "documents that are not held out,"
+            remedy = "use --held-out 0 or --validation, or leave the source out"
         raise UsageError(
-            f"source {self._source.name!r} has only {which} of fewer than two tokens, the fewest "
-            f"that can be learnt or evaluated; give it longer ones, {remedy}."
+            f"source {self._source.name!r} must contain {which} of two tokens or more, got only "
+            f"shorter ones. Give longer documents, {remedy}."
         )
 
 

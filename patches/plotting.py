@@ -114,7 +114,7 @@ def _require_prompt(input_ids: Any, model: PreTrainedModel) -> None:
     """Raise a ValueError unless ``input_ids`` is one prompt of tokens that the model knows."""
     is_tensor = isinstance(input_ids, Tensor)
     is_prompt = is_tensor and input_ids.ndim == 2 and len(input_ids) == 1 and input_ids.numel()
-    require(is_prompt, "input_ids", input_ids, "the tokens of one text, a tensor [1, N]")
+    require(is_prompt, "input_ids", input_ids, "the tokens of one prompt, a tensor [1, N]")
     dtype = input_ids.dtype
     is_whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     require(is_whole, "input_ids", dtype, "a tensor of integers, such as torch.int64")

@@ -134,7 +134,7 @@ def _loaded(folder, fields):
         ),
         pytest.param(
             {"predictor": "curvature"},
-            "CabConfig.predictor is 'curvature'; registered are ",
+            "CabConfig.predictor must be one of ",
             id="unknown-predictor",
         ),
     ],

@@ -89,7 +89,7 @@ def require_as_by_sdpa(loaded, apart):
     assert (answers(model) - dense).abs().mean() < apart
     cab_hf.apply_cab(model, SPARSE)
     answers(model)
-    assert cab_hf.stats(model)[0]["density"] < 0.9
+    assert cab_hf.stats(model)[0]["density"] < 0.95
 
 
 def test_torchao_rounds_inputs_where_that_is_compiled(monkeypatch):

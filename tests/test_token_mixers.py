@@ -56,5 +56,5 @@ def test_training_on_packed_documents_refuses_them(attention, what, tmp_path, ca
     make_tokenizer().save_pretrained(tmp_path)
     words = [*SMALL, "--model", str(tmp_path), "--attention", attention, *filter(None, [what])]
     assert lora.main([*words, "--out", str(tmp_path / "out")]) == 2
-    sentence = "BambaForCausalLM has layers that mix tokens without attention (BambaMixer); packed"
+    sentence = "BambaForCausalLM has layers that mix tokens without attention (BambaMixer); such"
     assert sentence in capsys.readouterr().err

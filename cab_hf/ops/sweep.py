@@ -43,7 +43,7 @@ LEAST_KEYS = 16
 MOST_BLOCKS_PER_STEP = 8
 WARPS = 4
 # registers per thread
-REGISTERS = 128
+REGISTERS = 168
 # tiles of keys in flight
 STAGES = 3
 # bytes of a tile of keys, at most

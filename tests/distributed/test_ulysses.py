@@ -165,4 +165,4 @@ def test_budgets_of_each_head_are_refused(ranks):
     step_of = (("cab", tables), *batch_of(TEXTS["one-text"]))
     for outcome in ranks.outcomes(2, step_on_a_rank, "torch", *step_of):
         assert isinstance(outcome, Failure) and outcome.kind == "ValueError"
-        assert "2 layers of 6 heads, which do not fit layer 0 of 3 heads" in outcome.sentence
+        assert "layer 0 with 3 heads, got a table of 2 layers of 6 heads" in outcome.sentence

@@ -171,12 +171,12 @@ def test_a_sample_without_a_field_that_rows_need_is_refused(tmp_path, monkeypatc
     monkeypatch.setattr(
         Powers, "rows", staticmethod(lambda samples, _: [{"value": s["value"]} for s in samples])
     )
-    with pytest.raises(LogError, match=r"samples\.jsonl has a sample without 'value'; repair it"):
+    with pytest.raises(LogError, match=r"samples\.jsonl has a sample without 'value'. Repair it"):
         start(tmp_path)
     monkeypatch.setattr(Powers, "rows", staticmethod(lambda samples, settings: settings["none"]))
     path.write_text(path.read_text().replace('"worth": 4', '"none": 1, "value": 4'))
     monkeypatch.setattr(Powers, "measured", staticmethod(lambda sample: ("value", "none")))
-    with pytest.raises(LogError, match=r"samples\.jsonl, line 2 has no 'none'; repair it"):
+    with pytest.raises(LogError, match=r"samples\.jsonl, line 2 has no 'none'\. Repair it"):
         start(tmp_path)
 
 

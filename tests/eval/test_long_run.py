@@ -288,4 +288,4 @@ def test_a_sample_without_a_measured_field_is_refused(
             rest = json.dumps({x: value for x, value in sample.items() if x != field})
             (tmp_path / "samples.jsonl").write_text(f"{header}\n{line}\n{rest}\n")
             assert start(name, model_folder, tmp_path) == 2
-            assert f"samples.jsonl, line 3 has no {field!r}; repair it" in capsys.readouterr().err
+            assert f"samples.jsonl, line 3 has no {field!r}. Repair it" in capsys.readouterr().err

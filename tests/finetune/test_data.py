@@ -337,9 +337,9 @@ def test_a_run_says_which_documents_are_held_out(tmp_path, rows, sentence):
 @pytest.mark.parametrize(
     ("texts", "only_held_out", "sentence"),
     [
-        (["", "a b c", "", "a"], False, "only documents, in addition to those held out, of fewer"),
-        (["", "a", ""], True, "only held-out documents of fewer than two tokens"),
-        (["", "a", ""], False, "fewer than two tokens, the fewest .* use --held-out 0"),
+        (["", "a b c", "", "a"], False, "must contain documents that are not held out, of two"),
+        (["", "a", ""], True, "must contain held-out documents of two tokens or more"),
+        (["", "a", ""], False, "of two tokens or more.* use --held-out 0"),
     ],
 )
 def test_the_refusal_of_empty_documents_names_the_part(texts, only_held_out, sentence):

@@ -99,8 +99,9 @@ def test_large_heads_float32_and_soft_caps_fit(chip):
 def test_no_length_is_compiled_for():
     compiled = compiling("9.0", ("choose", {}, "bfloat16", 128, LENGTHS))
     times = {name: count for name, (count, *_) in compiled.items()}
-    # outliers on their channels, typical queries on all; plans that name rows, and that sample
-    assert times.pop("_scored_rows_kernel") <= 2 and times.pop("_pairs_kernel") <= 2
+    # outliers and typical queries differ in channels and keys; plans name rows, or sample
+    for name in ("_scored_rows_kernel", "_sweep_kernel", "_pairs_kernel"):
+        assert times.pop(name) <= 2
     assert set(times.values()) == {1}, times
 
 

@@ -80,7 +80,7 @@ def test_what_a_query_cannot_see_is_blank(model):
         (
             {"input_ids": [[1, 2]]},
             {},
-            r"input_ids is \[\[1, 2\]\]; it must be the tokens of one text",
+            r"input_ids is \[\[1, 2\]\]; it must be the tokens of one prompt",
         ),
         ({"input_ids": tokens(1, 0)}, {}, r"input_ids is a tensor of shape \(1, 0\); it must be"),
         ({"input_ids": tokens(1, 9).float()}, {}, "input_ids is torch.float32; it must be"),
