@@ -1,4 +1,4 @@
-"""Curvature-aware block-sparse attention for Hugging Face causal language models.
+"""Block-sparse attention for Hugging Face causal language models.
 
 Importing registers the attention implementations "cab", "cab_frc" and "cab_dense" with
 transformers.

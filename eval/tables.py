@@ -261,17 +261,25 @@ def _over_texts(rows: Sequence[Row]) -> Iterator[Row]:
     ``gain`` is the time of dense attention divided by that of the method. ``threshold`` is the mass
     threshold of the last row, ``mass_threshold * min(1, 32768 / length)``.
     """
-    for some in sorted(grouped(rows, "length", "method"), key=lambda some: some[0]["length"]):
+
+    def config_of(row: Row) -> Row:
+        return row["run"]["settings"]["cab_configs"].get(row["method"], {})
+
+    # a method of the same name may have been measured with an earlier default as well
+    rows = [{**row, "is_earlier": is_earlier(config_of(row))} for row in rows]
+    groups = grouped(rows, "length", "method", "is_earlier")
+    for some in sorted(groups, key=lambda some: some[0]["length"]):
         first = some[0]
-        config = first["run"]["settings"]["cab_configs"].get(first["method"], {})
+        config = config_of(first)
         # every comparison sets min_length to 0, and the tables of a cascade are in a file
         other = [
             f"{name}={value}"
             for name, value in sorted(unlike_default(config).items())
             if name not in ("head_map", "origin") and (name, value) != ("min_length", 0)
         ]
-        default = "earlier default" if is_earlier(config) else "default"
-        setting = ", ".join(other) or (default if config else first["method"])
+        if first["is_earlier"]:
+            other = ["earlier default", *other]
+        setting = ", ".join(other) or ("default" if config else first["method"])
         mean, threshold = _mean(some), config.get("mass_threshold")
         if threshold is not None:
             threshold *= min(1, THRESHOLD_KEYS / first["length"])
