@@ -1,4 +1,4 @@
-"""Computing: the engines that run attention under a plan, and which of them runs what."""
+"""Engines that compute attention under a plan, and the choice of an engine for a workload."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from cab_hf.capability import HOPPER, NONE, capability
 from cab_hf.ops import HAS_TRITON, Workload, reference
 from cab_hf.ops.attention import complete, ffpa, gather, traced
 
-# SDPA's fast kernels end here; beyond, all it has is memory-efficient attention
+# head dims above this have no fast kernel in SDPA, only memory-efficient attention
 SDPA_HEAD_DIM = 256
-# queries times keys of blocks from which a CPU gathers what they list: smaller ones are many calls
+# a CPU gathers the listed keys from this many (query, key) pairs per block on; smaller blocks need
+# too many calls
 GATHERED_FROM = 64 * 64
 
 
 class Engine(NamedTuple):
-    """One way to compute attention under a plan.
+    """Implementation of attention under a plan.
 
     Attributes:
-        name: as `CabConfig.engine` has it. Engines of one name are its backends.
-        load: imports what computes it, which models that never need it do not; see `attention`.
-        unavailable: why it cannot run some work, as half a sentence; None when it can.
-        label: its name for people, with the kernels that run some work where the name leaves it
-            open.
+        name: Value of `CabConfig.engine`. Engines of the same name are its backends.
+        load: Imports the implementation and returns it, see `attention`. Models that never use the
+            engine do not import it.
+        unavailable: Returns why the engine cannot run a workload, as half a sentence; None if it
+            can.
+        label: Returns a readable name; it includes the kernels if the name alone leaves them open.
     """
 
     name: str
@@ -40,13 +42,14 @@ class Engine(NamedTuple):
     def attention(self) -> Callable[..., Any]:
         """Attention under a plan, as `reference.attention` defines it.
 
-        (q [B, H, N_q, D], k [B, H_kv, N_k, D], v [B, H_kv, N_k, D_v], plan, scale, return_lse) to
-        [B, H, N_q, D_v]; with ``return_lse`` also the log-sum-exp, float32 [B, H, N_q].
+        The arguments are q [B, H, N_q, D], k [B, H_kv, N_k, D], v [B, H_kv, N_k, D_v], plan, scale
+        and return_lse. Returns [B, H, N_q, D_v]; with ``return_lse`` also the log-sum-exp, float32
+        [B, H, N_q].
         """
         return self.load()
 
     def capped(self, softcap: float | None) -> Engine:
-        """The same of soft-capped logits, or this one for None."""
+        """Return this engine with soft-capped logits, or unchanged for None."""
         if softcap is None:
             return self
         return self._replace(load=lambda: partial(self.load(), softcap=softcap))
@@ -79,7 +82,7 @@ def _triton_unavailable(work: Workload) -> str | None:
 
 
 def _flex() -> Callable[..., Any]:
-    # FlexAttention is a heavy import
+    # imported late, because FlexAttention is a heavy import
     from cab_hf.ops.attention import flex
 
     return partial(complete.attention, flex.attention)
@@ -126,7 +129,7 @@ def _flash_label(work: Workload) -> str:
     return "flex (FLASH, gradients by triton)"
 
 
-# plain PyTorch: everywhere, as the definition of a plan, and over the listed keys alone on a CPU
+# plain PyTorch: the reference runs everywhere; gather reads only the listed keys, on a CPU
 REFERENCE = Engine("reference", _reference, lambda _: None, lambda _: "reference")
 GATHER = Engine(
     "gather",
@@ -134,19 +137,19 @@ GATHER = Engine(
     _gather_unavailable,
     lambda _: "gather",
 )
-# our own kernels
+# Triton kernels of this package
 TRITON = Engine("triton", _triton, _triton_unavailable, lambda _: "triton")
-# FlexAttention: its TRITON backend on CUDA or its CPU one, and flash-attn-4's kernels
+# FlexAttention with its TRITON or CPU backend, and the kernels of flash-attn-4
 FLEX = Engine("flex", _flex, _flex_unavailable, _flex_label)
 FLASH = Engine("flex", _flash, _flash_unavailable, _flash_label)
 
 
 class DenseKernel(NamedTuple):
-    """One way to compute exact causal attention: of a text, or of the last of its queries.
+    """Implementation of exact causal attention for a whole sequence, or for its last queries.
 
     Attributes:
-        name: for people.
-        attention: (q [B, H, N_q, D], k and v [B, H_kv, N_k, D], scale) to [B, H, N_q, D].
+        name: Readable name.
+        attention: Maps q [B, H, N_q, D], k and v [B, H_kv, N_k, D] and scale to [B, H, N_q, D].
     """
 
     name: str
@@ -160,30 +163,30 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     )
 
 
-# PyTorch's own, and ffpa-attn's for large heads of texts that have no cache
+# PyTorch's own kernels; and those of ffpa-attn for large heads, without a cache
 SDPA, FFPA = DenseKernel("sdpa", _sdpa), DenseKernel("ffpa", ffpa.attention)
-# engines by name, the preferred first
+# engines by name, the preferred backend first
 ENGINES: dict[str, tuple[Engine, ...]] = {
     "reference": (REFERENCE,),
     "gather": (GATHER,),
     "flex": (FLASH, FLEX),
     "triton": (TRITON,),
 }
-# the fastest first; tests hold the order to what was measured, in eval/results/speed-attention and
+# fastest first; tests compare the order with the measurements in eval/results/speed-attention and
 # eval/results/speed-attention-without-flash
 FASTEST = (FLASH, TRITON, FLEX, REFERENCE)
-# on GPUs before Hopper nothing was measured
+# order on GPUs before Hopper, where nothing was measured
 UNMEASURED = (FLASH, FLEX, TRITON, REFERENCE)
 
 
 def choose(name: str, work: Workload) -> Engine:
-    """The engine that runs ``work``: one of that name, or for ``"auto"`` the fastest that can.
+    """Return the engine for ``work``: a backend of that name, or for ``"auto"`` the fastest one.
 
     Raises:
-        ValueError: for an unknown name, or a named engine that cannot run this.
+        ValueError: If the name is unknown, or if no backend of that name can run ``work``.
     """
     if name == "auto":
-        # a compiled kernel is compiled on CPU for every new length
+        # no compiled kernel: on CPU it would be compiled for every new length
         if work.device == "cpu":
             large = work.query_block * work.key_block >= GATHERED_FROM
             return GATHER if large and GATHER.unavailable(work) is None else REFERENCE
@@ -203,10 +206,12 @@ def choose(name: str, work: Workload) -> Engine:
 
 
 def exact(work: Workload, length: int | None) -> Engine | DenseKernel:
-    """What computes exact attention: SDPA, FFPA, or an engine under a plan that keeps everything.
+    """Return what computes exact attention: SDPA, FFPA, or an engine under a plan of all blocks.
 
-    ``length`` is that of queries and keys where nothing but causality masks them, else None. SDPA's
-    fast kernels take neither masks nor head dims above `SDPA_HEAD_DIM`.
+    SDPA's fast kernels support neither masks nor head dims above `SDPA_HEAD_DIM`.
+
+    Args:
+        length: Number of queries and of keys if causality is the only mask, else None.
     """
     if length is not None and work.head_dim <= SDPA_HEAD_DIM:
         return SDPA
@@ -219,7 +224,7 @@ def exact(work: Workload, length: int | None) -> Engine | DenseKernel:
     return TRITON
 
 
-# constants where a model is compiled: lookups of packages and of the device are not traced
+# constants of a compiled model: torch.compile cannot trace lookups of packages and devices
 @torch.compiler.assume_constant_result
 def _measured_here() -> bool:
     return torch.cuda.is_available() and capability()[0] >= HOPPER

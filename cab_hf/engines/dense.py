@@ -1,4 +1,4 @@
-"""Exact attention: by a dense kernel where one is fast, else under a plan or masks of few rows."""
+"""Exact attention: by a dense kernel if one is fast, else under a plan or masks of few rows."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from cab_hf.ops.decode import Choice
 from cab_hf.ops.reference import Masks
 from cab_hf.plan import EXACT_BLOCK
 
-# query rows that share one mask tensor, and the elements it may have: they bound memory, not the
-# result
+# query rows that share one mask tensor, and the most elements of this tensor: both bound memory,
+# not the result
 ROWS_AT_A_TIME = 1024
 MASK_AT_A_TIME = 1 << 28
-# logits that the backward pass of a compiled model holds
+# logits in memory at a time in the backward pass of a compiled model
 LOGITS_AT_A_TIME = 1 << 26
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Exact attention by a dense kernel, of a text that nothing but causality masks.
+    """Exact attention by a dense kernel, for sequences without a mask except causality.
 
     Attributes:
-        engine: what computes it.
-        kind: ``"exact"``, or ``"decode"``: exact for so few queries that choosing blocks for them
-            does not pay.
-        reason: why it is not sparse, as half a sentence; None where it was not requested to be.
+        engine: The kernel or engine.
+        kind: ``"exact"``; or ``"decode"`` if there are too few queries for sparse attention to pay.
+        reason: Why the call is not sparse, as half a sentence; None if sparse attention was not
+            requested.
     """
 
     engine: Engine | DenseKernel
@@ -42,12 +42,12 @@ class Exact:
     reason: str | None = None
 
     def attend(self, call: Call) -> Tensor:
-        """[B, H, N_q, D_v] of a call."""
+        """Return the output [B, H, N_q, D_v] of a call."""
         return self.engine.attention(call.q, *_written(call), call.scale)
 
 
 class ExactByBlocks(Exact):
-    """Exact attention by an engine, under a plan that keeps everything."""
+    """Exact attention by an engine, under a plan of all blocks."""
 
     def attend(self, call: Call) -> Tensor:
         size = call.text.exact_block or EXACT_BLOCK
@@ -58,11 +58,11 @@ class ExactByBlocks(Exact):
 
 
 class ExactByRows(Exact):
-    """Exact attention under a mask of its own for some rows at a time, by SDPA.
+    """Exact attention by SDPA, under a separate mask for each chunk of rows.
 
-    Of one query by the kernel of sparse decode, with all keys that may be seen: SDPA's kernels
-    have a program for each row of a batch and head, which are few, read every slot, and know
-    neither sinks nor soft caps.
+    The sparse decode kernel serves single queries, with all visible keys selected. SDPA would run
+    one program per batch row and head, which are few. It would also read every slot, and it
+    supports neither sinks nor soft caps.
     """
 
     def attend(self, call: Call) -> Tensor:
@@ -75,13 +75,13 @@ class ExactByRows(Exact):
 
 
 def _written(call: Call) -> tuple[Tensor, Tensor]:
-    """k and v without the slots of a static cache that nothing is written to, where it is known."""
+    """Return k and v without unwritten slots of a static cache, if the length is known."""
     length = call.text.kv_length
     return (call.k, call.v) if length is None else (call.k[:, :, :length], call.v[:, :, :length])
 
 
 def _all_seen(text: CabMask, k: Tensor) -> Choice:
-    """The keys of k [B, H_kv, N, D] that one query may see; found once for all layers."""
+    """Return the visible keys of k [B, H_kv, N, D] for one query; cached for all layers."""
     batch, kv_heads, slots = k.shape[:3]
     seen: Choice = text.state.once(
         ("all keys of a decode step", slots, k.device),
@@ -104,7 +104,7 @@ def _by_rows(query: Tensor, key: Tensor, value: Tensor, mask: CabMask, scale: fl
 
 
 def _masks(query: Tensor, key: Tensor, mask: CabMask, at_a_time: int) -> Iterator[Masks]:
-    """What the queries may see, some rows at a time: ``at_a_time`` pairs of a query and a key."""
+    """Yield the visible keys of chunks of rows, with ``at_a_time`` (query, key) pairs per chunk."""
     q_length, kv_length = query.shape[2], key.shape[2]
     known = not isinstance(mask.q_slot, Tensor)
     reach = kv_length if mask.window is None else min(kv_length, mask.window + ROWS_AT_A_TIME)
@@ -118,10 +118,10 @@ def _masks(query: Tensor, key: Tensor, mask: CabMask, at_a_time: int) -> Iterato
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: float) -> Tensor:
-    """SDPA under the mask ``rows``, bool [B or 1, 1, N_q, N_k]: [B, H, N_q, D].
+    """Compute SDPA under the mask ``rows``, bool [B or 1, 1, N_q, N_k]: [B, H, N_q, D].
 
-    SDPA's fast kernels take a mask only where every query head has keys of its own. The queries of
-    a group become more queries of their KV head, so that no key is repeated.
+    SDPA's fast kernels accept a mask only if q and k have the same number of heads. Therefore the
+    queries of a group become more queries of their KV head, and no key is repeated.
     """
     batch, kv_heads = key.shape[:2]
     group, length = query.shape[1] // kv_heads, query.shape[2]
@@ -132,7 +132,7 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: floa
 
 
 def _mask_of(query: Tensor, key: Tensor, values: tuple) -> CabMask:
-    """The mask of the values that `_by_rows` passes to the op."""
+    """Build the mask from the values that `_by_rows` passes to the op."""
     valid, document, window, chunks_from, slot, live, _ = values
     q_slot = slot if live is None else live
     shape = query.shape[0], query.shape[2], key.shape[2]

@@ -1,4 +1,7 @@
-"""Sparse attention: a predictor chooses blocks, an engine attends them, and pairs are counted."""
+"""Sparse attention: a predictor selects blocks, an engine attends to them.
+
+The (query, key) pairs of each layer are counted.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,12 @@ from cab_hf.predictors import make_predictor
 
 @dataclass(frozen=True)
 class Sparse:
-    """Attention under the plan of a predictor.
+    """Sparse attention under the plan of a predictor.
 
     Attributes:
-        engine, kind, reason: as of `Exact`.
-        config: the settings of the call, of which a chunk has no dense tail that is not in it.
+        engine, kind, reason: See `Exact`.
+        config: Settings of the call, without a dense tail if the call is a chunk that does not
+            contain it.
     """
 
     engine: Engine
@@ -36,7 +40,7 @@ class Sparse:
         """Return the output [B, H, N_q, D_v] of a call.
 
         Raises:
-            NotImplementedError: for queries, keys or values that `torch.vmap` batches.
+            NotImplementedError: If `torch.vmap` batches queries, keys or values.
         """
         refuse_vmap("the input of sparse attention", call.q, call.k, call.v)
         layout = call.text.layout(*blocks_of(self.config), call.q.device)
@@ -49,7 +53,7 @@ class Sparse:
                     "sampled_one_in is set for packed documents under torch.compile, where blocks "
                     "that hold parts of several cannot be sampled; do not compile, or set it to 0."
                 )
-            # also when a layer is computed again: dropout behind it then draws the same
+            # drawn even if a layer is recomputed, so that dropout after it draws the same numbers
             seed = torch.randint(2**62, (), device=q.device)
 
         def predict() -> BlockPlan:
@@ -64,17 +68,17 @@ class Sparse:
         return layout.restore(out)
 
     def choose(self, call: Call, layout: Any, q: Tensor, k: Tensor) -> BlockPlan:
-        """What the predictor chooses for q and k of the call's ``layout``."""
+        """Return the plan that the predictor makes for q and k in the ``layout`` of the call."""
         config = self.config
         context = call.context(layout.spans, call.text.state.shared)
         plan = layout.choose(make_predictor(config), q, k, context)
         short = layout.short(config.query_block, config.min_length, plan.query_block)
-        # documents that would be exact alone
+        # documents that would be exact if they were not packed
         return plan if short is None else plan.with_dense_rows(short)
 
 
 def refuse_sample(work: Workload) -> None:
-    """Refuse sampled blocks where our own kernels, which attend them, cannot run; ValueError."""
+    """Raise ValueError if sampled blocks cannot be attended, because engine 'triton' cannot run."""
     reason = TRITON.unavailable(work) if work.device == "cuda" else None
     if reason is not None:
         raise ValueError(
@@ -83,14 +87,15 @@ def refuse_sample(work: Workload) -> None:
         )
 
 
-# (query, key) pairs that each layer attended and could have attended: int64 [2], on its device
+# (query, key) pairs that each layer attended, and all causal pairs: int64 [2], on the layer's
+# device
 attended: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 
 
 def _count(layer: nn.Module, plan: BlockPlan) -> None:
     before = attended.get(layer)
     if plan.full.counts.is_cuda and HAS_TRITON:
-        # models on the CPU never need Triton
+        # imported late, because models on the CPU never need Triton
         from cab_hf.ops.pairs import add_pairs
 
         attended[layer] = add_pairs(plan, before)

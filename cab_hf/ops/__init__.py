@@ -1,4 +1,7 @@
-"""One file an op: its kernels and the function that launches them; `reference` defines them all."""
+"""Ops: one file per op with its kernels and the function that launches them.
+
+`reference` defines every op in plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,23 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-# looked up once: torch.compile cannot trace a search for packages
+# looked up at import: torch.compile cannot trace a search for packages
 HAS_TRITON = find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What kernels of attention must be able to run.
+    """Requirements that a call of attention makes of a kernel.
 
     Attributes:
-        device: torch device type, e.g. ``"cuda"``.
-        training: whether gradients flow through attention.
-        query_block, key_block: of the plan.
-        sinks: whether heads have sinks, and a log-sum-exp is needed.
-        softcap: whether logits are soft-capped.
+        device: Torch device type, e.g. ``"cuda"``.
+        head_dim: Channels of q and k.
+        dtype: Dtype of q.
+        training: True if gradients flow through attention.
+        query_block: Tokens per query block of the plan.
+        key_block: Tokens per key block of the plan.
+        sinks: True if heads have sinks, which need the log-sum-exp.
+        softcap: True if logits are soft-capped.
     """
 
     device: str
@@ -37,11 +43,16 @@ class Workload:
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, blocks: tuple[int, int], **features: bool
     ) -> Workload:
-        """Of these tensors under a plan of such (query, key) blocks, with ``sinks`` and so on."""
+        """Return the workload of these tensors under a plan.
+
+        Args:
+            blocks: Tokens per query block and per key block.
+            features: ``sinks`` and ``softcap``.
+        """
         training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         return cls(q.device.type, q.shape[-1], q.dtype, training, *blocks, **features)
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """(query, key) block sizes."""
+        """Tokens per query block and per key block."""
         return self.query_block, self.key_block

@@ -1,4 +1,4 @@
-"""Tiles of keys whose blocks alternate, as the sweep multiplies them."""
+"""Tiles of keys for the sweep, in which the key blocks alternate."""
 
 from __future__ import annotations
 
@@ -12,23 +12,27 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cab_hf.ops import launch
 from cab_hf.ops.attention.tiles import Tiles, described, descriptors, vectors_at
 
-# lanes that hold a row of a product together, and its neighbouring columns that they hold
+# lanes that share a row of a product, and the neighbouring columns that these lanes hold
 LANES, COLUMNS_OF_LANES = 4, 8
 
 
 def alternating(
     keys: Tensor, first: int, key_block: int, tile: int
 ) -> tuple[list[TensorDescriptor | Tiles], int]:
-    """Tiles of keys [B, H_kv, N_k, C] whose key blocks alternate, and how many keys of one at once.
+    """Return tiles of keys [B, H_kv, N_k, C] whose key blocks alternate, and their interleave.
 
-    One of the first channels, one of the others. Of a row of a product each of `LANES` lanes holds
-    every fourth pair of columns: in the order of keys some of every block, whose largest is then
-    sought across lanes. Where blocks alternate a lane holds the logits of one block, and compares
-    registers. The copy engine reads them so, or pointers do.
+    In a row of a product, each of `LANES` lanes holds every fourth pair of columns. With keys in
+    order, a lane would hold some columns of every block, and a maximum per block would need
+    exchanges between lanes. With alternating blocks, a lane holds the logits of one block and
+    compares registers only. Tensor descriptors or pointers read the keys in this order.
+
+    Returns:
+        Two tiles, one of the first channels and one of the others, and the number of adjacent keys
+        of the same block.
     """
     blocks = max(1, tile // key_block)
     if blocks == 1:
-        # a block is one tile or several
+        # a block is one tile or several tiles
         key_block = together = tile
     else:
         together = min(COLUMNS_OF_LANES // min(LANES, blocks), key_block)
@@ -36,7 +40,7 @@ def alternating(
         parts = keys[..., :first], keys[..., first:] if first < keys.shape[3] else keys
         return descriptors(tile, *parts), together
     if missing := -keys.shape[2] % key_block:
-        # 8-bit floats are padded as bits
+        # pad 8-bit floats as bits: PyTorch cannot pad their dtype
         bits = keys.view(torch.uint8) if keys.element_size() == 1 else keys
         keys = F.pad(bits, (0, 0, 0, missing)).view(keys.dtype)
     # [plane, part of a block, block, key, C]
@@ -53,7 +57,7 @@ def load_keys(
     x, plane, kv_heads, column, key, SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, CHANNELS] of one of `alternating`: the keys that are ``key`` behind ``column``."""
+    """Load the keys ``column + key`` from a tile of `alternating`, [BLOCK_N, CHANNELS]."""
     if isinstance(x, tl.tensor_descriptor):
         tile = x.load([plane, 0, column // SIZE, 0, 0]).reshape(BLOCK_N, CHANNELS)
     else:

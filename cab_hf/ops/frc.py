@@ -1,4 +1,4 @@
-"""FRC on the GPU: the token of largest norm of every block. See `cab_hf.predictors.frc`."""
+"""FRC on the GPU: the token with the largest norm in every block; see `cab_hf.predictors.frc`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ ROWS = tl.constexpr(16)
 
 
 def largest_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False) -> Tensor:
-    """Return the token of largest norm of every block of x [B, H, N, D], float32 [B, H, M, D].
+    """Return the token with the largest norm in every block of x, float32 [B, H, M, D].
 
-    Strided views are read as they are, as long as D is contiguous. ``valid``, bool [B, N], and
-    ``mark`` are those of `cab_hf.predictors.frc.largest_tokens`.
+    Args:
+        x: [B, H, N, D]. Strided views are read in place if D is contiguous.
+        valid: bool [B, N], see `cab_hf.predictors.frc.largest_tokens`.
+        mark: See `cab_hf.predictors.frc.largest_tokens`.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, heads, length, dim = x.shape
@@ -32,7 +34,7 @@ def largest_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False) -> 
     return target
 
 
-# not compiled again for every length
+# the length must not cause another compilation
 @triton.jit(do_not_specialize=["length"])
 def _largest_kernel(
     x,
@@ -44,7 +46,7 @@ def _largest_kernel(
     D: tl.constexpr,
     MARK: tl.constexpr,
 ):
-    # heads run fastest: neighbouring programs read neighbouring memory of a [B, N, H, D] tensor
+    # heads vary fastest: neighbouring programs read neighbouring memory of a [B, N, H, D] tensor
     pid = tl.program_id(0).to(tl.int64)
     head = pid % heads
     blocks = tl.cdiv(length, BLOCK)

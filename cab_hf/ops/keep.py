@@ -1,7 +1,7 @@
-"""Which blocks are kept by what `sweep` leaves: shares, their weighted mean, a bit for each block.
+"""Selection of blocks from the output of `sweep`: shares, their weighted mean, one bit per block.
 
-A launch of its own: in the sweep's programs, few on a multiprocessor, it waited for memory longer
-than for anything else.
+This is a launch of its own. In the sweep's programs, of which few fit on a multiprocessor, this
+work spent most of its time waiting for memory.
 """
 
 import triton
@@ -9,11 +9,12 @@ import triton.language as tl
 
 from cab_hf.ops.attention.tiles import tanh
 
-# key blocks of a row that are weighed at a time, whole words of bits, and by how many warps
+# key blocks per step of a row, whole words of bits; and the warps of a program
 CHUNK, WARPS = 64, 1
 # bytes that a lane loads at a time
 BYTES_OF_A_LOAD = tl.constexpr(16)
-# arguments that are no reason to compile twice: those of the sweep, and others
+# arguments whose values must not cause another compilation: those shared with the sweep, then the
+# rest
 PLACES = ["columns", "all_columns", "begin", "start", "heads", "q_blocks"]
 NUMBERS = ["least_mass", "share", "kv_heads", "kv_blocks", "words", "bounds_plane"]
 NUMBERS += ["typical_columns", "outlier_columns", "all_typical_columns", "all_outlier_columns"]
@@ -23,7 +24,7 @@ NUMBERS += ["typical_columns", "outlier_columns", "all_typical_columns", "all_ou
 def scratch_of(
     scratch, plane, tile, begin, columns, all_columns, ROWS: tl.constexpr, GROWTH: tl.constexpr
 ):  # fmt: skip
-    """The first logit of a tile of rows."""
+    """Return a pointer to the first logit of a tile of rows."""
     before = (tile - begin) * all_columns
     if GROWTH > 0:
         before = GROWTH * (tile * (tile + 1) - begin * (begin + 1)) // 2
@@ -32,7 +33,7 @@ def scratch_of(
 
 @triton.jit
 def capped(logit, softcap):
-    """`reference.capped`; what is not seen stays so."""
+    """Return `reference.capped`; -inf stays -inf."""
     if softcap is not None:
         logit = tl.where(logit == float("-inf"), logit, softcap * tanh(logit / softcap))
     return logit
@@ -43,16 +44,16 @@ def _shares(
     samples, softcap, line, logits, begins, first, last, CHUNK: tl.constexpr, BLOCKS: tl.constexpr,
     ROWS: tl.constexpr, COUNT: tl.constexpr, KEY_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(maximum, sum) of the shares that the samples of a query block give to some key blocks.
+    """Return the maximum and the sum of the shares that the samples of a query block give.
 
     Args:
         line: The query block.
-        logits: Where the logits of its samples begin, [steps, ROWS, BLOCKS].
+        logits: Pointer to the logits of its samples, [steps, ROWS, BLOCKS].
         begins: The first of CHUNK key blocks.
-        first, last: Sampled keys that some sample sees. The scratch has no other steps.
+        first, last: Range of sampled keys that some sample sees. The scratch has no other steps.
 
     Returns:
-        Two [CHUNK].
+        Two tensors [CHUNK], one number per key block.
     """
     STEP: tl.constexpr = BLOCKS * KEY_BLOCK
     row = line * COUNT + tl.arange(0, COUNT)
@@ -80,7 +81,7 @@ def _shares(
 
 @triton.jit
 def _seen_by(samples, line, COUNT: tl.constexpr):
-    """The first and the last key that samples of a query block see, and how many see any."""
+    """Return the first and last key that samples of a block see, and the number that see any."""
     row = line * COUNT + tl.arange(0, COUNT)
     last = tl.load(samples[4] + row)
     first = tl.where(last >= 0, tl.load(samples[3] + row), 2147483647)
@@ -135,7 +136,7 @@ def _keep_kernel(
     """
     TYPICAL_ROWS: tl.constexpr = TYPICAL_Q_BLOCKS * TYPICAL
     plane = tl.program_id(1)
-    # the longest rows first
+    # the longest rows start first
     block = begin + tl.num_programs(0) - 1 - tl.program_id(0)
     if block >= q_blocks:
         return
@@ -161,7 +162,7 @@ def _keep_kernel(
     highest = tl.load(bounds + bounds_plane + at)
     sinks = tl.load(bounds + 2 * bounds_plane + at)
     local = tl.load(bounds + 3 * bounds_plane + at)
-    # a row of more keys spreads its attention over more blocks
+    # a row with more keys spreads its attention over more blocks
     longer = tl.maximum((highest - lowest + 1) / THRESHOLD_BLOCKS, 1.0)
     weight = tl.maximum(weight, 1e-30) / longer
     needed = least_mass * weight
@@ -169,7 +170,7 @@ def _keep_kernel(
         tail = tl.load(tails + at) != 0
     kv_plane = (start + plane) // heads * kv_heads + (start + plane) % heads // (heads // kv_heads)
     marked += kv_plane.to(tl.int64) * kv_blocks
-    # of all heads, where the other lines count those at hand
+    # index over all heads; the other indices count the heads of this launch
     own = (start + plane).to(tl.int64) * q_blocks + block
     found = 0
     for begins in range(lowest // CHUNK * CHUNK, highest + 1, CHUNK):
@@ -186,7 +187,7 @@ def _keep_kernel(
             mass += shares
             most = tl.maximum(most, largest)
         column = begins + tl.arange(0, CHUNK)
-        # NaN, the mass where a scored query is not finite, is not below any threshold
+        # NaN, the mass if a scored query is not finite, is not below any threshold
         keep = ~(mass < needed) | (most >= share)
         is_marked = tl.load(marked + column, mask=column < kv_blocks, other=0) != 0
         if scores is not None:

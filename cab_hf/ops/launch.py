@@ -1,4 +1,4 @@
-"""What kernels and their launches share: for whom they are, and on which device they run."""
+"""Helpers for kernel launches: supported inputs, and properties of the device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from cab_hf.capability import NAMED, NONE, capability
 
-# the maximum of nothing: infinity less infinity is no number
+# stands for the maximum of nothing: the difference of two infinities is NaN
 LOWEST = tl.constexpr(-1.0e30)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD_DIM = 256
 
 
 def unavailable(x: Tensor) -> str | None:
-    """Why q or k is not for the kernels of choosing, as half a sentence; None when it is."""
+    """Return why selection kernels cannot run on ``x``, as half a sentence; None if they can."""
     if not x.is_cuda:
         return f"runs on CUDA devices only, not {x.device.type}"
     if x.dtype not in DTYPES:
@@ -28,40 +28,49 @@ def unavailable(x: Tensor) -> str | None:
 
 
 def on_device_of(x: Tensor) -> torch.cuda.device | nullcontext:
-    """Triton launches on the current device: make it that of ``x``."""
+    """Return a context that makes the device of ``x`` current, because Triton launches there."""
     elsewhere = x.is_cuda and x.device.index != torch.cuda.current_device()
     return torch.cuda.device(x.device) if elsewhere else nullcontext()
 
 
 def early(x: Tensor) -> dict[str, bool]:
-    """Launches a kernel before the one in front of it is done, where the device can: it waits."""
+    """Return the options of a launch that overlaps with the end of the previous kernel.
+
+    The kernel must wait before it reads what the previous kernel writes. Needs compute capability
+    9.0.
+    """
     ahead = capability(x.device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if ahead else {"EARLY": False}
 
 
 def registers(x: Tensor, most: int) -> dict[str, int]:
-    """At most so many registers a thread; for AMD's GPUs Triton takes no such option."""
+    """Return the launch option that limits registers per thread; none on AMD's GPUs."""
     return {"maxnreg": most} if packed(x) else {}
 
 
 def packed(x: Tensor) -> bool:
-    """Whether kernels may use instructions of NVIDIA's GPUs."""
+    """Return True if kernels may use instructions of NVIDIA's GPUs."""
     return capability(x.device) > NONE
 
 
 def reads_by_descriptor(device: torch.device | str) -> bool:
-    """Whether kernels read tiles by tensor descriptors, as in Triton's interpreter.
+    """Return True if kernels read tiles by tensor descriptors, as in Triton's interpreter.
 
-    They do where tensor cores multiply what lies in shared memory: on Hopper and on Blackwell for
-    data centres. For older GPUs and AMD's, Triton turns a descriptor into one load a number; for
-    compute capability 12.0, what it copies to registers is spilled.
+    Descriptors pay where tensor cores read shared memory: on Hopper, and on Blackwell for data
+    centres. For older GPUs and AMD's, Triton compiles a descriptor to one load per number. On
+    compute capability 12.0 the tiles that are copied to registers are spilled.
     """
     interpreted = NAMED is None and torch.device(device).type == "cpu"
     return interpreted or (9, 0) <= capability(device) < (12, 0)
 
 
 def padding(valid: Tensor | None) -> tuple[Tensor | None, int, Tensor | None]:
-    """Padding as kernels read it: its mask, the stride of the mask, and where texts begin."""
+    """Return the arguments that describe padding to a kernel.
+
+    Returns:
+        The mask, its batch stride, and the first real token of each row, int32 [B]. Without
+        padding: None, 0 and None.
+    """
     if valid is None:
         return None, 0, None
     valid = valid if valid.stride(-1) == 1 else valid.contiguous()

@@ -1,7 +1,7 @@
-"""Choose by rows on the GPU, from q and scored keys to `BlockLists`.
+"""Selection by rows on the GPU, from q and scored keys to `BlockLists`.
 
 The definition is `cab_hf.predictors.rows.choose_by_reference`. No step waits for the device, and no
-shape depends on data, except where lists would be larger than `LISTS_AT_MOST`.
+shape depends on data, unless lists would be larger than `LISTS_AT_MOST`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from cab_hf.ops.launch import on_device_of
 from cab_hf.ops.sweep import RowRules, kept_blocks
 from cab_hf.plan import BlockLists, Spans, crossed_blocks
 
-# bytes of lists that are made as wide as a row could ever need; wider ones are measured first,
-# which waits for the device once
+# bytes of lists that are allocated at the largest width a row could need. The width of larger lists
+# is computed first, which synchronises with the device once
 LISTS_AT_MOST = 2 << 30
-# bytes of scores alive at a time, where rows are capped; heads take turns so that it is enough
+# bytes of scores alive at a time if rows are capped; larger scores are computed in groups of heads
 SCORE_BYTES_AT_A_TIME = 1 << 30
-# columns that a program turns into lists at a time
+# columns that a program converts to lists at a time
 CHUNK = 128
 
 
 def keys_of(k: Tensor, channels: tuple[int, ...]) -> list[Tensor]:
-    """`rows.scored_keys` of k [B, H_kv, N_k, D], in what its device multiplies."""
+    """Return `rows.scored_keys` of k [B, H_kv, N_k, D], in the dtype that the device multiplies."""
     with on_device_of(k):
         return list(rows.scored_keys(k, channels, rows.scored_dtype(k)))
 
@@ -46,14 +46,15 @@ def choose(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[BlockLists, BlockLists]:
-    """(full, partial) lists of the key blocks that each block of q [B, H, N_q, D] attends.
+    """Return the lists of full and of partial key blocks that each block of q attends.
 
-    Rows of ``spans.tail_rows``, where there are any, list nothing: the plan is to name them. Safe
-    in a CUDA graph once the channels have been on the device.
+    Query blocks of ``spans.tail_rows``, if any, list nothing: the plan must name these rows. Safe
+    in a CUDA graph after the table of channels has been copied to the device.
 
     Args:
-        keys, exponents: those of `keys_of`, for the same ``channels``.
-        sinks, softcap: see `reference.mass_by_rows`.
+        q: [B, H, N_q, D].
+        keys, exponents: From `keys_of`, for the same ``channels``.
+        sinks, softcap: See `reference.mass_by_rows`.
     """
     batch, heads, length, _ = q.shape
     blocks = blocks_of(config)
@@ -88,8 +89,8 @@ def choose(
         if config.max_density < 1:
             room = kv_blocks
             if ends is None or not rules.tail_listed:
-                # one more than the share: it is rounded up, and here in floating point. One more
-                # than what is forced, for a marked block
+                # one more than the share, which is rounded up, here in floating point; and one more
+                # than the forced blocks, for a marked block
                 forced = config.sink_blocks + max(config.local_blocks, crossed) + 1
                 room = max(int(config.max_density * kv_blocks) + 2, forced)
             made = _empty_lists(counts, min(kv_blocks, room), crossed if spans.aligned else room)
@@ -105,7 +106,7 @@ def choose(
 
 
 def _empty_lists(counts: Tensor, full: int, partial: int) -> tuple[BlockLists, BlockLists]:
-    """With room for so many blocks a row, [B, H, M_q] like ``counts``."""
+    """Allocate lists with ``full`` and ``partial`` indices per row; ``counts`` is [B, H, M_q]."""
     rooms = full, min(full, partial)
     full, partial = (counts.new_empty(*counts.shape, room) for room in rooms)
     return BlockLists(torch.empty_like(counts), full), BlockLists(torch.empty_like(counts), partial)
@@ -119,7 +120,7 @@ def _fill_capped(
     marked: Tensor,
     max_density: float,
 ) -> None:
-    """Fill the lists of rows that keep no more than a share: the best of what they would keep.
+    """Fill the lists of rows that select at most a share: the best of the blocks above a threshold.
 
     Args:
         marked: int8 [B, H_kv, M_k], `marks.marked_blocks`.
@@ -147,11 +148,12 @@ def _capturing(q: Tensor) -> bool:
 def fill_lists(bits: Tensor, bounds: Tensor, full: BlockLists, partial: BlockLists) -> None:
     """Fill the lists of every row, [B, H, M_q], with the blocks whose bits are set, ascending.
 
+    Blocks that all queries of a row see completely are full, the others are partial.
+
     Args:
-        bits: int32 [B, H, M_q, W]: bit j % 32 of word j // 32 is set where a row keeps block j.
+        bits: int32 [B, H, M_q, W]: bit j % 32 of word j // 32 is set if a row selects block j.
         bounds: int32 [6, B, M_q], `reference.row_bounds`.
-        full, partial: with room for what a row keeps of each. Blocks that all queries of a row see
-            wholly are full.
+        full, partial: Lists that are wide enough for the selected blocks of each kind.
     """
     heads, q_blocks, words = bits.shape[1:]
     _lists_kernel[(full.counts.numel(),)](
@@ -191,7 +193,7 @@ def _lists_kernel(
     plane = tl.num_programs(0) // heads
     low = tl.load(at)
     high = tl.load(at + plane)
-    # what every query of the row sees wholly
+    # the blocks that all queries of the row see completely
     whole_low = tl.load(at + 4 * plane)
     whole_high = tl.load(at + 5 * plane)
     bits += row * words
@@ -205,7 +207,7 @@ def _lists_kernel(
         word = tl.load(bits + column // 32, mask=there, other=0)
         kept = there & (((word >> (column % 32)) & 1) != 0)
         whole = (column >= whole_low) & (column <= whole_high)
-        # both ranks in one scan: full in the lower half, partial in the upper
+        # one scan yields both ranks: full blocks in the lower 16 bits, partial blocks in the upper
         step = tl.where(kept, tl.where(whole, 1, 65536), 0)
         rank = tl.cumsum(step, 0) - 1
         tl.store(full + full_count + (rank & 65535), column, mask=kept & whole)

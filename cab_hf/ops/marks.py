@@ -1,4 +1,4 @@
-"""Which key blocks hold a key that is not finite, on the GPU.
+"""Marks of key blocks that contain a key with NaN or an infinity, on the GPU.
 
 The definition is `reference.marked_blocks`.
 """
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from cab_hf.ops.rows import NOT_FINITE_EXPONENT
 
-# keys that a program reads
+# keys per program
 KEYS = 2048
 
 
 def marked_blocks(exponents: Tensor, valid: Tensor, key_block: int) -> Tensor:
-    """Return which key blocks hold a key that is marked and no padding, int8 [B, H_kv, M_k].
+    """Return which key blocks contain a marked key that is not padding, int8 [B, H_kv, M_k].
 
     Args:
-        exponents: int8 [B, H_kv, N_k, 1], those of `rows.scored_keys`.
+        exponents: int8 [B, H_kv, N_k, 1], from `rows.scored_keys`.
         valid: bool [B, N_k], False for padding.
     """
     batch, heads, length, _ = exponents.shape
@@ -45,7 +45,7 @@ def marked_blocks(exponents: Tensor, valid: Tensor, key_block: int) -> Tensor:
     return marked
 
 
-# not compiled again for every length
+# the length must not cause another compilation
 @triton.jit(do_not_specialize=["valid_batch", "length", "kv_blocks"])
 def _marked_kernel(
     exponents,

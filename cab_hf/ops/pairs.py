@@ -1,4 +1,4 @@
-"""Count on the GPU the (query, key) pairs of a plan, in one launch: in PyTorch it is some fifty.
+"""Count of the (query, key) pairs of a plan on the GPU, in one launch instead of some fifty.
 
 The definition is `BlockPlan.pairs`.
 """
@@ -18,7 +18,7 @@ HEADS_AT_A_TIME = 16
 
 
 def add_pairs(plan: BlockPlan, before: Tensor | None = None) -> Tensor:
-    """`BlockPlan.pairs` of ``plan``, int64 [2] of attended and causal ones, added to ``before``."""
+    """Return `BlockPlan.pairs` plus ``before``: attended and causal pairs, int64 [2]."""
     counts = plan.full.counts
     if before is None:
         sums = counts.new_zeros(2, dtype=torch.int64)
@@ -51,7 +51,7 @@ def add_pairs(plan: BlockPlan, before: Tensor | None = None) -> Tensor:
     return sums
 
 
-# numbers that differ with the length of a text: none is worth a kernel of its own
+# numbers that depend on the sequence length must not cause another compilation
 @triton.jit(
     do_not_specialize=["first_batch", "last_batch", "named_count", "q_length", "rows", "width"]
 )
@@ -78,7 +78,7 @@ def _pairs_kernel(
     HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """The pairs of one row of the plan, in all of its heads."""
+    """Add the pairs of one row of the plan, over all heads."""
     row = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     place = tl.arange(0, QUERIES)
@@ -89,7 +89,7 @@ def _pairs_kernel(
     queries = tl.sum((end >= 0).to(tl.int64), 0)
     causal = tl.sum(tl.maximum(end - begin + 1, 0).to(tl.int64), 0)
 
-    # rows that the plan names attend everything, and list nothing
+    # rows of ``dense_rows`` attend to everything and list nothing
     everything = tl.zeros([], tl.int64)
     if named is not None:
         for at in range(named_count):

@@ -1,7 +1,7 @@
-"""Every op in plain PyTorch: the definition that kernels are held to.
+"""Definition of every op in plain PyTorch; kernels are tested against it.
 
-Shapes: q [B, H, N_q, D], k and v [B, H_kv, N_k, D], g = H / H_kv. Blocks: M_q query blocks, M_k key
-blocks. Everything between the scores and the selection is float32.
+Shapes: q [B, H, N_q, D], k and v [B, H_kv, N_k, D], g = H / H_kv. M_q is the number of query
+blocks, M_k the number of key blocks. Everything between the scores and the selection is float32.
 """
 
 from __future__ import annotations
@@ -18,32 +18,34 @@ from torch.nn import functional as F
 from cab_hf.config import CabConfig, num_typical_queries, tail_of
 from cab_hf.plan import BlockPlan, Spans, once_per_spans
 
-# the most rows of attention computed at a time: bounds the token mask, not the result
+# queries per chunk of attention: bounds the size of the token mask, not the result
 QUERY_CHUNK = 256
-# far below any share that counts, and finite as a logarithm
+# far below any share that matters, and its logarithm is finite
 LEAST = 1e-30
-# resolution of cosine similarities: closer values are equal. A similarity is one signed byte
+# resolution of cosine similarities: closer values are equal. A similarity fits a signed byte
 COSINE_STEPS = 127.0
-# similarity of padding, in these steps: above every cosine, so that real queries come first
+# similarity of padding in these steps: above every cosine, so that real queries come first
 PADDING_STEPS = 2 * 127
-# and of queries that are samples already: padding comes before a second time
+# similarity of queries that are already samples: padding comes before a second selection
 SAMPLED_STEPS = 3 * 127
-# squares of norms are at least this: a vector of zeros is like nothing
+# lower bound of squared norms: a vector of zeros has similarity 0 to everything
 LEAST_SQUARE = 1e-30
-# rows that see more keys than this spread their attention over more blocks: a threshold of mass
-# falls with the keys from here on
+# rows that see more keys than this spread their attention over more blocks: from here on, the mass
+# threshold is inversely proportional to the number of keys
 THRESHOLD_KEYS = 32768
-# rows of exact attention held at once
+# scored queries per chunk: bounds the size of the logits
 QUERIES_AT_A_TIME = 128
 
 
 class Masks(NamedTuple):
-    """What some queries attend: the slices of queries and of keys, and which of these they see.
+    """Tokens that a chunk of queries attends to.
 
     Attributes:
-        seen: bool [B or 1, H or 1, rows, keys].
-        raised: what is added to the logits, of the same shape; None for nothing.
-        sound: False where keys or values that these queries do not see may not be finite.
+        rows: Slice of the queries.
+        keys: Slice of the keys that these queries can see.
+        seen: bool [B or 1, H or 1, rows, keys], True where a query attends to a key.
+        raised: Terms that are added to the logits, same shape as ``seen``; None for no terms.
+        sound: False if keys or values that these queries do not see may not be finite.
     """
 
     rows: slice
@@ -54,7 +56,11 @@ class Masks(NamedTuple):
 
 
 def _blocked(x: Tensor, valid: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """[B, H, N, D] -> float32 [B, H, M, block, D], and what of it is real, [B, 1, M, block]."""
+    """Split [B, H, N, D] into blocks, and return a mask of real tokens.
+
+    Returns:
+        float32 [B, H, M, block, D], and bool [B, 1, M, block], False for padding.
+    """
     padding = -x.shape[2] % block
     blocks = F.pad(x, (0, 0, 0, padding)).unflatten(2, (-1, block)).float()
     return blocks, F.pad(valid, (0, padding)).unflatten(1, (-1, block)).unsqueeze(1)
@@ -66,7 +72,7 @@ def _mean(blocks: Tensor, real: Tensor) -> Tensor:
 
 
 def standardise(x: Tensor, visible: Tensor) -> Tensor:
-    """Zero mean and unit variance over the visible part of each row; 0 elsewhere."""
+    """Scale the visible part of each row to zero mean and unit variance; the rest is 0."""
     count = visible.sum(-1, keepdim=True).clamp(min=1)
     x = x.masked_fill(~visible, 0.0)
     centred = (x - x.sum(-1, keepdim=True) / count).masked_fill(~visible, 0.0)
@@ -75,9 +81,10 @@ def standardise(x: Tensor, visible: Tensor) -> Tensor:
 
 
 def forced_blocks(visible: Tensor, spans: Spans, config: CabConfig) -> Tensor:
-    """bool [B, M_q, M_k]: sinks, local blocks, those of the row's own positions, all of a tail's.
+    """Return the blocks that rows attend regardless of scores, bool [B, M_q, M_k].
 
-    The tail is the query blocks of ``config.dense_tail_blocks``, see `Spans.tail`.
+    Sinks, local blocks and blocks of the row's own positions are forced. Rows of the tail
+    (``config.dense_tail_blocks``, see `Spans.tail`) attend to all visible blocks.
     """
     rows = spans.rows(config.query_block)
     block = torch.arange(visible.shape[-1], device=visible.device)
@@ -90,14 +97,14 @@ def forced_blocks(visible: Tensor, spans: Spans, config: CabConfig) -> Tensor:
 
 
 def share_of_row(visible: Tensor, share: float | Tensor) -> Tensor:
-    """The number of blocks that is ``share`` of each row's visible blocks, rounded up."""
+    """Return ceil(share * number of visible blocks) of each row."""
     blocks = visible.sum(-1, keepdim=True).to(torch.float64)
     # 0.05 * 20 must not round up to 2
     return (blocks * share - 1e-9).ceil().to(torch.int64)
 
 
 def top_blocks(score: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
-    """bool like ``score``: the ``count`` best candidates of each row, ties to the lower index."""
+    """Return the ``count`` best candidates of each row, bool; ties go to the lower index."""
     order = score.masked_fill(~candidates, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     rank = order.argsort(-1)
     return candidates & (rank < count)
@@ -114,9 +121,9 @@ def not_finite(k: Tensor, valid: Tensor) -> Tensor:
 
 
 def marked_blocks(marked: Tensor, key_block: int) -> Tensor:
-    """Return which key blocks hold a key of `not_finite`, bool [B, H_kv, M_k].
+    """Return which key blocks contain a key of `not_finite`, bool [B, H_kv, M_k].
 
-    Predictors keep these blocks: no score says how much attention goes to such a key.
+    Predictors select these blocks, because no score says how much attention such a key receives.
     """
     return F.pad(marked, (0, -marked.shape[2] % key_block)).unflatten(2, (-1, key_block)).any(-1)
 
@@ -134,14 +141,14 @@ def sees_marked(marked: Tensor, bounds: Tensor) -> Tensor:
 
 
 def most_of_rows(bounds: Tensor, max_density: float, marked: Tensor | None = None) -> Tensor:
-    """Return the largest number of blocks that a row keeps, int32 [B, 1 or H_kv, M_q].
+    """Return the largest number of blocks that a row may select, int32 [B, 1 or H_kv, M_q].
 
-    It is a share of the blocks that the row sees, or the number of its forced blocks if that is
-    larger. One more fits for a marked block.
+    The number is max(ceil(max_density * visible), forced). ``forced`` counts one more block if the
+    row sees a marked block that is not forced.
 
     Args:
         bounds: `row_bounds`.
-        marked: bool [B, H_kv, M_k], `marked_blocks`; None for none.
+        marked: bool [B, H_kv, M_k], `marked_blocks`; None if no block is marked.
     """
     first, last, sinks, local = bounds[:4].unsqueeze(2)
     blocks = last - first + 1
@@ -153,9 +160,10 @@ def most_of_rows(bounds: Tensor, max_density: float, marked: Tensor | None = Non
 
 
 def best_of_rows(score: Tensor, visible: Tensor, forced: Tensor, wanted: Tensor) -> Tensor:
-    """The best ``wanted`` [B, H, M_q] blocks of each row, bool [B, H, M_q, M_k].
+    """Return the best ``wanted`` [B, H, M_q] blocks of each row, bool [B, H, M_q, M_k].
 
-    Those that are forced, then the best; ties go to the lower index. NaN counts as infinity.
+    Forced blocks come first, then the highest scores; ties go to the lower index. NaN counts as
+    infinity.
     """
     wanted, score = wanted.unsqueeze(-1), score.masked_fill(score.isnan(), torch.inf)
     spare = wanted - forced.sum(-1, keepdim=True)
@@ -166,10 +174,18 @@ def best_of_rows(score: Tensor, visible: Tensor, forced: Tensor, wanted: Tensor)
 def row_bounds(
     spans: Spans, query_block: int, key_block: int, sink_blocks: int, local_blocks: int
 ) -> Tensor:
-    """int32 [6, B, M_q], key blocks: the first and the last that a row sees, the first that is no
-    sink, the first of its local ones, the first and the last that all of its queries see wholly.
+    """Return the ranges of key blocks of each row, int32 [6, B, M_q].
 
-    Blocks that hold positions of the row itself are local. Rows of padding see blocks 0 to -1.
+    The six numbers of a row are:
+
+    0. the first visible block,
+    1. the last visible block,
+    2. the first block after the sinks,
+    3. the first local block,
+    4. the first block that all queries of the row see completely,
+    5. the last block that all queries of the row see completely.
+
+    Blocks that contain positions of the row itself are local. Rows of padding see blocks 0 to -1.
     """
     rows = spans.rows(query_block)
     real = rows.queries > 0
@@ -226,7 +242,7 @@ def _farthest_points(blocks: Tensor, real: Tensor, count: int) -> Tensor:
     position = torch.arange(nearest.shape[-1], device=nearest.device)
     samples = []
     for number in range(count):
-        # argmin returns any of several equal values: the position decides
+        # argmin returns any of several equal values: the position breaks ties
         chosen = (nearest * nearest.shape[-1] + position).argmin(-1, keepdim=True)
         samples.append(chosen)
         sample = blocks.gather(-2, chosen.unsqueeze(-1).expand(*chosen.shape, blocks.shape[-1]))
@@ -319,7 +335,7 @@ def mass_by_rows(
         mass = mass + weight * shares
         total = total + weight * num_samples.unsqueeze(-1)
         maximum = largest if maximum is None else torch.maximum(maximum, largest)
-    # kernels compare products: a row without samples has no mass
+    # kernels compare products, so a row without samples needs a mass of 0
     return mass / total.clamp(min=LEAST), maximum
 
 
@@ -335,10 +351,10 @@ def shares_of_blocks(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the attention shares that sampled queries give to key blocks.
+    """Return the shares of attention that sampled queries give to key blocks.
 
-    The share of key block j for query i is a softmax over the blocks that the query sees, of the
-    maximum logit over the sampled keys of each block::
+    The logit s_ij of query i and key block j is the maximum over the sampled keys of the block. The
+    shares of a query are the softmax over the blocks that the query sees::
 
         s_ij = max_{k in block j, k = offset + n * key_stride} scale * q_i . k
         share_ij = exp(s_ij) / sum_j exp(s_ij)
@@ -354,8 +370,9 @@ def shares_of_blocks(
         sinks, softcap: See `mass_by_rows`.
 
     Returns:
-        The maximum and the sum of the shares over the samples of a block, float32
-        [B, H, M_q, M_k], and the number of samples that see a sampled key, float32 [B, H, M_q].
+        maximum: float32 [B, H, M_q, M_k], the maximum of the shares over the samples of a block.
+        total: float32 [B, H, M_q, M_k], the sum of the shares over the samples of a block.
+        num_samples: float32 [B, H, M_q], the number of samples that see a sampled key.
     """
     heads, kv_blocks = queries.shape[1], -(-keys.shape[2] // key_block)
     maximum, total = (queries.new_zeros(*queries.shape[:3], kv_blocks).float() for _ in range(2))
@@ -389,7 +406,7 @@ def shares_of_blocks(
 
 
 def refuse_infinite(name: str, x: Tensor) -> None:
-    """Refuse ``x``, which is called ``name``, where it holds infinities or NaN."""
+    """Raise ValueError if ``x``, called ``name``, contains infinities or NaN."""
     if not bool(torch.isfinite(x).all()):
         raise ValueError(
             f"{name} holds infinite or NaN values (shape {tuple(x.shape)}); nothing can be "
@@ -398,7 +415,7 @@ def refuse_infinite(name: str, x: Tensor) -> None:
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Soft-capped logits, which stay between -``softcap`` and ``softcap``; None changes nothing."""
+    """Return softcap * tanh(logits / softcap); None returns the logits unchanged."""
     return logits if softcap is None else softcap * (logits / softcap).tanh()
 
 
@@ -411,17 +428,23 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention under a plan, [B, H, N_q, D_v]: softmax over the keys the plan keeps.
+    """Compute attention under a plan, [B, H, N_q, D_v].
 
-    What a plan samples has log(``plan.one_in``) added to its logits. Differentiable. Queries that
-    see nothing (padding, or no block listed) get zeros. A plan may have fewer heads than q, see
-    `BlockPlan.shared_by`. The token mask is made for at most `QUERY_CHUNK` queries at a time, over
-    the keys they could see. What is not finite reaches no query of a block that sees nothing of it.
-    torch.compile takes it as one op, `cab_hf.ops.attention.traced`.
+    The softmax of a query runs over the keys that the plan lists. Sampled blocks have
+    log(``plan.one_in``) added to their logits. Queries that see nothing (padding, or no listed
+    block) get zeros. A plan may have fewer heads than q, see `BlockPlan.shared_by`.
 
-    ``return_lse`` adds the log-sum-exp of each query's scaled scores: natural logarithm, float32
-    (float64 for float64 inputs) [B, H, N_q], -inf where a query sees nothing. Scaled scores are
-    `capped` by ``softcap``.
+    The op is differentiable. Token masks are built for `QUERY_CHUNK` queries at a time. A token
+    with NaN or an infinity does not affect query blocks that do not see the token. torch.compile
+    runs this function as one op, see `cab_hf.ops.attention.traced`.
+
+    Args:
+        return_lse: Also return the log-sum-exp of the scaled logits of each query.
+        softcap: See `capped`; applies to scaled logits.
+
+    Returns:
+        The output. With ``return_lse`` also the log-sum-exp (natural logarithm) [B, H, N_q]. It is
+        float32, or float64 for float64 inputs, and -inf where a query sees nothing.
     """
     chunks = masks(q, k, v, plan)
     group = q.shape[1] // k.shape[1]
@@ -430,10 +453,11 @@ def attention(
     for rows, reach, mask, raised, sound in chunks:
         queries, keys, values = q[:, :, rows], k[:, :, reach], v[:, :, reach]
         if not sound:
-            # a mask adds to logits and a weight of 0 multiplies: neither removes a NaN
+            # neither an additive mask nor a weight of 0 removes a NaN
             unseen = ~mask.any(dim=-2).unsqueeze(-1)
             keys, values = (x.masked_fill(unseen, 0.0) for x in (keys, values))
-        # softmax over nothing is NaN: a blind query looks somewhere, and what it saw is dropped
+        # softmax over nothing is NaN: a blind query attends to everything, and its output is
+        # dropped
         blind = ~mask.any(dim=-1, keepdim=True)
         seen = mask | blind
         if return_lse or softcap is not None:
@@ -454,21 +478,23 @@ def attention(
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Attention whose softmax has one more logit in each head, which no value belongs to.
+    """Rescale attention as if the softmax had one more logit per head, without a value.
+
+        out * exp(lse) / (exp(lse) + exp(sink))
 
     Args:
-        out: [B, H, N_q, D_v], attention without them.
+        out: [B, H, N_q, D_v], attention without sinks.
         lse: [B, H, N_q], its log-sum-exp, -inf where a query sees nothing.
-        sinks: [H], these logits; scales do not multiply them.
+        sinks: [H], the additional logits, not multiplied by the scale.
     """
     share = (lse - sinks.to(lse.dtype).unsqueeze(-1)).sigmoid()
     return out * share.to(out.dtype).unsqueeze(-1)
 
 
 def masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[Masks]:
-    """What the queries attend under ``plan``, a chunk of them at a time.
+    """Yield the masks of ``plan``, one chunk of queries at a time.
 
-    Where k or v is not finite, a chunk has queries of one block alone.
+    If k or v is not finite, the queries of a chunk belong to one query block.
     """
     sound = all(bool(x.isfinite().all()) for x in (k, v))
     sharing = plan.shared_by(q.shape[1])

@@ -1,7 +1,7 @@
-"""What is scored, on the GPU: the keys, and of each query block its outliers and typical queries.
+"""Scored vectors on the GPU: the keys, and the outliers and typical queries of each query block.
 
-The definitions are `reference.outlier_queries` and `reference.typical_queries`. Where the device
-has 8-bit products, keys and queries are rounded to 8-bit floats here.
+The definitions are `reference.outlier_queries` and `reference.typical_queries`. On devices with
+8-bit products, keys and queries are rounded to 8-bit floats here.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ from cab_hf.ops.reference import COSINE_STEPS, LEAST_SQUARE
 from cab_hf.plan import Spans
 
 FP8 = torch.float8_e4m3fn
-# a key of 8 bits is rounded as if its largest channel had the exponent -2: to four bits, and to
-# multiples of 2^-9. So keys of all magnitudes are rounded alike, and none by another. The result
-# fits with exponents up to 7 as well: units are 2^10 apart, and the keys of a head nearly always
-# share one, as their largest channels hardly leave 2^-3 to 2^7
+# 8-bit keys are rounded as if the exponent of their largest channel were -2: to four bits, and to
+# multiples of 2^-9. Thus keys of all magnitudes have the same relative rounding, and no key affects
+# another. The result also fits with exponents up to 7: units are 2^10 apart. The keys of a head
+# nearly always share one unit, because their largest channels rarely leave 2^-3 to 2^7
 ROUNDED_AT, UNIT_BEGINS, UNITS_APART = map(tl.constexpr, (-2, -3, 10))
 # products of larger channels would not be finite
 LARGEST_CHANNEL = tl.constexpr(2.0**56)
-# in place of the exponent of a key that holds NaN or an infinity. Exponents of finite keys are one
-# less than a multiple of 10, and most are -1: the exponents next to it need no wider float16
+# exponent that marks a key with NaN or an infinity. Exponents of finite keys are one less than a
+# multiple of 10, and most are -1. An exponent next to -1 does not widen the range that a float16
+# must hold
 NOT_FINITE = -2
 NOT_FINITE_EXPONENT = tl.constexpr(NOT_FINITE)
-# and queries to this norm: products of keys of norms up to 32,000 then fit a float16
+# norm of 8-bit queries: products with keys of norms up to 32,000 fit a float16
 QUERY_NORM = 8.0
-# channels of a product of 8-bit floats come in multiples of this
+# the number of channels in a product of 8-bit floats is a multiple of this
 LEAST_CHANNELS = 32
-# channels of 16 bits that one instruction reads
+# 16-bit channels that one instruction reads
 LONGEST_RUN = 8
-# tables of channels that stay on a device
+# tables of channels that are cached on devices
 COPIES = 256
 TOKENS_OF_KEYS, ROWS_GATHERED = 128, 64
 # channels per product of queries with queries
 GRAM_CHANNELS = 64
 # the largest query block whose Gram matrix fits the registers of a program
 GRAM_QUERIES = 128
-# bytes of Gram matrices at a time: query blocks take turns
+# bytes of Gram matrices at a time: larger inputs are processed in several launches
 GRAM_BYTES = 512 << 20
 COSINE_STEPS = tl.constexpr(COSINE_STEPS)
 LEAST_SQUARE = tl.constexpr(LEAST_SQUARE)
@@ -62,13 +63,13 @@ SAMPLED_STEPS = tl.constexpr(reference.SAMPLED_STEPS)
 
 
 class Channels(NamedTuple):
-    """The order in which channels are kept: those that outliers are scored on, then the others.
+    """Order in which channels are stored: the channels that score outliers, then the others.
 
     Attributes:
-        table: int32 [width], the channel of q or k at each place; -1 for none.
-        first: how many places those of outliers have, a power of two; ``width`` where all have.
-        width: of all; the others have a power of two as well.
-        run: so many neighbouring places hold neighbouring channels, or none: they are read at once.
+        table: int32 [width], the channel of q or k at each place; -1 for padding.
+        first: Places of the outliers' channels, a power of two; ``width`` if outliers use all.
+        width: All places. The number of places of the other channels is a power of two as well.
+        run: Number of adjacent places that hold adjacent channels, or none; they are read at once.
     """
 
     table: Tensor
@@ -79,7 +80,10 @@ class Channels(NamedTuple):
     @classmethod
     @lru_cache(COPIES)
     def of(cls, channels: tuple[int, ...], dim: int, device: torch.device) -> Channels:
-        """Those of `LayerContext.channels`, () for all ``dim``. Made once: the copy is a wait."""
+        """Return the order for `LayerContext.channels`, () for all ``dim``.
+
+        The result is cached, because the copy to the device synchronises.
+        """
         others = [x for x in range(dim) if x not in channels] if channels else []
         parts = [part for part in (channels or tuple(range(dim)), others) if part]
         rooms = [max(LEAST_CHANNELS, triton.next_power_of_2(len(part))) for part in parts]
@@ -93,13 +97,13 @@ class Channels(NamedTuple):
 
     @staticmethod
     def widths(channels: tuple[int, ...], dim: int) -> int:
-        """The ``width`` of `of`, without a device."""
+        """Return the ``width`` of `of` without a device."""
         sizes = (len(channels), dim - len(channels)) if channels else (dim,)
         return sum(max(LEAST_CHANNELS, triton.next_power_of_2(size)) for size in sizes if size)
 
 
 def _run(table: list[int]) -> int:
-    """The ``run`` of `Channels`, a power of two up to `LONGEST_RUN`."""
+    """Return the ``run`` of `Channels`, a power of two up to `LONGEST_RUN`."""
     run = LONGEST_RUN
     while not all(
         group == [-1] * run or group[0] % run == 0 and group == [*range(group[0], group[0] + run)]
@@ -110,17 +114,18 @@ def _run(table: list[int]) -> int:
 
 
 class ScoredRows(NamedTuple):
-    """Queries of every query block of some heads that are scored, one block behind the other.
+    """Scored queries of every query block of some heads, one block after the other.
 
     Attributes:
         vectors: [heads, M_q * count, C], scaled.
-        scale: float32 [heads, M_q * count], what makes logits in powers of two of their products;
-            the sweep puts the unit of 8-bit keys in.
-        norm: float32 of the same shape, for what the sweep takes off these logits.
-        first, last: int32 of the same shape, the first and the last sampled key that a query sees,
-            counted in steps of ``key_stride``; last is -1 if it sees none.
-        count: of each query block.
-        key_stride: distance of the keys that these queries are scored against, in tokens.
+        scale: float32 [heads, M_q * count], factors from products to logits in base two. The sweep
+            multiplies the unit of 8-bit keys into them.
+        norm: float32, same shape: the log-sum-exp that the sweep writes.
+        first: int32, same shape: the first sampled key that a query sees.
+        last: int32, same shape: the last sampled key that a query sees; -1 if it sees none.
+        count: Scored queries per query block.
+        key_stride: Distance in tokens of the keys that these queries are scored against. ``first``
+            and ``last`` count in steps of it.
     """
 
     vectors: Tensor
@@ -133,7 +138,7 @@ class ScoredRows(NamedTuple):
 
 
 def scored_dtype(x: Tensor) -> torch.dtype:
-    """What products of ``x`` are computed in: 8-bit floats where 16-bit ones have such units."""
+    """Return the dtype of scored products: 8-bit floats for 16-bit ``x`` if the GPU has them."""
     has_units = x.dtype != torch.float32 and capability.capability(x.device) >= capability.FP8
     return FP8 if has_units else x.dtype
 
@@ -147,9 +152,9 @@ def empty_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> tupl
 def scored_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the scored keys [B, H_kv, N_k, C] of k [B, H_kv, N_k, D], and their exponents.
 
-    `Channels` has the order of the channels. Keys of 8-bit floats have a unit each, a power of two.
-    Its exponent is int8 [B, H_kv, N_k, 1], and 0 for other dtypes. A key with NaN or an infinity in
-    any channel becomes zeros, with `NOT_FINITE` as the exponent.
+    `Channels` defines the order of the channels. Each 8-bit key has a unit, a power of two. The
+    exponent of the unit is int8 [B, H_kv, N_k, 1], and 0 for other dtypes. A key with NaN or an
+    infinity in any channel becomes zeros, and its exponent is `NOT_FINITE`.
     """
     batch, heads, length, dim = k.shape
     order = Channels.of(channels, dim, k.device)
@@ -200,7 +205,8 @@ def outliers(
     last = spans.last if spans.last.stride(1) == 1 else spans.last.contiguous()
     queries = vectors(q if q.stride(-1) == 1 else q.contiguous())
     for begin in range(0, q_blocks, step):
-        # heads run fastest: neighbouring programs read neighbouring memory of a [B, N, H, D] tensor
+        # heads vary fastest: neighbouring programs read neighbouring memory of a [B, N, H, D]
+        # tensor
         grid = some, min(step, q_blocks - begin)
         _similarities_kernel[grid](
             queries,
@@ -303,22 +309,22 @@ def scored_rows(
 
 @triton.jit
 def exponent_of(x):
-    """The binary exponents of float32 numbers from 0 up, none outside of -60 to 60."""
+    """Return the binary exponents of non-negative float32 numbers, clamped to -60 to 60."""
     exponent = (x.to(tl.int32, bitcast=True) >> 23) - 127
     return tl.minimum(tl.maximum(exponent, -60), 60)
 
 
 @triton.jit
 def power_of_two(exponent):
-    """float32 powers of two, exactly, for whole exponents from -126 to 127."""
+    """Return exact float32 powers of two for whole exponents from -126 to 127."""
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _read(at, there, table, BEGIN: tl.constexpr, COUNT: tl.constexpr, RUN: tl.constexpr):
-    """Some channels of the vectors that begin ``at``, in the order of the table, and their places.
+    """Read some channels of the vectors ``at``, in the order of the table; return their places too.
 
-    float32 [N, COUNT], zeros where a place has no channel.
+    The values are float32 [N, COUNT], zeros where a place has no channel.
     """
     place = BEGIN + tl.arange(0, COUNT)
     channel = tl.max_contiguous(tl.multiple_of(tl.load(table + place), RUN), RUN)
@@ -334,12 +340,12 @@ def _clamped(x):
 
 @triton.jit
 def _rounded(x, exponent, above, keys):
-    """8-bit floats of ``x`` as if the largest had `ROUNDED_AT`, in units ``above`` that."""
+    """Return ``x`` as 8-bit floats, rounded at `ROUNDED_AT` and scaled by 2 ** ``above``."""
     x = (x * power_of_two(-exponent)[:, None]).to(keys.dtype.element_ty).to(tl.float32)
     return (x * power_of_two(above)[:, None]).to(keys.dtype.element_ty)
 
 
-# not compiled again for every length
+# the length must not cause another compilation
 @triton.jit(do_not_specialize=["length"])
 def _scored_keys_kernel(
     k,
@@ -376,9 +382,9 @@ def _scored_keys_kernel(
             y = _clamped(y)
         largest = tl.where(finite, bits, 0).to(tl.float32, bitcast=True)
         largest = tl.minimum(largest, LARGEST_CHANNEL)
-        # of a key that is nothing any unit will do: that of most keys
+        # any unit fits a key of zeros: use the unit of most keys
         exponent = tl.where(largest > 0, exponent_of(largest), 0)
-        # a remainder has the sign of what is divided
+        # the remainder in Triton has the sign of the dividend
         above = (exponent - UNIT_BEGINS + 100 * UNITS_APART) % UNITS_APART
         exponent -= ROUNDED_AT
         stored = tl.where(finite, exponent - above, NOT_FINITE_EXPONENT)
@@ -397,7 +403,7 @@ def _scored_keys_kernel(
 
 @triton.jit
 def _cosine_steps(products, inverse, other_inverse):
-    """Cosine similarities in steps of 1 / COSINE_STEPS; NaN counts as -1."""
+    """Return cosine similarities in steps of 1 / COSINE_STEPS; NaN counts as -1."""
     cosine = products * inverse * other_inverse
     cosine = tl.where(cosine == cosine, cosine, -1.0)
     return tl.minimum(tl.maximum(cosine, -1.0), 1.0) * COSINE_STEPS
@@ -405,13 +411,13 @@ def _cosine_steps(products, inverse, other_inverse):
 
 @triton.jit
 def _load_queries(at, real, begin, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[BLOCK_Q, BLOCK_D] channels of the queries of a block, from channel ``begin`` on."""
+    """Load channels from ``begin`` on of the queries of a block, [BLOCK_Q, BLOCK_D]."""
     channel = begin + tl.arange(0, BLOCK_D)
     mask = real[:, None] & (channel < D)[None, :]
     return tl.load(at + channel[None, :], mask=mask, other=0.0)
 
 
-# not compiled again for every length
+# these numbers must not cause another compilation
 @triton.jit(do_not_specialize=["last_stride", "begin", "start", "length"])
 def _similarities_kernel(
     q,
@@ -443,7 +449,7 @@ def _similarities_kernel(
     inside = (place < QUERY_BLOCK) & (query < length)
     real = tl.load(last + (start + mine) // heads * last_stride + query, mask=inside, other=-1) >= 0
     at = vectors_at(q, (start + mine) // heads, (start + mine) % heads, query)
-    # the length of the mean does not matter: the sum will do
+    # the sum replaces the mean: its length does not change the cosine
     if gram is not None:
         matrix = tl.zeros([BLOCK_Q, BLOCK_Q], tl.float32)
         for channel in tl.static_range(0, D, BLOCK_D):
@@ -468,7 +474,7 @@ def _similarities_kernel(
     tl.store(nearest + line + place, tl.where(real, to_mean.to(tl.int32), PADDING_STEPS))
     tl.store(inverse + line + place, own)
     if gram is not None:
-        # sums of rows and of columns are in different layouts: one of them is read again
+        # sums of rows and of columns have different layouts: one of the two is read again
         tl.debug_barrier()
         other = tl.load(inverse + line + place)
         steps = _cosine_steps(matrix, own[:, None], other[None, :]).to(tl.int8)
@@ -477,7 +483,7 @@ def _similarities_kernel(
 
 @triton.jit
 def _products_with(at, vector, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Dot products of the queries of a block with one vector in memory, float32 [BLOCK_Q]."""
+    """Return dot products of a block's queries with one vector in memory, float32 [BLOCK_Q]."""
     products = tl.zeros([BLOCK_Q], tl.float32)
     for begin in tl.static_range(0, D, BLOCK_D):
         channel = begin + tl.arange(0, BLOCK_D)
@@ -487,7 +493,7 @@ def _products_with(at, vector, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: 
     return products
 
 
-# not compiled again for every length
+# these numbers must not cause another compilation
 @triton.jit(do_not_specialize=["begin", "start", "q_blocks"])
 def _farthest_points_kernel(
     q,
@@ -544,7 +550,7 @@ def _farthest_points_kernel(
     tl.store(positions + (mine * q_blocks + block) * COUNT + number, samples)
 
 
-# not compiled again for every length
+# these numbers must not cause another compilation
 @triton.jit(do_not_specialize=["first_stride", "last_stride", "start", "length", "total"])
 def _scored_rows_kernel(
     q,
@@ -580,7 +586,7 @@ def _scored_rows_kernel(
     if positions is not None:
         query = tl.load(positions + mine * total + row, mask=inside, other=-1)
     else:
-        # in the middle of equal steps
+        # the middle of equal steps
         apart: tl.constexpr = QUERY_BLOCK // COUNT
         query = row // COUNT * QUERY_BLOCK + row % COUNT * apart + apart // 2
         query = tl.where(inside & (query < length), query, -1)
@@ -606,11 +612,11 @@ def _scored_rows_kernel(
     if OTHERS > 0:
         y = (y * scale[:, None]).to(vectors.dtype.element_ty)
         tl.store(target + behind[None, :], y, mask=inside[:, None])
-    # from tokens to sampled keys
+    # convert tokens to sampled keys
     lowest = (tl.maximum(lowest - KEY_OFFSET, 0) + KEY_STRIDE - 1) // KEY_STRIDE
     highest = tl.where(highest >= KEY_OFFSET, (highest - KEY_OFFSET) // KEY_STRIDE, -1)
     highest = tl.where(highest >= lowest, highest, -1)
-    # a query that is not finite has NaN as its share of every key block
+    # a query that is not finite gives NaN as its share of every key block
     scale = tl.where(bits < INFINITE_BITS, qk_scale / scale, float("nan"))
     tl.store(scales + row, scale, mask=inside)
     tl.store(firsts + row, lowest, mask=inside)

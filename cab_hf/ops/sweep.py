@@ -1,4 +1,4 @@
-"""Select key blocks on the GPU: score the sampled queries against the keys, then threshold.
+"""Selection of key blocks on the GPU: score the sampled queries against the keys, then threshold.
 
 The definition is `choose_by_reference` of `cab_hf.predictors.rows`. `_sweep_kernel` scores one kind
 of samples, outliers or typical queries, against all keys that they see. It writes the maximum logit
@@ -7,8 +7,8 @@ shares, and shares into a bitmap.
 
 Scratch layout: a tile is `q_blocks_per_tile` query blocks. Its rows are the samples of its blocks.
 A step is `blocks_per_step` key blocks. The scratch of a tile is [steps, rows, blocks_per_step], so
-that a program writes one contiguous piece per step. Tiles of a whole sequence grow with their
-position, because they see more keys.
+that a program writes one contiguous piece per step. If the queries are a whole sequence, the
+scratch of tiles grows with their position, because they see more keys.
 """
 
 from __future__ import annotations
@@ -50,20 +50,22 @@ STAGES = 3
 BYTES_OF_KEYS = 32 << 10
 # bytes of keys in flight per program; larger tiles have fewer stages
 BYTES_IN_FLIGHT = 96 << 10
-# of all keys, that a GPU's L2 cache holds together; of more, programs share those of a few heads
+# bytes of keys that fit a GPU's L2 cache together; if there are more, programs that run together
+# share the keys of a few heads
 CACHED_KEYS = 32 << 20
-# of at most 2 ** 7 parts of a tile, until one is left
+# halvings that reduce a tile of at most 2 ** 7 parts to one part
 HALVINGS = tl.constexpr(7)
 # bytes of scratch at a time
 SCRATCH_AT_A_TIME = 1152 << 20
 
 
 class Units(NamedTuple):
-    """Units of the 8-bit keys of every KV head, as exponents of two, as the sweep takes them.
+    """Units of the 8-bit keys of every KV head, as exponents of two.
 
     Attributes:
-        each: int8 [B * H_kv, N_k].
-        least, largest: int8 [B * H_kv].
+        each: int8 [B * H_kv, N_k], the exponent of each key.
+        least: int8 [B * H_kv], the smallest exponent of each KV head.
+        largest: int8 [B * H_kv], the largest exponent of each KV head.
     """
 
     each: Tensor
@@ -142,13 +144,14 @@ class Stream:
             keys = _every(keys, stride, key_block)
         key_block //= stride
         width = samples.vectors.shape[2]
-        # two powers of two are one where they are equal: then one product has all channels
+        # if both powers of two are equal, they form one power of two, and one product has all
+        # channels
         first = width if width & (width - 1) == 0 else 1 << (width.bit_length() - 1)
         is_fp8 = keys.dtype == FP8
         least = LEAST_ROWS_FLOAT32 if keys.dtype == torch.float32 else LEAST_ROWS
         q_blocks_per_tile = triton.cdiv(least, samples.count)
         key_bytes = width * keys.element_size()
-        # where keys are read by pointers, a multiprocessor may have half the memory
+        # if keys are read by pointers, a multiprocessor may have half the memory
         described = launch.reads_by_descriptor(keys.device)
         share = 1 if described else 2
         most_keys = min(KEYS if is_fp8 else KEYS // 2, BYTES_OF_KEYS // share // key_bytes)
@@ -251,7 +254,7 @@ def kept_blocks(
 
     ends = [triton.cdiv(q_blocks, tile)]
     while ends[-1]:
-        # the longest rows first
+        # the longest rows start first
         ends.append(bisect_left(range(ends[-1]), True, key=partial(fits, end=ends[-1])))
     parts = [(begin, end) for end, begin in pairwise(ends)]
     sizes = [max(sizes) for sizes in zip(*(logits(*part) for part in parts), strict=True)]
@@ -300,7 +303,7 @@ def _every(keys: Tensor, stride: int, key_block: int) -> Tensor:
     Keys are padded to whole blocks, so that every block has the same number of sampled keys.
     """
     if missing := -keys.shape[2] % key_block:
-        # 8-bit floats are padded as bits
+        # pad 8-bit floats as bits: PyTorch cannot pad their dtype
         bits = keys.view(torch.uint8) if keys.element_size() == 1 else keys
         keys = F.pad(bits, (0, 0, 0, missing)).view(keys.dtype)
     return keys[:, :, reference.key_offset(stride) :: stride]
@@ -436,14 +439,14 @@ def _threshold(
 
 @triton.jit
 def largest_part(x, PACKED: tl.constexpr):
-    """The maximum over the second of the four dims of ``x``, a power of two."""
+    """Return the maximum over dim 1 of the four dims of ``x``; its size is a power of two."""
     y = x
     for _ in tl.static_range(HALVINGS):
         if y.shape[1] > 1:
             y = tl.reshape(y, (y.shape[0], 2, y.shape[1] // 2, y.shape[2], y.shape[3]))
             one, other = tl.split(tl.permute(y, (0, 2, 3, 4, 1)))
             if PACKED:
-                # two of float16 at a time: Triton would compare them one by one
+                # two float16 at a time: Triton would compare them one at a time
                 y = tl.inline_asm_elementwise(
                     "max.f16x2 $0, $1, $2;", "=r,r,r", [one, other], tl.float16, True, 2
                 )
@@ -454,7 +457,7 @@ def largest_part(x, PACKED: tl.constexpr):
 
 @triton.jit
 def larger(a, b):
-    # tl.max would turn float16 into float32, of which half as many are compared at once
+    # tl.max would convert float16 to float32, which halves the rate of comparisons
     return tl.maximum(a, b)
 
 
@@ -463,9 +466,9 @@ def _by_block(
     qk, unit, key, lowest, highest, column, PART: tl.constexpr, UNITS: tl.constexpr,
     PACKED: tl.constexpr, BLOCKS: tl.constexpr, INTERLEAVE: tl.constexpr,
 ):  # fmt: skip
-    """The maximum of a tile of products per key block, [ROWS, BLOCKS].
+    """Return the maximum of a tile of products per key block, [ROWS, BLOCKS].
 
-    Rows see keys ``lowest`` to ``highest``, and all keys of a tile in ``PART`` 1.
+    Rows see keys ``lowest`` to ``highest``. In ``PART`` 1 they see all keys of a tile.
     """
     if UNITS:
         qk *= unit[None, :]
@@ -473,7 +476,7 @@ def _by_block(
         there = key[None, :] <= (highest - column)[:, None]
         if PART == 0:
             there &= key[None, :] >= (lowest - column)[:, None]
-        # a scalar would turn all into float32
+        # a scalar would convert all to float32
         qk = tl.where(there, qk, tl.full(qk.shape, float("-inf"), qk.dtype))
     rows: tl.constexpr = qk.shape[0]
     parts: tl.constexpr = qk.shape[1] // BLOCKS // INTERLEAVE
@@ -483,10 +486,10 @@ def _by_block(
 
 @triton.jit
 def _added(m, total, top, scale, softcap):
-    """(largest logit, sum of powers of two below it) with those of some more key blocks."""
+    """Return the running maximum and sum of powers of two after adding some key blocks."""
     logit = keep.capped(top.to(tl.float32) * scale[:, None], softcap)
     rise = logit - m
-    # one exponential: either what came before fades, or what comes does
+    # one exponential: either the old sum is scaled down, or the new term
     fade = tl.exp2(-tl.abs(rise))
     total = tl.where(rise > 0, total * fade + 1.0, total + fade)
     return tl.maximum(m, logit), total
@@ -494,7 +497,7 @@ def _added(m, total, top, scale, softcap):
 
 @triton.jit
 def _log_total(m, total, real, sinks, head, TOKENS: tl.constexpr):
-    """The log-sum-exp of each row to base two; infinity for rows that see nothing."""
+    """Return the log-sum-exp of each row to base two; infinity for rows that see nothing."""
     largest = tl.max(m, 1)
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
@@ -507,7 +510,7 @@ def _log_total(m, total, real, sinks, head, TOKENS: tl.constexpr):
 
 @triton.jit
 def _visible_steps(lowest, highest, STEP: tl.constexpr):
-    """The range of steps that some row sees, and the range that all rows see completely."""
+    """Return the range of steps that some row sees, and the range that all rows see completely."""
     real = highest >= 0
     most = tl.max(highest, 0)
     low = tl.where(most < 0, 0, tl.min(tl.where(real, lowest, 2147483647), 0) // STEP)
@@ -517,7 +520,7 @@ def _visible_steps(lowest, highest, STEP: tl.constexpr):
     return low, end, whole_low, whole_high
 
 
-# the first of several launches is no reason to compile twice
+# the position of a launch must not cause another compilation
 @triton.jit(do_not_specialize=[*keep.PLACES, "kv_heads", "kv_length"])
 def _sweep_kernel(
     samples,
@@ -552,9 +555,10 @@ def _sweep_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """For every sample of a tile: the maximum logit per key block, and the log-sum-exp over blocks.
+    """Write for every sample of a tile the maximum logit per key block, and the log-sum-exp.
 
-    Keys are counted in sampled keys: key i is the token KEY_OFFSET + i * KEY_STRIDE.
+    The log-sum-exp runs over the maxima of key blocks. Keys are counted in sampled keys: key i is
+    the token KEY_OFFSET + i * KEY_STRIDE.
     """
     vectors, scales, norms, firsts, lasts = samples
     # a step is one tile of several key blocks, or one key block of several tiles
@@ -562,7 +566,7 @@ def _sweep_kernel(
     BLOCKS: tl.constexpr = STEP // KEY_BLOCK
     DTYPE: tl.constexpr = tl.float16 if HALF else tl.float32
     ROWS: tl.constexpr = Q_BLOCKS * COUNT
-    # the longest rows first
+    # the longest rows start first
     if BY_HEAD:
         plane = tl.program_id(1)
         tile = begin + tl.num_programs(0) - 1 - tl.program_id(0)
@@ -595,7 +599,7 @@ def _sweep_kernel(
         largest = tl.load(units.largest + kv_plane).to(tl.int32)
         scale *= power_of_two(largest)
         if tl.load(units.least + kv_plane) < largest:
-            # keys of several units are multiplied by them, all in the first part
+            # keys with several units are multiplied by their unit, all in the first part
             whole_low, whole_high = end, end
     target = scratch_of(scratch, plane, tile, begin, columns, all_columns, ROWS, GROWTH)
     target += tl.arange(0, ROWS)[:, None] * BLOCKS + tl.arange(0, BLOCKS)[None, :]
@@ -604,7 +608,7 @@ def _sweep_kernel(
     place = tl.arange(0, BLOCK_N)
     key = place // INTERLEAVE % BLOCKS * SIZE
     key += place // (INTERLEAVE * BLOCKS) * INTERLEAVE + place % INTERLEAVE
-    # one maximum and one sum per key block of a step: lanes exchange nothing until the end
+    # one maximum and one sum per key block of a step: lanes exchange nothing before the end
     m_i = tl.full((ROWS, BLOCKS), -1e30, tl.float32)
     l_i = tl.zeros((ROWS, BLOCKS), tl.float32)
     # parts: steps that some rows do not see completely, complete steps, and the rest
@@ -639,5 +643,5 @@ def _sweep_kernel(
     head = (start + plane) % heads
     norm = _log_total(m_i, l_i, highest >= 0, sinks, head, TOKENS)
     tl.store(norms + line, norm, mask=inside)
-    # with the unit of the keys
+    # the stored scale includes the unit of the keys
     tl.store(scales + line, scale, mask=inside)

@@ -1,10 +1,11 @@
-"""Thresholds of a row of scores, found by bisection: no sort, no memory beside the row itself.
+"""Thresholds of a row of scores, found by bisection: no sort, and no memory except the row.
 
-A bracket of scores holds the threshold. Each round cuts it in two and walks the row, which stays in
-the cache, to count or sum what lies above the cut; the half that holds the threshold is kept. Cuts
-go halfway by value at first, and after `EVEN_ROUNDS` halfway in the order of float32, of which
-there are 2^32: bisection ends after 32 of those however scores are spread. Ties go to the lower
-index.
+A bracket of scores contains the threshold. Each round cuts the bracket in two. It reads the row,
+which stays in the cache, and counts the scores above the cut. The half that contains the threshold
+becomes the new bracket.
+
+The first `EVEN_ROUNDS` cuts bisect the value. Later cuts bisect the order of float32, which has
+2^32 numbers, so that bisection ends after 32 more rounds. Ties go to the lower index.
 """
 
 from __future__ import annotations
@@ -12,32 +13,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# halvings of a bracket of scores by value before halving by representation, which always ends
+# halvings of a bracket by value, before halving by representation, which always ends
 EVEN_ROUNDS = tl.constexpr(20)
 
 
 @triton.jit
 def _ordered(x):
-    """int32 that compare as the float32 do."""
+    """Return int32 numbers that compare as the float32 numbers do."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _unordered(order):
-    """The float32 that `_ordered` makes ``order`` of."""
+    """Return the float32 number whose `_ordered` is ``order``."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def just_below(x):
-    """A float32 below ``x``: two steps, since one step below 0 is -0, which is not below."""
+    """Return a float32 number below ``x``: two steps, because one step below 0 is -0."""
     return _unordered(_ordered(x) - 2)
 
 
 @triton.jit
 def _between(low, high):
-    """A float32 in [low, high), halfway in the order of float32; ``low`` when there is no other."""
+    """Return the middle of [low, high) in the order of float32; ``low`` if nothing is between."""
     low = _ordered(low)
     high = _ordered(high)
     return _unordered((low & high) + ((low ^ high) >> 1))
@@ -45,9 +46,10 @@ def _between(low, high):
 
 @triton.jit
 def _next_middle(low, high, rounds):
-    """Where to cut a bracket of scores; ``low`` when nothing lies inside.
+    """Return the next cut of a bracket of scores, or ``low`` if nothing is inside.
 
-    Scores lie evenly, until they do not: then by representation, which always ends.
+    The cut bisects values first, which suits evenly spread scores. After `EVEN_ROUNDS` it bisects
+    representations, which always ends.
     """
     half_way = low + (high - low) * 0.5
     even = (rounds < EVEN_ROUNDS) & (half_way > low) & (half_way < high)
@@ -56,7 +58,7 @@ def _next_middle(low, high, rounds):
 
 @triton.jit
 def _count_above(values, level, begin, end, CHUNK: tl.constexpr):
-    """How many entries are above ``level``: a float32, which sums faster and is exact to 2^24."""
+    """Return the number of entries above ``level``, as float32: faster sums, exact up to 2^24."""
     total = tl.zeros([CHUNK], tl.float32)
     for start in range(begin, end, CHUNK):
         x = tl.load(values + start + tl.arange(0, CHUNK))
@@ -66,7 +68,7 @@ def _count_above(values, level, begin, end, CHUNK: tl.constexpr):
 
 @triton.jit
 def _cut(values, level, count, begin, end, CHUNK: tl.constexpr):
-    """The column of the ``count``-th entry that equals ``level``."""
+    """Return the column of the ``count``-th entry that equals ``level``."""
     low = begin - 1
     high = end
     while low + 1 < high:
@@ -84,9 +86,10 @@ def _cut(values, level, count, begin, end, CHUNK: tl.constexpr):
 
 @triton.jit
 def threshold_by_count(values, low, high, total, count, begin, end, CHUNK: tl.constexpr):
-    """(low, high, cut) of the ``count`` largest of ``total`` entries: `reference.top_blocks`.
+    """Return (low, high, cut) of the ``count`` largest entries; see `reference.top_blocks`.
 
-    ``low`` lies below all of them, ``high`` is the largest. What `is_kept` keeps is the answer.
+    `is_kept` selects these entries. ``total`` is the number of entries. On entry, ``low`` is below
+    all entries and ``high`` is the largest entry.
     """
     wanted = tl.minimum(count, total).to(tl.float32)
     # at least `wanted` entries are > low, fewer are > high
@@ -112,5 +115,5 @@ def threshold_by_count(values, low, high, total, count, begin, end, CHUNK: tl.co
 
 @triton.jit
 def is_kept(x, column, low, high, cut):
-    """Above the bracket, or in it and not right of the cut, which parts what is equal."""
+    """Return True above the bracket, and for entries of the bracket up to column ``cut``."""
     return (x > high) | ((x > low) & (column <= cut))

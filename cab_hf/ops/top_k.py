@@ -1,4 +1,4 @@
-"""The best blocks of every row of scores, and their lists, on the GPU: a bisection, no sort.
+"""Lists of the best blocks of every row on the GPU, by bisection instead of a sort.
 
 The definition is `reference.best_of_rows`.
 """
@@ -12,21 +12,21 @@ from torch import Tensor
 from cab_hf.ops.launch import on_device_of
 from cab_hf.ops.threshold import is_kept, just_below, threshold_by_count
 
-# columns of a row of scores that a program works on at a time
+# columns of a row of scores per step of a program
 CHUNK = 128
 
 
 def select(
     score: Tensor, bounds: Tensor, wanted: Tensor, start: int, lists: tuple[Tensor, ...]
 ) -> None:
-    """Write the lists of some heads: `reference.best_of_rows`.
+    """Write the block lists of some heads; see `reference.best_of_rows`.
 
     Args:
-        score: float32 [B, heads at hand, M_q, M_k].
+        score: float32 [B, heads of this call, M_q, M_k].
         bounds: int32 [6, B, M_q], `reference.row_bounds`.
-        wanted: int32 [B, H, M_q], how many blocks each row lists.
-        start: the first of the heads at hand.
-        lists: of all heads, counts and indices of full and of partial blocks.
+        wanted: int32 [B, H, M_q], the number of blocks that each row lists.
+        start: The first head of this call.
+        lists: Counts and indices of full blocks, then of partial blocks, for all heads.
     """
     batch, count, q_blocks, kv_blocks = score.shape
     room = score.new_empty(batch, count, q_blocks, CHUNK * triton.cdiv(kv_blocks, CHUNK))
@@ -55,9 +55,9 @@ def _select_kernel(
     partial_room,
     CHUNK: tl.constexpr,
 ):
-    """One row of one head: the threshold of its scores by bisection, and its lists."""
+    """Write the lists of one row of one head, selected by a threshold found by bisection."""
     planes = tl.num_programs(0) // q_blocks
-    # the longest rows first
+    # the longest rows start first
     i = q_blocks - 1 - tl.program_id(0) // planes
     plane = (tl.program_id(0) % planes).to(tl.int64)
     b = plane // count
@@ -74,13 +74,13 @@ def _select_kernel(
     low = tl.load(bounds)
     high = tl.load(bounds + bound)
     sinks = tl.load(bounds + 2 * bound)
-    # a row that lists everything looks at no score: some may be NaN
+    # a row that lists all blocks ignores scores, because some may be NaN
     local = tl.where(number > high - low, low, tl.load(bounds + 3 * bound))
     whole_low = tl.load(bounds + 4 * bound)
     whole_high = tl.load(bounds + 5 * bound)
     begin = low // CHUNK * CHUNK
 
-    # a row in whole chunks, -inf for what is forced or not seen
+    # the row in whole chunks; -inf for forced and invisible blocks
     score += row * kv_blocks
     room += row * (tl.cdiv(kv_blocks, CHUNK) * CHUNK)
     lowest = tl.full([CHUNK], float("inf"), tl.float32)

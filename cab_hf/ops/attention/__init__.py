@@ -1,1 +1,1 @@
-"""Attention under a plan: our own kernels, and those of the libraries."""
+"""Attention under a plan: the kernels of this package, and adapters to libraries."""

@@ -1,9 +1,9 @@
-"""Attention under a plan by our own Triton kernels: forward, backward, any head dim to 1024.
+"""Attention under a plan by Triton kernels: forward and backward, for head dims up to 1024.
 
-The definition is `reference.attention`. A plan's lists are read as they are; no mask, bitmap or
-BlockMask is made. Tiles travel by tensor descriptors (TMA on Hopper and later, plain loads before).
-Up to `FUSED_HEAD_DIM` channels one kernel keeps its output in registers (`fused.py`); above, both
-products are split over D (`split.py`).
+The definition is `reference.attention`. The kernels read the plan's lists directly; no mask, bitmap
+or BlockMask is built. Tiles are copied by tensor descriptors: TMA on Hopper and later, plain loads
+on older GPUs. Up to `FUSED_HEAD_DIM` channels, one kernel keeps the output in registers
+(`fused.py`). Above that, both products are split over D (`split.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from cab_hf.plan import BlockLists, BlockPlan
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 1024)
 FUSED_HEAD_DIM = 256
-# of larger ones tiles do not fit the shared memory of GPUs whose kernels read by pointers
+# with larger head dims, tiles do not fit the shared memory of GPUs whose kernels read by pointers
 POINTER_HEAD_DIM_FLOAT32 = 128
-# what registered ops take, and give
+# arguments and results of the registered ops
 PLAN = (
     "Tensor full_counts, Tensor full_indices, Tensor partial_counts, Tensor partial_indices,"
     " Tensor first, Tensor last, int query_block, int key_block, float scale, float softcap"
@@ -38,7 +38,7 @@ BACKWARD = (
 
 
 def unavailable(device: str, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why this engine cannot run here, as half a sentence; None when it can."""
+    """Return why this engine cannot run here, as half a sentence; None if it can."""
     if device != "cuda":
         return f"runs on cuda, not on {device}"
     if dtype not in DTYPES:
@@ -60,43 +60,43 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention under ``plan``, [B, H, N_q, D]; see `reference.attention`, which defines it.
+    """Compute attention under ``plan``, [B, H, N_q, D]; `reference.attention` is the definition.
 
-    With ``return_lse`` also the log-sum-exp of every query's logits, float32 [B, H, N_q], -inf for
-    a query that sees nothing.
+    With ``return_lse`` also return the log-sum-exp of the logits of each query. It is float32 [B,
+    H, N_q], and -inf for a query that sees nothing.
     """
     out, lse = forward_op(q, k, v, *flattened(plan, scale, softcap))
     return (out, lse) if return_lse else out
 
 
 def flattened(plan: BlockPlan, scale: float, softcap: float | None = None) -> tuple:
-    """`PLAN`, the arguments of a registered op; `rows_of` takes them back. No soft cap is 0."""
+    """Return the arguments `PLAN` of a registered op; see `rows_of`. No soft cap is passed as 0."""
     lists = (tensor for part in (plan.full, plan.partial) for tensor in (part.counts, part.indices))
     return *lists, plan.spans.first, plan.spans.last, *plan.blocks, scale, softcap or 0.0
 
 
 def rows_of(arguments: tuple) -> tuple[PlanTensors, float, float]:
-    """The plan, the scale and the soft cap in `PLAN`."""
+    """Return the plan, the scale and the soft cap from the arguments `PLAN`."""
     full, partial = BlockLists(*arguments[:2]), BlockLists(*arguments[2:4])
     return PlanTensors(full, partial, *arguments[4:-2]), *arguments[-2:]
 
 
 def shapes(q, k, v, *_):
-    """What an op gives that takes these first: output and log-sum-exp, not computed."""
+    """Return empty outputs of an op with these first arguments: output and log-sum-exp."""
     return like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def gradient_shapes(grad, grad_lse, q, k, v, *_):
-    """The same of its backward pass."""
+    """Return empty outputs of the backward op: gradients of q, k and v."""
     return tuple(map(like, (q, k, v)))
 
 
 def register_gradients(forward_op: CustomOpDef, backward_for: Callable[..., CustomOpDef]) -> None:
-    """Shapes and gradients of an op of the schema `FORWARD`.
+    """Register the shapes and gradients of an op of the schema `FORWARD`.
 
     Args:
-        backward_for: the op of the schema `BACKWARD` for a head dim, query block and key block, of
-            a loss that the log-sum-exp is no part of.
+        backward_for: Returns the op of the schema `BACKWARD` for a head dim, query block and key
+            block. It is used if the loss does not depend on the log-sum-exp.
     """
 
     def save(ctx, inputs, output):
@@ -116,7 +116,7 @@ def register_gradients(forward_op: CustomOpDef, backward_for: Callable[..., Cust
 
 
 def of_both(grads: tuple[Tensor | None, ...], out: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The gradients of an output and of its log-sum-exp; zeros for an output that has none."""
+    """Return the gradients of output and log-sum-exp; a missing gradient of the output is zeros."""
     grad, grad_lse = grads
     return torch.zeros_like(out) if grad is None else grad, grad_lse
 

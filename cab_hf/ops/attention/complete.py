@@ -1,7 +1,7 @@
-"""Attention under a whole plan, by kernels that read its lists alone.
+"""Attention under a complete plan, by kernels that read only its lists.
 
-Values of another head dim are padded, what the plan samples is merged, and rows that attend
-everything run apart under a plan of one head that keeps everything. The definition is
+Values with another head dim are padded. The plan's sample is attended separately and merged. Rows
+that attend to everything run separately, under a one-head plan of all blocks. The definition is
 `reference.attention`.
 """
 
@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from cab_hf.ops import HAS_TRITON, reference
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, once_per_spans
 
-# devices where kernels join parts that were attended apart
+# devices where kernels merge parts that were attended separately
 JOINED_ON = ("cuda",)
-# keys that a part of a row has at least, and the most parts
+# the fewest keys in a part of a row, and the most parts
 SPLIT_KEYS = 4096
 MOST_SPLITS = 16
 
@@ -37,17 +37,17 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`reference.attention` under ``plan``.
+    """Compute `reference.attention` under ``plan``.
 
     Args:
-        attend: attention under the lists of a plan, for v of the head dim of q, with the arguments
-            of `reference.attention`.
+        attend: Attention under the lists of a plan, for v with the head dim of q. Its arguments are
+            those of `reference.attention`.
     """
     capped = {} if softcap is None else {"softcap": softcap}
     attend = partial(attend, **capped)
     wanted = v.shape[-1]
     if wanted != q.shape[-1]:
-        # kernels take one head dim: channels of zeros change no logit and no value
+        # kernels support one head dim; channels of zeros change neither logits nor values
         widest = max(wanted, q.shape[-1])
         q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     lists = attend
@@ -67,8 +67,8 @@ def attention(
 
 
 def _with_rows(attend, result, q, k, v, plan, scale) -> list[Tensor]:
-    """``result`` (out, or out and log-sum-exp) with the rows that attend everything."""
-    # backward reads what an engine returned: it changes in place only where there is none
+    """Add the rows that attend to everything to ``result``: output, or output and log-sum-exp."""
+    # the backward pass reads the engine's output, which may change in place only without gradients
     trained = result[0].requires_grad
     splits = 1 if trained or not _joined_by_kernels(q) else _splits(plan.kv_length)
     query, taken, real, rows = _gathered(plan.spans, plan.dense_rows, plan.blocks, splits)
@@ -80,8 +80,8 @@ def _with_rows(attend, result, q, k, v, plan, scale) -> list[Tensor]:
         write_merged(result[0], result[1] if len(result) > 1 else None, *apart, query, real)
         return list(result)
     apart = apart if len(result) > 1 else (apart,)
-    # such a row listed nothing: its output is 0 and its sum -inf. Rows named -1 all become query
-    # 0, where adding zeros changes nothing
+    # these rows list nothing, so their output is 0 and their log-sum-exp is -inf. Rows named -1 are
+    # mapped to query 0, where adding zeros changes nothing
     target, source = result[0], apart[0].masked_fill(~real[:, None, :, None], 0.0)
     add = target.scatter_add if trained else target.scatter_add_
     together = [add(2, query[:, None, :, None].expand_as(source), source)]
@@ -93,7 +93,7 @@ def _with_rows(attend, result, q, k, v, plan, scale) -> list[Tensor]:
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """`reference.with_sinks`; ``out`` changes in place where nothing is trained."""
+    """Compute `reference.with_sinks`; without gradients, ``out`` may change in place."""
     trained = torch.is_grad_enabled() and (out.requires_grad or sinks.requires_grad)
     if trained or not _joined_by_kernels(out):
         return reference.with_sinks(out, lse, sinks)
@@ -104,12 +104,18 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def _joined_by_kernels(x: Tensor) -> bool:
-    """Whether kernels join parts. They weigh by log-sum-exps, through which no gradient flows."""
+    """Return True if kernels merge parts.
+
+    The kernels weight parts by their log-sum-exps, and have no gradients through these.
+    """
     return x.device.type in JOINED_ON and HAS_TRITON and not torch.compiler.is_compiling()
 
 
 def _splits(kv_length: int) -> int:
-    """In how many parts rows walk the keys: few rows that walk them all leave a GPU waiting."""
+    """Return the number of parts into which the keys of dense rows are split.
+
+    A few rows that read all keys would leave most of the GPU idle.
+    """
     return max(1, min(MOST_SPLITS, kv_length // SPLIT_KEYS))
 
 
@@ -117,12 +123,13 @@ def _splits(kv_length: int) -> int:
 def _gathered(
     spans: Spans, rows: Tensor, blocks: tuple[int, int], splits: int
 ) -> tuple[Tensor, Tensor, Tensor, BlockPlan]:
-    """The queries of the rows that attend everything, and the plan of one head for them.
+    """Return the queries of the rows that attend to everything, and a one-head plan for them.
 
     Returns:
-        (int64 [B, R * query_block], the queries; the same ``splits`` times over; bool
-        [B, R * query_block], which of them exist; the plan of the second, in which they attend to
-        another part of the keys each time).
+        query: int64 [B, R * query_block], the queries.
+        taken: int64 [B, splits * R * query_block], the queries repeated ``splits`` times.
+        real: bool [B, R * query_block], False for queries that do not exist.
+        plan: The plan of ``taken``. Each repetition attends to another part of the keys.
     """
     size, key_block = blocks
     key_block = max(key_block, EXACT_BLOCK)
@@ -133,7 +140,7 @@ def _gathered(
     first = spans.first.gather(1, query)
     last = spans.last.gather(1, query).masked_fill(~real, -1)
     if splits > 1:
-        # whole blocks, so that no block is cut where a part ends
+        # parts are whole blocks, so that no block is cut at the end of a part
         part = -(-spans.kv_length // (splits * key_block)) * key_block
         begins = part * torch.arange(splits, device=first.device, dtype=first.dtype)[:, None]
         first = torch.maximum(first.unsqueeze(1), begins).flatten(1)
@@ -141,6 +148,6 @@ def _gathered(
         last = last.masked_fill(last < first, -1)
     some = replace(spans, first=first, last=last, consecutive=False)
     if spans.documents != 1 and any(max(blocks) % x for x in (size, key_block)):
-        # documents that began at the borders of ``blocks`` need not begin at those of larger ones
+        # documents that start at borders of ``blocks`` need not start at borders of larger blocks
         some = replace(some, aligned=False)
     return query, query.repeat(1, splits), real, BlockPlan.causal(some, 1, size, key_block)

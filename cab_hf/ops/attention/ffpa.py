@@ -1,4 +1,4 @@
-"""Exact attention of large heads by ffpa-attn's CuTe kernels, where they outrun our own."""
+"""Exact attention for large heads by ffpa-attn's CuTe kernels, if they are the fastest."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 from cab_hf.capability import HOPPER, capability
 
 DTYPES = (torch.float16, torch.bfloat16)
-# where it is faster than block attention under a plan that keeps everything: measured in
+# head dims where ffpa-attn is faster than block attention under a plan of all blocks, measured in
 # eval/results/speed-attention-wide, on Hopper, forward
 FASTER_AT = (512,)
-# shorter inputs it hands over to SDPA
+# ffpa-attn passes shorter inputs to SDPA
 LEAST_LENGTH = 512
 
 
 def unavailable(
     device: str, head_dim: int, dtype: torch.dtype, training: bool, length: int
 ) -> str | None:
-    """Why this is not the kernel to run, as half a sentence; None when it is."""
+    """Return why this kernel should not run, as half a sentence; None if it should."""
     if device != "cuda" or capability()[0] != HOPPER:
         return "is measured on Hopper GPUs"
     if training or head_dim not in FASTER_AT or dtype not in DTYPES:
@@ -39,7 +39,7 @@ def _missing() -> str | None:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention, [B, H, N, D], of q [B, H, N, D] over k and v [B, H_kv, N, D]."""
+    """Compute causal attention [B, H, N, D] for q [B, H, N, D], k and v [B, H_kv, N, D]."""
     from ffpa_attn import ffpa_attn_func
 
     return ffpa_attn_func(q, k, v, is_causal=True, scale=scale, enable_gqa=True, backend="cutedsl")

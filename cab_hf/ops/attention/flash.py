@@ -1,10 +1,11 @@
 """Attention under a plan by flash-attn-4's kernels: the FLASH backend of the flex engine.
 
-What FlexAttention's own FLASH backend generates is called here directly: no graph is compiled for
-every shape, and the plan's compact lists are taken as they are. flash-attn-4 walks key blocks of
-one tile and query blocks of whole tiles; lists of wider key blocks are split to its tile. Its
-backward takes the blocks that are its tiles (`own_backward`); for all others the gradients are
-computed by our own kernels, from the output and log-sum-exp of its forward.
+This module calls directly what FlexAttention's FLASH backend would generate. Thus no graph is
+compiled per shape, and the plan's compact lists need no conversion. flash-attn-4 reads key blocks
+of one tile and query blocks of whole tiles. Lists of wider key blocks are split into its tiles.
+
+The backward pass of flash-attn-4 supports only blocks that match its tiles (`own_backward`). For
+other blocks, `block.backward_op` computes the gradients from its output and log-sum-exp.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from cab_hf.ops.attention.transpose import transpose
 from cab_hf.plan import BlockLists, BlockPlan
 
 PACKAGE = "flash-attn-4"
-# the private interface of a beta may move with every version: the first that fits, and the first
-# that was not tried
+# the private interface of a beta may change with every version: the first version that works, and
+# the first that was not tried
 LEAST_VERSION, UNTRIED_VERSION = "4.0.0b36", "4.0.0b37"
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
-# head dim -> (query, key) tile of the backward where there are lists, on Hopper
+# head dim -> (query, key) tile of the backward pass with lists, on Hopper
 BACKWARD_TILES = {64: (128, 128), 96: (64, 128), 128: (64, 128), 256: (64, 64)}
 BLACKWELL = (10, 11)
-# what one step of the Blackwell kernel takes under block sparsity
+# multiples of (query, key) blocks that the Blackwell kernel supports with block sparsity
 BLACKWELL_BLOCKS = (256, 128)
 # tiles are multiples of the 64 rows of a Hopper matrix instruction
 TILE = 64
-# above this head dim a tile of 128 keys does not fit beside its pipeline
+# above this head dim, a tile of 128 keys does not fit next to the kernel's pipeline
 WIDE_HEAD_DIM = 128
 BLANK_ROWS = 32
 
 
 def unavailable(head_dim: int, dtype: torch.dtype, query_block: int, key_block: int) -> str | None:
-    """Why FLASH cannot run this on the GPU at hand, as half a sentence; None if it can."""
+    """Return why FLASH cannot run on this GPU, as half a sentence; None if it can."""
     major, minor = capability()
     blackwell = major in BLACKWELL
     if major != HOPPER and not blackwell:
@@ -61,7 +62,7 @@ def unavailable(head_dim: int, dtype: torch.dtype, query_block: int, key_block: 
 
 
 def own_backward(head_dim: int, query_block: int, key_block: int) -> bool:
-    """Whether flash-attn-4 computes the gradients itself."""
+    """Return True if flash-attn-4 computes the gradients itself."""
     if head_dim not in BACKWARD_TILES or capability()[0] != HOPPER:
         return False
     rows, columns = BACKWARD_TILES[head_dim]
@@ -82,7 +83,7 @@ def _missing() -> str | None:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`reference.attention` under a plan's lists."""
+    """Compute `reference.attention` under a plan's lists."""
     out, lse = _forward_op(q, k, v, *block.flattened(plan, scale))
     return (out, lse) if return_lse else out
 
@@ -101,7 +102,7 @@ def _forward_op(q, k, v, *plan):
     out = q.new_empty(batch, length, heads, v.shape[3])
     tensors = [*(x.transpose(1, 2) for x in (q, k, v)), out]
     spans = [rows.first, rows.last]
-    # a tile of one group's heads reads keys once for all of them; with narrow tiles it is no gain
+    # a tile of all heads of a group reads keys once; with narrow tiles this gains nothing
     packed = tile > TILE and kv_heads < heads
     if packed and lists[0].counts.shape[1] == kv_heads and (batch == 1 or kv_heads == 1):
         tensors = [_heads_as_batch(x, kv_heads) for x in tensors]
@@ -130,7 +131,7 @@ def _backward_op(grad, grad_lse, q, k, v, out, lse, *plan):
     flash = _flash()
     heads, kv_length = q.shape[1], k.shape[2]
     _, tile = BACKWARD_TILES[q.shape[3]]
-    # an infinite sum leaves padding queries, which full blocks do not mask, no weight
+    # an infinite log-sum-exp gives padding queries no weight, because full blocks are not masked
     lse = lse.masked_fill((rows.last < 0).unsqueeze(1), torch.inf)
     lists = (
         by_tile(part, rows.key_block, tile, kv_length).for_heads(heads)
@@ -153,19 +154,19 @@ block.register_gradients(
 
 
 def key_tile(head_dim: int, key_block: int) -> int:
-    """How many keys the kernels take at a time, which divides the key block."""
+    """Return the keys per tile of the kernels, a divisor of the key block."""
     wide = key_block % (2 * TILE) == 0 and head_dim <= WIDE_HEAD_DIM
     return 2 * TILE if wide else TILE
 
 
 def finer_columns(lists: BlockLists, parts: int, columns: int) -> BlockLists:
-    """The same lists where every block listed is ``parts`` blocks, of which ``columns`` exist."""
+    """Split every listed block into ``parts`` blocks, of which ``columns`` exist."""
     if parts == 1:
         return lists
     part = torch.arange(parts, device=lists.indices.device, dtype=torch.int32)
     indices = (lists.indices.unsqueeze(-1) * parts + part).flatten(-2)
     indices = indices.narrow(-1, 0, min(columns, indices.shape[-1]))
-    # only the last block may reach past the end, and it is the last of a list
+    # only the last block may extend past the end, and it is the last entry of a list
     at = (lists.counts - 1).clamp(min=0).unsqueeze(-1).to(torch.int64)
     largest = lists.indices.gather(-1, at).squeeze(-1) * parts + (parts - 1)
     missing = (largest - (columns - 1)).clamp(min=0).where(lists.counts > 0, 0)
@@ -173,7 +174,7 @@ def finer_columns(lists: BlockLists, parts: int, columns: int) -> BlockLists:
 
 
 def by_tile(lists: BlockLists, key_block: int, tile: int, kv_length: int) -> BlockLists:
-    """For every tile of keys the query blocks that attend it."""
+    """Return for every tile of keys the query blocks that attend to it."""
     turned = transpose(lists, -(-kv_length // key_block))
     parts, tiles = key_block // tile, -(-kv_length // tile)
     if parts == 1:
@@ -184,12 +185,12 @@ def by_tile(lists: BlockLists, key_block: int, tile: int, kv_length: int) -> Blo
 
 
 def _heads_as_batch(x: Tensor, kv_heads: int) -> Tensor:
-    """[1, N, H, D] as [H_kv, N, H / H_kv, D]; for one KV head any batch stays as it is."""
+    """Return [1, N, H, D] as [H_kv, N, H / H_kv, D]; with one KV head, return ``x`` unchanged."""
     return x if kv_heads == 1 else x.squeeze(0).unflatten(1, (kv_heads, -1)).transpose(0, 1)
 
 
 def _blank(out: Tensor, lse: Tensor, last: Tensor) -> None:
-    """Zeros and -inf for padding queries: full blocks are not masked, so they came to something."""
+    """Write zeros and -inf for padding queries, whose results are arbitrary in full blocks."""
     batch, heads, length, dim = out.shape
     _blank_kernel[(triton.cdiv(length, BLANK_ROWS), batch)](
         last,
@@ -204,7 +205,7 @@ def _blank(out: Tensor, lse: Tensor, last: Tensor) -> None:
     )
 
 
-# not compiled again for every length
+# the length must not cause another compilation
 @triton.jit(do_not_specialize=["last_batch", "length"])
 def _blank_kernel(
     last,
@@ -236,7 +237,7 @@ def _blank_kernel(
 
 @cache
 def _flash() -> SimpleNamespace:
-    """The parts of flash-attn-4 that run a plan; imported on first use, which takes seconds."""
+    """Import the parts of flash-attn-4 that run a plan; the first call takes seconds."""
     from cutlass import cute
     from flash_attn.cute import interface
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
@@ -263,10 +264,10 @@ def _sparsity(
     first: Tensor,
     last: Tensor,
 ) -> dict[str, object]:
-    """The plan as flash-attn-4 takes it: lists for its grid, and what masks in partial blocks."""
+    """Return the plan for flash-attn-4: lists for its grid, and a mask for partial blocks."""
     spans = [first.contiguous(), last.contiguous()]
     for span in spans:
-        # read by flash-attn-4: the dimension of stride 1, which shapes of one leave open
+        # flash-attn-4 reads the dimension of stride 1, which is ambiguous if a dimension has size 1
         span.__leading_dim__ = 1
     return {
         "block_sparse_tensors": flash.lists(

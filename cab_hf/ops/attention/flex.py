@@ -1,11 +1,14 @@
-"""Attention under a plan with FlexAttention: its TRITON backend and its CPU one.
+"""Attention under a plan with FlexAttention: its TRITON backend and its CPU backend.
 
-The plan's lists become a `BlockMask` directly, and what FlexAttention does quietly wrong is closed
-here: uncompiled it computes dense attention whatever the lists say, and it falls back to that when
-the recompilation limit is hit; on CUDA (torch 2.11) the full lists are walked with the strides of
-the partial lists; on CPU compact lists are refused, and the lists alone do not mask inside the
-kernel's own tiles; lists of fewer heads than q has are misread on CUDA; no backward kernel of
-TRITON takes key blocks of 64.
+The plan's lists become a `BlockMask` directly. This module works around silent errors of
+FlexAttention:
+
+* Uncompiled, it computes dense attention and ignores the lists. It also does so after the
+  recompilation limit.
+* On CUDA (torch 2.11), it reads the full lists with the strides of the partial lists.
+* On CPU, it rejects compact lists, and the lists alone do not mask inside the kernel's tiles.
+* On CUDA, it misreads lists of fewer heads than q has.
+* TRITON has no backward kernel for key blocks of 64.
 """
 
 from __future__ import annotations
@@ -25,16 +28,16 @@ from cab_hf.plan import BlockLists, BlockPlan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
-# FlexAttention has a backward on Hopper for blocks that are multiples of this
+# FlexAttention has a backward kernel on Hopper for blocks that are multiples of this
 TRAINED = 128
-# distinct shapes a process may compile for (on CPU every new length is one)
+# distinct shapes that a process may compile for; on CPU every new length is one
 RECOMPILE_LIMIT = 64
 
 
 def unavailable(
     device: str, head_dim: int, dtype: torch.dtype, training: bool, query_block: int, key_block: int
 ) -> str | None:
-    """Why this engine cannot run here, as half a sentence; None when it can."""
+    """Return why this engine cannot run here, as half a sentence; None if it can."""
     if device not in ("cuda", "cpu"):
         return f"runs on cuda and cpu, not on {device}"
     if dtype not in DTYPES:
@@ -52,7 +55,7 @@ def unavailable(
     return None
 
 
-# a constant where a model is compiled: looking for files is not traced
+# a constant of a compiled model: torch.compile cannot trace a search for files
 @torch.compiler.assume_constant_result
 def _has_compiler() -> bool:
     return any(map(shutil.which, ("c++", "g++", "clang++")))
@@ -67,10 +70,10 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention under ``plan``, [B, H, N_q, D]; see `reference.attention`, which defines it.
+    """Compute attention under ``plan``, [B, H, N_q, D]; `reference.attention` is the definition.
 
     Raises:
-        NotImplementedError: for ``return_lse`` on CPU.
+        NotImplementedError: If ``return_lse`` is set on CPU.
     """
     if return_lse and q.device.type == "cpu":
         raise NotImplementedError(
@@ -83,9 +86,9 @@ def attention(
     options = kernel_options(plan, q)
     if torch.compiler.is_compiling():
         return _attend(q, k, v, tables, scale, options, return_lse, softcap)
-    # past the limit dynamo would run flex uncompiled, which ignores the lists: fail instead. With
-    # symbolic block sizes inductor's cache hands out kernels made for others (torch 2.11), and flex
-    # takes no symbolic cap
+    # after the limit, dynamo would run flex uncompiled, which ignores the lists: fail instead. With
+    # symbolic block sizes, inductor's cache returns kernels for other sizes (torch 2.11). Flex does
+    # not support a symbolic cap
     with torch._dynamo.config.patch(
         fail_on_recompile_limit_hit=True,
         recompile_limit=RECOMPILE_LIMIT,
@@ -112,7 +115,8 @@ def _attend(
     return_lse: bool,
     softcap: float | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    # the mask is made inside, so that lengths are those of tensors and only blocks are plain ints
+    # the mask is built inside, so that lengths come from tensors and only block sizes are plain
+    # ints
     mask = block_mask(tables, q.shape[2], k.shape[2])
     gqa = q.shape[1] != k.shape[1]
     how = {"block_mask": mask, "scale": scale, "enable_gqa": gqa, "kernel_options": options}
@@ -125,16 +129,17 @@ def _attend(
 
 
 class BlockTables(NamedTuple):
-    """A plan as FlexAttention wants it: lists on the kernel's grid, and what masks inside blocks.
+    """Plan for FlexAttention: lists on the kernel's grid, and the data that masks inside blocks.
 
     Attributes:
-        lists: for each query block its key blocks: counts and indices of partial ones, and of
-            full ones, of one width.
-        transposed: likewise for each key block its query blocks, which backward reads; else empty.
-        blocks: (query, key) block sizes of these lists.
-        first, last: the plan's spans, int32 [B, N_q].
-        bitmap: bool [B, H, M_q, M_k], the plan's own blocks, where lists alone do not say it all.
-        bitmap_blocks: (query, key) block sizes of the bitmap.
+        lists: Counts and indices of the partial and of the full key blocks of each query block. All
+            lists have the same width.
+        transposed: The same for the query blocks of each key block, which the backward pass reads;
+            else empty.
+        blocks: Tokens per query block and per key block of these lists.
+        first, last: Spans of the plan, int32 [B, N_q].
+        bitmap: bool [B, H, M_q, M_k], the blocks of the plan; None if the lists alone suffice.
+        bitmap_blocks: Tokens per query block and per key block of the bitmap.
     """
 
     lists: tuple[Tensor, ...]
@@ -147,7 +152,7 @@ class BlockTables(NamedTuple):
 
 
 def block_tables(plan: BlockPlan, heads: int, device: torch.device, training: bool) -> BlockTables:
-    """The plan's lists for ``heads`` of q, merged to blocks with a backward, and transposed."""
+    """Return the plan's lists for ``heads`` of q, merged to trainable blocks and transposed."""
     lists, blocks = (plan.partial, plan.full), plan.blocks
     merged = training and merged_blocks(*blocks) != blocks
     if merged:
@@ -172,7 +177,7 @@ def _transposed(lists: BlockLists, columns: int) -> BlockLists:
 
 
 def block_mask(tables: BlockTables, q_length: int, kv_length: int) -> BlockMask:
-    """The tables as a BlockMask for q and k of these lengths."""
+    """Build a BlockMask from the tables, for q and k of these lengths."""
     first, last, bitmap = tables.first, tables.last, tables.bitmap
     rows, columns = tables.bitmap_blocks
 
@@ -193,16 +198,19 @@ def block_mask(tables: BlockTables, q_length: int, kv_length: int) -> BlockMask:
 
 
 def merged_blocks(query_block: int, key_block: int) -> tuple[int, int]:
-    """The (query, key) block sizes that TRITON trains with, in place of these."""
+    """Return the (query, key) block sizes with which TRITON trains instead of these."""
     rows, columns = (block * max(1, TRAINED // block) for block in (query_block, key_block))
     return rows, columns
 
 
 def _merged(plan: BlockPlan) -> tuple[tuple[BlockLists, BlockLists], tuple[int, int]]:
-    """((partial, full), block sizes) of the plan on a grid of blocks no smaller than `TRAINED`.
+    """Merge the plan's lists to a grid of blocks of at least `TRAINED` tokens.
 
-    A merged block is full when all it is made of is full, and partial when anything in it is
-    attended; the mask then decides inside.
+    A merged block is full if all its parts are full. It is partial if some of its tokens are
+    attended; the bitmap then masks inside.
+
+    Returns:
+        The partial and the full lists, and their block sizes.
     """
     blocks = merged_blocks(*plan.blocks)
     rows, columns = blocks[0] // plan.query_block, blocks[1] // plan.key_block
@@ -219,20 +227,20 @@ def _merged(plan: BlockPlan) -> tuple[tuple[BlockLists, BlockLists], tuple[int, 
 
 
 def _tables(heads: int, *lists: BlockLists) -> tuple[Tensor, ...]:
-    """Counts and indices of each of the lists, of one width, for so many heads."""
+    """Return counts and indices of the lists, widened to one width and expanded to ``heads``."""
     width = max(part.width for part in lists)
     lists = tuple(part.for_heads(heads).widened(width) for part in lists)
     return tuple(tensor for part in lists for tensor in (part.counts, part.indices))
 
 
 def kernel_options(plan: BlockPlan, q: Tensor) -> dict[str, int | str] | None:
-    """Kernel tiles that divide the plan's blocks, which FlexAttention's own choice need not."""
+    """Return kernel tiles that divide the plan's blocks; FlexAttention's own choice may not."""
     if q.device.type == "cpu":
         return None
-    # one row of 256 bytes (D 128 in bf16) fits with large tiles; shared memory bounds the rest
+    # large tiles fit for 256 bytes per token (D 128 in bf16); shared memory limits larger heads
     wide = q.shape[-1] * q.element_size() > 256
     rows, columns, stages = (64, 32, 2) if wide else (128, 64, 3)
-    # named, since for short queries AUTO picks the decoding kernel, which reads other mask shapes
+    # for short queries AUTO selects the decoding kernel, which reads masks of other shapes
     return {
         "BACKEND": "TRITON",
         # the largest power of two that divides the block

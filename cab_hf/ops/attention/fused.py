@@ -1,8 +1,8 @@
-"""Block attention for head dims to 256: one kernel holds a tile of the output in registers.
+"""Block attention for head dims up to 256: one kernel holds a tile of the output in registers.
 
-Forward is FlashAttention-2's loop (Dao, 2023) over the key blocks that a row lists instead of all:
-full blocks without a mask, then partial ones with it, merged by the online softmax. Backward makes
-two passes, one by query tile and one by key tile, so that nothing is summed by atomics and
+The forward pass is FlashAttention-2's loop (Dao, 2023) over the key blocks that a row lists. It
+reads full blocks without a mask, then partial blocks with a mask, merged by the online softmax. The
+backward pass makes two passes, by query tile and by key tile. Thus no sum uses atomics, and
 gradients are the same in every run.
 """
 
@@ -42,7 +42,14 @@ from cab_hf.ops.attention.tiles import (
 
 
 class Tile(NamedTuple):
-    """The piece of a block pair that a program holds at a time, and how it is scheduled."""
+    """Size of the tiles of a program, and its schedule.
+
+    Attributes:
+        block_m: Queries per tile.
+        block_n: Keys per tile.
+        warps: Warps per program.
+        stages: Stages of the software pipeline.
+    """
 
     block_m: int
     block_n: int
@@ -50,16 +57,16 @@ class Tile(NamedTuple):
     stages: int
 
 
-# key tiles at the start, sinks, whose gradients are summed a head at a time
+# key tiles at the start of the sequence (sinks) whose gradients are summed one head at a time
 LEAD = 4
-# head dims up to which they hold -> tiles, from `speed attention` on an H200
+# largest head dim -> tiles, from `speed attention` on an H200
 TILES = {
     "forward": {64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 4, 2), 256: Tile(128, 64, 8, 2)},
     "query gradient": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 2)},
     "key gradient": {64: Tile(128, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)},
 }
-# where kernels read by pointers: what fits 99 KiB of shared memory, and AMD's 64, and spills least,
-# see `tests/ops/test_kernels_compile.py`; no time was measured
+# for kernels that read by pointers: tiles that fit 99 KiB of shared memory, and AMD's 64 KiB, with
+# the fewest spills, see `tests/ops/test_kernels_compile.py`; their speed was not measured
 POINTER_TILES = {
     "forward": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
     "query gradient": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 4, 2)},
@@ -104,7 +111,7 @@ def backward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, from that of the output; deterministic."""
+    """Return the gradients of q, k and v, given that of the output; deterministic."""
     dq, dk, dv = map(like, (q, k, v))
     plan, sizes = arguments(q, k, rows)
     batch, heads, kv_heads = q.shape[0], sizes.heads, sizes.kv_heads
@@ -151,11 +158,11 @@ def backward(
 
 
 def _tile(kernel: str, q: Tensor, rows: PlanTensors) -> Tile:
-    """The tile for this head dim, cut down to divide the plan's blocks."""
+    """Return the tile for this head dim, reduced to divide the plan's blocks."""
     if launch.reads_by_descriptor(q.device):
         tile = next(tile for dim, tile in TILES[kernel].items() if q.shape[3] <= dim)
     else:
-        # a float32 takes the room of two
+        # a float32 needs the memory of two 16-bit numbers
         width = q.shape[3] * q.element_size() // 2
         tile = next(tile for dim, tile in POINTER_TILES[kernel].items() if width <= dim)
         if not launch.packed(q):
@@ -203,7 +210,7 @@ def _block_attention_fwd_kernel(
     STAGES: tl.constexpr,
     STICKS_OUT: tl.constexpr,
 ):
-    # the longest rows first, so that none is left to the end
+    # the longest rows start first, so that none is left for the end
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     batch, head, kv_head, plan_row = locate(tl.program_id(1), start, sizes, QUERY_BLOCK)
     # [BLOCK_M, D]
@@ -216,7 +223,7 @@ def _block_attention_fwd_kernel(
         indices = lists.indices + plan_row * lists.width
         tiles = tl.load(lists.counts + plan_row) * (KEY_BLOCK // BLOCK_N)
         if MASKED:
-            # not before: registers are short in the loop over full blocks
+            # loaded late: registers are scarce in the loop over full blocks
             query = start + tl.arange(0, BLOCK_M)
             first, last = load_spans(plan, batch, query, sizes.q_length)
         for i in tl.range(0, tiles, num_stages=STAGES):
@@ -305,10 +312,10 @@ def _block_attention_bwd_query_kernel(
 
 @triton.jit
 def _sinks_first(program, lead, batch, heads, kv_heads, tiles):
-    """(key tile, batch row, first head, heads) of a program.
+    """Return (key tile, batch row, first head, heads) of a program.
 
-    Every query attends the first ``lead`` key tiles, which would be what the device waits for: they
-    come before everything else, and each head of a group has a program of its own.
+    Every query attends to the first ``lead`` key tiles, so these take longest. Their programs start
+    first, and each head of a group has a separate program.
     """
     alone = lead * batch * heads
     ahead = program < alone
@@ -385,7 +392,7 @@ def _block_attention_bwd_key_kernel(
                     p = tl.where(seen_between(key[:, None], first[None, :], last[None, :]), p, 0.0)
                 dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
                 dp = tl.dot(v, do.T, input_precision=PRECISION)
-                # not before: registers are short
+                # loaded late: registers are scarce
                 delta = tl.load(terms.delta + plane + query)
                 ds = p * (dp - delta[None, :])
                 if CAPPED:

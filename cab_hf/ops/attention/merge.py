@@ -1,7 +1,7 @@
-"""Parts of the keys that were attended apart, joined in one launch: rows, and attention sinks.
+"""Merge of separately attended parts of the keys in one launch: rows, and attention sinks.
 
-Each part counts by the share that exp(log-sum-exp) has of it. In PyTorch rows are twenty launches,
-and a product with a number for each row runs at a third of the speed of the memory.
+The weight of a part is proportional to exp(log-sum-exp). In PyTorch, merging rows takes twenty
+launches, and a product with one factor per row runs at a third of the memory's speed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def write_merged(
 
     Args:
         out: [B, H, N, D], changed in place.
-        lse: float32 [B, H, N], changed in place; None where it is not wanted.
-        parts: [B, H, P * R, D], all rows over the first part of the keys, then over the second.
+        lse: float32 [B, H, N], changed in place; None if it is not needed.
+        parts: [B, H, P * R, D]: all rows over the first part of the keys, then over the second.
         sums: float32 [B, H, P * R], the log-sum-exps of the parts.
-        query: int64 [B, R], the queries that the rows are.
-        real: bool [B, R], False for rows that are none.
+        query: int64 [B, R], the queries of the rows.
+        real: bool [B, R], False for rows that do not exist.
     """
     batch, heads, _, dim = out.shape
     rows = query.shape[1]
@@ -59,7 +59,7 @@ def write_merged(
 
 
 def share_with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """`reference.with_sinks`, with ``out`` changed in place."""
+    """Compute `reference.with_sinks` in place in ``out``."""
     batch, heads, rows, dim = out.shape
     block_d = triton.next_power_of_2(dim)
     block_m = max(1, VALUES_AT_A_TIME // block_d)
@@ -93,7 +93,7 @@ def _share_with_sinks_kernel(
     tl.store(at, x.to(out.data.dtype.element_ty), mask=mask)
 
 
-# numbers that differ with the length of a text: none is worth a kernel of its own
+# numbers that depend on the sequence length must not cause another compilation
 @triton.jit(do_not_specialize=["lse_batch", "lse_head", "rows", "parts_count"])
 def _merge_rows_kernel(
     out,
@@ -128,7 +128,7 @@ def _merge_rows_kernel(
         place = part * rows + row
         own = tl.load(sums + plane * parts_count * rows + place, mask=there, other=float("-inf"))
         m_new = tl.maximum(m_i, own)
-        # a part may be blind, and so may all of them
+        # some parts may see nothing, or all of them
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha, p = tl.exp(m_i - shift), tl.exp(own - shift)
         x = tl.load(vectors_at(parts, batch, head, place) + channel, mask=mask, other=0.0)

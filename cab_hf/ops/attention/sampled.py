@@ -1,9 +1,8 @@
-"""Attention with a plan's sample in training: random blocks that represent those not listed.
+"""Attention with a plan's sample in training: random blocks that represent unlisted blocks.
 
-An engine attends what is listed, our own kernels what is sampled, and both are merged by their
-log-sum-exps. The backward pass needs no merging: under the log-sum-exp of all of it, the weights
-of each part are those that attention under that part alone would find. The definition is
-`reference.attention`.
+An engine attends to the listed blocks, `block` to the sampled blocks, and both are merged by their
+log-sum-exps. The backward pass needs no merge: given the log-sum-exp of everything, attention under
+one part alone finds the right weights of that part. The definition is `reference.attention`.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`reference.attention` under a plan's lists and its sample; on CUDA devices.
+    """Compute `reference.attention` under a plan's lists and its sample, on CUDA devices.
 
     Args:
-        attend: attention under the lists of a plan, with the arguments of `reference.attention`.
+        attend: Attention under the lists of a plan, with the arguments of `reference.attention`.
     """
     assert plan.sampled is not None
-    # gradients are those of the op below
+    # the op below defines the gradients
     with torch.no_grad():
         listed = attend(q, k, v, plan, scale, True)
     sampled = plan.sampled.counts, plan.sampled.indices, plan.one_in
@@ -57,10 +56,10 @@ def attention(
 def _forward_op(q, k, v, listed_out, listed_lse, counts, indices, one_in, *plan):
     more, sums = block.forward_op(q, k, v, *_of_sampled(counts, indices, plan))
     sums = sums + math.log(one_in)
-    # the share of what is sampled; none where nothing is, also for padding queries
+    # the weight of the sampled part; 0 if nothing is sampled, also for padding queries
     share = (sums - listed_lse).sigmoid().masked_fill(sums == -torch.inf, 0.0)
     out = like(q, v.shape[3])
-    # in one pass over both, which `complete.merged` would want in one tensor first
+    # one pass over both parts, without a concatenated copy
     torch.lerp(listed_out, more, share.unsqueeze(-1).to(more.dtype), out=out)
     return out, torch.logaddexp(listed_lse, sums)
 
@@ -96,6 +95,6 @@ _backward_op.register_fake(block.gradient_shapes)
 
 
 def _of_sampled(counts: Tensor, indices: Tensor, plan: tuple) -> tuple:
-    """`block.PLAN` that lists what is sampled instead, as `BlockPlan.of_sampled` does."""
+    """Return `block.PLAN` with the sampled blocks as its lists, as `BlockPlan.of_sampled` does."""
     none = torch.zeros_like(counts)
     return counts, indices, none, none.unsqueeze(-1), *plan[4:]

@@ -1,14 +1,18 @@
 """Block attention for large head dims: both products are split over D.
 
-A tile of the output no longer fits in registers beside its weights, and recomputing the weights for
-every slice of D would cost as much as the products. So weights are kept: a first kernel multiplies
-queries and keys some channels at a time and writes the weights of a stretch of listed keys, a
-second one multiplies them with one slice of the values' channels. Neither shared memory nor
-registers grow with D. A weight is two bytes beside 4 D operations, so that it costs little to
-write; `WORKSPACE` bounds how many are held, query blocks are taken that many at a time.
+A tile of the output and its weights no longer fit in registers together. Recomputing the weights
+for every slice of D would cost as much as the products. Therefore the weights are stored:
 
-Weights are relative to the largest logit of their stretch, and are set right by the query's
-log-sum-exp when they are read.
+* The first kernel multiplies queries and keys, `DEPTH` channels at a time. It writes the weights of
+  a stretch of listed keys.
+* The second kernel multiplies the weights with one slice of the values' channels.
+
+Neither shared memory nor registers grow with D. A weight has two bytes per 4 D operations, so that
+writing it costs little. `WORKSPACE` limits the memory of weights: query blocks are processed in
+pieces.
+
+Weights are relative to the largest logit of their stretch. The log-sum-exp of the query corrects
+them when they are read.
 """
 
 from __future__ import annotations
@@ -38,28 +42,28 @@ from cab_hf.ops.attention.tiles import (
 )
 from cab_hf.plan import BlockLists
 
-# bytes of weights held at a time; one block of queries is held whatever it takes
+# bytes of weights in memory at a time; a single query block is processed whatever its size
 WORKSPACE = 2 << 30
 # listed keys whose weights one program computes
 STRETCH = 128
-# channels of the output that a program holds: by row, and by column
+# channels of the output per program: by row, and by column
 ROW_SLICE = 128
 COLUMN_SLICES = (256, 128)
-# channels of queries and keys multiplied at a time
+# channels of queries and keys that are multiplied at a time
 DEPTH = 64
 # stretches whose sums are added at a time
 STRETCHES = 16
 
 
 class Piece(NamedTuple):
-    """Query blocks whose weights are held at the same time.
+    """Query blocks whose weights are in memory at the same time.
 
     Attributes:
-        rows: their part of the plan.
-        plan: the same for kernels.
-        sizes: what it is a piece of, its tokens being those of whole blocks.
-        keys: room for the listed keys of a query, in whole stretches.
-        stretch: listed keys whose weights one program computes.
+        rows: Their part of the plan.
+        plan: The same part as an argument of kernels.
+        sizes: Sizes of the complete problem; ``tokens`` counts the tokens of whole blocks.
+        keys: Allocated keys per query, in whole stretches.
+        stretch: Listed keys whose weights one program computes.
     """
 
     rows: PlanTensors
@@ -70,11 +74,11 @@ class Piece(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of a query's weights in each stretch, float32 [B H, stretches, tokens].
+    """Statistics of a query's weights in each stretch, float32 [B H, stretches, tokens].
 
     Attributes:
-        m_i: what they are relative to, in powers of two.
-        l_i: their sum.
+        m_i: The reference of the weights, as an exponent of two.
+        l_i: The sum of the weights.
     """
 
     m_i: Tensor
@@ -113,7 +117,7 @@ def forward(
             num_warps=4,
         )
         _multiply_rows(p, v, out, piece, 1.0, sums.m_i, lse)
-        # the next piece takes their memory
+        # the next piece reuses this memory
         del p, sums
 
 
@@ -127,9 +131,9 @@ def backward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, from that of the output; deterministic."""
+    """Return the gradients of q, k and v, given that of the output; deterministic."""
     dq = like(q)
-    # summed over pieces
+    # accumulated over pieces, in float32
     dk, dv = (torch.zeros_like(like(x), dtype=torch.float32) for x in (k, v))
     for piece in _pieces(q, k, rows, matrices=2):
         p, ds = (_matrix(q, piece) for _ in range(2))
@@ -138,16 +142,16 @@ def backward(
         columns = by_column(piece.plan, triton.cdiv(k.shape[2], rows.key_block), placed=True)
         _multiply_columns(p, grad, dv, piece, columns, 1.0)
         _multiply_columns(ds, q, dk, piece, columns, scale)
-        # the next piece takes their memory
+        # the next piece reuses this memory
         del p, ds, columns
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _pieces(q: Tensor, k: Tensor, rows: PlanTensors, matrices: int) -> Iterator[Piece]:
-    """The plan in pieces of as many query blocks as ``matrices`` of weights may be held for."""
+    """Yield the plan in pieces whose ``matrices`` of weights fit in `WORKSPACE`."""
     block = rows.query_block
     room = WORKSPACE // (matrices * q.shape[0] * q.shape[1] * block * q.element_size())
-    # twice the bytes an element, half the elements
+    # with twice the bytes per element, half the elements
     stretch = STRETCH * 2 // max(2, q.element_size())
     longest = [_padded(max(1, keys), stretch) for keys in _longest(rows)]
     begin = 0
@@ -156,7 +160,7 @@ def _pieces(q: Tensor, k: Tensor, rows: PlanTensors, matrices: int) -> Iterator[
         while end < len(longest) and (end + 1 - begin) * max(keys, longest[end]) <= room:
             keys = max(keys, longest[end])
             end += 1
-        # contiguous() copies nothing where a piece is all there is
+        # contiguous() copies nothing if there is only one piece
         full, partial = (
             BlockLists(*(x[:, :, begin:end].contiguous() for x in (part.counts, part.indices)))
             for part in (rows.full, rows.partial)
@@ -169,7 +173,10 @@ def _pieces(q: Tensor, k: Tensor, rows: PlanTensors, matrices: int) -> Iterator[
 
 
 def _longest(rows: PlanTensors) -> list[int]:
-    """The most keys that any list of each query block holds. Waits for the device if it may."""
+    """Return the most keys that any list of each query block contains.
+
+    The function synchronises with the device, except while a CUDA graph is captured.
+    """
     counts = rows.full.counts + rows.partial.counts
     if counts.is_cuda and torch.cuda.is_current_stream_capturing():
         return [(rows.full.width + rows.partial.width) * rows.key_block] * counts.shape[2]
@@ -177,7 +184,7 @@ def _longest(rows: PlanTensors) -> list[int]:
 
 
 def _matrix(q: Tensor, piece: Piece) -> Tensor:
-    """Room for one weight for every query of a piece and listed key, [B, H, tokens, keys]."""
+    """Allocate one weight per query of a piece and listed key, [B, H, tokens, keys]."""
     return q.new_empty(*q.shape[:2], piece.sizes.tokens, piece.keys)
 
 
@@ -192,7 +199,14 @@ def _weigh(
     terms: BackwardStats | None = None,
     gradients: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Write the weights ``p``, and ``sums`` or, from ``terms``, the last of (grad, v, ds)."""
+    """Write the weights of a piece.
+
+    Args:
+        p: Receives the weights.
+        sums: Receives the sums of the weights in the forward pass; None in the backward pass.
+        terms: Statistics of the queries for the backward pass; None in the forward pass.
+        gradients: (grad, v, ds) of the backward pass; ds receives the gradients of the logits.
+    """
     rows, plan, sizes, keys, stretch = piece
     tile = _row_tile(rows)
 
@@ -227,9 +241,9 @@ def _multiply_rows(
     m_i: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> None:
-    """out[i] = scale * the sum over listed keys j of p[i, j] x[j].
+    """Compute out[i] = scale * sum_j p[i, j] x[j] over the listed keys j.
 
-    With ``m_i`` and ``lse`` the weights are those of a forward pass, relative to their stretch.
+    With ``m_i`` and ``lse``, the weights come from the forward pass, relative to their stretch.
     """
     rows, plan, sizes, keys, stretch = piece
     tile, columns = _row_tile(rows), _column_tile(rows)
@@ -256,7 +270,7 @@ def _multiply_rows(
 def _multiply_columns(
     p: Tensor, x: Tensor, out: Tensor, piece: Piece, columns: Plan, scale: float
 ) -> None:
-    """out[j] += scale * the sum over the queries i of a piece that list j of p[i, j] x[i]."""
+    """Add scale * sum_i p[i, j] x[i] to out[j], over the queries i of a piece that list key j."""
     rows, plan, sizes, *_ = piece
     tile, keys = min(64, _row_tile(rows)), _column_tile(rows)
     batch, kv_heads, length, dim = out.shape

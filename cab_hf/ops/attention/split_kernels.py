@@ -1,4 +1,4 @@
-"""The kernels of `split`: weights of a stretch of listed keys, and one slice of their products."""
+"""Kernels of `split`: weights of a stretch of listed keys, and one slice of their products."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cab_hf.ops.attention.tiles import (
 
 
 class Cell(NamedTuple):
-    """A tile of queries and a stretch of the keys its row lists: what one program multiplies."""
+    """A tile of queries and a stretch of its listed keys: the work of one program."""
 
     batch: tl.tensor
     head: tl.tensor
@@ -37,7 +37,7 @@ class Cell(NamedTuple):
 
 @triton.jit
 def _listed_keys(plan, plan_row, place, KEY_BLOCK: tl.constexpr):
-    """(the keys at these places of a row's lists, full blocks first; which places are taken)."""
+    """Return the keys at places of a row's lists, full blocks first, and which places are used."""
     slot = place // KEY_BLOCK
     full = tl.load(plan.full.counts + plan_row)
     total = full + tl.load(plan.partial.counts + plan_row)
@@ -63,7 +63,7 @@ def _products(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """x @ y.T [BLOCK_M, STRETCH] of the queries and keys of a cell, DEPTH channels at a time."""
+    """Return x @ y.T [BLOCK_M, STRETCH] for the queries and keys of a cell, in steps of DEPTH."""
     acc = tl.zeros((BLOCK_M, STRETCH), tl.float32)
     channel = tl.arange(0, DEPTH)[None, :]
     y_rows = vectors_at(y, cell.batch, cell.kv_head, cell.key) + channel
@@ -117,7 +117,7 @@ def block_attention_split_p_kernel(
         key, taken = _listed_keys(plan, plan_row, column + tl.arange(0, STRETCH), KEY_BLOCK)
         first_key, _ = _listed_keys(plan, plan_row, column, KEY_BLOCK)
         start = sizes.begin + row
-        # what lies behind the last key is masked, since no query sees it
+        # keys past the last one are masked, because no query sees them
         cell = Cell(batch, head, kv_head, start, tl.minimum(key, kv_length - 1), first_key)
         # [BLOCK_M, STRETCH]
         qk = _products(desc_q, desc_k, k, cell, BLOCK_M, STRETCH, KEY_BLOCK, D, DEPTH, PRECISION)
@@ -130,7 +130,7 @@ def block_attention_split_p_kernel(
             seen = taken[None, :] & seen_between(key[None, :], first[:, None], last[:, None])
             qk = tl.where(seen, qk, float("-inf"))
         if terms is None:
-            # a whole power of two, so that weights are set right without rounding
+            # a whole power of two, so that correcting the weights later does not round
             m_i = tl.ceil(tl.max(qk, 1) * qk_scale)
             p = tl.exp2(qk * qk_scale - finite(m_i)[:, None])
             at = (plane.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)) * sizes.tokens

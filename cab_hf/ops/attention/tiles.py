@@ -1,7 +1,7 @@
-"""What the kernels of block attention share: a plan as an argument, tiles, the softmax.
+"""Shared parts of the block attention kernels: the plan as an argument, tiles, the softmax.
 
-Exponentials are to base two. What a kernel reads of a plan comes as NamedTuples; descriptors of
-tiles stay arguments of their own, since Triton 3.6 launches none inside a tuple.
+Exponentials are to base two. A plan is passed to kernels as NamedTuples. Descriptors of tiles stay
+separate arguments, because Triton 3.6 cannot launch a kernel with a descriptor inside a tuple.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from cab_hf.ops import launch
 from cab_hf.ops.attention.transpose import ColumnLists, pack_columns
 from cab_hf.plan import BlockLists
 
-# bytes that a row of a descriptor, and where it starts, must be a multiple of
+# a row of a descriptor and its start must be multiples of this many bytes
 ALIGNMENT = 16
-# queries that any tile divides
+# a number of queries that is divisible by every tile
 WHOLE_TILE = 128
 # queries whose `BackwardStats` one program computes
 TERM_TILE = 32
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# what `magnitude` returns is at least this for infinities and NaN
+# `magnitude` returns at least this for infinities and NaN
 INFINITE_BITS = tl.constexpr(0x7F800000)
 
 
 class PlanTensors(NamedTuple):
-    """A plan as the kernels read it; ``first`` and ``last`` are its spans, int32 [B, N_q]."""
+    """Plan as the kernels read it; ``first`` and ``last`` are its spans, int32 [B, N_q]."""
 
     full: BlockLists
     partial: BlockLists
@@ -50,15 +50,15 @@ class Lists(NamedTuple):
 
     @classmethod
     def of(cls, lists: BlockLists) -> Lists:
-        # Triton 3.6 makes a constant of a 1, and loses it in a tuple inside a tuple
+        # Triton 3.6 turns a 1 into a constant, and loses the constant in a tuple inside a tuple
         lists = lists.widened(2) if lists.width < 2 else lists
         return cls(lists.counts, lists.indices, lists.width)
 
 
 class Plan(NamedTuple):
-    """`PlanTensors` as an argument of kernels; block sizes are constants of theirs.
+    """`PlanTensors` as an argument of kernels; kernels receive block sizes as constants.
 
-    The lists come first, so that ``plan[MASKED]`` are those whose blocks are masked or not.
+    The lists come first: ``plan[MASKED]`` are the full lists for 0, and the partial lists for 1.
     """
 
     full: Lists | ColumnLists
@@ -70,9 +70,9 @@ class Plan(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Heads of q, of k and of the plan, queries, and query blocks that the plan has rows for.
+    """Numbers of heads of q, k and the plan, of queries, and of query blocks in the plan.
 
-    Where they are not all, these are the blocks of ``tokens`` queries from ``begin``.
+    If the plan is a piece, its blocks are those of ``tokens`` queries from ``begin`` on.
     """
 
     heads: int
@@ -85,7 +85,7 @@ class Sizes(NamedTuple):
 
 
 class Vectors(NamedTuple):
-    """[B, H, N, D] as an argument of kernels, with the strides of the first three."""
+    """Tensor [B, H, N, D] as an argument of kernels, with the strides of the first three dims."""
 
     data: Tensor
     batch: int
@@ -94,7 +94,7 @@ class Vectors(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """[B, H, N, D] as an argument of kernels that read and write tiles of it by pointers."""
+    """Tensor [B, H, N, D] as an argument of kernels that access tiles by pointers."""
 
     data: Tensor
     batch: int
@@ -105,12 +105,12 @@ class Tiles(NamedTuple):
 
 
 class BackwardStats(NamedTuple):
-    """What backward needs of every query, float32 [B, H, room] each.
+    """Statistics of every query that the backward pass needs, float32 [B, H, room] each.
 
     Attributes:
-        lse: the log-sum-exp in powers of two, +inf where a query sees nothing or is none (so that
-            its weights vanish).
-        delta: the sum over D of grad * out, less the gradient of the log-sum-exp.
+        lse: Log-sum-exp to base two. It is +inf if a query sees nothing or does not exist, so that
+            its weights vanish.
+        delta: sum_d grad * out - grad_lse.
         room: N_q rounded up to `WHOLE_TILE`.
     """
 
@@ -120,7 +120,7 @@ class BackwardStats(NamedTuple):
 
 
 def arguments(q: Tensor, k: Tensor, rows: PlanTensors) -> tuple[Plan, Sizes]:
-    """What every kernel gets of a plan, and of q [B, H, N_q, D] and k [B, H_kv, N_k, D]."""
+    """Return the kernel arguments for a plan, q [B, H, N_q, D] and k [B, H_kv, N_k, D]."""
     full, partial = map(Lists.of, (rows.full, rows.partial))
     first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (rows.first, rows.last))
     plan = Plan(full, partial, first, last, first.stride(0), last.stride(0))
@@ -129,9 +129,10 @@ def arguments(q: Tensor, k: Tensor, rows: PlanTensors) -> tuple[Plan, Sizes]:
 
 
 def by_column(plan: Plan, kv_blocks: int, placed: bool = False) -> Plan:
-    """The plan with its lists the other way round, for each of ``kv_blocks`` key blocks.
+    """Return the plan with transposed lists, for each of ``kv_blocks`` key blocks.
 
-    ``placed`` is that of `pack_columns`.
+    Args:
+        placed: See `pack_columns`.
     """
     full, partial = (pack_columns(lists, kv_blocks, placed) for lists in plan[:2])
     return plan._replace(full=full, partial=partial)
@@ -140,8 +141,14 @@ def by_column(plan: Plan, kv_blocks: int, placed: bool = False) -> Plan:
 def backward_stats(
     grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor
 ) -> BackwardStats:
-    """`BackwardStats` of the gradient of ``out``, both [B, H, N_q, D], and the log-sum-exp [B, H,
-    N_q], whose own gradient is None where there is none."""
+    """Compute the `BackwardStats` of an output.
+
+    Args:
+        grad: [B, H, N_q, D], gradient of the output.
+        grad_lse: [B, H, N_q], gradient of the log-sum-exp; None if it has none.
+        out: [B, H, N_q, D].
+        lse: [B, H, N_q], the log-sum-exp.
+    """
     batch, heads, length, dim = grad.shape
     room = triton.cdiv(length, WHOLE_TILE) * WHOLE_TILE
     terms = BackwardStats(*(lse.new_empty(batch, heads, room) for _ in range(2)), room)
@@ -163,7 +170,7 @@ def backward_stats(
 
 
 def described(x: Tensor) -> Tensor:
-    """``x``, copied where its strides or its start are not what a descriptor takes."""
+    """Return ``x``, or a copy if a descriptor does not support its strides or its start."""
     complete = all(stride * x.element_size() % ALIGNMENT == 0 for stride in x.stride()[:3])
     if complete and x.stride(3) == 1 and x.data_ptr() % ALIGNMENT == 0:
         return x
@@ -171,7 +178,7 @@ def described(x: Tensor) -> Tensor:
 
 
 def like(x: Tensor, dim: int | None = None) -> Tensor:
-    """An empty tensor [B, H, N, D] that lies in memory as [B, N, H, D], as models go on with it."""
+    """Allocate [B, H, N, D] with the memory layout [B, N, H, D], which models use afterwards."""
     batch, heads, length, _ = x.shape
     return x.new_empty(batch, length, heads, dim or x.shape[3]).transpose(1, 2)
 
@@ -183,7 +190,7 @@ def vectors(x: Tensor) -> Vectors:
 def descriptors(
     tokens: int, *tensors: Tensor, channels: int | None = None
 ) -> list[TensorDescriptor | Tiles]:
-    """[B, H, N, D] for `load_tile`, in tiles of so many tokens and channels, by default all."""
+    """Return [B, H, N, D] for `load_tile`, in tiles of ``tokens`` and ``channels``, default all."""
     if not launch.reads_by_descriptor(tensors[0].device):
         return [Tiles(*vectors(x), *x.shape[2:]) for x in tensors]
     return [
@@ -195,27 +202,27 @@ def descriptors(
 
 
 def tile_of(block: int, most: int) -> int:
-    """The largest power of two that divides a block, at most ``most``."""
+    """Return the largest power of two that divides ``block``, at most ``most``."""
     return min(most, block & -block)
 
 
 def sticks_out(rows: PlanTensors, q_length: int, kv_length: int) -> bool:
-    """Whether listed blocks may hold keys behind all queries of their row.
+    """Return True if listed blocks may contain keys after all queries of their row.
 
-    They hold none where a text is there as a whole, in key blocks that divide query blocks.
+    They do not if q and k are the whole sequence and key blocks divide query blocks.
     """
     return q_length != kv_length or rows.key_block > rows.query_block
 
 
 def precision(x: Tensor) -> str:
-    """How products of float32 are to be computed; 16 bits have one way, and gfx950 no tf32."""
+    """Return the precision of float32 products; 16 bits have only one, and gfx950 has no tf32."""
     return "tf32" if x.dtype != torch.float32 and launch.packed(x) else "ieee"
 
 
 def logit_scales(scale: float, softcap: float) -> dict[str, float | bool]:
-    """What products are multiplied by to be logits to base two: within a tanh, and beside it.
+    """Return the factors that turn products into logits to base two, inside and outside of a tanh.
 
-    ``softcap`` is that of `reference.capped`, 0 for none: then there is no tanh.
+    Without a soft cap (0) there is no tanh; see `reference.capped`.
     """
     outer = softcap or scale
     inner = scale / softcap if softcap else 0.0
@@ -224,7 +231,7 @@ def logit_scales(scale: float, softcap: float) -> dict[str, float | bool]:
 
 @triton.jit
 def locate(plane, start, sizes, QUERY_BLOCK: tl.constexpr):
-    """(batch, head, kv_head, row of the plan's lists) of the query at ``start`` of a plane."""
+    """Return (batch, head, kv_head, row of the plan's lists) of the query ``start`` of a plane."""
     batch = plane // sizes.heads
     head = plane % sizes.heads
     kv_head = head // (sizes.heads // sizes.kv_heads)
@@ -240,21 +247,21 @@ def plan_plane(batch, head, sizes):
 
 @triton.jit
 def tile_start(indices, i, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """The first token of the i-th tile of the listed blocks."""
+    """Return the first token of the i-th tile of the listed blocks."""
     TILES: tl.constexpr = BLOCK // TILE
     return tl.load(indices + i // TILES) * BLOCK + i % TILES * TILE
 
 
 @triton.jit
 def vectors_at(x, batch, head, token):
-    """Pointers [N, 1] to the first channel of each token."""
+    """Return pointers [N, 1] to the first channel of each token."""
     plane = x.data + batch.to(tl.int64) * x.batch + head.to(tl.int64) * x.head
     return plane + token.to(tl.int64)[:, None] * x.token
 
 
 @triton.jit
 def load_tile(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl.constexpr):
-    """[TOKENS, CHANNELS] of one of `descriptors`, zeros behind its ends."""
+    """Load a tile [TOKENS, CHANNELS] of one of `descriptors`, with zeros past the ends."""
     if isinstance(x, tl.tensor_descriptor):
         tile = x.load([batch, head, token, channel]).reshape(TOKENS, CHANNELS)
     else:
@@ -281,14 +288,14 @@ def _tile_at(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl.
     tokens = token + tl.arange(0, TOKENS)
     channels = channel + tl.arange(0, CHANNELS)[None, :]
     inside = (tokens < x.tokens)[:, None] & (channels < x.channels)
-    # the interpreter counts loops over heads in numbers of Python
+    # the interpreter counts loops over heads with Python integers, which have no ``to``
     zero = tl.zeros([], tl.int32)
     return vectors_at(x, batch + zero, head + zero, tokens) + channels, inside
 
 
 @triton.jit
 def load_spans(plan, batch, query, q_length):
-    """(first, last) key that each query sees; none where there is no query."""
+    """Return the (first, last) key that each query sees; an empty range past the last query."""
     inside = query < q_length
     batch = batch.to(tl.int64)
     first = tl.load(plan.first + batch * plan.first_stride + query, mask=inside, other=0)
@@ -303,9 +310,9 @@ def seen_between(key, first, last):
 
 @triton.jit
 def only_seen(x, key, first, last):
-    """The rows of ``x`` whose key lies among those that queries see, zeros for the others.
+    """Return the rows of ``x`` whose key is in the range that the queries see, zeros elsewhere.
 
-    A weight of 0 makes no 0 of a NaN.
+    A weight of 0 does not remove a NaN.
     """
     lowest = tl.min(tl.where(last < 0, 2147483647, first), 0)
     seen = (key >= lowest) & (key <= tl.max(last, 0))
@@ -314,7 +321,7 @@ def only_seen(x, key, first, last):
 
 @triton.jit
 def finite(m):
-    """A row that has seen nothing has no maximum to be relative to."""
+    """Return the maximum, or 0 for a row that has seen nothing and has no finite maximum."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
@@ -334,9 +341,9 @@ def tanh(x):
 
 @triton.jit
 def online_softmax_update(m_i, l_i, qk, qk_scale, MASKED: tl.constexpr):
-    """(m_i, l_i, p, alpha), where alpha is what anything summed so far is to be multiplied by.
+    """Return (m_i, l_i, p, alpha); previous sums must be multiplied by alpha.
 
-    Without ``MASKED`` every row of ``qk`` must have a finite logit.
+    Without ``MASKED``, every row of ``qk`` must have a finite logit.
     """
     m_new = tl.maximum(m_i, tl.max(qk, 1) * qk_scale)
     m_safe = finite(m_new) if MASKED else m_new

@@ -1,7 +1,7 @@
 """Attention in plain PyTorch as registered ops, for torch.compile.
 
-It goes over the rows in chunks: traced, each chunk would be a part of the graph, and each length of
-a text a graph of its own. The definition is `reference.attention`.
+The implementation loops over chunks of rows. Traced, each chunk would be a part of the graph, and
+each sequence length would need another graph. The definition is `reference.attention`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def attention(
     return_lse: bool = False,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`reference.attention`, a node of a graph."""
+    """Compute `reference.attention` as one node of a graph."""
     sampled, spans = plan.sampled, plan.spans
     out, lse = _attention_op(
         *(q, k, v, scale, softcap),
@@ -50,12 +50,12 @@ def register(
     attend: Callable[..., tuple[Tensor, Tensor]],
     masks: Callable[..., Iterable[Masks]],
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The op ``cab_hf::name`` of (q, k, v, scale, softcap, others), with gradients.
+    """Register the op ``cab_hf::name`` of (q, k, v, scale, softcap, others), with gradients.
 
     Args:
-        schema: of the others, the last of which is whether to return the log-sum-exp.
-        attend: what it computes: output [B, H, N_q, D_v] and log-sum-exp, empty if not wanted.
-        masks: (q, k, v, others) to what each query attends.
+        schema: Schema of the others. The last one says if the log-sum-exp is returned.
+        attend: Computes the output [B, H, N_q, D_v] and the log-sum-exp, empty if not requested.
+        masks: Maps (q, k, v, others) to the masks of the queries.
     """
     given = f"Tensor q, Tensor k, Tensor v, float scale, float? softcap, {schema}"
 
@@ -74,7 +74,7 @@ def register(
         ctx.set_materialize_grads(False)
         ctx.shape = output[0].shape
         ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
-        # what is no tensor, and where tensors were
+        # values that are not tensors, and None in the places of tensors
         ctx.others = [None if isinstance(x, Tensor) else (x,) for x in inputs]
 
     def differentiate(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple:
@@ -85,7 +85,7 @@ def register(
 
     def op(name: str, function: Callable[..., Any], given: str, given_back: str):
         schema = f"({given}) -> ({given_back})"
-        # looking for what is not finite waits for the device
+        # the search for NaN and infinities synchronises with the device
         known = {"mutates_args": (), "schema": schema, "tags": (torch.Tag.cudagraph_unsafe,)}
         return torch.library.custom_op(f"cab_hf::{name}", function, **known)
 
@@ -110,11 +110,11 @@ def gradients(
     softcap: float | None,
     masks: Iterable[Masks],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, where each query attends what ``masks`` say.
+    """Compute the gradients of q, k and v for queries under ``masks``.
 
     Args:
-        grad: of the output, [B, H, N_q, D_v].
-        grad_lse: of the log-sum-exp, [B, H, N_q]; None for zeros.
+        grad: [B, H, N_q, D_v], gradient of the output.
+        grad_lse: [B, H, N_q], gradient of the log-sum-exp; None for zeros.
     """
     wide, groups = torch.promote_types(q.dtype, torch.float32), (k.shape[1], -1)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (q, k, v))
@@ -125,7 +125,7 @@ def gradients(
         heads = query.shape[0], q.shape[1], -1, -1
         unseen = ~seen.expand(heads).unflatten(1, groups)
         if not sound:
-            # as in the forward pass: no weight of 0 removes a NaN
+            # as in the forward pass: a weight of 0 does not remove a NaN
             nowhere = unseen.all(dim=-2).unsqueeze(-1)
             key, value = (torch.where(nowhere, 0.0, x) for x in (key, value))
         logits = capped(query @ key.transpose(-1, -2) * scale, softcap)
@@ -146,7 +146,7 @@ def gradients(
 
 
 def _plan_of(values: tuple) -> BlockPlan:
-    """The plan of the values that `attention` passes."""
+    """Build the plan from the values that `attention` passes."""
     lists, (sampled, indices, one_in, dense_rows) = values[:4], values[4:8]
     return BlockPlan(
         BlockLists(*lists[:2]),

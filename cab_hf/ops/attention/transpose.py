@@ -1,7 +1,7 @@
-"""Lists the other way round: for every key block, the rows that attend it. Backward reads these.
+"""Transposed lists for the backward pass: for every key block, the rows that attend to it.
 
-The definition is `BlockLists.transpose`. Between the two forms is one bit for every (row, key
-block), so that nothing of the size of rows x key blocks is held in whole numbers.
+The definition is `BlockLists.transpose`. The intermediate form has one bit per (row, key block),
+which avoids integers of size rows * key blocks.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from cab_hf.plan import BlockLists
 
 WORD = 32
 CHUNK = 256
-# bytes up to which transposed lists are as wide as they could be: to know their width is a wait
+# bytes up to which transposed lists get their largest possible width; computing the width
+# synchronises with the device
 WIDE_LISTS = 64 << 20
 
 
 class ColumnLists(NamedTuple):
-    """For every key block the rows that list it, ascending, packed one after the other.
+    """Rows that list each key block, ascending, packed one after the other.
 
     Attributes:
-        counts: int32 [B, P, C], rows listing each key block.
-        starts: int64 [B, P, C], where each key block's rows begin in ``rows``.
-        rows: int32, as long as the lists had room for; what is behind the last means nothing.
-        slots: int32 beside ``rows``: at which place of that row's list the key block is; ``rows``
-            again where that was not wanted, as Triton 3.6 loses a None in a tuple inside a tuple.
+        counts: int32 [B, P, C], the number of rows that list each key block.
+        starts: int64 [B, P, C], the start of each key block's rows in ``rows``.
+        rows: int32, as long as the allocated lists; entries after the last one are undefined.
+        slots: int32, same shape: the place of the key block in the list of that row. It is ``rows``
+            again if not requested, because Triton 3.6 loses a None in a tuple inside a tuple.
     """
 
     counts: Tensor
@@ -39,10 +40,10 @@ class ColumnLists(NamedTuple):
 
 
 def pack_columns(lists: BlockLists, columns: int, placed: bool = False) -> ColumnLists:
-    """The transpose of ``lists`` over ``columns`` key blocks. Never waits for the device.
+    """Return the transpose of ``lists`` over ``columns`` key blocks, without synchronisation.
 
     Args:
-        placed: whether ``slots`` are written.
+        placed: True to write ``slots``.
     """
     bits, counts = _bits_by_column(lists, columns)
     starts = counts.flatten().cumsum(0, dtype=torch.int64) - counts.flatten()
@@ -54,7 +55,10 @@ def pack_columns(lists: BlockLists, columns: int, placed: bool = False) -> Colum
 
 
 def transpose(lists: BlockLists, columns: int) -> BlockLists:
-    """`BlockLists.transpose` on the GPU; large lists, unless captured, wait to be no wider."""
+    """Compute `BlockLists.transpose` on the GPU.
+
+    For large lists, the function synchronises to find the width, except during capture.
+    """
     batch, heads, rows = lists.counts.shape
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     wide = captured or 4 * batch * heads * columns * rows <= WIDE_LISTS
@@ -67,7 +71,12 @@ def transpose(lists: BlockLists, columns: int) -> BlockLists:
 
 
 def _bits_by_column(lists: BlockLists, columns: int) -> tuple[Tensor, Tensor]:
-    """(int32 [B, P, C, words], bit r % 32 of word r // 32 saying that row r lists it; counts)."""
+    """Return one bit per row and key block, and the number of rows that list each key block.
+
+    Returns:
+        int32 [B, P, C, words], where bit r % 32 of word r // 32 is set if row r lists the block;
+        and int32 [B, P, C].
+    """
     batch, heads, rows = lists.counts.shape
     words = triton.cdiv(rows, WORD)
     bits = lists.indices.new_zeros(batch, heads, columns, words)
@@ -116,7 +125,7 @@ def _mark_kernel(counts, indices, bits, rows, width, columns, words, CHUNK: tl.c
     plane = tl.program_id(1).to(tl.int64)
     count = tl.load(counts + plane * rows + row)
     indices += (plane * rows + row) * width
-    # a word has no other meaning than its bits: the highest is the sign
+    # a word is only its bits: the highest bit is the sign
     bit = 1 << (row % 32)
     bits += plane * columns * words + row // 32
     for start in range(0, count, CHUNK):
@@ -174,7 +183,7 @@ def _unpack_kernel(
 
 @triton.jit
 def _find(column, counts, indices, row, width, listed, CHUNK: tl.constexpr):
-    """The index of ``column`` in the ascending list of every ``row`` that lists it."""
+    """Return the index of ``column`` in the ascending list of every ``row`` that lists it."""
     low = tl.zeros((CHUNK,), tl.int32)
     high = tl.load(counts + row, mask=listed, other=1) - 1
     indices += row.to(tl.int64) * width

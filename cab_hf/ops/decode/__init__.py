@@ -1,6 +1,6 @@
-"""Decode: one query a head against a long cache, of which it reads the keys that matter.
+"""Sparse decode: one query per head attends to selected keys of a long cache.
 
-Kernels compute what `reference` defines where they can run.
+`reference` defines the ops; kernels compute them where available.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from cab_hf.ops.decode.reference import Choice, Index
 
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
-    """See `reference.index_keys`."""
+    """Build the index of keys; see `reference.index_keys`."""
     return _ops(k).index_keys(k, channels)
 
 
 def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor) -> None:
-    """See `reference.write_index`."""
+    """Write the index of new keys into that of a cache; see `reference.write_index`."""
     _ops(k).write_index(index, k, channels, start)
 
 
 def choose(q: Tensor, *args: Any, **kwargs: Any) -> Choice:
-    """See `reference.choose`."""
+    """Select the keys that a decode step reads; see `reference.choose`."""
     with as_they_are(q):
         return _ops(q).choose(q, *args, **kwargs)
 
@@ -35,7 +35,10 @@ def choose(q: Tensor, *args: Any, **kwargs: Any) -> Choice:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *args: Any, softcap: float | None = None, **kwargs: Any
 ) -> Tensor:
-    """See `reference.attend`; kernels have no gradients, and cap no logits."""
+    """Compute attention over the selected keys; see `reference.attend`.
+
+    Kernels have neither gradients nor soft caps, so that these calls run the reference.
+    """
     with as_they_are(q):
         if softcap is not None or not has_kernels(q, k, v):
             return reference.attend(q, k, v, *args, softcap=softcap, **kwargs)
@@ -43,12 +46,15 @@ def attend(
 
 
 def as_they_are(x: Tensor) -> torch.autocast:
-    """No autocast: it rounds products that are exact, and joins no tensors of other dtypes."""
+    """Return a context without autocast.
+
+    Autocast would round exact products, and it cannot concatenate tensors of different dtypes.
+    """
     return torch.autocast(x.device.type, enabled=False)
 
 
 def has_kernels(*tensors: Tensor) -> bool:
-    """Whether `attend` of these is a kernel, which has no gradients."""
+    """Return True if `attend` of these tensors runs a kernel, which has no gradients."""
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     return not trained and _ops(tensors[0]) is not reference
 
@@ -56,7 +62,7 @@ def has_kernels(*tensors: Tensor) -> bool:
 def _ops(x: Tensor) -> ModuleType:
     if not x.is_cuda or not HAS_TRITON:
         return reference
-    # models on the CPU never need Triton
+    # imported late, because models on the CPU never need Triton
     from cab_hf.ops.decode import kernels
 
     return kernels if kernels.unavailable(x) is None else reference

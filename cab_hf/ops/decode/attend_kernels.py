@@ -1,7 +1,7 @@
-"""The kernels that attend the keys that are read, split evenly, wherever they are.
+"""Kernels that attend to the selected keys, wherever they are in the cache, split evenly.
 
-K and V are gathered, and every program leaves its share of a row; a second launch merges these
-(split-K, as in Flash-Decoding).
+K and V are gathered, and every program writes a partial result of a row. A second launch merges the
+partial results (split-K, as in Flash-Decoding).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from cab_hf.ops.launch import LOWEST, on_device_of
 
 SPREAD_VALUES = tl.constexpr(reference.SPREAD_VALUES)
 
-# of a product on tensor cores
+# rows of the smallest product on tensor cores
 LEAST_ROWS = 16
-# how launches are cut: what an H200 runs fastest. Fewest and most programs that share the keys of a
-# row, and programs that there should be; how many keys each attends at a time; and how many values
-# each takes of those that estimate the mean
+# sizes of launches, the fastest on an H200: the fewest and the most programs that share the keys of
+# a row; the number of programs to aim for; keys per step of a program, its stages and warps; and
+# values per program that estimate the mean
 READERS, READING_PROGRAMS, READ, READ_STAGES, READ_WARPS, VALUES = (16, 120), 960, 16, 3, 2, 32
-# parts of a row that are merged at a time
+# partial results of a row that are merged at a time
 MERGED_AT_A_TIME = 64
 
 
@@ -39,7 +39,7 @@ def attend(
     valid: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """See `reference.attend`."""
+    """Compute attention over the selected keys; see `reference.attend`."""
     if torch.compiler.is_compiling():
         return torch.ops.cab_hf.decode_attend(q, k, v, *choice, scale, length, valid, sinks)
     return _attend(q, k, v, *choice, scale, length, valid, sinks)
@@ -64,7 +64,7 @@ def _attend(
     chosen = chosen if chosen.stride(-1) == 1 else chosen.contiguous()
     fewest, most = READERS
     readers = max(fewest, min(most, READING_PROGRAMS // rows))
-    # some more have what is not read
+    # additional programs process the unread keys
     splits = readers if unread is None else readers + SPREAD_VALUES.value // VALUES
     largest = q.new_empty(rows, splits, group, dtype=torch.float32)
     sums = torch.empty_like(largest)
@@ -119,7 +119,7 @@ def _attend(
     return out
 
 
-# numbers that differ with the batch: none is worth a kernel of its own
+# numbers that depend on the batch must not cause another compilation
 @triton.jit(do_not_specialize=["chosen_batch", "chosen_head", "readers"])
 def _attend_kernel(
     q,
@@ -154,9 +154,11 @@ def _attend_kernel(
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Attention over a share of the keys that are read: weighted values, and the largest and the
-    sum of the weights. Further programs have the keys that are not read, as one of the mean value,
-    of which each has a part.
+    """Attend to a part of the selected keys.
+
+    Write the weighted values, and the maximum and the sum of the weights. Additional programs
+    process the unread keys, which count as one key with the mean value. Each of these programs
+    computes a part of the mean.
     """
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // kv_heads, row % kv_heads
@@ -246,7 +248,7 @@ def _merge_kernel(
     BLOCK_V: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One row of the output of its ``splits`` parts."""
+    """Merge the ``splits`` parts of one row of the output."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
     row, member, group = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -255,7 +257,7 @@ def _merge_kernel(
     total = tl.zeros([1], tl.float32)
     most = tl.full([1], LOWEST, tl.float32)
     if sinks is not None:
-        # as if it had been read first, and its value were 0
+        # the sink acts as a first key, whose value is 0
         sink = tl.load(sinks + row % kv_heads * group + member).to(tl.float32)
         most = tl.zeros([1], tl.float32) + sink * LOG2_E
         total += 1.0
@@ -264,7 +266,7 @@ def _merge_kernel(
         at = (row * splits + split) * group + member
         part = tl.load(largest + at, mask=split < splits, other=LOWEST)
         more = tl.maximum(most, tl.max(part, 0))
-        # programs without a key have left sums of 0
+        # programs without a key have written sums of 0
         weight = tl.exp2(part - more)
         own = tl.load(sums + at, mask=split < splits, other=0.0)
         x = tl.load(

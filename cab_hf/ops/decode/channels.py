@@ -1,4 +1,4 @@
-"""Which channels of a key the index of decode holds, as its kernels take them."""
+"""Channels of a key that the decode index contains, as arguments of kernels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 
 class Halves(NamedTuple):
-    """The channels that are scored, as two runs of neighbours of one size.
+    """Scored channels as two runs of adjacent channels of one size.
 
     Attributes:
-        first: where the first run begins.
-        step: from where it begins to where the second does.
-        size: of each.
+        first: First channel of the first run.
+        step: Distance from the start of the first run to the start of the second.
+        size: Channels per run.
     """
 
     first: int
@@ -22,12 +22,12 @@ class Halves(NamedTuple):
     @classmethod
     @lru_cache
     def of(cls, channels: tuple[int, ...], dim: int) -> Halves:
-        """Those of `LayerContext.channels`, () for all ``dim``. Made once for all layers.
+        """Return the runs for `LayerContext.channels`, () for all ``dim``; cached for all layers.
 
-        One run is cut in half; of an odd count of channels the last is left out.
+        A single run is cut into halves. The last channel of an odd count is dropped.
 
         Raises:
-            ValueError: for channels that are not one run, or two of one size.
+            ValueError: If channels are neither one run nor two runs of one size.
         """
         channels = channels or tuple(range(dim))
         first, size = channels[0], len(channels) // 2
@@ -43,5 +43,5 @@ class Halves(NamedTuple):
 
     @property
     def constants(self) -> dict[str, int]:
-        """As arguments of kernels."""
+        """Runs as arguments of kernels."""
         return {"FIRST": self.first, "STEP": self.step, "SIZE": self.size}

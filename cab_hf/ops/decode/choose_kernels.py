@@ -1,15 +1,17 @@
-"""The kernels that choose which keys a step reads: from a query and the index to a list of slots.
+"""Kernels that select the keys of a decode step: from a query and the index to a list of slots.
 
-Sample: the sampled keys of a long cache are scored, and those that are always read; programs leave
-logits in whole steps, and their part of each head's log-sum-exp. Limit: one program a row finds the
-last step that fits by bisection; it finds how large a score of each head must be, and what all
-smaller ones weigh. Choose: the index is read once, and a bit a key marks whether it is read. List:
-bits become slots, one behind the other.
+* Sample: scores the sample of a long cache and the keys that are always read. Programs write logits
+  in whole steps, and their part of each head's log-sum-exp.
+* Limit: one program per row finds the last step that fits, by bisection. It writes the least score
+  of a read key for each head, and the weight of all smaller scores.
+* Choose: reads the index once, and writes one bit per key: read or not.
+* List: converts bits to slots, one after the other.
 
-Why 4 bits, which cost packing and PTX: an index of 8 bits with plain products, of half the lines,
-took 21 % more of a step on an H100 at 131,072 keys and batch 4 (32 heads, 8 of K and V, head dim
-128: 0.167 ms for 0.139, choice and attention; 32 of both, head dim 64: 0.322 for 0.264), and keys
-that it read had within .006 of the same share of attention.
+The index has 4 bits, although that needs packing and PTX. An 8-bit index with plain products needs
+half the lines. On an H100, with 131,072 keys and batch 4, it took 21 % more time per step.
+Selection and attention took 0.167 ms instead of 0.139 ms with 32 heads, 8 KV heads and head dim
+128. With 32 heads, 32 KV heads and head dim 64 it was 0.322 ms instead of 0.264 ms. The share of
+attention of the selected keys was the same within .006.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ from cab_hf.ops.decode.packed import LEAST_COLUMNS, packing, queries_of, scores_
 from cab_hf.ops.decode.reference import Choice, Index, spread_of
 from cab_hf.ops.launch import on_device_of
 
-# how launches are cut: what an H200 runs fastest. Fewest and most keys that a program chooses
-# among, and programs that there should be
+# sizes of launches, the fastest on an H200: the fewest and the most keys that a program selects
+# from, and the number of programs to aim for
 CHOSEN, CHOOSING_PROGRAMS = (2048, 8192), 512
 SCORE_WARPS, SCORE_STAGES = 4, 3
-# in 64 KiB of shared memory
+# stages that fit 64 KiB of shared memory
 AMD_STAGES = 2
 # warps that find the limit of a row
 LIMIT_WARPS = 16
-# keys whose bits become slots at a time
+# keys whose bits are converted to slots at a time
 LISTED = 2048
 
 
@@ -49,7 +51,7 @@ def choose(
     valid: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Choice:
-    """See `reference.choose`."""
+    """Select the keys that a decode step reads; see `reference.choose`."""
     given = q, *index, scale, length, wanted, list(channels), valid, sinks
     if torch.compiler.is_compiling():
         return Choice(*torch.ops.cab_hf.decode_choose(*given))
@@ -67,7 +69,7 @@ def _choose(
     valid: Tensor | None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(slots, counts, unread) of a `Choice`."""
+    """Return (slots, counts, unread) of a `Choice`."""
     batch, kv_heads, slots, width = codes.shape
     group = q.shape[1] // kv_heads
     halves, rows = Halves.of(tuple(channels), q.shape[3]), batch * kv_heads
@@ -131,7 +133,7 @@ def _choose(
             **spreads,
             **launch.early(q),
         )
-        # columns are filled by neighbouring keys, see `queries_of`
+        # neighbouring keys fill the columns, see `queries_of`
         pack, own_room, columns, at_a_time = packing(group, width, LEAST_COLUMNS)
         fewest, most = CHOSEN
         a_program = triton.next_power_of_2(triton.cdiv(slots * rows, CHOOSING_PROGRAMS))
@@ -204,7 +206,7 @@ def _choose_kernel(
     PACKED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Which of ``KEYS`` keys are read, a bit each, and how many."""
+    """Write which of ``KEYS`` keys are read, one bit per key, and how many."""
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, head = row // kv_heads, row % kv_heads
     if EARLY:
@@ -237,11 +239,11 @@ def _choose_kernel(
     word = tl.arange(0, BLOCK_N // 32)
     target = bits + row * words + word
     count = tl.zeros([BLOCK_N // 32], tl.int32)
-    # whole tiles need no mask: what is not written is no more than not read
+    # whole tiles need no mask: unwritten keys among them are never listed
     whole = begin
     if not PADDED:
         whole = tl.maximum(begin, tl.minimum(written, slots // BLOCK_N * BLOCK_N))
-    # scales of the next tile are on their way while one is computed
+    # the scales of the next tile are loaded while a tile is computed
     ahead = tl.load(scales_at + begin, mask=begin + line + behind < slots, other=0.0)
     for start in range(begin, whole, BLOCK_N):
         y = tl.load(keys + start * key_size)
@@ -283,7 +285,7 @@ def _bits(
     BLOCK_N: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """(which of ``BLOCK_N`` keys from ``start`` on are read, a bit each; how many of each word)."""
+    """Return one bit per key for ``BLOCK_N`` keys from ``start`` on, and the count of each word."""
     tile: tl.constexpr = BLOCK_N // PACK
     scale = tl.broadcast_to(scale[:, :, None], (tile, PACK, ROOM))
     s = scores_of(codes, tl.reshape(scale, (tile, PACK * ROOM)), low, high, offset, PACKED) - least
@@ -302,7 +304,7 @@ def _bits(
 
 @triton.jit
 def _count(bits, PACKED: tl.constexpr):
-    """How many bits of each int32 are set."""
+    """Return the number of set bits of each int32."""
     if PACKED:
         return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [bits], tl.int32, True, 1)
     x = bits.to(tl.uint32, bitcast=True)
@@ -327,7 +329,7 @@ def _list_kernel(
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The slots of the keys that are read among ``KEYS`` of them, in their place of all."""
+    """Write the slots of the read keys among ``KEYS`` keys, at their places in the whole list."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -342,7 +344,7 @@ def _list_kernel(
     target = chosen + row * slots
     for start in range(begin, stop, BLOCK_N):
         word = start // 32 + tl.arange(0, BLOCK_N // 32)
-        # behind the text nothing was written
+        # bits past the end of the sequence were not written
         each = tl.load(bits + row * words + word, mask=word * 32 < stop, other=0)
         each = (each[:, None] >> tl.arange(0, 32)[None, :]) & 1
         each = tl.reshape(each, (BLOCK_N,))

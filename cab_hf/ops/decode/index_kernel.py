@@ -1,4 +1,4 @@
-"""The kernel that writes the index of keys: of a new one, or of all that a cache holds."""
+"""Kernel that writes the index of keys: of one new key, or of all keys of a cache."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LARGEST_CODE = tl.constexpr(float(reference.LARGEST_CODE))
 A_CODE = tl.constexpr(1 / reference.LARGEST_CODE)
 LARGEST_SCALE = tl.constexpr(reference.LARGEST_SCALE)
 LEAST_SCALE = tl.constexpr(reference.LEAST_SCALE)
-# keys whose index a program writes: what an H200 runs fastest
+# keys per program, the fastest on an H200
 INDEXED = 128
 # channels of these keys that are checked for NaN and infinities at a time
 CHANNELS_AT_A_TIME = 16
 
 
 def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
-    """See `reference.index_keys`."""
+    """Build the index of keys; see `reference.index_keys`."""
     width = (len(channels) or k.shape[3]) // 2
     codes = k.new_empty(*k.shape[:3], width, dtype=torch.uint8)
     index = Index(codes, k.new_empty(k.shape[:3], dtype=torch.float16))
@@ -34,7 +34,7 @@ def index_keys(k: Tensor, channels: tuple[int, ...]) -> Index:
 
 
 def write_index(index: Index, k: Tensor, channels: tuple[int, ...], start: Tensor | None) -> None:
-    """See `reference.write_index`; for None from the first slot on."""
+    """Write the index of keys; see `reference.write_index`. None starts at the first slot."""
     write = torch.ops.cab_hf.decode_write_index if torch.compiler.is_compiling() else _write
     write(*index, k, list(channels), start)
 
@@ -81,7 +81,7 @@ def _index_kernel(
     ROOM: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """`reference.index_keys` of some keys, written from slot ``start`` on."""
+    """Write `reference.index_keys` of some keys, from slot ``start`` on."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     plane = tl.program_id(1).to(tl.int64)
@@ -93,7 +93,7 @@ def _index_kernel(
     high = tl.load(at + STEP, mask=there, other=0.0).to(tl.float32)
     bits = tl.maximum(tl.max(magnitude(low), 1), tl.max(magnitude(high), 1))
     if 2 * SIZE < D:
-        # the channels that no code has, a few at a time: more would not fit the registers
+        # check the channels outside of the index, a few at a time: more would not fit the registers
         key = vectors_at(k, plane // heads, plane % heads, token)
         for begin in tl.static_range(0, D, ROOM):
             channel = begin + tl.arange(0, ROOM)
@@ -120,15 +120,16 @@ def _index_kernel(
 
 @triton.jit
 def _code(x):
-    """The nearest whole numbers, 0 to 15 for -8 to 7."""
+    """Return the nearest integers as codes, 0 to 15 for -8 to 7."""
     return (nearest(x, LARGEST_CODE) + 8.0).to(tl.int32)
 
 
 @triton.jit
 def nearest(x, LARGEST: tl.constexpr):
-    """The nearest whole numbers from -LARGEST - 1 to LARGEST.
+    """Return the nearest integers from -LARGEST - 1 to LARGEST.
 
-    The bounds come before the sum, so that no product is fused with it and rounded once.
+    Clamping comes before the sum, so that the sum is not fused with a product, which would round
+    only once.
     """
     return tl.floor(tl.minimum(tl.maximum(x, -LARGEST - 1.0), LARGEST) + 0.5)
 

@@ -1,8 +1,8 @@
-"""The kernels of a sparse decode step; `reference` of this package defines them.
+"""Kernels of a sparse decode step; `reference` of this package is their definition.
 
-The index of a new key is one launch, a step six: four choose the keys that are read, one attends
-them, one merges. Nothing waits for the device and no shape depends on the length of the text, so
-that a step can be captured in a CUDA graph.
+Indexing a new key is one launch, and a step is six: four select keys, one attends, one merges. No
+launch synchronises with the device, and no shape depends on the sequence length. Therefore a CUDA
+graph can capture a step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["attend", "choose", "index_keys", "unavailable", "write_index"]
 
 
 def unavailable(x: Tensor) -> str | None:
-    """Why q or k is not for the kernels, as half a sentence; None when it is."""
+    """Return why the kernels cannot run on ``x``, as half a sentence; None if they can."""
     if NONE < capability(x.device) < (8, 0):
         return "runs on GPUs of compute capability 8.0 and newer"
     return launch.unavailable(x)

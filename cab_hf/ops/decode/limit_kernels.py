@@ -1,4 +1,4 @@
-"""The kernels that find, by a sample of the cache, how small a share of attention is still read."""
+"""Kernels that find the smallest share of attention that is read, from a sample of the cache."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ NEIGHBOURS = tl.constexpr(reference.NEIGHBOURS)
 SINKS, LOCAL = tl.constexpr(reference.SINKS), tl.constexpr(reference.LOCAL)
 LOG_UNREAD_SHARE = tl.constexpr(math.log2(reference.UNREAD_SHARE))
 STEP_BITS = tl.constexpr(reference.LEAST.bit_length())
-# in place of the logit of a key that is not counted
+# stands for the logit of a key that is not counted
 UNCOUNTED = tl.constexpr(-32768)
 
 
 @triton.jit
 def _in_steps(x, PACKED: tl.constexpr):
-    """`reference.in_steps`, int16."""
+    """Return `reference.in_steps` as int16."""
     x = x * STEPS_AN_OCTAVE
     if PACKED:
         return tl.inline_asm_elementwise(
@@ -63,12 +63,12 @@ def sample_kernel(
     PACKED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Logits of some sampled keys in whole steps, and their part of each head's log-sum-exp.
+    """Write logits of some sampled keys in whole steps, and their part of each head's log-sum-exp.
 
-    The last program of a row has the keys that are always read in their place, and counts them.
+    The last program of a row processes the keys that are always read, and counts them.
     """
     if EARLY:
-        # in this order: choosing reads the query before it waits
+        # in this order: the choosing kernel reads the query before it waits
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     split, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -99,7 +99,7 @@ def sample_kernel(
         shown = tl.load(valid + batch * valid_stride + token, mask=seen, other=0)
         seen = seen & (shown != 0)
     ends = (token < begin + SINKS) | (token >= end - LOCAL)
-    # near the start of a text the last tokens are among the first
+    # in a short sequence, the last tokens are also among the first: count them once
     sink = (line * PACK < SINKS)[:, None]
     counted = seen & tl.where(sampling, ~ends, sink == (token < begin + SINKS))
 
@@ -110,7 +110,7 @@ def sample_kernel(
     y = tl.load(y + slot.to(tl.int64) * SIZE + (behind * SIZE + inner), mask=there, other=0)
     own = scales.data + batch * scales.batch + head * scales.head
     own = tl.load(own + token, mask=counted, other=0.0)
-    # keys that are not finite are read in any case
+    # keys that are not finite are always read
     counted = counted & (own < float("inf"))
     low, high, offset, unit = queries_of(
         q, batch, head, qk_scale, GROUP, ROOM, PACK, FIRST, STEP, SIZE, BLOCK_C
@@ -121,14 +121,14 @@ def sample_kernel(
         steps = tl.where(counted, steps, UNCOUNTED).to(tl.int16)
         target = logits + (row * (splits - 1) + split) * (BLOCK_N * ROOM)
         tl.store(target + line[:, None] * columns + column[None, :], steps)
-        # a key represents as many as are not sampled
+        # a sampled key represents SPREAD keys
         s += LOG_SPREAD
     else:
         count = counted & (column % ROOM == 0)[None, :]
         tl.store(always + row, tl.sum(tl.sum(count.to(tl.int32), 1), 0))
         tl.store(units + row * ROOM + tl.arange(0, ROOM), unit)
     s = tl.reshape(tl.where(counted, s, LOWEST), (tile * PACK, ROOM))
-    # of keys that no query sees the maximum is the lowest, and the sum means nothing
+    # if no key is counted, the maximum is LOWEST and the sum is meaningless
     largest = tl.max(s, 0)
     total = largest + tl.log2(tl.sum(tl.exp2(s - largest[None, :]), 0))
     tl.store(lse + part, tl.where(largest > LOWEST, total, LOWEST))
@@ -157,8 +157,10 @@ def limit_kernel(
     BLOCK_N: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """The least product, in units of its query, by which a key is read for each head of a row; and
-    the logarithm of what the keys that are not read weigh, `Choice.unread`."""
+    """Write the least product of a read key for each head of a row, in units of its query.
+
+    Also write the logarithm of the weight of the unread keys, `Choice.unread`.
+    """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -166,10 +168,11 @@ def limit_kernel(
     end, own = tl.load(length).to(tl.int32), tl.load(always + row)
     many = tl.load(wanted + row // kv_heads)
     member, at = tl.arange(0, ROOM), tl.arange(0, BLOCK_N)
-    # programs behind the text have left nothing
+    # programs past the end of the sequence have written nothing
     count = tl.minimum(tl.cdiv(end, NEIGHBOURS * SPREAD) * NEIGHBOURS, samples)
     place = logits + (row * samples + at)[:, None] * ROOM + member[None, :]
-    # by a choice of its own: for `other` Triton 3.6 gives every second number of 16 bits another
+    # a separate select: with `other`, Triton 3.6 returns wrong values for every second 16-bit
+    # number
     logit = tl.load(place, mask=(at < count)[:, None]).to(tl.int32)
     logit = tl.where((at < count)[:, None], logit, UNCOUNTED)
     split = tl.arange(0, SPLITS)
@@ -186,12 +189,12 @@ def limit_kernel(
     total = most + tl.log2(total)
     total = _in_steps(total, PACKED).to(tl.int32)
     unit = tl.load(units + row * ROOM + member)
-    # queries that are not finite choose nothing
+    # queries that are not finite do not affect the selection
     choosing = (member < GROUP) & (unit == unit)
     below = tl.where(choosing[None, :], total[None, :] - logit, LEAST)
     step = tl.minimum(tl.maximum(tl.min(below, 1), 1), LEAST)
     step = tl.where(tl.max(logit, 1) > UNCOUNTED, step, HIDDEN)
-    # the largest step that fits, bit by bit; what is always read is step 0
+    # the largest step that fits, bit by bit; keys of step 0 are always read
     last, taken = 0, own
     for bit in tl.static_range(STEP_BITS):
         other = last + ((LEAST + 1) >> (bit + 1))
@@ -206,7 +209,7 @@ def limit_kernel(
     weight = tl.sum(tl.where(gone[:, None], weight, 0.0), 0)
     weight = tl.log2(weight) + total.to(tl.float32) * A_STEP + (LOG_SPREAD + LOG_UNREAD_SHARE)
     tl.store(unread + row * GROUP + member, weight, mask=member < GROUP)
-    # half a step less: products are not rounded
+    # half a step less, because products are not rounded
     product = (total - last).to(tl.float32) - 0.5
     product = product * A_STEP / unit
     product = tl.where(everything, float("-inf"), product)

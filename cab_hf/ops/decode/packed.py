@@ -1,4 +1,4 @@
-"""Products of 8-bit queries and an index of 4 bits, on tensor cores, several keys at a time."""
+"""Products of 8-bit queries and a 4-bit index on tensor cores, several keys at a time."""
 
 from __future__ import annotations
 
@@ -11,16 +11,25 @@ from cab_hf.ops.decode.index_kernel import LEAST_SCALE, nearest
 
 LARGEST_QUERY = tl.constexpr(float(reference.LARGEST_QUERY))
 A_QUERY = tl.constexpr(1 / reference.LARGEST_QUERY)
-# of a product on tensor cores: rows of keys, columns of queries, and bytes that it sums over
+# the smallest product on tensor cores: rows of keys, columns of queries, and summed bytes
 LEAST_ROWS, LEAST_COLUMNS, LEAST_BYTES = 64, 16, 32
-# bytes of the index that are multiplied at a time: what an H200 runs fastest
+# bytes of the index per product, the fastest on an H200
 SCORED_BYTES = 8 << 10
 
 
 def packing(group: int, width: int, most: int) -> tuple[int, int, int, int]:
-    """Of a product: neighbouring keys in a row, queries each has room for, bytes of one, all keys.
+    """Return the layout of a product.
 
-    No more than ``most`` neighbours. Keys of a width that is no power of two are alone.
+    Keys whose width is not a power of two are not packed.
+
+    Args:
+        group: Query heads per KV head.
+        width: Bytes per key of the index.
+        most: The most neighbouring keys in a row.
+
+    Returns:
+        The neighbouring keys in a row, the columns per key, the bytes per key with padding, and the
+        keys of a product.
     """
     room, alone = triton.next_power_of_2(group), triton.next_power_of_2(width)
     pack = max(LEAST_COLUMNS // room, LEAST_BYTES // width, 1)
@@ -34,7 +43,7 @@ def packing(group: int, width: int, most: int) -> tuple[int, int, int, int]:
 
 @triton.jit
 def _spread(x, PACK: tl.constexpr, ROOM: tl.constexpr, BLOCK_C: tl.constexpr):
-    """int8 [PACK * BLOCK_C, PACK * ROOM] of x [ROOM, BLOCK_C]: x in every block of the diagonal."""
+    """Return x [ROOM, BLOCK_C] in every block of a diagonal, int8 [PACK * BLOCK_C, PACK * ROOM]."""
     one, other = tl.arange(0, PACK)[:, None, None, None], tl.arange(0, PACK)[None, None, :, None]
     x = tl.where(one == other, x[None, :, None, :], 0.0).to(tl.int8)
     return tl.trans(tl.reshape(x, (PACK * ROOM, PACK * BLOCK_C)))
@@ -42,9 +51,9 @@ def _spread(x, PACK: tl.constexpr, ROOM: tl.constexpr, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def _half_bytes(x, UPPER: tl.constexpr, PACKED: tl.constexpr):
-    """The lower or upper halves of bytes, int8."""
+    """Return the lower or upper halves of bytes, int8."""
     if PACKED:
-        # four at a time: Triton would take them apart one by one
+        # four at a time: Triton would extract them one at a time
         if UPPER:
             return tl.inline_asm_elementwise(
                 "{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0f0f0f0f; }",
@@ -74,17 +83,17 @@ def queries_of(
     SIZE: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Queries of a group in 8 bits, as a product takes them.
+    """Load the queries of a group and quantise them to the 8-bit operand of a product.
 
-    A product has 16 columns, and a group fewer queries. `PACK` neighbouring keys, which lie in
-    memory one behind the other, count as one of as many times the channels; column j * ROOM + g is
-    the product of query g with the j-th of them, by a query that is 0 in the channels of the
-    others. So no lane works on a column that is thrown away.
+    A product has 16 columns, and a group has fewer queries. `PACK` neighbouring keys, adjacent in
+    memory, count as one key with `PACK` times the channels. Column j * ROOM + g is the product of
+    query g and the j-th of these keys. The query of this column is 0 in the channels of the other
+    keys. Thus no column is wasted.
 
     Returns:
-        int8 [PACK * BLOCK_C, PACK * ROOM] for each half of the channels; what is taken off the
-        products of each column, int32 [1, PACK * ROOM]; the unit of what is left, float32 [ROOM],
-        NaN for a query that is not finite.
+        low, high: int8 [PACK * BLOCK_C, PACK * ROOM], the two halves of the channels.
+        offset: int32 [1, PACK * ROOM], to be subtracted from the products of each column.
+        unit: float32 [ROOM], the unit of the difference; NaN for a query that is not finite.
     """
     member, inner = tl.arange(0, ROOM), tl.arange(0, BLOCK_C)
     real = (member < GROUP)[:, None] & (inner < SIZE)[None, :]
@@ -107,13 +116,16 @@ def queries_of(
 
 @triton.jit
 def a_column(x, PACK: tl.constexpr, ROOM: tl.constexpr):
-    """[1, PACK * ROOM] of x [ROOM]."""
+    """Return x [ROOM] repeated for each packed key, [1, PACK * ROOM]."""
     return tl.reshape(tl.broadcast_to(x[None, :], (PACK, ROOM)), (1, PACK * ROOM))
 
 
 @triton.jit
 def scores_of(codes, scale, low, high, offset, PACKED: tl.constexpr):
-    """Products of rows of codes and queries, float32 [keys / PACK, PACK * ROOM], in their units."""
+    """Return products of rows of codes and queries, in their units.
+
+    The result is float32 [keys / PACK, PACK * ROOM].
+    """
     s = tl.dot(_half_bytes(codes, False, PACKED), low, out_dtype=tl.int32)
     s = tl.dot(_half_bytes(codes, True, PACKED), high, s, out_dtype=tl.int32)
     return (s - offset).to(tl.float32) * scale.to(tl.float32)
