@@ -63,7 +63,7 @@ def _gather_unavailable(work: Workload) -> str | None:
     if work.device != "cpu":
         return f"runs on a CPU, not on {work.device}"
     if torch.compiler.is_compiling():
-        return "is not traced by torch.compile"
+        return "cannot be traced by torch.compile"
     return "has no backward" if work.training else None
 
 
@@ -92,7 +92,7 @@ def _flex_unavailable(work: Workload) -> str | None:
     from cab_hf.ops.attention import flex
 
     if work.sinks and work.device == "cpu":
-        return "returns no log-sum-exp on a CPU, which sinks need"
+        return "returns no log-sum-exp on CPU, which sinks need"
     return flex.unavailable(work.device, work.head_dim, work.dtype, work.training, *work.blocks)
 
 
@@ -115,7 +115,7 @@ def _flash() -> Callable[..., Any]:
 
 def _flash_unavailable(work: Workload) -> str | None:
     if work.softcap:
-        return "does not cap logits"
+        return "does not support soft caps"
     return _flex_unavailable(work) or _flash_unavailable_here(
         work.device, work.head_dim, work.dtype, *work.blocks
     )
@@ -195,13 +195,13 @@ def choose(name: str, work: Workload) -> Engine:
         candidates = ENGINES[name]
     else:
         known = ", ".join(map(repr, ("auto", *ENGINES)))
-        raise ValueError(f"CabConfig.engine is {name!r}; it must be one of {known}.")
+        raise ValueError(f"CabConfig.engine must be one of {known}, got {name!r}.")
     for engine in candidates:
         reason = engine.unavailable(work)
         if reason is None:
             return engine
     raise ValueError(
-        f"CabConfig.engine is {name!r}, which {reason}; use engine='auto' or 'reference'."
+        f"CabConfig.engine is {name!r}, which {reason}. Use engine='auto' or 'reference'."
     )
 
 

@@ -50,8 +50,9 @@ class Sparse:
             refuse_sample(call.work)
             if not layout.spans.aligned:
                 raise NotImplementedError(
-                    "sampled_one_in is set for packed documents under torch.compile, where blocks "
-                    "that hold parts of several cannot be sampled; do not compile, or set it to 0."
+                    "sampled_one_in must be 0 for packed documents under torch.compile, got "
+                    f"{one_in}. Blocks that contain parts of several documents cannot be sampled. "
+                    "Do not compile, or set sampled_one_in to 0."
                 )
             # drawn even if a layer is recomputed, so that dropout after it draws the same numbers
             seed = torch.randint(2**62, (), device=q.device)
@@ -82,8 +83,8 @@ def refuse_sample(work: Workload) -> None:
     reason = TRITON.unavailable(work) if work.device == "cuda" else None
     if reason is not None:
         raise ValueError(
-            f"sampled_one_in is set, and what is sampled is attended by engine 'triton', which "
-            f"{reason}; set it to 0."
+            "sampled_one_in must be 0 if engine 'triton' cannot attend to the sampled blocks: it "
+            f"{reason}. Set sampled_one_in to 0."
         )
 
 

@@ -21,9 +21,9 @@ def unavailable(x: Tensor) -> str | None:
     if not x.is_cuda:
         return f"runs on CUDA devices only, not {x.device.type}"
     if x.dtype not in DTYPES:
-        return f"takes float16, bfloat16 and float32, not {x.dtype}"
+        return f"supports float16, bfloat16 and float32, not {x.dtype}"
     if x.shape[-1] > LARGEST_HEAD_DIM:
-        return f"takes head dims up to {LARGEST_HEAD_DIM}, not {x.shape[-1]}"
+        return f"supports head dims up to {LARGEST_HEAD_DIM}, not {x.shape[-1]}"
     return None
 
 

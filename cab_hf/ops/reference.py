@@ -409,8 +409,8 @@ def refuse_infinite(name: str, x: Tensor) -> None:
     """Raise ValueError if ``x``, called ``name``, contains infinities or NaN."""
     if not bool(torch.isfinite(x).all()):
         raise ValueError(
-            f"{name} holds infinite or NaN values (shape {tuple(x.shape)}); nothing can be "
-            "selected by them. Look for an overflow in the layers before this one."
+            f"{name} must be finite, got infinite or NaN values (shape {tuple(x.shape)}). "
+            "Look for an overflow in the layers before this one."
         )
 
 

@@ -42,7 +42,9 @@ def sampled_case(shape, blocks, one_in):
 def test_a_sample_is_refused_where_our_kernels_do_not_run(monkeypatch):
     monkeypatch.setattr(capability, "NAMED", (8, 0))
     work = engines.Workload("cuda", 256, torch.float32, True, 128, 64)
-    with pytest.raises(ValueError, match="sampled_one_in is set, .* takes head dims .* not 256"):
+    with pytest.raises(
+        ValueError, match="sampled_one_in must be 0 .* supports head dims .* not 256"
+    ):
         refuse_sample(work)
     refuse_sample(replace(work, dtype=torch.bfloat16))
     refuse_sample(replace(work, device="cpu"))
@@ -181,7 +183,7 @@ def test_documents_that_share_blocks_are_not_sampled():
     positions = torch.cat([torch.arange(90), torch.arange(310)])[None]
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")
-    with pytest.raises(NotImplementedError, match="sampled_one_in is set for packed documents"):
+    with pytest.raises(NotImplementedError, match="sampled_one_in must be 0 for packed documents"):
         compiled(input_ids=ids, position_ids=positions, use_cache=False)
 
 

@@ -191,7 +191,7 @@ def test_an_autocast_changes_nothing():
 def test_what_is_not_finite_is_refused_by_name(name):
     given = dict(zip("qk", qkv(q_length=64), strict=False))
     given[name][0, 0, 5, 3] = math.nan
-    with pytest.raises(ValueError, match=f"^{name} holds infinite or NaN"):
+    with pytest.raises(ValueError, match=f"^{name} must be finite, got infinite or NaN"):
         on_the_cpu(CabConfig.published(check_finite=True), given["q"], given["k"])
 
 

@@ -282,7 +282,7 @@ def test_what_is_not_finite_is_refused_by_name():
     q, k = loud(q_length=64)
     k[0, 0, 3, 1] = torch.inf
     predictor = RowsPredictor(replace(SMALL, check_finite=True))
-    with pytest.raises(ValueError, match="k holds infinite or NaN values"):
+    with pytest.raises(ValueError, match="k must be finite, got infinite or NaN values"):
         predictor(q, k, call_of(64))
 
 

@@ -42,12 +42,12 @@ def unavailable(device: str, head_dim: int, dtype: torch.dtype) -> str | None:
     if device != "cuda":
         return f"runs on cuda, not on {device}"
     if dtype not in DTYPES:
-        return f"takes float16, bfloat16 and float32, not {dtype}"
+        return f"supports float16, bfloat16 and float32, not {dtype}"
     low, high = HEAD_DIMS
     if dtype == torch.float32 and not launch.reads_by_descriptor(device):
         high = POINTER_HEAD_DIM_FLOAT32
     if not low <= head_dim <= high or head_dim % 8:
-        return f"takes head dims {low} to {high} that are multiples of 8, not {head_dim}"
+        return f"supports head dims {low} to {high} that are multiples of 8, not {head_dim}"
     return None
 
 

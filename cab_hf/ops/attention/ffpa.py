@@ -23,11 +23,11 @@ def unavailable(
 ) -> str | None:
     """Return why this kernel should not run, as half a sentence; None if it should."""
     if device != "cuda" or capability()[0] != HOPPER:
-        return "is measured on Hopper GPUs"
+        return "was only measured on Hopper GPUs"
     if training or head_dim not in FASTER_AT or dtype not in DTYPES:
-        return f"is faster in forward passes of head dims {FASTER_AT} in 16 bits"
+        return f"is only faster in forward passes with head dims {FASTER_AT} and 16 bits"
     if length < LEAST_LENGTH:
-        return f"hands fewer than {LEAST_LENGTH} tokens over to SDPA"
+        return f"passes inputs of fewer than {LEAST_LENGTH} tokens to SDPA"
     return _missing()
 
 

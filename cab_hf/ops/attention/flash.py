@@ -51,13 +51,15 @@ def unavailable(head_dim: int, dtype: torch.dtype, query_block: int, key_block: 
     if major != HOPPER and not blackwell:
         return f"runs on sm_90, sm_100 and sm_110, not on sm_{major}{minor}"
     if dtype not in DTYPES:
-        return f"takes float16 and bfloat16, not {dtype}"
+        return f"supports float16 and bfloat16, not {dtype}"
     widest = WIDE_HEAD_DIM if blackwell else MAX_HEAD_DIM
     if head_dim > widest or head_dim % 8:
-        return f"takes head dims to {widest} that are multiples of 8, not {head_dim}"
+        return f"supports head dims up to {widest} that are multiples of 8, not {head_dim}"
     rows, columns = BLACKWELL_BLOCKS if blackwell else (TILE, TILE)
     if query_block % rows or key_block % columns:
-        return f"takes multiples of {rows} x {columns} as blocks, not {query_block} x {key_block}"
+        return (
+            f"supports blocks of multiples of {rows} x {columns}, not {query_block} x {key_block}"
+        )
     return _missing()
 
 

@@ -41,7 +41,7 @@ def unavailable(
     if device not in ("cuda", "cpu"):
         return f"runs on cuda and cpu, not on {device}"
     if dtype not in DTYPES:
-        return f"takes float16, bfloat16 and float32, not {dtype}"
+        return f"supports float16, bfloat16 and float32, not {dtype}"
     if device == "cpu":
         if training:
             return "has no backward on CPU"
@@ -49,7 +49,7 @@ def unavailable(
             return "compiles C++ on CPU, and no C++ compiler is installed"
         return None
     if not 16 <= head_dim <= MAX_HEAD_DIM:
-        return f"takes head dims 16 to {MAX_HEAD_DIM}, not {head_dim}"
+        return f"supports head dims 16 to {MAX_HEAD_DIM}, not {head_dim}"
     if training and any(block % TRAINED and TRAINED % block for block in (query_block, key_block)):
         return f"trains on CUDA with blocks that divide {TRAINED} or are multiples of it"
     return None
@@ -77,8 +77,8 @@ def attention(
     """
     if return_lse and q.device.type == "cpu":
         raise NotImplementedError(
-            "return_lse is True, and FlexAttention returns no log-sum-exp on CPU; use "
-            "engine='reference'."
+            "return_lse must be False on CPU, where FlexAttention returns no log-sum-exp, got "
+            "True. Use engine='reference'."
         )
     training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     plan.shared_by(q.shape[1])

@@ -36,8 +36,8 @@ class Halves(NamedTuple):
         one_run = tuple(range(first, first + len(channels)))
         if channels not in (runs, one_run) or channels[-1] >= dim:
             raise ValueError(
-                f"channels is {channels}; scored are one run of channels below {dim}, or two runs "
-                "of one size."
+                f"channels must be one run of adjacent channels below {dim}, or two runs of one "
+                f"size, got {channels}. Use () for all channels."
             )
         return halves
 

@@ -290,8 +290,8 @@ def attend(
     """Compute attention of q [B, H, 1, D] over the selected keys, [B, H, 1, D_v].
 
     All unread keys count as one key, with the sum of their weights and the mean value (SparQ
-    Attention, Ribar et al., 2024). Without it, the weights of the read keys would be too large. The
-    mean is over `SPREAD_VALUES` equidistant keys from the first to the last.
+    Attention, Ribar et al., 2024). Without this key, the weights of the read keys would be too
+    large. The mean is over `SPREAD_VALUES` equidistant keys from the first to the last.
 
     Args:
         k, v: [B, H_kv, N, D] and [B, H_kv, N, D_v].
