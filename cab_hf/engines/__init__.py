@@ -192,7 +192,7 @@ def choose(name: str, work: Workload) -> Engine:
         candidates = ENGINES[name]
     else:
         known = ", ".join(map(repr, ("auto", *ENGINES)))
-        raise ValueError(f"CabConfig.engine is {name!r}; it must be one of {known}.")
+        raise ValueError(f"CabConfig.engine must be one of {known}, got {name!r}.")
     for engine in candidates:
         reason = engine.unavailable(work)
         if reason is None:
