@@ -266,7 +266,7 @@ def test_what_cannot_be_switched_is_refused_and_left_as_it_is(build, options, me
 )
 def test_what_is_no_model_is_refused(function, nothing):
     more = ("a tokenizer",) if function == "calibrate" else ()
-    with pytest.raises(ValueError, match="model must be a model, got "):
+    with pytest.raises(ValueError, match="^model (is|must be) "):
         getattr(cab_hf, function)(nothing, *more)
 
 
