@@ -23,7 +23,9 @@ def _parsed(value: str | None) -> tuple[int, int] | None:
         return None
     parts = value.split(".")
     known = len(parts) == 2 and all(map(str.isdecimal, parts))
-    require(known, VARIABLE, value, "one such as 8.0, or 0.0 for a GPU that is not NVIDIA's")
+    require(
+        known, VARIABLE, value, "a capability such as 8.0, or 0.0 for a GPU that is not NVIDIA's"
+    )
     return int(parts[0]), int(parts[1])
 
 

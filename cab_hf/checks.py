@@ -15,7 +15,7 @@ _warned: set[tuple[Any, ...]] = set()
 def require(accepted: object, name: str, value: Any, what: str) -> None:
     """Refuse the ``value`` of an argument, in one sentence, unless it is ``accepted``."""
     if not accepted:
-        raise ValueError(f"{name} is {short(value)}; it must be {what}.")
+        raise ValueError(f"{name} must be {what}, got {short(value)}.")
 
 
 def require_finite(outputs: Any, attention: str) -> None:

@@ -76,8 +76,8 @@ class Origin(NamedTuple):
             if isinstance(origin.model, str) and all(type(x) is int and x > 0 for x in counts):
                 return origin
         raise ValueError(
-            f"CabConfig.origin is {str(given)[:80]!r}; it must be None or a dict of "
-            f"{', '.join(cls._fields)}."
+            f"CabConfig.origin must be None or a dict of {', '.join(cls._fields)}, got "
+            f"{str(given)[:80]!r}."
         )
 
     @property
@@ -237,7 +237,7 @@ class CabConfig:
         )
         self._require(("mass_threshold",), is_share, "in [0, 1]")
         self._require(("share_threshold",), lambda x: is_share(x) and x > 0, "in (0, 1]")
-        every_row = "in [0, 1): every row needs at least one block"
+        every_row = "in [0, 1) so that every row keeps at least one block"
         self._freeze_table("sparsity", lambda x: is_share(x) and x < 1, every_row)
         self._require(("max_density",), lambda x: is_share(x) and x > 0, "in (0, 1]")
         self._require(("redundancy",), is_share, "in [0, 1]")
@@ -308,8 +308,8 @@ class CabConfig:
         """
         if not isinstance(settings, Mapping):
             raise ValueError(
-                f"cab_config is {short(settings)}; it must be a dict of CabConfig fields "
-                "(CabConfig(...).to_dict() makes one)."
+                f"cab_config must be a dict of CabConfig fields, got {short(settings)}. "
+                "CabConfig(...).to_dict() returns one."
             )
         settings = _renamed(settings)
         _require_known(settings)
@@ -385,8 +385,8 @@ class CabConfig:
         even = len({len(row) for row in rows}) == 1 and rows[0] != ()
         if not even or not all(accepts(each) for row in rows for each in row):
             raise ValueError(
-                f"CabConfig.{name} is {short(value)}; it must be {what}, or a table "
-                "[layers][heads] of such numbers, its rows of one length."
+                f"CabConfig.{name} must be {what}, or a table [layers][heads] of such numbers "
+                f"with rows of one length, got {short(value)}."
             )
         # as with dense_layers: a list is what JSON gives back
         object.__setattr__(self, name, rows)

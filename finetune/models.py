@@ -82,7 +82,7 @@ def load_model(
 def four_bits(dtype: str, device: Any) -> dict[str, Any]:
     """Return arguments of ``from_pretrained`` for 4-bit weights; errors as in `load_model`."""
     installed = find_spec("bitsandbytes") is not None
-    require(installed, "qlora", True, "off, or bitsandbytes must be installed")
+    require(installed, "qlora", True, "off, unless bitsandbytes is installed")
     from transformers import BitsAndBytesConfig
 
     quantised = BitsAndBytesConfig(
@@ -131,7 +131,8 @@ def stretch_positions(
     parameters = getattr(text, "rope_parameters", None) or {}
     original = getattr(text, "max_position_embeddings", None)
     kind = (original and parameters.get("rope_type")) or "no RoPE, or other ones in other layers"
-    require(kind == "default", "rope", rope, f"none: model {name!r} has positions of {kind}")
+    unscaled = f"none for model {name!r}, which has positions of {kind}"
+    require(kind == "default", "rope", rope, unscaled)
     needed = 1.0 if length is None else max(1.0, length / original)
     unneeded = f"none for length {length}, which the {original} positions of the model reach"
     require(rope_factor or needed > 1, "rope", rope, unneeded)
@@ -259,7 +260,7 @@ def _check_targets(model: PreTrainedModel, targets: Sequence[str], dropout: floa
             target in names,
             "targets",
             targets,
-            f"names of linear layers of this model; {hint[:-1]}",
+            f"names of linear layers of this model ({hint.rstrip('.')})",
         )
     head = model.get_output_embeddings()
     tied = head is not None and head.weight is model.get_input_embeddings().weight

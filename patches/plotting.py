@@ -134,10 +134,10 @@ def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[Blo
     _require_prompt(input_ids, inner)
     name = inner.config.get_text_config()._attn_implementation
     by_cab = " or ".join(SPARSE)
-    require(name in SPARSE, "attn_implementation", name, f"{by_cab}; cab_hf.apply_cab sets it")
+    require(name in SPARSE, "attn_implementation", name, f"{by_cab}, as cab_hf.apply_cab sets it")
     modules = dict(attention_layers(inner))
     index = _index(layer)
-    accepted = f"the index of an attention layer: {[*modules]}"
+    accepted = f"the index of an attention layer, one of {[*modules]}"
     # the index of a module that serves several layers is None
     is_index = layer is None or index is not None
     require(is_index and index in modules, "layer", layer, accepted)

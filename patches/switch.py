@@ -104,7 +104,7 @@ def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
         NotImplementedError: continuous batching runs on the model.
         ValueError: ``model`` is no model.
     """
-    require(isinstance(model, nn.Module), "model", model, "a model")
+    require(isinstance(model, nn.Module), "model", model, "a PyTorch model")
     for module in model.modules():
         result = vars(module).get(FOUND)
         if result:

@@ -38,5 +38,5 @@ def test_nothing_is_named_without_the_variable():
 
 @pytest.mark.parametrize("value", ["8", "ampere", "8.x", "8.0.1"])
 def test_a_variable_that_names_none_is_refused(value):
-    with pytest.raises(ValueError, match="CAB_HF_CAPABILITY is"):
+    with pytest.raises(ValueError, match="CAB_HF_CAPABILITY must be"):
         capability._parsed(value)

@@ -152,7 +152,7 @@ def require_anchors(count: int, layers: int) -> None:
         ValueError: naming both.
     """
     if not 1 <= count <= layers:
-        raise ValueError(f"anchors is {count}; it must be 1 to {layers}, the sparse layers.")
+        raise ValueError(f"anchors must be 1 to {layers}, the sparse layers, got {count}.")
 
 
 def best_anchors(value: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:

@@ -106,8 +106,8 @@ def require_reachable(target: float, least: float) -> None:
         # rounded up: what is named is accepted
         named = ceil(1000 * least - 1e-6) / 1000
         raise ValueError(
-            f"target_density is {target:g}; it must be at least {named:.3f}, the least that the "
-            "model attends at this length (a smaller share of longer texts)."
+            f"target_density must be at least {named:.3f}, the least that the model attends at "
+            f"this length (a smaller share of longer texts), got {target:g}."
         )
 
 

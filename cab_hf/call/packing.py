@@ -77,8 +77,8 @@ def documents_between(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
         end = ends[-1]
         if end > batch * length or (batch > 1 and end not in (length, batch * length)):
             raise ValueError(
-                f"cu_seq_lens_q ends at {end} in a call of {batch} x {length} tokens; it must end "
-                f"at {batch * length}."
+                f"cu_seq_lens_q must end at {batch * length} in a call of {batch} x {length} "
+                f"tokens, got an end at {end}."
             )
     if batch > 1:
         # lengths of one row begin again with every row

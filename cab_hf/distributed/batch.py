@@ -186,7 +186,7 @@ def _documents(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
         lengths = counted_lengths(positions)
     if sum(lengths) != tokens:
         raise ValueError(
-            f"cu_seq_lens_q ends at {sum(lengths)} and input_ids has {tokens} tokens; it must end "
-            "where they do."
+            f"cu_seq_lens_q must end at {tokens}, the number of tokens in input_ids, got an end "
+            f"at {sum(lengths)}."
         )
     return lengths

@@ -37,8 +37,8 @@ def group_of(group: ProcessGroup | None) -> ProcessGroup:
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            f"group is {group!r}; it must be a ProcessGroup this process is in, such as "
-            "mesh.get_group('cp')."
+            "group must be a ProcessGroup that contains this process, such as "
+            f"mesh.get_group('cp'), got {group!r}."
         )
     return group
 

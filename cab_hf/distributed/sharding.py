@@ -256,8 +256,8 @@ def lengths_between(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
     lengths = [after - before for before, after in zip(ends, ends[1:], strict=False)]
     if not lengths or ends[0] != 0 or min(lengths) < 0 or ends[-1] == 0:
         raise ValueError(
-            f"cu_seqlens is {ends if len(ends) < 10 else [*ends[:9], '...']}; it must begin at 0, "
-            "rise, and end at the tokens of the whole text."
+            "cu_seqlens must begin at 0, rise, and end at the number of tokens of the whole "
+            f"sequence, got {ends if len(ends) < 10 else [*ends[:9], '...']}."
         )
     return tuple([length for length in lengths if length])
 

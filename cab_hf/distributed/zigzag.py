@@ -82,8 +82,8 @@ def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or x.dtype not in DTYPES or x.dtype != q.dtype:
             raise ValueError(
-                f"{name} is {x.dtype} {tuple(x.shape)}; q, k and v must be [B, heads, n, D] of one "
-                "floating dtype."
+                "q, k and v must be [B, heads, n, D] of one floating dtype, got "
+                f"{name} {x.dtype} {tuple(x.shape)}."
             )
     same = all(x.shape[::2] == q.shape[::2] for x in (k, v)) and k.shape[1] == v.shape[1]
     if not same or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
@@ -170,6 +170,6 @@ def _refuse_plan(plan: BlockPlan, q: Tensor, shard_map: ShardMap, causal: bool) 
     expected = q.shape[0], q.shape[2], shard_map.length
     if result != expected or not causal:
         raise ValueError(
-            f"plan is of {result} (batch, queries, keys) with causal={causal}; it must be causal, "
-            f"of {expected}: this rank's queries, and the keys of the whole text."
+            f"plan must be causal, of {expected} (batch, queries of this rank, keys of the whole "
+            f"sequence), got {result} with causal={causal}."
         )

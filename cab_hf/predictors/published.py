@@ -455,7 +455,7 @@ def _require_recipe(formula: Any = "forman", redundancy: Any = 0, sparsity: Any 
     require(formula in KEPT_SIDE, "formula", formula, "'forman' or 'additive'")
     require(is_share(redundancy), "redundancy", redundancy, "in [0, 1]")
     kept = is_share(sparsity) and sparsity < 1
-    require(kept, "sparsity", sparsity, "in [0, 1), so that a row keeps at least one block")
+    require(kept, "sparsity", sparsity, "in [0, 1) so that every row keeps at least one block")
 
 
 def _require_square(frc: Tensor) -> None:

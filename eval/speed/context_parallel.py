@@ -87,7 +87,7 @@ class Settings(RandomHeads, SpeedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         ours = self.device in ("cuda", "cpu")
-        self.check("device", ours, "cuda or cpu: every rank uses the GPU with its number")
+        self.check("device", ours, "cuda or cpu, because every rank uses the GPU with its number")
 
     def configs(self) -> list[CabConfig]:
         return [self.budgeted(length) for length in self.lengths]

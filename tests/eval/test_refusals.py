@@ -169,7 +169,7 @@ budgets=1.5 > decode_tokens ; cab=decode_tokens=128 > cab must not set decode_to
 parts=mlp ; kernels=FA9 ; batches=0
 """,
     "speed serve": """
-requests=1,1024:2 > it must be for lengths among 256, 512
+requests=1,1024:2 > must be for lengths among 256, 512
 implementations=FA3 > must be out of sdpa, flash_attention_3
 requests=256:2 ; requests=-1 ; requests=0 ; max-density=0.1,512:0.2 ; new-tokens=1 ; rate=-1
 shared=256 ; memory=2 ; page-size=2 ; warm-up=0 ; batch-tokens=0 ; blocks=0

@@ -269,9 +269,9 @@ def test_the_card_says_what_was_merged(bases, tmp_path, targets):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        *(([], "adapter is ''; it must be"), (["a"], "out is ''; it must be")),
+        *(([], "adapter must be a folder"), (["a"], "out must be a folder")),
         (["a", "b", "--dtpe", "x"], "did you mean --dtype"),
-        (["a", "b", "--dtype", "int8"], "dtype is 'int8'; it must be"),
+        (["a", "b", "--dtype", "int8"], ", got 'int8'"),
     ],
 )
 def test_words_that_are_refused(words, sentence, capsys):

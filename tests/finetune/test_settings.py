@@ -154,7 +154,7 @@ SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 )
 def test_positions_that_are_refused(name, given, config):
     given = {"rope": "yarn", "length": None, **given}
-    with pytest.raises(ValueError, match=f"^{name} is "):
+    with pytest.raises(ValueError, match=f"^{name} must be "):
         stretch_positions(LlamaConfig(**POSITIONS, **config), "a-model", **given)
 
 
@@ -168,7 +168,7 @@ def test_positions_that_are_refused(name, given, config):
     ids=["near", "head", "tied"],
 )
 def test_adapters_that_are_refused(name, given, tied):
-    with pytest.raises(ValueError, match=f"^{name} is "):
+    with pytest.raises(ValueError, match=f"^{name} must be "):
         with_lora(tiny_model(tie_word_embeddings=tied), rank=2, alpha=4.0, **given)
 
 

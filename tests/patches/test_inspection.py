@@ -109,7 +109,7 @@ def test_describe_knows_layers_without_an_index(name):
 @pytest.mark.parametrize("given", [{"tokens": 0}, {"tokens": 1.5}, {"training": "no"}], ids=str)
 def test_describe_refuses_bad_arguments(model, given):
     (name,) = given
-    with pytest.raises(ValueError, match=f"{name} is .*; it must be"):
+    with pytest.raises(ValueError, match=f"{name} must be .*, got "):
         cab_hf.describe(cab_hf.apply_cab(model, SPARSE), **given)
 
 

@@ -65,28 +65,28 @@ def test_what_a_query_cannot_see_is_blank(model):
 @pytest.mark.parametrize(
     ("given", "change", "sentence"),
     [
-        ({"layer": 3}, {}, r"layer is 3; it must be the index of an attention layer: \[0, 1, 2\]"),
+        ({"layer": 3}, {}, r"index of an attention layer, one of \[0, 1, 2\], got 3"),
         ({"input_ids": tokens(2, LENGTH)}, {}, "must be the tokens of one prompt"),
         ({"heads": [6]}, {}, "query heads, 0 to 5"),
         ({"heads": []}, {}, "query heads, 0 to 5"),
         *(
-            ({"heads": heads}, {}, r"heads is .*; it must be a list of query heads, 0 to 5")
+            ({"heads": heads}, {}, "heads must be a list of query heads, 0 to 5, got ")
             for heads in (1, torch.tensor(1), numpy.int64(1), 1.5, [1.0], [True], ["1"], "12")
         ),
-        ({"heads": torch.tensor([True])}, {}, "heads is .*; it must be a list of query heads"),
-        ({"layer": True}, {}, "layer is True; it must be the index"),
-        ({"layer": 1.0}, {}, r"layer is 1\.0; it must be the index"),
-        ({"layer": torch.tensor([0, 1])}, {}, r"layer is a tensor of shape \(2,\); it must be"),
+        ({"heads": torch.tensor([True])}, {}, "heads must be a list of query heads.*, got "),
+        ({"layer": True}, {}, "layer must be the index .*, got True"),
+        ({"layer": 1.0}, {}, r"layer must be the index .*, got 1\.0"),
+        ({"layer": torch.tensor([0, 1])}, {}, r"layer must be .*, got a tensor of shape \(2,\)"),
         (
             {"input_ids": [[1, 2]]},
             {},
-            r"input_ids is \[\[1, 2\]\]; it must be the tokens of one prompt",
+            r"input_ids must be the tokens of one prompt.*, got \[\[1, 2\]\]",
         ),
-        ({"input_ids": tokens(1, 0)}, {}, r"input_ids is a tensor of shape \(1, 0\); it must be"),
-        ({"input_ids": tokens(1, 9).float()}, {}, "input_ids is torch.float32; it must be"),
-        ({"input_ids": tokens(1, 9) > 1}, {}, "input_ids is torch.bool; it must be a tensor"),
-        ({"input_ids": tokens(1, 9) - 99}, {}, "input_ids is -.*; it must be tokens that the"),
-        ({"input_ids": tokens(1, 9) + 999}, {}, "input_ids is 1.*; it must be tokens that the"),
+        ({"input_ids": tokens(1, 0)}, {}, r"input_ids must be .*, got a tensor of shape \(1, 0\)"),
+        ({"input_ids": tokens(1, 9).float()}, {}, "must be a tensor .*, got torch.float32"),
+        ({"input_ids": tokens(1, 9) > 1}, {}, "input_ids must be a tensor .*, got torch.bool"),
+        ({"input_ids": tokens(1, 9) - 99}, {}, "input_ids must be tokens that the .*, got -"),
+        ({"input_ids": tokens(1, 9) + 999}, {}, "input_ids must be tokens that the .*, got 1"),
         ({}, {"min_length": 500}, "shorter than min_length=500"),
         ({}, {"dense_layers": (1,)}, "layer must attend sparsely, got 1, .*: in dense_layers"),
     ],
@@ -113,7 +113,7 @@ def test_whole_numbers_of_other_libraries_are_read(model, layer, heads, dtype):
 
 
 def test_a_model_without_cab_is_refused():
-    with pytest.raises(ValueError, match="attn_implementation is 'sdpa'"):
+    with pytest.raises(ValueError, match="attn_implementation must be cab .*, got 'sdpa'"):
         cab_hf.plot_plan(tiny_model(), tokens(1, LENGTH), layer=1)
 
 

@@ -266,7 +266,7 @@ def test_what_cannot_be_switched_is_refused_and_left_as_it_is(build, options, me
 )
 def test_what_is_no_model_is_refused(function, nothing):
     more = ("a tokenizer",) if function == "calibrate" else ()
-    with pytest.raises(ValueError, match="model is "):
+    with pytest.raises(ValueError, match="^model (is|must be) "):
         getattr(cab_hf, function)(nothing, *more)
 
 
@@ -307,7 +307,7 @@ MISFITS = {
     "origin-layers": ({"origin": OWN._replace(layers=4)._asdict()}, SHAPES),
     "origin-heads": ({"origin": OWN._replace(kv_heads=6)._asdict()}, "3 layers, 6 heads, 6 KV"),
     "field": ({"mass_treshold": 0.5}, "CabConfig has no field 'mass_treshold'"),
-    "kind": ({"mass_threshold": "much"}, "CabConfig.mass_threshold is 'much'; it must be"),
+    "kind": ({"mass_threshold": "much"}, "CabConfig.mass_threshold must be .*, got 'much'"),
     "predictor": ({"predictor": "row"}, "predictor"),
 }
 

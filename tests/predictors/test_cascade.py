@@ -112,12 +112,12 @@ def test_rows_of_a_batch_and_documents_choose_alone(layout):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"anchors": ()}, r"anchors is \(\); it must be ascending layer indices"),
-        ({"anchors": (3, 0)}, r"anchors is \(3, 0\); it must be ascending"),
+        ({"anchors": ()}, r"anchors must be ascending layer indices.*, got \(\)"),
+        ({"anchors": (3, 0)}, r"anchors must be ascending.*, got \(3, 0\)"),
         ({"anchors": (0, 0.5)}, "a tuple of layer indices"),
         ({"anchors": (0, 4), "dense_layers": (4,)}, "anchors has 4, which is in dense_layers"),
-        ({"head_map": ((0, -1),)}, "head_map is .*it must be"),
-        ({"head_map": ((0, 1), (0,))}, "head_map is .*rows of one length"),
+        ({"head_map": ((0, -1),)}, "head_map must be .*, got "),
+        ({"head_map": ((0, 1), (0,))}, "head_map must be .*rows of one length"),
     ],
 )
 def test_what_no_cascade_can_be_is_refused(fields, message):

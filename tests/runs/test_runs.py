@@ -355,7 +355,7 @@ def test_words_and_a_file_become_settings(tmp_path, words, content, expected):
         ("--lenghts=1", None, "unknown option '--lenghts'; did you mean --l"),
         ("--zzz 1", None, "the options are --lengths, --mass"),
         ("--mass much", None, "mass: must be a finite number"),
-        ("--mass 3", None, "mass is 3.0; it must be"),
+        ("--mass 3", None, "mass must be in (0, 1], got 3.0"),
         ("--set a", None, "set: assignment must be field=value"),
         ("--mass", None, "expected one argument"),
         ("--loud very", None, "loud: must be true or false"),

@@ -235,7 +235,7 @@ def test_ranks_take_what_knows_of_them(monkeypatch):
     assert tiny().implementations[0] == "sdpa"
     monkeypatch.setenv("RANK", "0")
     assert tiny().implementations == ("cab_dense", "cab", "cab-always")
-    with pytest.raises(ValueError, match="'sdpa',.; it must be out of cab_dense, cab"):
+    with pytest.raises(ValueError, match="must be out of cab_dense, cab.*, got .*'sdpa',"):
         tiny(implementations=("sdpa",))
-    with pytest.raises(ValueError, match="variants is .*'fp8'.*; it must be plain if ranks"):
+    with pytest.raises(ValueError, match="variants must be plain if ranks .*, got .*'fp8'"):
         tiny(variants=("plain", "fp8"))
