@@ -289,7 +289,7 @@ def test_a_name_that_is_no_calibration(message):
         lambda: setattr(model.config, "cab_config", message),
         lambda: apply_cab(model, message),
     ):
-        with pytest.raises(ValueError, match=f"{message!r} is no file; give one that"):
+        with pytest.raises(ValueError, match=f"{message!r} is not a file. Pass a file written by"):
             give()
     assert model.config.cab_config is None
 

@@ -115,7 +115,7 @@ def test_rows_of_a_batch_and_documents_choose_alone(layout):
         ({"anchors": ()}, r"anchors must be ascending layer indices.*, got \(\)"),
         ({"anchors": (3, 0)}, r"anchors must be ascending.*, got \(3, 0\)"),
         ({"anchors": (0, 0.5)}, "a tuple of layer indices"),
-        ({"anchors": (0, 4), "dense_layers": (4,)}, "anchors has 4, which is in dense_layers"),
+        ({"anchors": (0, 4), "dense_layers": (4,)}, "got layer 4 in both"),
         ({"head_map": ((0, -1),)}, "head_map must be .*, got "),
         ({"head_map": ((0, 1), (0,))}, "head_map must be .*rows of one length"),
     ],
