@@ -71,7 +71,7 @@ REFUSED_INPUTS = [
     *(
         pytest.param(
             {"attention_mask": torch.ones(shape)},
-            re.escape(f"attention_mask is a tensor of shape {shape}; 'cab' takes the 2-D"),
+            re.escape("attention_mask must be None or the 2-D padding mask [batch, tokens]"),
             id=f"mask-{'x'.join(map(str, shape))}",
         )
         for shape in [(40,), (2,), (2, 40, 40), (2, 1, 40), (2, 1, 40, 40), (2, 1, 1, 40, 40)]
@@ -237,7 +237,7 @@ def test_a_cache_whose_layers_hold_other_tokens(model, lost, keys):
     cache, ids = transformers.DynamicCache(config=model.config), tokens(1, 201)
     model(ids[:, :200], past_key_values=cache)
     cache.layers[1].crop(-lost)
-    with pytest.raises(ValueError, match=f"key has {keys} tokens, .* the text has 201"):
+    with pytest.raises(ValueError, match=f"key has {keys} tokens, .* the sequence has 201"):
         model(ids[:, 200:], past_key_values=cache)
 
 
@@ -384,7 +384,7 @@ def test_what_the_function_is_given(given, error, sentence):
 
 
 def test_sinks_that_are_not_one_a_head():
-    with pytest.raises(ValueError, match="s_aux is .*, and query has 1 heads; give one sink"):
+    with pytest.raises(ValueError, match="s_aux must have one logit per head, got .* for 1 heads"):
         call(EIGHT, s_aux=torch.zeros(2))
 
 

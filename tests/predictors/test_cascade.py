@@ -128,9 +128,9 @@ def test_what_no_cascade_can_be_is_refused(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"anchors": (1,)}, "layer 0 is the first sparse one, and has no anchor before it"),
-        ({"anchors": (0,), "dense_layers": (0,)}, "in dense_layers"),
-        ({"anchors": (2,), "dense_layers": (0,)}, "layer 1 is the first sparse one"),
+        ({"anchors": (1,)}, "anchors must contain the first sparse layer 0, got"),
+        ({"anchors": (0,), "dense_layers": (0,)}, "no layer of dense_layers"),
+        ({"anchors": (2,), "dense_layers": (0,)}, "must contain the first sparse layer 1"),
         ({"anchors": (0, 3)}, "anchors has 3; this model has layers 0 to 2"),
         ({"head_map": ((0,) * 6,)}, "head_map has 1 layers of 6 heads, and this model has 3"),
         ({"head_map": ((0,) * 4,) * 3}, "4 heads, and this model has 3 layers of 6 heads"),
