@@ -27,14 +27,14 @@ def cab_attention(
 ) -> tuple[Tensor, None]:
     """Compute block-sparse attention, with the signature of transformers' attention functions.
 
-    Packed documents do not attend to each other. ``cu_seq_lens_q`` gives their cumulative lengths,
-    with or without a mask or a cache. Without it, a document starts where ``position_ids`` of real
-    tokens decrease. A document also starts at a token that repeats the position of the first token
-    of the document before, which then has one token.
+    Packed documents do not attend to each other. ``cu_seq_lens_q`` contains their cumulative
+    lengths. Without ``cu_seq_lens_q``, a document starts at a real token whose position is below
+    that of the token before. A document also starts at a token that repeats the first position of
+    the document before, which then has one token. Masks and caches do not change these rules.
 
-    "sdpa" looks at positions only without a mask and a cache. Such a call is computed as "sdpa"
-    computes it: a document also starts where positions jump forward. Elsewhere jumps start no
-    document. A call that continues a cache attends to the whole cache.
+    "sdpa" reads positions only in calls without a mask and a cache. In such calls, documents are
+    the same as with "sdpa": a document also starts after a jump forward. In other calls, jumps
+    start no document. A call that continues a cache attends to the whole cache.
 
     Under torch.compile, positions are read in the same calls as by "sdpa", and documents are not
     aligned to block borders. Selection and ``min_length`` then do not treat each document alone.

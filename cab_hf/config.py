@@ -123,16 +123,16 @@ class CabConfig:
         local_blocks: Key blocks, up to and including the diagonal, that every row attends to. A row
             always attends to the key blocks of its own positions, even if this number is smaller.
             Default 3.
-        dense_tail_blocks: Length of the dense tail, in query blocks. Rows that contain one of the
-            last ``dense_tail_blocks * query_block`` tokens of a prompt attend to all visible keys,
-            because questions are often at the end. `generate` and continuous batching record the
-            end of the prompt. Elsewhere each call ends a prompt, so a prompt that is read in chunks
-            has a dense tail in every chunk. Calls with fewer than ``query_block`` queries have no
-            tail. Default 2.
+        dense_tail_blocks: Length of the dense tail, in query blocks. The tail is the last
+            ``dense_tail_blocks * query_block`` tokens of a prompt or packed document. Rows with a
+            token of the tail attend to all visible keys, because questions are often there.
+            `generate` and continuous batching record the end of the prompt. Elsewhere each call
+            ends a prompt, so a prompt that is read in chunks has a dense tail in every chunk. Calls
+            with fewer than ``query_block`` queries have no tail. Default 2.
         outlier_queries: Queries per block that are selected by farthest-point sampling
-            (`reference.outlier_queries`) and scored on half of the channels of every key. They find
-            keys that only single queries need. 0, or a power of two that divides ``query_block``.
-            Default 16.
+            (`reference.outlier_queries`) and scored on half of the channels of every key. They
+            detect keys that only single queries need. 0, or a power of two that divides
+            ``query_block``. Default 16.
         typical_queries: Queries per block that are sampled at equal steps and scored on all
             channels of every ``typical_key_stride``-th key. They represent the queries that are not
             outliers. A power of two that divides ``query_block``. The default also works with other
@@ -141,8 +141,8 @@ class CabConfig:
             A power of two that divides ``key_block``; 1 scores every key. Default 4.
         mass_threshold: Least share of attention, averaged over the scored queries of a row, for
             which a block is selected. In [0, 1]; 0 selects every block, which is exact. For rows
-            with more than 32,768 visible keys, the threshold is multiplied by 32,768 / keys: by a
-            quarter at 131,072 keys. Default 0.0027.
+            with more than 32,768 visible keys, the threshold is multiplied by 32,768 / keys, for
+            example by 1/4 at 131,072 keys. Default 0.0027.
         share_threshold: Least share of the attention of one scored query for which a block is
             selected, in (0, 1]. Default 0.05.
         sparsity: Share of the blocks of a row that is dropped, in [0, 1). Predictor ``"frc"`` only.
@@ -155,7 +155,7 @@ class CabConfig:
         redundancy: Weight of the curvature term, in [0, 1]. Predictor ``"frc"`` only. 0 selects by
             magnitude alone, bit for bit. Default 1.0.
         max_density: Largest share of the blocks of a row that is selected, in (0, 1]. The blocks
-            with the highest scores are kept. Forced blocks are always kept. Default 1.0.
+            with the highest scores are selected, and forced blocks always. Default 1.0.
         sampled_one_in: Sampling of blocks in training: each row of each head samples one of every
             ``sampled_one_in`` neighbouring key blocks. A sampled block that is not selected is
             attended to with ``sampled_one_in`` times its weight, to represent the blocks that are
@@ -175,8 +175,8 @@ class CabConfig:
             (the same method, in the layers ``anchors`` only), ``"frc"`` (the published method, see
             `published`), or one of your own. Default ``"rows"``.
         anchors: Indices of the layers that select blocks, ascending. Predictor ``"cascade"`` only.
-            Each other layer reuses the selection of the last anchor before it. The first sparse
-            layer must be an anchor. Default ().
+            Each other sparse layer reuses the selection of the last anchor before it. The first
+            sparse layer must be an anchor. Default ().
         head_map: Table [layers][heads] with the head of the anchor whose selection a head reuses.
             Predictor ``"cascade"`` only. () reuses the selection of the same head. Rows of anchors
             are ignored. Default ().
@@ -390,7 +390,7 @@ class CabConfig:
         def ascending(layers: tuple[int, ...]) -> bool:
             return layers != () and list(layers) == sorted(set(layers))
 
-        self._require(("anchors",), ascending, "ascending layer indices, at least one of them")
+        self._require(("anchors",), ascending, "ascending layer indices, at least one")
         dense = sorted(set(self.anchors) & set(self.dense_layers))
         if dense:
             raise ValueError(

@@ -36,7 +36,7 @@ def route(
 ) -> Exact | Sparse | SparseDecode:
     """Return the object that computes one layer in one call with ``attend(call)``.
 
-    The object also has the reason for exact attention.
+    Its ``reason`` says why attention is not sparse; None for sparse attention.
 
     Args:
         text: a `CabMask`, or a `ShardedText` over ranks: the lengths of the call and of its

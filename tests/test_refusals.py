@@ -350,7 +350,7 @@ def prefixed_mask(**how):
     ("given", "error", "sentence"),
     [
         pytest.param(
-            {"query": EIGHT.to(torch.complex64)}, ValueError, "query is torch.complex", id="dtype"
+            {"query": EIGHT.to(torch.complex64)}, ValueError, "got torch.complex", id="dtype"
         ),
         pytest.param({"is_causal": False}, ValueError, "is_causal is False", id="not-causal"),
         pytest.param(

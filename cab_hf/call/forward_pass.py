@@ -107,7 +107,7 @@ class ForwardState:
 
 
 def in_backward_pass() -> bool:
-    """Return True if autograd runs a backward pass, so that layers are recomputed."""
+    """Return True in a backward pass, in which gradient checkpointing recomputes layers."""
     # the same test as in torch.utils.checkpoint
     return torch._C._current_graph_task_id() != -1
 

@@ -112,7 +112,7 @@ def cab_mask(
 
 
 def _first_tokens(mask: Tensor | None, batch: int, device: torch.device | str) -> Tensor:
-    """Return int64 [B], the slot of the first token of every row after its padding."""
+    """Return int64 [B], the slot of the first real token of every row."""
     if mask is None:
         return torch.zeros(batch, dtype=torch.int64, device=device)
     return mask.bool().int().argmax(-1).to(device)

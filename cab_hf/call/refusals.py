@@ -131,7 +131,7 @@ def refuse(
         )
     if dtype not in DTYPES:
         raise ValueError(
-            f"query is {dtype}; 'cab' takes float16, bfloat16 and float32. "
+            f"query must be float16, bfloat16 or float32, got {dtype}. "
             "Load the model with one of these dtypes."
         )
 
@@ -154,7 +154,7 @@ def refuse_sinks(sinks: Any, heads: int) -> None:
 
 
 def foreseen(module: nn.Module) -> str | None:
-    """Return the reason why an attention layer is not supported; None if its module shows none."""
+    """Return the reason why an attention layer is not supported; None if no reason is known."""
     if getattr(module, "compressor", None) is not None:
         return COMPRESSED
     if hasattr(module, "rel_logits_proj"):

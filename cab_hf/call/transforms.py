@@ -78,7 +78,7 @@ def refuse_forward_mode(*tensors: Tensor) -> None:
 
 
 def _is_batched(x: Tensor) -> bool:
-    """Return whether vmap batches ``x`` at any level of nested transforms."""
+    """Return True if vmap batches ``x`` at any level of nested transforms."""
     while _functorch.is_functorch_wrapped_tensor(x):
         if _functorch.is_batchedtensor(x):
             return True
@@ -87,7 +87,7 @@ def _is_batched(x: Tensor) -> bool:
 
 
 def _is_functional(x: Tensor) -> bool:
-    """Return whether functionalize wraps ``x`` at any level of nested transforms."""
+    """Return True if functionalize wraps ``x`` at any level of nested transforms."""
     while _functorch.is_functorch_wrapped_tensor(x):
         if _functorch.is_functionaltensor(x):
             return True

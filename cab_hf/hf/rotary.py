@@ -50,7 +50,7 @@ ROTATED_IN_WINDOWS = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone4_5",
 
 
 def _is_rotated(module: Any) -> bool:
-    """Return whether a layer applies rotary embeddings."""
+    """Return True if a layer applies rotary embeddings."""
     if getattr(module, "use_rope", True) in (False, 0):
         return False
     config = getattr(module, "config", None)
