@@ -311,7 +311,7 @@ class CabMask(NotATensor):
                 (self.model, "right padding"),
                 f"{self.model} reads {self.batch} sequences without an attention_mask, of which "
                 f"{rows} end in {A_RUN} or more equal tokens. If these are padding, 'cab' reads "
-                "them as tokens, and the result of one row depends on the others. Pass the "
+                "them as real tokens, and the result of a row depends on the others. Pass the "
                 "attention_mask of the tokenizer.",
             )
 
