@@ -1,6 +1,6 @@
 """Block-sparse attention for Hugging Face causal language models.
 
-Importing registers the attention implementations "cab", "cab_frc" and "cab_dense" with
+Importing this package registers the attention implementations "cab", "cab_frc" and "cab_dense" with
 transformers.
 """
 
@@ -53,7 +53,7 @@ register_when_imported()
 
 
 def __getattr__(name: str) -> object:
-    # torch is imported with the first name that is used, not with the package (PEP 562)
+    # importing cab_hf stays fast: the first use of a name imports torch (PEP 562)
     if name not in _HOME:
         raise AttributeError(f"module 'cab_hf' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)

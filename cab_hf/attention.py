@@ -1,4 +1,4 @@
-"""What transformers calls: the attention functions behind "cab", "cab_frc" and "cab_dense"."""
+"""The attention functions of "cab", "cab_frc" and "cab_dense", which transformers calls."""
 
 from __future__ import annotations
 
@@ -25,49 +25,55 @@ def cab_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Block-sparse attention under the signature of transformers' attention functions.
+    """Compute block-sparse attention, with the signature of transformers' attention functions.
+
+    Packed documents do not attend to each other. ``cu_seq_lens_q`` contains their cumulative
+    lengths. Without ``cu_seq_lens_q``, a document starts at a real token whose position is below
+    that of the token before. A document also starts at a token that repeats the first position of
+    the document before, which then has one token. Masks and caches do not change these rules.
+
+    "sdpa" reads positions only in calls without a mask and a cache. In such calls, documents are
+    the same as with "sdpa": a document also starts after a jump forward. In other calls, jumps
+    start no document. A call that continues a cache attends to the whole cache.
+
+    Under torch.compile, positions are read in the same calls as by "sdpa", and documents are not
+    aligned to block borders. Selection and ``min_length`` then do not treat each document alone.
 
     Args:
         query: [B, H, N_q, D] after RoPE.
-        key, value: [B, H_kv, N_k, D] after the cache update.
-        attention_mask: what `cab_mask` made, or None for plain causal attention.
-        dropout: refused unless it is 0.
-        scaling: of logits; 1/sqrt(D) by default.
-        kwargs: what transformers adds; ``position_ids`` int [B, N_q] and ``cu_seq_lens_q`` int
-            [documents + 1] are used and, without a mask, ``sliding_window`` in tokens. What is None
-            or in `refusals.HARMLESS` is ignored, the rest refused.
-
-    Packed documents do not see each other. One begins where ``position_ids`` of real tokens fall
-    back or repeat the position of a document's first token (which then was all of it), or where
-    ``cu_seq_lens_q``, cumulative lengths, say so; with a mask or a cache as without. "sdpa" looks
-    at positions where there is neither, and then this is the same: also where they leap forward,
-    which begins a document there and nowhere else. A call that continues a cache sees all of it.
-    Under torch.compile positions are looked at where "sdpa" does, and documents are not moved to
-    block borders: neither selection nor ``min_length`` is then that of each alone.
+        key: [B, H_kv, N_k, D] after the cache update.
+        value: [B, H_kv, N_k, D_v] after the cache update.
+        attention_mask: result of `cab_mask`; None for plain causal attention.
+        dropout: must be 0.
+        scaling: factor of the logits; 1/sqrt(D) by default.
+        kwargs: further arguments of transformers. ``position_ids`` int [B, N_q] and
+            ``cu_seq_lens_q`` int [documents + 1] are used, and ``sliding_window`` (in tokens) if
+            there is no mask. Arguments that are None or in `refusals.HARMLESS` are ignored. All
+            others raise an error.
 
     Returns:
-        [B, N_q, H, D], and None for the attention weights, which never exist.
+        [B, N_q, H, D_v], and None in place of the attention weights, which are never computed.
 
     Raises:
-        ValueError, NotImplementedError: for what cannot be computed exactly.
+        ValueError, NotImplementedError: if the call cannot be computed exactly as specified.
     """
     given = query, key, value, attention_mask, dropout, scaling
     return _output(Call.of(module, *given, sparse=True, **kwargs)), None
 
 
 def cab_dense_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Exact attention; arguments, results and errors are those of `cab_attention`."""
+    """Compute exact attention; arguments, results and errors as in `cab_attention`."""
     return _output(Call.of(module, *args, sparse=False, **kwargs)), None
 
 
 def _output(call: Call) -> Tensor:
-    """[B, N_q, H, D_v]; engines leave it in memory so, and models may ask for a view of it."""
+    """Return the output [B, N_q, H, D_v], contiguous because models may take a view of it."""
     observer = None if torch.compiler.is_compiling() else SCOPE.get().observer
     if observer is not None:
         observer(call)
     if call.batch is not None:
         return attend_batch(call)
-    # the prompt, and the answer behind it, which may be steps
+    # the prompt, then the answer, which may be decode steps
     pieces = call.text.pieces(call.sparse and call.config.sparse_decode)
     outs = [attend(replace(call, q=call.q[:, :, own], text=text)) for own, text in pieces]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)

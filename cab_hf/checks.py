@@ -1,4 +1,4 @@
-"""Checks of values, and the sentences of errors and warnings."""
+"""Checks of values, with error messages, and warnings that appear once."""
 
 from __future__ import annotations
 
@@ -8,23 +8,34 @@ from typing import Any
 
 # blocks and tokens are counted in int32
 MOST = 2**31 - 1
-# what a warning has named in this process
+# keys of the warnings of this process
 _warned: set[tuple[Any, ...]] = set()
 
 
 def require(accepted: object, name: str, value: Any, what: str) -> None:
-    """Refuse the ``value`` of an argument, in one sentence, unless it is ``accepted``."""
+    """Raise a ValueError for the ``value`` of an argument unless it is ``accepted``.
+
+    Args:
+        accepted: True if the value is valid.
+        name: name of the argument.
+        value: value of the argument.
+        what: description of valid values, for the message.
+    """
     if not accepted:
         raise ValueError(f"{name} must be {what}, got {short(value)}.")
 
 
 def require_finite(outputs: Any, attention: str) -> None:
-    """Refuse a tensor that a model has computed under ``attention`` where anything of it is none.
+    """Check that the outputs of a model are finite.
+
+    Args:
+        outputs: tensor that the model computed, for example logits.
+        attention: name of the attention implementation, for the message.
 
     Raises:
-        ValueError: saying so.
+        ValueError: if a number is infinite or NaN.
     """
-    # one pass that stores nothing: logits may be most of the memory
+    # one pass that allocates nothing: logits can take most of the memory
     if not all(map(math.isfinite, outputs.detach().aminmax())):
         raise ValueError(
             f"The model's outputs are not finite (NaN or infinite) under {attention} attention, so "
@@ -33,32 +44,36 @@ def require_finite(outputs: Any, attention: str) -> None:
 
 
 def short(value: Any) -> str:
-    """A value as a sentence can hold it."""
-    # one number, numpy's or torch's, has a shape of nothing
+    """Return a value as text of at most 80 characters, for a message."""
+    # a scalar of numpy or torch has an empty shape and is shown by value
     shape = getattr(value, "shape", None)
     text = f"a tensor of shape {tuple(shape)}" if shape else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def is_whole(value: Any, least: int = 1) -> bool:
+    """Return True for an int (not a bool) of at least ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def is_count(value: Any) -> bool:
+    """Return True for an int from 0 to `MOST`."""
     return is_whole(value, 0) and value <= MOST
 
 
 def is_number(value: Any) -> bool:
+    """Return True for a finite int or float (not a bool)."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and math.isfinite(value)
 
 
 def is_share(value: Any) -> bool:
+    """Return True for a number in [0, 1]."""
     return is_number(value) and 0 <= value <= 1
 
 
 def warn_once(key: tuple[Any, ...], sentence: str) -> None:
-    """Warn of what ``key`` names, once a process."""
+    """Warn with ``sentence``, once per process and ``key``."""
     if key not in _warned:
         _warned.add(key)
         warnings.warn(sentence, UserWarning, stacklevel=3)

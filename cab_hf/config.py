@@ -1,4 +1,4 @@
-"""What a user decides: one frozen, validated dataclass, saved as a dict in the model config."""
+"""`CabConfig`: the settings of a user, one frozen dataclass, saved as a dict in a model config."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from cab_hf.checks import MOST, is_count, is_number, is_share, is_whole, require, short, warn_once
 
-# names under which attention is registered with transformers: blocks by any predictor, or by the
-# published one, where a text is long enough for them; and exact attention throughout
+# names registered with transformers: sparse attention with any predictor, sparse attention with the
+# published predictor, and exact attention in every layer
 CAB_FRC = "cab_frc"
 SPARSE = ("cab", CAB_FRC)
 NAMES = (*SPARSE, "cab_dense")
@@ -24,11 +24,10 @@ CURVATURE = ("none", "additive", "forman")
 TABLES = ("sparsity", "head_map")
 ENGINES = ("auto", "flex", "triton", "gather", "reference")
 CHOICES = {"curvature": CURVATURE, "engine": ENGINES}
-# a number for every head of every layer, [layers][heads]
+# one number per head of each layer, [layers][heads]
 Table = tuple[tuple[float, ...], ...]
 
-# predictors that choose by rows, the published one, and all that come with cab_hf; others may read
-# any field
+# names of the predictors in cab_hf; a predictor of a user may read any field
 CAB, FRC = ("rows", "cascade"), "frc"
 SHIPPED = (*CAB, FRC)
 # the name of outlier_queries in earlier versions
@@ -37,17 +36,22 @@ Class = TypeVar("Class", bound=type)
 
 
 def _read_by(*predictors: str, default: Any, off: Any = dataclasses.MISSING) -> Any:
-    """A field that only some predictors read. The others accept ``off``, which disables it."""
+    """Return a field that only ``predictors`` read.
+
+    The other predictors accept only the ``default`` and ``off``, the value that disables the field.
+    """
     return dataclasses.field(default=default, metadata={"predictors": predictors, "off": off})
 
 
 class Origin(NamedTuple):
-    """What a calibration was measured for; None where layers differ or a config has no such field.
+    """The model and the sequence length that a calibration was measured with.
 
     Attributes:
-        model: its name.
-        layers, heads, kv_heads: how many it has, of heads in every layer.
-        length: tokens of the documents that it read.
+        model: name of the model.
+        layers: number of layers; None if the model config has no such field.
+        heads: number of query heads per layer; None if layers differ or the field is missing.
+        kv_heads: number of KV heads per layer; None if layers differ or the field is missing.
+        length: length of the calibration documents, in tokens.
     """
 
     model: str
@@ -58,14 +62,14 @@ class Origin(NamedTuple):
 
     @classmethod
     def of(cls, given: Any) -> Origin:
-        """Of its fields by name, as JSON has them.
+        """Return the origin with these fields by name, for example parsed from JSON.
 
         Raises:
-            ValueError: for fields that are missing, unknown or of another kind.
+            ValueError: if a field is missing, unknown or of a wrong type.
         """
         if isinstance(given, Origin):
             return given
-        # torch.compile has taken a dict apart
+        # under torch.compile a dict arrives as a tuple of pairs
         pairs = isinstance(given, tuple) and all(
             isinstance(x, tuple) and len(x) == 2 for x in given
         )
@@ -82,12 +86,13 @@ class Origin(NamedTuple):
 
     @property
     def shape(self) -> str:
+        """Return the known numbers of layers and heads, such as "30 layers, 9 heads"."""
         parts = zip(self[1:4], ("layers", "heads", "KV heads"), strict=True)
         return ", ".join([f"{count} {what}" for count, what in parts if count is not None])
 
 
 def _refuse_unknown_fields(config_class: Class) -> Class:
-    """Have the constructor of a dataclass refuse unknown fields as `CabConfig.from_dict` does."""
+    """Make the constructor of a dataclass reject unknown fields, as `CabConfig.from_dict` does."""
     init = config_class.__init__
 
     @functools.wraps(init)
@@ -104,81 +109,96 @@ def _refuse_unknown_fields(config_class: Class) -> Class:
 @_refuse_unknown_fields
 @dataclass(frozen=True)
 class CabConfig:
-    """Which blocks are attended, and how attention over them is computed.
+    """Settings of block-sparse attention: which blocks are selected, and how attention is computed.
 
-    Stored as ``model.config.cab_config = CabConfig(...).to_dict()``; `cab_hf.apply_cab` does so.
+    `cab_hf.apply_cab` saves the settings as ``model.config.cab_config = CabConfig(...).to_dict()``.
+    A *row* is one query block of one head. A *sequence* is a batch row without its padding, or a
+    packed document. Each layer selects the key blocks of every row.
 
     Args:
-        query_block: consecutive queries that share one row of the plan.
-        key_block: consecutive keys that are attended or skipped together. One of the two block
-            sizes divides the other; both are multiples of 16.
-        sink_blocks: key blocks at the start of the text (of each packed document) every row keeps.
-        local_blocks: key blocks up to and including the diagonal every row keeps. The key blocks
-            that hold the row's own positions are kept even when they are more than this.
-        dense_tail_blocks: in query blocks. A query block with one of the last ``dense_tail_blocks *
-            query_block`` tokens of a text (of each packed document) attends everything it may, as
-            questions are often there. `generate` and continuous batching record where a text
-            ends; elsewhere the end of a call counts as one, so that a text read in several calls
-            attends more than in one. Calls of fewer than ``query_block`` queries have no tail.
-        outlier_queries: Number of queries per block that are sampled by farthest-point sampling
-            (`reference.outlier_queries`) and scored against every key, on half of the channels.
-            They find keys that single queries need. 0 or a power of two that divides
-            ``query_block``.
-        typical_queries: Number of queries per block that are sampled at equal steps and scored on
-            all channels of every ``typical_key_stride``-th key. They represent all queries but the
-            outliers. A power of two that divides ``query_block``. The default also fits blocks
-            that it does not divide: the largest power of two that divides such a block is used.
-        typical_key_stride: Distance in tokens between the keys that typical queries are scored
-            against. A power of two that divides ``key_block``; 1 for every key.
-        mass_threshold: a row keeps the blocks to which its queries give so much of their attention
-            on average, by those that are scored, in [0, 1]; 0 keeps every block and is exact. A row
-            that sees more than 32,768 keys keeps blocks of less, in proportion: at 131,072 of a
-            quarter.
-        share_threshold: a row keeps the blocks to which one scored query gives so much of its
-            attention, in (0, 1].
-        sparsity: with ``"frc"``, the share of a row's blocks that is dropped, in [0, 1). A number
-            or a `Table`.
-        curvature: with ``"frc"``, ``"forman"`` (Forman-Ricci), ``"additive"`` (direct minus
-            ``redundancy`` times two-hop), or ``"none"``. ``"additive"`` weighs by the key blocks of
-            the call, as published: there padding and packing change what a text selects.
-        redundancy: with ``"frc"``, weight of the curvature term, in [0, 1]; 0 is the selection by
-            magnitude, bit for bit.
-        max_density: at most this share of a row's blocks is kept, the best ones, in (0, 1]; forced
-            blocks always are.
-        sampled_one_in: in training, each row of each head draws one of every so many neighbouring
-            key blocks at random, and attends it with so many times its weight, unless it was chosen
-            anyway. The sample represents the blocks that were not chosen, so that gradients come
-            closer to those of dense attention and the model can be read densely as well. 0 turns it
-            off. Nothing is drawn where no gradients flow.
-        dense_layers: layer indices computed with exact attention.
-        min_length: in tokens. A text (a packed document, a row without its padding) that has fewer
-            so far is computed with exact attention, and so are the first chunks of a longer prompt.
-            So is what has fewer than ``query_block`` queries in a call, single ones with
-            ``sparse_decode`` excepted: the last chunk of a prompt looks like a step of
-            assisted decoding.
-        engine: ``"auto"`` (the fastest that can), ``"flex"``, ``"triton"``, ``"gather"`` (on a CPU)
-            or ``"reference"``. A named engine never falls back to another.
-        predictor: name of a registered predictor; ``"rows"`` is the default, ``"cascade"`` the same
-            in ``anchors`` alone, ``"frc"`` the published method (`published`).
-        anchors: with ``"cascade"``, indices of the layers that choose blocks, ascending. The layers
-            behind each attend what it has chosen. The first sparse layer is one of them.
-        head_map: with ``"cascade"``, a table [layers][heads]: the head of its anchor whose blocks a
-            head attends; () for the same head. Rows of anchors are not read.
-        sparse_decode: when True, a step of one query reads ``decode_tokens`` of the cache's keys,
-            chosen anew at every step by the largest share of attention that a head of the group
-            gives them. The cache needs an index for that: `generate` makes one, and so does
-            `cab_hf.index_cache`; any other cache is read whole.
-        decode_tokens: with ``sparse_decode``, how many keys a KV head reads in a step, the first 16
-            and the last 64 of a text among them: a number of at least 128, or a share of the text
-            in (0, 1). A text is read whole up to ``min_length``, and up to four times as many
-            tokens as are read: a share above 1/4 leaves nothing to gain.
-        check_finite: refuse queries and keys that hold infinities or NaN, by name. Costs a pass
-            over both and a wait for the device in every sparse layer; not under CUDA graphs.
-        origin: what a calibration was measured for, an `Origin` or a dict of its fields; a model of
-            other layers or heads is refused. None for settings that were not calibrated.
+        query_block: Queries per row, in tokens. A multiple of 16. Default 128.
+        key_block: Consecutive keys that are selected or skipped together, in tokens. A multiple of
+            16 that divides ``query_block``, or that ``query_block`` divides. Default 64.
+        sink_blocks: Key blocks at the start of a sequence that every row attends to. Default 1.
+        local_blocks: Key blocks, up to and including the diagonal, that every row attends to. A row
+            always attends to the key blocks of its own positions, even if this number is smaller.
+            Default 3.
+        dense_tail_blocks: Length of the dense tail, in query blocks. The tail is the last
+            ``dense_tail_blocks * query_block`` tokens of a prompt or packed document. Rows with a
+            token of the tail attend to all visible keys, because questions are often there.
+            `generate` and continuous batching record the end of the prompt. Elsewhere each call
+            ends a prompt, so a prompt that is read in chunks has a dense tail in every chunk. Calls
+            with fewer than ``query_block`` queries have no tail. Default 2.
+        outlier_queries: Queries per block that are selected by farthest-point sampling
+            (`reference.outlier_queries`) and scored on half of the channels of every key. They
+            detect keys that only single queries need. 0, or a power of two that divides
+            ``query_block``. Default 16.
+        typical_queries: Queries per block that are sampled at equal steps and scored on all
+            channels of every ``typical_key_stride``-th key. They represent the queries that are not
+            outliers. A power of two that divides ``query_block``. The default also works with other
+            blocks, which use the largest power of two that divides the block. Default 32.
+        typical_key_stride: Distance between the keys that typical queries are scored on, in tokens.
+            A power of two that divides ``key_block``; 1 scores every key. Default 4.
+        mass_threshold: Least share of attention, averaged over the scored queries of a row, for
+            which a block is selected. In [0, 1]; 0 selects every block, which is exact. For rows
+            with more than 32,768 visible keys, the threshold is multiplied by 32,768 / keys, for
+            example by 1/4 at 131,072 keys. Default 0.0027.
+        share_threshold: Least share of the attention of one scored query for which a block is
+            selected, in (0, 1]. Default 0.05.
+        sparsity: Share of the blocks of a row that is dropped, in [0, 1). Predictor ``"frc"`` only.
+            A number, or a `Table` with a number per layer and head. Default 0.95.
+        curvature: Curvature term of the score. Predictor ``"frc"`` only. ``"forman"`` is
+            Forman-Ricci curvature, ``"additive"`` is direct minus ``redundancy`` times two-hop
+            affinity, ``"none"`` disables the term. As published, ``"additive"`` depends on the
+            number of key blocks of the call, so padding and packing change the selection. Default
+            ``"forman"``.
+        redundancy: Weight of the curvature term, in [0, 1]. Predictor ``"frc"`` only. 0 selects by
+            magnitude alone, bit for bit. Default 1.0.
+        max_density: Largest share of the blocks of a row that is selected, in (0, 1]. The blocks
+            with the highest scores are selected, and forced blocks always. Default 1.0.
+        sampled_one_in: Sampling of blocks in training: each row of each head samples one of every
+            ``sampled_one_in`` neighbouring key blocks. A sampled block that is not selected is
+            attended to with ``sampled_one_in`` times its weight, to represent the blocks that are
+            not selected. Gradients are then closer to those of dense attention, and the trained
+            model also works with dense attention. Nothing is sampled without gradients. 0 disables
+            sampling. Default 0.
+        dense_layers: Indices of the layers that compute exact attention. Default ().
+        min_length: Length below which a sequence is computed with exact attention, in tokens. The
+            length includes the cache, so the first chunks of a long prompt are exact too. Calls
+            with fewer than ``query_block`` queries are also exact, except single queries with
+            ``sparse_decode``: the last chunk of a prompt looks like a step of assisted decoding.
+            Default 16384.
+        engine: Engine that computes attention over the selected blocks: ``"auto"`` (the fastest one
+            that supports the call), ``"flex"``, ``"triton"``, ``"gather"`` (on a CPU) or
+            ``"reference"``. A named engine never falls back to another. Default ``"auto"``.
+        predictor: Name of the registered predictor that selects blocks: ``"rows"``, ``"cascade"``
+            (the same method, in the layers ``anchors`` only), ``"frc"`` (the published method, see
+            `published`), or one of your own. Default ``"rows"``.
+        anchors: Indices of the layers that select blocks, ascending. Predictor ``"cascade"`` only.
+            Each other sparse layer reuses the selection of the last anchor before it. The first
+            sparse layer must be an anchor. Default ().
+        head_map: Table [layers][heads] with the head of the anchor whose selection a head reuses.
+            Predictor ``"cascade"`` only. () reuses the selection of the same head. Rows of anchors
+            are ignored. Default ().
+        sparse_decode: If True, a decode step of one query reads ``decode_tokens`` keys of the KV
+            cache. Each step selects the keys to which a head of the group pays the largest share of
+            attention. The cache needs an index, which `generate` and `cab_hf.index_cache` make. A
+            step reads all keys of a cache without an index. Default False.
+        decode_tokens: Keys that each KV head reads in a decode step with ``sparse_decode``: at
+            least 128 tokens, or a share of the sequence in (0, 1). The keys include the first 16
+            and the last 64 of the sequence. A step reads all keys of a sequence shorter than
+            ``min_length`` or than four times the keys to read: a share above 1/4 saves nothing.
+            Default 4096.
+        check_finite: If True, raise an error for queries and keys that contain infinities or NaN.
+            Costs a pass over both and a wait for the device in every sparse layer. Ignored under
+            CUDA graphs. Default False.
+        origin: Model and length of the calibration, an `Origin` or a dict of its fields. A model
+            with other layers or heads raises an error. None for settings without a calibration.
+            Default None.
 
     Raises:
-        ValueError: naming the field, the value seen and what is accepted.
+        ValueError: if a field has a bad value or is not read by the predictor. The message names
+            the field, the value and the accepted values.
     """
 
     query_block: int = 128
@@ -254,10 +274,10 @@ class CabConfig:
             return isinstance(layers, (tuple, list)) and all(is_count(i) for i in layers)
 
         self._require(("dense_layers", "anchors"), indices, "a tuple of layer indices >= 0")
-        # a list is what JSON gives back; a frozen value must hash
+        # JSON has lists instead of tuples; a frozen value must be hashable
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         object.__setattr__(self, "anchors", tuple(self.anchors))
-        # here one number for all heads means nothing
+        # a single number for all heads is not accepted here
         same_heads = "() for the same heads"
         a_table = f"a table [layers][heads], or {same_heads}"
         self._require(("head_map",), lambda x: isinstance(x, (tuple, list)), a_table)
@@ -269,8 +289,8 @@ class CabConfig:
             object.__setattr__(self, "origin", Origin.of(self.origin))
         for name, reader in unread(vars(self)).items():
             raise ValueError(
-                f"CabConfig.{name} is {short(getattr(self, name))}, which {reader} does not read; "
-                f"leave it at {FIELDS[name].default!r}{_others(name)}."
+                f"CabConfig.{name} is {short(getattr(self, name))}, which {reader} does not read. "
+                f"Leave it at {FIELDS[name].default!r}{_others(name)}."
             )
         if self.predictor == "cascade":
             self._check_cascade()
@@ -279,13 +299,14 @@ class CabConfig:
     def published(
         cls, /, sparsity: float = 0.95, curvature: str = "forman", **overrides: Any
     ) -> CabConfig:
-        """The published CAB recipe, predictor "frc": row-wise top-k by Forman-Ricci curvature.
+        """Return the published CAB recipe, predictor "frc": row-wise top-k by curvature.
 
         Args:
-            sparsity: share of every row's blocks that is dropped.
-            curvature: ``"forman"`` (``redundancy`` 1: lowest Forman-Ricci curvature kept),
-                ``"additive"`` or ``"none"``.
-            overrides: any other field; what of the recipe is then not read falls back.
+            sparsity: Share of the blocks of a row that is dropped, in [0, 1).
+            curvature: ``"forman"`` (with ``redundancy=1``, which keeps the lowest Forman-Ricci
+                curvature), ``"additive"`` or ``"none"``.
+            overrides: Any other field. Fields of the recipe that are then not read return to their
+                defaults.
         """
         recipe = {
             "query_block": 64,
@@ -317,15 +338,17 @@ class CabConfig:
 
     @classmethod
     def reading(cls, fields: Mapping[str, Any]) -> CabConfig:
-        """The config of those ``fields`` that it reads; the others fall back to their defaults."""
+        """Return a config with those of the ``fields`` that are read, and defaults for the rest."""
         idle = unread(fields)
         return cls(**{name: value for name, value in fields.items() if name not in idle})
 
     def changed(self, /, **fields: Any) -> CabConfig:
-        """This config with other ``fields``; what is then not read any more falls back.
+        """Return this config with other values for ``fields``.
+
+        Other fields that the new config does not read return to their defaults.
 
         Raises:
-            ValueError: as of `from_dict`; a field that is given must be read.
+            ValueError: as in `from_dict`; the new config must read all ``fields``.
         """
         fields = _renamed(fields)
         _require_known(fields)
@@ -334,15 +357,15 @@ class CabConfig:
 
     @classmethod
     def calibrated(cls, path: str | Path) -> CabConfig:
-        """The config of a calibration: a file that `save` wrote.
+        """Return the config in a file that `save` wrote, for example after a calibration.
 
         Raises:
-            ValueError: where there is no such file, or it holds no config.
+            ValueError: if the file does not exist or contains no config.
         """
         if not Path(path).is_file():
             raise ValueError(
-                f"{str(path)!r} is no file; give one that CabConfig.save wrote, a CabConfig, or a "
-                "dict of its fields."
+                f"{str(path)!r} is not a file. Pass a file written by CabConfig.save, a CabConfig, "
+                "or a dict of its fields."
             )
         try:
             content = json.loads(Path(path).read_text("utf-8"))
@@ -351,32 +374,41 @@ class CabConfig:
         return cls.from_dict(content)
 
     def save(self, path: str | Path) -> None:
-        """Write it to a JSON file that `calibrated` reads."""
+        """Write this config to a JSON file that `calibrated` reads."""
         Path(path).write_text(json.dumps(self.to_dict()) + "\n", "utf-8")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that survive JSON, ready for ``model.config.cab_config``."""
+        """Return the fields as JSON-compatible values, ready for ``model.config.cab_config``."""
         fields = {name: _thawed(value) for name, value in vars(self).items()}
         if self.origin is None:
             del fields["origin"]
         return fields
 
     def _check_cascade(self) -> None:
-        """Check the fields that a cascade needs."""
+        """Raise a ValueError if the fields do not define a cascade."""
 
         def ascending(layers: tuple[int, ...]) -> bool:
             return layers != () and list(layers) == sorted(set(layers))
 
-        self._require(("anchors",), ascending, "ascending layer indices, at least one of them")
+        self._require(("anchors",), ascending, "ascending layer indices, at least one")
         dense = sorted(set(self.anchors) & set(self.dense_layers))
         if dense:
             raise ValueError(
-                f"CabConfig.anchors has {dense[0]}, which is in dense_layers and so chooses no "
-                "blocks; remove it from one of them."
+                f"CabConfig.anchors must contain no layer of dense_layers, got layer {dense[0]} in "
+                "both. Remove it from one of the two fields."
             )
 
     def _freeze_table(self, name: str, accepts: Callable[[Any], bool], what: str) -> None:
-        """Refuse what is neither accepted nor a table of what is; a list becomes a tuple."""
+        """Check a field that is one value or a table of values, and turn lists into tuples.
+
+        Args:
+            name: name of the field.
+            accepts: returns True for a valid value.
+            what: description of valid values, for the error.
+
+        Raises:
+            ValueError: if the field is neither a valid value nor a table of valid values.
+        """
         value = getattr(self, name)
         if not isinstance(value, (tuple, list)):
             self._require((name,), accepts, f"{what}, or a table")
@@ -388,11 +420,11 @@ class CabConfig:
                 f"CabConfig.{name} must be {what}, or a table [layers][heads] of such numbers "
                 f"with rows of one length, got {short(value)}."
             )
-        # as with dense_layers: a list is what JSON gives back
+        # JSON has lists instead of tuples, as for dense_layers
         object.__setattr__(self, name, rows)
 
     def _is_power(self, x: Any) -> bool:
-        """Whether ``x`` is a power of two that divides ``query_block``."""
+        """Return True if ``x`` is a power of two that divides ``query_block``."""
         return is_whole(x, 1) and x & (x - 1) == 0 and self.query_block % x == 0
 
     def _require(self, names: tuple[str, ...], accepts: Callable[[Any], bool], what: str) -> None:
@@ -404,9 +436,9 @@ class CabConfig:
 FIELDS = {field.name: field for field in dataclasses.fields(CabConfig)}
 
 
-# functions: torch.compile traces no property of a value that is a constant to it
+# functions and not properties: torch.compile does not trace properties of constants
 def blocks_of(config: CabConfig) -> tuple[int, int]:
-    """(query, key) block sizes."""
+    """Return the sizes of (query, key) blocks, in tokens."""
     return config.query_block, config.key_block
 
 
@@ -416,14 +448,14 @@ def num_typical_queries(config: CabConfig) -> int:
 
 
 def tail_of(config: CabConfig) -> tuple[int, int]:
-    """What `Spans.tail` takes: tokens of the dense tail, and of a query block."""
+    """Return the arguments of `Spans.tail`: tokens of the dense tail, and of a query block."""
     return config.dense_tail_blocks * config.query_block, config.query_block
 
 
 def unread(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Of fields by name those that are set and not read, and what it is that does not read them.
+    """Return the fields that are set and not read, each with the setting that does not read it.
 
-    What is missing is at its default. Bad values are left to `CabConfig`.
+    Missing fields have their defaults. `CabConfig` checks the values.
     """
     predictor = settings.get("predictor", FIELDS["predictor"].default)
     idle = {}
@@ -442,17 +474,17 @@ def unread(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _others(name: str) -> str:
-    """What reads a field, as the end of a sentence."""
+    """Return the remedy for an unread field, as the end of a sentence."""
     if name == "decode_tokens":
         return ", or give sparse_decode=True"
     parts = [f"predictor={x!r}" for x in FIELDS[name].metadata["predictors"]]
-    return f", or choose what reads it ({', '.join(parts)})"
+    return f", or select a predictor that reads it ({', '.join(parts)})"
 
 
 def _renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``settings`` with today's names, and warn once about an old name.
+    """Return ``settings`` with current field names, and warn once about an old name.
 
-    A config that was saved under the old name scored typical queries on every key: its stride is 1.
+    A config with the old name scored typical queries on every key, so its stride is 1.
     """
     settings = dict(settings)
     if OLD_OUTLIERS not in settings:
@@ -483,6 +515,7 @@ def _require_known(settings: Mapping[str, Any]) -> None:
 
 
 def _thawed(value: Any) -> Any:
+    """Return ``value`` with lists for tuples and a dict for an `Origin`."""
     if isinstance(value, Origin):
         return value._asdict()
     return [_thawed(item) for item in value] if isinstance(value, tuple) else value

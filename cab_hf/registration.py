@@ -1,17 +1,17 @@
-"""Registers "cab", "cab_frc" and "cab_dense" with transformers without making the import slow.
+"""Registration of "cab", "cab_frc" and "cab_dense" with transformers, without a slow import.
 
-transformers imports torch and its modelling code only when a model class is first used.
-Registration waits for that moment, so that importing cab_hf costs next to nothing.
+transformers imports torch and its model code when a model class is first used. Registration waits
+for that import, so importing cab_hf is fast.
 
-Two functions are registered under three names. Where transformers has no registry its functions are
-wrapped, which changes nothing for models with another attention implementation:
+Two functions are registered under three names. If transformers has no registry for a feature, its
+functions are wrapped. Wrapped functions do not change models with other attention implementations:
 
-* configs have a ``cab_config`` (`_Setting`), and models accept one beside a config;
-* the check of an implementation's name, which runs whenever a model is made or switched, validates
-  the settings of ours;
-* the functions that make masks record the position ids of their call for our mask hook;
-* continuous batching (`batching.hooks`) and `transformers serve` accept our names;
-* `generate` records where the prompt ends, and indexes the cache of a model that decodes sparsely.
+* configs have a ``cab_config`` (`_Setting`), and models accept ``cab_config`` as an argument;
+* the check of the attention implementation's name also validates the ``cab_config``; it runs when a
+  model is built or switched;
+* the functions that create masks record position ids for `cab_mask`;
+* continuous batching (`batching.hooks`) and `transformers serve` accept the three names;
+* `generate` records the end of the prompt, and indexes the cache for sparse decode steps.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ BATCHING = f"{PACKAGE}.continuous_api"
 SERVING = "transformers.cli.serving.model_manager"
 # attribute of a function that `_wrap_preparation` has wrapped
 RECORDED = "_cab_recorded"
-# from the wrapped function to the forward pass that makes a mask, with a few decorators between
+# stack frames searched for the forward pass that creates a mask, including decorators
 FRAMES = 10
 
 
 def register() -> None:
-    """Register our implementations now."""
+    """Register the attention and mask functions of all names."""
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     from cab_hf.attention import cab_attention, cab_dense_attention
@@ -64,22 +64,22 @@ def register() -> None:
 
 
 def add_setting() -> None:
-    """Give transformers' configs their ``cab_config`` now."""
+    """Add the attribute ``cab_config`` to the configs of transformers."""
     from transformers.configuration_utils import PreTrainedConfig
 
     PreTrainedConfig.cab_config = _Setting()
 
 
 def wrap_masks() -> None:
-    """Make transformers record the position ids of a mask, which its mask functions do not get.
+    """Make transformers record the position ids of a mask, which mask functions do not receive.
 
-    Many models give position ids to the functions that make masks, and not to attention.
+    Many models pass position ids to the functions that create masks, and not to attention.
     """
     wrap(sys.modules[MASKING], "_preprocess_mask_arguments", _record_positions)
 
 
 def _record_positions(prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # models call it as well, by names that differ between versions
+    # models also call this function; argument names differ between versions
     config = kwargs["config"] if "config" in kwargs else args[0]
     if config._attn_implementation in NAMES:
         from cab_hf.call.scope import record_positions
@@ -90,13 +90,13 @@ def _record_positions(prepare: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def _positions_of_caller() -> Any:
-    """Return the position ids of the forward pass that makes a mask; None where it has none.
+    """Return the position ids of the forward pass that creates a mask; None if it has none.
 
-    GraniteMoeHybrid gives its position ids to no function that makes masks, and to no layer.
+    GraniteMoeHybrid passes its position ids neither to mask functions nor to layers.
     """
     from torch.compiler import is_compiling
 
-    # torch.compile traces no frames
+    # torch.compile does not trace stack frames
     frame = None if is_compiling() else sys._getframe(1)
     for _ in range(FRAMES):
         if frame is None:
@@ -108,10 +108,10 @@ def _positions_of_caller() -> Any:
 
 
 def wrap_generate() -> None:
-    """Make `generate` index its caches for models that decode sparsely, and record the prompt.
+    """Make `generate` record the end of the prompt, and index caches for sparse decode steps.
 
-    No single call of the model shows where the prompt ends: it may be read in chunks, with a draft
-    of the answer behind it, or once more with every token of the answer.
+    A single call of the model does not show where the prompt ends. The prompt can come in chunks,
+    together with a draft of the answer, or again with every token of the answer.
     """
     mixin = sys.modules[GENERATION].GenerationMixin
     wrap(mixin, "_prepare_cache_for_generation", _prepare_then_index)
@@ -128,7 +128,7 @@ def _generate(generate: Callable[..., Any], model: Any, *args: Any, **kwargs: An
 
 
 def _wrap_preparation(model: type) -> None:
-    """Record what `generate` prepares, also where a class of models prepares inputs by itself."""
+    """Record the inputs that `generate` prepares, also in classes with their own preparation."""
     name = "prepare_inputs_for_generation"
     for owner in model.__mro__:
         if name in vars(owner) and not hasattr(vars(owner)[name], RECORDED):
@@ -186,7 +186,7 @@ def _update_then_index(
         generation.forget_inputs()
     given = _cache_in(model_kwargs)
     result = update(model, outputs, model_kwargs, *args, **kwargs)
-    # some models make a cache of their own, or another one where a text becomes long
+    # some models create their own cache, or replace the cache when a sequence becomes long
     if (made := _cache_in(result)) is not given:
         _index(model, made)
     return result
@@ -200,7 +200,7 @@ def _index(model: Any, cache: Any) -> None:
 
 
 def wrap_early_exit() -> None:
-    """Keep a model whole after drafts of its first layers (``assistant_early_exit``)."""
+    """Restore the config of a model after drafts of its first layers (``assistant_early_exit``)."""
     generator = sys.modules[CANDIDATES].EarlyExitCandidateGenerator
     wrap(generator, "get_candidates", _draft_of_first_layers)
 
@@ -219,15 +219,15 @@ def _draft_of_first_layers(
 
 
 def wrap_processors() -> None:
-    """Keep calls of a model in logits processors apart from the prompt and its answer.
+    """Exclude model calls in logits processors from the prompt and its answer.
 
-    Classifier-free guidance reads another prompt there.
+    Classifier-free guidance calls the model there with another prompt.
     """
     wrap(sys.modules[PROCESSORS].LogitsProcessorList, "__call__", _as_foreign)
 
 
 def wrap_criteria() -> None:
-    """Keep calls of a model in stopping criteria apart from the prompt and its answer."""
+    """Exclude model calls in stopping criteria from the prompt and its answer."""
     wrap(sys.modules[CRITERIA].StoppingCriteriaList, "__call__", _as_foreign)
 
 
@@ -243,20 +243,20 @@ def _as_foreign(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _cache_in(model_kwargs: dict[str, Any]) -> Any:
-    """The cache that `generate` calls a model with; its name has changed in transformers 5.24."""
+    """Return the cache in the arguments of a model; transformers 5.24 changed its name."""
     return model_kwargs.get("cache", model_kwargs.get("past_key_values"))
 
 
 def wrap_batching() -> None:
-    """Wrap continuous batching before it switches a model or starts a manager."""
+    """Wrap continuous batching before it can switch a model or start a manager."""
     from cab_hf.batching import hooks
 
-    # at this moment its package is still being imported
+    # the package is still being imported at this point
     hooks.register(sys.modules[BATCHING])
 
 
 def wrap_serving() -> None:
-    """Make `transformers serve` accept our names: its check has a fixed list of others."""
+    """Make `transformers serve` accept our names, which are not in its fixed list."""
     wrap(sys.modules[SERVING].ModelManager, "_validate_args", _validate_others)
 
 
@@ -270,12 +270,12 @@ def _validate_others(validate: Callable[..., None], manager: Any) -> None:
 
 
 class _Setting:
-    """``config.cab_config``: None until it is set, and always what JSON can hold.
+    """The attribute ``config.cab_config``: None until it is set, and always JSON-compatible.
 
-    `from_pretrained` takes a setting only where configs have an attribute of its name, and a
-    CabConfig could not be saved. A string is a path for `CabConfig.calibrated`, which reads it at
-    once, so that a saved model needs no other file. The value is validated where a model uses it
-    already, and else when a model is to use it (`_validate`).
+    `from_pretrained` accepts an argument only if configs have an attribute of the same name. A
+    CabConfig is stored as a dict, because configs are saved as JSON. A string is a path:
+    `CabConfig.calibrated` reads it immediately, so a saved model needs no other file. A model that
+    already uses "cab" validates the value immediately. Other models validate it in `_validate`.
     """
 
     def __get__(self, config: Any, owner: type) -> Any:
@@ -290,7 +290,7 @@ class _Setting:
             except ValueError as error:
                 raise ValueError(f"cab_config {error}") from None
         value = value.to_dict() if isinstance(value, CabConfig) else value
-        # no config is in use before the code of models is loaded
+        # no model can use the config before the model code of transformers is loaded
         if MODELING in sys.modules:
             from cab_hf.hf.model_config import require_setting
             from cab_hf.predictors import make_predictor
@@ -307,9 +307,9 @@ class _Setting:
 def _validate(
     check: Callable[..., str], model: Any, requested: str | None, *args: Any, **kwargs: Any
 ) -> str:
-    """transformers' check of an implementation's name for a model, after a check of the settings.
+    """Check the settings of a model, then run transformers' check of the implementation's name.
 
-    Settings that do not fit the model are refused here rather than in the first forward pass.
+    Settings that do not fit the model raise an error here, before the first forward pass.
     """
     from cab_hf.hf.fit import warn_if_unused
     from cab_hf.hf.model_config import cab_config_of
@@ -329,15 +329,15 @@ def _validate(
 
 
 def _accepting_cab_config(make: Any) -> classmethod:
-    """A class method that makes models and accepts a ``cab_config`` beside a config as well.
+    """Return a class method that builds models and accepts a config together with a ``cab_config``.
 
-    transformers accepts one only where it loads the config itself.
+    transformers accepts such arguments only if it loads the config itself.
     """
     from transformers import PreTrainedConfig
 
     @functools.wraps(make.__func__)
     def take_then_make(model: type, *args: Any, **kwargs: Any) -> Any:
-        # by name, or alone
+        # the config is a keyword or the first argument
         config = kwargs.get("config", args[0] if args else None)
         if isinstance(config, PreTrainedConfig) and "cab_config" in kwargs:
             own = copy.deepcopy(config)
@@ -352,34 +352,35 @@ def _accepting_cab_config(make: Any) -> classmethod:
 
 
 def refuse_unreachable(model: type) -> None:
-    """Refuse a model class whose attention no registered function replaces.
+    """Refuse a model class that does not use transformers' attention interface.
 
-    Such a class takes any registered name and does nothing with it, or fails in a dict of its own
-    attention classes. What its source does not show is let through.
+    Such a class ignores registered names, or fails in a dict of its own attention classes. A class
+    whose source is not available is accepted.
 
     Raises:
-        ValueError: naming the class, and what works.
+        ValueError: if registered functions do not reach the class. The message names an attention
+            implementation that works.
     """
     if not _reachable(model):
         works = "sdpa" if model._supports_sdpa else "eager"
         raise ValueError(
             f"{model.__name__} computes no attention through transformers' attention interface, so "
-            f"attn_implementation='cab' cannot reach it; load it with {works!r}."
+            f"attn_implementation='cab' cannot reach it. Load the model with {works!r}."
         )
 
 
 def refuse_misplaced(config: Any) -> None:
-    """Refuse a ``cab_config`` beside the text config of a model that is to use it.
+    """Refuse a ``cab_config`` on a composite config whose text config has none.
 
     Raises:
-        ValueError: naming the config, and where its setting belongs.
+        ValueError: if layers would ignore the setting. The message says where to set it.
     """
     text = config.get_text_config()
     unread = config.cab_config is not None and text.cab_config is None
     if unread and text._attn_implementation in NAMES:
         raise ValueError(
-            f"cab_config is set on {type(config).__name__}, whose layers read that of its text "
-            "config; set config.get_text_config().cab_config, or call cab_hf.apply_cab(model)."
+            f"cab_config is set on {type(config).__name__}, but layers read the cab_config of the "
+            "text config. Set config.get_text_config().cab_config, or call cab_hf.apply_cab(model)."
         )
 
 
@@ -393,19 +394,19 @@ def _reachable(model: type) -> bool:
         try:
             source = inspect.getsource(sys.modules[base.__module__])
         except (OSError, TypeError, KeyError):
-            # a notebook's own model
+            # a model class defined in a notebook
             return True
-        # a dict of attention classes, where it is not that of a vision tower beside the text
+        # a dict of attention classes, unless it belongs to a vision tower
         if re.search(r"\b(?!\w*VISION)\w+_ATTENTION_CLASSES\[", source):
             return False
-        # parts that are made by name are checked when they are made
+        # submodels built by AutoModel are checked when they are built
         if "ALL_ATTENTION_FUNCTIONS" in source or "AutoModel" in source:
             return True
     return False
 
 
 def register_when_imported() -> None:
-    """Register and wrap now what transformers has loaded, and the rest as soon as it is loaded."""
+    """Run each action when transformers has loaded its module, immediately if loaded already."""
     actions = {
         CONFIGURATION: add_setting,
         MASKING: wrap_masks,
@@ -425,7 +426,7 @@ def register_when_imported() -> None:
 
 
 class _After(MetaPathFinder):
-    """Finds nothing itself: lets the others find a module, and acts once it has run."""
+    """A finder that delegates to the other finders and runs an action after the module's import."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name, self._action = name, action

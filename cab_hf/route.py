@@ -1,4 +1,4 @@
-"""How a layer is computed: `route` is the one place that decides, and gives the reason."""
+"""`route`: the only place that decides how a layer is computed, with the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cab_hf.plan import EXACT_BLOCK
 
 
 def attend(call: Call) -> Tensor:
-    """[B, H, N_q, D_v] of one text, as `route` has it computed."""
+    """Return the output [B, H, N_q, D_v] of one call, computed as `route` decides."""
     facts = {"sparse": call.sparse, "layer": call.layer, "index": call.index}
     return route(call.text, call.config, call.work, **facts).attend(call)
 
@@ -34,18 +34,21 @@ def route(
     layer: nn.Module | None,
     index: KeyIndex | None = None,
 ) -> Exact | Sparse | SparseDecode:
-    """What computes one layer in one call, by its ``attend(call)``; and why so.
+    """Return the object that computes one layer in one call with ``attend(call)``.
+
+    Its ``reason`` says why attention is not sparse; None for sparse attention.
 
     Args:
-        text: a `CabMask`, or a `ShardedText` over ranks: how long the call and its documents
-            are, and what masks them.
-        work: with the blocks of ``config``.
-        sparse: whether sparse attention is requested at all.
-        layer: the module that attends; its ``layer_idx`` counts, where it has one.
-        index: of the keys, where the layer's cache has one.
+        text: a `CabMask`, or a `ShardedText` over ranks: the lengths of the call and of its
+            documents, and the mask.
+        config: settings of the layer.
+        work: workload of the call, with the block sizes of ``config``.
+        sparse: True if sparse attention is requested.
+        layer: attention module, whose ``layer_idx`` is read if it has one.
+        index: index of the keys; None if the cache of the layer has none.
 
     Raises:
-        ValueError: for a named engine that cannot run this.
+        ValueError: if a named engine does not support the call.
     """
     kind, reason = _kind(text, config, layer, index) if sparse else ("exact", None)
     if kind == "sparse":
@@ -58,7 +61,7 @@ def route(
     q_length, kv_length = text.q_length, text.kv_length
     special = work.sinks or work.softcap
     if text.exact_block is not None or (special and q_length > 1):
-        # no dense kernel caps logits, or returns a log-sum-exp with gradients
+        # no dense kernel supports soft caps, or returns a differentiable log-sum-exp
         block = text.exact_block or EXACT_BLOCK
         work = replace(work, query_block=block, key_block=block)
         return ExactByBlocks(engines.choose("auto", work), kind, reason)
@@ -77,15 +80,15 @@ def route(
 def _kind(
     text: Any, config: CabConfig, layer: nn.Module | None, index: KeyIndex | None
 ) -> tuple[str, str | None]:
-    """(kind, reason why it is not sparse) of a layer that is asked to be."""
+    """Return (kind, reason if not sparse) of a layer for which sparse attention is requested."""
     if text.window is not None:
         chunked = layer_type(layer) == "chunked_attention"
         return "exact", f"{'chunks' if chunked else 'sliding window'} of {text.window} tokens"
     if getattr(layer, "layer_idx", None) in config.dense_layers:
         return "exact", "in dense_layers"
-    # of documents, the most queries and tokens that any has; padding is none
+    # lengths of the longest document, without padding
     queries, tokens = text.longest or (text.q_length, text.kv_length)
-    # of a static cache, compiled, it is not known how many tokens it holds: no fewer than these
+    # under torch.compile the length of a static cache is unknown: at least the queries of the call
     tokens = queries if tokens is None else tokens
     if text.behind_prompt or queries < config.query_block:
         reason = why_dense(text, config, layer, index)

@@ -73,7 +73,7 @@ def test_a_dict_without_a_predictor_changes_the_published_settings(folder):
     ],
 )
 def test_settings_of_another_predictor_are_refused(folder, settings):
-    sentence = "cab_config has predictor '.*', and attn_implementation 'cab_frc' is predictor 'frc'"
+    sentence = "cab_config must have predictor 'frc' with attn_implementation 'cab_frc', got '.*'"
     with pytest.raises(ValueError, match=sentence):
         load(folder, cab_config=settings)
     model = load(folder, "cab", cab_config=settings)
@@ -141,7 +141,9 @@ def test_padded_rows_answer_as_alone(folder):
 def test_load_model_takes_it(folder):
     # of a model that brings settings of another predictor
     load(folder, "cab", cab_config=SPARSE).save_pretrained(folder)
-    with pytest.raises(ValueError, match="attn_implementation 'cab_frc' is predictor 'frc'"):
+    with pytest.raises(
+        ValueError, match="must have predictor 'frc' with attn_implementation 'cab_frc'"
+    ):
         load(folder)
     model, _ = cab_hf.load_model("tiny", attn_implementation=CAB_FRC, cab_config=PUBLISHED)
     assert cab_config_of(model.config) == PUBLISHED

@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import inspect
 import json
 import re
 
@@ -316,3 +317,12 @@ def test_decode_tokens_is_read_where_decode_is_sparse():
     saved = CabConfig().to_dict()
     del saved["decode_tokens"]
     assert CabConfig.from_dict(saved) == CabConfig()
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(CabConfig)])
+def test_the_docstring_has_the_default_of_every_field(name):
+    entries = re.split(r"^    (?=\w+: )", inspect.getdoc(CabConfig), flags=re.MULTILINE)
+    (entry,) = [each for each in entries if each.startswith(f"{name}: ")]
+    default = getattr(CabConfig(), name)
+    shown = f'``"{default}"``' if isinstance(default, str) else repr(default)
+    assert f"Default {shown}." in " ".join(entry.split())

@@ -92,7 +92,7 @@ def test_a_dtype_may_be_one_or_its_name(dtype):
         pytest.param({"dtype": 16}, "dtype must be a torch dtype", id="dtype-kind"),
         pytest.param({"cab_config": 3}, "cab_config must be a dict .*, got 3", id="kind"),
         pytest.param({"cab_config": {"top_pp": 1}}, "CabConfig has no field 'top_pp'", id="field"),
-        pytest.param({"cab_config": "none.json"}, "cab_config 'none.json' is no file", id="file"),
+        pytest.param({"cab_config": "none.json"}, "'none.json' is not a file", id="file"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_read(message, sentence):

@@ -71,7 +71,7 @@ REFUSED_INPUTS = [
     *(
         pytest.param(
             {"attention_mask": torch.ones(shape)},
-            re.escape(f"attention_mask is a tensor of shape {shape}; 'cab' takes the 2-D"),
+            re.escape("attention_mask must be None or the 2-D padding mask [batch, tokens]"),
             id=f"mask-{'x'.join(map(str, shape))}",
         )
         for shape in [(40,), (2,), (2, 40, 40), (2, 1, 40), (2, 1, 40, 40), (2, 1, 1, 40, 40)]
@@ -237,7 +237,7 @@ def test_a_cache_whose_layers_hold_other_tokens(model, lost, keys):
     cache, ids = transformers.DynamicCache(config=model.config), tokens(1, 201)
     model(ids[:, :200], past_key_values=cache)
     cache.layers[1].crop(-lost)
-    with pytest.raises(ValueError, match=f"key has {keys} tokens, .* the text has 201"):
+    with pytest.raises(ValueError, match=f"key has {keys} tokens, .* the sequence has 201"):
         model(ids[:, 200:], past_key_values=cache)
 
 
@@ -289,7 +289,7 @@ def test_a_name_that_is_no_calibration(message):
         lambda: setattr(model.config, "cab_config", message),
         lambda: apply_cab(model, message),
     ):
-        with pytest.raises(ValueError, match=f"{message!r} is no file; give one that"):
+        with pytest.raises(ValueError, match=f"{message!r} is not a file. Pass a file written by"):
             give()
     assert model.config.cab_config is None
 
@@ -350,7 +350,7 @@ def prefixed_mask(**how):
     ("given", "error", "sentence"),
     [
         pytest.param(
-            {"query": EIGHT.to(torch.complex64)}, ValueError, "query is torch.complex", id="dtype"
+            {"query": EIGHT.to(torch.complex64)}, ValueError, "got torch.complex", id="dtype"
         ),
         pytest.param({"is_causal": False}, ValueError, "is_causal is False", id="not-causal"),
         pytest.param(
@@ -384,7 +384,7 @@ def test_what_the_function_is_given(given, error, sentence):
 
 
 def test_sinks_that_are_not_one_a_head():
-    with pytest.raises(ValueError, match="s_aux is .*, and query has 1 heads; give one sink"):
+    with pytest.raises(ValueError, match="s_aux must have one logit per head, got .* for 1 heads"):
         call(EIGHT, s_aux=torch.zeros(2))
 
 

@@ -1,1 +1,1 @@
-"""What one call of attention is: the mask, the order of its tokens, and what is refused."""
+"""One call of attention: its mask, the order of its tokens, and the checks of its arguments."""

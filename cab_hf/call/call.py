@@ -1,4 +1,4 @@
-"""`Call`: one layer that attends once, and all that its computation depends on."""
+"""`Call`: all inputs of one attention computation in one layer."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ from cab_hf.predictors import LayerContext
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One layer that attends once.
+    """One attention computation of one layer.
 
     Attributes:
         q: [B, H, N_q, D] after RoPE.
-        k, v: [B, H_kv, N_k, D] and [B, H_kv, N_k, D_v] after the cache update; of the dtype of q.
-        scale: what logits are multiplied by.
-        layer: the module that attends; its ``layer_idx`` counts, where it has one.
-        config: its settings.
-        sparse: whether sparse attention is requested at all.
-        work: what an engine must be able to run.
-        text: what the queries may see: a `CabMask`, or a `ShardedText` over ranks; None of a batch.
-        index: the `KeyIndex` of the keys, where the layer's cache has one.
-        batch: of continuous batching; None elsewhere.
-        packed: the `KEYWORDS` that come with it.
-        sinks: [H], a logit of each head that no key has; None without.
-        softcap: logits x are ``softcap * tanh(x / softcap)``; None where they are not.
+        k: [B, H_kv, N_k, D] after the cache update; same dtype as q.
+        v: [B, H_kv, N_k, D_v] after the cache update; same dtype as q.
+        scale: factor of the logits.
+        layer: attention module, whose ``layer_idx`` is read if it has one.
+        config: settings of the layer.
+        sparse: True if sparse attention is requested.
+        work: workload that an engine must support.
+        text: visible keys: a `CabMask`, or a `ShardedText` over ranks; None with ``batch``.
+        index: the `KeyIndex` of the keys; None if the cache of the layer has none.
+        batch: batch of continuous batching; None otherwise.
+        packed: the arguments `KEYWORDS` of ``batch``; None without ``batch``.
+        sinks: [H], one additional logit per head in the softmax; None without sinks.
+        softcap: cap c of the logits, ``c * tanh(logits / c)``; None without a cap.
     """
 
     q: Tensor
@@ -62,7 +63,12 @@ class Call:
     softcap: float | None = None
 
     def context(self, spans: Spans, shared: dict[Any, Any] | None = None) -> LayerContext:
-        """What a predictor is told of the layer; arguments are fields of `LayerContext`."""
+        """Return the context of the layer for a predictor.
+
+        Args:
+            spans: visible keys of every query.
+            shared: state that layers of a forward pass share; None for a new dict.
+        """
         shared = {} if shared is None else shared
         channels = slow_channels(self.layer, self.q.shape[-1])
         given = layer_index(self.layer), shared, channels, self.sinks, self.softcap
@@ -86,10 +92,10 @@ class Call:
         softcap: float | None = None,
         **kwargs: Any,
     ) -> Call:
-        """The call that transformers makes; arguments and errors are those of `cab_attention`."""
-        # the cache's, which is lost where keys are cast
+        """Build a call from transformers' arguments; see `cab_attention` for these and errors."""
+        # index of the cache, an attribute that a cast of the keys would lose
         index = getattr(key, "cab_index", None)
-        # since transformers 5.24 layers have no mask in continuous batching
+        # since transformers 5.24 layers receive no mask in continuous batching
         batch, packed = kwargs.get("batch") if mask is None else mask, None
         if isinstance(batch, Batch):
             mask, packed = None, {name: kwargs.pop(name, None) for name in KEYWORDS}
@@ -129,18 +135,24 @@ class Call:
 
     @property
     def sampled_one_in(self) -> int:
-        """Of how many blocks that are not chosen one is sampled; 0 where nothing is."""
+        """Return `CabConfig.sampled_one_in`; 0 if no gradients are needed."""
         return self.config.sampled_one_in if self.work.training else 0
 
 
 def _plain_mask(
     module: nn.Module, batch: int, queries: int, keys: int, window: int | None
 ) -> CabMask:
-    """The mask of a layer that is handed none: plain causal attention.
+    """Return the mask of a layer that receives none: plain causal attention.
+
+    Args:
+        module: attention layer.
+        batch: batch rows.
+        queries, keys: numbers of tokens.
+        window: width of a sliding window in tokens, or None.
 
     Raises:
-        RuntimeError: for a layer that is computed again, and was not computed here before. "sdpa"
-            makes no mask where it needs none: nothing else shows that the forward pass was its.
+        RuntimeError: if the layer is recomputed in a backward pass, but its forward pass used
+            another attention implementation. "sdpa" often needs no mask, so nothing else shows it.
     """
     mask = CabMask(batch, queries, keys, keys - queries, window=window or None)
     if torch.compiler.is_compiling():
@@ -154,23 +166,23 @@ def _plain_mask(
     return mask
 
 
-# the config with which each layer was last called, and the ranks; every switch gives a model other
-# config objects
+# config and ranks of the last call of each layer; a switch of the implementation replaces the
+# config objects of a model
 _seen_without_mask: WeakKeyDictionary[nn.Module, tuple[PreTrainedConfig, Any]] = WeakKeyDictionary()
 
 
 def _refuse_shard(layer: nn.Module) -> NoReturn:
-    """Refuse a layer inside `context_parallel` whose mask would have it attend to a shard alone."""
+    """Refuse a layer inside `context_parallel` whose mask covers only the shard of this rank."""
     if in_backward_pass():
         raise RuntimeError(SETTINGS_CHANGED)
     raise NotImplementedError(
-        f"{type(layer).__name__} is inside context_parallel, and its mask was made outside: call "
-        "the model that context_parallel was given."
+        f"{type(layer).__name__} is inside context_parallel, and its mask was made outside. Call "
+        "the model that was passed to context_parallel."
     )
 
 
 def _warn_of_a_short_prompt(module: nn.Module, mask: CabMask, config: CabConfig) -> None:
-    """Say once that a call which begins a text has too few tokens of it, in every document."""
+    """Warn once if all documents of a prompt are too short for sparse attention."""
     begins = mask.q_length == mask.kv_length and mask.q_length > 1
     if torch.compiler.is_compiling() or not begins or mask.window is not None:
         return
@@ -180,7 +192,10 @@ def _warn_of_a_short_prompt(module: nn.Module, mask: CabMask, config: CabConfig)
 
 
 def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as transformers' flash path does: an adapter may hand float32 to a model in bfloat16."""
+    """Cast q, k and v to one dtype, as transformers does for flash attention.
+
+    Adapters can pass float32 queries to a model in bfloat16.
+    """
     query = tensors[0]
     device = query.device.type
     target = query.dtype
@@ -190,6 +205,6 @@ def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
         weights = (m.weight.dtype for m in module.modules() if isinstance(m, nn.Linear))
         target = next(weights, query.dtype)
         if not target.is_floating_point or target.itemsize == 1:
-            # quantised weights: their dtype is a container, the config has the compute dtype
+            # quantised weights: the compute dtype is in the config
             target = module.config.dtype or query.dtype
     return tuple(x.to(target) for x in tensors)

@@ -1,4 +1,4 @@
-"""What the layers of one forward pass share, and what a layer keeps for its second forward pass."""
+"""State that layers share in one forward pass, and plans that recomputed layers use again."""
 
 from __future__ import annotations
 
@@ -14,52 +14,52 @@ from cab_hf.plan import BlockLists, BlockPlan
 if TYPE_CHECKING:
     from cab_hf.call.call import Call
 
-# bytes of a layer's lists, of which all layers keep some
+# bytes; smaller lists of a plan are not trimmed, because trimming waits for the device
 MEASURED_FROM = 2**26
 
-# a layer that gradient checkpointing computes again attends as it did the first time, or not at all
+# a layer that gradient checkpointing recomputes must attend as in the forward pass
 SETTINGS_CHANGED = (
-    "gradient checkpointing computes a layer again in the backward pass, and the model attends "
-    "otherwise than in the forward pass: a `with` block of cab_hf.cab or cab_hf.context_parallel "
-    "was left or entered in between, or apply_cab or remove_cab called. Call backward inside the "
-    "block that the forward pass ran in."
+    "gradient checkpointing computes a layer again in the backward pass, and attention settings "
+    "differ from the forward pass: a `with` block of cab_hf.cab or cab_hf.context_parallel was "
+    "left or entered in between, or apply_cab or remove_cab was called. Call backward inside the "
+    "`with` block of the forward pass."
 )
 SAMPLED_LATER = (
     "gradient checkpointing with use_reentrant=True runs the forward pass without gradients, where "
-    "sampled_one_in samples nothing; give use_reentrant=False, or sampled_one_in=0."
+    "sampled_one_in samples nothing. Set use_reentrant=False, or sampled_one_in=0."
 )
 
 
 @dataclass(eq=False, kw_only=True)
 class ForwardState:
-    """What all layers of one kind share in one forward pass.
+    """The state that all layers of one type share in one forward pass.
 
     Attributes:
-        shared: what predictors and steps of one layer leave for those of later ones.
+        shared: results that predictors and decode steps pass to later layers.
     """
 
     shared: dict[Any, Any] = field(default_factory=dict)
     _made: dict[Any, Any] = field(default_factory=dict)
     _parsed: list[tuple[Any, Any]] = field(default_factory=list)
-    # how each layer attended, by layer
+    # settings of the first computation of each layer, by layer
     _attended: dict[Any, Any] = field(default_factory=dict)
-    # of layers that gradients flow through
+    # plans of layers that need gradients
     _predicted: dict[Any, list[BlockPlan]] = field(default_factory=dict)
 
     def of_some_queries(self) -> ForwardState:
-        """That of a part of the queries, which layers attend in the same way as the others."""
+        """Return the state for a part of the queries, with the same settings and configs."""
         return ForwardState(_parsed=self._parsed, _attended=self._attended)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` returns, made once for all layers that give the same ``key``."""
+        """Return the result of ``make``, computed once for all layers with the same ``key``."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
     def parsed(self, config: Any, parse: Callable[[Any], Any]) -> Any:
-        """What ``parse`` makes of a model's ``config``, once a forward pass.
+        """Return ``parse(config)``, computed once per forward pass.
 
-        Tables of budgets are long, and torch.compile traces every number that is looked at.
+        Tables are long, and torch.compile traces every number that is read.
         """
         for known, result in self._parsed:
             if known is config:
@@ -68,10 +68,10 @@ class ForwardState:
         return self._parsed[-1][1]
 
     def require_same_settings(self, call: Call) -> None:
-        """Refuse a layer that is computed again and attends otherwise than the first time.
+        """Refuse a recomputed layer whose settings differ from its first computation.
 
         Raises:
-            RuntimeError: a backward pass finds other settings than the forward pass had.
+            RuntimeError: if settings in the backward pass differ from those in the forward pass.
         """
         if torch.compiler.is_compiling():
             return
@@ -84,10 +84,10 @@ class ForwardState:
         self._attended[call.layer] = how, sampled
 
     def kept_plan(self, call: Call, predict: Callable[[], BlockPlan]) -> BlockPlan:
-        """What ``predict`` chooses for a layer, kept for a second forward pass.
+        """Return the plan of a layer from ``predict``, and store it for the recomputation.
 
-        Gradient checkpointing computes a layer again in the backward pass: it then attends under
-        the plan of the first time. A layer that a model calls several times is predicted anew.
+        If gradient checkpointing recomputes a layer in the backward pass, the layer uses the stored
+        plan. A layer that a model calls several times is predicted again.
         """
         x = next((x for x in (call.q, call.k, call.v) if x.requires_grad), None)
         if torch.compiler.is_compiling() or x is None or is_captured(x):
@@ -95,11 +95,11 @@ class ForwardState:
         kept = self._predicted.setdefault(call.layer, [])
         if not in_backward_pass():
             plan = trimmed(predict())
-            # lists of all layers would take memory beside what the longest layer needs
+            # stored on the host: the lists of all layers would increase the peak memory of the GPU
             kept.append(narrowed(plan).map_tensors(_to_pinned_host))
             return plan
         if len(kept) > 1:
-            # which of the calls this is, and whose plans are left, is not known
+            # it is not known which call of the layer this is
             self.shared.clear()
         if len(kept) != 1:
             return predict()
@@ -107,26 +107,27 @@ class ForwardState:
 
 
 def in_backward_pass() -> bool:
-    """Whether autograd runs, and what is computed is computed again."""
-    # as torch.utils.checkpoint finds out
+    """Return True in a backward pass, in which gradient checkpointing recomputes layers."""
+    # the same test as in torch.utils.checkpoint
     return torch._C._current_graph_task_id() != -1
 
 
 def is_captured(x: Tensor) -> bool:
-    """Whether what is computed of ``x`` goes into a CUDA graph."""
-    # a graph that is replayed knows no host
+    """Return True if operations on ``x`` are captured in a CUDA graph."""
+    # a replayed graph runs no code on the host
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def trimmed(plan: BlockPlan) -> BlockPlan:
-    """The same plan whose lists, where they are large, are no wider than the longest of them.
+    """Return the plan with large lists cut to the length of the longest list.
 
-    It waits for the device, which has a long layer to compute then.
+    Cutting waits for the device. Only lists of long layers are large enough.
     """
     return plan.map_lists(_trimmed)
 
 
 def _trimmed(lists: BlockLists) -> BlockLists:
+    """Return lists of more than `MEASURED_FROM` bytes cut to the length of the longest list."""
     if lists.indices.nbytes <= MEASURED_FROM:
         return lists
     width = max(1, int(lists.counts.max()))
@@ -134,12 +135,12 @@ def _trimmed(lists: BlockLists) -> BlockLists:
 
 
 def narrowed(plan: BlockPlan) -> BlockPlan:
-    """The same plan with lists in 16 bits where they fit."""
+    """Return the plan with int16 lists if all block indices fit."""
     return plan.map_tensors(lambda x: x.short()) if plan.kv_blocks < 2**15 else plan
 
 
 def _to_pinned_host(x: Tensor) -> Tensor:
-    """A copy in the host's memory, without waiting for it; on a CPU the tensor itself."""
+    """Return a copy in pinned host memory, without waiting for it; on a CPU the tensor itself."""
     if not x.is_cuda:
         return x
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The mask hook, which transformers calls: a `CabMask` of what it hands over."""
+"""`cab_mask`: the mask function that transformers calls, which builds a `CabMask`."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def cab_mask(
     config: Any = None,
     **_: Any,
 ) -> CabMask:
-    """The mask hook registered beside "cab": a `CabMask` instead of a [B, 1, N_q, N_k] tensor.
+    """Return a `CabMask` in place of a mask tensor [B, 1, N_q, N_k].
 
-    Called by transformers once a forward pass and kind of layer, with its own arguments.
-
-    Patterns other than causal, sliding-window and packed are refused by the layer that uses them:
-    BART's decoder has a mask made for the encoder that it may not have.
+    transformers calls this function once per forward pass and layer type, with the arguments of
+    its own mask functions. Supported patterns are causal, sliding-window, chunked and packed. For
+    other patterns, the first layer that uses the mask raises an error: BART's decoder builds an
+    encoder mask that it may not use.
 
     Raises:
-        ValueError: for a mask that is not 2-D, of another batch size, or of too few tokens.
+        ValueError: if the mask is not 2-D, has another batch size, or has too few tokens.
         NotImplementedError: for a compiled model inside `context_parallel`, and under
             `torch.jit.trace` and other transforms.
     """
     position_ids = recorded_positions()
-    # what generate() made for a static cache, or the mask of continuous batching
+    # the mask that generate() built for a static cache, or the mask of continuous batching
     if isinstance(attention_mask, NotATensor):
         return attention_mask
     refuse_compiled(config)
@@ -56,17 +56,17 @@ def cab_mask(
     end = None if isinstance(q_offset, Tensor) else q_offset + q_length
     prompt = prompt_of(batch_size, config, end) if eager else None
     if prompt is not None:
-        # waits for a static cache until the first step of its answer
+        # with a static cache this waits for the device, until the first decode step
         prompt.read = prompt.read or int(q_offset) >= prompt.end
         if kv_offset or local_size is not None or (prompt.read and q_length == 1):
-            # layers of a window have no use for it, and one query is an answer without
+            # layers with a window do not need the prompt, and a single query is a decode step
             prompt = None
     if isinstance(q_offset, Tensor):
-        # a static cache that has begun: its counter is live
+        # the counter of a static cache changes in place
         known = eager and (q_length > 1 or prompt is not None)
         q_offset = int(q_offset) if known else q_offset.clone()
     q_slot = q_offset - kv_offset
-    # a static cache's keys reach beyond what is written
+    # a static cache has more slots than written keys
     written = None if isinstance(q_slot, Tensor) else min(kv_length, q_slot + q_length)
     valid = None
     if attention_mask is not None:
@@ -79,7 +79,7 @@ def cab_mask(
         chunks_from = _first_tokens(attention_mask, batch_size, device) - kv_offset
     parts = packing.parts_of(mask_function) if eager and (chunks or use_vmap) else None
     if use_vmap:
-        # a caller's own functions, or those of pictures, which text alone may have as well
+        # functions of the caller, or of models with images, also for prompts without images
         if parts is None or "chunked_overlay" in parts:
             refusal = "adds an or_mask_function or and_mask_function"
         else:
@@ -89,7 +89,7 @@ def cab_mask(
         seen = packing.pattern_of(mask_function, batch_size, q_offset, q_length, device)
         refusal, ahead, document = _documents(*seen, written == q_length, local_size)
     if chunks and parts is not None:
-        # those that transformers has found: in the pattern they are no others than chunks
+        # documents from transformers: the pattern does not distinguish them from chunks
         packed = parts.get("packed_sequence_mask_function", {})
         document = packed.get("packed_sequence_mask")
     return CabMask(
@@ -112,7 +112,7 @@ def cab_mask(
 
 
 def _first_tokens(mask: Tensor | None, batch: int, device: torch.device | str) -> Tensor:
-    """int64 [B]: the place of the first token of every row behind its padding."""
+    """Return int64 [B], the slot of the first real token of every row."""
     if mask is None:
         return torch.zeros(batch, dtype=torch.int64, device=device)
     return mask.bool().int().argmax(-1).to(device)
@@ -121,9 +121,12 @@ def _first_tokens(mask: Tensor | None, batch: int, device: torch.device | str) -
 def _documents(
     ahead: Tensor, starts: Tensor, whole: bool, window: int | None
 ) -> tuple[str | None, Tensor | None, Tensor | None]:
-    """(refusal, `CabMask.looks_ahead`, `CabMask.document`) of what `packing.pattern_of` returns.
+    """Return (refusal, `CabMask.looks_ahead`, `CabMask.document`) from `packing.pattern_of`.
 
-    ``whole``: the call holds all that its queries see.
+    Args:
+        ahead, starts: results of `packing.pattern_of`.
+        whole: True if the call contains all keys that its queries see.
+        window: width of a sliding window in tokens, or None.
     """
     eager, refusal, several = not torch.compiler.is_compiling(), None, True
     if eager:
@@ -137,18 +140,22 @@ def _documents(
 
 
 def _padding(mask: Tensor, batch: int, start: int, keys: int, end: int | Tensor) -> Tensor:
-    """bool [B, keys], from slot ``start`` on: those of the tokens of a padding ``mask``.
+    """Return bool [B, keys], the columns of a padding ``mask`` from slot ``start`` on.
 
     Args:
-        end: slots that the mask must reach to, those of this call among them.
+        mask: [B, tokens], 0 for padding.
+        batch: batch rows.
+        start: first slot of the result.
+        keys: number of slots of the result.
+        end: least number of tokens of the mask, including the tokens of this call.
 
     Raises:
-        ValueError: for a mask of other rows, or of fewer tokens.
+        ValueError: if the mask has another number of rows, or fewer than ``end`` tokens.
     """
     rows, tokens = mask.shape
     if rows != batch:
         raise ValueError(
-            f"attention_mask has {rows} rows and the batch {batch}; give one row for each text."
+            f"attention_mask has {rows} rows and the batch {batch}. Pass one row for each sequence."
         )
     valid = mask[:, start : start + keys].bool()
     if isinstance(end, Tensor):
@@ -157,5 +164,5 @@ def _padding(mask: Tensor, batch: int, start: int, keys: int, end: int | Tensor)
         )
     elif tokens < end:
         raise ValueError(too_short(tokens, end))
-    # slots of a static cache that nothing is written to
+    # slots of a static cache that are not written yet
     return F.pad(valid, (0, keys - valid.shape[1]), value=False)

@@ -1,4 +1,4 @@
-"""The places of tokens on the block grid: padding closed up, documents at block borders."""
+"""`Layout`: the order of tokens on the block grid, without padding and with aligned documents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cab_hf.predictors import LayerContext, Predictor
 
 
 class Length(NamedTuple):
-    """How long a document is: its queries in this call, and its tokens so far. No padding."""
+    """Number of queries of a document in this call, and of its tokens so far, without padding."""
 
     queries: int
     tokens: int
@@ -25,23 +25,25 @@ class Length(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A re-arrangement of a call's tokens that makes blocks mean the same whatever surrounds them.
+    """An order of the tokens of a call in which blocks do not depend on padding or packing.
 
-    Blocks anchored at slots would move with left padding, and a block across two documents would
-    mix them. Here each row's padding comes last and each document starts a new block, so a text
-    selects the same blocks alone, padded or packed.
+    With blocks of slots, left padding would shift all blocks, and a block could contain tokens of
+    two documents. A layout moves the padding of each row to its end, and starts each document at a
+    block border. A sequence then selects the same blocks alone, padded or packed.
 
-    A layer puts `queries` and `keys` into it, has blocks chosen (`choose`, or `everything` of them)
-    and attended (`attend`), and takes the output back (`restore`). A text that many ranks hold has
-    a layout with the same methods: `cab_hf.distributed.sharded.ShardedLayout`.
+    A layer moves tensors into the layout (`queries`, `keys`), selects blocks (`choose`, or
+    `everything`), computes attention (`attend`) and moves the output back (`restore`).
+    `cab_hf.distributed.sharded.ShardedLayout` has the same methods for a sequence over many ranks.
 
     Attributes:
-        spans: what each query may see, in positions of the layout.
-        query_order, key_order: from the call's order to this one; None where it is the call's.
-        sizes: the `Length` of the document of each position, int64 [B, N'_q] twice; None where all
-            are as long as the call, or it is not known.
-        lengths: the same of every document of a batch row, on the host; None where waiting for the
-            device is not allowed.
+        spans: visible keys of each query, in positions of the layout.
+        kv_length: number of written key slots.
+        query_order: reordering of the queries; None if the order does not change.
+        key_order: reordering of the keys; None if the order does not change.
+        sizes: queries and tokens of the document of each position, two int64 [B, N'_q]; None if all
+            documents are as long as the call, or if lengths are not known.
+        lengths: `Length` of every document of each batch row, on the host; None if reading the
+            lengths would wait for the device.
     """
 
     spans: Spans
@@ -67,23 +69,25 @@ class Layout:
         end: int | Tensor | None = None,
         window: int | None = None,
     ) -> Layout:
-        """The layout of a call; arguments as in `CabMask`.
+        """Build the layout of a call; further arguments as in `CabMask`.
 
         Args:
-            align: the larger block size.
-            ahead: places without a query before the first of every row, or of each.
+            align: larger one of the two block sizes, in tokens.
+            device: device of the tensors.
+            lengths: see `Layout`.
+            ahead: number of vacant places before the first query, for all rows or for each row.
             end: see `Spans`.
-            window: width of a sliding window, in slots.
+            window: width of a sliding window, in slots; None without a window.
 
         Raises:
-            NotImplementedError: while compiling, for documents with padding.
+            NotImplementedError: for documents with padding under torch.compile.
         """
         if valid is None and document is None:
             spans = replace(Spans.causal(batch, q_length, kv_length, device, q_slot), end=end)
             spans = _in_window(spans, window)
             layout = cls._led(spans, kv_length, ahead) if ahead else cls(spans, kv_length)
             if isinstance(end, Tensor):
-                # padding comes in a later chunk, and rows end in different places
+                # padding comes in a later chunk, and rows end at different tokens
                 rows = end.expand(-1, layout.spans.last.shape[1])
                 layout = replace(layout, sizes=(rows, rows), lengths=lengths)
             return layout
@@ -95,7 +99,7 @@ class Layout:
             valid = torch.ones(batch, kv_length, dtype=torch.bool, device=device)
         if isinstance(q_slot, Tensor):
             mine = torch.arange(q_length, device=device) + q_slot
-            # what is behind the last of them is not written
+            # slots after the last query are not written
             valid = valid & (torch.arange(kv_length, device=device) <= mine[-1])
         else:
             mine = slice(q_slot, q_slot + q_length)
@@ -104,7 +108,7 @@ class Layout:
         if document is None:
             first, length, documents = torch.zeros_like(place), kv_length, 1
             shift = first
-            # queries close up from the left
+            # queries move left, without gaps
             inside, q_places = real.cumsum(-1) - 1, q_length
             if ahead:
                 inside = inside + torch.tensor(ahead, device=device).unsqueeze(1)
@@ -119,9 +123,9 @@ class Layout:
             tokens = document_lengths(valid, document, documents)
             first, shift = _aligned_documents(tokens, document, align)
             place = place + shift
-            # queries are where their keys are
+            # queries have the places of their keys
             inside = place[:, mine]
-            # a call of nothing but padding has a layout as well
+            # at least one place, also for a call that is all padding
             length = q_places = max(1, *(_extent(row, align) for row in lengths))
             sizes = (tokens.gather(1, document.to(torch.int64)),) * 2
         key_source, key_valid = _invert(place, valid, length)
@@ -134,7 +138,7 @@ class Layout:
         starts, ends = by_query(first[:, mine], 0), by_query(place[:, mine], -1)
         spans = Spans(starts, ends, key_valid, aligned=True, documents=documents, end=end)
         if window is not None:
-            # the rank of the first key that is not too far behind
+            # index among valid tokens of the first key inside the window
             far = F.pad(valid.cumsum(-1), (window, 0))[:, :kv_length] + shift
             spans = _windowed(spans, by_query(far[:, mine], 0))
         sizes = tuple([by_query(x.expand(-1, kv_length)[:, mine], 0) for x in sizes])
@@ -144,7 +148,7 @@ class Layout:
 
     @classmethod
     def _led(cls, spans: Spans, kv_length: int, ahead: int) -> Layout:
-        """The layout whose first queries come after so many places without one."""
+        """Return a layout with ``ahead`` vacant places before the first query."""
         batch, tokens = spans.last.shape
         place = torch.arange(ahead, ahead + tokens, device=spans.last.device)
         source = torch.arange(-ahead, tokens, device=spans.last.device)
@@ -158,14 +162,19 @@ class Layout:
         return cls(spans, kv_length, Reordering.of(source, filled, place, None))
 
     def short(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
-        """int64 [B, R]: query blocks of documents with fewer ``queries`` or ``tokens``, then -1.
+        """Return the query blocks of short documents, int64 [B, R], filled with -1.
 
-        None where no document is. ``query_block`` is one that the layout was built for.
+        Returns None if no document is short.
+
+        Args:
+            queries: least number of queries of a document that is not short.
+            tokens: least number of tokens of a document that is not short.
+            query_block: block size in tokens, one that the layout was built for.
         """
         if self.sizes is None:
             return None
         if self.lengths is None:
-            # where lengths may not be read: as many as there could be
+            # upper bound, because reading the lengths would wait for the device
             room = -(-max(queries, tokens) // query_block)
         else:
             short = [
@@ -177,21 +186,21 @@ class Layout:
         return _short_rows(self.spans, *self.sizes, queries, tokens, query_block, room)
 
     def queries(self, x: Tensor) -> Tensor:
-        """[B, H, N_q, D] from the call's order to the layout's."""
+        """Return x [B, H, N_q, D] in the order of the layout."""
         return x if self.query_order is None else self.query_order.apply(x)
 
     def keys(self, x: Tensor) -> Tensor:
-        """[B, H_kv, N_k, D] from slots to the layout's order; unwritten cache slots are dropped."""
+        """Return x [B, H_kv, N_k, D] in the order of the layout, without unwritten cache slots."""
         x = x[:, :, : self.kv_length]
         return x if self.key_order is None else self.key_order.apply(x)
 
     def choose(self, predictor: Predictor, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
-        """What ``predictor`` chooses for q and k of the layout, without gradient."""
+        """Return the plan that ``predictor`` selects for q and k, without gradient."""
         with torch.no_grad():
             return predictor.choose(q, predictor.summary_of(k, self.spans.key_valid, call), call)
 
     def everything(self) -> BlockPlan:
-        """The plan that leaves nothing out, of blocks of `EXACT_BLOCK`."""
+        """Return the plan of all visible blocks, with blocks of `EXACT_BLOCK` tokens."""
         return everything(self.spans, EXACT_BLOCK)
 
     def attend(
@@ -204,22 +213,27 @@ class Layout:
         scale: float,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """[B, H, N', D] of q, k and v of the layout, by an `Engine` under ``plan``.
+        """Return attention under ``plan``, [B, H, N', D_v].
 
-        ``sinks`` are those of `complete.with_sinks`.
+        Args:
+            engine: `Engine` that computes attention.
+            q, k, v: tensors in the order of the layout.
+            plan: blocks to attend to.
+            scale: factor of the logits.
+            sinks: see `complete.with_sinks`; None without sinks.
         """
         if sinks is None:
             return engine.attention(q, k, v, plan, scale)
         return with_sinks(*engine.attention(q, k, v, plan, scale, return_lse=True), sinks)
 
     def restore(self, out: Tensor) -> Tensor:
-        """[B, H, N', D] back to the call's order, zeros at padding queries."""
+        """Return out [B, H, N', D] in the order of the call, with zeros at padding queries."""
         return out if self.query_order is None else self.query_order.undo(out)
 
 
 @once_per_spans
 def everything(spans: Spans, size: int) -> BlockPlan:
-    """The plan that leaves nothing out of ``spans``; made once for all layers and heads."""
+    """Return the plan of all visible blocks of ``size`` tokens, cached for all layers."""
     return BlockPlan.causal(spans, 1, size, size)
 
 
@@ -233,25 +247,25 @@ def _short_rows(
     query_block: int,
     room: int,
 ) -> Tensor:
-    """int64 [B, room]: the query blocks of `Layout.short`."""
+    """Return the query blocks of `Layout.short`, int64 [B, room]."""
     short = ((of_queries < queries) | (of_tokens < tokens)) & (spans.last >= 0)
     short = F.pad(short, (0, -short.shape[1] % query_block))
     return named_rows(short.unflatten(1, (-1, query_block)).any(-1), room)
 
 
 def _in_window(spans: Spans, window: int | None) -> Spans:
-    """``spans`` of keys that lie one behind the other, under a sliding window if there is one."""
+    """Return ``spans`` of consecutive keys, restricted to a sliding window if there is one."""
     return spans if window is None else _windowed(spans, spans.last - (window - 1))
 
 
 def _windowed(spans: Spans, first: Tensor) -> Spans:
-    """``spans`` in which no query sees a key before ``first`` [B, N_q]."""
+    """Return ``spans`` in which no query sees a key before ``first`` [B, N_q]."""
     return replace(spans, first=torch.maximum(spans.first, first), aligned=False)
 
 
 def _invert(place: Tensor, real: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """(source, filled bool), both [B, length], for tokens that go to ``place`` where ``real``."""
-    # what is not real lands in one spare column
+    """Return (source int64, filled bool), both [B, length]; ``real`` tokens move to ``place``."""
+    # other tokens move to an additional column
     target = place.masked_fill(~real, length)
     slots = torch.arange(place.shape[1], device=place.device).expand_as(place)
     source = slots.new_zeros(place.shape[0], length + 1).scatter(1, target, slots)
@@ -262,9 +276,11 @@ def _invert(place: Tensor, real: Tensor, length: int) -> tuple[Tensor, Tensor]:
 def whole_documents(
     valid: Tensor, document: Tensor, documents: int | None = None
 ) -> list[list[Length]]:
-    """The lengths of documents all of whose tokens are queries. Waits for the device.
+    """Return the lengths of documents without cached tokens, per row. Waits for the device.
 
-    ``documents`` is an upper bound of how many there are; looked for without it.
+    Args:
+        valid, document: as in `CabMask`.
+        documents: upper bound of the number of documents; computed if None.
     """
     if documents is None:
         documents = int(document.max()) + 1
@@ -273,13 +289,13 @@ def whole_documents(
 
 
 def document_lengths(valid: Tensor, document: Tensor, documents: int) -> Tensor:
-    """int64 [B, documents]: the real tokens of each; ``valid`` and ``document`` as in `CabMask`."""
+    """Return the number of real tokens of each document, int64 [B, documents]; see `CabMask`."""
     tokens = torch.zeros(valid.shape[0], documents, dtype=torch.int64, device=valid.device)
     return tokens.scatter_add_(1, document.to(torch.int64), valid.to(torch.int64))
 
 
 def _aligned_documents(tokens: Tensor, document: Tensor, align: int) -> tuple[Tensor, Tensor]:
-    """(where a token's document starts, shift from rank to place) of a layout, int64 [B, N_k]."""
+    """Return (start of each token's document, shift from index to place), int64 [B, N_k]."""
     room = (tokens + align - 1) // align * align
     starts, packed = (F.pad(x.cumsum(-1), (1, -1)) for x in (room, tokens))
     document = document.to(torch.int64)
@@ -288,7 +304,7 @@ def _aligned_documents(tokens: Tensor, document: Tensor, align: int) -> tuple[Te
 
 
 def _extent(lengths: Sequence[Length], align: int) -> int:
-    """Where the last of some documents ends, each of which starts at a block border."""
+    """Return the end of the last document, if each document starts at a block border."""
     start = end = 0
     for _, tokens in lengths:
         end = start + tokens if tokens else end
@@ -297,12 +313,12 @@ def _extent(lengths: Sequence[Length], align: int) -> int:
 
 
 def _spans_in_place(document: Tensor, valid: Tensor | None) -> Spans:
-    """Of documents that stay where they are: moving them needs their lengths on the host."""
+    """Return spans of documents that are not moved, because moving needs lengths on the host."""
     if valid is not None:
         raise NotImplementedError(
             "attention_mask is set under torch.compile for packed documents, or for windows of "
-            "a model with sinks or soft caps, where 'cab' cannot look for padding; leave it out, "
-            "or do not compile."
+            "a model with sinks or soft caps, where 'cab' cannot read padding. Leave it out, or do "
+            "not compile."
         )
     slot = torch.arange(document.shape[1], device=document.device, dtype=torch.int32)
     slot = slot.expand_as(document)

@@ -1,7 +1,7 @@
-"""`CabMask`: what every layer gets instead of a 4-D mask tensor.
+"""`CabMask`: the object that layers receive in place of a 4-D mask tensor.
 
-It knows which tokens may see which, and their places on the block grid. Its `ForwardState` is what
-the layers of one forward pass share.
+It describes which tokens see which tokens, and builds the layout on the block grid. Its
+`ForwardState` is the state that the layers of one forward pass share.
 """
 
 from __future__ import annotations
@@ -20,41 +20,42 @@ from cab_hf.call.placeholder import NotATensor
 from cab_hf.call.scope import Prompt
 from cab_hf.checks import short, warn_once
 
-# equal tokens at the end of a row that look like padding, and by how much of the largest their
-# values differ in the first layer at most
+# A_RUN equal tokens at the end of a row look like padding. In the first layer, values of equal
+# tokens differ by at most SAME_VALUE times the largest value.
 A_RUN, SAME_VALUE = 4, 1e-3
 
 
 @dataclass(eq=False)
 class CabMask(NotATensor):
-    """What may be attended, for one forward pass; every layer of one kind gets the same object.
+    """The visible keys of every query in one forward pass; layers of one type share an object.
 
-    Slots are indices into the key tensor a layer hands over.
+    Slots are indices into the key tensor of a layer.
 
     Attributes:
-        batch, q_length, kv_length: of this call; ``kv_length`` counts the keys written so far,
-            less than the key tensor's length for a static cache. None where that would take a
-            device sync (decoding on a static cache).
+        batch: batch rows.
+        q_length: queries per row.
+        kv_length: written keys per row, fewer than the slots of a static cache. None if reading the
+            number would wait for the device (decode steps with a static cache).
         q_slot: slot of the first query, int or 0-d tensor.
-        valid: bool [B, N_k], False for padding keys; None when no key is padding.
-        document: int [B, N_k], equal for tokens of one packed document; None when not packed.
-        window: sliding-window width in tokens, or that of chunks; None without.
-        slots: length of the key tensor a layer hands over; None where the caller did not say.
-        model: its name, for error messages.
-        refusal: why no layer may use it; None where layers may. Models also make masks that none
-            of their layers uses.
-        prompt: what is read, up to where it is known to end; None where that is not known: the end
-            of a call is then that of a prompt, and few queries are an answer.
-        parallel: the `Parallel` of the ranks that hold the text; None where one process does.
-        looks_ahead: whether a token sees a later one, bool [], where only the device knows: the
-            first layer that uses the mask refuses it there. None where it is known that none does.
-        chunks_from: int64 [B], of layers that attend in chunks the slot from which on a row counts
-            them, where documents do not say it; None for others.
-        position_ids: int [B or 1, N_q] that the model gives to the functions that make masks; None
-            where it gives none. Layers may receive others, or none.
-        exact_block: block size of the plan under which exact attention is computed; None where a
-            dense kernel may compute it.
-        state: what the layers share.
+        valid: bool [B, N_k], False for padding keys; None without padding.
+        document: int [B, N_k], equal for tokens of one packed document; None if not packed.
+        window: width of the sliding window or of chunks, in tokens; None without a window.
+        slots: length of the key tensor of a layer; None if not known.
+        model: name of the model, for error messages.
+        refusal: error for layers that use the mask; None if the mask is supported. Models also
+            build masks that no layer uses.
+        prompt: prompt that the call processes; None if its end is not known. Without it, each call
+            ends a prompt, and calls with few queries are decode steps.
+        parallel: `Parallel` of the ranks that share the sequence; None with one process.
+        looks_ahead: bool [], True if a token sees a later one, when only the device has the value.
+            The first layer that uses the mask then fails on the device. None if no token does.
+        chunks_from: int64 [B], slot from which chunks of a row are counted, for layers with chunked
+            attention and without documents; None for other layers.
+        position_ids: int [B or 1, N_q] that the model passes to its mask functions; None if it
+            passes none. Layers can receive other position ids.
+        exact_block: block size of the plan for exact attention, in tokens; None if a dense kernel
+            can compute it.
+        state: state that the layers share.
     """
 
     batch: int
@@ -73,15 +74,15 @@ class CabMask(NotATensor):
     chunks_from: Tensor | None = None
     position_ids: Tensor | None = None
     exact_block: int | None = None
-    # torch.compile traces no class as a factory
+    # a lambda, because torch.compile does not trace a class as a factory
     state: ForwardState = field(default_factory=lambda: ForwardState())
     _looked_for_documents: bool = False
-    # of the document ids, where they are known without a wait
+    # upper bound of the number of documents, if known without waiting for the device
     _most_documents: int | None = None
     _lengths: list[list[Length]] | None = None
 
     def __getitem__(self, index: Any) -> CabMask:
-        """``mask[:, :, -n:, :]``, as Gemma 4 slices it for layers of the last n queries alone."""
+        """Return ``mask[:, :, -n:, :]``, which Gemma 4 uses in layers with the last n queries."""
         everything = slice(None)
         rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
         if not isinstance(rows, slice) or index != (everything, everything, rows, everything):
@@ -92,7 +93,7 @@ class CabMask(NotATensor):
         return self._cut(start, stop)
 
     def _cut(self, start: int, stop: int) -> CabMask:
-        """The mask of these queries alone, and of the keys up to the last of them."""
+        """Return the mask of queries from ``start`` to ``stop``, and of the keys up to ``stop``."""
         if (start, stop) == (0, self.q_length):
             return self
         kept: dict[str, Any] = {"q_length": stop - start, "q_slot": self.q_slot + start}
@@ -104,16 +105,16 @@ class CabMask(NotATensor):
             kept["position_ids"] = self.position_ids[..., start:stop]
         rest = replace(self, **kept, state=self.state.of_some_queries())
         if self._lengths is not None and self.document is None:
-            # of padded rows, which have fewer queries now
+            # the number of queries of padded rows has changed
             rest._lengths = None
             rest._look(None)
         return rest
 
     def pieces(self, steps: bool) -> list[tuple[slice, CabMask]]:
-        """(queries, their mask) of what is attended apart: the prompt, and the answer behind it.
+        """Return (queries, mask) of the parts that are computed separately: prompt and answer.
 
         Args:
-            steps: whether an answer is attended token by token, as steps of decode are.
+            steps: True if the answer is computed token by token, as in decode steps.
         """
         if self.prompt is None:
             return [(slice(None), self)]
@@ -128,13 +129,13 @@ class CabMask(NotATensor):
 
     @property
     def in_prompt(self) -> bool:
-        """Whether all queries are of a prompt whose end is known."""
+        """True if all queries belong to a prompt whose end is known."""
         return self.prompt is not None and self.q_slot + self.q_length <= self.prompt.end
 
     def tail_from(self, blocks: int, query_block: int) -> int | None:
-        """Slot of the first query block that holds one of the prompt's last ``blocks`` blocks.
+        """Return the slot of the first query block in the last ``blocks`` blocks of the prompt.
 
-        None where rows end in different places, and where the end of the prompt is not known.
+        Returns None if rows end at different slots, or if the end of the prompt is not known.
         """
         if not self.in_prompt or self.prompt.lengths is not None or self.document is not None:
             return None
@@ -142,19 +143,19 @@ class CabMask(NotATensor):
 
     @property
     def behind_prompt(self) -> bool:
-        """Whether all queries are of an answer, as far as that is known."""
+        """True if all queries are known to follow the prompt."""
         return self.prompt is not None and self.q_slot >= self.prompt.end
 
     @property
     def plain(self) -> bool:
-        """Nothing but causality."""
+        """True if the mask is plain causal."""
         return self.valid is None and self.document is None and self.window is None
 
     @property
     def lengths(self) -> list[list[Length]] | None:
-        """Of the documents of every batch row; of a prompt whose end is known, of all of it.
+        """The lengths of the documents of every batch row, or of a prompt whose end is known.
 
-        None where each row is one text without padding, and where waiting for the device is not
+        None if each row is one sequence without padding, or if waiting for the device is not
         allowed.
         """
         if self.in_prompt and self.document is None:
@@ -169,7 +170,7 @@ class CabMask(NotATensor):
 
     @property
     def longest(self) -> Length | None:
-        """The most queries and the most tokens of any document; None where they are the call's."""
+        """The most queries and tokens of any document; None if equal to those of the call."""
         if self.in_prompt and self.document is None:
             return Length(self.prompt.longest, self.prompt.longest)
         if self.lengths is None:
@@ -180,22 +181,25 @@ class CabMask(NotATensor):
     def find_documents(
         self, position_ids: Tensor | None, cu_seq_lens: Tensor | None, value: Tensor | None = None
     ) -> Tensor | None:
-        """Recognise packing and padding that only the attention call can see, once a forward pass.
+        """Detect packing and padding from the arguments of a layer, once per forward pass.
 
-        Rows that end in runs of one token, as right padding does, are warned of where no mask came
-        with them: ``value``, [B, H_kv, N, D_v] of the first layer, is alike for equal tokens.
+        Packed documents are found with a mask or a cache too, which transformers does not do. A
+        call that continues a cache sees the whole cache.
 
-        ``cu_seq_lens``, int [documents + 1], packs a row. Without it, a row is packed where
-        position ids restart, also in a call with a mask or a cache, which transformers ignores.
-        These are ``position_ids``, int [B or 1, N_q], or those of the mask if the layer has none.
-        A call that continues a cache sees all that is in it.
+        Args:
+            position_ids: int [B or 1, N_q] of the layer; a document starts where they restart. If
+                the layer has none, those of the mask are read.
+            cu_seq_lens: int [documents + 1], cumulative lengths of documents, which replace
+                position ids.
+            value: [B, H_kv, N, D_v] of the first layer. Without a mask, rows that end in a run of
+                equal tokens cause a warning, because they look like right padding.
 
         Returns:
-            None, or while compiling a bool []: whether documents are packed that the graph mixes.
+            None, or under torch.compile bool [], True if the graph mixes packed documents.
 
         Raises:
-            ValueError: for ``cu_seq_lens`` of another number of tokens.
-            NotImplementedError: for ``cu_seq_lens`` in a call that continues a cache.
+            ValueError: if ``cu_seq_lens`` has another number of tokens.
+            NotImplementedError: if ``cu_seq_lens`` is set in a call that continues a cache.
         """
         if self._looked_for_documents:
             return None
@@ -206,7 +210,7 @@ class CabMask(NotATensor):
         if cu_seq_lens is not None and not begins:
             raise NotImplementedError(
                 f"cu_seq_lens_q is set in a call of {self.q_length} tokens that continues a cache; "
-                "'cab' packs documents in one call. Leave it out, or the cache."
+                "'cab' packs documents in one call. Leave out cu_seq_lens_q, or the cache."
             )
         starts, mixed = None, None
         positions = self._positions(position_ids) if self.q_length > 1 else None
@@ -226,9 +230,9 @@ class CabMask(NotATensor):
         return mixed
 
     def _mixed(self, position_ids: Tensor) -> Tensor | None:
-        """Return whether documents of these positions are not separate here, bool [].
+        """Return bool [], True if the mask does not separate the documents of these positions.
 
-        None if the call continues a cache, or if transformers has looked at the positions.
+        Returns None if the call continues a cache, or if transformers has read the positions.
         """
         continues = self.kv_length is not None and self.q_length != self.kv_length
         if continues or (self.document is not None and self.chunks_from is None):
@@ -238,13 +242,13 @@ class CabMask(NotATensor):
         if self.document is None:
             mixed = (starts.sum(-1) > 1).any()
         else:
-            # chunks, which are counted from document starts only if transformers has found these
+            # chunks start at documents only if transformers has found the documents
             mixed = (starts & ~packing.begins(self.document)).any()
-        # only the device knows whether a static cache has begun
+        # only the device has the length of a static cache
         return mixed if self.kv_length is not None else mixed & (self.q_slot == 0)
 
     def _refuse_looking_ahead(self) -> None:
-        """Make the mask tensors fail on the device where a token sees a later one."""
+        """Make the mask tensors fail on the device if a token sees a later one."""
         refusal = self.looks_ahead, not_causal(self.model, AHEAD)
         if self.document is not None:
             self.document = packing.refuse_where(self.document, *refusal)
@@ -255,9 +259,9 @@ class CabMask(NotATensor):
         self.valid = packing.refuse_where(self.valid, *refusal)
 
     def _positions(self, position_ids: Tensor | None) -> Tensor | None:
-        """Return the position ids of a layer or else of the mask that are whole, and one a token.
+        """Return integer position ids with one number per token, of the layer or of the mask.
 
-        Those of pictures are several a token.
+        Models with images have position ids with several numbers per token.
         """
         shapes = (1, self.q_length), (self.batch, self.q_length)
         for given in (position_ids, self.position_ids):
@@ -266,11 +270,10 @@ class CabMask(NotATensor):
         return None
 
     def _look(self, starts: Tensor | None, value: Tensor | None = None) -> None:
-        """What the host must know of padding and of documents' ``starts``, in one wait.
+        """Read padding and document ``starts`` from the device, with a single wait.
 
-        And whether the rows of a ``value`` end in runs of one token.
-
-        Not for a decode step, which is too short to pay for it.
+        Also read which rows of ``value`` end in a run of equal tokens. Decode steps read nothing,
+        because the wait would take too long.
         """
         step = self.q_length == 1 and not self.in_prompt
         if step or torch.compiler.is_compiling():
@@ -281,7 +284,7 @@ class CabMask(NotATensor):
             wanted = [x.to(self.valid.device) for x in wanted]
             wanted += [mine.sum(-1), self.valid.sum(-1)]
         if value is not None:
-            # a layer that is computed again does not look again
+            # detached: a recomputed layer does not run this code
             end = value[:, :, -A_RUN:].detach().float()
             off = (end - end[:, :, -1:]).flatten(1)
             run = off.abs().amax(-1) <= SAME_VALUE * end.flatten(1).abs().amax(-1)
@@ -296,34 +299,37 @@ class CabMask(NotATensor):
         if value is not None:
             self._warn_of_padding(sum(row[-1] for row in counts))
         if self.valid is not None and all(row[-1] == self.kv_length for row in counts):
-            # the mask-free kernels are faster
+            # kernels without a mask are faster
             self.valid = None
         if self.valid is not None and self.document is None:
             self._lengths = [[Length(*row[-2:])] for row in counts]
 
     def _warn_of_padding(self, rows: int) -> None:
-        """Warn, once a process and model, of a batch of which some ``rows`` end in runs."""
+        """Warn once per process and model if some ``rows`` of a batch end in equal tokens."""
         if 0 < rows < self.batch and self.document is None:
             warn_once(
                 (self.model, "right padding"),
-                f"{self.model} reads {self.batch} texts without an attention_mask, of which {rows} "
-                f"end in {A_RUN} or more equal tokens: if these are padding, 'cab' reads them as "
-                "text, and the result of one row depends on the others; pass the attention_mask of "
-                "the tokenizer.",
+                f"{self.model} reads {self.batch} sequences without an attention_mask, of which "
+                f"{rows} end in {A_RUN} or more equal tokens. If these are padding, 'cab' reads "
+                "them as real tokens, and the result of a row depends on the others. Pass the "
+                "attention_mask of the tokenizer.",
             )
 
     def layout(
         self, query_block: int, key_block: int, device: torch.device, from_start: bool = True
     ) -> Layout:
-        """The places of this call's tokens on the block grid; made once for all layers.
+        """Return the `Layout` of this call, built once for all layers.
 
         Args:
-            from_start: whether query blocks are counted from the first token of each row's text,
-                as they are in one call; else from the first of this call.
+            query_block, key_block: block sizes in tokens.
+            device: device of the layer.
+            from_start: if True, query blocks are counted from the first token of each sequence, so
+                that chunks have the blocks of a single call. If False, from the first query of this
+                call.
         """
 
         def build() -> Layout:
-            # layers of a model spread over devices share this mask
+            # layers on several devices share this mask
             valid = None if self.valid is None else self.valid.to(device)
             document = None if self.document is None else self.document.to(device)
             return Layout.build(
@@ -344,7 +350,7 @@ class CabMask(NotATensor):
         return self.state.once(("layout", query_block, key_block, device, from_start), build)
 
     def _ahead(self, query_block: int) -> int | list[int]:
-        """Tokens of each row's text before this call that are in the query block of its first."""
+        """Return the tokens of each row before this call in the query block of its first query."""
         if self.document is not None or isinstance(self.q_slot, Tensor):
             return 0
         if self.valid is None:
@@ -355,7 +361,7 @@ class CabMask(NotATensor):
         return before if any(before) else 0
 
     def _text_end(self, device: torch.device) -> int | Tensor | None:
-        """Tokens of the prompt, int or int32 [B, 1]; None where documents end with the call."""
+        """Return the prompt length, int or int32 [B, 1]; None if documents end with the call."""
         if not self.in_prompt or self.document is not None:
             return None
         lengths = self.prompt.lengths
@@ -366,14 +372,16 @@ class CabMask(NotATensor):
     def reach(
         self, decode_tokens: int | float, least: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """What a step of decode may read and does, without a wait; made once for all layers.
+        """Return the number of keys that a decode step reads, without waiting for the device.
 
         Args:
-            decode_tokens: of the model's `CabConfig`; a share is of a row's own tokens.
-            least: tokens of a row below which it reads all of them.
+            decode_tokens: `CabConfig.decode_tokens`; a share refers to the tokens of each row.
+            least: tokens below which a row reads all of its keys.
+            device: device of the results.
 
         Returns:
-            (int64 [1], keys written so far; int32 [B], how many of them each row reads).
+            (int64 [1], number of written keys; int32 [B], number of keys that each row reads).
+            Computed once for all layers.
         """
 
         def measure() -> tuple[Tensor, Tensor]:
@@ -397,7 +405,16 @@ class CabMask(NotATensor):
         return self.state.once(("reach", device), measure)
 
     def dense_rows(self, start: int, stop: int, low: int, high: int, device: Any) -> Tensor:
-        """bool [B or 1, 1, stop - start, high - low]: keys that these queries may see."""
+        """Return the dense mask of some queries and keys, True for visible keys.
+
+        Args:
+            start, stop: range of the queries in this call.
+            low, high: range of the key slots.
+            device: device of the mask.
+
+        Returns:
+            bool [B or 1, 1, stop - start, high - low].
+        """
         query = self.q_slot + torch.arange(start, stop, device=device).unsqueeze(-1)
         key = torch.arange(low, high, device=device)
         seen = key <= query
@@ -413,7 +430,7 @@ class CabMask(NotATensor):
             document = self.document.to(device)
             own = document[:, self.q_slot + start : self.q_slot + stop, None]
             seen = seen & (own == document[:, None, low:high])
-        # a padding query would see nothing, and softmax over nothing is NaN: let it see itself
+        # a padding query sees itself, because softmax over no keys is NaN
         return (seen | (key == query)).unsqueeze(1)
 
 
@@ -421,24 +438,24 @@ AHEAD = "has a mask that lets tokens see later ones"
 
 
 def not_causal(model: str, refusal: str) -> str:
-    """The error for a model whose mask is of a pattern that is not computed."""
+    """Return the error for a model whose mask has an unsupported pattern."""
     return (
-        f"{model} {refusal}; 'cab' computes causal attention, whole or under sliding windows. "
-        "Load it with attn_implementation='sdpa'."
+        f"{model} {refusal}; 'cab' computes causal attention, with or without sliding windows. "
+        "Load the model with attn_implementation='sdpa'."
     )
 
 
 def too_short(tokens: int, keys: int | str) -> str:
-    """The error for an attention_mask with fewer tokens than there are keys."""
+    """Return the error for an attention_mask with fewer tokens than keys."""
     return (
-        f"attention_mask has {tokens} tokens and there are {keys} keys; give one number for each "
-        "token, those in the cache among them."
+        f"attention_mask has {tokens} tokens and there are {keys} keys. Pass one number for each "
+        "token, including the tokens in the cache."
     )
 
 
 def of_another_kind(mask: Any) -> str:
-    """The error for an attention_mask that is no padding mask."""
+    """Return the error for an attention_mask that is not a padding mask."""
     return (
-        f"attention_mask is {short(mask)}; 'cab' takes the 2-D padding mask [batch, tokens] of the "
-        "tokenizer, or none. Use attn_implementation='sdpa' for a mask of your own."
+        "attention_mask must be None or the 2-D padding mask [batch, tokens] of the tokenizer, got "
+        f"{short(mask)}. Use attn_implementation='sdpa' for other masks."
     )

@@ -1,4 +1,4 @@
-"""Where packed documents begin: by restarting positions, by lengths, or by a mask function."""
+"""Packed documents, found from position ids, cumulative lengths or a mask function."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from cab_hf.checks import require
 
 
 def document_starts(position_ids: Tensor, valid: Tensor | None) -> Tensor:
-    """bool [B or 1, N]: real tokens that begin a document, the first of a row among them.
+    """Return bool [B or 1, N], True for real tokens that start a document.
 
-    A document begins where the position is below that of the real token before. One that repeats
-    the position of a beginning begins another: the one before it was a document of one token.
-    Positions that repeat elsewhere are those of a picture's tokens.
+    The first token of a row starts a document. A token also starts one if its position is below
+    that of the real token before, or repeats the position of a document start. In the second case,
+    the document before has one token. Other repeated positions belong to the tokens of an image.
 
     Args:
         position_ids: int [B or 1, N].
-        valid: bool [B, N], False for padding; None for none.
+        valid: bool [B, N], False for padding; None without padding.
     """
     slot = torch.arange(position_ids.shape[1], device=position_ids.device)
     if valid is not None:
         valid = valid.to(position_ids.device)
-        # padding has the position of the real token before it, and so begins nothing
+        # padding gets the position of the real token before it, so it starts no document
         latest = torch.where(valid, slot, -1).cummax(-1).values
         position_ids = position_ids.expand(valid.shape[0], -1).gather(1, latest.clamp(min=0))
         position_ids = position_ids.masked_fill(latest < 0, torch.iinfo(position_ids.dtype).max)
@@ -39,11 +39,15 @@ def document_starts(position_ids: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def counted_lengths(position_ids: Tensor) -> tuple[int, ...]:
-    """The lengths of the documents that every row of a batch is packed of. Waits for the device.
+    """Return the lengths of the packed documents, which must be equal in all rows.
+
+    Waits for the device.
+
+    Args:
+        position_ids: int [B or 1, N].
 
     Raises:
-        ValueError: where ``position_ids``, int [B or 1, N], do not count every document from 0, or
-            differ from row to row.
+        ValueError: if ``position_ids`` do not count from 0 in every document, or rows differ.
     """
     tokens = position_ids.shape[1]
     begins = document_starts(position_ids[:1], None)[0].nonzero().squeeze(1)
@@ -51,28 +55,34 @@ def counted_lengths(position_ids: Tensor) -> tuple[int, ...]:
     counted = torch.arange(tokens, device=begins.device) - begins.repeat_interleave(lengths)
     if not bool((position_ids == counted).all()):
         raise ValueError(
-            "position_ids do not count from 0 in every document, the same in every row; leave them "
-            "out, or say by cu_seq_lens_q where documents begin and end."
+            "position_ids do not count from 0 in every document, equally in all rows. Leave them "
+            "out, or pass the cumulative lengths of documents as cu_seq_lens_q."
         )
     return tuple(lengths.tolist())
 
 
 def documents_between(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
-    """Document ids int [B, N] of cumulative lengths: of one row for all, or of all rows in one.
+    """Return document ids int [B, N] from cumulative lengths.
 
-    What lies behind the last is a document of its own.
+    Tokens after the last length form another document.
+
+    Args:
+        cu_seq_lens: int [documents + 1], lengths of one row that apply to all rows, or lengths of
+            all rows one after the other.
+        batch: batch rows.
+        length: tokens per row.
 
     Raises:
-        ValueError: for what are no cumulative lengths, or end elsewhere than a row or the batch;
-            values are not read while compiling.
+        ValueError: if the lengths are not cumulative, or do not end at a row or at the batch.
+            Values are not read while compiling.
     """
-    name, what = "cu_seq_lens_q", "cumulative lengths, int [documents + 1], from 0 on, none falling"
+    name, what = "cu_seq_lens_q", "non-decreasing cumulative lengths from 0, int [documents + 1]"
     given = isinstance(cu_seq_lens, Tensor) and not cu_seq_lens.is_floating_point()
     require(given and cu_seq_lens.ndim == 1 and len(cu_seq_lens) > 1, name, cu_seq_lens, what)
     slot = torch.arange(batch * length, device=cu_seq_lens.device)
     if not torch.compiler.is_compiling():
         ends = cu_seq_lens.tolist()
-        # without the 0 the first document would be one with the second
+        # without the 0, the first two documents would be merged
         require(ends[0] == 0 and ends == sorted(ends), name, ends, what)
         end = ends[-1]
         if end > batch * length or (batch > 1 and end not in (length, batch * length)):
@@ -81,16 +91,18 @@ def documents_between(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
                 f"tokens, got an end at {end}."
             )
     if batch > 1:
-        # lengths of one row begin again with every row
+        # lengths of one row apply to every row
         slot = slot % cu_seq_lens[-1]
     return torch.bucketize(slot, cu_seq_lens[1:], right=True).unflatten(0, (batch, length))
 
 
 def in_chunks(document: Tensor, valid: Tensor | None, size: int) -> Tensor:
-    """``document`` ids [B, N] in which every ``size`` tokens of a document are one of their own.
+    """Return document ids [B, N] with every document split into chunks of ``size`` tokens.
 
     Args:
-        valid: bool [B, N], False for padding, which no document begins with; None for none.
+        document: int [B, N], document ids.
+        valid: bool [B, N], False for padding, which never starts a document; None without padding.
+        size: tokens per chunk.
     """
     if valid is not None:
         document = document.masked_fill(~valid.to(document.device), -1)
@@ -101,18 +113,25 @@ def in_chunks(document: Tensor, valid: Tensor | None, size: int) -> Tensor:
 
 
 def begins(document: Tensor) -> Tensor:
-    """Return the first tokens of documents, bool [B, N], of their ids [B, N]."""
+    """Return bool [B, N], True for first tokens of documents, from document ids [B, N]."""
     return F.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
 
 
 def pattern_of(
     mask_function: Any, batch: int, q_offset: int | Tensor, q_length: int, device: Any
 ) -> tuple[Tensor, Tensor]:
-    """What transformers' own mask function shows the queries of a call, from ``q_offset`` on.
+    """Evaluate a mask function of transformers for neighbouring tokens.
+
+    Args:
+        mask_function: mask function of transformers.
+        batch: batch rows.
+        q_offset: position of the first query.
+        q_length: number of queries.
+        device: device of the results.
 
     Returns:
-        (whether a token sees the one behind it, bool []; tokens that may not see the one before
-        them, bool [B, N_q]: they begin documents).
+        (bool [], True if a token sees the token after it; bool [B, N_q], True for tokens that do
+        not see the token before them, which start documents).
     """
     slot = q_offset + torch.arange(q_length, device=device).unsqueeze(0)
     ahead = _sees(mask_function, batch, slot[:, :-1], slot[:, 1:]).any()
@@ -121,10 +140,12 @@ def pattern_of(
 
 
 def parts_of(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
-    """What transformers' own mask functions a pattern is made of, and what each was made with.
+    """Return the mask functions of transformers that a pattern consists of, with their arguments.
 
-    None where one is not transformers' own: what it does to tokens that are not neighbours cannot
-    be told.
+    Returns None if one function is not from transformers: its pattern is only known for neighbours.
+
+    Returns:
+        {name of the function that built the part: its arguments by name}, or None.
     """
     if mask_function.__module__ != causal_mask_function.__module__:
         return None
@@ -140,11 +161,13 @@ def parts_of(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]] | N
 
 @torch.library.custom_op("cab_hf::refuse_where", mutates_args=())
 def refuse_where(x: Tensor, refused: Tensor, sentence: str) -> Tensor:
-    """A copy of x, for what is to be refused and cannot be looked at: a graph, or without a wait.
+    """Return a copy of x, and raise an error if ``refused``, bool [], is True.
+
+    For compiled graphs, and for conditions that the host cannot read without a wait.
 
     Raises:
-        NotImplementedError: saying ``sentence`` where ``refused``, bool []; on a GPU what waits for
-            it fails.
+        NotImplementedError: with the message ``sentence``. On a GPU, a device assertion fails at
+            the next synchronisation instead.
     """
     if refused.is_cuda:
         torch._assert_async(~refused, sentence)
@@ -175,6 +198,6 @@ def mixed_by(model: str) -> str:
 
 
 def _sees(mask_function: Any, batch: int, query: Tensor, key: Tensor) -> Tensor:
-    """bool [B, N]: whether each query may see its key, both int [1, N], in the first head."""
+    """Return bool [B, N], True if a query sees its key in the first head; both are int [1, N]."""
     row = torch.arange(batch, device=query.device).unsqueeze(-1)
     return mask_function(row, torch.zeros_like(row), query, key).expand(batch, query.shape[1])

@@ -1,4 +1,4 @@
-"""`NotATensor`: what models hand on as an attention mask, and may not compute with; a `Batch`."""
+"""`NotATensor`: an object that models pass on in place of a mask tensor; its subclass `Batch`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from cab_hf.call.forward_pass import SETTINGS_CHANGED, ForwardState, in_backward_pass
 
-# what attention functions receive with a `Batch`
+# arguments that attention functions receive together with a `Batch`
 KEYWORDS = (
     *("batch", "cache", "block_table", "read_index", "write_index"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
@@ -17,11 +17,11 @@ KEYWORDS = (
 
 
 class UsedAsTensor(NotImplementedError, AttributeError):
-    """A model computes with the mask itself. An AttributeError too, so that `hasattr` is False."""
+    """Error for a model that computes with its mask; an AttributeError, so `hasattr` is False."""
 
 
 class _NoShape(tuple[int, ...]):
-    """The shape of a placeholder: its number of dimensions is known, its sizes are not."""
+    """Shape of a placeholder, with a number of dimensions but without sizes."""
 
     model: str
 
@@ -33,12 +33,12 @@ class _NoShape(tuple[int, ...]):
 
 
 class NotATensor:
-    """Object in the place of a mask tensor [B, 1, N_q, N_k], which refuses to be computed with.
+    """An object in place of a mask tensor [B, 1, N_q, N_k]; computing with it raises an error.
 
     Attributes:
-        ndim: number of dimensions. Models and transformers distinguish masks that are ready for
-            attention, which have 4, from padding masks.
-        model: whose mask it is, for the sentence.
+        ndim: number of dimensions. Models and transformers distinguish attention masks, which have
+            4 dimensions, from padding masks.
+        model: name of the model, for error messages.
     """
 
     ndim: ClassVar[int] = 4
@@ -58,17 +58,17 @@ class NotATensor:
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         masks = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)]
-        # none of them where it is in a list, as for torch.cat
+        # a mask inside a list, as for torch.cat, is not found
         model = masks[0].model if masks else "this model"
         raise used_as_tensor(model, getattr(function, "__name__", "a function of torch"))
 
     def contiguous(self) -> NotATensor:
-        """Itself: generate() tidies the masks of static caches this way."""
+        """Return self, for generate(), which calls this method on the masks of static caches."""
         return self
 
 
 def used_as_tensor(model: str, what: str) -> UsedAsTensor:
-    """The error for a model that reads the attribute ``what`` of its mask."""
+    """Return the error for a model that reads the attribute ``what`` of its mask."""
     if in_backward_pass():
         return UsedAsTensor(SETTINGS_CHANGED)
     return UsedAsTensor(
@@ -84,7 +84,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return refused
 
 
-# Python looks these up on the class, not by `__getattr__`
+# Python looks up operators on the class and does not call `__getattr__`
 for _name in ("getitem", "setitem", "invert", "neg", "lt", "le", "gt", "ge"):
     setattr(NotATensor, f"__{_name}__", _operator(_name))
 for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
@@ -94,13 +94,13 @@ for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
 
 @dataclass(eq=False)
 class Batch(NotATensor):
-    """The mask of all layers in a forward pass of continuous batching: many sequences in a row.
+    """The mask of all layers in a forward pass of continuous batching: sequences packed in one row.
 
     Attributes:
-        model: its name, for error messages.
-        tokens: of all sequences, and what pads them.
-        prompts: tokens of the prompt of each request, in the order of the batch.
-        state: what the layers share.
+        model: name of the model, for error messages.
+        tokens: number of tokens of all sequences, including padding.
+        prompts: prompt length of each request in tokens, in batch order.
+        state: state that the layers share.
     """
 
     model: str
@@ -110,5 +110,5 @@ class Batch(NotATensor):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """That of a mask of all tokens, which models read where they have no cache."""
+        """Return (1, tokens), the shape of a padding mask, which models without a cache read."""
         return 1, self.tokens

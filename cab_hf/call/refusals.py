@@ -1,4 +1,4 @@
-"""What "cab" does not compute, refused before anything runs: one sentence each."""
+"""Errors for arguments and layers that "cab" does not support, raised before any computation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cab_hf.checks import short
 from cab_hf.hf.fit import name_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# looked at one by one
+# arguments that have their own checks
 READ = frozenset({"cu_seq_lens_q", "is_causal", "output_attentions"})
-# arguments that reach attention functions and change no attention: caching is done by then, the
-# lengths follow from cu_seq_lens_q, and others concern the model around the layer
+# arguments that reach attention functions and do not change attention: the cache is updated
+# already, lengths follow from cu_seq_lens_q, and other arguments concern the rest of the model
 HARMLESS = frozenset(
     {
         # further outputs of tokenizers, and columns that a Trainer keeps
@@ -52,7 +52,7 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-# where configs and attention modules of transformers have the rate of attention dropout
+# names of the rate of attention dropout in configs and attention modules of transformers
 DROPOUT_FIELDS = (
     "attention_dropout",
     "attn_pdrop",
@@ -62,7 +62,7 @@ DROPOUT_FIELDS = (
     "dropout",
 )
 DROPOUT_ATTRIBUTES = ("attention_dropout", "attn_dropout", "attn_drop", "dropout", "dropout_p")
-# other arguments of models, by what they mean
+# meaning of other arguments of models
 MEANINGS = {
     "alibi_slopes": "a bias on logits",
     "attn_bias": "a bias on logits",
@@ -77,8 +77,8 @@ MEANINGS = {
 }
 
 
-# DeepSeek-V4 puts them behind the keys of the text, where no mask of ours says who sees them
-COMPRESSED = "compressed keys beside those of the text"
+# DeepSeek-V4 appends compressed keys to the keys of the sequence, and no CabMask describes them
+COMPRESSED = "compressed keys in addition to those of the sequence"
 
 
 def refuse(
@@ -90,14 +90,20 @@ def refuse(
     sliding_window: int | None,
     kwargs: dict[str, Any],
 ) -> None:
-    """One sentence for everything that would otherwise quietly change meaning.
+    """Raise an error for arguments that would otherwise be ignored or computed wrongly.
 
     Args:
-        dtype: of the queries.
-        lengths: of queries and keys, in tokens.
+        module: attention layer.
+        dtype: dtype of the queries.
+        lengths: numbers of queries and keys, in tokens.
+        mask: argument ``attention_mask`` of the layer.
+        dropout: rate of attention dropout.
+        sliding_window: width of a sliding window in tokens, or None.
+        kwargs: further arguments of the layer.
 
     Raises:
-        ValueError, NotImplementedError: naming the argument, the value seen and what to do.
+        ValueError, NotImplementedError: if an argument is not supported. The message names the
+            argument, its value and a remedy.
     """
     if _context_parallel_active():
         raise ValueError(
@@ -125,30 +131,35 @@ def refuse(
         )
     if dtype not in DTYPES:
         raise ValueError(
-            f"query is {dtype}; 'cab' takes float16, bfloat16 and float32. "
+            f"query must be float16, bfloat16 or float32, got {dtype}. "
             "Load the model with one of these dtypes."
         )
 
 
 def refuse_sinks(sinks: Any, heads: int) -> None:
-    """Refuse sinks that are not one a head, as where a library deals heads out to ranks.
+    """Refuse sinks that are not one logit per head, for example if heads are sharded over ranks.
+
+    Args:
+        sinks: argument ``s_aux`` of the layer, [H]; None without sinks.
+        heads: number of query heads.
 
     Raises:
-        ValueError: naming the argument.
+        ValueError: if the shape is not [H].
     """
     if sinks is not None and tuple(sinks.shape) != (heads,):
         raise ValueError(
-            f"s_aux is {short(sinks)}, and query has {heads} heads; give one sink logit a head."
+            f"s_aux must have one logit per head, got {short(sinks)} for {heads} heads. Pass a "
+            "tensor of shape [heads]."
         )
 
 
 def foreseen(module: nn.Module) -> str | None:
-    """What an attention layer will be refused for, as far as the layer itself shows it."""
+    """Return the reason why an attention layer is not supported; None if no reason is known."""
     if getattr(module, "compressor", None) is not None:
         return COMPRESSED
     if hasattr(module, "rel_logits_proj"):
         return MEANINGS["position_bias"]
-    # a layer that skips its own indexer takes what another layer's has chosen
+    # a layer that skips its indexer uses the selection of another layer
     if getattr(module, "indexer", None) is not None or getattr(module, "skip_topk", False):
         return MEANINGS["indices"]
     if hasattr(module, "prepare_dynamic_mask"):
@@ -157,7 +168,7 @@ def foreseen(module: nn.Module) -> str | None:
 
 
 def _remedy_for_dropout(module: nn.Module, dropout: float) -> str:
-    """Return a sentence that says how to turn off attention dropout in a loaded model."""
+    """Return the remedies for attention dropout in a loaded model, as a sentence."""
     config = getattr(module, "config", None)
     fields = [name for name in DROPOUT_FIELDS if getattr(config, name, None) == dropout]
     remedies = [f"load the model with {fields[0]}=0.0 in its config"] if fields else []
@@ -168,7 +179,7 @@ def _remedy_for_dropout(module: nn.Module, dropout: float) -> str:
             continue
         setting = f"{name}.p" if is_module else name
         if is_module and name in fields:
-            # Persimmon has such a module, and reads the config in every call
+            # Persimmon has a dropout module, but reads the rate from its config in every call
             remedies.append(f"set model.config.{name} = 0.0")
         else:
             remedies.append(f"set {setting} = 0.0 in every {type(module).__name__} of this model")
@@ -178,6 +189,7 @@ def _remedy_for_dropout(module: nn.Module, dropout: float) -> str:
 
 
 def _refuse_directions(module: nn.Module, queries: int, keys: int, kwargs: dict[str, Any]) -> None:
+    """Raise a ValueError for attention that is not causal self-attention."""
     is_causal = kwargs.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not is_causal:
@@ -189,17 +201,17 @@ def _refuse_directions(module: nn.Module, queries: int, keys: int, kwargs: dict[
     if keys < queries:
         raise ValueError(
             f"key has {keys} tokens and query {queries}; 'cab' computes causal "
-            "self-attention, where no query lies behind the keys."
+            "self-attention, which needs a key for every query."
         )
 
 
 def _refuse_keywords(model: str, kwargs: dict[str, Any]) -> None:
-    """Whatever is handed over, and neither used nor known to change nothing."""
+    """Raise an error for arguments that are neither used nor known to be harmless."""
     cache = kwargs.get("cache")
     if isinstance(cache, Cache):
         raise ValueError(
-            f"cache is a {type(cache).__name__}, which {model} does not read; before transformers "
-            "5.24 models take it as past_key_values."
+            f"cache is a {type(cache).__name__}, which {model} does not read. Before transformers "
+            "5.24, pass the cache as past_key_values."
         )
     if cache is not None:
         raise NotImplementedError(
@@ -220,14 +232,15 @@ def _refuse_keywords(model: str, kwargs: dict[str, Any]) -> None:
                 f"Use attn_implementation='eager' for {model}."
             )
         raise ValueError(
-            f"{name} is {short(value)}; 'cab' does not know this argument and would ignore it. "
+            f"{name} is {short(value)}; 'cab' does not support this argument and would ignore it. "
             f"Leave it out, or use attn_implementation='eager' for {model}."
         )
     if kwargs.get("cu_seq_lens_k") is not None and kwargs.get("cu_seq_lens_q") is None:
-        raise ValueError("cu_seq_lens_k is set, and 'cab' reads cu_seq_lens_q, which is None.")
+        raise ValueError("cu_seq_lens_k is set, but cu_seq_lens_q is None. Pass cu_seq_lens_q too.")
 
 
 def _refuse_mask(mask: Any, keys: int, sliding_window: int | None) -> None:
+    """Raise an error for a mask that does not fit the layer, or that is not supported."""
     if not isinstance(mask, CabMask):
         if in_backward_pass():
             raise RuntimeError(SETTINGS_CHANGED)
@@ -235,24 +248,24 @@ def _refuse_mask(mask: Any, keys: int, sliding_window: int | None) -> None:
     if mask.refusal is not None:
         raise NotImplementedError(mask.refusal)
     if mask.slots is not None and mask.slots != keys:
-        # without a cache all keys are the call's own
+        # without a cache, all keys belong to this call
         if keys == mask.q_length and isinstance(mask.q_slot, int) and mask.q_slot == 0:
             raise ValueError(too_short(mask.slots, keys))
         raise ValueError(
-            f"key has {keys} tokens, and with its cache the text has {mask.slots}: this layer's "
-            "part of past_key_values does not hold what that of the first one does. Give a cache "
-            "that all layers have written alike, or none."
+            f"key has {keys} tokens, and with its cache the sequence has {mask.slots}: "
+            "past_key_values has another length in this layer than in the first layer. Pass a "
+            "cache with equal lengths in all layers, or none."
         )
-    # eager and sdpa follow the mask; the keyword is for kernels that read no mask
+    # eager and sdpa use the mask; the argument is for kernels that read no mask
     if mask.window is None and sliding_window is not None and sliding_window < keys:
         raise NotImplementedError(
             f"sliding_window is {sliding_window}, and the mask of this layer has none; 'cab' "
-            f"cannot tell which of them {mask.model} means. Use attn_implementation='sdpa'."
+            f"does not know which of the two {mask.model} needs. Use attn_implementation='sdpa'."
         )
 
 
 def _context_parallel_active() -> bool:
-    """Whether torch's context_parallel has taken over SDPA in this process."""
+    """Return True if torch's context_parallel is active in this process."""
     tensor = sys.modules.get("torch.distributed.tensor")
     dispatcher = getattr(getattr(tensor, "DTensor", None), "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", {})

@@ -1,4 +1,4 @@
-"""`Reordering`: the tokens of a call in another order, all heads of a token at a time, and back."""
+"""`Reordering`: a permutation of the tokens of a call, and its inverse."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Reordering:
-    """Which token of a call each place of another order is filled from, and where each token went.
+    """A mapping from N tokens per row to N' places, and back.
 
-    No two tokens go to one place, so that the gradient of moving them is moving them back: rows are
-    read one way or the other, and nothing is summed. A place without a token holds anything, and
-    has no gradient.
+    Every place has at most one token. The gradient is therefore the inverse mapping, a gather
+    without sums. A place without a token has an arbitrary value and no gradient.
 
     Attributes:
-        source: int64 [B * N'], for each place the token it is filled from, counted over the batch;
-            the first of its row where none is.
-        vacant: bool [B, N'], the places without a token.
-        place: int64 [B * N], for each token its place, counted over the batch; the first of its row
-            for padding.
-        padding: bool [B, N], tokens that go nowhere; None where all go somewhere.
+        source: int64 [B * N'], index of the token at each place, counted over the batch. Vacant
+            places have the first token of their row.
+        vacant: bool [B, N'], True for places without a token.
+        place: int64 [B * N], index of the place of each token, counted over the batch. Padding has
+            the first place of its row.
+        padding: bool [B, N], True for tokens without a place; None if all tokens have a place.
     """
 
     source: Tensor
@@ -33,7 +32,14 @@ class Reordering:
 
     @classmethod
     def of(cls, source: Tensor, filled: Tensor, place: Tensor, real: Tensor | None) -> Reordering:
-        """Of indices within a row, where ``filled`` [B, N'] and ``real`` [B, N]; None for all."""
+        """Build a reordering from indices within a row.
+
+        Args:
+            source: int64 [B, N'], token of each place.
+            filled: bool [B, N'], True for places with a token.
+            place: int64 [B, N], place of each token.
+            real: bool [B, N], True for tokens with a place; None for all tokens.
+        """
         padding = None if real is None else ~real
         place = place if padding is None else place.masked_fill(padding, 0)
         indices = source, place
@@ -44,16 +50,19 @@ class Reordering:
         return cls(source, ~filled, place, padding)
 
     def apply(self, x: Tensor) -> Tensor:
-        """[B, H, N', D] of x [B, H, N, D], which lies in memory as [B, N', H, D]."""
+        """Return x [B, H, N, D] in the new order, [B, H, N', D] with strides of [B, N', H, D]."""
         return _Moved.apply(x, self.source, None, self.place, self.padding)
 
     def undo(self, x: Tensor) -> Tensor:
-        """[B, H, N, D] of x [B, H, N', D], zeros at padding; it lies in memory as [B, N, H, D]."""
+        """Return x [B, H, N', D] in the old order, [B, H, N, D], with zeros at padding.
+
+        The strides are those of [B, N, H, D].
+        """
         return _Moved.apply(x, self.place, self.padding, self.source, self.vacant)
 
 
 class _Moved(torch.autograd.Function):
-    """`_rows` of x, and those of its gradient, which ``back`` and ``back_zero`` give."""
+    """`_rows` with a gradient: the rows of the gradient by ``back`` and ``back_zero``."""
 
     @staticmethod
     def forward(
@@ -73,9 +82,14 @@ class _Moved(torch.autograd.Function):
 
 
 def _rows(x: Tensor, index: Tensor, zero: Tensor | None) -> Tensor:
-    """[B, H, N', D] of x [B, H, N, D] by ``index`` [B * N'], zeros where ``zero``, bool [B, N'].
+    """Gather tokens of x [B, H, N, D] and return [B, H, N', D].
 
-    What models hand over lies in memory as [B, N, H, D]; what does not is copied first.
+    Models pass tensors with strides of [B, N, H, D]. Other tensors are copied first.
+
+    Args:
+        x: [B, H, N, D].
+        index: int64 [B * N'], tokens to gather, counted over the batch.
+        zero: bool [B, N'], True for results that are zero; None for none.
     """
     batch, heads, _, dim = x.shape
     rows = x.transpose(1, 2).reshape(-1, heads * dim).index_select(0, index)

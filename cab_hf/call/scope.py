@@ -1,4 +1,4 @@
-"""`SCOPE`: what is known around a call of a model, and reaches a layer by none of its arguments."""
+"""`SCOPE`: the state around a model call that is not an argument of a layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Prompt:
     Attributes:
         end: slot of the first token after the prompt.
         lengths: tokens of each batch row, without padding; None where no row has padding.
-        read: whether a call has been seen that begins after the prompt.
+        read: True once a call starts after the prompt.
     """
 
     end: int
@@ -33,13 +33,13 @@ class Prompt:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """Return the tokens of the longest row."""
         return self.end if self.lengths is None else max(self.lengths)
 
     def longer_by(self, tokens: int) -> Prompt | None:
-        """Return the prompt with ``tokens`` more in every row.
+        """Return the prompt with ``tokens`` more tokens in every row.
 
-        Returns None for fewer tokens in padded rows: padding or text may be missing then.
+        Returns None for fewer tokens in padded rows: padding or real tokens may be missing.
         """
         if tokens == 0:
             return self
@@ -53,39 +53,39 @@ class Prompt:
 class Generation:
     """One call of `generate`, its prompt, and the calls of the model that read this prompt.
 
-    `generate` calls its model in two steps, in every mode of decoding: it prepares inputs
-    (``prepare_inputs_for_generation``) and calls the model once with these inputs. No code of the
-    user runs between the two steps. The prompt therefore belongs to the preparation, which makes
-    the masks of static caches, and to the next call of the model. Every other call is foreign: that
-    of a logits processor, a stopping criterion, a streamer or a hook, of this model or of another.
-    Module hooks mark the call instead of a wrapper around ``forward``: they follow the model
-    through PEFT, accelerate and compiled functions, and torch.compile traces them as nothing.
+    In every decoding mode, `generate` prepares inputs (``prepare_inputs_for_generation``) and then
+    calls the model once with these inputs. No user code runs between the two steps. The prompt
+    therefore applies to the preparation, which builds the masks of static caches, and to the next
+    call of the model. All other calls are foreign, for example in a logits processor, a stopping
+    criterion, a streamer or a hook. Module hooks mark the call, not a wrapper around ``forward``:
+    hooks work with PEFT, accelerate and compiled functions, and torch.compile ignores them.
 
-    A mask asks for the prompt by the config of its layers: another model that a module hook calls
-    inside the forward pass has a config of its own, and so have the encoders of a composite model.
+    A mask finds its prompt through the config of its layers. Another model that a hook calls inside
+    the forward pass has another config. Encoders of a composite model also have other configs.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._prompt: Prompt | None = None
         self._configs: list[Any] = []
-        # inputs are prepared, and the model was not called since
+        # True between the preparation of inputs and the call of the model
         self._is_prepared = False
-        # the model reads prepared inputs, or they are being prepared
+        # True while inputs are prepared, and while the model processes them
         self._is_reading = False
-        # `_is_reading` around the calls of the model that have not returned
+        # values of `_is_reading` outside the active calls of the model
         self._outer: list[bool] = []
-        # slot after the first call's last token, as prepared; None before and after that call
+        # slot after the last token of the first prepared inputs; None before and after that call
         self._prepared_end: int | None = None
         self._is_measured = False
         self._handles: list[Any] = []
 
     def begin(self, prompt: Prompt | None, is_compiled: bool) -> None:
-        """Set the prompt, or None where its end is not known.
+        """Set the prompt.
 
         Args:
-            is_compiled: whether `generate` may compile the model. All masks are then made while
-                inputs are prepared, and new hooks would have the model compiled again.
+            prompt: prompt of the call; None if its end is not known.
+            is_compiled: True if `generate` may compile the model. All masks are then built while
+                inputs are prepared, and new hooks would cause recompilation.
         """
         self._prompt = prompt
         self.end()
@@ -108,7 +108,7 @@ class Generation:
         self._handles = []
 
     def prepare(self, model: nn.Module, make: Callable[[], Any]) -> Any:
-        """Return the inputs of the next call, which ``make`` prepares for ``model``."""
+        """Return the inputs that ``make`` prepares for the next call of ``model``."""
         if model is not self._model or self._prompt is None:
             return make()
         before, self._is_reading = self._is_reading, True
@@ -122,20 +122,21 @@ class Generation:
         return inputs
 
     def forget_inputs(self) -> None:
-        """Take the prepared inputs as read: a compiled model runs no hooks."""
+        """Mark prepared inputs as processed, because a compiled model runs no hooks."""
         self._is_prepared = False
 
     def prompt_of(self, config: Any, end: int | None) -> Prompt | None:
-        """Return the prompt that the layers under ``config`` read in the current call.
+        """Return the prompt that layers with ``config`` process in the current call.
 
-        PEFT, and models that replace placeholders by several tokens, lengthen inputs after
-        `generate` has prepared them. The first call shows by how much.
+        PEFT, and models that replace placeholders with several tokens, lengthen inputs after
+        `generate` has prepared them. The first call shows the number of additional tokens.
 
         Args:
-            end: slot after the last token of the call; None where only the device knows it.
+            config: config of the layers.
+            end: slot after the last token of the call; None if it is only on the device.
 
         Returns:
-            None for a foreign call, and where the end of the prompt is not known.
+            The prompt, or None for a foreign call and if the end of the prompt is not known.
         """
         if not self._is_reading or not any(config is each for each in self._configs):
             return None
@@ -153,13 +154,13 @@ class Generation:
     def _leave(self, *_: Any) -> None:
         if torch.compiler.is_compiling() or SCOPE.get().generation is not self:
             return
-        # a hook before `_enter` may have failed
+        # empty if a hook before `_enter` failed
         if self._outer:
             self._is_reading = self._outer.pop()
 
 
 def _end_of(inputs: Any) -> int | None:
-    """Return the slot after the last token that inputs of a model hold; None if not known."""
+    """Return the slot after the last token in the inputs of a model; None if not known."""
     ids = inputs.get("input_ids")
     tokens = inputs.get("inputs_embeds") if ids is None else ids
     cache = inputs.get("cache", inputs.get("past_key_values"))
@@ -171,17 +172,17 @@ def _end_of(inputs: Any) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """What calls of a model find set around them; layers have it from the mask of a forward pass.
+    """The state around a model call, which layers read through the mask of the forward pass.
 
-    Those that gradient checkpointing computes again, in another thread, find nothing here.
+    Gradient checkpointing recomputes layers in another thread, where the state is empty.
 
     Attributes:
-        prompt: the prompt that all calls read; None where they read none, or `generate` sets it.
-        generation: the call of `generate` that runs; None outside, and in foreign code inside.
-        parallel: the `Parallel` of the ranks that hold the text; None where one process does.
-        observer: sees each `Call` before it is computed; None for none.
-        module: whose call has set this, and
-        outer: what was set before it.
+        prompt: prompt that all calls process; None if there is none, or if `generate` sets it.
+        generation: active call of `generate`; None outside, and in user code inside.
+        parallel: `Parallel` of the ranks that share the sequence; None with one process.
+        observer: function that receives each `Call` before its computation, or None.
+        module: module whose call has set this scope, or None.
+        outer: scope outside the call of ``module``, or None.
     """
 
     prompt: Prompt | None = None
@@ -193,14 +194,14 @@ class Scope:
 
 
 NOTHING = Scope()
-SCOPE: ContextVar[Scope] = ContextVar("what calls of a model find set around", default=NOTHING)
-# the configs in models that are inside `context_parallel`: what torch.compile can look at
+SCOPE: ContextVar[Scope] = ContextVar("state around a model call", default=NOTHING)
+# configs of models inside `context_parallel`; torch.compile can read a list, but no ContextVar
 SHARDED: list[Any] = []
 
 
 @contextmanager
 def during_calls(model: nn.Module, **fields: Any) -> Iterator[None]:
-    """Inside, `SCOPE` has these ``fields`` while ``model``, or a part with a config, is called."""
+    """Set ``fields`` of `SCOPE` during calls of ``model`` and of its parts with a config."""
 
     def enter(module: nn.Module, *_: Any) -> None:
         refuse_compiled()
@@ -208,7 +209,7 @@ def during_calls(model: nn.Module, **fields: Any) -> Iterator[None]:
         SCOPE.set(replace(outer, **fields, module=module, outer=outer))
 
     def leave(module: nn.Module, *_: Any) -> None:
-        # a hook before `enter` may have failed
+        # another module if a hook before `enter` failed
         if SCOPE.get().module is module:
             SCOPE.set(SCOPE.get().outer)
 
@@ -225,21 +226,21 @@ def during_calls(model: nn.Module, **fields: Any) -> Iterator[None]:
 
 
 def is_sharded(config: Any) -> bool:
-    """Whether a model with this very config is inside `context_parallel`."""
+    """Return True if the model with this config object is inside `context_parallel`."""
     return any(config is each for each in SHARDED)
 
 
 def refuse_compiled(config: Any = None) -> None:
-    """Raises NotImplementedError in a compiled model, with a config if that is not sharded."""
+    """Raise NotImplementedError in a compiled model; with a config, only if it is sharded."""
     if torch.compiler.is_compiling() and (config is None or is_sharded(config)):
         raise NotImplementedError(
-            "the model is compiled, and what context_parallel and calibrate set around its calls "
-            "is not traced. Leave out torch.compile there."
+            "the model is compiled, and torch.compile does not trace the state that "
+            "context_parallel and calibrate set. Leave out torch.compile there."
         )
 
 
 class _Traced:
-    """The position ids of the mask that is being traced: torch.compile traces no ContextVar."""
+    """Position ids of the mask that is traced, because torch.compile traces no ContextVar."""
 
     position_ids: Tensor | None = None
 
@@ -248,7 +249,7 @@ _POSITIONS: ContextVar[Tensor | None] = ContextVar("position ids of the next mas
 
 
 def record_positions(position_ids: Tensor | None) -> None:
-    """Record the position ids of the mask that transformers makes next."""
+    """Record the position ids of the mask that transformers builds next."""
     if torch.compiler.is_compiling():
         _Traced.position_ids = position_ids
     else:
@@ -256,7 +257,7 @@ def record_positions(position_ids: Tensor | None) -> None:
 
 
 def recorded_positions() -> Tensor | None:
-    """Return what `record_positions` has recorded for this mask, and forget it."""
+    """Return the recorded position ids of this mask, and remove them."""
     if torch.compiler.is_compiling():
         position_ids, _Traced.position_ids = _Traced.position_ids, None
         return position_ids
@@ -268,7 +269,7 @@ def recorded_positions() -> Tensor | None:
 
 @contextmanager
 def generating(model: nn.Module) -> Iterator[None]:
-    """Run a call of `generate` inside: it reads a prompt of its own, and none from outside."""
+    """Run a call of `generate` inside the context, with its own prompt."""
     generation = Generation(model)
     before = SCOPE.set(replace(SCOPE.get(), prompt=None, generation=generation))
     try:
@@ -280,7 +281,7 @@ def generating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def foreign() -> Iterator[None]:
-    """Run code of the user inside, whose calls of a model read no prompt of `generate`."""
+    """Run user code inside the context, whose model calls have no prompt of `generate`."""
     before = SCOPE.set(replace(SCOPE.get(), prompt=None, generation=None))
     try:
         yield
@@ -290,7 +291,7 @@ def foreign() -> Iterator[None]:
 
 @contextmanager
 def reading(tokens: int) -> Iterator[None]:
-    """Have calls of a model inside read a prompt of ``tokens`` tokens in every row."""
+    """Set a prompt of ``tokens`` tokens per row for model calls inside the context."""
     before = SCOPE.set(replace(SCOPE.get(), prompt=Prompt(tokens), generation=None))
     try:
         yield
@@ -299,12 +300,12 @@ def reading(tokens: int) -> Iterator[None]:
 
 
 def prompt_of(batch: int, config: Any, end: int | None) -> Prompt | None:
-    """Return the prompt that a call reads; None where its end is not known.
+    """Return the prompt that a call processes; None if its end is not known.
 
     Args:
-        batch: rows of the call.
-        config: that of the layers.
-        end: slot after the last token of the call; None where only the device knows it.
+        batch: batch rows.
+        config: config of the layers.
+        end: slot after the last token of the call; None if it is only on the device.
     """
     scope = SCOPE.get()
     prompt = scope.prompt
@@ -316,16 +317,19 @@ def prompt_of(batch: int, config: Any, end: int | None) -> Prompt | None:
 
 
 def prompt_given(settings: Any, model_kwargs: dict[str, Any]) -> Prompt | None:
-    """The prompt of a call of `generate`, by its settings and arguments; None if not known.
+    """Return the prompt of a call of `generate`; None if not known.
 
-    An assistant reads what its model has accepted, which begins with the prompt and does not end
-    with it.
+    The input of an assistant model continues after the prompt, so its end is not known.
+
+    Args:
+        settings: generation config of the call.
+        model_kwargs: arguments of the model.
     """
     if getattr(settings, "is_assistant", False):
         return None
     mask = model_kwargs.get("attention_mask")
     if mask is None:
-        # a mask that hides nothing is left out
+        # a mask without padding is omitted
         end = getattr(settings, "_mask_length", None)
         return None if end is None else Prompt(end)
     if mask.ndim != 2:

@@ -1,4 +1,4 @@
-"""Finds the causal self-attention layers of a model, and reads their attributes."""
+"""The causal self-attention layers of a model, and their attributes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cab_hf.hf.fit import layer_index, layer_type
 
 
 def attention_layers(model: PreTrainedModel) -> Iterator[tuple[int | None, nn.Module]]:
-    """(layer index, module) of every self-attention module, in order.
+    """Yield (layer index, module) for every causal self-attention module, in order.
 
-    The index is None for a module that serves several layers.
+    The index is None for a module that several layers share.
     """
     text = model.config.get_text_config()
     unnumbered = 0
@@ -24,7 +24,7 @@ def attention_layers(model: PreTrainedModel) -> Iterator[tuple[int | None, nn.Mo
         if module in parts:
             continue
         if _causal(module):
-            # what makes the keys of a layer may look like one
+            # submodules that compute keys can look like attention layers
             parts.update(module.modules())
             yield layer_index(module), module
         elif _causal_by_call(module, text):
@@ -33,35 +33,39 @@ def attention_layers(model: PreTrainedModel) -> Iterator[tuple[int | None, nn.Mo
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """The model itself, or the one inside of an adapter or another wrapper; ValueError for none."""
+    """Return the transformers model, which can be inside an adapter or another wrapper.
+
+    Raises:
+        ValueError: if ``model`` contains no transformers model.
+    """
     inner = inner_model(model) if isinstance(model, nn.Module) else None
     if inner is None:
         raise ValueError(
-            f"model is a {type(model).__name__} with no transformers model in it; give a causal "
-            "language model of transformers."
+            f"model must be a causal language model of transformers, got {type(model).__name__}. "
+            "Pass the model, or a wrapper that contains it."
         )
     return inner
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel | None:
-    """The transformers model that a module is or holds; None for none."""
+    """Return the transformers model that is ``model`` or in ``model``; None if there is none."""
     return next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
 
 
 def _causal(module: nn.Module) -> bool:
-    """Whether a module is a layer of causal self-attention; not all have an attribute for it."""
+    """Return True for a causal self-attention layer; not every such layer has ``is_causal``."""
     unsaid = hasattr(module, "num_key_value_groups")
     return hasattr(module, "layer_idx") and getattr(module, "is_causal", unsaid)
 
 
 def _causal_by_call(module: nn.Module, text: Any) -> bool:
-    """Whether a module has no index and may get `is_causal` in the call, as CLIP's."""
+    """Return True for a layer without an index that receives `is_causal` per call, as in CLIP."""
     given = hasattr(module, "is_causal") and not hasattr(module, "layer_idx")
     return given and getattr(module, "config", None) is text
 
 
 def head_dim(module: nn.Module) -> int:
-    """Channels of a query, by the layer's attribute or its config."""
+    """Return the channels of a query, from the layer or its config."""
     for owner in (module, module.config):
         for name in ("qk_head_dim", "head_dim"):
             if isinstance(getattr(owner, name, None), int):
@@ -70,9 +74,9 @@ def head_dim(module: nn.Module) -> int:
 
 
 def window(module: nn.Module) -> int | None:
-    """Width of a layer's sliding window, or of its chunks; None without.
+    """Return the width of a layer's sliding window or chunks, in tokens; None without a window.
 
-    Some layers do not know: their model makes one mask by its config for all of them.
+    Some layers have no attribute for the window: their model builds one mask from its config.
     """
     if layer_type(module) == "full_attention":
         return None

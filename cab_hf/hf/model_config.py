@@ -1,4 +1,4 @@
-"""The CabConfig in a transformers config: parsed once, and checked against the model."""
+"""The CabConfig in a transformers config: parsed once, and compared with the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cab_hf.checks import MOST
 from cab_hf.config import CAB_FRC, FRC, NAMES, CabConfig, Origin
 from cab_hf.hf.fit import counts_of, require_layers, require_origin, warn_if_never_sparse
 
-# the dict that was parsed last, as it was then: every layer of a model brings the same one
+# copy of the dict that was parsed last: every layer of a model passes the same dict
 _latest: list[tuple[dict[str, Any], bool, CabConfig] | None] = [None]
 
 
@@ -23,8 +23,8 @@ class _Fit(NamedTuple):
 
     Attributes:
         config: weak reference to the transformers config, which has no hash.
-        settings: what fitted.
-        counts: the layers and heads that ``settings`` were compared with.
+        settings: settings that fitted.
+        counts: numbers of layers and heads that ``settings`` were compared with.
     """
 
     config: weakref.ref[Any]
@@ -32,25 +32,26 @@ class _Fit(NamedTuple):
     counts: tuple[int | None, ...]
 
 
-# by the id of the transformers config
+# key: id of the transformers config
 _fits_cache: dict[int, _Fit] = {}
-# configs that count fewer layers than their model has, for a while
+# configs that temporarily have fewer layers than their model
 _truncated: list[Any] = []
 
 
 def cab_config_of(config: Any, implementation: str | None = None) -> CabConfig:
-    """Return the CabConfig that a transformers config carries, the defaults when it carries none.
+    """Return the CabConfig in a transformers config, or the defaults if there is none.
 
-    Those of "cab_frc" are `CabConfig.published`, and a dict that names no predictor changes these.
-    The settings are compared with the layers and heads of the model once, and again when one of
-    both has changed. A compiled model compares nothing.
+    The defaults of "cab_frc" are `CabConfig.published`. A dict without a predictor changes these
+    defaults. The settings are compared with the layers and heads of the model once, and again if
+    settings or model change. A compiled model compares nothing.
 
     Args:
-        implementation: the name of the one that is to read it; by default the config's own.
+        config: a transformers config.
+        implementation: name of the attention implementation; by default the name in ``config``.
 
     Raises:
-        ValueError: for what is no CabConfig, one of layers that the model does not have, a
-            calibration of a model of another shape, or "cab_frc" with another predictor.
+        ValueError: if the setting is not a CabConfig, does not fit the layers and heads of the
+            model, or has another predictor than "frc" under "cab_frc".
     """
     saved = getattr(config, "cab_config", None)
     published = (implementation or getattr(config, "_attn_implementation", None)) == CAB_FRC
@@ -61,15 +62,15 @@ def cab_config_of(config: Any, implementation: str | None = None) -> CabConfig:
 
 
 def require_setting(config: Any, value: Any) -> CabConfig | None:
-    """Check a ``cab_config`` before it is set on the config of a model that attends by "cab".
+    """Check a ``cab_config`` before it is set on the config of a model that uses "cab".
 
-    A config that no such model has read yet is not checked: its layers may still change.
+    A config that no such model has read is not checked, because its layers can still change.
 
     Returns:
-        The settings; None where they are not checked.
+        The settings; None if they are not checked.
 
     Raises:
-        ValueError: as `cab_config_of`.
+        ValueError: as in `cab_config_of`.
     """
     if value is None or _fit_of(config) is None or config._attn_implementation not in NAMES:
         return None
@@ -81,10 +82,10 @@ def require_setting(config: Any, value: Any) -> CabConfig | None:
 
 @contextmanager
 def truncated(config: Any) -> Iterator[None]:
-    """Keep the settings of a config that counts fewer layers inside, and its count afterwards.
+    """Accept fewer layers in ``config`` inside the context, and restore their number afterwards.
 
-    Drafts of `assistant_early_exit` run the first layers of a model, and transformers leaves the
-    model so when a draft fails.
+    Drafts of `assistant_early_exit` run the first layers of a model. transformers does not restore
+    the number of layers if a draft fails.
     """
     cab_config_of(config)
     layers = config.num_hidden_layers
@@ -104,7 +105,7 @@ def _fit_of(config: Any) -> _Fit | None:
 
 
 def _require_fit(settings: CabConfig, config: Any) -> None:
-    """Refuse settings that do not fit a model, unless they are those that fitted before."""
+    """Raise a ValueError if settings do not fit a model; settings that fitted are not compared."""
     if any(config is each for each in _truncated):
         return
     counts, fit = counts_of(config), _fit_of(config)
@@ -117,24 +118,24 @@ def _require_fit(settings: CabConfig, config: Any) -> None:
 
 
 def _forget(key: int) -> None:
-    """Forget a config that is gone, unless another one has its id by now."""
+    """Remove a deleted config from the cache, unless another config has the same id by now."""
     fit = _fits_cache.get(key)
     if fit is not None and fit.config() is None:
         del _fits_cache[key]
 
 
 def _checked_predictor(settings: CabConfig, published: bool) -> CabConfig:
-    """Return ``settings``, if "cab_frc" (``published``) can use them."""
+    """Return ``settings``; raise a ValueError if "cab_frc" (``published``) cannot use them."""
     if published and settings.predictor != FRC:
         raise ValueError(
-            f"cab_config has predictor {settings.predictor!r}, and attn_implementation {CAB_FRC!r} "
-            f"is predictor {FRC!r}; give CabConfig.published(...), or attn_implementation 'cab'."
+            f"cab_config must have predictor {FRC!r} with attn_implementation {CAB_FRC!r}, got "
+            f"{settings.predictor!r}. Use CabConfig.published(...), or attn_implementation 'cab'."
         )
     return settings
 
 
 def cab_config_in_use(config: Any) -> CabConfig:
-    """`cab_config_of`, with a warning where they never let a prompt attend sparsely."""
+    """Return `cab_config_of`, and warn if no prompt can be long enough for sparse attention."""
     result = cab_config_of(config)
     if not torch.compiler.is_compiling():
         warn_if_never_sparse(result.min_length, config)
@@ -150,39 +151,39 @@ def _parsed(saved: Any, published: bool) -> CabConfig:
         items = tuple((name, _plain(value)) for name, value in saved.items())
         return _constant(items, published)
     known = _latest[0]
-    # numbers of a table are compared by identity first, which is faster than hashing them
+    # comparing tables is faster than hashing: Python compares numbers by identity first
     if known is None or known[0] != saved or known[1] != published:
         known = _latest[0] = copy.deepcopy(saved), published, _of_fields(saved, published)
     return known[2]
 
 
 def _of_fields(fields: dict[str, Any], published: bool) -> CabConfig:
-    """Of a dict; where it names no predictor, of the published method if that is meant."""
+    """Return the config of a dict; ``published`` selects the defaults of the published method."""
     if published and "predictor" not in fields:
         return CabConfig.published(**fields)
     return CabConfig.from_dict(fields)
 
 
 def _plain(value: Any) -> Any:
-    """The same value, hashable; under torch.compile a constant.
+    """Return a hashable value that is a constant under torch.compile.
 
-    A number that differed in an earlier compilation is symbolic to dynamo. It becomes a constant
-    where Python needs one: as the length of a range, as text.
+    A number that differed in an earlier compilation is symbolic in dynamo. It becomes a constant
+    when Python needs one, such as the length of a range or a string.
     """
     if isinstance(value, (list, tuple)):
-        # a table has thousands of numbers: each call that is traced counts
+        # a table has thousands of numbers, and each traced call takes time
         return tuple([float.fromhex(x.hex()) if type(x) is float else _plain(x) for x in value])
     if isinstance(value, float):
         return float.fromhex(value.hex())
     if isinstance(value, dict) and set(value) == set(Origin._fields):
         return tuple([(name, _plain(each)) for name, each in value.items()])
-    # what is larger is refused
+    # larger values raise an error later
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST:
         return len(range(value))
     return value if value is None or isinstance(value, (str, int)) else repr(value)
 
 
-# a constant to torch.compile, which wants plain arguments
+# torch.compile accepts only plain arguments for a constant result
 @torch.compiler.assume_constant_result
 def _constant(items: tuple[tuple[str, Any], ...], published: bool) -> CabConfig:
     return _of_fields(dict(items), published)

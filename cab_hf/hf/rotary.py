@@ -1,8 +1,8 @@
-"""Which channels of a head are scored where scores are to be cheap: those that turn slowest.
+"""The channels of a head that approximate scores read: those with the lowest rotary frequency.
 
-Rotary position embeddings turn pairs of channels, each pair at a frequency of its own. Fast pairs
-separate near tokens; what a query and a key far before it have in common is in the slow ones.
-Half of the channels, the slow ones, choose nearly the blocks that all of them do.
+Rotary position embeddings rotate pairs of channels, each pair with its own frequency. Fast pairs
+distinguish tokens at short distances. Slow pairs contain the similarity of distant queries and
+keys. The slow half of the channels selects nearly the same blocks as all channels.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ import torch
 
 from cab_hf.hf.fit import rotations
 
-# 8-bit products take multiples of 32 channels: half of fewer than these saves nothing
+# channels; 8-bit products take multiples of 32 channels, so half of a smaller head saves nothing
 LEAST_HEAD_DIM = 64
 
 
 def slow_channels(module: Any, head_dim: int) -> tuple[int, ...]:
-    """The half of a head's channels that rotate slowest, ascending; () where that is not known.
+    """Return the indices of the half of a head's channels with the lowest frequencies, ascending.
+
+    Returns () if the channels are not known, or if the head is not rotated as a whole. All channels
+    are then scored.
 
     Args:
-        module: an attention layer of transformers. How its model pairs channels is seen by its
-            ``rotate_half``. Heads that are rotated in part, or not at all, keep all channels. A
-            module of another library has the answer as ``slow_channels``.
+        module: an attention layer of transformers. The function ``rotate_half`` of its model shows
+            which channels form a pair. Layers of other libraries have an attribute
+            ``slow_channels``.
+        head_dim: channels of a head.
     """
     known = getattr(module, "slow_channels", None)
     if isinstance(known, tuple):
@@ -41,12 +45,12 @@ def slow_channels(module: Any, head_dim: int) -> tuple[int, ...]:
     return _slow_half(type(module).__module__, head_dim)
 
 
-# models whose layers rotate queries and keys only if they have a sliding window
+# model types whose layers rotate queries and keys only in layers with a sliding window
 ROTATED_IN_WINDOWS = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone4_5", "exaone_moe")
 
 
 def _is_rotated(module: Any) -> bool:
-    """Return whether a layer applies rotary embeddings."""
+    """Return True if a layer applies rotary embeddings."""
     if getattr(module, "use_rope", True) in (False, 0):
         return False
     config = getattr(module, "config", None)
@@ -55,19 +59,19 @@ def _is_rotated(module: Any) -> bool:
     family = type(module).__module__.rpartition("modeling_")[2]
     if family not in ROTATED_IN_WINDOWS or getattr(module, "force_rope", False):
         return True
-    # EXAONE keeps the window of the model in layers without one
+    # EXAONE sets the attribute also in layers without a sliding window
     window = getattr(module, "sliding_window", None)
     return getattr(module, "is_sliding", True) if window is not None else "exaone" in family
 
 
 def _partial_factors(config: Any) -> list[float]:
-    """Every share of a head that is rotated, by the config."""
+    """Return every share of a head's channels that the config rotates."""
     parts = [getattr(config, "partial_rotary_factor", None)]
     parts += [each.get("partial_rotary_factor") for each in rotations(config)]
     return [factor for factor in parts if factor is not None]
 
 
-# looked up once, as every layer needs it in every call; a constant where a model is compiled
+# cached because every layer needs the result in every call; a constant under torch.compile
 @cache
 @torch.compiler.assume_constant_result
 def _slow_half(module_name: str, head_dim: int) -> tuple[int, ...]:
@@ -85,8 +89,8 @@ def halved(head_dim: int, interleaved: bool) -> tuple[int, ...]:
 
     Args:
         head_dim: channels of a head.
-        interleaved: whether channel 2 i turns with channel 2 i + 1, as in GPT-J; otherwise channel
-            i turns with channel i + head_dim / 2, as in LLaMA.
+        interleaved: True if channels 2 i and 2 i + 1 form a pair, as in GPT-J; False if channels i
+            and i + head_dim / 2 form a pair, as in LLaMA.
     """
     if not interleaved or head_dim < LEAST_HEAD_DIM or head_dim % 4:
         return llama_channels(head_dim)
@@ -94,7 +98,7 @@ def halved(head_dim: int, interleaved: bool) -> tuple[int, ...]:
 
 
 def llama_channels(head_dim: int) -> tuple[int, ...]:
-    """Those of `slow_channels` where channel i turns with channel i + head_dim / 2, as in LLaMA."""
+    """Return `slow_channels` for pairs of channels i and i + head_dim / 2, as in LLaMA."""
     if head_dim < LEAST_HEAD_DIM or head_dim % 4:
         return ()
     half, quarter = head_dim // 2, head_dim // 4

@@ -1,7 +1,7 @@
-"""Which layers of a model mix tokens without attention; what cannot serve them refuses the model.
+"""Layers that mix tokens without attention: convolutions, state spaces and linear attention.
 
-Inside an attention function documents and shards of a text are known. A convolution, a state space
-or linear attention receives hidden states alone, and reads whatever comes before a token.
+An attention function separates documents and shards. These layers receive only hidden states and
+read all tokens before a token. Features that depend on the separation refuse such models.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from cab_hf.hf.layers import inner_model
 
-# what layers call in a cache, or look for there, that keep a state from token to token
+# attributes of a cache that layers with a recurrent state use
 STATES = frozenset(
     {
         "conv_states",
@@ -31,13 +31,14 @@ STATES = frozenset(
 
 
 def refuse_token_mixers(model: nn.Module, why: str) -> None:
-    """For what is right only where attention alone takes a token to another.
+    """Refuse a model whose layers mix tokens without attention.
 
     Args:
-        why: what goes wrong with other layers, and what to do.
+        model: a model of transformers, or a wrapper of one.
+        why: end of the message: the consequence, and a remedy.
 
     Raises:
-        NotImplementedError: naming the kinds of layers of ``model`` that mix tokens otherwise.
+        NotImplementedError: if ``model`` has such layers. The message names their classes.
     """
     kinds = dict.fromkeys(type(module).__name__ for module in token_mixers(model))
     if kinds:
@@ -48,10 +49,10 @@ def refuse_token_mixers(model: nn.Module, why: str) -> None:
 
 
 def token_mixers(model: nn.Module) -> Iterator[nn.Module]:
-    """What takes one token to another beside attention, in the text part of a model.
+    """Yield the layers that mix tokens without attention, in the language model of a model.
 
-    Convolutions along the text, and layers that keep a state of their own in the cache: state
-    spaces, recurrent layers, linear attention.
+    These are convolutions along the sequence, and layers with their own state in the cache: state
+    spaces, recurrent layers and linear attention.
     """
     complete = inner_model(model)
     if complete is None:
@@ -61,7 +62,7 @@ def token_mixers(model: nn.Module) -> Iterator[nn.Module]:
     while waiting:
         module = waiting.pop()
         tower = isinstance(module, PreTrainedModel) and module is not complete
-        # an encoder of pictures or sound reads none of the text
+        # encoders of images or audio do not process the token sequence
         if tower and module.config.get_text_config().model_type != text:
             continue
         children = list(module.children())
@@ -76,7 +77,7 @@ def _convolves(module: nn.Module) -> bool:
 
 @lru_cache
 def _keeps_state(kind: type[nn.Module]) -> bool:
-    """Whether the code of a module speaks of `STATES`."""
+    """Return True if the code of a module uses a name in `STATES`."""
     own = [each for each in kind.__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
     functions = (inspect.unwrap(f) for each in own for f in vars(each).values() if callable(f))
     codes = (f.__code__ for f in functions if inspect.isfunction(f))

@@ -182,7 +182,7 @@ def test_a_model_that_can_never_be_sparse_says_so_once(model, said, turn_on):
     turn_on(model, 8192)
     (sentence,) = said("positions")
     assert sentence.startswith("llama has 2,048 positions and min_length is 8,192, so 'cab' ")
-    assert 'set cab_config={"min_length": 1024}' in sentence
+    assert 'Set cab_config={"min_length": 1024}' in sentence
     # whatever follows with the same model
     for again in WAYS_ON:
         again(model, 8192)

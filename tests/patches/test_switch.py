@@ -243,7 +243,7 @@ def no_attention_by_name():
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
-        pytest.param(lambda: torch.nn.Linear(2, 2), {}, "no transformers model", id="no-model"),
+        pytest.param(lambda: torch.nn.Linear(2, 2), {}, "transformers, got Linear", id="no-model"),
         pytest.param(no_attention_by_name, {}, "keeps attn_implementation='sdpa'", id="falcon"),
         pytest.param(tiny_model, {"mass_threshold": 7}, "mass_threshold", id="setting"),
         pytest.param(tiny_llava, BY_HEAD | {"sparsity": [[0.5] * 5] * 3}, "sparsity", id="table"),

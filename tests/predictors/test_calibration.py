@@ -281,7 +281,7 @@ def test_a_layer_without_an_index_has_no_place_in_a_table(anchors):
         ({"documents": None}, "documents must be a whole number >= 1, got None"),
         ({"seed": 1.5}, "seed must be a whole number, got 1.5"),
         ({"config": {"coarsen": "minmax"}}, "CabConfig has no field 'coarsen'"),
-        ({"config": "none.json"}, "'none.json' is no file"),
+        ({"config": "none.json"}, "'none.json' is not a file"),
         ({"config": 3}, "config must be a CabConfig, a dict of its fields.*, got 3"),
         ({"config": CabConfig(**SMALL, dense_layers=(7,))}, "dense_layers has 7"),
         ({"anchors": 0}, "anchors must be a whole number >= 1, got 0"),
@@ -309,7 +309,7 @@ def test_the_tokenizer_of_another_model_is_refused():
 
 
 def test_what_is_no_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="'gpt-5' is no file; give one that CabConfig.save wrote"):
+    with pytest.raises(ValueError, match="'gpt-5' is not a file. Pass a file written by"):
         CabConfig.calibrated("gpt-5")
     (tmp_path / "own.json").write_text("mass: 0.5")
     with pytest.raises(ValueError, match="own.json must be a JSON file of CabConfig fields"):

@@ -115,7 +115,7 @@ def test_rows_of_a_batch_and_documents_choose_alone(layout):
         ({"anchors": ()}, r"anchors must be ascending layer indices.*, got \(\)"),
         ({"anchors": (3, 0)}, r"anchors must be ascending.*, got \(3, 0\)"),
         ({"anchors": (0, 0.5)}, "a tuple of layer indices"),
-        ({"anchors": (0, 4), "dense_layers": (4,)}, "anchors has 4, which is in dense_layers"),
+        ({"anchors": (0, 4), "dense_layers": (4,)}, "got layer 4 in both"),
         ({"head_map": ((0, -1),)}, "head_map must be .*, got "),
         ({"head_map": ((0, 1), (0,))}, "head_map must be .*rows of one length"),
     ],
@@ -128,9 +128,9 @@ def test_what_no_cascade_can_be_is_refused(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"anchors": (1,)}, "layer 0 is the first sparse one, and has no anchor before it"),
-        ({"anchors": (0,), "dense_layers": (0,)}, "in dense_layers"),
-        ({"anchors": (2,), "dense_layers": (0,)}, "layer 1 is the first sparse one"),
+        ({"anchors": (1,)}, "anchors must contain the first sparse layer 0, got"),
+        ({"anchors": (0,), "dense_layers": (0,)}, "no layer of dense_layers"),
+        ({"anchors": (2,), "dense_layers": (0,)}, "must contain the first sparse layer 1"),
         ({"anchors": (0, 3)}, "anchors has 3; this model has layers 0 to 2"),
         ({"head_map": ((0,) * 6,)}, "head_map has 1 layers of 6 heads, and this model has 3"),
         ({"head_map": ((0,) * 4,) * 3}, "4 heads, and this model has 3 layers of 6 heads"),
