@@ -59,7 +59,7 @@ def test_anchors_by_hand():
     assert best_anchors(value, 2) == (0, 2)
     # of two that are worth the same the first
     assert best_anchors([[1.0] * 4] * 4, 3) == (0, 1, 2)
-    with pytest.raises(ValueError, match="anchors is 5; it must be 1 to 4"):
+    with pytest.raises(ValueError, match="anchors must be 1 to 4, .*, got 5"):
         best_anchors(value, 5)
 
 
@@ -173,9 +173,7 @@ def test_the_target_is_met(target):
 
 def test_a_target_below_what_is_forced_is_refused():
     kept = kept_of(SMALL, [loud(0), loud(1)])
-    with pytest.raises(
-        ValueError, match=r"target_density is 0\.01; it must be at least 0\.\d+, the least"
-    ):
+    with pytest.raises(ValueError, match=r"target_density must be at least 0\.\d+, .*, got 0\.01"):
         cascaded(SMALL, kept, (0, 1), 2, 1, 0.01)
     # and all may have the most
     assert cascaded(SMALL, kept, (0, 1), 2, 1, 1.0).mass_threshold == THRESHOLDS[-1]
