@@ -24,7 +24,7 @@ from cab_hf.predictors.rows import capped_ranks, ranks
 
 # mass thresholds at which layers are measured, descending
 THRESHOLDS = (0.064, 0.032, 0.016, 0.011, 0.008, 0.0055, 0.004, 0.0028, 0.002, 0.0014)
-# weight of missed needle attention relative to missed attention mass, in the value of blocks
+# weight of needle attention relative to attention mass, in the value of blocks
 NEEDLE_WEIGHT = 3.0
 
 

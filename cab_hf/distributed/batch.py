@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 IGNORED = -100
-# attribute of a shard's ``cu_seq_lens_q`` with a checksum of the whole batch, which all ranks must
-# share; this is the only tensor of the whole sequence that attention receives
+# attribute of a shard's ``cu_seq_lens_q`` with a checksum of the whole batch, to compare batches of
+# ranks; attention receives no other tensor of the whole sequence
 CHECKSUM = "cab_checksum"
 KNOWN = (
     *("input_ids", "labels", "shift_labels"),

@@ -81,7 +81,7 @@ class SparseBuilder:
         starts, known = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
         lengths = (common.seq_lens.cpu() if known is None else known).tolist()
         least = max(self.cab.min_length, self.cab.query_block)
-        # tokens of an image see each other in both directions
+        # tokens of an image attend to each other in both directions
         images = getattr(common, "mm_req_doc_ranges", None) or {}
         prompts, rest = [], []
         for at, end in enumerate(BATCH.prompts[: common.num_reqs]):
