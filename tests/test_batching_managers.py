@@ -146,7 +146,7 @@ def test_a_kept_manager_does_not_share_blocks_of_other_settings():
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (CHANGES["cab_config"], "given another cab_config"),
+        (CHANGES["cab_config"], "received another cab_config"),
         (CHANGES["cab_dense"], "switched from 'cab' to 'cab_dense'"),
     ],
     ids=CHANGES,

@@ -332,15 +332,15 @@ def test_the_server_refuses_what_nobody_registered():
 
 def test_older_versions_of_transformers_are_named(monkeypatch, request):
     monkeypatch.setattr(hooks, "reads_a_batch", lambda: False)
-    reason = f"transformers is {transformers.__version__} and not 5.19 or newer"
+    reason = f"transformers must be 5.19 or newer, got {transformers.__version__}"
     require_refused(tiny_model(), STARTS["manager"], reason, request)
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"use_cuda_graph": True}, "use_cuda_graph has graphs of batches with prompts"),
-        ({"default_compile_level": 1, **PAGES}, "continuous batching compiles the model"),
+        ({"use_cuda_graph": True}, "use_cuda_graph must not include batches with prompts"),
+        ({"default_compile_level": 1, **PAGES}, "'cab' is not compiled in continuous batching"),
     ],
 )
 def test_what_cannot_be_captured_or_compiled_is_refused(changes, sentence, monkeypatch):
@@ -353,8 +353,11 @@ def test_what_cannot_be_captured_or_compiled_is_refused(changes, sentence, monke
 
 
 GRID = {
-    "max_batch_tokens": ({"max_batch_tokens": 31, "page_size": 32}, "max_batch_tokens is 31 and"),
-    "page_size": ({"page_size": 48}, "page_size is 48 and query_block is 32"),
+    "max_batch_tokens": (
+        {"max_batch_tokens": 31, "page_size": 32},
+        "max_batch_tokens must be at least query_block=32, got 31",
+    ),
+    "page_size": ({"page_size": 48}, "page_size must be a multiple of query_block=32, got 48"),
     "whole": ({"max_batch_tokens": 32, "page_size": 64}, None),
     "not-shared": ({"page_size": 48, "allow_block_sharing": False}, None),
     "by-default": ({"max_batch_tokens": None, "page_size": 32}, None),

@@ -1,4 +1,7 @@
-"""Continuous batching by transformers, of a model whose attention is ours.
+"""Continuous batching of transformers for models with the attention of this package.
 
-`batch` attends the sequences of a forward pass, `hooks` wraps transformers' functions.
+* `batch` computes attention over the sequences of a forward pass.
+* `hooks` wraps functions of transformers.
+* `scheduler` ends chunks of prompts at boundaries of query blocks.
+* `served` says which models are served.
 """

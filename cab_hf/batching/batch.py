@@ -1,8 +1,8 @@
-"""One forward pass of continuous batching: many sequences in a row, each attended by itself.
+"""Attention of one forward pass of continuous batching: a packed row of many sequences.
 
-transformers packs what is read next of every request: prompts, chunks of longer prompts, and the
-last tokens of those that decode. The keys of prompts are gathered from a paged cache and packed
-alike; those of requests that decode are read where they lie, in pages.
+transformers packs the next tokens of every request into one row: prompts, chunks of longer prompts,
+and the last token of each decoding request. Each sequence attends only to its own keys. Keys of
+prompts are gathered from the paged cache and packed. Keys of decoding requests are read in place.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from cab_hf.route import attend
 
 
 class Packed(NamedTuple):
-    """What a forward pass reads of all requests.
+    """The queries and keys of all requests in a forward pass.
 
     Attributes:
-        sequences: those that are attended one by one: where their queries and keys are in the
-            packed ones, and their text. A prompt and the answer behind it are two.
-        steps: of those that decode, where a kernel takes them together: where the query of each is,
-            int64 [B], and by their place in the cache the keys that it reads, all of its own.
-        read: int64, the places in the cache of what `sequences` attend, one behind the other.
+        sequences: (slice of packed queries, slice of packed keys, mask) per sequence that is
+            attended separately. A prompt and the answer after the prompt are two sequences.
+        steps: decode steps that one kernel computes together; None if there are none. The first
+            element is the place of each query in the row, int64 [B]. The second one lists the
+            cache slots of all keys of each request.
+        read: cache slots of the keys of `sequences`, concatenated, int64 [N].
     """
 
     sequences: list[tuple[slice, slice, CabMask]]
@@ -42,7 +43,7 @@ class Packed(NamedTuple):
 
 
 def attend_batch(call: Call) -> Tensor:
-    """[1, T, H, D_v] of a call of continuous batching, of T tokens of all sequences."""
+    """Return the attention of a packed row of T tokens of all sequences, [1, T, H, D_v]."""
     q, given, layer = call.q, call.packed, call.layer.layer_idx
     cache, new = given["cache"], {"key_states": call.k, "value_states": call.v}
     allocator = cache.layer_to_allocator[layer]
@@ -53,7 +54,7 @@ def attend_batch(call: Call) -> Tensor:
     read = list(given["read_index"])
     read[allocator.index] = packed.read
     keys, values = cache.update(**new, layer_idx=layer, kwargs={**given, "read_index": read})
-    # whatever follows the sequences pads the batch
+    # tokens after the sequences are padding of the batch
     out = q.new_zeros(1, q.shape[2], q.shape[1], values.shape[3])
     for queries, own, text in packed.sequences:
         k, v = keys[:, :, own], values[:, :, own]
@@ -69,24 +70,24 @@ def attend_batch(call: Call) -> Tensor:
 
 
 def _pack(call: Call, allocator: Any) -> Packed:
-    """What layers with this ``allocator`` read."""
+    """Return the `Packed` batch of the layers that use this ``allocator``."""
     given, batch = call.packed, call.batch
     read = given["read_index"][allocator.index]
     cu_seq_lens_k = given["cu_seq_lens_k"][allocator.layer_type]
-    # in one wait
+    # one transfer for both, so that the host waits for the device once
     borders = torch.stack((given["cu_seq_lens_q"], cu_seq_lens_k)).tolist()
     starts, key_starts = borders
-    # an empty read_index: no request has keys in the cache
+    # read_index is empty if no request has keys in the cache
     together = len(read) > 0 and decode.has_kernels(call.q, call.k)
-    # requests have ever new lengths, for each of which SDPA's fastest kernels are prepared
-    # anew, which takes up to a second
+    # requests have many different lengths, and SDPA's fastest kernels need up to a second of
+    # preparation for each new length
     work = replace(call.work, query_block=EXACT_BLOCK, key_block=EXACT_BLOCK)
     exact_block = None if TRITON.unavailable(work) else EXACT_BLOCK
     sequences, single, kept, keys = [], [], [], 0
     for at, queries in enumerate(starmap(slice, pairwise(starts))):
         own = slice(*key_starts[at : at + 2])
         count, length = queries.stop - queries.start, own.stop - own.start
-        # what pads a batch belongs to no request
+        # padding of a batch belongs to no request
         prompt = Prompt(batch.prompts[at]) if at < len(batch.prompts) else None
         answer = prompt is None or length > prompt.end
         if count == 1 and together and answer:
@@ -107,7 +108,7 @@ def _pack(call: Call, allocator: Any) -> Packed:
 
 
 def _attend_pages(call: Call, allocator: Any) -> Tensor:
-    """A step of every sequence of a batch, over pages [P, tokens, H_kv, D] of K and V."""
+    """Return a decode step of every sequence, over pages [P, tokens, H_kv, D] of K and V."""
     given, count = call.packed, call.q.shape[2]
     pages = given["k_cache"], given["v_cache"]
 
@@ -117,13 +118,13 @@ def _attend_pages(call: Call, allocator: Any) -> Tensor:
         slots = table.unsqueeze(-1) * tokens + torch.arange(tokens, device=table.device)
         slots = slots.flatten(1)
         last = slots.gather(1, (lengths - 1).clamp(min=0).long().unsqueeze(1)).squeeze(1)
-        # padding is written to a slot that is never read, and reads one key of any sequence
+        # K and V of padding go to a slot that is never read; a padding query reads one valid key
         written = torch.where(lengths > 0, last, allocator.write_trash_index)
         counts = lengths.clamp(min=1).to(torch.int32).unsqueeze(1)
         seen = Choice(slots.to(torch.int32).unsqueeze(1), counts, None)
         return written, seen.expanded(count, call.k.shape[1])
 
-    # a graph is captured behind a pass without one, whose tensors it may not read
+    # a graph is captured after a pass without a graph, and must not read the tensors of that pass
     written, seen = call.batch.state.once(("pages", allocator, is_captured(call.q)), find)
     for cached, x in zip(pages, (call.k, call.v), strict=True):
         cached.flatten(0, 1).index_copy_(0, written, x[0].transpose(0, 1))
@@ -133,11 +134,17 @@ def _attend_pages(call: Call, allocator: Any) -> Tensor:
 
 
 def _steps(single: list[tuple[int, int, int]], read: Tensor, heads: int) -> tuple[Tensor, Choice]:
-    """Of (place of the query, first of its keys in ``read``, keys) of each sequence."""
+    """Return the `Packed.steps` of sequences that decode.
+
+    Args:
+        single: (place of the query, place of the first key in ``read``, number of keys) of each.
+        read: cache slots of the keys of all requests, int64 [N].
+        heads: number of KV heads.
+    """
     numbers = torch.tensor(single, device=read.device)
     queries, starts, lengths = numbers.unbind(1)
     longest = max(length for *_, length in single)
-    # what is behind the keys of a sequence is not read
+    # slots after the keys of a sequence are not read
     places = starts.unsqueeze(1) + torch.arange(longest, device=read.device)
     slots = read[places.clamp(max=len(read) - 1)].to(torch.int32).unsqueeze(1)
     counts = lengths.to(torch.int32).unsqueeze(1)
@@ -146,6 +153,6 @@ def _steps(single: list[tuple[int, int, int]], read: Tensor, heads: int) -> tupl
 
 
 def _for_each(pages: Tensor, count: int) -> Tensor:
-    """What pages [P, tokens, H_kv, D] hold, as [count, H_kv, P * tokens, D]; nothing is copied."""
+    """Return pages [P, tokens, H_kv, D] as a view [count, H_kv, P * tokens, D]."""
     held = pages.flatten(0, 1).transpose(0, 1)
     return held.unsqueeze(0).expand(count, -1, -1, -1)

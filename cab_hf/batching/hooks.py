@@ -1,8 +1,8 @@
-"""Makes transformers' continuous batching run models with our attention.
+"""Hooks that let transformers' continuous batching run models with the attention of this package.
 
-It knows implementations by their names: one without "flash" in it would be switched to flash
-attention, given a mask of all pairs of tokens, or refused. Where it decides such things it calls us
-first, and nothing changes for other models.
+transformers recognises implementations by their names. If a name does not contain "flash",
+transformers switches the model to flash attention, makes a mask of all token pairs, or refuses the
+model. The hooks wrap the functions that decide this, and change nothing for other models.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PACKAGE = "transformers.generation.continuous_batching"
-KEPT = "_cached_continuous_batching_manager"  # attribute of a model: of persistent_manager=True
+# attribute of a model that holds its manager under persistent_manager=True
+KEPT = "_cached_continuous_batching_manager"
 
 # model, or part of one -> the managers that were started for it
 _managers: WeakKeyDictionary[Any, WeakSet] = WeakKeyDictionary()
 
 
 def register(api: Any) -> None:
-    """Tell continuous batching, of whose package ``api`` is the module that begins it."""
+    """Install the hooks; ``api`` is the module of transformers that starts continuous batching."""
     wrap(api.ContinuousMixin, "init_continuous_batching", _ask_to_begin)
     wrap(api.ContinuousBatchingManager, "__init__", _ask_to_make)
     wrap(api.ContinuousBatchingManager, "start", _ask_to_start)
@@ -49,7 +50,7 @@ def register(api: Any) -> None:
 
 
 def wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Have ``owner.name`` call ``function``, with what is there now before its arguments."""
+    """Replace ``owner.name`` by ``function``, whose first argument is the replaced function."""
     before = getattr(owner, name)
 
     @functools.wraps(before)
@@ -60,10 +61,10 @@ def wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
 
 
 def require_batching(model: PreTrainedModel) -> None:
-    """Refuse continuous batching of a model, where it attends by our names and cannot be served.
+    """Refuse continuous batching of a model on "cab" that cannot be served.
 
     Raises:
-        NotImplementedError: naming the model, why, and what works.
+        NotImplementedError: the model cannot be served. The message contains the reason.
     """
     named = (part.config._attn_implementation for part in parts(model))
     ours = next(filter(NAMES.__contains__, named), None)
@@ -75,30 +76,31 @@ def require_batching(model: PreTrainedModel) -> None:
     if reason is not None:
         raise NotImplementedError(
             f"{type(model).__name__} has attn_implementation={ours!r}, which continuous batching "
-            f"does not run: {reason}; load it with another attn_implementation, such as 'sdpa'."
+            f"does not serve: {reason}. Load the model with another attn_implementation, such as "
+            "'sdpa'."
         )
 
 
 def refuse_while_batching(model: Any, requested: str | None) -> None:
-    """Refuse to switch a model to our names, or away from them, while a manager serves it.
+    """Refuse to switch a model to "cab", or away from it, while a manager serves the model.
 
-    What the manager has prepared for one of them, such as masks, the other would take for its own.
+    The new implementation would read masks that the manager prepared for the old implementation.
 
     Raises:
-        NotImplementedError: naming the model, and what to do.
+        NotImplementedError: a manager of the model is running.
     """
     before = model.config._attn_implementation
     if (before in NAMES) == (requested in NAMES):
         return
     if any(manager.is_running() for manager in _managers.get(model, ())):
         raise NotImplementedError(
-            f"continuous batching runs on {type(model).__name__} with {before!r}; stop its manager "
+            f"continuous batching runs on {type(model).__name__} with {before!r}. Stop its manager "
             f"before you switch to {requested!r}."
         )
 
 
 def reads_a_batch() -> bool:
-    """Whether this version of transformers hands its paged cache to attention functions."""
+    """Return whether this version of transformers passes its paged cache to attention functions."""
     return importlib.util.find_spec(f"{PACKAGE}.cache_allocators") is not None
 
 
@@ -127,21 +129,21 @@ def _ask_to_start(start: Callable[..., Any], manager: Any, *args: Any, **kwargs:
 
 
 def _require_as_made(manager: Any) -> None:
-    """Refuse to begin with a manager that was made for other attention than its model has now.
+    """Refuse to start a manager that was made for another attention implementation.
 
     Raises:
-        NotImplementedError: naming the model, both names, and what to do.
+        NotImplementedError: the model was switched to "cab", or away from it, since then.
     """
     model, made_for = manager.model, manager._made_for
     name = model.config._attn_implementation
     if (name in NAMES) == (made_for in NAMES):
         return
-    what = "make another"
+    what = "Make a new manager"
     if vars(model).get(KEPT) is manager:
-        what = "call model.destroy_cached_continuous_batching_manager(), and make another"
+        what = "Call model.destroy_cached_continuous_batching_manager() and make a new manager"
     raise NotImplementedError(
         f"the manager of continuous batching was made for {type(model).__name__} with "
-        f"{made_for!r}, and the model has {name!r} now; {what}."
+        f"{made_for!r}, and the model has {name!r} now. {what}."
     )
 
 
@@ -151,9 +153,12 @@ def _or_ours(
     requested_attention_implementation: Any = None,
     **kwargs: Any,
 ) -> bool:
-    """Ours reads packed sequences without a mask too: it is not switched, and given no mask."""
+    """Return True for "cab", which reads packed sequences without a mask, as flash attention does.
+
+    transformers then neither switches the model nor makes a mask.
+    """
     name = requested_attention_implementation or getattr(config, "_attn_implementation", None)
-    # a version is one of flash-attn's kernels
+    # a keyword asks for a certain version of flash-attn
     if name in NAMES:
         return not kwargs
     return is_flash(config, requested_attention_implementation, **kwargs)
@@ -162,7 +167,13 @@ def _or_ours(
 def _resolved(
     resolve: Callable[..., Any], config: Any, cb_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """CUDA graphs are for steps of decode: how long prompts are is looked at on the host."""
+    """Resolve the config with CUDA graphs of decode steps only.
+
+    Batches with prompts cannot be captured, because the host reads the lengths of prompts.
+
+    Raises:
+        NotImplementedError: the config asks for graphs of prompts, or for compilation.
+    """
     if config._attn_implementation not in NAMES:
         return resolve(config, cb_config, *args, **kwargs)
     from cab_hf.batching.served import reads_pages
@@ -173,13 +184,13 @@ def _resolved(
     result = resolve(config, cb_config, *args, **kwargs)
     if result.cuda_graph_booleans[0]:
         raise NotImplementedError(
-            "use_cuda_graph has graphs of batches with prompts; 'cab' looks at their lengths "
-            "on the host. Set use_cuda_graph=(False, True), or leave it out."
+            "use_cuda_graph must not include batches with prompts, whose lengths 'cab' reads on "
+            "the host. Set use_cuda_graph=(False, True), or leave it out."
         )
     if result.varlen_compile_config or result.decode_compile_config:
         raise NotImplementedError(
-            "continuous batching compiles the model; 'cab' is not traced there. Leave out "
-            "the compile configs and default_compile_level."
+            "varlen_compile_config and decode_compile_config must be None: 'cab' is not compiled "
+            "in continuous batching. Leave out the compile configs and default_compile_level."
         )
     if config._attn_implementation in SPARSE:
         _warn_off_the_grid(config, result)
@@ -187,7 +198,7 @@ def _resolved(
 
 
 def _warn_off_the_grid(config: Any, cb_config: Any) -> None:
-    """Warn, once a process and setting, where batches or pages do not fit query blocks."""
+    """Warn once per setting if the sizes of batches or pages do not fit query blocks."""
     from cab_hf.checks import warn_once
     from cab_hf.hf.model_config import cab_config_of
 
@@ -196,35 +207,35 @@ def _warn_off_the_grid(config: Any, cb_config: Any) -> None:
     if tokens is not None and tokens < block:
         warn_once(
             ("max_batch_tokens", tokens, block),
-            f"max_batch_tokens is {tokens} and query_block is {block}: no batch has a whole block "
-            "of a prompt, so 'cab' computes exact attention only; set max_batch_tokens to several "
-            f"times {block}, or leave it out.",
+            f"max_batch_tokens must be at least query_block={block}, got {tokens}: no batch "
+            "contains a whole query block, so all attention is exact. Set max_batch_tokens to "
+            f"several times {block}, or leave it out.",
         )
     if cb_config.allow_block_sharing and page % block:
         warn_once(
             ("page_size", page, block),
-            f"page_size is {page} and query_block is {block}: what a request reads behind blocks "
-            "that it shares may begin inside of a query block, and then chooses otherwise than by "
-            f"itself; set page_size to a multiple of {block}, or allow_block_sharing=False.",
+            f"page_size must be a multiple of query_block={block}, got {page}: the tokens after a "
+            "shared prefix may begin inside a query block, which then selects other blocks. Set "
+            f"page_size to a multiple of {block}, or allow_block_sharing=False.",
         )
 
 
 def _with_pages(
     ensure: Callable[..., None], config: Any, cb_config: Any, user_requested: bool
 ) -> None:
-    """Batches that only decode are read by tables of pages: our kernel takes any list of keys."""
+    """Enable block tables for batches that only decode, because the kernel reads any key list."""
     if config._attn_implementation not in NAMES:
         ensure(config, cb_config, user_requested)
         return
     from cab_hf.batching.served import reads_pages
 
-    # without the kernel it is right, but slow
+    # without the kernel, block tables are correct but slow
     if not (user_requested or reads_pages()):
         cb_config.max_blocks_per_request = 0
 
 
 def _record_model(prepare: Callable[..., Any], self: Any) -> Any:
-    """What computes batches knows what the manager was made for, and schedules them our way."""
+    """Create the batch processor of a manager, with a scheduler for query blocks on "cab"."""
     ours, config = self._made_for in NAMES, self.continuous_batching_config
     named = config.scheduler_type
     if ours:
@@ -234,23 +245,22 @@ def _record_model(prepare: Callable[..., Any], self: Any) -> Any:
     try:
         processor = prepare(self)
     finally:
-        # it is recorded by the name that was given
+        # the config keeps the name that the user gave
         config.scheduler_type = named
     if ours:
         processor.scheduler.record_model(self.model)
         if self.model.device.type == "cuda":
             _wait_for_resets(self.model.device)
-    # masks are prepared, or not, for what the manager was made for
+    # the masks depend on the implementation that the manager was made for
     processor.model_runner._began_as_ours = ours
     return processor
 
 
 def _wait_for_resets(device: Any) -> None:
-    """Have the buffers of batches be zeros before the first batch is written to them.
+    """Wait until the buffers of batches are zeros, before the first batch is written to them.
 
-    transformers resets them on the stream of the thread, and writes them on another one, which does
-    not wait: where the GPU is busy with other work, zeros come behind the first batch, whose
-    prompts are lost.
+    transformers resets the buffers on the stream of the thread and writes batches on another
+    stream, which does not wait. If the GPU is busy, zeros overwrite the prompts of the first batch.
     """
     import torch
 
@@ -260,16 +270,20 @@ def _wait_for_resets(device: Any) -> None:
 def _with_our_mask(
     compute: Callable[..., None], self: Any, model: Any, batch_data: dict[str, Any]
 ) -> None:
-    """Every forward pass has a `Batch`, which all of its layers share."""
+    """Run a forward pass with a `Batch` as the mask, which all layers share.
+
+    Raises:
+        RuntimeError: the model was switched to "cab", or away from it, while the manager runs.
+    """
     from cab_hf.hf.fit import name_of
 
     name = model.config._attn_implementation
     ours = name in NAMES
-    # one that no manager has made knows of no other
+    # a runner without a manager has no recorded implementation
     if vars(self).get("_began_as_ours", ours) != ours:
         raise RuntimeError(
-            f"{name_of(model.config)} was switched to {name!r} while continuous batching runs; "
-            "stop its manager before you switch."
+            f"{name_of(model.config)} was switched to {name!r} while continuous batching runs. "
+            "Stop its manager before you switch."
         )
     batch = None
     if ours:
@@ -290,10 +304,10 @@ def _left_to_the_batch(
     layer_idx: int,
     kwargs: dict[str, Any],
 ) -> Any:
-    """A `Batch` updates the cache when it attends, and reads of it what it needs.
+    """Leave the cache update to `attend_batch` if the forward pass has a `Batch`.
 
-    Since transformers 5.24 layers do so before they call attention, and have no mask with a paged
-    cache: the keywords that they pass on have both.
+    Since transformers 5.24, layers update a paged cache before they call attention, and receive no
+    mask. This function therefore adds the cache and the `Batch` to the keywords of attention.
     """
     batch = vars(self).get("_batch")
     if batch is None or "cache" in kwargs:
@@ -303,11 +317,12 @@ def _left_to_the_batch(
 
 
 def _prompts(inputs: Any) -> tuple[int, ...]:
-    """Tokens of the prompt of each request of a batch.
+    """Return the number of prompt tokens of each request of a batch.
 
-    One that gave way for want of pages begins again with its answer as tokens to read.
+    A request that was preempted for lack of pages restarts, and its answer is read again like a
+    prompt. The answer does not count here.
     """
-    # with asynchronous batching what is computed next is one of two
+    # asynchronous batching has two sets of buffers
     if hasattr(inputs, "io_pairs"):
         inputs = inputs.io_pairs[inputs.current_pair].host_io
     states = (future.state for future in inputs.requests_in_batch)
@@ -315,7 +330,7 @@ def _prompts(inputs: Any) -> tuple[int, ...]:
 
 
 def parts(model: Any) -> Iterator[PreTrainedModel]:
-    """The transformers models in ``model``, itself among them."""
+    """Return an iterator over the transformers models in ``model``, including ``model``."""
     from transformers import PreTrainedModel
 
     return (module for module in model.modules() if isinstance(module, PreTrainedModel))

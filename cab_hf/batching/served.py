@@ -1,4 +1,4 @@
-"""Which models continuous batching serves with our attention, and why not the others."""
+"""Reasons why continuous batching does not serve a model with the attention of this package."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from cab_hf.ops import HAS_TRITON
 
 
 def unbatchable_reason(model: PreTrainedModel) -> str | None:
-    """Why continuous batching does not run a model on "cab", as a sentence; None where it does."""
+    """Return why continuous batching does not serve a model on "cab"; None if it does.
+
+    The reason is a sentence without a period.
+    """
     if not hooks.reads_a_batch():
-        return f"transformers is {transformers.__version__} and not 5.19 or newer"
+        return f"transformers must be 5.19 or newer, got {transformers.__version__}"
     if not all(part.config._attn_implementation in NAMES for part in hooks.parts(model)):
         return "some of its parts use another attention"
     if model.config.get_text_config().is_encoder_decoder:
@@ -43,10 +46,10 @@ def _unbatchable_layer(module: nn.Module) -> str | None:
     if getattr(module, "kv_lora_rank", None) is not None:
         return "multi-head latent attention"
     if is_sharded(module.config):
-        return "a text that is spread over ranks (context_parallel)"
+        return "a sequence that is sharded over ranks (context_parallel)"
     return foreseen(module)
 
 
 def reads_pages() -> bool:
-    """Whether steps of decode are computed by a kernel, over keys where they lie."""
+    """Return whether a kernel computes decode steps and reads keys from the pages in place."""
     return torch.cuda.is_available() and HAS_TRITON

@@ -1,1 +1,1 @@
-"""What `cab_hf.calibrate` fits to a model: a threshold, or which layers choose for which."""
+"""Settings that `cab_hf.calibrate` fits to a model: a threshold, or the anchors of a cascade."""

@@ -1,9 +1,10 @@
-"""Which layers of a model choose blocks for which, and from which head each head takes them.
+"""Calibration of a cascade: the anchor layer of each layer, and the anchor's head for each head.
 
-What the blocks of one layer keep of the attention of another is measured on a text, at several
-thresholds of mass (`viewed`, `kept_between`). At each of them a dynamic program picks the anchors
-that are worth most (`best_anchors`), and every head takes the head of its anchor that is
-(`assign_anchors`). One threshold for all makes the model attend as much as it may (`cascaded`).
+1. `viewed` and `kept_between` measure a sequence at several mass thresholds: which share of the
+   attention of one layer falls on the blocks that another layer selects.
+2. At each threshold, `best_anchors` selects the most valuable anchors with a dynamic program.
+3. `assign_anchors` maps every head to the most valuable head of its anchor.
+4. `cascaded` sets one threshold for all layers, at which the model reaches its target density.
 """
 
 from __future__ import annotations
@@ -21,14 +22,20 @@ from cab_hf.predictors import LayerContext
 from cab_hf.predictors.attention_mass import attention_rows, block_mass, block_sums
 from cab_hf.predictors.rows import capped_ranks, ranks
 
-# of mass, what anchors may choose by
+# mass thresholds at which layers are measured, descending
 THRESHOLDS = (0.064, 0.032, 0.016, 0.011, 0.008, 0.0055, 0.004, 0.0028, 0.002, 0.0014)
-# of what blocks are worth: what a missed needle weighs beside missed mass
+# weight of needle attention relative to attention mass, in the value of blocks
 NEEDLE_WEIGHT = 3.0
 
 
 class Needles(NamedTuple):
-    """Queries that look for something, and where it is: int64 [n] each, [start, end)."""
+    """Queries that look for a needle, and the place of each needle.
+
+    Attributes:
+        queries: positions of the queries, int64 [n].
+        starts: first position of each needle, int64 [n].
+        ends: position after each needle, int64 [n].
+    """
 
     queries: Tensor
     starts: Tensor
@@ -36,43 +43,44 @@ class Needles(NamedTuple):
 
 
 class View(NamedTuple):
-    """What is measured of one layer."""
+    """Measurements of one layer at one threshold."""
 
-    keep: Tensor  # bool [H, M_q, M_k], the blocks it would choose
-    density: Tensor  # float64 [H], the share of all pairs of query and key that are in them
-    mass: Tensor  # float32 [H, M_q, M_k], their share of the attention; sums to 1
-    needle: Tensor  # float32 [H, n, M_k], what falls on the needle that each of n queries seeks
-    rows: Tensor  # int64 [n], the query blocks of those
+    keep: Tensor  # bool [H, M_q, M_k], the blocks that the layer selects
+    density: Tensor  # float64 [H], share of all (query, key) pairs in the selected blocks
+    mass: Tensor  # float32 [H, M_q, M_k], share of the attention per block; sums to 1 per head
+    needle: Tensor  # float32 [H, n, M_k], attention of each needle query on its needle
+    rows: Tensor  # int64 [n], query blocks of the needle queries
 
 
 class Coverage(NamedTuple):
-    """What blocks of layer a keep for layer b: float64 [L, L, H, H], as [a, b, head, head]."""
+    """Attention of layer b in the blocks of layer a: float64 [L, L, H, H], [a, b, head, head]."""
 
-    mass: Tensor  # share of the attention of b's head that the blocks of a's head keep
-    needle: Tensor  # mean over needle queries of the attention on the needle that they keep
-    density: Tensor  # [L, H], the share of all pairs of query and key that are in a's blocks
-    importance: Tensor  # [L], how much a layer changes its input: 1 - cosine
+    mass: Tensor  # share of the attention of b's head in the blocks of a's head
+    needle: Tensor  # attention of b's head on needles in these blocks, mean over needle queries
+    density: Tensor  # [L, H], share of all (query, key) pairs in the blocks of a
+    importance: Tensor  # [L], change of the layer's input by the layer: 1 - cosine similarity
 
 
 class Assignment(NamedTuple):
-    """Who takes blocks from whom."""
+    """The anchor of each layer, and the anchor's head for each head."""
 
-    anchors: tuple[int, ...]  # ascending, as indices of what was measured
+    anchors: tuple[int, ...]  # indices of measured layers, ascending
     of_layer: tuple[int, ...]  # [L], the anchor of each layer
-    sources: Tensor  # int64 [L, H], the head of its anchor that each head has
+    sources: Tensor  # int64 [L, H], the anchor's head whose blocks each head attends
 
     def density(self, kept: Coverage) -> float:
-        """The share of the pairs that the layers attend, in the mean."""
+        """Return the share of (query, key) pairs that are attended, mean over layers and heads."""
         return float(kept.density[torch.tensor(self.of_layer)].gather(1, self.sources).mean())
 
 
 def viewed(
     q: Tensor, k: Tensor, call: LayerContext, config: CabConfig, needles: Needles
 ) -> list[View]:
-    """The `View` of one layer at each of `THRESHOLDS`.
+    """Return the `View` of one layer at each of `THRESHOLDS`.
 
     Args:
-        q: [1, H, N, D]. k: [1, H_kv, N, D]. Of one text.
+        q: queries of one sequence, [1, H, N, D].
+        k: keys of the sequence, [1, H_kv, N, D].
     """
     blocks = config.query_block, config.key_block
     rank = capped_ranks(ranks(q, k, call, config), call.spans, config)[0]
@@ -89,7 +97,7 @@ def viewed(
 def needle_shares(
     q: Tensor, k: Tensor, call: LayerContext, key_block: int, needles: Needles
 ) -> Tensor:
-    """float32 [H, n, M_k]: the attention of each needle query on its needle, by key block."""
+    """Return the attention of needle queries on their needles by key block, float32 [H, n, M_k]."""
     first, last = (x[:, needles.queries] for x in (call.spans.first, call.spans.last))
     spans = Spans(first, last, call.spans.key_valid, consecutive=False)
     shares = q.new_zeros(
@@ -104,7 +112,12 @@ def needle_shares(
 
 
 def kept_between(views: Sequence[View], importance: Sequence[float]) -> Coverage:
-    """What the blocks of each layer keep of every layer, over all pairs of heads."""
+    """Return the `Coverage` between all layers, for all pairs of heads.
+
+    Args:
+        views: `View` of each layer, at one threshold.
+        importance: change of its input by each layer: 1 - cosine similarity.
+    """
     layers, heads = len(views), views[0].keep.shape[0]
     rows = views[0].rows
     keep = torch.stack([view.keep.float() for view in views])
@@ -122,7 +135,7 @@ def kept_between(views: Sequence[View], importance: Sequence[float]) -> Coverage
 
 
 def averaged_kept(measured: Sequence[Sequence[Coverage]]) -> list[Coverage]:
-    """The mean over documents of what was kept of each, by `THRESHOLDS`."""
+    """Return the mean `Coverage` over documents, at each of `THRESHOLDS`."""
     return [
         Coverage(*(torch.stack(parts).mean(0) for parts in zip(*of_each, strict=True)))
         for of_each in zip(*measured, strict=True)
@@ -130,45 +143,48 @@ def averaged_kept(measured: Sequence[Sequence[Coverage]]) -> list[Coverage]:
 
 
 def gains(kept: Coverage) -> Tensor:
-    """What a head of b has of the blocks of a head of a, needles weighed."""
+    """Return ``mass + NEEDLE_WEIGHT * needle`` of a coverage, float64 [L, L, H, H]."""
     return kept.mass + NEEDLE_WEIGHT * kept.needle
 
 
 def values(gain: Tensor, importance: Tensor) -> list[list[float]]:
-    """[a][b]: what it is worth that layer a chooses for layer b, weighed by b's importance.
+    """Return the value of layer a as the anchor of layer b, as a list of lists [a][b].
 
-    Every head of b takes the head of a that is worth most to it.
+    ``values[a][b] = importance[b] * mean_{head of b} max_{head of a} gain[a, b]``
 
     Args:
-        gain: [L, L, H, H], as `gains` has it.
+        gain: result of `gains`, [L, L, H, H].
+        importance: importance of each layer, [L].
     """
     return (gain.amax(2).mean(-1) * importance).tolist()
 
 
 def require_anchors(count: int, layers: int) -> None:
-    """Refuse a number of anchors that so many sparse layers cannot have.
-
-    Raises:
-        ValueError: naming both.
-    """
+    """Raise a ValueError if a model with ``layers`` sparse layers cannot have ``count`` anchors."""
     if not 1 <= count <= layers:
-        raise ValueError(f"anchors must be 1 to {layers}, the sparse layers, got {count}.")
+        raise ValueError(
+            f"anchors must be 1 to {layers}, the number of sparse layers, got {count}. Give a "
+            "number in this range."
+        )
 
 
 def best_anchors(value: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:
-    """The ``count`` layers, the first among them, that are worth most as anchors.
+    """Return the ``count`` most valuable anchors; the first layer is always an anchor.
 
-    A layer has the blocks of the last anchor up to itself; ``value[a][b]`` is what layer b gains
-    from those of layer a. Of several that are worth the same, those that come first.
+    A layer takes the blocks of the last anchor at or before the layer. Earlier layers win a tie.
+
+    Args:
+        value: ``value[a][b]`` is the value of layer a as the anchor of layer b.
+        count: number of anchors.
 
     Raises:
-        ValueError: for a count that is not 1 to the number of layers.
+        ValueError: ``count`` is not between 1 and the number of layers.
     """
     layers = len(value)
     require_anchors(count, layers)
-    # worth of layers a to b - 1 under anchor a
+    # total value of layers a to b - 1 if layer a is their anchor
     worth = [[sum(value[a][a:b]) for b in range(layers + 1)] for a in range(layers)]
-    # (total, anchors) of layers up to b, by b, for so many anchors
+    # b -> (total value, anchors) of layers 0 to b - 1, for a given number of anchors
     best = {b: (worth[0][b], (0,)) for b in range(1, layers + 1)}
     for so_many in range(2, count + 1):
         best = {
@@ -182,10 +198,11 @@ def best_anchors(value: Sequence[Sequence[float]], count: int) -> tuple[int, ...
 
 
 def assign_anchors(gain: Tensor, anchors: Sequence[int]) -> Assignment:
-    """The heads that are worth most. A head of an anchor has its own blocks.
+    """Map each head to the most valuable head of its anchor. Heads of an anchor keep their blocks.
 
     Args:
-        gain: as of `values`.
+        gain: result of `gains`, [L, L, H, H].
+        anchors: indices of the anchors.
     """
     layers, heads = gain.shape[1:3]
     of_layer = tuple(max(a for a in anchors if a <= b) for b in range(layers))
@@ -202,15 +219,19 @@ def cascaded(
     count: int,
     target: float,
 ) -> CabConfig:
-    """The cascade of ``count`` anchors for a model of ``total`` layers.
+    """Return ``config`` with a cascade of ``count`` anchors that reaches the target density.
 
     Args:
-        kept: at each of `THRESHOLDS`; of the layers with these indices, the others have no part.
-        target: share of the pairs that the model is to attend.
+        config: settings of the model.
+        kept: `Coverage` at each of `THRESHOLDS`, for the sparse layers only.
+        layers: indices of the sparse layers in the model.
+        total: number of layers of the model.
+        count: number of anchors.
+        target: target density: share of the (query, key) pairs that the model attends.
 
     Raises:
-        ValueError: for a target below what the highest threshold takes; see `best_anchors` for the
-            count.
+        ValueError: ``target`` is below the density of the highest threshold, or ``count`` is out
+            of range (see `best_anchors`).
     """
     tried = []
     for each in kept:

@@ -1,7 +1,8 @@
-"""One threshold for a model: what `mass_threshold` makes it attend a density.
+"""Calibration of one `mass_threshold` for a model, at which the model reaches a target density.
 
-Rows differ more than heads do, and one threshold spends where attention is: what every layer would
-keep at each of `THRESHOLDS` is counted in one dense pass over a few texts. Nothing is trained.
+One threshold spends the budget where the attention mass is, because rows differ more than heads do.
+One dense pass over a few documents counts the pairs that each layer keeps at each threshold of
+`THRESHOLDS`. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -20,24 +21,26 @@ from cab_hf.predictors import LayerContext
 from cab_hf.predictors.cascade import anchor_of
 from cab_hf.predictors.rows import capped_ranks, ranks
 
-# falling, in equal ratios
+# descending, in equal ratios of 2 ** (1 / 4), from 0.5 to about 1e-6
 THRESHOLDS = tuple(2 ** (-step / 4) for step in range(4, 80))
 
 
 def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
-    """Return the share of the pairs that a layer attends at each threshold: float64 [T + 2].
+    """Return the density of a layer at each threshold, float64 [T + 2].
 
-    The thresholds are 1, `THRESHOLDS` and 0. At 1 a row keeps its forced blocks, and the blocks
-    that one query needs. ``max_density`` limits the blocks of a row at every threshold.
+    The density is the share of the (query, key) pairs that the layer attends. The thresholds are 1,
+    `THRESHOLDS` and 0. At 1 a row keeps its forced blocks, and the blocks that one query needs.
+    ``max_density`` limits the blocks of a row at every threshold.
 
     Args:
-        q: [1, H, N, D]. k: [1, H_kv, N, D]. Of one text.
+        q: queries of one sequence, [1, H, N, D].
+        k: keys of the sequence, [1, H_kv, N, D].
     """
     pairs = block_pairs(call.spans, config)
     rising = torch.tensor(THRESHOLDS[::-1], device=q.device)
     found = torch.zeros(len(THRESHOLDS) + 2, dtype=torch.float64, device=q.device)
     for rank in capped_ranks(ranks(q, k, call, config), call.spans, config)[0]:
-        # how many thresholds a block reaches, and one more where it needs none
+        # number of thresholds that a block reaches, plus one if it is kept at threshold 1
         place = torch.bucketize(rank, rising, right=True) + (rank >= 1)
         seen = rank >= 0
         found += torch.bincount(place[seen], pairs[seen], len(found))
@@ -45,7 +48,7 @@ def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Te
 
 
 def block_pairs(spans: Spans, config: CabConfig) -> Tensor:
-    """float64 [M_q, M_k]: (query, key) pairs of each block that the spans of the one text allow."""
+    """Return the visible (query, key) pairs of each block of one sequence, float64 [M_q, M_k]."""
     start = torch.arange(0, spans.kv_length, config.key_block, device=spans.first.device)
     first, last = spans.first[0, :, None], spans.last[0, :, None]
     seen = torch.minimum(start + config.key_block - 1, last) - torch.maximum(start, first) + 1
@@ -55,7 +58,7 @@ def block_pairs(spans: Spans, config: CabConfig) -> Tensor:
 
 
 def least_density(config: CabConfig, length: int) -> float:
-    """The share of the pairs that forced blocks are in a text of so many tokens."""
+    """Return the share of the (query, key) pairs of ``length`` tokens that are in forced blocks."""
     spans = Spans.causal(1, length, length, "cpu")
     visible = block_visibility(spans, config.query_block, config.key_block)
     pairs = block_pairs(spans, config)
@@ -82,50 +85,53 @@ def require_target(config: CabConfig, target: float, length: int) -> None:
     """
     if config.predictor not in CAB:
         raise ValueError(
-            f"predictor {config.predictor!r} does not choose blocks by their mass, so there "
-            "is nothing to calibrate."
+            f"predictor must be one of {', '.join(map(repr, CAB))}, got {config.predictor!r}, "
+            "which does not select blocks by mass. Change the predictor before you calibrate."
         )
     require_reachable(target, least_density(config, length))
     most = most_density(config, length)
     if target > most + 1e-6:
-        # rounded down: a target of the density in the message is accepted
+        # rounded down, so that the density in the message is accepted as a target
         raise ValueError(
-            f"target_density is {target:g}; with max_density={config.max_density:g} the model "
-            f"attends at most {floor(1000 * most + 1e-6) / 1000:.3f} at this length. Raise "
+            f"target_density must be at most {floor(1000 * most + 1e-6) / 1000:.3f} with "
+            f"max_density={config.max_density:g} at this length, got {target:g}. Raise "
             "max_density or lower target_density."
         )
 
 
 def require_reachable(target: float, least: float) -> None:
-    """Refuse a target density below what a model takes at the least.
-
-    Raises:
-        ValueError: naming both.
-    """
+    """Raise a ValueError if the target density is below the smallest density of the model."""
     if not least <= target:
-        # rounded up: what is named is accepted
+        # rounded up, so that the density in the message is accepted as a target
         named = ceil(1000 * least - 1e-6) / 1000
         raise ValueError(
-            f"target_density must be at least {named:.3f}, the least that the model attends at "
-            f"this length (a smaller share of longer texts), got {target:g}."
+            f"target_density must be at least {named:.3f}, the smallest density of the model at "
+            f"this length, got {target:g}. Raise target_density or use longer sequences."
         )
 
 
 def fitted(config: CabConfig, measured: Sequence[Mapping[int, Tensor]], target: float) -> CabConfig:
-    """``config`` with the threshold at which layers attend the target, in the mean.
+    """Return ``config`` with the threshold at which the mean density of the layers is ``target``.
 
     Args:
-        measured: `densities` of each document, by layer.
+        config: settings of the model.
+        measured: result of `densities` per document, by layer.
+        target: target density.
+
+    Raises:
+        ValueError: no layer is sparse, or no threshold reaches the target.
     """
     layers = sorted(measured[0])
     if not layers:
-        raise ValueError("No layer of the model attends sparsely: there is nothing to calibrate.")
-    # a layer of a cascade attends what its anchor chooses
+        raise ValueError(
+            "model must have at least one sparse layer, got none. Remove layers from dense_layers."
+        )
+    # a layer of a cascade attends the blocks that its anchor selects
     choosing = [anchor_of(config, layer) for layer in layers]
     choosing = [layer if a is None else a for a, layer in zip(choosing, layers, strict=True)]
     of_all = torch.stack([each[layer] for each in measured for layer in choosing]).mean(0).tolist()
     *of_all, at_zero = of_all
-    # nothing reaches a threshold above 1
+    # no block reaches a threshold above 1
     at, threshold = threshold_for((1.0, *THRESHOLDS), of_all, target)
     if at == len(THRESHOLDS) and at_zero - target <= target - of_all[-1]:
         threshold = 0.0
@@ -135,12 +141,18 @@ def fitted(config: CabConfig, measured: Sequence[Mapping[int, Tensor]], target: 
 def threshold_for(
     thresholds: Sequence[float], spent: Sequence[float], target: float
 ) -> tuple[int, float]:
-    """The last of ``thresholds`` that spends no more than the target, and the one that meets it.
+    """Return the index of the last threshold within the target, and the threshold that meets it.
 
-    The latter is on a line to the next one, if any, by their logarithms; to three digits.
+    The second value is interpolated between this threshold and the next one, linearly in their
+    logarithms, and rounded to three digits.
+
+    Args:
+        thresholds: descending thresholds.
+        spent: density at each threshold, ascending.
+        target: target density.
 
     Raises:
-        ValueError: for a target below what the first one spends.
+        ValueError: ``target`` is below the density of the first threshold.
     """
     require_reachable(target, spent[0])
     at = max(at for at, density in enumerate(spent) if density <= target)

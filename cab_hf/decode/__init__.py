@@ -1,1 +1,1 @@
-"""Sparse decode in a model: the cache that keeps an index, and the step that reads it."""
+"""Sparse decode steps of a model: the cache that keeps a key index, and the step that reads it."""

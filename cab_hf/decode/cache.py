@@ -1,7 +1,7 @@
-"""Layers of a KV cache that keep, beside keys and values, the index of the keys.
+"""Layers of a KV cache that keep an index of the keys in addition to keys and values.
 
-They replace those of transformers' own `DynamicCache` and `StaticCache`. The index is what
-`index_keys` makes of the keys: it is made once a key, when the key is written.
+The layers replace those of transformers' `DynamicCache` and `StaticCache`. `index_keys` computes
+the index once per key, when the key is written.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from transformers.cache_utils import (
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Index
 
-# tokens by which the buffers of a dynamic layer grow
+# tokens by which the buffers of a dynamic layer grow: a decode step rarely allocates memory
 ROOM = 1024
 
 
 class KeyIndex(NamedTuple):
-    """The index of the keys that a layer's `update` returns, which is their ``cab_index``.
+    """The index of the keys that a layer's `update` returns, in their attribute ``cab_index``.
 
-    Keys that are made of these, as a cast or a repetition makes them, have none.
+    Keys that are computed from these, such as a cast or a repetition, have no ``cab_index``.
 
     Attributes:
-        index: of the keys, on their device.
-        channels: those of the index; () for all.
+        index: index of the keys, on their device.
+        channels: channels in the index; () for all channels.
     """
 
     index: Index
@@ -43,14 +43,17 @@ class KeyIndex(NamedTuple):
 
 
 class IndexedLayer(CacheLayerMixin):
-    """A layer with an index of its keys: whatever is done to them is done to the index.
+    """A cache layer with an index of its keys. Every change of the keys also changes the index.
 
-    A kind has `_append`, which writes new tokens and their index, `_hold`, which takes over all
-    that a plain layer holds, and `_change`, which has something done to keys, values and index.
+    Subclasses define three methods:
+
+    * `_append` writes new tokens and their index.
+    * `_hold` takes over the tensors of a plain layer.
+    * `_change` applies a function to keys, values and index.
 
     Attributes:
-        index: of the keys; None before the first.
-        channels: those that the index holds; () for all.
+        index: index of the keys; None before the first key.
+        channels: channels in the index; () for all channels.
     """
 
     index: Index | None = None
@@ -59,8 +62,10 @@ class IndexedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of new tokens, [B, H_kv, n, D]: all of both, of a static
-        layer all slots."""
+        """Write the keys and values of new tokens, [B, H_kv, n, D].
+
+        Returns the keys and values of all tokens; a static layer returns all slots.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._append(key_states, value_states)
@@ -78,14 +83,14 @@ class IndexedLayer(CacheLayerMixin):
 
 
 class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
-    """A layer that grows, with room for the tokens to come: a step copies nothing but its token.
+    """A growing layer with spare capacity, so that a decode step copies only its own token.
 
-    ``keys``, ``values`` and what ``index`` has are views of what is written: [B, H_kv, N, ...].
-    Where gradients are recorded they are concatenated instead, as nothing that autograd keeps may
-    be written over.
+    ``keys``, ``values`` and the tensors of ``index`` are views of the written part,
+    [B, H_kv, N, ...]. The layer concatenates tensors instead if gradients are recorded, because
+    tensors that autograd saves must not be overwritten.
     """
 
-    # of keys, values and what the index has, with room behind what is written
+    # buffers of keys, values and index tensors, with spare capacity after the written tokens
     _buffers: tuple[Tensor, ...] | None = None
     _length = 0
 
@@ -112,7 +117,7 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
             return False
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return True
-        # what was made in inference mode is not to be written outside of it
+        # an inference tensor must not be written outside of inference mode
         return not self._buffers[0].is_inference()
 
     def _show(self, length: int) -> None:
@@ -132,7 +137,7 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
         self._change(lambda x: x[indices, ...])
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Remove tokens from the end, so many as transformers' own layer would."""
+        """Remove tokens from the end; the arguments are those of transformers' own layer."""
         if self._buffers is not None:
             super().crop(*args, **kwargs)
             self._show(self.keys.shape[2])
@@ -142,7 +147,7 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
         self.is_initialized = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # views that are copied one by one would not be views of the buffers any more
+        # views that are copied one by one are no longer views of the buffers
         return vars(self) | {"keys": None, "values": None, "index": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -152,9 +157,9 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
 
 
 class IndexedStaticLayer(IndexedLayer, StaticLayer):
-    """A layer of so many slots, for compiled models: nothing but its tensors changes in a step.
+    """A layer with a fixed number of slots, for compiled models: a step changes only its tensors.
 
-    ``index`` is of all slots, written where the keys are.
+    ``index`` covers all slots. The index of a key is written in the slot of the key.
     """
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -163,13 +168,13 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
         self._point_to(Index(*parts))
 
     def _of_no_key(self) -> Index:
-        """What the index has in a slot that is not written yet, [B, H_kv, 1, ...]."""
+        """Return the index of an empty slot, [B, H_kv, 1, ...]."""
         return decode.index_keys(torch.zeros_like(self.keys[:, :, :1]), self.channels)
 
     def _point_to(self, index: Index) -> None:
         self.index = index
         if not torch.compiler.is_compiling():
-            # as transformers has it of keys and values
+            # as transformers does for keys and values
             for x in index:
                 torch._dynamo.mark_static_address(x)
 
@@ -194,7 +199,7 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
 
 
 def _of_both(name: str) -> Callable[..., None]:
-    """A method of layers that have the states of linear attention beside keys: done to both."""
+    """Return a method that applies ``name`` to the linear-attention states and to the keys."""
 
     def method(self: LinearAttentionLayer, *args: Any) -> None:
         getattr(LinearAttentionLayer, name)(self, *args)
@@ -207,18 +212,18 @@ BOTH = ("offload", "prefetch", "reset", "reorder_cache", "crop")
 
 
 class IndexedHybridLayer(LinearAttentionAndFullAttentionLayer, IndexedDynamicLayer):
-    """An `IndexedDynamicLayer` that has states of linear attention as well."""
+    """An `IndexedDynamicLayer` that also holds states of linear attention."""
 
     offload, prefetch, reset, reorder_cache, crop = map(_of_both, BOTH)
 
 
 class IndexedStaticHybridLayer(LinearAttentionAndStaticFullAttentionLayer, IndexedStaticLayer):
-    """An `IndexedStaticLayer` that has states of linear attention as well."""
+    """An `IndexedStaticLayer` that also holds states of linear attention."""
 
     offload, prefetch, reset, reorder_cache, crop = map(_of_both, BOTH)
 
     def lazy_initialization(self, *key_value: Tensor, **states: Any) -> None:
-        # as transformers' layer distinguishes them
+        # transformers' layer distinguishes keys and states in the same way
         kind = IndexedStaticLayer if key_value else LinearAttentionLayer
         kind.lazy_initialization(self, *key_value, **states)
 
@@ -232,15 +237,17 @@ KINDS = {
 
 
 def indexed(layer: CacheLayerMixin, channels: tuple[int, ...]) -> CacheLayerMixin:
-    """A plain layer with an index of what it holds, a static one in the same tensors; any other
-    layer as it is."""
+    """Return a plain layer with an index of its keys; return any other layer unchanged.
+
+    A static layer keeps its key and value tensors.
+    """
     kind = KINDS.get(type(layer))
     if kind is None:
         return layer
     made = kind.__new__(kind)
     vars(made).update(vars(layer), channels=tuple(channels))
     if layer.is_initialized and layer.keys.numel():
-        # an offloaded layer holds its tensors elsewhere
+        # the tensors of an offloaded layer are on the CPU
         made._hold(layer.keys.to(layer.device), layer.values.to(layer.device))
         if layer.keys.device != layer.device:
             made.offload()
@@ -248,7 +255,7 @@ def indexed(layer: CacheLayerMixin, channels: tuple[int, ...]) -> CacheLayerMixi
 
 
 def _grown(old: Tensor | None, new: Tensor, room: int) -> Tensor:
-    """``new`` behind ``old``, and ``room`` tokens that hold nothing yet."""
+    """Return ``old``, then ``new``, then ``room`` uninitialised tokens, along dimension 2."""
     parts = [new] if old is None else [old, new]
     if room:
         parts.append(new.new_empty(*new.shape[:2], room, *new.shape[3:]))

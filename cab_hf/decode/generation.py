@@ -1,4 +1,4 @@
-"""`index_cache`: a cache with an index where a model's layers read one."""
+"""`index_cache` adds a key index to the cache layers that sparse decode steps of a model read."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from cab_hf.predictors.cascade import anchor_of
 
 
 def index_cache(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
-    """The ``cache`` with an index in every layer that chooses keys: it is then decoded sparsely.
+    """Return ``cache`` with an index in every layer that selects keys, for sparse decode steps.
 
-    Layers are replaced in place and keep what they hold. Those under a sliding window, in
-    ``dense_layers`` or behind an anchor of a cascade need no index and stay as they are.
+    Cache layers are replaced in place and keep their keys and values. Layers that need no index
+    stay unchanged: layers with a sliding window, layers in ``dense_layers``, and layers that take
+    their selection from an anchor of a cascade.
 
     Args:
-        model: on "cab", with ``sparse_decode``.
-        cache: a `DynamicCache` or `StaticCache` of transformers; by default a new dynamic one.
+        model: a model with ``attn_implementation`` "cab" and ``sparse_decode``.
+        cache: a `DynamicCache` or `StaticCache` of transformers. None means a new `DynamicCache`.
 
     Raises:
-        ValueError: for a model that reads no index, or another kind of cache.
+        ValueError: the model reads no index, or the cache has another type.
     """
     model = transformers_model(model)
     text = model.config.get_text_config()
@@ -54,13 +55,16 @@ def index_cache(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
 
 
 def has_index(cache: Cache, layer: int | None) -> bool:
-    """Whether there is an index where an attention layer keeps its keys."""
+    """Return whether the cache layer of an attention layer has an index."""
     kept = [cache.layers[place] for place in _places(layer, cache)]
     return any(isinstance(each, (IndexedDynamicLayer, IndexedStaticLayer)) for each in kept)
 
 
 def index_made(model: PreTrainedModel, cache: object) -> None:
-    """`index_cache` of what `generate` has made, where the model would read an index of it."""
+    """Call `index_cache` on the cache that `generate` made, if the model reads an index.
+
+    Warns once if the cache cannot have an index.
+    """
     if _no_index(model, DynamicCache()) is not None:
         return
     why = _no_index(model, cache)
@@ -68,36 +72,41 @@ def index_made(model: PreTrainedModel, cache: object) -> None:
         index_cache(model, cache)
     else:
         key = "no index", type(cache).__name__
-        warn_once(key, f"sparse_decode is on, and decoding is dense: {why}")
+        warn_once(key, f"sparse_decode is True, but decode steps are dense. {why}")
 
 
 def _no_index(model: PreTrainedModel, cache: object) -> str | None:
-    """Why `index_cache` refuses a model and its cache; None where it does not."""
+    """Return why `index_cache` refuses a model and its cache; None if it accepts both."""
     text = model.config.get_text_config()
-    how = "call cab_hf.apply_cab(model, sparse_decode=True) first."
+    how = "Call cab_hf.apply_cab(model, sparse_decode=True) first."
     if text._attn_implementation not in SPARSE:
         name = repr(text._attn_implementation)
-        return f"attn_implementation is {name}, which reads no index of the cache; {how}"
+        return f"attn_implementation must be 'cab' or 'cab_frc', got {name}. {how}"
     if not isinstance(cache, (DynamicCache, StaticCache)):
         return (
-            f"cache is a {type(cache).__name__}, whose layers cannot have an index; give a "
-            "DynamicCache or a StaticCache, or None for a new one."
+            f"cache must be a DynamicCache or a StaticCache, got a {type(cache).__name__}, whose "
+            "layers cannot have an index. Pass None for a new DynamicCache."
         )
     if not cab_config_of(text).sparse_decode:
-        return f"CabConfig.sparse_decode is False: no layer reads an index; {how}"
+        return f"CabConfig.sparse_decode must be True, got False: no layer reads an index. {how}"
     return None
 
 
 def _places(layer: int | None, cache: Cache) -> range:
-    """The layers of a ``cache`` in which an attention layer keeps its keys: any, where it serves
-    several. Those that keep no keys have no index anyway."""
+    """Return the indices of the cache layers that may hold the keys of an attention layer.
+
+    None for ``layer`` means an attention layer that is called several times: any cache layer may
+    hold its keys. Cache layers without keys never have an index.
+    """
     count = len(cache.layers)
     return range(count) if layer is None else range(layer, min(layer + 1, count))
 
 
 def why_none(module: nn.Module, config: CabConfig) -> str | None:
-    """Why an attention layer chooses no keys for a step of decode, as half a sentence, as far as
-    it shows it before it is called; None where it chooses."""
+    """Return why an attention layer selects no keys in a decode step; None if it selects keys.
+
+    The reason is a clause, and comes from what the layer shows before its first call.
+    """
     layer = layer_index(module)
     if foreseen(module) is not None:
         return foreseen(module)
@@ -108,16 +117,16 @@ def why_none(module: nn.Module, config: CabConfig) -> str | None:
     if layer in config.dense_layers:
         return "in dense_layers"
     if anchor_of(config, layer) not in (None, layer):
-        return "behind an anchor"
-    return "keys are made of what the cache keeps" if _makes_keys(type(module)) else None
+        return "keys selected by its anchor"
+    return "keys computed from the cache" if _makes_keys(type(module)) else None
 
 
 @lru_cache
 def _makes_keys(kind: type[nn.Module]) -> bool:
-    """Whether the code of a layer attends other keys than its cache returns: latent attention makes
-    them of what is kept for all heads, and some layers repeat theirs.
+    """Return whether the code of a layer attends to other keys than its cache returns.
 
-    Code that cannot be read, or updates a cache elsewhere, is taken to attend what is kept.
+    Latent attention computes keys from a cached vector that all heads share, and some layers
+    repeat their keys. Returns False if the code cannot be read, or updates the cache elsewhere.
     """
     try:
         code = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
@@ -132,7 +141,7 @@ def _makes_keys(kind: type[nn.Module]) -> bool:
     target = update.targets[0]
     kept = ast.unparse(target.elts[0] if isinstance(target, ast.Tuple) else target)
     behind = [x for x in nodes if getattr(x, "lineno", 0) > update.end_lineno]
-    # of an attention function, recognised by its first argument
+    # calls of an attention function, whose first argument is the layer
     calls = [x for x in behind if isinstance(x, ast.Call) and len(x.args) > 3]
     calls = [x for x in calls if ast.unparse(x.args[0]) == "self"]
     if not calls:

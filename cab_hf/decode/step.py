@@ -1,4 +1,4 @@
-"""`SparseDecode`: one query a head attends the keys that its KV head chooses."""
+"""`SparseDecode`: the query of each head attends to the keys that its KV head selects."""
 
 from __future__ import annotations
 
@@ -17,13 +17,20 @@ from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice
 from cab_hf.predictors.cascade import anchor_of, require_heads_of
 
-# a text is read sparsely from so many times the keys that are read: below, scoring costs more
+# smallest ratio of cached keys to selected keys in a sparse step: below, scoring costs more than
+# dense attention
 DECODE_FROM = 4
-SHARED_CHOICE = "cascade decode"  # under which an anchor leaves its choice
+SHARED_CHOICE = "cascade decode"  # key of an anchor's selection in the shared state
 
 
 class SharedChoice(NamedTuple):
-    """What an anchor leaves in a step: its index, its query and KV heads, and what these chose."""
+    """The selection that an anchor shares with later layers in a decode step.
+
+    Attributes:
+        layer: layer index of the anchor.
+        heads: (query heads, KV heads) of the anchor.
+        choice: selected keys of each KV head of the anchor.
+    """
 
     layer: int
     heads: tuple[int, int]
@@ -31,19 +38,19 @@ class SharedChoice(NamedTuple):
 
 
 class SparseDecode:
-    """Attention of one query a head over the keys chosen for it, of a text in one process.
+    """Attention of one query per head over selected keys, for sequences in one process.
 
-    They are chosen by the index of the call, or behind an anchor of a cascade by that.
+    The layer selects the keys with the index of the call, or takes the selection of its anchor.
     """
 
     kind: ClassVar[str] = "sparse decode"
     reason: ClassVar[None] = None
 
     def attend(self, call: Call) -> Tensor:
-        """Return the output [B, H, 1, D_v] of a call.
+        """Return the output of a call, [B, H, 1, D_v].
 
         Raises:
-            NotImplementedError: for queries, keys or values that `torch.vmap` batches.
+            NotImplementedError: `torch.vmap` batches the queries, keys or values.
         """
         refuse_vmap("the input of a sparse decode step", call.q, call.k, call.v)
         q, text, config, layer = call.q, call.text, call.config, layer_index(call.layer)
@@ -65,24 +72,24 @@ class SparseDecode:
 def _mapped(
     shared: SharedChoice, config: CabConfig, layer: int, heads: tuple[int, int], device: Any
 ) -> Choice:
-    """The anchor's choice, KV head by KV head as most of a group's heads are mapped."""
+    """Return the anchor's selection, mapped to the KV heads of a layer by `mapped_kv_heads`."""
     require_heads_of(shared.layer, shared.heads, layer, heads)
     mapped = mapped_kv_heads(config.head_map[layer], heads[1]) if config.head_map else None
     if mapped == tuple(range(heads[1])):
         mapped = None
-    # the layers of a model may be spread over devices
+    # the layers of a model may be on different devices
     return shared.choice.elsewhere(device, mapped)
 
 
 def why_dense(
     text: Any, config: CabConfig, layer: nn.Module | None, index: KeyIndex | None
 ) -> str | None:
-    """Why a call of few queries is no sparse step, as half a sentence; None where it is one."""
+    """Return why a call with few queries is no sparse step, as a clause; None if it is one."""
     if softcap(layer) is not None:
         return "soft-capped logits (decode)"
     if not config.sparse_decode or text.q_length != 1 or text.document is not None:
         return f"fewer than query_block={config.query_block} queries (decode)"
-    # of a static cache the slots are known, and what is written on the device alone
+    # the host knows the slots of a static cache; only the device knows how many are written
     slots = text.slots if text.kv_length is None else text.kv_length
     if slots is None or not decodes_sparsely(config, slots):
         short = slots is not None and slots < config.min_length
@@ -97,21 +104,21 @@ def why_dense(
         if not ready and not torch.compiler.is_compiling():
             warn_once(
                 ("sparse_decode", "no index"),
-                "sparse_decode is True and the keys of a step have no index, so it is dense: let "
-                "generate make the cache, or call cab_hf.index_cache, and pass the keys that the "
-                "cache returns to the attention function.",
+                "sparse_decode is True, but the keys of a step have no index: the step is dense. "
+                "Let generate make the cache or call cab_hf.index_cache, and pass the keys that "
+                "the cache returns to the attention function unchanged.",
             )
     return None if ready else "a cache without an index (decode)"
 
 
 def decodes_sparsely(config: CabConfig, tokens: int) -> bool:
-    """Whether a step reads a text of so many tokens sparsely."""
+    """Return whether a decode step over ``tokens`` cached tokens is sparse."""
     least = decode_from(config)
     return config.sparse_decode and least is not None and tokens >= least
 
 
 def decode_from(config: CabConfig) -> int | None:
-    """Tokens of a text from which a step reads it sparsely; None where it never does."""
+    """Return the smallest number of cached tokens for a sparse step; None if steps are dense."""
     wanted = config.decode_tokens
     if isinstance(wanted, int):
         return max(config.min_length, DECODE_FROM * wanted)
@@ -119,10 +126,13 @@ def decode_from(config: CabConfig) -> int | None:
 
 
 def mapped_kv_heads(row: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
-    """For each KV head that of the anchor which most of its query heads are mapped to.
+    """Return the KV head of the anchor for each KV head of a layer.
+
+    It is the KV head to which most query heads of the group are mapped. The first one wins a tie.
 
     Args:
-        row: of ``head_map``, the head of the anchor for each query head.
+        row: row of ``head_map``: the query head of the anchor for each query head.
+        kv_heads: number of KV heads of the layer.
     """
     group = len(row) // kv_heads
     result = []

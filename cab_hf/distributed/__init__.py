@@ -1,4 +1,4 @@
-"""Context parallelism: one text over many processes, each with a shard of its tokens."""
+"""Context parallelism: each rank holds a shard of the tokens of one sequence."""
 
 from cab_hf.distributed.batch import shard, unshard, whole_cache
 from cab_hf.distributed.choosing import predict, union

@@ -1,4 +1,4 @@
-"""Batches sharded to ranks, and what ranks have made of them put together."""
+"""Functions that shard a batch over ranks and gather the outputs of all ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 IGNORED = -100
-# attribute of the ``cu_seq_lens_q`` of a shard: what ranks must have in common of all that was
-# sharded. Attention gets this tensor, and no other one describes the whole text
+# attribute of a shard's ``cu_seq_lens_q`` with a checksum of the whole batch, to compare batches of
+# ranks; attention receives no other tensor of the whole sequence
 CHECKSUM = "cab_checksum"
 KNOWN = (
     *("input_ids", "labels", "shift_labels"),
@@ -32,38 +32,49 @@ KNOWN = (
 def shard(
     batch: Mapping[str, Tensor], group: ProcessGroup | None = None, block: int = EXACT_BLOCK
 ) -> dict[str, Tensor]:
-    """This rank's part of a batch, for a model inside `cab_hf.context_parallel`.
+    """Return this rank's shard of a batch, for a model inside `cab_hf.context_parallel`.
 
     Args:
-        batch: the whole of it, the same on every rank: ``input_ids`` int [B, N] and, where there
-            are, ``labels`` [B, N], or ``shift_labels`` that are shifted already, and what tells
-            packed documents: ``cu_seq_lens_q`` int [documents + 1], or ``position_ids`` [1 or B, N]
-            that restart at 0. Rows are packed alike. An ``attention_mask`` must have no padding in
-            it.
-        group, block: as in `cab_hf.context_parallel`.
+        batch: the whole batch, equal on all ranks, with these tensors:
+
+            * ``input_ids``: int [B, N].
+            * ``labels``: optional, int [B, N].
+            * ``shift_labels``: instead of ``labels``, labels that are already shifted.
+            * ``cu_seq_lens_q``: int [documents + 1], boundaries of packed documents.
+            * ``position_ids``: instead, int [1 or B, N], positions that restart at 0.
+            * ``attention_mask``: optional, without padding.
+
+            All rows have the same document boundaries.
+        group: the ranks that hold one sequence. None means all ranks.
+        block: chunks are multiples of ``block`` tokens, as in `cab_hf.context_parallel`.
 
     Returns:
-        ``input_ids`` [B, n], n the same on all ranks (padding is token 0, and counts in no loss);
-        ``position_ids`` [1, n], positions in the document; ``cu_seq_lens_q``, where documents of
-        the whole text begin and end. With labels also ``labels`` and ``shift_labels`` [B, n], both
-        shifted before they were sharded, and ``num_items_in_batch``, how many labels of the whole
-        batch count: by these a transformers model returns its rank's share of the mean loss, which
-        the ranks' losses add up to, as their gradients do. Where gradients are averaged over ranks
-        (DDP, FSDP), scale the loss by their number.
+        A dict of tensors, where n is the same on all ranks:
 
-    Whether the batch is the same on every rank is known here alone. The first layer compares it, by
-    a checksum that ``cu_seq_lens_q`` carries until it is copied: shard on the device of the model.
+        * ``input_ids``: [B, n]. Padding has token 0 and does not count in the loss.
+        * ``position_ids``: [1, n], positions in the document.
+        * ``cu_seq_lens_q``: boundaries of the documents of the whole sequence.
+        * ``labels`` and ``shift_labels``, if the batch has labels: [B, n], both shifted before
+          sharding.
+        * ``num_items_in_batch``, if the batch has labels: number of labels of the whole batch.
+
+    A transformers model then returns the share of its rank in the mean loss. The losses of all
+    ranks add up to the mean loss, and so do their gradients. If gradients are averaged over ranks
+    (DDP, FSDP), multiply the loss by the number of ranks.
+
+    The first attention layer checks that the batch is equal on all ranks. It reads a checksum that
+    is lost if ``cu_seq_lens_q`` is copied, so shard on the device of the model.
 
     Raises:
-        ValueError: for padding, rows packed differently, labels given twice, or what nobody knows
-            how to deal out.
+        ValueError: the batch has padding, rows with different documents, labels given twice, or a
+            tensor that cannot be sharded.
     """
     group = group_of(group)
     for name in batch:
         if name not in KNOWN:
             raise ValueError(
-                f"batch has {name!r}, which shard cannot split over ranks; leave "
-                "it out, and split it yourself with cab_hf.distributed.sharding."
+                f"batch must contain only {', '.join(KNOWN)}, got {name!r}. Leave it out, and "
+                "shard it yourself with cab_hf.distributed.sharding."
             )
     ids = batch["input_ids"]
     lengths = _documents(batch)
@@ -92,18 +103,26 @@ def unshard(
     dim: int = 1,
     block: int = EXACT_BLOCK,
 ) -> Tensor:
-    """The x of all ranks in the order of the text, padding left out; on every rank, no gradient.
+    """Gather x from all ranks in the order of the sequence, without padding and without gradient.
+
+    Every rank receives the result.
 
     Args:
-        x: of n tokens in dimension ``dim``, such as logits [B, n, V].
-        cu_seqlens: the ``cu_seq_lens_q`` that `shard` returned.
+        x: tensor with n tokens in dimension ``dim``, such as logits [B, n, V].
+        cu_seqlens: ``cu_seq_lens_q`` from `shard`.
+        group: the ranks that hold one sequence. None means all ranks.
+        dim: dimension of the tokens.
+        block: tokens, as in `shard`.
+
+    Raises:
+        ValueError: x has another number of tokens than the shard of a rank.
     """
     group = group_of(group)
     sharding = sharding_of(lengths_between(cu_seqlens), group.size(), block)
     if x.shape[dim] != sharding.tokens:
         raise ValueError(
-            f"x has {x.shape[dim]} tokens in dimension {dim}, and a rank of {group.size()} holds "
-            f"{sharding.tokens}; give what the model made of a shard."
+            f"x must have {sharding.tokens} tokens in dimension {dim}, the shard of each of "
+            f"{group.size()} ranks, got {x.shape[dim]}. Give the output of the model for a shard."
         )
     holders = sharding.holders.to(x.device)
     return gathered(x.movedim(dim, 0), group).index_select(0, holders).movedim(0, dim)
@@ -115,36 +134,39 @@ def whole_cache(
     group: ProcessGroup | None = None,
     block: int = EXACT_BLOCK,
 ) -> Any:
-    """The cache of a prefill over ranks, made whole on each of them, so that ``generate`` goes on.
+    """All-gather the KV cache of a sharded prefill, so that every rank can call ``generate``.
 
-    Every rank then holds K and V of the whole text, W times what it had, and has received all but
-    its own part of it: 2 layers H_kv N D elements. Layers take turns, so that one of them is held
-    twice at a time. What follows is one process's, each rank for itself, outside of
-    `cab_hf.context_parallel`. ``generate`` wants a token to begin with: take the last one out by
-    ``cache.crop(-1)``, and give it the whole ``input_ids``.
+    Every rank then holds K and V of the whole sequence: 2 * layers * H_kv * N * D elements, which
+    is W times its shard. Layers are gathered one by one, so that at most one layer is held twice.
+
+    Call ``generate`` after the `cab_hf.context_parallel` block; every rank then decodes alone.
+    ``generate`` needs a token to start with: call ``cache.crop(-1)`` and pass the whole
+    ``input_ids``.
 
     Args:
         cache: a transformers ``DynamicCache``, ``past_key_values`` of the prefill's output.
-        cu_seqlens: the ``cu_seq_lens_q`` that `shard` returned.
+        cu_seqlens: ``cu_seq_lens_q`` from `shard`.
+        group: the ranks that hold one sequence. None means all ranks.
+        block: tokens, as in `shard`.
 
     Returns:
-        The same cache.
+        The same cache object.
 
     Raises:
-        NotImplementedError: for layers that hold anything else than the K and V of every token,
-            and for packed documents, which generation does not know.
+        NotImplementedError: a cache layer does not hold K and V of every token, or the sequence
+            has packed documents, which ``generate`` does not support.
     """
     documents = len(lengths_between(cu_seqlens))
     if documents > 1:
         raise NotImplementedError(
-            f"cu_seqlens has {documents} documents; a cache from which generate goes on holds one. "
-            "Prefill them apart."
+            f"cu_seqlens must describe one document to continue with generate, got {documents}. "
+            "Prefill the documents separately."
         )
     for layer in cache.layers:
         if type(layer).__name__ != "DynamicLayer":
             raise NotImplementedError(
-                f"a layer of the cache is a {type(layer).__name__}; whole_cache knows "
-                "DynamicLayer, which holds the keys of every token."
+                f"cache layers must be of type DynamicLayer, got {type(layer).__name__}. Use a "
+                "DynamicCache of a model whose layers all keep the keys of every token."
             )
     for layer in cache.layers:
         layer.keys = unshard(layer.keys, cu_seqlens, group, 2, block).contiguous()
@@ -153,28 +175,28 @@ def whole_cache(
 
 
 def _shifted(batch: Mapping[str, Tensor]) -> Tensor | None:
-    """[B, N], what each token is to predict; None where no labels are given."""
+    """Return the label that each token predicts, [B, N]; None if the batch has no labels."""
     labels, shifted = batch.get("labels"), batch.get("shift_labels")
     if labels is not None and shifted is not None:
         raise ValueError(
-            "batch has labels and shift_labels, which are labels shifted already; give one of them."
+            "batch must have either labels or shift_labels, got both. Leave out one of them."
         )
     return shifted if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def _dealt(x: Tensor, sharding: Sharding, rank: int, padding: int) -> Tensor:
-    """[B, n] of [B, N]."""
+    """Return the tokens of a rank, [B, n], of x [B, N], with ``padding`` in padding slots."""
     mine = x.index_select(1, sharding.slots[rank].to(x.device))
     return mine.masked_fill(~sharding.real[rank].to(x.device), padding)
 
 
 def _documents(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """The lengths of the documents that every row of a batch is packed of."""
+    """Return the lengths of the documents that are packed in every row of a batch."""
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     if mask is not None and not bool(mask.bool().all()):
         raise ValueError(
-            f"attention_mask has {int((mask == 0).sum())} padding tokens; a text is sharded to "
-            "ranks without: give rows of one length, or pack them."
+            f"attention_mask must have no padding, got {int((mask == 0).sum())} padding tokens. "
+            "Give rows of one length, or pack the rows."
         )
     cu_seq_lens, positions = batch.get("cu_seq_lens_q"), batch.get("position_ids")
     tokens = ids.shape[1]
@@ -186,7 +208,7 @@ def _documents(batch: Mapping[str, Tensor]) -> tuple[int, ...]:
         lengths = counted_lengths(positions)
     if sum(lengths) != tokens:
         raise ValueError(
-            f"cu_seq_lens_q must end at {tokens}, the number of tokens in input_ids, got an end "
-            f"at {sum(lengths)}."
+            f"cu_seq_lens_q must end at {tokens}, the number of tokens in input_ids, got "
+            f"{sum(lengths)}. Give the boundaries of the whole sequence."
         )
     return lengths

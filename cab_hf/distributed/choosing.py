@@ -1,4 +1,4 @@
-"""Plans of a text that many ranks hold, made apart from attention over it."""
+"""Plans for a sharded sequence, computed separately from attention."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ def predict(
     block: int = EXACT_BLOCK,
     spans: Spans | None = None,
 ) -> BlockPlan:
-    """The plan of this rank's queries for `zigzag_attention`, rows of the plan of one process.
+    """Return the plan of this rank's queries, for `zigzag_attention`.
+
+    Its rows are rows of the plan that a single process would compute. Every rank must call this.
 
     Args:
-        q, k, group, scale, cu_seqlens, block: as in `zigzag_attention`; every rank calls this.
-        config: whose predictor decides; its blocks divide ``block``.
-        layer: whose budgets count, where they are a table.
-        spans: those of the plan of another layer of the same text: what is made of them is then
-            made once for both.
+        q, k, group, scale, cu_seqlens, block: see `zigzag_attention`.
+        config: settings with the predictor. Its block sizes divide ``block``.
+        layer: layer index, if budgets are a table by layer.
+        spans: spans of the plan of another layer for the same sequence. Both plans then share
+            everything that is computed from spans. None means new spans.
 
     Returns:
-        A plan of [B, H, n / query_block] rows, in key blocks of the layout of the whole text.
+        A plan with [B, H, n / query_block] rows, over key blocks of the whole sequence.
 
     Raises:
-        ValueError: for ``spans`` of another text.
+        ValueError: ``spans`` belongs to another sequence.
     """
     group = group_of(group)
     sharding = sharding_between(cu_seqlens, q.shape[2], group.size(), block)
@@ -51,17 +53,17 @@ def predict(
         spans = shard_map.spans(group.rank(), q.shape[0])
     elif getattr(spans, "shard_map", None) is not shard_map or spans.first.shape[0] != q.shape[0]:
         raise ValueError(
-            "spans is of another text than q; give those of a plan that predict made of this text "
-            "on this rank, or None."
+            "spans must belong to the sequence of q, got spans of another sequence. Give the spans "
+            "of a plan from predict for this sequence on this rank, or None."
         )
     call = LayerContext(spans, q.shape[-1] ** -0.5 if scale is None else scale, layer)
     return ShardedLayout(shard_map, group, spans).choose(make_predictor(config), q, k, call)
 
 
 def union(plan: BlockPlan, kv_heads: int) -> Tensor:
-    """bool [B, H_kv, M_k]: the key blocks that any query of a rank attends.
+    """Return the key blocks that any query of a rank attends, bool [B, H_kv, M_k].
 
-    Its mean is the share of the text's K and V that a rank could do with.
+    The mean is the share of K and V that the rank needs.
     """
     needed = plan.to_dense().any(2)
     if plan.heads < kv_heads:

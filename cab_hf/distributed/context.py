@@ -1,4 +1,4 @@
-"""A model whose attention sees a shard of the text: what its layers need to know of the others."""
+"""`context_parallel`: attention of a model over a sequence that is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Parallel:
-    """How the attention of one model goes over ranks; the arguments of `context_parallel`.
+    """Settings of one model inside `context_parallel`, and the state of its block.
 
     Attributes:
-        model: what it is called.
-        positioned: whether its latest call has set the positions of this rank's tokens.
-        closed: whether its `context_parallel` was left.
+        group, heads_k_stride, block, regather_kv: see `context_parallel`.
+        model: class name of the model.
+        positioned: whether the latest call passed ``cu_seq_lens_q``.
+        closed: whether the `context_parallel` block has ended.
     """
 
     group: ProcessGroup
@@ -61,16 +62,18 @@ class Parallel:
     def text(
         self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
     ) -> ShardedText:
-        """The text of a forward pass, whose sharding all ranks agree on once.
+        """Return the mask of a forward pass. Ranks compare their sharding once per forward pass.
 
         Args:
-            call: with the mask that the layers of one forward pass share, and its replay by
-                gradient checkpointing; of the rest that of the first layer counts.
+            call: a call of one layer. All layers of a forward pass, and the replay by gradient
+                checkpointing, share its mask. The check reads the other fields of the first layer.
+            position_ids: positions of this rank's tokens, int [1 or B, n].
+            cu_seq_lens: boundaries of the documents of the whole sequence, int [documents + 1].
 
         Raises:
-            ValueError: on every rank, where they differ, or hold another's tokens.
-            NotImplementedError: for padding, or a cache.
-            RuntimeError: for a layer that is computed again behind the block.
+            ValueError: ranks differ, or a rank holds tokens of another rank. Every rank raises.
+            NotImplementedError: the call has padding or a KV cache.
+            RuntimeError: a layer is recomputed after the end of the block.
         """
         if self.closed:
             raise RuntimeError(SETTINGS_CHANGED)
@@ -96,63 +99,59 @@ class Parallel:
             sharding = sharding_of(lengths_between(cu_seq_lens), self.group.size(), self.block)
         wrong = self._misplaced(sharding, tokens, position_ids)
         known = rank_facts(call.q, call.k, call.v, sharding)
-        known["tokens whose positions are another rank's"] = wrong
-        known["settings (their checksum)"] = _checksum(call.config)
-        # 0 where it is not known
-        known["tokens or labels (their checksum)"] = getattr(cu_seq_lens, CHECKSUM, 0)
+        known["tokens at positions of another rank"] = wrong
+        known["settings (checksum)"] = _checksum(call.config)
+        # 0 if it is unknown
+        known["tokens or labels (checksum)"] = getattr(cu_seq_lens, CHECKSUM, 0)
         require_equal(known, self.group, call.q.device)
         if self.positioned and (position_ids is None or cu_seq_lens is None):
             raise NotImplementedError(
-                f"{self.model} does not hand position_ids and cu_seq_lens_q on to its attention, "
-                "which inside context_parallel cannot know by them where its tokens stand. Read "
-                "its texts in one process."
+                f"{self.model} does not pass position_ids and cu_seq_lens_q to its attention, "
+                "which needs both inside context_parallel to place the tokens of a shard. Run the "
+                "model in one process."
             )
         if wrong:
             raise ValueError(
-                f"position_ids and cu_seq_lens_q do not say how {tokens} tokens are held by "
-                f"rank {self.group.rank()} of {self.group.size()}, in blocks of {self.block}; give "
-                "the model what cab_hf.distributed.shard(batch, group) returns."
+                f"position_ids and cu_seq_lens_q must describe the {tokens} tokens of rank "
+                f"{self.group.rank()} of {self.group.size()}, in blocks of {self.block}, got other "
+                "tokens. Call the model with the result of cab_hf.distributed.shard(batch, group)."
             )
         return sharding
 
     def _misplaced(
         self, sharding: Sharding | None, tokens: int, position_ids: Tensor | None
     ) -> int:
-        """How many of the tokens are not known to be this rank's."""
+        """Return how many tokens have other positions than this rank's, or unknown positions."""
         if sharding is None or position_ids is None or sharding.tokens != tokens:
             return tokens
         expected = sharding.positions[self.group.rank()].to(position_ids.device)
         return int((position_ids != expected).any(0).sum())
 
     def listen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A hook before the forward pass of the model."""
+        """Note whether the model received ``cu_seq_lens_q``; a forward pre-hook."""
         self.positioned = kwargs.get("cu_seq_lens_q") is not None
 
 
 def _refuse(call: Call) -> None:
-    """Refuse a call that is not computed inside `context_parallel`.
-
-    Raises:
-        NotImplementedError: naming the argument, and what to do.
-    """
+    """Raise a NotImplementedError if `context_parallel` does not support a call."""
     cached = call.k.shape[2] - call.q.shape[2]
     if cached:
         raise NotImplementedError(
-            f"past_key_values holds {cached} tokens; inside "
-            "context_parallel 'cab' reads whole texts. Leave the block first: "
-            "cab_hf.distributed.whole_cache gives every rank the cache from which generate goes on."
+            f"past_key_values must be empty inside context_parallel, got {cached} tokens. Leave "
+            "the block and call cab_hf.distributed.whole_cache, which gathers the whole cache on "
+            "every rank for generate."
         )
     if call.text.chunks_from is not None:
         raise NotImplementedError(
-            f"{call.text.model} attends in chunks of {call.text.window}; inside context_parallel "
-            "'cab' does not compute that. Read its texts in one process."
+            f"{call.text.model} attends in chunks of {call.text.window} tokens, which 'cab' does "
+            "not compute inside context_parallel. Run the model in one process."
         )
-    # looked at once a forward pass: no layer but the first waits for the device
+    # cached per forward pass: only the first layer waits for the device
     call.text.find_documents(None, None)
     if call.text.valid is not None:
         raise NotImplementedError(
-            "attention_mask has padding; inside context_parallel a text has none but that of "
-            "cab_hf.distributed.shard, which needs no mask. Give rows of one length, or pack them."
+            "attention_mask must have no padding inside context_parallel, got padding. Give "
+            "cab_hf.distributed.shard rows of one length, or pack the rows."
         )
 
 
@@ -165,35 +164,39 @@ def context_parallel(
     block: int = EXACT_BLOCK,
     regather_kv: bool = True,
 ) -> Iterator[nn.Module]:
-    """Inside the block, the attention of ``model`` is over a text that all ranks of ``group`` hold.
+    """Compute the attention of ``model`` over a sequence that is sharded over ``group``.
 
-    Each rank gives its model what `cab_hf.distributed.shard` returns for the same batch: shards of
-    the tokens, and where they belong. Attention gathers keys. Rotary frequencies that depend on the
-    longest position, and the auxiliary loss of routers, are those of the whole text. All else in a
-    model is a token's own. Selection is that of one process, bit for bit. A backward pass belongs
-    inside the block too: gradients of parameters are those of a rank's own tokens, to be summed
-    over the ranks, as losses are.
+    Inside the ``with`` block, call the model on each rank with the result of
+    `cab_hf.distributed.shard` for the same batch:
 
-    Ulysses needs no such block: DeepSpeed exchanges tokens for heads around the registered
-    function, and each rank attends some heads over the whole text, as one process would. Name "cab"
-    to ``UlyssesSPAttentionHF.register_with_transformers``; or to accelerate, as
-    ``handler.sp_attn_implementation`` once there is a handler, which refuses names it does not
-    know. Heads limit the ranks, and budgets must be one number for all heads.
+    * Attention all-gathers keys and values.
+    * Selected blocks are those of a single process, bit for bit.
+    * Rotary frequencies that depend on the longest position use the whole sequence.
+    * The auxiliary loss of routers covers the whole sequence.
+
+    Run the backward pass inside the block too. Each rank computes the gradients of its own tokens;
+    sum gradients and losses over the ranks.
+
+    DeepSpeed Ulysses works without this block. Each rank then attends some heads over the whole
+    sequence, as a single process would. Pass "cab" to
+    ``UlyssesSPAttentionHF.register_with_transformers``. With accelerate, which rejects the name,
+    set ``handler.sp_attn_implementation`` on an existing handler. The number of heads limits the
+    number of ranks, and budgets must be one number for all heads.
 
     Args:
-        model: with ``attn_implementation`` "cab", "cab_frc" or "cab_dense".
-        group: the ranks that hold one text; None for all.
-        heads_k_stride: KV heads whose K and V travel together; fewer take less memory.
-        block: tokens of which chunks are whole multiples; the same as for ``shard``. The blocks of
-            the model's CabConfig divide it.
-        regather_kv: gather K and V once more for the backward pass; False under gradient
-            checkpointing, which does so by itself.
+        model: a model with ``attn_implementation`` "cab", "cab_frc" or "cab_dense".
+        group: the ranks that hold one sequence. None means all ranks.
+        heads_k_stride: KV heads whose K and V are gathered together. Fewer heads need less memory.
+        block: chunks are multiples of ``block`` tokens. Use the same value for ``shard``. The block
+            sizes of the model's CabConfig must divide it.
+        regather_kv: True to gather K and V again in the backward pass instead of saving them. Set
+            False under gradient checkpointing, which gathers them again anyway.
 
     Raises:
-        ValueError: for a model of another implementation, or one that is inside such a block.
-        NotImplementedError: for a model with layers that mix tokens without attention, such as
-            convolutions and state spaces, or one that does not place tokens by ``position_ids``.
-        RankLost: inside, where another rank has stopped.
+        ValueError: the model has another implementation, or is already inside such a block.
+        NotImplementedError: the model has layers that mix tokens without attention, such as
+            convolutions and state spaces, or does not place tokens by ``position_ids``.
+        RankLost: another rank stopped inside the block.
     """
     group = group_of(group)
     require_sizes(heads_k_stride, block)
@@ -219,7 +222,7 @@ def context_parallel(
 
 
 def _configs_of(modules: list[nn.Module]) -> list[Any]:
-    """The config objects in some modules, each once."""
+    """Return the distinct config objects of some modules."""
     configs = [module.config for module in modules if hasattr(module, "config")]
     return list({id(config): config for config in configs}.values())
 
@@ -230,43 +233,43 @@ def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
     if not names.intersection(NAMES):
         result = ", ".join(sorted(map(repr, names))) or "none"
         raise ValueError(
-            f"attn_implementation of {type(model).__name__} is {result}; context_parallel is for "
-            f"{', '.join(map(repr, NAMES))}: load the model with one of them, or call "
-            "cab_hf.apply_cab."
+            f"attn_implementation of {type(model).__name__} must be one of "
+            f"{', '.join(map(repr, NAMES))}, got {result}. Load the model with one of these, or "
+            "call cab_hf.apply_cab."
         )
     if any(map(is_sharded, configs)):
         raise ValueError(
-            f"{type(model).__name__} is inside context_parallel already; leave that block first."
+            f"{type(model).__name__} is already inside context_parallel. Leave that block first."
         )
     for module in modules:
         reason = foreseen(module) if hasattr(module, "config") else None
         if reason is not None:
             raise NotImplementedError(
                 f"{type(module).__name__} of {type(model).__name__} is not computed by 'cab' "
-                f"({reason}); context_parallel is for models whose attention is."
+                f"({reason}), so context_parallel cannot shard the model. Run it in one process."
             )
     _refuse_positions(type(inner_model(model) or model).__name__, modules)
     refuse_token_mixers(
         model,
-        "inside context_parallel they would see this rank's shard alone. Read its texts in one "
+        "inside context_parallel they would process only this rank's shard. Run the model in one "
         "process.",
     )
 
 
 def _refuse_positions(name: str, modules: list[nn.Module]) -> None:
-    """Where a model of this ``name`` does not place tokens by the position_ids of a shard."""
+    """Raise a NotImplementedError if the model does not place tokens by ``position_ids``."""
     models = [each for each in modules if isinstance(each, PreTrainedModel)]
     placed = [each for each in models if "position_ids" in signature(each.forward).parameters]
     if models and not placed:
         raise NotImplementedError(
-            f"{name} takes no position_ids and counts the tokens that it is given, "
-            "which inside context_parallel are this rank's shard. Read its texts in one process."
+            f"{name} takes no position_ids and counts its input tokens, which are only this rank's "
+            "shard inside context_parallel. Run the model in one process."
         )
-    # the first position of those is not 0
+    # the first position of these models is not 0
     if any(hasattr(each, "create_position_ids_from_input_ids") for each in modules):
         raise NotImplementedError(
-            f"{name} counts positions from padding_idx + 1 on, and those of "
-            "cab_hf.distributed.shard begin at 0. Read its texts in one process."
+            f"{name} counts positions from padding_idx + 1, but the positions of "
+            "cab_hf.distributed.shard start at 0. Run the model in one process."
         )
 
 

@@ -1,4 +1,4 @@
-"""Communication of ranks: collectives, what they must agree on, and which rank has failed."""
+"""Communication between ranks: collectives, equality checks and reports of failed ranks."""
 
 from __future__ import annotations
 
@@ -11,74 +11,79 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# models attend on one process where torch is built without the rest of it
+# a build of torch without distributed support still runs models in one process
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store, Work
 
-# seconds that survivors give each other to report that they live
+# seconds that a rank waits for the reports of other ranks after a failure
 GRACE = 5.0
 
 
 class RankLost(RuntimeError):
-    """Another rank has stopped, so that this one cannot go on."""
+    """Another rank stopped, so this rank cannot continue."""
 
 
 def group_of(group: ProcessGroup | None) -> ProcessGroup:
-    """The group itself, or the default one for None.
+    """Return the group, or the default group for None.
 
     Raises:
-        ValueError: where no process group has been made, or this process is not in it.
+        ValueError: no process group exists, or this process is not in the group.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
-            "group is None and there is no process group; launch with torchrun and call "
-            "torch.distributed.init_process_group() first."
+            "torch.distributed must be initialised, got no process group. Launch with torchrun and "
+            "call torch.distributed.init_process_group() first."
         )
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            "group must be a ProcessGroup that contains this process, such as "
-            f"mesh.get_group('cp'), got {group!r}."
+            f"group must be a ProcessGroup of this process, got {group!r}. Give a group such as "
+            "mesh.get_group('cp')."
         )
     return group
 
 
 def start_gather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
-    """(what will be the x [n, ...] of all ranks, [W * n, ...]; the work to wait for)."""
-    # memory that runs out is no loss of a rank
+    """Start an all-gather of x [n, ...]; return (result [W * n, ...], work to wait for)."""
+    # outside of `watched`: an out-of-memory error does not mean that a rank is lost
     x, everyone = x.contiguous(), x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     with watched(group):
         return everyone, _collective("all_gather_single")(everyone, x, group=group, async_op=True)
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
-    """(what will be this rank's part [n, ...] of the sum of all x [W * n, ...]; the work)."""
+    """Start a reduce-scatter of x [W * n, ...]; return (result [n, ...], work to wait for)."""
     x, mine = x.contiguous(), x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     with watched(group):
         return mine, _collective("reduce_scatter_single")(mine, x, group=group, async_op=True)
 
 
 def finish(work: Work, group: ProcessGroup) -> None:
-    """Wait for it: the host on the CPU, the current stream on a GPU."""
+    """Wait for a collective. On a GPU only the current stream waits, on a CPU the host waits."""
     with watched(group):
         work.wait()
 
 
 def gathered(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The x [n, ...] of all ranks, [W * n, ...]. No gradient."""
+    """Return x [n, ...] of all ranks, [W * n, ...], without gradient."""
     everyone, work = start_gather(x.detach(), group)
     finish(work, group)
     return everyone
 
 
 def require_equal(facts: Mapping[str, int], group: ProcessGroup, device: torch.device) -> None:
-    """Make sure that every rank has the same ``facts``, whole numbers by name.
+    """Check with one small all-gather that all ranks have the same ``facts``.
 
-    One small all-gather and a wait for it. Whether to call it must not depend on what one rank
-    alone knows: a rank that calls it alone would read the others' next message as the answer.
+    All ranks must call this together. If one rank calls it alone, the rank reads the next message
+    of the other ranks as the answer.
+
+    Args:
+        facts: whole numbers by name.
+        group: the ranks that compare facts.
+        device: device of the collective.
 
     Raises:
-        ValueError: on every rank, naming a fact, the ranks and what each of them has.
+        ValueError: a fact differs. Every rank raises, with the values of all ranks.
     """
     mine = torch.tensor([list(facts.values())], dtype=torch.int64, device=device)
     everyone = gathered(mine, group).tolist()
@@ -86,14 +91,14 @@ def require_equal(facts: Mapping[str, int], group: ProcessGroup, device: torch.d
         if len(set(seen)) > 1:
             text = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(seen))
             raise ValueError(
-                f"{name} differ between the ranks of one text: {text}; give every rank its shard "
-                "of the same batch, and the same model."
+                f"{name} must be equal on all ranks, got {text}. Give every rank its shard of the "
+                "same batch, and the same model."
             )
 
 
 @contextmanager
 def watched(group: ProcessGroup) -> Iterator[None]:
-    """Turn a backend's error into one sentence about the rank that caused it."""
+    """Turn an error of the backend into a `RankLost` that names the rank that caused it."""
     try:
         yield
     except RankLost:
@@ -103,14 +108,14 @@ def watched(group: ProcessGroup) -> Iterator[None]:
 
 
 def publish_failure(group: ProcessGroup, error: BaseException) -> None:
-    """Leave the cause of this rank's end where the others will look for it."""
-    # the store may have gone with the rank that kept it
+    """Write the cause of this rank's failure to the store of the group."""
+    # the store is gone if the rank that hosts it has stopped
     with suppress(RuntimeError, AttributeError):
         group.get_group_store().set(_key("cause", group.rank()), _sentence(error))
 
 
 def failures_of_others(group: ProcessGroup) -> list[str]:
-    """What each other rank that has stopped has left by `publish_failure`, a clause each."""
+    """Return a clause for every other rank that reported its failure with `publish_failure`."""
     try:
         store = group.get_group_store()
         return [
@@ -123,31 +128,31 @@ def failures_of_others(group: ProcessGroup) -> list[str]:
 
 
 def withdraw_failure(group: ProcessGroup) -> None:
-    """Withdraw `publish_failure`: this rank goes on."""
+    """Delete the report of `publish_failure`, because this rank continues."""
     with suppress(RuntimeError, AttributeError):
         group.get_group_store().delete_key(_key("cause", group.rank()))
 
 
 def _failure_message(group: ProcessGroup, error: RuntimeError) -> str:
-    """Who stopped and why, as far as the others can know."""
+    """Return which rank stopped and why, as far as this rank can find out."""
     me, others = group.rank(), [r for r in range(group.size()) if r != group.rank()]
     try:
         store = group.get_group_store()
         store.set(_key("alive", me), b"1")
-        # ranks that wait for this one stop waiting, and raise
+        # ranks that wait for this rank now stop waiting, and raise
         group.abort()
         silent = _silent(store, others)
         causes = failures_of_others(group)
     except (RuntimeError, AttributeError):
-        return f"rank {me} of {group.size()} stops, as another rank is gone: {_sentence(error)}"
+        return f"rank {me} of {group.size()} stops: another rank is gone ({_sentence(error)})"
     if not causes and silent:
         causes = [f"rank {', '.join(map(str, silent))} stopped without reporting an error"]
-    result = "; ".join(causes) or "every rank lives, and the connection does not"
-    return f"rank {me} of {group.size()} stops, as {result} ({_sentence(error)})"
+    result = "; ".join(causes) or "all ranks are running, but the connection failed"
+    return f"rank {me} of {group.size()} stops: {result} ({_sentence(error)})"
 
 
 def _silent(store: Store, others: list[int]) -> list[int]:
-    """The ranks that have reported neither that they live nor why they failed."""
+    """Return the ranks that reported neither that they are running nor why they failed."""
     deadline = time.monotonic() + GRACE
     while True:
         silent = [
@@ -160,7 +165,7 @@ def _silent(store: Store, others: list[int]) -> list[int]:
         time.sleep(0.05)
 
 
-# what torch called its collectives before 2.13
+# names of the collectives before torch 2.13
 FORMERLY = {
     "all_gather_single": "all_gather_into_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
@@ -176,6 +181,6 @@ def _key(what: str, rank: int) -> str:
 
 
 def _sentence(error: BaseException) -> str:
-    """The first line of it."""
+    """Return the type and the first line of an error."""
     first = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {first[:200]}" if first else type(error).__name__

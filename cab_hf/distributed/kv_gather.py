@@ -1,8 +1,8 @@
-"""K and V on their way: gathered a slice of KV heads at a time, their gradients summed at home.
+"""All-gather of K and V by slices of KV heads, and reduce-scatter of their gradients.
 
-The next slice is under way while this one is attended, forward and backward. Between the two
-nobody holds the gathered slices, and they are gathered again: what autograd keeps is then each
-rank's own K and V, not those of the whole text in every layer.
+The all-gather of the next slice overlaps with attention over the current slice, in the forward and
+the backward pass. The backward pass gathers slices again. Autograd therefore saves only the K and V
+shard of each rank, not K and V of the whole sequence in every layer.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from cab_hf.distributed.sharding import ShardMap
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-# over two H200s a turn of CAB on 131,072 tokens took 17.0 ms by 4 of 8 heads, 17.6 by 2, 18.0 by 8
-# and 19.6 by 1: the first slice hides behind nothing, and each ends with idle parts
+# default number of KV heads per slice. A pass of CAB over 131,072 tokens and 8 KV heads on two
+# H200s took 19.6 ms with 1 head, 17.6 with 2, 17.0 with 4 and 18.0 with 8. Nothing overlaps with
+# the first gather, and every slice ends with idle parts of the GPU
 KV_HEADS_TOGETHER = 4
-# (k, v) of some KV heads, [B, h, N', D] and [B, h, N', D_v], to what is computed of them
+# (k [B, h, N', D], v [B, h, N', D_v], number of the slice) -> (out, log-sum-exp)
 Attend = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 class KVGather:
-    """The K and V of one attention, to everyone and back.
+    """The all-gathers of K and V of one attention call, and the reduce-scatters of gradients.
 
     Args:
-        k, v: [B, H_kv, n, D] and [B, H_kv, n, D_v] of this rank.
+        k: keys of this rank, [B, H_kv, n, D].
+        v: values of this rank, [B, H_kv, n, D_v].
         shard_map: the places of the tokens of all ranks.
-        heads_k_stride: KV heads that travel together.
-        regather_kv: whether slices are gathered once more for the backward pass, or kept.
+        group: the ranks that hold one sequence.
+        heads_k_stride: KV heads per slice.
+        regather_kv: True to gather slices again in the backward pass, False to save them.
     """
 
     def __init__(
@@ -53,32 +56,35 @@ class KVGather:
         self.slices = [slice(i, min(i + heads_k_stride, k.shape[1])) for i in starts]
         self._coming: dict[int, tuple[Tensor, Work]] = {}
         self._going: list[Work] = []
-        # the slice that a backward pass has gathered again, and its number
+        # (number, tensor) of the slice that the backward pass has gathered again
         self._again: tuple[int, Tensor] | None = None
 
     def start(self, i: int) -> None:
-        """Set slice ``i`` under way; nothing if it is, or is none."""
+        """Start the all-gather of slice ``i``, unless it is started already or does not exist."""
         if not 0 <= i < len(self.slices) or i in self._coming:
             return
         heads = self.slices[i]
         self._coming[i] = start_gather(_together(self.k[:, heads], self.v[:, heads]), self.group)
 
     def arrive(self, i: int) -> tuple[Tensor, Tensor]:
-        """K and V of slice ``i`` in the order of the layout, parts of one tensor."""
+        """Return K and V of slice ``i`` in the order of the layout, as views of one tensor."""
         return self._apart(self._arrived(i).index_select(0, self.shard_map.source))
 
     def attending(self, i: int, k: Tensor) -> AbstractContextManager[Any]:
-        """Inside, autograd saves no part of slice ``i``, of which ``k`` is one, but what it takes
-        to gather it again.
+        """Return a context in which autograd saves no data of slice ``i``.
 
-        Everything else is saved by the hooks in force, such as those of gradient checkpointing and
-        of offload. These never see the slice: whether they keep, copy or drop what they are given
-        cannot be told.
+        Autograd saves only offsets and strides, and the backward pass gathers the slice again.
+        Active hooks, such as those of gradient checkpointing or offload, save all other tensors.
+        They never receive the slice, because they might copy or keep it.
+
+        Args:
+            i: number of the slice.
+            k: keys of the slice, whose storage identifies the slice.
         """
         if not self.regather_kv or not torch.is_grad_enabled():
             return nullcontext()
         slice_of = k.untyped_storage()._cdata
-        # as torch.utils.checkpoint looks it up, to save by hooks around it
+        # the same lookup as in torch.utils.checkpoint, for the hooks around this context
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         pack, unpack = outer or (_same, _same)
 
@@ -93,7 +99,7 @@ class KVGather:
         return saved_tensors_hooks(packed, unpacked)
 
     def _gathered_again(self, i: int) -> Tensor:
-        """Slice ``i`` for the backward pass, with the one before it set under way."""
+        """Return slice ``i`` for the backward pass, and start the all-gather of slice ``i - 1``."""
         if self._again is None or self._again[0] != i:
             self._again = None
             self.start(i)
@@ -102,7 +108,13 @@ class KVGather:
         return self._again[1]
 
     def reduce_scatter_grads(self, i: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of this rank's K and V; valid after `landed`."""
+        """Start a reduce-scatter of gradients; return this rank's dK and dV, valid after `landed`.
+
+        Args:
+            i: number of the slice.
+            dk: gradient of the gathered keys, [B, h, N', D].
+            dv: gradient of the gathered values, [B, h, N', D_v].
+        """
         self._again = None
         place, padding = self.shard_map.home
         both = _together(dk, dv).index_select(0, place)
@@ -113,28 +125,32 @@ class KVGather:
         return self._apart(mine)
 
     def _arrived(self, i: int) -> Tensor:
-        """[W * n, B, h, D + D_v]: what the ranks sent of slice ``i``, one behind the other."""
+        """Return slice ``i`` of all ranks in the order of the ranks, [W * n, B, h, D + D_v]."""
         self.start(i)
         both, work = self._coming.pop(i)
         finish(work, self.group)
         return both
 
     def _apart(self, both: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, h, n, D] and [B, h, n, D_v] of what `_together` made, without a copy."""
+        """Return views [B, h, n, D] and [B, h, n, D_v] of the result of `_together`."""
         both, dim = both.permute(1, 2, 0, 3), self.k.shape[-1]
         return both[..., :dim], both[..., dim:]
 
     def landed(self) -> None:
-        """Wait for all gradients sent home."""
+        """Wait for all reduce-scatters of gradients."""
         for work in self._going:
             finish(work, self.group)
         self._going.clear()
 
 
 def over_slices(gather: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-    """``attend`` over every slice of k and v, in the order of the layout: (out, log-sum-exp).
+    """Call ``attend`` for every slice of k and v; return (out, log-sum-exp) of all heads.
 
-    ``attend`` is given K, V and the number of their slice.
+    Args:
+        gather: the all-gathers of k and v.
+        k: keys of this rank, [B, H_kv, n, D].
+        v: values of this rank, [B, H_kv, n, D_v].
+        attend: function of gathered K, gathered V and the number of the slice.
     """
     tracked = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
     placeholders = _SplitGrads.apply(gather, k, v) if tracked else None
@@ -148,7 +164,7 @@ def over_slices(gather: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple
             keys, values = gather.arrive(i)
         with gather.attending(i, keys):
             out, lse = attend(keys, values, i)
-        # the next slice takes its memory
+        # free the memory of this slice for the next slice
         del keys, values
         outs.append(out)
         sums.append(lse.detach())
@@ -156,7 +172,7 @@ def over_slices(gather: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple
 
 
 class _Part(NamedTuple):
-    """The offset and strides of a tensor in the memory of a slice."""
+    """Shape, strides and offset of a tensor in the storage of a slice."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -168,12 +184,12 @@ def _same(x: Any) -> Any:
 
 
 def _together(k: Tensor, v: Tensor) -> Tensor:
-    """[n, B, h, D + D_v]: tokens first, so that ranks can be put one behind the other."""
+    """Concatenate k and v to [n, B, h, D + D_v], with tokens first for collectives over ranks."""
     return torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], dim=-1)
 
 
 class _SplitGrads(torch.autograd.Function):
-    """k and v to two placeholders for each slice, which carry shapes and gradients and no data."""
+    """Two placeholders per slice for k and v, which have shapes and gradients but no data."""
 
     @staticmethod
     def forward(ctx: Any, gather: KVGather, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -189,7 +205,7 @@ class _SplitGrads(torch.autograd.Function):
 
 
 class _GatherSlice(torch.autograd.Function):
-    """The placeholders of a slice to its K and V of all ranks; gradients the other way, summed."""
+    """All-gather of one slice from its placeholders; backward reduce-scatters the gradients."""
 
     @staticmethod
     def forward(ctx: Any, gather: KVGather, i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

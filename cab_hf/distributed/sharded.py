@@ -1,8 +1,8 @@
-"""A text that many ranks hold, as its layers see it: `CabMask` and `Layout` of one process.
+"""The mask and the layout of a sharded sequence, with the interfaces of `CabMask` and `Layout`.
 
-Plans are those of one process. A rank summarises its own keys, and what a row's choice depends on
-beside them is gathered as the predictor says (`Predictor.gathers`). Which rows end a text
-(``dense_tail_blocks``) is known to the sharding.
+Plans are those of a single process. Each rank summarises its own keys. `Predictor.gathers` names
+the other inputs of a selection, which ranks all-gather. The sharding determines the last rows of a
+sequence (``dense_tail_blocks``).
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ShardedLayout:
-    """The layout of a text that ranks hold, with the methods of `Layout`.
+    """The layout of a sharded sequence, with the methods of `Layout`.
 
-    Queries stay where they are, in the order of the rank. Keys have places in the layout of one
-    process: it is put together for choosing as far as a predictor needs it, and for attention.
+    Queries stay on their rank, in the order of the rank. Keys have places in the layout of a single
+    process. Ranks gather keys for attention, and for selection as far as the predictor needs them.
 
     Attributes:
-        spans: what this rank's queries see of the layout.
-        window: width of a sliding window, for exact attention.
+        shard_map: the places of the tokens of all ranks.
+        group: the ranks that hold one sequence.
+        spans: the keys that are visible to this rank's queries, as places in the layout.
+        window: width of a sliding window in tokens, for exact attention; None means no window.
         heads_k_stride, regather_kv: see `KVGather`.
     """
 
@@ -48,20 +50,20 @@ class ShardedLayout:
     regather_kv: bool = True
 
     def queries(self, x: Tensor) -> Tensor:
-        """[B, H, n, D], this rank's, as they are."""
+        """Return this rank's queries [B, H, n, D] unchanged."""
         return x
 
     def keys(self, x: Tensor) -> Tensor:
-        """[B, H_kv, n, D], this rank's, as they are."""
+        """Return this rank's keys [B, H_kv, n, D] unchanged."""
         return x
 
     def restore(self, out: Tensor) -> Tensor:
-        """[B, H, n, D], of this rank's queries, as it is."""
+        """Return the output [B, H, n, D] of this rank's queries unchanged."""
         return out
 
     @torch.no_grad()
     def choose(self, predictor: Predictor, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
-        """This rank's rows of what ``predictor`` chooses for the whole text."""
+        """Return this rank's rows of the plan that ``predictor`` selects for the whole sequence."""
         heads = q.shape[1], k.shape[1]
         needed = predictor.gathers(call, heads)
         if "queries" in needed:
@@ -84,20 +86,20 @@ class ShardedLayout:
         align, chunks = self.shard_map.align, self.shard_map.sharding.block
         if plan.query_block % align and align % plan.query_block:
             raise ValueError(
-                f"predictor {predictor.config.predictor!r} makes query blocks of "
-                f"{plan.query_block}, which the ranks' chunks of {chunks} tokens cut; "
-                f"give block={plan.query_block} to what shards and to what attends."
+                f"block must be a multiple of {plan.query_block}, the query block of predictor "
+                f"{predictor.config.predictor!r}, got {chunks}. Give block={plan.query_block} to "
+                "shard and to context_parallel or predict."
             )
         return self.spans.own(plan)
 
     def everything(self) -> BlockPlan:
-        """The plan that leaves nothing out, of blocks of `Sharding.exact_block`."""
+        """Return the plan of all visible blocks, in blocks of `Sharding.exact_block` tokens."""
         batch = self.spans.first.shape[0]
         spans = self.shard_map.kept_spans(self.group.rank(), batch, window=self.window)
         return everything(spans, self.shard_map.sharding.exact_block)
 
     def attend(self, *given: Any) -> Tensor:
-        """`attention` without the log-sum-exp."""
+        """Return the output of `attention` without the log-sum-exp."""
         return self.attention(*given)[0]
 
     def attention(
@@ -110,8 +112,22 @@ class ShardedLayout:
         scale: float,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """[B, H, n, D_v] of q [B, H, n, D] over all ranks' k and v [B, H_kv, n, D or D_v], and the
-        log-sum-exp [B, H, n]; early and late chunks are in one launch."""
+        """Return attention of this rank's queries over the keys of all ranks.
+
+        The early and the late chunks of the rank run in one kernel launch.
+
+        Args:
+            engine: engine that computes attention.
+            q: queries of this rank, [B, H, n, D].
+            k: keys of this rank, [B, H_kv, n, D].
+            v: values of this rank, [B, H_kv, n, D_v].
+            plan: plan of this rank's queries.
+            scale: factor of the logits.
+            sinks: logits of attention sinks, [H]; None means no sinks.
+
+        Returns:
+            Output [B, H, n, D_v] and log-sum-exp [B, H, n].
+        """
         group = q.shape[1] // k.shape[1]
         gather = KVGather(k, v, self.shard_map, self.group, self.heads_k_stride, self.regather_kv)
 
@@ -124,14 +140,14 @@ class ShardedLayout:
         return over_slices(gather, k, v, attend)
 
     def short(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
-        """`Layout.short` of the whole text, as rows of this rank, int64 [B, R]."""
+        """Return `Layout.short` of the whole sequence as rows of this rank, int64 [B, R]."""
         short = self.shard_map.layout.short(queries, tokens, query_block)
         return None if short is None else _short_rows(self.spans, short, query_block)
 
     def blocks(self, x: Tensor, dim: int, size: int) -> Tensor:
-        """What all ranks know of their blocks of ``size`` tokens, put together in ``dim``.
+        """All-gather values per block of ``size`` tokens, in the order of the layout along ``dim``.
 
-        Zeros for a block of the layout that holds no token. No gradient.
+        Blocks of the layout without tokens have zeros. The result has no gradient.
         """
         source, filled = self.shard_map.blocks(size)
         everyone = gathered(x.movedim(dim, 0), self.group)[source]
@@ -139,16 +155,16 @@ class ShardedLayout:
         return everyone.masked_fill(~filled, 0.0).movedim(0, dim)
 
     def tokens(self, x: Tensor) -> Tensor:
-        """x [B, H, n, C] of all ranks in the order of the layout, [B, H, N', C]. No gradient."""
+        """All-gather x [B, H, n, C] to the order of the layout, [B, H, N', C], without gradient."""
         everyone = gathered(x.permute(2, 0, 1, 3), self.group)
         return everyone[self.shard_map.source].permute(1, 2, 0, 3)
 
 
 @dataclass(eq=False)
 class ShardedText(CabMask):
-    """The text of one forward pass, of which each rank holds a shard.
+    """The mask of one forward pass over a sharded sequence.
 
-    All of it is queries and keys; where documents begin is known to its ``sharding``.
+    All tokens of the sequence are queries and keys. ``sharding`` has the document boundaries.
     """
 
     sharding: Sharding | None = None
@@ -156,7 +172,7 @@ class ShardedText(CabMask):
     def layout(
         self, query_block: int, key_block: int, device: torch.device, from_start: bool = True
     ) -> ShardedLayout:
-        """As of a `CabMask`; made once for all layers."""
+        """Return the layout for some block sizes; all layers of a forward pass share it."""
         ranks = self.parallel
         shard_map = self.sharding.shard_map(max(query_block, key_block), device)
 
@@ -170,6 +186,6 @@ class ShardedText(CabMask):
 
 @once_per_spans
 def _short_rows(spans: Shard, short: Tensor, query_block: int) -> Tensor:
-    """The rows of this rank, int64 [B, R], of those of the whole text that ``short`` names."""
+    """Return this rank's rows among the rows ``short`` of the whole sequence, int64 [B, R]."""
     rows = spans.taken(rows_grid(spans.text, short, query_block)[:, 0], query_block)
     return named_rows(rows, rows.shape[1]).expand(spans.first.shape[0], -1)

@@ -1,9 +1,9 @@
-"""The place of every token of a text: on which rank, and in the layout of a single process.
+"""The rank and the layout place of every token of a sharded sequence.
 
-Every document is padded to 2 W chunks of whole blocks, W the number of ranks. Rank r holds chunks r
-and 2 W - 1 - r of every document (zigzag), an early and a late one, so that causal work is the same
-on all ranks. Padding never leaves its rank: keys are put into the `Layout` of one process, and
-plans are in its key blocks.
+Every document is padded to 2 W chunks of whole blocks, where W is the number of ranks. Rank r holds
+chunks r and 2 W - 1 - r of every document (zigzag). All ranks therefore have the same causal work.
+Gathered keys have no padding: their places are those of the `Layout` of a single process, and plans
+use its key blocks.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from torch import Tensor
 from cab_hf.call.layout import Layout, Length
 from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, once_per_spans
 
-# shardings kept, and the maps made of each: those of a few batches on their way
+# number of shardings, and of shard maps, that are cached: enough for a few batches in flight
 KEPT = 8
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How documents are sharded; the same on every rank.
+    """The assignment of the tokens of documents to ranks; equal on all ranks.
 
     Attributes:
-        lengths: real tokens of each document, in order.
-        world: ranks.
-        block: tokens of which chunks are whole multiples; blocks of plans divide it.
+        lengths: tokens of each document without padding, in order.
+        world: number of ranks, W.
+        block: chunks are multiples of ``block`` tokens. Block sizes of plans divide it.
     """
 
     lengths: tuple[int, ...]
@@ -39,28 +39,28 @@ class Sharding:
 
     @property
     def text(self) -> int:
-        """Real tokens of the whole text."""
+        """Tokens of the whole sequence without padding, N."""
         return sum(self.lengths)
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:
-        """Tokens of a chunk of each document, padding included."""
+        """Tokens in a chunk of each document, including padding."""
         least = 2 * self.world * self.block
         return tuple([-(-length // least) * self.block for length in self.lengths])
 
     @property
     def tokens(self) -> int:
-        """Tokens that each rank holds, padding included."""
+        """Tokens that each rank holds, including padding, n."""
         return 2 * sum(self.chunks)
 
     @property
     def exact_block(self) -> int:
-        """Query and key block of plans that keep everything."""
+        """Query and key block size of plans that keep all blocks, in tokens."""
         return math.gcd(self.block, EXACT_BLOCK)
 
     @cached_property
     def offsets(self) -> Tensor:
-        """int64 [W, n]: the positions of each rank's tokens in their document, padding behind."""
+        """Positions of each rank's tokens in their document, padding after them: int64 [W, n]."""
         early = torch.arange(self.world).unsqueeze(1)
         pair = early, 2 * self.world - 1 - early
         held = [chunk * size + torch.arange(size) for size in self.chunks for chunk in pair]
@@ -68,40 +68,43 @@ class Sharding:
 
     @cached_property
     def documents(self) -> Tensor:
-        """int64 [n]: the document of each token of a rank, the same for all ranks."""
+        """Document of each token of a rank, int64 [n]; equal on all ranks."""
         sizes = torch.tensor(self.chunks)
         return torch.arange(len(self.lengths)).repeat_interleave(2 * sizes)
 
     @cached_property
     def real(self) -> Tensor:
-        """bool [W, n]: False for padding."""
+        """Mask of the tokens of each rank, bool [W, n]; False for padding."""
         return self.offsets < torch.tensor(self.lengths)[self.documents]
 
     @cached_property
     def positions(self) -> Tensor:
-        """int64 [W, n]: positions in the document; padding repeats the last real one."""
+        """Positions in the document, int64 [W, n]; padding repeats the last position."""
         return torch.minimum(self.offsets, torch.tensor(self.lengths)[self.documents] - 1)
 
     @cached_property
     def slots(self) -> Tensor:
-        """int64 [W, n]: tokens of the whole text that each rank holds; padding repeats one."""
+        """Places of each rank's tokens in the whole sequence, int64 [W, n]; padding repeats one."""
         begins = torch.tensor([0, *self.lengths]).cumsum(0)
         return begins[self.documents] + self.positions
 
     @cached_property
     def holders(self) -> Tensor:
-        """int64 [N]: for each token of the text, rank * n + its index on the rank."""
+        """Holder of each token of the sequence, rank * n + index on the rank: int64 [N]."""
         return self._inverse(self.slots, self.text)
 
     def _inverse(self, place: Tensor, length: int) -> Tensor:
-        """int64 [length]: the rank and index that hold each place; 0 for an empty one."""
+        """Return the holder of each place, rank * n + index: int64 [length]; 0 if it is empty."""
         holder = torch.zeros(length, dtype=torch.int64)
         real = self.real.flatten()
         holder[place.flatten()[real]] = real.nonzero().squeeze(1)
         return holder
 
     def shard_map(self, align: int, device: torch.device | str) -> ShardMap:
-        """Of a layout whose documents begin at multiples of ``align``; made once for all layers."""
+        """Return the map to a layout whose documents start at multiples of ``align`` tokens.
+
+        All layers share one map.
+        """
         return _shard_map(self, align, torch.device(device))
 
 
@@ -110,11 +113,12 @@ class ShardMap:
     """The places of the tokens of all ranks in the layout of a single process.
 
     Attributes:
-        align: at multiples of which documents begin in the layout.
-        place: int64 [W, n], the layout position of each token of each rank; -1 for padding.
-        source: int64 [N'], rank * n + index of the token at each place; 0 for an empty one.
-        filled: bool [N'], where one does.
-        begins: int64 [n], where the document of each token of a rank begins in the layout.
+        sharding: the assignment of tokens to ranks.
+        align: documents start at multiples of ``align`` tokens in the layout.
+        place: int64 [W, n], the layout place of each token of each rank; -1 for padding.
+        source: int64 [N'], rank * n + index of the token at each place; 0 for an empty place.
+        filled: bool [N'], True for places with a token.
+        begins: int64 [n], the layout place where the document of each token of a rank starts.
     """
 
     sharding: Sharding
@@ -126,20 +130,22 @@ class ShardMap:
 
     @property
     def length(self) -> int:
-        """N', the keys of the layout."""
+        """Number of key places in the layout, N'."""
         return self.source.shape[0]
 
     @cached_property
     def home(self) -> tuple[Tensor, Tensor | None]:
-        """(`place` of all ranks, flat and 0 for padding; int64, which of it is padding, or None
-        where there is none)."""
+        """(flat `place` of all ranks, with 0 for padding; int64 indices of padding, or None).
+
+        The second element is None if no rank has padding.
+        """
         place = self.place.flatten()
         padding = (place < 0).nonzero().squeeze(1)
         return place.clamp(min=0), padding if len(padding) else None
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of one process, of one batch row."""
+        """The layout of a single process, for one batch row."""
         lengths, device = self.sharding.lengths, self.source.device
         document = None
         if len(lengths) > 1:
@@ -150,22 +156,24 @@ class ShardMap:
         return Layout.build(1, text, text, 0, None, document, self.align, device, known)
 
     def blocks(self, size: int) -> tuple[Tensor, Tensor]:
-        """(rank * blocks of a rank + block at each place, whether there is one), both [N' / size].
+        """Return (source block, whether it exists) for each block of the layout, [N' / size] each.
 
-        A block of the layout that holds any token begins with one, and so does the rank's block.
+        The source block is rank * (blocks per rank) + block. If a block of the layout has any
+        token, its first place has a token, and so has the first place of the rank's block.
         """
         return self.source[::size] // size, self.filled[::size]
 
     def kept_spans(
         self, rank: int, batch: int, causal: bool = True, window: int | None = None
     ) -> Shard:
-        """`spans`, the same object every time: for plans that leave nothing out."""
+        """Return `spans` as one cached object, for plans that keep all blocks."""
         return _kept_spans(self.layout.spans, self, rank, batch, causal, window)
 
     def spans(self, rank: int, batch: int, causal: bool = True, window: int | None = None) -> Shard:
-        """What the queries of a rank may see of the layout, and nothing made of it yet.
+        """Return new spans of the queries of a rank over the layout.
 
-        What is made of plans stays with their spans: those of a forward pass go with it.
+        Everything that is computed from plans is cached in their spans. New spans per forward pass
+        keep these caches no longer than the pass.
         """
         first, last = self.begins, self.place[rank]
         if window is not None:
@@ -185,14 +193,14 @@ class ShardMap:
             self.filled.expand(batch, -1),
             aligned=causal and window is None,
             consecutive=False,
-            # each is held in two stretches
+            # a rank holds two chunks of each document
             documents=2 * len(self.sharding.lengths),
             text=replace(text, **{name: getattr(text, name).expand(batch, -1) for name in TENSORS}),
             shard_map=self,
         )
 
 
-# the tensors of `Spans`
+# tensor attributes of `Spans`
 TENSORS = ("first", "last", "key_valid")
 
 
@@ -205,11 +213,11 @@ def _kept_spans(
 
 @dataclass(frozen=True, eq=False)
 class Shard(Spans):
-    """The spans of one rank's queries. Which of them end a text is known to the whole text alone.
+    """The spans of one rank's queries; only the spans of the whole sequence know where it ends.
 
     Attributes:
-        text: the spans of the whole text, in the same layout.
-        shard_map: the places of its tokens.
+        text: the spans of the whole sequence, in the same layout.
+        shard_map: the places of the tokens of all ranks.
     """
 
     text: Spans | None = None
@@ -221,50 +229,54 @@ class Shard(Spans):
 
     @once_per_spans
     def text_rows(self, query_block: int) -> Tensor:
-        """int64 [m]: which query block of the whole text each of this rank is; -1 for padding."""
+        """Return the query block of the whole sequence for each block of this rank, int64 [m].
+
+        Blocks of padding have -1.
+        """
         rows = self.rows(query_block)
         return rows.places(query_block).masked_fill(rows.queries == 0, -1)[0]
 
     def own(self, plan: BlockPlan) -> BlockPlan:
-        """The rows of this rank's queries, of a plan of the whole text."""
+        """Return this rank's rows of a plan of the whole sequence."""
         return plan.take_rows(self.text_rows(plan.query_block), self)
 
     def taken(self, named: Tensor, query_block: int) -> Tensor:
-        """bool [B, m]: those of the whole text's query blocks, bool [B, M], that this rank has."""
+        """Return this rank's part of a mask of query blocks: bool [B, M] -> bool [B, m]."""
         rows = self.text_rows(query_block)
         return named[:, rows.clamp(min=0)] & (rows >= 0)
 
 
 def sharding_between(cu_seqlens: Tensor | None, tokens: int, world: int, block: int) -> Sharding:
-    """The sharding of documents that begin and end at ``cu_seqlens``.
+    """Return the sharding of documents with boundaries ``cu_seqlens``.
 
-    None is one document without padding, of ``tokens`` for each of ``world`` ranks.
+    None means one document without padding, with ``tokens`` tokens on each of ``world`` ranks.
     """
     lengths = (world * tokens,) if cu_seqlens is None else lengths_between(cu_seqlens)
     return sharding_of(lengths, world, block)
 
 
 def lengths_between(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
-    """The lengths of documents that begin and end at ``cu_seqlens``, int [documents + 1].
+    """Return the lengths of documents with boundaries ``cu_seqlens``, int [documents + 1].
 
-    Waits for the device. What repeats is no document.
+    Waits for the device. Repeated boundaries are ignored.
 
     Raises:
-        ValueError: where they do not begin at 0 and rise.
+        ValueError: the boundaries do not start at 0, or decrease.
     """
     ends = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
     lengths = [after - before for before, after in zip(ends, ends[1:], strict=False)]
     if not lengths or ends[0] != 0 or min(lengths) < 0 or ends[-1] == 0:
         raise ValueError(
-            "cu_seqlens must begin at 0, rise, and end at the number of tokens of the whole "
-            f"sequence, got {ends if len(ends) < 10 else [*ends[:9], '...']}."
+            "cu_seqlens must start at 0 and increase, got "
+            f"{ends if len(ends) < 10 else [*ends[:9], '...']}. Give the document boundaries of "
+            "the whole sequence, up to its number of tokens."
         )
     return tuple([length for length in lengths if length])
 
 
 @lru_cache(KEPT)
 def sharding_of(lengths: tuple[int, ...], world: int, block: int = EXACT_BLOCK) -> Sharding:
-    """The `Sharding`, the same object for the same arguments."""
+    """Return the `Sharding`; equal arguments return the same object."""
     return Sharding(lengths, world, block)
 
 
@@ -272,8 +284,9 @@ def sharding_of(lengths: tuple[int, ...], world: int, block: int = EXACT_BLOCK) 
 def _shard_map(sharding: Sharding, align: int, device: torch.device) -> ShardMap:
     if sharding.block % align:
         raise ValueError(
-            f"block is {sharding.block}, of which the blocks of this plan are no part ({align}); "
-            f"give block={math.lcm(sharding.block, align)} to what shards and to what attends."
+            f"block must be a multiple of {align}, the block size of this plan, got "
+            f"{sharding.block}. Give block={math.lcm(sharding.block, align)} to shard and to "
+            "context_parallel or zigzag_attention."
         )
     room = [-(-length // align) * align for length in sharding.lengths]
     starts = torch.tensor([0, *room]).cumsum(0)

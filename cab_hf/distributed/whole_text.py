@@ -1,9 +1,9 @@
-"""What a model computes of the whole text beside attention, made right over ranks by hooks.
+"""Hooks for the parts of a model, other than attention, that depend on the whole sequence.
 
 * Rotary embeddings whose frequencies depend on the longest position of a call (dynamic, longrope)
-  are shown the longest one of all ranks.
-* A router's auxiliary loss is a product of means over all tokens: it is computed of every rank's
-  router logits, and each rank returns its share, as of the loss itself.
+  receive the longest position of all ranks.
+* The auxiliary loss of routers is a product of means over all tokens. It is computed from the
+  router logits of all ranks, and each rank returns its share, as for the loss of the model.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ from cab_hf.distributed.sharding import Sharding, lengths_between, sharding_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# the name under which the models of transformers have it, each in its own module
+# name of the auxiliary loss function in the module of each transformers model
 ROUTER_LOSS = "load_balancing_loss_func"
 
 
 @contextmanager
 def whole_text_hooks(model: nn.Module, group: ProcessGroup, block: int) -> Iterator[None]:
-    """Inside, what ``model`` computes of the whole text is that of all ranks of ``group``.
+    """Install the hooks in ``model`` inside the ``with`` block.
 
     Args:
-        block: as in `cab_hf.context_parallel`.
+        model: the model.
+        group: the ranks that hold one sequence.
+        block: tokens, as in `cab_hf.context_parallel`.
     """
     handles = []
     for module in model.modules():
@@ -54,7 +56,7 @@ def whole_text_hooks(model: nn.Module, group: ProcessGroup, block: int) -> Itera
 
 
 def _depends_on_longest(module: nn.Module) -> bool:
-    """Whether a rotary embedding chooses frequencies by the longest position it is given."""
+    """Return whether the frequencies of a rotary embedding depend on the longest position."""
     kinds = getattr(module, "rope_type", None)
     kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
     return any(
@@ -65,14 +67,18 @@ def _depends_on_longest(module: nn.Module) -> bool:
 def _with_longest(
     group: ProcessGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """One position more than there are tokens: the longest of all ranks."""
+    """Append the longest position of all ranks to the position ids of a rotary embedding.
+
+    Raises:
+        NotImplementedError: the embedding is called without position ids.
+    """
     given = inspect.signature(module.forward).bind(*args, **kwargs)
     positions = given.arguments.get("position_ids")
     if not isinstance(positions, Tensor):
         raise NotImplementedError(
-            f"rope_type of {type(module).__name__} is {module.rope_type!r}, whose frequencies "
-            "depend on the longest position, and it is called without position_ids; inside "
-            "context_parallel take a model of another rope_type, such as 'yarn'."
+            f"{type(module).__name__} with rope_type {module.rope_type!r} must receive "
+            "position_ids inside context_parallel, because its frequencies depend on the longest "
+            "position. Use a model with another rope_type, such as 'yarn'."
         )
     longest = gathered(positions.max().view(1), group).max()
     more = longest.expand(*positions.shape[:-1], 1).to(positions.dtype)
@@ -81,7 +87,7 @@ def _with_longest(
 
 
 def _without_longest(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """The frequencies [..., n + 1, D] of the tokens alone."""
+    """Remove the appended position from the frequencies: [..., n + 1, D] -> [..., n, D]."""
     if isinstance(output, Tensor):
         return output[..., :-1, :]
     return tuple(x[..., :-1, :] for x in output)
@@ -92,7 +98,7 @@ def _routed(model: PreTrainedModel) -> bool:
 
 
 class _RouterLoss:
-    """The auxiliary loss of one model's routers, in the place of its own while it runs."""
+    """A replacement for the auxiliary loss of a model's routers during its forward pass."""
 
     def __init__(self, group: ProcessGroup, block: int) -> None:
         self.group, self.block = group, block
@@ -106,7 +112,7 @@ class _RouterLoss:
         own = getattr(sys.modules[type(model).__module__], ROUTER_LOSS, None)
         wanted = kwargs.get("output_router_logits")
         wanted = getattr(model.config, "output_router_logits", False) if wanted is None else wanted
-        # without its boundaries a text is refused by attention; a model may be part of another
+        # attention refuses a sequence without boundaries; the replacement of an outer model stays
         shared = isinstance(getattr(own, "__self__", None), _RouterLoss)
         if not wanted or ends is None or own is None or shared:
             return
@@ -120,26 +126,32 @@ class _RouterLoss:
             setattr(module, ROUTER_LOSS, self.own)
         elif not hasattr(module, ROUTER_LOSS) and getattr(output, "aux_loss", None) is not None:
             raise NotImplementedError(
-                f"{type(model).__name__} computes the auxiliary loss of its routers in a way of "
-                "its own, which context_parallel cannot add up over ranks; set "
+                f"{type(model).__name__} computes the auxiliary loss of its routers without "
+                f"{ROUTER_LOSS}, so context_parallel cannot sum it over ranks. Set "
                 "output_router_logits=False."
             )
         self.own = self.sharding = None
 
     def share(self, *args: Any, **kwargs: Any) -> Any:
-        """The loss of all tokens over the number of ranks; its gradient is that of this rank's."""
+        """Return the loss of all tokens divided by the number of ranks.
+
+        The gradient flows to the router logits of this rank only, without this division.
+        """
         given = inspect.signature(self.own).bind(*args, **kwargs)
         logits = given.arguments["gate_logits"]
         if not isinstance(logits, tuple):
             return self.own(*args, **kwargs)
         given.arguments["gate_logits"] = tuple([self._whole(x) for x in logits])
-        # a text that is sharded has no padding but the ranks' own, which is left out
+        # a sharded sequence has only the padding of ranks, which is left out
         given.arguments["attention_mask"] = None
         loss = self.own(*given.args, **given.kwargs)
         return loss - loss.detach() * (1 - 1 / self.group.size())
 
     def _whole(self, logits: Tensor) -> Tensor:
-        """[B * N, E] of all ranks' router logits [B * n, E]; gradients go to this rank's alone."""
+        """Gather router logits of all ranks, [B * n, E] -> [B * N, E].
+
+        The gradient flows to the logits of this rank only.
+        """
         mine = logits.reshape(-1, self.sharding.tokens, logits.shape[-1]).transpose(0, 1)
         everyone = list(gathered(mine, self.group).chunk(self.group.size()))
         everyone[self.group.rank()] = mine

@@ -1,4 +1,4 @@
-"""Attention over a text that many ranks hold, without a model."""
+"""Attention over a sequence that is sharded over ranks, without a model."""
 
 from __future__ import annotations
 
@@ -37,40 +37,42 @@ def zigzag_attention(
     regather_kv: bool = True,
     check: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's queries over the keys of all ranks of ``group``, exact.
+    """Compute exact attention of this rank's queries over the selected keys of all ranks.
 
-    Every document of the text is padded to 2 W chunks of whole blocks, of which rank r holds chunks
-    r and 2 W - 1 - r, one behind the other, document by document; `shard` deals a batch out so.
-    K and V travel a slice of KV heads at a time, the next while this one is attended; both chunks
-    are one launch. Backward sums the gradients of K and V over the ranks, in their dtype.
+    Every document is padded to 2 W chunks of whole blocks. Rank r holds chunks r and 2 W - 1 - r of
+    each document, in this order, document by document. `shard` distributes a batch this way.
+
+    The all-gather of the next slice of KV heads overlaps with attention over the current slice.
+    Both chunks of the rank run in one kernel launch. The backward pass sums the gradients of K and
+    V over the ranks, in the dtype of K and V.
 
     Args:
-        q: [B, H, n, D], this rank's queries after RoPE of their positions in the document.
-        k, v: [B, H_kv, n, D] and [B, H_kv, n, D_v], this rank's.
-        group: the ranks that hold one text; None for all.
-        plan: which key blocks are attended, of this rank's query blocks: `predict` makes one. All
-            by default.
-        heads_k_stride: KV heads that travel together, at least 1: fewer take less memory.
-        cu_seqlens: int [documents + 1], where documents of the whole text begin and end, padding
-            left out, on every rank. By default one document without padding, of W n tokens.
-        causal: whether queries see no key behind them.
-        scale: what logits are multiplied by, 1 / sqrt(D) by default.
-        engine: as in `CabConfig`.
-        block: tokens of which chunks are whole multiples, on every rank.
-        regather_kv: gather K and V once more for the backward pass, instead of keeping the whole
-            text's of every layer; False under gradient checkpointing, which gathers again by
-            itself.
-        check: whether ranks compare what they were given first: one small all-gather and a wait.
-            False is for loops whose first turn was compared.
+        q: this rank's queries, [B, H, n, D], after RoPE with their positions in the document.
+        k: this rank's keys, [B, H_kv, n, D], after RoPE.
+        v: this rank's values, [B, H_kv, n, D_v].
+        group: the ranks that hold one sequence. None means all ranks.
+        plan: key blocks of this rank's query blocks, such as the result of `predict`. None means
+            all visible blocks.
+        heads_k_stride: KV heads that are gathered together, at least 1. Fewer need less memory.
+        cu_seqlens: boundaries of the documents of the whole sequence without padding, int
+            [documents + 1]; equal on all ranks. None means one document of W * n tokens.
+        causal: True if queries do not attend to later keys.
+        scale: factor of the logits. None means 1 / sqrt(D).
+        engine: see `CabConfig`.
+        block: chunks are multiples of ``block`` tokens; equal on all ranks.
+        regather_kv: True to gather K and V again in the backward pass instead of saving them. Set
+            False under gradient checkpointing, which gathers them again anyway.
+        check: True to compare the arguments of all ranks first, with one small all-gather and a
+            wait. Set False in a loop after its first iteration.
 
     Returns:
-        out [B, H, n, D_v], and the log-sum-exp of each query's logits, float32 [B, H, n], through
-        which no gradient flows. Padding queries get zeros and -inf.
+        Output [B, H, n, D_v], and log-sum-exp of the logits of each query, float32 [B, H, n],
+        without gradient. Padding queries have zeros and -inf.
 
     Raises:
-        ValueError: for shapes that do not fit each other, ``cu_seqlens`` or the plan; on every rank
-            where ranks differ.
-        RankLost: where another rank has stopped.
+        ValueError: shapes do not fit each other, ``cu_seqlens`` or the plan, or arguments differ
+            between ranks. In the latter case every rank raises.
+        RankLost: another rank stopped.
     """
     fields = {name: value for name, value in locals().items() if name not in ("q", "k", "v")}
     layout, engine, plan, scale = checked(q, k, v, **fields)
@@ -78,30 +80,30 @@ def zigzag_attention(
 
 
 def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ValueError for tensors that are not q, k and v of one rank."""
+    """Raise a ValueError if the tensors cannot be q, k and v of one rank."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or x.dtype not in DTYPES or x.dtype != q.dtype:
             raise ValueError(
-                "q, k and v must be [B, heads, n, D] of one floating dtype, got "
-                f"{name} {x.dtype} {tuple(x.shape)}."
+                f"{name} must be [B, heads, n, D] in the floating dtype of q, got {x.dtype} "
+                f"{tuple(x.shape)}. Give q, k and v in one of {', '.join(map(str, DTYPES))}."
             )
     same = all(x.shape[::2] == q.shape[::2] for x in (k, v)) and k.shape[1] == v.shape[1]
     if not same or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            f"q is {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}; a rank has queries "
-            "and keys of the same tokens, q and k have one D, and the heads of q are a multiple of "
-            "those of k and v."
+            "q, k, v must be [B, H, n, D], [B, H_kv, n, D], [B, H_kv, n, D_v], got "
+            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}. Give q, k and v of the same "
+            "tokens, with H a multiple of H_kv."
         )
 
 
 def require_sizes(heads_k_stride: int, block: int) -> None:
-    """Raises ValueError for numbers that are not those of `zigzag_attention`."""
+    """Raise a ValueError if an argument of `zigzag_attention` is out of range."""
     require(is_whole(heads_k_stride), "heads_k_stride", heads_k_stride, "a whole number >= 1")
     require(is_whole(block) and block % 16 == 0, "block", block, "a multiple of 16")
 
 
 def rank_facts(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding | None) -> dict[str, int]:
-    """What the ranks of one text must have in common."""
+    """Return the facts that must be equal on all ranks of one sequence, by name."""
     lengths = () if sharding is None else sharding.lengths
     return {
         "batch rows": q.shape[0],
@@ -112,9 +114,9 @@ def rank_facts(q: Tensor, k: Tensor, v: Tensor, sharding: Sharding | None) -> di
         "channels of v": v.shape[3],
         "dtypes": DTYPES.index(q.dtype) if q.dtype in DTYPES else -1,
         "documents": len(lengths),
-        "tokens of the text": sum(lengths),
-        # lengths of documents in one number; Python's hash of whole numbers is the same everywhere
-        "document lengths (their hash)": hash(lengths),
+        "tokens of the sequence": sum(lengths),
+        # Python's hash of whole numbers is equal in every process
+        "document lengths (hash)": hash(lengths),
         "blocks": 0 if sharding is None else sharding.block,
     }
 
@@ -135,9 +137,9 @@ def checked(
     regather_kv: bool,
     check: bool,
 ) -> tuple[ShardedLayout, Engine, BlockPlan, float]:
-    """(the layout, what attends, under which plan, scale) of the arguments of `zigzag_attention`.
+    """Check the arguments of `zigzag_attention`; return (layout, engine, plan, scale).
 
-    Raises what that documents.
+    Raises the errors of `zigzag_attention`.
     """
     group = group_of(group)
     refuse_shapes(q, k, v)
@@ -148,9 +150,9 @@ def checked(
         require_equal(rank_facts(q, k, v, sharding), group, q.device)
     if sharding.tokens != tokens:
         raise ValueError(
-            f"q has {tokens} tokens and each of {world} ranks holds {sharding.tokens} of "
-            f"documents of {list(sharding.lengths[:8])} tokens padded to {2 * world} chunks of "
-            f"whole blocks of {block}; cab_hf.distributed.shard deals them out so."
+            f"q must have {sharding.tokens} tokens, got {tokens}: documents of "
+            f"{list(sharding.lengths[:8])} tokens are sharded over {world} ranks as {2 * world} "
+            f"chunks of whole blocks of {block}. Shard the batch with cab_hf.distributed.shard."
         )
     align = sharding.exact_block if plan is None else max(plan.blocks)
     shard_map = sharding.shard_map(align, q.device)
@@ -170,6 +172,6 @@ def _refuse_plan(plan: BlockPlan, q: Tensor, shard_map: ShardMap, causal: bool) 
     expected = q.shape[0], q.shape[2], shard_map.length
     if result != expected or not causal:
         raise ValueError(
-            f"plan must be causal, of {expected} (batch, queries of this rank, keys of the whole "
-            f"sequence), got {result} with causal={causal}."
+            f"plan must have {expected} (batch, this rank's queries, keys of the whole sequence) "
+            f"with causal=True, got {result} with causal={causal}. Make a plan with predict."
         )

@@ -18,9 +18,9 @@ from cab_hf.checks import short, warn_once
 from cab_hf.config import TABLES, CabConfig
 from cab_hf.hf.fit import require_layers, require_origin
 
-# between these the registry of backends and the arguments of `forward` are the same
+# all versions in this range have the same backend registry and the same arguments of `forward`
 OLDEST, NEWEST = "0.22.1", "0.33"
-# under which `prepare` marks the additional_config of an engine whose settings it has checked
+# key by which `prepare` marks the additional_config of an engine with checked settings
 PREPARED = "cab_prepared"
 
 logger = logging.getLogger("vllm.cab_hf")
@@ -56,10 +56,10 @@ def register() -> None:
 
 
 def prepare(vllm_config: Any) -> None:
-    """Check the settings of an engine and choose its scheduler.
+    """Check the settings of an engine and select its scheduler.
 
     Raises:
-        ValueError: for settings that cannot be computed.
+        ValueError: vLLM cannot run with the settings.
     """
     config = settings_of(vllm_config)
     if config is None:
@@ -89,22 +89,22 @@ def settings_of(vllm_config: Any) -> CabConfig | None:
     """Return the `CabConfig` of an engine; None for an engine, or a draft model, without one.
 
     Raises:
-        ValueError: for fields that do not exist or do not fit the model, for settings of an
-            engine with another attention backend, and where VLLM_PLUGINS leaves out this plugin.
+        ValueError: a field does not exist or does not fit the model, the engine has another
+            attention backend, or VLLM_PLUGINS excludes this plugin.
     """
     extra, model = vllm_config.additional_config, vllm_config.model_config
     extra = extra if isinstance(extra, dict) else {}
-    backend = getattr(vllm_config.attention_config.backend, "name", "chosen by vLLM")
+    backend = getattr(vllm_config.attention_config.backend, "name", "selected by vLLM")
     if model is None or getattr(model, "runner_type", None) == "draft":
         return None
     on = backend == "CUSTOM" or (backend_name() != "CUSTOM" and "cab" in extra)
     if not on and PREPARED in extra:
-        # a draft model, for which vLLM chooses a backend again
+        # a draft model, for which vLLM selects a backend separately
         return None
     if not on and "cab" in extra:
         raise ValueError(
-            f"additional_config has 'cab', and the attention backend is {backend}; start vLLM with "
-            "--attention-backend CUSTOM."
+            "attention backend must be CUSTOM if additional_config contains 'cab', got "
+            f"{backend}. Start vLLM with --attention-backend CUSTOM."
         )
     if not on:
         return None
@@ -136,7 +136,7 @@ def _config_of(settings: Any) -> CabConfig:
 
 
 def _unrunnable(config: CabConfig, vllm_config: Any) -> str | None:
-    """Return why vLLM cannot compute what the settings ask for; None if it can."""
+    """Return why vLLM cannot run with the settings; None if it can."""
     from cab_hf.predictors import make_predictor
 
     # refuses a name that is not registered
@@ -145,24 +145,27 @@ def _unrunnable(config: CabConfig, vllm_config: Any) -> str | None:
     for name in ("max_num_batched_tokens", "long_prefill_token_threshold"):
         tokens, block = getattr(scheduler, name), config.query_block
         if 0 < tokens < block:
-            return f"{name} is {tokens}; chunks of prompts need query_block={block} at least."
+            return f"{name} must be at least query_block={block}, got {tokens}. Raise {name}."
     usual = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     for name, value in (usual | {"enable_dbo": False}).items():
         if getattr(parallel, name, value) != value:
-            return f"{name} is {getattr(parallel, name)}; 'cab' needs {value} in vLLM."
+            return f"{name} must be {value} for 'cab', got {getattr(parallel, name)}. Change it."
     for connector in _connectors(vllm_config.kv_transfer_config):
         if connector not in KEYED_CONNECTORS:
             return (
-                f"kv_connector is {connector}, which may hand over KV of other settings; 'cab' "
-                f"takes {', '.join(KEYED_CONNECTORS)}."
+                f"kv_connector must be one of {', '.join(KEYED_CONNECTORS)}, got {connector}. "
+                "Use one of these connectors, which never load KV of other settings."
             )
     tables = [name for name in TABLES if isinstance(getattr(config, name), tuple)]
     if parallel.tensor_parallel_size > 1 and any(getattr(config, name) for name in tables):
-        return "tensor_parallel_size must be 1 where cab_config has tables of all heads."
+        return (
+            "tensor_parallel_size must be 1 if cab_config has tables of all heads, got "
+            f"{parallel.tensor_parallel_size}. Use one rank, or one number per setting."
+        )
     return None
 
 
-# connectors that find KV by the block hashes of vLLM or by the cache salt, which have the settings
+# connectors that find KV by vLLM's block hashes or by the cache salt, which contain the settings
 KEYED_CONNECTORS = (
     "OffloadingConnector",
     "SimpleCPUOffloadConnector",
@@ -211,7 +214,7 @@ def _unsupported() -> str | None:
     release = Version(__version__).release
     if Version(OLDEST).release <= release and release[:2] <= Version(NEWEST).release:
         return None
-    return f"vLLM is {__version__}; 'cab' runs in {OLDEST} to {NEWEST}."
+    return f"vLLM must be {OLDEST} to {NEWEST}, got {__version__}. Install another version."
 
 
 def backend_name() -> str:

@@ -1,7 +1,7 @@
-"""An attention backend of vLLM: long prompts go through cab_hf, all else through its parent.
+"""An attention backend of vLLM with sparse attention for long prompts.
 
-Keys and values of a prompt, or of a chunk of one, are gathered from pages, and a `Call` is computed
-as anywhere else. The parent computes the other requests, as if they were the batch.
+The backend gathers keys and values of a prompt, or of a chunk, from pages and computes a `Call`.
+The parent backend computes all other requests, as a separate batch.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class Split(NamedTuple):
 
 
 class SparseBuilder:
-    """What makes the metadata of a batch; mixed into the parent's."""
+    """A mixin for the parent's metadata builder that selects the sparse prompts of a batch."""
 
-    # graphs are of batches that decode; attention of others runs between graphs
+    # only batches that decode are captured whole; other attention runs between graphs
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-    # with the pages of another group of layers prompts would be those of its `Split`
+    # a `Split` contains the pages of one group of layers, so metadata cannot be shared
     supports_update_block_table = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         spec, dtype = self.kv_cache_spec, self.vllm_config.model_config.dtype
-        # vLLM derives a builder of its own for layers whose batches it rewrites, such as chunks of
-        # tokens as requests (Llama 4) or sinks before each request: lengths and pages are others
+        # vLLM derives a builder for layers whose batches it rewrites. Lengths and pages then
+        # differ: Llama 4 has chunks of tokens as requests, other models sinks before each request
         is_rewritten = type(self) is not CabBuilder
         local = ("sliding_window", "attention_chunk_size")
         is_local = any(getattr(spec, name, None) for name in local)
@@ -68,7 +68,7 @@ class SparseBuilder:
             page = torch.empty(1, 1, spec.block_size, 2 * spec.head_size, dtype=spec.dtype)
             gather(page, torch.tensor([0]), getattr(self, "isa", None))
         work = Workload(self.device.type, spec.head_size, dtype, False, *(EXACT_BLOCK,) * 2)
-        # prompts have ever new lengths, for each of which SDPA's fastest kernels are prepared anew
+        # prompts have many different lengths, and SDPA's fastest kernels need preparation for each
         self.exact_block = None if TRITON.unavailable(work) else EXACT_BLOCK
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build=False) -> Any:
@@ -81,7 +81,7 @@ class SparseBuilder:
         starts, known = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound
         lengths = (common.seq_lens.cpu() if known is None else known).tolist()
         least = max(self.cab.min_length, self.cab.query_block)
-        # tokens of an image see each other in both directions
+        # tokens of an image attend to each other in both directions
         images = getattr(common, "mm_req_doc_ranges", None) or {}
         prompts, rest = [], []
         for at, end in enumerate(BATCH.prompts[: common.num_reqs]):
@@ -115,12 +115,12 @@ class SparseBuilder:
         return BATCH.mask_cache[key]
 
     def _some(self, common: Any, requests: list[int], starts: list[int]) -> tuple[Any, Tensor]:
-        """The parent's metadata of these requests alone, and their tokens in the batch."""
+        """Return the parent's metadata of some requests, and their rows in the batch, int64 [T]."""
         there = torch.tensor(requests)
         counts = common.query_start_loc_cpu.diff()[there]
         borders = torch.cat([counts.new_zeros(1), counts.cumsum(0).to(counts.dtype)])
         rows = torch.cat([torch.arange(*starts[at : at + 2]) for at in requests])
-        # pinned: the host does not wait for what the device still computes
+        # pinned memory: the host does not wait for the device
         gpu, device = common.seq_lens.is_cuda, common.seq_lens.device
         pinned = (x.pin_memory() if gpu else x for x in (there, borders, rows))
         here, begins, rows = (x.to(device, non_blocking=True) for x in pinned)
@@ -143,12 +143,12 @@ class SparseBuilder:
             _num_computed_tokens_cache=None,
             **cut,
         )
-        # fast_build: FlashAttention then leaves alone the buffer that the first build has filled
+        # fast_build: FlashAttention then does not overwrite the buffer of the first build
         return super().build(0, some, True), rows
 
 
 class SparseImpl:
-    """Attention of a layer; mixed into the parent's."""
+    """A mixin for the parent's attention of a layer."""
 
     # set by `learn`, after the model is loaded; a layer of a draft model has none and is dense
     cab_layer: Layer | None = None
@@ -211,7 +211,7 @@ class SparseImpl:
         return output
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, text: CabMask, out: Tensor) -> None:
-        """Fill ``out`` [T, H * D_v] for q [T, H, D] over k and v [1, H_kv, N, D] of one text."""
+        """Fill ``out`` [T, H * D_v] for q [T, H, D] over k and v [1, H_kv, N, D] of a prompt."""
         q = q.transpose(0, 1).unsqueeze(0)
         k, v = k[:, :, : text.kv_length], v[:, :, : text.kv_length]
         work = Workload.of(q, k, v, blocks_of(self.cab))
@@ -224,7 +224,7 @@ class SparseImpl:
         """Attend the longest chunk while vLLM measures memory, so that its memory is counted."""
         longest = self.model_config.max_model_len
         q = query[:longest]
-        # the pages, and the keys and values gathered from them
+        # dummies for the pages, and for the keys and values that are gathered from the pages
         shape = (2, 2, 1, self.num_kv_heads, longest, self.head_size)
         _, (k, v) = query.new_zeros(shape)
         text = CabMask(1, len(q), longest, longest - len(q), prompt=Prompt(longest))
@@ -263,8 +263,8 @@ if current_platform.is_cpu():
         place = found[0] * dim + found[1]
         if not torch.equal(place.sort(-1).values, torch.arange(page * dim).expand(2, -1)):
             raise NotImplementedError(
-                f"vLLM stores the KV cache for {isa!r} in {dtype} in a form that is unknown; 'cab' "
-                "cannot read it. Use dtype float32."
+                f"KV cache must have a known layout, got an unknown layout for {isa!r} in {dtype}. "
+                "Use dtype float32."
             )
         keys, values = place.argsort(-1)
         return keys, values
@@ -313,15 +313,15 @@ else:
 
 
 class CabBuilder(SparseBuilder, Parent.get_builder_cls()):
-    """Metadata of batches, the parent's but for sparse prompts."""
+    """Metadata builder with sparse prompts; the parent builds the rest."""
 
 
 class CabImpl(SparseImpl, Parent.get_impl_cls()):
-    """Attention of a layer, the parent's but for sparse prompts."""
+    """Attention of a layer with sparse prompts; the parent computes the rest."""
 
 
 class CabBackend(Parent):
-    """What vLLM's registry has."""
+    """The attention backend in vLLM's registry."""
 
     get_name = staticmethod(backend_name)
     get_impl_cls = staticmethod(lambda: CabImpl)

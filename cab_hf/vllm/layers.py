@@ -18,7 +18,7 @@ from cab_hf.vllm.metrics import METERS, Meter
 
 logger = logging.getLogger("vllm.cab_hf")
 
-# attributes of layers that say whether the layer rotates queries and keys at all
+# attributes of layers that say whether the layer rotates queries and keys
 SWITCHES = ("use_rope", "_use_rope", "use_rotary", "is_local_attention")
 # modules of vLLM in whose layers a rotary embedding is applied if one of these attributes is set
 APPLIED_IF = {
@@ -33,8 +33,8 @@ class Layer(nn.Module):
 
     Attributes:
         layer_idx: the first number in the layer's name, such as "model.layers.3.self_attn.attn".
-        config: the config of the text model.
-        slow_channels: the channels by which outliers are scored; () for all of them.
+        config: the config of the language model.
+        slow_channels: the channels by which outliers are scored; () for all channels.
     """
 
     def __init__(self, name: str, config: Any, slow_channels: tuple[int, ...]) -> None:
@@ -45,12 +45,12 @@ class Layer(nn.Module):
 
 
 def learn(model: nn.Module, vllm_config: Any) -> None:
-    """Tell the layers of an engine's model what they are, and log how many are sparse.
+    """Set the `Layer` of every attention layer of an engine's model, and log how many are sparse.
 
-    Layers of draft models are not among them: a layer that never learns is dense.
+    Layers of draft models receive no `Layer` and stay dense.
 
     Raises:
-        ValueError: for a cascade whose anchor is not sparse in vLLM.
+        ValueError: the anchor of a cascade is not sparse in vLLM.
     """
     config = settings_of(vllm_config)
     if config is None:
@@ -114,7 +114,7 @@ def channels_of(owner: nn.Module, attention: Any) -> tuple[int, ...]:
     rotary = next((x for x in owner.children() if hasattr(x, "rotary_dim")), None)
     if rotary is None or not is_rotated(owner):
         return ()
-    # proportional embeddings turn some pairs by nothing
+    # proportional embeddings do not rotate some pairs of channels
     partial = rotary.rotary_dim != head_dim or getattr(rotary, "nope_angles", 0)
     if partial or rotary.head_size != head_dim:
         return ()
@@ -140,7 +140,7 @@ def _require_anchors(config: CabConfig, sparse: list[int | None]) -> None:
         if anchor is not None and anchor not in sparse:
             raise ValueError(
                 f"CabConfig.anchors must be layers that vLLM attends sparsely, got {anchor}, which "
-                f"is dense and chooses for layer {index}. Remove it, or add an anchor after it."
+                f"is dense and selects for layer {index}. Remove it, or add an anchor after it."
             )
 
 

@@ -1,7 +1,7 @@
-"""Counters of sparse prompts and of (query, key) pairs: in ``/metrics``, and in the log.
+"""Counters of sparse prompts and of (query, key) pairs, for ``/metrics`` and for the log.
 
-A worker writes its totals to a file; the process that serves ``/metrics`` reads the files of its
-engines, as vLLM passes no figures of a backend on.
+vLLM does not forward the metrics of a backend. A worker therefore writes its totals to a file, and
+the process that serves ``/metrics`` reads the files of its engines.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from cab_hf.engines.sparse import attended
 
 logger = logging.getLogger("vllm.cab_hf")
 
-# what `Totals` adds up, and the help texts of ``/metrics``
+# counters that `Totals` adds up -> help texts of ``/metrics``
 COUNTERS = {
     "sparse_prompts": "Prompts whose last chunk was attended sparsely.",
     "attended_pairs": "(query, key) pairs that sparse layers attended, over heads and layers.",
     "possible_pairs": "(query, key) pairs that dense attention would have attended there.",
 }
-# a colon is what vLLM has between its name and that of a metric
+# vLLM separates its name from the name of a metric with a colon
 PREFIX = "cab_hf:"
 
 
@@ -60,7 +60,7 @@ class Meter:
             return
         self.sparse_prompts += self.is_first_rank
         if self.thread is None:
-            # vLLM has measured memory with a prompt of no request
+            # pairs of the dummy prompt with which vLLM measured memory
             self.measured = self._pairs()
             self.thread = threading.Thread(target=self._publish_for_ever, daemon=True)
             self.thread.start()
@@ -75,13 +75,13 @@ class Meter:
         """Return the attended and the possible pairs of all layers; waits for the device."""
         pairs = [attended[layer] for layer in self.layers if layer in attended]
         if any(each.is_cuda for each in pairs):
-            # another stream may still be writing
+            # kernels on another stream may still write the counters
             torch.cuda.synchronize()
         sums = [each.tolist() for each in pairs]
         return sum(each[0] for each in sums), sum(each[1] for each in sums)
 
     def publish(self) -> None:
-        """Write the totals, and log what was attended since the last call."""
+        """Write the totals, and log the pairs that were attended since the last call."""
         totals = self.totals()
         if totals == self.logged:
             return
@@ -108,12 +108,12 @@ class Meter:
             self.publish()
 
 
-# by instance, in a worker
+# meters of this worker process by the ``instance_id`` of their engine
 METERS: dict[str, Meter] = {}
 
 
 def totals_of(instances: set[str]) -> dict[str, int]:
-    """Return the sums of what the workers of these engines have written."""
+    """Return the sums of the totals that the workers of these engines have written."""
     sums = dict.fromkeys(COUNTERS, 0)
     for instance in instances:
         for file in folder_of(instance).glob("*.json"):
@@ -123,7 +123,7 @@ def totals_of(instances: set[str]) -> dict[str, int]:
 
 
 class Totals:
-    """A collector of ``prometheus_client`` over the engines that this process has started."""
+    """A ``prometheus_client`` collector for the engines that this process started."""
 
     def __init__(self) -> None:
         self.instances: set[str] = set()

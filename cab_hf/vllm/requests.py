@@ -1,4 +1,4 @@
-"""The switch by which a request is read densely, and the keys of what it caches."""
+"""The switch that makes a single request dense, and the cache salts of requests."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from cab_hf.checks import short
 from cab_hf.config import CabConfig
 from cab_hf.vllm import settings_of
 
-# the name in ``SamplingParams.extra_args``, which the API fills from ``vllm_xargs``
+# key of the switch in ``SamplingParams.extra_args``, which the API fills from ``vllm_xargs``
 SWITCH = "cab"
 DENSE = (False, 0, "false", "dense")
 SPARSE = (True, 1, "true", "sparse")
 
 
 def is_dense(params: Any) -> bool:
-    """Return whether a request asks that its prompt is read densely.
+    """Return whether a request asks for dense attention over its prompt.
 
     Raises:
-        ValueError: for a value that says neither.
+        ValueError: the value of the switch is unknown.
     """
     value = (getattr(params, "extra_args", None) or {}).get(SWITCH, True)
     value = value.lower() if isinstance(value, str) else value
@@ -44,13 +44,13 @@ def salt_of(config: CabConfig, params: Any, salt: str | None) -> str:
 
 @lru_cache
 def digest_of(config: CabConfig) -> str:
-    """Return a short text that differs between settings and is the same in every process."""
+    """Return a digest of the settings, equal in every process."""
     text = json.dumps(config.to_dict(), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def watch_requests() -> None:
-    """Have the engine key what it caches, and refuse a wrong switch where requests come in."""
+    """Install hooks that set the cache salt of requests, and refuse unknown switch values early."""
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -81,9 +81,9 @@ def hook(
 
     Args:
         kind: the class.
-        name: of the method.
-        before: gets the arguments of the method.
-        after: gets the object and what the method returns.
+        name: name of the method.
+        before: function that receives the arguments of the method.
+        after: function that receives the object and the result of the method.
     """
     method = getattr(kind, name)
     if hasattr(method, "of_cab_hf"):

@@ -1,4 +1,4 @@
-"""Hooks into the model runners of vLLM, for facts that no runner passes to a backend."""
+"""Hooks into vLLM's model runners, for facts that runners do not pass to a backend."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Batch:
     """The batch that the runner of this process prepares.
 
     Attributes:
-        prompts: tokens in the prompt of each request; 0 for a request that is read densely.
-        mask_cache: a `CabMask` by request and length. Layers of all KV cache groups share it in a
-            forward pass, so that a layer finds the plan of its anchor in another group.
+        prompts: tokens in the prompt of each request; 0 for a dense request.
+        mask_cache: `CabMask` objects by request and length. Layers of all KV cache groups share the
+            masks in a forward pass, so a layer finds the plan of an anchor in another group.
     """
 
     prompts: list[int] = field(default_factory=list)
@@ -26,7 +26,7 @@ class Batch:
 
 
 BATCH = Batch()
-# ids of the requests that are read densely
+# ids of dense requests
 _dense: set[str] = set()
 
 
@@ -52,14 +52,14 @@ def watch(vllm_config: Any) -> None:
 
 
 def note_switches(runner: Any, scheduler_output: Any, *_: Any, **__: Any) -> None:
-    """Note which of the requests that a scheduler hands to a runner are read densely."""
+    """Record which of the newly scheduled requests are dense."""
     _dense.difference_update(scheduler_output.finished_req_ids)
     for each in scheduler_output.scheduled_new_reqs:
         (_dense.add if is_dense(each.sampling_params) else _dense.discard)(each.req_id)
 
 
 def begin_batch(ids: list[str], lengths: list[int]) -> None:
-    """Note the requests of the next batch, and the tokens of their prompts."""
+    """Record the prompt lengths of the requests in the next batch, in tokens."""
     BATCH.prompts = [
         0 if name in _dense else length for name, length in zip(ids, lengths, strict=True)
     ]

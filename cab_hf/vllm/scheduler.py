@@ -1,14 +1,14 @@
 """Schedulers of vLLM that end the chunks of long prompts at borders of query blocks.
 
 vLLM decides how many tokens of a request a step computes. `BlockAligned` moves the end of such a
-chunk back to the border of a query block, so that no query block is cut: a block selects its keys
-once, for all its queries. The chunk keeps vLLM's own end wherever no border is possible; attention
-over a cut block is correct, and its two parts select keys separately.
+chunk back to the border of a query block. No query block is then cut, and each block selects its
+keys once for all its queries. The chunk keeps vLLM's own end if no border is possible. Attention
+over a cut block is correct, but its two parts select keys separately.
 
 Every request that vLLM would finish is finished, after at most twice as many steps as vLLM needs,
 plus one step per request:
 
-* A chunk is never shortened to nothing, and only to an end that vLLM itself would choose if it had
+* A chunk is never shortened to nothing, and only to an end that vLLM itself would select if it had
   fewer tokens to schedule. At least half of vLLM's chunk remains, over a whole prompt.
 * A prompt waits for another step only if another request is computed in this step. It does so once
   in its life, or if vLLM would have spent the step's last tokens on a chunk that was shortened.
@@ -175,9 +175,9 @@ class BlockAligned:
     ) -> int | None:
         """Return the last block border in (start, end] where vLLM can end a chunk, or None.
 
-        A hybrid model caches the state of its Mamba layers at the ends that vLLM chooses, so that
-        another end would be a wrong state for later prompts. Images that are attended from both
-        sides are not divided.
+        A hybrid model caches the state of its Mamba layers at the ends that vLLM selects. Another
+        end would cache a wrong state for later prompts. Images with attention in both directions
+        are not divided.
         """
         block = self.cab.query_block
         while (border := end // block * block) > start:

@@ -415,15 +415,15 @@ def test_what_stands_behind_the_text_in_a_static_cache_changes_nothing():
 @pytest.mark.parametrize(
     ("settings", "make", "sentence"),
     [
-        pytest.param(None, None, "attn_implementation is 'sdpa'", id="not-on"),
-        pytest.param({}, None, "sparse_decode is False", id="off"),
+        pytest.param(None, None, "attn_implementation must be .*, got 'sdpa'", id="not-on"),
+        pytest.param({}, None, "sparse_decode must be True, got False", id="off"),
         pytest.param(
             ALL,
             lambda config: EncoderDecoderCache(DynamicCache(), DynamicCache()),
-            "cache is a EncoderDecoderCache",
+            "cache must be .*, got a EncoderDecoderCache",
             id="two-caches",
         ),
-        pytest.param(ALL, lambda config: (), "cache is a tuple", id="no-cache"),
+        pytest.param(ALL, lambda config: (), "cache must be .*, got a tuple", id="no-cache"),
     ],
 )
 def test_what_cannot_have_an_index_is_refused(settings, make, sentence):

@@ -245,7 +245,7 @@ def needed_on_a_rank(process_group, config):
 
 def test_layers_of_a_text_share_spans(ranks):
     for same, refusal in ranks.run(2, twice_on_a_rank):
-        assert same and refusal.startswith("spans is of another text than q")
+        assert same and refusal.startswith("spans must belong to the sequence of q")
 
 
 def twice_on_a_rank(process_group):

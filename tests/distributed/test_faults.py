@@ -42,14 +42,22 @@ def attend(group, changed):
     ("changed", "sentence"),
     [
         pytest.param(
-            {"tokens": 64}, "tokens of a rank differ .*: 128 on rank 0, 64 on rank 1", id="tokens"
+            {"tokens": 64},
+            "tokens of a rank must be equal .* got 128 on rank 0, 64 on rank 1",
+            id="tokens",
         ),
-        pytest.param({"heads": 8}, "^heads differ .*: 4 on rank 0, 8 on rank 1", id="heads"),
-        pytest.param({"kv_heads": 1}, "KV heads differ .*: 2 on rank 0, 1 on", id="kv-heads"),
-        pytest.param({"dtype": torch.float64}, "dtypes differ", id="dtype"),
-        pytest.param({"batch": 2}, "batch rows differ", id="batch"),
-        pytest.param({"dim": 32}, "head dims differ", id="head-dim"),
-        pytest.param({"cu_seqlens": [0, 100, 256]}, "documents differ .*: 1 on", id="documents"),
+        pytest.param(
+            {"heads": 8}, "^heads must be equal .* got 4 on rank 0, 8 on rank 1", id="heads"
+        ),
+        pytest.param(
+            {"kv_heads": 1}, "KV heads must be equal .* got 2 on rank 0, 1 on", id="kv-heads"
+        ),
+        pytest.param({"dtype": torch.float64}, "dtypes must be equal on all ranks", id="dtype"),
+        pytest.param({"batch": 2}, "batch rows must be equal on all ranks", id="batch"),
+        pytest.param({"dim": 32}, "head dims must be equal on all ranks", id="head-dim"),
+        pytest.param(
+            {"cu_seqlens": [0, 100, 256]}, "documents must be equal .* got 1 on", id="documents"
+        ),
     ],
 )
 def test_ranks_that_differ_all_raise(ranks, changed, sentence):
@@ -72,8 +80,10 @@ def with_inputs_of(group, whose):
 @pytest.mark.parametrize(
     ("whose", "sentence"),
     [
-        pytest.param((0, 0), "positions are another rank's differ .*: 0 on rank 0", id="one"),
-        pytest.param((1, 0), "do not say how 128 tokens are held by rank", id="swapped"),
+        pytest.param(
+            (0, 0), "tokens at positions of another rank must be equal .* got 0 on rank 0", id="one"
+        ),
+        pytest.param((1, 0), "must describe the 128 tokens of rank", id="swapped"),
     ],
 )
 def test_positions_of_another_rank_are_refused(ranks, whose, sentence):
@@ -93,7 +103,7 @@ def with_other_settings(group):
 
 def test_models_of_other_settings_are_refused(ranks):
     for outcome in ranks.outcomes(2, with_other_settings):
-        assert outcome.sentence.startswith("settings (their checksum) differ")
+        assert outcome.sentence.startswith("settings (checksum) must be equal")
 
 
 def with_another_batch(group, changed, place):
@@ -114,7 +124,7 @@ def test_batches_that_differ_in_one_place_are_refused(ranks, changed, place):
     for outcome in ranks.outcomes(2, with_another_batch, changed, place):
         assert outcome.kind == "ValueError"
         assert re.match(
-            r"tokens or labels \(their checksum\) differ .*: \d+ on rank 0, \d+ on rank 1; ",
+            r"tokens or labels \(checksum\) must be equal .* got \d+ on rank 0, \d+ on rank 1\. ",
             outcome.sentence,
         )
 
@@ -182,7 +192,7 @@ def test_a_rank_that_dies_stops_the_others(processes, how, cause):
     assert outcomes[1] is None
     for rank in (0, 2):
         sentence, seconds = outcomes[rank]
-        assert sentence.startswith(f"rank {rank} of 3 stops, as {cause} (")
+        assert sentence.startswith(f"rank {rank} of 3 stops: {cause} (")
         assert seconds < TIMEOUT
 
 
@@ -221,17 +231,17 @@ def refused(group, what):
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("implementation", "attn_implementation of LlamaForCausalLM is 'sdpa'; context_parallel"),
-        ("padding", "attention_mask has 256 padding tokens"),
-        ("unknown", "batch has 'pixel_values'"),
-        ("labels", "batch has labels and shift_labels, which are labels shifted already"),
+        ("implementation", "attn_implementation of LlamaForCausalLM must be one of"),
+        ("padding", "attention_mask must have no padding, got 256 padding tokens"),
+        ("unknown", "batch must contain only input_ids, labels,"),
+        ("labels", "batch must have either labels or shift_labels, got both"),
         ("leap", "position_ids do not count from 0"),
-        ("end", "cu_seq_lens_q must end at 256"),
-        ("group", "group must be a ProcessGroup"),
-        ("twice", "LlamaForCausalLM is inside context_parallel already"),
-        ("mask", "attention_mask has padding"),
-        ("unsharded", "position_ids and cu_seq_lens_q do not say how 256 tokens are held"),
-        ("cache", "past_key_values holds 256 tokens"),
+        ("end", "cu_seq_lens_q must end at 256, the number of tokens in input_ids, got 200"),
+        ("group", "group must be a ProcessGroup of this process, got 'cp'"),
+        ("twice", "LlamaForCausalLM is already inside context_parallel"),
+        ("mask", "attention_mask must have no padding inside context_parallel"),
+        ("unsharded", "position_ids and cu_seq_lens_q must describe the 256 tokens"),
+        ("cache", "past_key_values must be empty inside context_parallel, got 256 tokens"),
         ("layer", "LlamaAttention is inside context_parallel, and its mask was made outside"),
     ],
 )

@@ -72,7 +72,7 @@ def test_every_target_is_checked_against_max_density(model_folder, book, tmp_pat
     out, option = tmp_path / "run", "--target-densities"
     assert command(model_folder, book, out, option, "0.6,0.9", "--cab", "max_density=0.7") == 2
     shown = capsys.readouterr().err
-    assert "target_densities: target_density is 0.9; with max_density=0.7 the model" in shown
+    assert "target_densities: target_density must be at most 0." in shown and "got 0.9" in shown
     assert not (tmp_path / "run").exists()
 
 
@@ -96,7 +96,7 @@ def test_anchors_are_found_and_saved_with_their_map(model_folder, book, tmp_path
     assert command(model_folder, book, out, *words, 2) == 0
     assert CabConfig.calibrated(out / "cab_config-0.8.json").anchors == (0, 1)
     assert command(model_folder, book, tmp_path / "too-many", *words, 3) == 2
-    assert "anchors must be 1 to 2, the sparse layers, got 3" in capsys.readouterr().err
+    assert "anchors must be 1 to 2, the number of sparse layers, got 3" in capsys.readouterr().err
     assert not (tmp_path / "too-many").exists()
 
 

@@ -70,9 +70,9 @@ REFUSED_OVER_RANKS = {
     "bamba": r"BambaForCausalLM has layers that mix tokens without attention \(BambaMixer\)",
     "bart": "BartForCausalLM takes no position_ids",
     "roberta": "RobertaForCausalLM counts positions from padding_idx",
-    "stablelm": "StableLmForCausalLM does not hand position_ids and cu_seq_lens_q on",
+    "stablelm": "StableLmForCausalLM does not pass position_ids and cu_seq_lens_q",
     "minimax_m3_vl_text": r"MiniMaxM3VLAttention .* is not computed by 'cab' \(keys chosen",
-    "llama4": "attends in chunks of 64; inside context_parallel",
+    "llama4": "attends in chunks of 64 tokens",
     "bloom": "must reach its attention through",
 }
 

@@ -173,9 +173,7 @@ def test_the_target_is_met(target):
 
 def test_a_target_below_what_is_forced_is_refused():
     kept = kept_of(SMALL, [loud(0), loud(1)])
-    with pytest.raises(
-        ValueError, match=r"target_density must be at least 0\.\d+, the least .*, got 0\.01"
-    ):
+    with pytest.raises(ValueError, match=r"target_density must be at least 0\.\d+, .*, got 0\.01"):
         cascaded(SMALL, kept, (0, 1), 2, 1, 0.01)
     # and all may have the most
     assert cascaded(SMALL, kept, (0, 1), 2, 1, 1.0).mass_threshold == THRESHOLDS[-1]

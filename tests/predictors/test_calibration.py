@@ -161,7 +161,9 @@ def test_a_model_in_training_is_read_as_in_eval_mode_and_left_training():
 def test_a_density_that_cannot_be_reached_is_refused_before_anything_is_measured(anchors):
     model = made()
     model.forward = None
-    with pytest.raises(ValueError, match=r"target_density must be .*, got 0\.2") as refused:
+    with pytest.raises(
+        ValueError, match=r"target_density must be at least .*, got 0\.2"
+    ) as refused:
         calibrated(model, target_density=0.2, anchors=anchors)
     del model.forward
     least = float(re.search(r"at least ([.\d]+)", str(refused.value))[1])
@@ -179,7 +181,9 @@ def test_max_density_counts(anchors):
 def test_a_target_that_max_density_excludes_is_refused_before_anything_is_measured(anchors):
     model, config = made(), CALIBRATED.changed(max_density=0.6)
     model.forward = None
-    with pytest.raises(ValueError, match=r"target_density is 0\.8; with max_density=0\.6") as error:
+    with pytest.raises(
+        ValueError, match=r"must be at most .* max_density=0\.6 .*, got 0\.8"
+    ) as error:
         calibrated(model, target_density=0.8, config=config, anchors=anchors)
     del model.forward
     most = float(re.search(r"at most ([.\d]+)", str(error.value))[1])
@@ -217,7 +221,9 @@ def test_how_far_it_is_is_shown(kind, layers, capfd):
 def test_more_anchors_than_sparse_layers_are_refused_before_anything_is_measured(kind, layers):
     model = made(kind)
     model.forward = None
-    with pytest.raises(ValueError, match=f"anchors must be 1 to {layers}, the sparse layers"):
+    with pytest.raises(
+        ValueError, match=f"anchors must be 1 to {layers}, the number of sparse layers"
+    ):
         calibrated(model, anchors=layers + 1)
 
 
@@ -286,12 +292,18 @@ def test_a_layer_without_an_index_has_no_place_in_a_table(anchors):
         ({"config": CabConfig(**SMALL, dense_layers=(7,))}, "dense_layers has 7"),
         ({"anchors": 0}, "anchors must be a whole number >= 1, got 0"),
         ({"length": 50}, "length must have room for 2 hidden keys per document, got 50"),
-        ({"length": 2049}, "length must be at most 2048, the number of positions.*, got 2049"),
-        ({"texts": []}, r"texts must be a text or a list of texts.*, got \[\]"),
-        ({"texts": [" "]}, "texts must be a text or a list of texts, with words in it"),
-        ({"texts": 3}, "texts must be a text or a list of texts.*, got 3"),
-        ({"config": CabConfig(predictor="streaming")}, "'streaming' does not choose blocks by"),
-        ({"config": CabConfig(**SMALL, dense_layers=(0, 1, 2))}, "there is nothing to calibrate"),
+        ({"length": 2049}, "length is 2049; it must be at most 2048, the number of positions"),
+        ({"texts": []}, r"texts is \[\]; it must be a text or a list of texts"),
+        ({"texts": [" "]}, "it must be a text or a list of texts, with words in it"),
+        ({"texts": 3}, "texts is 3; it must be a text or a list of texts"),
+        (
+            {"config": CabConfig(predictor="streaming")},
+            "got 'streaming', which does not select blocks by mass",
+        ),
+        (
+            {"config": CabConfig(**SMALL, dense_layers=(0, 1, 2))},
+            "must have at least one sparse layer",
+        ),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(bad, message):
