@@ -21,8 +21,8 @@ from cab_hf.predictors import CoarseCurvaturePredictor, FrcPredictor, LayerConte
 class CABAttention(nn.Module):
     """Multi-head block-sparse self-attention with the settings of `CabConfig.published`.
 
-    The layer has no positional encoding: add one to ``x``, or the order of tokens follows from
-    causality alone. Blocks are selected without gradients, for a query block as a whole. An early
+    The layer has no positional encoding. Add one to ``x``; otherwise only causality shows the order
+    of tokens. Blocks are selected without gradients, for a query block as a whole. An early
     query can therefore get other blocks because of later queries in its block, but it never attends
     to later keys. Gradients through attention over the selected blocks and through the projections
     are exact.
@@ -142,8 +142,8 @@ class CABAttentionLayer(nn.Module):
         self.attention = CABAttention(dim, num_heads, block_size, sparsity, **attention)
         if not 1 <= dim * mlp_ratio < math.inf:
             raise ValueError(
-                f"mlp_ratio must give dim={dim} at least one hidden channel, got {mlp_ratio}. "
-                "Give a number of at least 1 / dim."
+                f"mlp_ratio must give at least one hidden channel for dim={dim}, got {mlp_ratio}. "
+                "Pass a number of at least 1 / dim."
             )
         hidden = int(dim * mlp_ratio)
         bias = attention.get("bias", False)

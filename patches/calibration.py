@@ -1,4 +1,4 @@
-"""`calibrate`: fit a threshold or a cascade to a loaded model by dense passes over documents."""
+"""`calibrate`: find a threshold or a cascade for a loaded model by dense passes over documents."""
 
 from __future__ import annotations
 
@@ -52,38 +52,43 @@ def calibrate(
     documents: int = DOCUMENTS,
     seed: int = 0,
 ) -> CabConfig:
-    """Set the threshold at which ``model`` attends a density.
+    """Find the ``mass_threshold`` at which ``model`` has a density, and apply it to the model.
 
-    The model reads ``documents`` texts with hidden keys and copied passages once, densely and in
-    eval mode. For each layer, the pairs that it would attend at every threshold of mass are counted
-    (`cab_hf.calibration.density`). Nothing is trained. With ``anchors``, what the blocks of every
-    layer keep for every other is measured, and the model gets a cascade
-    (`cab_hf.calibration.anchors`).
+    The model computes ``documents`` documents once, with dense attention and in eval mode. The
+    documents contain hidden keys and copied passages. For each layer, the density is computed for
+    many thresholds (`cab_hf.calibration.density`). Nothing is trained.
+
+    With ``anchors``, the function also finds a cascade: anchor layers select blocks, and the layers
+    after an anchor reuse its blocks (`cab_hf.calibration.anchors`).
 
     Args:
         model: a causal language model of transformers.
         tokenizer: its tokenizer.
-        texts: what to hide keys in, best of the kind the model is for, as one text or several; by
+        texts: one text or a list of texts in which keys are hidden. Use texts like your prompts. By
             default the reference pages that come with Python.
-        target_density: of the layers that attend sparsely, at ``length`` tokens: attended over
-            causal pairs.
+        target_density: mean density of the sparse layers at ``length`` tokens, in (0, 1]. Density
+            is attended (query, key) pairs divided by causal pairs.
         config: a `CabConfig`, a dict of its fields or the path of a file that `CabConfig.save`
-            wrote; by default the model's own. Its blocks, predictor, forced blocks and
-            ``max_density`` stay, and the anchors and heads of a cascade.
-        anchors: number of layers that choose blocks for the layers after them. The layers and
-            their heads are measured. By default every layer chooses, or the anchors of ``config``.
-        length: tokens of a document; by default 8,192, or as many as the model can read.
+            wrote; by default the config of the model. All its fields stay, except
+            ``mass_threshold``, ``origin``, and with ``anchors`` the fields of the cascade.
+        anchors: number of anchor layers to find. By default ``config`` decides: every layer
+            selects blocks, or the anchors of ``config`` do.
+        length: tokens per document; by default 8,192, or the number of positions of the model if
+            that is smaller.
+        documents: number of documents.
+        seed: seed of the hidden keys and copied passages.
 
     Returns:
         The config with the fitted ``mass_threshold`` or cascade, and the model and length in
-        ``origin``. The model uses it from now on, as after `apply_cab`; `remove_cab` restores the
-        former settings. `CabConfig.save` writes the config to a file.
+        ``origin``. The model uses this config from now on, as after `apply_cab`; `remove_cab`
+        restores the former settings. `CabConfig.save` writes the config to a file.
 
     Raises:
-        ValueError: naming the bad argument. ``target_density`` must be between the density of
-            forced blocks and the density that ``max_density`` allows. ``length`` must hold the
-            hidden keys and fit the model's positions. The model must have a layer that attends
-            sparsely, and finite outputs. With ``anchors``, its layers must have the same heads.
+        ValueError: an argument is invalid; the message names it. ``target_density`` must be between
+            the density of the blocks that are always kept and the density that ``max_density``
+            allows. ``length`` must have space for the hidden keys and fit the positions of the
+            model. The model must have a sparse layer and finite outputs. With ``anchors``, all
+            layers must have the same numbers of heads.
     """
     accepted = is_share(target_density) and target_density > 0
     require(accepted, "target_density", target_density, "in (0, 1]")
@@ -133,7 +138,7 @@ def _fitted(
     target: float,
     layer_done: Callable[[], Any],
 ) -> CabConfig:
-    """Return ``config`` with the threshold at which the layers attend ``target`` of each text."""
+    """Return ``config`` with the threshold at which the mean density is ``target``."""
     measure = partial(densities, config=config)
     spent = [_layer_by_layer(model, x, config, measure, layer_done) for x, _ in read]
     return fitted(config, spent, target)
@@ -154,7 +159,7 @@ def _documents(
     """Return ``count`` documents that contain ``texts``, each as `sought` returns it."""
     texts = [built_in_text()] if texts is None else [texts] if isinstance(texts, str) else texts
     some = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
-    accepted = "a text or a list of texts, with words in it"
+    accepted = "a text or a list of texts that contain words"
     require(some and any(text.strip() for text in texts), "texts", texts, accepted)
     sentences = split_sentences("\n\n".join(texts))
     try:
@@ -165,7 +170,7 @@ def _documents(
     except ValueError as error:
         # the caller cannot change the number of keys
         raise ValueError(
-            f"length must have room for {KEYS} hidden keys per document, got {length}. Give a "
+            f"length must have room for {KEYS} hidden keys per document, got {length}. Pass a "
             "larger length, or texts with shorter sentences."
         ) from error
 
@@ -178,7 +183,7 @@ def _layer_by_layer(
     measure: Callable[[Tensor, Tensor, LayerContext], Any],
     layer_done: Callable[[], Any],
 ) -> dict[int, Any]:
-    """Apply ``measure`` to q and k of each layer that may attend sparsely, in one dense pass.
+    """Apply ``measure`` to q and k of each layer that can be sparse, in one dense pass.
 
     Layers with a sliding window are left out.
     """
@@ -193,8 +198,9 @@ def _layer_by_layer(
         layer = layer_index(call.layer)
         if layer is None:
             raise ValueError(
-                f"{type(call.layer).__name__} serves several layers and has no index, so that a "
-                "table of layers cannot contain it. Give one number for all heads."
+                "model must have one attention module per layer, got "
+                f"{type(call.layer).__name__}, which serves several layers. Set mass_threshold "
+                "yourself instead of calibrating."
             )
         if layer in config.dense_layers:
             return

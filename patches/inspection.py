@@ -32,7 +32,7 @@ from cab_hf.route import route
 def describe(
     model: PreTrainedModel, tokens: int | None = None, training: bool | None = None
 ) -> str:
-    """Return text that describes how each attention layer would compute a prompt, and why.
+    """Describe how each attention layer would compute a prompt, and why a layer is not sparse.
 
     Args:
         model: a model of transformers, or a PEFT model around one.
@@ -40,13 +40,12 @@ def describe(
         training: True if gradients are computed; by default ``model.training``.
 
     Returns:
-        One line of settings, one line per run of layers that behave alike, and one line for
-        continuous batching. "cab_dense" has no line for decoding; other implementations have one. A
-        line names the GPU if nothing was measured on such a GPU. Layers that will raise an error
-        are called "refused".
+        Lines of text: the settings, consecutive layers that behave alike, decoding (not for
+        "cab_dense") and continuous batching. Another line names the GPU if CAB was not measured on
+        this kind of GPU. Layers that will raise an error are called "refused".
 
     Raises:
-        ValueError: ``tokens`` is below 1, ``cab_config`` is invalid, or ``model`` is no model.
+        ValueError: ``tokens`` is below 1, ``cab_config`` is invalid, or ``model`` is not a model.
     """
     model = transformers_model(model)
     require(tokens is None or is_whole(tokens), "tokens", tokens, "a whole number >= 1, or None")
@@ -55,7 +54,7 @@ def describe(
     text = model.config.get_text_config()
     name = text._attn_implementation
     if name not in NAMES:
-        return f"attn_implementation is {name!r}, so that cab_hf computes no layer."
+        return f"attn_implementation is {name!r}, so cab_hf computes no layer."
     config = cab_config_of(text)
     tokens = tokens or getattr(text, "max_position_embeddings", None) or config.min_length
     training = model.training if training is None else training
@@ -172,9 +171,9 @@ def _decode(model: PreTrainedModel, config: CabConfig) -> str:
 def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
     """Return the measured density of every layer over all sparse calls since the last reset.
 
-    Density is attended over causal (query, key) pairs, including blocks that training samples.
-    Dense calls, decode steps and calls inside ``torch.compile`` do not count. This is a device
-    sync.
+    Density is attended (query, key) pairs divided by causal pairs, including blocks that training
+    samples. Dense calls, decode steps and calls inside ``torch.compile`` do not count. Reading the
+    counts is a device sync.
 
     Args:
         model: a model of transformers, or a PEFT model around one.
@@ -185,7 +184,7 @@ def stats(model: PreTrainedModel, reset: bool = False) -> list[dict[str, Any]]:
         density is None if the layer had no sparse call.
 
     Raises:
-        ValueError: ``model`` is no model.
+        ValueError: ``model`` is not a model.
     """
     rows = []
     for index, module in attention_layers(transformers_model(model)):

@@ -37,8 +37,8 @@ def plot_plan(
     """Draw the blocks that one layer of ``model`` attends to in a prompt.
 
     Query blocks are drawn from top to bottom, key blocks from left to right, both in tokens. Keys
-    after a query are blank. The title of a panel has its density. The model reads the prompt once,
-    without gradients, up to this layer. `stats` counts the layers before it.
+    after a query are blank. The title of a panel shows the density. The model computes the prompt
+    once, without gradients, up to this layer. `stats` counts the layers before this layer too.
 
     Args:
         model: a causal language model of transformers that attends by CAB.
@@ -89,7 +89,7 @@ def plot_plan(
 
 
 def _index(value: Any) -> int | None:
-    """Return an integer of Python, NumPy or a tensor as an int, and None for anything else."""
+    """Convert an integer of Python, NumPy or torch to an int; return None for other values."""
     if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool:
         return None
     try:
@@ -161,5 +161,8 @@ def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[Blo
     with during_calls(model, observer=look), suppress(_Chosen):
         model(input_ids.to(inner.device, torch.int64), use_cache=False)
     if not seen:
-        raise ValueError(f"layer is {index}, which {type(inner).__name__} does not call here.")
+        raise ValueError(
+            f"layer must be a layer that {type(inner).__name__} runs for this prompt, got {index}. "
+            "Choose another layer."
+        )
     return seen[0]

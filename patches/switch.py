@@ -62,14 +62,14 @@ def apply_cab(
 ) -> PreTrainedModel:
     """Switch a loaded model to CAB attention.
 
-    A second call replaces the settings. A model on ``"cab_frc"`` stays there if the predictor stays
-    "frc"; any other model gets ``"cab"``. Only the text model of a vision-language model is
-    switched. The model gets its own copy of the config, so another model built from the same config
-    object does not change.
+    A second call replaces the settings. The model gets ``attn_implementation="cab"``, or keeps
+    ``"cab_frc"`` if the predictor is still "frc". In a vision-language model, only the text model
+    is switched. The model gets its own copy of the config, so other models with the same config
+    object do not change.
 
     Args:
         model: a causal language model of transformers, or a PEFT model around one. Pass the whole
-            model: modules outside of it keep their config.
+            model, because modules outside ``model`` keep their config.
         config: a `CabConfig`, a dict of its fields, or the path of a calibration file (see
             `CabConfig.calibrated`). By default ``model.config.cab_config``, else `CabConfig()`.
         overrides: fields of `CabConfig` to change, e.g. ``mass_threshold=0.004``.
@@ -78,8 +78,9 @@ def apply_cab(
         The same model.
 
     Raises:
-        ValueError: a setting is invalid, a calibration or a table of budgets does not fit the
-            model, or the attention of the model cannot be replaced by name.
+        ValueError: a setting is invalid, a calibration or a table does not fit the model, or the
+            model does not use transformers' attention interface.
+        NotImplementedError: the call switches a model on which continuous batching runs.
     """
     saved = _SavedState(_turn_on(model, config, overrides), scoped=False)
     states = _saved_states(model)
@@ -91,8 +92,8 @@ def apply_cab(
 def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
     """Restore the settings that the model had before `apply_cab`.
 
-    A model without CAB stays as it is. Inside a ``with cab(model)`` block the effect ends with the
-    block.
+    A model without CAB does not change. Inside a ``with cab(model)`` block, the former settings
+    apply until the block ends.
 
     Args:
         model: the model that `apply_cab` received.
@@ -102,7 +103,7 @@ def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises:
         NotImplementedError: continuous batching runs on the model.
-        ValueError: ``model`` is no model.
+        ValueError: ``model`` is not a model.
     """
     require(isinstance(model, nn.Module), "model", model, "a PyTorch model")
     for module in model.modules():

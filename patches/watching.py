@@ -1,4 +1,4 @@
-"""`watched`: observe the attention calls of a model while all layers attend exactly."""
+"""`watched`: observe the attention calls of a model while all layers use exact attention."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cab_hf.patches.switch import own_configs, put_back, switch
 
 @contextmanager
 def watched(model: PreTrainedModel, look: Callable[[Call], None]) -> Iterator[None]:
-    """Make ``model`` attend exactly and pass the call of each layer to ``look`` before it runs.
+    """Use exact attention in ``model``, and pass the call of each layer to ``look`` before it runs.
 
-    The model is in eval mode inside the block. It has its own copies of its configs from then on,
+    The model is in eval mode inside the block. Afterwards it keeps its own copies of its configs,
     as after `apply_cab`.
     """
     inner = transformers_model(model)
-    refuse_while_batching(inner, "dense attention that is watched")
+    refuse_while_batching(inner, "dense attention under observation")
     saved = own_configs(model)
     training = [module for module in model.modules() if module.training]
     try:

@@ -1,4 +1,4 @@
-"""Block plans, which list the key blocks that every query block attends to.
+"""Block plans: the lists of key blocks that every query block attends to.
 
 A plan is the only value that passes from selecting blocks to computing attention.
 """
@@ -44,12 +44,13 @@ EXACT_BLOCK = 128
 
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
-    """The key blocks that are attended, per batch row, head and query block.
+    """The key blocks that each query block of each head and batch row attends to.
 
     Query block i contains queries [i * query_block, (i + 1) * query_block), and key block j
     likewise. A query attends to a key if the query block lists the key's block and the key is
-    inside the span of the query. All lists have the width of the longest list. Rows that attend to
-    everything in their spans are therefore named in ``dense_rows``, and their lists are empty.
+    inside the span of the query. All lists have the width of the longest list, so a row that
+    attends to everything would make all lists wide. ``dense_rows`` names such rows instead, and
+    their lists are empty.
 
     A plan may also sample blocks that it does not list. Each sampled block represents ``one_in``
     blocks: log(one_in) is added to the logits of its keys.
@@ -91,8 +92,8 @@ class BlockPlan:
             keep: bool [B, H, M_q, M_k].
             spans: the interval of keys that each query may attend to.
             query_block, key_block: block sizes in tokens.
-            dense_rows: int64 [B, R], query blocks that attend to everything, whatever ``keep``
-                contains.
+            dense_rows: int64 [B, R], query blocks that attend to everything, independent of
+                ``keep``.
 
         Raises:
             ValueError: ``keep`` has another shape or dtype.
@@ -158,7 +159,7 @@ class BlockPlan:
         if heads % self.heads:
             raise ValueError(
                 f"plan must have a number of heads that divides the {heads} heads of q, got "
-                f"{self.heads}. Select blocks for another number of heads."
+                f"{self.heads}. Build a plan with one head, or with one per KV or query head."
             )
         return heads // self.heads
 
@@ -193,7 +194,7 @@ class BlockPlan:
         return self.map_lists(lambda part: part.map_tensors(change))
 
     def with_dense_rows(self, rows: Tensor) -> BlockPlan:
-        """Return the plan in which ``rows`` attend to everything too; see ``dense_rows``."""
+        """Return the plan with ``rows``, int64 [B, R], added to ``dense_rows``."""
         grid = rows_grid(self.spans, rows, self.query_block)
         if self.dense_rows is not None:
             rows = _both(self.spans, rows, self.dense_rows, self.query_block)
@@ -205,11 +206,12 @@ class BlockPlan:
     def with_sample(self, one_in: int, seed: Tensor) -> BlockPlan:
         """Return the plan with a sample of the blocks that it does not list.
 
-        Each row of each head draws one of every ``one_in`` neighbouring blocks. The block is kept
-        if it is not listed and all queries of the row see it completely. An unlisted block is
-        therefore kept with probability 1 / ``one_in``, and counts ``one_in`` times. The expected
-        sum of exp(logit) in the softmax equals the sum over all blocks. Blocks that a row sees in
-        part must be listed, as the predictors do if documents start at block borders.
+        Each row of each head draws one of every ``one_in`` neighbouring blocks. The drawn block is
+        kept if it is not listed and all queries of the row see it completely. An unlisted block is
+        therefore kept with probability 1 / ``one_in``, and its weight is multiplied by ``one_in``.
+        In expectation, the sum of exp(logit) equals the sum over all blocks. The plan must list all
+        blocks that a row sees only in part. The predictors do so if documents start at block
+        borders.
 
         Args:
             one_in: number of blocks that each sampled block represents.

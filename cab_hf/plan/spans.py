@@ -15,8 +15,8 @@ from torch.nn import functional as F
 def once_per_spans(function: Callable[..., Any]) -> Callable[..., Any]:
     """Cache ``function(spans, *args)`` for all layers of a forward pass, which share spans.
 
-    The result lives as long as the spans. Tensor arguments are compared by identity. Integer
-    arguments must not be lengths, because torch.compile makes a constant of each.
+    The cache is part of the spans. Tensor arguments are compared by identity. Integer arguments
+    must not be lengths, because torch.compile treats each integer as a constant.
     """
 
     @functools.wraps(function)
@@ -43,12 +43,12 @@ class Spans:
         aligned: True if documents start at block borders and the queries of a block are consecutive
             tokens of one document. A static hint that avoids a device sync.
         consecutive: True if every query block starts where the block before it ends, as in a
-            sequence or a chunk of one. Joined pieces of a sequence are not consecutive. A static
-            hint that avoids a device sync.
+            sequence or a chunk of a sequence. Joined pieces of a sequence are not consecutive. A
+            static hint that avoids a device sync.
         documents: the largest number of documents in a batch row, if the queries of each document
             are contiguous; None if unknown. A static hint that avoids a device sync.
-        end: tokens of each row's sequence, int or int32 [B, 1], if it is known to end before or
-            after the end of the call. None if a document ends with the call.
+        end: number of tokens of each row's whole sequence, int or int32 [B, 1], if the sequence
+            ends before or after the end of the call. None if documents end with the call.
     """
 
     first: Tensor
@@ -257,7 +257,7 @@ class BlockLists:
         return dense.scatter_(-1, target, True)[..., :columns]
 
     def transpose(self, columns: int) -> BlockLists:
-        """Return, for each of the ``columns``, the rows that list it."""
+        """Return lists per column: the rows that list each of the ``columns`` columns."""
         return BlockLists.from_dense(self.to_dense(columns).transpose(2, 3))
 
     def for_heads(self, heads: int) -> BlockLists:

@@ -84,12 +84,16 @@ class Predictor(ABC):
     def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
         """Return the tensors that ranks must gather to select blocks for a layer.
 
+        Return a collection of these names:
+
         * ``"queries"`` and ``"keys"``, always together: q and k of every token.
-        * ``"summaries"``: the results of `summarise` on every rank, joined by `join`. The summary
-          of a block must not depend on the rank. Padding is visible in ``valid`` only.
-        * ``"vectors"``: the results of a method ``vectors(q, spans)`` on every rank, [B, H, M_q,
-          D]. `choose` receives the vectors of the whole sequence as the argument ``vectors``.
-        * nothing: the summary is this rank's k.
+        * ``"summaries"``: every rank calls `summarise`, and `join` joins the results. The summary
+          of a block must not depend on the rank. Only ``valid`` shows which tokens are padding.
+        * ``"vectors"``: every rank calls ``vectors(q, spans)``, a method of the predictor that
+          returns [B, H, M_q, D]. `choose` receives the vectors of the whole sequence as
+          ``vectors``.
+
+        If the collection is empty, the summary is the k of this rank.
 
         Without ``"queries"``, `choose` receives the q of this rank. ``call.spans`` then contains
         the spans of this rank's queries over the whole sequence, and ``call.spans.text`` the spans
@@ -131,7 +135,7 @@ class Predictor(ABC):
         """
 
     def refuse_packed(self, spans: Spans) -> None:
-        """Raise an error for packed documents if a predictor selects all rows by part of a call.
+        """Raise an error for packed documents, for predictors that select blocks for a whole row.
 
         Raises:
             NotImplementedError: the call contains several documents. The message names the
@@ -139,9 +143,9 @@ class Predictor(ABC):
         """
         if spans.documents != 1:
             raise NotImplementedError(
-                "predictor must select blocks per document for packed documents, got "
-                f"{self.config.predictor!r}, which selects them for all documents of a row "
-                "together. Pass one document per row, or use another predictor."
+                "predictor must select blocks separately for each packed document, got "
+                f"{self.config.predictor!r}, which selects blocks for a whole row. Pass one "
+                "document per row, or use another predictor."
             )
 
     def __call__(self, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
@@ -152,7 +156,7 @@ class Predictor(ABC):
 
 # a function, because torch.compile cannot trace methods of constants
 def sparsity_of(config: CabConfig, layer: int | None, heads: int) -> tuple[float, ...]:
-    """Return the sparsity of each of the ``heads`` of a layer, or one value if all are equal.
+    """Return the sparsity of each head of a layer, or one value if all are equal.
 
     The sparsity of a head is the share of a row's blocks that the head drops.
 
@@ -191,7 +195,8 @@ def register_predictor(name: str, factory: Factory) -> None:
             predictor.
 
     Raises:
-        ValueError: ``name`` is no string or is already registered, or ``factory`` is not callable.
+        ValueError: ``name`` is not a string or is already registered, or ``factory`` is not
+            callable.
     """
     require(
         isinstance(name, str),
@@ -223,6 +228,6 @@ def make_predictor(config: CabConfig) -> Predictor:
         known = ", ".join(sorted(_FACTORIES))
         raise ValueError(
             f"CabConfig.predictor must be one of {known}, got {config.predictor!r}. Use one of "
-            "these, or add a predictor by cab_hf.register_predictor."
+            "these, or add a predictor with cab_hf.register_predictor."
         )
     return _FACTORIES[config.predictor](config)

@@ -1,8 +1,9 @@
 """Cascade: a few anchor layers select blocks, and the layers after each anchor reuse its blocks.
 
-The important keys change slowly from layer to layer (Kascade). An anchor selects blocks by rows.
-The layers after it read its plan from `LayerContext.shared_state`. ``config.head_map`` maps their
-heads to heads of the anchor.
+The important keys change slowly from layer to layer (Kascade). An anchor selects blocks like the
+default predictor, `RowsPredictor`. The layers after the anchor read its plan from
+`LayerContext.shared_state`. ``config.head_map`` maps the heads of these layers to heads of the
+anchor.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class SharedPlan(NamedTuple):
 
 
 class CascadePredictor(Predictor):
-    """The cascade: anchors select blocks by rows (`RowsPredictor`), other layers reuse the plan.
+    """The predictor "cascade": anchors select blocks like `RowsPredictor`, other layers reuse them.
 
-    Only the latest plan is stored: the anchor of a layer is the last anchor before the layer.
+    The anchor of a layer is the last anchor before the layer, so only the latest plan is stored.
     """
 
     def __init__(self, config: CabConfig) -> None:

@@ -23,8 +23,8 @@ SCORES_OF_A_HEAD = 8  # live float32 [M_q, M_k] tensors
 class FrcPredictor(Predictor):
     """The published CAB method (`CabConfig.published`): row-wise top-k by curvature.
 
-    The summary of a block is its token of largest norm. The edges of the block graph have weights A
-    = ReLU(Q K^T scale), and 0 where a row may not attend. Every row keeps a share of 1 -
+    The summary of a block is its token of largest norm. The edges of the block graph have the
+    weights A = ReLU(Q K^T scale), and 0 where a row may not attend. Every row keeps a share of 1 -
     ``config.sparsity`` of its blocks: sink blocks, local blocks, and the blocks of highest `score`.
     With ``config.curvature="forman"`` and ``config.redundancy=1`` the highest score is the lowest
     Forman-Ricci curvature.
@@ -37,7 +37,7 @@ class FrcPredictor(Predictor):
     def summarise(self, k: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return the key of largest norm of every key block, float32 [B, H_kv, M_k, D].
 
-        Blocks with a key that is not finite have NaN; they are kept.
+        The result is NaN for blocks with a key that is not finite. Such blocks are always kept.
         """
         if valid is None:
             valid = torch.ones(k.shape[0], k.shape[2], device=k.device, dtype=torch.bool)
@@ -53,7 +53,7 @@ class FrcPredictor(Predictor):
         return _tokens(x, valid, block, mark)
 
     def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
-        """Return "summaries", and "vectors" if paths and column sums run through all rows."""
+        """Return "summaries", and "vectors" if the score depends on the rows of other ranks."""
         if type(self) is not FrcPredictor:
             # a subclass may select by something else
             return super().gathers(call, heads)
@@ -202,8 +202,8 @@ def wanted_blocks(
 ) -> Tensor:
     """Return the number of blocks that each row lists, int32 [B, H or 1, M_q].
 
-    The number is the row's share, and at least the number of forced blocks. One more fits for a
-    marked block.
+    The number is the row's share, and at least the number of forced blocks. The minimum is one
+    higher if the row sees a marked block.
 
     Args:
         bounds: the result of `reference.row_bounds`.

@@ -86,13 +86,12 @@ def compute_block_frc(
 
     * ``"forman"``: F = 4 A - S_i - S_j + 3 A A, the Forman-Ricci curvature. S_i is the strength of
       row i and S_j the strength of column j, summed down to row i if causal. The method keeps the
-      LOWEST values as bridges. A low value is no strong edge: the F of an edge grows with its own
-      A.
+      LOWEST values as bridges. A low F does not mean a strong edge, because F grows with A.
     * ``"additive"``: F = A scaled to [0, 1] over its row - ``redundancy`` * A A / M. The method
       keeps the HIGHEST values. M counts all blocks, so a longer sequence can change the selection
       of an earlier row.
 
-    The columns of key blocks that hold NaN have NaN in F, and edges of weight 0.
+    For a key block with NaN, the column of F is NaN and the edges have weight 0.
 
     Args:
         q_coarse: [B, H, M, D].
@@ -111,7 +110,7 @@ def compute_block_frc(
     if k_coarse.shape[2] != blocks:
         raise ValueError(
             f"k_coarse must have as many blocks as q_coarse ({blocks}), got {k_coarse.shape[2]}. "
-            "Coarsen q and k of one length: triangles use each block as a query and as a key."
+            "Pass q and k of equal length: triangles use each block as a query and as a key."
         )
     queries, keys = q_coarse.float(), k_coarse.float()
     keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
@@ -141,7 +140,8 @@ def generate_block_mask_from_frc(
     """Return the mask of selected blocks, bool [B, H, M, M].
 
     A row that sees n blocks keeps ceil((1 - sparsity) * n) blocks, the diagonal included. Ties keep
-    the lower index. Curvatures of NaN come first, and one such block is always kept.
+    the lower index. Blocks with a curvature of NaN are kept first, and at least one such block is
+    kept.
 
     Args:
         frc: curvature, [B, H, M, M].

@@ -1,9 +1,9 @@
 """The default predictor: sample a few queries per block and score them against the keys.
 
-Typical queries, at equal steps of the block, estimate the mean attention mass of a key block.
+Typical queries, at equal strides in the block, estimate the mean attention mass of a key block.
 Outliers, a farthest-point sample, find keys that single queries need. SampleAttention (arXiv
-2406.15486) samples queries at a stride; FlashPrefill and BLASST keep blocks above a threshold. The
-outliers, the strided keys and the weights of a stratified sample are ours.
+2406.15486) samples queries at a stride. FlashPrefill and BLASST keep blocks above a threshold. The
+outliers, the strided keys and the weights of outliers and typical queries are ours.
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ class ScoredKeys:
 
 
 class RowsPredictor(Predictor):
-    """Selects the key blocks whose mean or maximum share of attention reaches a threshold.
+    """The default predictor: keeps key blocks whose mean or maximum attention share is large.
 
-    For query block m and key block j, with shares of the samples as in `reference.mass_by_rows`::
+    For query block m and key block j, with the shares of `reference.mass_by_rows`::
 
         select(m, j) = mean_share[m, j] >= mass_threshold * min(1, 32768 / num_visible_keys)
                        or max_share[m, j] >= share_threshold
 
-    ``config.outlier_queries`` outliers per block are scored on the channels of the call,
-    ``config.typical_queries`` on all channels of every ``config.typical_key_stride``-th key. Sinks
-    take part in the softmax but are never selected. Definition: `choose_by_reference`. On CUDA,
-    the kernels of `cab_hf.ops.rows` and `cab_hf.ops.sweep` compute it.
+    ``config.outlier_queries`` outliers per block are scored against every key, on
+    ``LayerContext.channels``. ``config.typical_queries`` typical queries are scored on all channels
+    of every ``config.typical_key_stride``-th key. Sinks take part in the softmax but are never
+    selected. `choose_by_reference` defines the selection. On CUDA, the kernels of `cab_hf.ops.rows`
+    and `cab_hf.ops.sweep` compute the same selection.
     """
 
     def summarise(
@@ -137,7 +138,7 @@ def capped_ranks(
 ) -> Tensor:
     """Return ``rank`` [B, H, M_q, M_k] with -1 for the blocks that ``max_density`` excludes.
 
-    A row can keep its forced blocks, and the best of its other blocks up to ``max_density``.
+    A row can keep its forced blocks, and its best other blocks up to ``max_density``.
 
     Args:
         marked: bool [B, H_kv, M_k], `reference.marked_blocks`; None for none.
@@ -158,12 +159,15 @@ def capped_ranks(
 def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
     """Return the largest mass threshold that keeps each block, float32 [B, H, M_q, M_k].
 
-    The value is the block's mass, at most 1. Rows that see n keys with n >
-    `reference.THRESHOLD_KEYS` multiply it by n / `reference.THRESHOLD_KEYS`. The value is 1 + share
-    if one query needs the block, infinity if the block is forced, and -1 if the row does not see
-    it. Blocks with a key that is not finite (`reference.marked_blocks`) have infinity too; such a
-    key counts as zeros in the masses of other blocks. All blocks have 1 if a scored query is not
-    finite.
+    The first case that applies determines the value of a block:
+
+    * -1 if the row does not see the block;
+    * infinity if the block is forced or has a key that is not finite (`reference.marked_blocks`);
+    * 1 if a scored query of the row is not finite;
+    * 1 + share if the share of one query reaches ``share_threshold``;
+    * else min(1, mass * max(1, n / `reference.THRESHOLD_KEYS`)) for n visible keys.
+
+    A key that is not finite counts as zeros in the masses of other blocks.
     """
     spans, group = call.spans, q.shape[1] // k.shape[1]
     visible = block_visibility(spans, *blocks_of(config))
