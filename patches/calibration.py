@@ -159,7 +159,7 @@ def _documents(
     """Return ``count`` documents that contain ``texts``, each as `sought` returns it."""
     texts = [built_in_text()] if texts is None else [texts] if isinstance(texts, str) else texts
     some = isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts)
-    accepted = "a text or a list of texts that contain words"
+    accepted = "a text or a list of texts, with words in it"
     require(some and any(text.strip() for text in texts), "texts", texts, accepted)
     sentences = split_sentences("\n\n".join(texts))
     try:

@@ -296,7 +296,7 @@ def test_a_layer_without_an_index_has_no_place_in_a_table(anchors):
         ({"length": 50}, "length must have room for 2 hidden keys per document, got 50"),
         ({"length": 2049}, "length is 2049; it must be at most 2048, the number of positions"),
         ({"texts": []}, r"texts is \[\]; it must be a text or a list of texts"),
-        ({"texts": [" "]}, "it must be a text or a list of texts that contain words"),
+        ({"texts": [" "]}, "it must be a text or a list of texts, with words in it"),
         ({"texts": 3}, "texts is 3; it must be a text or a list of texts"),
         (
             {"config": CabConfig(predictor="streaming")},
