@@ -295,7 +295,7 @@ def test_a_layer_without_an_index_has_no_place_in_a_table(anchors):
         ({"anchors": 0}, "anchors must be a whole number >= 1, got 0"),
         ({"length": 50}, "length must have room for 2 hidden keys per document, got 50"),
         ({"length": 2049}, "length must be at most 2048, the number of positions"),
-        ({"texts": []}, r"texts is \[\]; it must be a text or a list of texts"),
+        ({"texts": []}, r"texts must be a text or a list of texts.*got \[\]"),
         ({"texts": [" "]}, "must be a text or a list of texts that contain words"),
         ({"texts": 3}, "texts must be a text or a list of texts.*got 3"),
         (
