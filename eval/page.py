@@ -150,7 +150,7 @@ def _section(result: Results) -> str:
     parts = [
         f'<section id="{anchor}">',
         f'<h2><a href="#{anchor}">{_inline(heading(result))}</a></h2>',
-        f'<p class="source">{escape(source([result]))}; folder <code>{escape(result.name)}</code>. '
+        f'<p class="source">{escape(source([result]))} Folder <code>{escape(result.name)}</code>. '
         '<a href="#top">Contents</a></p>',
         *map(_blocks, [first, *kind.readings(result.rows), *made.get("repeated", ())]),
         _figure(result),

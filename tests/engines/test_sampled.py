@@ -192,7 +192,7 @@ def test_a_forward_pass_without_gradients_is_not_computed_again_with_some():
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    with pytest.raises(RuntimeError, match="give use_reentrant=False"):
+    with pytest.raises(RuntimeError, match="Set use_reentrant=False"):
         loss.backward()
 
 

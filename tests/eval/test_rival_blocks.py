@@ -121,9 +121,7 @@ def test_a_text_keeps_the_blocks_that_it_keeps_alone(name, documents, real):
     config = RIVALS[name]
     given = layout.queries(q), layout.keys(k), LayerContext(layout.spans, 0.25)
     if real is None and name in BY_THE_END:
-        with pytest.raises(
-            NotImplementedError, match=f"packed documents, got '{config.predictor}'"
-        ):
+        with pytest.raises(NotImplementedError, match=f"packed document, got '{config.predictor}'"):
             make_predictor(config)(*given)
         return
     keep = make_predictor(config)(*given).to_dense()

@@ -89,7 +89,7 @@ def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
         assert alone == pytest.approx(together, rel=1e-5)
     assert len(set(alone)) == len(alone) == 4
     # all stop where one would learn nothing; both name what one of them knows
-    message = "step 3 has a gradient that is not finite, first of all in base_model"
+    message = "step 3 has a gradient that is not finite, the first in base_model"
     assert done.stderr.count(message) == 2
     assert [step for _, step, _ in losses(tmp_path / "spoilt")] == [1, 2]
     (kept,) = (tmp_path / "spoilt" / "checkpoints").iterdir()
@@ -356,12 +356,12 @@ def test_a_model_that_is_all_trained_learns_and_is_loaded_as_it_was_trained(tmp_
 
 
 REFUSED = """
---tokens-per-step 300 > tokens_per_step ; --length 8192 > length is 8192
---targets q_prj > targets is ['q_prj'] ; --passkey-lengths 64 > passkey_lengths
+--tokens-per-step 300 > tokens_per_step ; --length 8192 > length must be at most 4096
+--targets q_prj > targets must be names of linear layers ; --passkey-lengths 64 > passkey_lengths
 --cp 2 --length 512 > cp must divide the 1 processes ; --data gone.txt > gone.txt
 --data gone.txt --dry-run > gone.txt ; --model /nowhere > '/nowhere' does not exist
 --attention falsh > or give another attn_implementation. ; --attention falsh --dry-run > attention
---cab mas=1 > mas ; --cab redundancy=3 --attention sdpa > redundancy is 3
+--cab mas=1 > mas ; --cab redundancy=3 --attention sdpa > redundancy must be in [0, 1], got 3
 --dry-run --gpu-gib 1e-4 > got 256 ; --adapter nowhere > adapter must be a folder
 """
 
