@@ -16,6 +16,16 @@ from cab_hf.ops.attention.tiles import Tiles, described, descriptors, vectors_at
 LANES, COLUMNS_OF_LANES = 4, 8
 
 
+def padded_to_blocks(keys: Tensor, key_block: int) -> Tensor:
+    """Return keys [B, H_kv, N_k, C] with zeros after the last key, up to whole key blocks."""
+    missing = -keys.shape[2] % key_block
+    if not missing:
+        return keys
+    # pad 8-bit floats as bits: PyTorch cannot pad their dtype
+    bits = keys.view(torch.uint8) if keys.element_size() == 1 else keys
+    return F.pad(bits, (0, 0, 0, missing)).view(keys.dtype)
+
+
 def alternating(
     keys: Tensor, first: int, key_block: int, tile: int
 ) -> tuple[list[TensorDescriptor | Tiles], int]:
@@ -39,10 +49,7 @@ def alternating(
     if not launch.reads_by_descriptor(keys.device):
         parts = keys[..., :first], keys[..., first:] if first < keys.shape[3] else keys
         return descriptors(tile, *parts), together
-    if missing := -keys.shape[2] % key_block:
-        # pad 8-bit floats as bits: PyTorch cannot pad their dtype
-        bits = keys.view(torch.uint8) if keys.element_size() == 1 else keys
-        keys = F.pad(bits, (0, 0, 0, missing)).view(keys.dtype)
+    keys = padded_to_blocks(keys, key_block)
     # [plane, part of a block, block, key, C]
     x = described(keys).flatten(0, 1).unflatten(1, (-1, key_block // together, together))
     x = x.transpose(1, 2)

@@ -26,10 +26,17 @@ def largest_tokens(x: Tensor, valid: Tensor, block: int, mark: bool = False) -> 
     batch, heads, length, dim = x.shape
     blocks = triton.cdiv(length, block)
     target = x.new_empty(batch, heads, blocks, dim, dtype=torch.float32)
-    given = vectors(x), valid.contiguous(), target, heads, length
     with on_device_of(x):
         _largest_kernel[(batch * heads * blocks,)](
-            *given, BLOCK=block, D=dim, MARK=mark, num_warps=1
+            vectors(x),
+            valid.contiguous(),
+            target,
+            heads,
+            length,
+            BLOCK=block,
+            D=dim,
+            MARK=mark,
+            num_warps=1,
         )
     return target
 

@@ -70,16 +70,28 @@ def choose(
         bits = counts.new_empty(*counts.shape, triton.cdiv(kv_blocks, 32))
 
         def sweep(start: int, some: int, scores: Tensor | None = None) -> None:
-            parts = q, spans, (start, some), scale, config.query_block
-            outliers = None
+            planes, outliers = (start, some), None
             if count := config.outlier_queries:
-                at = rows.outliers(q, spans, (start, some), config.query_block, count)
-                outliers = rows.scored_rows(*parts, count, channels, keys.dtype, at)
+                outliers = rows.scored_rows(
+                    q,
+                    spans,
+                    planes,
+                    scale,
+                    query_block=config.query_block,
+                    count=count,
+                    channels=channels,
+                    dtype=keys.dtype,
+                    positions=rows.outliers(q, spans, planes, config.query_block, count),
+                )
             typical = rows.scored_rows(
-                *parts,
-                num_typical_queries(config),
-                channels,
-                keys.dtype,
+                q,
+                spans,
+                planes,
+                scale,
+                query_block=config.query_block,
+                count=num_typical_queries(config),
+                channels=channels,
+                dtype=keys.dtype,
                 key_stride=config.typical_key_stride,
             )
             given = keys, exponents, marked, rules, start, heads, blocks, whole, bits, counts

@@ -23,10 +23,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
 from cab_hf.ops import keep, launch, reference
-from cab_hf.ops.alternating import alternating, load_keys
+from cab_hf.ops.alternating import alternating, load_keys, padded_to_blocks
 from cab_hf.ops.attention.tiles import LOG2_E, precision, tile_of
 from cab_hf.ops.keep import scratch_of
 from cab_hf.ops.rows import FP8, ScoredRows, power_of_two
@@ -257,7 +256,9 @@ def kept_blocks(
         # the longest rows start first
         ends.append(bisect_left(range(ends[-1]), True, key=partial(fits, end=ends[-1])))
     parts = [(begin, end) for end, begin in pairwise(ends)]
-    sizes = [max(sizes) for sizes in zip(*(logits(*part) for part in parts), strict=True)]
+    sizes = [
+        max(sizes) for sizes in zip(*(logits(begin, end) for begin, end in parts), strict=True)
+    ]
     scratches = [torch.empty(size, device=keys.device, dtype=dtype) for size in sizes]
     units = None
     if is_fp8:
@@ -302,10 +303,7 @@ def _every(keys: Tensor, stride: int, key_block: int) -> Tensor:
 
     Keys are padded to whole blocks, so that every block has the same number of sampled keys.
     """
-    if missing := -keys.shape[2] % key_block:
-        # pad 8-bit floats as bits: PyTorch cannot pad their dtype
-        bits = keys.view(torch.uint8) if keys.element_size() == 1 else keys
-        keys = F.pad(bits, (0, 0, 0, missing)).view(keys.dtype)
+    keys = padded_to_blocks(keys, key_block)
     return keys[:, :, reference.key_offset(stride) :: stride]
 
 
