@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from cab_hf.config import CabConfig
     from cab_hf.decode.generation import index_cache
     from cab_hf.distributed import context_parallel
+    from cab_hf.experiment.loading import load_model
     from cab_hf.patches import apply_cab, cab, describe, remove_cab, stats
     from cab_hf.patches.calibration import calibrate
     from cab_hf.patches.plotting import plot_plan
     from cab_hf.plan import BlockPlan
     from cab_hf.predictors import register_predictor
-    from cab_hf.runs.loading import load_model
 
 __version__ = "0.3.0"
 __all__ = [
@@ -43,7 +43,7 @@ _HOME = {
     "calibrate": "cab_hf.patches.calibration",
     "context_parallel": "cab_hf.distributed",
     "index_cache": "cab_hf.decode.generation",
-    "load_model": "cab_hf.runs.loading",
+    "load_model": "cab_hf.experiment.loading",
     "plot_plan": "cab_hf.patches.plotting",
     "register_predictor": "cab_hf.predictors",
     **dict.fromkeys(("apply_cab", "cab", "describe", "remove_cab", "stats"), "cab_hf.patches"),

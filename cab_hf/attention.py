@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from cab_hf.batching.batch import attend_batch
 from cab_hf.call.call import Call
-from cab_hf.call.mask import CabMask
-from cab_hf.call.scope import SCOPE
+from cab_hf.call.mask import MaskInfo
+from cab_hf.call.scope import FORWARD_CONTEXT
 from cab_hf.route import attend
 
 
@@ -20,7 +20,7 @@ def cab_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: CabMask | None,
+    attention_mask: MaskInfo | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
@@ -68,7 +68,7 @@ def cab_dense_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[T
 
 def _output(call: Call) -> Tensor:
     """Return the output [B, N_q, H, D_v], contiguous because models may take a view of it."""
-    observer = None if torch.compiler.is_compiling() else SCOPE.get().observer
+    observer = None if torch.compiler.is_compiling() else FORWARD_CONTEXT.get().observer
     if observer is not None:
         observer(call)
     if call.batch is not None:

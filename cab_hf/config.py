@@ -448,7 +448,7 @@ def num_typical_queries(config: CabConfig) -> int:
 
 
 def tail_of(config: CabConfig) -> tuple[int, int]:
-    """Return the arguments of `Spans.tail`: tokens of the dense tail, and of a query block."""
+    """Return the arguments of `KeyRanges.tail`: tokens of the dense tail, and of a query block."""
     return config.dense_tail_blocks * config.query_block, config.query_block
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cab_hf.checks import is_whole, require
 from cab_hf.config import CabConfig
 from cab_hf.engines import ENGINES, Workload, choose
-from cab_hf.plan import BlockPlan, Spans
+from cab_hf.plan import BlockPlan, KeyRanges
 from cab_hf.predictors import CoarseCurvaturePredictor, FrcPredictor, LayerContext
 
 
@@ -103,14 +103,16 @@ class CABAttention(nn.Module):
 
     def _plan(self, q: Tensor, k: Tensor, scale: float) -> BlockPlan:
         batch, _, length, _ = q.shape
-        spans = Spans.causal(batch, length, length, q.device)
+        ranges = KeyRanges.causal(batch, length, length, q.device)
         if self.causal:
-            return self.predictor(q, k, LayerContext(spans, scale))
+            return self.predictor(q, k, LayerContext(ranges, scale))
         # FrcPredictor reads a query's position from the end of its span, which is useless if every
         # span ends with the sequence
-        spans = replace(spans, last=spans.first + (length - 1), aligned=False)
+        ranges = replace(ranges, end=ranges.start + (length - 1), aligned=False)
         block = self.config.query_block
-        return BlockPlan.from_dense(self.predictor(q, k), spans, query_block=block, key_block=block)
+        return BlockPlan.from_dense(
+            self.predictor(q, k), ranges, query_block=block, key_block=block
+        )
 
 
 class CABAttentionLayer(nn.Module):

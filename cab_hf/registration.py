@@ -137,9 +137,9 @@ def _wrap_preparation(model: type) -> None:
 
 
 def _prepare_inputs(prepare: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    from cab_hf.call.scope import SCOPE
+    from cab_hf.call.scope import FORWARD_CONTEXT
 
-    generation = SCOPE.get().generation
+    generation = FORWARD_CONTEXT.get().generation
     if generation is None:
         return prepare(model, *args, **kwargs)
     return generation.prepare(model, lambda: prepare(model, *args, **kwargs))
@@ -158,10 +158,10 @@ def _prepare_then_index(
     text = model.config.get_text_config()
     if text._attn_implementation not in NAMES or model.config.is_encoder_decoder:
         return result
-    from cab_hf.call.scope import SCOPE, prompt_given
+    from cab_hf.call.scope import FORWARD_CONTEXT, prompt_given
 
     made = _cache_in(model_kwargs)
-    generation = SCOPE.get().generation
+    generation = FORWARD_CONTEXT.get().generation
     if generation is not None:
         _wrap_preparation(type(model))
         is_compiled = getattr(made, "is_compileable", False)
@@ -179,9 +179,9 @@ def _update_then_index(
     *args: Any,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    from cab_hf.call.scope import SCOPE
+    from cab_hf.call.scope import FORWARD_CONTEXT
 
-    generation = SCOPE.get().generation
+    generation = FORWARD_CONTEXT.get().generation
     if generation is not None:
         generation.forget_inputs()
     given = _cache_in(model_kwargs)

@@ -16,7 +16,7 @@ from cab_hf.engines import SDPA, Engine, Workload
 from cab_hf.engines.dense import Exact, ExactByBlocks, ExactByRows
 from cab_hf.engines.sparse import Sparse
 from cab_hf.hf.fit import layer_type
-from cab_hf.plan import EXACT_BLOCK
+from cab_hf.plan import DENSE_BLOCK_SIZE
 
 
 def attend(call: Call) -> Tensor:
@@ -39,7 +39,7 @@ def route(
     Its ``reason`` says why attention is not sparse; None for sparse attention.
 
     Args:
-        text: a `CabMask`, or a `ShardedText` over ranks: the lengths of the call and of its
+        text: a `MaskInfo`, or a `ShardedMask` over ranks: the lengths of the call and of its
             documents, and the mask.
         config: settings of the layer.
         work: workload of the call, with the block sizes of ``config``.
@@ -60,15 +60,15 @@ def route(
         return SparseDecode()
     q_length, kv_length = text.q_length, text.kv_length
     special = work.sinks or work.softcap
-    if text.exact_block is not None or (special and q_length > 1):
+    if text.dense_block_size is not None or (special and q_length > 1):
         # no dense kernel supports soft caps, or returns a differentiable log-sum-exp
-        block = text.exact_block or EXACT_BLOCK
+        block = text.dense_block_size or DENSE_BLOCK_SIZE
         work = replace(work, query_block=block, key_block=block)
         return ExactByBlocks(engines.choose("auto", work), kind, reason)
     if special:
         return ExactByRows(SDPA, kind, reason)
     complete = text.plain and q_length == kv_length
-    few = q_length < EXACT_BLOCK or text.window is not None or kv_length is None
+    few = q_length < DENSE_BLOCK_SIZE or text.window is not None or kv_length is None
     kernel = SDPA if few else engines.exact(work, q_length if complete else None)
     if isinstance(kernel, Engine):
         return ExactByBlocks(kernel, kind, reason)
@@ -90,7 +90,7 @@ def _kind(
     queries, tokens = text.longest or (text.q_length, text.kv_length)
     # under torch.compile the length of a static cache is unknown: at least the queries of the call
     tokens = queries if tokens is None else tokens
-    if text.behind_prompt or queries < config.query_block:
+    if text.is_decode or queries < config.query_block:
         reason = why_dense(text, config, layer, index)
         return ("decode", reason) if reason else (SparseDecode.kind, None)
     if tokens < config.min_length:

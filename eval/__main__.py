@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 from cab_hf.eval.experiment import PROG
-from cab_hf.runs.log import DISK_FULL
-from cab_hf.runs.settings import UsageError, missing_package
+from cab_hf.experiment.log import DISK_FULL
+from cab_hf.experiment.settings import UsageError, missing_package
 
 NAMES = (
     *("calibrate", "families"),

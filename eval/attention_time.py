@@ -20,14 +20,14 @@ from torch import Tensor
 
 from cab_hf.call.call import Call
 from cab_hf.config import CabConfig
+from cab_hf.data.needles import Tokens
 from cab_hf.engines import Workload
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.timing import Bench, GpuBench, Timing
 from cab_hf.patches.watching import watched
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 from cab_hf.route import route
-from cab_hf.texts.needles import Tokens
 
 WARM_UP_CALLS = 1
 RUNS = 3  # runs in each layer; their medians are summed
@@ -109,7 +109,9 @@ class AttentionClock:
                 return
             spent["dense_kernel"], dense_ms = self.dense(call.q, call.k, call.v, call.scale)
             batch, _, length, _ = call.q.shape
-            layer = call.context(Spans.causal(batch, length, length, call.q.device), shared_state)
+            layer = call.context(
+                KeyRanges.causal(batch, length, length, call.q.device), shared_state
+            )
             calls = None if config is None else sparse_calls(call, layer, config)
             predict_ms, attend_ms = 0.0, dense_ms
             if calls is not None:
@@ -151,6 +153,6 @@ def sparse_calls(
     if way.kind != "sparse":
         return None
     predict = partial(make_predictor(config), q, k, layer)
-    # before the clock starts: all layers of a pass share what spans cache
+    # before the clock starts: all layers of a pass share what ranges cache
     plan = predict()
     return predict, partial(way.engine.attention, q, k, v, plan, layer.scale)

@@ -17,18 +17,18 @@ import torch
 
 from cab_hf.calibration.density import require_target
 from cab_hf.config import CabConfig
+from cab_hf.data.documents import Document, recall_document
+from cab_hf.data.needles import split_sentences
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import FIGURE, PROG, Row
 from cab_hf.eval.haystack import read_text
 from cab_hf.eval.methods import known
 from cab_hf.eval.on_model import OnModelSettings, refusing, require_positions
 from cab_hf.eval.report import grouped, markdown_table
-from cab_hf.patches.calibration import DOCUMENTS, KEYS, LENGTH, calibrate
-from cab_hf.patches.inspection import stats
-from cab_hf.patches.switch import cab
-from cab_hf.runs.log import writing
-from cab_hf.runs.models import load_model, load_tokenizer
-from cab_hf.runs.settings import (
+from cab_hf.experiment.log import writing
+from cab_hf.experiment.models import load_model, load_tokenizer
+from cab_hf.experiment.offline_models import built_in_text
+from cab_hf.experiment.settings import (
     by_device,
     comma_separated,
     option,
@@ -37,9 +37,9 @@ from cab_hf.runs.settings import (
     read_settings,
     require,
 )
-from cab_hf.runs.stand_ins import built_in_text
-from cab_hf.texts.documents import Document, recall_document
-from cab_hf.texts.needles import split_sentences
+from cab_hf.patches.calibration import DOCUMENTS, KEYS, LENGTH, calibrate
+from cab_hf.patches.inspection import stats
+from cab_hf.patches.switch import cab
 
 BUILT_IN = "built-in"
 

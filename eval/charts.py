@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cab_hf.runs.figure import figure
+from cab_hf.experiment.figure import figure
 
 GREYS = ("black", "dimgrey", "darkgrey", "silver", "gainsboro", "tan", "wheat")
 WIDEST_GRIDS = 24  # columns over all panels of a heat map, up to which panels are side by side

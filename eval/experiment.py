@@ -21,7 +21,7 @@ from tqdm import tqdm
 from cab_hf import __version__
 from cab_hf.config import OLD_OUTLIERS, CabConfig
 from cab_hf.eval import report
-from cab_hf.runs.log import (
+from cab_hf.experiment.log import (
     Log,
     LogError,
     as_json,
@@ -31,8 +31,8 @@ from cab_hf.runs.log import (
     write_atomically,
     writing,
 )
-from cab_hf.runs.provenance import provenance
-from cab_hf.runs.settings import UsageError, read_settings, spelled
+from cab_hf.experiment.provenance import provenance
+from cab_hf.experiment.settings import UsageError, read_settings, spelled
 
 PROG = "python -m cab_hf.eval"
 SAMPLES, RESULTS, CSV = "samples.jsonl", "results.json", "results.csv"
@@ -49,7 +49,7 @@ class Experiment(ABC):
     purpose: ClassVar[str]  # one line of help
     title: ClassVar[str]  # title of its report
     caption: ClassVar[str]  # caption of its figure
-    # a dataclass of options (`cab_hf.runs.settings`) including ``out``, the folder
+    # a dataclass of options (`cab_hf.experiment.settings`) including ``out``, the folder
     Settings: ClassVar[type]
     # names of the fields that identify a case and its sample
     CASE: ClassVar[tuple[str, ...]]
@@ -183,8 +183,8 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
     """Measure missing cases, write all files and print the first table; return the rows.
 
     Raises:
-        LogError: the folder contains files that this run cannot continue (`cab_hf.runs.log`), or it
-            cannot be written.
+        LogError: the folder contains files that this run cannot continue
+            (`cab_hf.experiment.log`), or it cannot be written.
         UsageError: the settings cannot be measured.
     """
     out = Path(experiment.settings.out)

@@ -29,7 +29,7 @@ from cab_hf.eval.examined import (
 from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.report import column, markdown_table
 from cab_hf.eval.tiny_types import causal_types
-from cab_hf.runs.settings import comma_separated, option, require
+from cab_hf.experiment.settings import comma_separated, option, require
 
 # builds of a model: two ways to switch cab on in one process, three builds over ranks. ``windowed``
 # adds sliding windows and ``dynamic`` dynamic RoPE to a type without them.

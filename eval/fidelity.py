@@ -24,6 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cab_hf.data.documents import asked_document, plain_document, recall_document
+from cab_hf.data.needles import Span, Tokens
+from cab_hf.data.tasks import TASKS
 from cab_hf.eval import fidelity_figure, fidelity_report
 from cab_hf.eval.attention_time import REPORTED, AttentionClock, layer_bench
 from cab_hf.eval.experiment import Row
@@ -67,8 +70,8 @@ from cab_hf.eval.probes import (
 from cab_hf.eval.speed.timing import Bench
 from cab_hf.eval.teacher_forcing import (
     TeacherForced,
+    after_prompt,
     answered,
-    behind_prompt,
     behind_turns,
     continued,
     distributions,
@@ -78,10 +81,7 @@ from cab_hf.eval.teacher_forcing import (
     nll,
     right_spans,
 )
-from cab_hf.runs.provenance import file_identity
-from cab_hf.texts.documents import asked_document, plain_document, recall_document
-from cab_hf.texts.needles import Span, Tokens
-from cab_hf.texts.tasks import TASKS
+from cab_hf.experiment.provenance import file_identity
 
 # fields that a sample has in addition to its case: of any probe but time, and of some probes
 READ = ("tokens", "density", "sparse_density", "seconds")
@@ -115,7 +115,7 @@ def measured_of(sample: Row) -> list[str]:
 
 
 def turn_ends(length: int) -> tuple[Span, ...]:
-    """Return the spans that end `TURN_COUNT` equal turns of a text, sized like `CONTINUED`."""
+    """Return the ranges that end `TURN_COUNT` equal turns of a text, sized like `CONTINUED`."""
     ends = [length * turn // TURN_COUNT for turn in range(TURN_COUNT + 1)]
     read = max(1, min(CONTINUED, length // TURN_COUNT // CONTINUED_SHARE))
     return tuple((end - read, end) for end in ends[1:])
@@ -395,7 +395,7 @@ class Fidelity(LongRun):
         """Return the predictions of dense attention on the CPU; a resumed run recomputes them."""
         if probe == DECODE:
             _, *given = self._side_by_side(text, length, probe, indices)
-            return behind_prompt(self.model, *given).cpu()
+            return after_prompt(self.model, *given).cpu()
         compute, _ = COMPARED[probe]
         reading = self.reading(text, length, probe, None, indices[0])
         return compute(self.model, reading, chunk=self.settings.chunk).cpu()
@@ -442,7 +442,7 @@ class Fidelity(LongRun):
                 return {"cases": [{"written": each} for each in written.tolist()]}
             # dense attention is the reference, so it is compared with itself exactly
             itself = probe == DECODE and case["method"] == Dense.name
-            logits = dense if itself else behind_prompt(self.model, ids, prompt, **how)
+            logits = dense if itself else after_prompt(self.model, ids, prompt, **how)
             if probe == DECODE_ASKED:
                 given = zip(logits, readings, strict=True)
                 # the first row belongs to the first token after the prompt

@@ -7,13 +7,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from cab_hf.data.tasks import TASKS
 from cab_hf.eval import charts, probes
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.fidelity_report import KL, RATIO
 from cab_hf.eval.fidelity_settings import kind_of
 from cab_hf.eval.methods import Cab, Dense
 from cab_hf.eval.report import grouped
-from cab_hf.texts.tasks import TASKS
 
 # fields of a value and the edges of its interval
 SHARE = ("share", "low", "high")

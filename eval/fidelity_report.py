@@ -9,6 +9,8 @@ from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
+from cab_hf.data.needles import shared
+from cab_hf.data.tasks import TASKS
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.fidelity_settings import OFF, TIME, kind_of
 from cab_hf.eval.intervals import compared_shares, mean_interval, mean_of_intervals, wilson
@@ -36,9 +38,7 @@ from cab_hf.eval.probes import (
     question_of,
 )
 from cab_hf.eval.report import column, difference, digits, grouped, markdown_table, with_interval
-from cab_hf.runs.markdown import plain
-from cab_hf.texts.needles import shared
-from cab_hf.texts.tasks import TASKS
+from cab_hf.experiment.markdown import plain
 
 CELL = ("method", "text", "length", "budget")
 cell_of = itemgetter(*CELL)

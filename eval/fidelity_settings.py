@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cab_hf.config import CabConfig
+from cab_hf.data.needles import NAMES
+from cab_hf.data.tasks import TASKS
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.eval.haystack import read_sentences
 from cab_hf.eval.long_run import MATCH, LongRunSettings
@@ -34,7 +36,7 @@ from cab_hf.eval.probes import (
     border_of,
 )
 from cab_hf.eval.teacher_forcing import CHUNK
-from cab_hf.runs.settings import (
+from cab_hf.experiment.settings import (
     by_device,
     comma_separated,
     option,
@@ -42,8 +44,6 @@ from cab_hf.runs.settings import (
     parse_length,
     require,
 )
-from cab_hf.texts.needles import NAMES
-from cab_hf.texts.tasks import TASKS
 
 # quantities that can be matched, and the tolerance
 DENSITY, TIME, OFF = "density", "time", 0.05

@@ -25,13 +25,8 @@ from cab_hf.config import CabConfig, num_typical_queries
 from cab_hf.eval.experiment import PROG
 from cab_hf.eval.kv_cache import read_on
 from cab_hf.eval.report import markdown_table
-from cab_hf.finetune.meter import GIB
-from cab_hf.hf.fit import positions
-from cab_hf.hf.model_config import cab_config_of
-from cab_hf.ops.lists import LISTS_AT_MOST
-from cab_hf.ops.sweep import SCRATCH_AT_A_TIME
-from cab_hf.runs import models
-from cab_hf.runs.settings import (
+from cab_hf.experiment import models
+from cab_hf.experiment.settings import (
     UsageError,
     first_line,
     flag,
@@ -41,6 +36,11 @@ from cab_hf.runs.settings import (
     refused_as,
     require,
 )
+from cab_hf.finetune.cost_model import GIB
+from cab_hf.hf.fit import positions
+from cab_hf.hf.model_config import cab_config_of
+from cab_hf.ops.lists import LISTS_AT_MOST
+from cab_hf.ops.sweep import SCRATCH_AT_A_TIME
 
 DYNAMIC, STATIC, OFFLOADED = CACHES = ("dynamic", "static", "offloaded")
 COUNTING = "cab_counting"  # the attention that computes nothing

@@ -4,7 +4,7 @@
         --model cab --model_args pretrained=smollm2,min_length=0,mass_threshold=0.004 \\
         --metadata '{"max_seq_lengths": [2048, 4096]}'
 
-In addition to these three, the tasks of `cab_hf.texts.tasks` are cab_many_keys, cab_uuid,
+In addition to these three, the tasks of `cab_hf.data.tasks` are cab_many_keys, cab_uuid,
 cab_tracking and so on; docs/evaluation.md lists them.
 
 All arguments are passed to lm_eval unchanged, except that `pretrained=smollm2`, `smollm2-32k` and
@@ -51,8 +51,8 @@ from typing import Any
 
 import cab_hf
 from cab_hf.eval.experiment import PROG
-from cab_hf.runs.models import is_made, made_folder, refuse_unknown
-from cab_hf.runs.settings import UsageError
+from cab_hf.experiment.models import is_made, made_folder, refuse_unknown
+from cab_hf.experiment.settings import UsageError
 
 TASKS = Path(__file__).with_name("tasks")
 INCLUDE = "--include_path"

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from cab_hf.runs.settings import UsageError, comma_separated
-from cab_hf.texts.needles import (
+from cab_hf.data.needles import (
     ANSWER,
     NAMES,
     NOISE,
@@ -29,6 +28,7 @@ from cab_hf.texts.needles import (
     running,
     split_sentences,
 )
+from cab_hf.experiment.settings import UsageError, comma_separated
 
 FILLERS = ("noise", "distractors", "text")
 

@@ -17,8 +17,8 @@ from cab_hf.config import CabConfig
 from cab_hf.engines.sparse import attended
 from cab_hf.eval.harness import refuse_misspelt, what_was_attended
 from cab_hf.eval.on_model import refuse_not_finite
+from cab_hf.experiment.models import greedy
 from cab_hf.patches import apply_cab
-from cab_hf.runs.models import greedy
 
 FIELDS = {field.name for field in dataclasses.fields(CabConfig)}
 

@@ -22,13 +22,13 @@ import torch
 from tqdm import tqdm
 
 from cab_hf.config import CabConfig
+from cab_hf.data.needles import Tokens
 from cab_hf.eval.experiment import PROG, SAMPLES, Row, run
 from cab_hf.eval.methods import METHODS, Cell, Method, Realised, layers_of, realised_on
 from cab_hf.eval.on_model import OnModel, OnModelSettings
 from cab_hf.eval.speed.timing import in_a_sentence, ran_out
-from cab_hf.runs.log import Log, as_recorded, is_there, read_log, require_identity
-from cab_hf.runs.settings import flag, option, read_settings, require
-from cab_hf.texts.needles import Tokens
+from cab_hf.experiment.log import Log, as_recorded, is_there, read_log, require_identity
+from cab_hf.experiment.settings import flag, option, read_settings, require
 
 SHARD_LOG = "samples.shard-{}-of-{}.jsonl"
 MATCH = "match"  # a budget: the density or time of the matched method on the same texts

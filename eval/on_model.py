@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from cab_hf.checks import require_finite
+from cab_hf.data.documents import least_tokens
 from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.methods import Method
-from cab_hf.runs.markdown import plain
-from cab_hf.runs.models import (
+from cab_hf.experiment.markdown import plain
+from cab_hf.experiment.models import (
     SMOLLM2,
     TRAINED,
     content_sha256,
@@ -30,8 +31,8 @@ from cab_hf.runs.models import (
     load_tokenizer,
     most_tokens,
 )
-from cab_hf.runs.provenance import computing_device
-from cab_hf.runs.settings import (
+from cab_hf.experiment.provenance import computing_device
+from cab_hf.experiment.settings import (
     UsageError,
     by_device,
     fill_by_device,
@@ -40,7 +41,6 @@ from cab_hf.runs.settings import (
     parse_assignment,
     require,
 )
-from cab_hf.texts.documents import least_tokens
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 

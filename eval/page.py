@@ -23,8 +23,8 @@ from markdown_it.token import Token
 from cab_hf.eval import experiment
 from cab_hf.eval.experiment import FIGURE, PROG, RESULTS
 from cab_hf.eval.readme import Results, heading, in_order, read_results, source
-from cab_hf.runs.log import is_there, write_atomically, writing
-from cab_hf.runs.settings import (
+from cab_hf.experiment.log import is_there, write_atomically, writing
+from cab_hf.experiment.settings import (
     UsageError,
     first_line,
     operands,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from cab_hf.config import CabConfig
+from cab_hf.data.needles import NAMES, Tokens
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.eval import charts
 from cab_hf.eval.experiment import Row
@@ -44,10 +45,16 @@ from cab_hf.eval.methods import (
 )
 from cab_hf.eval.on_model import realised_density
 from cab_hf.eval.report import difference, grouped, markdown_table, with_interval
-from cab_hf.runs.models import greedily
-from cab_hf.runs.provenance import file_identity
-from cab_hf.runs.settings import by_device, comma_separated, option, parse_length, require, spell
-from cab_hf.texts.needles import NAMES, Tokens
+from cab_hf.experiment.models import greedily
+from cab_hf.experiment.provenance import file_identity
+from cab_hf.experiment.settings import (
+    by_device,
+    comma_separated,
+    option,
+    parse_length,
+    require,
+    spell,
+)
 
 ANSWER_TOKENS = 8  # tokens of an answer: five digits, and some tokens around them
 STAGES = {

@@ -15,9 +15,9 @@ from typing import Any
 
 from cab_hf.eval import charts
 from cab_hf.eval.tables import read_results
-from cab_hf.runs.log import write_atomically
-from cab_hf.runs.provenance import device_name, file_identity, git_commit, versions
-from cab_hf.runs.settings import option, read_settings
+from cab_hf.experiment.log import write_atomically
+from cab_hf.experiment.provenance import device_name, file_identity, git_commit, versions
+from cab_hf.experiment.settings import option, read_settings
 
 PLAN, PICTURE = "plan.json", "picture.png"
 TIMES = "speed-ttft"
@@ -43,8 +43,8 @@ def measure(settings: Settings) -> dict[str, Any]:
     import numpy
     import torch
 
+    from cab_hf.experiment.loading import load_model
     from cab_hf.patches.plotting import _plan_of
-    from cab_hf.runs.loading import load_model
 
     # before anything is edited during the run
     provenance = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from operator import itemgetter
 
-from cab_hf.texts.tasks import TASKS
+from cab_hf.data.tasks import TASKS
 
 PASS, QUESTION_FIRST, MULTI_KEY = "pass", "question_first", "multi_key"
 RECALL, PERPLEXITY = "recall", "perplexity"

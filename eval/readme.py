@@ -26,8 +26,8 @@ from cab_hf.eval.tables import (
     read_results,
     source,
 )
-from cab_hf.runs.log import PACKED, pack, write_atomically
-from cab_hf.runs.settings import comma_separated, option, read_settings
+from cab_hf.experiment.log import PACKED, pack, write_atomically
+from cab_hf.experiment.settings import comma_separated, option, read_settings
 
 ROOT = Path(__file__).parents[1]
 # experiments in the order of the page; runs of one experiment by name

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cab_hf.runs.log import drop_packed, write_atomically
+from cab_hf.experiment.log import drop_packed, write_atomically
 
 BAR = re.compile(r"(?<!\\)\|")
 

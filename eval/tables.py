@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from cab_hf.config import CabConfig
+from cab_hf.data.tasks import TASKS
 from cab_hf.eval import experiment
 from cab_hf.eval.experiment import (
     RESULTS,
@@ -31,11 +32,10 @@ from cab_hf.eval.fidelity_report import attention_ms
 from cab_hf.eval.intervals import wilson
 from cab_hf.eval.report import digits, grouped, markdown_table, percent, seconds, with_interval
 from cab_hf.eval.speed.dense import time_shown
+from cab_hf.experiment.log import is_there, read_file, read_log
+from cab_hf.experiment.markdown import code, plain
 from cab_hf.finetune.curve import STEP
 from cab_hf.ops.reference import THRESHOLD_KEYS
-from cab_hf.runs.log import is_there, read_file, read_log
-from cab_hf.runs.markdown import code, plain
-from cab_hf.texts.tasks import TASKS
 
 CAB, FAMILIES = "cab", "families"
 # the remedy comes after these in an error message

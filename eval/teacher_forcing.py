@@ -11,31 +11,31 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.call.scope import reading as reading_prompt
+from cab_hf.data.needles import Span, Tokens, sentence_tokens, shared
 from cab_hf.eval.haystack import Prompt
 from cab_hf.eval.kv_cache import cache_of, read_on
-from cab_hf.texts.needles import Span, Tokens, sentence_tokens, shared
 
 LOGITS_AT_ONCE = 1024  # positions whose logits are in float32 at the same time
 CHUNK = 64  # default tokens per call after a prompt
 
 
 class TeacherForced(NamedTuple):
-    """The tokens to read, and the spans of tokens to predict.
+    """The tokens to read, and the ranges of tokens to predict.
 
     Attributes:
-        spans: [start, end) of the predicted tokens.
+        ranges: [start, end) of the predicted tokens.
         prompt: number of prefilled tokens; the rest is read through the KV cache in chunks. None if
             all tokens are read in one pass.
     """
 
     tokens: Tokens
-    spans: tuple[Span, ...]
+    ranges: tuple[Span, ...]
     prompt: int | None = None
 
     @property
     def places(self) -> list[int]:
-        """The positions of predicted tokens, in order of the spans."""
-        return [place for span in self.spans for place in range(*span)]
+        """The positions of predicted tokens, in order of the ranges."""
+        return [place for span in self.ranges for place in range(*span)]
 
 
 def answered(tokenizer: Any, prompt: Prompt) -> TeacherForced:
@@ -51,7 +51,7 @@ def answered(tokenizer: Any, prompt: Prompt) -> TeacherForced:
 def greedy_match(model: Any, reading: TeacherForced, **how: Any) -> dict[str, list[bool]]:
     """Return, for each span, True if ``model`` finds all of its tokens likeliest.
 
-    ``how`` are arguments of `behind_prompt`.
+    ``how`` are arguments of `after_prompt`.
     """
     return right_spans(predictions(model, reading, **how), reading)
 
@@ -60,11 +60,11 @@ def right_spans(logits: Tensor, reading: TeacherForced) -> dict[str, list[bool]]
     """Return `greedy_match` for given logits [places, vocabulary]."""
     likeliest = zip(reading.places, logits.argmax(-1).tolist(), strict=True)
     wrong = {place for place, token in likeliest if token != reading.tokens[place]}
-    return {"right": [wrong.isdisjoint(range(*span)) for span in reading.spans]}
+    return {"right": [wrong.isdisjoint(range(*span)) for span in reading.ranges]}
 
 
 def nll(model: Any, reading: TeacherForced) -> dict[str, float | int]:
-    """Return the summed negative log-likelihood of all tokens in the spans, and their number."""
+    """Return the summed negative log-likelihood of all tokens in the ranges, and their number."""
     logits = predictions(model, reading)
     targets = torch.tensor([reading.tokens[at] for at in reading.places], device=logits.device)
     parts = zip(logits.split(LOGITS_AT_ONCE), targets.split(LOGITS_AT_ONCE), strict=True)
@@ -75,7 +75,7 @@ def nll(model: Any, reading: TeacherForced) -> dict[str, float | int]:
 def distributions(model: Any, reading: TeacherForced, **how: Any) -> Tensor:
     """Return the log-probabilities of ``model`` at each position, float32 [places, vocabulary].
 
-    ``how`` are arguments of `behind_prompt`.
+    ``how`` are arguments of `after_prompt`.
     """
     return predictions(model, reading, **how).float().log_softmax(-1)
 
@@ -105,7 +105,7 @@ def divergence(result: Tensor, dense: Tensor, reading: TeacherForced) -> dict[st
 
 @torch.no_grad()
 def predictions(model: Any, reading: TeacherForced, chunk: int = CHUNK, **how: Any) -> Tensor:
-    """Return logits of span tokens, [places, vocabulary]; ``how`` as in `behind_prompt`."""
+    """Return logits of span tokens, [places, vocabulary]; ``how`` as in `after_prompt`."""
     ids = torch.tensor([reading.tokens], device=model.device)
     before = torch.tensor(reading.places, device=model.device) - 1
     if reading.prompt is None:
@@ -115,12 +115,12 @@ def predictions(model: Any, reading: TeacherForced, chunk: int = CHUNK, **how: A
             f"places must be after the prompt of {reading.prompt} tokens, got "
             f"{min(reading.places)}."
         )
-    logits = behind_prompt(model, ids, reading.prompt, chunk, **how)
+    logits = after_prompt(model, ids, reading.prompt, chunk, **how)
     return logits[0, before - (reading.prompt - 1)]
 
 
 @torch.no_grad()
-def behind_prompt(
+def after_prompt(
     model: Any,
     ids: Tensor,
     prompt: int,
@@ -159,14 +159,14 @@ def behind_turns(
     cache: Any = None,
     prefill_chunk: int = 0,
 ) -> Tensor:
-    """Return logits at each position of ``reading``, [places, vocabulary]; spans end chat turns.
+    """Return logits at each position of ``reading``, [places, vocabulary]; ranges end chat turns.
 
     The tokens before a span are a prompt that continues the cache of earlier turns. The span is
-    read after it as in `behind_prompt`, which explains the other arguments.
+    read after it as in `after_prompt`, which explains the other arguments.
     """
     ids = torch.tensor([reading.tokens], device=model.device)
     logits, end = [], 0
-    for start, stop in reading.spans:
+    for start, stop in reading.ranges:
         read = _prefilled(model, ids[:, :start], cache, prefill_chunk, end)
         cache, end = cache_of(read), stop
         turn = [read.logits]
@@ -181,13 +181,13 @@ def divergence_by_turn(result: Tensor, dense: Tensor, reading: TeacherForced) ->
     """Return the `divergence` of logits ``result`` from ``dense``, both of `behind_turns`.
 
     Returns:
-        ``turns``, the `divergence` of each span, and the sums over all spans.
+        ``turns``, the `divergence` of each span, and the sums over all ranges.
     """
     dense = dense.to(result.device)
-    sizes = [stop - start for start, stop in reading.spans]
+    sizes = [stop - start for start, stop in reading.ranges]
     turns = [
-        divergence(*(x.float().log_softmax(-1) for x in both), reading._replace(spans=(span,)))
-        for span, *both in zip(reading.spans, result.split(sizes), dense.split(sizes), strict=True)
+        divergence(*(x.float().log_softmax(-1) for x in both), reading._replace(ranges=(span,)))
+        for span, *both in zip(reading.ranges, result.split(sizes), dense.split(sizes), strict=True)
     ]
     return {"turns": turns, **{name: sum(turn[name] for turn in turns) for name in turns[0]}}
 
@@ -203,7 +203,7 @@ def continued(
 ) -> Tensor:
     """Generate ``tokens`` greedy tokens after prompts ``ids`` [B, N]: int [B, tokens].
 
-    An end-of-text token does not stop it. The other arguments are those of `behind_prompt`.
+    An end-of-text token does not stop it. The other arguments are those of `after_prompt`.
     """
     read = _prefilled(model, ids, cache, prefill_chunk)
     written = [read.logits[:, -1:].argmax(-1)]

@@ -32,8 +32,8 @@ class LoudestBlocks(Predictor):
     def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
         config = self.config
         blocks = {"query_block": config.query_block, "key_block": config.key_block}
-        visible = block_visibility(call.spans, **blocks)
-        forced = reference.forced_blocks(visible, call.spans, config).unsqueeze(1)
+        visible = block_visibility(call.ranges, **blocks)
+        forced = reference.forced_blocks(visible, call.ranges, config).unsqueeze(1)
         visible = visible.unsqueeze(1)
         # [B, H, M_q, M_k]: a query head has the keys of its group
         score = summary.repeat_interleave(q.shape[1] // summary.shape[1], dim=1)
@@ -41,7 +41,7 @@ class LoudestBlocks(Predictor):
         count = reference.share_of_row(visible, 1 - config.sparsity)
         spare = count - forced.sum(-1, keepdim=True)
         keep = forced | reference.top_blocks(score, visible & ~forced, spare)
-        return BlockPlan.from_dense(keep, call.spans, **blocks)
+        return BlockPlan.from_dense(keep, call.ranges, **blocks)
 
 
 cab_hf.register_predictor("loudest", LoudestBlocks)

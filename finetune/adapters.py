@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from cab_hf.runs import models as run_models
-from cab_hf.runs.settings import UsageError, first_line, refused_as
+from cab_hf.experiment import models as run_models
+from cab_hf.experiment.settings import UsageError, first_line, refused_as
 
 ADVICE = "Use the base (--model, or --base), rank, alpha, targets and norms of its training"
 WEIGHTS = "adapter_model.safetensors"

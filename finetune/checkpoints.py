@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from cab_hf.runs.cache import file_sha256
-from cab_hf.runs.log import writing
-from cab_hf.runs.settings import UsageError, refused_as
+from cab_hf.experiment.cache import file_sha256
+from cab_hf.experiment.log import writing
+from cab_hf.experiment.settings import UsageError, refused_as
 
 KEPT = 2  # number of newest checkpoints that are kept
 SHARED, MINE, ADAPTER = "shared.pt", "process-{}.pt", "adapter"

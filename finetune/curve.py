@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cab_hf.runs.figure import figure
+from cab_hf.experiment.figure import figure
 
 STEP, EVALUATION = "step", "evaluation"  # kinds of records
 # (label, kind of record, field) of the lines

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune.loss import IGNORED
 from cab_hf.finetune.sources import (
     Document,
@@ -21,7 +22,6 @@ from cab_hf.finetune.sources import (
     TextDocuments,
     TextSource,
 )
-from cab_hf.runs.settings import UsageError
 
 HOLD_OUT = 100  # one of this number of documents is held out
 Item = dict[str, Tensor]

@@ -14,7 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from cab_hf.config import SPARSE
-from cab_hf.finetune import meter
+from cab_hf.experiment import models as run_models
+from cab_hf.experiment.settings import UsageError
+from cab_hf.finetune import cost_model
 from cab_hf.finetune.loss import CHUNK_LOGITS
 from cab_hf.finetune.models import stretch_positions
 from cab_hf.finetune.prepare import adapted, open_sources
@@ -22,12 +24,10 @@ from cab_hf.finetune.settings import Settings
 from cab_hf.finetune.sources import is_local
 from cab_hf.finetune.tiles import tile_of
 from cab_hf.hf.model_config import cab_config_of
-from cab_hf.runs import models as run_models
-from cab_hf.runs.settings import UsageError
 
 # 4 bits and the scales of NF4 with double quantisation
 FOUR_BIT_BYTES = 0.52
-# ``shards`` and ``weights_on_host`` of `meter.memory`
+# ``shards`` and ``weights_on_host`` of `cost_model.memory`
 Spread = Mapping[str, Any]
 # the longest length is a multiple of it
 STEP = 2**10
@@ -45,7 +45,11 @@ def skeleton(settings: Settings) -> nn.Module:
 
 
 def report(
-    settings: Settings, cost: meter.Cost, processes: int, fitted: meter.Fit, room: meter.Room
+    settings: Settings,
+    cost: cost_model.Cost,
+    processes: int,
+    fitted: cost_model.Fit,
+    room: cost_model.Room,
 ) -> str:
     """Return the text of `--dry-run` for a model with its adapter, trained by ``processes``."""
     replicas, accumulation = settings.replicas(processes), settings.accumulation(processes)
@@ -55,7 +59,7 @@ def report(
     attention = sum(cost.attention(pairs)) * tokens / settings.length
     flops, needed = cost.products(tokens) + attention, fitted.memory
     known = f"{flops:.3e} with dense attention, which is {attention / flops:.0%} of them"
-    parts = [f"{name} {x / meter.GIB:.2f}" for name, x in needed._asdict().items()]
+    parts = [f"{name} {x / cost_model.GIB:.2f}" for name, x in needed._asdict().items()]
     each = "each" if settings.cp == 1 else f"for every {settings.cp} processes"
     return "\n".join(
         [
@@ -64,34 +68,38 @@ def report(
             f"step: {tokens:,} tokens in {processes} processes, {accumulation} micro batches "
             + each,
             f"FLOPs per step: {f'unknown: {cost.uncounted}' if cost.uncounted else known}",
-            f"estimated memory per process: {needed.total / meter.GIB:.2f} GiB "
-            f"({', '.join(parts[:4])}); on its host: {needed.host / meter.GIB:.2f} GiB "
+            f"estimated memory per process: {needed.total / cost_model.GIB:.2f} GiB "
+            f"({', '.join(parts[:4])}); on its host: {needed.host / cost_model.GIB:.2f} GiB "
             f"({', '.join(parts[4:])})",
             transfer(settings, fitted),
             f"{'fits into' if room.holds(needed) else 'does not fit into'} "
-            f"{room.device / meter.GIB:.1f} GiB",
+            f"{room.device / cost_model.GIB:.1f} GiB",
         ]
     )
 
 
-def room_of(settings: Settings, device: torch.device) -> meter.Room:
+def room_of(settings: Settings, device: torch.device) -> cost_model.Room:
     """Return the available memory, or the memory that the settings give."""
-    host, given = meter.host_bytes(settings.host_gib), settings.gpu_gib * meter.GIB
+    host, given = cost_model.host_bytes(settings.host_gib), settings.gpu_gib * cost_model.GIB
     if not given and device.type == "cuda":
         given = torch.cuda.get_device_properties(device).total_memory
     # without a GPU the model is on the host
-    return meter.Room(given, host) if given else meter.Room(host, 0)
+    return cost_model.Room(given, host) if given else cost_model.Room(host, 0)
 
 
 def fit(
-    settings: Settings, cost: meter.Cost, spread: Spread, room: meter.Room, length: int = 0
-) -> meter.Fit:
-    """Return the `meter.fit` of these settings, or of another ``length`` of a sequence."""
+    settings: Settings,
+    cost: cost_model.Cost,
+    spread: Spread,
+    room: cost_model.Room,
+    length: int = 0,
+) -> cost_model.Fit:
+    """Return the `cost_model.fit` of these settings, or of another ``length`` of a sequence."""
     length, rows, plans = length or settings.length, settings.micro_batch, 0.0
     if settings.attention in SPARSE and settings.checkpointing and room.host:
         config = cab_config_of(cost.config, settings.attention).changed(**settings.cab_config())
-        plans = meter.plan_bytes(cost, config, length, rows, settings.cp)
-    return meter.fit(
+        plans = cost_model.plan_bytes(cost, config, length, rows, settings.cp)
+    return cost_model.fit(
         cost,
         length * rows,
         room,
@@ -114,20 +122,24 @@ def fit(
     )
 
 
-def transfer(settings: Settings, fitted: meter.Fit) -> str:
+def transfer(settings: Settings, fitted: cost_model.Fit) -> str:
     """Return a line about the copies between host and GPU per micro batch, and their time."""
     if not fitted.offloaded:
         return "offloaded: no checkpoints"
     size, speed = 2 * fitted.memory.checkpoints, settings.link_gbs
     return (
         f"offloaded: checkpoints of the first {fitted.offloaded} layers; each micro batch copies "
-        f"{size / meter.GIB:.1f} GiB out and back in {size / speed / 1e9:.1f} s at {speed:g} "
+        f"{size / cost_model.GIB:.1f} GiB out and back in {size / speed / 1e9:.1f} s at {speed:g} "
         "GB/s, while it computes"
     )
 
 
 def refuse_too_long(
-    settings: Settings, cost: meter.Cost, spread: Spread, room: meter.Room, fitted: meter.Fit
+    settings: Settings,
+    cost: cost_model.Cost,
+    spread: Spread,
+    room: cost_model.Room,
+    fitted: cost_model.Fit,
 ) -> None:
     """Raise a UsageError with the longest length that fits if a step does not fit."""
     if room.holds(fitted.memory):
@@ -139,9 +151,10 @@ def refuse_too_long(
     most = next(fitting, None)
     longest = "no length fits" if most is None else f"the longest length that fits is {most}"
     raise UsageError(
-        f"length must be small enough for a step in {room.device / meter.GIB:.1f} GiB of a device "
-        f"and {room.host / meter.GIB:.1f} GiB of the host, got {settings.length}; {longest}. "
-        f"Change {SAVINGS}. A run with a number for --offload-layers skips the estimate."
+        f"length must be small enough for a step in {room.device / cost_model.GIB:.1f} GiB of a "
+        f"device and {room.host / cost_model.GIB:.1f} GiB of the host, got "
+        f"{settings.length}; {longest}. Change {SAVINGS}. A run with a number for "
+        "--offload-layers skips the estimate."
     )
 
 
@@ -153,7 +166,7 @@ def print_report(settings: Settings, accelerator: Accelerator) -> None:
     named = [*settings.sources(), *settings.sources("validation")]
     open_sources(settings, [each for each in named if is_local(each[0])])
     model = adapted(settings, skeleton(settings))
-    cost, room = meter.Cost.of(model), room_of(settings, accelerator.device)
+    cost, room = cost_model.Cost.of(model), room_of(settings, accelerator.device)
     fitted = fit(settings, cost, spread, room)
     if accelerator.is_main_process:
         print(report(settings, cost, processes, fitted, room))

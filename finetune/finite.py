@@ -14,9 +14,9 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune.checkpoints import trained
 from cab_hf.finetune.objective import one_sum
-from cab_hf.runs.settings import UsageError
 
 
 def require_finite_step(

@@ -21,12 +21,12 @@ from huggingface_hub import ModelCardData
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cab_hf.experiment import models as run_models
+from cab_hf.experiment.log import write_atomically, writing
+from cab_hf.experiment.markdown import code, plain
+from cab_hf.experiment.provenance import versions
+from cab_hf.experiment.settings import UsageError, flag, option, read_settings, require
 from cab_hf.finetune import adapters
-from cab_hf.runs import models as run_models
-from cab_hf.runs.log import write_atomically, writing
-from cab_hf.runs.markdown import code, plain
-from cab_hf.runs.provenance import versions
-from cab_hf.runs.settings import UsageError, flag, option, read_settings, require
 
 PROG = "python -m cab_hf.finetune.merge"
 TEXTS, TOKENS = 2, 64

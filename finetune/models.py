@@ -15,11 +15,11 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from cab_hf.checks import require
 from cab_hf.config import SPARSE, CabConfig
+from cab_hf.experiment import models as run_models
+from cab_hf.experiment.log import write_atomically
 from cab_hf.finetune.settings import ROPES, suggestion
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.patches import apply_cab
-from cab_hf.runs import models as run_models
-from cab_hf.runs.log import write_atomically
 
 # of Llama 3.1, the source of this scaling
 LLAMA3_FACTORS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -16,7 +16,7 @@ from cab_hf.distributed.sharding import lengths_between, sharding_of
 from cab_hf.finetune.objective import Batch
 from cab_hf.finetune.settings import Settings
 from cab_hf.hf.model_config import cab_config_of as cab_config
-from cab_hf.plan import EXACT_BLOCK
+from cab_hf.plan import DENSE_BLOCK_SIZE
 
 # inputs of a model in a shard, without labels
 INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q")
@@ -41,7 +41,7 @@ class Parallel:
         self.replica = accelerator.process_index // settings.cp
         # a recomputed layer gathers again by itself
         self.regather_kv = not settings.checkpointing
-        self.group, self.block = None, EXACT_BLOCK
+        self.group, self.block = None, DENSE_BLOCK_SIZE
         if settings.cp > 1:
             shape = self.replicas, settings.cp
             mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "cp"))
@@ -79,7 +79,7 @@ class Parallel:
 def block_of(model: nn.Module) -> int:
     """Return the number of tokens of which the chunks of processes are multiples."""
     config = cab_config(model.config.get_text_config())
-    return math.lcm(EXACT_BLOCK, config.query_block, config.key_block)
+    return math.lcm(DENSE_BLOCK_SIZE, config.query_block, config.key_block)
 
 
 def sharded(batch: Batch, group: ProcessGroup, block: int) -> Batch:

@@ -11,10 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, repeat
 from typing import Any
 
-from cab_hf.finetune.settings import suggestion
-from cab_hf.runs.settings import UsageError
-from cab_hf.texts.documents import Document, recall_document
-from cab_hf.texts.needles import (
+from cab_hf.data.documents import Document, recall_document
+from cab_hf.data.needles import (
     ANSWER,
     NAMES,
     NUMBERS,
@@ -33,7 +31,9 @@ from cab_hf.texts.needles import (
     span_of,
     with_statements,
 )
-from cab_hf.texts.tasks import TASKS, statement
+from cab_hf.data.tasks import TASKS, statement
+from cab_hf.experiment.settings import UsageError
+from cab_hf.finetune.settings import suggestion
 
 PREFIX = "retrieval"
 # number of keys per document: one key asked for at the end, without or with distractors; several
@@ -185,6 +185,6 @@ def _asked_at_the_end(
     pieces = fitted((sentence_tokens(tokenizer, sentence) for sentence in text), room)
     borders = [rng.randrange(len(pieces) + 1) for _ in statements]
     tokens, needles = with_statements(head, pieces, statements, borders)
-    spans = (span_of(tokenizer, after, key.digits) for key in drawn)
-    answers = ((len(tokens) + start, len(tokens) + end) for start, end in spans)
+    ranges = (span_of(tokenizer, after, key.digits) for key in drawn)
+    answers = ((len(tokens) + start, len(tokens) + end) for start, end in ranges)
     return Document((*tokens, *tail), tuple(needles), tuple(answers))

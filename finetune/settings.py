@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cab_hf.config import NAMES, CabConfig
-from cab_hf.runs.settings import (
+from cab_hf.experiment.settings import (
     UsageError,
     comma_separated,
     flag,
@@ -179,13 +179,13 @@ class Settings:
             accepted = f"left out, or {spell(usual)}, with train=all, because only LoRA uses it"
             require(self, name, adapted or getattr(self, name) == usual, accepted)
         if self.cp > 1:
-            from cab_hf.plan import EXACT_BLOCK
+            from cab_hf.plan import DENSE_BLOCK_SIZE
 
             # only these attend to a sequence that is sharded over processes
             accepted = f"one of {', '.join(NAMES)} with cp={self.cp}"
             require(self, "attention", self.attention in NAMES, accepted)
             # an early and a late chunk of a document for each process
-            least = 2 * self.cp * EXACT_BLOCK
+            least = 2 * self.cp * DENSE_BLOCK_SIZE
             require(self, "length", self.length >= least, f"{least} or more with cp={self.cp}")
         # these raise errors for values that cannot be parsed
         self.cab_config(), self.sources(), self.sources("validation")

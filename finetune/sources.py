@@ -20,13 +20,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from cab_hf.data.needles import NOISE, leading_tokens, split_sentences
+from cab_hf.experiment.cache import file_sha256
+from cab_hf.experiment.settings import UsageError, first_line, refused_as
 from cab_hf.finetune.loss import IGNORED
-from cab_hf.finetune.manuals import MANUALS, manuals_file
+from cab_hf.finetune.pypi_docs import MANUALS, manuals_file
 from cab_hf.finetune.retrieval import is_entry, parse_entry, retrieval_document
 from cab_hf.finetune.settings import suggestion
-from cab_hf.runs.cache import file_sha256
-from cab_hf.runs.settings import UsageError, first_line, refused_as
-from cab_hf.texts.needles import NOISE, leading_tokens, split_sentences
 
 State = dict[str, Any]
 # reader of `datasets` by file suffix; a byte order mark is no text
@@ -128,7 +128,7 @@ def make_source(
 
     * ``NAME.txt`` is one document; a ``.jsonl`` or ``.parquet`` file has one document per row.
     * A folder contains such files of one kind.
-    * ``manuals`` is the source of `cab_hf.finetune.manuals`.
+    * ``manuals`` is the source of `cab_hf.finetune.pypi_docs`.
     * ``retrieval:passkey+multi:8192`` are kinds of `retrieval.KINDS` and a number of tokens.
     * ``NAME`` or ``NAME:CONFIG`` is a data set on the hub.
 

@@ -23,9 +23,13 @@ from torch.utils.data import default_collate
 from tqdm import tqdm
 
 import cab_hf
-from cab_hf.finetune import checkpoints, curve, dry_run, finite, meter
+from cab_hf.experiment import log as logs
+from cab_hf.experiment.cache import file_sha256
+from cab_hf.experiment.models import TRAINED
+from cab_hf.experiment.provenance import provenance
+from cab_hf.experiment.settings import UsageError
+from cab_hf.finetune import checkpoints, cost_model, curve, dry_run, finite
 from cab_hf.finetune.adapters import WEIGHTS
-from cab_hf.finetune.agreement import ending_together, facts_of, require_equal
 from cab_hf.finetune.checkpoints import Checkpoints
 from cab_hf.finetune.data import prefetched
 from cab_hf.finetune.models import loaded_sha256, save_adapter
@@ -33,15 +37,11 @@ from cab_hf.finetune.objective import Batch, Objective, labelled, learning_rate,
 from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.prepare import build, open_data
+from cab_hf.finetune.rank_checks import ending_together, facts_of, require_equal
 from cab_hf.finetune.rotary import load_rotary_state, rotary_state
 from cab_hf.finetune.settings import ALL, PROG, Settings
 from cab_hf.finetune.tiles import compute_in_tiles, tile_of
 from cab_hf.finetune.validation import Validation
-from cab_hf.runs import log as logs
-from cab_hf.runs.cache import file_sha256
-from cab_hf.runs.models import TRAINED
-from cab_hf.runs.provenance import provenance
-from cab_hf.runs.settings import UsageError
 
 LOG, CURVE, RESULTS = "log.jsonl", "curve.png", "results.json"
 CHECKPOINTS = "checkpoints"
@@ -94,7 +94,7 @@ def refusing(*errors: type[Exception]) -> Iterator[None]:
     except errors as error:
         raise UsageError(str(error)) from error
     except torch.OutOfMemoryError as error:
-        peak = torch.cuda.max_memory_allocated() / meter.GIB
+        peak = torch.cuda.max_memory_allocated() / cost_model.GIB
         raise UsageError(
             f"the GPU ran out of memory at {peak:.1f} GiB. Change {dry_run.SAVINGS}."
         ) from error
@@ -118,7 +118,7 @@ class Run:
             # the same adapter in every process
             set_seed(settings.seed)
             self.model, self.tokenizer = build(settings, accelerator.device)
-            cost = meter.Cost.of(self.model)
+            cost = cost_model.Cost.of(self.model)
             self._fit_into_memory(cost)
             self.parallel = Parallel(settings, self.model, accelerator)
             vocabulary = self.model.config.get_text_config().vocab_size
@@ -142,7 +142,7 @@ class Run:
         )
         self.done = self._resume()
 
-    def _fit_into_memory(self, cost: meter.Cost) -> None:
+    def _fit_into_memory(self, cost: cost_model.Cost) -> None:
         """Set up tiles of MLPs and offloading of checkpoints, as given or as necessary."""
         settings, device = self.settings, self.accelerator.device
         tokens = settings.length * settings.micro_batch // settings.cp
@@ -272,10 +272,10 @@ class Run:
         loss, stop, *totals = one_sum([loss, float(asked()), *counted.tolist()], accelerator)
         peak = None
         if self.cost.uncounted is None:
-            peak = meter.peak_flops(accelerator.device, settings.peak_tflops)
+            peak = cost_model.peak_flops(accelerator.device, settings.peak_tflops)
         # the sum was a device sync
-        speed = meter.line(totals, time.perf_counter() - start, self.processes, peak)
-        peak_gib = meter.peak_gib(accelerator.device)
+        speed = cost_model.line(totals, time.perf_counter() - start, self.processes, peak)
+        peak_gib = cost_model.peak_gib(accelerator.device)
         record = {"loss": loss / max(1.0, tokens), "grad_norm": norm, "lr": rate}
         return {**record, **speed, "peak_gib": peak_gib}, stop > 0
 
@@ -284,7 +284,7 @@ class Run:
     ) -> tuple[float, torch.Tensor]:
         """Compute the gradients of a step of ``tokens``.
 
-        Returns the summed loss of this process and the `meter.count`.
+        Returns the summed loss of this process and the `cost_model.count`.
         """
         # gradients are averaged over the processes, and the loss is the mean over all tokens; each
         # token is in one process, with or without sharded sequences
@@ -299,7 +299,7 @@ class Run:
                 self.accelerator.backward(loss * scale)
             total += loss.detach()
             positions = self.parallel.positions(batch)
-            counted += meter.count(self.cost, positions, cab_hf.stats(self.model, reset=True))
+            counted += cost_model.count(self.cost, positions, cab_hf.stats(self.model, reset=True))
         return total.item(), counted
 
     def _clip(self) -> float:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from cab_hf.data.documents import Document, recall_document
+from cab_hf.data.needles import NOISE
+from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune.loss import IGNORED
 from cab_hf.finetune.objective import Batch, labelled, one_sum
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.settings import Settings
-from cab_hf.runs.settings import UsageError
-from cab_hf.texts.documents import Document, recall_document
-from cab_hf.texts.needles import NOISE
 
 # no evaluation and no training document has this seed
 SEED = "finetune/validation"

@@ -20,16 +20,16 @@ from cab_hf.calibration.density import densities, fitted, require_target
 from cab_hf.call.call import Call
 from cab_hf.checks import is_share, is_whole, require, require_finite
 from cab_hf.config import CabConfig
+from cab_hf.data.documents import Document, recall_document, with_copies
+from cab_hf.data.needles import Tokens, split_sentences
+from cab_hf.experiment.offline_models import built_in_text
 from cab_hf.hf.fit import layer_index, number, origin_of, positions, require_layers
 from cab_hf.hf.layers import attention_layers, transformers_model, window
 from cab_hf.hf.model_config import cab_config_of
 from cab_hf.patches.switch import Settings, apply_cab, config_of
 from cab_hf.patches.watching import watched
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext
-from cab_hf.runs.stand_ins import built_in_text
-from cab_hf.texts.documents import Document, recall_document, with_copies
-from cab_hf.texts.needles import Tokens, split_sentences
 
 TARGET_DENSITY = 0.25
 LENGTH = 8192
@@ -204,8 +204,8 @@ def _layer_by_layer(
             )
         if layer in config.dense_layers:
             return
-        spans = Spans.causal(1, q.shape[2], k.shape[2], q.device)
-        result[layer] = measure(q, k, call.context(spans))
+        ranges = KeyRanges.causal(1, q.shape[2], k.shape[2], q.device)
+        result[layer] = measure(q, k, call.context(ranges))
         layer_done()
 
     ids = torch.tensor([tokens], device=model.device)

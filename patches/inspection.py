@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from cab_hf import capability
 from cab_hf.batching.served import unbatchable_reason
-from cab_hf.call.mask import CabMask
-from cab_hf.call.refusals import foreseen
+from cab_hf.call.mask import MaskInfo
+from cab_hf.call.refusals import unsupported_reason
 from cab_hf.checks import is_whole, require
 from cab_hf.config import CAB, FRC, NAMES, SPARSE, CabConfig, num_typical_queries
 from cab_hf.decode.generation import has_index, index_cache, why_none
@@ -137,7 +137,7 @@ def _decode(model: PreTrainedModel, config: CabConfig) -> str:
     if least is None:
         return f"dense, decode_tokens {wanted} is too large a share of the keys to save time"
     layers, whys = list(attention_layers(model)), {}
-    refused = next(filter(None, (foreseen(module) for _, module in layers)), None)
+    refused = next(filter(None, (unsupported_reason(module) for _, module in layers)), None)
     if refused is not None:
         return f"refused, {refused}"
     try:
@@ -203,14 +203,14 @@ def _sentence(
     training: bool,
     sparse: bool,
 ) -> str:
-    reason = foreseen(module)
+    reason = unsupported_reason(module)
     if reason is not None:
         return f"refused, {reason}"
     device = next(module.parameters()).device.type
     blocks = config.query_block, config.key_block
     features = getattr(module, "sinks", None) is not None, softcap(module) is not None
     work = Workload(device, head_dim(module), dtype, training, *blocks, *features)
-    prompt = CabMask(1, tokens, tokens, 0, window=window(module))
+    prompt = MaskInfo(1, tokens, tokens, 0, window=window(module))
     way = route(prompt, config, work, sparse=sparse, layer=module)
     if way.kind == "sparse":
         text = f"sparse, engine {way.engine.label(work)}{_chosen(config, module)}"

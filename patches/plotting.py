@@ -74,7 +74,7 @@ def plot_plan(
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(INCHES * columns + 1, INCHES * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).flat
-    later = ~block_visibility(plan.spans, *plan.blocks)[0].cpu()
+    later = ~block_visibility(plan.ranges, *plan.blocks)[0].cpu()
     edges = 0, plan.kv_blocks * plan.key_block, plan.q_blocks * plan.query_block, 0
     for (title, part), panel in zip(panels.items(), axes, strict=False):
         share = part.to_dense()[0].float().mean(0).cpu().masked_fill(later, torch.nan)

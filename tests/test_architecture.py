@@ -11,7 +11,7 @@ import cab_hf
 ROOT = Path(__file__).parents[1]
 # a module imports from its own floor and from those before it; "a b" share one
 FLOORS = [
-    *("checks", "capability", "config", "hf", "runs", "texts", "plan"),
+    *("checks", "capability", "config", "hf", "experiment", "data", "plan"),
     *("ops", "predictors", "call", "engines", "layers", "distributed", "decode", "route"),
     *("calibration", "batching vllm", "attention", "patches", "finetune", "eval"),
 ]

@@ -11,8 +11,8 @@ import cab_hf
 from cab_hf import checks
 from cab_hf.call import forward_pass
 from cab_hf.call.hook import cab_mask
-from cab_hf.call.layout import Layout, Length
-from cab_hf.call.mask import CabMask
+from cab_hf.call.layout import BlockLayout, Length
+from cab_hf.call.mask import MaskInfo
 from cab_hf.predictors import RowsPredictor, register_predictor
 
 DECIDED = []
@@ -172,34 +172,34 @@ def test_lengths_are_of_documents_without_padding():
     ("mask", "ends", "error", "sentence"),
     [
         pytest.param(
-            CabMask(1, 4, 9, 5),
+            MaskInfo(1, 4, 9, 5),
             [0, 2, 4],
             NotImplementedError,
             "cu_seq_lens_q is set in a call of 4 tokens that continues a cache",
             id="cache",
         ),
         pytest.param(
-            CabMask(1, 1, None, torch.tensor(8)),
+            MaskInfo(1, 1, None, torch.tensor(8)),
             [0, 1],
             NotImplementedError,
             "cu_seq_lens_q is set in a call of 1 tokens",
             id="decode",
         ),
         pytest.param(
-            CabMask(1, 4, 4, 0), [0, 2, 5], ValueError, "must end at 4 .* an end at 5", id="long"
+            MaskInfo(1, 4, 4, 0), [0, 2, 5], ValueError, "must end at 4 .* an end at 5", id="long"
         ),
         pytest.param(
-            CabMask(2, 4, 4, 0), [0, 2, 5], ValueError, "must end at 8 .* an end at 5", id="batch"
+            MaskInfo(2, 4, 4, 0), [0, 2, 5], ValueError, "must end at 8 .* an end at 5", id="batch"
         ),
         pytest.param(
-            CabMask(1, 4, 4, 0), [2, 4], ValueError, r"from 0, .* got \[2, 4\]", id="no 0"
+            MaskInfo(1, 4, 4, 0), [2, 4], ValueError, r"from 0, .* got \[2, 4\]", id="no 0"
         ),
         pytest.param(
-            CabMask(1, 4, 4, 0), [0, 3, 1, 4], ValueError, "cumulative lengths", id="falling"
+            MaskInfo(1, 4, 4, 0), [0, 3, 1, 4], ValueError, "cumulative lengths", id="falling"
         ),
-        pytest.param(CabMask(1, 4, 4, 0), [0.0, 4.0], ValueError, r"int \[doc", id="fractions"),
-        pytest.param(CabMask(1, 4, 4, 0), [[0, 4]], ValueError, r"shape \(1, 2\)", id="two rows"),
-        pytest.param(CabMask(1, 4, 4, 0), [], ValueError, "cumulative lengths", id="none"),
+        pytest.param(MaskInfo(1, 4, 4, 0), [0.0, 4.0], ValueError, r"int \[doc", id="fractions"),
+        pytest.param(MaskInfo(1, 4, 4, 0), [[0, 4]], ValueError, r"shape \(1, 2\)", id="two rows"),
+        pytest.param(MaskInfo(1, 4, 4, 0), [], ValueError, "cumulative lengths", id="none"),
     ],
 )
 def test_cumulative_lengths_that_do_not_fit(mask, ends, error, sentence):
@@ -209,7 +209,7 @@ def test_cumulative_lengths_that_do_not_fit(mask, ends, error, sentence):
 
 def test_cumulative_lengths_may_stand_still():
     """Collators fill them up to one number of documents."""
-    mask = CabMask(1, 4, 4, 0)
+    mask = MaskInfo(1, 4, 4, 0)
     mask.find_documents(None, torch.tensor([0, 1, 4, 4, 4]))
     assert mask.document.tolist() == [[0, 1, 1, 1]]
 
@@ -221,7 +221,7 @@ def test_padding_of_documents_that_stay_where_they_are(monkeypatch):
     with pytest.raises(
         NotImplementedError, match="attention_mask is set under torch.compile for packed documents"
     ):
-        Layout.build(1, 4, 4, 0, document > 0, document, 16, torch.device("cpu"))
+        BlockLayout.build(1, 4, 4, 0, document > 0, document, 16, torch.device("cpu"))
 
 
 # --- short documents
@@ -240,7 +240,7 @@ def test_padding_of_documents_that_stay_where_they_are(monkeypatch):
 def test_query_blocks_of_short_texts(least, rows, known):
     real = torch.arange(40) >= torch.tensor([[20], [0]])
     lengths = [[Length(20, 20)], [Length(40, 40)]] if known else None
-    layout = Layout.build(2, 40, 40, 0, real, None, 16, torch.device("cpu"), lengths)
+    layout = BlockLayout.build(2, 40, 40, 0, real, None, 16, torch.device("cpu"), lengths)
     actual = layout.short(**least, query_block=16)
     if known and rows == [[], []]:
         assert actual is None
@@ -251,13 +251,16 @@ def test_query_blocks_of_short_texts(least, rows, known):
 
 
 def test_no_text_is_short_in_a_plain_call():
-    assert Layout.build(1, 40, 40, 0, None, None, 16, torch.device("cpu")).short(99, 99, 16) is None
+    assert (
+        BlockLayout.build(1, 40, 40, 0, None, None, 16, torch.device("cpu")).short(99, 99, 16)
+        is None
+    )
 
 
 def test_a_call_of_nothing_but_padding_has_a_layout():
     document = torch.tensor([[0, 0, 1, 1]])
-    layout = Layout.build(1, 4, 4, 0, document < 0, document, 16, torch.device("cpu"))
-    assert layout.spans.last.tolist() == [[-1]]
+    layout = BlockLayout.build(1, 4, 4, 0, document < 0, document, 16, torch.device("cpu"))
+    assert layout.ranges.end.tolist() == [[-1]]
     assert not layout.restore(layout.queries(torch.ones(1, 1, 4, 2))).any()
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from cab_hf import capability
+from cab_hf.experiment.provenance import device_name
 from cab_hf.ops import launch, rows
 from cab_hf.ops.attention import ffpa, flash
-from cab_hf.runs.provenance import device_name
 
 
 @pytest.fixture(params=[(8, 0), (8, 9), (9, 0), (0, 0)], ids=lambda x: "{}.{}".format(*x))

@@ -15,10 +15,10 @@ from words import TEXT
 import cab_hf
 from cab_hf.eval import __main__ as evaluations
 from cab_hf.eval import speed
+from cab_hf.experiment.settings import read_settings
 from cab_hf.finetune import merge
 from cab_hf.finetune import settings as finetune
 from cab_hf.patches import calibration as passes
-from cab_hf.runs.settings import read_settings
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "finetune" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -5,9 +5,9 @@ import re
 import pytest
 from words import TEXT, make_merging_tokenizer, make_tokenizer
 
-from cab_hf.texts import documents
-from cab_hf.texts.documents import asked_document, plain_document, recall_document
-from cab_hf.texts.needles import NOISE, running, sentence_tokens, span_of, split_sentences
+from cab_hf.data import documents
+from cab_hf.data.documents import asked_document, plain_document, recall_document
+from cab_hf.data.needles import NOISE, running, sentence_tokens, span_of, split_sentences
 
 LENGTH, KEYS = 900, 6
 PLACE = {"length": LENGTH, "keys": KEYS, "index": 0, "seed": 0}

@@ -11,7 +11,7 @@ from tiny import FULL, qkv, tiny_model, tokens
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.call.call import Call
-from cab_hf.call.mask import CabMask
+from cab_hf.call.mask import MaskInfo
 from cab_hf.engines import REFERENCE, SDPA
 from cab_hf.engines.dense import ExactByBlocks, ExactByRows
 from cab_hf.ops import Workload, decode
@@ -44,7 +44,7 @@ def test_no_kernel_stands_for_a_step_with_gradients(monkeypatch):
 
 def windowed(**more):
     """A mask of 90 queries behind 30 keys, under a window of 40, of two rows."""
-    return CabMask(2, 90, 120, 30, window=40, **more)
+    return MaskInfo(2, 90, 120, 30, window=40, **more)
 
 
 PADDED = torch.arange(120) >= torch.tensor([[50], [0]])
@@ -55,7 +55,7 @@ WINDOWED = {
     "left": windowed(valid=PADDED),
     "holes": windowed(valid=HOLES),
     "live-slot": replace(windowed(), kv_length=None, q_slot=torch.tensor(30), slots=120),
-    "packed": CabMask(
+    "packed": MaskInfo(
         2, 120, 120, 0, window=40, document=(torch.arange(120) // 47).expand(2, -1), valid=HOLES
     ),
 }

@@ -8,7 +8,7 @@ from valid_plan import require_valid
 
 from cab_hf import CabConfig
 from cab_hf.layers import CABAttention, CABAttentionLayer
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import FrcPredictor, LayerContext
 
 DIM, HEADS, BLOCK = 64, 4, 32
@@ -87,7 +87,9 @@ def test_the_plan_is_that_of_the_published_config(formula):
         for project in (layer.q_proj, layer.k_proj)
     )
     config = CabConfig.published(0.6, formula, query_block=BLOCK, key_block=BLOCK)
-    expected = FrcPredictor(config)(q, k, LayerContext(Spans.causal(2, 300, 300, "cpu"), 16**-0.5))
+    expected = FrcPredictor(config)(
+        q, k, LayerContext(KeyRanges.causal(2, 300, 300, "cpu"), 16**-0.5)
+    )
     assert torch.equal(plan.to_dense(), expected.to_dense())
 
 

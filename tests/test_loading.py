@@ -12,17 +12,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import cab_hf
 from cab_hf import CabConfig, checks
-from cab_hf.runs import models, stand_ins
+from cab_hf.experiment import models, offline_models
 
 
 @pytest.fixture
 def standing_in(model_folder, tmp_path, monkeypatch):
     """The saved model stands for the embedded one, and for one of the hub."""
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(stand_ins, "find_smollm2_gguf", lambda scratch: scratch / "model.gguf")
-    monkeypatch.setattr(stand_ins, "_check_gguf", lambda gguf: None)
+    monkeypatch.setattr(offline_models, "find_smollm2_gguf", lambda scratch: scratch / "model.gguf")
+    monkeypatch.setattr(offline_models, "_check_gguf", lambda gguf: None)
     copied = lambda gguf, to: shutil.copytree(model_folder, to)  # noqa: E731
-    monkeypatch.setattr(stand_ins, "convert_gguf", copied)
+    monkeypatch.setattr(offline_models, "convert_gguf", copied)
     source = models._source
     of_hub = {"someone/tiny": str(model_folder)}
     monkeypatch.setattr(models, "_source", lambda name: of_hub.get(name) or source(name))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from cab_hf import CabConfig, apply_cab
 from cab_hf.ops import reference
 from cab_hf.ops.attention import block, gather
-from cab_hf.plan import BlockPlan, Spans
+from cab_hf.plan import BlockPlan, KeyRanges
 
 BLOCKS = {"query_block": 32, "key_block": 16, "dense_tail_blocks": 0, "local_blocks": 1}
 GRID = {"query_block": 16, "key_block": 16}
@@ -66,10 +66,10 @@ def _same_choice(select, config, prefix, value):
     """A token is spoilt, as in the layers behind the first one that spoils it."""
     shape = {"q_length": LENGTH, "kv_length": LENGTH + prefix, "heads": 2, "kv_heads": 1}
     q, k = loud(**shape)
-    spans = Spans.causal(1, LENGTH, LENGTH + prefix, "cpu")
-    meant = select(config, q, k, spans).to_dense()
+    ranges = KeyRanges.causal(1, LENGTH, LENGTH + prefix, "cpu")
+    meant = select(config, q, k, ranges).to_dense()
     broken = spoilt(q, slice(AT, None), value), spoilt(k, AT + prefix, value)
-    actual = select(config, *broken, spans).to_dense()
+    actual = select(config, *broken, ranges).to_dense()
     blind = AT // config.query_block
     assert blind > 3 and not meant[:, :, blind - 1].all()
     assert torch.equal(actual[:, :, :blind], meant[:, :, :blind])
@@ -89,10 +89,10 @@ def test_kernels_keep_blocks_with_such_a_key(config):
 def _kept(select, config, value):
     """One channel of one key is spoilt, of one of two KV heads."""
     q, k = loud(q_length=LENGTH, heads=4, kv_heads=2, dim=32)
-    spans, at = Spans.causal(1, LENGTH, LENGTH, "cpu"), 70
-    meant = select(config, q, k, spans).to_dense()
+    ranges, at = KeyRanges.causal(1, LENGTH, LENGTH, "cpu"), 70
+    meant = select(config, q, k, ranges).to_dense()
     k[:, 1, at, 5] = value
-    actual = select(config, q, k, spans).to_dense()
+    actual = select(config, q, k, ranges).to_dense()
     rows, column = slice(at // config.query_block, None), at // config.key_block
     assert actual[:, 2:, rows, column].all() and not meant[:, 2:, rows, column].all()
     assert torch.equal(actual[:, :2], meant[:, :2])
@@ -101,14 +101,14 @@ def _kept(select, config, value):
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[1], *CAPPED[:1]])
 def test_padding_keeps_nothing_and_may_hold_anything(config):
     q, k = loud(q_length=LENGTH, heads=2, kv_heads=1, dim=32)
-    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
+    ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     valid = torch.ones(1, LENGTH, dtype=torch.bool)
     valid[:, 64:80] = False
-    spans = replace(spans, first=spans.first.clamp(min=80), key_valid=valid)
-    spans = replace(spans, last=spans.last.masked_fill(torch.arange(LENGTH) < 80, -1))
+    ranges = replace(ranges, start=ranges.start.clamp(min=80), key_valid=valid)
+    ranges = replace(ranges, end=ranges.end.masked_fill(torch.arange(LENGTH) < 80, -1))
     for select in (on_the_cpu, by_kernels):
-        meant = select(config, q, k, spans).to_dense()
-        actual = select(config, q, spoilt(k, slice(64, 80), torch.nan), spans).to_dense()
+        meant = select(config, q, k, ranges).to_dense()
+        actual = select(config, q, spoilt(k, slice(64, 80), torch.nan), ranges).to_dense()
         assert torch.equal(actual, meant)
 
 
@@ -116,12 +116,12 @@ def test_padding_keeps_nothing_and_may_hold_anything(config):
 @pytest.mark.parametrize("select", [on_the_cpu, by_kernels])
 def test_the_block_of_such_a_scored_query_keeps_everything(select, value):
     q, k = loud(q_length=LENGTH, heads=2, kv_heads=1, dim=32)
-    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
+    ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     settings = config(outlier_queries=0, typical_queries=8, typical_key_stride=1)
-    meant = select(settings, q, k, spans).to_dense()
-    at = int(reference.typical_queries(spans, 32, settings.typical_queries)[0, 5, 1])
+    meant = select(settings, q, k, ranges).to_dense()
+    at = int(reference.typical_queries(ranges, 32, settings.typical_queries)[0, 5, 1])
     q[:, 1, at, 3] = value
-    actual = select(settings, q, k, spans).to_dense()
+    actual = select(settings, q, k, ranges).to_dense()
     assert actual[0, 1, 5, : (at + 16) // 16].all() and not meant[0, 1, 5, : at // 16].all()
     meant[:, 1, 5] = actual[:, 1, 5]
     assert torch.equal(actual, meant)
@@ -147,9 +147,9 @@ def test_blocks_attend_as_if_it_were_not_there(attend, dim, q_length, kv_length,
     """The spoilt key is the first that query block 1 or 2 sees, and no query before it does."""
     q, k, v = qkv(q_length=q_length, kv_length=kv_length, heads=2, kv_heads=1, dim=dim)
     query_block, key_block = blocks
-    spans = Spans.causal(1, q_length, kv_length, "cpu")
-    plan = BlockPlan.causal(spans, 2, query_block, key_block)
-    seen = int(spans.last[0, 2 * query_block - 1]) + 1
+    ranges = KeyRanges.causal(1, q_length, kv_length, "cpu")
+    plan = BlockPlan.causal(ranges, 2, query_block, key_block)
+    seen = int(ranges.end[0, 2 * query_block - 1]) + 1
     meant = attend(q, k, v, plan, 0.2)
     actual = attend(q, spoilt(k, seen, value), spoilt(v, seen, value), plan, 0.2)
     blind = 2 * query_block
@@ -204,8 +204,8 @@ def test_at_full_budget_outputs_are_finite_where_those_of_sdpa_are(attend, value
     inputs = dict(zip("qkv", qkv(q_length=LENGTH, heads=4, kv_heads=2, dim=32), strict=True))
     inputs[spoil][:, :, 70, 5] = value
     q, k, v = inputs.values()
-    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
-    plan = on_the_cpu(config(mass_threshold=0.0), q, k, spans)
+    ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
+    plan = on_the_cpu(config(mass_threshold=0.0), q, k, ranges)
     actual = attend(q, k, v, plan, 0.2).isfinite()
     # row by row, since a mask does not remove NaN
     rows = [

@@ -6,15 +6,15 @@ import pytest
 import torch
 from valid_plan import require_valid
 
-from cab_hf.call.layout import Layout
-from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility
+from cab_hf.call.layout import BlockLayout
+from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, block_visibility
 
 
 @pytest.fixture
 def plan():
     """Six queries over six keys, blocks of 2 x 2; the last row skips the middle key block."""
     keep = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)[None, None]
-    return BlockPlan.from_dense(keep, Spans.causal(1, 6, 6, "cpu"), query_block=2, key_block=2)
+    return BlockPlan.from_dense(keep, KeyRanges.causal(1, 6, 6, "cpu"), query_block=2, key_block=2)
 
 
 def test_lists_by_hand(plan):
@@ -44,16 +44,16 @@ def test_density_by_hand(plan):
 
 
 def test_what_spans_say_is_found_once_for_all_layers(plan):
-    spans = plan.spans
-    before = spans.rows(2), spans.blocked(2), spans.pairs()
+    ranges = plan.ranges
+    before = ranges.rows(2), ranges.blocked(2), ranges.pairs()
     density = plan.density()
-    # the plan of another layer, of the same spans
+    # the plan of another layer, of the same ranges
     dataclasses.replace(plan).density()
-    after = spans.rows(2), spans.blocked(2), spans.pairs()
+    after = ranges.rows(2), ranges.blocked(2), ranges.pairs()
     assert all(x is y for x, y in zip(before, after, strict=True))
     assert plan.density() == density
     # those of other blocks are others
-    assert spans.rows(3).queries.tolist() == [[3, 3]] and spans.rows(2).queries.tolist() == [
+    assert ranges.rows(3).queries.tolist() == [[3, 3]] and ranges.rows(2).queries.tolist() == [
         [2] * 3
     ]
 
@@ -68,7 +68,7 @@ def test_transpose_by_hand(plan):
 @pytest.mark.parametrize("width", [None, 7])
 def test_lists_and_dense_are_inverse(width):
     chosen = torch.rand(2, 3, 5, 11, generator=torch.Generator().manual_seed(0)) < 0.4
-    lists = BlockLists.from_dense(chosen, width and int(chosen.sum(-1).max()))
+    lists = BlockIndices.from_dense(chosen, width and int(chosen.sum(-1).max()))
     assert torch.equal(lists.to_dense(11), chosen)
     assert not lists.indices[~lists.listed()].any()
 
@@ -76,10 +76,10 @@ def test_lists_and_dense_are_inverse(width):
 @pytest.mark.parametrize("blocks", [(32, 16), (16, 32), (16, 16)], ids=str)
 @pytest.mark.parametrize("lengths", [(1, 1), (15, 15), (16, 16), (17, 17), (205, 205), (40, 131)])
 def test_density_counts_the_token_mask(lengths, blocks):
-    spans = Spans.causal(2, *lengths, "cpu")
-    complete = BlockPlan.causal(spans, 3, *blocks)
+    ranges = KeyRanges.causal(2, *lengths, "cpu")
+    complete = BlockPlan.causal(ranges, 3, *blocks)
     keep = torch.rand(complete.to_dense().shape, generator=torch.Generator().manual_seed(1)) < 0.5
-    plan = BlockPlan.from_dense(keep, spans, query_block=blocks[0], key_block=blocks[1])
+    plan = BlockPlan.from_dense(keep, ranges, query_block=blocks[0], key_block=blocks[1])
     require_valid(plan)
     assert int(plan.pairs()[0]) == int(plan.token_mask().sum())
     assert complete.density() == 1
@@ -87,17 +87,17 @@ def test_density_counts_the_token_mask(lengths, blocks):
 
 
 def test_a_plan_never_lists_what_causality_forbids():
-    spans = Spans.causal(1, 64, 64, "cpu")
+    ranges = KeyRanges.causal(1, 64, 64, "cpu")
     keep = torch.ones(1, 1, 4, 4, dtype=torch.bool)
-    plan = BlockPlan.from_dense(keep, spans, query_block=16, key_block=16)
-    assert torch.equal(plan.to_dense(), block_visibility(spans, 16, 16).unsqueeze(1))
+    plan = BlockPlan.from_dense(keep, ranges, query_block=16, key_block=16)
+    assert torch.equal(plan.to_dense(), block_visibility(ranges, 16, 16).unsqueeze(1))
 
 
 def test_from_dense_names_the_shape_it_wants():
     with pytest.raises(ValueError, match=r"bool \[B, H, 3, 3\]"):
         BlockPlan.from_dense(
             torch.ones(1, 1, 2, 3, dtype=torch.bool),
-            Spans.causal(1, 6, 6, "cpu"),
+            KeyRanges.causal(1, 6, 6, "cpu"),
             query_block=2,
             key_block=2,
         )
@@ -112,14 +112,14 @@ def test_from_dense_names_the_shape_it_wants():
     ],
 )
 def test_rows_that_are_to_attend_everything_too(before, rows, after):
-    spans = Spans.causal(1, 16, 16, "cpu")
+    ranges = KeyRanges.causal(1, 16, 16, "cpu")
     keep = torch.eye(4, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
     before = None if before is None else torch.tensor(before)
-    plan = BlockPlan.from_dense(keep, spans, query_block=4, key_block=4, dense_rows=before)
+    plan = BlockPlan.from_dense(keep, ranges, query_block=4, key_block=4, dense_rows=before)
     actual = plan.with_dense_rows(torch.tensor(rows))
     require_valid(actual)
     complete = torch.tensor([row in after for row in range(4)])
-    everything = block_visibility(spans, 4, 4)[0]
+    everything = block_visibility(ranges, 4, 4)[0]
     wanted = torch.where(complete[:, None], everything, keep[0, 0])
     assert torch.equal(actual.to_dense(), wanted.expand(1, 2, -1, -1))
     assert torch.equal(actual.is_dense(), complete.expand(1, 1, -1))
@@ -133,12 +133,14 @@ def layout(valid=None, document=None, q_length=None, align=4):
     batch, length = given.shape
     q_length = q_length or length
     slot = length - q_length
-    return Layout.build(batch, q_length, length, slot, valid, document, align, torch.device("cpu"))
+    return BlockLayout.build(
+        batch, q_length, length, slot, valid, document, align, torch.device("cpu")
+    )
 
 
 def test_padding_is_closed_up_by_hand():
     it = layout(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 1]]).bool())
-    assert it.spans.last.tolist() == [[0, 1, -1, -1], [0, 1, 2, -1], [0, 1, -1, -1]]
+    assert it.ranges.end.tolist() == [[0, 1, -1, -1], [0, 1, 2, -1], [0, 1, -1, -1]]
     x = torch.arange(1.0, 5)[None, None, :, None].expand(3, 1, 4, 1)
     assert it.keys(x)[..., 0].tolist()[0][0][:2] == [3, 4]
     assert it.restore(it.queries(x))[:, 0, :, 0].tolist() == [
@@ -150,13 +152,13 @@ def test_padding_is_closed_up_by_hand():
 
 def test_a_chunk_behind_padding_keeps_its_place_in_the_text():
     it = layout(torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]).bool(), q_length=2)
-    assert it.spans.last.tolist() == [[1, 2], [4, 5]]
+    assert it.ranges.end.tolist() == [[1, 2], [4, 5]]
 
 
 def test_documents_start_at_block_borders_by_hand():
     it = layout(document=torch.tensor([[0, 0, 1, 1, 1, 2]]))
-    assert it.spans.last.tolist() == [[0, 1, -1, -1, 4, 5, 6, -1, 8]]
-    assert it.spans.first.tolist()[0][4:7] == [4, 4, 4]
-    assert it.spans.key_valid.int().tolist() == [[1, 1, 0, 0, 1, 1, 1, 0, 1]]
+    assert it.ranges.end.tolist() == [[0, 1, -1, -1, 4, 5, 6, -1, 8]]
+    assert it.ranges.start.tolist()[0][4:7] == [4, 4, 4]
+    assert it.ranges.key_valid.int().tolist() == [[1, 1, 0, 0, 1, 1, 1, 0, 1]]
     x = torch.arange(1.0, 7)[None, None, :, None]
     assert it.restore(it.queries(x)).flatten().tolist() == [1, 2, 3, 4, 5, 6]

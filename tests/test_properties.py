@@ -22,7 +22,7 @@ from cab_hf.call.hook import cab_mask
 from cab_hf.call.scope import record_positions
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.hf.rotary import slow_channels
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 CASES, FIXED = (int(os.environ.get(name, n)) for name, n in (("CASES", 0), ("FIXED_CASES", 2000)))
@@ -291,8 +291,8 @@ def test_a_plan_is_what_is_attended(data):
     shape, length = data.draw(heads()), data.draw(st.integers(1, 160))
     config = data.draw(budgets(min_length=0))
     q, k, v = shape.draw(1, length)
-    spans = Spans.causal(1, length, length, "cpu")
-    call = LayerContext(spans, shape.dim**-0.5, 0, channels=slow_channels(LAYER, shape.dim))
+    ranges = KeyRanges.causal(1, length, length, "cpu")
+    call = LayerContext(ranges, shape.dim**-0.5, 0, channels=slow_channels(LAYER, shape.dim))
     plan = make_predictor(config)(q, k, call)
     require_valid(plan)
     seen = plan.token_mask()

@@ -12,7 +12,7 @@ from words import save_llama
 
 import cab_hf
 from cab_hf import CabConfig
-from cab_hf.runs import models
+from cab_hf.experiment import models
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "README.md").read_text()

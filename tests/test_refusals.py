@@ -20,7 +20,7 @@ import cab_hf
 from cab_hf import apply_cab, engines
 from cab_hf.attention import cab_attention, cab_dense_attention
 from cab_hf.call.hook import cab_mask
-from cab_hf.call.mask import CabMask
+from cab_hf.call.mask import MaskInfo
 from cab_hf.call.refusals import HARMLESS, MEANINGS
 from cab_hf.config import ENGINES
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
@@ -359,7 +359,7 @@ def prefixed_mask(**how):
         pytest.param({"cache": object()}, NotImplementedError, "paged cache", id="paged-cache"),
         pytest.param({"cache": DynamicCache()}, ValueError, "as past_key_values", id="cache"),
         pytest.param(
-            {"mask": CabMask(1, 8, 8, 0), "sliding_window": 4},
+            {"mask": MaskInfo(1, 8, 8, 0), "sliding_window": 4},
             NotImplementedError,
             "sliding_window is 4, and the mask",
             id="window",
@@ -389,7 +389,7 @@ def test_sinks_that_are_not_one_a_head():
 
 
 def test_a_window_as_wide_as_the_text_is_none():
-    call(EIGHT, mask=CabMask(1, 8, 8, 0), sliding_window=8)
+    call(EIGHT, mask=MaskInfo(1, 8, 8, 0), sliding_window=8)
 
 
 @pytest.mark.parametrize("attend", [cab_attention, cab_dense_attention])

@@ -5,8 +5,8 @@ import torch
 from attention_cases import random_plan
 from tiny import qkv
 
-from cab_hf.call.layout import Layout
-from cab_hf.call.reordering import Reordering
+from cab_hf.call.layout import BlockLayout
+from cab_hf.call.reordering import TokenPermutation
 from cab_hf.ops import reference
 
 LENGTH, HEADS, DIM = 111, 3, 10
@@ -35,7 +35,7 @@ LAYOUTS = {
 
 def layout_of(text):
     queries, *others = TEXTS[text]
-    return Layout.build(2, queries, LENGTH, LENGTH - queries, *others, align=16, device=CPU)
+    return BlockLayout.build(2, queries, LENGTH, LENGTH - queries, *others, align=16, device=CPU)
 
 
 def by_number(x, index):
@@ -89,12 +89,12 @@ def test_attention_in_a_layout_is_the_same_to_the_bit(text):
 
     def attended(apply, undo):
         q, k, v = map(apply, orders, leaves)
-        plan = random_plan(q, k, (32, 16), spans=laid.spans)
+        plan = random_plan(q, k, (32, 16), ranges=laid.ranges)
         out = undo(laid.query_order, reference.attention(q, k, v, plan, 0.2))
         return out, *torch.autograd.grad(out.square().sum(), leaves)
 
     meant = attended(apply_by_number, undo_by_number)
-    assert all(map(torch.equal, attended(Reordering.apply, Reordering.undo), meant))
+    assert all(map(torch.equal, attended(TokenPermutation.apply, TokenPermutation.undo), meant))
 
 
 def test_a_place_without_a_token_has_no_gradient():

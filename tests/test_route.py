@@ -8,7 +8,7 @@ import torch
 
 from cab_hf import CabConfig, engines
 from cab_hf.call.layout import Length
-from cab_hf.call.mask import CabMask
+from cab_hf.call.mask import MaskInfo
 from cab_hf.decode.cache import KeyIndex
 from cab_hf.engines import Workload
 from cab_hf.engines.dense import Exact, ExactByBlocks, ExactByRows
@@ -28,7 +28,7 @@ def way(
     index=None,
     **masked,
 ):
-    text = CabMask(1, q_length, kv_length, 0, **masked)
+    text = MaskInfo(1, q_length, kv_length, 0, **masked)
     if longest is not None:
         text.document, text._lengths = torch.zeros(1, kv_length), [[Length(*longest)]]
     layer = SimpleNamespace(layer_idx=layer)

@@ -6,7 +6,7 @@ import torch
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.eval.haystack import Haystack
-from cab_hf.runs.models import load_model
+from cab_hf.experiment.models import load_model
 
 FULL = CabConfig(mass_threshold=0.0, min_length=0)
 

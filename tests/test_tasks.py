@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from words import CHAT, TEXT, make_merging_tokenizer, make_tokenizer
 
-from cab_hf.texts.needles import NOISE, split_sentences
-from cab_hf.texts.tasks import END, TASKS
+from cab_hf.data.needles import NOISE, split_sentences
+from cab_hf.data.tasks import END, TASKS
 
 LENGTH = 1500
 TOKENIZERS = {

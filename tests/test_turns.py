@@ -87,7 +87,7 @@ def test_a_call_reads_the_prompt_only_where_generate_prepared_it():
     )
     prompt = scope.Prompt(300, lengths=(300,))
     with scope.generating(model):
-        generation = scope.SCOPE.get().generation
+        generation = scope.FORWARD_CONTEXT.get().generation
         generation.begin(prompt, is_compiled=False)
         model(ids)
         generation.prepare(model, lambda: {"input_ids": None})

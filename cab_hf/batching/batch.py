@@ -16,12 +16,12 @@ from torch import Tensor
 
 from cab_hf.call.call import Call
 from cab_hf.call.forward_pass import is_captured
-from cab_hf.call.mask import CabMask
+from cab_hf.call.mask import MaskInfo
 from cab_hf.call.scope import Prompt
 from cab_hf.engines import TRITON
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice
-from cab_hf.plan import EXACT_BLOCK
+from cab_hf.plan import DENSE_BLOCK_SIZE
 from cab_hf.route import attend
 
 
@@ -37,7 +37,7 @@ class Packed(NamedTuple):
         read: cache slots of the keys of `sequences`, concatenated, int64 [N].
     """
 
-    sequences: list[tuple[slice, slice, CabMask]]
+    sequences: list[tuple[slice, slice, MaskInfo]]
     steps: tuple[Tensor, Choice] | None
     read: Tensor
 
@@ -81,8 +81,8 @@ def _pack(call: Call, allocator: Any) -> Packed:
     together = len(read) > 0 and decode.has_kernels(call.q, call.k)
     # requests have many different lengths, and SDPA's fastest kernels need up to a second of
     # preparation for each new length
-    work = replace(call.work, query_block=EXACT_BLOCK, key_block=EXACT_BLOCK)
-    exact_block = None if TRITON.unavailable(work) else EXACT_BLOCK
+    work = replace(call.work, query_block=DENSE_BLOCK_SIZE, key_block=DENSE_BLOCK_SIZE)
+    dense_block_size = None if TRITON.unavailable(work) else DENSE_BLOCK_SIZE
     sequences, single, kept, keys = [], [], [], 0
     for at, queries in enumerate(starmap(slice, pairwise(starts))):
         own = slice(*key_starts[at : at + 2])
@@ -94,7 +94,9 @@ def _pack(call: Call, allocator: Any) -> Packed:
             single.append((queries.start, own.start, length))
         elif count:
             place = 1, count, length, length - count
-            text = CabMask(*place, model=batch.model, prompt=prompt, exact_block=exact_block)
+            text = MaskInfo(
+                *place, model=batch.model, prompt=prompt, dense_block_size=dense_block_size
+            )
             for part, piece in text.pieces(steps=False):
                 mine = slice(queries.start + part.start, queries.start + part.stop)
                 sequences.append((mine, slice(keys, keys + length), piece))

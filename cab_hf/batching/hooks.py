@@ -270,7 +270,7 @@ def _wait_for_resets(device: Any) -> None:
 def _with_our_mask(
     compute: Callable[..., None], self: Any, model: Any, batch_data: dict[str, Any]
 ) -> None:
-    """Run a forward pass with a `Batch` as the mask, which all layers share.
+    """Run a forward pass with a `PagedBatch` as the mask, which all layers share.
 
     Raises:
         RuntimeError: the model was switched to "cab", or away from it, while the manager runs.
@@ -287,10 +287,10 @@ def _with_our_mask(
         )
     batch = None
     if ours:
-        from cab_hf.call.placeholder import Batch
+        from cab_hf.call.placeholder import PagedBatch
 
         tokens = batch_data["input_ids"].shape[1]
-        batch = Batch(name_of(model.config), tokens, _prompts(self.inputs_and_outputs))
+        batch = PagedBatch(name_of(model.config), tokens, _prompts(self.inputs_and_outputs))
         batch_data["attention_mask"] = batch
     self.cache._batch = batch
     compute(self, model, batch_data)
@@ -304,10 +304,10 @@ def _left_to_the_batch(
     layer_idx: int,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Leave the cache update to `attend_batch` if the forward pass has a `Batch`.
+    """Leave the cache update to `attend_batch` if the forward pass has a `PagedBatch`.
 
     Since transformers 5.24, layers update a paged cache before they call attention, and receive no
-    mask. This function therefore adds the cache and the `Batch` to the keywords of attention.
+    mask. This function therefore adds the cache and the `PagedBatch` to the keywords of attention.
     """
     batch = vars(self).get("_batch")
     if batch is None or "cache" in kwargs:

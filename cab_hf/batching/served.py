@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cab_hf.batching import hooks
-from cab_hf.call.refusals import foreseen
+from cab_hf.call.refusals import unsupported_reason
 from cab_hf.call.scope import is_sharded
 from cab_hf.config import NAMES
 from cab_hf.hf.fit import softcap
@@ -47,7 +47,7 @@ def _unbatchable_layer(module: nn.Module) -> str | None:
         return "multi-head latent attention"
     if is_sharded(module.config):
         return "a sequence that is sharded over ranks (context_parallel)"
-    return foreseen(module)
+    return unsupported_reason(module)
 
 
 def reads_pages() -> bool:

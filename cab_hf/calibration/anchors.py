@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cab_hf.calibration.density import block_pairs, threshold_for
 from cab_hf.config import CabConfig
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext
 from cab_hf.predictors.attention_mass import attention_rows, block_mass, block_sums
 from cab_hf.predictors.rows import capped_ranks, ranks
@@ -83,12 +83,12 @@ def viewed(
         k: keys of the sequence, [1, H_kv, N, D].
     """
     blocks = config.query_block, config.key_block
-    rank = capped_ranks(ranks(q, k, call, config), call.spans, config)[0]
+    rank = capped_ranks(ranks(q, k, call, config), call.ranges, config)[0]
     keep = torch.stack([rank >= threshold for threshold in THRESHOLDS]).cpu()
-    pairs = block_pairs(call.spans, config).cpu().flatten()
+    pairs = block_pairs(call.ranges, config).cpu().flatten()
     density = torch.stack([each.flatten(1).double() @ pairs for each in keep]) / pairs.sum()
-    mass = block_mass(q, k, call.spans, call.scale, *blocks)[0]
-    mass /= call.spans.rows(config.query_block).queries.sum()
+    mass = block_mass(q, k, call.ranges, call.scale, *blocks)[0]
+    mass /= call.ranges.rows(config.query_block).queries.sum()
     needle = needle_shares(q, k, call, config.key_block, needles)
     of_all = [x.cpu() for x in (mass, needle, needles.queries // config.query_block)]
     return [View(*of_each, *of_all) for of_each in zip(keep, density, strict=True)]
@@ -98,12 +98,12 @@ def needle_shares(
     q: Tensor, k: Tensor, call: LayerContext, key_block: int, needles: Needles
 ) -> Tensor:
     """Return the attention of needle queries on their needles by key block, float32 [H, n, M_k]."""
-    first, last = (x[:, needles.queries] for x in (call.spans.first, call.spans.last))
-    spans = Spans(first, last, call.spans.key_valid, consecutive=False)
+    first, last = (x[:, needles.queries] for x in (call.ranges.start, call.ranges.end))
+    ranges = KeyRanges(first, last, call.ranges.key_valid, consecutive=False)
     shares = q.new_zeros(
         q.shape[1], len(needles.queries), -(-k.shape[2] // key_block), dtype=torch.float32
     )
-    for start, attention in attention_rows(q[:, :, needles.queries], k, spans, call.scale):
+    for start, attention in attention_rows(q[:, :, needles.queries], k, ranges, call.scale):
         rows = slice(start, start + attention.shape[2])
         key = torch.arange(attention.shape[-1], device=k.device)
         sought = (key >= needles.starts[rows, None]) & (key < needles.ends[rows, None])

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from cab_hf.config import CAB, CabConfig
 from cab_hf.ops import reference
-from cab_hf.plan import Spans, block_visibility
+from cab_hf.plan import KeyRanges, block_visibility
 from cab_hf.predictors import LayerContext
 from cab_hf.predictors.cascade import anchor_of
 from cab_hf.predictors.rows import capped_ranks, ranks
@@ -36,10 +36,10 @@ def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Te
         q: queries of one sequence, [1, H, N, D].
         k: keys of the sequence, [1, H_kv, N, D].
     """
-    pairs = block_pairs(call.spans, config)
+    pairs = block_pairs(call.ranges, config)
     rising = torch.tensor(THRESHOLDS[::-1], device=q.device)
     found = torch.zeros(len(THRESHOLDS) + 2, dtype=torch.float64, device=q.device)
-    for rank in capped_ranks(ranks(q, k, call, config), call.spans, config)[0]:
+    for rank in capped_ranks(ranks(q, k, call, config), call.ranges, config)[0]:
         # number of thresholds that a block reaches, plus one if it is kept at threshold 1
         place = torch.bucketize(rank, rising, right=True) + (rank >= 1)
         seen = rank >= 0
@@ -47,33 +47,33 @@ def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Te
     return (found.flip(0).cumsum(0) / (pairs.sum() * q.shape[1])).cpu()
 
 
-def block_pairs(spans: Spans, config: CabConfig) -> Tensor:
+def block_pairs(ranges: KeyRanges, config: CabConfig) -> Tensor:
     """Return the visible (query, key) pairs of each block of one sequence, float64 [M_q, M_k]."""
-    start = torch.arange(0, spans.kv_length, config.key_block, device=spans.first.device)
-    first, last = spans.first[0, :, None], spans.last[0, :, None]
+    start = torch.arange(0, ranges.kv_length, config.key_block, device=ranges.start.device)
+    first, last = ranges.start[0, :, None], ranges.end[0, :, None]
     seen = torch.minimum(start + config.key_block - 1, last) - torch.maximum(start, first) + 1
-    padding = -spans.q_length % config.query_block
+    padding = -ranges.q_length % config.query_block
     rows = F.pad(seen.clamp(min=0), (0, 0, 0, padding)).unflatten(0, (-1, config.query_block))
     return rows.sum(1).double()
 
 
 def least_density(config: CabConfig, length: int) -> float:
     """Return the share of the (query, key) pairs of ``length`` tokens that are in forced blocks."""
-    spans = Spans.causal(1, length, length, "cpu")
-    visible = block_visibility(spans, config.query_block, config.key_block)
-    pairs = block_pairs(spans, config)
-    return float((pairs * reference.forced_blocks(visible, spans, config)[0]).sum() / pairs.sum())
+    ranges = KeyRanges.causal(1, length, length, "cpu")
+    visible = block_visibility(ranges, config.query_block, config.key_block)
+    pairs = block_pairs(ranges, config)
+    return float((pairs * reference.forced_blocks(visible, ranges, config)[0]).sum() / pairs.sum())
 
 
 def most_density(config: CabConfig, length: int) -> float:
     """Return the largest share of the pairs of ``length`` tokens that ``max_density`` allows."""
-    spans = Spans.causal(1, length, length, "cpu")
-    visible = block_visibility(spans, config.query_block, config.key_block)
-    forced = reference.forced_blocks(visible, spans, config)
+    ranges = KeyRanges.causal(1, length, length, "cpu")
+    visible = block_visibility(ranges, config.query_block, config.key_block)
+    forced = reference.forced_blocks(visible, ranges, config)
     # blocks that are not forced have the same pairs, whatever their order
     rank = torch.zeros(visible.shape).masked_fill(forced, torch.inf).masked_fill(~visible, -1.0)
-    can_be_kept = capped_ranks(rank[:, None], spans, config)[0, 0] >= 0
-    pairs = block_pairs(spans, config)
+    can_be_kept = capped_ranks(rank[:, None], ranges, config)[0, 0] >= 0
+    pairs = block_pairs(ranges, config)
     return float((pairs * can_be_kept).sum() / pairs.sum())
 
 

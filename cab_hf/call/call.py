@@ -12,17 +12,17 @@ from transformers import PreTrainedConfig
 
 from cab_hf.call import packing
 from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
-from cab_hf.call.mask import CabMask
-from cab_hf.call.placeholder import KEYWORDS, Batch
+from cab_hf.call.mask import MaskInfo
+from cab_hf.call.placeholder import KEYWORDS, PagedBatch
 from cab_hf.call.refusals import refuse, refuse_sinks
-from cab_hf.call.scope import SCOPE, is_sharded, prompt_of, refuse_compiled
+from cab_hf.call.scope import FORWARD_CONTEXT, is_sharded, prompt_of, refuse_compiled
 from cab_hf.call.transforms import refuse_forward_mode, refuse_tracing, refuse_vmap
 from cab_hf.config import CabConfig, blocks_of
 from cab_hf.hf.fit import layer_index, warn_if_too_short
 from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
 from cab_hf.hf.rotary import slow_channels
 from cab_hf.ops import Workload
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext
 
 
@@ -39,7 +39,7 @@ class Call:
         config: settings of the layer.
         sparse: True if sparse attention is requested.
         work: workload that an engine must support.
-        text: visible keys: a `CabMask`, or a `ShardedText` over ranks; None with ``batch``.
+        text: visible keys: a `MaskInfo`, or a `ShardedMask` over ranks; None with ``batch``.
         index: the `KeyIndex` of the keys; None if the cache of the layer has none.
         batch: batch of continuous batching; None otherwise.
         packed: the arguments `KEYWORDS` of ``batch``; None without ``batch``.
@@ -57,22 +57,22 @@ class Call:
     work: Workload
     text: Any
     index: Any = None
-    batch: Batch | None = None
+    batch: PagedBatch | None = None
     packed: dict[str, Any] | None = None
     sinks: Tensor | None = None
     softcap: float | None = None
 
-    def context(self, spans: Spans, shared: dict[Any, Any] | None = None) -> LayerContext:
+    def context(self, ranges: KeyRanges, shared: dict[Any, Any] | None = None) -> LayerContext:
         """Return the context of the layer for a predictor.
 
         Args:
-            spans: visible keys of every query.
+            ranges: visible keys of every query.
             shared: state that layers of a forward pass share; None for a new dict.
         """
         shared = {} if shared is None else shared
         channels = slow_channels(self.layer, self.q.shape[-1])
         given = layer_index(self.layer), shared, channels, self.sinks, self.softcap
-        return LayerContext(spans, self.scale, *given)
+        return LayerContext(ranges, self.scale, *given)
 
     @classmethod
     def of(
@@ -81,7 +81,7 @@ class Call:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: CabMask | Batch | None,
+        mask: MaskInfo | PagedBatch | None,
         dropout: float = 0.0,
         scaling: float | None = None,
         *,
@@ -97,7 +97,7 @@ class Call:
         index = getattr(key, "cab_index", None)
         # since transformers 5.24 layers receive no mask in continuous batching
         batch, packed = kwargs.get("batch") if mask is None else mask, None
-        if isinstance(batch, Batch):
+        if isinstance(batch, PagedBatch):
             mask, packed = None, {name: kwargs.pop(name, None) for name in KEYWORDS}
         else:
             batch = None
@@ -141,7 +141,7 @@ class Call:
 
 def _plain_mask(
     module: nn.Module, batch: int, queries: int, keys: int, window: int | None
-) -> CabMask:
+) -> MaskInfo:
     """Return the mask of a layer that receives none: plain causal attention.
 
     Args:
@@ -154,11 +154,11 @@ def _plain_mask(
         RuntimeError: if the layer is recomputed in a backward pass, but its forward pass used
             another attention implementation. "sdpa" often needs no mask, so nothing else shows it.
     """
-    mask = CabMask(batch, queries, keys, keys - queries, window=window or None)
+    mask = MaskInfo(batch, queries, keys, keys - queries, window=window or None)
     if torch.compiler.is_compiling():
         return mask
     if not in_backward_pass():
-        _seen_without_mask[module] = module.config, SCOPE.get().parallel
+        _seen_without_mask[module] = module.config, FORWARD_CONTEXT.get().parallel
     config, mask.parallel = _seen_without_mask.get(module, (None, None))
     if config is not module.config:
         raise RuntimeError(SETTINGS_CHANGED)
@@ -181,7 +181,7 @@ def _refuse_shard(layer: nn.Module) -> NoReturn:
     )
 
 
-def _warn_of_a_short_prompt(module: nn.Module, mask: CabMask, config: CabConfig) -> None:
+def _warn_of_a_short_prompt(module: nn.Module, mask: MaskInfo, config: CabConfig) -> None:
     """Warn once if all documents of a prompt are too short for sparse attention."""
     begins = mask.q_length == mask.kv_length and mask.q_length > 1
     if torch.compiler.is_compiling() or not begins or mask.window is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cab_hf.plan import BlockLists, BlockPlan
+from cab_hf.plan import BlockIndices, BlockPlan
 
 if TYPE_CHECKING:
     from cab_hf.call.call import Call
@@ -83,7 +83,7 @@ class ForwardState:
             raise RuntimeError(SETTINGS_CHANGED if before[0] != how else SAMPLED_LATER)
         self._attended[call.layer] = how, sampled
 
-    def kept_plan(self, call: Call, predict: Callable[[], BlockPlan]) -> BlockPlan:
+    def plan_for_recompute(self, call: Call, predict: Callable[[], BlockPlan]) -> BlockPlan:
         """Return the plan of a layer from ``predict``, and store it for the recomputation.
 
         If gradient checkpointing recomputes a layer in the backward pass, the layer uses the stored
@@ -126,12 +126,12 @@ def trimmed(plan: BlockPlan) -> BlockPlan:
     return plan.map_lists(_trimmed)
 
 
-def _trimmed(lists: BlockLists) -> BlockLists:
+def _trimmed(lists: BlockIndices) -> BlockIndices:
     """Return lists of more than `MEASURED_FROM` bytes cut to the length of the longest list."""
     if lists.indices.nbytes <= MEASURED_FROM:
         return lists
     width = max(1, int(lists.counts.max()))
-    return BlockLists(lists.counts, lists.indices[..., :width].contiguous())
+    return BlockIndices(lists.counts, lists.indices[..., :width].contiguous())
 
 
 def narrowed(plan: BlockPlan) -> BlockPlan:

@@ -1,4 +1,4 @@
-"""`cab_mask`: the mask function that transformers calls, which builds a `CabMask`."""
+"""`cab_mask`: the mask function that transformers calls, which builds a `MaskInfo`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function
 
 from cab_hf.call import packing
-from cab_hf.call.mask import AHEAD, CabMask, not_causal, of_another_kind, too_short
-from cab_hf.call.placeholder import NotATensor
-from cab_hf.call.scope import SCOPE, prompt_of, recorded_positions, refuse_compiled
+from cab_hf.call.mask import AHEAD, MaskInfo, not_causal, of_another_kind, too_short
+from cab_hf.call.placeholder import MaskPlaceholder
+from cab_hf.call.scope import FORWARD_CONTEXT, prompt_of, recorded_positions, refuse_compiled
 from cab_hf.call.transforms import refuse_tracing, refuse_vmap
 from cab_hf.hf.fit import name_of
 
@@ -24,14 +24,14 @@ def cab_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Any = causal_mask_function,
-    attention_mask: Tensor | NotATensor | None = None,
+    attention_mask: Tensor | MaskPlaceholder | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     config: Any = None,
     **_: Any,
-) -> CabMask:
-    """Return a `CabMask` in place of a mask tensor [B, 1, N_q, N_k].
+) -> MaskInfo:
+    """Return a `MaskInfo` in place of a mask tensor [B, 1, N_q, N_k].
 
     transformers calls this function once per forward pass and layer type, with the arguments of
     its own mask functions. Supported patterns are causal, sliding-window, chunked and packed. For
@@ -45,7 +45,7 @@ def cab_mask(
     """
     position_ids = recorded_positions()
     # the mask that generate() built for a static cache, or the mask of continuous batching
-    if isinstance(attention_mask, NotATensor):
+    if isinstance(attention_mask, MaskPlaceholder):
         return attention_mask
     refuse_compiled(config)
     refuse_tracing(attention_mask)
@@ -92,7 +92,7 @@ def cab_mask(
         # documents from transformers: the pattern does not distinguish them from chunks
         packed = parts.get("packed_sequence_mask_function", {})
         document = packed.get("packed_sequence_mask")
-    return CabMask(
+    return MaskInfo(
         batch_size,
         q_length,
         written,
@@ -104,8 +104,8 @@ def cab_mask(
         model=model,
         refusal=None if refusal is None else not_causal(model, refusal),
         prompt=prompt,
-        parallel=SCOPE.get().parallel if eager else None,
-        looks_ahead=ahead,
+        parallel=FORWARD_CONTEXT.get().parallel if eager else None,
+        non_causal=ahead,
         chunks_from=chunks_from,
         position_ids=position_ids,
     )
@@ -121,7 +121,7 @@ def _first_tokens(mask: Tensor | None, batch: int, device: torch.device | str) -
 def _documents(
     ahead: Tensor, starts: Tensor, whole: bool, window: int | None
 ) -> tuple[str | None, Tensor | None, Tensor | None]:
-    """Return (refusal, `CabMask.looks_ahead`, `CabMask.document`) from `packing.pattern_of`.
+    """Return (refusal, `MaskInfo.non_causal`, `MaskInfo.document`) from `packing.pattern_of`.
 
     Args:
         ahead, starts: results of `packing.pattern_of`.

@@ -1,4 +1,4 @@
-"""`Layout`: the order of tokens on the block grid, without padding and with aligned documents."""
+"""`BlockLayout`: the token order on the block grid, without padding, with aligned documents."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.call.reordering import Reordering
+from cab_hf.call.reordering import TokenPermutation
 from cab_hf.ops.attention.complete import with_sinks
-from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, named_rows, once_per_spans
+from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges, named_rows
 from cab_hf.predictors import LayerContext, Predictor
 
 
@@ -24,7 +24,7 @@ class Length(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class BlockLayout:
     """An order of the tokens of a call in which blocks do not depend on padding or packing.
 
     With blocks of slots, left padding would shift all blocks, and a block could contain tokens of
@@ -36,7 +36,7 @@ class Layout:
     `cab_hf.distributed.sharded.ShardedLayout` has the same methods for a sequence over many ranks.
 
     Attributes:
-        spans: visible keys of each query, in positions of the layout.
+        ranges: visible keys of each query, in positions of the layout.
         kv_length: number of written key slots.
         query_order: reordering of the queries; None if the order does not change.
         key_order: reordering of the keys; None if the order does not change.
@@ -46,10 +46,10 @@ class Layout:
             lengths would wait for the device.
     """
 
-    spans: Spans
+    ranges: KeyRanges
     kv_length: int
-    query_order: Reordering | None = None
-    key_order: Reordering | None = None
+    query_order: TokenPermutation | None = None
+    key_order: TokenPermutation | None = None
     sizes: tuple[Tensor, Tensor] | None = None
     lengths: Sequence[Sequence[Length]] | None = None
 
@@ -68,31 +68,33 @@ class Layout:
         ahead: int | list[int] = 0,
         end: int | Tensor | None = None,
         window: int | None = None,
-    ) -> Layout:
-        """Build the layout of a call; further arguments as in `CabMask`.
+    ) -> BlockLayout:
+        """Build the layout of a call; further arguments as in `MaskInfo`.
 
         Args:
             align: larger one of the two block sizes, in tokens.
             device: device of the tensors.
-            lengths: see `Layout`.
+            lengths: see `BlockLayout`.
             ahead: number of vacant places before the first query, for all rows or for each row.
-            end: see `Spans`.
+            end: see `KeyRanges`.
             window: width of a sliding window, in slots; None without a window.
 
         Raises:
             NotImplementedError: for documents with padding under torch.compile.
         """
         if valid is None and document is None:
-            spans = replace(Spans.causal(batch, q_length, kv_length, device, q_slot), end=end)
-            spans = _in_window(spans, window)
-            layout = cls._led(spans, kv_length, ahead) if ahead else cls(spans, kv_length)
+            ranges = replace(
+                KeyRanges.causal(batch, q_length, kv_length, device, q_slot), sequence_end=end
+            )
+            ranges = _in_window(ranges, window)
+            layout = cls._led(ranges, kv_length, ahead) if ahead else cls(ranges, kv_length)
             if isinstance(end, Tensor):
                 # padding comes in a later chunk, and rows end at different tokens
-                rows = end.expand(-1, layout.spans.last.shape[1])
+                rows = end.expand(-1, layout.ranges.end.shape[1])
                 layout = replace(layout, sizes=(rows, rows), lengths=lengths)
             return layout
         if document is not None and torch.compiler.is_compiling():
-            return cls(_in_window(_spans_in_place(document, valid), window), kv_length)
+            return cls(_in_window(_ranges_in_place(document, valid), window), kv_length)
 
         padded = valid is not None
         if not padded:
@@ -136,30 +138,34 @@ class Layout:
             return taken.to(torch.int32)
 
         starts, ends = by_query(first[:, mine], 0), by_query(place[:, mine], -1)
-        spans = Spans(starts, ends, key_valid, aligned=True, documents=documents, end=end)
+        ranges = KeyRanges(
+            starts, ends, key_valid, aligned=True, documents=documents, sequence_end=end
+        )
         if window is not None:
             # index among valid tokens of the first key inside the window
             far = F.pad(valid.cumsum(-1), (window, 0))[:, :kv_length] + shift
-            spans = _windowed(spans, by_query(far[:, mine], 0))
+            ranges = _windowed(ranges, by_query(far[:, mine], 0))
         sizes = tuple([by_query(x.expand(-1, kv_length)[:, mine], 0) for x in sizes])
-        query_order = Reordering.of(query_source, query_valid, inside, real if padded else None)
-        key_order = Reordering.of(key_source, key_valid, place, valid if padded else None)
-        return cls(spans, kv_length, query_order, key_order, sizes, lengths)
+        query_order = TokenPermutation.of(
+            query_source, query_valid, inside, real if padded else None
+        )
+        key_order = TokenPermutation.of(key_source, key_valid, place, valid if padded else None)
+        return cls(ranges, kv_length, query_order, key_order, sizes, lengths)
 
     @classmethod
-    def _led(cls, spans: Spans, kv_length: int, ahead: int) -> Layout:
+    def _led(cls, ranges: KeyRanges, kv_length: int, ahead: int) -> BlockLayout:
         """Return a layout with ``ahead`` vacant places before the first query."""
-        batch, tokens = spans.last.shape
-        place = torch.arange(ahead, ahead + tokens, device=spans.last.device)
-        source = torch.arange(-ahead, tokens, device=spans.last.device)
+        batch, tokens = ranges.end.shape
+        place = torch.arange(ahead, ahead + tokens, device=ranges.end.device)
+        source = torch.arange(-ahead, tokens, device=ranges.end.device)
         filled = (source >= 0).expand(batch, -1)
         source, place = source.clamp(min=0).expand(batch, -1), place.expand(batch, -1)
-        spans = replace(
-            spans,
-            first=F.pad(spans.first, (ahead, 0)),
-            last=F.pad(spans.last, (ahead, 0), value=-1),
+        ranges = replace(
+            ranges,
+            start=F.pad(ranges.start, (ahead, 0)),
+            end=F.pad(ranges.end, (ahead, 0), value=-1),
         )
-        return cls(spans, kv_length, Reordering.of(source, filled, place, None))
+        return cls(ranges, kv_length, TokenPermutation.of(source, filled, place, None))
 
     def short(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
         """Return the query blocks of short documents, int64 [B, R], filled with -1.
@@ -183,7 +189,7 @@ class Layout:
             room = max(sum(-(-x.queries // query_block) for x in row) for row in short)
         if room == 0:
             return None
-        return _short_rows(self.spans, *self.sizes, queries, tokens, query_block, room)
+        return _short_rows(self.ranges, *self.sizes, queries, tokens, query_block, room)
 
     def queries(self, x: Tensor) -> Tensor:
         """Return x [B, H, N_q, D] in the order of the layout."""
@@ -197,11 +203,11 @@ class Layout:
     def choose(self, predictor: Predictor, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
         """Return the plan that ``predictor`` selects for q and k, without gradient."""
         with torch.no_grad():
-            return predictor.choose(q, predictor.summary_of(k, self.spans.key_valid, call), call)
+            return predictor.choose(q, predictor.summary_of(k, self.ranges.key_valid, call), call)
 
     def everything(self) -> BlockPlan:
-        """Return the plan of all visible blocks, with blocks of `EXACT_BLOCK` tokens."""
-        return everything(self.spans, EXACT_BLOCK)
+        """Return the plan of all visible blocks, with blocks of `DENSE_BLOCK_SIZE` tokens."""
+        return everything(self.ranges, DENSE_BLOCK_SIZE)
 
     def attend(
         self,
@@ -231,15 +237,15 @@ class Layout:
         return out if self.query_order is None else self.query_order.undo(out)
 
 
-@once_per_spans
-def everything(spans: Spans, size: int) -> BlockPlan:
+@cached_per_ranges
+def everything(ranges: KeyRanges, size: int) -> BlockPlan:
     """Return the plan of all visible blocks of ``size`` tokens, cached for all layers."""
-    return BlockPlan.causal(spans, 1, size, size)
+    return BlockPlan.causal(ranges, 1, size, size)
 
 
-@once_per_spans
+@cached_per_ranges
 def _short_rows(
-    spans: Spans,
+    ranges: KeyRanges,
     of_queries: Tensor,
     of_tokens: Tensor,
     queries: int,
@@ -247,20 +253,20 @@ def _short_rows(
     query_block: int,
     room: int,
 ) -> Tensor:
-    """Return the query blocks of `Layout.short`, int64 [B, room]."""
-    short = ((of_queries < queries) | (of_tokens < tokens)) & (spans.last >= 0)
+    """Return the query blocks of `BlockLayout.short`, int64 [B, room]."""
+    short = ((of_queries < queries) | (of_tokens < tokens)) & (ranges.end >= 0)
     short = F.pad(short, (0, -short.shape[1] % query_block))
     return named_rows(short.unflatten(1, (-1, query_block)).any(-1), room)
 
 
-def _in_window(spans: Spans, window: int | None) -> Spans:
-    """Return ``spans`` of consecutive keys, restricted to a sliding window if there is one."""
-    return spans if window is None else _windowed(spans, spans.last - (window - 1))
+def _in_window(ranges: KeyRanges, window: int | None) -> KeyRanges:
+    """Return ``ranges`` of consecutive keys, restricted to a sliding window if there is one."""
+    return ranges if window is None else _windowed(ranges, ranges.end - (window - 1))
 
 
-def _windowed(spans: Spans, first: Tensor) -> Spans:
-    """Return ``spans`` in which no query sees a key before ``first`` [B, N_q]."""
-    return replace(spans, first=torch.maximum(spans.first, first), aligned=False)
+def _windowed(ranges: KeyRanges, first: Tensor) -> KeyRanges:
+    """Return ``ranges`` in which no query sees a key before ``first`` [B, N_q]."""
+    return replace(ranges, start=torch.maximum(ranges.start, first), aligned=False)
 
 
 def _invert(place: Tensor, real: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -279,7 +285,7 @@ def whole_documents(
     """Return the lengths of documents without cached tokens, per row. Waits for the device.
 
     Args:
-        valid, document: as in `CabMask`.
+        valid, document: as in `MaskInfo`.
         documents: upper bound of the number of documents; computed if None.
     """
     if documents is None:
@@ -289,7 +295,7 @@ def whole_documents(
 
 
 def document_lengths(valid: Tensor, document: Tensor, documents: int) -> Tensor:
-    """Return the number of real tokens of each document, int64 [B, documents]; see `CabMask`."""
+    """Return the number of real tokens of each document, int64 [B, documents]; see `MaskInfo`."""
     tokens = torch.zeros(valid.shape[0], documents, dtype=torch.int64, device=valid.device)
     return tokens.scatter_add_(1, document.to(torch.int64), valid.to(torch.int64))
 
@@ -312,8 +318,8 @@ def _extent(lengths: Sequence[Length], align: int) -> int:
     return end
 
 
-def _spans_in_place(document: Tensor, valid: Tensor | None) -> Spans:
-    """Return spans of documents that are not moved, because moving needs lengths on the host."""
+def _ranges_in_place(document: Tensor, valid: Tensor | None) -> KeyRanges:
+    """Return ranges of documents that are not moved, because moving needs lengths on the host."""
     if valid is not None:
         raise NotImplementedError(
             "attention_mask is set under torch.compile for packed documents, or for windows of "
@@ -324,4 +330,4 @@ def _spans_in_place(document: Tensor, valid: Tensor | None) -> Spans:
     slot = slot.expand_as(document)
     begins = F.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
     first = slot.masked_fill(~begins, 0).cummax(-1).values
-    return Spans(first, slot, torch.ones_like(document, dtype=torch.bool))
+    return KeyRanges(first, slot, torch.ones_like(document, dtype=torch.bool))

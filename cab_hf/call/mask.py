@@ -1,4 +1,4 @@
-"""`CabMask`: the object that layers receive in place of a 4-D mask tensor.
+"""`MaskInfo`: the object that layers receive in place of a 4-D mask tensor.
 
 It describes which tokens see which tokens, and builds the layout on the block grid. Its
 `ForwardState` is the state that the layers of one forward pass share.
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from cab_hf.call import packing
 from cab_hf.call.forward_pass import ForwardState
-from cab_hf.call.layout import Layout, Length, whole_documents
-from cab_hf.call.placeholder import NotATensor
+from cab_hf.call.layout import BlockLayout, Length, whole_documents
+from cab_hf.call.placeholder import MaskPlaceholder
 from cab_hf.call.scope import Prompt
 from cab_hf.checks import short, warn_once
 
@@ -26,7 +26,7 @@ A_RUN, SAME_VALUE = 4, 1e-3
 
 
 @dataclass(eq=False)
-class CabMask(NotATensor):
+class MaskInfo(MaskPlaceholder):
     """The visible keys of every query in one forward pass; layers of one type share an object.
 
     Slots are indices into the key tensor of a layer.
@@ -47,14 +47,14 @@ class CabMask(NotATensor):
         prompt: prompt that the call processes; None if its end is not known. Without it, each call
             ends a prompt, and calls with few queries are decode steps.
         parallel: `Parallel` of the ranks that share the sequence; None with one process.
-        looks_ahead: bool [], True if a token sees a later one, when only the device has the value.
+        non_causal: bool [], True if a token sees a later one, when only the device has the value.
             The first layer that uses the mask then fails on the device. None if no token does.
         chunks_from: int64 [B], slot from which chunks of a row are counted, for layers with chunked
             attention and without documents; None for other layers.
         position_ids: int [B or 1, N_q] that the model passes to its mask functions; None if it
             passes none. Layers can receive other position ids.
-        exact_block: block size of the plan for exact attention, in tokens; None if a dense kernel
-            can compute it.
+        dense_block_size: block size of the plan for exact attention, in tokens; None if a dense
+            kernel can compute it.
         state: state that the layers share.
     """
 
@@ -70,10 +70,10 @@ class CabMask(NotATensor):
     refusal: str | None = None
     prompt: Prompt | None = None
     parallel: Any = None
-    looks_ahead: Tensor | None = None
+    non_causal: Tensor | None = None
     chunks_from: Tensor | None = None
     position_ids: Tensor | None = None
-    exact_block: int | None = None
+    dense_block_size: int | None = None
     # a lambda, because torch.compile does not trace a class as a factory
     state: ForwardState = field(default_factory=lambda: ForwardState())
     _looked_for_documents: bool = False
@@ -81,7 +81,7 @@ class CabMask(NotATensor):
     _most_documents: int | None = None
     _lengths: list[list[Length]] | None = None
 
-    def __getitem__(self, index: Any) -> CabMask:
+    def __getitem__(self, index: Any) -> MaskInfo:
         """Return ``mask[:, :, -n:, :]``, which Gemma 4 uses in layers with the last n queries."""
         everything = slice(None)
         rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
@@ -92,7 +92,7 @@ class CabMask(NotATensor):
             return super().__getitem__(index)
         return self._cut(start, stop)
 
-    def _cut(self, start: int, stop: int) -> CabMask:
+    def _cut(self, start: int, stop: int) -> MaskInfo:
         """Return the mask of queries from ``start`` to ``stop``, and of the keys up to ``stop``."""
         if (start, stop) == (0, self.q_length):
             return self
@@ -110,7 +110,7 @@ class CabMask(NotATensor):
             rest._look(None)
         return rest
 
-    def pieces(self, steps: bool) -> list[tuple[slice, CabMask]]:
+    def pieces(self, steps: bool) -> list[tuple[slice, MaskInfo]]:
         """Return (queries, mask) of the parts that are computed separately: prompt and answer.
 
         Args:
@@ -119,7 +119,7 @@ class CabMask(NotATensor):
         if self.prompt is None:
             return [(slice(None), self)]
 
-        def cut() -> list[tuple[slice, CabMask]]:
+        def cut() -> list[tuple[slice, MaskInfo]]:
             border = min(max(self.prompt.end - self.q_slot, 0), self.q_length)
             cuts = range(border, self.q_length) if steps else (border,) * (border < self.q_length)
             ends = sorted({0, *cuts, self.q_length})
@@ -128,7 +128,7 @@ class CabMask(NotATensor):
         return self.state.once(("pieces", steps), cut)
 
     @property
-    def in_prompt(self) -> bool:
+    def is_prefill(self) -> bool:
         """True if all queries belong to a prompt whose end is known."""
         return self.prompt is not None and self.q_slot + self.q_length <= self.prompt.end
 
@@ -137,12 +137,12 @@ class CabMask(NotATensor):
 
         Returns None if rows end at different slots, or if the end of the prompt is not known.
         """
-        if not self.in_prompt or self.prompt.lengths is not None or self.document is not None:
+        if not self.is_prefill or self.prompt.lengths is not None or self.document is not None:
             return None
         return max(0, self.prompt.end - blocks * query_block) // query_block * query_block
 
     @property
-    def behind_prompt(self) -> bool:
+    def is_decode(self) -> bool:
         """True if all queries are known to follow the prompt."""
         return self.prompt is not None and self.q_slot >= self.prompt.end
 
@@ -158,7 +158,7 @@ class CabMask(NotATensor):
         None if each row is one sequence without padding, or if waiting for the device is not
         allowed.
         """
-        if self.in_prompt and self.document is None:
+        if self.is_prefill and self.document is None:
             lengths = self.prompt.lengths
             return None if lengths is None else [[Length(n, n)] for n in lengths]
         known = self._lengths is not None or self.document is None
@@ -171,7 +171,7 @@ class CabMask(NotATensor):
     @property
     def longest(self) -> Length | None:
         """The most queries and tokens of any document; None if equal to those of the call."""
-        if self.in_prompt and self.document is None:
+        if self.is_prefill and self.document is None:
             return Length(self.prompt.longest, self.prompt.longest)
         if self.lengths is None:
             return None
@@ -204,7 +204,7 @@ class CabMask(NotATensor):
         if self._looked_for_documents:
             return None
         self._looked_for_documents = True
-        if self.looks_ahead is not None:
+        if self.non_causal is not None:
             self._refuse_looking_ahead()
         begins = self.q_length == self.kv_length
         if cu_seq_lens is not None and not begins:
@@ -249,13 +249,13 @@ class CabMask(NotATensor):
 
     def _refuse_looking_ahead(self) -> None:
         """Make the mask tensors fail on the device if a token sees a later one."""
-        refusal = self.looks_ahead, not_causal(self.model, AHEAD)
+        refusal = self.non_causal, not_causal(self.model, AHEAD)
         if self.document is not None:
             self.document = packing.refuse_where(self.document, *refusal)
             return
         if self.valid is None:
             shape = self.batch, self.kv_length or self.slots
-            self.valid = torch.ones(shape, dtype=torch.bool, device=self.looks_ahead.device)
+            self.valid = torch.ones(shape, dtype=torch.bool, device=self.non_causal.device)
         self.valid = packing.refuse_where(self.valid, *refusal)
 
     def _positions(self, position_ids: Tensor | None) -> Tensor | None:
@@ -275,7 +275,7 @@ class CabMask(NotATensor):
         Also read which rows of ``value`` end in a run of equal tokens. Decode steps read nothing,
         because the wait would take too long.
         """
-        step = self.q_length == 1 and not self.in_prompt
+        step = self.q_length == 1 and not self.is_prefill
         if step or torch.compiler.is_compiling():
             return
         wanted = [] if starts is None else [starts.sum(-1).expand(self.batch)]
@@ -317,8 +317,8 @@ class CabMask(NotATensor):
 
     def layout(
         self, query_block: int, key_block: int, device: torch.device, from_start: bool = True
-    ) -> Layout:
-        """Return the `Layout` of this call, built once for all layers.
+    ) -> BlockLayout:
+        """Return the `BlockLayout` of this call, built once for all layers.
 
         Args:
             query_block, key_block: block sizes in tokens.
@@ -328,11 +328,11 @@ class CabMask(NotATensor):
                 call.
         """
 
-        def build() -> Layout:
+        def build() -> BlockLayout:
             # layers on several devices share this mask
             valid = None if self.valid is None else self.valid.to(device)
             document = None if self.document is None else self.document.to(device)
-            return Layout.build(
+            return BlockLayout.build(
                 self.batch,
                 self.q_length,
                 self.slots if self.kv_length is None else self.kv_length,
@@ -362,7 +362,7 @@ class CabMask(NotATensor):
 
     def _text_end(self, device: torch.device) -> int | Tensor | None:
         """Return the prompt length, int or int32 [B, 1]; None if documents end with the call."""
-        if not self.in_prompt or self.document is not None:
+        if not self.is_prefill or self.document is not None:
             return None
         lengths = self.prompt.lengths
         if lengths is None:

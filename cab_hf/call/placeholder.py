@@ -1,4 +1,4 @@
-"""`NotATensor`: an object that models pass on in place of a mask tensor; its subclass `Batch`."""
+"""`MaskPlaceholder` and `PagedBatch`: objects that models pass on in place of a mask tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from cab_hf.call.forward_pass import SETTINGS_CHANGED, ForwardState, in_backward_pass
 
-# arguments that attention functions receive together with a `Batch`
+# arguments that attention functions receive together with a `PagedBatch`
 KEYWORDS = (
     *("batch", "cache", "block_table", "read_index", "write_index"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
@@ -32,7 +32,7 @@ class _NoShape(tuple[int, ...]):
         raise used_as_tensor(self.model, "a size")
 
 
-class NotATensor:
+class MaskPlaceholder:
     """An object in place of a mask tensor [B, 1, N_q, N_k]; computing with it raises an error.
 
     Attributes:
@@ -62,7 +62,7 @@ class NotATensor:
         model = masks[0].model if masks else "this model"
         raise used_as_tensor(model, getattr(function, "__name__", "a function of torch"))
 
-    def contiguous(self) -> NotATensor:
+    def contiguous(self) -> MaskPlaceholder:
         """Return self, for generate(), which calls this method on the masks of static caches."""
         return self
 
@@ -78,7 +78,7 @@ def used_as_tensor(model: str, what: str) -> UsedAsTensor:
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    def refused(self: NotATensor, *_: Any) -> Any:
+    def refused(self: MaskPlaceholder, *_: Any) -> Any:
         raise used_as_tensor(self.model, name)
 
     return refused
@@ -86,14 +86,14 @@ def _operator(name: str) -> Callable[..., Any]:
 
 # Python looks up operators on the class and does not call `__getattr__`
 for _name in ("getitem", "setitem", "invert", "neg", "lt", "le", "gt", "ge"):
-    setattr(NotATensor, f"__{_name}__", _operator(_name))
+    setattr(MaskPlaceholder, f"__{_name}__", _operator(_name))
 for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
-    setattr(NotATensor, f"__{_name}__", _operator(_name))
-    setattr(NotATensor, f"__r{_name}__", _operator(_name))
+    setattr(MaskPlaceholder, f"__{_name}__", _operator(_name))
+    setattr(MaskPlaceholder, f"__r{_name}__", _operator(_name))
 
 
 @dataclass(eq=False)
-class Batch(NotATensor):
+class PagedBatch(MaskPlaceholder):
     """The mask of all layers in a forward pass of continuous batching: sequences packed in one row.
 
     Attributes:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Cache
 
 from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
-from cab_hf.call.mask import CabMask, of_another_kind, too_short
+from cab_hf.call.mask import MaskInfo, of_another_kind, too_short
 from cab_hf.checks import short
 from cab_hf.hf.fit import name_of
 
@@ -77,7 +77,7 @@ MEANINGS = {
 }
 
 
-# DeepSeek-V4 appends compressed keys to the keys of the sequence, and no CabMask describes them
+# DeepSeek-V4 appends compressed keys to the keys of the sequence, and no MaskInfo describes them
 COMPRESSED = "compressed keys in addition to those of the sequence"
 
 
@@ -153,7 +153,7 @@ def refuse_sinks(sinks: Any, heads: int) -> None:
         )
 
 
-def foreseen(module: nn.Module) -> str | None:
+def unsupported_reason(module: nn.Module) -> str | None:
     """Return the reason why an attention layer is not supported; None if no reason is known."""
     if getattr(module, "compressor", None) is not None:
         return COMPRESSED
@@ -241,7 +241,7 @@ def _refuse_keywords(model: str, kwargs: dict[str, Any]) -> None:
 
 def _refuse_mask(mask: Any, keys: int, sliding_window: int | None) -> None:
     """Raise an error for a mask that does not fit the layer, or that is not supported."""
-    if not isinstance(mask, CabMask):
+    if not isinstance(mask, MaskInfo):
         if in_backward_pass():
             raise RuntimeError(SETTINGS_CHANGED)
         raise ValueError(of_another_kind(mask))

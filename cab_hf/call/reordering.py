@@ -1,4 +1,4 @@
-"""`Reordering`: a permutation of the tokens of a call, and its inverse."""
+"""`TokenPermutation`: a permutation of the tokens of a call, and its inverse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Reordering:
+class TokenPermutation:
     """A mapping from N tokens per row to N' places, and back.
 
     Every place has at most one token. The gradient is therefore the inverse mapping, a gather
@@ -31,7 +31,9 @@ class Reordering:
     padding: Tensor | None
 
     @classmethod
-    def of(cls, source: Tensor, filled: Tensor, place: Tensor, real: Tensor | None) -> Reordering:
+    def of(
+        cls, source: Tensor, filled: Tensor, place: Tensor, real: Tensor | None
+    ) -> TokenPermutation:
         """Build a reordering from indices within a row.
 
         Args:

@@ -1,4 +1,4 @@
-"""`SCOPE`: the state around a model call that is not an argument of a layer."""
+"""`FORWARD_CONTEXT`: the state around a model call that is not an argument of a layer."""
 
 from __future__ import annotations
 
@@ -146,13 +146,13 @@ class Generation:
         return self._prompt
 
     def _enter(self, *_: Any) -> None:
-        if torch.compiler.is_compiling() or SCOPE.get().generation is not self:
+        if torch.compiler.is_compiling() or FORWARD_CONTEXT.get().generation is not self:
             return
         self._outer.append(self._is_reading)
         self._is_reading, self._is_prepared = self._is_prepared, False
 
     def _leave(self, *_: Any) -> None:
-        if torch.compiler.is_compiling() or SCOPE.get().generation is not self:
+        if torch.compiler.is_compiling() or FORWARD_CONTEXT.get().generation is not self:
             return
         # empty if a hook before `_enter` failed
         if self._outer:
@@ -193,25 +193,25 @@ class Scope:
     outer: Scope | None = None
 
 
-NOTHING = Scope()
-SCOPE: ContextVar[Scope] = ContextVar("state around a model call", default=NOTHING)
+EMPTY = Scope()
+FORWARD_CONTEXT: ContextVar[Scope] = ContextVar("state around a model call", default=EMPTY)
 # configs of models inside `context_parallel`; torch.compile can read a list, but no ContextVar
 SHARDED: list[Any] = []
 
 
 @contextmanager
 def during_calls(model: nn.Module, **fields: Any) -> Iterator[None]:
-    """Set ``fields`` of `SCOPE` during calls of ``model`` and of its parts with a config."""
+    """Set ``fields`` of `FORWARD_CONTEXT` during calls of ``model`` and its parts with a config."""
 
     def enter(module: nn.Module, *_: Any) -> None:
         refuse_compiled()
-        outer = SCOPE.get()
-        SCOPE.set(replace(outer, **fields, module=module, outer=outer))
+        outer = FORWARD_CONTEXT.get()
+        FORWARD_CONTEXT.set(replace(outer, **fields, module=module, outer=outer))
 
     def leave(module: nn.Module, *_: Any) -> None:
         # another module if a hook before `enter` failed
-        if SCOPE.get().module is module:
-            SCOPE.set(SCOPE.get().outer)
+        if FORWARD_CONTEXT.get().module is module:
+            FORWARD_CONTEXT.set(FORWARD_CONTEXT.get().outer)
 
     handles = []
     for module in model.modules():
@@ -271,32 +271,34 @@ def recorded_positions() -> Tensor | None:
 def generating(model: nn.Module) -> Iterator[None]:
     """Run a call of `generate` inside the context, with its own prompt."""
     generation = Generation(model)
-    before = SCOPE.set(replace(SCOPE.get(), prompt=None, generation=generation))
+    before = FORWARD_CONTEXT.set(replace(FORWARD_CONTEXT.get(), prompt=None, generation=generation))
     try:
         yield
     finally:
         generation.end()
-        SCOPE.reset(before)
+        FORWARD_CONTEXT.reset(before)
 
 
 @contextmanager
 def foreign() -> Iterator[None]:
     """Run user code inside the context, whose model calls have no prompt of `generate`."""
-    before = SCOPE.set(replace(SCOPE.get(), prompt=None, generation=None))
+    before = FORWARD_CONTEXT.set(replace(FORWARD_CONTEXT.get(), prompt=None, generation=None))
     try:
         yield
     finally:
-        SCOPE.reset(before)
+        FORWARD_CONTEXT.reset(before)
 
 
 @contextmanager
 def reading(tokens: int) -> Iterator[None]:
     """Set a prompt of ``tokens`` tokens per row for model calls inside the context."""
-    before = SCOPE.set(replace(SCOPE.get(), prompt=Prompt(tokens), generation=None))
+    before = FORWARD_CONTEXT.set(
+        replace(FORWARD_CONTEXT.get(), prompt=Prompt(tokens), generation=None)
+    )
     try:
         yield
     finally:
-        SCOPE.reset(before)
+        FORWARD_CONTEXT.reset(before)
 
 
 def prompt_of(batch: int, config: Any, end: int | None) -> Prompt | None:
@@ -307,7 +309,7 @@ def prompt_of(batch: int, config: Any, end: int | None) -> Prompt | None:
         config: config of the layers.
         end: slot after the last token of the call; None if it is only on the device.
     """
-    scope = SCOPE.get()
+    scope = FORWARD_CONTEXT.get()
     prompt = scope.prompt
     if scope.generation is not None:
         prompt = scope.generation.prompt_of(config, end)

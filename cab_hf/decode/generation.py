@@ -10,7 +10,7 @@ from functools import lru_cache
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from cab_hf.call.refusals import foreseen
+from cab_hf.call.refusals import unsupported_reason
 from cab_hf.checks import warn_once
 from cab_hf.config import SPARSE, CabConfig
 from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer, indexed
@@ -108,8 +108,8 @@ def why_none(module: nn.Module, config: CabConfig) -> str | None:
     The reason is a clause, and comes from what the layer shows before its first call.
     """
     layer = layer_index(module)
-    if foreseen(module) is not None:
-        return foreseen(module)
+    if unsupported_reason(module) is not None:
+        return unsupported_reason(module)
     if window(module) is not None:
         return f"sliding window of {window(module)} tokens"
     if softcap(module) is not None:

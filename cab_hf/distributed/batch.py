@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from cab_hf.call.packing import counted_lengths
 from cab_hf.distributed.exchange import gathered, group_of
 from cab_hf.distributed.sharding import Sharding, lengths_between, sharding_of
-from cab_hf.plan import EXACT_BLOCK
+from cab_hf.plan import DENSE_BLOCK_SIZE
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,7 +30,7 @@ KNOWN = (
 
 
 def shard(
-    batch: Mapping[str, Tensor], group: ProcessGroup | None = None, block: int = EXACT_BLOCK
+    batch: Mapping[str, Tensor], group: ProcessGroup | None = None, block: int = DENSE_BLOCK_SIZE
 ) -> dict[str, Tensor]:
     """Return this rank's shard of a batch, for a model inside `cab_hf.context_parallel`.
 
@@ -101,7 +101,7 @@ def unshard(
     cu_seqlens: Tensor,
     group: ProcessGroup | None = None,
     dim: int = 1,
-    block: int = EXACT_BLOCK,
+    block: int = DENSE_BLOCK_SIZE,
 ) -> Tensor:
     """Gather x from all ranks in the order of the sequence, without padding and without gradient.
 
@@ -124,15 +124,15 @@ def unshard(
             f"x must have {sharding.tokens} tokens in dimension {dim}, the shard of each of "
             f"{group.size()} ranks, got {x.shape[dim]}. Give the output of the model for a shard."
         )
-    holders = sharding.holders.to(x.device)
-    return gathered(x.movedim(dim, 0), group).index_select(0, holders).movedim(0, dim)
+    owner = sharding.owner.to(x.device)
+    return gathered(x.movedim(dim, 0), group).index_select(0, owner).movedim(0, dim)
 
 
 def whole_cache(
     cache: Any,
     cu_seqlens: Tensor,
     group: ProcessGroup | None = None,
-    block: int = EXACT_BLOCK,
+    block: int = DENSE_BLOCK_SIZE,
 ) -> Any:
     """All-gather the KV cache of a sharded prefill, so that every rank can call ``generate``.
 

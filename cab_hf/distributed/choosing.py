@@ -10,7 +10,7 @@ from cab_hf.config import CabConfig, blocks_of
 from cab_hf.distributed.exchange import group_of
 from cab_hf.distributed.sharded import ShardedLayout
 from cab_hf.distributed.sharding import sharding_between
-from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
+from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ def predict(
     layer: int | None = None,
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
-    block: int = EXACT_BLOCK,
-    spans: Spans | None = None,
+    block: int = DENSE_BLOCK_SIZE,
+    ranges: KeyRanges | None = None,
 ) -> BlockPlan:
     """Return the plan of this rank's queries, for `zigzag_attention`.
 
@@ -37,27 +37,27 @@ def predict(
         q, k, group, scale, cu_seqlens, block: see `zigzag_attention`.
         config: settings with the predictor. Its block sizes divide ``block``.
         layer: layer index, if budgets are a table by layer.
-        spans: spans of the plan of another layer for the same sequence. Both plans then share
-            everything that is computed from spans. None means new spans.
+        ranges: ranges of the plan of another layer for the same sequence. Both plans then share
+            everything that is computed from ranges. None means new ranges.
 
     Returns:
         A plan with [B, H, n / query_block] rows, over key blocks of the whole sequence.
 
     Raises:
-        ValueError: ``spans`` belongs to another sequence.
+        ValueError: ``ranges`` belongs to another sequence.
     """
     group = group_of(group)
     sharding = sharding_between(cu_seqlens, q.shape[2], group.size(), block)
     shard_map = sharding.shard_map(max(blocks_of(config)), q.device)
-    if spans is None:
-        spans = shard_map.spans(group.rank(), q.shape[0])
-    elif getattr(spans, "shard_map", None) is not shard_map or spans.first.shape[0] != q.shape[0]:
+    if ranges is None:
+        ranges = shard_map.ranges(group.rank(), q.shape[0])
+    elif getattr(ranges, "shard_map", None) is not shard_map or ranges.start.shape[0] != q.shape[0]:
         raise ValueError(
-            "spans must belong to the sequence of q, got spans of another sequence. Give the spans "
-            "of a plan from predict for this sequence on this rank, or None."
+            "ranges must belong to the sequence of q, got ranges of another sequence. Give the "
+            "ranges of a plan from predict for this sequence on this rank, or None."
         )
-    call = LayerContext(spans, q.shape[-1] ** -0.5 if scale is None else scale, layer)
-    return ShardedLayout(shard_map, group, spans).choose(make_predictor(config), q, k, call)
+    call = LayerContext(ranges, q.shape[-1] ** -0.5 if scale is None else scale, layer)
+    return ShardedLayout(shard_map, group, ranges).choose(make_predictor(config), q, k, call)
 
 
 def union(plan: BlockPlan, kv_heads: int) -> Tensor:

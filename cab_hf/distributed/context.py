@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from cab_hf.call.call import Call
 from cab_hf.call.forward_pass import SETTINGS_CHANGED
 from cab_hf.call.layout import Length
-from cab_hf.call.refusals import foreseen
+from cab_hf.call.refusals import unsupported_reason
 from cab_hf.call.scope import SHARDED, during_calls, is_sharded
 from cab_hf.config import NAMES, CabConfig
 from cab_hf.distributed.batch import CHECKSUM
@@ -28,13 +28,13 @@ from cab_hf.distributed.exchange import (
     withdraw_failure,
 )
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
-from cab_hf.distributed.sharded import ShardedText
+from cab_hf.distributed.sequence_hooks import whole_text_hooks
+from cab_hf.distributed.sharded import ShardedMask
 from cab_hf.distributed.sharding import Sharding, lengths_between, sharding_of
-from cab_hf.distributed.whole_text import whole_text_hooks
 from cab_hf.distributed.zigzag import rank_facts, require_sizes
 from cab_hf.hf.layers import inner_model
 from cab_hf.hf.token_mixers import refuse_token_mixers
-from cab_hf.plan import EXACT_BLOCK
+from cab_hf.plan import DENSE_BLOCK_SIZE
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,7 +61,7 @@ class Parallel:
 
     def text(
         self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
-    ) -> ShardedText:
+    ) -> ShardedMask:
         """Return the mask of a forward pass. Ranks compare their sharding once per forward pass.
 
         Args:
@@ -80,12 +80,12 @@ class Parallel:
         _refuse(call)
         mask, parts = call.text, (position_ids, cu_seq_lens)
         sharding = mask.state.once("sharding", lambda: self._agreed(call, *parts))
-        return ShardedText(
+        return ShardedMask(
             *(mask.batch, sharding.text, sharding.text, 0),
             window=mask.window,
             model=mask.model,
             parallel=self,
-            exact_block=sharding.exact_block,
+            dense_block_size=sharding.dense_block_size,
             state=mask.state,
             sharding=sharding,
             _lengths=[[Length(length, length) for length in sharding.lengths]],
@@ -161,7 +161,7 @@ def context_parallel(
     group: ProcessGroup | None = None,
     *,
     heads_k_stride: int = KV_HEADS_TOGETHER,
-    block: int = EXACT_BLOCK,
+    block: int = DENSE_BLOCK_SIZE,
     regather_kv: bool = True,
 ) -> Iterator[nn.Module]:
     """Compute the attention of ``model`` over a sequence that is sharded over ``group``.
@@ -242,7 +242,7 @@ def _refuse_model(model: nn.Module, modules: list[nn.Module]) -> None:
             f"{type(model).__name__} is already inside context_parallel. Leave that block first."
         )
     for module in modules:
-        reason = foreseen(module) if hasattr(module, "config") else None
+        reason = unsupported_reason(module) if hasattr(module, "config") else None
         if reason is not None:
             raise NotImplementedError(
                 f"{type(module).__name__} of {type(model).__name__} is not computed by 'cab' "

@@ -66,7 +66,7 @@ class KVGather:
         heads = self.slices[i]
         self._coming[i] = start_gather(_together(self.k[:, heads], self.v[:, heads]), self.group)
 
-    def arrive(self, i: int) -> tuple[Tensor, Tensor]:
+    def wait(self, i: int) -> tuple[Tensor, Tensor]:
         """Return K and V of slice ``i`` in the order of the layout, as views of one tensor."""
         return self._apart(self._arrived(i).index_select(0, self.shard_map.source))
 
@@ -108,7 +108,7 @@ class KVGather:
         return self._again[1]
 
     def reduce_scatter_grads(self, i: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Start a reduce-scatter of gradients; return this rank's dK and dV, valid after `landed`.
+        """Start a reduce-scatter; return this rank's dK and dV, valid after `wait_grads`.
 
         Args:
             i: number of the slice.
@@ -116,7 +116,7 @@ class KVGather:
             dv: gradient of the gathered values, [B, h, N', D_v].
         """
         self._again = None
-        place, padding = self.shard_map.home
+        place, padding = self.shard_map.local_index
         both = _together(dk, dv).index_select(0, place)
         if padding is not None:
             both.index_fill_(0, padding, 0.0)
@@ -136,7 +136,7 @@ class KVGather:
         both, dim = both.permute(1, 2, 0, 3), self.k.shape[-1]
         return both[..., :dim], both[..., dim:]
 
-    def landed(self) -> None:
+    def wait_grads(self) -> None:
         """Wait for all reduce-scatters of gradients."""
         for work in self._going:
             finish(work, self.group)
@@ -161,7 +161,7 @@ def over_slices(gather: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple
         if tracked:
             keys, values = _GatherSlice.apply(gather, i, *placeholders[2 * i :][:2])
         else:
-            keys, values = gather.arrive(i)
+            keys, values = gather.wait(i)
         with gather.attending(i, keys):
             out, lse = attend(keys, values, i)
         # free the memory of this slice for the next slice
@@ -200,7 +200,7 @@ class _SplitGrads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.gather.landed()
+        ctx.gather.wait_grads()
         return None, torch.cat(grads[::2], dim=1), torch.cat(grads[1::2], dim=1)
 
 
@@ -210,7 +210,7 @@ class _GatherSlice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gather: KVGather, i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         ctx.gather, ctx.i = gather, i
-        return gather.arrive(i)
+        return gather.wait(i)
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,4 +1,4 @@
-"""The mask and the layout of a sharded sequence, with the interfaces of `CabMask` and `Layout`.
+"""Mask and layout of a sharded sequence, with the interfaces of `MaskInfo` and `BlockLayout`.
 
 Plans are those of a single process. Each rank summarises its own keys. `Predictor.gathers` names
 the other inputs of a selection, which ranks all-gather. The sharding determines the last rows of a
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from cab_hf.call.layout import everything
-from cab_hf.call.mask import CabMask
+from cab_hf.call.mask import MaskInfo
 from cab_hf.distributed.exchange import gathered
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slices
 from cab_hf.distributed.sharding import Shard, Sharding, ShardMap
 from cab_hf.engines import Engine
 from cab_hf.ops.attention.complete import with_sinks
-from cab_hf.plan import BlockPlan, named_rows, once_per_spans, rows_grid
+from cab_hf.plan import BlockPlan, cached_per_ranges, named_rows, rows_grid
 from cab_hf.predictors import LayerContext, Predictor
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ShardedLayout:
-    """The layout of a sharded sequence, with the methods of `Layout`.
+    """The layout of a sharded sequence, with the methods of `BlockLayout`.
 
     Queries stay on their rank, in the order of the rank. Keys have places in the layout of a single
     process. Ranks gather keys for attention, and for selection as far as the predictor needs them.
@@ -37,14 +37,14 @@ class ShardedLayout:
     Attributes:
         shard_map: the places of the tokens of all ranks.
         group: the ranks that hold one sequence.
-        spans: the keys that are visible to this rank's queries, as places in the layout.
+        ranges: the keys that are visible to this rank's queries, as places in the layout.
         window: width of a sliding window in tokens, for exact attention; None means no window.
         heads_k_stride, regather_kv: see `KVGather`.
     """
 
     shard_map: ShardMap
     group: ProcessGroup
-    spans: Shard
+    ranges: Shard
     window: int | None = None
     heads_k_stride: int = KV_HEADS_TOGETHER
     regather_kv: bool = True
@@ -75,13 +75,13 @@ class ShardedLayout:
         summary = predictor.join(mine, call, heads, self)
         if "vectors" not in needed:
             return predictor.choose(q, summary, call)
-        vectors = self.blocks(predictor.vectors(q, self.spans), 2, predictor.config.query_block)
+        vectors = self.blocks(predictor.vectors(q, self.ranges), 2, predictor.config.query_block)
         return predictor.choose(q, summary, call, vectors)
 
     def _choose_all(
         self, predictor: Predictor, q: Tensor, k: Tensor, call: LayerContext
     ) -> BlockPlan:
-        complete = replace(call, spans=self.spans.text)
+        complete = replace(call, ranges=self.ranges.text)
         plan = predictor(self.tokens(q), self.tokens(k), complete)
         align, chunks = self.shard_map.align, self.shard_map.sharding.block
         if plan.query_block % align and align % plan.query_block:
@@ -90,13 +90,13 @@ class ShardedLayout:
                 f"{predictor.config.predictor!r}, got {chunks}. Give block={plan.query_block} to "
                 "shard and to context_parallel or predict."
             )
-        return self.spans.own(plan)
+        return self.ranges.own(plan)
 
     def everything(self) -> BlockPlan:
-        """Return the plan of all visible blocks, in blocks of `Sharding.exact_block` tokens."""
-        batch = self.spans.first.shape[0]
-        spans = self.shard_map.kept_spans(self.group.rank(), batch, window=self.window)
-        return everything(spans, self.shard_map.sharding.exact_block)
+        """Return the plan of all visible blocks of `Sharding.dense_block_size` tokens."""
+        batch = self.ranges.start.shape[0]
+        ranges = self.shard_map.kept_spans(self.group.rank(), batch, window=self.window)
+        return everything(ranges, self.shard_map.sharding.dense_block_size)
 
     def attend(self, *given: Any) -> Tensor:
         """Return the output of `attention` without the log-sum-exp."""
@@ -140,9 +140,9 @@ class ShardedLayout:
         return over_slices(gather, k, v, attend)
 
     def short(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
-        """Return `Layout.short` of the whole sequence as rows of this rank, int64 [B, R]."""
+        """Return `BlockLayout.short` of the whole sequence as rows of this rank, int64 [B, R]."""
         short = self.shard_map.layout.short(queries, tokens, query_block)
-        return None if short is None else _short_rows(self.spans, short, query_block)
+        return None if short is None else _short_rows(self.ranges, short, query_block)
 
     def blocks(self, x: Tensor, dim: int, size: int) -> Tensor:
         """All-gather values per block of ``size`` tokens, in the order of the layout along ``dim``.
@@ -161,7 +161,7 @@ class ShardedLayout:
 
 
 @dataclass(eq=False)
-class ShardedText(CabMask):
+class ShardedMask(MaskInfo):
     """The mask of one forward pass over a sharded sequence.
 
     All tokens of the sequence are queries and keys. ``sharding`` has the document boundaries.
@@ -177,15 +177,15 @@ class ShardedText(CabMask):
         shard_map = self.sharding.shard_map(max(query_block, key_block), device)
 
         def build() -> ShardedLayout:
-            spans = shard_map.spans(ranks.group.rank(), self.batch)
+            ranges = shard_map.ranges(ranks.group.rank(), self.batch)
             how = self.window, ranks.heads_k_stride, ranks.regather_kv
-            return ShardedLayout(shard_map, ranks.group, spans, *how)
+            return ShardedLayout(shard_map, ranks.group, ranges, *how)
 
         return self.state.once(("layout", shard_map), build)
 
 
-@once_per_spans
-def _short_rows(spans: Shard, short: Tensor, query_block: int) -> Tensor:
+@cached_per_ranges
+def _short_rows(ranges: Shard, short: Tensor, query_block: int) -> Tensor:
     """Return this rank's rows among the rows ``short`` of the whole sequence, int64 [B, R]."""
-    rows = spans.taken(rows_grid(spans.text, short, query_block)[:, 0], query_block)
-    return named_rows(rows, rows.shape[1]).expand(spans.first.shape[0], -1)
+    rows = ranges.taken(rows_grid(ranges.text, short, query_block)[:, 0], query_block)
+    return named_rows(rows, rows.shape[1]).expand(ranges.start.shape[0], -1)

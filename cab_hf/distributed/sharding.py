@@ -2,8 +2,8 @@
 
 Every document is padded to 2 W chunks of whole blocks, where W is the number of ranks. Rank r holds
 chunks r and 2 W - 1 - r of every document (zigzag). All ranks therefore have the same causal work.
-Gathered keys have no padding: their places are those of the `Layout` of a single process, and plans
-use its key blocks.
+Gathered keys have no padding: their places are those of the `BlockLayout` of a single process, and
+plans use its key blocks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from cab_hf.call.layout import Layout, Length
-from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, once_per_spans
+from cab_hf.call.layout import BlockLayout, Length
+from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges
 
 # number of shardings, and of shard maps, that are cached: enough for a few batches in flight
 KEPT = 8
@@ -35,7 +35,7 @@ class Sharding:
 
     lengths: tuple[int, ...]
     world: int
-    block: int = EXACT_BLOCK
+    block: int = DENSE_BLOCK_SIZE
 
     @property
     def text(self) -> int:
@@ -54,9 +54,9 @@ class Sharding:
         return 2 * sum(self.chunks)
 
     @property
-    def exact_block(self) -> int:
+    def dense_block_size(self) -> int:
         """Query and key block size of plans that keep all blocks, in tokens."""
-        return math.gcd(self.block, EXACT_BLOCK)
+        return math.gcd(self.block, DENSE_BLOCK_SIZE)
 
     @cached_property
     def offsets(self) -> Tensor:
@@ -89,7 +89,7 @@ class Sharding:
         return begins[self.documents] + self.positions
 
     @cached_property
-    def holders(self) -> Tensor:
+    def owner(self) -> Tensor:
         """Holder of each token of the sequence, rank * n + index on the rank: int64 [N]."""
         return self._inverse(self.slots, self.text)
 
@@ -134,7 +134,7 @@ class ShardMap:
         return self.source.shape[0]
 
     @cached_property
-    def home(self) -> tuple[Tensor, Tensor | None]:
+    def local_index(self) -> tuple[Tensor, Tensor | None]:
         """(flat `place` of all ranks, with 0 for padding; int64 indices of padding, or None).
 
         The second element is None if no rank has padding.
@@ -144,7 +144,7 @@ class ShardMap:
         return place.clamp(min=0), padding if len(padding) else None
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> BlockLayout:
         """The layout of a single process, for one batch row."""
         lengths, device = self.sharding.lengths, self.source.device
         document = None
@@ -153,7 +153,7 @@ class ShardMap:
             document = torch.arange(len(lengths), device=device).repeat_interleave(sizes)[None]
         known = [[Length(length, length) for length in lengths]]
         text = self.sharding.text
-        return Layout.build(1, text, text, 0, None, document, self.align, device, known)
+        return BlockLayout.build(1, text, text, 0, None, document, self.align, device, known)
 
     def blocks(self, size: int) -> tuple[Tensor, Tensor]:
         """Return (source block, whether it exists) for each block of the layout, [N' / size] each.
@@ -166,14 +166,16 @@ class ShardMap:
     def kept_spans(
         self, rank: int, batch: int, causal: bool = True, window: int | None = None
     ) -> Shard:
-        """Return `spans` as one cached object, for plans that keep all blocks."""
-        return _kept_spans(self.layout.spans, self, rank, batch, causal, window)
+        """Return `ranges` as one cached object, for plans that keep all blocks."""
+        return _kept_spans(self.layout.ranges, self, rank, batch, causal, window)
 
-    def spans(self, rank: int, batch: int, causal: bool = True, window: int | None = None) -> Shard:
-        """Return new spans of the queries of a rank over the layout.
+    def ranges(
+        self, rank: int, batch: int, causal: bool = True, window: int | None = None
+    ) -> Shard:
+        """Return new ranges of the queries of a rank over the layout.
 
-        Everything that is computed from plans is cached in their spans. New spans per forward pass
-        keep these caches no longer than the pass.
+        Everything that is computed from plans is cached in their ranges. New ranges per forward
+        pass keep these caches no longer than the pass.
         """
         first, last = self.begins, self.place[rank]
         if window is not None:
@@ -186,7 +188,7 @@ class ShardMap:
         def rows(x: Tensor) -> Tensor:
             return x.to(torch.int32).expand(batch, -1)
 
-        text = self.layout.spans
+        text = self.layout.ranges
         return Shard(
             rows(first),
             rows(last),
@@ -200,34 +202,34 @@ class ShardMap:
         )
 
 
-# tensor attributes of `Spans`
-TENSORS = ("first", "last", "key_valid")
+# tensor attributes of `KeyRanges`
+TENSORS = ("start", "end", "key_valid")
 
 
-@once_per_spans
+@cached_per_ranges
 def _kept_spans(
-    spans: Spans, shard_map: ShardMap, rank: int, batch: int, causal: bool, window: int | None
+    ranges: KeyRanges, shard_map: ShardMap, rank: int, batch: int, causal: bool, window: int | None
 ) -> Shard:
-    return shard_map.spans(rank, batch, causal, window)
+    return shard_map.ranges(rank, batch, causal, window)
 
 
 @dataclass(frozen=True, eq=False)
-class Shard(Spans):
-    """The spans of one rank's queries; only the spans of the whole sequence know where it ends.
+class Shard(KeyRanges):
+    """The ranges of one rank's queries; only the ranges of the whole sequence know where it ends.
 
     Attributes:
-        text: the spans of the whole sequence, in the same layout.
+        text: the ranges of the whole sequence, in the same layout.
         shard_map: the places of the tokens of all ranks.
     """
 
-    text: Spans | None = None
+    text: KeyRanges | None = None
     shard_map: ShardMap | None = None
 
-    @once_per_spans
+    @cached_per_ranges
     def tail(self, tokens: int, query_block: int) -> Tensor:
         return self.taken(self.text.tail(tokens, query_block), query_block)
 
-    @once_per_spans
+    @cached_per_ranges
     def text_rows(self, query_block: int) -> Tensor:
         """Return the query block of the whole sequence for each block of this rank, int64 [m].
 
@@ -275,7 +277,7 @@ def lengths_between(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
 
 
 @lru_cache(KEPT)
-def sharding_of(lengths: tuple[int, ...], world: int, block: int = EXACT_BLOCK) -> Sharding:
+def sharding_of(lengths: tuple[int, ...], world: int, block: int = DENSE_BLOCK_SIZE) -> Sharding:
     """Return the `Sharding`; equal arguments return the same object."""
     return Sharding(lengths, world, block)
 

@@ -15,7 +15,7 @@ from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
 from cab_hf.distributed.sharded import ShardedLayout
 from cab_hf.distributed.sharding import Sharding, ShardMap, sharding_between
 from cab_hf.engines import Engine, Workload
-from cab_hf.plan import EXACT_BLOCK, BlockPlan
+from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,7 +33,7 @@ def zigzag_attention(
     causal: bool = True,
     scale: float | None = None,
     engine: str = "auto",
-    block: int = EXACT_BLOCK,
+    block: int = DENSE_BLOCK_SIZE,
     regather_kv: bool = True,
     check: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -154,15 +154,15 @@ def checked(
             f"{list(sharding.lengths[:8])} tokens are sharded over {world} ranks as {2 * world} "
             f"chunks of whole blocks of {block}. Shard the batch with cab_hf.distributed.shard."
         )
-    align = sharding.exact_block if plan is None else max(plan.blocks)
+    align = sharding.dense_block_size if plan is None else max(plan.blocks)
     shard_map = sharding.shard_map(align, q.device)
     if plan is None:
-        spans = shard_map.kept_spans(group.rank(), q.shape[0], causal)
-        plan = everything(spans, align)
+        ranges = shard_map.kept_spans(group.rank(), q.shape[0], causal)
+        plan = everything(ranges, align)
     else:
         _refuse_plan(plan, q, shard_map, causal)
     how = {"heads_k_stride": heads_k_stride, "regather_kv": regather_kv}
-    layout = ShardedLayout(shard_map, group, plan.spans, **how)
+    layout = ShardedLayout(shard_map, group, plan.ranges, **how)
     runs = engines.choose(engine, Workload.of(q, k, v, plan.blocks))
     return layout, runs, plan, q.shape[-1] ** -0.5 if scale is None else scale
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.call.call import Call
-from cab_hf.call.mask import CabMask
+from cab_hf.call.mask import MaskInfo
 from cab_hf.engines import DenseKernel, Engine
 from cab_hf.ops import decode
 from cab_hf.ops.attention import traced
 from cab_hf.ops.decode import Choice
 from cab_hf.ops.reference import Masks
-from cab_hf.plan import EXACT_BLOCK
+from cab_hf.plan import DENSE_BLOCK_SIZE
 
 # query rows that share one mask tensor, and the most elements of this tensor: both bound memory,
 # not the result
@@ -50,7 +50,7 @@ class ExactByBlocks(Exact):
     """Exact attention by an engine, under a plan of all blocks."""
 
     def attend(self, call: Call) -> Tensor:
-        size = call.text.exact_block or EXACT_BLOCK
+        size = call.text.dense_block_size or DENSE_BLOCK_SIZE
         layout = call.text.layout(size, size, call.q.device, from_start=False)
         q, k, v = layout.queries(call.q), layout.keys(call.k), layout.keys(call.v)
         plan, engine = layout.everything(), self.engine.capped(call.softcap)
@@ -80,7 +80,7 @@ def _written(call: Call) -> tuple[Tensor, Tensor]:
     return (call.k, call.v) if length is None else (call.k[:, :, :length], call.v[:, :, :length])
 
 
-def _all_seen(text: CabMask, k: Tensor) -> Choice:
+def _all_seen(text: MaskInfo, k: Tensor) -> Choice:
     """Return the visible keys of k [B, H_kv, N, D] for one query; cached for all layers."""
     batch, kv_heads, slots = k.shape[:3]
     seen: Choice = text.state.once(
@@ -90,7 +90,7 @@ def _all_seen(text: CabMask, k: Tensor) -> Choice:
     return seen.expanded(batch, kv_heads)
 
 
-def _by_rows(query: Tensor, key: Tensor, value: Tensor, mask: CabMask, scale: float) -> Tensor:
+def _by_rows(query: Tensor, key: Tensor, value: Tensor, mask: MaskInfo, scale: float) -> Tensor:
     if torch.compiler.is_compiling() and query.shape[2] > 1:
         slot = (0, mask.q_slot) if isinstance(mask.q_slot, Tensor) else (mask.q_slot, None)
         known = mask.valid, mask.document, mask.window, mask.chunks_from, *slot, False
@@ -103,7 +103,7 @@ def _by_rows(query: Tensor, key: Tensor, value: Tensor, mask: CabMask, scale: fl
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
 
-def _masks(query: Tensor, key: Tensor, mask: CabMask, at_a_time: int) -> Iterator[Masks]:
+def _masks(query: Tensor, key: Tensor, mask: MaskInfo, at_a_time: int) -> Iterator[Masks]:
     """Yield the visible keys of chunks of rows, with ``at_a_time`` (query, key) pairs per chunk."""
     q_length, kv_length = query.shape[2], key.shape[2]
     known = not isinstance(mask.q_slot, Tensor)
@@ -131,12 +131,12 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: floa
     return out.unflatten(2, (group, length)).flatten(1, 2)
 
 
-def _mask_of(query: Tensor, key: Tensor, values: tuple) -> CabMask:
+def _mask_of(query: Tensor, key: Tensor, values: tuple) -> MaskInfo:
     """Build the mask from the values that `_by_rows` passes to the op."""
     valid, document, window, chunks_from, slot, live, _ = values
     q_slot = slot if live is None else live
     shape = query.shape[0], query.shape[2], key.shape[2]
-    return CabMask(*shape, q_slot, valid, document, window, chunks_from=chunks_from)
+    return MaskInfo(*shape, q_slot, valid, document, window, chunks_from=chunks_from)
 
 
 def _attend(query, key, value, scale, softcap, *values):

@@ -45,23 +45,23 @@ class Sparse:
         refuse_vmap("the input of sparse attention", call.q, call.k, call.v)
         layout = call.text.layout(*blocks_of(self.config), call.q.device)
         q, k, v = layout.queries(call.q), layout.keys(call.k), layout.keys(call.v)
-        one_in, seed = call.sampled_one_in, None
-        if one_in:
+        sample_period, seed = call.sampled_one_in, None
+        if sample_period:
             refuse_sample(call.work)
-            if not layout.spans.aligned:
+            if not layout.ranges.aligned:
                 raise NotImplementedError(
                     "sampled_one_in must be 0 for packed documents under torch.compile, got "
-                    f"{one_in}. Blocks that contain parts of several documents cannot be sampled. "
-                    "Do not compile, or set sampled_one_in to 0."
+                    f"{sample_period}. Blocks that contain parts of several documents cannot be "
+                    "sampled. Do not compile, or set sampled_one_in to 0."
                 )
             # drawn even if a layer is recomputed, so that dropout after it draws the same numbers
             seed = torch.randint(2**62, (), device=q.device)
 
         def predict() -> BlockPlan:
             plan = self.choose(call, layout, q, k)
-            return plan if seed is None else plan.with_sample(one_in, seed)
+            return plan if seed is None else plan.with_sample(sample_period, seed)
 
-        plan = call.text.state.kept_plan(call, predict)
+        plan = call.text.state.plan_for_recompute(call, predict)
         engine = self.engine.capped(call.softcap)
         out = layout.attend(engine, q, k, v, plan, call.scale, call.sinks)
         if not torch.compiler.is_compiling():
@@ -71,7 +71,7 @@ class Sparse:
     def choose(self, call: Call, layout: Any, q: Tensor, k: Tensor) -> BlockPlan:
         """Return the plan that the predictor makes for q and k in the ``layout`` of the call."""
         config = self.config
-        context = call.context(layout.spans, call.text.state.shared)
+        context = call.context(layout.ranges, call.text.state.shared)
         plan = layout.choose(make_predictor(config), q, k, context)
         short = layout.short(config.query_block, config.min_length, plan.query_block)
         # documents that would be exact if they were not packed

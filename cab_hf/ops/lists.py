@@ -1,4 +1,4 @@
-"""Selection by rows on the GPU, from q and scored keys to `BlockLists`.
+"""Selection by rows on the GPU, from q and scored keys to `BlockIndices`.
 
 The definition is `cab_hf.predictors.rows.choose_by_reference`. No step waits for the device, and no
 shape depends on data, unless lists would be larger than `LISTS_AT_MOST`.
@@ -18,7 +18,7 @@ from cab_hf.config import CabConfig, blocks_of, num_typical_queries, tail_of
 from cab_hf.ops import marks, reference, rows, top_k
 from cab_hf.ops.launch import on_device_of
 from cab_hf.ops.sweep import RowRules, kept_blocks
-from cab_hf.plan import BlockLists, Spans, crossed_blocks
+from cab_hf.plan import BlockIndices, KeyRanges, crossed_blocks
 
 # bytes of lists that are allocated at the largest width a row could need. The width of larger lists
 # is computed first, which synchronises with the device once
@@ -39,16 +39,16 @@ def choose(
     q: Tensor,
     keys: Tensor,
     exponents: Tensor,
-    spans: Spans,
+    ranges: KeyRanges,
     scale: float,
     channels: tuple[int, ...],
     config: CabConfig,
     sinks: Tensor | None = None,
     softcap: float | None = None,
-) -> tuple[BlockLists, BlockLists]:
+) -> tuple[BlockIndices, BlockIndices]:
     """Return the lists of full and of partial key blocks that each block of q attends.
 
-    Query blocks of ``spans.tail_rows``, if any, list nothing: the plan must name these rows. Safe
+    Query blocks of ``ranges.tail_rows``, if any, list nothing: the plan must name these rows. Safe
     in a CUDA graph after the table of channels has been copied to the device.
 
     Args:
@@ -59,13 +59,13 @@ def choose(
     batch, heads, length, _ = q.shape
     blocks = blocks_of(config)
     kv_blocks = triton.cdiv(keys.shape[2], config.key_block)
-    whole = length == keys.shape[2] and spans.consecutive
+    whole = length == keys.shape[2] and ranges.consecutive
     with on_device_of(q):
-        bounds = reference.row_bounds(spans, *blocks, config.sink_blocks, config.local_blocks)
-        ends = spans.tail(*tail_of(config)) if spans.has_tail(*tail_of(config)) else None
+        bounds = reference.row_bounds(ranges, *blocks, config.sink_blocks, config.local_blocks)
+        ends = ranges.tail(*tail_of(config)) if ranges.has_tail(*tail_of(config)) else None
         thresholds = config.mass_threshold, config.share_threshold
-        rules = RowRules(bounds, *thresholds, ends, spans.documents is None)
-        marked = marks.marked_blocks(exponents, spans.key_valid, config.key_block)
+        rules = RowRules(bounds, *thresholds, ends, ranges.documents is None)
+        marked = marks.marked_blocks(exponents, ranges.key_valid, config.key_block)
         counts = bounds.new_empty(batch, heads, bounds.shape[2])
         bits = counts.new_empty(*counts.shape, triton.cdiv(kv_blocks, 32))
 
@@ -74,18 +74,18 @@ def choose(
             if count := config.outlier_queries:
                 outliers = rows.scored_rows(
                     q,
-                    spans,
+                    ranges,
                     planes,
                     scale,
                     query_block=config.query_block,
                     count=count,
                     channels=channels,
                     dtype=keys.dtype,
-                    positions=rows.outliers(q, spans, planes, config.query_block, count),
+                    positions=rows.outliers(q, ranges, planes, config.query_block, count),
                 )
             typical = rows.scored_rows(
                 q,
-                spans,
+                ranges,
                 planes,
                 scale,
                 query_block=config.query_block,
@@ -105,30 +105,32 @@ def choose(
                 # than the forced blocks, for a marked block
                 forced = config.sink_blocks + max(config.local_blocks, crossed) + 1
                 room = max(int(config.max_density * kv_blocks) + 2, forced)
-            made = _empty_lists(counts, min(kv_blocks, room), crossed if spans.aligned else room)
+            made = _empty_lists(counts, min(kv_blocks, room), crossed if ranges.aligned else room)
             _fill_capped(sweep, rules, counts, made, marked, config.max_density)
             return made
         sweep(0, batch * heads)
         room = kv_blocks
         if 4 * counts.numel() * room > LISTS_AT_MOST and not _capturing(q):
             room = max(1, int(counts.max()))
-        made = _empty_lists(counts, room, crossed if spans.aligned else room)
+        made = _empty_lists(counts, room, crossed if ranges.aligned else room)
         fill_lists(bits, bounds, *made)
     return made
 
 
-def _empty_lists(counts: Tensor, full: int, partial: int) -> tuple[BlockLists, BlockLists]:
+def _empty_lists(counts: Tensor, full: int, partial: int) -> tuple[BlockIndices, BlockIndices]:
     """Allocate lists with ``full`` and ``partial`` indices per row; ``counts`` is [B, H, M_q]."""
     rooms = full, min(full, partial)
     full, partial = (counts.new_empty(*counts.shape, room) for room in rooms)
-    return BlockLists(torch.empty_like(counts), full), BlockLists(torch.empty_like(counts), partial)
+    return BlockIndices(torch.empty_like(counts), full), BlockIndices(
+        torch.empty_like(counts), partial
+    )
 
 
 def _fill_capped(
     sweep: Callable[[int, int, Tensor], None],
     rules: RowRules,
     counts: Tensor,
-    made: tuple[BlockLists, BlockLists],
+    made: tuple[BlockIndices, BlockIndices],
     marked: Tensor,
     max_density: float,
 ) -> None:
@@ -157,7 +159,7 @@ def _capturing(q: Tensor) -> bool:
     return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def fill_lists(bits: Tensor, bounds: Tensor, full: BlockLists, partial: BlockLists) -> None:
+def fill_lists(bits: Tensor, bounds: Tensor, full: BlockIndices, partial: BlockIndices) -> None:
     """Fill the lists of every row, [B, H, M_q], with the blocks whose bits are set, ascending.
 
     Blocks that all queries of a row see completely are full, the others are partial.

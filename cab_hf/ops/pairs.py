@@ -25,7 +25,7 @@ def add_pairs(plan: BlockPlan, before: Tensor | None = None) -> Tensor:
     else:
         sums = before.to(counts.device, copy=True)
     batch, heads, rows = counts.shape
-    spans, partial, sampled, named = plan.spans, plan.partial, plan.sampled, plan.dense_rows
+    ranges, partial, sampled, named = plan.ranges, plan.partial, plan.sampled, plan.dense_rows
     with on_device_of(counts):
         _pairs_kernel[(rows, batch)](
             sums,
@@ -33,14 +33,14 @@ def add_pairs(plan: BlockPlan, before: Tensor | None = None) -> Tensor:
             None if sampled is None else sampled.counts,
             partial.counts,
             partial.indices,
-            spans.first,
-            *spans.first.stride(),
-            spans.last,
-            *spans.last.stride(),
+            ranges.start,
+            *ranges.start.stride(),
+            ranges.end,
+            *ranges.end.stride(),
             named,
             0 if named is None else named.shape[1],
             heads,
-            spans.q_length,
+            ranges.q_length,
             rows,
             partial.width,
             QUERY_BLOCK=plan.query_block,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.config import CabConfig, num_typical_queries, tail_of
-from cab_hf.plan import BlockPlan, Spans, once_per_spans
+from cab_hf.plan import BlockPlan, KeyRanges, cached_per_ranges
 
 # queries per chunk of attention: bounds the size of the token mask, not the result
 QUERY_CHUNK = 256
@@ -80,20 +80,20 @@ def standardise(x: Tensor, visible: Tensor) -> Tensor:
     return centred / deviation.clamp(min=torch.finfo(x.dtype).eps)
 
 
-def forced_blocks(visible: Tensor, spans: Spans, config: CabConfig) -> Tensor:
+def forced_blocks(visible: Tensor, ranges: KeyRanges, config: CabConfig) -> Tensor:
     """Return the blocks that rows attend regardless of scores, bool [B, M_q, M_k].
 
     Sinks, local blocks and blocks of the row's own positions are forced. Rows of the tail
-    (``config.dense_tail_blocks``, see `Spans.tail`) attend to all visible blocks.
+    (``config.dense_tail_blocks``, see `KeyRanges.tail`) attend to all visible blocks.
     """
-    rows = spans.rows(config.query_block)
+    rows = ranges.rows(config.query_block)
     block = torch.arange(visible.shape[-1], device=visible.device)
     first = (rows.min_first // config.key_block).unsqueeze(-1)
     last = (rows.max_last // config.key_block).unsqueeze(-1)
     diagonal = (rows.min_last // config.key_block).unsqueeze(-1)
     sink = block < first + config.sink_blocks
     local = (block > last - config.local_blocks) | (block >= diagonal)
-    return visible & (sink | local | spans.tail(*tail_of(config)).unsqueeze(-1))
+    return visible & (sink | local | ranges.tail(*tail_of(config)).unsqueeze(-1))
 
 
 def share_of_row(visible: Tensor, share: float | Tensor) -> Tensor:
@@ -170,9 +170,9 @@ def best_of_rows(score: Tensor, visible: Tensor, forced: Tensor, wanted: Tensor)
     return (forced & (wanted > 0)) | top_blocks(score, visible & ~forced, spare)
 
 
-@once_per_spans
+@cached_per_ranges
 def row_bounds(
-    spans: Spans, query_block: int, key_block: int, sink_blocks: int, local_blocks: int
+    ranges: KeyRanges, query_block: int, key_block: int, sink_blocks: int, local_blocks: int
 ) -> Tensor:
     """Return the ranges of key blocks of each row, int32 [6, B, M_q].
 
@@ -187,7 +187,7 @@ def row_bounds(
 
     Blocks that contain positions of the row itself are local. Rows of padding see blocks 0 to -1.
     """
-    rows = spans.rows(query_block)
+    rows = ranges.rows(query_block)
     real = rows.queries > 0
     first = rows.min_first.where(real, 0) // key_block
     last = rows.max_last // key_block
@@ -199,7 +199,7 @@ def row_bounds(
     return torch.stack((first, last, sinks, local, begin, end)).int()
 
 
-def outlier_queries(q: Tensor, spans: Spans, query_block: int, count: int) -> Tensor:
+def outlier_queries(q: Tensor, ranges: KeyRanges, query_block: int, count: int) -> Tensor:
     """Return a farthest-point sample of each query block by cosine similarity.
 
     The first sample is the query with the lowest similarity to the mean query of its block. Every
@@ -215,7 +215,7 @@ def outlier_queries(q: Tensor, spans: Spans, query_block: int, count: int) -> Te
         int64 [B, H, M_q, count], positions in q, -1 where a block has fewer real queries. All
         queries in order if ``count`` equals ``query_block``.
     """
-    blocks, real = _blocked(q, spans.last >= 0, query_block)
+    blocks, real = _blocked(q, ranges.end >= 0, query_block)
     start = torch.arange(0, q.shape[2], query_block, device=q.device)
     if count == query_block:
         inside = torch.arange(query_block, device=q.device).expand(blocks.shape[:-1])
@@ -260,17 +260,17 @@ def _cosine_steps(products: Tensor, inverse: Tensor, other_inverse: Tensor) -> T
     return (cosine.clamp(-1, 1) * COSINE_STEPS).long()
 
 
-def typical_queries(spans: Spans, query_block: int, count: int) -> Tensor:
+def typical_queries(ranges: KeyRanges, query_block: int, count: int) -> Tensor:
     """Return the queries in the middle of ``count`` equal steps of each block.
 
     Returns:
         int64 [B, M_q, count], positions of queries, -1 for padding.
     """
     step = query_block // count
-    starts = torch.arange(0, spans.q_length, query_block, device=spans.last.device)
-    offsets = torch.arange(step // 2, query_block, step, device=spans.last.device)
-    positions = (starts[:, None] + offsets).expand(spans.last.shape[0], -1, -1)
-    last = spans.blocked(query_block)[1][:, :, offsets]
+    starts = torch.arange(0, ranges.q_length, query_block, device=ranges.end.device)
+    offsets = torch.arange(step // 2, query_block, step, device=ranges.end.device)
+    positions = (starts[:, None] + offsets).expand(ranges.end.shape[0], -1, -1)
+    last = ranges.blocked(query_block)[1][:, :, offsets]
     return positions.masked_fill(last < 0, -1)
 
 
@@ -282,7 +282,7 @@ def key_offset(key_stride: int) -> int:
 def mass_by_rows(
     q: Tensor,
     k: Tensor,
-    spans: Spans,
+    ranges: KeyRanges,
     scale: float,
     config: CabConfig,
     channels: tuple[int, ...] = (),
@@ -313,10 +313,12 @@ def mass_by_rows(
     """
     block = config.query_block
     count, num_typical = config.outlier_queries, num_typical_queries(config)
-    typical = typical_queries(spans, block, num_typical).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
+    typical = (
+        typical_queries(ranges, block, num_typical).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
+    )
     samples = [(typical, (block - count) / num_typical, (), config.typical_key_stride)]
     if count:
-        samples.append((outlier_queries(q, spans, block, count), 1.0, channels, 1))
+        samples.append((outlier_queries(q, ranges, block, count), 1.0, channels, 1))
     mass, total, maximum = 0.0, 0.0, None
     for positions, weight, some, key_stride in samples:
         queries, keys = (x[..., list(some)] if some else x for x in (q, k))
@@ -325,7 +327,7 @@ def mass_by_rows(
             queries.gather(2, index).unflatten(2, positions.shape[2:]),
             positions,
             keys,
-            spans,
+            ranges,
             scale,
             config.key_block,
             key_stride=key_stride,
@@ -343,7 +345,7 @@ def shares_of_blocks(
     queries: Tensor,
     positions: Tensor,
     keys: Tensor,
-    spans: Spans,
+    ranges: KeyRanges,
     scale: float,
     key_block: int,
     *,
@@ -384,7 +386,7 @@ def shares_of_blocks(
     for head, start in product(range(heads), range(0, queries.shape[2], step)):
         some = slice(start, start + step)
         at = positions[:, head, some].flatten(1)
-        first, last = (x.gather(1, at.clamp(min=0)) for x in (spans.first, spans.last))
+        first, last = (x.gather(1, at.clamp(min=0)) for x in (ranges.start, ranges.end))
         last = last.masked_fill(at < 0, -1)
         samples = queries[:, head, some].flatten(1, 2).float()
         logits = samples @ keys[:, head // group].float().transpose(-1, -2) * scale
@@ -431,8 +433,8 @@ def attention(
     """Compute attention under a plan, [B, H, N_q, D_v].
 
     The softmax of a query runs over the keys that the plan lists. Sampled blocks have
-    log(``plan.one_in``) added to their logits. Queries that see nothing (padding, or no listed
-    block) get zeros. A plan may have fewer heads than q, see `BlockPlan.shared_by`.
+    log(``plan.sample_period``) added to their logits. Queries that see nothing (padding, or no
+    listed block) get zeros. A plan may have fewer heads than q, see `BlockPlan.shared_by`.
 
     The op is differentiable. Token masks are built for `QUERY_CHUNK` queries at a time. A token
     with NaN or an infinity does not affect query blocks that do not see the token. torch.compile
@@ -502,14 +504,14 @@ def masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[Masks]:
     chunk = QUERY_CHUNK if sound else math.gcd(QUERY_CHUNK, plan.query_block)
     for start in range(0, plan.q_length, chunk):
         stop = min(start + chunk, plan.q_length)
-        reach = max(1, int(plan.spans.last[:, start:stop].max()) + 1)
+        reach = max(1, int(plan.ranges.end[:, start:stop].max()) + 1)
         mask = plan.token_mask(start, stop, reach).repeat_interleave(sharing, dim=1)
         raised = None
         if sample is not None:
             more = sample.token_mask(start, stop, reach).repeat_interleave(sharing, dim=1)
-            # in float32, where log(one_in) is not rounded to the dtype of q
+            # in float32, where log(sample_period) is not rounded to the dtype of q
             wide = torch.promote_types(q.dtype, torch.float32)
-            mask, raised = mask | more, more.to(wide) * math.log(plan.one_in)
+            mask, raised = mask | more, more.to(wide) * math.log(plan.sample_period)
         yield Masks(slice(start, stop), slice(0, reach), mask, raised, sound)
 
 

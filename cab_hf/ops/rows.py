@@ -26,7 +26,7 @@ from cab_hf.ops.attention.tiles import (
     vectors_at,
 )
 from cab_hf.ops.reference import COSINE_STEPS, LEAST_SQUARE
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 
 FP8 = torch.float8_e4m3fn
 # 8-bit keys are rounded as if the exponent of their largest channel were -2: to four bits, and to
@@ -113,7 +113,7 @@ def _run(table: list[int]) -> int:
     return run
 
 
-class ScoredRows(NamedTuple):
+class QuerySample(NamedTuple):
     """Scored queries of every query block of some heads, one block after the other.
 
     Attributes:
@@ -177,7 +177,7 @@ def scored_keys(k: Tensor, channels: tuple[int, ...], dtype: torch.dtype) -> tup
 
 
 def outliers(
-    q: Tensor, spans: Spans, planes: tuple[int, int], query_block: int, count: int
+    q: Tensor, ranges: KeyRanges, planes: tuple[int, int], query_block: int, count: int
 ) -> Tensor:
     """Return `reference.outlier_queries` of some heads of q [B, H, N_q, D].
 
@@ -192,7 +192,7 @@ def outliers(
     q_blocks = triton.cdiv(length, query_block)
     if count == query_block:
         place = torch.arange(q_blocks * count, device=q.device, dtype=torch.int32)
-        last = F.pad(spans.last, (0, len(place) - length), value=-1)
+        last = F.pad(ranges.end, (0, len(place) - length), value=-1)
         return place.where(last >= 0, -1).repeat_interleave(heads, 0)[start : start + some]
     block_q = triton.next_power_of_2(query_block)
     has_gram = query_block <= GRAM_QUERIES
@@ -202,7 +202,7 @@ def outliers(
     gram = q.new_empty(some * step * block_q, block_q, dtype=torch.int8) if has_gram else None
     nearest = positions.new_empty(some * step, block_q)
     inverse = torch.empty_like(nearest, dtype=torch.float32)
-    last = spans.last if spans.last.stride(1) == 1 else spans.last.contiguous()
+    last = ranges.end if ranges.end.stride(1) == 1 else ranges.end.contiguous()
     queries = vectors(q if q.stride(-1) == 1 else q.contiguous())
     for begin in range(0, q_blocks, step):
         # heads vary fastest: neighbouring programs read neighbouring memory of a [B, N, H, D]
@@ -248,7 +248,7 @@ def outliers(
 
 def scored_rows(
     q: Tensor,
-    spans: Spans,
+    ranges: KeyRanges,
     planes: tuple[int, int],
     scale: float,
     query_block: int,
@@ -257,7 +257,7 @@ def scored_rows(
     dtype: torch.dtype,
     positions: Tensor | None = None,
     key_stride: int = 1,
-) -> ScoredRows:
+) -> QuerySample:
     """Gather the sampled queries of some heads and convert them to ``dtype``.
 
     Args:
@@ -271,14 +271,14 @@ def scored_rows(
     width = order.width if positions is None else order.first
     start, some = planes
     total = triton.cdiv(length, query_block) * count
-    rows = ScoredRows(
+    rows = QuerySample(
         q.new_empty(some, total, width, dtype=dtype),
         *(q.new_empty(some, total, dtype=torch.float32) for _ in range(2)),
         *(torch.empty(some, total, device=q.device, dtype=torch.int32) for _ in range(2)),
         count,
         key_stride,
     )
-    first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (spans.first, spans.last))
+    first, last = (x if x.stride(1) == 1 else x.contiguous() for x in (ranges.start, ranges.end))
     _scored_rows_kernel[(some, triton.cdiv(total, ROWS_GATHERED))](
         vectors(q if q.stride(-1) == 1 else q.contiguous()),
         first,

@@ -28,7 +28,7 @@ from cab_hf.ops import keep, launch, reference
 from cab_hf.ops.alternating import alternating, load_keys, padded_to_blocks
 from cab_hf.ops.attention.tiles import LOG2_E, precision, tile_of
 from cab_hf.ops.keep import scratch_of
-from cab_hf.ops.rows import FP8, ScoredRows, power_of_two
+from cab_hf.ops.rows import FP8, QuerySample, power_of_two
 
 # samples per program, at least: a warp group multiplies 64 rows, and twice as many hide latency
 LEAST_ROWS = 128
@@ -110,7 +110,7 @@ class Stream:
             before it; 0 if all tiles have the same width.
     """
 
-    samples: ScoredRows
+    samples: QuerySample
     key_tiles: list[Any]
     interleave: int
     first: int
@@ -126,7 +126,7 @@ class Stream:
     @classmethod
     def create(
         cls,
-        samples: ScoredRows,
+        samples: QuerySample,
         keys: Tensor,
         query_block: int,
         key_block: int,
@@ -199,8 +199,8 @@ class Stream:
 
 
 def kept_blocks(
-    outliers: ScoredRows | None,
-    typical: ScoredRows,
+    outliers: QuerySample | None,
+    typical: QuerySample,
     keys: Tensor,
     exponents: Tensor,
     marked: Tensor,

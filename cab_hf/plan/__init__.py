@@ -13,33 +13,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cab_hf.plan.spans import (
-    BlockLists,
-    RowSpans,
-    Spans,
+from cab_hf.plan.ranges import (
+    BlockIndices,
+    BlockRanges,
+    KeyRanges,
     block_visibility,
+    cached_per_ranges,
     crossed_blocks,
     named_rows,
-    once_per_spans,
     visibility,
 )
 
 __all__ = [
-    "EXACT_BLOCK",
-    "BlockLists",
+    "DENSE_BLOCK_SIZE",
+    "BlockIndices",
     "BlockPlan",
-    "RowSpans",
-    "Spans",
+    "BlockRanges",
+    "KeyRanges",
     "block_visibility",
+    "cached_per_ranges",
     "crossed_blocks",
     "named_rows",
-    "once_per_spans",
     "rows_grid",
     "visibility",
 ]
 
 # query and key blocks of a plan that keeps everything; larger blocks stay
-EXACT_BLOCK = 128
+DENSE_BLOCK_SIZE = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,45 +52,45 @@ class BlockPlan:
     attends to everything would make all lists wide. ``dense_rows`` names such rows instead, and
     their lists are empty.
 
-    A plan may also sample blocks that it does not list. Each sampled block represents ``one_in``
-    blocks: log(one_in) is added to the logits of its keys.
+    A plan may also sample blocks that it does not list. Each sampled block represents
+    ``sample_period`` blocks: log(sample_period) is added to the logits of its keys.
 
     Attributes:
         full: blocks that every query of the row sees completely, so that they need no mask.
         partial: blocks cut by the diagonal, a document border or padding.
-        spans: the interval of keys that each query may attend to (token level).
+        ranges: the interval of keys that each query may attend to (token level).
         query_block, key_block: block sizes in tokens.
         dense_rows: int64 [B, R], query blocks that attend to everything, each named once; -1 for
             unused entries. None if there are none.
         sampled: sampled blocks, which every query of the row sees completely; None without
             sampling.
-        one_in: number of blocks that each sampled block represents.
+        sample_period: number of blocks that each sampled block represents.
     """
 
-    full: BlockLists
-    partial: BlockLists
-    spans: Spans
+    full: BlockIndices
+    partial: BlockIndices
+    ranges: KeyRanges
     query_block: int
     key_block: int
     dense_rows: Tensor | None = None
-    sampled: BlockLists | None = None
-    one_in: int = 1
+    sampled: BlockIndices | None = None
+    sample_period: int = 1
 
     @classmethod
     def from_dense(
         cls,
         keep: Tensor,
-        spans: Spans,
+        ranges: KeyRanges,
         *,
         query_block: int,
         key_block: int,
         dense_rows: Tensor | None = None,
     ) -> BlockPlan:
-        """Build the plan that attends to the blocks ``keep`` inside the spans.
+        """Build the plan that attends to the blocks ``keep`` inside the ranges.
 
         Args:
             keep: bool [B, H, M_q, M_k].
-            spans: the interval of keys that each query may attend to.
+            ranges: the interval of keys that each query may attend to.
             query_block, key_block: block sizes in tokens.
             dense_rows: int64 [B, R], query blocks that attend to everything, independent of
                 ``keep``.
@@ -98,39 +98,39 @@ class BlockPlan:
         Raises:
             ValueError: ``keep`` has another shape or dtype.
         """
-        visible, complete = visibility(spans.rows(query_block), key_block, spans.kv_length)
+        visible, complete = visibility(ranges.rows(query_block), key_block, ranges.kv_length)
         if keep.dtype != torch.bool or keep.ndim != 4 or keep.shape[2:] != visible.shape[1:]:
             raise ValueError(
                 f"keep must be bool [B, H, {visible.shape[1]}, {visible.shape[2]}] for these "
-                f"spans and block sizes, got {keep.dtype} {tuple(keep.shape)}. Pass one entry per "
+                f"ranges and block sizes, got {keep.dtype} {tuple(keep.shape)}. Pass one entry per "
                 "query block and key block."
             )
         keep = keep & visible.unsqueeze(1)
         if dense_rows is not None:
-            keep = keep & ~rows_grid(spans, dense_rows, query_block).unsqueeze(-1)
+            keep = keep & ~rows_grid(ranges, dense_rows, query_block).unsqueeze(-1)
         complete = complete.unsqueeze(1)
-        crossed = crossed_blocks(query_block, key_block) if spans.aligned else None
+        crossed = crossed_blocks(query_block, key_block) if ranges.aligned else None
         return cls(
-            full=BlockLists.from_dense(keep & complete),
-            partial=BlockLists.from_dense(keep & ~complete, crossed),
-            spans=spans,
+            full=BlockIndices.from_dense(keep & complete),
+            partial=BlockIndices.from_dense(keep & ~complete, crossed),
+            ranges=ranges,
             query_block=query_block,
             key_block=key_block,
             dense_rows=dense_rows,
         )
 
     @classmethod
-    def causal(cls, spans: Spans, heads: int, query_block: int, key_block: int) -> BlockPlan:
+    def causal(cls, ranges: KeyRanges, heads: int, query_block: int, key_block: int) -> BlockPlan:
         """Build the plan that attends to all visible blocks, which is exact attention."""
-        visible = block_visibility(spans, query_block, key_block)
+        visible = block_visibility(ranges, query_block, key_block)
         keep = visible.unsqueeze(1).expand(-1, heads, -1, -1)
-        return cls.from_dense(keep, spans, query_block=query_block, key_block=key_block)
+        return cls.from_dense(keep, ranges, query_block=query_block, key_block=key_block)
 
     def of_sampled(self) -> BlockPlan:
         """Return a plan that lists only the sampled blocks of this plan."""
         assert self.sampled is not None
         counts = torch.zeros_like(self.sampled.counts)
-        nothing = BlockLists(counts, counts.unsqueeze(-1))
+        nothing = BlockIndices(counts, counts.unsqueeze(-1))
         return replace(self, full=self.sampled, partial=nothing, dense_rows=None, sampled=None)
 
     @property
@@ -165,11 +165,11 @@ class BlockPlan:
 
     @property
     def q_length(self) -> int:
-        return self.spans.q_length
+        return self.ranges.q_length
 
     @property
     def kv_length(self) -> int:
-        return self.spans.kv_length
+        return self.ranges.kv_length
 
     @property
     def q_blocks(self) -> int:
@@ -180,12 +180,12 @@ class BlockPlan:
         return -(-self.kv_length // self.key_block)
 
     @property
-    def lists(self) -> dict[str, BlockLists]:
+    def lists(self) -> dict[str, BlockIndices]:
         """All lists by name: "full", "partial", and "sampled" if blocks are sampled."""
         named = {"full": self.full, "partial": self.partial}
         return named if self.sampled is None else named | {"sampled": self.sampled}
 
-    def map_lists(self, change: Callable[[BlockLists], BlockLists], **other: Any) -> BlockPlan:
+    def map_lists(self, change: Callable[[BlockIndices], BlockIndices], **other: Any) -> BlockPlan:
         """Return the plan with ``change`` applied to every list and ``other`` fields replaced."""
         return replace(self, **{name: change(x) for name, x in self.lists.items()}, **other)
 
@@ -195,33 +195,34 @@ class BlockPlan:
 
     def with_dense_rows(self, rows: Tensor) -> BlockPlan:
         """Return the plan with ``rows``, int64 [B, R], added to ``dense_rows``."""
-        grid = rows_grid(self.spans, rows, self.query_block)
+        grid = rows_grid(self.ranges, rows, self.query_block)
         if self.dense_rows is not None:
-            rows = _both(self.spans, rows, self.dense_rows, self.query_block)
+            rows = _both(self.ranges, rows, self.dense_rows, self.query_block)
         return self.map_lists(
-            lambda part: BlockLists(part.counts.masked_fill(grid, 0), part.indices),
+            lambda part: BlockIndices(part.counts.masked_fill(grid, 0), part.indices),
             dense_rows=rows,
         )
 
-    def with_sample(self, one_in: int, seed: Tensor) -> BlockPlan:
+    def with_sample(self, sample_period: int, seed: Tensor) -> BlockPlan:
         """Return the plan with a sample of the blocks that it does not list.
 
-        Each row of each head draws one of every ``one_in`` neighbouring blocks. The drawn block is
-        kept if it is not listed and all queries of the row see it completely. An unlisted block is
-        therefore kept with probability 1 / ``one_in``, and its weight is multiplied by ``one_in``.
+        Each row of each head draws one of every ``sample_period`` neighbouring blocks. The drawn
+        block is kept if it is not listed and all queries of the row see it completely. An unlisted
+        block is therefore kept with probability 1 / ``sample_period``, and its weight is multiplied
+        by ``sample_period``.
         In expectation, the sum of exp(logit) equals the sum over all blocks. The plan must list all
         blocks that a row sees only in part. The predictors do so if documents start at block
         borders.
 
         Args:
-            one_in: number of blocks that each sampled block represents.
+            sample_period: number of blocks that each sampled block represents.
             seed: int64 scalar on the device; the same plan and seed draw the same sample.
         """
-        rows, device = self.spans.rows(self.query_block), seed.device
-        runs = torch.arange(-(-self.kv_blocks // one_in), device=device)
+        rows, device = self.ranges.rows(self.query_block), seed.device
+        runs = torch.arange(-(-self.kv_blocks // sample_period), device=device)
         shape = (*self.full.counts.shape, len(runs))
         place = torch.arange(math.prod(shape), device=device).view(shape)
-        drawn = runs * one_in + _scattered(place + seed) % one_in
+        drawn = runs * sample_period + _scattered(place + seed) % sample_period
         first, last, queries = (
             x[:, None, :, None] for x in (rows.max_first, rows.min_last, rows.queries)
         )
@@ -232,14 +233,14 @@ class BlockPlan:
         dense = self.is_dense()
         if dense is not None:
             kept &= ~dense.unsqueeze(-1)
-        sampled = BlockLists.of(drawn.to(torch.int32), kept, len(runs))
-        return replace(self, sampled=sampled, one_in=one_in)
+        sampled = BlockIndices.of(drawn.to(torch.int32), kept, len(runs))
+        return replace(self, sampled=sampled, sample_period=sample_period)
 
-    def on(self, spans: Spans) -> BlockPlan:
-        """Return the plan on the device of ``spans``, which must equal the spans of this plan."""
-        device = spans.first.device
+    def on(self, ranges: KeyRanges) -> BlockPlan:
+        """Return the plan on the device of ``ranges``, which must equal the ranges of this plan."""
+        device = ranges.start.device
         rows = None if self.dense_rows is None else self.dense_rows.to(device)
-        return replace(self.map_tensors(lambda x: x.to(device)), spans=spans, dense_rows=rows)
+        return replace(self.map_tensors(lambda x: x.to(device)), ranges=ranges, dense_rows=rows)
 
     def select_heads(self, heads: Sequence[int]) -> BlockPlan:
         """Return a plan whose head i attends to the blocks of head ``heads[i]`` of this plan."""
@@ -258,37 +259,37 @@ class BlockPlan:
         start, stop = start // sharing, stop // sharing
         return plan.map_tensors(lambda x: x[:, start:stop].contiguous())
 
-    def take_rows(self, rows: Tensor, spans: Spans) -> BlockPlan:
+    def take_rows(self, rows: Tensor, ranges: KeyRanges) -> BlockPlan:
         """Return the plan of some query blocks.
 
         Args:
             rows: int64 [m], the query blocks; -1 for a block with empty lists.
-            spans: the spans of the queries of these blocks.
+            ranges: the ranges of the queries of these blocks.
         """
         missing, index = rows < 0, rows.clamp(min=0)
 
-        def taken(part: BlockLists) -> BlockLists:
+        def taken(part: BlockIndices) -> BlockIndices:
             counts = part.counts[:, :, index].masked_fill(missing, 0)
-            return BlockLists(counts, part.indices[:, :, index])
+            return BlockIndices(counts, part.indices[:, :, index])
 
         dense = self.dense_rows
         if dense is not None:
             # the layers of a forward pass name the same rows
-            dense = _taken(spans, dense, rows, self.q_blocks)
-        return self.map_lists(taken, spans=spans, dense_rows=dense)
+            dense = _taken(ranges, dense, rows, self.q_blocks)
+        return self.map_lists(taken, ranges=ranges, dense_rows=dense)
 
     def is_dense(self) -> Tensor | None:
         """Return bool [B, 1, M_q], True for rows that attend to everything, or None."""
         if self.dense_rows is None:
             return None
-        return rows_grid(self.spans, self.dense_rows, self.query_block)
+        return rows_grid(self.ranges, self.dense_rows, self.query_block)
 
     def to_dense(self) -> Tensor:
         """Return the attended blocks as bool [B, H, M_q, M_k], without sampled blocks."""
         chosen, dense = self._chosen(slice(None)), self.is_dense()
         if dense is None:
             return chosen
-        return chosen & block_visibility(self.spans, *self.blocks).unsqueeze(1)
+        return chosen & block_visibility(self.ranges, *self.blocks).unsqueeze(1)
 
     def _chosen(self, rows: slice) -> Tensor:
         """Return bool [B, H, rows, M_k]: listed blocks, and every block of dense rows."""
@@ -309,20 +310,20 @@ class BlockPlan:
         stop = self.q_length if stop is None else min(stop, self.q_length)
         kv_stop = self.kv_length if kv_stop is None else kv_stop
         rows = slice(start // self.query_block, -(-stop // self.query_block))
-        row = torch.arange(start, stop, device=self.spans.first.device) // self.query_block
+        row = torch.arange(start, stop, device=self.ranges.start.device) // self.query_block
         key = torch.arange(kv_stop, device=row.device)
         tokens = self._chosen(rows)[:, :, row - rows.start][..., key // self.key_block]
-        first, last = (x[:, start:stop, None] for x in (self.spans.first, self.spans.last))
+        first, last = (x[:, start:stop, None] for x in (self.ranges.start, self.ranges.end))
         return tokens & ((key >= first) & (key <= last)).unsqueeze(1)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """Count (attended, causal) pairs of a query and a key over all heads, int64 scalars."""
-        rows = self.spans.rows(self.query_block)
+        rows = self.ranges.rows(self.query_block)
         queries = rows.queries.unsqueeze(1).to(torch.int64)
         attended = (self.full.counts * queries).sum() * self.key_block
         if self.sampled is not None:
             attended = attended + (self.sampled.counts * queries).sum() * self.key_block
-        first, last = self.spans.blocked(self.query_block)
+        first, last = self.ranges.blocked(self.query_block)
         listed = self.partial.listed()
         for slot in range(self.partial.width):
             start = self.partial.indices[..., slot, None] * self.key_block
@@ -334,7 +335,7 @@ class BlockPlan:
         if dense is not None:
             seen = (last - first + 1).clamp(min=0).sum(-1, dtype=torch.int64)
             attended = attended + (dense * seen.unsqueeze(1)).sum() * self.heads
-        return attended, self.spans.pairs() * self.heads
+        return attended, self.ranges.pairs() * self.heads
 
     def density(self) -> float:
         """Return attended (query, key) pairs divided by causal pairs. This is a device sync."""
@@ -363,14 +364,14 @@ def _scattered(x: Tensor) -> Tensor:
     return (x ^ (x >> 31)) & (2**62 - 1)
 
 
-@once_per_spans
-def rows_grid(spans: Spans, rows: Tensor, query_block: int) -> Tensor:
+@cached_per_ranges
+def rows_grid(ranges: KeyRanges, rows: Tensor, query_block: int) -> Tensor:
     """Return bool [B, 1, M_q], True for ``rows`` [B, R]."""
-    return _grid(rows, -(-spans.q_length // query_block)).unsqueeze(1)
+    return _grid(rows, -(-ranges.q_length // query_block)).unsqueeze(1)
 
 
-@once_per_spans
-def _taken(spans: Spans, complete: Tensor, rows: Tensor, q_blocks: int) -> Tensor:
+@cached_per_ranges
+def _taken(ranges: KeyRanges, complete: Tensor, rows: Tensor, q_blocks: int) -> Tensor:
     """Return the positions of query blocks in ``rows``, int64 [m].
 
     ``complete``, int64 [B, R], contains the query blocks.
@@ -379,9 +380,9 @@ def _taken(spans: Spans, complete: Tensor, rows: Tensor, q_blocks: int) -> Tenso
     return named_rows(named, min(complete.shape[1], rows.shape[0]))
 
 
-@once_per_spans
-def _both(spans: Spans, rows: Tensor, others: Tensor, query_block: int) -> Tensor:
+@cached_per_ranges
+def _both(ranges: KeyRanges, rows: Tensor, others: Tensor, query_block: int) -> Tensor:
     """Return the union of ``rows``, int64 [B, R], and ``others``, int64 [B, S]: [B, R + S]."""
-    grid = rows_grid(spans, rows, query_block)[:, 0]
+    grid = rows_grid(ranges, rows, query_block)[:, 0]
     named = (others >= 0) & grid.gather(1, others.clamp(min=0))
     return torch.cat((rows, others.masked_fill(named, -1)), dim=1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.ops.reference import QUERIES_AT_A_TIME
-from cab_hf.plan import RowSpans, Spans
+from cab_hf.plan import BlockRanges, KeyRanges
 
 LOGITS_AT_A_TIME = 2**26  # 256 MiB in float32
 
@@ -17,7 +17,7 @@ LOGITS_AT_A_TIME = 2**26  # 256 MiB in float32
 def attention_rows(
     q: Tensor,
     k: Tensor,
-    spans: Spans,
+    ranges: KeyRanges,
     scale: float,
     stride: int = 1,
     at_a_time: int = QUERIES_AT_A_TIME,
@@ -30,7 +30,7 @@ def attention_rows(
     Args:
         q: [B, H, N_q, D].
         k: [B, H_kv, N_k, D].
-        spans: intervals of keys that each query may attend to.
+        ranges: intervals of keys that each query may attend to.
         scale: factor of the logits.
         stride: tokens per tile.
         at_a_time: tile rows per chunk.
@@ -39,11 +39,11 @@ def attention_rows(
         (first row, float32 [B, H, rows, T]). T ends after the last key tile that these rows may
         attend to. Rows of padding are zero.
     """
-    rows = spans.rows(stride)
+    rows = ranges.rows(stride)
     # a sequence may end inside a tile: missing tokens add nothing
     q, k = (
         x.masked_fill(~real[:, None, :, None], 0.0)
-        for x, real in ((q, spans.last >= 0), (k, spans.key_valid))
+        for x, real in ((q, ranges.end >= 0), (k, ranges.key_valid))
     )
     queries = _tiles(q, stride, backwards=True).unflatten(1, (k.shape[1], -1))
     keys = _tiles(k, stride).unsqueeze(2).transpose(-1, -2)
@@ -63,7 +63,7 @@ def _tiles(x: Tensor, stride: int, backwards: bool = False) -> Tensor:
     return (tiles.flip(3) if backwards else tiles).flatten(3)
 
 
-def _visible_tiles(rows: RowSpans, chunk: slice, tiles: int, stride: int) -> Tensor:
+def _visible_tiles(rows: BlockRanges, chunk: slice, tiles: int, stride: int) -> Tensor:
     """Return bool [B, 1, rows, tiles]: True if some query of the row sees some key of the tile."""
     key = torch.arange(0, tiles * stride, stride, device=rows.max_last.device)
     begins = key <= rows.max_last[:, chunk, None]
@@ -79,7 +79,7 @@ def block_sums(x: Tensor, size: int, blocks: int) -> Tensor:
 def block_mass(
     q: Tensor,
     k: Tensor,
-    spans: Spans,
+    ranges: KeyRanges,
     scale: float,
     query_block: int,
     key_block: int,
@@ -94,7 +94,7 @@ def block_mass(
     logits_a_block = q.shape[0] * q.shape[1] * tiles * -(-k.shape[2] // stride)
     at_a_time = tiles * max(1, LOGITS_AT_A_TIME // logits_a_block)
     parts = []
-    for _, some in attention_rows(q, k, spans, scale, stride, at_a_time):
+    for _, some in attention_rows(q, k, ranges, scale, stride, at_a_time):
         by_block = F.pad(some, (0, 0, 0, -some.shape[2] % tiles)).unflatten(2, (-1, tiles)).sum(3)
         parts.append(block_sums(by_block, key_block // stride, blocks))
     return torch.cat(parts, dim=2)

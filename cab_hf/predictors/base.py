@@ -13,7 +13,7 @@ from torch import Tensor
 from cab_hf.checks import require
 from cab_hf.config import CabConfig
 from cab_hf.ops import HAS_TRITON
-from cab_hf.plan import BlockPlan, Spans
+from cab_hf.plan import BlockPlan, KeyRanges
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ class LayerContext:
     """The inputs of a predictor in addition to q and k, for one layer in one forward pass.
 
     Attributes:
-        spans: the interval of keys that each query may attend to.
+        ranges: the interval of keys that each query may attend to.
         scale: factor of the logits.
         layer: index of the layer; None if the layer has no index.
         shared_state: one mapping for all layers of the forward pass. A layer stores values for
@@ -33,7 +33,7 @@ class LayerContext:
         softcap: soft cap of the logits, as in `reference.capped`; None means no cap.
     """
 
-    spans: Spans
+    ranges: KeyRanges
     scale: float
     layer: int | None = None
     shared_state: dict[Any, Any] = field(default_factory=dict)
@@ -89,16 +89,16 @@ class Predictor(ABC):
         * ``"queries"`` and ``"keys"``, always together: q and k of every token.
         * ``"summaries"``: every rank calls `summarise`, and `join` joins the results. The summary
           of a block must not depend on the rank. Only ``valid`` shows which tokens are padding.
-        * ``"vectors"``: every rank calls ``vectors(q, spans)``, a method of the predictor that
+        * ``"vectors"``: every rank calls ``vectors(q, ranges)``, a method of the predictor that
           returns [B, H, M_q, D]. `choose` receives the vectors of the whole sequence as
           ``vectors``.
 
         If the collection is empty, the summary is the k of this rank.
 
-        Without ``"queries"``, `choose` receives the q of this rank. ``call.spans`` then contains
-        the spans of this rank's queries over the whole sequence, and ``call.spans.text`` the spans
-        of all queries. ``call.spans.own(plan)`` selects the rows of this rank from a plan of the
-        whole sequence.
+        Without ``"queries"``, `choose` receives the q of this rank. ``call.ranges`` then contains
+        the ranges of this rank's queries over the whole sequence, and ``call.ranges.text`` the
+        ranges of all queries. ``call.ranges.own(plan)`` selects the rows of this rank from a plan
+        of the whole sequence.
 
         Args:
             call: the context of the layer.
@@ -134,14 +134,14 @@ class Predictor(ABC):
             call: the context of the layer.
         """
 
-    def refuse_packed(self, spans: Spans) -> None:
+    def refuse_packed(self, ranges: KeyRanges) -> None:
         """Raise an error for packed documents, for predictors that select blocks for a whole row.
 
         Raises:
             NotImplementedError: the call contains several documents. The message names the
                 predictor.
         """
-        if spans.documents != 1:
+        if ranges.documents != 1:
             raise NotImplementedError(
                 "predictor must select blocks separately for each packed document, got "
                 f"{self.config.predictor!r}, which selects blocks for a whole row. Pass one "
@@ -151,7 +151,7 @@ class Predictor(ABC):
     def __call__(self, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
         """Return the plan for q over k, without gradients."""
         with torch.no_grad():
-            return self.choose(q, self.summary_of(k, call.spans.key_valid, call), call)
+            return self.choose(q, self.summary_of(k, call.ranges.key_valid, call), call)
 
 
 # a function, because torch.compile cannot trace methods of constants

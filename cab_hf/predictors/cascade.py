@@ -16,7 +16,7 @@ from torch import Tensor
 from cab_hf.config import CabConfig
 from cab_hf.plan import BlockPlan
 from cab_hf.predictors.base import LayerContext, Predictor
-from cab_hf.predictors.rows import RowsPredictor, ScoredKeys
+from cab_hf.predictors.rows import QuantizedKeys, RowsPredictor
 
 SHARED_PLAN = "cascade"  # key of the shared plan
 
@@ -39,10 +39,10 @@ class CascadePredictor(Predictor):
         super().__init__(config)
         self.anchor = RowsPredictor(config)
 
-    def summarise(self, k: Tensor, valid: Tensor | None = None) -> ScoredKeys:
+    def summarise(self, k: Tensor, valid: Tensor | None = None) -> QuantizedKeys:
         return self.anchor.summarise(k, valid)
 
-    def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> ScoredKeys | Tensor:
+    def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> QuantizedKeys | Tensor:
         # a layer that is no anchor needs no summary
         return self.anchor.summary_of(k, valid, call) if self._decides(call) else k
 
@@ -50,14 +50,14 @@ class CascadePredictor(Predictor):
         return self.anchor.gathers(call, heads) if self._decides(call) else ()
 
     def join(
-        self, summary: ScoredKeys, call: LayerContext, heads: tuple[int, int], layout: Any
-    ) -> ScoredKeys:
+        self, summary: QuantizedKeys, call: LayerContext, heads: tuple[int, int], layout: Any
+    ) -> QuantizedKeys:
         return self.anchor.join(summary, call, heads, layout)
 
     def _decides(self, call: LayerContext) -> bool:
         return call.layer in self.config.anchors
 
-    def choose(self, q: Tensor, summary: ScoredKeys | Tensor, call: LayerContext) -> BlockPlan:
+    def choose(self, q: Tensor, summary: QuantizedKeys | Tensor, call: LayerContext) -> BlockPlan:
         """Return the plan of this layer if it is an anchor, else the plan of the anchor before it.
 
         Args:
@@ -77,7 +77,7 @@ class CascadePredictor(Predictor):
             return plan
         shared = self._from_anchor(heads, call)
         # the layers of a model may be on several devices
-        return self._mapped(shared.plan, call.layer).on(call.spans)
+        return self._mapped(shared.plan, call.layer).on(call.ranges)
 
     def _from_anchor(self, heads: tuple[int, int], call: LayerContext) -> SharedPlan:
         layer = call.layer

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from cab_hf.config import blocks_of, tail_of
 from cab_hf.ops import reference
-from cab_hf.plan import BlockLists, BlockPlan, Spans, crossed_blocks
+from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, crossed_blocks
 from cab_hf.predictors.base import LayerContext, Predictor, has_kernels, sparsity_of
 
 # bytes of live scores; heads are computed in groups of this size
@@ -43,9 +43,9 @@ class FrcPredictor(Predictor):
             valid = torch.ones(k.shape[0], k.shape[2], device=k.device, dtype=torch.bool)
         return self._largest("k", k, valid, self.config.key_block, mark=True)
 
-    def vectors(self, q: Tensor, spans: Spans) -> Tensor:
+    def vectors(self, q: Tensor, ranges: KeyRanges) -> Tensor:
         """Return the query of largest norm of every query block, float32 [B, H, M_q, D]."""
-        return self._largest("q", q, spans.last >= 0, self.config.query_block, mark=False)
+        return self._largest("q", q, ranges.end >= 0, self.config.query_block, mark=False)
 
     def _largest(self, name: str, x: Tensor, valid: Tensor, block: int, mark: bool) -> Tensor:
         if self.config.check_finite:
@@ -65,21 +65,21 @@ class FrcPredictor(Predictor):
     ) -> BlockPlan:
         """Return the plan for q; `Predictor.gathers` describes ``vectors``."""
         if vectors is None:
-            return self._plan(self.vectors(q, call.spans), summary, call)
-        return call.spans.own(self._plan(vectors, summary, replace(call, spans=call.spans.text)))
+            return self._plan(self.vectors(q, call.ranges), summary, call)
+        return call.ranges.own(self._plan(vectors, summary, replace(call, ranges=call.ranges.text)))
 
     def _plan(self, queries: Tensor, keys: Tensor, call: LayerContext) -> BlockPlan:
         """Return the plan from the vectors of query blocks [B, H, M_q, D] and of key blocks."""
-        config, spans, heads = self.config, call.spans, queries.shape[1]
-        rows = spans.tail(*tail_of(config)) if spans.has_tail(*tail_of(config)) else None
-        named = spans.tail_rows(*tail_of(config))
+        config, ranges, heads = self.config, call.ranges, queries.shape[1]
+        rows = ranges.tail(*tail_of(config)) if ranges.has_tail(*tail_of(config)) else None
+        named = ranges.tail_rows(*tail_of(config))
         listed = rows is not None and named is None
         sparsity = sparsity_of(config, call.layer, heads)
         blocks = blocks_of(config)
-        bounds = reference.row_bounds(spans, *blocks, config.sink_blocks, config.local_blocks)
+        bounds = reference.row_bounds(ranges, *blocks, config.sink_blocks, config.local_blocks)
         marked = keys[..., 0].isnan().repeat_interleave(heads // keys.shape[1], dim=1)
         wanted = wanted_blocks(bounds, rows, listed, sparsity, config.max_density, marked)
-        given = wanted.expand(-1, heads, -1).contiguous(), spans.rows(blocks[0]).places(blocks[0])
+        given = wanted.expand(-1, heads, -1).contiguous(), ranges.rows(blocks[0]).places(blocks[0])
         by = config.curvature, config.redundancy
         # one more than the share, because it is rounded up, and here in floating point
         share = 1.0 if listed else min(1 - min(sparsity), config.max_density)
@@ -87,11 +87,11 @@ class FrcPredictor(Predictor):
         # and one more than what is forced, for a marked block
         forced = config.sink_blocks + max(config.local_blocks, crossed) + 1
         room = min(kv_blocks, max(torch.sym_int(share * kv_blocks) + 2, forced))
-        rooms = room, min(kv_blocks, crossed) if spans.aligned else kv_blocks
+        rooms = room, min(kv_blocks, crossed) if ranges.aligned else kv_blocks
         known = queries.float(), keys.float(), bounds, *given
         lists = _lists(*known, call.scale, *blocks, *by, *rooms)
-        full, partial = BlockLists(*lists[:2]), BlockLists(*lists[2:])
-        return BlockPlan(full, partial, spans, *blocks, dense_rows=named)
+        full, partial = BlockIndices(*lists[:2]), BlockIndices(*lists[2:])
+        return BlockPlan(full, partial, ranges, *blocks, dense_rows=named)
 
 
 def is_curved(curvature: str, redundancy: float) -> bool:
@@ -140,7 +140,7 @@ def two_hop(affinity: Tensor, places: Tensor, query_block: int, key_block: int) 
 
     Args:
         affinity: edge weights A, [B, H, M_q, M_k].
-        places: int64 [B, M_q], the rows' indices on the query grid; see `RowSpans.places`.
+        places: int64 [B, M_q], the rows' indices on the query grid; see `BlockRanges.places`.
         query_block, key_block: block sizes in tokens.
     """
     kv_blocks = affinity.shape[-1]
@@ -299,8 +299,8 @@ def _lists(
     if kernels:
         return made
     keep, complete = torch.cat(kept, dim=1), (column >= begin) & (column <= end)
-    full = BlockLists.from_dense(keep & complete, full_room)
-    partial = BlockLists.from_dense(keep & ~complete, partial_room)
+    full = BlockIndices.from_dense(keep & complete, full_room)
+    partial = BlockIndices.from_dense(keep & ~complete, partial_room)
     return full.counts, full.indices, partial.counts, partial.indices
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cab_hf.config import CabConfig, blocks_of, tail_of
 from cab_hf.ops import reference
-from cab_hf.plan import BlockLists, BlockPlan, Spans, block_visibility, crossed_blocks
+from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, block_visibility, crossed_blocks
 from cab_hf.predictors.base import LayerContext, Predictor, has_kernels
 
 # fields of CabConfig for selecting blocks, with their types in the registered op
@@ -30,7 +30,7 @@ FIELDS = {
 
 
 @dataclass(frozen=True, eq=False)
-class ScoredKeys:
+class QuantizedKeys:
     """The keys of a sequence in the format in which queries are scored against them.
 
     Attributes:
@@ -65,33 +65,33 @@ class RowsPredictor(Predictor):
 
     def summarise(
         self, k: Tensor, valid: Tensor | None = None, channels: tuple[int, ...] = ()
-    ) -> ScoredKeys:
+    ) -> QuantizedKeys:
         """Return the keys that ``choose`` scores; outliers are scored on ``channels``."""
         if self.config.check_finite:
             reference.refuse_infinite("k", k)
         if not has_kernels(k):
-            return ScoredKeys(k)
+            return QuantizedKeys(k)
         if torch.compiler.is_compiling():
-            return ScoredKeys(*torch.ops.cab_hf.keys_of_rows(k, channels))
+            return QuantizedKeys(*torch.ops.cab_hf.keys_of_rows(k, channels))
         from cab_hf.ops import lists
 
-        return ScoredKeys(*lists.keys_of(k, channels))
+        return QuantizedKeys(*lists.keys_of(k, channels))
 
-    def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> ScoredKeys:
+    def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> QuantizedKeys:
         return self.summarise(k, valid, call.channels)
 
     def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
         return ("summaries",)
 
     def join(
-        self, summary: ScoredKeys, call: LayerContext, heads: tuple[int, int], layout: Any
-    ) -> ScoredKeys:
+        self, summary: QuantizedKeys, call: LayerContext, heads: tuple[int, int], layout: Any
+    ) -> QuantizedKeys:
         """Join the keys of all ranks, because every query is scored against every key."""
         scored = [x for x in (summary.keys, summary.exponents) if x is not None]
-        return ScoredKeys(*map(layout.tokens, scored))
+        return QuantizedKeys(*map(layout.tokens, scored))
 
-    def choose(self, q: Tensor, summary: ScoredKeys, call: LayerContext) -> BlockPlan:
-        config, spans = self.config, call.spans
+    def choose(self, q: Tensor, summary: QuantizedKeys, call: LayerContext) -> BlockPlan:
+        config, ranges = self.config, call.ranges
         if config.check_finite:
             reference.refuse_infinite("q", q)
         if torch.compiler.is_compiling():
@@ -99,13 +99,13 @@ class RowsPredictor(Predictor):
         else:
             lists = _choose(q, summary, call, config)
         return BlockPlan(
-            *lists, spans, *blocks_of(config), dense_rows=spans.tail_rows(*tail_of(config))
+            *lists, ranges, *blocks_of(config), dense_rows=ranges.tail_rows(*tail_of(config))
         )
 
 
 def _choose(
-    q: Tensor, summary: ScoredKeys, call: LayerContext, config: CabConfig
-) -> tuple[BlockLists, BlockLists]:
+    q: Tensor, summary: QuantizedKeys, call: LayerContext, config: CabConfig
+) -> tuple[BlockIndices, BlockIndices]:
     """Return (full, partial) lists for q [B, H, N_q, D].
 
     The lists of tail rows are empty if the number of tail rows is known.
@@ -113,28 +113,28 @@ def _choose(
     if has_kernels(q):
         from cab_hf.ops import lists
 
-        parts = summary.keys, summary.exponents, call.spans, call.scale, call.channels, config
+        parts = summary.keys, summary.exponents, call.ranges, call.scale, call.channels, config
         return lists.choose(q, *parts, call.sinks, call.softcap)
     plan = BlockPlan.from_dense(
         choose_by_reference(q, summary.keys, call, config),
-        call.spans,
+        call.ranges,
         query_block=config.query_block,
         key_block=config.key_block,
-        dense_rows=call.spans.tail_rows(*tail_of(config)),
+        dense_rows=call.ranges.tail_rows(*tail_of(config)),
     )
     return plan.full, plan.partial
 
 
 def choose_by_reference(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
     """Return the blocks that `RowsPredictor` keeps, bool [B, H, M_q, M_k], in plain PyTorch."""
-    bad = reference.not_finite(k, call.spans.key_valid)
+    bad = reference.not_finite(k, call.ranges.key_valid)
     marked = reference.marked_blocks(bad, config.key_block)
-    rank = capped_ranks(ranks(q, k, call, config), call.spans, config, marked)
+    rank = capped_ranks(ranks(q, k, call, config), call.ranges, config, marked)
     return rank >= config.mass_threshold
 
 
 def capped_ranks(
-    rank: Tensor, spans: Spans, config: CabConfig, marked: Tensor | None = None
+    rank: Tensor, ranges: KeyRanges, config: CabConfig, marked: Tensor | None = None
 ) -> Tensor:
     """Return ``rank`` [B, H, M_q, M_k] with -1 for the blocks that ``max_density`` excludes.
 
@@ -145,10 +145,10 @@ def capped_ranks(
     """
     if config.max_density == 1:
         return rank
-    visible = block_visibility(spans, *blocks_of(config))
-    forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
+    visible = block_visibility(ranges, *blocks_of(config))
+    forced = reference.forced_blocks(visible, ranges, config).unsqueeze(1)
     bounds = reference.row_bounds(
-        spans, *blocks_of(config), config.sink_blocks, config.local_blocks
+        ranges, *blocks_of(config), config.sink_blocks, config.local_blocks
     )
     cap = reference.most_of_rows(bounds, config.max_density, marked)
     cap = cap.repeat_interleave(rank.shape[1] // cap.shape[1], dim=1)
@@ -169,19 +169,19 @@ def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor
 
     A key that is not finite counts as zeros in the masses of other blocks.
     """
-    spans, group = call.spans, q.shape[1] // k.shape[1]
-    visible = block_visibility(spans, *blocks_of(config))
+    ranges, group = call.ranges, q.shape[1] // k.shape[1]
+    visible = block_visibility(ranges, *blocks_of(config))
     seen = config.key_block * visible.sum(-1, keepdim=True).unsqueeze(1)
     longer = (seen / reference.THRESHOLD_KEYS).clamp(min=1)
-    forced = reference.forced_blocks(visible, spans, config).unsqueeze(1)
-    bad = reference.not_finite(k, spans.key_valid)
+    forced = reference.forced_blocks(visible, ranges, config).unsqueeze(1)
+    bad = reference.not_finite(k, ranges.key_valid)
     marked = reference.marked_blocks(bad, config.key_block).unsqueeze(2)
     k = k.masked_fill(bad.unsqueeze(-1), 0.0)
     result = []
     for head in range(q.shape[1]):
         one, keys = q[:, [head]], k[:, [head // group]]
         sinks = None if call.sinks is None else call.sinks[[head]]
-        given = spans, call.scale, config, call.channels, sinks, call.softcap
+        given = ranges, call.scale, config, call.channels, sinks, call.softcap
         mass, most = reference.mass_by_rows(one, keys, *given)
         mass = (mass * longer).clamp(max=1)
         rank = torch.where(most >= config.share_threshold, 1 + most, mass)
@@ -191,19 +191,19 @@ def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor
 
 
 def _as_op(
-    q: Tensor, summary: ScoredKeys, call: LayerContext, config: CabConfig
-) -> tuple[BlockLists, BlockLists]:
+    q: Tensor, summary: QuantizedKeys, call: LayerContext, config: CabConfig
+) -> tuple[BlockIndices, BlockIndices]:
     """Compute `_choose` as one op: torch.compile would trace a graph per length of its loops."""
-    spans = call.spans
-    end = spans.end
+    ranges = call.ranges
+    end = ranges.sequence_end
     if end is not None and not isinstance(end, Tensor):
         end = torch.full((1, 1), end, device=q.device, dtype=torch.int32)
-    known = spans.first, spans.last, spans.key_valid, spans.aligned, spans.consecutive
+    known = ranges.start, ranges.end, ranges.key_valid, ranges.aligned, ranges.consecutive
     settings = [getattr(config, name) for name in FIELDS]
     parts = summary.keys, summary.exponents, call.sinks, call.softcap, call.scale, call.channels
-    known = *known, spans.documents, end
+    known = *known, ranges.documents, end
     lists = torch.ops.cab_hf.choose_by_rows(q, *parts, *known, *settings)
-    return BlockLists(*lists[:2]), BlockLists(*lists[2:])
+    return BlockIndices(*lists[:2]), BlockIndices(*lists[2:])
 
 
 @torch.library.custom_op(
@@ -216,10 +216,10 @@ def _as_op(
     + ") -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _choose_op(q, keys, exponents, sinks, softcap, scale, channels, *values):
-    spans, config = Spans(*values[:7]), _config_of(values[7:])
+    ranges, config = KeyRanges(*values[:7]), _config_of(values[7:])
     more = {"channels": tuple(channels), "sinks": sinks, "softcap": softcap}
-    call = LayerContext(spans, scale, **more)
-    full, partial = _choose(q, ScoredKeys(keys, exponents), call, config)
+    call = LayerContext(ranges, scale, **more)
+    full, partial = _choose(q, QuantizedKeys(keys, exponents), call, config)
     return full.counts, full.indices, partial.counts, partial.indices
 
 

@@ -16,12 +16,12 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from cab_hf.call.call import Call
-from cab_hf.call.mask import CabMask
+from cab_hf.call.mask import MaskInfo
 from cab_hf.call.scope import Prompt
 from cab_hf.config import blocks_of
 from cab_hf.engines import TRITON, Workload
 from cab_hf.engines import choose as choose_engine
-from cab_hf.plan import EXACT_BLOCK
+from cab_hf.plan import DENSE_BLOCK_SIZE
 from cab_hf.predictors import make_predictor
 from cab_hf.route import attend
 from cab_hf.vllm import PLAIN_CACHES, backend_name, settings_of
@@ -40,7 +40,7 @@ class Split(NamedTuple):
         rows: int64 [T], tokens of the other requests in the batch; None if there are none.
     """
 
-    prompts: list[tuple[slice, Tensor, CabMask]]
+    prompts: list[tuple[slice, Tensor, MaskInfo]]
     isa: str | None = None
     rest: Any = None
     rows: Tensor | None = None
@@ -67,9 +67,9 @@ class SparseBuilder:
             # refuse an unknown layout of the KV cache before the first prompt
             page = torch.empty(1, 1, spec.block_size, 2 * spec.head_size, dtype=spec.dtype)
             gather(page, torch.tensor([0]), getattr(self, "isa", None))
-        work = Workload(self.device.type, spec.head_size, dtype, False, *(EXACT_BLOCK,) * 2)
+        work = Workload(self.device.type, spec.head_size, dtype, False, *(DENSE_BLOCK_SIZE,) * 2)
         # prompts have many different lengths, and SDPA's fastest kernels need preparation for each
-        self.exact_block = None if TRITON.unavailable(work) else EXACT_BLOCK
+        self.dense_block_size = None if TRITON.unavailable(work) else DENSE_BLOCK_SIZE
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build=False) -> Any:
         """Return the parent's metadata; its ``cab`` is the `Split` of the batch, or None."""
@@ -98,17 +98,17 @@ class SparseBuilder:
             metadata.cab = Split(prompts=prompts, isa=isa, rest=others, rows=rows)
         return metadata
 
-    def _mask(self, at: int, count: int, length: int, end: int) -> CabMask:
+    def _mask(self, at: int, count: int, length: int, end: int) -> MaskInfo:
         """Return the mask of the ``count`` latest of ``length`` tokens of request ``at``."""
-        key = at, count, length, end, self.exact_block
+        key = at, count, length, end, self.dense_block_size
         if key not in BATCH.mask_cache:
-            BATCH.mask_cache[key] = CabMask(
+            BATCH.mask_cache[key] = MaskInfo(
                 batch=1,
                 q_length=count,
                 kv_length=length,
                 q_slot=length - count,
                 prompt=Prompt(end),
-                exact_block=self.exact_block,
+                dense_block_size=self.dense_block_size,
             )
             if length >= end:
                 METERS[self.vllm_config.instance_id].count_prompt()
@@ -210,7 +210,7 @@ class SparseImpl:
             self.attend(query[rows], k[None], v[None], text, output[rows])
         return output
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, text: CabMask, out: Tensor) -> None:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, text: MaskInfo, out: Tensor) -> None:
         """Fill ``out`` [T, H * D_v] for q [T, H, D] over k and v [1, H_kv, N, D] of a prompt."""
         q = q.transpose(0, 1).unsqueeze(0)
         k, v = k[:, :, : text.kv_length], v[:, :, : text.kv_length]
@@ -227,7 +227,7 @@ class SparseImpl:
         # dummies for the pages, and for the keys and values that are gathered from the pages
         shape = (2, 2, 1, self.num_kv_heads, longest, self.head_size)
         _, (k, v) = query.new_zeros(shape)
-        text = CabMask(1, len(q), longest, longest - len(q), prompt=Prompt(longest))
+        text = MaskInfo(1, len(q), longest, longest - len(q), prompt=Prompt(longest))
         self.attend(q, k, v, text, torch.empty_like(q))
 
 

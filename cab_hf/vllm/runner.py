@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from cab_hf.call.mask import CabMask
+from cab_hf.call.mask import MaskInfo
 from cab_hf.vllm.layers import learn
 from cab_hf.vllm.requests import hook, is_dense
 
@@ -17,12 +17,12 @@ class Batch:
 
     Attributes:
         prompts: tokens in the prompt of each request; 0 for a dense request.
-        mask_cache: `CabMask` objects by request and length. Layers of all KV cache groups share the
-            masks in a forward pass, so a layer finds the plan of an anchor in another group.
+        mask_cache: `MaskInfo` objects by request and length. Layers of all KV cache groups share
+            the masks in a forward pass, so a layer finds the plan of an anchor in another group.
     """
 
     prompts: list[int] = field(default_factory=list)
-    mask_cache: dict[Any, CabMask] = field(default_factory=dict)
+    mask_cache: dict[Any, MaskInfo] = field(default_factory=dict)
 
 
 BATCH = Batch()

@@ -20,7 +20,7 @@ from cab_hf.config import CabConfig
 from cab_hf.decode.step import decodes_sparsely
 from cab_hf.eval.kv_cache import read_on
 from cab_hf.eval.quantised import linear_layers, to_8_bits
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 BUDGET_STEPS = 1000  # resolution of a fitted share of a row, or of the mass
@@ -120,7 +120,7 @@ def nearest_on_probe(
     length, device = cell.length, cell.device
     generator = torch.Generator(device).manual_seed(SEED)
     q, k = torch.randn(2, 1, 1, length, PROBE_DIM, generator=generator, device=device)
-    call = LayerContext(Spans.causal(1, length, length, device), PROBE_DIM**-0.5)
+    call = LayerContext(KeyRanges.causal(1, length, length, device), PROBE_DIM**-0.5)
     probe = lambda config: make_predictor(config)(q, k, call).density()  # noqa: E731
     return nearest(choices, config_of, cell, probe)
 

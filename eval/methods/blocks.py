@@ -30,7 +30,7 @@ from cab_hf.eval.methods.base import (
 )
 from cab_hf.eval.methods.caches import sink_cache
 from cab_hf.ops import reference
-from cab_hf.plan import BlockPlan, Spans, block_visibility
+from cab_hf.plan import BlockPlan, KeyRanges, block_visibility
 from cab_hf.predictors import LayerContext, Predictor, make_predictor, register_predictor
 from cab_hf.predictors.attention_mass import block_mass
 from cab_hf.predictors.base import sparsity_of
@@ -65,12 +65,12 @@ class BlockPredictor(Predictor):
 
     def choose(self, q: Tensor, summary: Tensor, call: LayerContext) -> BlockPlan:
         query_block, key_block = self.blocks
-        visible = block_visibility(call.spans, query_block, key_block)
-        forced = reference.forced_blocks(visible, call.spans, self.config).unsqueeze(1)
+        visible = block_visibility(call.ranges, query_block, key_block)
+        forced = reference.forced_blocks(visible, call.ranges, self.config).unsqueeze(1)
         visible = visible.unsqueeze(1)
         keep = (self.keep(q, summary, call, visible, forced) & visible) | forced
         keep = keep.expand(-1, q.shape[1], -1, -1)
-        return BlockPlan.from_dense(keep, call.spans, query_block=query_block, key_block=key_block)
+        return BlockPlan.from_dense(keep, call.ranges, query_block=query_block, key_block=key_block)
 
 
 class StreamingPredictor(BlockPredictor):
@@ -140,7 +140,7 @@ def strided_mass(stride: int) -> Score:
     tokens is the mean over its antidiagonal. The softmax of a row of tiles, summed over blocks,
     estimates their mass.
     """
-    return lambda q, k, call, *blocks: block_mass(q, k, call.spans, call.scale, *blocks, stride)
+    return lambda q, k, call, *blocks: block_mass(q, k, call.ranges, call.scale, *blocks, stride)
 
 
 def pooled_mass(q: Tensor, k: Tensor, call: LayerContext, *blocks: int) -> Tensor:
@@ -150,9 +150,9 @@ def pooled_mass(q: Tensor, k: Tensor, call: LayerContext, *blocks: int) -> Tenso
     each row keeps its own share; FlexPrefill (Lai et al. 2025, arXiv 2502.20766) applies the share
     to all rows together.
     """
-    queries = block_means(q, call.spans.last >= 0, blocks[0])
-    keys = block_means(k, call.spans.key_valid, blocks[1])
-    seen = block_visibility(call.spans, *blocks).unsqueeze(1)
+    queries = block_means(q, call.ranges.end >= 0, blocks[0])
+    keys = block_means(k, call.ranges.key_valid, blocks[1])
+    seen = block_visibility(call.ranges, *blocks).unsqueeze(1)
     return share_of_blocks(queries, keys, seen, call.scale)
 
 
@@ -234,8 +234,8 @@ class Streaming(Cab):
         return sink_cache(model, sinks, sinks + window)
 
     def reaches(self, length: int, asking: int, needle: tuple[int, int]) -> bool:
-        spans, nothing = Spans.causal(1, length, length, "cpu"), torch.empty(1, 1, length, 0)
-        seen = make_predictor(self.config)(nothing, nothing, LayerContext(spans, 1.0)).to_dense()
+        ranges, nothing = KeyRanges.causal(1, length, length, "cpu"), torch.empty(1, 1, length, 0)
+        seen = make_predictor(self.config)(nothing, nothing, LayerContext(ranges, 1.0)).to_dense()
         first, last = needle[0] // self.config.key_block, (needle[1] - 1) // self.config.key_block
         return bool(seen[0, 0, asking // self.config.query_block :, first : last + 1].any())
 

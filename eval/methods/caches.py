@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import sdpa_mask
 
 from cab_hf.eval.methods.base import Cell, Dense, LayerDensities, Method, layers_of
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors.attention_mass import attention_rows
 
 SNAP_WINDOW, SNAP_KERNEL = 32, 5  # SnapKV: queries that select, keys per average
@@ -125,7 +125,7 @@ class KeepsSome(Method):
         return cls(max(2, round(cell.budget * cell.length)))
 
     @abstractmethod
-    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Kept:
+    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float) -> Kept:
         """Return the tokens kept after a prompt: q [B, H, N, D], k and v [B, H_kv, N, D]."""
 
     @abstractmethod
@@ -176,8 +176,8 @@ class KeepsSome(Method):
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         if prefill:
-            spans = Spans.causal(query.shape[0], q_length, kv_length, query.device)
-            kept[module] = self.of_prompt(query, key, value, spans, scale)
+            ranges = KeyRanges.causal(query.shape[0], q_length, kv_length, query.device)
+            kept[module] = self.of_prompt(query, key, value, ranges, scale)
             shares[module] = min(1.0, self.tokens / kv_length)
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scale, enable_gqa=True
@@ -210,8 +210,8 @@ class H2O(KeepsSome):
     name = "h2o"
     decodes = "heavy hitters and window"
 
-    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Kept:
-        received = by_kv_head(column_sums(q, k, spans, scale), k)
+    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float) -> Kept:
+        received = by_kv_head(column_sums(q, k, ranges, scale), k)
         return Kept(k, v, received).evicted(self.tokens, self.tokens // 2)
 
     def of_step(self, kept: Kept, given: Tensor) -> Kept:
@@ -236,9 +236,9 @@ class SnapKV(KeepsSome):
     name = "snapkv"
     decodes = "keys that the end of the prompt attends to"
 
-    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float) -> Kept:
+    def of_prompt(self, q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges, scale: float) -> Kept:
         window = min(SNAP_WINDOW, self.tokens, q.shape[2])
-        received, _ = columns_and_diagonals(q, k, spans, scale, window)
+        received, _ = columns_and_diagonals(q, k, ranges, scale, window)
         before = by_kv_head(received, k)[..., : k.shape[2] - window]
         pooled = F.pad(before, (SNAP_KERNEL // 2, SNAP_KERNEL // 2)).unfold(-1, SNAP_KERNEL, 1)
         return Kept(k, v, F.pad(pooled.mean(-1), (0, window))).evicted(self.tokens, window)
@@ -247,25 +247,25 @@ class SnapKV(KeepsSome):
         return kept
 
 
-def column_sums(q: Tensor, k: Tensor, spans: Spans, scale: float) -> Tensor:
+def column_sums(q: Tensor, k: Tensor, ranges: KeyRanges, scale: float) -> Tensor:
     """Return the attention that each key receives from all queries, float32 [B, H, N_k]."""
     sums = torch.zeros(*q.shape[:2], k.shape[2], device=q.device)
-    for _, rows in attention_rows(q, k, spans, scale):
+    for _, rows in attention_rows(q, k, ranges, scale):
         sums[..., : rows.shape[-1]] += rows.sum(2)
     return sums
 
 
-def last_queries(spans: Spans, count: int) -> Tensor:
+def last_queries(ranges: KeyRanges, count: int) -> Tensor:
     """Return the last ``count`` queries per batch row, int64 [B, R], filled with -1.
 
     Padding queries do not count.
     """
-    query = torch.arange(spans.q_length, device=spans.last.device).where(spans.last >= 0, -1)
-    return query.topk(min(count, spans.q_length), dim=-1).values
+    query = torch.arange(ranges.q_length, device=ranges.end.device).where(ranges.end >= 0, -1)
+    return query.topk(min(count, ranges.q_length), dim=-1).values
 
 
 def columns_and_diagonals(
-    q: Tensor, k: Tensor, spans: Spans, scale: float, asking: int
+    q: Tensor, k: Tensor, ranges: KeyRanges, scale: float, asking: int
 ) -> tuple[Tensor, Tensor]:
     """Sum the attention of the last ``asking`` queries by key, and by distance.
 
@@ -278,11 +278,11 @@ def columns_and_diagonals(
     Returns:
         Two float32 [B, H, N_k]: attention per key, and per distance from query to key.
     """
-    query = last_queries(spans, asking)
+    query = last_queries(ranges, asking)
     at = query.clamp(min=0)
     # [B, R]: positions of these queries among the keys
-    last = spans.last.gather(1, at).where(query >= 0, -1)
-    asked = Spans(spans.first.gather(1, at), last, spans.key_valid)
+    last = ranges.end.gather(1, at).where(query >= 0, -1)
+    asked = KeyRanges(ranges.start.gather(1, at), last, ranges.key_valid)
     own = q.gather(2, at[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
     key = torch.arange(k.shape[2], device=q.device)
     vertical, slash = torch.zeros(2, *q.shape[:2], k.shape[2], device=q.device)

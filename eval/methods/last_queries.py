@@ -23,7 +23,7 @@ from cab_hf.eval.methods.blocks import (
 )
 from cab_hf.eval.methods.caches import columns_and_diagonals, last_queries
 from cab_hf.ops import reference
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, register_predictor
 from cab_hf.predictors.attention_mass import block_sums
 
@@ -51,20 +51,20 @@ class FlexPrefillPredictor(SharePredictor):
         super().__init__(config, usual=0.95)
 
     def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
-        self.refuse_packed(call.spans)
-        (query_block, key_block), spans = self.blocks, call.spans
+        self.refuse_packed(call.ranges)
+        (query_block, key_block), ranges = self.blocks, call.ranges
         gamma = torch.tensor(self.share, device=q.device, dtype=torch.float64)
         # [B, H, N_k] each, sums to 1: shares of keys, and of distances
         columns, diagonals = map(
-            normalised, columns_and_diagonals(q, k, spans, call.scale, query_block)
+            normalised, columns_and_diagonals(q, k, ranges, call.scale, query_block)
         )
-        keys = block_means(k, spans.key_valid, key_block)
-        pooled = pooled_last_block(q, keys, spans, call.scale, query_block, key_block)
+        keys = block_means(k, ranges.key_valid, key_block)
+        pooled = pooled_last_block(q, keys, ranges, call.scale, query_block, key_block)
         # [B, H]: heads whose estimate is used; of the pattern they keep only the minimum
         aware = root_divergence(pooled, in_blocks(columns, key_block)) < TAU
         asked = gamma.where(~aware.unsqueeze(-1), 0.0)
         kept = (counted_by_token(x, asked, key_block) for x in (columns, diagonals))
-        keep = touched(*kept, spans, query_block, key_block)
+        keep = touched(*kept, ranges, query_block, key_block)
         group = q.shape[1] // k.shape[1]
         for head in aware.any(0).nonzero().flatten().tolist():
             own = q[:, [head]], k[:, [head // group]]
@@ -84,7 +84,7 @@ class VerticalSlashPredictor(ScorePredictor):
         super().__init__(config, vertical_slash_scores)
 
     def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:
-        self.refuse_packed(call.spans)
+        self.refuse_packed(call.ranges)
         return super().keep(q, k, call, seen, must)
 
 
@@ -107,14 +107,14 @@ def vertical_slash_scores(
     whole key block in every row. At an equal number of (query, key) pairs it therefore loses more
     attention than MInference.
     """
-    kv_length, spans = k.shape[2], call.spans
-    vertical, slash = columns_and_diagonals(q, k, spans, call.scale, asking)
+    kv_length, ranges = k.shape[2], call.ranges
+    vertical, slash = columns_and_diagonals(q, k, ranges, call.scale, asking)
     columns = F.pad(vertical, (0, -kv_length % key_block)).unflatten(-1, (-1, key_block))
     columns = columns.amax(-1).unsqueeze(2)
 
     # distances between a block's first query and the key block's last key and upwards touch the
     # block
-    rows = spans.rows(query_block)
+    rows = ranges.rows(query_block)
     ends = torch.arange(key_block - 1, kv_length + key_block - 1, key_block, device=q.device)
     begins = rows.min_last.long().where(rows.queries > 0, 0)
     nearest = begins.unsqueeze(-1) - ends
@@ -129,19 +129,19 @@ def vertical_slash_scores(
 
 
 def pooled_last_block(
-    q: Tensor, keys: Tensor, spans: Spans, scale: float, query_block: int, block: int
+    q: Tensor, keys: Tensor, ranges: KeyRanges, scale: float, query_block: int, block: int
 ) -> Tensor:
     """Return the pooled estimate of the attention of the last ``query_block`` queries: [B, H, M_k].
 
     It is the softmax over key blocks of the mean query against the mean of each block.
     """
-    query = last_queries(spans, query_block)
+    query = last_queries(ranges, query_block)
     index = query.clamp(min=0)[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
     real = (query >= 0)[:, None, :, None]
     total = (q.gather(2, index).float() * real).sum(2, keepdim=True)
     mean = total / real.sum(2, keepdim=True).clamp(min=1)
-    first, last = (x.gather(1, query.clamp(min=0)) for x in (spans.first, spans.last))
-    start = torch.arange(0, spans.kv_length, block, device=q.device)
+    first, last = (x.gather(1, query.clamp(min=0)) for x in (ranges.start, ranges.end))
+    start = torch.arange(0, ranges.kv_length, block, device=q.device)
     # [B, 1, 1, M_k]: blocks that one of these queries sees
     begun = (start <= last.amax(-1, keepdim=True)) & (start + block > first[:, :1])
     return share_of_blocks(mean, keys, begun[:, None, None], scale).squeeze(2)
@@ -179,7 +179,7 @@ def counted_by_token(share: Tensor, wanted: Tensor, size: int) -> Tensor:
 
 
 def touched(
-    columns: Tensor, diagonals: Tensor, spans: Spans, query_block: int, key_block: int
+    columns: Tensor, diagonals: Tensor, ranges: KeyRanges, query_block: int, key_block: int
 ) -> Tensor:
     """Return the blocks of each row in a kept column or diagonal, bool [B, H, M_q, M_k].
 
@@ -188,7 +188,7 @@ def touched(
         diagonals: bool [B, H, M_k], by distance in key blocks: entry t is the key block t blocks
             before that of the row's own positions.
     """
-    rows = spans.rows(query_block)
+    rows = ranges.rows(query_block)
     block = torch.arange(columns.shape[-1], device=columns.device)
     inhabited = rows.queries > 0
     near, far = (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cab_hf import engines
-from cab_hf.call.layout import Layout
+from cab_hf.call.layout import BlockLayout
 from cab_hf.config import CabConfig
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped, percent
@@ -22,9 +22,9 @@ from cab_hf.eval.speed.dense import CHECK_LENGTH, check_gradients, check_rows, g
 from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, call_of
 from cab_hf.eval.speed.reported import Panel, named, varying
 from cab_hf.eval.speed.timing import in_a_sentence, method_on
-from cab_hf.plan import BlockPlan, Spans
+from cab_hf.experiment.settings import flag, option
+from cab_hf.plan import BlockPlan, KeyRanges
 from cab_hf.predictors import make_predictor
-from cab_hf.runs.settings import flag, option
 
 # direction -> operations relative to the forward pass: five products instead of two
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}
@@ -84,15 +84,15 @@ class Settings(HeadSettings):
 
     def planner(
         self, case: Mapping[str, Any], sinks: Tensor | None = None
-    ) -> Callable[[Tensor, Tensor, Spans], BlockPlan]:
-        """Return a function (q, k, spans) -> plan of ``case``, for heads with these ``sinks``."""
+    ) -> Callable[[Tensor, Tensor, KeyRanges], BlockPlan]:
+        """Return a function (q, k, ranges) -> plan of ``case``, for heads with these ``sinks``."""
         config = self.budgeted(case)
         if case["budget"] == EVERYTHING:
-            return lambda q, k, spans: BlockPlan.causal(
-                spans, q.shape[1], config.query_block, config.key_block
+            return lambda q, k, ranges: BlockPlan.causal(
+                ranges, q.shape[1], config.query_block, config.key_block
             )
         predict = make_predictor(config)
-        return lambda q, k, spans: predict(q, k, call_of(config, spans, q.shape[-1], sinks))
+        return lambda q, k, ranges: predict(q, k, call_of(config, ranges, q.shape[-1], sinks))
 
     def sinks_on(self, device: torch.device) -> Tensor | None:
         """Return random logits [H] of attention sinks; None without sinks."""
@@ -138,10 +138,10 @@ class Attention(HeadSpeed):
         settings, bench = self.settings, self.bench
         length, head_dim = sample["length"], sample["head_dim"]
         heads = settings.random_heads(length, head_dim, bench.device, "qkv")
-        spans = Spans.causal(settings.batch, length, length, bench.device)
+        ranges = KeyRanges.causal(settings.batch, length, length, bench.device)
         sinks = settings.sinks_on(bench.device)
         planner = settings.planner(sample, sinks)
-        decide = partial(planner, *heads[:2], spans)
+        decide = partial(planner, *heads[:2], ranges)
         plan = decide()
         sample |= counted(plan, settings.heads)
         if _predicts(sample):
@@ -155,7 +155,7 @@ class Attention(HeadSpeed):
                 check_rows(engine.attention(*heads, plan, head_dim**-0.5), *heads, plan)
                 if work.training:
                     check_gradients(engine.attention, *heads, planner)
-                attend = partial(Layout(spans, length).attend, engine, sinks=sinks)
+                attend = partial(BlockLayout(ranges, length).attend, engine, sinks=sinks)
                 self.time_engine(sample, name, attend, heads, decide, plan)
             except Exception as error:
                 # an engine that raises an error or is wrong is reported and not measured

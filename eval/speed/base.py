@@ -19,8 +19,8 @@ from cab_hf.eval.report import digits, grouped, seconds
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.reported import Reported, named, varying
 from cab_hf.eval.speed.timing import Bench, Timing, bench_on, in_a_sentence, ran_out
-from cab_hf.runs.provenance import computing_device
-from cab_hf.runs.settings import (
+from cab_hf.experiment.provenance import computing_device
+from cab_hf.experiment.settings import (
     by_device,
     comma_separated,
     fill_by_device,

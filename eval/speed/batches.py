@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from cab_hf.attention import cab_attention, cab_dense_attention
 from cab_hf.call.call import Call
 from cab_hf.call.hook import cab_mask
-from cab_hf.call.mask import CabMask
+from cab_hf.call.mask import MaskInfo
 from cab_hf.config import CabConfig
 from cab_hf.engines import Workload
 from cab_hf.eval.experiment import Row
@@ -26,9 +26,9 @@ from cab_hf.eval.speed.dense import Attend, Baseline, check_rows
 from cab_hf.eval.speed.heads import HeadSpeed, RandomHeads
 from cab_hf.eval.speed.reported import Panel
 from cab_hf.eval.speed.timing import method_on
-from cab_hf.plan import BlockPlan, Spans
+from cab_hf.experiment.settings import option, parse_length
+from cab_hf.plan import BlockPlan, KeyRanges
 from cab_hf.route import route
-from cab_hf.runs.settings import option, parse_length
 
 if TYPE_CHECKING:
     from transformers.models.llama.modeling_llama import LlamaAttention
@@ -235,19 +235,19 @@ class Texts:
         return torch.tensor(list(ends), dtype=torch.int32, device=self.device)
 
     @cached_property
-    def spans(self) -> Spans:
-        """The spans of the token in each slot."""
+    def ranges(self) -> KeyRanges:
+        """The ranges of the token in each slot."""
         first = torch.zeros(self.rows, self.slots, dtype=torch.int32)
         last = torch.full_like(first, -1)
         for row, start, stop in self.places:
             first[row, start:stop] = start
             last[row, start:stop] = torch.arange(start, stop)
         first, last = first.to(self.device), last.to(self.device)
-        return Spans(first, last, last >= 0)
+        return KeyRanges(first, last, last >= 0)
 
-    def mask(self, config: Any) -> CabMask:
+    def mask(self, config: Any) -> MaskInfo:
         """Return the mask for the layers of a model with ``config`` in one forward pass."""
-        padding = self.spans.key_valid if self.layout == PADDED else None
+        padding = self.ranges.key_valid if self.layout == PADDED else None
         shape = (self.rows, self.slots, self.slots)
         mask = cab_mask(*shape, attention_mask=padding, device=self.device, config=config)
         mask.find_documents(None, self.cu_seq_lens if self.layout == PACKED else None)
@@ -256,7 +256,7 @@ class Texts:
     def check(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> None:
         """Run `check_rows` of dense attention within each sequence."""
         out = attend(q, k, v, q.shape[-1] ** -0.5)
-        check_rows(out, q, k, v, BlockPlan.causal(self.spans, 1, *dense.CHECK_BLOCKS))
+        check_rows(out, q, k, v, BlockPlan.causal(self.ranges, 1, *dense.CHECK_BLOCKS))
 
 
 def baselines(texts: Texts, layer: nn.Module) -> dict[str, Baseline]:
@@ -307,7 +307,7 @@ def _varlen(texts: Texts, load: Callable[[], Kernel]) -> Attend:
     """Return a kernel of concatenated sequences as a kernel of rows, with zeros at padding."""
     kernel, cu_seq_lens, longest = load(), texts.cu_seq_lens, max(texts.lengths)
     padded = texts.layout == PADDED
-    real = texts.spans.key_valid.flatten().nonzero().squeeze(1) if padded else None
+    real = texts.ranges.key_valid.flatten().nonzero().squeeze(1) if padded else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         # [B, H, N, D] -> [B * N, H, D]

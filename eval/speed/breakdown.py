@@ -11,7 +11,7 @@ from cab_hf.eval.speed import base
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.reported import Panel
 from cab_hf.eval.speed.timing import OTHER, PREDICTOR, PROFILED_CALLS, method_on
-from cab_hf.runs.settings import by_device
+from cab_hf.experiment.settings import by_device
 
 PARTS = {
     **PREDICTOR,

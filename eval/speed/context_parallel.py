@@ -27,9 +27,9 @@ from cab_hf.eval.speed.reported import Panel
 from cab_hf.eval.speed.schemes import ring_attention
 from cab_hf.eval.speed.team import ROW_SECONDS, Ranked, Team
 from cab_hf.eval.speed.timing import MOST_RUNS
-from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans
+from cab_hf.experiment.settings import by_device, option, parse_length
+from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
-from cab_hf.runs.settings import by_device, option, parse_length
 
 FORWARD, BOTH = DIRECTIONS = ("forward", "forward+backward")
 # number of checked KV heads: one more than is attended is in transfer
@@ -101,10 +101,10 @@ class Settings(RandomHeads, SpeedSettings):
         """Return the config at that length."""
         config = self.configured(max_density=self.density_at(length))
         block = max(config.query_block, config.key_block)
-        if EXACT_BLOCK % block:
+        if DENSE_BLOCK_SIZE % block:
             raise ValueError(
-                f"config must have blocks that divide {EXACT_BLOCK}, because the chunks of ranks "
-                f"are multiples of it, got {block}. Change --cab."
+                f"config must have blocks that divide {DENSE_BLOCK_SIZE}, because the chunks of "
+                f"ranks are multiples of it, got {block}. Change --cab."
             )
         return config
 
@@ -186,7 +186,7 @@ class ContextParallel(Ranked):
         settings, bench = self.settings, self.bench
         backward = sample["direction"] == BOTH
         # chunks of two blocks, the last one incomplete
-        small = self.turn(sample, team, 4 * team.size * EXACT_BLOCK - 37)
+        small = self.turn(sample, team, 4 * team.size * DENSE_BLOCK_SIZE - 37)
         team.together(lambda: check(small, *self.whole(small), backward))
         turn, warm_up = self.turn(sample, team, sample["length"]), math.inf
         if turn.length > WARM_UP_TOKENS and not turn.scheme.sparse:
@@ -263,7 +263,7 @@ class BenchCase:
     Attributes:
         group: the ranks of the sequence; unused for one rank.
         config: CAB's config, with the engine of all schemes.
-        spans: spans of this rank's queries; all calls share them, like the layers of a forward
+        ranges: ranges of this rank's queries; all calls share them, like the layers of a forward
             pass.
     """
 
@@ -271,18 +271,18 @@ class BenchCase:
     length: int
     group: ProcessGroup | None
     config: CabConfig
-    spans: Spans | None = None
+    ranges: KeyRanges | None = None
 
     @cached_property
     def sharding(self) -> Sharding | None:
         if self.scheme.function is None:
             return None
-        return sharding_of((self.length,), self.group.size(), EXACT_BLOCK)
+        return sharding_of((self.length,), self.group.size(), DENSE_BLOCK_SIZE)
 
     @property
     def over_ranks(self) -> dict[str, Any]:
         """The arguments of functions over ranks."""
-        return {"group": self.group, "cu_seqlens": (0, self.length), "block": EXACT_BLOCK}
+        return {"group": self.group, "cu_seqlens": (0, self.length), "block": DENSE_BLOCK_SIZE}
 
     def sharded(self, x: Tensor) -> Tensor:
         """Return this rank's tokens of [B, H, N, D] in the same memory layout.
@@ -306,19 +306,21 @@ class BenchCase:
         if self.sharding is not None:
             if not self.scheme.sparse:
                 return None
-            plan = predict(q, k, spans=self.spans, config=self.config, **self.over_ranks)
-            self.spans = plan.spans
+            plan = predict(q, k, ranges=self.ranges, config=self.config, **self.over_ranks)
+            self.ranges = plan.ranges
             return plan
-        if self.spans is None:
-            self.spans = Spans.causal(q.shape[0], self.length, self.length, q.device)
+        if self.ranges is None:
+            self.ranges = KeyRanges.causal(q.shape[0], self.length, self.length, q.device)
         if not self.scheme.sparse:
-            return everything(self.spans, EXACT_BLOCK)
-        return make_predictor(self.config)(q, k, LayerContext(self.spans, q.shape[-1] ** -0.5))
+            return everything(self.ranges, DENSE_BLOCK_SIZE)
+        return make_predictor(self.config)(q, k, LayerContext(self.ranges, q.shape[-1] ** -0.5))
 
     def workload(self, q: Tensor, k: Tensor, v: Tensor) -> Workload:
         """Return the workload of the engine, with the gradients that the inputs need."""
         blocks = self.config.query_block, self.config.key_block
-        return Workload.of(q, k, v, blocks if self.scheme.sparse else (EXACT_BLOCK, EXACT_BLOCK))
+        return Workload.of(
+            q, k, v, blocks if self.scheme.sparse else (DENSE_BLOCK_SIZE, DENSE_BLOCK_SIZE)
+        )
 
     def label(self, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> str:
         """Return the name of the kernels that attend."""
@@ -370,7 +372,7 @@ def check(turn: BenchCase, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> N
     q, k, v = q[:, : CHECKED_KV_HEADS * group], k[:, :CHECKED_KV_HEADS], v[:, :CHECKED_KV_HEADS]
     generator = torch.Generator(q.device).manual_seed(0)
     gradient = torch.randn(q.shape, device=q.device, generator=generator).to(q.dtype)
-    plan = replace(turn, scheme=ALONE[turn.scheme.against], spans=None).choose(q, k)
+    plan = replace(turn, scheme=ALONE[turn.scheme.against], ranges=None).choose(q, k)
 
     def exactly(*heads: Tensor) -> Tensor:
         return REFERENCE.attention(*heads, plan, q.shape[-1] ** -0.5)

@@ -29,10 +29,10 @@ from cab_hf.eval.speed.heads import RandomHeads
 from cab_hf.eval.speed.model import SDPA
 from cab_hf.eval.speed.reported import Panel
 from cab_hf.eval.speed.timing import Bench, method_on
+from cab_hf.experiment.settings import option, parse_length
 from cab_hf.hf.rotary import llama_channels
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice, reference
-from cab_hf.runs.settings import option, parse_length
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

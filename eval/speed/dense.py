@@ -25,7 +25,7 @@ from cab_hf.engines import REFERENCE
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import digits, percent
 from cab_hf.eval.speed.timing import Bench, in_a_sentence
-from cab_hf.plan import BlockPlan, Spans
+from cab_hf.plan import BlockPlan, KeyRanges
 
 # q [B, H, N, D], k and v [B, H_kv, N, D], scale -> [B, H, N, D]
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -176,7 +176,7 @@ def check_rows(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) ->
     for start in dict.fromkeys((0, last // 2, last)):
         stop = min(start + CHECKED_QUERIES, plan.q_length)
         where = f"in queries {start} to {stop - 1}"
-        padding = (plan.spans.last[:, start:stop] < 0)[:, None, :, None]
+        padding = (plan.ranges.end[:, start:stop] < 0)[:, None, :, None]
         if not padding.all():
             pair = out[:, :, start:stop], exact_rows(q, k, v, plan, start, stop)
             close(*(x.masked_fill(padding, 0.0) for x in pair), where)
@@ -202,12 +202,12 @@ def check_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    planner: Callable[[Tensor, Tensor, Spans], BlockPlan],
+    planner: Callable[[Tensor, Tensor, KeyRanges], BlockPlan],
 ) -> None:
     """Compare gradients with those of the float32 reference, on the first tokens."""
     q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
     batch, _, length, dim = q.shape
-    plan = planner(q, k, Spans.causal(batch, length, length, q.device))
+    plan = planner(q, k, KeyRanges.causal(batch, length, length, q.device))
     floats = (x.float() for x in (q, k, v))
     result = gradients_of(attend, q, k, v, plan, dim**-0.5)()
     exact = gradients_of(REFERENCE.attention, *floats, plan, dim**-0.5)()
@@ -219,12 +219,12 @@ def check_gradients(
 def check_dense(attend: Attend, q: Tensor, k: Tensor, v: Tensor, backward: bool = False) -> None:
     """Run `check_rows` of causal attention on the first tokens, and `check_gradients` if asked."""
 
-    def causal(q: Tensor, k: Tensor, spans: Spans) -> BlockPlan:
-        return BlockPlan.causal(spans, q.shape[1], *CHECK_BLOCKS)
+    def causal(q: Tensor, k: Tensor, ranges: KeyRanges) -> BlockPlan:
+        return BlockPlan.causal(ranges, q.shape[1], *CHECK_BLOCKS)
 
     q, k, v = (x[:, :, :CHECK_LENGTH] for x in (q, k, v))
-    spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    check_rows(attend(q, k, v, q.shape[-1] ** -0.5), q, k, v, causal(q, k, spans))
+    ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    check_rows(attend(q, k, v, q.shape[-1] ** -0.5), q, k, v, causal(q, k, ranges))
     if backward:
         check_gradients(lambda q, k, v, plan, scale: attend(q, k, v, scale), q, k, v, causal)
 

@@ -14,10 +14,10 @@ from cab_hf.config import CabConfig
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import Speed, SpeedSettings, made_of
 from cab_hf.eval.speed.timing import Bench, in_a_sentence
+from cab_hf.experiment.settings import option
 from cab_hf.hf.rotary import llama_channels
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext
-from cab_hf.runs.settings import option
 
 # inputs with the structure of text: directions, tokens that share one, its size relative to the
 # noise
@@ -58,12 +58,12 @@ class RandomHeads:
 
 
 def call_of(
-    config: CabConfig, spans: Spans, head_dim: int, sinks: Tensor | None = None
+    config: CabConfig, ranges: KeyRanges, head_dim: int, sinks: Tensor | None = None
 ) -> LayerContext:
     """Return the context for the predictor of ``config``; in a cascade that of its first anchor."""
     layer = config.anchors[0] if config.anchors else None
     channels = llama_channels(head_dim)
-    return LayerContext(spans, head_dim**-0.5, layer, channels=channels, sinks=sinks)
+    return LayerContext(ranges, head_dim**-0.5, layer, channels=channels, sinks=sinks)
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,13 @@ from cab_hf.eval.speed.model import SDPA
 from cab_hf.eval.speed.reported import CAB_DENSE, Panel
 from cab_hf.eval.speed.team import Team, by_torchrun
 from cab_hf.eval.speed.ttft import GAIN, TimeToFirstToken, beside_dense
-from cab_hf.finetune.meter import GIB, Cost, Fit, Room, fit, host_bytes, plan_bytes
+from cab_hf.experiment.settings import by_device, flag, number_or_auto, option
+from cab_hf.finetune.cost_model import GIB, Cost, Fit, Room, fit, host_bytes, plan_bytes
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
 from cab_hf.finetune.objective import Batch, Objective
 from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.parallel import block_of, sharded
 from cab_hf.finetune.tiles import compute_in_tiles, tile_of
-from cab_hf.runs.settings import by_device, flag, number_or_auto, option
 
 ALONE, DDP, FSDP2, CP = SPREADS = ("alone", "ddp", "fsdp2", "cp")
 CAB = "cab"

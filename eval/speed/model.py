@@ -20,7 +20,7 @@ from cab_hf.eval.quantised import to_8_bits
 from cab_hf.eval.speed import dense
 from cab_hf.eval.speed.base import KEEPS_ALL, Speed, SpeedSettings, densities, made_of
 from cab_hf.eval.speed.dense import CHECK_LENGTH, check_dense
-from cab_hf.runs.settings import by_device, option
+from cab_hf.experiment.settings import by_device, option
 
 # transformers is imported on demand: --help does not need it
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from cab_hf.eval.speed.base import by_length, powers
 from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, call_of
 from cab_hf.eval.speed.reported import Panel
 from cab_hf.eval.speed.timing import OTHER, PREDICTOR, PROFILED_CALLS, method_on
-from cab_hf.plan import Spans
+from cab_hf.experiment.settings import option
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import make_predictor
-from cab_hf.runs.settings import option
 
 PARTS = tuple(f"{part}_ms" for part in (*PREDICTOR, OTHER))
 
@@ -67,9 +67,9 @@ class Predictor(HeadSpeed):
     def find(self, sample: dict[str, Any]) -> None:
         settings, bench, length = self.settings, self.bench, sample["length"]
         q, k = settings.random_heads(length, settings.head_dim, bench.device, "qk")
-        spans = Spans.causal(settings.batch, length, length, bench.device)
+        ranges = KeyRanges.causal(settings.batch, length, length, bench.device)
         config = settings.cab_config
-        call = partial(make_predictor(config), q, k, call_of(config, spans, settings.head_dim))
+        call = partial(make_predictor(config), q, k, call_of(config, ranges, settings.head_dim))
 
         call()  # compiles and tunes kernels, which needs its own memory
         plan, peak = bench.peak(call)

@@ -12,7 +12,7 @@ from cab_hf.eval.fits import DYNAMIC, GIB, STATIC, Prompts
 from cab_hf.eval.speed import base
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.reported import CAB_DENSE, Panel
-from cab_hf.runs.settings import by_device, option, parse_flag
+from cab_hf.experiment.settings import by_device, option, parse_flag
 
 WAY = "cab-always"
 # chunks that start a cache and continue one, so that the kernels of both are compiled

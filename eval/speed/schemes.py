@@ -17,7 +17,7 @@ from cab_hf.distributed.sharded import ShardedLayout
 from cab_hf.distributed.sharding import ShardMap
 from cab_hf.distributed.zigzag import zigzag_attention
 from cab_hf.engines import Engine, Workload
-from cab_hf.plan import Spans, once_per_spans
+from cab_hf.plan import KeyRanges, cached_per_ranges
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
@@ -57,8 +57,8 @@ def _around(
             # sent to the next rank while this step computes
             received, works = _hop(both.detach(), layout.group, 1)
         keys, values = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
-        spans = _seen_of(layout.spans, layout.shard_map, (rank - step) % world)
-        plan = everything(spans, layout.shard_map.sharding.exact_block)
+        ranges = _seen_of(layout.ranges, layout.shard_map, (rank - step) % world)
+        plan = everything(ranges, layout.shard_map.sharding.dense_block_size)
         result = engine.attention(q, keys, values, plan, scale, return_lse=True)
         # merged in at least float32, and rounded once
         result = result[0].to(result[1].dtype), result[1]
@@ -81,20 +81,20 @@ def _merged(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return one * weight[0] + other * weight[1], total.masked_fill(blind, -torch.inf)
 
 
-@once_per_spans
-def _seen_of(spans: Spans, shard_map: ShardMap, holder: int) -> Spans:
-    """Return the spans of this rank's queries over another rank's keys, in their order."""
-    sharding, device = shard_map.sharding, spans.first.device
+@cached_per_ranges
+def _seen_of(ranges: KeyRanges, shard_map: ShardMap, holder: int) -> KeyRanges:
+    """Return the ranges of this rank's queries over another rank's keys, in their order."""
+    sharding, device = shard_map.sharding, ranges.start.device
     real = sharding.real[holder].to(device)
     # padding is ordered between the last token of its document and the first of the next
     order = 2 * (shard_map.begins + sharding.positions[holder].to(device)) + (~real).long()
-    first = torch.searchsorted(order, 2 * spans.first.to(order.dtype))
-    last = torch.searchsorted(order, 2 * spans.last.to(order.dtype), right=True) - 1
-    seen = (spans.last >= 0) & (first <= last)
-    return Spans(
+    first = torch.searchsorted(order, 2 * ranges.start.to(order.dtype))
+    last = torch.searchsorted(order, 2 * ranges.end.to(order.dtype), right=True) - 1
+    seen = (ranges.end >= 0) & (first <= last)
+    return KeyRanges(
         first.where(seen, 0).to(torch.int32),
         last.where(seen, -1).to(torch.int32),
-        real.expand(spans.first.shape[0], -1),
+        real.expand(ranges.start.shape[0], -1),
         consecutive=False,
     )
 

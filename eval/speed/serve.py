@@ -20,7 +20,7 @@ from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import CAB, SDPA
 from cab_hf.eval.speed.reported import CAB_DENSE, Panel, table
-from cab_hf.runs.settings import by_device, flag, option, parse_length
+from cab_hf.experiment.settings import by_device, flag, option, parse_length
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingManager, PreTrainedModel

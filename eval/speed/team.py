@@ -24,7 +24,7 @@ from cab_hf.distributed.sharding import sharding_of
 from cab_hf.eval.experiment import PROG, run
 from cab_hf.eval.speed.base import Speed, SpeedSettings
 from cab_hf.eval.speed.timing import MOST_RUNS, Bench, in_a_sentence
-from cab_hf.runs.settings import UsageError, read_settings
+from cab_hf.experiment.settings import UsageError, read_settings
 
 Found = TypeVar("Found")
 # time that ranks wait for one that works alone

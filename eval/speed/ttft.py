@@ -22,7 +22,7 @@ from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import CAB, PLAIN, SDPA, VARIANTS
 from cab_hf.eval.speed.reported import CAB_DENSE, TIMES, Panel
 from cab_hf.eval.speed.team import Ranked, Team, by_torchrun
-from cab_hf.runs.settings import option, parse_length
+from cab_hf.experiment.settings import option, parse_length
 
 # tokens per rank and MLP call: half a million tokens make tensors of 14 GiB
 MLP_TOKENS = 2**16

@@ -1,7 +1,7 @@
 """Documents and scores of the tasks in this folder, called by lm-evaluation-harness.
 
-The questions are written in `cab_hf.texts.documents`, `cab_hf.eval.haystack` and
-`cab_hf.texts.tasks`. Every function receives all of ``--model_args`` and ``--metadata`` as keywords
+The questions are written in `cab_hf.data.documents`, `cab_hf.eval.haystack` and
+`cab_hf.data.tasks`. Every function receives all of ``--model_args`` and ``--metadata`` as keywords
 and ignores unknown ones. Lengths take turns, so that ``--limit`` keeps documents of every length.
 """
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from cab_hf.data.documents import recall_document
+from cab_hf.data.needles import NOISE, leading_tokens, split_sentences
+from cab_hf.data.tasks import TASKS
 from cab_hf.eval.haystack import Haystack, answered
-from cab_hf.texts.documents import recall_document
-from cab_hf.texts.needles import NOISE, leading_tokens, split_sentences
-from cab_hf.texts.tasks import TASKS
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 Documents = list[dict[str, Any]]

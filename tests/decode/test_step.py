@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.call.call import Call
-from cab_hf.call.mask import CabMask
+from cab_hf.call.mask import MaskInfo
 from cab_hf.config import blocks_of
 from cab_hf.decode.cache import KeyIndex
 from cab_hf.decode.step import SHARED_CHOICE, SparseDecode, mapped_kv_heads
@@ -41,7 +41,7 @@ def dense(q, k, v):
 def test_a_layer_behind_an_anchor_reads_what_that_chooses(head_map, mapped):
     rows = [row or tuple(range(6)) for row in head_map]
     config = CabConfig(predictor="cascade", anchors=(0,), head_map=tuple(rows), min_length=0, **FEW)
-    text = CabMask(1, 1, LENGTH, LENGTH - 1)
+    text = MaskInfo(1, 1, LENGTH, LENGTH - 1)
     q, k, v = qkv(q_length=1, kv_length=LENGTH)
     step(text, config, 0, q, k, v)
     choice = text.state.shared[SHARED_CHOICE].choice.elsewhere(q.device, tuple(mapped))
@@ -52,7 +52,7 @@ def test_a_layer_behind_an_anchor_reads_what_that_chooses(head_map, mapped):
 
 def test_the_anchor_must_have_the_heads_of_the_layers_behind_it():
     config = CabConfig(predictor="cascade", anchors=(0,), min_length=0, **FEW)
-    text = CabMask(1, 1, LENGTH, LENGTH - 1)
+    text = MaskInfo(1, 1, LENGTH, LENGTH - 1)
     q, k, v = qkv(q_length=1, kv_length=LENGTH)
     step(text, config, 0, q, k, v)
     with pytest.raises(ValueError, match="layer 1 has 6 query heads and 3 KV heads"):
@@ -81,7 +81,7 @@ def test_a_kv_head_goes_with_most_of_its_query_heads(row, kv_heads, mapped):
     ],
 )
 def test_how_much_is_read_is_known_once_a_pass(given, length, wanted):
-    text = CabMask(1, 1, None, length)
+    text = MaskInfo(1, 1, None, length)
     made = text.reach(given, 0, torch.device("cpu"))
     assert [(x.tolist(), x.dtype) for x in made] == [
         ([int(length) + 1], torch.int64),
@@ -102,7 +102,7 @@ def test_a_row_reads_by_its_own_tokens(given, wanted, slots):
     # of a static cache all slots behind the text may be called real
     valid = torch.ones(2, slots, dtype=torch.bool)
     valid[0, :201], valid[1, :100] = False, False
-    text = CabMask(2, 1, None, torch.tensor(599), valid)
+    text = MaskInfo(2, 1, None, torch.tensor(599), valid)
     length, read = text.reach(given, 400, torch.device("cpu"))
     assert (length.tolist(), read.tolist()) == ([600], wanted)
 

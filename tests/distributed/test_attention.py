@@ -157,6 +157,6 @@ def test_gradients_are_the_same_however_autograd_saves(ranks, way, group, settin
 
 def test_zigzag_gives_every_rank_the_same_work():
     shard_map = sharding_for(4, None).shard_map(BLOCK, "cpu")
-    pairs = [int(shard_map.spans(rank, 1).pairs()) for rank in range(4)]
+    pairs = [int(shard_map.ranges(rank, 1).pairs()) for rank in range(4)]
     length = 2 * 4 * BLOCK * 2
     assert len(set(pairs)) == 1 and sum(pairs) == length * (length + 1) // 2

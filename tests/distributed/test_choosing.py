@@ -64,8 +64,8 @@ class LoudBlocks(Predictor):
     def choose(self, q, summary, call):
         blocks = {"query_block": self.config.query_block, "key_block": self.config.key_block}
         loud = (summary > 11).repeat_interleave(q.shape[1] // summary.shape[1], dim=1)
-        keep = loud.unsqueeze(2) & block_visibility(call.spans, **blocks).unsqueeze(1)
-        return BlockPlan.from_dense(keep, call.spans, **blocks)
+        keep = loud.unsqueeze(2) & block_visibility(call.ranges, **blocks).unsqueeze(1)
+        return BlockPlan.from_dense(keep, call.ranges, **blocks)
 
 
 class HalfAMass(RowsPredictor):
@@ -101,14 +101,14 @@ def parts_of(plan):
     return (
         plan.to_dense(),
         plan.is_dense(),
-        plan.spans.text_rows(plan.query_block),
+        plan.ranges.text_rows(plan.query_block),
     )
 
 
 def in_one_process(config, sharding, dim=DIM, channels=()):
     q, k, _ = full_text(sharding, dim)
     layout = layout_of(sharding, max(config.query_block, config.key_block))
-    call = LayerContext(layout.spans, DIM**-0.5, 0, channels=channels)
+    call = LayerContext(layout.ranges, DIM**-0.5, 0, channels=channels)
     return make_predictor(config)(layout.queries(q), layout.keys(k), call)
 
 
@@ -122,7 +122,7 @@ def assert_rows_of(actual, plan):
             assert torch.equal(complete[:, :, mine], plan.is_dense()[:, :, rows[mine]])
         seen[rows[mine]] += 1
     # a row of nothing but the padding between documents is nobody's
-    inhabited = plan.spans.rows(plan.query_block).queries[0] > 0
+    inhabited = plan.ranges.rows(plan.query_block).queries[0] > 0
     assert torch.equal(seen, inhabited.long())
 
 
@@ -174,8 +174,8 @@ def on_a_rank_by_slow_channels(process_group, config, ends):
     sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
     q, k, _ = (shard_of(x, sharding, rank) for x in full_text(sharding, 64))
     shard_map = sharding.shard_map(max(config.query_block, config.key_block), q.device)
-    layout = ShardedLayout(shard_map, process_group, shard_map.spans(rank, 1))
-    call = LayerContext(layout.spans, DIM**-0.5, 0, channels=SLOW)
+    layout = ShardedLayout(shard_map, process_group, shard_map.ranges(rank, 1))
+    call = LayerContext(layout.ranges, DIM**-0.5, 0, channels=SLOW)
     return parts_of(layout.choose(make_predictor(config), q, k, call))
 
 
@@ -222,7 +222,7 @@ def test_attention_under_plans_is_that_of_one_process(ranks, config, text):
     if layout.query_order is not None:
         lse = lse[:, :, layout.query_order.place]
     for parts, meant in zip(zip(*outcome, strict=True), (out, lse, *gradients), strict=True):
-        result = torch.cat(parts, dim=2)[:, :, sharding.holders]
+        result = torch.cat(parts, dim=2)[:, :, sharding.owner]
         assert (result - meant).abs().max() <= 1e-5 * meant.abs().max()
 
 
@@ -245,7 +245,7 @@ def needed_on_a_rank(process_group, config):
 
 def test_layers_of_a_text_share_spans(ranks):
     for same, refusal in ranks.run(2, twice_on_a_rank):
-        assert same and refusal.startswith("spans must belong to the sequence of q")
+        assert same and refusal.startswith("ranges must belong to the sequence of q")
 
 
 def twice_on_a_rank(process_group):
@@ -254,10 +254,10 @@ def twice_on_a_rank(process_group):
     fields = {"group": process_group, "config": SMALL, "block": BLOCK}
     ends = {"cu_seqlens": TEXTS["packed"]}
     first = distributed.predict(q, k, **fields, **ends)
-    again = distributed.predict(q, k, **fields, **ends, spans=first.spans)
-    same = again.spans is first.spans and torch.equal(again.to_dense(), first.to_dense())
+    again = distributed.predict(q, k, **fields, **ends, ranges=first.ranges)
+    same = again.ranges is first.ranges and torch.equal(again.to_dense(), first.to_dense())
     try:
-        distributed.predict(q, k, **fields, spans=first.spans)
+        distributed.predict(q, k, **fields, ranges=first.ranges)
     except ValueError as error:
         return same, str(error)
     return same, ""

@@ -134,14 +134,14 @@ def computed(group, wrong):
     sharding, rank = sharding_for(group.size(), [0, 300]), group.rank()
     q, k, v = qkv(1, 4, 2, sharding.text)
     shard_map = shardings._shard_map.__wrapped__(
-        sharding, sharding.exact_block, torch.device("cpu")
+        sharding, sharding.dense_block_size, torch.device("cpu")
     )
     if wrong == "permutation":
         shard_map = replace(shard_map, source=shard_map.source.flip(0))
     if wrong == "positions":
         rank = 1 - rank
-    layout = ShardedLayout(shard_map, group, shard_map.spans(rank, 1))
-    plan = everything(layout.spans, sharding.exact_block)
+    layout = ShardedLayout(shard_map, group, shard_map.ranges(rank, 1))
+    plan = everything(layout.ranges, sharding.dense_block_size)
     held = (shard_of(x, sharding, group.rank()) for x in (q, k, v))
     out = layout.attend(REFERENCE, *held, plan, 0.25)
     exact = torch.nn.functional.scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""The kernels under the spans of a shard, in Triton's interpreter: early and late rows together."""
+"""The kernels under the ranges of a shard, in Triton's interpreter: early and late rows."""
 
 import pytest
 import torch
@@ -18,22 +18,22 @@ def shard_spans(ends, rank):
     """(the sharding of two ranks, its map, what the queries of one may see)."""
     sharding = sharding_for(2, ends)
     shard_map = sharding.shard_map(32, "cpu")
-    return sharding, shard_map, shard_map.spans(rank, 1)
+    return sharding, shard_map, shard_map.ranges(rank, 1)
 
 
 def test_attention_of_a_shard():
-    sharding, shard_map, spans = shard_spans([0, 33, 150], 1)
+    sharding, shard_map, ranges = shard_spans([0, 33, 150], 1)
     q, k, v = qkv(q_length=sharding.text, **SHAPE)
     q, grad = shard_of(q, sharding, 1), shard_of(q.flip(2), sharding, 1)
     k, v = shard_map.layout.keys(k), shard_map.layout.keys(v)
-    plan = random_plan(q, k, (32, 16), spans=spans)
+    plan = random_plan(q, k, (32, 16), ranges=ranges)
     assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.25)
 
 
 @pytest.mark.parametrize("ends", [[0, 221], [0, 33, 210]], ids=["one-text", "packed"])
 def test_the_choice_of_a_shard(ends):
-    sharding, shard_map, spans = shard_spans(ends, 0)
+    sharding, shard_map, ranges = shard_spans(ends, 0)
     q, k = loud(q_length=sharding.text, **SHAPE)
     q, k = shard_of(q, sharding, 0), shard_map.layout.keys(k)
-    actual, meant = (choose(SMALL, q, k, spans) for choose in (by_kernels, on_the_cpu))
+    actual, meant = (choose(SMALL, q, k, ranges) for choose in (by_kernels, on_the_cpu))
     assert torch.equal(actual.to_dense(), meant.to_dense())

@@ -19,7 +19,7 @@ import cab_hf
 from cab_hf import distributed
 from cab_hf.distributed.sharding import sharding_of
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 
 PACKED = [0, 70, 71, 300, 655]
 CONFIGS = {
@@ -91,8 +91,8 @@ def in_one_process(batch, build):
     batch = dict(batch)
     if "cu_seq_lens_q" in batch:
         ends = batch["cu_seq_lens_q"].tolist()
-        spans = zip(ends, ends[1:], strict=False)
-        batch["position_ids"] = torch.cat([torch.arange(b - a) for a, b in spans])[None]
+        ranges = zip(ends, ends[1:], strict=False)
+        batch["position_ids"] = torch.cat([torch.arange(b - a) for a, b in ranges])[None]
     return step(model, batch)
 
 
@@ -159,13 +159,13 @@ def test_so_is_that_of_other_models_and_settings(ranks, build, settings, world):
 
 
 def made_after_each_pass(group, batch):
-    """How many things stand with spans that are alive after each of three forward passes."""
+    """How many things stand with ranges that are alive after each of three forward passes."""
     model, alive = model_of("cab", CONFIGS["some-documents-exact"]), []
     for _ in range(3):
         with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
             model(**distributed.shard(batch, group, BLOCK), use_cache=False)
         gc.collect()
-        alive.append(sum(len(x._made) for x in gc.get_objects() if isinstance(x, Spans)))
+        alive.append(sum(len(x._made) for x in gc.get_objects() if isinstance(x, KeyRanges)))
     return alive
 
 

@@ -18,7 +18,7 @@ from valid_plan import require_valid
 from cab_hf import BlockPlan, engines
 from cab_hf.ops import reference
 from cab_hf.ops.attention import complete
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 
 FOUR = {"heads": 4, "kv_heads": 2}
 TWO = {"heads": 2, "kv_heads": 1}
@@ -60,7 +60,7 @@ cases = pytest.mark.parametrize(("shape", "blocks"), CASES)
 def listed(plan):
     """The same attention, every block of it in a list."""
     return BlockPlan.from_dense(
-        plan.to_dense(), plan.spans, query_block=plan.query_block, key_block=plan.key_block
+        plan.to_dense(), plan.ranges, query_block=plan.query_block, key_block=plan.key_block
     )
 
 
@@ -68,9 +68,9 @@ def listed(plan):
 def plan():
     """Six queries over six keys, two heads, blocks of 2 x 2; only the diagonal is kept."""
     keep = torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
-    spans = Spans.causal(1, 6, 6, "cpu")
+    ranges = KeyRanges.causal(1, 6, 6, "cpu")
     rows = torch.tensor([[2, -1]])
-    return BlockPlan.from_dense(keep, spans, query_block=2, key_block=2, dense_rows=rows)
+    return BlockPlan.from_dense(keep, ranges, query_block=2, key_block=2, dense_rows=rows)
 
 
 def test_what_is_named_is_attended_and_not_listed(plan):
@@ -93,9 +93,9 @@ def test_the_meaning_is_that_of_lists(shape, blocks):
 
 def test_parts_of_the_keys_end_at_key_blocks():
     """Of a chunk that begins off the grid, and key blocks larger than a plan of everything has."""
-    spans = Spans.causal(1, 128, 9788, "cpu")
-    rows = spans.tail_rows(128, 128)
-    *_, plan = complete._gathered(spans, rows, (128, 256), 2)
+    ranges = KeyRanges.causal(1, 128, 9788, "cpu")
+    rows = ranges.tail_rows(128, 128)
+    *_, plan = complete._gathered(ranges, rows, (128, 256), 2)
     require_valid(plan)
 
 
@@ -135,7 +135,7 @@ def test_rows_may_walk_the_keys_in_parts(shape, blocks, return_lse, monkeypatch)
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
     monkeypatch.setattr(complete, "JOINED_ON", ("cpu",))
     monkeypatch.setattr(complete, "SPLIT_KEYS", 16)
-    monkeypatch.setattr(complete, "EXACT_BLOCK", max(blocks))
+    monkeypatch.setattr(complete, "DENSE_BLOCK_SIZE", max(blocks))
     splits = []
     gathered = complete._gathered
     monkeypatch.setattr(complete, "_gathered", lambda *a: splits.append(a[3]) or gathered(*a))
@@ -153,21 +153,21 @@ def test_flex_attends_it(shape, blocks):
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
     with torch.no_grad():
         actual = engines.FLEX.attention(q, k, v, plan, 0.2)
-    seen = (plan.spans.last >= 0)[:, None, :, None]
+    seen = (plan.ranges.end >= 0)[:, None, :, None]
     meant = reference.attention(q, k, v, plan, 0.2)
     torch.testing.assert_close(actual.where(seen, 0), meant, atol=1e-5, rtol=1e-4)
 
 
 def test_layers_share_the_plans_of_what_is_not_listed(monkeypatch):
     q, k, v = qkv(q_length=60, **FOUR)
-    spans = Spans.causal(1, 60, 60, "cpu")
+    ranges = KeyRanges.causal(1, 60, 60, "cpu")
     made = []
     causal = BlockPlan.causal
     monkeypatch.setattr(BlockPlan, "causal", lambda *a: made.append(a) or causal(*a))
     keep = torch.zeros(1, 4, 2, 4, dtype=torch.bool)
     for _ in range(3):
-        rows = spans.tail_rows(32, 32)
-        plan = BlockPlan.from_dense(keep, spans, query_block=32, key_block=16, dense_rows=rows)
+        rows = ranges.tail_rows(32, 32)
+        plan = BlockPlan.from_dense(keep, ranges, query_block=32, key_block=16, dense_rows=rows)
         engines.TRITON.attention(q, k, v, plan, 0.2)
     assert len(made) == 1
 
@@ -181,13 +181,13 @@ def test_a_plan_that_lists_everything_runs_as_it_did():
 
 
 def test_rows_of_a_tail_are_counted_without_looking():
-    assert Spans.causal(2, 100, 130, "cpu").tail_rows(32, 32).tolist() == [[2, 3]] * 2
-    assert Spans.causal(1, 96, 96, "cpu").tail_rows(32, 32).tolist() == [[2, -1]]
-    assert Spans.causal(1, 31, 96, "cpu").tail_rows(32, 32) is None
-    assert Spans.causal(1, 96, 96, "cpu").tail_rows(0, 32) is None
-    padded = laid_out("padded", 2, 100, 100, 32, "cpu").spans
+    assert KeyRanges.causal(2, 100, 130, "cpu").tail_rows(32, 32).tolist() == [[2, 3]] * 2
+    assert KeyRanges.causal(1, 96, 96, "cpu").tail_rows(32, 32).tolist() == [[2, -1]]
+    assert KeyRanges.causal(1, 31, 96, "cpu").tail_rows(32, 32) is None
+    assert KeyRanges.causal(1, 96, 96, "cpu").tail_rows(0, 32) is None
+    padded = laid_out("padded", 2, 100, 100, 32, "cpu").ranges
     assert padded.tail_rows(32, 32).tolist() == [[1, 2], [2, 3]]
-    packed = laid_out("packed", 1, 100, 100, 32, "cpu").spans
+    packed = laid_out("packed", 1, 100, 100, 32, "cpu").ranges
     # 33 and 67 tokens, from one border to the next
     assert packed.tail_rows(32, 32).tolist() == [[0, 1, 3, 4]]
     assert replace(packed, documents=None).tail_rows(32, 32) is None

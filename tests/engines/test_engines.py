@@ -14,11 +14,11 @@ from torch.nn.attention.flex_attention import flex_attention
 from valid_plan import require_valid
 
 from cab_hf import BlockPlan, engines
-from cab_hf.call.layout import Layout
+from cab_hf.call.layout import BlockLayout
+from cab_hf.experiment.log import read_file
 from cab_hf.ops import reference
 from cab_hf.ops.attention import ffpa, flash, flex, traced
-from cab_hf.plan import BlockLists, Spans
-from cab_hf.runs.log import read_file
+from cab_hf.plan import BlockIndices, KeyRanges
 
 SHAPES = [
     pytest.param({"q_length": 256}, id="even"),
@@ -83,12 +83,12 @@ def test_a_plan_whose_heads_do_not_divide_those_of_q_is_refused():
 def test_queries_that_see_nothing_get_zeros_and_no_mass():
     """Whether it is the span that is empty, or the row of blocks."""
     q, k, v = qkv(q_length=96)
-    spans = Spans.causal(1, 96, 96, q.device)
-    spans = replace(spans, last=spans.last.masked_fill(torch.arange(96) < 5, -1))
-    plan = random_plan(q, k, (32, 32), spans=spans)
+    ranges = KeyRanges.causal(1, 96, 96, q.device)
+    ranges = replace(ranges, end=ranges.end.masked_fill(torch.arange(96) < 5, -1))
+    plan = random_plan(q, k, (32, 32), ranges=ranges)
     keep = plan.to_dense()
     keep[:, 1, 2] = False
-    plan = BlockPlan.from_dense(keep, spans, query_block=32, key_block=32)
+    plan = BlockPlan.from_dense(keep, ranges, query_block=32, key_block=32)
     out, lse = reference.attention(q, k, v, plan, 0.3, return_lse=True)
     blind = torch.zeros(q.shape[:3], dtype=torch.bool)
     blind[:, :, :5] = True
@@ -176,13 +176,13 @@ def test_flex_with_padding_and_documents():
     valid = torch.ones(2, 180, dtype=torch.bool)
     valid[0, :25] = False
     document = torch.tensor([[0] * 70 + [1] * 110] * 2)
-    layout = Layout.build(2, 180, 180, 0, valid, document, align=64, device=q.device)
+    layout = BlockLayout.build(2, 180, 180, 0, valid, document, align=64, device=q.device)
     q, k, v = layout.queries(q), layout.keys(k), layout.keys(v)
-    plan = random_plan(q, k, (64, 32), spans=layout.spans)
+    plan = random_plan(q, k, (64, 32), ranges=layout.ranges)
     require_valid(plan)
     with torch.no_grad():
         actual = flex.attention(q, k, v, plan, 0.3)
-    seen = (layout.spans.last >= 0)[:, None, :, None]
+    seen = (layout.ranges.end >= 0)[:, None, :, None]
     expected = reference.attention(q, k, v, plan, 0.3)
     torch.testing.assert_close(actual.where(seen, 0), expected, atol=1e-5, rtol=1e-4)
 
@@ -195,7 +195,7 @@ def test_uncompiled_flex_really_ignores_the_lists():
     with torch.no_grad():
         dense = flex_attention(q, k, v, block_mask=plain, scale=0.3, enable_gqa=True)
         sparse = flex.attention(q, k, v, plan, 0.3)
-    complete = BlockPlan.causal(plan.spans, q.shape[1], 64, 32)
+    complete = BlockPlan.causal(plan.ranges, q.shape[1], 64, 32)
     torch.testing.assert_close(
         dense, reference.attention(q, k, v, complete, 0.3), atol=1e-5, rtol=1e-4
     )
@@ -244,7 +244,7 @@ def test_blocks_merged_for_training_attend_the_same_tokens():
     assert mask.BLOCK_SIZE == (128, 128)
     lists = [(mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)]
     partial, full = (
-        BlockLists(*part)
+        BlockIndices(*part)
         .to_dense(3)
         .repeat_interleave(128, 2)
         .repeat_interleave(128, 3)[..., :300, :300]
@@ -467,7 +467,7 @@ def test_flex_is_compiled_for_a_cap_where_lengths_are_symbols(monkeypatch):
     for length in (96, 160):
         q, k, v = qkv(q_length=length, kv_length=length)
         plan = random_plan(q, k, (32, 16))
-        seen = (plan.spans.last >= 0)[:, None, :, None]
+        seen = (plan.ranges.end >= 0)[:, None, :, None]
         with torch.no_grad():
             out = flex.attention(q, k, v, plan, 0.3, softcap=3.0)
         meant = reference.attention(q, k, v, plan, 0.3, softcap=3.0)

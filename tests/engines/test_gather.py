@@ -50,7 +50,7 @@ def test_rows_that_list_nothing_see_nothing():
     q, k, v, _, plan = case("cpu", torch.float32, BLOCKS, **FOUR, q_length=130)
     keep = plan.to_dense()
     keep[:, 1, 2] = False
-    plan = type(plan).from_dense(keep, plan.spans, query_block=BLOCKS[0], key_block=BLOCKS[1])
+    plan = type(plan).from_dense(keep, plan.ranges, query_block=BLOCKS[0], key_block=BLOCKS[1])
     meant = reference.attention(q, k, v, plan, 0.2, return_lse=True)
     actual = gather.attention(q, k, v, plan, 0.2, return_lse=True)
     assert (actual[0][:, 1, 64:96] == 0).all() and (actual[1][:, 1, 64:96] == -torch.inf).all()

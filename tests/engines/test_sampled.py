@@ -35,8 +35,8 @@ CASES = [
 SAMPLING = replace(SPARSE, sampled_one_in=3)
 
 
-def sampled_case(shape, blocks, one_in):
-    return case("cpu", torch.float32, blocks, share=0.2, one_in=one_in, **shape)
+def sampled_case(shape, blocks, sample_period):
+    return case("cpu", torch.float32, blocks, share=0.2, sample_period=sample_period, **shape)
 
 
 def test_a_sample_is_refused_where_our_kernels_do_not_run(monkeypatch):
@@ -52,7 +52,7 @@ def test_a_sample_is_refused_where_our_kernels_do_not_run(monkeypatch):
 
 @pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 0, 4))
 def test_kernels_compute_what_the_reference_defines(shape, blocks):
-    q, k, v, grad, plan = sampled_case(shape, blocks, one_in=3)
+    q, k, v, grad, plan = sampled_case(shape, blocks, sample_period=3)
     assert plan.sampled.counts.sum() > 0
     assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, 0.2)
 
@@ -66,11 +66,11 @@ def test_kernels_cap_logits_of_both():
 @pytest.mark.parametrize(("shape", "blocks"), CASES)
 def test_one_of_one_is_everything(shape, blocks):
     """What no row may see wholly is cut by the diagonal or a border, and listed here."""
-    q, k, v, grad, plan = sampled_case(shape, blocks, one_in=1)
-    dense = BlockPlan.causal(plan.spans, 1, *blocks)
+    q, k, v, grad, plan = sampled_case(shape, blocks, sample_period=1)
+    dense = BlockPlan.causal(plan.ranges, 1, *blocks)
     expected = with_gradients(reference.attention, (q, k, v), grad, dense, 0.2)
     actual = with_gradients(reference.attention, (q, k, v), grad, plan, 0.2)
-    seen = (plan.spans.last >= 0)[:, None, :, None]
+    seen = (plan.ranges.end >= 0)[:, None, :, None]
     for name, meant in expected.items():
         result = actual[name]
         if name in ("out", "dq"):
@@ -80,10 +80,10 @@ def test_one_of_one_is_everything(shape, blocks):
 
 
 def test_each_block_that_is_not_listed_is_drawn_as_often_as_any():
-    *_, plan = sampled_case(FOUR | {"q_length": 640}, (32, 16), one_in=4)
+    *_, plan = sampled_case(FOUR | {"q_length": 640}, (32, 16), sample_period=4)
     draws = [plan.with_sample(4, seed) for seed in seeds(300)]
     often = sum(x.of_sampled().to_dense().float() for x in draws) / len(draws)
-    visible = BlockPlan.causal(plan.spans, 1, 32, 16).to_dense()
+    visible = BlockPlan.causal(plan.ranges, 1, 32, 16).to_dense()
     free = visible & ~plan.to_dense()
     # by rows, heads and columns: 300 draws of many blocks
     assert (often[~free] == 0).all()
@@ -96,8 +96,8 @@ def test_each_block_that_is_not_listed_is_drawn_as_often_as_any():
 
 
 def test_what_is_drawn_is_on_average_what_is_left_out():
-    q, k, v, _, plan = sampled_case(FOUR | {"q_length": 200}, (32, 16), one_in=4)
-    dense = BlockPlan.causal(plan.spans, 1, 32, 16)
+    q, k, v, _, plan = sampled_case(FOUR | {"q_length": 200}, (32, 16), sample_period=4)
+    dense = BlockPlan.causal(plan.ranges, 1, 32, 16)
     expected = reference.attention(q, k, v, dense, 0.2, return_lse=True)[1].exp()
     draws = (plan.with_sample(4, seed) for seed in seeds(300))
     sums = [reference.attention(q, k, v, x, 0.2, return_lse=True)[1].exp() for x in draws]
@@ -105,7 +105,7 @@ def test_what_is_drawn_is_on_average_what_is_left_out():
 
 
 def test_a_plan_keeps_what_it_samples_through_every_change():
-    *_, plan = sampled_case(FOUR | {"q_length": 200}, (32, 16), one_in=3)
+    *_, plan = sampled_case(FOUR | {"q_length": 200}, (32, 16), sample_period=3)
     drawn = plan.of_sampled().to_dense()
     for changed, expected in (
         (plan.slice_heads(1, 2, 4), drawn[:, 1:2]),

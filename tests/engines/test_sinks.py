@@ -7,7 +7,7 @@ from budget import assert_within_budget
 from marks import slow_but
 
 from cab_hf import engines
-from cab_hf.call.layout import Layout
+from cab_hf.call.layout import BlockLayout
 from cab_hf.ops import reference
 from cab_hf.ops.attention import complete, traced
 
@@ -16,7 +16,7 @@ SHAPE = {"heads": 4, "kv_heads": 2}
 CASES = [
     pytest.param({"q_length": 105, "dense_rows": "tail"}, id="rows-apart"),
     pytest.param({"q_length": 75, "layout": "padded", "batch": 2}, id="padded"),
-    pytest.param({"q_length": 130, "one_in": 3, "share": 0.2}, id="sampled"),
+    pytest.param({"q_length": 130, "sample_period": 3, "share": 0.2}, id="sampled"),
     pytest.param({"q_length": 50, "dim": 264}, id="split"),
 ]
 ENGINES = {
@@ -33,7 +33,7 @@ def by_hand(q, k, v, sinks, plan, scale):
     seen = plan.token_mask().expand(logits.shape)
     if plan.sampled is not None:
         more = plan.of_sampled().token_mask().expand(logits.shape)
-        logits, seen = logits + more * torch.log(torch.tensor(plan.one_in)), seen | more
+        logits, seen = logits + more * torch.log(torch.tensor(plan.sample_period)), seen | more
     logits = logits.masked_fill(~seen, -torch.inf)
     column = sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
     return torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1] @ v
@@ -43,7 +43,7 @@ def by_hand(q, k, v, sinks, plan, scale):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_output_and_gradients_are_those_of_one_more_logit(engine, shape):
     q, k, v, grad, plan = case("cpu", torch.float32, (32, 16), **SHAPE, **shape)
-    layout = Layout(plan.spans, k.shape[2])
+    layout = BlockLayout(plan.ranges, k.shape[2])
     given = [q, k, v, torch.tensor(SINKS)]
 
     class Attention:
@@ -51,7 +51,7 @@ def test_output_and_gradients_are_those_of_one_more_logit(engine, shape):
 
     def results(attend, tensors):
         leaves = [x.detach().requires_grad_() for x in tensors]
-        seen = (plan.spans.last >= 0)[:, None, :, None]
+        seen = (plan.ranges.end >= 0)[:, None, :, None]
         out = attend(*leaves) * seen
         return out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))
 

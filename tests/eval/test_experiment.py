@@ -14,9 +14,9 @@ import pytest
 from cab_hf.eval import __main__, experiment, readme, speed
 from cab_hf.eval.experiment import Experiment, render, run
 from cab_hf.eval.report import markdown_table
-from cab_hf.runs import provenance
-from cab_hf.runs.log import LogError, pack, read_log
-from cab_hf.runs.settings import UsageError, comma_separated, option
+from cab_hf.experiment import provenance
+from cab_hf.experiment.log import LogError, pack, read_log
+from cab_hf.experiment.settings import UsageError, comma_separated, option
 
 FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.png"}
 

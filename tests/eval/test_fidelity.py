@@ -19,7 +19,7 @@ from cab_hf.eval.methods import METHODS, last_queries
 from cab_hf.eval.methods.blocks import Chosen
 from cab_hf.eval.speed.timing import Bench, Timing
 from cab_hf.eval.teacher_forcing import TeacherForced, distributions
-from cab_hf.runs.log import read_log
+from cab_hf.experiment.log import read_log
 
 SMALL = "query_block=32,key_block=16,mass_threshold=0.06,share_threshold=0.5,dense_tail_blocks=1"
 command = partial(long_runs.command, "fidelity")
@@ -121,7 +121,7 @@ def test_only_at_borders_nothing_behind_takes_part(model_folder, monkeypatch, pr
             )
 
     changes = 0
-    for at, _ in reading.spans:
+    for at, _ in reading.ranges:
         others = reading.tokens[:at] + tuple(reversed(reading.tokens[at:]))
         changes += not torch.equal(before(reading.tokens, at), before(others, at))
     assert (changes > 0) == (probe == "recall")

@@ -14,8 +14,8 @@ from cab_hf.eval.__main__ import main
 from cab_hf.eval.kv_cache import read_on
 from cab_hf.eval.tables import read_results
 from cab_hf.eval.tiny_types import tiny_config
-from cab_hf.finetune.meter import GIB
-from cab_hf.runs.settings import UsageError
+from cab_hf.experiment.settings import UsageError
+from cab_hf.finetune.cost_model import GIB
 
 RESULTS = Path(__file__).parents[2] / "eval" / "results"
 LENGTH = 300

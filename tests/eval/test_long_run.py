@@ -21,8 +21,8 @@ from cab_hf.eval.experiment import named, render, unlike_default
 from cab_hf.eval.fidelity import Fidelity
 from cab_hf.eval.on_model import SMALL
 from cab_hf.eval.passkey import Passkey
-from cab_hf.runs.log import read_log
-from cab_hf.runs.settings import read_settings, spelled
+from cab_hf.experiment.log import read_log
+from cab_hf.experiment.settings import read_settings, spelled
 
 NAMES = "passkey", "fidelity"
 CASES = {"passkey": 9, "fidelity": 24}

@@ -10,8 +10,8 @@ from transformers import GenerationConfig
 
 from cab_hf.eval import methods
 from cab_hf.eval.methods import METHODS, Cell, base, blocks, caches, last_queries
-from cab_hf.eval.teacher_forcing import behind_prompt
-from cab_hf.plan import Spans
+from cab_hf.eval.teacher_forcing import after_prompt
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 LENGTH = 600
@@ -125,7 +125,7 @@ def test_snapkv_keeps_what_the_end_of_a_prompt_attends(tokens, prompt):
 def test_streaming_decodes_over_sinks_and_the_latest(model, ids, method, sinks, tokens):
     prompt = 560
     with method.applied(model):
-        steps = behind_prompt(model, ids, prompt, cache=method.cache(model))
+        steps = after_prompt(model, ids, prompt, cache=method.cache(model))
     row, column = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
     kept = (column < sinks) | (column >= row - (tokens - sinks)) | (row < prompt)
     with torch.no_grad():
@@ -137,7 +137,7 @@ def test_streaming_forgets_in_decode_what_its_prefill_does_not_see(model, ids):
     streaming = methods.Streaming.fit(replace(CELL, budget=0.2))
     cache = streaming.cache(model)
     with streaming.applied(model):
-        behind_prompt(model, ids, 560, cache=cache)
+        after_prompt(model, ids, 560, cache=cache)
     kept = (streaming.config.local_blocks + 1) * streaming.config.key_block
     assert {layer.keys.shape[2] for layer in cache.layers} == {kept}
     # of the last token nothing is read but its logits
@@ -268,7 +268,7 @@ def test_trianglemix_is_dense_and_then_a_triangle(model, ids, monkeypatch):
         logits(model, ids)
         first, second = densities()
     assert first is None and 0 < second < 1
-    call = LayerContext(Spans.causal(1, 320, 320, "cpu"), 0.25, layer=1)
+    call = LayerContext(KeyRanges.causal(1, 320, 320, "cpu"), 0.25, layer=1)
     plan = make_predictor(method.config)(*random_qk(320), call)
     rows, block = torch.arange(10)[:, None], torch.arange(20)
     # blocks of 16 keys, seven of which hold 70 before and with each of 32 queries; the last 40

@@ -8,14 +8,14 @@ import torch
 from long_runs import FILES, command
 from words import CHAT, TEXT, make_tokenizer
 
+from cab_hf.data import needles
 from cab_hf.eval import haystack, passkey
 from cab_hf.eval.haystack import Haystack, answered
 from cab_hf.eval.passkey import Passkey
+from cab_hf.experiment import models
+from cab_hf.experiment.log import read_log
 from cab_hf.ops import decode
 from cab_hf.ops.decode.reference import LOCAL, SINKS
-from cab_hf.runs import models
-from cab_hf.runs.log import read_log
-from cab_hf.texts import needles
 
 LENGTH = 400
 MATCHED = ["published", "streaming", "random", "antidiagonal", "oracle", "h2o"]

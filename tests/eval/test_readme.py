@@ -19,7 +19,7 @@ from cab_hf.eval.tables import (
     pivoted,
     read_results,
 )
-from cab_hf.runs import loading
+from cab_hf.experiment import loading
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"

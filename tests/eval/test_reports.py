@@ -12,8 +12,8 @@ from cab_hf.eval import charts, fidelity_figure, report
 from cab_hf.eval.fidelity import Fidelity
 from cab_hf.eval.intervals import mean_interval, mean_of_intervals, paired_difference
 from cab_hf.eval.passkey import Passkey
-from cab_hf.runs.log import read_file, read_log
-from cab_hf.runs.markdown import code, plain
+from cab_hf.experiment.log import read_file, read_log
+from cab_hf.experiment.markdown import code, plain
 
 RESULTS = Path(__file__).parents[2] / "eval" / "results"
 # a section a scene of `SCENES`: its sentences and tables, as they were read and found right

@@ -8,10 +8,10 @@ import torch
 from rivals import BY_THE_END, RIVALS, config_of, eager_probabilities, kept_by, random_qk
 from valid_plan import require_valid
 
-from cab_hf.call.layout import Layout
+from cab_hf.call.layout import BlockLayout
 from cab_hf.eval import methods
 from cab_hf.eval.methods import blocks, caches, last_queries
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, attention_mass, make_predictor
 
 
@@ -36,14 +36,14 @@ def test_block_mass_is_eager_attention_summed(length, row_blocks, monkeypatch):
     q, k = random_qk(length)
     a_row = q.shape[1] * 32 * length
     monkeypatch.setattr(attention_mass, "LOGITS_AT_A_TIME", row_blocks * a_row)
-    spans = Spans.causal(1, length, length, "cpu")
-    mass = attention_mass.block_mass(q, k, spans, 0.25, 32, 16)
+    ranges = KeyRanges.causal(1, length, length, "cpu")
+    mass = attention_mass.block_mass(q, k, ranges, 0.25, 32, 16)
     complete = eager_probabilities(q, k, 0.25)
     torch.testing.assert_close(mass, blocks_of(complete, 16, 32))
-    torch.testing.assert_close(caches.column_sums(q, k, spans, 0.25), complete.sum(2))
+    torch.testing.assert_close(caches.column_sums(q, k, ranges, 0.25), complete.sum(2))
     # rows of padding attend nothing
-    spans = replace(spans, last=torch.where(torch.arange(length) < 40, spans.last, -1))
-    mass = attention_mass.block_mass(q, k, spans, 0.25, 32, 16).sum(-1)
+    ranges = replace(ranges, end=torch.where(torch.arange(length) < 40, ranges.end, -1))
+    mass = attention_mass.block_mass(q, k, ranges, 0.25, 32, 16).sum(-1)
     expected = torch.tensor([32.0, 8.0, *[0.0] * (-(-length // 32) - 2)])
     torch.testing.assert_close(mass, expected.expand(1, 6, -1))
 
@@ -52,8 +52,8 @@ def test_antidiagonal_score_by_hand():
     """One head, dim 1: the logit of a tile is the mean of its antidiagonal products."""
     stride = blocks.STRIDE
     q, k = random_qk(2 * stride, heads=1, kv_heads=1, dim=1)
-    spans = Spans.causal(1, 2 * stride, 2 * stride, "cpu")
-    (_, rows), *rest = attention_mass.attention_rows(q, k, spans, 2.0, stride)
+    ranges = KeyRanges.causal(1, 2 * stride, 2 * stride, "cpu")
+    (_, rows), *rest = attention_mass.attention_rows(q, k, ranges, 2.0, stride)
     q, k = q.flatten(), k.flatten()
     second = range(stride, 2 * stride)
     first_logit = sum(q[i] * k[2 * stride - 1 - i] for i in second) * 2 / stride
@@ -66,7 +66,7 @@ def test_antidiagonal_score_by_hand():
 @pytest.mark.parametrize("length", [1, 205])
 def test_vertical_slash_scores_are_those_of_eager_attention(length):
     q, k = random_qk(length)
-    call = LayerContext(Spans.causal(1, length, length, "cpu"), 0.25)
+    call = LayerContext(KeyRanges.causal(1, length, length, "cpu"), 0.25)
     score = last_queries.vertical_slash_scores(q, k, call, 32, 16, asking=20)
     attention = eager_probabilities(q, k, 0.25)[:, :, -20:]
     distance = torch.arange(length)[-20:, None] - torch.arange(length)
@@ -117,9 +117,9 @@ def test_a_text_keeps_the_blocks_that_it_keeps_alone(name, documents, real):
     length = of_tokens.shape[1]
     q, k = random_qk(length)
     document = of_tokens if real is None else None
-    layout = Layout.build(1, length, length, 0, valid, document, 32, q.device)
+    layout = BlockLayout.build(1, length, length, 0, valid, document, 32, q.device)
     config = RIVALS[name]
-    given = layout.queries(q), layout.keys(k), LayerContext(layout.spans, 0.25)
+    given = layout.queries(q), layout.keys(k), LayerContext(layout.ranges, 0.25)
     if real is None and name in BY_THE_END:
         with pytest.raises(NotImplementedError, match=f"packed document, got '{config.predictor}'"):
             make_predictor(config)(*given)
@@ -139,8 +139,8 @@ def test_xattention_keeps_the_fewest_blocks_of_a_threshold(name, stride, share):
     q, k = random_qk(320)
     q, k = 4 * q, 4 * k
     keep = kept_by(config_of(name, share, sink_blocks=1, local_blocks=0), q, k)
-    spans = Spans.causal(1, 320, 320, "cpu")
-    mass = attention_mass.block_mass(q, k, spans, 0.25, 32, 16, stride=stride)
+    ranges = KeyRanges.causal(1, 320, 320, "cpu")
+    mass = attention_mass.block_mass(q, k, ranges, 0.25, 32, 16, stride=stride)
     mass = mass / mass.sum(-1, keepdim=True)
     for head in range(6):
         for row in range(10):
@@ -157,19 +157,19 @@ def test_xattention_keeps_the_fewest_blocks_of_a_threshold(name, stride, share):
 
 def test_columns_and_diagonals_are_touched_by_hand():
     """Query blocks of two key blocks: rows of key blocks 0 and 1, 2 and 3, 4 and 5."""
-    spans = Spans.causal(1, 12, 12, "cpu")
+    ranges = KeyRanges.causal(1, 12, 12, "cpu")
     nothing = torch.zeros(1, 1, 6, dtype=torch.bool)
     column, far = nothing.clone(), nothing.clone()
     column[..., 1] = True
     # three key blocks before one of the row's own
     far[..., 3] = True
     visible = torch.ones(6, 6, dtype=torch.bool).tril()[1::2]
-    keep = last_queries.touched(column, nothing, spans, 4, 2)[0, 0] & visible
+    keep = last_queries.touched(column, nothing, ranges, 4, 2)[0, 0] & visible
     assert keep.nonzero().tolist() == [[0, 1], [1, 1], [2, 1]]
-    keep = last_queries.touched(nothing, far, spans, 4, 2)[0, 0] & visible
+    keep = last_queries.touched(nothing, far, ranges, 4, 2)[0, 0] & visible
     assert keep.nonzero().tolist() == [[1, 0], [2, 1], [2, 2]]
     # rows of half a key block each
-    keep = last_queries.touched(nothing, far, Spans.causal(1, 24, 24, "cpu"), 2, 4)[0, 0]
+    keep = last_queries.touched(nothing, far, KeyRanges.causal(1, 24, 24, "cpu"), 2, 4)[0, 0]
     assert keep.nonzero().tolist() == [[6, 0], [7, 0], [8, 1], [9, 1], [10, 2], [11, 2]]
 
 
@@ -243,10 +243,10 @@ def test_flexprefill_believes_an_estimate_that_is_right():
     """Keys alike within their blocks are what their means are; others are not."""
     k = random_qk(20)[1].repeat_interleave(16, dim=2)
     q = random_qk(10)[0].repeat_interleave(32, dim=2)
-    spans = Spans.causal(1, 320, 320, "cpu")
-    keys = blocks.block_means(k, spans.key_valid, 16)
-    pooled = last_queries.pooled_last_block(q, keys, spans, 0.25, 32, 16)
-    columns, _ = caches.columns_and_diagonals(q, k, spans, 0.25, 32)
+    ranges = KeyRanges.causal(1, 320, 320, "cpu")
+    keys = blocks.block_means(k, ranges.key_valid, 16)
+    pooled = last_queries.pooled_last_block(q, keys, ranges, 0.25, 32, 16)
+    columns, _ = caches.columns_and_diagonals(q, k, ranges, 0.25, 32)
     columns = columns.unflatten(-1, (20, 16)).sum(-1) / 32
     # the last 32 queries see the last two blocks in part
     assert (last_queries.root_divergence(pooled, columns) < 0.25).all()
@@ -313,8 +313,8 @@ def test_a_row_keeps_its_share_forced_blocks_counted(name):
 def test_single_queries_have_plans_too():
     """One query at the end of many keys."""
     q, k = random_qk(200)
-    spans = Spans.causal(1, 1, 200, "cpu")
+    ranges = KeyRanges.causal(1, 1, 200, "cpu")
     for config in RIVALS.values():
-        plan = make_predictor(config)(q[:, :, -1:], k, LayerContext(spans, 0.25))
+        plan = make_predictor(config)(q[:, :, -1:], k, LayerContext(ranges, 0.25))
         require_valid(plan)
         assert plan.to_dense()[0, :, 0, [0, 12]].all()

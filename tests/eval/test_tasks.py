@@ -14,15 +14,15 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from words import CHAT, TEXT, make_merging_tokenizer, make_tokenizer
 
 from cab_hf import CabConfig, apply_cab, remove_cab
+from cab_hf.data.documents import recall_document
+from cab_hf.data.needles import NOISE, split_sentences
+from cab_hf.data.tasks import TASKS
 from cab_hf.eval import harness, passkey
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.harness import refuse_misspelt
 from cab_hf.eval.haystack import Haystack
-from cab_hf.runs.models import smollm2_folder
-from cab_hf.runs.settings import UsageError
-from cab_hf.texts.documents import recall_document
-from cab_hf.texts.needles import NOISE, split_sentences
-from cab_hf.texts.tasks import TASKS
+from cab_hf.experiment.models import smollm2_folder
+from cab_hf.experiment.settings import UsageError
 
 LENGTHS = [300, 450]
 LONGER = (650, 700)  # room for the twelve keys of cab_recall

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from words import CHAT, make_tokenizer
 
 import cab_hf
+from cab_hf.data.needles import NOISE, QUESTION
+from cab_hf.data.tasks import TASKS
 from cab_hf.eval import fidelity, teacher_forcing
 from cab_hf.eval.fidelity import Fidelity, Settings
 from cab_hf.eval.haystack import Haystack
@@ -28,8 +30,6 @@ from cab_hf.eval.teacher_forcing import (
     greedy_match,
     nll,
 )
-from cab_hf.texts.needles import NOISE, QUESTION
-from cab_hf.texts.tasks import TASKS
 
 
 def answering(logits):
@@ -89,12 +89,12 @@ def read(length):
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_what_follows_a_prompt_is_foreseen_as_in_one_pass(chunk):
-    (model, tokens), spans = read(90), ((50, 51), (60, 90))
-    complete = distributions(model, TeacherForced(tokens, spans))
-    behind = distributions(model, TeacherForced(tokens, spans, prompt=50), chunk=chunk)
+    (model, tokens), ranges = read(90), ((50, 51), (60, 90))
+    complete = distributions(model, TeacherForced(tokens, ranges))
+    behind = distributions(model, TeacherForced(tokens, ranges, prompt=50), chunk=chunk)
     torch.testing.assert_close(behind, complete, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="must be after the prompt of 70 tokens, got 50"):
-        distributions(model, TeacherForced(tokens, spans, prompt=70))
+        distributions(model, TeacherForced(tokens, ranges, prompt=70))
 
 
 def test_a_prompt_is_read_in_chunks():
@@ -134,11 +134,11 @@ def test_every_turn_is_read_behind_those_before_it():
 
 @pytest.mark.parametrize("length", [8192, 901])
 def test_turns_are_equal_and_end_with_the_text(length):
-    spans = fidelity.turn_ends(length)
-    ends = [0, *(stop for _, stop in spans)]
+    ranges = fidelity.turn_ends(length)
+    ends = [0, *(stop for _, stop in ranges)]
     assert {b - a - length // 5 for a, b in pairwise(ends)} <= {0, 1} and ends[-1] == length
     # 256 tokens, an eighth of a turn at most
-    assert {stop - start for start, stop in spans} == {min(256, length // 5 // 8)}
+    assert {stop - start for start, stop in ranges} == {min(256, length // 5 // 8)}
 
 
 @pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
@@ -151,7 +151,7 @@ def test_the_key_stands_behind_its_prompt(chat, keys, question_first):
     tokenizer = make_tokenizer(chat)
     prompt = Haystack(tokenizer, keys=keys, question_first=question_first).prompt(300, 0.5, 0)
     reading = answered(tokenizer, prompt)
-    ((start, end),) = reading.spans
+    ((start, end),) = reading.ranges
     assert reading.tokens[:start] == prompt.tokens and end == len(reading.tokens)
     assert tokenizer.decode(reading.tokens[start:]).replace(" ", "") == prompt.key
     text = tokenizer.decode(prompt.tokens)

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from cab_hf.experiment.log import LogError
+from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune import checkpoints
 from cab_hf.finetune.checkpoints import Checkpoints, asked_to_stop
-from cab_hf.runs.log import LogError
-from cab_hf.runs.settings import UsageError
 
 
 class Killed(BaseException):

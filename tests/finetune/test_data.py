@@ -19,13 +19,13 @@ from transformers import PreTrainedTokenizerFast
 from words import make_tokenizer
 
 import cab_hf
+from cab_hf.data.needles import NAMES
+from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune import sources
 from cab_hf.finetune.data import Packed, held_out, prefetched
 from cab_hf.finetune.prepare import open_data
 from cab_hf.finetune.settings import Settings
 from cab_hf.finetune.sources import first_held_out, make_source
-from cab_hf.runs.settings import UsageError
-from cab_hf.texts.needles import NAMES
 
 TOKENIZER = make_tokenizer()
 LENGTH = 48

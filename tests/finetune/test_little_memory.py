@@ -18,7 +18,7 @@ from transformers import (
     Olmo2ForCausalLM,
 )
 
-from cab_hf.finetune import loss, meter
+from cab_hf.finetune import cost_model, loss
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
 from cab_hf.finetune.objective import Objective
 from cab_hf.finetune.offload import Offload
@@ -123,8 +123,8 @@ def test_experts_are_left_as_they_are_and_named():
     compute_in_tiles(model, TILE_TOKENS)
     check_alike(step(model), expected)
     # the estimate does not count on tiles then
-    cost = meter.Cost.of(model)
-    assert meter.memory(cost, LENGTH, tile=TILE_TOKENS) == meter.memory(cost, LENGTH)
+    cost = cost_model.Cost.of(model)
+    assert cost_model.memory(cost, LENGTH, tile=TILE_TOKENS) == cost_model.memory(cost, LENGTH)
 
 
 # --- checkpoints of layers in the host's memory

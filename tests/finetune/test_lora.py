@@ -25,13 +25,13 @@ from safetensors.torch import load_file, save
 from tiny import SPARSE
 from words import TEXT, save_llama
 
-from cab_hf.finetune import lora, merge, meter, train
+from cab_hf.experiment.log import read_log
+from cab_hf.experiment.settings import UsageError
+from cab_hf.finetune import cost_model, lora, merge, train
 from cab_hf.finetune.data import Packed
 from cab_hf.finetune.models import load_model
 from cab_hf.finetune.objective import learning_rate
 from cab_hf.finetune.sources import make_source
-from cab_hf.runs.log import read_log
-from cab_hf.runs.settings import UsageError
 
 SPOILT = ("spoilt", "spoilt-weights", *(f"spoilt-source-{x}" for x in "dv"))
 
@@ -409,7 +409,7 @@ def test_a_dry_run_says_what_it_would_be(tmp_path, capsys):
     printed = capsys.readouterr().out
     settings = lora.read([*SMALL, *words])
     built, _ = train.build(settings, torch.device("cpu"))
-    cost = meter.Cost.of(built)
+    cost = cost_model.Cost.of(built)
     assert f"parameters: {cost.parameters:,}, trained: {cost.trained_parameters:,}" in printed
     pairs = 4 * 1024 * 1025 // 2
     flops = cost.products(4096) + sum(cost.attention([pairs] * 2))

@@ -13,12 +13,12 @@ from tiny import SPARSE, tiny_model, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from words import make_tokenizer, save_llama
 
+from cab_hf.experiment.models import BASE
+from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune import merge as merging
 from cab_hf.finetune.adapters import WEIGHTS, begin_with
 from cab_hf.finetune.merge import MergeSettings, main, merge
 from cab_hf.finetune.models import load_model, save_adapter, with_lora
-from cab_hf.runs.models import BASE
-from cab_hf.runs.settings import UsageError
 
 LINEAR = ("q_proj", "v_proj", "down_proj")
 LENGTH = {"length": 4096, "rope": "yarn"}

@@ -24,11 +24,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from words import save_llama
 
 from cab_hf import CabConfig
+from cab_hf.experiment.models import BASE, content_sha256
+from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune import models
 from cab_hf.finetune.loss import IGNORED, linear_cross_entropy
 from cab_hf.finetune.models import forward_hidden, load_model, stretch_positions, with_lora
-from cab_hf.runs.models import BASE, content_sha256
-from cab_hf.runs.settings import UsageError
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
 SMALL = {

@@ -13,14 +13,14 @@ from words import make_tokenizer, save_llama
 
 from cab_hf.distributed.exchange import failures_of_others
 from cab_hf.distributed.sharding import sharding_of
-from cab_hf.finetune import dry_run, lora, meter, prepare, train
-from cab_hf.finetune.agreement import ending_together, facts_of
+from cab_hf.experiment.log import read_log
+from cab_hf.experiment.settings import UsageError
+from cab_hf.finetune import cost_model, dry_run, lora, prepare, train
 from cab_hf.finetune.models import load_model
 from cab_hf.finetune.parallel import Parallel
+from cab_hf.finetune.rank_checks import ending_together, facts_of
 from cab_hf.finetune.settings import Settings
 from cab_hf.finetune.validation import Validation
-from cab_hf.runs.log import read_log
-from cab_hf.runs.settings import UsageError
 
 # two documents and a rest of padding to a sequence
 WORDS = [
@@ -224,7 +224,7 @@ def test_a_key_is_found_where_every_process_foresees_its_part(four):
         assert sorted(documents) == list(range(8))
         starts = [document.answers[0] for document in documents.values()]
         first = [
-            bool((sharding.holders[start - 1 : end - 1] < sharding.tokens).all())
+            bool((sharding.owner[start - 1 : end - 1] < sharding.tokens).all())
             for start, end in starts
         ]
         meant[str(length)] = sum(first) / 8
@@ -237,8 +237,8 @@ def test_a_dry_run_divides_what_a_sequence_takes(tmp_path):
     fields = {"data": ("a.txt",), "length": 2048, "model": model, "dtype": "float32"}
     one, four = (Settings(**fields, cp=cp) for cp in (1, 4))
     skeleton = prepare.adapted(one, dry_run.skeleton(one))
-    cost = meter.Cost.of(skeleton)
-    room = meter.Room(2**40, 2**40)
+    cost = cost_model.Cost.of(skeleton)
+    room = cost_model.Room(2**40, 2**40)
     alone, shared = (dry_run.fit(each, cost, {}, room).memory for each in (one, four))
     assert shared.layers == alone.layers / 4 and shared.weights == alone.weights
     # keys and values of all of it come by

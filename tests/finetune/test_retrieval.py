@@ -8,17 +8,17 @@ import datasets
 import pytest
 from words import CHAT, TEXT, make_tokenizer
 
+from cab_hf.data import needles
+from cab_hf.data.documents import plain_document, recall_document
+from cab_hf.data.needles import DISTRACTORS, NOISE, split_sentences
+from cab_hf.data.tasks import TASKS
 from cab_hf.eval.haystack import Haystack
+from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune import sources
 from cab_hf.finetune.data import Packed, held_out
 from cab_hf.finetune.loss import IGNORED
 from cab_hf.finetune.retrieval import KEYS, KINDS, retrieval_document
 from cab_hf.finetune.sources import make_source
-from cab_hf.runs.settings import UsageError
-from cab_hf.texts import needles
-from cab_hf.texts.documents import plain_document, recall_document
-from cab_hf.texts.needles import DISTRACTORS, NOISE, split_sentences
-from cab_hf.texts.tasks import TASKS
 
 LENGTH = 900
 TOKENIZERS = {"plain": make_tokenizer(), "chat": make_tokenizer(CHAT)}

@@ -9,10 +9,10 @@ from tiny import tiny_model
 from transformers import LlamaConfig
 
 from cab_hf import CabConfig
+from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune.models import stretch_positions, with_lora
 from cab_hf.finetune.objective import learning_rate
 from cab_hf.finetune.settings import FREE, Settings, read
-from cab_hf.runs.settings import UsageError
 
 FOLDER = Path(__file__).parents[2] / "finetune"
 DATA = ("text.jsonl",)

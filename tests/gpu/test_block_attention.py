@@ -10,7 +10,7 @@ import cab_hf
 from cab_hf import BlockPlan, engines
 from cab_hf.ops.attention import block, transpose
 from cab_hf.ops.launch import reads_by_descriptor
-from cab_hf.plan import BlockLists, Spans
+from cab_hf.plan import BlockIndices, KeyRanges
 
 pytestmark = pytest.mark.gpu
 CASES = [
@@ -137,7 +137,7 @@ def test_attending_compiles_without_a_break(gpu):
 
 def test_transposes_are_those_of_the_definition(gpu):
     chosen = torch.rand(2, 8, 1000, 2000, device=gpu) < 0.05
-    lists = BlockLists.from_dense(chosen)
+    lists = BlockIndices.from_dense(chosen)
     meant = chosen.transpose(2, 3)
     assert torch.equal(transpose.transpose(lists, 2000).to_dense(1000), meant)
     packed = transpose.pack_columns(lists, 2000, placed=True)
@@ -196,8 +196,8 @@ def test_exact_attention_at_131072_tokens_and_512_channels_fits(gpu):
     length = 131_072
     q = torch.randn(1, 2, length, 512, device=gpu, dtype=torch.bfloat16)
     k, v = torch.randn(2, 1, 1, length, 512, device=gpu, dtype=torch.bfloat16)
-    spans = Spans.causal(1, length, length, gpu)
-    plan = BlockPlan.causal(spans, 1, 128, 128)
+    ranges = KeyRanges.causal(1, length, length, gpu)
+    plan = BlockPlan.causal(ranges, 1, 128, 128)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

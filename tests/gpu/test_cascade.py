@@ -6,7 +6,7 @@ from selecting import heads_on
 from valid_plan import require_valid
 
 from cab_hf import CabConfig
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 pytestmark = pytest.mark.gpu
@@ -17,10 +17,10 @@ def test_layers_behind_an_anchor_attend_the_heads_of_their_map(gpu):
     row = (3, 3, 0, 1, 7, 6, 5, 4)
     config = CabConfig(predictor="cascade", anchors=(0,), head_map=((0,) * 8, row))
     q, k = heads_on(gpu, 2000)
-    spans, shared_state = Spans.causal(1, 2000, 2000, gpu), {}
-    by_rows = make_predictor(CabConfig())(q, k, LayerContext(spans, SCALE))
+    ranges, shared_state = KeyRanges.causal(1, 2000, 2000, gpu), {}
+    by_rows = make_predictor(CabConfig())(q, k, LayerContext(ranges, SCALE))
     anchor, behind = (
-        make_predictor(config)(q, k, LayerContext(spans, SCALE, layer, shared_state))
+        make_predictor(config)(q, k, LayerContext(ranges, SCALE, layer, shared_state))
         for layer in range(2)
     )
     assert torch.equal(anchor.to_dense(), by_rows.to_dense())

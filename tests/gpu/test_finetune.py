@@ -9,12 +9,12 @@ from tiny import SPARSE, tiny_model, tokens
 from trained import left_halfway
 
 import cab_hf
+from cab_hf.experiment.log import read_log
 from cab_hf.finetune import train
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
 from cab_hf.finetune.objective import Objective
 from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.tiles import compute_in_tiles
-from cab_hf.runs.log import read_log
 
 pytestmark = pytest.mark.gpu
 TINY = [*TRAIN, "--dtype", "bfloat16"]

@@ -7,7 +7,7 @@ from selecting import heads_on
 from valid_plan import require_valid
 
 from cab_hf import CabConfig
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import FrcPredictor, LayerContext, frc
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +38,7 @@ def both(monkeypatch, config, q, k, call):
 @pytest.mark.parametrize(("config", "shape"), CASES)
 def test_kernels_select_what_pytorch_does(gpu, config, shape, monkeypatch):
     q, k = heads_on(gpu, **shape)
-    call = LayerContext(Spans.causal(q.shape[0], q.shape[2], k.shape[2], gpu), 0.1, 0)
+    call = LayerContext(KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], gpu), 0.1, 0)
     actual, meant = both(monkeypatch, config, q, k, call)
     # two tokens may be of norms that differ by rounding
     assert (actual != meant).sum() <= 0.001 * meant.sum()
@@ -49,7 +49,7 @@ def test_kernels_select_it_in_every_layout(gpu, layout, monkeypatch):
     length = 1111 if layout == "chunk" else 2000
     q, k = heads_on(gpu, length=2000, q_length=length, batch=2)
     laid = laid_out(layout, 2, length, 2000, 64, gpu)
-    call = LayerContext(laid.spans, 0.1, 0)
+    call = LayerContext(laid.ranges, 0.1, 0)
     parts = laid.queries(q), laid.keys(k), call
     actual, meant = both(monkeypatch, CabConfig.published(0.8), *parts)
     assert (actual != meant).sum() <= 0.001 * meant.sum()
@@ -60,7 +60,9 @@ def test_compiled_layers_choose_the_same(gpu):
     config = CabConfig.published(0.8)
 
     def lists(q, k):
-        plan = FrcPredictor(config)(q, k, LayerContext(Spans.causal(1, 3000, 3000, q.device), 0.1))
+        plan = FrcPredictor(config)(
+            q, k, LayerContext(KeyRanges.causal(1, 3000, 3000, q.device), 0.1)
+        )
         return plan.full.counts, plan.full.indices, plan.partial.counts
 
     counts, _, partial = lists(q, k)
@@ -73,6 +75,6 @@ def test_a_long_text_takes_bounded_memory(gpu):
     q, k = (torch.randn(1, heads, length, 128, **shape) for heads in (32, 8))
     torch.cuda.reset_peak_memory_stats()
     inputs = torch.cuda.memory_allocated()
-    call = LayerContext(Spans.causal(1, length, length, gpu), 128**-0.5)
+    call = LayerContext(KeyRanges.causal(1, length, length, gpu), 128**-0.5)
     FrcPredictor(CabConfig.published())(q, k, call)
     assert (torch.cuda.max_memory_allocated() - inputs) / 2**30 < 4

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from cab_hf import CabConfig, engines
 from cab_hf.ops.rows import FP8, scored_dtype
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, RowsPredictor
 
 pytestmark = pytest.mark.gpu
@@ -47,8 +47,8 @@ def test_a_layer_reads_a_million_tokens(gpu, q_length, gib):
     torch.cuda.reset_peak_memory_stats()
     inputs = torch.cuda.memory_allocated()
     with torch.inference_mode():
-        spans = Spans.causal(1, q_length, TOKENS, gpu)
-        plan = RowsPredictor(CONFIG)(q, k, LayerContext(spans, SCALE, channels=SLOW))
+        ranges = KeyRanges.causal(1, q_length, TOKENS, gpu)
+        plan = RowsPredictor(CONFIG)(q, k, LayerContext(ranges, SCALE, channels=SLOW))
         out = engines.TRITON.attention(q, k, v, plan, SCALE)
     torch.cuda.synchronize()
     room = gib + (scored_dtype(k) != FP8)

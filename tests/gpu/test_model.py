@@ -16,7 +16,7 @@ import cab_hf
 from cab_hf import CabConfig, engines
 from cab_hf.ops import reference
 from cab_hf.ops.attention import flex
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, RowsPredictor, make_predictor
 
 pytestmark = pytest.mark.gpu
@@ -125,9 +125,9 @@ def test_many_lengths_stay_sparse(gpu):
 def test_the_device_selects_what_the_cpu_selects(gpu, config):
     q, k, _ = qkv(q_length=2000, heads=8, kv_heads=2, dim=64)
     predict = make_predictor(config)
-    here = predict(q, k, LayerContext(Spans.causal(1, 2000, 2000, "cpu"), 0.125)).to_dense()
+    here = predict(q, k, LayerContext(KeyRanges.causal(1, 2000, 2000, "cpu"), 0.125)).to_dense()
     there = (
-        predict(q.to(gpu), k.to(gpu), LayerContext(Spans.causal(1, 2000, 2000, gpu), 0.125))
+        predict(q.to(gpu), k.to(gpu), LayerContext(KeyRanges.causal(1, 2000, 2000, gpu), 0.125))
         .to_dense()
         .cpu()
     )
@@ -161,7 +161,7 @@ def test_no_tensor_of_n_by_n_at_131072_tokens(gpu):
     torch.cuda.reset_peak_memory_stats()
     inputs = torch.cuda.memory_allocated()
     with torch.no_grad():
-        call = LayerContext(Spans.causal(1, length, length, gpu), 128**-0.5)
+        call = LayerContext(KeyRanges.causal(1, length, length, gpu), 128**-0.5)
         plan = RowsPredictor(CabConfig())(q, k, call)
         work = engines.Workload.of(q, k, v, plan.blocks)
         out = engines.choose("flex", work).attention(q, k, v, plan, 128**-0.5)
@@ -184,9 +184,9 @@ def test_sums_of_eight_bit_products_are_finite_at_any_norm(gpu, loudness):
     k = q[:, :1].clone()
     # one block is twice as loud
     k[:, :, 128:192] *= 1.15
-    spans = Spans.causal(1, 512, 512, gpu)
+    ranges = KeyRanges.causal(1, 512, 512, gpu)
     config = CabConfig(dense_tail_blocks=0, sink_blocks=0, local_blocks=1, mass_threshold=0.08)
-    plan = RowsPredictor(config)(q, k, LayerContext(spans, 1 / (loudness**2), 0))
+    plan = RowsPredictor(config)(q, k, LayerContext(ranges, 1 / (loudness**2), 0))
     require_valid(plan)
     kept = plan.to_dense()
     assert kept[:, :, 3, 2].all()
@@ -219,8 +219,8 @@ def needles_on(device, length=16384):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_keys_of_any_magnitude_are_found_and_cost_the_same(gpu, dtype):
     q, k, (heads, rows, keys) = needles_on(gpu)
-    spans, config = Spans.causal(1, k.shape[2], k.shape[2], gpu), CabConfig()
-    call = LayerContext(spans, 128**-0.5, 0, channels=SLOW)
+    ranges, config = KeyRanges.causal(1, k.shape[2], k.shape[2], gpu), CabConfig()
+    call = LayerContext(ranges, 128**-0.5, 0, channels=SLOW)
     cells = heads, rows // config.query_block, keys // config.key_block
 
     def chosen(factor):

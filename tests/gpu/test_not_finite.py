@@ -11,7 +11,7 @@ from tiny import tiny_model, tokens
 from cab_hf import CabConfig, apply_cab
 from cab_hf.hf.rotary import llama_channels
 from cab_hf.ops.decode import kernels, reference
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 pytestmark = pytest.mark.gpu
@@ -29,9 +29,9 @@ CONFIGS = {
 
 
 def plan_of(config, q, k):
-    spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     dim = q.shape[3]
-    call = LayerContext(spans, dim**-0.5, 0, channels=llama_channels(dim))
+    call = LayerContext(ranges, dim**-0.5, 0, channels=llama_channels(dim))
     return make_predictor(config)(q, k, call).to_dense()
 
 

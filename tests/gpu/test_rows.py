@@ -11,7 +11,7 @@ from valid_plan import require_valid
 from cab_hf import CabConfig
 from cab_hf.hf.rotary import llama_channels
 from cab_hf.ops import lists, sweep
-from cab_hf.plan import BlockLists, BlockPlan, Spans
+from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges
 from cab_hf.predictors import LayerContext, RowsPredictor
 from cab_hf.predictors.rows import choose_by_reference
 
@@ -38,10 +38,10 @@ CASES = [
 LAYOUTS = ["padded", "packed", "chunk"]
 
 
-def call_of(q, k, spans=None, **logits):
-    spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+def call_of(q, k, ranges=None, **logits):
+    ranges = ranges or KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     dim = q.shape[3]
-    return LayerContext(spans, dim**-0.5, 0, channels=llama_channels(dim), **logits)
+    return LayerContext(ranges, dim**-0.5, 0, channels=llama_channels(dim), **logits)
 
 
 def compared(config, q, k, call):
@@ -51,7 +51,9 @@ def compared(config, q, k, call):
     keep = choose_by_reference(q.float(), k.float(), call, config)
     sizes = {"query_block": config.query_block, "key_block": config.key_block}
     tail = config.dense_tail_blocks * config.query_block, config.query_block
-    meant = BlockPlan.from_dense(keep, call.spans, dense_rows=call.spans.tail_rows(*tail), **sizes)
+    meant = BlockPlan.from_dense(
+        keep, call.ranges, dense_rows=call.ranges.tail_rows(*tail), **sizes
+    )
     return plan.to_dense(), meant.to_dense()
 
 
@@ -84,7 +86,7 @@ def test_kernels_keep_it_in_every_layout(gpu, layout, dtype):
     q, k = heads_on(gpu, length=2000, q_length=length, batch=2, dtype=dtype)
     laid = laid_out(layout, 2, length, 2000, 128, gpu)
     q, k = laid.queries(q), laid.keys(k)
-    actual, meant = compared(ROWS, q, k, call_of(q, k, laid.spans))
+    actual, meant = compared(ROWS, q, k, call_of(q, k, laid.ranges))
     assert (actual != meant).sum() <= (0.001 if dtype == torch.float32 else 0.03) * meant.sum()
 
 
@@ -132,8 +134,8 @@ def test_choosing_compiles_without_a_break(gpu):
 
     counts, indices, *partial = compiled(q, k)
     plan = predictor(q, k, call)
-    assert torch.equal(BlockLists(counts, indices).to_dense(32), plan.full.to_dense(32))
-    assert torch.equal(BlockLists(*partial).to_dense(32), plan.partial.to_dense(32))
+    assert torch.equal(BlockIndices(counts, indices).to_dense(32), plan.full.to_dense(32))
+    assert torch.equal(BlockIndices(*partial).to_dense(32), plan.partial.to_dense(32))
 
 
 def test_choosing_never_waits_for_the_device(gpu):

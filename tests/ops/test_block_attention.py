@@ -10,7 +10,7 @@ from cab_hf import BlockPlan, engines
 from cab_hf.ops import reference
 from cab_hf.ops.attention import block, split, transpose
 from cab_hf.ops.attention.tiles import Lists
-from cab_hf.plan import BlockLists, Spans
+from cab_hf.plan import BlockIndices, KeyRanges
 
 CASES = [
     pytest.param({"q_length": 96}, (32, 16), id="even", marks=pytest.mark.slow),
@@ -147,9 +147,9 @@ def test_registered_op():
 
 def test_an_empty_plan_attends_nothing():
     q, k, v = (x.requires_grad_() for x in qkv(q_length=40))
-    spans = Spans.causal(1, 40, 40, "cpu")
+    ranges = KeyRanges.causal(1, 40, 40, "cpu")
     keep = torch.zeros(1, 6, 2, 3, dtype=torch.bool)
-    plan = BlockPlan.from_dense(keep, spans, query_block=32, key_block=16)
+    plan = BlockPlan.from_dense(keep, ranges, query_block=32, key_block=16)
     out, lse = block.attention(q, k, v, plan, 0.2, return_lse=True)
     assert (out == 0).all() and (lse == -torch.inf).all()
     assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
@@ -160,7 +160,7 @@ def test_transposes_are_those_of_the_definition(rows, columns, monkeypatch):
     generator = torch.Generator().manual_seed(rows)
     chosen = torch.rand(1, 2, rows, columns, generator=generator) < 0.3
     chosen[0, 0] = False
-    lists = BlockLists.from_dense(chosen)
+    lists = BlockIndices.from_dense(chosen)
     meant = lists.transpose(columns)
     for widest in (transpose.WIDE_LISTS, 0):
         monkeypatch.setattr(transpose, "WIDE_LISTS", widest)
@@ -182,7 +182,7 @@ def test_transposes_are_those_of_the_definition(rows, columns, monkeypatch):
 
 def test_lists_of_one_block_are_widened():
     """Triton 3.6, which compiles for GPUs, loses a 1 inside the plan; the interpreter does not."""
-    lists = BlockLists(torch.ones(1, 2, 3, dtype=torch.int32), torch.full((1, 2, 3, 1), 7).int())
+    lists = BlockIndices(torch.ones(1, 2, 3, dtype=torch.int32), torch.full((1, 2, 3, 1), 7).int())
     widened = Lists.of(lists)
     assert widened.width == widened.indices.shape[-1] == 2
     assert widened.indices[..., 0].eq(7).all()

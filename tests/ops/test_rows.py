@@ -11,7 +11,7 @@ from selecting import laid_in, loud, on_the_cpu, rows_by_kernels
 from cab_hf import CabConfig
 from cab_hf.ops import lists, reference, sweep
 from cab_hf.ops.rows import FP8, Channels, outliers, scored_keys, scored_rows
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 
 SMALL = CabConfig(
     32, 16, predictor="rows", outlier_queries=4, typical_queries=4,
@@ -79,9 +79,9 @@ def assert_same(actual, expected):
 def test_lists_are_those_of_the_reference(fields, shape, layout, channels, uninitialised_is_nan):
     config = replace(SMALL, **fields)
     q, k = loud(**{**SHAPE, **shape})
-    q, k, spans = laid_in(layout, q, k, config.query_block)
-    expected = on_the_cpu(config, q, k, spans, channels=channels)
-    assert_same(rows_by_kernels(config, q, k, spans, channels=channels), expected)
+    q, k, ranges = laid_in(layout, q, k, config.query_block)
+    expected = on_the_cpu(config, q, k, ranges, channels=channels)
+    assert_same(rows_by_kernels(config, q, k, ranges, channels=channels), expected)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +97,9 @@ def test_lists_are_those_of_the_reference(fields, shape, layout, channels, unini
 )
 def test_keys_read_by_pointers_are_chosen_alike(fields, layout, channels, by_pointers):
     config = replace(SMALL, **fields)
-    q, k, spans = laid_in(layout, *loud(**SHAPE, batch=2), config.query_block)
-    expected = on_the_cpu(config, q, k, spans, channels=channels)
-    assert_same(rows_by_kernels(config, q, k, spans, channels=channels), expected)
+    q, k, ranges = laid_in(layout, *loud(**SHAPE, batch=2), config.query_block)
+    expected = on_the_cpu(config, q, k, ranges, channels=channels)
+    assert_same(rows_by_kernels(config, q, k, ranges, channels=channels), expected)
 
 
 LOGITS = {
@@ -111,45 +111,45 @@ LOGITS = {
 @pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
 def test_logits_are_those_of_the_reference(logits):
     q, k = loud(**SHAPE)
-    spans = Spans.causal(1, q.shape[2], q.shape[2], "cpu")
+    ranges = KeyRanges.causal(1, q.shape[2], q.shape[2], "cpu")
     given = {"channels": HALF, **logits}
-    expected = on_the_cpu(SMALL, q, k, spans, **given)
-    assert_same(rows_by_kernels(SMALL, q, k, spans, **given), expected)
-    plain = on_the_cpu(SMALL, q, k, spans, channels=HALF)
+    expected = on_the_cpu(SMALL, q, k, ranges, **given)
+    assert_same(rows_by_kernels(SMALL, q, k, ranges, **given), expected)
+    plain = on_the_cpu(SMALL, q, k, ranges, channels=HALF)
     assert abs(expected.density() - plain.density()) > 0.02
 
 
 def test_views_are_read_as_they_are():
     q, k = loud(**ONE_GROUP)
-    spans = Spans.causal(1, 300, 300, "cpu")
-    expected = rows_by_kernels(SMALL, q, k, spans)
+    ranges = KeyRanges.causal(1, 300, 300, "cpu")
+    expected = rows_by_kernels(SMALL, q, k, ranges)
     q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
-    assert_same(rows_by_kernels(SMALL, q, k, spans), expected)
+    assert_same(rows_by_kernels(SMALL, q, k, ranges), expected)
 
 
 def test_scratch_that_does_not_fit_is_used_in_turns(monkeypatch):
     q, k = loud(**ONE_GROUP)
-    spans = Spans.causal(1, 300, 300, "cpu")
-    expected = rows_by_kernels(SMALL, q, k, spans)
+    ranges = KeyRanges.causal(1, 300, 300, "cpu")
+    expected = rows_by_kernels(SMALL, q, k, ranges)
     monkeypatch.setattr(sweep, "SCRATCH_AT_A_TIME", 1)
     monkeypatch.setattr(sweep, "LEAST_ROWS_FLOAT32", 8)
-    assert_same(rows_by_kernels(SMALL, q, k, spans), expected)
+    assert_same(rows_by_kernels(SMALL, q, k, ranges), expected)
 
 
 def test_heads_whose_rows_are_capped_take_turns(monkeypatch):
     q, k = loud(**ONE_GROUP)
-    spans, config = Spans.causal(1, 300, 300, "cpu"), replace(SMALL, max_density=0.3)
-    expected = rows_by_kernels(config, q, k, spans)
+    ranges, config = KeyRanges.causal(1, 300, 300, "cpu"), replace(SMALL, max_density=0.3)
+    expected = rows_by_kernels(config, q, k, ranges)
     monkeypatch.setattr(lists, "SCORE_BYTES_AT_A_TIME", 1)
-    assert_same(rows_by_kernels(config, q, k, spans), expected)
+    assert_same(rows_by_kernels(config, q, k, ranges), expected)
 
 
 def test_lists_too_large_are_as_wide_as_the_longest(monkeypatch):
     q, k = loud(**ONE_GROUP)
-    spans = Spans.causal(1, 300, 300, "cpu")
-    expected = rows_by_kernels(SMALL, q, k, spans)
+    ranges = KeyRanges.causal(1, 300, 300, "cpu")
+    expected = rows_by_kernels(SMALL, q, k, ranges)
     monkeypatch.setattr(lists, "LISTS_AT_MOST", 1)
-    actual = rows_by_kernels(SMALL, q, k, spans)
+    actual = rows_by_kernels(SMALL, q, k, ranges)
     assert_same(actual, expected)
     kept = (expected.full.counts + expected.partial.counts).max()
     assert actual.full.width == kept < expected.full.width
@@ -179,21 +179,21 @@ def test_keys_stand_in_the_order_of_channels():
 def test_outliers_are_those_of_the_reference():
     q, _ = loud(batch=2, **SHAPE)
     layout = laid_out("padded", 2, 300, 300, 32, "cpu")
-    q, spans = layout.queries(q), layout.spans
+    q, ranges = layout.queries(q), layout.ranges
     for count in (1, 8, 32):
-        actual = outliers(q, spans, (0, 8), 32, count)
-        expected = reference.outlier_queries(q, spans, 32, count)
+        actual = outliers(q, ranges, (0, 8), 32, count)
+        expected = reference.outlier_queries(q, ranges, 32, count)
         assert torch.equal(actual, expected.int().flatten(2).flatten(0, 1))
 
 
 def test_typical_queries_are_those_of_the_reference():
     q, _ = loud(batch=2, **SHAPE)
     layout = laid_out("padded", 2, 300, 300, 32, "cpu")
-    q, spans = layout.queries(q), layout.spans
-    rows = scored_rows(q, spans, (0, 8), 1.0, 32, 4, (), q.dtype)
-    at = reference.typical_queries(spans, 32, 4).flatten(1)
+    q, ranges = layout.queries(q), layout.ranges
+    rows = scored_rows(q, ranges, (0, 8), 1.0, 32, 4, (), q.dtype)
+    at = reference.typical_queries(ranges, 32, 4).flatten(1)
     there = at >= 0
-    last = spans.last.gather(1, at.clamp(min=0)).masked_fill(~there, -1)
+    last = ranges.end.gather(1, at.clamp(min=0)).masked_fill(~there, -1)
     assert torch.equal(rows.last, last.repeat_interleave(4, 0))
     expected = q[1, 2, at[1].clamp(min=0)] * there[1][:, None]
     assert torch.equal(rows.vectors[6], expected)
@@ -264,9 +264,9 @@ def every_magnitude(k):
 @pytest.mark.parametrize("change", slow_but([torch.clone, one_key_apart, every_magnitude], 0, 2))
 def test_eight_bits_keep_nearly_what_the_reference_keeps_of_them(change, uninitialised_is_nan):
     q, k = loud(**SHAPE)
-    k, spans = change(k), Spans.causal(1, 300, 300, "cpu")
-    expected = on_the_cpu(SMALL, q, held(k)[0], spans).to_dense()
-    actual = rows_by_kernels(SMALL, q, k, spans, dtype=FP8).to_dense()
+    k, ranges = change(k), KeyRanges.causal(1, 300, 300, "cpu")
+    expected = on_the_cpu(SMALL, q, held(k)[0], ranges).to_dense()
+    actual = rows_by_kernels(SMALL, q, k, ranges, dtype=FP8).to_dense()
     # queries are rounded as well
     assert (actual != expected).sum() <= 0.06 * expected.sum()
 
@@ -275,18 +275,18 @@ def test_eight_bits_keep_nearly_what_the_reference_keeps_of_them(change, uniniti
 @pytest.mark.parametrize("power", [-20, 13])
 def test_eight_bits_keep_the_same_whatever_the_magnitude(power, change):
     q, k = loud(**ONE_GROUP)
-    spans = Spans.causal(1, 300, 300, "cpu")
-    expected = rows_by_kernels(SMALL, q, change(k), spans, dtype=FP8)
-    given = q * 2.0**-power, change(k) * 2.0**power, spans
+    ranges = KeyRanges.causal(1, 300, 300, "cpu")
+    expected = rows_by_kernels(SMALL, q, change(k), ranges, dtype=FP8)
+    given = q * 2.0**-power, change(k) * 2.0**power, ranges
     assert_same(rows_by_kernels(SMALL, *given, dtype=FP8), expected)
 
 
 def test_a_later_key_of_another_magnitude_changes_no_earlier_row():
     """Not even one of the same block."""
     q, k = loud(**ONE_GROUP)
-    spans, config = Spans.causal(1, 300, 300, "cpu"), replace(SMALL, dense_tail_blocks=0)
-    before = rows_by_kernels(config, q, k, spans, dtype=FP8).to_dense()
+    ranges, config = KeyRanges.causal(1, 300, 300, "cpu"), replace(SMALL, dense_tail_blocks=0)
+    before = rows_by_kernels(config, q, k, ranges, dtype=FP8).to_dense()
     k[:, :, 260:] *= 2.0**11
-    after = rows_by_kernels(config, q, k, spans, dtype=FP8).to_dense()
+    after = rows_by_kernels(config, q, k, ranges, dtype=FP8).to_dense()
     assert torch.equal(after[:, :, :8], before[:, :, :8])
     assert not torch.equal(after[:, :, 8:], before[:, :, 8:])

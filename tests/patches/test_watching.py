@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import FAMILIES, tiny_model, tokens
 
-from cab_hf.call.scope import SCOPE
+from cab_hf.call.scope import FORWARD_CONTEXT
 from cab_hf.hf.layers import attention_layers
 from cab_hf.patches.watching import watched
 
@@ -34,7 +34,7 @@ def test_every_layer_is_seen_with_its_heads_and_its_window(family):
     windows["gemma2"] = [40, None, 40]
     assert [window for *_, window in seen] == windows.get(family, [None] * 3)
     model(tokens(1, 50))
-    assert len(seen) == 3 and SCOPE.get().observer is None
+    assert len(seen) == 3 and FORWARD_CONTEXT.get().observer is None
     assert not any(x._forward_pre_hooks or x._forward_hooks for x in model.modules())
 
 

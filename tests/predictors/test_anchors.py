@@ -20,7 +20,7 @@ from cab_hf.calibration.anchors import (
     values,
     viewed,
 )
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 LENGTH = 400
@@ -65,9 +65,9 @@ def test_anchors_by_hand():
 
 def kept_of(config, layers, importance=None):
     """`Coverage` at each threshold, of layers of q and k [1, H, N, D] each."""
-    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
+    ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     views = [
-        viewed(q, k, LayerContext(spans, 0.25, layer), config, NEEDLES)
+        viewed(q, k, LayerContext(ranges, 0.25, layer), config, NEEDLES)
         for layer, (q, k) in enumerate(layers)
     ]
     weights = importance or [1.0] * len(layers)
@@ -75,8 +75,8 @@ def kept_of(config, layers, importance=None):
 
 
 def plan_of(config, q, k, layer=0):
-    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
-    return make_predictor(config)(q, k, LayerContext(spans, 0.25, layer))
+    ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
+    return make_predictor(config)(q, k, LayerContext(ranges, 0.25, layer))
 
 
 def loud(seed, heads=4):
@@ -163,9 +163,9 @@ def test_the_target_is_met(target):
     config = cascaded(SMALL, kept_of(SMALL, layers), (0, 1, 2), 3, 2, target)
     assert THRESHOLDS[-1] <= config.mass_threshold <= THRESHOLDS[0]
     predictor, shared_state = make_predictor(config), {}
-    spans = Spans.causal(1, LENGTH, LENGTH, "cpu")
+    ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     spent = [
-        predictor(q, k, LayerContext(spans, 0.25, layer, shared_state)).density()
+        predictor(q, k, LayerContext(ranges, 0.25, layer, shared_state)).density()
         for layer, (q, k) in enumerate(layers)
     ]
     assert sum(spent) / 3 == pytest.approx(target, abs=0.02)

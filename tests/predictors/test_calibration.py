@@ -19,7 +19,7 @@ from cab_hf.config import Origin
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
 from cab_hf.patches import calibration as of_models
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 SMALL = {"query_block": 16, "key_block": 16, "min_length": 0}
@@ -31,7 +31,7 @@ BY_MASS = SPARSE.changed(share_threshold=1.0, dense_tail_blocks=1)
 def measured(config, length=400):
     """(q, k, call, densities) of one layer."""
     q, k = loud(q_length=length, heads=4, kv_heads=2)
-    call = LayerContext(Spans.causal(1, length, length, "cpu"), 0.25, 0)
+    call = LayerContext(KeyRanges.causal(1, length, length, "cpu"), 0.25, 0)
     return q, k, call, densities(q, k, call, config)
 
 

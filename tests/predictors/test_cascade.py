@@ -14,7 +14,7 @@ from valid_plan import require_valid
 
 import cab_hf
 from cab_hf import CabConfig
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import CascadePredictor, LayerContext, make_predictor
 
 CASCADE = replace(SPARSE, predictor="cascade", anchors=(0, 2))
@@ -22,13 +22,13 @@ TYPICAL = replace(CASCADE, outlier_queries=0)
 LENGTH = 205
 
 
-def layers_of(config, count=4, length=LENGTH, spans=None, **shape):
+def layers_of(config, count=4, length=LENGTH, ranges=None, **shape):
     """The plans of some layers of one forward pass, each with q and k of its own."""
     predictor, shared_state, plans = make_predictor(config), {}, []
     for layer in range(count):
         q, k = loud(q_length=length, seed=layer, **{"heads": 4, "kv_heads": 2, **shape})
-        spans = spans or Spans.causal(q.shape[0], length, length, "cpu")
-        plans.append(predictor(q, k, LayerContext(spans, 0.25, layer, shared_state)))
+        ranges = ranges or KeyRanges.causal(q.shape[0], length, length, "cpu")
+        plans.append(predictor(q, k, LayerContext(ranges, 0.25, layer, shared_state)))
         require_valid(plans[-1])
     return plans
 
@@ -68,17 +68,17 @@ def test_a_head_attends_what_its_row_of_the_map_says():
 def test_a_layer_that_reuses_reads_neither_q_nor_k():
     shared_state, predictor = {}, make_predictor(CASCADE)
     q, k = loud(q_length=64)
-    spans = Spans.causal(1, 64, 64, "cpu")
-    first = predictor(q, k, LayerContext(spans, 0.25, 0, shared_state))
+    ranges = KeyRanges.causal(1, 64, 64, "cpu")
+    first = predictor(q, k, LayerContext(ranges, 0.25, 0, shared_state))
     nothing = torch.full_like(q, torch.nan), torch.full_like(k, torch.nan)
-    again = predictor(*nothing, LayerContext(spans, 0.25, 1, shared_state))
+    again = predictor(*nothing, LayerContext(ranges, 0.25, 1, shared_state))
     assert torch.equal(first.to_dense(), again.to_dense())
 
 
 @pytest.mark.parametrize("config", [CASCADE, TYPICAL], ids=["rows", "typical"])
 def test_no_earlier_row_feels_the_future(config):
     predictor = make_predictor(replace(config, anchors=(0,), dense_tail_blocks=0))
-    call = LayerContext(Spans.causal(1, 150, 150, "cpu"), 0.25, 0)
+    call = LayerContext(KeyRanges.causal(1, 150, 150, "cpu"), 0.25, 0)
     q, k = loud(q_length=150)
     before = predictor(q, k, call).to_dense()
     q[:, :, 96:], k[:, :, 96:] = 5.0, -7.0
@@ -92,13 +92,15 @@ def test_rows_of_a_batch_and_documents_choose_alone(layout):
     q, k = loud(q_length=111, batch=2, heads=2, kv_heads=1)
     laid = laid_out(layout, 2, 111, 111, 32, "cpu")
     predictor = make_predictor(replace(CASCADE, anchors=(0,)))
-    call = LayerContext(laid.spans, 0.25, 0)
+    call = LayerContext(laid.ranges, 0.25, 0)
     together = predictor(laid.queries(q), laid.keys(k), call)
     require_valid(together)
     # of the second batch row, the part that stands alone; its blocks begin where documents do
     begin = 111 // 3 if layout == "packed" else 0
     q, k = q[1:, :, begin:], k[1:, :, begin:]
-    alone = predictor(q, k, LayerContext(Spans.causal(1, 111 - begin, 111 - begin, "cpu"), 0.25, 0))
+    alone = predictor(
+        q, k, LayerContext(KeyRanges.causal(1, 111 - begin, 111 - begin, "cpu"), 0.25, 0)
+    )
     actual, meant = together.to_dense()[1:], alone.to_dense()
     rows, columns = meant.shape[2:]
     actual = actual[:, :, -rows:] if layout == "packed" else actual[:, :, :rows]
@@ -149,20 +151,20 @@ def test_what_does_not_fit_a_model_is_refused(fields, message):
 
 def test_a_layer_that_nothing_is_handed_to_is_refused():
     q, k = loud(q_length=64)
-    spans, predictor = Spans.causal(1, 64, 64, "cpu"), CascadePredictor(CASCADE)
+    ranges, predictor = KeyRanges.causal(1, 64, 64, "cpu"), CascadePredictor(CASCADE)
     with pytest.raises(
         ValueError, match="Layer 1 needs the plan of anchor layer 0, which did not run"
     ):
-        predictor(q, k, LayerContext(spans, 0.25, 1))
+        predictor(q, k, LayerContext(ranges, 0.25, 1))
     with pytest.raises(ValueError, match="predictor must not be 'cascade' .* no index"):
-        predictor(q, k, LayerContext(spans, 0.25))
+        predictor(q, k, LayerContext(ranges, 0.25))
     shared_state = {}
-    predictor(q, k, LayerContext(spans, 0.25, 0, shared_state))
+    predictor(q, k, LayerContext(ranges, 0.25, 0, shared_state))
     # the anchor in between was never asked
     with pytest.raises(ValueError, match="Layer 3 needs the plan of anchor layer 2"):
-        predictor(q, k, LayerContext(spans, 0.25, 3, shared_state))
+        predictor(q, k, LayerContext(ranges, 0.25, 3, shared_state))
     with pytest.raises(ValueError, match="layer 1 has 3 query heads and 2 KV heads, its anchor"):
-        predictor(q[:, :3], k, LayerContext(spans, 0.25, 1, shared_state))
+        predictor(q[:, :3], k, LayerContext(ranges, 0.25, 1, shared_state))
 
 
 # --- in models

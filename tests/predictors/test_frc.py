@@ -11,7 +11,7 @@ from tiny import qkv
 from cab_hf import CabConfig
 from cab_hf.ops import frc as kernels
 from cab_hf.ops import reference
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import FrcPredictor, LayerContext, frc, make_predictor
 
 GRID = {"query_block": 16, "key_block": 16}
@@ -113,7 +113,7 @@ def test_a_row_keeps_its_lowest_curvature_by_hand(curvature, kept):
     config = CabConfig.published(0.5, curvature, **GRID)
     q, k = of_blocks(logits)
     for select in (on_the_cpu, by_kernels):
-        plan = select(config, q, k, Spans.causal(1, 64, 64, "cpu"))
+        plan = select(config, q, k, KeyRanges.causal(1, 64, 64, "cpu"))
         assert plan.to_dense()[0, 0, 3].nonzero().flatten().tolist() == kept
 
 
@@ -132,17 +132,17 @@ def test_ties_go_to_the_lower_index_and_forced_blocks_first():
 
 def test_what_rows_see_and_must_keep_by_hand():
     # the last 48 of 112 tokens
-    spans = Spans.causal(1, 48, 112, "cpu")
-    bounds = reference.row_bounds(spans, 32, 16, 1, 3)[:, 0]
+    ranges = KeyRanges.causal(1, 48, 112, "cpu")
+    bounds = reference.row_bounds(ranges, 32, 16, 1, 3)[:, 0]
     assert bounds[:4].tolist() == [[0, 0], [5, 6], [1, 1], [3, 4]]
     assert bounds[4:].tolist() == [[0, 0], [3, 5]]
-    wanted = frc.wanted_blocks(reference.row_bounds(spans, 32, 16, 1, 3), None, False, (0.5,), 1.0)
+    wanted = frc.wanted_blocks(reference.row_bounds(ranges, 32, 16, 1, 3), None, False, (0.5,), 1.0)
     # ceil(6 / 2) and ceil(7 / 2), and what is forced: a sink and three
     assert wanted.flatten().tolist() == [4, 4]
     tail = torch.tensor([[False, True]])
     for listed, last in ((True, 7), (False, 0)):
         own = frc.wanted_blocks(
-            reference.row_bounds(spans, 32, 16, 0, 1), tail, listed, (0.5, 0.0), 0.4
+            reference.row_bounds(ranges, 32, 16, 0, 1), tail, listed, (0.5, 0.0), 0.4
         )
         # at most 0.4 of a row
         assert own.tolist() == [[[3, last], [3, last]]]
@@ -198,7 +198,7 @@ def test_what_is_not_finite_is_refused_by_name(name):
 def test_it_is_a_predictor_of_shares():
     predictor = make_predictor(CabConfig.published())
     assert type(predictor) is FrcPredictor
-    call = LayerContext(Spans.causal(1, 64, 64, "cpu"), 0.25)
+    call = LayerContext(KeyRanges.causal(1, 64, 64, "cpu"), 0.25)
     for config, needed in (
         (predictor.config, ("summaries", "vectors")),
         (CabConfig.published(curvature="none"), ("summaries",)),
@@ -258,8 +258,8 @@ def test_blocks_with_a_key_that_is_not_finite_are_marked():
 )
 def test_kernels_select_what_pytorch_does(config, change, uninitialised_is_nan):
     q, k = change(*loud(**SHAPE))
-    spans = Spans.causal(1, 136, 136, "cpu")
-    actual, meant = by_kernels(config, q, k, spans), on_the_cpu(config, q, k, spans)
+    ranges = KeyRanges.causal(1, 136, 136, "cpu")
+    actual, meant = by_kernels(config, q, k, ranges), on_the_cpu(config, q, k, ranges)
     assert torch.equal(actual.full.counts, meant.full.counts)
     assert torch.equal(actual.to_dense(), meant.to_dense())
 
@@ -267,8 +267,8 @@ def test_kernels_select_what_pytorch_does(config, change, uninitialised_is_nan):
 @pytest.mark.parametrize("shape", [{"q_length": 7}, {"kv_length": 250}, {"batch": 2, "dim": 24}])
 def test_kernels_select_it_for_every_shape(shape):
     q, k = loud(**SHAPE | shape)
-    spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
-    actual, meant = (f(CONFIGS[0].values[0], q, k, spans) for f in (by_kernels, on_the_cpu))
+    ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
+    actual, meant = (f(CONFIGS[0].values[0], q, k, ranges) for f in (by_kernels, on_the_cpu))
     assert torch.equal(actual.to_dense(), meant.to_dense())
 
 
@@ -276,43 +276,43 @@ def test_kernels_select_it_for_every_shape(shape):
 def test_kernels_select_it_in_every_layout(layout):
     config = CabConfig.published(0.5, **GRID, dense_tail_blocks=1)
     given = loud(**SHAPE, batch=2, kv_length=200) if layout == "chunk" else loud(**SHAPE, batch=2)
-    q, k, spans = laid_in(layout, *given, 16)
-    actual, meant = (f(config, q, k, spans) for f in (by_kernels, on_the_cpu))
+    q, k, ranges = laid_in(layout, *given, 16)
+    actual, meant = (f(config, q, k, ranges) for f in (by_kernels, on_the_cpu))
     assert torch.equal(actual.to_dense(), meant.to_dense())
 
 
 def test_heads_in_turns_select_the_same(monkeypatch):
     q, k = loud(q_length=90, heads=4, kv_heads=2, batch=2)
-    spans, config = Spans.causal(2, 90, 90, "cpu"), CabConfig.published(0.7, **GRID)
-    together = on_the_cpu(config, q, k, spans).to_dense()
+    ranges, config = KeyRanges.causal(2, 90, 90, "cpu"), CabConfig.published(0.7, **GRID)
+    together = on_the_cpu(config, q, k, ranges).to_dense()
     monkeypatch.setattr(frc, "SCORE_BYTES_AT_A_TIME", 1)
-    assert torch.equal(on_the_cpu(config, q, k, spans).to_dense(), together)
-    assert torch.equal(by_kernels(config, q, k, spans).to_dense(), together)
+    assert torch.equal(on_the_cpu(config, q, k, ranges).to_dense(), together)
+    assert torch.equal(by_kernels(config, q, k, ranges).to_dense(), together)
 
 
 def test_nan_selects_something_and_ends():
     q, k = loud(**SHAPE)
     q[0, 0, 40] = math.nan
     # which validates the plan
-    by_kernels(CONFIGS[0].values[0], q, k, Spans.causal(1, 136, 136, "cpu"))
+    by_kernels(CONFIGS[0].values[0], q, k, KeyRanges.causal(1, 136, 136, "cpu"))
 
 
 def test_lists_of_a_share_are_narrow():
     q, k = loud(**SHAPE)
     for select in (on_the_cpu, by_kernels):
-        plan = select(CONFIGS[0].values[0], q, k, Spans.causal(1, 136, 136, "cpu"))
+        plan = select(CONFIGS[0].values[0], q, k, KeyRanges.causal(1, 136, 136, "cpu"))
         assert (plan.full.width, plan.partial.width) == (4, 2)
 
 
 def test_the_registered_ops_keep_their_promises():
     q, k, _ = qkv(q_length=64)
-    spans = Spans.causal(1, 64, 64, "cpu")
+    ranges = KeyRanges.causal(1, 64, 64, "cpu")
     checks = {"test_utils": ("test_schema", "test_faketensor")}
     tokens = torch.ops.cab_hf.frc_tokens.default
-    torch.library.opcheck(tokens, (q, spans.last >= 0, 16, True), **checks)
-    bounds = reference.row_bounds(spans, 16, 16, 0, 1)
+    torch.library.opcheck(tokens, (q, ranges.end >= 0, 16, True), **checks)
+    bounds = reference.row_bounds(ranges, 16, 16, 0, 1)
     wanted = frc.wanted_blocks(bounds, None, False, (0.5,), 1.0).expand(-1, 6, -1).contiguous()
-    places = spans.rows(16).places(16)
-    vectors = (frc.largest_tokens(x, spans.last >= 0, 16) for x in (q, k))
+    places = ranges.rows(16).places(16)
+    vectors = (frc.largest_tokens(x, ranges.end >= 0, 16) for x in (q, k))
     given = *vectors, bounds, wanted, places, 0.25, 16, 16, "forman", 1.0, 4, 2
     torch.library.opcheck(torch.ops.cab_hf.frc.default, given, **checks)

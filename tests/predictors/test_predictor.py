@@ -10,10 +10,10 @@ from selecting import on_the_cpu
 from tiny import qkv
 
 from cab_hf import CabConfig
-from cab_hf.call.layout import Layout
+from cab_hf.call.layout import BlockLayout
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.ops import reference
-from cab_hf.plan import Spans, block_visibility
+from cab_hf.plan import KeyRanges, block_visibility
 from cab_hf.predictors import LayerContext, RowsPredictor, make_predictor, register_predictor
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_predictor.py"
@@ -34,9 +34,9 @@ def changed(config, **fields):
 
 
 def test_rows_stand_where_their_first_query_does():
-    spans = Spans.causal(2, 40, 72, "cpu")
-    assert spans.rows(16).places(16).tolist() == [[2, 3, 4]] * 2
-    padded = replace(spans, last=spans.last.masked_fill(torch.arange(40) >= 32, -1))
+    ranges = KeyRanges.causal(2, 40, 72, "cpu")
+    assert ranges.rows(16).places(16).tolist() == [[2, 3, 4]] * 2
+    padded = replace(ranges, end=ranges.end.masked_fill(torch.arange(40) >= 32, -1))
     assert padded.rows(16).places(16).tolist() == [[2, 3, 0]] * 2
 
 
@@ -49,11 +49,11 @@ def test_a_share_is_rounded_up_but_not_by_rounding_error():
 
 
 def test_forced_blocks_by_hand():
-    spans = Spans.causal(1, 128, 128, "cpu")
+    ranges = KeyRanges.causal(1, 128, 128, "cpu")
     config = CabConfig(
         query_block=32, key_block=16, sink_blocks=1, local_blocks=3, dense_tail_blocks=0
     )
-    forced = reference.forced_blocks(block_visibility(spans, 32, 16), spans, config)
+    forced = reference.forced_blocks(block_visibility(ranges, 32, 16), ranges, config)
     assert [row.nonzero().flatten().tolist() for row in forced[0]] == [
         [0, 1],
         [0, 1, 2, 3],
@@ -75,12 +75,12 @@ def test_forced_blocks_by_hand():
     ],
 )
 def test_the_tail_is_forced(length, tail, rows):
-    spans = Spans.causal(2, length, length + 64, "cpu")
+    ranges = KeyRanges.causal(2, length, length + 64, "cpu")
     config = CabConfig(query_block=32, key_block=16, dense_tail_blocks=tail)
-    visible = block_visibility(spans, 32, 16)
-    forced = reference.forced_blocks(visible, spans, config)
+    visible = block_visibility(ranges, 32, 16)
+    forced = reference.forced_blocks(visible, ranges, config)
     complete = (forced == visible).all(-1)
-    assert torch.equal(spans.tail(tail * 32, 32)[0].nonzero().flatten(), torch.tensor(rows).long())
+    assert torch.equal(ranges.tail(tail * 32, 32)[0].nonzero().flatten(), torch.tensor(rows).long())
     others = [row for row in range(complete.shape[1]) if row not in rows]
     assert complete[0, rows].all() and not complete[0, others].any()
 
@@ -90,9 +90,11 @@ def test_every_document_has_a_tail_of_its_own_real_tokens():
     valid[0, :23] = False
     valid[1, 140:] = False
     document = (torch.arange(150) >= 70).long().expand(2, -1)
-    layout = Layout.build(2, 150, 150, 0, valid, document, align=32, device=torch.device("cpu"))
+    layout = BlockLayout.build(
+        2, 150, 150, 0, valid, document, align=32, device=torch.device("cpu")
+    )
     # 47 + 80 tokens, and 70 + 70, from one border to the next
-    assert layout.spans.tail(32, 32).nonzero().tolist() == [
+    assert layout.ranges.tail(32, 32).nonzero().tolist() == [
         [0, 0],
         [0, 1],
         [0, 3],
@@ -109,7 +111,7 @@ def test_every_predictor_has_a_tail(name):
     q, k, _ = qkv(q_length=300)
     fields = {"mass_threshold": 0.2, "share_threshold": 1.0} if name == "rows" else {}
     config = CabConfig(query_block=32, key_block=16, predictor=name, **fields)
-    plan = make_predictor(config)(q, k, LayerContext(Spans.causal(1, 300, 300, "cpu"), 0.25))
+    plan = make_predictor(config)(q, k, LayerContext(KeyRanges.causal(1, 300, 300, "cpu"), 0.25))
     tail = plan.token_mask()[:, :, 300 - 32 :]
     assert torch.equal(tail, torch.ones(300, 300, dtype=torch.bool).tril()[-32:].expand_as(tail))
     assert plan.density() < 0.8
@@ -141,9 +143,9 @@ def test_full_budget_keeps_every_block(config):
 @pytest.mark.parametrize("cap", [0.2, 0.5])
 def test_max_density_caps_every_row(config, cap):
     q, k, _ = qkv(q_length=900)
-    spans = Spans.causal(1, 900, 900, "cpu")
-    visible = block_visibility(spans, config.query_block, config.key_block)
-    forced = reference.forced_blocks(visible, spans, config).sum(-1)
+    ranges = KeyRanges.causal(1, 900, 900, "cpu")
+    visible = block_visibility(ranges, config.query_block, config.key_block)
+    forced = reference.forced_blocks(visible, ranges, config).sum(-1)
     allowed = torch.maximum(forced, reference.share_of_row(visible, cap).squeeze(-1))
     kept = on_the_cpu(changed(config, max_density=cap), q, k).to_dense().sum(-1)
     assert (kept <= allowed.unsqueeze(1)).all()

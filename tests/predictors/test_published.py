@@ -10,7 +10,7 @@ import torch
 from tiny import qkv
 
 from cab_hf import CabConfig
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import FrcPredictor, LayerContext
 from cab_hf.predictors.published import (
     AdaptiveCurvaturePredictor,
@@ -47,8 +47,8 @@ def kept_by(frc, *arguments, **settings):
 
 def published_plan(q, k, sparsity, formula, block, **overrides):
     config = CabConfig.published(sparsity, formula, query_block=block, key_block=block, **overrides)
-    spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    return FrcPredictor(config)(q, k, LayerContext(spans, q.shape[-1] ** -0.5))
+    ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    return FrcPredictor(config)(q, k, LayerContext(ranges, q.shape[-1] ** -0.5))
 
 
 # --- coarsening, by hand

@@ -5,26 +5,26 @@ from budget import EPS
 from valid_plan import require_valid
 
 from cab_hf import BlockPlan
-from cab_hf.call.layout import Layout
+from cab_hf.call.layout import BlockLayout
 from cab_hf.ops import reference
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 
 
-def random_plan(q, k, blocks, share=0.4, spans=None, heads=None, **complete):
+def random_plan(q, k, blocks, share=0.4, ranges=None, heads=None, **complete):
     """A plan that keeps each block with probability ``share``, and every diagonal one.
 
     ``complete`` names what attends everything, as `BlockPlan.from_dense` has it.
     """
     query_block, key_block = blocks
-    spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    shape = BlockPlan.causal(spans, heads or q.shape[1], query_block, key_block).to_dense().shape
+    ranges = ranges or KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    shape = BlockPlan.causal(ranges, heads or q.shape[1], query_block, key_block).to_dense().shape
     keep = torch.rand(shape, generator=torch.Generator().manual_seed(3)) < share
     keep = keep.to(q.device)
-    row = spans.rows(query_block).min_last // key_block
+    row = ranges.rows(query_block).min_last // key_block
     diagonal = torch.arange(shape[-1], device=q.device) >= row.unsqueeze(-1)
     keep = keep | diagonal.unsqueeze(1)
     return BlockPlan.from_dense(
-        keep, spans, query_block=query_block, key_block=key_block, **complete
+        keep, ranges, query_block=query_block, key_block=key_block, **complete
     )
 
 
@@ -33,7 +33,7 @@ def seeds(count):
 
 
 def laid_out(layout, batch, length, kv_length, align, device):
-    """The `Layout` of causal, left-padded or packed inputs, or of a chunk inside of a text.
+    """The `BlockLayout` of causal, left-padded or packed inputs, or of a chunk inside of a text.
 
     The chunk begins inside of a query block, and ``align`` tokens of its text follow.
     """
@@ -43,7 +43,7 @@ def laid_out(layout, batch, length, kv_length, align, device):
         valid[0, : kv_length // 5] = False
     if layout == "packed":
         document = (torch.arange(kv_length) >= kv_length // 3).long().expand(batch, -1).to(device)
-    laid = Layout.build(
+    laid = BlockLayout.build(
         batch,
         length,
         kv_length,
@@ -79,13 +79,13 @@ def case(
     plan_heads=None,
     share=0.4,
     dense_rows=None,
-    one_in=None,
+    sample_period=None,
     **shape,
 ):
     """(q, k, v, gradient, plan) of one case.
 
-    ``dense_rows`` are lists of rows, one for each batch row, or "tail". ``one_in``: of so many
-    blocks that are not listed one is sampled.
+    ``dense_rows`` are lists of rows, one for each batch row, or "tail". ``sample_period``: one of
+    that many blocks that are not listed is sampled.
     """
     q, k, v, grad = draw(device, dtype, **shape)
     batch, kv_length = q.shape[0], k.shape[2]
@@ -93,12 +93,12 @@ def case(
     q, grad, k, v = laid.queries(q), laid.queries(grad), laid.keys(k), laid.keys(v)
     pattern = q if plan_heads is None else q[:, :plan_heads]
     if dense_rows == "tail":
-        dense_rows = laid.spans.tail_rows(blocks[0], blocks[0])
+        dense_rows = laid.ranges.tail_rows(blocks[0], blocks[0])
     elif dense_rows is not None:
         dense_rows = torch.tensor(dense_rows, device=device)
-    plan = random_plan(pattern, k, blocks, share, laid.spans, dense_rows=dense_rows)
-    if one_in is not None:
-        plan = plan.with_sample(one_in, seeds(1)[0].to(device))
+    plan = random_plan(pattern, k, blocks, share, laid.ranges, dense_rows=dense_rows)
+    if sample_period is not None:
+        plan = plan.with_sample(sample_period, seeds(1)[0].to(device))
     require_valid(plan)
     return q, k, v, grad, plan
 
@@ -107,7 +107,7 @@ def with_gradients(attend, inputs, grad, plan, scale, through_lse=False, **logit
     """{"out", "lse", "dq", "dk", "dv"} of an engine; of a loss that reads the log-sum-exp too."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     results = out, lse = attend(*leaves, plan, scale, return_lse=True, **logits)
-    seen = (plan.spans.last >= 0)[:, None, :, None]
+    seen = (plan.ranges.end >= 0)[:, None, :, None]
     grads = [grad.to(out.dtype) * seen, (grad * seen).sum(-1).to(lse.dtype)]
     some = 2 if through_lse else 1
     gradients = torch.autograd.grad(results[:some], leaves, grads[:some])
@@ -120,7 +120,7 @@ def assert_engine_within_budget(attend, q, k, v, grad, plan, scale, **how):
     plain = with_gradients(reference.attention, (q, k, v), grad, plan, scale, **how)
     wide = [x.double() for x in (q, k, v)]
     exact = with_gradients(reference.attention, wide, grad.double(), plan, scale, **how)
-    seen = (plan.spans.last >= 0)[:, None]
+    seen = (plan.ranges.end >= 0)[:, None]
     for name in actual:
         result, usual, meant = (x[name].detach().double() for x in (actual, plain, exact))
         if name == "lse":

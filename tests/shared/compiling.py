@@ -22,7 +22,7 @@ from cab_hf.hf.rotary import llama_channels
 from cab_hf.ops import lists, pairs
 from cab_hf.ops.attention import block, flash, merge
 from cab_hf.ops.decode import kernels
-from cab_hf.plan import BlockPlan, Spans
+from cab_hf.plan import BlockPlan, KeyRanges
 from cab_hf.predictors import LayerContext, frc
 
 # a compute capability, or AMD's name of a GPU
@@ -47,12 +47,12 @@ class NoDevice:
 
 
 def drawn(dtype, dim, queries=LENGTH, keys=LENGTH):
-    """q and k of zeros, and their spans."""
+    """q and k of zeros, and their ranges."""
     q, k = (
         torch.zeros(1, heads, length, dim, dtype=dtype)
         for heads, length in ((HEADS, queries), (KV_HEADS, keys))
     )
-    return q, k, Spans.causal(1, queries, keys, "cpu")
+    return q, k, KeyRanges.causal(1, queries, keys, "cpu")
 
 
 def choose(config, dtype, dim, lengths=((LENGTH, LENGTH),), softcap=None):
@@ -60,10 +60,12 @@ def choose(config, dtype, dim, lengths=((LENGTH, LENGTH),), softcap=None):
     logits = (torch.zeros(HEADS), softcap) if softcap else ()
     channels = llama_channels(dim)
     for sizes in lengths:
-        q, k, spans = drawn(dtype, dim, *sizes)
-        chosen = lists.choose(q, *lists.keys_of(k, channels), spans, 1.0, channels, config, *logits)
-    tail = spans.tail_rows(config.query_block, config.query_block)
-    plan = BlockPlan(*chosen, spans, config.query_block, config.key_block, dense_rows=tail)
+        q, k, ranges = drawn(dtype, dim, *sizes)
+        chosen = lists.choose(
+            q, *lists.keys_of(k, channels), ranges, 1.0, channels, config, *logits
+        )
+    tail = ranges.tail_rows(config.query_block, config.query_block)
+    plan = BlockPlan(*chosen, ranges, config.query_block, config.key_block, dense_rows=tail)
     pairs.add_pairs(plan)
     pairs.add_pairs(replace(plan, dense_rows=None, sampled=plan.full))
 
@@ -72,18 +74,18 @@ def choose_by_frc(config, dtype, dim, lengths=((LENGTH, LENGTH),)):
     """Launch what predictor "frc" does."""
     frc.has_kernels = lambda x: True
     for sizes in lengths:
-        q, k, spans = drawn(dtype, dim, *sizes)
-        frc.FrcPredictor(config)(q, k, LayerContext(spans, 1.0, 0))
+        q, k, ranges = drawn(dtype, dim, *sizes)
+        frc.FrcPredictor(config)(q, k, LayerContext(ranges, 1.0, 0))
 
 
 def decode(config, dtype, dim):
     """Launch a decode step: of a cache with an index, and of all keys that may be seen."""
-    q, k, spans = drawn(dtype, dim)
+    q, k, ranges = drawn(dtype, dim)
     channels, q = llama_channels(dim), q[:, :, :1]
     index = kernels.index_keys(k, channels)
     numbers = torch.tensor([LENGTH]), torch.tensor([128], dtype=torch.int32)
-    choice = kernels.choose(q, index, 1.0, *numbers, channels, spans.key_valid)
-    kernels.attend(q, k, k, choice, 1.0, numbers[0], spans.key_valid)
+    choice = kernels.choose(q, index, 1.0, *numbers, channels, ranges.key_valid)
+    kernels.attend(q, k, k, choice, 1.0, numbers[0], ranges.key_valid)
     kernels.attend(q, k, k, choice.elsewhere(k.device), 1.0)
     sinks = torch.zeros(HEADS)
     kernels.choose(q, index, 1.0, *numbers, channels, sinks=sinks)
@@ -92,15 +94,15 @@ def decode(config, dtype, dim):
 
 def attend(config, dtype, dim, softcap=None):
     """Launch attention under a plan and its backward pass, and what surrounds an engine."""
-    q, k, spans = drawn(dtype, dim)
-    plan = BlockPlan.causal(spans, HEADS, config.query_block, config.key_block)
+    q, k, ranges = drawn(dtype, dim)
+    plan = BlockPlan.causal(ranges, HEADS, config.query_block, config.key_block)
     given = block.flattened(plan, 1.0, softcap)
     out, lse = block.forward_op(q, k, k, *given)
     block.backward_op(torch.zeros_like(q), lse, q, k, k, out, lse, *given)
     some = torch.arange(128)[None]
     merge.write_merged(q, lse, q[:, :, :256], lse[:, :, :256], some, some >= 0)
     merge.share_with_sinks(out, lse, torch.zeros(HEADS))
-    flash._blank(out, lse, spans.last)
+    flash._blank(out, lse, ranges.end)
 
 
 def record():

@@ -5,7 +5,7 @@ from tiny import qkv
 
 from cab_hf import CabConfig
 from cab_hf.call.call import Call
-from cab_hf.call.mask import CabMask
+from cab_hf.call.mask import MaskInfo
 from cab_hf.config import blocks_of
 from cab_hf.engines import SDPA
 from cab_hf.engines.dense import ExactByRows
@@ -102,7 +102,7 @@ def texts_of_a_step(device="cpu"):
         "window": {"kv_length": 300, "q_slot": 299, "window": 40},
         "padding-window": {"kv_length": 300, "q_slot": 299, "valid": valid, "window": 250},
     }
-    return {name: CabMask(2, 1, **case) for name, case in cases.items()}
+    return {name: MaskInfo(2, 1, **case) for name, case in cases.items()}
 
 
 def require_step_as_by_rows(text, monkeypatch, dtype=torch.float32, device="cpu"):

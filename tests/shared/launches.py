@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from cab_hf.experiment.log import read_log
 from cab_hf.finetune import train
-from cab_hf.runs.log import read_log
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ["accelerate", "launch", "--config_file", "finetune/accelerate/cpu_2.yaml"]

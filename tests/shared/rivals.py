@@ -5,7 +5,7 @@ from valid_plan import require_valid
 
 import cab_hf
 from cab_hf.eval.methods import blocks
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 SMALL = cab_hf.CabConfig(min_length=0, query_block=32, key_block=16, dense_tail_blocks=1)
@@ -31,8 +31,8 @@ def config_of(name, share=None, **fields):
 
 def kept_by(config, q, k):
     """What a predictor keeps of plain causal attention, bool [B, H, M_q, M_k]."""
-    spans = Spans.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
-    plan = make_predictor(config)(q, k, LayerContext(spans, 0.25))
+    ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
+    plan = make_predictor(config)(q, k, LayerContext(ranges, 0.25))
     require_valid(plan)
     return plan.to_dense()
 

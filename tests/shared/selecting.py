@@ -9,34 +9,34 @@ from valid_plan import require_valid
 from cab_hf import BlockPlan
 from cab_hf.config import blocks_of, tail_of
 from cab_hf.ops import lists, rows
-from cab_hf.plan import Spans
+from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, frc, make_predictor
 
 
-def on_the_cpu(config, q, k, spans=None, scale=0.25, channels=(), **logits):
+def on_the_cpu(config, q, k, ranges=None, scale=0.25, channels=(), **logits):
     """The plan of the config's predictor by the reference, by default of a text of its own."""
-    spans = spans or Spans.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
-    context = LayerContext(spans, scale, 0, channels=channels, **logits)
+    ranges = ranges or KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
+    context = LayerContext(ranges, scale, 0, channels=channels, **logits)
     plan = make_predictor(config)(q, k, context)
     require_valid(plan)
     return plan
 
 
-def by_kernels(config, q, k, spans, scale=0.25, channels=()):
+def by_kernels(config, q, k, ranges, scale=0.25, channels=()):
     """The same by the kernels, in the interpreter."""
     if config.predictor == "rows":
-        return rows_by_kernels(config, q, k, spans, scale, channels)
+        return rows_by_kernels(config, q, k, ranges, scale, channels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frc, "has_kernels", lambda x: True)
-        return on_the_cpu(config, q, k, spans, scale)
+        return on_the_cpu(config, q, k, ranges, scale)
 
 
-def rows_by_kernels(config, q, k, spans, scale=0.25, channels=(), dtype=None, **logits):
+def rows_by_kernels(config, q, k, ranges, scale=0.25, channels=(), dtype=None, **logits):
     """The plan of `RowsPredictor` by the kernels, in the interpreter; keys as ``dtype``."""
     keys = rows.scored_keys(k, channels, dtype or k.dtype)
-    chosen = lists.choose(q, *keys, spans, scale, channels, config, **logits)
+    chosen = lists.choose(q, *keys, ranges, scale, channels, config, **logits)
     plan = BlockPlan(
-        *chosen, spans, *blocks_of(config), dense_rows=spans.tail_rows(*tail_of(config))
+        *chosen, ranges, *blocks_of(config), dense_rows=ranges.tail_rows(*tail_of(config))
     )
     require_valid(plan)
     return plan
@@ -49,15 +49,15 @@ def loud(**shape):
 
 
 def laid_in(layout, q, k, align):
-    """(q, k, spans) in a layout."""
+    """(q, k, ranges) in a layout."""
     batch, length = q.shape[0], q.shape[2]
     if layout == "in-place":
         # what torch.compile sees: borders inside of blocks
         last = torch.arange(length, dtype=torch.int32).expand(batch, -1)
         first = ((last >= 37).int() * 37).contiguous()
-        return q, k, Spans(first, last, torch.ones(batch, length, dtype=torch.bool))
+        return q, k, KeyRanges(first, last, torch.ones(batch, length, dtype=torch.bool))
     laid = laid_out(layout, batch, length, k.shape[2], align, "cpu")
-    return laid.queries(q), laid.keys(k), laid.spans
+    return laid.queries(q), laid.keys(k), laid.ranges
 
 
 def heads_on(

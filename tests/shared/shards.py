@@ -3,7 +3,7 @@
 import torch
 from tiny import tiny_model
 
-from cab_hf.call.layout import Layout, Length
+from cab_hf.call.layout import BlockLayout, Length
 from cab_hf.distributed.sharding import lengths_between, sharding_of
 
 BLOCK = 32
@@ -29,7 +29,7 @@ def shard_of(x, sharding, rank):
 
 def together(shards, sharding):
     """[B, H, N, ...] of what the ranks hold."""
-    return torch.cat(shards, dim=2)[:, :, sharding.holders]
+    return torch.cat(shards, dim=2)[:, :, sharding.owner]
 
 
 def layout_of(sharding, align):
@@ -38,7 +38,7 @@ def layout_of(sharding, align):
     document = document[None] if len(sharding.lengths) > 1 else None
     lengths = [[Length(length, length) for length in sharding.lengths]]
     text = sharding.text
-    return Layout.build(1, text, text, 0, None, document, align, torch.device("cpu"), lengths)
+    return BlockLayout.build(1, text, text, 0, None, document, align, torch.device("cpu"), lengths)
 
 
 def model_of(implementation, config=None, **settings):

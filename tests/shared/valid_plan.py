@@ -5,7 +5,7 @@ from cab_hf.plan import BlockPlan, visibility
 
 def require_valid(plan: BlockPlan) -> None:
     """Check dtypes, shapes, bounds and order of every list, and what rows name and may see."""
-    rows, columns = plan.spans.rows(plan.query_block), plan.kv_blocks
+    rows, columns = plan.ranges.rows(plan.query_block), plan.kv_blocks
     shape = (plan.batch, plan.heads, plan.q_blocks)
     for name, part in plan.lists.items():
         for x, expected in ((part.counts, shape), (part.indices, (*shape, part.width))):

@@ -4,7 +4,7 @@ from tiny import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cab_hf.texts import needles
+from cab_hf.data import needles
 
 TEXT = 'It rained all day. The old town slept! "Who goes there?" asked nobody. So it was, and so.'
 CHAT = (

@@ -18,7 +18,7 @@ from torch.library import CustomOpDef
 from cab_hf.ops import launch
 from cab_hf.ops.attention import fused, split
 from cab_hf.ops.attention.tiles import PlanTensors, backward_stats, described, like
-from cab_hf.plan import BlockLists, BlockPlan
+from cab_hf.plan import BlockIndices, BlockPlan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 1024)
@@ -72,12 +72,12 @@ def attention(
 def flattened(plan: BlockPlan, scale: float, softcap: float | None = None) -> tuple:
     """Return the arguments `PLAN` of a registered op; see `rows_of`. No soft cap is passed as 0."""
     lists = (tensor for part in (plan.full, plan.partial) for tensor in (part.counts, part.indices))
-    return *lists, plan.spans.first, plan.spans.last, *plan.blocks, scale, softcap or 0.0
+    return *lists, plan.ranges.start, plan.ranges.end, *plan.blocks, scale, softcap or 0.0
 
 
 def rows_of(arguments: tuple) -> tuple[PlanTensors, float, float]:
     """Return the plan, the scale and the soft cap from the arguments `PLAN`."""
-    full, partial = BlockLists(*arguments[:2]), BlockLists(*arguments[2:4])
+    full, partial = BlockIndices(*arguments[:2]), BlockIndices(*arguments[2:4])
     return PlanTensors(full, partial, *arguments[4:-2]), *arguments[-2:]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.ops import HAS_TRITON, reference
-from cab_hf.plan import EXACT_BLOCK, BlockPlan, Spans, once_per_spans
+from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges
 
 # devices where kernels merge parts that were attended separately
 JOINED_ON = ("cuda",)
@@ -71,7 +71,7 @@ def _with_rows(attend, result, q, k, v, plan, scale) -> list[Tensor]:
     # the backward pass reads the engine's output, which may change in place only without gradients
     trained = result[0].requires_grad
     splits = 1 if trained or not _joined_by_kernels(q) else _splits(plan.kv_length)
-    query, taken, real, rows = _gathered(plan.spans, plan.dense_rows, plan.blocks, splits)
+    query, taken, real, rows = _gathered(plan.ranges, plan.dense_rows, plan.blocks, splits)
     index = taken[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
     apart = attend(q.gather(2, index), k, v, rows, scale, splits > 1 or len(result) > 1)
     if splits > 1:
@@ -119,9 +119,9 @@ def _splits(kv_length: int) -> int:
     return max(1, min(MOST_SPLITS, kv_length // SPLIT_KEYS))
 
 
-@once_per_spans
+@cached_per_ranges
 def _gathered(
-    spans: Spans, rows: Tensor, blocks: tuple[int, int], splits: int
+    ranges: KeyRanges, rows: Tensor, blocks: tuple[int, int], splits: int
 ) -> tuple[Tensor, Tensor, Tensor, BlockPlan]:
     """Return the queries of the rows that attend to everything, and a one-head plan for them.
 
@@ -132,22 +132,22 @@ def _gathered(
         plan: The plan of ``taken``. Each repetition attends to another part of the keys.
     """
     size, key_block = blocks
-    key_block = max(key_block, EXACT_BLOCK)
-    inside = torch.arange(size, device=spans.last.device)
+    key_block = max(key_block, DENSE_BLOCK_SIZE)
+    inside = torch.arange(size, device=ranges.end.device)
     query = (rows.unsqueeze(-1) * size + inside).flatten(1)
-    real = (query >= 0) & (query < spans.q_length)
-    query = query.clamp(0, spans.q_length - 1)
-    first = spans.first.gather(1, query)
-    last = spans.last.gather(1, query).masked_fill(~real, -1)
+    real = (query >= 0) & (query < ranges.q_length)
+    query = query.clamp(0, ranges.q_length - 1)
+    first = ranges.start.gather(1, query)
+    last = ranges.end.gather(1, query).masked_fill(~real, -1)
     if splits > 1:
         # parts are whole blocks, so that no block is cut at the end of a part
-        part = -(-spans.kv_length // (splits * key_block)) * key_block
+        part = -(-ranges.kv_length // (splits * key_block)) * key_block
         begins = part * torch.arange(splits, device=first.device, dtype=first.dtype)[:, None]
         first = torch.maximum(first.unsqueeze(1), begins).flatten(1)
         last = torch.minimum(last.unsqueeze(1), begins + (part - 1)).flatten(1)
         last = last.masked_fill(last < first, -1)
-    some = replace(spans, first=first, last=last, consecutive=False)
-    if spans.documents != 1 and any(max(blocks) % x for x in (size, key_block)):
+    some = replace(ranges, start=first, end=last, consecutive=False)
+    if ranges.documents != 1 and any(max(blocks) % x for x in (size, key_block)):
         # documents that start at borders of ``blocks`` need not start at borders of larger blocks
         some = replace(some, aligned=False)
     return query, query.repeat(1, splits), real, BlockPlan.causal(some, 1, size, key_block)

@@ -24,7 +24,7 @@ from cab_hf.capability import HOPPER, capability
 from cab_hf.ops.attention import block
 from cab_hf.ops.attention.tiles import vectors, vectors_at
 from cab_hf.ops.attention.transpose import transpose
-from cab_hf.plan import BlockLists, BlockPlan
+from cab_hf.plan import BlockIndices, BlockPlan
 
 PACKAGE = "flash-attn-4"
 # the private interface of a beta may change with every version: the first version that works, and
@@ -103,13 +103,13 @@ def _forward_op(q, k, v, *plan):
     ]
     out = q.new_empty(batch, length, heads, v.shape[3])
     tensors = [*(x.transpose(1, 2) for x in (q, k, v)), out]
-    spans = [rows.first, rows.last]
+    ranges = [rows.first, rows.last]
     # a tile of all heads of a group reads keys once; with narrow tiles this gains nothing
     packed = tile > TILE and kv_heads < heads
     if packed and lists[0].counts.shape[1] == kv_heads and (batch == 1 or kv_heads == 1):
         tensors = [_heads_as_batch(x, kv_heads) for x in tensors]
         lists = [part.map_tensors(lambda x: x.flatten(0, 1).unsqueeze(1)) for part in lists]
-        spans = [x.repeat_interleave(kv_heads, dim=0) for x in spans]
+        ranges = [x.repeat_interleave(kv_heads, dim=0) for x in ranges]
     else:
         lists = [part.for_heads(heads) for part in lists]
     *inputs, result = tensors
@@ -119,7 +119,7 @@ def _forward_op(q, k, v, *plan):
         softmax_scale=scale,
         return_lse=True,
         pack_gqa=packed and lists[0].counts.shape[1] == 1,
-        **_sparsity(flash, *lists, (rows.query_block, tile), *spans),
+        **_sparsity(flash, *lists, (rows.query_block, tile), *ranges),
     )
     out, lse = out.transpose(1, 2), lse.view(batch, heads, length)
     _blank(out, lse, rows.last)
@@ -161,7 +161,7 @@ def key_tile(head_dim: int, key_block: int) -> int:
     return 2 * TILE if wide else TILE
 
 
-def finer_columns(lists: BlockLists, parts: int, columns: int) -> BlockLists:
+def finer_columns(lists: BlockIndices, parts: int, columns: int) -> BlockIndices:
     """Split every listed block into ``parts`` blocks, of which ``columns`` exist."""
     if parts == 1:
         return lists
@@ -172,10 +172,10 @@ def finer_columns(lists: BlockLists, parts: int, columns: int) -> BlockLists:
     at = (lists.counts - 1).clamp(min=0).unsqueeze(-1).to(torch.int64)
     largest = lists.indices.gather(-1, at).squeeze(-1) * parts + (parts - 1)
     missing = (largest - (columns - 1)).clamp(min=0).where(lists.counts > 0, 0)
-    return BlockLists(lists.counts * parts - missing, indices.contiguous())
+    return BlockIndices(lists.counts * parts - missing, indices.contiguous())
 
 
-def by_tile(lists: BlockLists, key_block: int, tile: int, kv_length: int) -> BlockLists:
+def by_tile(lists: BlockIndices, key_block: int, tile: int, kv_length: int) -> BlockIndices:
     """Return for every tile of keys the query blocks that attend to it."""
     turned = transpose(lists, -(-kv_length // key_block))
     parts, tiles = key_block // tile, -(-kv_length // tile)
@@ -245,9 +245,9 @@ def _flash() -> SimpleNamespace:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
     @cute.jit
-    def in_span(batch, head, query, key, lengths, spans):
-        first = spans[0][batch[0], query[0]]
-        last = spans[1][batch[0], query[0]]
+    def in_span(batch, head, query, key, lengths, ranges):
+        first = ranges[0][batch[0], query[0]]
+        last = ranges[1][batch[0], query[0]]
         return (key >= first) & (key <= last)
 
     return SimpleNamespace(
@@ -260,15 +260,15 @@ def _flash() -> SimpleNamespace:
 
 def _sparsity(
     flash: SimpleNamespace,
-    partial: BlockLists,
-    full: BlockLists,
+    partial: BlockIndices,
+    full: BlockIndices,
     blocks: tuple[int, int],
     first: Tensor,
     last: Tensor,
 ) -> dict[str, object]:
     """Return the plan for flash-attn-4: lists for its grid, and a mask for partial blocks."""
-    spans = [first.contiguous(), last.contiguous()]
-    for span in spans:
+    ranges = [first.contiguous(), last.contiguous()]
+    for span in ranges:
         # flash-attn-4 reads the dimension of stride 1, which is ambiguous if a dimension has size 1
         span.__leading_dim__ = 1
     return {
@@ -276,5 +276,5 @@ def _sparsity(
             partial.counts, partial.indices, full.counts, full.indices, block_size=blocks
         ),
         "mask_mod": flash.in_span,
-        "aux_tensors": spans,
+        "aux_tensors": ranges,
     }

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from cab_hf.ops.reference import capped
-from cab_hf.plan import BlockLists, BlockPlan
+from cab_hf.plan import BlockIndices, BlockPlan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -137,7 +137,7 @@ class BlockTables(NamedTuple):
         transposed: The same for the query blocks of each key block, which the backward pass reads;
             else empty.
         blocks: Tokens per query block and per key block of these lists.
-        first, last: Spans of the plan, int32 [B, N_q].
+        first, last: KeyRanges of the plan, int32 [B, N_q].
         bitmap: bool [B, H, M_q, M_k], the blocks of the plan; None if the lists alone suffice.
         bitmap_blocks: Tokens per query block and per key block of the bitmap.
     """
@@ -164,11 +164,11 @@ def block_tables(plan: BlockPlan, heads: int, device: torch.device, training: bo
     bitmap = None
     if merged or device.type == "cpu":
         bitmap = plan.to_dense().repeat_interleave(plan.shared_by(heads), dim=1)
-    spans = plan.spans.first, plan.spans.last
-    return BlockTables(_tables(heads, *lists), transposed, blocks, *spans, bitmap, plan.blocks)
+    ranges = plan.ranges.start, plan.ranges.end
+    return BlockTables(_tables(heads, *lists), transposed, blocks, *ranges, bitmap, plan.blocks)
 
 
-def _transposed(lists: BlockLists, columns: int) -> BlockLists:
+def _transposed(lists: BlockIndices, columns: int) -> BlockIndices:
     if lists.counts.device.type == "cpu" or torch.compiler.is_compiling():
         return lists.transpose(columns)
     from cab_hf.ops.attention.transpose import transpose
@@ -203,7 +203,7 @@ def merged_blocks(query_block: int, key_block: int) -> tuple[int, int]:
     return rows, columns
 
 
-def _merged(plan: BlockPlan) -> tuple[tuple[BlockLists, BlockLists], tuple[int, int]]:
+def _merged(plan: BlockPlan) -> tuple[tuple[BlockIndices, BlockIndices], tuple[int, int]]:
     """Merge the plan's lists to a grid of blocks of at least `TRAINED` tokens.
 
     A merged block is full if all its parts are full. It is partial if some of its tokens are
@@ -215,7 +215,7 @@ def _merged(plan: BlockPlan) -> tuple[tuple[BlockLists, BlockLists], tuple[int, 
     blocks = merged_blocks(*plan.blocks)
     rows, columns = blocks[0] // plan.query_block, blocks[1] // plan.key_block
 
-    def tiles(lists: BlockLists) -> Tensor:
+    def tiles(lists: BlockIndices) -> Tensor:
         dense = lists.to_dense(plan.kv_blocks)
         padding = (0, -dense.shape[3] % columns, 0, -dense.shape[2] % rows)
         return F.pad(dense, padding).unflatten(3, (-1, columns)).unflatten(2, (-1, rows))
@@ -223,10 +223,10 @@ def _merged(plan: BlockPlan) -> tuple[tuple[BlockLists, BlockLists], tuple[int, 
     full, partial = tiles(plan.full), tiles(plan.partial)
     complete = full.all(dim=5).all(dim=3)
     some = (full | partial).any(dim=5).any(dim=3) & ~complete
-    return (BlockLists.from_dense(some), BlockLists.from_dense(complete)), blocks
+    return (BlockIndices.from_dense(some), BlockIndices.from_dense(complete)), blocks
 
 
-def _tables(heads: int, *lists: BlockLists) -> tuple[Tensor, ...]:
+def _tables(heads: int, *lists: BlockIndices) -> tuple[Tensor, ...]:
     """Return counts and indices of the lists, widened to one width and expanded to ``heads``."""
     width = max(part.width for part in lists)
     lists = tuple(part.for_heads(heads).widened(width) for part in lists)

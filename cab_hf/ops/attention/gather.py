@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.ops.reference import capped
-from cab_hf.plan import BlockLists, BlockPlan
+from cab_hf.plan import BlockIndices, BlockPlan
 
 # logits that are computed at a time: 1 MiB in float32, which fits caches
 LOGITS_AT_A_TIME = 2**18
@@ -38,7 +38,7 @@ def attention(
     # the last block is padded with queries that see nothing
     blocks = F.pad(q, (0, 0, 0, -q.shape[2] % plan.query_block)) * scale
     blocks = blocks.unflatten(2, (-1, plan.query_block))
-    first, last = plan.spans.blocked(plan.query_block)
+    first, last = plan.ranges.blocked(plan.query_block)
     out = q.new_empty(*blocks.shape[:4], v.shape[3])
     lse = q.new_empty(blocks.shape[:4], dtype=wide)
     lengths = ((plan.full.counts + plan.partial.counts) * plan.key_block).tolist()
@@ -93,7 +93,7 @@ def _listed(
     """
     within = torch.arange(plan.key_block, device=first.device)
 
-    def tokens(part: BlockLists) -> tuple[Tensor, Tensor]:
+    def tokens(part: BlockIndices) -> tuple[Tensor, Tensor]:
         counts = part.counts[place]
         indices = part.indices[place][:, : int(counts.max())]
         real = torch.arange(indices.shape[1], device=counts.device) < counts.unsqueeze(1)

@@ -17,7 +17,7 @@ from cab_hf.ops.attention import block
 from cab_hf.ops.attention.tiles import like
 from cab_hf.plan import BlockPlan
 
-SAMPLED = f"Tensor counts, Tensor indices, int one_in, {block.PLAN}"
+SAMPLED = f"Tensor counts, Tensor indices, int sample_period, {block.PLAN}"
 FORWARD = (
     "(Tensor q, Tensor k, Tensor v, Tensor listed_out, Tensor listed_lse,"
     f" {SAMPLED}) -> (Tensor, Tensor)"
@@ -47,15 +47,15 @@ def attention(
     # the op below defines the gradients
     with torch.no_grad():
         listed = attend(q, k, v, plan, scale, True)
-    sampled = plan.sampled.counts, plan.sampled.indices, plan.one_in
+    sampled = plan.sampled.counts, plan.sampled.indices, plan.sample_period
     result = _forward_op(q, k, v, *listed, *sampled, *block.flattened(plan, scale, softcap))
     return result if return_lse else result[0]
 
 
 @torch.library.custom_op("cab_hf::sampled_attention", mutates_args=(), schema=FORWARD)
-def _forward_op(q, k, v, listed_out, listed_lse, counts, indices, one_in, *plan):
+def _forward_op(q, k, v, listed_out, listed_lse, counts, indices, sample_period, *plan):
     more, sums = block.forward_op(q, k, v, *_of_sampled(counts, indices, plan))
-    sums = sums + math.log(one_in)
+    sums = sums + math.log(sample_period)
     # the weight of the sampled part; 0 if nothing is sampled, also for padding queries
     share = (sums - listed_lse).sigmoid().masked_fill(sums == -torch.inf, 0.0)
     out = like(q, v.shape[3])
@@ -65,25 +65,25 @@ def _forward_op(q, k, v, listed_out, listed_lse, counts, indices, one_in, *plan)
 
 
 @torch.library.custom_op("cab_hf::sampled_attention_backward", mutates_args=(), schema=BACKWARD)
-def _backward_op(grad, grad_lse, q, k, v, out, lse, counts, indices, one_in, *plan):
+def _backward_op(grad, grad_lse, q, k, v, out, lse, counts, indices, sample_period, *plan):
     given = grad, grad_lse, q, k, v, out
     gradients = block.backward_op(*given, lse, *plan)
-    lse = lse - math.log(one_in)
+    lse = lse - math.log(sample_period)
     more = block.backward_op(*given, lse, *_of_sampled(counts, indices, plan))
     return tuple(x.add_(y) for x, y in zip(gradients, more, strict=True))
 
 
 def _save(ctx, inputs, output):
-    q, k, v, _, _, counts, indices, one_in, *lists = inputs
-    lists, ctx.settings = lists[:-4], (one_in, *lists[-4:])
+    q, k, v, _, _, counts, indices, sample_period, *lists = inputs
+    lists, ctx.settings = lists[:-4], (sample_period, *lists[-4:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, counts, indices, *lists)
 
 
 def _differentiate(ctx, *grads):
     q, k, v, out, lse, counts, indices, *lists = ctx.saved_tensors
-    one_in, *settings = ctx.settings
-    sampled = counts, indices, one_in
+    sample_period, *settings = ctx.settings
+    sampled = counts, indices, sample_period
     grads = block.of_both(grads, out)
     gradients = _backward_op(*grads, q, k, v, out, lse, *sampled, *lists, *settings)
     return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))

@@ -40,7 +40,7 @@ from cab_hf.ops.attention.tiles import (
     tile_of,
     vectors,
 )
-from cab_hf.plan import BlockLists
+from cab_hf.plan import BlockIndices
 
 # bytes of weights in memory at a time; a single query block is processed whatever its size
 WORKSPACE = 2 << 30
@@ -162,7 +162,7 @@ def _pieces(q: Tensor, k: Tensor, rows: PlanTensors, matrices: int) -> Iterator[
             end += 1
         # contiguous() copies nothing if there is only one piece
         full, partial = (
-            BlockLists(*(x[:, :, begin:end].contiguous() for x in (part.counts, part.indices)))
+            BlockIndices(*(x[:, :, begin:end].contiguous() for x in (part.counts, part.indices)))
             for part in (rows.full, rows.partial)
         )
         part = rows._replace(full=full, partial=partial)

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cab_hf.ops import launch
 from cab_hf.ops.attention.transpose import ColumnLists, pack_columns
-from cab_hf.plan import BlockLists
+from cab_hf.plan import BlockIndices
 
 # a row of a descriptor and its start must be multiples of this many bytes
 ALIGNMENT = 16
@@ -31,10 +31,10 @@ INFINITE_BITS = tl.constexpr(0x7F800000)
 
 
 class PlanTensors(NamedTuple):
-    """Plan as the kernels read it; ``first`` and ``last`` are its spans, int32 [B, N_q]."""
+    """Plan as the kernels read it; ``first`` and ``last`` are its ranges, int32 [B, N_q]."""
 
-    full: BlockLists
-    partial: BlockLists
+    full: BlockIndices
+    partial: BlockIndices
     first: Tensor
     last: Tensor
     query_block: int
@@ -42,14 +42,14 @@ class PlanTensors(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """`BlockLists` as an argument of kernels."""
+    """`BlockIndices` as an argument of kernels."""
 
     counts: Tensor
     indices: Tensor
     width: int
 
     @classmethod
-    def of(cls, lists: BlockLists) -> Lists:
+    def of(cls, lists: BlockIndices) -> Lists:
         # Triton 3.6 turns a 1 into a constant, and loses the constant in a tuple inside a tuple
         lists = lists.widened(2) if lists.width < 2 else lists
         return cls(lists.counts, lists.indices, lists.width)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from cab_hf.ops import reference
 from cab_hf.ops.reference import Masks, capped
-from cab_hf.plan import BlockLists, BlockPlan, Spans
+from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges
 
 PLAN = (
     "Tensor full_counts, Tensor full_indices, Tensor partial_counts, Tensor partial_indices,"
-    " Tensor? sampled_counts, Tensor? sampled_indices, int one_in, Tensor? dense_rows,"
+    " Tensor? sampled_counts, Tensor? sampled_indices, int sample_period, Tensor? dense_rows,"
     " Tensor first, Tensor last, Tensor key_valid, int query_block, int key_block, bool return_lse"
 )
 
@@ -33,13 +33,13 @@ def attention(
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `reference.attention` as one node of a graph."""
-    sampled, spans = plan.sampled, plan.spans
+    sampled, ranges = plan.sampled, plan.ranges
     out, lse = _attention_op(
         *(q, k, v, scale, softcap),
         *(plan.full.counts, plan.full.indices, plan.partial.counts, plan.partial.indices),
         *((None, None) if sampled is None else (sampled.counts, sampled.indices)),
-        *(plan.one_in, plan.dense_rows),
-        *(spans.first, spans.last, spans.key_valid, *plan.blocks, return_lse),
+        *(plan.sample_period, plan.dense_rows),
+        *(ranges.start, ranges.end, ranges.key_valid, *plan.blocks, return_lse),
     )
     return (out, lse) if return_lse else out
 
@@ -147,15 +147,15 @@ def gradients(
 
 def _plan_of(values: tuple) -> BlockPlan:
     """Build the plan from the values that `attention` passes."""
-    lists, (sampled, indices, one_in, dense_rows) = values[:4], values[4:8]
+    lists, (sampled, indices, sample_period, dense_rows) = values[:4], values[4:8]
     return BlockPlan(
-        BlockLists(*lists[:2]),
-        BlockLists(*lists[2:]),
-        Spans(*values[8:11]),
+        BlockIndices(*lists[:2]),
+        BlockIndices(*lists[2:]),
+        KeyRanges(*values[8:11]),
         *values[11:13],
         dense_rows,
-        None if sampled is None else BlockLists(sampled, indices),
-        one_in,
+        None if sampled is None else BlockIndices(sampled, indices),
+        sample_period,
     )
 
 

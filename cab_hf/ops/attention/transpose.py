@@ -1,6 +1,6 @@
 """Transposed lists for the backward pass: for every key block, the rows that attend to it.
 
-The definition is `BlockLists.transpose`. The intermediate form has one bit per (row, key block),
+The definition is `BlockIndices.transpose`. The intermediate form has one bit per (row, key block),
 which avoids integers of size rows * key blocks.
 """
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.plan import BlockLists
+from cab_hf.plan import BlockIndices
 
 WORD = 32
 CHUNK = 256
@@ -39,7 +39,7 @@ class ColumnLists(NamedTuple):
     slots: Tensor
 
 
-def pack_columns(lists: BlockLists, columns: int, placed: bool = False) -> ColumnLists:
+def pack_columns(lists: BlockIndices, columns: int, placed: bool = False) -> ColumnLists:
     """Return the transpose of ``lists`` over ``columns`` key blocks, without synchronisation.
 
     Args:
@@ -54,8 +54,8 @@ def pack_columns(lists: BlockLists, columns: int, placed: bool = False) -> Colum
     return ColumnLists(counts, starts, rows, slots if placed else rows)
 
 
-def transpose(lists: BlockLists, columns: int) -> BlockLists:
-    """Compute `BlockLists.transpose` on the GPU.
+def transpose(lists: BlockIndices, columns: int) -> BlockIndices:
+    """Compute `BlockIndices.transpose` on the GPU.
 
     For large lists, the function synchronises to find the width, except during capture.
     """
@@ -67,10 +67,10 @@ def transpose(lists: BlockLists, columns: int) -> BlockLists:
     starts = torch.arange(counts.numel(), device=counts.device, dtype=torch.int64) * width
     indices = lists.indices.new_zeros(*counts.shape, width)
     _fill(bits, starts.view_as(counts), indices, lists)
-    return BlockLists(counts, indices)
+    return BlockIndices(counts, indices)
 
 
-def _bits_by_column(lists: BlockLists, columns: int) -> tuple[Tensor, Tensor]:
+def _bits_by_column(lists: BlockIndices, columns: int) -> tuple[Tensor, Tensor]:
     """Return one bit per row and key block, and the number of rows that list each key block.
 
     Returns:
@@ -100,7 +100,7 @@ def _bits_by_column(lists: BlockLists, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def _fill(
-    bits: Tensor, starts: Tensor, rows: Tensor, lists: BlockLists, slots: Tensor | None = None
+    bits: Tensor, starts: Tensor, rows: Tensor, lists: BlockIndices, slots: Tensor | None = None
 ) -> None:
     batch, heads, columns, words = bits.shape
     _unpack_kernel[(columns, batch * heads)](

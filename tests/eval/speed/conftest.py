@@ -5,7 +5,7 @@ import pytest
 def quick():
     """Every case is timed as few times as can be."""
     from cab_hf.eval.speed import timing
-    from cab_hf.runs import provenance
+    from cab_hf.experiment import provenance
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("SECONDS_A_CASE", "WARM_UP_SECONDS"):

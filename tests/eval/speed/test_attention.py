@@ -14,7 +14,7 @@ from cab_hf.engines import REFERENCE
 from cab_hf.eval.speed import attention, dense
 from cab_hf.eval.speed.attention import Attention, Settings
 from cab_hf.ops import reference
-from cab_hf.plan import BlockPlan, Spans
+from cab_hf.plan import BlockPlan, KeyRanges
 
 KEY = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16", "budget": 0.2}
 
@@ -49,7 +49,7 @@ def row_of(length, ms, baselines=None, direction="forward", budget=0.1, **more):
 
 def test_pairs_and_density_by_hand():
     # 80 queries in blocks of 32, 16 and 16 key blocks of 16: rows end after 2, 4 and 5 of them
-    plan = BlockPlan.causal(Spans.causal(1, 80, 80, "cpu"), 2, 32, 16)
+    plan = BlockPlan.causal(KeyRanges.causal(1, 80, 80, "cpu"), 2, 32, 16)
     counted = attention.counted(plan, heads=4)
     assert counted["density"] == 1
     assert counted["listed_pairs"] == 4 * (2 + 4 + 5) * 32 * 16
@@ -159,7 +159,7 @@ def test_an_engine_with_a_wrong_gradient_is_not_timed(monkeypatch):
 def test_some_rows_are_compared_exactly():
     settings = tiny()
     q, k, v = settings.random_heads(300, 16, torch.device("cpu"), "qkv")
-    plan = settings.planner(KEY)(q, k, Spans.causal(1, 300, 300, "cpu"))
+    plan = settings.planner(KEY)(q, k, KeyRanges.causal(1, 300, 300, "cpu"))
     full = REFERENCE.attention(q, k, v, plan, 0.25)
     for start, stop in ((0, 32), (100, 150), (268, 300)):
         actual = dense.exact_rows(q, k, v, plan, start, stop)

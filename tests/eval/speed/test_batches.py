@@ -47,9 +47,9 @@ def test_texts_are_of_a_half_to_all_of_the_length(layout):
 def test_a_mask_says_what_the_spans_say(layout):
     texts = Texts.drawn(layout, 2, 40, 0, "cpu")
     seen = texts.mask(None).dense_rows(0, texts.slots, 0, texts.slots, "cpu")[:, 0]
-    key, spans = torch.arange(texts.slots), texts.spans
-    allowed = (key >= spans.first[..., None]) & (key <= spans.last[..., None])
-    real = spans.last >= 0
+    key, ranges = torch.arange(texts.slots), texts.ranges
+    allowed = (key >= ranges.start[..., None]) & (key <= ranges.end[..., None])
+    real = ranges.end >= 0
     assert torch.equal(seen.expand_as(allowed)[real], allowed[real])
 
 

@@ -20,7 +20,7 @@ KILLED = """
 import os, signal, sys
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.speed.context_parallel import ContextParallel
-from cab_hf.runs import provenance
+from cab_hf.experiment import provenance
 
 # somebody may commit between two runs
 provenance.git_commit = lambda: "0" * 40

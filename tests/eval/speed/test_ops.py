@@ -17,9 +17,9 @@ from cab_hf.eval.report import digits
 from cab_hf.eval.speed import COMMANDS, dense
 from cab_hf.eval.speed.base import MADE_BY
 from cab_hf.eval.speed.timing import ran_out
-from cab_hf.runs import provenance
-from cab_hf.runs.log import read_file, read_log
-from cab_hf.runs.settings import read_settings
+from cab_hf.experiment import provenance
+from cab_hf.experiment.log import read_file, read_log
+from cab_hf.experiment.settings import read_settings
 
 RESULTS = Path(__file__).parents[3] / "eval" / "results"
 SDPA = dense.ON_CPU["SDPA"].load

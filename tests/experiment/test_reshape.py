@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from words import make_tokenizer
 
-from cab_hf.runs import models, reshape
-from cab_hf.runs.reshape import RESHAPED, WIDE, widened, with_qk_norm
+from cab_hf.experiment import models, reshape
+from cab_hf.experiment.reshape import RESHAPED, WIDE, widened, with_qk_norm
 
 IDS = torch.randint(200, (1, 70), generator=torch.Generator().manual_seed(0))
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from cab_hf import __version__
-from cab_hf.runs.cache import file_sha256
-from cab_hf.runs.settings import UsageError, first_line
+from cab_hf.experiment.cache import file_sha256
+from cab_hf.experiment.settings import UsageError, first_line
 
 PACKAGES = ("torch", "transformers", "triton", "flash-attn-4")
 # the allocator settings of torch determine how much GPU memory can be used

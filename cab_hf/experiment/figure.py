@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cab_hf.runs.log import write_atomically
+from cab_hf.experiment.log import write_atomically
 
 DPI = 100
 # sufficient for lines, shares and their edges: a third of the bytes of true colour

@@ -18,7 +18,7 @@ from itertools import accumulate, chain, repeat, takewhile
 from math import pi
 from typing import Any, NamedTuple
 
-from cab_hf.texts.needles import (
+from cab_hf.data.needles import (
     ANSWER,
     NAMES,
     NUMBERS,
@@ -129,12 +129,12 @@ class Task:
             )
         ends = [0, *accumulate(map(len, pieces))]
         borders = [nearest(ends, fact.depth * ends[-1]) for fact in facts]
-        tokens, spans = with_statements(head, pieces, statements, borders)
+        tokens, ranges = with_statements(head, pieces, statements, borders)
         answers = [(len(tokens) + first, len(tokens) + last) for first, last in answers]
         return Example(
             tokens=(*tokens, *tail),
             prompt=answers[0][0],
-            needles=tuple(spans[: len(draft.needed)]),
+            needles=tuple(ranges[: len(draft.needed)]),
             answers=tuple(answers),
             replies=draft.replies,
         )
@@ -151,11 +151,11 @@ def _around(tokenizer: Any, draft: Draft) -> tuple[Tokens, Tokens, list[Span]]:
     said = f"{draft.begun} {', '.join(draft.replies)}."
     head, after = around_text(tokenizer, [content, said])
     after = after.removeprefix(" ")
-    spans, place = [], len(after) - len(said) + len(draft.begun)
+    ranges, place = [], len(after) - len(said) + len(draft.begun)
     for reply in draft.replies:
-        spans.append(span_of(tokenizer, after, reply, place))
+        ranges.append(span_of(tokenizer, after, reply, place))
         place = after.index(reply, place) + len(reply)
-    return head, sentence_tokens(tokenizer, after), spans
+    return head, sentence_tokens(tokenizer, after), ranges
 
 
 KEYS = 16  # number of keys that a text hides; one is asked for

@@ -15,9 +15,9 @@ from words import save_llama
 
 import cab_hf
 from cab_hf import CabConfig
+from cab_hf.experiment import models
+from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune.models import load_model, save_adapter, with_lora
-from cab_hf.runs import models
-from cab_hf.runs.settings import UsageError
 
 NAME, LENGTH = "tiny-8k", 8192
 

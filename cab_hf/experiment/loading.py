@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cab_hf.config import CAB_FRC, SPARSE
+from cab_hf.experiment import models
 from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
-from cab_hf.runs import models
 
 
 def load_model(

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from cab_hf.runs.provenance import utc_now
-from cab_hf.runs.settings import UsageError
+from cab_hf.experiment.provenance import utc_now
+from cab_hf.experiment.settings import UsageError
 
 Record = dict[str, Any]
 FieldsOf = Callable[[Record], Iterable[str]]

@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.integrations.fsdp import is_fsdp_enabled
 
 from cab_hf.distributed.exchange import RankLost, failures_of_others, publish_failure
+from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune.settings import Settings
-from cab_hf.runs.settings import UsageError
 
 # paths, which may differ between machines; the content of the files is compared
 PLACES = ("model", "calibration", "data", "validation", "out")

@@ -17,13 +17,13 @@ from trained import batch
 from cab_hf import CabConfig
 from cab_hf.eval.tables import read_results
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
-from cab_hf.finetune import dry_run, meter, train
+from cab_hf.experiment.settings import UsageError
+from cab_hf.finetune import cost_model, dry_run, train
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
 from cab_hf.finetune.objective import Objective
 from cab_hf.finetune.offload import Offload
 from cab_hf.finetune.settings import Settings
 from cab_hf.finetune.tiles import compute_in_tiles
-from cab_hf.runs.settings import UsageError
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 RESULTS = Path(__file__).parents[2] / "eval" / "results"
@@ -42,14 +42,14 @@ def test_flops_are_those_that_torch_counts():
     counter = FlopCounterMode(display=False)
     with counter:
         Objective(model)(batch(length)).backward()
-    cost = meter.Cost.of(model)
+    cost = cost_model.Cost.of(model)
     # eager attention computes what causality forbids as well
     expected = cost.products(length) + sum(cost.attention([length**2] * 3))
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
 
 
 def test_weights_are_counted_once_and_by_what_is_trained():
-    cost = meter.Cost.of(adapted())
+    cost = cost_model.Cost.of(adapted())
     hidden, inner, heads, kv, vocabulary, layers, rank = 48, 64, 96, 32, 64, 3, 4
     frozen = 2 * hidden * heads + 2 * hidden * kv + 3 * hidden * inner
     trained = rank * (hidden + heads + hidden + kv + inner + hidden)
@@ -63,7 +63,7 @@ def test_weights_are_counted_once_and_by_what_is_trained():
 def test_of_a_mixture_of_experts_nothing_is_counted():
     sizes = {**SIZES, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
-    cost = meter.Cost.of(model)
+    cost = cost_model.Cost.of(model)
     assert "mlp" in cost.uncounted and cost.products(1) == 0
 
 
@@ -75,30 +75,30 @@ def test_heads_that_differ_are_counted_as_they_are():
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
         model(tokens(1, length), use_cache=False)
-    cost = meter.Cost.of(model)
+    cost = cost_model.Cost.of(model)
     assert cost.channels == (64, 128) * 2 and cost.windows == (64, None) * 2
     expected = (cost.products(length) + sum(cost.attention([length**2] * 4))) / 3
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-9)
 
 
 def test_pairs_are_those_within_documents_rows_and_windows():
-    cost = meter.Cost.of(tiny_model())
+    cost = cost_model.Cost.of(tiny_model())
     documents = {10: [[0, 1, 2, 3]], 6: [[0, 1, 0, 1]], 17: [[0, 1, 2, 3], [0, 0, 1, 2]]}
     for pairs, positions in documents.items():
         assert cost.pairs(torch.tensor(positions)) == (pairs,) * 3
-    cost = meter.Cost.of(tiny_model("mistral-sliding"))
+    cost = cost_model.Cost.of(tiny_model("mistral-sliding"))
     # 40 + 39 + ... + 1 at the start, 40 for each of the others
     assert cost.pairs(torch.arange(60)[None]) == (820 + 20 * 40,) * 3
-    some = meter.Cost.of(tiny_model("qwen3-some-sliding"))
+    some = cost_model.Cost.of(tiny_model("qwen3-some-sliding"))
     assert sorted(some.pairs(torch.arange(60)[None])) == [1620, 1620, 1830]
     assert some.windows == (None, 40, 40)
 
 
 def test_a_line_has_what_was_attended_beside_what_could_have_been():
-    cost = meter.Cost.of(tiny_model())
+    cost = cost_model.Cost.of(tiny_model())
     layers = [{"layer": i, "density": density} for i, density in enumerate((0.5, None, 0.25))]
-    totals = meter.count(cost, torch.arange(100)[None], layers).tolist()
-    actual = meter.line(totals, seconds=2.0, processes=1, peak=1e9)
+    totals = cost_model.count(cost, torch.arange(100)[None], layers).tolist()
+    actual = cost_model.line(totals, seconds=2.0, processes=1, peak=1e9)
     (attention,) = {*cost.attention([5050] * 3)}
     assert actual["density"] == pytest.approx((0.5 + 1 + 0.25) / 3)
     products = cost.products(100)
@@ -108,7 +108,7 @@ def test_a_line_has_what_was_attended_beside_what_could_have_been():
 
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-H200 = meter.Room(140 * meter.GIB, 128 * meter.GIB)
+H200 = cost_model.Room(140 * cost_model.GIB, 128 * cost_model.GIB)
 
 
 def four_layers(vocabulary, dtype=torch.float32, **options):
@@ -137,7 +137,7 @@ def test_the_estimate_of_memory_is_near_what_is_held(vocabulary, dtype, checkpoi
         Objective(model)(batch(512)).backward()
         optimizer.step()
     fields = {"itemsize": dtype.itemsize, "checkpointing": checkpointing, "loss_tokens": 2**26}
-    estimate = meter.memory(meter.Cost.of(model), 512, **fields)
+    estimate = cost_model.memory(cost_model.Cost.of(model), 512, **fields)
     assert estimate.total == pytest.approx(held.peak, rel=0.15)
 
 
@@ -153,8 +153,8 @@ def test_the_estimate_knows_of_tiles_and_of_what_is_offloaded(vocabulary, offloa
     offload.enable(model)
     with Held(*model.parameters(), *model.buffers()) as held:
         Objective(model)(batch(length)).backward()
-    cost = meter.Cost.of(model)
-    estimate = meter.memory(
+    cost = cost_model.Cost.of(model)
+    estimate = cost_model.memory(
         cost, length, itemsize=4, loss_tokens=2**26, tile=tile, offloaded=offloaded
     )
     # nothing was learnt yet
@@ -182,7 +182,7 @@ def large():
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LARGE)).bfloat16()
     model = with_lora(model, ATTENTION, 16, 32)
-    return meter.Cost.of(model)
+    return cost_model.Cost.of(model)
 
 
 def long_step(length, **more):
@@ -199,7 +199,7 @@ def long_step(length, **more):
     ids=["room for all", "room for some", "room for two"],
 )
 def test_as_few_layers_are_offloaded_as_must_be(large, length, gpu, host, offloaded):
-    room = meter.Room(gpu * meter.GIB, host * meter.GIB)
+    room = cost_model.Room(gpu * cost_model.GIB, host * cost_model.GIB)
     fitted = dry_run.fit(long_step(length), large, {}, room)
     assert room.holds(fitted.memory) and fitted.offloaded == offloaded
     assert fitted.memory.checkpoints == offloaded * length * 4096 * 2
@@ -208,11 +208,11 @@ def test_as_few_layers_are_offloaded_as_must_be(large, length, gpu, host, offloa
 
 
 def test_no_more_is_offloaded_than_the_host_has_memory_for(large):
-    room = meter.Room(40 * meter.GIB, 100 * meter.GIB)
+    room = cost_model.Room(40 * cost_model.GIB, 100 * cost_model.GIB)
     fitted = dry_run.fit(long_step(2**19, attention="cab_dense"), large, {}, room)
     assert not room.holds(fitted.memory)
     # 4 GiB each
-    assert fitted.offloaded == 22 and fitted.memory.host == 88 * meter.GIB
+    assert fitted.offloaded == 22 and fitted.memory.host == 88 * cost_model.GIB
 
 
 def test_a_step_that_fits_nowhere_is_refused_with_the_longest_that_does(large):
@@ -245,8 +245,8 @@ def test_steps_of_packed_documents_take_what_an_h200_measured(kind, settings, pe
     if "train" not in settings:
         model = with_lora(model.bfloat16(), ATTENTION, 32, 64)
     asked = Settings(data=("a.txt",), checkpointing=False, **settings)
-    memory = dry_run.fit(asked, meter.Cost.of(model), {}, H200).memory
-    assert memory.total / meter.GIB == pytest.approx(peak_gib, rel=0.1)
+    memory = dry_run.fit(asked, cost_model.Cost.of(model), {}, H200).memory
+    assert memory.total / cost_model.GIB == pytest.approx(peak_gib, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["", "-131k", "-262k", "-524k", "-4-bits-24", "-4-bits-48"])
@@ -257,8 +257,8 @@ def test_steps_take_what_committed_runs_measured(large, name):
     rows = [row for row in read.rows if row["implementation"] == "cab" and row["fits"] is not False]
     for row in rows:
         tiled = {"tile": row["tile_tokens"], "offloaded": row["offloaded"]}
-        memory = meter.memory(large, row["length"], quantised=four_bits, **tiled)
-        assert memory.total / meter.GIB == pytest.approx(row["peak_gib"], rel=0.03)
+        memory = cost_model.memory(large, row["length"], quantised=four_bits, **tiled)
+        assert memory.total / cost_model.GIB == pytest.approx(row["peak_gib"], rel=0.03)
     assert rows
 
 
@@ -284,7 +284,7 @@ def test_a_gpu_offloads_as_few_layers_as_the_estimate_asks_for(monkeypatch, gpu_
     fields = {"gpu_gib": gpu_gib, "host_gib": 8.0, "attention": "cab_dense", "length": 2**15}
     started.settings = Settings(data=("a.txt",), tile_tokens=16, **fields)
     started.model = with_lora(tiny_model(num_hidden_layers=8), ("q_proj",), 4, 8)
-    cost = meter.Cost.of(started.model)
+    cost = cost_model.Cost.of(started.model)
     if offloaded == "refused":
         with pytest.raises(UsageError, match="got 32768; the longest length that fits is"):
             started._fit_into_memory(cost)
@@ -295,8 +295,10 @@ def test_a_gpu_offloads_as_few_layers_as_the_estimate_asks_for(monkeypatch, gpu_
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "bloom", "gemma4_text", "deepseek_v3"])
 def test_memory_is_known_whatever_a_config_calls_its_sizes(kind):
-    cost = meter.Cost.of(tiny_type(kind))
-    short, long = (meter.fit(cost, n, meter.Room(2**30, 2**30)).memory.total for n in (100, 200))
+    cost = cost_model.Cost.of(tiny_type(kind))
+    short, long = (
+        cost_model.fit(cost, n, cost_model.Room(2**30, 2**30)).memory.total for n in (100, 200)
+    )
     assert 0 < short < long
 
 
@@ -312,19 +314,19 @@ def test_a_report_says_what_travels_and_for_how_long(large):
 
 def test_processes_share_what_a_container_has_of_its_host(tmp_path, monkeypatch):
     file = tmp_path / "memory.max"
-    monkeypatch.setattr(meter, "CONTAINER", file)
-    complete = meter.host_bytes()
+    monkeypatch.setattr(cost_model, "CONTAINER", file)
+    complete = cost_model.host_bytes()
     file.write_text("max\n")
-    assert meter.host_bytes() == complete
+    assert cost_model.host_bytes() == complete
     file.write_text(f"{2**20}\n")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert meter.host_bytes() == 2**18
-    assert meter.host_bytes(given_gib=8.0) == 2 * meter.GIB
+    assert cost_model.host_bytes() == 2**18
+    assert cost_model.host_bytes(given_gib=8.0) == 2 * cost_model.GIB
 
 
 def test_weights_that_wait_on_the_host_leave_room_for_checkpoints(large):
-    here = meter.memory(large, 2**19, tile=2**13, shards=2)
-    there = meter.memory(large, 2**19, tile=2**13, shards=2, weights_on_host=True)
+    here = cost_model.memory(large, 2**19, tile=2**13, shards=2)
+    there = cost_model.memory(large, 2**19, tile=2**13, shards=2, weights_on_host=True)
     moved = (large.weight_bytes + 16 * large.trained_parameters) / 2
     assert here.total - there.total == pytest.approx(there.host) == pytest.approx(moved)
     # of all weights what two layers need
@@ -340,5 +342,5 @@ def test_weights_that_wait_on_the_host_leave_room_for_checkpoints(large):
 def test_plans_are_counted_by_their_longest_list(large, config, share):
     entries = 32 * 4096 * 8192 * share
     # rounded up to a power of two
-    actual = meter.plan_bytes(large, CabConfig(**config), 2**19)
+    actual = cost_model.plan_bytes(large, CabConfig(**config), 2**19)
     assert actual in (32 * 2 * entries, 64 * 2 * entries)

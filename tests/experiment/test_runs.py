@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import pytest
 
 from cab_hf.eval import experiment
-from cab_hf.runs import log, provenance
-from cab_hf.runs.log import Log, LogError, pack, read_log
-from cab_hf.runs.settings import (
+from cab_hf.experiment import log, provenance
+from cab_hf.experiment.log import Log, LogError, pack, read_log
+from cab_hf.experiment.settings import (
     by_device,
     comma_separated,
     fill_by_device,
@@ -253,7 +253,7 @@ def test_a_process_that_was_forked_holds_no_log(tmp_path):
 
 WRITER = """
 import sys, time
-from cab_hf.runs.log import Log
+from cab_hf.experiment.log import Log
 with Log(sys.argv[1], {"seed": 0}, ("index",)) as log:
     for index in range(100):
         if {"index": index} not in log:
@@ -456,7 +456,7 @@ def test_the_commit_is_ours_or_none():
 
 def test_importing_it_loads_neither_torch_nor_the_evaluations():
     code = (
-        "import sys; import cab_hf.runs.log, cab_hf.runs.provenance, cab_hf.runs.settings;"
+        "import sys; from cab_hf.experiment import log, provenance, settings;"
         "print([m for m in ('torch', 'transformers', 'cab_hf.eval') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

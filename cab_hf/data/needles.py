@@ -1,6 +1,6 @@
 """Parts of documents with hidden keys: keys, statements, sentences and their tokens.
 
-`cab_hf.texts.documents`, `cab_hf.texts.tasks`, the prompts of ``eval.haystack`` and the documents
+`cab_hf.data.documents`, `cab_hf.data.tasks`, the prompts of ``eval.haystack`` and the documents
 of ``finetune.retrieval`` use these parts.
 """
 
@@ -130,15 +130,15 @@ def with_statements(
         before: function (statement, tokens so far) -> more tokens to insert before the statement.
     """
     tokens, done = list(begun), 0
-    spans: dict[int, Span] = {}
+    ranges: dict[int, Span] = {}
     for which in sorted(range(len(statements)), key=borders.__getitem__):
         tokens.extend(chain(*pieces[done : borders[which]]))
         done = borders[which]
         tokens.extend(before(which, len(tokens)))
-        spans[which] = (len(tokens), len(tokens) + len(statements[which]))
+        ranges[which] = (len(tokens), len(tokens) + len(statements[which]))
         tokens.extend(statements[which])
     tokens.extend(chain(*pieces[done:]))
-    return tokens, [spans[which] for which in range(len(statements))]
+    return tokens, [ranges[which] for which in range(len(statements))]
 
 
 def fitted(pieces: Iterable[Tokens], room: int) -> list[Tokens]:

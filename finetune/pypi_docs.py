@@ -19,8 +19,8 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote, urldefrag, urljoin, urlsplit
 
-from cab_hf.runs.cache import file_sha256, made_once
-from cab_hf.runs.settings import UsageError
+from cab_hf.experiment.cache import file_sha256, made_once
+from cab_hf.experiment.settings import UsageError
 
 MANUALS = "manuals"
 MANUALS_VARIABLE = "CAB_HF_MANUALS"

@@ -1,4 +1,4 @@
-"""Spans, the intervals of keys that queries may attend to, and lists of the blocks they reach."""
+"""`KeyRanges`, the visible keys of each query, and `BlockIndices`, lists of visible blocks."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def once_per_spans(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Cache ``function(spans, *args)`` for all layers of a forward pass, which share spans.
+def cached_per_ranges(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Cache ``function(ranges, *args)`` for all layers of a forward pass, which share ranges.
 
-    The cache is part of the spans. Tensor arguments are compared by identity. Integer arguments
+    The cache is part of the ranges. Tensor arguments are compared by identity. Integer arguments
     must not be lengths, because torch.compile treats each integer as a constant.
     """
 
     @functools.wraps(function)
-    def shared(spans: Spans, *args: Any) -> Any:
+    def shared(ranges: KeyRanges, *args: Any) -> Any:
         key = function, *args
-        if key not in spans._made:
-            spans._made[key] = function(spans, *args)
-        return spans._made[key]
+        if key not in ranges._made:
+            ranges._made[key] = function(ranges, *args)
+        return ranges._made[key]
 
     return shared
 
 
 @dataclass(frozen=True, eq=False)
-class Spans:
+class KeyRanges:
     """The keys that each query may attend to, as one interval per query.
 
-    Spans express causality, packed documents and padding without an N x N mask.
+    KeyRanges express causality, packed documents and padding without an N x N mask.
 
     Attributes:
-        first: int32 [B, N_q], the first visible key slot of a query: the start of its document.
-        last: int32 [B, N_q], the last visible key slot, inclusive: the query's own slot. -1 for a
+        start: int32 [B, N_q], the first visible key slot of a query: the start of its document.
+        end: int32 [B, N_q], the last visible key slot, inclusive: the query's own slot. -1 for a
             padding query.
         key_valid: bool [B, N_k], False for padding keys.
         aligned: True if documents start at block borders and the queries of a block are consecutive
@@ -47,18 +47,18 @@ class Spans:
             static hint that avoids a device sync.
         documents: the largest number of documents in a batch row, if the queries of each document
             are contiguous; None if unknown. A static hint that avoids a device sync.
-        end: number of tokens of each row's whole sequence, int or int32 [B, 1], if the sequence
-            ends before or after the end of the call. None if documents end with the call.
+        sequence_end: number of tokens of each row's whole sequence, int or int32 [B, 1], if the
+            sequence ends before or after the end of the call. None if documents end with the call.
     """
 
-    first: Tensor
-    last: Tensor
+    start: Tensor
+    end: Tensor
     key_valid: Tensor
     aligned: bool = False
     consecutive: bool = True
     documents: int | None = None
-    end: int | Tensor | None = None
-    # see `once_per_spans`
+    sequence_end: int | Tensor | None = None
+    # see `cached_per_ranges`
     _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -69,8 +69,8 @@ class Spans:
         kv_length: int,
         device: torch.device | str,
         q_slot: int | Tensor | None = None,
-    ) -> Spans:
-        """Build causal spans of ``q_length`` queries over ``kv_length`` keys.
+    ) -> KeyRanges:
+        """Build causal ranges of ``q_length`` queries over ``kv_length`` keys.
 
         Args:
             batch: batch rows.
@@ -82,8 +82,8 @@ class Spans:
         last = torch.arange(q_length, device=device, dtype=torch.int32) + q_slot
         last = last.to(torch.int32).expand(batch, -1)
         return cls(
-            first=torch.zeros(batch, q_length, device=device, dtype=torch.int32),
-            last=last,
+            start=torch.zeros(batch, q_length, device=device, dtype=torch.int32),
+            end=last,
             key_valid=torch.arange(kv_length, device=device) <= last[:, -1:],
             aligned=True,
             documents=1,
@@ -91,49 +91,50 @@ class Spans:
 
     @property
     def q_length(self) -> int:
-        return self.first.shape[1]
+        return self.start.shape[1]
 
     @property
     def kv_length(self) -> int:
         return self.key_valid.shape[1]
 
-    @once_per_spans
+    @cached_per_ranges
     def pairs(self) -> Tensor:
         """Return the number of causal (query, key) pairs of one head, an int64 scalar."""
-        return (self.last - self.first + 1).clamp(min=0).sum(dtype=torch.int64)
+        return (self.end - self.start + 1).clamp(min=0).sum(dtype=torch.int64)
 
-    @once_per_spans
+    @cached_per_ranges
     def blocked(self, query_block: int) -> tuple[Tensor, Tensor]:
         """Return (first, last) per query block, int32 [B, M_q, query_block].
 
         Entries after the last query see nothing.
         """
         padding = -self.q_length % query_block
-        first = F.pad(self.first, (0, padding)).unflatten(1, (-1, query_block))
-        last = F.pad(self.last, (0, padding), value=-1).unflatten(1, (-1, query_block))
+        first = F.pad(self.start, (0, padding)).unflatten(1, (-1, query_block))
+        last = F.pad(self.end, (0, padding), value=-1).unflatten(1, (-1, query_block))
         return first, last
 
-    @once_per_spans
+    @cached_per_ranges
     def tail(self, tokens: int, query_block: int) -> Tensor:
         """Return bool [B, M_q], True for query blocks that contain a tail token.
 
-        Tail tokens are the last ``tokens`` tokens of a document, without padding. Without ``end``,
-        documents end with the call, and a call with fewer queries than a block has no tail.
+        Tail tokens are the last ``tokens`` tokens of a document, without padding. Without
+        ``sequence_end``, documents end with the call, and a call with fewer queries than a block
+        has no tail.
         """
         padding = -self.q_length % query_block
         if not self.has_tail(tokens, query_block):
-            ends = torch.zeros_like(self.last, dtype=torch.bool)
-        elif self.end is not None:
-            ends = (self.last >= 0) & (self.last >= self.end - tokens)
+            ends = torch.zeros_like(self.end, dtype=torch.bool)
+        elif self.sequence_end is not None:
+            ends = (self.end >= 0) & (self.end >= self.sequence_end - tokens)
         else:
             # the query this number of places later, if it is a token of the same document
             beyond = min(tokens, self.q_length)
-            later_first = F.pad(self.first[:, tokens:], (0, beyond))
-            later_last = F.pad(self.last[:, tokens:], (0, beyond), value=-1)
-            ends = (self.last >= 0) & ((later_last < 0) | (later_first != self.first))
+            later_first = F.pad(self.start[:, tokens:], (0, beyond))
+            later_last = F.pad(self.end[:, tokens:], (0, beyond), value=-1)
+            ends = (self.end >= 0) & ((later_last < 0) | (later_first != self.start))
         return F.pad(ends, (0, padding)).unflatten(1, (-1, query_block)).any(-1)
 
-    @once_per_spans
+    @cached_per_ranges
     def tail_rows(self, tokens: int, query_block: int) -> Tensor | None:
         """Return the indices of `tail` as int64 [B, R], ascending, filled with -1.
 
@@ -146,15 +147,15 @@ class Spans:
 
     def has_tail(self, tokens: int, query_block: int) -> bool:
         """Return True if a query block can be in a `tail`."""
-        return tokens > 0 and (self.end is not None or self.q_length >= query_block)
+        return tokens > 0 and (self.sequence_end is not None or self.q_length >= query_block)
 
-    @once_per_spans
-    def rows(self, query_block: int) -> RowSpans:
-        """Return the spans of every query block, without padding queries."""
+    @cached_per_ranges
+    def rows(self, query_block: int) -> BlockRanges:
+        """Return the ranges of every query block, without padding queries."""
         no_query = torch.iinfo(torch.int32).max
         first, last = self.blocked(query_block)
         real = last >= 0
-        return RowSpans(
+        return BlockRanges(
             min_first=first.masked_fill(~real, no_query).amin(-1),
             max_first=first.masked_fill(~real, -1).amax(-1),
             min_last=last.masked_fill(~real, no_query).amin(-1),
@@ -164,7 +165,7 @@ class Spans:
 
 
 @dataclass(frozen=True, eq=False)
-class RowSpans:
+class BlockRanges:
     """Bounds over the queries of each query block, all int32 [B, M_q].
 
     ``queries`` counts the queries of a block without padding.
@@ -186,12 +187,12 @@ def crossed_blocks(query_block: int, key_block: int) -> int:
     return -(-query_block // key_block) + 1
 
 
-def block_visibility(spans: Spans, query_block: int, key_block: int) -> Tensor:
+def block_visibility(ranges: KeyRanges, query_block: int, key_block: int) -> Tensor:
     """Return bool [B, M_q, M_k], True if some query of a block sees some key of a block."""
-    return visibility(spans.rows(query_block), key_block, spans.kv_length)[0]
+    return visibility(ranges.rows(query_block), key_block, ranges.kv_length)[0]
 
 
-def visibility(rows: RowSpans, key_block: int, kv_length: int) -> tuple[Tensor, Tensor]:
+def visibility(rows: BlockRanges, key_block: int, kv_length: int) -> tuple[Tensor, Tensor]:
     """Return two masks, both bool [B, M_q, M_k].
 
     The first is True if some query of the row sees some key of the block. The second is True if all
@@ -206,7 +207,7 @@ def visibility(rows: RowSpans, key_block: int, kv_length: int) -> tuple[Tensor, 
 
 
 @dataclass(frozen=True, eq=False)
-class BlockLists:
+class BlockIndices:
     """Lists of block indices, one per row: ascending, compact and padded after the row's count.
 
     Attributes:
@@ -218,7 +219,7 @@ class BlockLists:
     indices: Tensor
 
     @classmethod
-    def from_dense(cls, chosen: Tensor, width: int | None = None) -> BlockLists:
+    def from_dense(cls, chosen: Tensor, width: int | None = None) -> BlockIndices:
         """List the True columns of ``chosen``, bool [B, H, M, C].
 
         Args:
@@ -232,7 +233,7 @@ class BlockLists:
         return cls.of(column.expand_as(chosen), chosen, width)
 
     @classmethod
-    def of(cls, values: Tensor, kept: Tensor, width: int) -> BlockLists:
+    def of(cls, values: Tensor, kept: Tensor, width: int) -> BlockIndices:
         """List the entries of ``values`` where ``kept`` is True, int32 and bool [B, H, M, C]."""
         slot = kept.cumsum(-1, dtype=torch.int32) - 1
         # entries that are not kept go to one spare column, which is cut off afterwards
@@ -256,24 +257,24 @@ class BlockLists:
         dense = target.new_zeros(*self.counts.shape, columns + 1, dtype=torch.bool)
         return dense.scatter_(-1, target, True)[..., :columns]
 
-    def transpose(self, columns: int) -> BlockLists:
+    def transpose(self, columns: int) -> BlockIndices:
         """Return lists per column: the rows that list each of the ``columns`` columns."""
-        return BlockLists.from_dense(self.to_dense(columns).transpose(2, 3))
+        return BlockIndices.from_dense(self.to_dense(columns).transpose(2, 3))
 
-    def for_heads(self, heads: int) -> BlockLists:
+    def for_heads(self, heads: int) -> BlockIndices:
         """Return the lists repeated to ``heads`` heads. Lists of one head stay as they are."""
         own = self.counts.shape[1]
         if own in (1, heads):
             return self
         return self.map_tensors(lambda x: x.repeat_interleave(heads // own, dim=1))
 
-    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> BlockLists:
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> BlockIndices:
         """Return the lists with ``change`` applied to counts and indices."""
-        return BlockLists(change(self.counts), change(self.indices))
+        return BlockIndices(change(self.counts), change(self.indices))
 
-    def widened(self, width: int) -> BlockLists:
+    def widened(self, width: int) -> BlockIndices:
         """Return the lists padded to ``width`` entries per row."""
-        return BlockLists(self.counts, F.pad(self.indices, (0, max(0, width - self.width))))
+        return BlockIndices(self.counts, F.pad(self.indices, (0, max(0, width - self.width))))
 
 
 def named_rows(chosen: Tensor, room: int) -> Tensor:
@@ -283,5 +284,5 @@ def named_rows(chosen: Tensor, room: int) -> Tensor:
         chosen: bool [B, M].
         room: upper bound of the number of True columns.
     """
-    lists = BlockLists.from_dense(chosen[:, None, None], room)
+    lists = BlockIndices.from_dense(chosen[:, None, None], room)
     return torch.where(lists.listed(), lists.indices, -1)[:, 0, 0].to(torch.int64)

@@ -155,5 +155,5 @@ class _RouterLoss:
         mine = logits.reshape(-1, self.sharding.tokens, logits.shape[-1]).transpose(0, 1)
         everyone = list(gathered(mine, self.group).chunk(self.group.size()))
         everyone[self.group.rank()] = mine
-        holders = self.sharding.holders.to(logits.device)
-        return torch.cat(everyone).index_select(0, holders).transpose(0, 1).flatten(0, 1)
+        owner = self.sharding.owner.to(logits.device)
+        return torch.cat(everyone).index_select(0, owner).transpose(0, 1).flatten(0, 1)

@@ -12,10 +12,10 @@ from threading import Thread
 import datasets
 import pytest
 
-from cab_hf.finetune import manuals
+from cab_hf.experiment.cache import file_sha256
+from cab_hf.experiment.settings import UsageError
+from cab_hf.finetune import pypi_docs
 from cab_hf.finetune.sources import make_source
-from cab_hf.runs.cache import file_sha256
-from cab_hf.runs.settings import UsageError
 
 
 def sdist(files):
@@ -40,8 +40,8 @@ FILES = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path, tmp_path_factory):
     """Documents of few characters, an empty cache, and a pip without settings."""
-    monkeypatch.setattr(manuals, "SHORTEST", 4)
-    monkeypatch.setattr(manuals, "LEAST", 8)
+    monkeypatch.setattr(pypi_docs, "SHORTEST", 4)
+    monkeypatch.setattr(pypi_docs, "LEAST", 8)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
     for name in ("CAB_HF_MANUALS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT"):
@@ -61,9 +61,9 @@ TEXTS = ["aa aa\n\n\nbb bb", "also z\n\n\ninner"]
     ],
 )
 def test_files_of_a_folder_are_one_document(monkeypatch, least, expected):
-    monkeypatch.setattr(manuals, "LEAST", least)
+    monkeypatch.setattr(pypi_docs, "LEAST", least)
     for files in (FILES, dict(reversed(FILES.items()))):
-        assert manuals.documents(sdist(files), "docs") == expected
+        assert pypi_docs.documents(sdist(files), "docs") == expected
 
 
 class Index:
@@ -94,9 +94,11 @@ def index(monkeypatch):
     archive = sdist(FILES)
     index = Index(archive)
     pinned = hashlib.sha256(archive).hexdigest()
-    monkeypatch.setattr(manuals, "SOURCES", [manuals.Manual("thing-1.0.tar.gz", "docs", pinned)])
+    monkeypatch.setattr(
+        pypi_docs, "SOURCES", [pypi_docs.Manual("thing-1.0.tar.gz", "docs", pinned)]
+    )
     rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
-    monkeypatch.setattr(manuals, "MANUALS_SHA256", hashlib.sha256(rows.encode()).hexdigest())
+    monkeypatch.setattr(pypi_docs, "MANUALS_SHA256", hashlib.sha256(rows.encode()).hexdigest())
     monkeypatch.setenv("PIP_INDEX_URL", f"http://{index.address}")
     yield index
     index.server.shutdown()
@@ -106,32 +108,32 @@ def test_they_are_a_source_of_texts_that_is_downloaded_once(index, tmp_path):
     source = make_source("manuals", text_field="other")
     assert source.name == "manuals"
     assert [row["text"] for row in source.dataset] == TEXTS
-    file = manuals.manuals_file()
+    file = pypi_docs.manuals_file()
     assert [json.loads(line)["text"] for line in file.read_text().splitlines()] == TEXTS
     assert len(index.asked) == 2
     assert list((tmp_path / "cache").iterdir()) == [file]
 
 
 def test_a_machine_without_an_index_takes_the_file_of_another(index, monkeypatch, tmp_path):
-    kept = manuals.manuals_file().rename(tmp_path / "kept.jsonl")
+    kept = pypi_docs.manuals_file().rename(tmp_path / "kept.jsonl")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("CAB_HF_MANUALS", str(kept))
-    assert manuals.manuals_file() == kept
+    assert pypi_docs.manuals_file() == kept
     kept.write_text(kept.read_text() + "\n")
     with pytest.raises(UsageError, match=r"kept.jsonl must have SHA-256 \w+, .*, got \w+\."):
-        manuals.manuals_file()
+        pypi_docs.manuals_file()
     monkeypatch.setenv("CAB_HF_MANUALS", "/nowhere.jsonl")
     with pytest.raises(UsageError, match="CAB_HF_MANUALS must be .*, got '/nowhere.jsonl'"):
-        manuals.manuals_file()
+        pypi_docs.manuals_file()
 
 
 @pytest.mark.parametrize("other", ["an archive", "a result"])
 def test_what_is_not_as_pinned_is_not_kept(index, monkeypatch, tmp_path, other):
-    changed = [manuals.SOURCES[0]._replace(sha256="0" * 64)]
+    changed = [pypi_docs.SOURCES[0]._replace(sha256="0" * 64)]
     name, value = ("SOURCES", changed) if other == "an archive" else ("MANUALS_SHA256", "0" * 64)
-    monkeypatch.setattr(manuals, name, value)
+    monkeypatch.setattr(pypi_docs, name, value)
     with pytest.raises(UsageError, match="must have SHA-256 0{64}, .* pinned, got"):
-        manuals.manuals_file()
+        pypi_docs.manuals_file()
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -153,10 +155,10 @@ def test_without_an_index_it_says_what_to_do(index, monkeypatch, address, why):
 
 def test_only_the_host_of_an_index_gets_its_password(index, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", f"http://me:a%40b@{index.address}")
-    manuals.download("thing-1.0.tar.gz")
+    pypi_docs.download("thing-1.0.tar.gz")
     shown = "Basic " + b64encode(b"me:a@b").decode()
     assert [password for _, password in index.asked] == [shown, shown]
-    manuals._read(f"http://{index.address}/thing/", "http://me:a%40b@example.org/simple")
+    pypi_docs._read(f"http://{index.address}/thing/", "http://me:a%40b@example.org/simple")
     assert index.asked[-1] == ("/simple/thing/", None)
 
 
@@ -164,7 +166,7 @@ def test_only_the_host_of_an_index_gets_its_password(index, monkeypatch):
 def test_the_real_ones_are_what_is_pinned(monkeypatch):
     """Needs a package index, once: the cache is the user's."""
     monkeypatch.undo()
-    file = manuals.manuals_file()
-    assert file_sha256(file) == manuals.MANUALS_SHA256
+    file = pypi_docs.manuals_file()
+    assert file_sha256(file) == pypi_docs.MANUALS_SHA256
     lengths = [len(json.loads(line)["text"]) for line in file.read_text().splitlines()]
-    assert len(lengths) == 130 and min(lengths) >= manuals.LEAST == 2**17
+    assert len(lengths) == 130 and min(lengths) >= pypi_docs.LEAST == 2**17

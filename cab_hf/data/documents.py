@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
-from cab_hf.texts.needles import (
+from cab_hf.data.needles import (
     Span,
     Tokens,
     draw_keys,
@@ -88,8 +88,8 @@ def recall_document(
         # the tokens that end a sentence
         return more[len(more) - missing :]
 
-    tokens, spans = with_statements(begun, pieces, [*stated, *repeated], borders, before)
-    return _document(tokens[:length], spans[:keys], spans[keys:], digits)
+    tokens, ranges = with_statements(begun, pieces, [*stated, *repeated], borders, before)
+    return _document(tokens[:length], ranges[:keys], ranges[keys:], digits)
 
 
 def asked_document(
