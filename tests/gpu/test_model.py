@@ -292,3 +292,18 @@ def test_a_padded_row_is_decoded_as_alone(gpu, kind):
     for row, text in enumerate(texts):
         alone = first_logits(model, text, **kind)
         torch.testing.assert_close(together[row], alone[0], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", [{}, {"cache_implementation": "static", "disable_compile": True}])
+def test_row_below_min_length_is_dense_in_chunks_before_its_right_padding(gpu, kind):
+    fields = {"min_length": 900, "mass_threshold": 0.6, "share_threshold": 1.0}
+    model = cab_hf.apply_cab(tiny_model().to(gpu), replace(LARGE, **fields))
+    short, found = tokens(1, 800).to(gpu), []
+    ids = torch.cat([torch.nn.functional.pad(short, (0, 800)), tokens(1, 1600, seed=2).to(gpu)])
+    with torch.no_grad():
+        alone = model(short).logits
+    handle = model.lm_head.register_forward_hook(lambda *call: found.append(call[-1]))
+    first_logits(model, ids, prefill_chunk_size=256, logits_to_keep=0, **kind)
+    handle.remove()
+    padded = torch.cat(found, 1)[:1, :800]
+    torch.testing.assert_close(padded, alone, rtol=2e-3, atol=2e-3)
