@@ -239,11 +239,14 @@ def refuse_compiled(config: Any = None) -> None:
         )
 
 
-class _Traced:
+class _TracedMask:
     """Position ids of the mask that is traced, because torch.compile traces no ContextVar."""
 
     position_ids: Tensor | None = None
 
+
+# an instance: torch 2.11 does not trace assignments to attributes of a class
+_TRACED_MASK = _TracedMask()
 
 _POSITIONS: ContextVar[Tensor | None] = ContextVar("position ids of the next mask", default=None)
 
@@ -251,7 +254,7 @@ _POSITIONS: ContextVar[Tensor | None] = ContextVar("position ids of the next mas
 def record_positions(position_ids: Tensor | None) -> None:
     """Record the position ids of the mask that transformers builds next."""
     if torch.compiler.is_compiling():
-        _Traced.position_ids = position_ids
+        _TRACED_MASK.position_ids = position_ids
     else:
         _POSITIONS.set(position_ids)
 
@@ -259,7 +262,7 @@ def record_positions(position_ids: Tensor | None) -> None:
 def recorded_positions() -> Tensor | None:
     """Return the recorded position ids of this mask, and remove them."""
     if torch.compiler.is_compiling():
-        position_ids, _Traced.position_ids = _Traced.position_ids, None
+        position_ids, _TRACED_MASK.position_ids = _TRACED_MASK.position_ids, None
         return position_ids
     position_ids = _POSITIONS.get()
     if position_ids is not None:
