@@ -142,9 +142,9 @@ class CabConfig:
         mass_threshold: Least share of attention, averaged over the scored queries of a row, for
             which a block is selected. In [0, 1]; 0 selects every block, which is exact. For rows
             with more than 32,768 visible keys, the threshold is multiplied by 32,768 / keys, for
-            example by 1/4 at 131,072 keys. Default 0.0027.
+            example by 1/4 at 131,072 keys. Default 0.003.
         share_threshold: Least share of the attention of one scored query for which a block is
-            selected, in (0, 1]. Default 0.05.
+            selected, in (0, 1]. Default 0.03.
         sparsity: Share of the blocks of a row that is dropped, in [0, 1). Predictor ``"frc"`` only.
             A number, or a `Table` with a number per layer and head. Default 0.95.
         curvature: Curvature term of the score. Predictor ``"frc"`` only. ``"forman"`` is
@@ -209,8 +209,8 @@ class CabConfig:
     outlier_queries: int = _read_by(*CAB, default=16, off=0)
     typical_queries: int = _read_by(*CAB, default=32)
     typical_key_stride: int = _read_by(*CAB, default=4)
-    mass_threshold: float = _read_by(*CAB, default=0.0027)
-    share_threshold: float = _read_by(*CAB, default=0.05)
+    mass_threshold: float = _read_by(*CAB, default=0.003)
+    share_threshold: float = _read_by(*CAB, default=0.03)
     sparsity: float | Table = _read_by(FRC, default=0.95, off=0)
     curvature: str = _read_by(FRC, default="forman", off="none")
     redundancy: float = _read_by(FRC, default=1.0, off=0)
