@@ -12,7 +12,7 @@ from cab_hf.call.call import Call
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import KeyIndex
 from cab_hf.decode.step import SparseDecode, why_dense
-from cab_hf.engines import SDPA, Engine, Workload
+from cab_hf.engines import FLASH_ATTN, SDPA, Engine, Workload
 from cab_hf.engines.dense import Exact, ExactByBlocks, ExactByRows
 from cab_hf.engines.sparse import Sparse
 from cab_hf.hf.fit import layer_type
@@ -69,10 +69,11 @@ def route(
         return ExactByRows(SDPA, kind, reason)
     complete = text.plain and q_length == kv_length
     few = q_length < DENSE_BLOCK_SIZE or text.window is not None or kv_length is None
-    kernel = SDPA if few else engines.exact(work, q_length if complete else None)
+    length, last_queries = q_length if complete else None, q_length if text.plain else None
+    kernel = SDPA if few else engines.exact(work, length, last_queries)
     if isinstance(kernel, Engine):
         return ExactByBlocks(kernel, kind, reason)
-    if complete or (text.plain and q_length == 1 and kv_length is not None):
+    if complete or kernel is FLASH_ATTN or (text.plain and q_length == 1 and kv_length is not None):
         return Exact(kernel, kind, reason)
     return ExactByRows(kernel, kind, reason)
 

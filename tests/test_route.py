@@ -96,15 +96,15 @@ def test_the_engine_asked_for_is_the_one():
 @pytest.mark.parametrize(
     ("changes", "length"),
     [
-        pytest.param({}, 300, id="whole"),
-        pytest.param({"valid": torch.ones(1, 300)}, None, id="masked"),
-        pytest.param({"q_length": 200}, None, id="chunk"),
+        pytest.param({}, (300, 300), id="whole"),
+        pytest.param({"valid": torch.ones(1, 300)}, (None, None), id="masked"),
+        pytest.param({"q_length": 200}, (None, 200), id="chunk"),
     ],
 )
 def test_exact_attention_is_told_whether_anything_is_masked(monkeypatch, changes, length):
     asked = []
     monkeypatch.setattr(
-        engines, "exact", lambda work, complete: asked.append(complete) or engines.TRITON
+        engines, "exact", lambda work, *lengths: asked.append(lengths) or engines.TRITON
     )
     actual = way(sparse=False, **changes)
     assert isinstance(actual, ExactByBlocks) and actual.engine is engines.TRITON

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from cab_hf.capability import HOPPER, NONE, capability
 from cab_hf.ops import HAS_TRITON, Workload, reference
-from cab_hf.ops.attention import complete, ffpa, gather, traced
+from cab_hf.ops.attention import complete, ffpa, flash_dense, gather, traced
 
 # head dims above this have no fast kernel in SDPA, only memory-efficient attention
 SDPA_HEAD_DIM = 256
@@ -165,6 +165,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 # PyTorch's own kernels; and those of ffpa-attn for large heads, without a cache
 SDPA, FFPA = DenseKernel("sdpa", _sdpa), DenseKernel("ffpa", ffpa.attention)
+# flash-attn-3 or flash-attn-4
+FLASH_ATTN = DenseKernel("flash-attn", flash_dense.attention)
 # engines by name, the preferred backend first
 ENGINES: dict[str, tuple[Engine, ...]] = {
     "reference": (REFERENCE,),
@@ -205,14 +207,20 @@ def choose(name: str, work: Workload) -> Engine:
     )
 
 
-def exact(work: Workload, length: int | None) -> Engine | DenseKernel:
-    """Return what computes exact attention: SDPA, FFPA, or an engine under a plan of all blocks.
+def exact(
+    work: Workload, length: int | None, last_queries: int | None = None
+) -> Engine | DenseKernel:
+    """Return the dense kernel, or the engine under a plan of all blocks, for exact attention.
 
     SDPA's fast kernels support neither masks nor head dims above `SDPA_HEAD_DIM`.
 
     Args:
         length: Number of queries and of keys if causality is the only mask, else None.
+        last_queries: Number of queries, the last tokens of the keys, if causality is the only
+            mask; else None.
     """
+    if last_queries is not None and flash_dense.unavailable(work, last_queries) is None:
+        return FLASH_ATTN
     if length is not None and work.head_dim <= SDPA_HEAD_DIM:
         return SDPA
     if TRITON.unavailable(work) or not _measured_here():

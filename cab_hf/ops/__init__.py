@@ -28,6 +28,7 @@ class Workload:
         key_block: Tokens per key block of the plan.
         sinks: True if heads have sinks, which need the log-sum-exp.
         softcap: True if logits are soft-capped.
+        value_dim: Channels of v; None if they equal ``head_dim``.
     """
 
     device: str
@@ -38,6 +39,7 @@ class Workload:
     key_block: int
     sinks: bool = False
     softcap: bool = False
+    value_dim: int | None = None
 
     @classmethod
     def of(
@@ -50,7 +52,10 @@ class Workload:
             features: ``sinks`` and ``softcap``.
         """
         training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        return cls(q.device.type, q.shape[-1], q.dtype, training, *blocks, **features)
+        value_dim = None if v.shape[-1] == q.shape[-1] else v.shape[-1]
+        return cls(
+            q.device.type, q.shape[-1], q.dtype, training, *blocks, value_dim=value_dim, **features
+        )
 
     @property
     def blocks(self) -> tuple[int, int]:

@@ -1,0 +1,82 @@
+"""When flash-attn computes exact attention, and how it is called."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from tiny import qkv
+from torch.nn import functional as F
+
+from cab_hf import engines
+from cab_hf.capability import HOPPER
+from cab_hf.ops import Workload
+from cab_hf.ops.attention import flash_dense
+
+
+def workload(**fields):
+    values = {"device": "cuda", "head_dim": 128, "dtype": torch.bfloat16, "training": False}
+    return Workload(**values | {"query_block": 128, "key_block": 64} | fields)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    monkeypatch.setattr(flash_dense, "capability", lambda: (HOPPER, 0))
+    monkeypatch.setattr(flash_dense, "_module", lambda: "flash_attn_interface")
+    return monkeypatch
+
+
+def test_installed_flash_attn_computes_causal_calls_and_last_queries(installed):
+    assert engines.exact(workload(), 4096, 4096) is engines.FLASH_ATTN
+    assert engines.exact(workload(), None, 512) is engines.FLASH_ATTN
+
+
+@pytest.mark.parametrize(
+    ("fields", "queries"),
+    [
+        pytest.param({"device": "cpu"}, 512, id="cpu"),
+        pytest.param({"training": True}, 512, id="training"),
+        pytest.param({"dtype": torch.float32}, 512, id="float32"),
+        pytest.param({"head_dim": 320}, 512, id="d320"),
+        pytest.param({"head_dim": 100}, 512, id="d100"),
+        pytest.param({"value_dim": 64}, 512, id="narrow-values"),
+        pytest.param({}, 64, id="few-queries"),
+    ],
+)
+def test_other_calls_are_left_to_other_kernels(installed, fields, queries):
+    assert flash_dense.unavailable(workload(**fields), queries) is not None
+
+
+def test_masked_calls_are_left_to_other_kernels(installed):
+    assert engines.exact(workload(), None) is not engines.FLASH_ATTN
+
+
+def test_gpus_before_hopper_and_missing_packages_are_left_to_other_kernels(installed):
+    installed.setattr(flash_dense, "capability", lambda: (HOPPER - 1, 0))
+    assert flash_dense.unavailable(workload(), 512) is not None
+    installed.setattr(flash_dense, "capability", lambda: (HOPPER, 0))
+    installed.setattr(flash_dense, "_module", lambda: None)
+    assert "not installed" in flash_dense.unavailable(workload(), 512)
+
+
+@pytest.mark.parametrize("returns_lse", [False, True])
+def test_tensors_are_passed_as_tokens_by_heads(monkeypatch, returns_lse):
+    def flash_attn_func(q, k, v, softmax_scale, causal):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+        mask = mask.tril(k.shape[2] - q.shape[2]) if causal else mask
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=softmax_scale, enable_gqa=True
+        ).transpose(1, 2)
+        return (out, None) if returns_lse else out
+
+    module = ModuleType("flash_attn_interface")
+    module.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    monkeypatch.setattr(flash_dense, "_module", lambda: "flash_attn_interface")
+    monkeypatch.setattr(flash_dense, "_kernel", flash_dense._kernel.__wrapped__)
+    q, k, v = qkv(q_length=30, kv_length=70, heads=4, kv_heads=2, dim=16)
+    k = k + torch.arange(70).view(-1, 1) / 70
+    mask = torch.ones(30, 70, dtype=torch.bool).tril(40)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(flash_dense.attention(q, k, v, 0.3), expected)
