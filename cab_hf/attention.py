@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cab_hf.batching.batch import attend_batch
 from cab_hf.call.call import Call
 from cab_hf.call.mask import MaskInfo
 from cab_hf.call.scope import FORWARD_CONTEXT
-from cab_hf.route import attend
+from cab_hf.dispatch import dispatch
 
 
 def cab_attention(
@@ -57,24 +55,50 @@ def cab_attention(
     Raises:
         ValueError, NotImplementedError: if the call cannot be computed exactly as specified.
     """
-    given = query, key, value, attention_mask, dropout, scaling
-    return _output(Call.of(module, *given, sparse=True, **kwargs)), None
+    call = Call.create(
+        module=module,
+        query=query,
+        key=key,
+        value=value,
+        mask=attention_mask,
+        sparse=True,
+        dropout=dropout,
+        scaling=scaling,
+        **kwargs,
+    )
+    return _attend(call), None
 
 
-def cab_dense_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def cab_dense_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskInfo | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """Compute exact attention; arguments, results and errors as in `cab_attention`."""
-    return _output(Call.of(module, *args, sparse=False, **kwargs)), None
+    call = Call.create(
+        module=module,
+        query=query,
+        key=key,
+        value=value,
+        mask=attention_mask,
+        sparse=False,
+        dropout=dropout,
+        scaling=scaling,
+        **kwargs,
+    )
+    return _attend(call), None
 
 
-def _output(call: Call) -> Tensor:
+def _attend(call: Call) -> Tensor:
     """Return the output [B, N_q, H, D_v], contiguous because models may take a view of it."""
     observer = None if torch.compiler.is_compiling() else FORWARD_CONTEXT.get().observer
     if observer is not None:
         observer(call)
-    if call.batch is not None:
-        return attend_batch(call)
-    # the prompt, then the answer, which may be decode steps
-    pieces = call.text.pieces(call.sparse and call.config.sparse_decode)
-    outs = [attend(replace(call, q=call.q[:, :, own], text=text)) for own, text in pieces]
+    outs = [dispatch(part) for part in call.split_at_prompt_end()]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
     return out.transpose(1, 2).contiguous()

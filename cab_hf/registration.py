@@ -52,11 +52,13 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     from cab_hf.attention import cab_attention, cab_dense_attention
+    from cab_hf.batching.batch import accepting_batches
     from cab_hf.call.hook import cab_mask
 
     for name in NAMES:
-        attend = cab_attention if name in SPARSE else cab_dense_attention
-        AttentionInterface.register(name, attend)
+        sparse = name in SPARSE
+        attend = cab_attention if sparse else cab_dense_attention
+        AttentionInterface.register(name, accepting_batches(attend, sparse=sparse))
         AttentionMaskInterface.register(name, cab_mask)
     wrap(PreTrainedModel, "get_correct_attn_implementation", _validate)
     for name in ("from_pretrained", "_from_config"):

@@ -1,46 +1,58 @@
-"""`route`: the only place that decides how a layer is computed, with the reason."""
+"""`route`: the only place that decides how a layer is computed, with the reason.
+
+`dispatch.dispatch` computes what `route` chooses, and `describe` reports it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from cab_hf import engines
-from cab_hf.call.call import Call
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import KeyIndex
-from cab_hf.decode.step import SparseDecode, why_dense
-from cab_hf.engines import FLASH_ATTN, SDPA, Engine, Workload
-from cab_hf.engines.dense import Exact, ExactByBlocks, ExactByRows
-from cab_hf.engines.sparse import Sparse
+from cab_hf.decode.step import why_dense
+from cab_hf.engines import FLASH_ATTN, SDPA, DenseKernel, Engine, Workload
 from cab_hf.hf.fit import layer_type
 from cab_hf.plan import DENSE_BLOCK_SIZE
 
 
-def attend(call: Call) -> Tensor:
-    """Return the output [B, H, N_q, D_v] of one call, computed as `route` decides."""
-    facts = {"sparse": call.sparse, "layer": call.layer, "index": call.index}
-    return route(call.text, call.config, call.work, **facts).attend(call)
+class Route(NamedTuple):
+    """The decision how one layer is computed in one call.
+
+    Attributes:
+        method: name of a function in `cab_hf.dispatch`: "sparse", "sparse_decode", "dense",
+            "dense_blockwise" or "dense_masked".
+        config: settings of the call; without a dense tail for a chunk that does not contain it.
+        engine: engine or dense kernel of the function; None for "sparse_decode", which has none.
+        reason: why attention is not sparse, as a clause; None for sparse attention, and if sparse
+            attention is not requested.
+    """
+
+    method: str
+    config: CabConfig
+    engine: Engine | DenseKernel | None = None
+    reason: str | None = None
 
 
 def route(
-    text: Any,
+    mask: Any,
     config: CabConfig,
     work: Workload,
     *,
     sparse: bool,
     layer: nn.Module | None,
     index: KeyIndex | None = None,
-) -> Exact | Sparse | SparseDecode:
-    """Return the object that computes one layer in one call with ``attend(call)``.
+) -> Route:
+    """Return how one layer is computed in one call.
 
-    Its ``reason`` says why attention is not sparse; None for sparse attention.
+    This function is the only one that asks whether an engine can run a call.
 
     Args:
-        text: a `MaskInfo`, or a `ShardedMask` over ranks: the lengths of the call and of its
-            documents, and the mask.
+        mask: a `MaskInfo`, or a `ShardedMask` over ranks: the lengths of the call and of its
+            documents, and the visible keys.
         config: settings of the layer.
         work: workload of the call, with the block sizes of ``config``.
         sparse: True if sparse attention is requested.
@@ -50,53 +62,60 @@ def route(
     Raises:
         ValueError: if a named engine does not support the call.
     """
-    kind, reason = _kind(text, config, layer, index) if sparse else ("exact", None)
-    if kind == "sparse":
-        tail = text.tail_from(config.dense_tail_blocks, config.query_block)
-        if tail is not None and text.q_slot + text.q_length <= tail:
+    family, reason = _family(mask, config, layer, index) if sparse else ("dense", None)
+    if family == "sparse":
+        tail = mask.tail_from(config.dense_tail_blocks, config.query_block)
+        if tail is not None and mask.q_slot + mask.q_length <= tail:
             config = replace(config, dense_tail_blocks=0)
-        return Sparse(engines.choose(config.engine, work), config)
-    if kind == SparseDecode.kind:
-        return SparseDecode()
-    q_length, kv_length = text.q_length, text.kv_length
-    special = work.sinks or work.softcap
-    if text.dense_block_size is not None or (special and q_length > 1):
-        # no dense kernel supports soft caps, or returns a differentiable log-sum-exp
-        block = text.dense_block_size or DENSE_BLOCK_SIZE
-        work = replace(work, query_block=block, key_block=block)
-        return ExactByBlocks(engines.choose("auto", work), kind, reason)
-    if special:
-        return ExactByRows(SDPA, kind, reason)
-    complete = text.plain and q_length == kv_length
-    few = q_length < DENSE_BLOCK_SIZE or text.window is not None or kv_length is None
-    length, last_queries = q_length if complete else None, q_length if text.plain else None
-    kernel = SDPA if few else engines.exact(work, length, last_queries)
-    if isinstance(kernel, Engine):
-        return ExactByBlocks(kernel, kind, reason)
-    if complete or kernel is FLASH_ATTN or (text.plain and q_length == 1 and kv_length is not None):
-        return Exact(kernel, kind, reason)
-    return ExactByRows(kernel, kind, reason)
+        return Route("sparse", config, engines.choose(config.engine, work))
+    if family == "sparse_decode":
+        return Route("sparse_decode", config)
+    method, engine = _dense_method(mask, work)
+    return Route(method, config, engine, reason)
 
 
-def _kind(
-    text: Any, config: CabConfig, layer: nn.Module | None, index: KeyIndex | None
+def _family(
+    mask: Any, config: CabConfig, layer: nn.Module | None, index: KeyIndex | None
 ) -> tuple[str, str | None]:
-    """Return (kind, reason if not sparse) of a layer for which sparse attention is requested."""
-    if text.window is not None:
-        chunked = layer_type(layer) == "chunked_attention"
-        return "exact", f"{'chunks' if chunked else 'sliding window'} of {text.window} tokens"
+    """Return ("sparse", "sparse_decode" or "dense", reason of "dense") if sparse is requested."""
+    if mask.window is not None:
+        is_chunked = layer_type(layer) == "chunked_attention"
+        return "dense", f"{'chunks' if is_chunked else 'sliding window'} of {mask.window} tokens"
     if getattr(layer, "layer_idx", None) in config.dense_layers:
-        return "exact", "in dense_layers"
+        return "dense", "in dense_layers"
     # lengths of the longest document, without padding
-    queries, tokens = text.longest or (text.q_length, text.kv_length)
+    queries, tokens = mask.longest or (mask.q_length, mask.kv_length)
     # under torch.compile the length of a static cache is unknown: at least the queries of the call
     tokens = queries if tokens is None else tokens
-    if text.is_decode or queries < config.query_block:
-        reason = why_dense(text, config, layer, index)
-        return ("decode", reason) if reason else (SparseDecode.kind, None)
+    if mask.is_decode or queries < config.query_block:
+        reason = why_dense(mask, config, layer, index)
+        return ("dense", reason) if reason else ("sparse_decode", None)
     if tokens < config.min_length:
-        return "exact", f"input shorter than min_length={config.min_length}"
-    tail = text.tail_from(config.dense_tail_blocks, config.query_block)
-    if tail is not None and config.dense_tail_blocks and text.q_slot >= tail:
-        return "exact", f"the end of a prompt (dense_tail_blocks={config.dense_tail_blocks})"
+        return "dense", f"input shorter than min_length={config.min_length}"
+    tail = mask.tail_from(config.dense_tail_blocks, config.query_block)
+    if tail is not None and config.dense_tail_blocks and mask.q_slot >= tail:
+        return "dense", f"the end of a prompt (dense_tail_blocks={config.dense_tail_blocks})"
     return "sparse", None
+
+
+def _dense_method(mask: Any, work: Workload) -> tuple[str, Engine | DenseKernel]:
+    """Return the function of `cab_hf.dispatch` for exact attention, and its engine or kernel."""
+    q_length, kv_length = mask.q_length, mask.kv_length
+    is_special = work.sinks or work.softcap
+    if mask.dense_block_size is not None or (is_special and q_length > 1):
+        # no dense kernel supports soft caps, or returns a differentiable log-sum-exp
+        size = mask.dense_block_size or DENSE_BLOCK_SIZE
+        work = replace(work, query_block=size, key_block=size)
+        return "dense_blockwise", engines.choose("auto", work)
+    if is_special:
+        return "dense_masked", SDPA
+    is_complete = mask.plain and q_length == kv_length
+    is_small = q_length < DENSE_BLOCK_SIZE or mask.window is not None or kv_length is None
+    length, last_queries = q_length if is_complete else None, q_length if mask.plain else None
+    kernel = SDPA if is_small else engines.exact(work, length, last_queries)
+    if isinstance(kernel, Engine):
+        return "dense_blockwise", kernel
+    is_step = mask.plain and q_length == 1 and kv_length is not None
+    if is_complete or kernel is FLASH_ATTN or is_step:
+        return "dense", kernel
+    return "dense_masked", kernel

@@ -105,7 +105,7 @@ class AttentionClock:
         shared_state: dict[Any, Any] = {}
 
         def look(call: Call) -> None:
-            if call.text.window is not None:
+            if call.mask.window is not None:
                 return
             spent["dense_kernel"], dense_ms = self.dense(call.q, call.k, call.v, call.scale)
             batch, _, length, _ = call.q.shape
@@ -149,8 +149,8 @@ def sparse_calls(
     """Return functions that select blocks and attend in a layer; None if the layer is exact."""
     q, k, v = call.q, call.k, call.v
     work = Workload.of(q, k, v, (config.query_block, config.key_block))
-    way = route(call.text, config, work, sparse=True, layer=call.layer)
-    if way.kind != "sparse":
+    way = route(call.mask, config, work, sparse=True, layer=call.layer)
+    if way.method != "sparse":
         return None
     predict = partial(make_predictor(config), q, k, layer)
     # before the clock starts: all layers of a pass share what ranges cache

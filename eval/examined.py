@@ -42,8 +42,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import cab_hf
 from cab_hf import distributed
 from cab_hf.config import CabConfig
+from cab_hf.dispatch import attended
 from cab_hf.distributed.batch import IGNORED
-from cab_hf.engines.sparse import attended
 from cab_hf.eval.tiny_types import (
     FIRST_TOKEN,
     ROPE,

@@ -14,7 +14,7 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
 from cab_hf.config import CabConfig
-from cab_hf.engines.sparse import attended
+from cab_hf.dispatch import attended
 from cab_hf.eval.harness import refuse_misspelt, what_was_attended
 from cab_hf.eval.on_model import refuse_not_finite
 from cab_hf.experiment.models import greedy

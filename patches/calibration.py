@@ -193,7 +193,7 @@ def _layer_by_layer(
         q, k = call.q, call.k
         for x in (q, k):
             require_finite(x, "dense")
-        if call.text.window is not None:
+        if call.mask.window is not None:
             return
         layer = layer_index(call.layer)
         if layer is None:

@@ -18,8 +18,8 @@ from cab_hf.checks import is_whole, require
 from cab_hf.config import CAB, FRC, NAMES, SPARSE, CabConfig, num_typical_queries
 from cab_hf.decode.generation import has_index, index_cache, why_none
 from cab_hf.decode.step import decode_from
+from cab_hf.dispatch import attended
 from cab_hf.engines import SDPA, Workload
-from cab_hf.engines.sparse import attended
 from cab_hf.hf.fit import softcap
 from cab_hf.hf.layers import attention_layers, head_dim, transformers_model, window
 from cab_hf.hf.model_config import cab_config_of
@@ -212,7 +212,7 @@ def _sentence(
     work = Workload(device, head_dim(module), dtype, training, *blocks, *features)
     prompt = MaskInfo(1, tokens, tokens, 0, window=window(module))
     way = route(prompt, config, work, sparse=sparse, layer=module)
-    if way.kind == "sparse":
+    if way.method == "sparse":
         text = f"sparse, engine {way.engine.label(work)}{_chosen(config, module)}"
         if training and config.sampled_one_in:
             text += f", 1 in {config.sampled_one_in} of the other blocks sampled"

@@ -15,6 +15,7 @@ from cab_hf.call.call import Call
 from cab_hf.call.scope import during_calls
 from cab_hf.checks import require
 from cab_hf.config import SPARSE, blocks_of
+from cab_hf.dispatch import select_blocks
 from cab_hf.hf.fit import number
 from cab_hf.hf.layers import attention_layers, transformers_model
 from cab_hf.plan import BlockPlan, block_visibility
@@ -147,14 +148,16 @@ def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[Blo
         if call.layer is not modules[index]:
             return
         facts = {"sparse": call.sparse, "layer": call.layer, "index": call.index}
-        way = route(call.text, call.config, call.work, **facts)
-        if way.kind != "sparse":
+        way = route(call.mask, call.config, call.work, **facts)
+        if way.method != "sparse":
             raise ValueError(
                 f"layer must attend sparsely, got {index}, which attends to every block: "
                 f"{way.reason}. Choose another layer, or change CabConfig."
             )
-        layout = call.text.layout(*blocks_of(way.config), call.q.device)
-        plan = way.choose(call, layout, layout.queries(call.q), layout.keys(call.k))
+        layout = call.mask.layout(*blocks_of(way.config), call.q.device)
+        plan = select_blocks(
+            call, layout, layout.queries(call.q), layout.keys(call.k), config=way.config
+        )
         seen.append((plan, call.q.shape[1]))
         raise _Chosen
 

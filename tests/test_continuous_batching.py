@@ -120,11 +120,11 @@ def test_only_the_end_of_a_prompt_has_a_dense_tail(answers, end, monkeypatch):
         warmup=False,
     )
     tails = {
-        text.kv_length: way.config.dense_tail_blocks if way.kind == "sparse" else way.kind
+        text.kv_length: way.config.dense_tail_blocks if way.method == "sparse" else way.method
         for text, way in seen
         if text.q_length > 1
     }
-    assert tails == {96: 0, 192: 0, 288: 2, end: "exact"}
+    assert tails == {96: 0, 192: 0, 288: 2, end: "dense_masked"}
 
 
 def test_beginnings_are_shared():
@@ -181,8 +181,8 @@ def test_a_last_chunk_of_one_token_is_no_answer(monkeypatch):
     model = on_cab(tiny_model(num_hidden_layers=1), dataclasses.replace(LOW, dense_tail_blocks=0))
     prompt = tokens(1, 97)[0].tolist()
     served(model, [prompt], max_batch_tokens=96)
-    kinds = [(text.q_slot, text.q_length, way.kind) for text, way in seen[:3]]
-    assert kinds == [(0, 96, "sparse"), (96, 1, "sparse"), (97, 1, "decode")]
+    kinds = [(text.q_slot, text.q_length, way.method) for text, way in seen[:3]]
+    assert kinds == [(0, 96, "sparse"), (96, 1, "sparse"), (97, 1, "dense")]
 
 
 def test_a_request_is_cancelled_and_the_others_go_on():

@@ -12,8 +12,8 @@ import cab_hf
 from cab_hf import CabConfig
 from cab_hf.call.call import Call
 from cab_hf.call.mask import MaskInfo
-from cab_hf.engines import REFERENCE, SDPA
-from cab_hf.engines.dense import ExactByBlocks, ExactByRows
+from cab_hf.dispatch import dense_blockwise, dense_masked
+from cab_hf.engines import REFERENCE
 from cab_hf.ops import Workload, decode
 
 
@@ -66,8 +66,10 @@ def test_windows_by_blocks_are_those_by_rows(text):
     """Sinks and soft caps need an engine, which sees a window in places where padding is closed."""
     q, k, v = qkv(2, q_length=text.q_length, kv_length=120)
     work = Workload.of(q, k, v, (128, 128))
-    call = Call(q, k, v, 0.2, None, CabConfig(), False, work, text)
-    rows, blocks = ExactByRows(SDPA).attend(call), ExactByBlocks(REFERENCE).attend(call)
+    call = Call(
+        q=q, k=k, v=v, scale=0.2, layer=None, config=CabConfig(), sparse=False, work=work, mask=text
+    )
+    rows, blocks = dense_masked(call), dense_blockwise(call, REFERENCE)
     valid = torch.ones(2, 120, dtype=torch.bool) if text.valid is None else text.valid
     real = valid[:, -text.q_length :, None].unsqueeze(1)
     torch.testing.assert_close(blocks * real, rows * real, atol=1e-5, rtol=1e-4)

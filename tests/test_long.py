@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
 
 import cab_hf
-from cab_hf.engines import dense
+from cab_hf.engines import masked
 from cab_hf.ops import reference
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
@@ -103,7 +103,7 @@ def test_exact_layers_repeat_no_keys_and_bound_their_masks(llama, monkeypatch, p
     with torch.inference_mode():
         complete = llama(ids, attention_mask=seen).logits[:, padding:]
     limit = 20 * LENGTH
-    monkeypatch.setattr(dense, "MASK_AT_A_TIME", limit)
+    monkeypatch.setattr(masked, "MASK_AT_A_TIME", limit)
     plain = F.scaled_dot_product_attention
 
     def watched(query, key, value, attn_mask=None, **options):

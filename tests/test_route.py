@@ -11,7 +11,6 @@ from cab_hf.call.layout import Length
 from cab_hf.call.mask import MaskInfo
 from cab_hf.decode.cache import KeyIndex
 from cab_hf.engines import Workload
-from cab_hf.engines.dense import Exact, ExactByBlocks, ExactByRows
 from cab_hf.route import route
 
 SMALL = CabConfig(query_block=32, key_block=16, min_length=100, dense_layers=(3,))
@@ -36,27 +35,27 @@ def way(
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind", "reason"),
+    ("changes", "method", "reason"),
     [
         pytest.param({}, "sparse", None, id="sparse"),
         pytest.param({"q_length": 150}, "sparse", None, id="chunk"),
-        pytest.param({"sparse": False}, "exact", None, id="cab_dense"),
-        pytest.param({"window": 8}, "exact", "sliding window of 8 tokens", id="window"),
-        pytest.param({"layer": 3}, "exact", "in dense_layers", id="dense-layer"),
+        pytest.param({"sparse": False}, "dense", None, id="cab_dense"),
+        pytest.param({"window": 8}, "dense_masked", "sliding window of 8 tokens", id="window"),
+        pytest.param({"layer": 3}, "dense", "in dense_layers", id="dense-layer"),
         pytest.param({"layer": None}, "sparse", None, id="no-index"),
-        pytest.param({"q_length": 1}, "decode", "fewer than query_block=32", id="decode"),
-        pytest.param({"q_length": 1, "kv_length": None}, "decode", "(decode)", id="static-cache"),
-        pytest.param({"kv_length": 99, "q_length": 99}, "exact", "min_length=100", id="short"),
-        pytest.param({"longest": (99, 99)}, "exact", "min_length=100", id="short-texts"),
-        pytest.param({"longest": (31, 300)}, "decode", "fewer than query_block=32", id="rests"),
+        pytest.param({"q_length": 1}, "dense", "fewer than query_block=32", id="decode"),
+        pytest.param({"q_length": 1, "kv_length": None}, "dense_masked", "(decode)", id="static"),
+        pytest.param({"kv_length": 99, "q_length": 99}, "dense", "min_length=100", id="short"),
+        pytest.param({"longest": (99, 99)}, "dense_masked", "min_length=100", id="short-texts"),
+        pytest.param({"longest": (31, 300)}, "dense_masked", "query_block=32", id="rests"),
         pytest.param({"longest": (32, 100)}, "sparse", None, id="one-long-text"),
     ],
 )
-def test_what_is_computed_and_why(changes, kind, reason):
+def test_what_is_computed_and_why(changes, method, reason):
     actual = way(**changes)
-    assert actual.kind == kind
+    assert actual.method == method
     assert (actual.reason is None) if reason is None else reason in actual.reason
-    assert actual.engine is (engines.REFERENCE if kind == "sparse" else engines.SDPA)
+    assert actual.engine is (engines.REFERENCE if method == "sparse" else engines.SDPA)
 
 
 STEP = CabConfig(min_length=0, dense_layers=(3,), sparse_decode=True, decode_tokens=128)
@@ -82,7 +81,7 @@ INDEX = KeyIndex(torch.zeros(1, 1, 512, 16), ())
 )
 def test_when_a_step_is_sparse_and_why_not(changes, reason):
     actual = way(**{"config": STEP, "q_length": 1, "kv_length": 512, "index": INDEX, **changes})
-    assert (actual.kind == "sparse decode") == (reason is None)
+    assert (actual.method == "sparse_decode") == (reason is None)
     assert (actual.reason is None) if reason is None else reason in actual.reason
 
 
@@ -107,20 +106,20 @@ def test_exact_attention_is_told_whether_anything_is_masked(monkeypatch, changes
         engines, "exact", lambda work, *lengths: asked.append(lengths) or engines.TRITON
     )
     actual = way(sparse=False, **changes)
-    assert isinstance(actual, ExactByBlocks) and actual.engine is engines.TRITON
+    assert actual.method == "dense_blockwise" and actual.engine is engines.TRITON
     assert asked == [length]
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind"),
+    ("changes", "method"),
     [
-        pytest.param({}, Exact, id="whole"),
-        pytest.param({"q_length": 1}, Exact, id="decode"),
-        pytest.param({"q_length": 200}, ExactByRows, id="chunk"),
-        pytest.param({"valid": torch.ones(1, 300)}, ExactByRows, id="padding"),
-        pytest.param({"window": 8}, ExactByRows, id="window"),
-        pytest.param({"q_length": 1, "kv_length": None}, ExactByRows, id="static-cache"),
+        pytest.param({}, "dense", id="whole"),
+        pytest.param({"q_length": 1}, "dense", id="decode"),
+        pytest.param({"q_length": 200}, "dense_masked", id="chunk"),
+        pytest.param({"valid": torch.ones(1, 300)}, "dense_masked", id="padding"),
+        pytest.param({"window": 8}, "dense_masked", id="window"),
+        pytest.param({"q_length": 1, "kv_length": None}, "dense_masked", id="static-cache"),
     ],
 )
-def test_sdpa_has_masks_where_they_are_needed(changes, kind):
-    assert type(way(sparse=False, **changes)) is kind
+def test_sdpa_has_masks_where_they_are_needed(changes, method):
+    assert way(sparse=False, **changes).method == method

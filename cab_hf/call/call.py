@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig
 from cab_hf.call import packing
 from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
 from cab_hf.call.mask import MaskInfo
-from cab_hf.call.placeholder import KEYWORDS, PagedBatch
 from cab_hf.call.refusals import refuse, refuse_sinks
 from cab_hf.call.scope import FORWARD_CONTEXT, is_sharded, prompt_of, refuse_compiled
 from cab_hf.call.transforms import refuse_forward_mode, refuse_tracing, refuse_vmap
@@ -26,7 +25,7 @@ from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Call:
     """One attention computation of one layer.
 
@@ -39,10 +38,8 @@ class Call:
         config: settings of the layer.
         sparse: True if sparse attention is requested.
         work: workload that an engine must support.
-        text: visible keys: a `MaskInfo`, or a `ShardedMask` over ranks; None with ``batch``.
+        mask: visible keys: a `MaskInfo`, or a `ShardedMask` over ranks.
         index: the `KeyIndex` of the keys; None if the cache of the layer has none.
-        batch: batch of continuous batching; None otherwise.
-        packed: the arguments `KEYWORDS` of ``batch``; None without ``batch``.
         sinks: [H], one additional logit per head in the softmax; None without sinks.
         softcap: cap c of the logits, ``c * tanh(logits / c)``; None without a cap.
     """
@@ -55,12 +52,85 @@ class Call:
     config: CabConfig
     sparse: bool
     work: Workload
-    text: Any
+    mask: Any
     index: Any = None
-    batch: PagedBatch | None = None
-    packed: dict[str, Any] | None = None
     sinks: Tensor | None = None
     softcap: float | None = None
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: MaskInfo | None,
+        sparse: bool,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        position_ids: Tensor | None = None,
+        s_aux: Tensor | None = None,
+        softcap: float | None = None,
+        **kwargs: Any,
+    ) -> Call:
+        """Build a call from transformers' arguments; see `cab_attention` for these and errors."""
+        refuse_tracing(query, key, value)
+        refuse_forward_mode(query, key, value)
+        refuse_vmap("position_ids", position_ids)
+        lengths = query.shape[2], key.shape[2]
+        refuse(module, query.dtype, lengths, mask, dropout, sliding_window, kwargs)
+        refuse_sinks(s_aux, query.shape[1])
+        q, k, v = one_dtype(module, query, key, value)
+        if mask is None:
+            mask = _plain_mask(module, query.shape[0], *lengths, sliding_window)
+        config = mask.state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
+        call = cls(
+            q=q,
+            k=k,
+            v=v,
+            scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
+            layer=module,
+            config=config,
+            sparse=sparse,
+            work=Workload.of(
+                q, k, v, blocks_of(config), sinks=s_aux is not None, softcap=softcap is not None
+            ),
+            mask=mask,
+            # an attribute of the keys that a cast would lose
+            index=getattr(key, "cab_index", None),
+            sinks=s_aux,
+            softcap=softcap,
+        )
+        refuse_compiled(module.config)
+        mask.state.require_same_settings(call)
+        return call._with_documents(position_ids, kwargs.get("cu_seq_lens_q"))
+
+    def _with_documents(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Call:
+        """Return the call after its mask has found the packed documents of the forward pass."""
+        mask = self.mask
+        if mask.parallel is not None:
+            return replace(self, mask=mask.parallel.text(self, position_ids, cu_seq_lens))
+        if is_sharded(self.layer.config):
+            _refuse_shard(self.layer)
+        mixed = mask.find_documents(position_ids, cu_seq_lens, self.v)
+        call = self
+        if mixed is not None:
+            call = replace(
+                self, q=packing.refuse_where(self.q, mixed, packing.mixed_by(mask.model))
+            )
+        if self.sparse:
+            _warn_of_a_short_prompt(self.layer, mask, self.config)
+        return call
+
+    def split_at_prompt_end(self) -> list[Call]:
+        """Return the calls that are computed separately: the prompt, and the answer after it.
+
+        The queries of an answer are decode steps, one by one, if the layer decodes sparsely.
+        """
+        parts = self.mask.pieces(self.sparse and self.config.sparse_decode)
+        return [replace(self, q=self.q[:, :, queries], mask=mask) for queries, mask in parts]
 
     def context(self, ranges: KeyRanges, shared: dict[Any, Any] | None = None) -> LayerContext:
         """Return the context of the layer for a predictor.
@@ -69,69 +139,15 @@ class Call:
             ranges: visible keys of every query.
             shared: state that layers of a forward pass share; None for a new dict.
         """
-        shared = {} if shared is None else shared
-        channels = slow_channels(self.layer, self.q.shape[-1])
-        given = layer_index(self.layer), shared, channels, self.sinks, self.softcap
-        return LayerContext(ranges, self.scale, *given)
-
-    @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: MaskInfo | PagedBatch | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        *,
-        sparse: bool,
-        sliding_window: int | None = None,
-        position_ids: Tensor | None = None,
-        s_aux: Tensor | None = None,
-        softcap: float | None = None,
-        **kwargs: Any,
-    ) -> Call:
-        """Build a call from transformers' arguments; see `cab_attention` for these and errors."""
-        # index of the cache, an attribute that a cast of the keys would lose
-        index = getattr(key, "cab_index", None)
-        # since transformers 5.24 layers receive no mask in continuous batching
-        batch, packed = kwargs.get("batch") if mask is None else mask, None
-        if isinstance(batch, PagedBatch):
-            mask, packed = None, {name: kwargs.pop(name, None) for name in KEYWORDS}
-        else:
-            batch = None
-        refuse_tracing(query, key, value)
-        refuse_forward_mode(query, key, value)
-        refuse_vmap("position_ids", position_ids)
-        lengths = query.shape[2], key.shape[2]
-        refuse(module, query.dtype, lengths, mask, dropout, sliding_window, kwargs)
-        refuse_sinks(s_aux, query.shape[1])
-        q, k, v = _one_dtype(module, query, key, value)
-        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        if batch is None and mask is None:
-            mask = _plain_mask(module, query.shape[0], *lengths, sliding_window)
-        state = mask.state if batch is None else batch.state
-        config = state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
-        features = {"sinks": s_aux is not None, "softcap": softcap is not None}
-        work = Workload.of(q, k, v, blocks_of(config), **features)
-        text = mask, index, batch, packed, s_aux, softcap
-        call = cls(q, k, v, scale, module, config, sparse, work, *text)
-        if batch is not None:
-            return call
-        refuse_compiled(module.config)
-        state.require_same_settings(call)
-        parts = position_ids, kwargs.get("cu_seq_lens_q")
-        if mask.parallel is not None:
-            return replace(call, text=mask.parallel.text(call, *parts))
-        if is_sharded(module.config):
-            _refuse_shard(module)
-        mixed = mask.find_documents(*parts, v)
-        if mixed is not None:
-            call = replace(call, q=packing.refuse_where(q, mixed, packing.mixed_by(mask.model)))
-        if sparse:
-            _warn_of_a_short_prompt(module, mask, config)
-        return call
+        return LayerContext(
+            ranges=ranges,
+            scale=self.scale,
+            layer=layer_index(self.layer),
+            shared_state={} if shared is None else shared,
+            channels=slow_channels(self.layer, self.q.shape[-1]),
+            sinks=self.sinks,
+            softcap=self.softcap,
+        )
 
     @property
     def sampled_one_in(self) -> int:
@@ -191,7 +207,7 @@ def _warn_of_a_short_prompt(module: nn.Module, mask: MaskInfo, config: CabConfig
     warn_if_too_short(tokens, config.min_length, CabConfig.min_length, module.config)
 
 
-def _one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
+def one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast q, k and v to one dtype, as transformers does for flash attention.
 
     Adapters can pass float32 queries to a model in bfloat16.

@@ -218,6 +218,7 @@ class BlockLayout:
         plan: BlockPlan,
         scale: float,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Return attention under ``plan``, [B, H, N', D_v].
 
@@ -227,10 +228,12 @@ class BlockLayout:
             plan: blocks to attend to.
             scale: factor of the logits.
             sinks: see `complete.with_sinks`; None without sinks.
+            softcap: cap c of the logits, ``c * tanh(logits / c)``; None without a cap.
         """
         if sinks is None:
-            return engine.attention(q, k, v, plan, scale)
-        return with_sinks(*engine.attention(q, k, v, plan, scale, return_lse=True), sinks)
+            return engine.attention(q, k, v, plan, scale, softcap=softcap)
+        out, lse = engine.attention(q, k, v, plan, scale, return_lse=True, softcap=softcap)
+        return with_sinks(out, lse, sinks)
 
     def restore(self, out: Tensor) -> Tensor:
         """Return out [B, H, N', D] in the order of the call, with zeros at padding queries."""

@@ -1,18 +1,16 @@
-"""`SparseDecode`: the query of each head attends to the keys that its KV head selects."""
+"""Decode steps over selected keys: when a step is sparse, and which keys it reads."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from cab_hf.call.call import Call
-from cab_hf.call.transforms import refuse_vmap
 from cab_hf.checks import warn_once
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import KeyIndex
-from cab_hf.hf.fit import layer_index, softcap
+from cab_hf.hf.fit import softcap
 from cab_hf.ops import decode
 from cab_hf.ops.decode import Choice
 from cab_hf.predictors.cascade import anchor_of, require_heads_of
@@ -37,40 +35,57 @@ class SharedChoice(NamedTuple):
     choice: Choice
 
 
-class SparseDecode:
-    """Attention of one query per head over selected keys, for sequences in one process.
+def select_keys(
+    q: Tensor,
+    index: KeyIndex | None,
+    *,
+    config: CabConfig,
+    layer: int | None,
+    kv_heads: int,
+    scale: float,
+    length: Tensor,
+    num_keys: Tensor,
+    padding_mask: Tensor | None,
+    sinks: Tensor | None,
+    shared: dict[Any, Any],
+) -> Choice:
+    """Return the keys that each KV head reads, by its index or from the anchor of the layer.
 
-    The layer selects the keys with the index of the call, or takes the selection of its anchor.
+    Args:
+        q: [B, H, 1, D].
+        index: index of the keys; not read by layers after an anchor.
+        config: settings of the layer.
+        layer: index of the layer.
+        kv_heads: number of KV heads of the layer.
+        scale: factor of the logits.
+        length, num_keys: results of `MaskInfo.decode_budget`.
+        padding_mask: bool [B, N_k], False for padding keys; None without padding.
+        sinks: [H], one additional logit per head; None without sinks.
+        shared: state that layers of a forward pass share. An anchor stores its selection in it.
     """
-
-    kind: ClassVar[str] = "sparse decode"
-    reason: ClassVar[None] = None
-
-    def attend(self, call: Call) -> Tensor:
-        """Return the output of a call, [B, H, 1, D_v].
-
-        Raises:
-            NotImplementedError: `torch.vmap` batches the queries, keys or values.
-        """
-        refuse_vmap("the input of a sparse decode step", call.q, call.k, call.v)
-        q, text, config, layer = call.q, call.text, call.config, layer_index(call.layer)
-        heads = q.shape[1], call.k.shape[1]
-        length, wanted = text.reach(config.decode_tokens, decode_from(config), q.device)
-        valid = None if text.valid is None else text.valid.to(q.device)
-        anchor = anchor_of(config, layer)
-        if anchor is None or anchor == layer:
-            index, channels = call.index
-            given = call.scale, length, wanted, channels, valid, call.sinks
-            choice = decode.choose(q, index, *given)
-        else:
-            choice = _mapped(text.state.shared[SHARED_CHOICE], config, layer, heads, q.device)
-        if anchor is not None and anchor == layer:
-            text.state.shared[SHARED_CHOICE] = SharedChoice(layer, heads, choice)
-        return decode.attend(q, call.k, call.v, choice, call.scale, length, valid, call.sinks)
+    heads, anchor = (q.shape[1], kv_heads), anchor_of(config, layer)
+    if anchor is not None and anchor != layer:
+        return _choice_of_anchor(
+            shared[SHARED_CHOICE], config=config, layer=layer, heads=heads, device=q.device
+        )
+    keys, channels = index
+    choice = decode.choose(
+        q,
+        keys,
+        scale,
+        length,
+        num_keys,
+        channels=channels,
+        valid=padding_mask,
+        sinks=sinks,
+    )
+    if anchor is not None:
+        shared[SHARED_CHOICE] = SharedChoice(layer, heads, choice)
+    return choice
 
 
-def _mapped(
-    shared: SharedChoice, config: CabConfig, layer: int, heads: tuple[int, int], device: Any
+def _choice_of_anchor(
+    shared: SharedChoice, *, config: CabConfig, layer: int, heads: tuple[int, int], device: Any
 ) -> Choice:
     """Return the anchor's selection, mapped to the KV heads of a layer by `mapped_kv_heads`."""
     require_heads_of(shared.layer, shared.heads, layer, heads)
@@ -82,22 +97,22 @@ def _mapped(
 
 
 def why_dense(
-    text: Any, config: CabConfig, layer: nn.Module | None, index: KeyIndex | None
+    mask: Any, config: CabConfig, layer: nn.Module | None, index: KeyIndex | None
 ) -> str | None:
     """Return why a call with few queries is no sparse step, as a clause; None if it is one."""
     if softcap(layer) is not None:
         return "soft-capped logits (decode)"
-    if not config.sparse_decode or text.q_length != 1 or text.document is not None:
+    if not config.sparse_decode or mask.q_length != 1 or mask.document is not None:
         return f"fewer than query_block={config.query_block} queries (decode)"
     # the host knows the slots of a static cache; only the device knows how many are written
-    slots = text.slots if text.kv_length is None else text.kv_length
+    slots = mask.slots if mask.kv_length is None else mask.kv_length
     if slots is None or not decodes_sparsely(config, slots):
         short = slots is not None and slots < config.min_length
         name = "min_length" if short else "decode_tokens"
         return f"too short for {name}={getattr(config, name)} (decode)"
     anchor = anchor_of(config, getattr(layer, "layer_idx", None))
     if anchor is not None and anchor < layer.layer_idx:
-        shared = text.state.shared.get(SHARED_CHOICE)
+        shared = mask.state.shared.get(SHARED_CHOICE)
         ready = shared is not None and shared.layer == anchor
     else:
         ready = index is not None

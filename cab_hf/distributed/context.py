@@ -78,7 +78,7 @@ class Parallel:
         if self.closed:
             raise RuntimeError(SETTINGS_CHANGED)
         _refuse(call)
-        mask, parts = call.text, (position_ids, cu_seq_lens)
+        mask, parts = call.mask, (position_ids, cu_seq_lens)
         sharding = mask.state.once("sharding", lambda: self._agreed(call, *parts))
         return ShardedMask(
             *(mask.batch, sharding.text, sharding.text, 0),
@@ -141,14 +141,14 @@ def _refuse(call: Call) -> None:
             "the block and call cab_hf.distributed.whole_cache, which gathers the whole cache on "
             "every rank for generate."
         )
-    if call.text.chunks_from is not None:
+    if call.mask.chunks_from is not None:
         raise NotImplementedError(
-            f"{call.text.model} attends in chunks of {call.text.window} tokens, which 'cab' does "
+            f"{call.mask.model} attends in chunks of {call.mask.window} tokens, which 'cab' does "
             "not compute inside context_parallel. Run the model in one process."
         )
     # cached per forward pass: only the first layer waits for the device
-    call.text.find_documents(None, None)
-    if call.text.valid is not None:
+    call.mask.find_documents(None, None)
+    if call.mask.valid is not None:
         raise NotImplementedError(
             "attention_mask must have no padding inside context_parallel, got padding. Give "
             "cab_hf.distributed.shard rows of one length, or pack the rows."

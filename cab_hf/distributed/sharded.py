@@ -98,9 +98,18 @@ class ShardedLayout:
         ranges = self.shard_map.kept_spans(self.group.rank(), batch, window=self.window)
         return everything(ranges, self.shard_map.sharding.dense_block_size)
 
-    def attend(self, *given: Any) -> Tensor:
+    def attend(
+        self,
+        engine: Engine,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: BlockPlan,
+        scale: float,
+        **changes: Any,
+    ) -> Tensor:
         """Return the output of `attention` without the log-sum-exp."""
-        return self.attention(*given)[0]
+        return self.attention(engine, q, k, v, plan, scale=scale, **changes)[0]
 
     def attention(
         self,
@@ -111,6 +120,7 @@ class ShardedLayout:
         plan: BlockPlan,
         scale: float,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return attention of this rank's queries over the keys of all ranks.
 
@@ -124,6 +134,7 @@ class ShardedLayout:
             plan: plan of this rank's queries.
             scale: factor of the logits.
             sinks: logits of attention sinks, [H]; None means no sinks.
+            softcap: cap c of the logits, ``c * tanh(logits / c)``; None means no cap.
 
         Returns:
             Output [B, H, n, D_v] and log-sum-exp [B, H, n].
@@ -134,7 +145,9 @@ class ShardedLayout:
         def attend(keys: Tensor, values: Tensor, i: int) -> tuple[Tensor, Tensor]:
             heads = slice(gather.slices[i].start * group, gather.slices[i].stop * group)
             part = plan.slice_heads(heads.start, heads.stop, q.shape[1])
-            out, lse = engine.attention(q[:, heads], keys, values, part, scale, return_lse=True)
+            out, lse = engine.attention(
+                q[:, heads], keys, values, part, scale, return_lse=True, softcap=softcap
+            )
             return (out if sinks is None else with_sinks(out, lse, sinks[heads])), lse
 
         return over_slices(gather, k, v, attend)

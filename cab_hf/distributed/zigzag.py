@@ -76,7 +76,7 @@ def zigzag_attention(
     """
     fields = {name: value for name, value in locals().items() if name not in ("q", "k", "v")}
     layout, engine, plan, scale = checked(q, k, v, **fields)
-    return layout.attention(engine, q, k, v, plan, scale)
+    return layout.attention(engine, q, k, v, plan, scale=scale)
 
 
 def refuse_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

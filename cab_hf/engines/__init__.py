@@ -42,17 +42,11 @@ class Engine(NamedTuple):
     def attention(self) -> Callable[..., Any]:
         """Attention under a plan, as `reference.attention` defines it.
 
-        The arguments are q [B, H, N_q, D], k [B, H_kv, N_k, D], v [B, H_kv, N_k, D_v], plan, scale
-        and return_lse. Returns [B, H, N_q, D_v]; with ``return_lse`` also the log-sum-exp, float32
-        [B, H, N_q].
+        The arguments are q [B, H, N_q, D], k [B, H_kv, N_k, D], v [B, H_kv, N_k, D_v], plan, scale,
+        return_lse and softcap. Returns [B, H, N_q, D_v]; with ``return_lse`` also the log-sum-exp,
+        float32 [B, H, N_q].
         """
         return self.load()
-
-    def capped(self, softcap: float | None) -> Engine:
-        """Return this engine with soft-capped logits, or unchanged for None."""
-        if softcap is None:
-            return self
-        return self._replace(load=lambda: partial(self.load(), softcap=softcap))
 
 
 def _reference() -> Callable[..., Any]:

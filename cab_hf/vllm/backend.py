@@ -19,11 +19,11 @@ from cab_hf.call.call import Call
 from cab_hf.call.mask import MaskInfo
 from cab_hf.call.scope import Prompt
 from cab_hf.config import blocks_of
+from cab_hf.dispatch import dispatch
 from cab_hf.engines import TRITON, Workload
 from cab_hf.engines import choose as choose_engine
 from cab_hf.plan import DENSE_BLOCK_SIZE
 from cab_hf.predictors import make_predictor
-from cab_hf.route import attend
 from cab_hf.vllm import PLAIN_CACHES, backend_name, settings_of
 from cab_hf.vllm.layers import Layer
 from cab_hf.vllm.metrics import METERS
@@ -205,20 +205,29 @@ class SparseImpl:
             out = torch.empty_like(output[: len(split.rows)])
             super().forward(layer, q, k, v, kv_cache, split.rest, out, *args, **kwargs)
             output[split.rows] = out
-        for rows, pages, text in split.prompts:
+        for rows, pages, mask in split.prompts:
             k, v = gather(kv_cache, pages, split.isa)
-            self.attend(query[rows], k[None], v[None], text, output[rows])
+            self.attend(query[rows], k[None], v[None], mask=mask, out=output[rows])
         return output
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, text: MaskInfo, out: Tensor) -> None:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: MaskInfo, out: Tensor) -> None:
         """Fill ``out`` [T, H * D_v] for q [T, H, D] over k and v [1, H_kv, N, D] of a prompt."""
         q = q.transpose(0, 1).unsqueeze(0)
-        k, v = k[:, :, : text.kv_length], v[:, :, : text.kv_length]
+        k, v = k[:, :, : mask.kv_length], v[:, :, : mask.kv_length]
         work = Workload.of(q, k, v, blocks_of(self.cab))
-        given = self.scale, self.cab_layer, self.cab, True, work
-        for rows, piece in text.pieces(steps=False):
-            part = attend(Call(q[:, :, rows], k, v, *given, piece))
-            out[rows] = part[0].transpose(0, 1).reshape_as(out[rows])
+        for rows, piece in mask.pieces(steps=False):
+            call = Call(
+                q=q[:, :, rows],
+                k=k,
+                v=v,
+                scale=self.scale,
+                layer=self.cab_layer,
+                config=self.cab,
+                sparse=True,
+                work=work,
+                mask=piece,
+            )
+            out[rows] = dispatch(call)[0].transpose(0, 1).reshape_as(out[rows])
 
     def measure(self, query: Tensor) -> None:
         """Attend the longest chunk while vLLM measures memory, so that its memory is counted."""
@@ -227,8 +236,14 @@ class SparseImpl:
         # dummies for the pages, and for the keys and values that are gathered from the pages
         shape = (2, 2, 1, self.num_kv_heads, longest, self.head_size)
         _, (k, v) = query.new_zeros(shape)
-        text = MaskInfo(1, len(q), longest, longest - len(q), prompt=Prompt(longest))
-        self.attend(q, k, v, text, torch.empty_like(q))
+        mask = MaskInfo(
+            batch=1,
+            q_length=len(q),
+            kv_length=longest,
+            q_slot=longest - len(q),
+            prompt=Prompt(longest),
+        )
+        self.attend(q, k, v, mask=mask, out=torch.empty_like(q))
 
 
 if current_platform.is_cpu():

@@ -19,6 +19,7 @@ from cab_hf.call.call import Call
 from cab_hf.call.hook import cab_mask
 from cab_hf.call.mask import MaskInfo
 from cab_hf.config import CabConfig
+from cab_hf.dispatch import select_blocks
 from cab_hf.engines import Workload
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.speed import base, dense
@@ -151,14 +152,16 @@ class Batches(base.Speed):
         blocks = config.query_block, config.key_block
         mask = texts.mask(layer.config)
         way = route(mask, config, Workload.of(q, k, v, blocks), sparse=True, layer=layer)
-        if way.kind != "sparse":
+        if way.method != "sparse":
             raise RuntimeError(f"the layer is dense: {way.reason}")
-        call = Call.of(layer, q, k, v, mask, scaling=scale, sparse=True)
+        call = Call.create(
+            module=layer, query=q, key=k, value=v, mask=mask, scaling=scale, sparse=True
+        )
         layout = mask.layout(*blocks, texts.device)
         laid = layout.queries(q), layout.keys(k), layout.keys(v)
 
         def choose() -> BlockPlan:
-            return way.choose(call, layout, layout.queries(q), layout.keys(k))
+            return select_blocks(call, layout, layout.queries(q), layout.keys(k), config=way.config)
 
         def attend() -> Tensor:
             out = layout.attend(way.engine, *laid[:2], layout.keys(v), plan, scale)

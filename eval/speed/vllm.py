@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from cab_hf.config import CabConfig
-from cab_hf.engines.sparse import attended
+from cab_hf.dispatch import attended
 from cab_hf.eval.speed.model import CAB, llama_config
 from cab_hf.eval.speed.serve import rounded
 from cab_hf.eval.speed.timing import bench_on

@@ -13,7 +13,8 @@ from cab_hf.call.call import Call
 from cab_hf.call.mask import MaskInfo
 from cab_hf.config import blocks_of
 from cab_hf.decode.cache import KeyIndex
-from cab_hf.decode.step import SHARED_CHOICE, SparseDecode, mapped_kv_heads
+from cab_hf.decode.step import SHARED_CHOICE, mapped_kv_heads
+from cab_hf.dispatch import sparse_decode
 from cab_hf.ops import Workload, decode
 
 LENGTH = 600
@@ -24,7 +25,19 @@ def step(text, config, layer, q, k, v):
     index = KeyIndex(decode.index_keys(k, ()), ())
     layer = SimpleNamespace(layer_idx=layer)
     work = Workload.of(q, k, v, blocks_of(config))
-    return SparseDecode().attend(Call(q, k, v, 0.25, layer, config, True, work, text, index))
+    call = Call(
+        q=q,
+        k=k,
+        v=v,
+        scale=0.25,
+        layer=layer,
+        config=config,
+        sparse=True,
+        work=work,
+        mask=text,
+        index=index,
+    )
+    return sparse_decode(call)
 
 
 def dense(q, k, v):

@@ -166,7 +166,7 @@ def test_soft_capped_logits_by_hand(name):
 
     engine = {"gather": engines.GATHER, "reference": engines.REFERENCE, "flex": engines.FLEX}[name]
     with torch.no_grad():
-        out = engine.capped(2.0).attention(q, k, v, plan, 0.3)
+        out = engine.attention(q, k, v, plan, 0.3, softcap=2.0)
     assert_within_budget(out, by_hand, q, k, v)
 
 

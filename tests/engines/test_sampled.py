@@ -11,7 +11,7 @@ from valid_plan import require_valid
 
 import cab_hf
 from cab_hf import BlockPlan, capability, engines
-from cab_hf.engines.sparse import attended, refuse_sample
+from cab_hf.dispatch import attended, validate_sample
 from cab_hf.ops import reference
 
 FOUR = {"heads": 4, "kv_heads": 2}
@@ -45,9 +45,9 @@ def test_a_sample_is_refused_where_our_kernels_do_not_run(monkeypatch):
     with pytest.raises(
         ValueError, match="sampled_one_in must be 0 .* supports head dims .* not 256"
     ):
-        refuse_sample(work)
-    refuse_sample(replace(work, dtype=torch.bfloat16))
-    refuse_sample(replace(work, device="cpu"))
+        validate_sample(work)
+    validate_sample(replace(work, dtype=torch.bfloat16))
+    validate_sample(replace(work, device="cpu"))
 
 
 @pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 0, 4))

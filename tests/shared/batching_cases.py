@@ -8,7 +8,7 @@ from tiny import FULL, SPARSE, tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import cab_hf
-from cab_hf import route
+from cab_hf import dispatch
 
 GREEDY = GenerationConfig(max_new_tokens=10, do_sample=False, pad_token_id=0, eos_token_id=2)
 PAGES = {"max_blocks_per_request": 64}
@@ -59,11 +59,11 @@ def managed(model):
 
 def routed(monkeypatch):
     """(text, what attends it) of every sequence, in a list that fills as they are served."""
-    seen, before = [], route.route
+    seen, before = [], dispatch.route
 
-    def watched(text, *given, **options):
-        seen.append((text, before(text, *given, **options)))
+    def watched(mask, *given, **options):
+        seen.append((mask, before(mask, *given, **options)))
         return seen[-1][1]
 
-    monkeypatch.setattr(route, "route", watched)
+    monkeypatch.setattr(dispatch, "route", watched)
     return seen

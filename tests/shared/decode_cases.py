@@ -7,8 +7,7 @@ from cab_hf import CabConfig
 from cab_hf.call.call import Call
 from cab_hf.call.mask import MaskInfo
 from cab_hf.config import blocks_of
-from cab_hf.engines import SDPA
-from cab_hf.engines.dense import ExactByRows
+from cab_hf.dispatch import dense_masked
 from cab_hf.hf.rotary import llama_channels
 from cab_hf.ops import Workload, decode
 from cab_hf.ops.decode import kernels, reference
@@ -108,10 +107,12 @@ def texts_of_a_step(device="cpu"):
 def require_step_as_by_rows(text, monkeypatch, dtype=torch.float32, device="cpu"):
     """What reads all that a step may see says what SDPA says under a mask."""
     q, k, v = (x.to(device, dtype) for x in qkv(2, q_length=1, kv_length=300, dim=32))
-    step, config = ExactByRows(SDPA), CabConfig()
+    config = CabConfig()
     work = Workload.of(q, k, v, blocks_of(config))
-    call = Call(q, k, v, 0.2, None, config, False, work, text)
-    actual = step.attend(call)
+    call = Call(
+        q=q, k=k, v=v, scale=0.2, layer=None, config=config, sparse=False, work=work, mask=text
+    )
+    actual = dense_masked(call)
     monkeypatch.setattr(decode, "has_kernels", lambda *tensors: False)
     close = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    torch.testing.assert_close(actual, step.attend(call), rtol=close, atol=close)
+    torch.testing.assert_close(actual, dense_masked(call), rtol=close, atol=close)

@@ -13,7 +13,7 @@ from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import subclass_attention_backend
 
-from cab_hf.engines.sparse import attended
+from cab_hf.dispatch import attended
 from cab_hf.vllm.backend import CabBackend, CabBuilder, SparseBuilder, elements_of, gather
 
 # warnings are those of vLLM and its libraries

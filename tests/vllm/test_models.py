@@ -15,7 +15,7 @@ from test_vllm import FULL, SPARSE, Reference, assert_same, density, served
 from vllm.v1.worker import gpu_model_runner
 
 from cab_hf.config import CabConfig
-from cab_hf.engines.sparse import attended
+from cab_hf.dispatch import attended
 from cab_hf.vllm import layers
 
 # warnings are those of vLLM and its libraries

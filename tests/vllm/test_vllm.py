@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
-from cab_hf.engines.sparse import attended
+from cab_hf.dispatch import attended
 
 # warnings are those of vLLM and its libraries
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
