@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from cab_hf.call.call import Call
 from cab_hf.call.mask import MaskInfo
-from cab_hf.call.transforms import refuse_vmap
+from cab_hf.call.validate import validate_vmap
 from cab_hf.config import CabConfig, blocks_of
 from cab_hf.decode import step
 from cab_hf.engines import TRITON, DenseKernel, Engine, masked
@@ -72,7 +72,7 @@ def sparse(call: Call, engine: Engine, config: CabConfig) -> Tensor:
         engine: engine that computes attention under the plan.
         config: settings of the call, see `route.Route`.
     """
-    refuse_vmap("the input of sparse attention", call.q, call.k, call.v)
+    validate_vmap("the input of sparse attention", call.q, call.k, call.v)
     layout = call.mask.layout(*blocks_of(config), call.q.device)
     q, k, v = layout.queries(call.q), layout.keys(call.k), layout.keys(call.v)
     sample_period, seed = call.sampled_one_in, None
@@ -85,7 +85,7 @@ def sparse(call: Call, engine: Engine, config: CabConfig) -> Tensor:
         plan = select_blocks(call, layout, q, k, config)
         return plan if seed is None else plan.with_sample(sample_period, seed)
 
-    plan = call.mask.state.plan_for_recompute(call, predict)
+    plan = call.mask.state.plan_for_recompute(call.layer, (call.q, call.k, call.v), predict)
     out = layout.attend(
         engine, q, k, v, plan, scale=call.scale, sinks=call.sinks, softcap=call.softcap
     )
@@ -98,7 +98,7 @@ def select_blocks(call: Call, layout: Any, q: Tensor, k: Tensor, config: CabConf
     """Return the plan that the predictor of ``config`` makes for q and k in a ``layout``."""
     context = call.context(layout.ranges, call.mask.state.shared)
     plan = layout.choose(make_predictor(config), q, k, context)
-    rows = layout.short(config.query_block, config.min_length, plan.query_block)
+    rows = layout.rows_below_min_length(config.query_block, config.min_length, plan.query_block)
     # documents that would be dense if they were not packed
     return plan if rows is None else plan.with_dense_rows(rows)
 
@@ -106,11 +106,11 @@ def select_blocks(call: Call, layout: Any, q: Tensor, k: Tensor, config: CabConf
 def sparse_decode(call: Call) -> Tensor:
     """Compute attention of one query per head over the keys that its KV head selects."""
     q, mask = call.q, call.mask
-    refuse_vmap("the input of a sparse decode step", q, call.k, call.v)
-    length, num_keys = mask.reach(
+    validate_vmap("the input of a sparse decode step", q, call.k, call.v)
+    length, num_keys = mask.decode_budget(
         call.config.decode_tokens, step.decode_from(call.config), q.device
     )
-    padding_mask = None if mask.valid is None else mask.valid.to(q.device)
+    padding_mask = None if mask.padding_mask is None else mask.padding_mask.to(q.device)
     choice = step.select_keys(
         q,
         call.index,
@@ -143,14 +143,14 @@ def dense(call: Call, kernel: Engine | DenseKernel) -> Tensor:
 
 def dense_blockwise(call: Call, engine: Engine) -> Tensor:
     """Compute exact attention by an engine, under a plan of all blocks."""
-    size = call.mask.dense_block_size or DENSE_BLOCK_SIZE
+    size = call.mask.details.dense_block_size or DENSE_BLOCK_SIZE
     layout = call.mask.layout(size, size, call.q.device, from_start=False)
     out = layout.attend(
         engine,
         layout.queries(call.q),
         layout.keys(call.k),
         layout.keys(call.v),
-        layout.everything(),
+        layout.full_plan(),
         scale=call.scale,
         sinks=call.sinks,
         softcap=call.softcap,
@@ -208,9 +208,11 @@ def _written(call: Call) -> tuple[Tensor, Tensor]:
 def _visible_keys(mask: MaskInfo, k: Tensor) -> Choice:
     """Return the visible keys of k [B, H_kv, N, D] for one query; cached for all layers."""
     batch, kv_heads, slots = k.shape[:3]
-    visible: Choice = mask.state.once(
+    visible: Choice = mask.state.cached(
         ("all keys of a decode step", slots, k.device),
-        lambda: Choice.of(mask.dense_rows(0, 1, 0, slots, k.device)[:, 0]),
+        lambda: Choice.of(
+            mask.dense_rows(start=0, stop=1, low=0, high=slots, device=k.device)[:, 0]
+        ),
     )
     return visible.expanded(batch, kv_heads)
 

@@ -29,7 +29,8 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
-from cab_hf.batching.hooks import PACKAGE, refuse_while_batching, wrap
+from cab_hf.batching.hooks import validate_while_batching, wrap
+from cab_hf.batching.support import PACKAGE
 from cab_hf.config import NAMES, SPARSE
 
 CONFIGURATION = "transformers.configuration_utils"
@@ -320,7 +321,7 @@ def _validate(
     if requested in NAMES:
         refuse_unreachable(type(model))
     if BATCHING in sys.modules:
-        refuse_while_batching(model, requested)
+        validate_while_batching(model, requested)
     refuse_misplaced(model.config)
     text = model.config.get_text_config()
     if requested in NAMES:

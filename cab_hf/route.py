@@ -64,8 +64,8 @@ def route(
     """
     family, reason = _family(mask, config, layer, index) if sparse else ("dense", None)
     if family == "sparse":
-        tail = mask.tail_from(config.dense_tail_blocks, config.query_block)
-        if tail is not None and mask.q_slot + mask.q_length <= tail:
+        tail = mask.tail_start(config.dense_tail_blocks, config.query_block)
+        if tail is not None and mask.q_offset + mask.q_length <= tail:
             config = replace(config, dense_tail_blocks=0)
         return Route("sparse", config, engines.choose(config.engine, work))
     if family == "sparse_decode":
@@ -92,8 +92,8 @@ def _family(
         return ("dense", reason) if reason else ("sparse_decode", None)
     if tokens < config.min_length:
         return "dense", f"input shorter than min_length={config.min_length}"
-    tail = mask.tail_from(config.dense_tail_blocks, config.query_block)
-    if tail is not None and config.dense_tail_blocks and mask.q_slot >= tail:
+    tail = mask.tail_start(config.dense_tail_blocks, config.query_block)
+    if tail is not None and config.dense_tail_blocks and mask.q_offset >= tail:
         return "dense", f"the end of a prompt (dense_tail_blocks={config.dense_tail_blocks})"
     return "sparse", None
 
@@ -102,20 +102,20 @@ def _dense_method(mask: Any, work: Workload) -> tuple[str, Engine | DenseKernel]
     """Return the function of `cab_hf.dispatch` for exact attention, and its engine or kernel."""
     q_length, kv_length = mask.q_length, mask.kv_length
     is_special = work.sinks or work.softcap
-    if mask.dense_block_size is not None or (is_special and q_length > 1):
+    if mask.details.dense_block_size is not None or (is_special and q_length > 1):
         # no dense kernel supports soft caps, or returns a differentiable log-sum-exp
-        size = mask.dense_block_size or DENSE_BLOCK_SIZE
+        size = mask.details.dense_block_size or DENSE_BLOCK_SIZE
         work = replace(work, query_block=size, key_block=size)
         return "dense_blockwise", engines.choose("auto", work)
     if is_special:
         return "dense_masked", SDPA
-    is_complete = mask.plain and q_length == kv_length
+    is_complete = mask.is_plain and q_length == kv_length
     is_small = q_length < DENSE_BLOCK_SIZE or mask.window is not None or kv_length is None
-    length, last_queries = q_length if is_complete else None, q_length if mask.plain else None
+    length, last_queries = q_length if is_complete else None, q_length if mask.is_plain else None
     kernel = SDPA if is_small else engines.exact(work, length, last_queries)
     if isinstance(kernel, Engine):
         return "dense_blockwise", kernel
-    is_step = mask.plain and q_length == 1 and kv_length is not None
+    is_step = mask.is_plain and q_length == 1 and kv_length is not None
     if is_complete or kernel is FLASH_ATTN or is_step:
         return "dense", kernel
     return "dense_masked", kernel

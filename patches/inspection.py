@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from cab_hf import capability
 from cab_hf.batching.served import unbatchable_reason
 from cab_hf.call.mask import MaskInfo
-from cab_hf.call.refusals import unsupported_reason
+from cab_hf.call.validate import unsupported_reason
 from cab_hf.checks import is_whole, require
 from cab_hf.config import CAB, FRC, NAMES, SPARSE, CabConfig, num_typical_queries
 from cab_hf.decode.generation import has_index, index_cache, why_none

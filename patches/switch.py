@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from cab_hf.batching.hooks import refuse_while_batching
+from cab_hf.batching.hooks import validate_while_batching
 from cab_hf.checks import require
 from cab_hf.config import CAB_FRC, FRC, CabConfig
 from cab_hf.hf.fit import require_layers, require_origin, warn_if_never_sparse
@@ -109,7 +109,7 @@ def remove_cab(model: PreTrainedModel) -> PreTrainedModel:
     for module in model.modules():
         result = vars(module).get(FOUND)
         if result:
-            _refuse_while_batching(module, result[0])
+            _validate_while_batching(module, result[0])
             own_configs(model)
             put_back(result[0].was)
             if not result[-1].scoped:
@@ -144,7 +144,7 @@ def cab(
         raise
     if mine is result[-1]:
         try:
-            _refuse_while_batching(transformers_model(model), mine)
+            _validate_while_batching(transformers_model(model), mine)
         except NotImplementedError:
             mine.scoped = False
             if mine is not result[0]:
@@ -153,9 +153,9 @@ def cab(
     _end(model, result, mine)
 
 
-def _refuse_while_batching(model: nn.Module, saved: _SavedState) -> None:
+def _validate_while_batching(model: nn.Module, saved: _SavedState) -> None:
     for was in saved.was:
-        refuse_while_batching(model, was.implementation)
+        validate_while_batching(model, was.implementation)
 
 
 def _end(model: PreTrainedModel, results: list[_SavedState], mine: _SavedState) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
-from cab_hf.batching.hooks import refuse_while_batching
+from cab_hf.batching.hooks import validate_while_batching
 from cab_hf.call.call import Call
 from cab_hf.call.scope import during_calls
 from cab_hf.hf.layers import transformers_model
@@ -22,7 +22,7 @@ def watched(model: PreTrainedModel, look: Callable[[Call], None]) -> Iterator[No
     as after `apply_cab`.
     """
     inner = transformers_model(model)
-    refuse_while_batching(inner, "dense attention under observation")
+    validate_while_batching(inner, "dense attention under observation")
     saved = own_configs(model)
     training = [module for module in model.modules() if module.training]
     try:

@@ -9,7 +9,7 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 import cab_hf
 from cab_hf import checks
-from cab_hf.call import forward_pass
+from cab_hf.call import forward_state
 from cab_hf.call.hook import cab_mask
 from cab_hf.call.layout import BlockLayout, Length
 from cab_hf.call.mask import MaskInfo
@@ -82,7 +82,7 @@ def test_a_plan_that_is_kept_for_the_backward_pass_is_small(monkeypatch):
     model = tiny_model().train()
     model.gradient_checkpointing_enable()
     kept = []
-    narrowed = forward_pass.narrowed
+    narrowed = forward_state.narrowed
 
     def noted(plan):
         kept.append((plan, narrowed(plan)))
@@ -90,8 +90,8 @@ def test_a_plan_that_is_kept_for_the_backward_pass_is_small(monkeypatch):
 
     with cab_hf.cab(model, SPARSE):
         expected = gradients(model, ids)
-        monkeypatch.setattr(forward_pass, "narrowed", noted)
-        monkeypatch.setattr(forward_pass, "MEASURED_FROM", 0)
+        monkeypatch.setattr(forward_state, "narrowed", noted)
+        monkeypatch.setattr(forward_state, "MEASURED_FROM", 0)
         assert all(map(torch.equal, gradients(model, ids), expected))
     assert len(kept) == model.config.num_hidden_layers
     for plan, small in kept:
@@ -142,29 +142,29 @@ def test_documents_begin_where_positions_restart(positions, real, documents):
     padding = None if real is None else torch.tensor([real, [1] * 4])
     rows = 1 if real is None else 2
     mask = cab_mask(rows, 4, 4, attention_mask=padding)
-    mask.find_documents(torch.tensor([positions, [0, 1, 2, 3]][:rows]), None)
+    mask, _ = mask.with_documents(torch.tensor([positions, [0, 1, 2, 3]][:rows]))
     if documents is None:
-        assert mask.document is None
+        assert mask.doc_ids is None
     else:
         wanted = [documents, [0] * 4][:rows]
         kept = torch.ones(rows, 4, dtype=torch.bool) if padding is None else padding.bool()
-        assert mask.document[kept].tolist() == torch.tensor(wanted)[kept].tolist()
+        assert mask.doc_ids[kept].tolist() == torch.tensor(wanted)[kept].tolist()
 
 
 def test_a_mask_without_padding_is_none():
     mask = cab_mask(2, 4, 4, attention_mask=torch.ones(2, 4))
-    mask.find_documents(None, None)
-    assert mask.valid is None and mask.plain and mask.lengths is None
+    mask, _ = mask.with_documents()
+    assert mask.padding_mask is None and mask.is_plain and mask.lengths is None
 
 
 def test_lengths_are_of_documents_without_padding():
     real = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
     mask = cab_mask(2, 6, 6, attention_mask=real)
-    mask.find_documents(torch.tensor([[0, 0, 1, 2, 0, 0], [0, 1, 0, 1, 0, 1]]), None)
+    mask, _ = mask.with_documents(torch.tensor([[0, 0, 1, 2, 0, 0], [0, 1, 0, 1, 0, 1]]))
     assert [[x.tokens for x in row] for row in mask.lengths] == [[3, 1, 0], [2, 2, 2]]
     # a chunk behind a cache: (queries, tokens so far)
     mask = cab_mask(2, 2, 6, q_offset=4, attention_mask=real)
-    mask.find_documents(torch.tensor([[3, 4], [4, 5]]), None)
+    mask, _ = mask.with_documents(torch.tensor([[3, 4], [4, 5]]))
     assert mask.lengths == [[(1, 4)], [(2, 6)]] and mask.longest == (2, 6)
 
 
@@ -204,14 +204,14 @@ def test_lengths_are_of_documents_without_padding():
 )
 def test_cumulative_lengths_that_do_not_fit(mask, ends, error, sentence):
     with pytest.raises(error, match=sentence):
-        mask.find_documents(None, torch.tensor(ends))
+        mask.with_documents(None, torch.tensor(ends))
 
 
 def test_cumulative_lengths_may_stand_still():
     """Collators fill them up to one number of documents."""
     mask = MaskInfo(1, 4, 4, 0)
-    mask.find_documents(None, torch.tensor([0, 1, 4, 4, 4]))
-    assert mask.document.tolist() == [[0, 1, 1, 1]]
+    mask, _ = mask.with_documents(None, torch.tensor([0, 1, 4, 4, 4]))
+    assert mask.doc_ids.tolist() == [[0, 1, 1, 1]]
 
 
 def test_padding_of_documents_that_stay_where_they_are(monkeypatch):
@@ -241,7 +241,7 @@ def test_query_blocks_of_short_texts(least, rows, known):
     real = torch.arange(40) >= torch.tensor([[20], [0]])
     lengths = [[Length(20, 20)], [Length(40, 40)]] if known else None
     layout = BlockLayout.build(2, 40, 40, 0, real, None, 16, torch.device("cpu"), lengths)
-    actual = layout.short(**least, query_block=16)
+    actual = layout.rows_below_min_length(**least, query_block=16)
     if known and rows == [[], []]:
         assert actual is None
         return
@@ -251,10 +251,8 @@ def test_query_blocks_of_short_texts(least, rows, known):
 
 
 def test_no_text_is_short_in_a_plain_call():
-    assert (
-        BlockLayout.build(1, 40, 40, 0, None, None, 16, torch.device("cpu")).short(99, 99, 16)
-        is None
-    )
+    layout = BlockLayout.build(1, 40, 40, 0, None, None, 16, torch.device("cpu"))
+    assert layout.rows_below_min_length(99, 99, 16) is None
 
 
 def test_a_call_of_nothing_but_padding_has_a_layout():

@@ -29,7 +29,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 import cab_hf
 from cab_hf import checks
-from cab_hf.batching import batch, hooks
+from cab_hf.batching import batch, support
 from cab_hf.config import NAMES
 
 allocators = pytest.importorskip(
@@ -98,7 +98,7 @@ def test_chunks_of_many_prompts_choose_what_whole_prompts_do(room, monkeypatch):
     expected = generated(model, prompts)
     assert served(model, prompts, max_batch_tokens=room, page_size=32) == expected
     ends = set(map(len, prompts))
-    read = [(text.q_slot, text.kv_length) for text, _ in seen if text.q_length > 1]
+    read = [(text.q_offset, text.kv_length) for text, _ in seen if text.q_length > 1]
     assert all(start % 32 == 0 and (end % 32 == 0 or end in ends) for start, end in read)
     assert any(end % 32 for _, end in read)
 
@@ -181,7 +181,7 @@ def test_a_last_chunk_of_one_token_is_no_answer(monkeypatch):
     model = on_cab(tiny_model(num_hidden_layers=1), dataclasses.replace(LOW, dense_tail_blocks=0))
     prompt = tokens(1, 97)[0].tolist()
     served(model, [prompt], max_batch_tokens=96)
-    kinds = [(text.q_slot, text.q_length, way.method) for text, way in seen[:3]]
+    kinds = [(text.q_offset, text.q_length, way.method) for text, way in seen[:3]]
     assert kinds == [(0, 96, "sparse"), (96, 1, "sparse"), (97, 1, "dense")]
 
 
@@ -331,7 +331,7 @@ def test_the_server_refuses_what_nobody_registered():
 
 
 def test_older_versions_of_transformers_are_named(monkeypatch, request):
-    monkeypatch.setattr(hooks, "reads_a_batch", lambda: False)
+    monkeypatch.setattr(support, "reads_a_batch", lambda: False)
     reason = f"transformers must be 5.19 or newer, got {transformers.__version__}"
     require_refused(tiny_model(), STARTS["manager"], reason, request)
 

@@ -11,7 +11,7 @@ from tiny import FULL, qkv, tiny_model, tokens
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.call.call import Call
-from cab_hf.call.mask import MaskInfo
+from cab_hf.call.mask import MaskDetails, MaskInfo
 from cab_hf.dispatch import dense_blockwise, dense_masked
 from cab_hf.engines import REFERENCE
 from cab_hf.ops import Workload, decode
@@ -52,11 +52,22 @@ PADDED = torch.arange(120) >= torch.tensor([[50], [0]])
 HOLES = (torch.arange(120) % 37 > 9).expand(2, -1)
 WINDOWED = {
     "chunk": windowed(),
-    "left": windowed(valid=PADDED),
-    "holes": windowed(valid=HOLES),
-    "live-slot": replace(windowed(), kv_length=None, q_slot=torch.tensor(30), slots=120),
+    "left": windowed(padding_mask=PADDED),
+    "holes": windowed(padding_mask=HOLES),
+    "live-slot": replace(
+        windowed(),
+        kv_length=None,
+        q_offset=torch.tensor(30),
+        details=MaskDetails(cache_length=120),
+    ),
     "packed": MaskInfo(
-        2, 120, 120, 0, window=40, document=(torch.arange(120) // 47).expand(2, -1), valid=HOLES
+        2,
+        120,
+        120,
+        0,
+        window=40,
+        doc_ids=(torch.arange(120) // 47).expand(2, -1),
+        padding_mask=HOLES,
     ),
 }
 
@@ -70,6 +81,6 @@ def test_windows_by_blocks_are_those_by_rows(text):
         q=q, k=k, v=v, scale=0.2, layer=None, config=CabConfig(), sparse=False, work=work, mask=text
     )
     rows, blocks = dense_masked(call), dense_blockwise(call, REFERENCE)
-    valid = torch.ones(2, 120, dtype=torch.bool) if text.valid is None else text.valid
+    valid = torch.ones(2, 120, dtype=torch.bool) if text.padding_mask is None else text.padding_mask
     real = valid[:, -text.q_length :, None].unsqueeze(1)
     torch.testing.assert_close(blocks * real, rows * real, atol=1e-5, rtol=1e-4)

@@ -21,7 +21,7 @@ from cab_hf import apply_cab, engines
 from cab_hf.attention import cab_attention, cab_dense_attention
 from cab_hf.call.hook import cab_mask
 from cab_hf.call.mask import MaskInfo
-from cab_hf.call.refusals import HARMLESS, MEANINGS
+from cab_hf.call.validate import HARMLESS, MEANINGS
 from cab_hf.config import ENGINES
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
 

@@ -5,8 +5,7 @@ import torch
 from attention_cases import random_plan
 from tiny import qkv
 
-from cab_hf.call.layout import BlockLayout
-from cab_hf.call.reordering import TokenPermutation
+from cab_hf.call.layout import BlockLayout, TokenPermutation
 from cab_hf.ops import reference
 
 LENGTH, HEADS, DIM = 111, 3, 10

@@ -8,7 +8,7 @@ import torch
 
 from cab_hf import CabConfig, engines
 from cab_hf.call.layout import Length
-from cab_hf.call.mask import MaskInfo
+from cab_hf.call.mask import MaskDetails, MaskInfo
 from cab_hf.decode.cache import KeyIndex
 from cab_hf.engines import Workload
 from cab_hf.route import route
@@ -25,11 +25,14 @@ def way(
     kv_length=300,
     longest=None,
     index=None,
+    slots=None,
     **masked,
 ):
-    text = MaskInfo(1, q_length, kv_length, 0, **masked)
+    lengths = None if longest is None else [[Length(*longest)]]
     if longest is not None:
-        text.document, text._lengths = torch.zeros(1, kv_length), [[Length(*longest)]]
+        masked["doc_ids"] = torch.zeros(1, kv_length)
+    details = MaskDetails(cache_length=slots, lengths=lengths)
+    text = MaskInfo(1, q_length, kv_length, 0, **masked, details=details)
     layer = SimpleNamespace(layer_idx=layer)
     return route(text, config, CPU, sparse=sparse, layer=layer, index=index)
 
@@ -96,7 +99,7 @@ def test_the_engine_asked_for_is_the_one():
     ("changes", "length"),
     [
         pytest.param({}, (300, 300), id="whole"),
-        pytest.param({"valid": torch.ones(1, 300)}, (None, None), id="masked"),
+        pytest.param({"padding_mask": torch.ones(1, 300)}, (None, None), id="masked"),
         pytest.param({"q_length": 200}, (None, 200), id="chunk"),
     ],
 )
@@ -116,7 +119,7 @@ def test_exact_attention_is_told_whether_anything_is_masked(monkeypatch, changes
         pytest.param({}, "dense", id="whole"),
         pytest.param({"q_length": 1}, "dense", id="decode"),
         pytest.param({"q_length": 200}, "dense_masked", id="chunk"),
-        pytest.param({"valid": torch.ones(1, 300)}, "dense_masked", id="padding"),
+        pytest.param({"padding_mask": torch.ones(1, 300)}, "dense_masked", id="padding"),
         pytest.param({"window": 8}, "dense_masked", id="window"),
         pytest.param({"q_length": 1, "kv_length": None}, "dense_masked", id="static-cache"),
     ],

@@ -4,4 +4,5 @@
 * `hooks` wraps functions of transformers.
 * `scheduler` ends chunks of prompts at boundaries of query blocks.
 * `served` says which models are served.
+* `support` has facts about transformers and models that `hooks` and `served` read.
 """

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from cab_hf.call.call import Call, one_dtype
-from cab_hf.call.forward_pass import is_captured
-from cab_hf.call.mask import MaskInfo
+from cab_hf.call.forward_state import is_captured
+from cab_hf.call.mask import MaskDetails, MaskInfo
 from cab_hf.call.placeholder import KEYWORDS, PagedBatch
-from cab_hf.call.refusals import refuse, refuse_sinks
 from cab_hf.call.scope import Prompt
-from cab_hf.call.transforms import refuse_forward_mode, refuse_tracing
+from cab_hf.call.validate import validate_arguments
 from cab_hf.config import CabConfig, blocks_of
 from cab_hf.dispatch import dispatch
 from cab_hf.engines import TRITON
@@ -95,11 +94,18 @@ class Row:
     ) -> Row:
         """Build a row from transformers' arguments; raises the errors of `Call.create`."""
         paging = {name: kwargs.pop(name, None) for name in KEYWORDS}
-        refuse_tracing(query, key, value)
-        refuse_forward_mode(query, key, value)
-        lengths = query.shape[2], key.shape[2]
-        refuse(module, query.dtype, lengths, None, dropout, sliding_window, kwargs)
-        refuse_sinks(s_aux, query.shape[1])
+        validate_arguments(
+            module=module,
+            query=query,
+            key=key,
+            value=value,
+            mask=None,
+            dropout=dropout,
+            sliding_window=sliding_window,
+            position_ids=position_ids,
+            s_aux=s_aux,
+            kwargs=kwargs,
+        )
         q, k, v = one_dtype(module, query, key, value)
         config = batch.state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
         features = {"sinks": s_aux is not None, "softcap": softcap is not None}
@@ -182,7 +188,7 @@ def attend_batch(row: Row) -> Tensor:
     if paging.get("block_table") is not None:
         cache.update(**new, layer_idx=layer, kwargs=paging)
         return _attend_pages(row, allocator)
-    packed = row.batch.state.once(("packed", allocator), lambda: _pack(row, allocator))
+    packed = row.batch.state.cached(("packed", allocator), lambda: _pack(row, allocator))
     read = list(paging["read_index"])
     read[allocator.index] = packed.read
     keys, values = cache.update(**new, layer_idx=layer, kwargs={**paging, "read_index": read})
@@ -214,6 +220,7 @@ def _pack(row: Row, allocator: Any) -> Packed:
     # preparation for each new length
     work = replace(row.work, query_block=DENSE_BLOCK_SIZE, key_block=DENSE_BLOCK_SIZE)
     dense_block_size = None if TRITON.unavailable(work) else DENSE_BLOCK_SIZE
+    details = MaskDetails(model=batch.model, dense_block_size=dense_block_size)
     sequences, single, kept, keys = [], [], [], 0
     for at, queries in enumerate(starmap(slice, pairwise(starts))):
         own = slice(*key_starts[at : at + 2])
@@ -228,13 +235,13 @@ def _pack(row: Row, allocator: Any) -> Packed:
                 batch=1,
                 q_length=count,
                 kv_length=length,
-                q_slot=length - count,
-                model=batch.model,
+                q_offset=length - count,
                 prompt=prompt,
-                dense_block_size=dense_block_size,
+                details=details,
             )
-            for part, piece in mask.pieces(steps=False):
-                mine = slice(queries.start + part.start, queries.start + part.stop)
+            for part, piece in mask.split_at_prompt_end(steps=False):
+                first, last, _ = part.indices(count)
+                mine = slice(queries.start + first, queries.start + last)
                 sequences.append((mine, slice(keys, keys + length), piece))
             kept.append(read[own])
             keys += length
@@ -263,7 +270,7 @@ def _attend_pages(row: Row, allocator: Any) -> Tensor:
         return written, visible.expanded(count, row.k.shape[1])
 
     # a graph is captured after a pass without a graph, and must not read the tensors of that pass
-    written, visible = row.batch.state.once(("pages", allocator, is_captured(row.q)), find)
+    written, visible = row.batch.state.cached(("pages", allocator, is_captured(row.q)), find)
     for cached, x in zip(pages, (row.k, row.v), strict=True):
         cached.flatten(0, 1).index_copy_(0, written, x[0].transpose(0, 1))
     k, v = (_for_each(x, count) for x in pages)

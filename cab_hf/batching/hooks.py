@@ -10,18 +10,18 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from cab_hf.batching import support
+from cab_hf.batching.support import PACKAGE
 from cab_hf.config import NAMES, SPARSE
 
 if TYPE_CHECKING:
     # transformers is still importing itself at this moment
     from transformers import PreTrainedModel
 
-PACKAGE = "transformers.generation.continuous_batching"
 # attribute of a model that holds its manager under persistent_manager=True
 KEPT = "_cached_continuous_batching_manager"
 
@@ -34,7 +34,7 @@ def register(api: Any) -> None:
     wrap(api.ContinuousMixin, "init_continuous_batching", _ask_to_begin)
     wrap(api.ContinuousBatchingManager, "__init__", _ask_to_make)
     wrap(api.ContinuousBatchingManager, "start", _ask_to_start)
-    if not reads_a_batch():
+    if not support.reads_a_batch():
         return
     initialization, cache, model_runner = (
         importlib.import_module(f"{PACKAGE}.{name}")
@@ -66,7 +66,7 @@ def require_batching(model: PreTrainedModel) -> None:
     Raises:
         NotImplementedError: the model cannot be served. The message contains the reason.
     """
-    named = (part.config._attn_implementation for part in parts(model))
+    named = (part.config._attn_implementation for part in support.parts(model))
     ours = next(filter(NAMES.__contains__, named), None)
     if ours is None:
         return
@@ -81,7 +81,7 @@ def require_batching(model: PreTrainedModel) -> None:
         )
 
 
-def refuse_while_batching(model: Any, requested: str | None) -> None:
+def validate_while_batching(model: Any, requested: str | None) -> None:
     """Refuse to switch a model to "cab", or away from it, while a manager serves the model.
 
     The new implementation would read masks that the manager prepared for the old implementation.
@@ -97,11 +97,6 @@ def refuse_while_batching(model: Any, requested: str | None) -> None:
             f"continuous batching runs on {type(model).__name__} with {before!r}. Stop its manager "
             f"before you switch to {requested!r}."
         )
-
-
-def reads_a_batch() -> bool:
-    """Return whether this version of transformers passes its paged cache to attention functions."""
-    return importlib.util.find_spec(f"{PACKAGE}.cache_allocators") is not None
 
 
 def _ask_to_begin(begin: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +118,7 @@ def _ask_to_make(
 def _ask_to_start(start: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
     require_batching(manager.model)
     _require_as_made(manager)
-    for part in parts(manager.model):
+    for part in support.parts(manager.model):
         _managers.setdefault(part, WeakSet()).add(manager)
     return start(manager, *args, **kwargs)
 
@@ -327,10 +322,3 @@ def _prompts(inputs: Any) -> tuple[int, ...]:
         inputs = inputs.io_pairs[inputs.current_pair].host_io
     states = (future.state for future in inputs.requests_in_batch)
     return tuple(state._true_initial_tokens or len(state.initial_tokens) for state in states)
-
-
-def parts(model: Any) -> Iterator[PreTrainedModel]:
-    """Return an iterator over the transformers models in ``model``, including ``model``."""
-    from transformers import PreTrainedModel
-
-    return (module for module in model.modules() if isinstance(module, PreTrainedModel))

@@ -7,9 +7,9 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from cab_hf.batching import hooks
-from cab_hf.call.refusals import unsupported_reason
+from cab_hf.batching import support
 from cab_hf.call.scope import is_sharded
+from cab_hf.call.validate import unsupported_reason
 from cab_hf.config import NAMES
 from cab_hf.hf.fit import softcap
 from cab_hf.hf.layers import attention_layers, layer_type, window
@@ -22,9 +22,9 @@ def unbatchable_reason(model: PreTrainedModel) -> str | None:
 
     The reason is a sentence without a period.
     """
-    if not hooks.reads_a_batch():
+    if not support.reads_a_batch():
         return f"transformers must be 5.19 or newer, got {transformers.__version__}"
-    if not all(part.config._attn_implementation in NAMES for part in hooks.parts(model)):
+    if not all(part.config._attn_implementation in NAMES for part in support.parts(model)):
         return "some of its parts use another attention"
     if model.config.get_text_config().is_encoder_decoder:
         return "it has an encoder"

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from cab_hf.call import packing
-from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
-from cab_hf.call.mask import MaskInfo
-from cab_hf.call.refusals import refuse, refuse_sinks
-from cab_hf.call.scope import FORWARD_CONTEXT, is_sharded, prompt_of, refuse_compiled
-from cab_hf.call.transforms import refuse_forward_mode, refuse_tracing, refuse_vmap
+from cab_hf.call.forward_state import SETTINGS_CHANGED, in_backward_pass
+from cab_hf.call.mask import MaskDetails, MaskInfo
+from cab_hf.call.scope import FORWARD_CONTEXT, is_sharded, prompt_of, validate_compiled
+from cab_hf.call.validate import validate_arguments
 from cab_hf.config import CabConfig, blocks_of
 from cab_hf.hf.fit import layer_index, warn_if_too_short
 from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
@@ -76,15 +75,23 @@ class Call:
         **kwargs: Any,
     ) -> Call:
         """Build a call from transformers' arguments; see `cab_attention` for these and errors."""
-        refuse_tracing(query, key, value)
-        refuse_forward_mode(query, key, value)
-        refuse_vmap("position_ids", position_ids)
-        lengths = query.shape[2], key.shape[2]
-        refuse(module, query.dtype, lengths, mask, dropout, sliding_window, kwargs)
-        refuse_sinks(s_aux, query.shape[1])
+        validate_arguments(
+            module=module,
+            query=query,
+            key=key,
+            value=value,
+            mask=mask,
+            dropout=dropout,
+            sliding_window=sliding_window,
+            position_ids=position_ids,
+            s_aux=s_aux,
+            kwargs=kwargs,
+        )
         q, k, v = one_dtype(module, query, key, value)
         if mask is None:
-            mask = _plain_mask(module, query.shape[0], *lengths, sliding_window)
+            mask = _plain_mask(
+                module, batch=q.shape[0], queries=q.shape[2], keys=k.shape[2], window=sliding_window
+            )
         config = mask.state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
         call = cls(
             q=q,
@@ -103,33 +110,32 @@ class Call:
             sinks=s_aux,
             softcap=softcap,
         )
-        refuse_compiled(module.config)
-        mask.state.require_same_settings(call)
+        validate_compiled(module.config)
+        mask.state.require_same_settings(
+            module, config, sparse=sparse, sampled_one_in=call.sampled_one_in
+        )
         return call._with_documents(position_ids, kwargs.get("cu_seq_lens_q"))
 
     def _with_documents(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Call:
         """Return the call after its mask has found the packed documents of the forward pass."""
-        mask = self.mask
-        if mask.parallel is not None:
-            return replace(self, mask=mask.parallel.text(self, position_ids, cu_seq_lens))
+        parallel, q = self.mask.details.parallel, self.q
+        if parallel is not None:
+            return replace(self, mask=parallel.sharded_mask(self, position_ids, cu_seq_lens))
         if is_sharded(self.layer.config):
-            _refuse_shard(self.layer)
-        mixed = mask.find_documents(position_ids, cu_seq_lens, self.v)
-        call = self
+            _raise_outside(self.layer)
+        mask, mixed = self.mask.with_documents(position_ids, cu_seq_lens, self.v)
         if mixed is not None:
-            call = replace(
-                self, q=packing.refuse_where(self.q, mixed, packing.mixed_by(mask.model))
-            )
+            q = packing.raise_where(q, mixed, packing.mixed_by(mask.model))
         if self.sparse:
             _warn_of_a_short_prompt(self.layer, mask, self.config)
-        return call
+        return replace(self, q=q, mask=mask)
 
     def split_at_prompt_end(self) -> list[Call]:
         """Return the calls that are computed separately: the prompt, and the answer after it.
 
         The queries of an answer are decode steps, one by one, if the layer decodes sparsely.
         """
-        parts = self.mask.pieces(self.sparse and self.config.sparse_decode)
+        parts = self.mask.split_at_prompt_end(self.sparse and self.config.sparse_decode)
         return [replace(self, q=self.q[:, :, queries], mask=mask) for queries, mask in parts]
 
     def context(self, ranges: KeyRanges, shared: dict[Any, Any] | None = None) -> LayerContext:
@@ -156,7 +162,7 @@ class Call:
 
 
 def _plain_mask(
-    module: nn.Module, batch: int, queries: int, keys: int, window: int | None
+    module: nn.Module, *, batch: int, queries: int, keys: int, window: int | None
 ) -> MaskInfo:
     """Return the mask of a layer that receives none: plain causal attention.
 
@@ -170,16 +176,22 @@ def _plain_mask(
         RuntimeError: if the layer is recomputed in a backward pass, but its forward pass used
             another attention implementation. "sdpa" often needs no mask, so nothing else shows it.
     """
-    mask = MaskInfo(batch, queries, keys, keys - queries, window=window or None)
+    mask = MaskInfo(
+        batch=batch,
+        q_length=queries,
+        kv_length=keys,
+        q_offset=keys - queries,
+        window=window or None,
+    )
     if torch.compiler.is_compiling():
         return mask
     if not in_backward_pass():
         _seen_without_mask[module] = module.config, FORWARD_CONTEXT.get().parallel
-    config, mask.parallel = _seen_without_mask.get(module, (None, None))
+    config, parallel = _seen_without_mask.get(module, (None, None))
     if config is not module.config:
         raise RuntimeError(SETTINGS_CHANGED)
-    mask.prompt = prompt_of(batch, module.config, keys)
-    return mask
+    prompt = prompt_of(batch, module.config, keys)
+    return replace(mask, prompt=prompt, details=MaskDetails(parallel=parallel))
 
 
 # config and ranks of the last call of each layer; a switch of the implementation replaces the
@@ -187,8 +199,8 @@ def _plain_mask(
 _seen_without_mask: WeakKeyDictionary[nn.Module, tuple[PreTrainedConfig, Any]] = WeakKeyDictionary()
 
 
-def _refuse_shard(layer: nn.Module) -> NoReturn:
-    """Refuse a layer inside `context_parallel` whose mask covers only the shard of this rank."""
+def _raise_outside(layer: nn.Module) -> NoReturn:
+    """Raise the error for a layer inside `context_parallel` whose mask was made outside."""
     if in_backward_pass():
         raise RuntimeError(SETTINGS_CHANGED)
     raise NotImplementedError(

@@ -10,10 +10,17 @@ from torch.nn import functional as F
 from transformers.masking_utils import causal_mask_function
 
 from cab_hf.call import packing
-from cab_hf.call.mask import AHEAD, MaskInfo, not_causal, of_another_kind, too_short
+from cab_hf.call.mask import (
+    AHEAD,
+    MaskDetails,
+    MaskInfo,
+    not_causal,
+    of_another_kind,
+    too_short,
+)
 from cab_hf.call.placeholder import MaskPlaceholder
-from cab_hf.call.scope import FORWARD_CONTEXT, prompt_of, recorded_positions, refuse_compiled
-from cab_hf.call.transforms import refuse_tracing, refuse_vmap
+from cab_hf.call.scope import FORWARD_CONTEXT, prompt_of, recorded_positions, validate_compiled
+from cab_hf.call.validate import validate_tracing, validate_vmap
 from cab_hf.hf.fit import name_of
 
 
@@ -47,67 +54,78 @@ def cab_mask(
     # the mask that generate() built for a static cache, or the mask of continuous batching
     if isinstance(attention_mask, MaskPlaceholder):
         return attention_mask
-    refuse_compiled(config)
-    refuse_tracing(attention_mask)
-    refuse_vmap("attention_mask", attention_mask)
+    validate_compiled(config)
+    validate_tracing(attention_mask)
+    validate_vmap("attention_mask", attention_mask)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(of_another_kind(attention_mask))
     eager = not torch.compiler.is_compiling()
     end = None if isinstance(q_offset, Tensor) else q_offset + q_length
     prompt = prompt_of(batch_size, config, end) if eager else None
     if prompt is not None:
-        # with a static cache this waits for the device, until the first decode step
-        prompt.read = prompt.read or int(q_offset) >= prompt.end
-        if kv_offset or local_size is not None or (prompt.read and q_length == 1):
+        is_over = prompt.progress.is_over(q_offset, prompt.end)
+        if kv_offset or local_size is not None or (is_over and q_length == 1):
             # layers with a window do not need the prompt, and a single query is a decode step
             prompt = None
     if isinstance(q_offset, Tensor):
         # the counter of a static cache changes in place
         known = eager and (q_length > 1 or prompt is not None)
         q_offset = int(q_offset) if known else q_offset.clone()
-    q_slot = q_offset - kv_offset
+    first_slot = q_offset - kv_offset
     # a static cache has more slots than written keys
-    written = None if isinstance(q_slot, Tensor) else min(kv_length, q_slot + q_length)
-    valid = None
+    written = None if isinstance(first_slot, Tensor) else min(kv_length, first_slot + q_length)
+    padding_mask = None
     if attention_mask is not None:
-        given = batch_size, kv_offset, written or kv_length, q_offset + q_length
-        valid = _padding(attention_mask, *given).to(device)
+        padding_mask = _padding(
+            attention_mask,
+            batch=batch_size,
+            start=kv_offset,
+            keys=written or kv_length,
+            end=q_offset + q_length,
+        ).to(device)
 
-    refusal, document, ahead, chunks_from = None, None, None, None
+    unsupported, doc_ids, ahead, chunk_starts = None, None, None, None
     chunks = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
     if chunks:
-        chunks_from = _first_tokens(attention_mask, batch_size, device) - kv_offset
+        chunk_starts = _first_tokens(attention_mask, batch_size, device) - kv_offset
     parts = packing.parts_of(mask_function) if eager and (chunks or use_vmap) else None
     if use_vmap:
         # functions of the caller, or of models with images, also for prompts without images
         if parts is None or "chunked_overlay" in parts:
-            refusal = "adds an or_mask_function or and_mask_function"
+            unsupported = "adds an or_mask_function or and_mask_function"
         else:
             local_size = parts.get("sliding_window_overlay", {}).get("sliding_window", local_size)
     model = name_of(config)
-    if refusal is None and mask_function is not causal_mask_function and q_length > 1:
-        seen = packing.pattern_of(mask_function, batch_size, q_offset, q_length, device)
-        refusal, ahead, document = _documents(*seen, written == q_length, local_size)
+    if unsupported is None and mask_function is not causal_mask_function and q_length > 1:
+        ahead, starts = packing.pattern_of(
+            mask_function, batch=batch_size, q_offset=q_offset, q_length=q_length, device=device
+        )
+        unsupported, ahead, doc_ids = _documents(
+            ahead, starts, is_complete=written == q_length, window=local_size
+        )
     if chunks and parts is not None:
         # documents from transformers: the pattern does not distinguish them from chunks
         packed = parts.get("packed_sequence_mask_function", {})
-        document = packed.get("packed_sequence_mask")
-    return MaskInfo(
-        batch_size,
-        q_length,
-        written,
-        q_slot,
-        valid,
-        document,
-        local_size,
-        slots=kv_length,
+        doc_ids = packed.get("packed_sequence_mask")
+    details = MaskDetails(
         model=model,
-        refusal=None if refusal is None else not_causal(model, refusal),
-        prompt=prompt,
+        cache_length=kv_length,
+        unsupported=None if unsupported is None else not_causal(model, unsupported),
         parallel=FORWARD_CONTEXT.get().parallel if eager else None,
         non_causal=ahead,
-        chunks_from=chunks_from,
+        chunk_starts=chunk_starts,
         position_ids=position_ids,
+    )
+    return MaskInfo(
+        batch=batch_size,
+        q_length=q_length,
+        kv_length=written,
+        q_offset=first_slot,
+        padding_mask=padding_mask,
+        doc_ids=doc_ids,
+        window=local_size,
+        prompt=prompt,
+        details=details,
     )
 
 
@@ -119,27 +137,28 @@ def _first_tokens(mask: Tensor | None, batch: int, device: torch.device | str) -
 
 
 def _documents(
-    ahead: Tensor, starts: Tensor, whole: bool, window: int | None
+    ahead: Tensor, starts: Tensor, *, is_complete: bool, window: int | None
 ) -> tuple[str | None, Tensor | None, Tensor | None]:
-    """Return (refusal, `MaskInfo.non_causal`, `MaskInfo.document`) from `packing.pattern_of`.
+    """Return (error, `MaskDetails.non_causal`, `MaskInfo.doc_ids`) from `packing.pattern_of`.
 
     Args:
         ahead, starts: results of `packing.pattern_of`.
-        whole: True if the call contains all keys that its queries see.
+        is_complete: True if the call contains all keys that its queries see.
         window: width of a sliding window in tokens, or None.
     """
-    eager, refusal, several = not torch.compiler.is_compiling(), None, True
+    eager, unsupported, several = not torch.compiler.is_compiling(), None, True
     if eager:
-        looks, several = torch.stack((ahead, starts.any())).tolist()
-        refusal, ahead = AHEAD if looks else None, None
-    if several and whole:
-        return refusal, ahead, starts.cumsum(-1)
+        is_non_causal, several = torch.stack((ahead, starts.any())).tolist()
+        unsupported, ahead = AHEAD if is_non_causal else None, None
+    if several and is_complete:
+        return unsupported, ahead, starts.cumsum(-1)
     if several and eager and window is None:
-        refusal = refusal or "has a mask that hides the token before one from it, in a cache"
-    return refusal, ahead, None
+        hides = "has a mask that hides the token before one from it, in a cache"
+        unsupported = unsupported or hides
+    return unsupported, ahead, None
 
 
-def _padding(mask: Tensor, batch: int, start: int, keys: int, end: int | Tensor) -> Tensor:
+def _padding(mask: Tensor, *, batch: int, start: int, keys: int, end: int | Tensor) -> Tensor:
     """Return bool [B, keys], the columns of a padding ``mask`` from slot ``start`` on.
 
     Args:
@@ -157,12 +176,12 @@ def _padding(mask: Tensor, batch: int, start: int, keys: int, end: int | Tensor)
         raise ValueError(
             f"attention_mask has {rows} rows and the batch {batch}. Pass one row for each sequence."
         )
-    valid = mask[:, start : start + keys].bool()
+    padding_mask = mask[:, start : start + keys].bool()
     if isinstance(end, Tensor):
-        valid = packing.refuse_where(
-            valid, (end > tokens).to(mask.device), too_short(tokens, "more")
+        padding_mask = packing.raise_where(
+            padding_mask, (end > tokens).to(mask.device), too_short(tokens, "more")
         )
     elif tokens < end:
         raise ValueError(too_short(tokens, end))
     # slots of a static cache that are not written yet
-    return F.pad(valid, (0, keys - valid.shape[1]), value=False)
+    return F.pad(padding_mask, (0, keys - padding_mask.shape[1]), value=False)

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.call.reordering import TokenPermutation
+from cab_hf.call.packing import Length, begins, document_lengths, whole_documents
 from cab_hf.ops.attention.complete import with_sinks
 from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges, named_rows
 from cab_hf.predictors import LayerContext, Predictor
-
-
-class Length(NamedTuple):
-    """Number of queries of a document in this call, and of its tokens so far, without padding."""
-
-    queries: int
-    tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +25,7 @@ class BlockLayout:
     block border. A sequence then selects the same blocks alone, padded or packed.
 
     A layer moves tensors into the layout (`queries`, `keys`), selects blocks (`choose`, or
-    `everything`), computes attention (`attend`) and moves the output back (`restore`).
+    `full_plan`), computes attention (`attend`) and moves the output back (`restore`).
     `cab_hf.distributed.sharded.ShardedLayout` has the same methods for a sequence over many ranks.
 
     Attributes:
@@ -59,14 +52,14 @@ class BlockLayout:
         batch: int,
         q_length: int,
         kv_length: int,
-        q_slot: int | Tensor,
-        valid: Tensor | None,
-        document: Tensor | None,
+        q_offset: int | Tensor,
+        padding_mask: Tensor | None,
+        doc_ids: Tensor | None,
         align: int,
         device: torch.device,
         lengths: Sequence[Sequence[Length]] | None = None,
         ahead: int | list[int] = 0,
-        end: int | Tensor | None = None,
+        sequence_end: int | Tensor | None = None,
         window: int | None = None,
     ) -> BlockLayout:
         """Build the layout of a call; further arguments as in `MaskInfo`.
@@ -76,38 +69,39 @@ class BlockLayout:
             device: device of the tensors.
             lengths: see `BlockLayout`.
             ahead: number of vacant places before the first query, for all rows or for each row.
-            end: see `KeyRanges`.
+            sequence_end: see `KeyRanges`.
             window: width of a sliding window, in slots; None without a window.
 
         Raises:
             NotImplementedError: for documents with padding under torch.compile.
         """
-        if valid is None and document is None:
+        if padding_mask is None and doc_ids is None:
             ranges = replace(
-                KeyRanges.causal(batch, q_length, kv_length, device, q_slot), sequence_end=end
+                KeyRanges.causal(batch, q_length, kv_length, device, q_offset),
+                sequence_end=sequence_end,
             )
             ranges = _in_window(ranges, window)
             layout = cls._led(ranges, kv_length, ahead) if ahead else cls(ranges, kv_length)
-            if isinstance(end, Tensor):
+            if isinstance(sequence_end, Tensor):
                 # padding comes in a later chunk, and rows end at different tokens
-                rows = end.expand(-1, layout.ranges.end.shape[1])
+                rows = sequence_end.expand(-1, layout.ranges.end.shape[1])
                 layout = replace(layout, sizes=(rows, rows), lengths=lengths)
             return layout
-        if document is not None and torch.compiler.is_compiling():
-            return cls(_in_window(_ranges_in_place(document, valid), window), kv_length)
+        if doc_ids is not None and torch.compiler.is_compiling():
+            return cls(_in_window(_ranges_in_place(doc_ids, padding_mask), window), kv_length)
 
-        padded = valid is not None
-        if not padded:
+        has_padding, valid = padding_mask is not None, padding_mask
+        if not has_padding:
             valid = torch.ones(batch, kv_length, dtype=torch.bool, device=device)
-        if isinstance(q_slot, Tensor):
-            mine = torch.arange(q_length, device=device) + q_slot
+        if isinstance(q_offset, Tensor):
+            mine = torch.arange(q_length, device=device) + q_offset
             # slots after the last query are not written
             valid = valid & (torch.arange(kv_length, device=device) <= mine[-1])
         else:
-            mine = slice(q_slot, q_slot + q_length)
+            mine = slice(q_offset, q_offset + q_length)
         real = valid[:, mine]
         place = valid.cumsum(-1) - 1
-        if document is None:
+        if doc_ids is None:
             first, length, documents = torch.zeros_like(place), kv_length, 1
             shift = first
             # queries move left, without gaps
@@ -116,20 +110,20 @@ class BlockLayout:
                 inside = inside + torch.tensor(ahead, device=device).unsqueeze(1)
                 q_places += max(ahead)
             sizes = real.sum(-1, keepdim=True), valid.sum(-1, keepdim=True)
-            if end is not None:
-                sizes = (end,) * 2
+            if sequence_end is not None:
+                sizes = (sequence_end,) * 2
         else:
             if lengths is None:
-                lengths = whole_documents(valid, document)
+                lengths = whole_documents(valid, doc_ids)
             documents = len(lengths[0])
-            tokens = document_lengths(valid, document, documents)
-            first, shift = _aligned_documents(tokens, document, align)
+            tokens = document_lengths(valid, doc_ids, documents)
+            first, shift = _aligned_documents(tokens, doc_ids, align)
             place = place + shift
             # queries have the places of their keys
             inside = place[:, mine]
             # at least one place, also for a call that is all padding
             length = q_places = max(1, *(_extent(row, align) for row in lengths))
-            sizes = (tokens.gather(1, document.to(torch.int64)),) * 2
+            sizes = (tokens.gather(1, doc_ids.to(torch.int64)),) * 2
         key_source, key_valid = _invert(place, valid, length)
         query_source, query_valid = _invert(inside, real, q_places)
 
@@ -139,7 +133,12 @@ class BlockLayout:
 
         starts, ends = by_query(first[:, mine], 0), by_query(place[:, mine], -1)
         ranges = KeyRanges(
-            starts, ends, key_valid, aligned=True, documents=documents, sequence_end=end
+            starts,
+            ends,
+            key_valid,
+            aligned=True,
+            documents=documents,
+            sequence_end=sequence_end,
         )
         if window is not None:
             # index among valid tokens of the first key inside the window
@@ -147,9 +146,11 @@ class BlockLayout:
             ranges = _windowed(ranges, by_query(far[:, mine], 0))
         sizes = tuple([by_query(x.expand(-1, kv_length)[:, mine], 0) for x in sizes])
         query_order = TokenPermutation.of(
-            query_source, query_valid, inside, real if padded else None
+            query_source, query_valid, inside, real if has_padding else None
         )
-        key_order = TokenPermutation.of(key_source, key_valid, place, valid if padded else None)
+        key_order = TokenPermutation.of(
+            key_source, key_valid, place, valid if has_padding else None
+        )
         return cls(ranges, kv_length, query_order, key_order, sizes, lengths)
 
     @classmethod
@@ -167,7 +168,7 @@ class BlockLayout:
         )
         return cls(ranges, kv_length, TokenPermutation.of(source, filled, place, None))
 
-    def short(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
+    def rows_below_min_length(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
         """Return the query blocks of short documents, int64 [B, R], filled with -1.
 
         Returns None if no document is short.
@@ -205,9 +206,9 @@ class BlockLayout:
         with torch.no_grad():
             return predictor.choose(q, predictor.summary_of(k, self.ranges.key_valid, call), call)
 
-    def everything(self) -> BlockPlan:
+    def full_plan(self) -> BlockPlan:
         """Return the plan of all visible blocks, with blocks of `DENSE_BLOCK_SIZE` tokens."""
-        return everything(self.ranges, DENSE_BLOCK_SIZE)
+        return full_plan(self.ranges, DENSE_BLOCK_SIZE)
 
     def attend(
         self,
@@ -241,7 +242,7 @@ class BlockLayout:
 
 
 @cached_per_ranges
-def everything(ranges: KeyRanges, size: int) -> BlockPlan:
+def full_plan(ranges: KeyRanges, size: int) -> BlockPlan:
     """Return the plan of all visible blocks of ``size`` tokens, cached for all layers."""
     return BlockPlan.causal(ranges, 1, size, size)
 
@@ -256,7 +257,7 @@ def _short_rows(
     query_block: int,
     room: int,
 ) -> Tensor:
-    """Return the query blocks of `BlockLayout.short`, int64 [B, room]."""
+    """Return the query blocks of `BlockLayout.rows_below_min_length`, int64 [B, room]."""
     short = ((of_queries < queries) | (of_tokens < tokens)) & (ranges.end >= 0)
     short = F.pad(short, (0, -short.shape[1] % query_block))
     return named_rows(short.unflatten(1, (-1, query_block)).any(-1), room)
@@ -282,34 +283,13 @@ def _invert(place: Tensor, real: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return source[:, :length], filled[:, :length]
 
 
-def whole_documents(
-    valid: Tensor, document: Tensor, documents: int | None = None
-) -> list[list[Length]]:
-    """Return the lengths of documents without cached tokens, per row. Waits for the device.
-
-    Args:
-        valid, document: as in `MaskInfo`.
-        documents: upper bound of the number of documents; computed if None.
-    """
-    if documents is None:
-        documents = int(document.max()) + 1
-    tokens = document_lengths(valid, document, documents)
-    return [[Length(count, count) for count in row] for row in tokens.tolist()]
-
-
-def document_lengths(valid: Tensor, document: Tensor, documents: int) -> Tensor:
-    """Return the number of real tokens of each document, int64 [B, documents]; see `MaskInfo`."""
-    tokens = torch.zeros(valid.shape[0], documents, dtype=torch.int64, device=valid.device)
-    return tokens.scatter_add_(1, document.to(torch.int64), valid.to(torch.int64))
-
-
-def _aligned_documents(tokens: Tensor, document: Tensor, align: int) -> tuple[Tensor, Tensor]:
+def _aligned_documents(tokens: Tensor, doc_ids: Tensor, align: int) -> tuple[Tensor, Tensor]:
     """Return (start of each token's document, shift from index to place), int64 [B, N_k]."""
     room = (tokens + align - 1) // align * align
     starts, packed = (F.pad(x.cumsum(-1), (1, -1)) for x in (room, tokens))
-    document = document.to(torch.int64)
-    first = starts.gather(1, document)
-    return first, first - packed.gather(1, document)
+    doc_ids = doc_ids.to(torch.int64)
+    first = starts.gather(1, doc_ids)
+    return first, first - packed.gather(1, doc_ids)
 
 
 def _extent(lengths: Sequence[Length], align: int) -> int:
@@ -321,16 +301,107 @@ def _extent(lengths: Sequence[Length], align: int) -> int:
     return end
 
 
-def _ranges_in_place(document: Tensor, valid: Tensor | None) -> KeyRanges:
+def _ranges_in_place(doc_ids: Tensor, padding_mask: Tensor | None) -> KeyRanges:
     """Return ranges of documents that are not moved, because moving needs lengths on the host."""
-    if valid is not None:
+    if padding_mask is not None:
         raise NotImplementedError(
             "attention_mask is set under torch.compile for packed documents, or for windows of "
             "a model with sinks or soft caps, where 'cab' cannot read padding. Leave it out, or do "
             "not compile."
         )
-    slot = torch.arange(document.shape[1], device=document.device, dtype=torch.int32)
-    slot = slot.expand_as(document)
-    begins = F.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
-    first = slot.masked_fill(~begins, 0).cummax(-1).values
-    return KeyRanges(first, slot, torch.ones_like(document, dtype=torch.bool))
+    slot = torch.arange(doc_ids.shape[1], device=doc_ids.device, dtype=torch.int32)
+    slot = slot.expand_as(doc_ids)
+    first = slot.masked_fill(~begins(doc_ids), 0).cummax(-1).values
+    return KeyRanges(first, slot, torch.ones_like(doc_ids, dtype=torch.bool))
+
+
+@dataclass(frozen=True, eq=False)
+class TokenPermutation:
+    """A mapping from N tokens per row to N' places, and back.
+
+    Every place has at most one token. The gradient is therefore the inverse mapping, a gather
+    without sums. A place without a token has an arbitrary value and no gradient.
+
+    Attributes:
+        source: int64 [B * N'], index of the token at each place, counted over the batch. Vacant
+            places have the first token of their row.
+        vacant: bool [B, N'], True for places without a token.
+        place: int64 [B * N], index of the place of each token, counted over the batch. Padding has
+            the first place of its row.
+        padding: bool [B, N], True for tokens without a place; None if all tokens have a place.
+    """
+
+    source: Tensor
+    vacant: Tensor
+    place: Tensor
+    padding: Tensor | None
+
+    @classmethod
+    def of(
+        cls, source: Tensor, filled: Tensor, place: Tensor, real: Tensor | None
+    ) -> TokenPermutation:
+        """Build a reordering from indices within a row.
+
+        Args:
+            source: int64 [B, N'], token of each place.
+            filled: bool [B, N'], True for places with a token.
+            place: int64 [B, N], place of each token.
+            real: bool [B, N], True for tokens with a place; None for all tokens.
+        """
+        padding = None if real is None else ~real
+        place = place if padding is None else place.masked_fill(padding, 0)
+        indices = source, place
+        if len(source) > 1:
+            row = torch.arange(len(source), device=source.device).unsqueeze(1)
+            indices = source + row * place.shape[1], place + row * source.shape[1]
+        source, place = (x.flatten() for x in indices)
+        return cls(source, ~filled, place, padding)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return x [B, H, N, D] in the new order, [B, H, N', D] with strides of [B, N', H, D]."""
+        return _Moved.apply(x, self.source, None, self.place, self.padding)
+
+    def undo(self, x: Tensor) -> Tensor:
+        """Return x [B, H, N', D] in the old order, [B, H, N, D], with zeros at padding.
+
+        The strides are those of [B, N, H, D].
+        """
+        return _Moved.apply(x, self.place, self.padding, self.source, self.vacant)
+
+
+class _Moved(torch.autograd.Function):
+    """`_rows` with a gradient: the rows of the gradient by ``back`` and ``back_zero``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        index: Tensor,
+        zero: Tensor | None,
+        back: Tensor,
+        back_zero: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(back, back_zero)
+        return _rows(x, index, zero)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _rows(grad, *ctx.saved_tensors), None, None, None, None
+
+
+def _rows(x: Tensor, index: Tensor, zero: Tensor | None) -> Tensor:
+    """Gather tokens of x [B, H, N, D] and return [B, H, N', D].
+
+    Models pass tensors with strides of [B, N, H, D]. Other tensors are copied first.
+
+    Args:
+        x: [B, H, N, D].
+        index: int64 [B * N'], tokens to gather, counted over the batch.
+        zero: bool [B, N'], True for results that are zero; None for none.
+    """
+    batch, heads, _, dim = x.shape
+    rows = x.transpose(1, 2).reshape(-1, heads * dim).index_select(0, index)
+    rows = rows.view(batch, -1, heads, dim)
+    if zero is not None:
+        rows = rows.masked_fill_(zero[:, :, None, None], 0.0)
+    return rows.transpose(1, 2)

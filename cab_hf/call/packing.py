@@ -1,10 +1,10 @@
-"""Packed documents, found from position ids, cumulative lengths or a mask function."""
+"""Packed documents and padding, found from the arguments of a layer or from a mask function."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,136 @@ from transformers.masking_utils import causal_mask_function
 
 from cab_hf.checks import require
 
+# CONSTANT_END equal tokens at the end of a row look like padding. In the first layer, values of
+# equal tokens differ by at most SAME_VALUE times the largest value.
+CONSTANT_END, SAME_VALUE = 4, 1e-3
 
-def document_starts(position_ids: Tensor, valid: Tensor | None) -> Tensor:
+
+class Length(NamedTuple):
+    """Number of queries of a document in this call, and of its tokens so far, without padding."""
+
+    queries: int
+    tokens: int
+
+
+class Packing(NamedTuple):
+    """The documents and the padding of a call.
+
+    Attributes:
+        padding_mask: bool [B, N_k], False for padding keys; None without padding.
+        doc_ids: int [B, N_k], equal for tokens of one packed document; None if not packed.
+        lengths: `Length` of every row, if rows have padding and no documents; otherwise None.
+        max_documents: upper bound of the number of documents, if known without waiting for the
+            device.
+        num_constant_ends: rows that end in equal tokens, which look like right padding.
+    """
+
+    padding_mask: Tensor | None
+    doc_ids: Tensor | None
+    lengths: list[list[Length]] | None = None
+    max_documents: int | None = None
+    num_constant_ends: int = 0
+
+
+def detect_packing(
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | None,
+    padding_mask: Tensor | None,
+    *,
+    batch: int,
+    queries: slice,
+    kv_length: int | None,
+    doc_ids: Tensor | None = None,
+    value: Tensor | None = None,
+    may_wait: bool = True,
+) -> Packing:
+    """Return the documents and the padding of a call, after at most one wait for the device.
+
+    Args:
+        position_ids: int [B or 1, N_q]; a document starts where they restart. None to find no
+            documents in them.
+        cu_seqlens: int [documents + 1], cumulative lengths of documents, which replace position
+            ids; None if there are none.
+        padding_mask: bool [B, N_k], False for padding keys; None without padding.
+        batch: batch rows.
+        queries: slots of the queries.
+        kv_length: number of written keys.
+        doc_ids: int [B, N_k], documents that are known already; None to find them.
+        value: [B, H_kv, N, D_v] of the first layer, to find rows that end in equal tokens. Not
+            read if there is padding, or several documents.
+        may_wait: False if waiting for the device is not allowed.
+
+    Raises:
+        ValueError: if ``cu_seqlens`` has another number of tokens.
+    """
+    max_documents, starts = None, None
+    if doc_ids is None and cu_seqlens is not None:
+        doc_ids = documents_between(cu_seqlens, batch, kv_length)
+        max_documents = cu_seqlens.shape[0]
+    elif doc_ids is None and position_ids is not None:
+        starts = document_starts(position_ids, padding_mask)
+    found = Packing(padding_mask, doc_ids, max_documents=max_documents)
+    if not may_wait:
+        return found
+    wanted = [] if starts is None else [starts.sum(-1).expand(batch)]
+    if padding_mask is not None:
+        wanted = [x.to(padding_mask.device) for x in wanted]
+        wanted += [padding_mask[:, queries].sum(-1), padding_mask.sum(-1)]
+    has_values = value is not None and padding_mask is None and doc_ids is None
+    if has_values:
+        wanted = [*(x.to(value.device) for x in wanted), ends_in_equal_tokens(value).long()]
+    if not wanted:
+        return found
+    counts = torch.stack(wanted, dim=-1).tolist()
+    if starts is not None:
+        max_documents = max(row[0] for row in counts)
+        if max_documents > 1:
+            doc_ids = (starts.cumsum(-1) - 1).clamp(min=0).expand(batch, -1)
+    if padding_mask is not None and all(row[-1] == kv_length for row in counts):
+        # kernels without a mask are faster
+        padding_mask = None
+    has_lengths = padding_mask is not None and doc_ids is None
+    return Packing(
+        padding_mask=padding_mask,
+        doc_ids=doc_ids,
+        lengths=[[Length(*row[-2:])] for row in counts] if has_lengths else None,
+        max_documents=max_documents,
+        num_constant_ends=sum(row[-1] for row in counts) if has_values else 0,
+    )
+
+
+def ends_in_equal_tokens(value: Tensor) -> Tensor:
+    """Return bool [B], True for rows of ``value`` [B, H_kv, N, D_v] that end in equal tokens."""
+    # detached: a recomputed layer does not run this code
+    end = value[:, :, -CONSTANT_END:].detach().float()
+    difference = (end - end[:, :, -1:]).flatten(1).abs().amax(-1)
+    return difference <= SAME_VALUE * end.flatten(1).abs().amax(-1)
+
+
+def whole_documents(
+    padding_mask: Tensor, doc_ids: Tensor, max_documents: int | None = None
+) -> list[list[Length]]:
+    """Return the lengths of documents without cached tokens, per row. Waits for the device.
+
+    Args:
+        padding_mask, doc_ids: as in `MaskInfo`.
+        max_documents: upper bound of the number of documents; computed if None.
+    """
+    if max_documents is None:
+        max_documents = int(doc_ids.max()) + 1
+    tokens = document_lengths(padding_mask, doc_ids, max_documents)
+    return [[Length(count, count) for count in row] for row in tokens.tolist()]
+
+
+def document_lengths(padding_mask: Tensor, doc_ids: Tensor, max_documents: int) -> Tensor:
+    """Return the number of real tokens of each document, int64 [B, documents]; see `MaskInfo`."""
+    tokens = torch.zeros(
+        padding_mask.shape[0], max_documents, dtype=torch.int64, device=padding_mask.device
+    )
+    return tokens.scatter_add_(1, doc_ids.to(torch.int64), padding_mask.to(torch.int64))
+
+
+def document_starts(position_ids: Tensor, padding_mask: Tensor | None) -> Tensor:
     """Return bool [B or 1, N], True for real tokens that start a document.
 
     The first token of a row starts a document. A token also starts one if its position is below
@@ -23,19 +151,19 @@ def document_starts(position_ids: Tensor, valid: Tensor | None) -> Tensor:
 
     Args:
         position_ids: int [B or 1, N].
-        valid: bool [B, N], False for padding; None without padding.
+        padding_mask: bool [B, N], False for padding; None without padding.
     """
     slot = torch.arange(position_ids.shape[1], device=position_ids.device)
-    if valid is not None:
-        valid = valid.to(position_ids.device)
+    if padding_mask is not None:
+        padding_mask = padding_mask.to(position_ids.device)
         # padding gets the position of the real token before it, so it starts no document
-        latest = torch.where(valid, slot, -1).cummax(-1).values
-        position_ids = position_ids.expand(valid.shape[0], -1).gather(1, latest.clamp(min=0))
+        latest = torch.where(padding_mask, slot, -1).cummax(-1).values
+        position_ids = position_ids.expand(padding_mask.shape[0], -1).gather(1, latest.clamp(min=0))
         position_ids = position_ids.masked_fill(latest < 0, torch.iinfo(position_ids.dtype).max)
     step = F.pad(position_ids[:, 1:].sub(position_ids[:, :-1]).sign(), (1, 0), value=-1)
     moved = torch.where(step != 0, slot, 0).cummax(-1).values
     starts = step.gather(1, moved) < 0
-    return starts if valid is None else starts & valid
+    return starts if padding_mask is None else starts & padding_mask
 
 
 def counted_lengths(position_ids: Tensor) -> tuple[int, ...]:
@@ -96,25 +224,26 @@ def documents_between(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
     return torch.bucketize(slot, cu_seq_lens[1:], right=True).unflatten(0, (batch, length))
 
 
-def in_chunks(document: Tensor, valid: Tensor | None, size: int) -> Tensor:
+def in_chunks(doc_ids: Tensor, padding_mask: Tensor | None, size: int) -> Tensor:
     """Return document ids [B, N] with every document split into chunks of ``size`` tokens.
 
     Args:
-        document: int [B, N], document ids.
-        valid: bool [B, N], False for padding, which never starts a document; None without padding.
+        doc_ids: int [B, N], document ids.
+        padding_mask: bool [B, N], False for padding, which never starts a document; None without
+            padding.
         size: tokens per chunk.
     """
-    if valid is not None:
-        document = document.masked_fill(~valid.to(document.device), -1)
-    slot = torch.arange(document.shape[1], device=document.device)
-    first_tokens = begins(document)
+    if padding_mask is not None:
+        doc_ids = doc_ids.masked_fill(~padding_mask.to(doc_ids.device), -1)
+    slot = torch.arange(doc_ids.shape[1], device=doc_ids.device)
+    first_tokens = begins(doc_ids)
     first = torch.where(first_tokens, slot, 0).cummax(-1).values
     return (first_tokens | ((slot - first) % size == 0)).cumsum(-1)
 
 
-def begins(document: Tensor) -> Tensor:
+def begins(doc_ids: Tensor) -> Tensor:
     """Return bool [B, N], True for first tokens of documents, from document ids [B, N]."""
-    return F.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
+    return F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
 
 
 def pattern_of(
@@ -159,8 +288,8 @@ def parts_of(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]] | N
     return parts
 
 
-@torch.library.custom_op("cab_hf::refuse_where", mutates_args=())
-def refuse_where(x: Tensor, refused: Tensor, sentence: str) -> Tensor:
+@torch.library.custom_op("cab_hf::raise_where", mutates_args=())
+def raise_where(x: Tensor, refused: Tensor, sentence: str) -> Tensor:
     """Return a copy of x, and raise an error if ``refused``, bool [], is True.
 
     For compiled graphs, and for conditions that the host cannot read without a wait.
@@ -176,7 +305,7 @@ def refuse_where(x: Tensor, refused: Tensor, sentence: str) -> Tensor:
     return x.clone()
 
 
-@refuse_where.register_fake
+@raise_where.register_fake
 def _(x: Tensor, refused: Tensor, sentence: str) -> Tensor:
     return torch.empty_like(x)
 
@@ -185,7 +314,7 @@ def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return grad, None, None
 
 
-refuse_where.register_autograd(_pass_gradient)
+raise_where.register_autograd(_pass_gradient)
 
 
 def mixed_by(model: str) -> str:

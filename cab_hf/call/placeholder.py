@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from cab_hf.call.forward_pass import SETTINGS_CHANGED, ForwardState, in_backward_pass
+from cab_hf.call.forward_state import SETTINGS_CHANGED, ForwardState, in_backward_pass
 
 # arguments that attention functions receive together with a `PagedBatch`
 KEYWORDS = (
@@ -92,7 +92,7 @@ for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
     setattr(MaskPlaceholder, f"__r{_name}__", _operator(_name))
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class PagedBatch(MaskPlaceholder):
     """The mask of all layers in a forward pass of continuous batching: sequences packed in one row.
 

@@ -5,31 +5,45 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
-from torch import nn
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from cab_hf.call.call import Call
+from torch import Tensor, nn
 
 
-@dataclass(eq=False)
+class PromptProgress:
+    """A cache of the answer to the question if calls have started after a prompt.
+
+    The position of a call in a static cache is on the device. Once a call has started after the
+    prompt, all later calls do, and need not wait for the device.
+    """
+
+    def __init__(self) -> None:
+        self._is_over = False
+
+    def is_over(self, q_offset: int | Tensor, end: int) -> bool:
+        """Return True if a call with the first slot ``q_offset`` starts after a prompt's ``end``.
+
+        Waits for the device if ``q_offset`` is a tensor, until the first decode step.
+        """
+        self._is_over = self._is_over or int(q_offset) >= end
+        return self._is_over
+
+
+@dataclass(frozen=True, eq=False)
 class Prompt:
     """The prompt that the calls of a model read, at once or in chunks.
 
     Attributes:
         end: slot of the first token after the prompt.
         lengths: tokens of each batch row, without padding; None where no row has padding.
-        read: True once a call starts after the prompt.
+        progress: cache that tells if calls have started after the prompt.
     """
 
     end: int
     lengths: tuple[int, ...] | None = None
-    read: bool = False
+    progress: PromptProgress = field(default_factory=PromptProgress)
 
     @property
     def longest(self) -> int:
@@ -188,7 +202,7 @@ class Scope:
     prompt: Prompt | None = None
     generation: Generation | None = None
     parallel: Any = None
-    observer: Callable[[Call], None] | None = None
+    observer: Callable[[Any], None] | None = None
     module: nn.Module | None = None
     outer: Scope | None = None
 
@@ -204,7 +218,7 @@ def during_calls(model: nn.Module, **fields: Any) -> Iterator[None]:
     """Set ``fields`` of `FORWARD_CONTEXT` during calls of ``model`` and its parts with a config."""
 
     def enter(module: nn.Module, *_: Any) -> None:
-        refuse_compiled()
+        validate_compiled()
         outer = FORWARD_CONTEXT.get()
         FORWARD_CONTEXT.set(replace(outer, **fields, module=module, outer=outer))
 
@@ -230,7 +244,7 @@ def is_sharded(config: Any) -> bool:
     return any(config is each for each in SHARDED)
 
 
-def refuse_compiled(config: Any = None) -> None:
+def validate_compiled(config: Any = None) -> None:
     """Raise NotImplementedError in a compiled model; with a config, only if it is sharded."""
     if torch.compiler.is_compiling() and (config is None or is_sharded(config)):
         raise NotImplementedError(

@@ -10,7 +10,7 @@ from functools import lru_cache
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from cab_hf.call.refusals import unsupported_reason
+from cab_hf.call.validate import unsupported_reason
 from cab_hf.checks import warn_once
 from cab_hf.config import SPARSE, CabConfig
 from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer, indexed

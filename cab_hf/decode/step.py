@@ -102,10 +102,10 @@ def why_dense(
     """Return why a call with few queries is no sparse step, as a clause; None if it is one."""
     if softcap(layer) is not None:
         return "soft-capped logits (decode)"
-    if not config.sparse_decode or mask.q_length != 1 or mask.document is not None:
+    if not config.sparse_decode or mask.q_length != 1 or mask.doc_ids is not None:
         return f"fewer than query_block={config.query_block} queries (decode)"
     # the host knows the slots of a static cache; only the device knows how many are written
-    slots = mask.slots if mask.kv_length is None else mask.kv_length
+    slots = mask.details.cache_length if mask.kv_length is None else mask.kv_length
     if slots is None or not decodes_sparsely(config, slots):
         short = slots is not None and slots < config.min_length
         name = "min_length" if short else "decode_tokens"

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cab_hf.call.call import Call
-from cab_hf.call.forward_pass import SETTINGS_CHANGED
-from cab_hf.call.layout import Length
-from cab_hf.call.refusals import unsupported_reason
+from cab_hf.call.forward_state import SETTINGS_CHANGED
+from cab_hf.call.mask import MaskDetails
+from cab_hf.call.packing import Length
 from cab_hf.call.scope import SHARDED, during_calls, is_sharded
+from cab_hf.call.validate import unsupported_reason
 from cab_hf.config import NAMES, CabConfig
 from cab_hf.distributed.batch import CHECKSUM
 from cab_hf.distributed.exchange import (
@@ -59,7 +60,7 @@ class Parallel:
     positioned: bool = False
     closed: bool = False
 
-    def text(
+    def sharded_mask(
         self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
     ) -> ShardedMask:
         """Return the mask of a forward pass. Ranks compare their sharding once per forward pass.
@@ -77,18 +78,26 @@ class Parallel:
         """
         if self.closed:
             raise RuntimeError(SETTINGS_CHANGED)
-        _refuse(call)
-        mask, parts = call.mask, (position_ids, cu_seq_lens)
-        sharding = mask.state.once("sharding", lambda: self._agreed(call, *parts))
-        return ShardedMask(
-            *(mask.batch, sharding.text, sharding.text, 0),
-            window=mask.window,
+        _validate_call(call)
+        mask = call.mask
+        sharding = mask.state.cached(
+            "sharding", lambda: self._agreed(call, position_ids, cu_seq_lens)
+        )
+        details = MaskDetails(
             model=mask.model,
             parallel=self,
             dense_block_size=sharding.dense_block_size,
+            lengths=[[Length(length, length) for length in sharding.lengths]],
+        )
+        return ShardedMask(
+            batch=mask.batch,
+            q_length=sharding.text,
+            kv_length=sharding.text,
+            q_offset=0,
+            window=mask.window,
+            details=details,
             state=mask.state,
             sharding=sharding,
-            _lengths=[[Length(length, length) for length in sharding.lengths]],
         )
 
     def _agreed(
@@ -132,7 +141,7 @@ class Parallel:
         self.positioned = kwargs.get("cu_seq_lens_q") is not None
 
 
-def _refuse(call: Call) -> None:
+def _validate_call(call: Call) -> None:
     """Raise a NotImplementedError if `context_parallel` does not support a call."""
     cached = call.k.shape[2] - call.q.shape[2]
     if cached:
@@ -141,14 +150,14 @@ def _refuse(call: Call) -> None:
             "the block and call cab_hf.distributed.whole_cache, which gathers the whole cache on "
             "every rank for generate."
         )
-    if call.mask.chunks_from is not None:
+    if call.mask.details.chunk_starts is not None:
         raise NotImplementedError(
             f"{call.mask.model} attends in chunks of {call.mask.window} tokens, which 'cab' does "
             "not compute inside context_parallel. Run the model in one process."
         )
     # cached per forward pass: only the first layer waits for the device
-    call.mask.find_documents(None, None)
-    if call.mask.valid is not None:
+    mask, _ = call.mask.with_documents()
+    if mask.padding_mask is not None:
         raise NotImplementedError(
             "attention_mask must have no padding inside context_parallel, got padding. Give "
             "cab_hf.distributed.shard rows of one length, or pack the rows."

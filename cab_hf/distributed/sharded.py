@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cab_hf.call.layout import everything
+from cab_hf.call.layout import full_plan
 from cab_hf.call.mask import MaskInfo
 from cab_hf.distributed.exchange import gathered
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slices
@@ -92,11 +92,11 @@ class ShardedLayout:
             )
         return self.ranges.own(plan)
 
-    def everything(self) -> BlockPlan:
+    def full_plan(self) -> BlockPlan:
         """Return the plan of all visible blocks of `Sharding.dense_block_size` tokens."""
         batch = self.ranges.start.shape[0]
         ranges = self.shard_map.kept_spans(self.group.rank(), batch, window=self.window)
-        return everything(ranges, self.shard_map.sharding.dense_block_size)
+        return full_plan(ranges, self.shard_map.sharding.dense_block_size)
 
     def attend(
         self,
@@ -152,9 +152,9 @@ class ShardedLayout:
 
         return over_slices(gather, k, v, attend)
 
-    def short(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
-        """Return `BlockLayout.short` of the whole sequence as rows of this rank, int64 [B, R]."""
-        short = self.shard_map.layout.short(queries, tokens, query_block)
+    def rows_below_min_length(self, queries: int, tokens: int, query_block: int) -> Tensor | None:
+        """Return the rows of short documents on this rank, as in `BlockLayout`, int64 [B, R]."""
+        short = self.shard_map.layout.rows_below_min_length(queries, tokens, query_block)
         return None if short is None else _short_rows(self.ranges, short, query_block)
 
     def blocks(self, x: Tensor, dim: int, size: int) -> Tensor:
@@ -173,7 +173,7 @@ class ShardedLayout:
         return everyone[self.shard_map.source].permute(1, 2, 0, 3)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class ShardedMask(MaskInfo):
     """The mask of one forward pass over a sharded sequence.
 
@@ -186,15 +186,21 @@ class ShardedMask(MaskInfo):
         self, query_block: int, key_block: int, device: torch.device, from_start: bool = True
     ) -> ShardedLayout:
         """Return the layout for some block sizes; all layers of a forward pass share it."""
-        ranks = self.parallel
+        ranks = self.details.parallel
         shard_map = self.sharding.shard_map(max(query_block, key_block), device)
 
         def build() -> ShardedLayout:
             ranges = shard_map.ranges(ranks.group.rank(), self.batch)
-            how = self.window, ranks.heads_k_stride, ranks.regather_kv
-            return ShardedLayout(shard_map, ranks.group, ranges, *how)
+            return ShardedLayout(
+                shard_map=shard_map,
+                group=ranks.group,
+                ranges=ranges,
+                window=self.window,
+                heads_k_stride=ranks.heads_k_stride,
+                regather_kv=ranks.regather_kv,
+            )
 
-        return self.state.once(("layout", shard_map), build)
+        return self.state.cached(("layout", shard_map), build)
 
 
 @cached_per_ranges

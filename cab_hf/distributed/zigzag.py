@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from cab_hf import engines
-from cab_hf.call.layout import everything
-from cab_hf.call.refusals import DTYPES
+from cab_hf.call.layout import full_plan
+from cab_hf.call.validate import DTYPES
 from cab_hf.checks import is_whole, require
 from cab_hf.distributed.exchange import group_of, require_equal
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
@@ -158,7 +158,7 @@ def checked(
     shard_map = sharding.shard_map(align, q.device)
     if plan is None:
         ranges = shard_map.kept_spans(group.rank(), q.shape[0], causal)
-        plan = everything(ranges, align)
+        plan = full_plan(ranges, align)
     else:
         _refuse_plan(plan, q, shard_map, causal)
     how = {"heads_k_stride": heads_k_stride, "regather_kv": regather_kv}

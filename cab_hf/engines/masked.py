@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.call.mask import MaskInfo
+from cab_hf.call.mask import MaskDetails, MaskInfo
 from cab_hf.ops.attention import traced
 from cab_hf.ops.reference import Masks
 
@@ -31,19 +31,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskInfo, scale: float) -> 
         scale: factor of the logits.
     """
     if torch.compiler.is_compiling() and q.shape[2] > 1:
-        is_live = isinstance(mask.q_slot, Tensor)
+        is_live = isinstance(mask.q_offset, Tensor)
         return _masked_op(
             q,
             k,
             v,
             scale,
             softcap=None,
-            valid=mask.valid,
-            document=mask.document,
+            padding_mask=mask.padding_mask,
+            doc_ids=mask.doc_ids,
             window=mask.window,
-            chunks_from=mask.chunks_from,
-            slot=0 if is_live else mask.q_slot,
-            live=mask.q_slot if is_live else None,
+            chunk_starts=mask.details.chunk_starts,
+            q_offset=0 if is_live else mask.q_offset,
+            live_offset=mask.q_offset if is_live else None,
             return_lse=False,
         )[0]
     rows_of_a_key = q.shape[0] * (q.shape[1] // k.shape[1])
@@ -57,13 +57,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskInfo, scale: float) -> 
 def _masks(query: Tensor, key: Tensor, mask: MaskInfo, max_pairs: int) -> Iterator[Masks]:
     """Yield the visible keys of chunks of rows, with at most ``max_pairs`` (query, key) pairs."""
     q_length, kv_length = query.shape[2], key.shape[2]
-    is_known = not isinstance(mask.q_slot, Tensor)
+    is_known = not isinstance(mask.q_offset, Tensor)
     num_keys = kv_length if mask.window is None else min(kv_length, mask.window + ROWS_AT_A_TIME)
     step = min(ROWS_AT_A_TIME, max(1, max_pairs // num_keys))
     for start in range(0, q_length, step):
         stop = min(start + step, q_length)
-        high = min(kv_length, mask.q_slot + stop) if is_known else kv_length
-        low = max(0, mask.q_slot + start + 1 - mask.window) if is_known and mask.window else 0
+        high = min(kv_length, mask.q_offset + stop) if is_known else kv_length
+        low = max(0, mask.q_offset + start + 1 - mask.window) if is_known and mask.window else 0
         visible = mask.dense_rows(start=start, stop=stop, low=low, high=high, device=query.device)
         yield Masks(slice(start, stop), slice(low, high), visible)
 
@@ -84,16 +84,16 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: floa
 
 def _mask_of(query: Tensor, key: Tensor, values: tuple) -> MaskInfo:
     """Build the mask from the values that `attention` passes to the op."""
-    valid, document, window, chunks_from, slot, live, _ = values
+    padding_mask, doc_ids, window, chunk_starts, q_offset, live_offset, _ = values
     return MaskInfo(
         batch=query.shape[0],
         q_length=query.shape[2],
         kv_length=key.shape[2],
-        q_slot=slot if live is None else live,
-        valid=valid,
-        document=document,
+        q_offset=q_offset if live_offset is None else live_offset,
+        padding_mask=padding_mask,
+        doc_ids=doc_ids,
         window=window,
-        chunks_from=chunks_from,
+        details=MaskDetails(chunk_starts=chunk_starts),
     )
 
 
@@ -111,8 +111,8 @@ def _masks_of_logits(query, key, value, *values):
 
 _masked_op = traced.register(
     "attention_by_rows",
-    "Tensor? valid, Tensor? document, int? window, Tensor? chunks_from, SymInt slot, Tensor? live,"
-    " bool return_lse",
+    "Tensor? padding_mask, Tensor? doc_ids, int? window, Tensor? chunk_starts, SymInt q_offset,"
+    " Tensor? live_offset, bool return_lse",
     _attend,
     _masks_of_logits,
 )

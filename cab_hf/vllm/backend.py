@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 
 from cab_hf.call.call import Call
-from cab_hf.call.mask import MaskInfo
+from cab_hf.call.mask import MaskDetails, MaskInfo
 from cab_hf.call.scope import Prompt
 from cab_hf.config import blocks_of
 from cab_hf.dispatch import dispatch
@@ -106,9 +106,9 @@ class SparseBuilder:
                 batch=1,
                 q_length=count,
                 kv_length=length,
-                q_slot=length - count,
+                q_offset=length - count,
                 prompt=Prompt(end),
-                dense_block_size=self.dense_block_size,
+                details=MaskDetails(dense_block_size=self.dense_block_size),
             )
             if length >= end:
                 METERS[self.vllm_config.instance_id].count_prompt()
@@ -215,7 +215,7 @@ class SparseImpl:
         q = q.transpose(0, 1).unsqueeze(0)
         k, v = k[:, :, : mask.kv_length], v[:, :, : mask.kv_length]
         work = Workload.of(q, k, v, blocks_of(self.cab))
-        for rows, piece in mask.pieces(steps=False):
+        for rows, piece in mask.split_at_prompt_end(steps=False):
             call = Call(
                 q=q[:, :, rows],
                 k=k,
@@ -240,7 +240,7 @@ class SparseImpl:
             batch=1,
             q_length=len(q),
             kv_length=longest,
-            q_slot=longest - len(q),
+            q_offset=longest - len(q),
             prompt=Prompt(longest),
         )
         self.attend(q, k, v, mask=mask, out=torch.empty_like(q))

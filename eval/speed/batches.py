@@ -253,8 +253,7 @@ class Texts:
         padding = self.ranges.key_valid if self.layout == PADDED else None
         shape = (self.rows, self.slots, self.slots)
         mask = cab_mask(*shape, attention_mask=padding, device=self.device, config=config)
-        mask.find_documents(None, self.cu_seq_lens if self.layout == PACKED else None)
-        return mask
+        return mask.with_documents(None, self.cu_seq_lens if self.layout == PACKED else None)[0]
 
     def check(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> None:
         """Run `check_rows` of dense attention within each sequence."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cab_hf import engines
-from cab_hf.call.layout import everything
+from cab_hf.call.layout import full_plan
 from cab_hf.config import CabConfig
 from cab_hf.distributed import predict, zigzag_attention
 from cab_hf.distributed.sharding import Sharding, sharding_of
@@ -312,7 +312,7 @@ class BenchCase:
         if self.ranges is None:
             self.ranges = KeyRanges.causal(q.shape[0], self.length, self.length, q.device)
         if not self.scheme.sparse:
-            return everything(self.ranges, DENSE_BLOCK_SIZE)
+            return full_plan(self.ranges, DENSE_BLOCK_SIZE)
         return make_predictor(self.config)(q, k, LayerContext(self.ranges, q.shape[-1] ** -0.5))
 
     def workload(self, q: Tensor, k: Tensor, v: Tensor) -> Workload:

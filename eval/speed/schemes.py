@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from cab_hf import engines
-from cab_hf.call.layout import everything
+from cab_hf.call.layout import full_plan
 from cab_hf.distributed import zigzag
 from cab_hf.distributed.exchange import finish, watched
 from cab_hf.distributed.sharded import ShardedLayout
@@ -58,7 +58,7 @@ def _around(
             received, works = _hop(both.detach(), layout.group, 1)
         keys, values = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
         ranges = _seen_of(layout.ranges, layout.shard_map, (rank - step) % world)
-        plan = everything(ranges, layout.shard_map.sharding.dense_block_size)
+        plan = full_plan(ranges, layout.shard_map.sharding.dense_block_size)
         result = engine.attention(q, keys, values, plan, scale, return_lse=True)
         # merged in at least float32, and rounded once
         result = result[0].to(result[1].dtype), result[1]

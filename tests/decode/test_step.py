@@ -95,12 +95,12 @@ def test_a_kv_head_goes_with_most_of_its_query_heads(row, kv_heads, mapped):
 )
 def test_how_much_is_read_is_known_once_a_pass(given, length, wanted):
     text = MaskInfo(1, 1, None, length)
-    made = text.reach(given, 0, torch.device("cpu"))
+    made = text.decode_budget(given, 0, torch.device("cpu"))
     assert [(x.tolist(), x.dtype) for x in made] == [
         ([int(length) + 1], torch.int64),
         ([wanted], torch.int32),
     ]
-    assert text.reach(given, 0, torch.device("cpu")) is made
+    assert text.decode_budget(given, 0, torch.device("cpu")) is made
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_row_reads_by_its_own_tokens(given, wanted, slots):
     valid = torch.ones(2, slots, dtype=torch.bool)
     valid[0, :201], valid[1, :100] = False, False
     text = MaskInfo(2, 1, None, torch.tensor(599), valid)
-    length, read = text.reach(given, 400, torch.device("cpu"))
+    length, read = text.decode_budget(given, 400, torch.device("cpu"))
     assert (length.tolist(), read.tolist()) == ([600], wanted)
 
 

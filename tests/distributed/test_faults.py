@@ -15,7 +15,7 @@ from tiny import SPARSE, qkv, tokens
 import cab_hf
 from cab_hf import distributed
 from cab_hf.call.hook import cab_mask
-from cab_hf.call.layout import everything
+from cab_hf.call.layout import full_plan
 from cab_hf.distributed import sharding as shardings
 from cab_hf.distributed.sharded import ShardedLayout
 from cab_hf.engines import REFERENCE
@@ -141,7 +141,7 @@ def computed(group, wrong):
     if wrong == "positions":
         rank = 1 - rank
     layout = ShardedLayout(shard_map, group, shard_map.ranges(rank, 1))
-    plan = everything(layout.ranges, sharding.dense_block_size)
+    plan = full_plan(layout.ranges, sharding.dense_block_size)
     held = (shard_of(x, sharding, group.rank()) for x in (q, k, v))
     out = layout.attend(REFERENCE, *held, plan, 0.25)
     exact = torch.nn.functional.scaled_dot_product_attention(

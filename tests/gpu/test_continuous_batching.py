@@ -7,11 +7,11 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 
 import cab_hf
-from cab_hf.batching import hooks
+from cab_hf.batching import support
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not hooks.reads_a_batch(), reason="needs transformers 5.19 or newer"),
+    pytest.mark.skipif(not support.reads_a_batch(), reason="needs transformers 5.19 or newer"),
 ]
 GREEDY = GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, eos_token_id=2)
 PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (20, 900, 300, 77, 1)]

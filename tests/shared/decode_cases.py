@@ -5,7 +5,7 @@ from tiny import qkv
 
 from cab_hf import CabConfig
 from cab_hf.call.call import Call
-from cab_hf.call.mask import MaskInfo
+from cab_hf.call.mask import MaskDetails, MaskInfo
 from cab_hf.config import blocks_of
 from cab_hf.dispatch import dense_masked
 from cab_hf.hf.rotary import llama_channels
@@ -91,15 +91,15 @@ def texts_of_a_step(device="cpu"):
     valid = torch.ones(2, 300, dtype=torch.bool, device=device)
     valid[0, :77] = False
     at = torch.tensor(250, device=device)
-    static = {"kv_length": None, "q_slot": at, "slots": 300}
+    static = {"kv_length": None, "q_offset": at, "details": MaskDetails(cache_length=300)}
     cases = {
         "static": static,
-        "static-padding": {**static, "valid": valid},
+        "static-padding": {**static, "padding_mask": valid},
         "static-window": {**static, "window": 40},
-        "static-all": {**static, "q_slot": torch.tensor(299, device=device)},
-        "padding": {"kv_length": 300, "q_slot": 299, "valid": valid},
-        "window": {"kv_length": 300, "q_slot": 299, "window": 40},
-        "padding-window": {"kv_length": 300, "q_slot": 299, "valid": valid, "window": 250},
+        "static-all": {**static, "q_offset": torch.tensor(299, device=device)},
+        "padding": {"kv_length": 300, "q_offset": 299, "padding_mask": valid},
+        "window": {"kv_length": 300, "q_offset": 299, "window": 40},
+        "padding-window": {"kv_length": 300, "q_offset": 299, "padding_mask": valid, "window": 250},
     }
     return {name: MaskInfo(2, 1, **case) for name, case in cases.items()}
 

@@ -1,4 +1,7 @@
-"""Errors for arguments and layers that "cab" does not support, raised before any computation."""
+"""Errors for arguments, layers and transforms that "cab" does not support.
+
+All are raised before any computation.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._C import _functorch
+from torch._guards import detect_fake_mode
+from torch.autograd import forward_ad
 from transformers import Cache
 
-from cab_hf.call.forward_pass import SETTINGS_CHANGED, in_backward_pass
+from cab_hf.call.forward_state import SETTINGS_CHANGED, in_backward_pass
 from cab_hf.call.mask import MaskInfo, of_another_kind, too_short
 from cab_hf.checks import short
 from cab_hf.hf.fit import name_of
@@ -81,49 +87,60 @@ MEANINGS = {
 COMPRESSED = "compressed keys in addition to those of the sequence"
 
 
-def refuse(
+def validate_arguments(
+    *,
     module: nn.Module,
-    dtype: torch.dtype,
-    lengths: tuple[int, int],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     mask: Any,
     dropout: float,
     sliding_window: int | None,
+    position_ids: Tensor | None,
+    s_aux: Any,
     kwargs: dict[str, Any],
 ) -> None:
     """Raise an error for arguments that would otherwise be ignored or computed wrongly.
 
     Args:
         module: attention layer.
-        dtype: dtype of the queries.
-        lengths: numbers of queries and keys, in tokens.
+        query: [B, H, N_q, D].
+        key: [B, H_kv, N_k, D].
+        value: [B, H_kv, N_k, D_v].
         mask: argument ``attention_mask`` of the layer.
         dropout: rate of attention dropout.
         sliding_window: width of a sliding window in tokens, or None.
+        position_ids: position ids that the layer receives, or None.
+        s_aux: sinks, [H], or None.
         kwargs: further arguments of the layer.
 
     Raises:
         ValueError, NotImplementedError: if an argument is not supported. The message names the
             argument, its value and a remedy.
     """
+    validate_tracing(query, key, value)
+    validate_forward_mode(query, key, value)
+    validate_vmap("position_ids", position_ids)
+    dtype, num_queries, num_keys = query.dtype, query.shape[2], key.shape[2]
     if _context_parallel_active():
         raise ValueError(
             "a context-parallel mesh is active; 'cab' would attend to this rank's shard only. "
             "Leave the context_parallel region, or use attn_implementation='sdpa' inside it."
         )
-    _refuse_directions(module, *lengths, kwargs)
+    _validate_directions(module, num_queries, num_keys, kwargs=kwargs)
     if kwargs.get("output_attentions"):
         raise ValueError(
             "output_attentions is True; 'cab' never forms attention weights. "
             "Use attn_implementation='eager' to read them."
         )
-    _refuse_keywords(name_of(getattr(module, "config", None)), kwargs)
+    _validate_keywords(name_of(getattr(module, "config", None)), kwargs)
     if getattr(module, "compressor", None) is not None:
         raise NotImplementedError(
             f"{type(module).__name__} attends to {COMPRESSED}, which 'cab' does not compute. "
             f"Use attn_implementation='eager' for {name_of(module.config)}."
         )
     if mask is not None:
-        _refuse_mask(mask, lengths[1], sliding_window)
+        _validate_mask(mask, num_keys, sliding_window)
     if dropout:
         raise ValueError(
             f"dropout is {dropout}; 'cab' has no attention dropout. "
@@ -134,10 +151,13 @@ def refuse(
             f"query must be float16, bfloat16 or float32, got {dtype}. "
             "Load the model with one of these dtypes."
         )
+    _validate_sinks(s_aux, query.shape[1])
 
 
-def refuse_sinks(sinks: Any, heads: int) -> None:
-    """Refuse sinks that are not one logit per head, for example if heads are sharded over ranks.
+def _validate_sinks(sinks: Any, heads: int) -> None:
+    """Raise an error for sinks that are not one logit per head.
+
+    Sinks have another length than the heads if heads are sharded over ranks.
 
     Args:
         sinks: argument ``s_aux`` of the layer, [H]; None without sinks.
@@ -188,7 +208,9 @@ def _remedy_for_dropout(module: nn.Module, dropout: float) -> str:
     return f"{remedy[0].upper()}{remedy[1:]}."
 
 
-def _refuse_directions(module: nn.Module, queries: int, keys: int, kwargs: dict[str, Any]) -> None:
+def _validate_directions(
+    module: nn.Module, queries: int, keys: int, *, kwargs: dict[str, Any]
+) -> None:
     """Raise a ValueError for attention that is not causal self-attention."""
     is_causal = kwargs.get("is_causal")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -205,7 +227,7 @@ def _refuse_directions(module: nn.Module, queries: int, keys: int, kwargs: dict[
         )
 
 
-def _refuse_keywords(model: str, kwargs: dict[str, Any]) -> None:
+def _validate_keywords(model: str, kwargs: dict[str, Any]) -> None:
     """Raise an error for arguments that are neither used nor known to be harmless."""
     cache = kwargs.get("cache")
     if isinstance(cache, Cache):
@@ -239,20 +261,22 @@ def _refuse_keywords(model: str, kwargs: dict[str, Any]) -> None:
         raise ValueError("cu_seq_lens_k is set, but cu_seq_lens_q is None. Pass cu_seq_lens_q too.")
 
 
-def _refuse_mask(mask: Any, keys: int, sliding_window: int | None) -> None:
+def _validate_mask(mask: Any, keys: int, sliding_window: int | None) -> None:
     """Raise an error for a mask that does not fit the layer, or that is not supported."""
     if not isinstance(mask, MaskInfo):
         if in_backward_pass():
             raise RuntimeError(SETTINGS_CHANGED)
         raise ValueError(of_another_kind(mask))
-    if mask.refusal is not None:
-        raise NotImplementedError(mask.refusal)
-    if mask.slots is not None and mask.slots != keys:
+    details = mask.details
+    if details.unsupported is not None:
+        raise NotImplementedError(details.unsupported)
+    if details.cache_length is not None and details.cache_length != keys:
         # without a cache, all keys belong to this call
-        if keys == mask.q_length and isinstance(mask.q_slot, int) and mask.q_slot == 0:
-            raise ValueError(too_short(mask.slots, keys))
+        if keys == mask.q_length and isinstance(mask.q_offset, int) and mask.q_offset == 0:
+            raise ValueError(too_short(details.cache_length, keys))
         raise ValueError(
-            f"key has {keys} tokens, and with its cache the sequence has {mask.slots}: "
+            f"key has {keys} tokens, and with its cache the sequence has "
+            f"{details.cache_length}: "
             "past_key_values has another length in this layer than in the first layer. Pass a "
             "cache with equal lengths in all layers, or none."
         )
@@ -270,3 +294,87 @@ def _context_parallel_active() -> bool:
     dispatcher = getattr(getattr(tensor, "DTensor", None), "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", {})
     return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+
+
+def validate_tracing(*tensors: Any) -> None:
+    """Raise an error under tracers that record one call, and for tensors without values.
+
+    Args:
+        tensors: arguments of the call; arguments that are not tensors are ignored.
+
+    Raises:
+        NotImplementedError: if a transform is active. The message names the transform.
+    """
+    if torch.compiler.is_compiling():
+        return
+    tensors = [x for x in tensors if isinstance(x, Tensor)]
+    if torch.jit.is_tracing():
+        raise NotImplementedError(
+            "torch.jit.trace records the operations of one input, and the operations of 'cab' and "
+            "'cab_dense' depend on the input. Use torch.export.export or torch.compile."
+        )
+    # detecting a mode takes longer than the rest of this function
+    is_plain = len(tensors) > 0 and all(type(x) is Tensor for x in tensors)
+    if not is_plain and detect_fake_mode(tensors) is not None:
+        raise NotImplementedError(
+            "the call has fake tensors (FakeTensorMode), and 'cab' reads values of tensors. Use "
+            "torch.export.export or torch.compile, or set attn_implementation='sdpa'."
+        )
+    if any(map(_is_functional, tensors)):
+        raise NotImplementedError(
+            "torch.func.functionalize is active, and 'cab' reads values of tensors. Use "
+            "torch.export.export or torch.compile, or set attn_implementation='sdpa'."
+        )
+
+
+def validate_vmap(what: str, *tensors: Any) -> None:
+    """Raise an error for tensors that are batched by `torch.vmap`.
+
+    Args:
+        what: name of the tensors, for the message.
+        tensors: tensors to check; None is ignored.
+
+    Raises:
+        NotImplementedError: if `torch.vmap` batches a tensor.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if any(isinstance(x, Tensor) and _is_batched(x) for x in tensors):
+        raise NotImplementedError(
+            f"torch.vmap batches {what}, and 'cab' reads its values. Loop over the samples, or "
+            "set attn_implementation='sdpa'."
+        )
+
+
+def validate_forward_mode(*tensors: Tensor) -> None:
+    """Raise an error for forward-mode differentiation of CUDA kernels, which drop the tangents.
+
+    Raises:
+        NotImplementedError: if forward-mode differentiation is active and a tensor is on a GPU.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(x.is_cuda for x in tensors):
+        raise NotImplementedError(
+            "forward-mode differentiation (torch.func.jvp) is active, and the kernels of 'cab' "
+            "have gradients in reverse mode only. Use torch.func.vjp or backward, or set "
+            "attn_implementation='eager'."
+        )
+
+
+def _is_batched(x: Tensor) -> bool:
+    """Return True if vmap batches ``x`` at any level of nested transforms."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_batchedtensor(x):
+            return True
+        x = _functorch.get_unwrapped(x)
+    return False
+
+
+def _is_functional(x: Tensor) -> bool:
+    """Return True if functionalize wraps ``x`` at any level of nested transforms."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_functionaltensor(x):
+            return True
+        x = _functorch.get_unwrapped(x)
+    return False

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cab_hf.plan import BlockIndices, BlockPlan
-
-if TYPE_CHECKING:
-    from cab_hf.call.call import Call
 
 # bytes; smaller lists of a plan are not trimmed, because trimming waits for the device
 MEASURED_FROM = 2**26
@@ -30,16 +27,17 @@ SAMPLED_LATER = (
 )
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class ForwardState:
-    """The state that all layers of one type share in one forward pass.
+    """The caches that all layers of one type share in one forward pass.
 
     Attributes:
         shared: results that predictors and decode steps pass to later layers.
     """
 
     shared: dict[Any, Any] = field(default_factory=dict)
-    _made: dict[Any, Any] = field(default_factory=dict)
+    _cache: dict[Any, Any] = field(default_factory=dict)
+    # (config, parsed config); a list, because configs are compared by identity
     _parsed: list[tuple[Any, Any]] = field(default_factory=list)
     # settings of the first computation of each layer, by layer
     _attended: dict[Any, Any] = field(default_factory=dict)
@@ -50,11 +48,19 @@ class ForwardState:
         """Return the state for a part of the queries, with the same settings and configs."""
         return ForwardState(_parsed=self._parsed, _attended=self._attended)
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return the result of ``make``, computed once for all layers with the same ``key``."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
+
+    def store(self, key: Any, value: Any) -> None:
+        """Store a ``value`` that `cached` and `stored` return."""
+        self._cache[key] = value
+
+    def stored(self, key: Any) -> Any:
+        """Return the value that is cached under ``key``; None if there is none."""
+        return self._cache.get(key)
 
     def parsed(self, config: Any, parse: Callable[[Any], Any]) -> Any:
         """Return ``parse(config)``, computed once per forward pass.
@@ -67,32 +73,46 @@ class ForwardState:
         self._parsed.append((config, parse(config)))
         return self._parsed[-1][1]
 
-    def require_same_settings(self, call: Call) -> None:
-        """Refuse a recomputed layer whose settings differ from its first computation.
+    def require_same_settings(
+        self, layer: Any, config: Any, *, sparse: bool, sampled_one_in: int
+    ) -> None:
+        """Check that a recomputed layer has the settings of its first computation.
+
+        Args:
+            layer: attention module.
+            config: settings of the layer.
+            sparse, sampled_one_in: see `Call`.
 
         Raises:
             RuntimeError: if settings in the backward pass differ from those in the forward pass.
         """
         if torch.compiler.is_compiling():
             return
-        how, sampled = (call.config, call.sparse), call.sampled_one_in
-        before = self._attended.setdefault(call.layer, (how, sampled))
-        if before == (how, sampled):
+        settings = (config, sparse), sampled_one_in
+        before = self._attended.setdefault(layer, settings)
+        if before == settings:
             return
         if in_backward_pass():
-            raise RuntimeError(SETTINGS_CHANGED if before[0] != how else SAMPLED_LATER)
-        self._attended[call.layer] = how, sampled
+            raise RuntimeError(SETTINGS_CHANGED if before[0] != settings[0] else SAMPLED_LATER)
+        self._attended[layer] = settings
 
-    def plan_for_recompute(self, call: Call, predict: Callable[[], BlockPlan]) -> BlockPlan:
+    def plan_for_recompute(
+        self, layer: Any, tensors: Sequence[Tensor], predict: Callable[[], BlockPlan]
+    ) -> BlockPlan:
         """Return the plan of a layer from ``predict``, and store it for the recomputation.
 
         If gradient checkpointing recomputes a layer in the backward pass, the layer uses the stored
         plan. A layer that a model calls several times is predicted again.
+
+        Args:
+            layer: attention module.
+            tensors: q, k and v of the layer.
+            predict: function that selects blocks.
         """
-        x = next((x for x in (call.q, call.k, call.v) if x.requires_grad), None)
+        x = next((x for x in tensors if x.requires_grad), None)
         if torch.compiler.is_compiling() or x is None or is_captured(x):
             return predict()
-        kept = self._predicted.setdefault(call.layer, [])
+        kept = self._predicted.setdefault(layer, [])
         if not in_backward_pass():
             plan = trimmed(predict())
             # stored on the host: the lists of all layers would increase the peak memory of the GPU
