@@ -56,10 +56,10 @@ def cab_attention(
         ValueError, NotImplementedError: if the call cannot be computed exactly as specified.
     """
     call = Call.create(
-        module=module,
-        query=query,
-        key=key,
-        value=value,
+        module,
+        query,
+        key,
+        value,
         mask=attention_mask,
         sparse=True,
         dropout=dropout,
@@ -81,10 +81,10 @@ def cab_dense_attention(
 ) -> tuple[Tensor, None]:
     """Compute exact attention; arguments, results and errors as in `cab_attention`."""
     call = Call.create(
-        module=module,
-        query=query,
-        key=key,
-        value=value,
+        module,
+        query,
+        key,
+        value,
         mask=attention_mask,
         sparse=False,
         dropout=dropout,

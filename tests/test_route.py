@@ -28,7 +28,7 @@ def way(
     slots=None,
     **masked,
 ):
-    lengths = None if longest is None else [[Length(*longest)]]
+    lengths = None if longest is None else [[Length(queries=longest[0], tokens=longest[1])]]
     if longest is not None:
         masked["doc_ids"] = torch.zeros(1, kv_length)
     details = MaskDetails(cache_length=slots, lengths=lengths)

@@ -95,10 +95,10 @@ class Row:
         """Build a row from transformers' arguments; raises the errors of `Call.create`."""
         paging = {name: kwargs.pop(name, None) for name in KEYWORDS}
         validate_arguments(
-            module=module,
-            query=query,
-            key=key,
-            value=value,
+            module,
+            query,
+            key,
+            value,
             mask=None,
             dropout=dropout,
             sliding_window=sliding_window,

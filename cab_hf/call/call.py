@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from cab_hf.call import packing
 from cab_hf.call.forward_state import SETTINGS_CHANGED, in_backward_pass
 from cab_hf.call.mask import MaskDetails, MaskInfo
-from cab_hf.call.scope import FORWARD_CONTEXT, is_sharded, prompt_of, validate_compiled
+from cab_hf.call.scope import FORWARD_CONTEXT, is_sharded, prompt_of
 from cab_hf.call.validate import validate_arguments
 from cab_hf.config import CabConfig, blocks_of
 from cab_hf.hf.fit import layer_index, warn_if_too_short
@@ -56,14 +56,13 @@ class Call:
     sinks: Tensor | None = None
     softcap: float | None = None
 
-    @classmethod
+    @staticmethod
     def create(
-        cls,
-        *,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        *,
         mask: MaskInfo | None,
         sparse: bool,
         dropout: float = 0.0,
@@ -76,10 +75,10 @@ class Call:
     ) -> Call:
         """Build a call from transformers' arguments; see `cab_attention` for these and errors."""
         validate_arguments(
-            module=module,
-            query=query,
-            key=key,
-            value=value,
+            module,
+            query,
+            key,
+            value,
             mask=mask,
             dropout=dropout,
             sliding_window=sliding_window,
@@ -93,7 +92,7 @@ class Call:
                 module, batch=q.shape[0], queries=q.shape[2], keys=k.shape[2], window=sliding_window
             )
         config = mask.state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
-        call = cls(
+        call = Call(
             q=q,
             k=k,
             v=v,
@@ -110,7 +109,6 @@ class Call:
             sinks=s_aux,
             softcap=softcap,
         )
-        validate_compiled(module.config)
         mask.state.require_same_settings(
             module, config, sparse=sparse, sampled_one_in=call.sampled_one_in
         )

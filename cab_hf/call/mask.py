@@ -148,7 +148,10 @@ class MaskInfo(MaskPlaceholder):
             return [(slice(None), self)]
         return self.state.cached(
             ("parts", steps),
-            lambda: [(slice(*part), self.slice_queries(*part)) for part in pairwise(ends)],
+            lambda: [
+                (slice(start, stop), self.slice_queries(start, stop))
+                for start, stop in pairwise(ends)
+            ],
         )
 
     @property

@@ -17,6 +17,7 @@ from transformers import Cache
 
 from cab_hf.call.forward_state import SETTINGS_CHANGED, in_backward_pass
 from cab_hf.call.mask import MaskInfo, of_another_kind, too_short
+from cab_hf.call.scope import validate_compiled
 from cab_hf.checks import short
 from cab_hf.hf.fit import name_of
 
@@ -88,11 +89,11 @@ COMPRESSED = "compressed keys in addition to those of the sequence"
 
 
 def validate_arguments(
-    *,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     mask: Any,
     dropout: float,
     sliding_window: int | None,
@@ -152,6 +153,7 @@ def validate_arguments(
             "Load the model with one of these dtypes."
         )
     _validate_sinks(s_aux, query.shape[1])
+    validate_compiled(module.config)
 
 
 def _validate_sinks(sinks: Any, heads: int) -> None:
