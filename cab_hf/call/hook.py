@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,13 @@ from cab_hf.call.mask import (
     too_short,
 )
 from cab_hf.call.placeholder import MaskPlaceholder
-from cab_hf.call.scope import FORWARD_CONTEXT, prompt_of, recorded_positions, validate_compiled
+from cab_hf.call.scope import (
+    FORWARD_CONTEXT,
+    Prompt,
+    prompt_of,
+    recorded_positions,
+    validate_compiled,
+)
 from cab_hf.call.validate import validate_tracing, validate_vmap
 from cab_hf.hf.fit import name_of
 
@@ -60,13 +66,17 @@ def cab_mask(
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(of_another_kind(attention_mask))
     eager = not torch.compiler.is_compiling()
-    end = None if isinstance(q_offset, Tensor) else q_offset + q_length
-    prompt = prompt_of(batch_size, config, end) if eager else None
-    if prompt is not None:
-        is_over = prompt.progress.is_over(q_offset, prompt.end)
-        if kv_offset or local_size is not None or (is_over and q_length == 1):
-            # layers with a window do not need the prompt, and a single query is a decode step
-            prompt = None
+    chunk_size = getattr(config, "attention_chunk_size", None)
+    is_chunked = local_size is not None and local_size == chunk_size
+    prompt = None
+    if eager:
+        prompt = _prompt(
+            batch_size,
+            config,
+            q_offset=q_offset,
+            q_length=q_length,
+            is_windowed=bool(kv_offset) or local_size is not None,
+        )
     if isinstance(q_offset, Tensor):
         # the counter of a static cache changes in place
         known = eager and (q_length > 1 or prompt is not None)
@@ -84,35 +94,27 @@ def cab_mask(
             end=q_offset + q_length,
         ).to(device)
 
-    unsupported, doc_ids, ahead, chunk_starts = None, None, None, None
-    chunks = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
-    if chunks:
-        chunk_starts = _first_tokens(attention_mask, batch_size, device) - kv_offset
-    parts = packing.parts_of(mask_function) if eager and (chunks or use_vmap) else None
-    if use_vmap:
-        # functions of the caller, or of models with images, also for prompts without images
-        if parts is None or "chunked_overlay" in parts:
-            unsupported = "adds an or_mask_function or and_mask_function"
-        else:
-            local_size = parts.get("sliding_window_overlay", {}).get("sliding_window", local_size)
     model = name_of(config)
-    if unsupported is None and mask_function is not causal_mask_function and q_length > 1:
-        ahead, starts = packing.pattern_of(
-            mask_function, batch=batch_size, q_offset=q_offset, q_length=q_length, device=device
-        )
-        unsupported, ahead, doc_ids = _documents(
-            ahead, starts, is_complete=written == q_length, window=local_size
-        )
-    if chunks and parts is not None:
-        # documents from transformers: the pattern does not distinguish them from chunks
-        packed = parts.get("packed_sequence_mask_function", {})
-        doc_ids = packed.get("packed_sequence_mask")
+    pattern = _pattern(
+        mask_function,
+        batch=batch_size,
+        q_offset=q_offset,
+        q_length=q_length,
+        is_complete=written == q_length,
+        window=local_size,
+        is_chunked=is_chunked,
+        use_vmap=use_vmap,
+        device=device,
+    )
+    chunk_starts = None
+    if is_chunked:
+        chunk_starts = _first_tokens(attention_mask, batch_size, device) - kv_offset
     details = MaskDetails(
         model=model,
         cache_length=kv_length,
-        unsupported=None if unsupported is None else not_causal(model, unsupported),
+        unsupported=None if pattern.unsupported is None else not_causal(model, pattern.unsupported),
         parallel=FORWARD_CONTEXT.get().parallel if eager else None,
-        non_causal=ahead,
+        non_causal=pattern.non_causal,
         chunk_starts=chunk_starts,
         position_ids=position_ids,
     )
@@ -122,11 +124,97 @@ def cab_mask(
         kv_length=written,
         q_offset=first_slot,
         padding_mask=padding_mask,
-        doc_ids=doc_ids,
-        window=local_size,
+        doc_ids=pattern.doc_ids,
+        window=pattern.window,
         prompt=prompt,
         details=details,
     )
+
+
+class _Pattern(NamedTuple):
+    """The pattern of a mask function.
+
+    Attributes:
+        window: width of a sliding window or of chunks in tokens, or None.
+        doc_ids: see `MaskInfo`.
+        unsupported: error for layers that use the mask, without the name of the model; None if the
+            pattern is supported.
+        non_causal: see `MaskDetails`.
+    """
+
+    window: int | None
+    doc_ids: Tensor | None = None
+    unsupported: str | None = None
+    non_causal: Tensor | None = None
+
+
+def _pattern(
+    mask_function: Any,
+    *,
+    batch: int,
+    q_offset: int | Tensor,
+    q_length: int,
+    is_complete: bool,
+    window: int | None,
+    is_chunked: bool,
+    use_vmap: bool,
+    device: torch.device | str,
+) -> _Pattern:
+    """Return the pattern of a mask function of transformers.
+
+    Args:
+        mask_function: mask function of transformers.
+        batch: batch rows.
+        q_offset: position of the first query.
+        q_length: number of queries.
+        is_complete: True if the call contains all keys that its queries see.
+        window: argument ``local_size`` of the mask hook.
+        is_chunked: True if ``window`` is the size of chunks.
+        use_vmap: True if the caller has added mask functions.
+        device: device of the results.
+    """
+    eager = not torch.compiler.is_compiling()
+    unsupported, doc_ids, non_causal = None, None, None
+    parts = packing.parts_of(mask_function) if eager and (is_chunked or use_vmap) else None
+    if use_vmap:
+        # functions of the caller, or of models with images, also for prompts without images
+        if parts is None or "chunked_overlay" in parts:
+            unsupported = "adds an or_mask_function or and_mask_function"
+        else:
+            window = parts.get("sliding_window_overlay", {}).get("sliding_window", window)
+    if unsupported is None and mask_function is not causal_mask_function and q_length > 1:
+        ahead, starts = packing.pattern_of(
+            mask_function, batch=batch, q_offset=q_offset, q_length=q_length, device=device
+        )
+        unsupported, non_causal, doc_ids = _documents(
+            ahead, starts, is_complete=is_complete, window=window
+        )
+    if is_chunked and parts is not None:
+        # documents from transformers: the pattern does not distinguish them from chunks
+        doc_ids = parts.get("packed_sequence_mask_function", {}).get("packed_sequence_mask")
+    return _Pattern(window, doc_ids, unsupported, non_causal)
+
+
+def _prompt(
+    batch: int, config: Any, *, q_offset: int | Tensor, q_length: int, is_windowed: bool
+) -> Prompt | None:
+    """Return the prompt that a call processes; None if its end is not known or not needed.
+
+    Args:
+        batch: batch rows.
+        config: config of the layers.
+        q_offset: position of the first query. A tensor is read from the device, until the first
+            decode step.
+        q_length: number of queries.
+        is_windowed: True if layers have a window or chunks.
+    """
+    end = None if isinstance(q_offset, Tensor) else q_offset + q_length
+    prompt = prompt_of(batch, config, end)
+    if prompt is None:
+        return None
+    is_over = prompt.progress.is_over(q_offset, prompt.end)
+    # layers with a window do not need the prompt, and a single query is a decode step
+    return None if is_windowed or (is_over and q_length == 1) else prompt
 
 
 def _first_tokens(mask: Tensor | None, batch: int, device: torch.device | str) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,11 +76,8 @@ class BlockLayout:
             NotImplementedError: for documents with padding under torch.compile.
         """
         if padding_mask is None and doc_ids is None:
-            ranges = replace(
-                KeyRanges.causal(batch, q_length, kv_length, device, q_offset),
-                sequence_end=sequence_end,
-            )
-            ranges = _in_window(ranges, window)
+            ranges = KeyRanges.causal(batch, q_length, kv_length, device, q_offset)
+            ranges = _in_window(replace(ranges, sequence_end=sequence_end), window)
             layout = cls._led(ranges, kv_length, ahead) if ahead else cls(ranges, kv_length)
             if isinstance(sequence_end, Tensor):
                 # padding comes in a later chunk, and rows end at different tokens
@@ -89,67 +86,78 @@ class BlockLayout:
             return layout
         if doc_ids is not None and torch.compiler.is_compiling():
             return cls(_in_window(_ranges_in_place(doc_ids, padding_mask), window), kv_length)
-
         has_padding, valid = padding_mask is not None, padding_mask
         if not has_padding:
             valid = torch.ones(batch, kv_length, dtype=torch.bool, device=device)
         if isinstance(q_offset, Tensor):
-            mine = torch.arange(q_length, device=device) + q_offset
+            own = torch.arange(q_length, device=device) + q_offset
             # slots after the last query are not written
-            valid = valid & (torch.arange(kv_length, device=device) <= mine[-1])
+            valid = valid & (torch.arange(kv_length, device=device) <= own[-1])
         else:
-            mine = slice(q_offset, q_offset + q_length)
-        real = valid[:, mine]
-        place = valid.cumsum(-1) - 1
+            own = slice(q_offset, q_offset + q_length)
         if doc_ids is None:
-            first, length, documents = torch.zeros_like(place), kv_length, 1
-            shift = first
-            # queries move left, without gaps
-            inside, q_places = real.cumsum(-1) - 1, q_length
-            if ahead:
-                inside = inside + torch.tensor(ahead, device=device).unsqueeze(1)
-                q_places += max(ahead)
-            sizes = real.sum(-1, keepdim=True), valid.sum(-1, keepdim=True)
-            if sequence_end is not None:
-                sizes = (sequence_end,) * 2
+            places = _places_of_rows(valid, own, ahead=ahead, sequence_end=sequence_end)
         else:
-            if lengths is None:
-                lengths = whole_documents(valid, doc_ids)
-            documents = len(lengths[0])
-            tokens = document_lengths(valid, doc_ids, documents)
-            first, shift = _aligned_documents(tokens, doc_ids, align)
-            place = place + shift
-            # queries have the places of their keys
-            inside = place[:, mine]
-            # at least one place, also for a call that is all padding
-            length = q_places = max(1, *(_extent(row, align) for row in lengths))
-            sizes = (tokens.gather(1, doc_ids.to(torch.int64)),) * 2
-        key_source, key_valid = _invert(place, valid, length)
-        query_source, query_valid = _invert(inside, real, q_places)
+            places = _places_of_documents(valid, own, doc_ids, lengths=lengths, align=align)
+            lengths = places.lengths if lengths is None else lengths
+        return cls._moved(
+            valid,
+            own,
+            places,
+            has_padding=has_padding,
+            lengths=lengths,
+            sequence_end=sequence_end,
+            window=window,
+        )
+
+    @classmethod
+    def _moved(
+        cls,
+        valid: Tensor,
+        own: Tensor | slice,
+        places: _Places,
+        *,
+        has_padding: bool,
+        lengths: Sequence[Sequence[Length]] | None,
+        sequence_end: int | Tensor | None,
+        window: int | None,
+    ) -> BlockLayout:
+        """Return the layout that moves tokens to ``places``.
+
+        Args:
+            valid: bool [B, N_k], True for written keys without padding.
+            own: slots of the queries.
+            places: places of keys and queries.
+            has_padding: True if some tokens have no place.
+            lengths, sequence_end, window: see `build`.
+        """
+        kv_length, real = valid.shape[1], valid[:, own]
+        key_source, key_valid = _invert(places.keys, valid, places.num_keys)
+        query_source, query_valid = _invert(places.queries, real, places.num_queries)
 
         def by_query(values: Tensor, fill: int) -> Tensor:
             taken = values.gather(1, query_source).masked_fill(~query_valid, fill)
             return taken.to(torch.int32)
 
-        starts, ends = by_query(first[:, mine], 0), by_query(place[:, mine], -1)
         ranges = KeyRanges(
-            starts,
-            ends,
+            by_query(places.first[:, own], 0),
+            by_query(places.keys[:, own], -1),
             key_valid,
             aligned=True,
-            documents=documents,
+            documents=places.num_documents,
             sequence_end=sequence_end,
         )
         if window is not None:
             # index among valid tokens of the first key inside the window
-            far = F.pad(valid.cumsum(-1), (window, 0))[:, :kv_length] + shift
-            ranges = _windowed(ranges, by_query(far[:, mine], 0))
-        sizes = tuple([by_query(x.expand(-1, kv_length)[:, mine], 0) for x in sizes])
+            far = F.pad(valid.cumsum(-1), (window, 0))[:, :kv_length] + places.shift
+            ranges = _windowed(ranges, by_query(far[:, own], 0))
+        # a list, because torch.compile does not trace a generator here
+        sizes = tuple([by_query(x.expand(-1, kv_length)[:, own], 0) for x in places.sizes])
         query_order = TokenPermutation.of(
-            query_source, query_valid, inside, real if has_padding else None
+            query_source, query_valid, places.queries, real if has_padding else None
         )
         key_order = TokenPermutation.of(
-            key_source, key_valid, place, valid if has_padding else None
+            key_source, key_valid, places.keys, valid if has_padding else None
         )
         return cls(ranges, kv_length, query_order, key_order, sizes, lengths)
 
@@ -261,6 +269,89 @@ def _short_rows(
     short = ((of_queries < queries) | (of_tokens < tokens)) & (ranges.end >= 0)
     short = F.pad(short, (0, -short.shape[1] % query_block))
     return named_rows(short.unflatten(1, (-1, query_block)).any(-1), room)
+
+
+class _Places(NamedTuple):
+    """The places of the tokens of a call in a layout.
+
+    Attributes:
+        keys: int64 [B, N_k], place of each key.
+        queries: int64 [B, N_q], place of each query.
+        num_keys, num_queries: numbers of places.
+        first: int64 [B, N_k], place of the first token in the document of each key.
+        shift: int64 [B, N_k], place of each key minus its index among the real keys.
+        num_documents: documents per row.
+        sizes: queries and tokens of the document of each key, two int64 [B, 1 or N_k].
+        lengths: `Length` of every document of each row; None if not needed.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    num_keys: int
+    num_queries: int
+    first: Tensor
+    shift: Tensor
+    num_documents: int
+    sizes: tuple[Tensor, Tensor]
+    lengths: Sequence[Sequence[Length]] | None = None
+
+
+def _places_of_rows(
+    valid: Tensor,
+    own: Tensor | slice,
+    *,
+    ahead: int | list[int],
+    sequence_end: int | Tensor | None,
+) -> _Places:
+    """Return places in which every row is one document without gaps; see `BlockLayout._moved`."""
+    real, keys = valid[:, own], valid.cumsum(-1) - 1
+    first = torch.zeros_like(keys)
+    # queries move left, without gaps
+    queries, num_queries = real.cumsum(-1) - 1, real.shape[1]
+    if ahead:
+        queries = queries + torch.tensor(ahead, device=valid.device).unsqueeze(1)
+        num_queries += max(ahead)
+    sizes = real.sum(-1, keepdim=True), valid.sum(-1, keepdim=True)
+    return _Places(
+        keys=keys,
+        queries=queries,
+        num_keys=valid.shape[1],
+        num_queries=num_queries,
+        first=first,
+        shift=first,
+        num_documents=1,
+        sizes=sizes if sequence_end is None else (sequence_end,) * 2,
+    )
+
+
+def _places_of_documents(
+    valid: Tensor,
+    own: Tensor | slice,
+    doc_ids: Tensor,
+    *,
+    lengths: Sequence[Sequence[Length]] | None,
+    align: int,
+) -> _Places:
+    """Return places in which documents start at block borders; see `BlockLayout._moved`."""
+    if lengths is None:
+        lengths = whole_documents(valid, doc_ids)
+    tokens = document_lengths(valid, doc_ids, len(lengths[0]))
+    first, shift = _aligned_documents(tokens, doc_ids, align)
+    keys = valid.cumsum(-1) - 1 + shift
+    # at least one place, also for a call that is all padding
+    num_places = max(1, *(_extent(row, align) for row in lengths))
+    return _Places(
+        keys=keys,
+        # queries have the places of their keys
+        queries=keys[:, own],
+        num_keys=num_places,
+        num_queries=num_places,
+        first=first,
+        shift=shift,
+        num_documents=len(lengths[0]),
+        sizes=(tokens.gather(1, doc_ids.to(torch.int64)),) * 2,
+        lengths=lengths,
+    )
 
 
 def _in_window(ranges: KeyRanges, window: int | None) -> KeyRanges:

@@ -84,16 +84,16 @@ def detect_packing(
     found = Packing(padding_mask, doc_ids, max_documents=max_documents)
     if not may_wait:
         return found
+    has_values = value is not None and padding_mask is None and doc_ids is None
     wanted = [] if starts is None else [starts.sum(-1).expand(batch)]
     if padding_mask is not None:
-        wanted = [x.to(padding_mask.device) for x in wanted]
         wanted += [padding_mask[:, queries].sum(-1), padding_mask.sum(-1)]
-    has_values = value is not None and padding_mask is None and doc_ids is None
     if has_values:
-        wanted = [*(x.to(value.device) for x in wanted), ends_in_equal_tokens(value).long()]
+        wanted += [ends_in_equal_tokens(value).long()]
     if not wanted:
         return found
-    counts = torch.stack(wanted, dim=-1).tolist()
+    # the model's tensors can be on several devices
+    counts = torch.stack([x.to(wanted[-1].device) for x in wanted], dim=-1).tolist()
     if starts is not None:
         max_documents = max(row[0] for row in counts)
         if max_documents > 1:
