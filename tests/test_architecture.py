@@ -2,9 +2,12 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from tiny import SPARSE, tiny_model, tokens
 
 import cab_hf
 
@@ -113,3 +116,33 @@ def test_modules_of_a_folder_have_no_import_cycle(folder):
 def test_import_cycle_is_found():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"b"}, "e": set()}
     assert cycle(graph) == {"a", "b", "c", "d"}
+
+
+# wrappers around functions of transformers, and checks of values
+WRAPPERS = {"registration.py", "batching/hooks.py", "batching/batch.py", "checks.py"}
+
+
+@torch.no_grad()
+def test_files_of_a_sparse_prefill_are_listed():
+    page = (ROOT / "docs" / "house.md").read_text()
+    section = page[page.index("### Files of one sparse prefill") : page.index("## Questions")]
+    listed = set(re.findall(r"`([\w/]+\.py)`", section))
+    model, package, called = (
+        cab_hf.apply_cab(tiny_model(), SPARSE),
+        Path(cab_hf.__file__).parent,
+        set(),
+    )
+
+    def note(frame, event, argument):
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and file.is_relative_to(package):
+            called.add(file.relative_to(package).as_posix())
+
+    model(tokens(1, 300))
+    sys.setprofile(note)
+    try:
+        model(tokens(1, 300))
+    finally:
+        sys.setprofile(None)
+    assert called - WRAPPERS == listed
+    assert len(listed) <= 24
