@@ -163,17 +163,34 @@ def accepting_batches(attention: Callable[..., Any], *, sparse: bool) -> Callabl
         key: Tensor,
         value: Tensor,
         attention_mask: Any,
-        *args: Any,
+        dropout: float = 0.0,
+        scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         # since transformers 5.24 layers receive no mask in continuous batching
         batch = kwargs.get("batch") if attention_mask is None else attention_mask
         if not isinstance(batch, PagedBatch):
-            return attention(module, query, key, value, attention_mask, *args, **kwargs)
-        kwargs |= dict(zip(("dropout", "scaling"), args, strict=False))
+            return attention(
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=dropout,
+                scaling=scaling,
+                **kwargs,
+            )
         kwargs.pop("batch", None)
         row = Row.create(
-            module=module, query=query, key=key, value=value, batch=batch, sparse=sparse, **kwargs
+            module=module,
+            query=query,
+            key=key,
+            value=value,
+            batch=batch,
+            sparse=sparse,
+            dropout=dropout,
+            scaling=scaling,
+            **kwargs,
         )
         return attend_batch(row).contiguous(), None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -41,15 +41,31 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-@dataclass(eq=False)
+class BlockState:
+    """The events of one ``with`` block of `context_parallel`.
+
+    Attributes:
+        has_lengths: True if the latest call of the model passed ``cu_seq_lens_q``.
+        is_over: True if the block has ended.
+    """
+
+    def __init__(self) -> None:
+        self.has_lengths = False
+        self.is_over = False
+
+    def listen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note whether the model received ``cu_seq_lens_q``; a forward pre-hook."""
+        self.has_lengths = kwargs.get("cu_seq_lens_q") is not None
+
+
+@dataclass(frozen=True, eq=False)
 class Parallel:
-    """Settings of one model inside `context_parallel`, and the state of its block.
+    """Settings of one model inside `context_parallel`.
 
     Attributes:
         group, heads_k_stride, block, regather_kv: see `context_parallel`.
         model: class name of the model.
-        positioned: whether the latest call passed ``cu_seq_lens_q``.
-        closed: whether the `context_parallel` block has ended.
+        state: events of the ``with`` block.
     """
 
     group: ProcessGroup
@@ -57,8 +73,7 @@ class Parallel:
     block: int
     regather_kv: bool
     model: str
-    positioned: bool = False
-    closed: bool = False
+    state: BlockState = field(default_factory=BlockState)
 
     def sharded_mask(
         self, call: Call, position_ids: Tensor | None, cu_seq_lens: Tensor | None
@@ -76,7 +91,7 @@ class Parallel:
             NotImplementedError: the call has padding or a KV cache.
             RuntimeError: a layer is recomputed after the end of the block.
         """
-        if self.closed:
+        if self.state.is_over:
             raise RuntimeError(SETTINGS_CHANGED)
         _validate_call(call)
         mask = call.mask
@@ -113,7 +128,7 @@ class Parallel:
         # 0 if it is unknown
         known["tokens or labels (checksum)"] = getattr(cu_seq_lens, CHECKSUM, 0)
         require_equal(known, self.group, call.q.device)
-        if self.positioned and (position_ids is None or cu_seq_lens is None):
+        if self.state.has_lengths and (position_ids is None or cu_seq_lens is None):
             raise NotImplementedError(
                 f"{self.model} does not pass position_ids and cu_seq_lens_q to its attention, "
                 "which needs both inside context_parallel to place the tokens of a shard. Run the "
@@ -135,10 +150,6 @@ class Parallel:
             return tokens
         expected = sharding.positions[self.group.rank()].to(position_ids.device)
         return int((position_ids != expected).any(0).sum())
-
-    def listen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note whether the model received ``cu_seq_lens_q``; a forward pre-hook."""
-        self.positioned = kwargs.get("cu_seq_lens_q") is not None
 
 
 def _validate_call(call: Call) -> None:
@@ -212,8 +223,14 @@ def context_parallel(
     modules = list(model.modules())
     _refuse_model(model, modules)
     name = type(inner_model(model) or model).__name__
-    parallel = Parallel(group, heads_k_stride, block, regather_kv, name)
-    listening = model.register_forward_pre_hook(parallel.listen, with_kwargs=True)
+    parallel = Parallel(
+        group=group,
+        heads_k_stride=heads_k_stride,
+        block=block,
+        regather_kv=regather_kv,
+        model=name,
+    )
+    listening = model.register_forward_pre_hook(parallel.state.listen, with_kwargs=True)
     withdraw_failure(group)
     configs = _configs_of(modules)
     SHARDED.extend(configs)
@@ -226,7 +243,7 @@ def context_parallel(
         raise
     finally:
         listening.remove()
-        parallel.closed = True
+        parallel.state.is_over = True
         SHARDED[:] = [each for each in SHARDED if not any(each is mine for mine in configs)]
 
 
