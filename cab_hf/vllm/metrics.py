@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cab_hf.engines.sparse import attended
+from cab_hf.dispatch import attended
 
 logger = logging.getLogger("vllm.cab_hf")
 

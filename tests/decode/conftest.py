@@ -4,17 +4,17 @@ import pytest
 @pytest.fixture
 def steps(monkeypatch):
     """The sparse steps that layers make, as a list of their indices."""
-    from cab_hf import route
+    from cab_hf import dispatch
 
-    made, before = [], route.route
+    made, before = [], dispatch.route
 
     def counted(*args, **kwargs):
         way = before(*args, **kwargs)
-        if way.kind == "sparse decode":
+        if way.method == "sparse_decode":
             made.append(kwargs["layer"].layer_idx)
         return way
 
-    monkeypatch.setattr(route, "route", counted)
+    monkeypatch.setattr(dispatch, "route", counted)
     return made
 
 
