@@ -144,9 +144,9 @@ def turn(picture, q_offset, q_length=8):
 
 
 def test_a_picture_is_looked_for_among_the_tokens_of_the_call():
-    assert turn(slice(2, 5), q_offset=8).refusal is None
-    assert "see later ones" in turn(slice(10, 12), q_offset=8).refusal
-    assert "see later ones" in turn(slice(2, 5), q_offset=0).refusal
+    assert turn(slice(2, 5), q_offset=8).details.unsupported is None
+    assert "see later ones" in turn(slice(10, 12), q_offset=8).details.unsupported
+    assert "see later ones" in turn(slice(2, 5), q_offset=0).details.unsupported
 
 
 def test_windows_of_models_that_read_pictures():
@@ -157,9 +157,9 @@ def test_windows_of_models_that_read_pictures():
     )
     given = {"mask_function": pattern, "use_vmap": True, "config": BertConfig()}
     mask = cab_mask(1, 60, 60, **given)
-    assert mask.refusal is None and mask.window == 7
+    assert mask.details.unsupported is None and mask.window == 7
     groups[:, 3:9] = 0
-    assert "see later ones" in cab_mask(1, 60, 60, **given).refusal
+    assert "see later ones" in cab_mask(1, 60, 60, **given).details.unsupported
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,9 @@ class MaskInfo(MaskPlaceholder):
     doc_ids: Tensor | None = None
     window: int | None = None
     prompt: Prompt | None = None
-    # lambdas, because torch.compile does not trace classes as factories
-    details: MaskDetails = field(default_factory=lambda: MaskDetails())
+    # a default value, which a copy of the mask has before its fields are set
+    details: MaskDetails = MaskDetails()
+    # a lambda, because torch.compile does not trace a class as a factory
     state: ForwardState = field(default_factory=lambda: ForwardState())
 
     @property
