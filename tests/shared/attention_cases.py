@@ -53,7 +53,7 @@ def laid_out(layout, batch, length, kv_length, align, device):
         align=align,
         device=device,
         ahead=(kv_length - length) % align if layout == "chunk" else 0,
-        end=kv_length + align if layout == "chunk" else None,
+        sequence_end=kv_length + align if layout == "chunk" else None,
     )
     return laid
 
