@@ -14,7 +14,7 @@ from cab_hf.patches.watching import watched
 def seen_of(model, seen):
     def look(call):
         shapes = (tuple(x.shape) for x in (call.q, call.k, call.v))
-        seen.append((call.layer, *shapes, call.scale, call.text.window))
+        seen.append((call.layer, *shapes, call.scale, call.mask.window))
 
     return watched(model, look)
 
