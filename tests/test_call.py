@@ -1,5 +1,7 @@
 """What the layers of one forward pass share: each is told who it is, and may hand plans on."""
 
+from dataclasses import FrozenInstanceError, fields
+
 import pytest
 import torch
 from call_cases import gradients, positions_of
@@ -13,6 +15,7 @@ from cab_hf.call import forward_state
 from cab_hf.call.hook import cab_mask
 from cab_hf.call.layout import BlockLayout, Length
 from cab_hf.call.mask import MaskInfo
+from cab_hf.call.packing import detect_packing
 from cab_hf.predictors import RowsPredictor, register_predictor
 
 DECIDED = []
@@ -212,6 +215,38 @@ def test_cumulative_lengths_may_stand_still():
     mask = MaskInfo(1, 4, 4, 0)
     mask, _ = mask.with_documents(None, torch.tensor([0, 1, 4, 4, 4]))
     assert mask.doc_ids.tolist() == [[0, 1, 1, 1]]
+
+
+PADDING = torch.tensor([[False, False, True, True], [True, True, True, True]])
+DETECTED = [
+    pytest.param({"padding_mask": PADDING}, None, [[(2, 2)], [(4, 4)]], id="padding"),
+    pytest.param({"padding_mask": PADDING | True}, None, None, id="mask-without-padding"),
+    pytest.param(
+        {"position_ids": torch.tensor([[0, 1, 0, 1]])}, [[0, 0, 1, 1]] * 2, None, id="positions"
+    ),
+    pytest.param(
+        {"cu_seqlens": torch.tensor([0, 1, 4])}, [[0, 1, 1, 1]] * 2, None, id="cumulative-lengths"
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "doc_ids", "lengths"), DETECTED)
+def test_detect_packing_finds_documents_and_padding(arguments, doc_ids, lengths):
+    known = {"position_ids": None, "cu_seqlens": None, "padding_mask": None, **arguments}
+    found = detect_packing(**known, batch=2, queries=slice(0, 4), kv_length=4)
+    assert (found.doc_ids is None) if doc_ids is None else found.doc_ids.tolist() == doc_ids
+    assert found.lengths == lengths
+    assert (found.padding_mask is None) == (lengths is None)
+
+
+def test_masks_are_frozen_and_share_what_the_first_layer_detects():
+    mask = cab_mask(1, 4, 4)
+    with pytest.raises(FrozenInstanceError):
+        mask.window = 3
+    assert len(fields(MaskInfo)) <= 10
+    first, _ = mask.with_documents(torch.tensor([[0, 1, 0, 1]]))
+    second, _ = mask.with_documents(torch.tensor([[0, 1, 2, 3]]))
+    assert mask.doc_ids is None and second.doc_ids is first.doc_ids is not None
 
 
 def test_padding_of_documents_that_stay_where_they_are(monkeypatch):
