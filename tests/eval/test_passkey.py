@@ -159,9 +159,9 @@ def test_the_command_writes_its_files_and_asks_every_method_the_same(model_folde
 def test_both_stages_are_sparse_when_asked(model_folder, tmp_path, monkeypatch):
     steps, attend = [], decode.attend
 
-    def attending(q, k, v, choice, *told):
+    def attending(q, k, v, choice, *told, **more):
         steps.append(choice)
-        return attend(q, k, v, choice, *told)
+        return attend(q, k, v, choice, *told, **more)
 
     monkeypatch.setattr(decode, "attend", attending)
     for stage in ("prefill", "both"):

@@ -124,7 +124,7 @@ def test_an_engine_made_of_parts_is_timed(monkeypatch, direction):
 )
 def test_a_wrong_engine_is_not_timed(monkeypatch, garbage, why):
     attend = reference.attention
-    monkeypatch.setattr(reference, "attention", lambda *known: garbage(attend(*known)))
+    monkeypatch.setattr(reference, "attention", lambda *q, **x: garbage(attend(*q, **x)))
     row = measured(KEY)
     assert row["attend_ms"] == row["total_ms"] == {}
     assert why in row["not_measured"]["reference"] and "queries" in row["not_measured"]["reference"]
@@ -143,10 +143,10 @@ def test_an_engine_with_a_wrong_gradient_is_not_timed(monkeypatch):
 
     attend = reference.attention
 
-    def wrong(*known):
+    def wrong(*known, **logits):
         # what it is compared with runs in float32 too: only the one under test is wrong
         wrong.calls += 1
-        out = attend(*known)
+        out = attend(*known, **logits)
         return Wrong.apply(out) if wrong.calls < 3 else out
 
     wrong.calls = 0

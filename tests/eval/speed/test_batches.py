@@ -102,7 +102,7 @@ def test_a_row_has_what_a_layer_took(layout):
 
 def test_a_wrong_engine_is_not_timed(monkeypatch):
     attend = reference.attention
-    monkeypatch.setattr(reference, "attention", lambda *known: attend(*known).roll(1, dims=1))
+    monkeypatch.setattr(reference, "attention", lambda *q, **x: attend(*q, **x).roll(1, dims=1))
     row = measured(PADDED)
     assert row["error"].startswith("ArithmeticError: wrong by") and row["ms"] is None
     assert "masked SDPA" in row["baselines"]
