@@ -12,7 +12,6 @@ from torch import Tensor
 
 from cab_hf.checks import require
 from cab_hf.config import CabConfig
-from cab_hf.ops import HAS_TRITON
 from cab_hf.plan import BlockPlan, KeyRanges
 
 
@@ -40,16 +39,6 @@ class LayerContext:
     channels: tuple[int, ...] = ()
     sinks: Tensor | None = None
     softcap: float | None = None
-
-
-def has_kernels(x: Tensor) -> bool:
-    """Return True if the Triton kernels for selecting blocks run on x [B, H, N, D]."""
-    # models on the CPU never need Triton
-    if not x.is_cuda or not HAS_TRITON:
-        return False
-    from cab_hf.ops import launch
-
-    return launch.unavailable(x) is None
 
 
 class Predictor(ABC):

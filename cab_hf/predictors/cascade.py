@@ -16,7 +16,8 @@ from torch import Tensor
 from cab_hf.config import CabConfig
 from cab_hf.plan import BlockPlan
 from cab_hf.predictors.base import LayerContext, Predictor
-from cab_hf.predictors.rows import QuantizedKeys, RowsPredictor
+from cab_hf.predictors.rows import RowsPredictor
+from cab_hf.selection import QuantizedKeys
 
 SHARED_PLAN = "cascade"  # key of the shared plan
 

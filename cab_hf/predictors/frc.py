@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.config import blocks_of, tail_of
-from cab_hf.ops import reference
+from cab_hf.ops import has_kernels, reference
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, crossed_blocks
-from cab_hf.predictors.base import LayerContext, Predictor, has_kernels, sparsity_of
+from cab_hf.predictors.base import LayerContext, Predictor, sparsity_of
 
 # bytes of live scores; heads are computed in groups of this size
 SCORE_BYTES_AT_A_TIME = 1 << 30
