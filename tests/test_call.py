@@ -19,13 +19,13 @@ DECIDED = []
 
 
 class FirstLayerDecides(RowsPredictor):
-    def summarise(self, k, valid=None, channels=()):
+    def encode_keys(self, k, valid=None, channels=()):
         return k, valid, channels
 
     def choose(self, q, summary, call):
         if "plan" not in call.shared_state:
             DECIDED.append(call.layer)
-            call.shared_state["plan"] = super().choose(q, super().summarise(*summary), call)
+            call.shared_state["plan"] = super().choose(q, super().encode_keys(*summary), call)
         return call.shared_state["plan"]
 
 

@@ -33,19 +33,19 @@ class RowsPredictor(Predictor):
     selected.
     """
 
-    def summarise(
+    def encode_keys(
         self, k: Tensor, valid: Tensor | None = None, channels: tuple[int, ...] = ()
     ) -> QuantizedKeys:
         """Return the keys that ``choose`` scores; outliers are scored on ``channels``."""
         return quantize_keys(k, channels, check_finite=self.config.check_finite)
 
     def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> QuantizedKeys:
-        return self.summarise(k, valid, call.channels)
+        return self.encode_keys(k, valid, call.channels)
 
-    def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
+    def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
         return ("summaries",)
 
-    def join(
+    def merge(
         self, summary: QuantizedKeys, call: LayerContext, heads: tuple[int, int], layout: Any
     ) -> QuantizedKeys:
         """Join the keys of all ranks, because every query is scored against every key."""
