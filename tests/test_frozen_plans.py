@@ -51,7 +51,9 @@ PLANS = {
     "frc-additive": (replace(FRC, curvature="additive"), {}, "packed", {}),
 }
 # the interpreter takes seconds per case
-BY_KERNELS = slow_but(["capped-listed", "every-4th-key", "padded", "capped", "frc-padded"], 0)
+BY_KERNELS = slow_but(
+    ["chunk", "capped-listed", "every-4th-key", "padded", "capped", "frc-padded"], 0
+)
 LAYOUTS = ["causal", "padded"]
 
 

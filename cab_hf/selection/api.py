@@ -213,13 +213,10 @@ def _select_by_kernels(
     with launch.on_device_of(q):
         rules = threshold.SelectionRules.create(keys.exponents, ranges, config)
         bitmap = threshold.Bitmap.empty(rules, num_heads)
-        lists = caps = scores = None
-        if config.max_density < 1:
-            lists = compact.empty_capped_lists(bitmap, rules, ranges, config)
-            caps = compact.row_caps(rules, num_heads, config.max_density)
+        is_capped = config.max_density < 1
+        capped = compact.CappedLists.empty(bitmap, rules, ranges, config) if is_capped else None
         for heads in compact.head_groups(bitmap, rules.marked.shape[2], config):
-            if lists is not None:
-                scores = compact.empty_scores(bitmap, rules, heads)
+            scores = compact.empty_scores(bitmap, rules, heads) if is_capped else None
             samples = gather.sample_queries(
                 q,
                 ranges,
@@ -241,20 +238,20 @@ def _select_by_kernels(
                 has_descriptors=launch.reads_by_descriptor(q.device),
             )
             threshold.fill_bitmap(
-                bitmap,
-                samples,
-                keys.values,
-                keys.exponents,
-                plan,
-                rules,
-                heads,
-                config,
+                bitmap=bitmap,
+                samples=samples,
+                values=keys.values,
+                exponents=keys.exponents,
+                plan=plan,
+                rules=rules,
+                heads=heads,
+                config=config,
                 scores=scores,
                 logits=threshold.LogitRules(sinks, softcap),
             )
-            if lists is not None:
-                compact.fill_capped(lists, scores, bitmap, rules, caps, heads)
-        return lists or compact.lists_of_bitmap(bitmap, rules, ranges, config)
+            if is_capped:
+                compact.fill_capped(capped, scores, bitmap=bitmap, rules=rules, heads=heads)
+        return capped.lists if is_capped else compact.lists_of_bitmap(bitmap, rules, ranges, config)
 
 
 def _select_as_op(
@@ -327,10 +324,16 @@ def _select_op(q, values, exponents, sinks, start, end, key_valid, sequence_end,
 @_select_op.register_fake
 def _(q, values, exponents, sinks, start, end, key_valid, sequence_end, **options):
     config = _config_of(options)
-    rows, columns = -(-q.shape[2] // config.query_block), -(-values.shape[2] // config.key_block)
-    crossed = crossed_blocks(*blocks_of(config)) if options["aligned"] else columns
-    shapes = ((), (columns,), (), (min(crossed, columns),))
-    return tuple(start.new_empty(*q.shape[:2], rows, *width) for width in shapes)
+    batch, heads, q_length, _ = q.shape
+    q_blocks, kv_blocks = (
+        -(-q_length // config.query_block),
+        -(-values.shape[2] // config.key_block),
+    )
+    crossed = crossed_blocks(*blocks_of(config)) if options["aligned"] else kv_blocks
+    counts = start.new_empty(batch, heads, q_blocks)
+    full = start.new_empty(batch, heads, q_blocks, kv_blocks)
+    partial = start.new_empty(batch, heads, q_blocks, min(crossed, kv_blocks))
+    return counts, full, torch.empty_like(counts), partial
 
 
 def _config_of(options: dict[str, float]) -> CabConfig:

@@ -7,6 +7,7 @@ No step waits for the device, and no shape depends on data, unless lists would b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,6 +28,46 @@ LIST_BYTES = 2 << 30
 SCORE_BYTES = 1 << 30
 # columns that a program converts to lists at a time
 CHUNK = 128
+
+
+class CappedLists(NamedTuple):
+    """Lists of rows that may list a share of their visible blocks.
+
+    Attributes:
+        full, partial: The lists.
+        caps: int32 [B, H, M_q], the largest number of blocks that each row may list.
+    """
+
+    full: BlockIndices
+    partial: BlockIndices
+    caps: Tensor
+
+    @property
+    def lists(self) -> tuple[BlockIndices, BlockIndices]:
+        return self.full, self.partial
+
+    @classmethod
+    def empty(
+        cls, bitmap: Bitmap, rules: SelectionRules, ranges: KeyRanges, config: CabConfig
+    ) -> CappedLists:
+        """Allocate the lists, and compute the caps."""
+        kv_blocks = rules.marked.shape[2]
+        crossed = crossed_blocks(*blocks_of(config))
+        width = kv_blocks
+        if rules.tail is None or not rules.is_tail_listed:
+            # one more than the share, which is rounded up, here in floating point; and one more
+            # than the forced blocks, for a marked block
+            forced = config.sink_blocks + max(config.local_blocks, crossed) + 1
+            width = max(int(config.max_density * kv_blocks) + 2, forced)
+        full, partial = _empty_lists(
+            bitmap.counts, min(kv_blocks, width), crossed if ranges.aligned else width
+        )
+        caps = definitions.most_of_rows(rules.bounds, config.max_density, rules.marked)
+        if rules.tail is not None:
+            first, last = rules.bounds[:2]
+            caps = torch.where(rules.tail.unsqueeze(1), (last - first + 1).unsqueeze(1), caps)
+        heads = bitmap.counts.shape[1]
+        return cls(full, partial, caps.repeat_interleave(heads // caps.shape[1], dim=1))
 
 
 def head_groups(bitmap: Bitmap, kv_blocks: int, config: CabConfig) -> Iterator[HeadRange]:
@@ -57,55 +98,30 @@ def lists_of_bitmap(
     return full, partial
 
 
-def empty_capped_lists(
-    bitmap: Bitmap, rules: SelectionRules, ranges: KeyRanges, config: CabConfig
-) -> tuple[BlockIndices, BlockIndices]:
-    """Allocate the lists of capped rows, full and partial."""
-    kv_blocks = rules.marked.shape[2]
-    crossed = crossed_blocks(*blocks_of(config))
-    width = kv_blocks
-    if rules.tail is None or not rules.is_tail_listed:
-        # one more than the share, which is rounded up, here in floating point; and one more than
-        # the forced blocks, for a marked block
-        forced = config.sink_blocks + max(config.local_blocks, crossed) + 1
-        width = max(int(config.max_density * kv_blocks) + 2, forced)
-    partial = crossed if ranges.aligned else width
-    return _empty_lists(bitmap.counts, min(kv_blocks, width), partial)
-
-
 def empty_scores(bitmap: Bitmap, rules: SelectionRules, heads: HeadRange) -> Tensor:
     """Allocate the scores of some heads of one batch row, float32 [1, heads, M_q, M_k]."""
     q_blocks, kv_blocks = bitmap.counts.shape[2], rules.marked.shape[2]
     return bitmap.counts.new_empty(1, heads.count, q_blocks, kv_blocks, dtype=torch.float32)
 
 
-def row_caps(rules: SelectionRules, num_heads: int, max_density: float) -> Tensor:
-    """Return the largest number of blocks that each row may list, int32 [B, H, M_q]."""
-    caps = definitions.most_of_rows(rules.bounds, max_density, rules.marked)
-    if rules.tail is not None:
-        first, last = rules.bounds[:2]
-        caps = torch.where(rules.tail.unsqueeze(1), (last - first + 1).unsqueeze(1), caps)
-    return caps.repeat_interleave(num_heads // caps.shape[1], dim=1)
-
-
 def fill_capped(
-    lists: tuple[BlockIndices, BlockIndices],
+    capped: CappedLists,
     scores: Tensor,
+    *,
     bitmap: Bitmap,
     rules: SelectionRules,
-    caps: Tensor,
     heads: HeadRange,
 ) -> None:
     """Fill the lists of some heads of one batch row: the best of the selected blocks.
 
     Args:
         scores: float32 [1, heads, M_q, M_k], written by `threshold.threshold_blocks`.
-        caps: `row_caps`.
     """
     row, start = divmod(heads.first, heads.per_row)
     own = slice(row, row + 1)
-    wanted = bitmap.counts[own].minimum(caps[own])
-    targets = tuple(x[own] for part in lists for x in (part.counts, part.indices))
+    wanted = bitmap.counts[own].minimum(capped.caps[own])
+    full, partial = capped.lists
+    targets = full.counts[own], full.indices[own], partial.counts[own], partial.indices[own]
     top_k.select(scores, rules.bounds[:, own].contiguous(), wanted, start, targets)
 
 

@@ -247,46 +247,45 @@ def sample_queries(
         dtype: Dtype of the gathered queries, the same as of the keys.
     """
     order = Channels.of(channels, q.shape[3], q.device)
+    options = {"scale": scale, "query_block": config.query_block}
     outliers = []
     if count := config.outlier_queries:
         positions = outlier_positions(q, ranges, heads, config.query_block, count)
-        empty = _empty_sample(q, heads, config.query_block, count, order.first, dtype)
-        outliers = [_gather(q, ranges, heads, empty, positions, order, scale, config.query_block)]
-    count, key_stride = num_typical_queries(config), config.typical_key_stride
-    empty = _empty_sample(q, heads, config.query_block, count, order.width, dtype, key_stride)
-    typical = _gather(q, ranges, heads, empty, None, order, scale, config.query_block)
+        empty = _empty_sample(q, heads, config, count=count, width=order.first, dtype=dtype)
+        outliers = [_gather(q, ranges, heads, empty, order, positions=positions, **options)]
+    empty = _empty_sample(
+        q,
+        heads,
+        config,
+        count=num_typical_queries(config),
+        width=order.width,
+        dtype=dtype,
+        key_stride=config.typical_key_stride,
+    )
+    typical = _gather(q, ranges, heads, empty, order, positions=None, **options)
     return [typical, *outliers]
 
 
 def outlier_positions(
     q: Tensor, ranges: KeyRanges, heads: HeadRange, query_block: int, count: int
 ) -> Tensor:
-    """Return `reference.outlier_queries` of some heads of q [B, H, N_q, D].
-
-    Returns:
-        int32 [heads, M_q * count].
-    """
+    """Return `reference.outlier_queries` of some heads of q, int32 [heads, M_q * count]."""
     length, dim = q.shape[2:]
     start, num_heads, per_row = heads
     q_blocks = triton.cdiv(length, query_block)
     if count == query_block:
-        place = torch.arange(q_blocks * count, device=q.device, dtype=torch.int32)
-        end = F.pad(ranges.end, (0, len(place) - length), value=-1)
-        positions = place.where(end >= 0, -1).repeat_interleave(per_row, 0)
-        return positions[start : start + num_heads]
+        return _all_positions(ranges, heads, q_blocks * count)
     tiles = plan_gram(query_block, dim, num_heads, q_blocks)
     block_q, step = tiles.block_q, tiles.q_blocks_per_launch
     positions = torch.empty(num_heads, q_blocks * count, device=q.device, dtype=torch.int32)
-    gram = None
-    if tiles.has_gram:
-        gram = q.new_empty(num_heads * step * block_q, block_q, dtype=torch.int8)
+    gram_shape = num_heads * step * block_q, block_q
+    gram = q.new_empty(gram_shape, dtype=torch.int8) if tiles.has_gram else None
     nearest = positions.new_empty(num_heads * step, block_q)
     inverse = torch.empty_like(nearest, dtype=torch.float32)
     end = ranges.end if ranges.end.stride(1) == 1 else ranges.end.contiguous()
     queries = vectors(q if q.stride(-1) == 1 else q.contiguous())
     for begin in range(0, q_blocks, step):
-        # heads vary fastest: neighbouring programs read neighbouring memory of a [B, N, H, D]
-        # tensor
+        # heads vary fastest: neighbouring programs read neighbouring memory of [B, N, H, D]
         grid = num_heads, min(step, q_blocks - begin)
         _similarities_kernel[grid](
             queries,
@@ -326,19 +325,28 @@ def outlier_positions(
     return positions
 
 
+def _all_positions(ranges: KeyRanges, heads: HeadRange, num_places: int) -> Tensor:
+    """Return the position of every query, padded to ``num_places``; int32 [heads, num_places]."""
+    place = torch.arange(num_places, device=ranges.end.device, dtype=torch.int32)
+    end = F.pad(ranges.end, (0, num_places - ranges.q_length), value=-1)
+    positions = place.where(end >= 0, -1).repeat_interleave(heads.per_row, 0)
+    return positions[heads.first : heads.first + heads.count]
+
+
 def _empty_sample(
     q: Tensor,
     heads: HeadRange,
-    query_block: int,
+    config: CabConfig,
+    *,
     count: int,
     width: int,
     dtype: torch.dtype,
     key_stride: int = 1,
 ) -> QuerySample:
     """Allocate a `QuerySample` of ``count`` queries per query block, with ``width`` channels."""
-    shape = heads.count, triton.cdiv(q.shape[2], query_block) * count
+    shape = heads.count, triton.cdiv(q.shape[2], config.query_block) * count
     return QuerySample(
-        vectors=q.new_empty(*shape, width, dtype=dtype),
+        vectors=q.new_empty((*shape, width), dtype=dtype),
         scale=q.new_empty(shape, dtype=torch.float32),
         lse=q.new_empty(shape, dtype=torch.float32),
         start=torch.empty(shape, device=q.device, dtype=torch.int32),
@@ -353,8 +361,9 @@ def _gather(
     ranges: KeyRanges,
     heads: HeadRange,
     sample: QuerySample,
-    positions: Tensor | None,
     order: Channels,
+    *,
+    positions: Tensor | None,
     scale: float,
     query_block: int,
 ) -> QuerySample:

@@ -192,11 +192,11 @@ def block_shares(
         index = positions.clamp(min=0).flatten(2)[..., None].expand(-1, -1, -1, queries.shape[3])
         maximum, total, num_samples = shares_of_samples(
             queries.gather(2, index).unflatten(2, positions.shape[2:]),
-            positions,
-            keys,
-            ranges,
-            scale,
-            config.key_block,
+            positions=positions,
+            keys=keys,
+            ranges=ranges,
+            scale=scale,
+            key_block=config.key_block,
             key_stride=key_stride,
             sinks=sinks,
             softcap=softcap,
@@ -210,12 +210,12 @@ def block_shares(
 
 def shares_of_samples(
     queries: Tensor,
+    *,
     positions: Tensor,
     keys: Tensor,
     ranges: KeyRanges,
     scale: float,
     key_block: int,
-    *,
     key_stride: int = 1,
     sinks: Tensor | None = None,
     softcap: float | None = None,
@@ -226,7 +226,7 @@ def shares_of_samples(
     shares of a query are the softmax over the blocks that the query sees.
 
     A sink adds exp(sink) / ``key_block`` to the denominator, because one maximum represents up to
-    ``key_block`` keys. Without this factor, every share would be too small next to the sink.
+    ``key_block`` keys.
 
     Args:
         queries: [B, H, M_q, S, C], S sampled queries of each query block.
@@ -236,8 +236,7 @@ def shares_of_samples(
         sinks, softcap: See `block_shares`.
 
     Returns:
-        maximum: float32 [B, H, M_q, M_k], the maximum of the shares over the samples of a block.
-        total: float32 [B, H, M_q, M_k], the sum of the shares over the samples of a block.
+        maximum, total: float32 [B, H, M_q, M_k], maximum and sum of the shares over the samples.
         num_samples: float32 [B, H, M_q], the number of samples that see a sampled key.
     """
     heads, kv_blocks = queries.shape[1], -(-keys.shape[2] // key_block)
@@ -250,12 +249,12 @@ def shares_of_samples(
     for head, start in product(range(heads), range(0, queries.shape[2], step)):
         some = slice(start, start + step)
         at = positions[:, head, some].flatten(1)
-        first, last = (x.gather(1, at.clamp(min=0)) for x in (ranges.start, ranges.end))
-        last = last.masked_fill(at < 0, -1)
+        start_key, end_key = (x.gather(1, at.clamp(min=0)) for x in (ranges.start, ranges.end))
+        end_key = end_key.masked_fill(at < 0, -1)
         samples = queries[:, head, some].flatten(1, 2).float()
-        logits = samples @ keys[:, head // group].float().transpose(-1, -2) * scale
-        logits = definitions.capped(logits, softcap)
-        unseen = (key < first.unsqueeze(-1)) | (key > last.unsqueeze(-1))
+        products = samples @ keys[:, head // group].float().transpose(-1, -2)
+        logits = definitions.capped(products * scale, softcap)
+        unseen = (key < start_key.unsqueeze(-1)) | (key > end_key.unsqueeze(-1))
         logits = F.pad(logits.masked_fill(unseen, -torch.inf), (0, missing), value=-torch.inf)
         largest = logits.unflatten(-1, (kv_blocks, -1)).amax(-1)
         # softmax over nothing is NaN: a query that sees no sampled key gives no share

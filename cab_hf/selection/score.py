@@ -104,7 +104,10 @@ def open_streams(
         torch.empty(size, device=values.device, dtype=plan.scratch_dtype)
         for size in plan.scratch_logits
     ]
-    return [Stream(*each) for each in zip(samples, plan.kinds, keys, scratch, strict=True)]
+    return [
+        Stream(sample=sample, tiles=tiles, keys=own_keys, scratch=logits)
+        for sample, tiles, own_keys, logits in zip(samples, plan.kinds, keys, scratch, strict=True)
+    ]
 
 
 def interleaved_keys(
@@ -132,7 +135,7 @@ def interleaved_keys(
     first = tiles.first
     if not launch.reads_by_descriptor(keys.device):
         parts = [keys[..., :first], keys[..., first:]] if tiles.others else [keys]
-        return descriptors(tiles.tile_keys, *parts)
+        return [descriptors(tiles.tile_keys, part)[0] for part in parts]
     interleave = tiles.interleave
     # without several blocks per step, a block is one tile or several tiles
     block = tiles.key_block if tiles.tile_keys > tiles.key_block else tiles.tile_keys
@@ -157,12 +160,12 @@ def padded_to_blocks(keys: Tensor, key_block: int) -> Tensor:
 
 def score_samples(
     stream: Stream,
+    *,
     values: Tensor,
     exponents: KeyExponents | None,
     plan: TilePlan,
     part: TileRange,
     heads: HeadRange,
-    *,
     key_block: int,
     sinks: Tensor | None,
     softcap: float | None,
@@ -174,12 +177,11 @@ def score_samples(
         exponents: Exponents of 8-bit keys; None for other dtypes.
         key_block: Tokens per key block.
         sinks: See `reference.block_shares`.
-        softcap: Soft cap of logits to base two; None for no cap.
+        softcap: Soft cap of logits to base two.
     """
     sample, tiles = stream.sample, stream.tiles
     own = plan.tiles_of(tiles, part)
-    num_tiles = own.end - own.begin
-    is_fp8 = values.dtype == FP8
+    is_fp8, num_tiles = values.dtype == FP8, own.end - own.begin
     grid = (num_tiles, heads.count) if plan.is_by_head else (heads.count, num_tiles)
     _score_kernel[grid](
         sample.tensors,

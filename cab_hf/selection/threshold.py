@@ -103,6 +103,7 @@ class LogitRules(NamedTuple):
 
 
 def fill_bitmap(
+    *,
     bitmap: Bitmap,
     samples: list[QuerySample],
     values: Tensor,
@@ -111,7 +112,6 @@ def fill_bitmap(
     rules: SelectionRules,
     heads: HeadRange,
     config: CabConfig,
-    *,
     scores: Tensor | None,
     logits: LogitRules,
 ) -> None:
@@ -129,22 +129,22 @@ def fill_bitmap(
         for stream in streams:
             score_samples(
                 stream,
-                values,
-                key_exponents,
-                plan,
-                part,
-                heads,
+                values=values,
+                exponents=key_exponents,
+                plan=plan,
+                part=part,
+                heads=heads,
                 key_block=config.key_block,
                 sinks=logits.sinks,
                 softcap=softcap,
             )
         threshold_blocks(
             streams,
-            plan,
-            part,
-            heads,
-            rules,
-            bitmap,
+            plan=plan,
+            part=part,
+            heads=heads,
+            rules=rules,
+            bitmap=bitmap,
             config=config,
             scores=scores,
             softcap=softcap,
@@ -153,12 +153,12 @@ def fill_bitmap(
 
 def threshold_blocks(
     streams: list[Stream],
+    *,
     plan: TilePlan,
     part: TileRange,
     heads: HeadRange,
     rules: SelectionRules,
     bitmap: Bitmap,
-    *,
     config: CabConfig,
     scores: Tensor | None,
     softcap: float | None,

@@ -319,7 +319,8 @@ def _parts(
         ends.append(bisect_left(range(ends[-1]), True, key=partial(fits, end=ends[-1])))
     parts = tuple(TileRange(begin, end) for end, begin in pairwise(ends))
     sizes = [logits(part.begin, part.end) for part in parts]
-    return parts, tuple(max(of_kind) for of_kind in zip(*sizes, strict=True))
+    largest_sizes = (max((size[i] for size in sizes), default=0) for i in range(len(kinds)))
+    return parts, tuple(largest_sizes)
 
 
 def channel_widths(channels: tuple[int, ...], head_dim: int) -> ChannelWidths:

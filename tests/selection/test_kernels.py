@@ -186,8 +186,8 @@ def test_8_bit_selection_does_not_depend_on_the_magnitude_of_keys(power, change)
     q, k = loud(**ONE_GROUP)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
     expected = rows_by_kernels(SMALL, q, change(k), ranges, dtype=tiles.FP8)
-    given = q * 2.0**-power, change(k) * 2.0**power, ranges
-    assert_same(rows_by_kernels(SMALL, *given, dtype=tiles.FP8), expected)
+    q, k = q * 2.0**-power, change(k) * 2.0**power
+    assert_same(rows_by_kernels(SMALL, q, k, ranges, dtype=tiles.FP8), expected)
 
 
 def test_later_8_bit_key_of_another_magnitude_changes_no_earlier_row():
