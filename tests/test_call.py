@@ -25,7 +25,9 @@ class FirstLayerDecides(RowsPredictor):
     def choose(self, q, summary, call):
         if "plan" not in call.shared_state:
             DECIDED.append(call.layer)
-            call.shared_state["plan"] = super().choose(q, super().encode_keys(*summary), call)
+            k, valid, channels = summary
+            encoded = super().encode_keys(k, valid, channels)
+            call.shared_state["plan"] = super().choose(q, encoded, call)
         return call.shared_state["plan"]
 
 

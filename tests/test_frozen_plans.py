@@ -60,10 +60,8 @@ LAYOUTS = ["causal", "padded"]
 def drawn(batch=1, length=300, kv_length=None, heads=4, kv_heads=2, dim=32):
     """Return q and k, multiples of 1/8, whose blocks differ."""
     generator = torch.Generator().manual_seed(0)
-    sizes = (heads, length), (kv_heads, kv_length or length)
-    return [
-        (16 * torch.randn(batch, *size, dim, generator=generator)).round() / 8 for size in sizes
-    ]
+    shapes = (batch, heads, length, dim), (batch, kv_heads, kv_length or length, dim)
+    return [(16 * torch.randn(shape, generator=generator)).round() / 8 for shape in shapes]
 
 
 def inputs_of(name):

@@ -53,13 +53,14 @@ def test_subclass_with_old_method_names_works_with_one_warning():
                 return (*super().gathers(call, heads), "vectors")
 
     assert len(warned) == 1 and warned[0].filename == __file__
-    own, q_and_k = Own(CONFIG), loud(q_length=64)
+    own = Own(CONFIG)
+    q, k = loud(q_length=64)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        actual = own(*q_and_k, CALL)
+        actual = own(q, k, CALL)
         assert own.required_inputs(CALL, (4, 2)) == ("summaries", "vectors")
     assert own.encoded == 1
-    assert torch.equal(actual.to_dense(), RowsPredictor(CONFIG)(*q_and_k, CALL).to_dense())
+    assert torch.equal(actual.to_dense(), RowsPredictor(CONFIG)(q, k, CALL).to_dense())
 
 
 def test_mixin_with_an_old_method_name_overrides_the_new_one():
