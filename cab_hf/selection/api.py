@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cab_hf.checks import require
-from cab_hf.config import CabConfig, blocks_of, tail_of
+from cab_hf.config import CabConfig, tail_of
 from cab_hf.ops import has_kernels
 from cab_hf.ops import reference as definitions
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, crossed_blocks
@@ -329,7 +329,9 @@ def _(q, values, exponents, sinks, start, end, key_valid, sequence_end, **option
         -(-q_length // config.query_block),
         -(-values.shape[2] // config.key_block),
     )
-    crossed = crossed_blocks(*blocks_of(config)) if options["aligned"] else kv_blocks
+    crossed = (
+        crossed_blocks(config.query_block, config.key_block) if options["aligned"] else kv_blocks
+    )
     counts = start.new_empty(batch, heads, q_blocks)
     full = start.new_empty(batch, heads, q_blocks, kv_blocks)
     partial = start.new_empty(batch, heads, q_blocks, min(crossed, kv_blocks))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cab_hf.config import CabConfig, blocks_of
+from cab_hf.config import CabConfig
 from cab_hf.ops import reference as definitions
 from cab_hf.ops import top_k
 from cab_hf.plan import BlockIndices, KeyRanges, crossed_blocks
@@ -52,7 +52,7 @@ class CappedLists(NamedTuple):
     ) -> CappedLists:
         """Allocate the lists, and compute the caps."""
         kv_blocks = rules.marked.shape[2]
-        crossed = crossed_blocks(*blocks_of(config))
+        crossed = crossed_blocks(config.query_block, config.key_block)
         width = kv_blocks
         if rules.tail is None or not rules.is_tail_listed:
             # one more than the share, which is rounded up, here in floating point; and one more
@@ -92,7 +92,7 @@ def lists_of_bitmap(
     counts, width = bitmap.counts, rules.marked.shape[2]
     if 4 * counts.numel() * width > LIST_BYTES and not _is_capturing(counts):
         width = max(1, int(counts.max()))
-    crossed = crossed_blocks(*blocks_of(config))
+    crossed = crossed_blocks(config.query_block, config.key_block)
     full, partial = _empty_lists(counts, width, crossed if ranges.aligned else width)
     fill_lists(bitmap.bits, rules.bounds, full, partial)
     return full, partial

@@ -95,7 +95,7 @@ def ranks(
         scale, channels, sinks, softcap: See `block_shares`.
     """
     group = q.shape[1] // k.shape[1]
-    visible = block_visibility(ranges, *blocks_of(config))
+    visible = block_visibility(ranges, config.query_block, config.key_block)
     num_visible_keys = config.key_block * visible.sum(-1, keepdim=True).unsqueeze(1)
     longer = (num_visible_keys / THRESHOLD_KEYS).clamp(min=1)
     forced = definitions.forced_blocks(visible, ranges, config).unsqueeze(1)
