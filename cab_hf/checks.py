@@ -72,6 +72,21 @@ def is_share(value: Any) -> bool:
     return is_number(value) and 0 <= value <= 1
 
 
+def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
+    """Warn that a public name is the old one of ``new``.
+
+    Args:
+        old: name that the user's code has.
+        new: name to use instead.
+        stacklevel: as for `warnings.warn`, counted from this function.
+    """
+    warnings.warn(
+        f"{old} is an old name that the next version removes. Use {new}.",
+        FutureWarning,
+        stacklevel=stacklevel,
+    )
+
+
 def warn_once(key: tuple[Any, ...], sentence: str) -> None:
     """Warn with ``sentence``, once per process and ``key``."""
     if key not in _warned:

@@ -39,8 +39,8 @@ from cab_hf.experiment.settings import (
 from cab_hf.finetune.cost_model import GIB
 from cab_hf.hf.fit import positions
 from cab_hf.hf.model_config import cab_config_of
-from cab_hf.ops.lists import LISTS_AT_MOST
-from cab_hf.ops.sweep import SCRATCH_AT_A_TIME
+from cab_hf.selection.compact import LIST_BYTES
+from cab_hf.selection.tiles import SCRATCH_BYTES
 
 DYNAMIC, STATIC, OFFLOADED = CACHES = ("dynamic", "static", "offloaded")
 COUNTING = "cab_counting"  # the attention that computes nothing
@@ -226,11 +226,11 @@ class Prompts:
         k_blocks = -(-length // config.key_block)
         # half of the pairs of a whole sequence are never visible
         scratch = 2 * q_blocks * rows * k_blocks / (2 if tokens == length else 1)
-        lists = min(4 * q_blocks * k_blocks, LISTS_AT_MOST)
+        lists = min(4 * q_blocks * k_blocks, LIST_BYTES)
         # outliers use half of the channels; each row has bounds and scales
         scored = dim * (config.outlier_queries / 2 + typical) + 16 * rows
         keys = kv_heads * dim * length
-        return keys + q_blocks * scored + max(min(scratch, SCRATCH_AT_A_TIME), lists)
+        return keys + q_blocks * scored + max(min(scratch, SCRATCH_BYTES), lists)
 
     def longest(self, room: float, chunk: int | None, cache: str) -> int:
         """Return the longest prompt that fits into ``room`` bytes, a multiple of `STEP`, or 0."""

@@ -35,7 +35,7 @@ from cab_hf.eval.speed.dense import time_shown
 from cab_hf.experiment.log import is_there, read_file, read_log
 from cab_hf.experiment.markdown import code, plain
 from cab_hf.finetune.curve import STEP
-from cab_hf.ops.reference import THRESHOLD_KEYS
+from cab_hf.selection.reference import THRESHOLD_KEYS
 
 CAB, FAMILIES = "cab", "families"
 # the remedy comes after these in an error message

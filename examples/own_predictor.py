@@ -22,7 +22,7 @@ from cab_hf.predictors import LayerContext, Predictor
 class LoudestBlocks(Predictor):
     """The loudest key blocks, 1 - ``sparsity`` of a row, whatever the queries ask for."""
 
-    def summarise(self, k: Tensor, valid: Tensor | None = None) -> Tensor:
+    def encode_keys(self, k: Tensor, valid: Tensor | None = None) -> Tensor:
         """Mean norm of the keys of every block, [B, H_kv, M_k]: all that choosing needs of k."""
         norms = k.float().norm(dim=-1)
         if valid is not None:

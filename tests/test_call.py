@@ -22,13 +22,15 @@ DECIDED = []
 
 
 class FirstLayerDecides(RowsPredictor):
-    def summarise(self, k, valid=None, channels=()):
+    def encode_keys(self, k, valid=None, channels=()):
         return k, valid, channels
 
     def choose(self, q, summary, call):
         if "plan" not in call.shared_state:
             DECIDED.append(call.layer)
-            call.shared_state["plan"] = super().choose(q, super().summarise(*summary), call)
+            k, valid, channels = summary
+            encoded = super().encode_keys(k, valid, channels)
+            call.shared_state["plan"] = super().choose(q, encoded, call)
         return call.shared_state["plan"]
 
 

@@ -5,8 +5,9 @@ import torch
 
 from cab_hf import capability
 from cab_hf.experiment.provenance import device_name
-from cab_hf.ops import launch, rows
+from cab_hf.ops import launch
 from cab_hf.ops.attention import ffpa, flash
+from cab_hf.selection import gather, tiles
 
 
 @pytest.fixture(params=[(8, 0), (8, 9), (9, 0), (0, 0)], ids=lambda x: "{}.{}".format(*x))
@@ -19,7 +20,7 @@ def named(request, monkeypatch):
 def test_code_is_chosen_for_the_gpu_that_is_named(named):
     x = torch.zeros(1, dtype=torch.bfloat16)
     hopper = named == (9, 0)
-    assert (rows.scored_dtype(x) == rows.FP8) == (named >= (8, 9))
+    assert (gather.scored_dtype(x) == tiles.FP8) == (named >= (8, 9))
     assert launch.reads_by_descriptor("cuda") == launch.early(x)["EARLY"] == hopper
     assert launch.packed(x) == (named != (0, 0))
     reason = flash.unavailable(128, x.dtype, 128, 64)

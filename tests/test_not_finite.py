@@ -13,6 +13,7 @@ from cab_hf import CabConfig, apply_cab
 from cab_hf.ops import reference
 from cab_hf.ops.attention import block, gather
 from cab_hf.plan import BlockPlan, KeyRanges
+from cab_hf.selection.reference import typical_queries
 
 BLOCKS = {"query_block": 32, "key_block": 16, "dense_tail_blocks": 0, "local_blocks": 1}
 GRID = {"query_block": 16, "key_block": 16}
@@ -119,7 +120,7 @@ def test_the_block_of_such_a_scored_query_keeps_everything(select, value):
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     settings = config(outlier_queries=0, typical_queries=8, typical_key_stride=1)
     meant = select(settings, q, k, ranges).to_dense()
-    at = int(reference.typical_queries(ranges, 32, settings.typical_queries)[0, 5, 1])
+    at = int(typical_queries(ranges, 32, settings.typical_queries)[0, 5, 1])
     q[:, 1, at, 3] = value
     actual = select(settings, q, k, ranges).to_dense()
     assert actual[0, 1, 5, : (at + 16) // 16].all() and not meant[0, 1, 5, : at // 16].all()

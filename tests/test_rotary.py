@@ -146,13 +146,13 @@ def test_layers_without_window_keep_all_channels_where_only_windows_rotate(famil
 
 def test_a_model_scores_them(monkeypatch):
     scored = []
-    own = cab_hf.predictors.RowsPredictor.summarise
+    own = cab_hf.predictors.RowsPredictor.encode_keys
 
     def watched(self, k, valid=None, channels=()):
         scored.append(channels)
         return own(self, k, valid, channels)
 
-    monkeypatch.setattr(cab_hf.predictors.RowsPredictor, "summarise", watched)
+    monkeypatch.setattr(cab_hf.predictors.RowsPredictor, "encode_keys", watched)
     model = tiny_model(head_dim=64)
     with cab_hf.cab(model, SPARSE), torch.no_grad():
         model(tokens(1, 100))

@@ -20,7 +20,7 @@ from cab_hf.config import CabConfig
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext
 from cab_hf.predictors.attention_mass import attention_rows, block_mass, block_sums
-from cab_hf.predictors.rows import capped_ranks, ranks
+from cab_hf.selection.reference import capped_ranks, ranks
 
 # mass thresholds at which layers are measured, descending
 THRESHOLDS = (0.064, 0.032, 0.016, 0.011, 0.008, 0.0055, 0.004, 0.0028, 0.002, 0.0014)
@@ -83,7 +83,17 @@ def viewed(
         k: keys of the sequence, [1, H_kv, N, D].
     """
     blocks = config.query_block, config.key_block
-    rank = capped_ranks(ranks(q, k, call, config), call.ranges, config)[0]
+    rank = ranks(
+        q,
+        k,
+        call.ranges,
+        config,
+        scale=call.scale,
+        channels=call.channels,
+        sinks=call.sinks,
+        softcap=call.softcap,
+    )
+    rank = capped_ranks(rank, call.ranges, config)[0]
     keep = torch.stack([rank >= threshold for threshold in THRESHOLDS]).cpu()
     pairs = block_pairs(call.ranges, config).cpu().flatten()
     density = torch.stack([each.flatten(1).double() @ pairs for each in keep]) / pairs.sum()

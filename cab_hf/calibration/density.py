@@ -19,7 +19,7 @@ from cab_hf.ops import reference
 from cab_hf.plan import KeyRanges, block_visibility
 from cab_hf.predictors import LayerContext
 from cab_hf.predictors.cascade import anchor_of
-from cab_hf.predictors.rows import capped_ranks, ranks
+from cab_hf.selection.reference import capped_ranks, ranks
 
 # descending, in equal ratios of 2 ** (1 / 4), from 0.5 to about 1e-6
 THRESHOLDS = tuple(2 ** (-step / 4) for step in range(4, 80))
@@ -39,7 +39,17 @@ def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Te
     pairs = block_pairs(call.ranges, config)
     rising = torch.tensor(THRESHOLDS[::-1], device=q.device)
     found = torch.zeros(len(THRESHOLDS) + 2, dtype=torch.float64, device=q.device)
-    for rank in capped_ranks(ranks(q, k, call, config), call.ranges, config)[0]:
+    rank_of_heads = ranks(
+        q,
+        k,
+        call.ranges,
+        config,
+        scale=call.scale,
+        channels=call.channels,
+        sinks=call.sinks,
+        softcap=call.softcap,
+    )
+    for rank in capped_ranks(rank_of_heads, call.ranges, config)[0]:
         # number of thresholds that a block reaches, plus one if it is kept at threshold 1
         place = torch.bucketize(rank, rising, right=True) + (rank >= 1)
         seen = rank >= 0

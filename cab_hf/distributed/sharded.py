@@ -1,8 +1,8 @@
 """Mask and layout of a sharded sequence, with the interfaces of `MaskInfo` and `BlockLayout`.
 
-Plans are those of a single process. Each rank summarises its own keys. `Predictor.gathers` names
-the other inputs of a selection, which ranks all-gather. The sharding determines the last rows of a
-sequence (``dense_tail_blocks``).
+Plans are those of a single process. Each rank encodes its own keys. `Predictor.required_inputs`
+names the other inputs of a selection, which ranks all-gather. The sharding determines the last rows
+of a sequence (``dense_tail_blocks``).
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class ShardedLayout:
     def choose(self, predictor: Predictor, q: Tensor, k: Tensor, call: LayerContext) -> BlockPlan:
         """Return this rank's rows of the plan that ``predictor`` selects for the whole sequence."""
         heads = q.shape[1], k.shape[1]
-        needed = predictor.gathers(call, heads)
+        needed = predictor.required_inputs(call, heads)
         if "queries" in needed:
             return self._choose_all(predictor, q, k, call)
         if "summaries" not in needed:
             return predictor.choose(q, k, call)
         real = self.shard_map.sharding.real[self.group.rank()].to(k.device).expand(k.shape[0], -1)
         mine = predictor.summary_of(k, real, call)
-        summary = predictor.join(mine, call, heads, self)
+        summary = predictor.merge(mine, call, heads, self)
         if "vectors" not in needed:
             return predictor.choose(q, summary, call)
         vectors = self.blocks(predictor.vectors(q, self.ranges), 2, predictor.config.query_block)

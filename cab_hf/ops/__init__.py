@@ -15,6 +15,16 @@ from torch import Tensor
 HAS_TRITON = find_spec("triton") is not None
 
 
+def has_kernels(x: Tensor) -> bool:
+    """Return True if the Triton kernels for selecting blocks run on x [B, H, N, D]."""
+    # models on the CPU never need Triton
+    if not x.is_cuda or not HAS_TRITON:
+        return False
+    from cab_hf.ops import launch
+
+    return launch.unavailable(x) is None
+
+
 @dataclass(frozen=True)
 class Workload:
     """Requirements that a call of attention makes of a kernel.

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cab_hf.ops.bisection import is_kept, just_below, threshold_by_count
 from cab_hf.ops.launch import on_device_of
-from cab_hf.ops.threshold import is_kept, just_below, threshold_by_count
 
 # columns of a row of scores per step of a program
 CHUNK = 128

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cab_hf.checks import warn_renamed
 from cab_hf.plan.ranges import (
     BlockIndices,
     BlockRanges,
@@ -37,6 +38,18 @@ __all__ = [
     "rows_grid",
     "visibility",
 ]
+
+# classes by the names that they had
+OLD_NAMES = {"Spans": KeyRanges, "RowSpans": BlockRanges, "BlockLists": BlockIndices}
+
+
+def __getattr__(name: str) -> type:
+    if name not in OLD_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    renamed = OLD_NAMES[name]
+    warn_renamed(f"cab_hf.plan.{name}", f"cab_hf.plan.{renamed.__name__}")
+    return renamed
+
 
 # query and key blocks of a plan that keeps everything; larger blocks stay
 DENSE_BLOCK_SIZE = 128
@@ -75,6 +88,12 @@ class BlockPlan:
     dense_rows: Tensor | None = None
     sampled: BlockIndices | None = None
     sample_period: int = 1
+
+    @property
+    def spans(self) -> KeyRanges:
+        """Return ``ranges``, whose old name this is."""
+        warn_renamed("BlockPlan.spans", "BlockPlan.ranges")
+        return self.ranges
 
     @classmethod
     def from_dense(

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cab_hf.checks import warn_renamed
+
 
 def cached_per_ranges(function: Callable[..., Any]) -> Callable[..., Any]:
     """Cache ``function(ranges, *args)`` for all layers of a forward pass, which share ranges.
@@ -88,6 +90,18 @@ class KeyRanges:
             aligned=True,
             documents=1,
         )
+
+    @property
+    def first(self) -> Tensor:
+        """Return ``start``, whose old name this is."""
+        warn_renamed("KeyRanges.first", "KeyRanges.start")
+        return self.start
+
+    @property
+    def last(self) -> Tensor:
+        """Return ``end``, whose old name this is."""
+        warn_renamed("KeyRanges.last", "KeyRanges.end")
+        return self.end
 
     @property
     def q_length(self) -> int:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.ops.reference import QUERIES_AT_A_TIME
 from cab_hf.plan import BlockRanges, KeyRanges
+from cab_hf.selection.reference import QUERY_CHUNK
 
 LOGITS_AT_A_TIME = 2**26  # 256 MiB in float32
 
@@ -20,7 +20,7 @@ def attention_rows(
     ranges: KeyRanges,
     scale: float,
     stride: int = 1,
-    at_a_time: int = QUERIES_AT_A_TIME,
+    at_a_time: int = QUERY_CHUNK,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield attention probabilities over tiles of ``stride`` tokens, in chunks of tile rows.
 

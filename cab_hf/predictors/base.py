@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cab_hf.checks import require
+from cab_hf.checks import require, warn_renamed
 from cab_hf.config import CabConfig
-from cab_hf.ops import HAS_TRITON
 from cab_hf.plan import BlockPlan, KeyRanges
 
 
@@ -41,34 +40,44 @@ class LayerContext:
     sinks: Tensor | None = None
     softcap: float | None = None
 
+    @property
+    def spans(self) -> KeyRanges:
+        """Return ``ranges``, whose old name this is."""
+        warn_renamed("LayerContext.spans", "LayerContext.ranges")
+        return self.ranges
 
-def has_kernels(x: Tensor) -> bool:
-    """Return True if the Triton kernels for selecting blocks run on x [B, H, N, D]."""
-    # models on the CPU never need Triton
-    if not x.is_cuda or not HAS_TRITON:
-        return False
-    from cab_hf.ops import launch
 
-    return launch.unavailable(x) is None
+# methods of `Predictor` by the names that they had, which subclasses of users may still override
+OLD_METHODS = {"summarise": "encode_keys", "gathers": "required_inputs", "join": "merge"}
 
 
 class Predictor(ABC):
     """The base class of predictors, which select the key blocks that every query block attends to.
 
-    Each layer makes its own instance, so a predictor has no state between calls. `summarise` uses k
-    only, so a KV cache can store its result and ranks can exchange it. `choose` uses q and the
+    Each layer makes its own instance, so a predictor has no state between calls. `encode_keys` uses
+    k only, so a KV cache can store its result and ranks can exchange it. `choose` uses q and the
     summary.
 
     Context parallelism (`cab_hf.context_parallel`) needs no changes to a predictor. By default
     every rank gathers q and k of all ranks, selects blocks for the whole sequence and keeps the
     rows of its own queries. The result is exact, but each rank repeats the work of one process.
-    Override `gathers` to exchange less.
+    Override `required_inputs` to exchange less.
     """
 
     def __init__(self, config: CabConfig) -> None:
         self.config = config
 
-    def summarise(self, k: Tensor, valid: Tensor | None = None) -> Any:
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let old and new names of methods refer to the same method, with one warning per class."""
+        super().__init_subclass__(**options)
+        overridden = [old for old, new in OLD_METHODS.items() if _share_override(cls, old, new)]
+        if overridden:
+            old_names = ", ".join(f"{cls.__name__}.{old}" for old in overridden)
+            new_names = ", ".join(OLD_METHODS[old] for old in overridden)
+            # the caller of the class statement, after this method and ABCMeta
+            warn_renamed(old_names, new_names, stacklevel=4)
+
+    def encode_keys(self, k: Tensor, valid: Tensor | None = None) -> Any:
         """Return the summary of k that `choose` needs; by default k itself.
 
         Args:
@@ -78,17 +87,18 @@ class Predictor(ABC):
         return k
 
     def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> Any:
-        """Return `summarise(k, valid)`. Override it if the summary depends on the layer."""
-        return self.summarise(k, valid)
+        """Return `encode_keys(k, valid)`. Override it if the summary depends on the layer."""
+        return self.encode_keys(k, valid)
 
-    def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
+    def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
         """Return the tensors that ranks must gather to select blocks for a layer.
 
         Return a collection of these names:
 
         * ``"queries"`` and ``"keys"``, always together: q and k of every token.
-        * ``"summaries"``: every rank calls `summarise`, and `join` joins the results. The summary
-          of a block must not depend on the rank. Only ``valid`` shows which tokens are padding.
+        * ``"summaries"``: every rank calls `encode_keys`, and `merge` joins the results. The
+          summary of a block must not depend on the rank. Only ``valid`` shows which tokens are
+          padding.
         * ``"vectors"``: every rank calls ``vectors(q, ranges)``, a method of the predictor that
           returns [B, H, M_q, D]. `choose` receives the vectors of the whole sequence as
           ``vectors``.
@@ -106,7 +116,7 @@ class Predictor(ABC):
         """
         return "queries", "keys"
 
-    def join(self, summary: Any, call: LayerContext, heads: tuple[int, int], layout: Any) -> Any:
+    def merge(self, summary: Any, call: LayerContext, heads: tuple[int, int], layout: Any) -> Any:
         """Return the summary of the whole sequence from the summaries of all ranks.
 
         The default joins summaries per key block, [B, H_kv, M_k, ...].
@@ -121,6 +131,9 @@ class Predictor(ABC):
         """
         return layout.blocks(summary, 2, self.config.key_block)
 
+    # an alias and not a call: ``super().join`` of a subclass must not return to the subclass
+    summarise, gathers, join = encode_keys, required_inputs, merge
+
     @abstractmethod
     def choose(self, q: Tensor, summary: Any, call: LayerContext) -> BlockPlan:
         """Return the plan for q over the keys of ``summary``.
@@ -130,7 +143,7 @@ class Predictor(ABC):
 
         Args:
             q: [B, H, N_q, D], after RoPE.
-            summary: the result of `summary_of`, or of `join` under context parallelism.
+            summary: the result of `summary_of`, or of `merge` under context parallelism.
             call: the context of the layer.
         """
 
@@ -152,6 +165,22 @@ class Predictor(ABC):
         """Return the plan for q over k, without gradients."""
         with torch.no_grad():
             return self.choose(q, self.summary_of(k, call.ranges.key_valid, call), call)
+
+
+def _share_override(cls: type[Predictor], old: str, new: str) -> bool:
+    """Set ``cls.old`` and ``cls.new`` to the first override of either of them.
+
+    Returns True if only the old name is overridden.
+    """
+    for each in cls.__mro__:
+        has_old, has_new = old in vars(each), new in vars(each)
+        if has_old or has_new:
+            break
+    if has_old and not has_new:
+        setattr(cls, new, vars(each)[old])
+    elif has_new and not has_old:
+        setattr(cls, old, vars(each)[new])
+    return has_old and not has_new
 
 
 # a function, because torch.compile cannot trace methods of constants

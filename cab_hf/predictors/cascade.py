@@ -16,7 +16,8 @@ from torch import Tensor
 from cab_hf.config import CabConfig
 from cab_hf.plan import BlockPlan
 from cab_hf.predictors.base import LayerContext, Predictor
-from cab_hf.predictors.rows import QuantizedKeys, RowsPredictor
+from cab_hf.predictors.rows import RowsPredictor
+from cab_hf.selection import QuantizedKeys
 
 SHARED_PLAN = "cascade"  # key of the shared plan
 
@@ -39,20 +40,20 @@ class CascadePredictor(Predictor):
         super().__init__(config)
         self.anchor = RowsPredictor(config)
 
-    def summarise(self, k: Tensor, valid: Tensor | None = None) -> QuantizedKeys:
-        return self.anchor.summarise(k, valid)
+    def encode_keys(self, k: Tensor, valid: Tensor | None = None) -> QuantizedKeys:
+        return self.anchor.encode_keys(k, valid)
 
     def summary_of(self, k: Tensor, valid: Tensor, call: LayerContext) -> QuantizedKeys | Tensor:
         # a layer that is no anchor needs no summary
         return self.anchor.summary_of(k, valid, call) if self._decides(call) else k
 
-    def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
-        return self.anchor.gathers(call, heads) if self._decides(call) else ()
+    def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
+        return self.anchor.required_inputs(call, heads) if self._decides(call) else ()
 
-    def join(
+    def merge(
         self, summary: QuantizedKeys, call: LayerContext, heads: tuple[int, int], layout: Any
     ) -> QuantizedKeys:
-        return self.anchor.join(summary, call, heads, layout)
+        return self.anchor.merge(summary, call, heads, layout)
 
     def _decides(self, call: LayerContext) -> bool:
         return call.layer in self.config.anchors

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.config import blocks_of, tail_of
-from cab_hf.ops import reference
+from cab_hf.ops import has_kernels, reference
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, crossed_blocks
-from cab_hf.predictors.base import LayerContext, Predictor, has_kernels, sparsity_of
+from cab_hf.predictors.base import LayerContext, Predictor, sparsity_of
 
 # bytes of live scores; heads are computed in groups of this size
 SCORE_BYTES_AT_A_TIME = 1 << 30
@@ -34,7 +34,7 @@ class FrcPredictor(Predictor):
     products use TF32 if ``torch.set_float32_matmul_precision`` allows it.
     """
 
-    def summarise(self, k: Tensor, valid: Tensor | None = None) -> Tensor:
+    def encode_keys(self, k: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return the key of largest norm of every key block, float32 [B, H_kv, M_k, D].
 
         The result is NaN for blocks with a key that is not finite. Such blocks are always kept.
@@ -52,18 +52,18 @@ class FrcPredictor(Predictor):
             reference.refuse_infinite(name, x)
         return _tokens(x, valid, block, mark)
 
-    def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
+    def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
         """Return "summaries", and "vectors" if the score depends on the rows of other ranks."""
         if type(self) is not FrcPredictor:
             # a subclass may select by something else
-            return super().gathers(call, heads)
+            return super().required_inputs(call, heads)
         curved = is_curved(self.config.curvature, self.config.redundancy)
         return ("summaries", "vectors") if curved else ("summaries",)
 
     def choose(
         self, q: Tensor, summary: Tensor, call: LayerContext, vectors: Tensor | None = None
     ) -> BlockPlan:
-        """Return the plan for q; `Predictor.gathers` describes ``vectors``."""
+        """Return the plan for q; `Predictor.required_inputs` describes ``vectors``."""
         if vectors is None:
             return self._plan(self.vectors(q, call.ranges), summary, call)
         return call.ranges.own(self._plan(vectors, summary, replace(call, ranges=call.ranges.text)))

@@ -76,7 +76,7 @@ class BlockPredictor(Predictor):
 class StreamingPredictor(BlockPredictor):
     """Forced blocks alone: ``sink_blocks`` and ``local_blocks``."""
 
-    def gathers(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
+    def required_inputs(self, call: LayerContext, heads: tuple[int, int]) -> Collection[str]:
         return ()
 
     def keep(self, q: Tensor, k: Tensor, call: LayerContext, seen: Tensor, must: Tensor) -> Tensor:

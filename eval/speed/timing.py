@@ -25,12 +25,12 @@ NO_MEMORY = ("out of memory", "ALLOC_FAILED")
 FLUSHED_BYTES = 256 << 20  # several times the L2 cache of any current GPU
 # part -> substrings of the names of its kernels; the first match counts
 PREDICTOR = {
-    "keys": ("scored_keys",),
-    "outliers": ("outliers",),
-    "rows": ("scored_rows",),
-    "sweep": ("sweep",),
-    "keep": ("keep_kernel",),
-    "lists": ("lists", "select"),
+    "keys": ("quantize_keys", "marked"),
+    "outliers": ("similarities", "farthest_points"),
+    "rows": ("gather_queries",),
+    "sweep": ("score_kernel",),
+    "keep": ("threshold_kernel",),
+    "lists": ("compact_kernel", "select"),
 }
 OTHER = "other"
 

@@ -51,14 +51,14 @@ CONFIGS = {
 class LoudBlocks(Predictor):
     """Key blocks with a long key: all that it needs of other ranks are summaries."""
 
-    def summarise(self, k, valid=None):
+    def encode_keys(self, k, valid=None):
         norms = k.norm(dim=-1)
         if valid is not None:
             norms = norms * valid.unsqueeze(1)
         size = self.config.key_block
         return F.pad(norms, (0, -norms.shape[-1] % size)).unflatten(-1, (-1, size)).amax(-1)
 
-    def gathers(self, call, heads):
+    def required_inputs(self, call, heads):
         return ("summaries",)
 
     def choose(self, q, summary, call):

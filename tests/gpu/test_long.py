@@ -6,9 +6,10 @@ from budget import assert_within_budget
 from torch.nn import functional as F
 
 from cab_hf import CabConfig, engines
-from cab_hf.ops.rows import FP8, scored_dtype
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, RowsPredictor
+from cab_hf.selection.gather import scored_dtype
+from cab_hf.selection.tiles import FP8
 
 pytestmark = pytest.mark.gpu
 TOKENS = 2**20

@@ -10,10 +10,10 @@ from valid_plan import require_valid
 
 from cab_hf import CabConfig
 from cab_hf.hf.rotary import llama_channels
-from cab_hf.ops import lists, sweep
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges
 from cab_hf.predictors import LayerContext, RowsPredictor
-from cab_hf.predictors.rows import choose_by_reference
+from cab_hf.selection import compact, tiles
+from cab_hf.selection.reference import selected_blocks
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +48,16 @@ def compared(config, q, k, call):
     """What the kernels keep and what the reference keeps of q and k in float32."""
     plan = RowsPredictor(config)(q, k, call)
     require_valid(plan)
-    keep = choose_by_reference(q.float(), k.float(), call, config)
+    keep = selected_blocks(
+        q.float(),
+        k.float(),
+        call.ranges,
+        config,
+        scale=call.scale,
+        channels=call.channels,
+        sinks=call.sinks,
+        softcap=call.softcap,
+    )
     sizes = {"query_block": config.query_block, "key_block": config.key_block}
     tail = config.dense_tail_blocks * config.query_block, config.query_block
     meant = BlockPlan.from_dense(
@@ -102,8 +111,8 @@ def test_keys_of_any_magnitude_keep_as_many_blocks(gpu, factor):
 def test_scratch_and_lists_that_do_not_fit_hold_the_same(gpu, monkeypatch):
     q, k = heads_on(gpu)
     wide = RowsPredictor(ROWS)(q, k, call_of(q, k))
-    monkeypatch.setattr(sweep, "SCRATCH_AT_A_TIME", 8 << 20)
-    monkeypatch.setattr(lists, "LISTS_AT_MOST", 0)
+    monkeypatch.setattr(tiles, "SCRATCH_BYTES", 8 << 20)
+    monkeypatch.setattr(compact, "LIST_BYTES", 0)
     measured = RowsPredictor(ROWS)(q, k, call_of(q, k))
     assert measured.full.width < wide.full.width
     assert torch.equal(measured.to_dense(), wide.to_dense())

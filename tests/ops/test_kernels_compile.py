@@ -66,7 +66,7 @@ def require_room(chip, compiled):
 
 def require_registers(chip, compiled):
     bound = BLACKWELL_STACK if chip == "10.0" else STACK
-    bounds = {"_sweep_kernel": max(bound, SWEEP_STACK)}
+    bounds = {"_score_kernel": max(bound, SWEEP_STACK)}
     spilled = {name: stack for name, (_, _, stack) in compiled.items()}
     assert not {name: x for name, x in spilled.items() if x > bounds.get(name, bound)}
 
@@ -100,7 +100,7 @@ def test_no_length_is_compiled_for():
     compiled = compiling("9.0", ("choose", {}, "bfloat16", 128, LENGTHS))
     times = {name: count for name, (count, *_) in compiled.items()}
     # outliers and typical queries differ in channels and keys; plans name rows, or sample
-    for name in ("_scored_rows_kernel", "_sweep_kernel", "_pairs_kernel"):
+    for name in ("_gather_queries_kernel", "_score_kernel", "_pairs_kernel"):
         assert times.pop(name) <= 2
     assert set(times.values()) == {1}, times
 

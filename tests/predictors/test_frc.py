@@ -203,12 +203,12 @@ def test_it_is_a_predictor_of_shares():
         (predictor.config, ("summaries", "vectors")),
         (CabConfig.published(curvature="none"), ("summaries",)),
     ):
-        assert FrcPredictor(config).gathers(call, (4, 2)) == needed
+        assert FrcPredictor(config).required_inputs(call, (4, 2)) == needed
 
     class Own(FrcPredictor):
         pass
 
-    assert Own(predictor.config).gathers(call, (4, 2)) == ("queries", "keys")
+    assert Own(predictor.config).required_inputs(call, (4, 2)) == ("queries", "keys")
 
 
 # --- kernels, in Triton's interpreter

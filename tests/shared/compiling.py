@@ -19,11 +19,12 @@ from triton.runtime import driver, jit
 
 from cab_hf import CabConfig
 from cab_hf.hf.rotary import llama_channels
-from cab_hf.ops import lists, pairs
+from cab_hf.ops import pairs
 from cab_hf.ops.attention import block, flash, merge
 from cab_hf.ops.decode import kernels
 from cab_hf.plan import BlockPlan, KeyRanges
 from cab_hf.predictors import LayerContext, frc
+from cab_hf.selection import QuantizedKeys, api
 
 # a compute capability, or AMD's name of a GPU
 CHIP = sys.argv[1]
@@ -57,12 +58,13 @@ def drawn(dtype, dim, queries=LENGTH, keys=LENGTH):
 
 def choose(config, dtype, dim, lengths=((LENGTH, LENGTH),), softcap=None):
     """Launch what chooses by rows, and what counts what a plan attends; with a cap sinks too."""
-    logits = (torch.zeros(HEADS), softcap) if softcap else ()
+    logits = {"sinks": torch.zeros(HEADS) if softcap else None, "softcap": softcap}
     channels = llama_channels(dim)
     for sizes in lengths:
         q, k, ranges = drawn(dtype, dim, *sizes)
-        chosen = lists.choose(
-            q, *lists.keys_of(k, channels), ranges, 1.0, channels, config, *logits
+        keys = QuantizedKeys(*api._quantize(k, channels))
+        chosen = api._select_by_kernels(
+            q, keys, ranges, config, scale=1.0, channels=channels, **logits
         )
     tail = ranges.tail_rows(config.query_block, config.query_block)
     plan = BlockPlan(*chosen, ranges, config.query_block, config.key_block, dense_rows=tail)

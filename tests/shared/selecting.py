@@ -8,9 +8,9 @@ from valid_plan import require_valid
 
 from cab_hf import BlockPlan
 from cab_hf.config import blocks_of, tail_of
-from cab_hf.ops import lists, rows
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, frc, make_predictor
+from cab_hf.selection import QuantizedKeys, api, gather
 
 
 def on_the_cpu(config, q, k, ranges=None, scale=0.25, channels=(), **logits):
@@ -33,8 +33,11 @@ def by_kernels(config, q, k, ranges, scale=0.25, channels=()):
 
 def rows_by_kernels(config, q, k, ranges, scale=0.25, channels=(), dtype=None, **logits):
     """The plan of `RowsPredictor` by the kernels, in the interpreter; keys as ``dtype``."""
-    keys = rows.scored_keys(k, channels, dtype or k.dtype)
-    chosen = lists.choose(q, *keys, ranges, scale, channels, config, **logits)
+    keys = QuantizedKeys(*gather.quantize(k, channels, dtype or k.dtype))
+    given = {"sinks": None, "softcap": None, **logits}
+    chosen = api._select_by_kernels(
+        q, keys, ranges, config, scale=scale, channels=channels, **given
+    )
     plan = BlockPlan(
         *chosen, ranges, *blocks_of(config), dense_rows=ranges.tail_rows(*tail_of(config))
     )

@@ -10,12 +10,12 @@ from cab_hf.eval.speed.breakdown import Breakdown, Settings
 @pytest.mark.parametrize(
     ("kernel", "part"),
     [
-        ("_scored_keys_kernel", "keys"),
-        ("_outliers_kernel", "outliers"),
-        ("_scored_rows_kernel", "rows"),
-        ("_sweep_kernel_0d1d2d", "sweep"),
-        ("_keep_kernel", "keep"),
-        ("_lists_kernel", "lists"),
+        ("_quantize_keys_kernel", "keys"),
+        ("_farthest_points_kernel", "outliers"),
+        ("_gather_queries_kernel", "rows"),
+        ("_score_kernel_0d1d2d", "sweep"),
+        ("_threshold_kernel", "keep"),
+        ("_compact_kernel", "lists"),
         ("_select_kernel", "lists"),
         ("_block_attention_fwd_kernel", "attention"),
         ("block_attention_split_p_kernel", "attention"),
@@ -35,15 +35,15 @@ def test_kernels_of_a_prefill_are_sorted_by_name(kernel, part):
 
 
 def test_parts_are_medians_of_sums(monkeypatch):
-    calls = [[("_sweep_kernel", ms), ("_sweep_kernel", 1.0), ("x", 4.0)] for ms in (1, 9, 2)]
-    bench, parts = FakeBench(), {"keys": ("scored_keys",), "sweep": ("sweep",)}
+    calls = [[("_score_kernel", ms), ("_score_kernel", 1.0), ("x", 4.0)] for ms in (1, 9, 2)]
+    bench, parts = FakeBench(), {"keys": ("quantize_keys",), "sweep": ("score_kernel",)}
     monkeypatch.setattr(bench, "kernels", lambda call: calls)
     expected = {"keys_ms": 0.0, "sweep_ms": 3.0, "other_ms": 4.0}
     assert bench.parts(print, parts) == expected
 
 
 def test_a_row_holds_the_wall_time_and_its_parts():
-    bench = FakeBench(kernels=("_scored_keys_kernel", "_block_attention_fwd_kernel", "nvjet"))
+    bench = FakeBench(kernels=("_quantize_keys_kernel", "_block_attention_fwd_kernel", "nvjet"))
     settings = Settings(device="cpu", lengths=(96,), cab=BLOCKS, **TINY)
     (row,) = Breakdown.rows([sample_of(Breakdown, settings, {"length": 96}, bench)], {})
     # the wall time is never that of a graph

@@ -1,0 +1,94 @@
+"""Old names of classes, attributes and predictor methods work for one version, with a warning."""
+
+import warnings
+
+import pytest
+import torch
+from selecting import loud
+
+from cab_hf import CabConfig, plan
+from cab_hf.plan import BlockPlan, KeyRanges
+from cab_hf.predictors import LayerContext, Predictor, RowsPredictor
+
+CONFIG = CabConfig(32, 16, outlier_queries=4, typical_queries=4, typical_key_stride=1)
+RANGES = KeyRanges.causal(1, 64, 64, "cpu")
+CALL = LayerContext(RANGES, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("read", "expected", "names"),
+    [
+        (lambda: plan.Spans, KeyRanges, "Spans.*KeyRanges"),
+        (lambda: plan.RowSpans, plan.BlockRanges, "RowSpans.*BlockRanges"),
+        (lambda: plan.BlockLists, plan.BlockIndices, "BlockLists.*BlockIndices"),
+        (lambda: CALL.spans, RANGES, "LayerContext.spans.*LayerContext.ranges"),
+        (lambda: RANGES.first, RANGES.start, "KeyRanges.first.*KeyRanges.start"),
+        (lambda: RANGES.last, RANGES.end, "KeyRanges.last.*KeyRanges.end"),
+        (lambda: BlockPlan.causal(RANGES, 1, 32, 16).spans, RANGES, "BlockPlan.spans.*ranges"),
+    ],
+    ids=["Spans", "RowSpans", "BlockLists", "call", "first", "last", "plan"],
+)
+def test_old_name_is_an_alias_with_one_warning(read, expected, names):
+    with pytest.warns(FutureWarning, match=names) as warned:
+        assert read() is expected
+    assert len(warned) == 1 and warned[0].filename == __file__
+
+
+def test_unknown_name_of_plan_raises_attribute_error():
+    with pytest.raises(AttributeError, match="'Spams'"):
+        plan.Spams  # noqa: B018
+
+
+def test_subclass_with_old_method_names_works_with_one_warning():
+    with pytest.warns(FutureWarning, match=r"Own.summarise, Own.gathers.*encode_keys") as warned:
+
+        class Own(RowsPredictor):
+            encoded = 0
+
+            def summarise(self, k, valid=None, channels=()):
+                self.encoded += 1
+                return super().summarise(k, valid, channels)
+
+            def gathers(self, call, heads):
+                return (*super().gathers(call, heads), "vectors")
+
+    assert len(warned) == 1 and warned[0].filename == __file__
+    own = Own(CONFIG)
+    q, k = loud(q_length=64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        actual = own(q, k, CALL)
+        assert own.required_inputs(CALL, (4, 2)) == ("summaries", "vectors")
+    assert own.encoded == 1
+    assert torch.equal(actual.to_dense(), RowsPredictor(CONFIG)(q, k, CALL).to_dense())
+
+
+def test_mixin_with_an_old_method_name_overrides_the_new_one():
+    class Mixin:
+        def join(self, summary, call, heads, layout):
+            return "joined"
+
+    with pytest.warns(FutureWarning, match="Own.join.*merge"):
+
+        class Own(Mixin, RowsPredictor):
+            pass
+
+    assert Own(CONFIG).merge(None, CALL, (4, 2), None) == "joined"
+
+
+def test_subclass_with_new_method_names_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+
+        class Own(Predictor):
+            def encode_keys(self, k, valid=None):
+                return "encoded"
+
+            def choose(self, q, summary, call):
+                return summary
+
+        class Later(Own):
+            pass
+
+    # code that calls the old name gets the new method
+    assert Later(CONFIG).summarise(None) == "encoded" == Later(CONFIG)(None, None, CALL)

@@ -1,0 +1,228 @@
+"""The definition of the selection: small cases by hand, and properties of every layout."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_cases import laid_out
+from selecting import loud, on_the_cpu
+from torch.nn import functional as F
+
+from cab_hf import CabConfig
+from cab_hf.ops import reference as definitions
+from cab_hf.plan import KeyRanges, block_visibility
+from cab_hf.selection import reference
+
+SMALL = CabConfig(
+    32, 16, predictor="rows", outlier_queries=4, typical_queries=4,
+    typical_key_stride=1, mass_threshold=0.08, share_threshold=0.3,
+)  # fmt: skip
+
+
+def shares_of(q, k, config, channels=()):
+    """Return (mean_share, max_share) of the only head, [M_q, M_k] each."""
+    ranges = KeyRanges.causal(1, q.shape[2], q.shape[2], "cpu")
+    both = reference.block_shares(q, k, ranges, config, scale=1.0, channels=channels)
+    return [x[0, 0] for x in both]
+
+
+def test_typical_queries_are_in_the_middle_of_equal_steps():
+    ranges = KeyRanges.causal(1, 80, 80, "cpu")
+    positions = reference.typical_queries(ranges, 32, 4)
+    assert positions.tolist() == [[[4, 12, 20, 28], [36, 44, 52, 60], [68, 76, -1, -1]]]
+
+
+def test_outliers_weigh_one_and_typical_queries_share_the_rest():
+    """Four of 32 queries look at the second key block; one of them is an outlier."""
+    q = torch.zeros(1, 1, 64, 2)
+    q[..., 0] = 1.0
+    q[0, 0, [33, 40, 47, 55]] = torch.tensor([0.0, 1.0])
+    k = torch.full((1, 1, 64, 2), -40.0)
+    k[0, 0, 3], k[0, 0, 20] = torch.tensor([40.0, -40.0]), torch.tensor([-40.0, 40.0])
+    mean_share, max_share = shares_of(q, k, SMALL)
+    torch.testing.assert_close(mean_share[1], torch.tensor([31 / 32, 1 / 32, 0.0, 0.0]))
+    torch.testing.assert_close(max_share[1], torch.tensor([1.0, 1.0, 0.0, 0.0]))
+
+
+def test_outliers_are_a_farthest_point_sample():
+    """Directions at 0, 90, 100 and 180 degrees: each is sampled before any is sampled twice."""
+    angles = torch.zeros(32)
+    angles[[5, 6, 20]] = torch.tensor([180.0, 90.0, 100.0])
+    angles = angles.deg2rad()
+    q = torch.stack((angles.cos(), angles.sin()), -1)[None, None]
+    positions = reference.outlier_queries(q, KeyRanges.causal(1, 32, 32, "cpu"), 32, 8)
+    # 180 is farthest from the mean, 0 from 180; 90 is as far from both; then 100, then ties
+    assert positions.flatten().tolist() == [5, 0, 6, 20, 1, 2, 3, 4]
+
+
+def test_block_with_fewer_queries_than_outliers_samples_each_once():
+    q, _ = loud(q_length=37, heads=1, kv_heads=1)
+    positions = reference.outlier_queries(q, KeyRanges.causal(1, 37, 37, "cpu"), 32, 8)
+    assert sorted(positions[0, 0, 1].tolist()) == [-1, -1, -1, 32, 33, 34, 35, 36]
+
+
+def test_key_stride_scores_the_middle_key_of_each_stride():
+    """A stride of 4 in blocks of 16 keys scores keys 2, 6, 10 and 14 of each block."""
+    q = torch.ones(1, 1, 64, 2)
+    k = torch.full((1, 1, 64, 2), -20.0)
+    k[0, 0, 6], k[0, 0, 21] = 20.0, 20.0
+    config = replace(SMALL, outlier_queries=0, typical_key_stride=4)
+    mean_share, max_share = shares_of(q, k, config)
+    torch.testing.assert_close(mean_share[1], torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    mean_share, max_share = shares_of(q, k, replace(config, typical_key_stride=1))
+    torch.testing.assert_close(mean_share[1], torch.tensor([0.5, 0.5, 0.0, 0.0]))
+
+
+def test_sample_without_visible_sampled_key_has_no_weight():
+    """Documents begin inside of a stride: their first query sees no sampled key."""
+    q, k = loud(q_length=32, heads=1, kv_heads=1)
+    last = torch.arange(32, dtype=torch.int32)[None]
+    first = (last >= 19).int() * 19
+    ranges = KeyRanges(first, last, torch.ones(1, 32, dtype=torch.bool))
+    config = replace(SMALL, outlier_queries=0, typical_queries=32, typical_key_stride=8)
+    mean_share, _ = reference.block_shares(q, k, ranges, config, scale=1.0)
+    # keys 4, 12, 20, 28 are scored: queries 0 to 3 and 19 see none of them
+    torch.testing.assert_close(mean_share.sum(), torch.tensor(1.0))
+
+
+def test_sampling_every_query_gives_the_exact_mean_share():
+    q, k = loud(q_length=96, heads=1, kv_heads=1)
+    every = replace(SMALL, outlier_queries=0, typical_queries=32)
+    logits = (q @ k.transpose(-1, -2))[0, 0].masked_fill(torch.ones(96, 96).triu(1).bool(), -1e9)
+    shares = logits.unflatten(-1, (6, 16)).amax(-1).softmax(-1)
+    expected = shares.unflatten(0, (3, 32)).mean(1)
+    torch.testing.assert_close(shares_of(q, k, every)[0], expected)
+
+
+def test_sink_takes_share_from_every_block():
+    q, k = loud(q_length=96, heads=2, kv_heads=1)
+    every = replace(SMALL, outlier_queries=0, typical_queries=32)
+    ranges = KeyRanges.causal(1, 96, 96, "cpu")
+    without, _ = reference.block_shares(q, k, ranges, every, scale=1.0)
+    sinks = torch.tensor([2.0, -torch.inf])
+    actual, _ = reference.block_shares(q, k, ranges, every, scale=1.0, sinks=sinks)
+    torch.testing.assert_close(actual[:, 1], without[:, 1])
+    logits = (q @ k.transpose(-1, -2))[0, 0].masked_fill(torch.ones(96, 96).triu(1).bool(), -1e9)
+    largest = F.pad(logits.unflatten(-1, (6, 16)).amax(-1), (0, 1), value=2.0 - math.log(16))
+    expected = largest.softmax(-1)[:, :6].unflatten(0, (3, 32)).mean(1)
+    torch.testing.assert_close(actual[0, 0], expected)
+
+
+def test_channels_apply_to_outliers_only():
+    q, k = loud(q_length=96, heads=1, kv_heads=1)
+    blind = k.clone()
+    blind[..., :8] = 0.0
+    typical = replace(SMALL, outlier_queries=0)
+    assert torch.equal(*(shares_of(q, k, typical, x)[0] for x in ((), (8, 9, 10, 11))))
+    every = replace(SMALL, outlier_queries=32)
+    seen, unseen = (shares_of(q, x, every, tuple(range(8, 16)))[0] for x in (k, blind))
+    # typical queries weigh nothing where every query is an outlier
+    torch.testing.assert_close(seen, unseen)
+
+
+def test_selection_compares_shares_with_both_thresholds():
+    q, k = loud(q_length=640)
+    ranges = KeyRanges.causal(1, 640, 640, "cpu")
+    config = replace(SMALL, dense_tail_blocks=0)
+    mean_share, max_share = reference.block_shares(q, k, ranges, config, scale=0.25)
+    visible = block_visibility(ranges, 32, 16)
+    forced = definitions.forced_blocks(visible, ranges, config)
+    expected = visible & (forced | (mean_share >= 0.08) | (max_share >= 0.3))
+    actual = on_the_cpu(config, q, k, ranges).to_dense()
+    assert torch.equal(actual, expected)
+    assert 0.2 < actual.float().mean() / visible.float().mean() < 0.8
+
+
+def test_outliers_find_a_key_that_one_query_attends():
+    q = torch.zeros(1, 1, 512, 8)
+    q[..., 0] = 4.0
+    q[..., 490, 0], q[..., 490, 1] = 0.0, 8.0
+    k = torch.zeros(1, 1, 512, 8)
+    k[..., :96, 0], k[..., 200, 1] = 1.0, 4.0
+    config = replace(SMALL, dense_tail_blocks=0, mass_threshold=0.2)
+    for count, found in ((4, True), (0, False)):
+        kept = on_the_cpu(
+            replace(config, outlier_queries=count), q, k, KeyRanges.causal(1, 512, 512, "cpu"), 1.0
+        )
+        assert bool(kept.to_dense()[0, 0, 15, 200 // 16]) == found
+        assert kept.density() < 0.7
+
+
+@pytest.mark.parametrize("cap", [0.2, 0.5])
+def test_max_density_caps_every_row_and_keeps_the_best(cap):
+    q, k = loud(q_length=900)
+    ranges, config = KeyRanges.causal(1, 900, 900, "cpu"), replace(SMALL, dense_tail_blocks=0)
+    whole = on_the_cpu(config, q, k, ranges).to_dense()
+    capped = on_the_cpu(replace(config, max_density=cap), q, k, ranges).to_dense()
+    visible = block_visibility(ranges, 32, 16)
+    forced = definitions.forced_blocks(visible, ranges, config)
+    cap_of_rows = definitions.share_of_row(visible, cap).squeeze(-1).maximum(forced.sum(-1))
+    assert torch.equal(capped.sum(-1), whole.sum(-1).minimum(cap_of_rows))
+    assert (whole | ~capped).all()
+    # what is left out has less than what is kept
+    mean_share, max_share = reference.block_shares(q, k, ranges, config, scale=0.25)
+    rank = torch.where(max_share >= 0.3, 1 + max_share, mean_share).masked_fill(forced, torch.inf)
+    least = rank.masked_fill(~capped, torch.inf).amin(-1)
+    assert (rank.masked_fill(capped | ~whole, -1).amax(-1) <= least).all()
+
+
+def test_zero_threshold_with_max_density_fills_every_row():
+    q, k = loud(q_length=640)
+    config = replace(SMALL, mass_threshold=0.0, max_density=0.25, dense_tail_blocks=0)
+    plan = on_the_cpu(config, q, k, KeyRanges.causal(1, 640, 640, "cpu"))
+    kept, rows = plan.to_dense().sum(-1), 2 * torch.arange(1, 21)
+    assert torch.equal(kept, (rows / 4).ceil().long().maximum(rows.clamp(max=4)).expand_as(kept))
+
+
+def test_later_tokens_change_no_earlier_row():
+    q, k = loud(q_length=256)
+    ranges = KeyRanges.causal(1, 256, 256, "cpu")
+    config = replace(SMALL, dense_tail_blocks=0)
+    before = on_the_cpu(config, q, k, ranges).to_dense()[:, :, :4]
+    for x in (q, k):
+        x[:, :, 128:] = -3 * x[:, :, 128:]
+    assert torch.equal(on_the_cpu(config, q, k, ranges).to_dense()[:, :, :4], before)
+
+
+def test_chunks_of_whole_query_blocks_give_the_rows_of_one_call():
+    q, k = loud(q_length=320)
+    config = replace(SMALL, dense_tail_blocks=0)
+    whole = on_the_cpu(config, q, k, KeyRanges.causal(1, 320, 320, "cpu")).to_dense()
+    for start, stop in ((0, 96), (96, 224), (224, 320)):
+        ranges = KeyRanges.causal(1, stop - start, stop, "cpu")
+        part = on_the_cpu(config, q[:, :, start:stop], k[:, :, :stop], ranges).to_dense()
+        expected = whole[:, :, start // 32 : -(-stop // 32), : stop // 16]
+        assert torch.equal(part, expected)
+
+
+def test_left_padding_gives_the_plan_without_padding():
+    q, k = loud(q_length=200, batch=2)
+    layout = laid_out("padded", 2, 200, 200, 32, "cpu")
+    alone = KeyRanges.causal(1, 160, 160, "cpu")
+    expected = on_the_cpu(SMALL, q[:1, :, 40:], k[:1, :, 40:], alone).token_mask()
+    padded = on_the_cpu(SMALL, layout.queries(q), layout.keys(k), layout.ranges).token_mask()[:1]
+    real, keys = layout.ranges.end[0] >= 0, layout.ranges.key_valid[0]
+    assert torch.equal(padded[:, :, real][..., keys], expected)
+
+
+def test_packed_documents_give_the_plans_of_single_documents():
+    q, k = loud(q_length=192)
+    layout = laid_out("packed", 1, 192, 192, 32, "cpu")
+    packed = on_the_cpu(SMALL, layout.queries(q), layout.keys(k), layout.ranges).token_mask()
+    real, keys = layout.ranges.end[0] >= 0, layout.ranges.key_valid[0]
+    mask = packed[:, :, real][..., keys]
+    for start, stop in ((0, 64), (64, 192)):
+        alone = KeyRanges.causal(1, stop - start, stop - start, "cpu")
+        part = on_the_cpu(SMALL, q[:, :, start:stop], k[:, :, start:stop], alone).token_mask()
+        assert torch.equal(mask[:, :, start:stop, start:stop], part)
+
+
+def test_heads_of_a_group_score_the_keys_of_their_kv_head():
+    q, k = loud(q_length=160, heads=4, kv_heads=2)
+    ranges = KeyRanges.causal(1, 160, 160, "cpu")
+    all_heads = reference.selected_blocks(q, k, ranges, SMALL, scale=1.0)
+    for head in range(4):
+        own_q, own_k = q[:, [head]], k[:, [head // 2]]
+        own = reference.selected_blocks(own_q, own_k, ranges, SMALL, scale=1.0)
+        assert torch.equal(all_heads[:, [head]], own)

@@ -1,0 +1,137 @@
+"""Plans and logits equal those that were stored, so that a refactoring changes no bit of them.
+
+Inputs are multiples of 1/8, so that dot products are exact on every CPU. If a change of results is
+intended, rewrite the stored values:
+
+    PYTHONPATH=tests/shared python tests/test_frozen_plans.py
+"""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from marks import slow_but
+from selecting import by_kernels, laid_in, on_the_cpu
+from tiny import SPARSE, tiny_model, tokens
+
+import cab_hf
+from cab_hf import CabConfig
+
+FILE = Path(__file__).parent / "shared" / "frozen_plans.json"
+ROWS = CabConfig(
+    32, 16, outlier_queries=4, typical_queries=4,
+    typical_key_stride=1, mass_threshold=0.08, share_threshold=0.3,
+)  # fmt: skip
+FRC = CabConfig(32, 16, predictor="frc", sparsity=0.6)
+HALF = tuple(range(16, 32))
+# name -> (config, sizes of q and k, layout, further arguments of `on_the_cpu`)
+PLANS = {
+    "causal": (ROWS, {}, "causal", {"channels": HALF}),
+    "padded": (ROWS, {"batch": 2}, "padded", {"channels": HALF}),
+    "packed": (ROWS, {}, "packed", {"channels": HALF}),
+    "chunk": (ROWS, {"length": 100, "kv_length": 300}, "chunk", {"channels": HALF}),
+    "in-place": (ROWS, {"batch": 2, "length": 140}, "in-place", {"channels": HALF}),
+    "7-tokens": (replace(ROWS, dense_tail_blocks=0), {"length": 7}, "causal", {}),
+    "odd-length": (ROWS, {"length": 333}, "causal", {}),
+    "one-kv-head": (ROWS, {"kv_heads": 1}, "causal", {"channels": HALF}),
+    "every-4th-key": (replace(ROWS, typical_key_stride=4), {}, "packed", {"channels": HALF}),
+    "typical-alone": (replace(ROWS, outlier_queries=0), {}, "causal", {}),
+    "wide-keys": (replace(ROWS, key_block=64), {}, "causal", {"channels": HALF}),
+    "capped": (replace(ROWS, max_density=0.4), {"batch": 2}, "padded", {"channels": HALF}),
+    "capped-listed": (replace(ROWS, max_density=0.3), {"batch": 2}, "in-place", {}),
+    "two-tails": (replace(ROWS, dense_tail_blocks=2), {"batch": 2}, "padded", {}),
+    "sinks": (ROWS, {}, "causal", {"sinks": torch.tensor([-3.0, 4.0, 12.0, 90.0])}),
+    "softcap": (ROWS, {}, "causal", {"softcap": 4.0}),
+    "cascade": (replace(ROWS, predictor="cascade", anchors=(0,)), {}, "causal", {}),
+    "frc": (FRC, {}, "causal", {}),
+    "frc-padded": (FRC, {"batch": 2}, "padded", {}),
+    "frc-additive": (replace(FRC, curvature="additive"), {}, "packed", {}),
+}
+# the interpreter takes seconds per case
+BY_KERNELS = slow_but(
+    ["chunk", "capped-listed", "every-4th-key", "padded", "capped", "frc-padded"], 0
+)
+LAYOUTS = ["causal", "padded"]
+
+
+def drawn(batch=1, length=300, kv_length=None, heads=4, kv_heads=2, dim=32):
+    """Return q and k, multiples of 1/8, whose blocks differ."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (batch, heads, length, dim), (batch, kv_heads, kv_length or length, dim)
+    return [(16 * torch.randn(shape, generator=generator)).round() / 8 for shape in shapes]
+
+
+def inputs_of(name):
+    config, sizes, layout, options = PLANS[name]
+    q, k, ranges = laid_in(layout, *drawn(**sizes), config.query_block)
+    return config, q, k, ranges, options
+
+
+def hash_of(plan):
+    """Return a hash of the lists of a plan, without their unused entries."""
+    numbers = [plan.full.counts, plan.partial.counts]
+    numbers += [part.indices.masked_fill(~part.listed(), -1) for part in (plan.full, plan.partial)]
+    # the width of lists is an upper bound
+    numbers = [x[..., : int(x.ge(0).sum(-1).max())] if x.ndim > 3 else x for x in numbers]
+    rows = plan.dense_rows if plan.dense_rows is not None else torch.empty(0)
+    text = json.dumps([x.tolist() for x in (*numbers, rows)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def logits_of(layout):
+    """Return some logits of a sparse tiny model, whose weights no version of a library draws."""
+    model, ids = tiny_model(), tokens(2, 300)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _, weight in sorted(model.named_parameters()):
+            if weight.ndim == 2:
+                weight.copy_(torch.randn(weight.shape, generator=generator) / 4)
+        mask = torch.ones_like(ids)
+        if layout == "padded":
+            mask[0, :60] = 0
+        with cab_hf.cab(model, SPARSE):
+            logits = model(ids, attention_mask=mask).logits
+    return logits[:, 99::100, :3].flatten()
+
+
+@pytest.fixture(scope="module")
+def frozen():
+    return json.loads(FILE.read_text())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plan_of_the_reference_is_the_stored_one(name, frozen):
+    config, q, k, ranges, options = inputs_of(name)
+    assert hash_of(on_the_cpu(config, q, k, ranges, **options)) == frozen["plans"][name]
+
+
+@pytest.mark.parametrize("name", BY_KERNELS)
+def test_plan_of_the_kernels_is_the_stored_one(name, frozen):
+    config, q, k, ranges, options = inputs_of(name)
+    assert hash_of(by_kernels(config, q, k, ranges, **options)) == frozen["plans"][name]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_are_close_to_the_stored_ones(layout, frozen):
+    expected = torch.tensor(frozen["logits"][layout])
+    torch.testing.assert_close(logits_of(layout), expected, atol=1e-3, rtol=1e-3)
+
+
+def write():
+    """Store the plans and logits of this machine, if no rounding decides about a plan."""
+    plans = {}
+    for name in PLANS:
+        config, q, k, ranges, options = inputs_of(name)
+        scaled = [on_the_cpu(config, q * x, k, ranges, **options) for x in (1, 1 - 1e-6, 1 + 1e-6)]
+        plans[name], *others = map(hash_of, scaled)
+        if any(other != plans[name] for other in others):
+            raise ValueError(f"{name} must not depend on rounding. Change its inputs.")
+    logits = {x: [round(number, 4) for number in logits_of(x).tolist()] for x in LAYOUTS}
+    FILE.write_text(json.dumps({"plans": plans, "logits": logits}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    write()
