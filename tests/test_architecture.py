@@ -12,7 +12,17 @@ ROOT = Path(__file__).parents[1]
 # a module imports from its own floor and from those before it; "a b" share one
 FLOORS = [
     *("checks", "capability", "config", "hf", "experiment", "data", "plan"),
-    *("ops", "predictors", "call", "engines", "layers", "distributed", "decode", "route"),
+    *(
+        "ops",
+        "selection",
+        "predictors",
+        "call",
+        "engines",
+        "layers",
+        "distributed",
+        "decode",
+        "route",
+    ),
     *("calibration", "batching vllm", "attention", "patches", "finetune", "eval"),
 ]
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names.split()}

@@ -8,7 +8,7 @@ outliers, the strided keys and the weights of outliers and typical queries are o
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from cab_hf.config import CabConfig, blocks_of, tail_of
 from cab_hf.ops import reference
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, block_visibility, crossed_blocks
 from cab_hf.predictors.base import LayerContext, Predictor, has_kernels
+from cab_hf.selection import cpu
 
 # fields of CabConfig for selecting blocks, with their types in the registered op
 FIELDS = {
@@ -115,8 +116,9 @@ def _choose(
 
         parts = summary.keys, summary.exponents, call.ranges, call.scale, call.channels, config
         return lists.choose(q, *parts, call.sinks, call.softcap)
+    score = cpu.scores if q.device.type == "cpu" and call.scale > 0 else _scores
     plan = BlockPlan.from_dense(
-        choose_by_reference(q, summary.keys, call, config),
+        choose_by_reference(q, summary.keys, call, config, score),
         call.ranges,
         query_block=config.query_block,
         key_block=config.key_block,
@@ -125,11 +127,21 @@ def _choose(
     return plan.full, plan.partial
 
 
-def choose_by_reference(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
-    """Return the blocks that `RowsPredictor` keeps, bool [B, H, M_q, M_k], in plain PyTorch."""
+def choose_by_reference(
+    q: Tensor,
+    k: Tensor,
+    call: LayerContext,
+    config: CabConfig,
+    score: Callable[..., Tensor] | None = None,
+) -> Tensor:
+    """Return the blocks that `RowsPredictor` keeps, bool [B, H, M_q, M_k], in plain PyTorch.
+
+    Args:
+        score: see `ranks`.
+    """
     bad = reference.not_finite(k, call.ranges.key_valid)
     marked = reference.marked_blocks(bad, config.key_block)
-    rank = capped_ranks(ranks(q, k, call, config), call.ranges, config, marked)
+    rank = capped_ranks(ranks(q, k, call, config, score), call.ranges, config, marked)
     return rank >= config.mass_threshold
 
 
@@ -156,7 +168,13 @@ def capped_ranks(
     return rank.masked_fill(~reference.best_of_rows(rank, rank >= 0, forced, most), -1.0)
 
 
-def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
+def ranks(
+    q: Tensor,
+    k: Tensor,
+    call: LayerContext,
+    config: CabConfig,
+    score: Callable[..., Tensor] | None = None,
+) -> Tensor:
     """Return the largest mass threshold that keeps each block, float32 [B, H, M_q, M_k].
 
     The first case that applies determines the value of a block:
@@ -168,15 +186,30 @@ def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor
     * else min(1, mass * max(1, n / `reference.THRESHOLD_KEYS`)) for n visible keys.
 
     A key that is not finite counts as zeros in the masses of other blocks.
+
+    Args:
+        score: function that computes the last three cases, with the arguments of `cpu.scores`; None
+            for the definition.
     """
     ranges, group = call.ranges, q.shape[1] // k.shape[1]
     visible = block_visibility(ranges, *blocks_of(config))
-    seen = config.key_block * visible.sum(-1, keepdim=True).unsqueeze(1)
-    longer = (seen / reference.THRESHOLD_KEYS).clamp(min=1)
-    forced = reference.forced_blocks(visible, ranges, config).unsqueeze(1)
+    forced = reference.forced_blocks(visible, ranges, config)
     bad = reference.not_finite(k, ranges.key_valid)
     marked = reference.marked_blocks(bad, config.key_block).unsqueeze(2)
-    k = k.masked_fill(bad.unsqueeze(-1), 0.0)
+    rank = (score or _scores)(
+        q, k.masked_fill(bad.unsqueeze(-1), 0.0), call, config, visible=visible, forced=forced
+    )
+    always = forced.unsqueeze(1) | marked.repeat_interleave(group, dim=1)
+    return rank.masked_fill_(always, torch.inf).masked_fill_(~visible.unsqueeze(1), -1.0)
+
+
+def _scores(
+    q: Tensor, k: Tensor, call: LayerContext, config: CabConfig, *, visible: Tensor, forced: Tensor
+) -> Tensor:
+    """Return the ranks of blocks that are neither forced nor marked, by the reference."""
+    ranges, group = call.ranges, q.shape[1] // k.shape[1]
+    seen = config.key_block * visible.sum(-1, keepdim=True).unsqueeze(1)
+    longer = (seen / reference.THRESHOLD_KEYS).clamp(min=1)
     result = []
     for head in range(q.shape[1]):
         one, keys = q[:, [head]], k[:, [head // group]]
@@ -185,9 +218,8 @@ def ranks(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor
         mass, most = reference.mass_by_rows(one, keys, *given)
         mass = (mass * longer).clamp(max=1)
         rank = torch.where(most >= config.share_threshold, 1 + most, mass)
-        rank = rank.masked_fill(rank.isnan(), 1.0)
-        result.append(rank.masked_fill(forced | marked[:, [head // group]], torch.inf))
-    return torch.cat(result, dim=1).masked_fill(~visible.unsqueeze(1), -1.0)
+        result.append(rank.masked_fill(rank.isnan(), 1.0))
+    return torch.cat(result, dim=1)
 
 
 def _as_op(

@@ -1,0 +1,1 @@
+"""Selection of key blocks: which blocks each query block attends to."""
