@@ -10,8 +10,9 @@ these.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,22 +23,6 @@ from cab_hf.plan import BlockIndices, BlockPlan
 
 # logits that are computed at a time: 1 MiB in float32, which fits caches
 LOGITS_AT_A_TIME = 2**18
-
-
-class Blocks(NamedTuple):
-    """Tensors that are split into blocks.
-
-    Attributes:
-        q: [B, H, M_q, query_block, D].
-        k, v: [B, H_kv, M_k, key_block * D].
-        first, last: int32 [B, M_q, query_block], the visible keys of each query.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    first: Tensor
-    last: Tensor
 
 
 def attention(
@@ -53,7 +38,8 @@ def attention(
 
     `reference.attention` is the definition.
     """
-    is_finite = all(bool(x.isfinite().all()) for x in (q, k, v))
+    # a sum is faster than isfinite; a sum that overflows only selects the slower function
+    is_finite = all(math.isfinite(float(x.sum(dtype=torch.float32))) for x in (q, k, v))
     if softcap is None and is_finite and q.shape[3] == v.shape[3]:
         out, lse = _by_fused_kernel(q, k, v, plan, scale)
     else:
@@ -67,114 +53,155 @@ def _by_fused_kernel(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, M_q, query_block, D] and the log-sum-exp by PyTorch's kernel."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    sharing, group = plan.shared_by(q.shape[1]), q.shape[1] // k.shape[1]
-    # the last block is padded: no query sees the padding
+    # the last block is padded: no query sees padding
     queries = F.pad(q, (0, 0, 0, -q.shape[2] % plan.query_block)).to(wide)
-    keys, values = (F.pad(x, (0, 0, 0, -x.shape[2] % plan.key_block)).to(wide) for x in (k, v))
-    blocks = Blocks(
-        queries.unflatten(2, (-1, plan.query_block)),
-        *(x.contiguous().unflatten(2, (-1, plan.key_block)).flatten(3) for x in (keys, values)),
-        *plan.ranges.blocked(plan.query_block),
+    queries = queries.unflatten(2, (-1, plan.query_block)).transpose(1, 2).contiguous()
+    keys, values = (
+        F.pad(x, (0, 0, 0, -x.shape[2] % plan.key_block)).to(wide).contiguous() for x in (k, v)
     )
-    out = q.new_empty(blocks.q.shape)
-    lse = q.new_empty(blocks.q.shape[:4], dtype=wide)
-    full, partial = plan.full.counts.tolist(), plan.partial.counts.tolist()
-    for batch in range(q.shape[0]):
-        for head in range(plan.heads):
-            counts = full[batch][head], partial[batch][head]
-            lengths = [sum(x) * plan.key_block for x in zip(*counts, strict=True)]
-            for heads, kv_head in _heads_under(head, sharing, group):
-                queries_per_row = plan.query_block * (heads.stop - heads.start)
-                for rows in _chunks(lengths, queries_per_row):
-                    place = batch, head, rows
-                    is_long = lengths[rows.start] * queries_per_row > LOGITS_AT_A_TIME
-                    if is_long and counts[0][rows.start]:
-                        # one row: a mask for all keys would be larger than the caches
-                        parts = [_full_part(blocks, plan, place, heads, kv_head, scale)]
-                        if counts[1][rows.start]:
-                            parts += [_masked(blocks, plan, place, heads, kv_head, scale, False)]
-                    else:
-                        parts = [_masked(blocks, plan, place, heads, kv_head, scale, True)]
-                    part, sums = _merged(*parts)
-                    out[batch, heads, rows] = part.transpose(0, 1).to(q.dtype)
-                    lse[batch, heads, rows] = sums.transpose(0, 1)
-    blind = blocks.first > blocks.last
+    keys, values = (x.view(-1, plan.key_block * x.shape[3]) for x in (keys, values))
+    # [B, M_q, H, query_block, D] and [B, M_q, H, query_block]
+    out, lse = torch.zeros_like(queries), queries.new_full(queries.shape[:4], -torch.inf)
+    _attend_full(queries, keys, values, plan, scale, kv_heads=k.shape[1], out=out, lse=lse)
+    _add_partial(queries, keys, values, plan, scale, kv_heads=k.shape[1], out=out, lse=lse)
+    first, last = plan.ranges.blocked(plan.query_block)
+    blind = (first > last).unsqueeze(2)
     if bool(blind.any()):
-        out.masked_fill_(blind[:, None, :, :, None], 0.0)
-        lse.masked_fill_(blind[:, None], -torch.inf)
-    return out, lse
+        out.masked_fill_(blind.unsqueeze(4), 0.0)
+        lse.masked_fill_(blind, -torch.inf)
+    return out.to(q.dtype).transpose(1, 2), lse.transpose(1, 2)
 
 
-Place = tuple[int, int, slice]
-
-
-def _full_part(
-    blocks: Blocks, plan: BlockPlan, place: Place, heads: slice, kv_head: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attend to the full blocks of one row: output [1, H, query_block, D] and log-sum-exp."""
-    batch, _, rows = place
-    count = plan.full.counts[place]
-    index = plan.full.indices[place][0, : int(count)]
-    q = blocks.q[batch, heads, rows].transpose(0, 1)
-    return _fused(q, *_gathered(blocks, batch, kv_head, index[None]), scale)
-
-
-def _masked(
-    blocks: Blocks,
+def _attend_full(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     plan: BlockPlan,
-    place: Place,
-    heads: slice,
-    kv_head: int,
     scale: float,
-    with_full: bool,
-) -> tuple[Tensor, Tensor]:
-    """Attend to the partial blocks of R rows, and to the full blocks if ``with_full``.
+    *,
+    kv_heads: int,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Write attention over the full blocks to ``out`` and ``lse``; other rows do not change.
+
+    Rows that list equally many blocks are attended together and need no mask.
+
+    Args:
+        q: [B, M_q, H, query_block, D].
+        k, v: [B * H_kv * M_k, key_block * D].
+        out, lse: [B, M_q, H, query_block, D] and [B, M_q, H, query_block].
+    """
+    together, lists, base = _units(plan, q.shape[2], kv_heads)
+    counts = plan.full.counts.flatten()[lists]
+    indices = plan.full.indices.flatten(0, 2)
+    q, out, lse = (x.unflatten(2, (-1, together)).flatten(0, 2) for x in (q, out, lse))
+    counts, order = counts.sort(stable=True)
+    per_block = together * plan.query_block * plan.key_block
+    for some, count in _alike(counts.tolist(), per_block):
+        unit = order[some]
+        blocks = indices[lists[unit], :count] + base[unit].unsqueeze(1)
+        listed_k, listed_v = (_taken_blocks(x, blocks, q.shape[3]) for x in (k, v))
+        part, sums = _fused(q[unit], listed_k.unsqueeze(1), listed_v.unsqueeze(1), scale)
+        out[unit], lse[unit] = part, sums
+
+
+def _add_partial(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: BlockPlan,
+    scale: float,
+    *,
+    kv_heads: int,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Merge attention over the partial blocks into ``out`` and ``lse``; see `_attend_full`.
+
+    All heads of a few rows are attended together.
+    """
+    batch, rows, heads = q.shape[:3]
+    together, lists, base = _units(plan, heads, kv_heads)
+    counts = plan.partial.counts.flatten()[lists].view(batch * rows, -1)
+    indices = plan.partial.indices.flatten(0, 2)[lists].unflatten(0, counts.shape)
+    base = base.view(*counts.shape, 1)
+    # the lists of all heads are usually those of the diagonal
+    shared = bool((counts == counts[:, :1]).all() and (indices == indices[:, :1]).all())
+    first, last = (x.flatten(0, 1)[:, None, :, None] for x in plan.ranges.blocked(plan.query_block))
+    q, out, lse = (x.flatten(0, 1) for x in (q, out, lse))
+    within = torch.arange(plan.key_block, dtype=torch.int32, device=q.device)
+    width = max(1, int(counts.max()))
+    step = max(1, LOGITS_AT_A_TIME // (heads * plan.query_block * plan.key_block * width))
+    for start in range(0, batch * rows, step):
+        some = slice(start, start + step)
+        width = int(counts[some].max())
+        if not width:
+            continue
+        blocks = indices[some, :, :width]
+        listed_k, listed_v = (_taken_blocks(x, blocks + base[some], q.shape[3]) for x in (k, v))
+        mine, listed = (x[some, :1] if shared else x[some] for x in (indices, counts))
+        # [rows, 1 or units, 1, keys]
+        key = (mine[..., :width, None] * plan.key_block + within).flatten(2).unsqueeze(2)
+        absent = torch.arange(width, device=q.device) >= listed.unsqueeze(2)
+        absent = absent.repeat_interleave(plan.key_block, 2).unsqueeze(2)
+        unseen = (key < first[some]) | (key > last[some]) | absent
+        mask = q.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
+        blind = unseen.all(-1)
+        if not shared:
+            listed_k, listed_v, mask, blind = (
+                x.repeat_interleave(together, 1) for x in (listed_k, listed_v, mask, blind)
+            )
+        elif together > 1:
+            listed_k, listed_v = (x.repeat_interleave(together, 1) for x in (listed_k, listed_v))
+        part, sums = _fused(q[some], listed_k, listed_v, scale, mask)
+        if bool(blind.any()):
+            part = part.masked_fill(blind.unsqueeze(-1), 0.0)
+            sums = sums.masked_fill(blind, -torch.inf)
+        # both log-sum-exps are -inf for a query that sees nothing
+        weight = (sums - lse[some]).sigmoid().nan_to_num_(nan=0.0).unsqueeze(-1)
+        torch.lerp(out[some], part, weight, out=out[some])
+        torch.logaddexp(lse[some], sums, out=lse[some])
+
+
+def _units(plan: BlockPlan, heads: int, kv_heads: int) -> tuple[int, Tensor, Tensor]:
+    """Return the units of attention: a row of the query heads that share lists and keys.
 
     Returns:
-        The output [R, H, query_block, D] and the log-sum-exp [R, H, query_block].
+        heads: Number of query heads per unit.
+        lists: int64 [B * M_q * U], the row of each unit in the flattened lists [B * H_p * M_q].
+        base: int64 [B * M_q * U], the first block of each unit's keys in [B * H_kv * M_k].
     """
-    batch, _, rows = place
-    first, last = (x[batch, rows].unsqueeze(2) for x in (blocks.first, blocks.last))
-    partial, absent = _columns(plan.partial, place)
-    within = torch.arange(plan.key_block, device=first.device, dtype=torch.int32)
-    key = (partial.unsqueeze(2) * plan.key_block + within).flatten(1).unsqueeze(1)
-    # [R, query_block, keys]
-    unseen = (key < first) | (key > last)
-    unseen |= absent.repeat_interleave(plan.key_block, 1).unsqueeze(1)
-    blind = unseen.all(-1)
-    index = partial
-    if with_full:
-        full, lacking = _columns(plan.full, place)
-        lacking = lacking.repeat_interleave(plan.key_block, 1).unsqueeze(1)
-        index = torch.cat([partial, full], 1)
-        unseen = torch.cat([unseen, lacking.expand(-1, unseen.shape[1], -1)], 2)
-        blind &= lacking.all(-1)
-    q = blocks.q[batch, heads, rows].transpose(0, 1)
-    if not index.shape[1]:
-        return torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)
-    mask = q.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
-    out, lse = _fused(q, *_gathered(blocks, batch, kv_head, index), scale, mask.unsqueeze(1))
-    if bool(blind.any()):
-        out = out.masked_fill(blind[:, None, :, None], 0.0)
-        lse = lse.masked_fill(blind[:, None], -torch.inf)
-    return out, lse
+    sharing, group = plan.shared_by(heads), heads // kv_heads
+    together = math.gcd(sharing, group)
+    device = plan.full.counts.device
+    head = torch.arange(0, heads, together, device=device)
+    batch = torch.arange(plan.batch, device=device)[:, None, None]
+    row = torch.arange(plan.q_blocks, device=device)[:, None]
+    lists = (batch * plan.heads + head // sharing) * plan.q_blocks + row
+    base = (batch * kv_heads + head // group) * plan.kv_blocks
+    return together, lists.flatten(), base.expand_as(lists).flatten()
 
 
-def _columns(part: BlockIndices, place: Place) -> tuple[Tensor, Tensor]:
-    """Return the block indices of R rows, int32 [R, W], and which entries are not listed."""
-    counts = part.counts[place]
-    indices = part.indices[place][:, : int(counts.max())]
-    slot = torch.arange(indices.shape[1], device=counts.device)
-    return indices, slot >= counts.unsqueeze(1)
+def _alike(counts: list[int], logits_per_block: int) -> Iterator[tuple[slice, int]]:
+    """Yield (units, count) with one count above 0 and at most `LOGITS_AT_A_TIME` logits.
+
+    Args:
+        counts: Number of blocks of each unit, ascending.
+        logits_per_block: Logits of a unit per block.
+    """
+    start = bisect_right(counts, 0)
+    while start < len(counts):
+        count = counts[start]
+        most = max(1, LOGITS_AT_A_TIME // (count * logits_per_block))
+        stop = min(bisect_right(counts, count), start + most)
+        yield slice(start, stop), count
+        start = stop
 
 
-def _gathered(blocks: Blocks, batch: int, kv_head: int, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values of blocks ``index`` [R, W], both [R, 1, W * key_block, D]."""
-    rows, dim = index.shape[0], blocks.q.shape[4]
-    return tuple(
-        x[batch, kv_head].index_select(0, index.flatten()).view(rows, 1, -1, dim)
-        for x in (blocks.k, blocks.v)
-    )
+def _taken_blocks(x: Tensor, blocks: Tensor, dim: int) -> Tensor:
+    """Gather blocks [..., W] of x [blocks, key_block * D]: [..., W * key_block, D]."""
+    return x.index_select(0, blocks.flatten()).view(*blocks.shape[:-1], -1, dim)
 
 
 def _fused(
@@ -184,18 +211,6 @@ def _fused(
     k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return attend(q, k, v, attn_mask=mask, scale=scale)
-
-
-def _merged(
-    part: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp over the keys of both parts; no part is blind."""
-    if other is None:
-        return part
-    (out, lse), (other_out, other_lse) = part, other
-    # the log-sum-exp of ``part`` is finite: the row lists full blocks
-    weight = (other_lse - lse).sigmoid().unsqueeze(-1)
-    return torch.lerp(out, other_out, weight), torch.logaddexp(lse, other_lse)
 
 
 def _by_products(
