@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cab_hf import engines
+from cab_hf import break_even, engines
 from cab_hf.call.call import Call
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import KeyIndex
@@ -51,6 +51,9 @@ def route(
         ValueError: if a named engine does not support the call.
     """
     kind, reason = _kind(text, config, layer, index) if sparse else ("exact", None)
+    if kind == "sparse":
+        reason = _why_slower(text, config, work.device)
+        kind = "sparse" if reason is None else "exact"
     if kind == "sparse":
         tail = text.tail_from(config.dense_tail_blocks, config.query_block)
         if tail is not None and text.q_slot + text.q_length <= tail:
@@ -99,3 +102,20 @@ def _kind(
     if tail is not None and config.dense_tail_blocks and text.q_slot >= tail:
         return "exact", f"the end of a prompt (dense_tail_blocks={config.dense_tail_blocks})"
     return "sparse", None
+
+
+def _why_slower(text: Any, config: CabConfig, device_type: str) -> str | None:
+    """Return why dense attention is faster than sparse attention, or None if it is not.
+
+    A prompt counts as a whole, so that its chunks are computed alike.
+    """
+    prompt = getattr(text, "prompt", None)
+    queries, tokens = text.longest or (text.q_length, text.kv_length)
+    if config.min_length == 0 or tokens is None or getattr(text, "sharding", None) is not None:
+        return None
+    if prompt is not None and text.document is None:
+        queries -= prompt.start
+    if break_even.pays(queries, tokens, device_type):
+        return None
+    least = break_even.least_queries(tokens, device_type)
+    return f"fewer than {least} queries after a long cache, where dense attention is faster"

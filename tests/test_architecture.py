@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 # a module imports from its own floor and from those before it; "a b" share one
 FLOORS = [
     *("checks", "capability", "config", "hf", "experiment", "data", "plan"),
+    "break_even",
     *(
         "ops",
         "selection",
