@@ -139,9 +139,11 @@ def choose_by_reference(
     Args:
         score: see `ranks`.
     """
-    bad = reference.not_finite(k, call.ranges.key_valid)
-    marked = reference.marked_blocks(bad, config.key_block)
-    rank = capped_ranks(ranks(q, k, call, config, score), call.ranges, config, marked)
+    rank = ranks(q, k, call, config, score)
+    if config.max_density < 1:
+        bad = reference.not_finite(k, call.ranges.key_valid)
+        marked = reference.marked_blocks(bad, config.key_block)
+        rank = capped_ranks(rank, call.ranges, config, marked)
     return rank >= config.mass_threshold
 
 
@@ -196,9 +198,9 @@ def ranks(
     forced = reference.forced_blocks(visible, ranges, config)
     bad = reference.not_finite(k, ranges.key_valid)
     marked = reference.marked_blocks(bad, config.key_block).unsqueeze(2)
-    rank = (score or _scores)(
-        q, k.masked_fill(bad.unsqueeze(-1), 0.0), call, config, visible=visible, forced=forced
-    )
+    if k.device.type != "cpu" or bool(bad.any()):
+        k = k.masked_fill(bad.unsqueeze(-1), 0.0)
+    rank = (score or _scores)(q, k, call, config, visible=visible, forced=forced)
     always = forced.unsqueeze(1) | marked.repeat_interleave(group, dim=1)
     return rank.masked_fill_(always, torch.inf).masked_fill_(~visible.unsqueeze(1), -1.0)
 

@@ -19,14 +19,17 @@ from cab_hf.config import CabConfig, num_typical_queries
 from cab_hf.ops import reference
 from cab_hf.plan import KeyRanges
 
-# logits of one product, 1 MiB in float32: they stay in the cache of a core until the maxima are
+# logits of one product, 2 MiB in float32: they stay in the cache of a core until the maxima are
 # computed
-LOGITS_AT_A_TIME = 2**18
+LOGITS_AT_A_TIME = 2**19
+# key blocks of a part of a slab, a multiple of this number: a maximum over keys is fast for this
+# many columns
+BLOCKS_OF_A_VECTOR = 32
 # sampled queries of all heads that are scored together: enough for fast products, and few enough
 # that little of the slab is masked
 SAMPLES_AT_A_TIME = 1024
-# query blocks whose Gram matrices are in memory together: 4 MiB for blocks of 128 queries
-GRAMS_AT_A_TIME = 64
+# query blocks whose Gram matrices are in memory together: 8 MiB for blocks of 128 queries
+GRAMS_AT_A_TIME = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,14 +38,14 @@ class Samples:
 
     Attributes:
         positions: int64 [B, H, M_q, S], positions of the queries; -1 for none.
-        queries: [B, H, N_q, C], all queries.
-        keys: float32 [B, H_kv, N, C], the sampled keys.
+        channels: The channels that are scored; None for all.
+        keys: float32 [B, H_kv, N, C], the sampled keys, padded to whole blocks.
         key_stride: Distance between sampled keys, in tokens.
         weight: Number of queries of the block that a sample represents.
     """
 
     positions: Tensor
-    queries: Tensor
+    channels: Tensor | None
     keys: Tensor
     key_stride: int
     weight: float
@@ -78,7 +81,7 @@ def scores(
             slab = _Slab.of(ranges, batch, rows, config)
             mass, total, most = 0.0, 0.0, None
             for kind in kinds:
-                largest, shares, num_samples = _shares(kind, call, slab, config.key_block)
+                largest, shares, num_samples = _shares(q, kind, call, slab, config.key_block)
                 mass = mass + kind.weight * shares
                 total = total + kind.weight * num_samples.unsqueeze(-1)
                 most = largest if most is None else torch.maximum(most, largest)
@@ -139,16 +142,17 @@ def _samples(
     num_typical, stride = num_typical_queries(config), config.typical_key_stride
     typical = reference.typical_queries(ranges, size, num_typical)
     typical = typical.unsqueeze(1).expand(-1, q.shape[1], -1, -1)
-    keys = k[:, :, reference.key_offset(stride) :: stride].float()
+    whole = F.pad(k, (0, 0, 0, -k.shape[2] % config.key_block))
+    keys = whole[:, :, reference.key_offset(stride) :: stride].float()
     weight = (size - count) / num_typical
-    kinds = [Samples(typical, q, keys, key_stride=stride, weight=weight)]
+    kinds = [Samples(typical, None, keys, key_stride=stride, weight=weight)]
     if count:
-        some = list(channels) if channels else slice(None)
+        some = torch.tensor(channels, device=q.device) if channels else None
         kinds.append(
             Samples(
                 positions=outlier_queries(q, ranges, size, count),
-                queries=q[..., some],
-                keys=k[..., some].float(),
+                channels=some,
+                keys=(whole if some is None else whole.index_select(-1, some)).float(),
                 key_stride=1,
                 weight=1.0,
             )
@@ -156,54 +160,91 @@ def _samples(
     return kinds
 
 
-def _shares(kind: Samples, call: Any, slab: _Slab, key_block: int) -> tuple[Tensor, Tensor, Tensor]:
+def _shares(
+    q: Tensor, kind: Samples, call: Any, slab: _Slab, key_block: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `reference.shares_of_blocks` for the rows and the key blocks of ``slab``.
 
     Returns:
         maximum and total, float32 [H, R, blocks], and num_samples, float32 [H, R].
     """
     keys = kind.keys[slab.batch]
-    kv_heads, num_keys = keys.shape[:2]
     at = kind.positions[slab.batch][:, slab.rows]
     heads, _, num_samples = at.shape
     # [H, R * S]
     position = at.flatten(1)
     missing = position < 0
     position = position.clamp(min=0)
-    queries = kind.queries[slab.batch]
-    samples = queries.gather(1, position.unsqueeze(-1).expand(-1, -1, queries.shape[2])).float()
-    samples = samples.unflatten(0, (kv_heads, -1)).flatten(1, 2)
+    head = torch.arange(heads, device=q.device).unsqueeze(-1)
+    samples = q[slab.batch][head, position]
+    if kind.channels is not None:
+        samples = samples.index_select(-1, kind.channels)
     first = call.ranges.start[slab.batch][position]
     last = call.ranges.end[slab.batch][position].masked_fill(missing, -1)
-    offset = reference.key_offset(kind.key_stride)
-
-    blocks = slab.end_block - slab.first_block
-    keys_per_block = key_block // kind.key_stride
-    width = max(1, LOGITS_AT_A_TIME // (keys_per_block * samples.shape[0] * samples.shape[1]))
-    width = min(width, blocks)
-    room = samples.new_empty(kv_heads * samples.shape[1] * width * keys_per_block)
-    largest = samples.new_empty(*samples.shape[:2], blocks)
-    for begin, end, is_masked in slab.parts(width):
-        low, high = begin * keys_per_block, min(end * keys_per_block, num_keys)
-        shape = (*samples.shape[:2], high - low)
-        logits = room[: shape[0] * shape[1] * shape[2]].view(shape)
-        torch.bmm(samples, keys[:, low:high].transpose(1, 2), out=logits)
-        if is_masked:
-            key = torch.arange(low, high, device=keys.device) * kind.key_stride + offset
-            unseen = (key < first.unsqueeze(-1)) | (key > last.unsqueeze(-1))
-            logits.masked_fill_(unseen.unflatten(0, (kv_heads, -1)).flatten(1, 2), -torch.inf)
-            logits = F.pad(logits, (0, end * keys_per_block - high), value=-torch.inf)
-        place = slice(begin - slab.first_block, end - slab.first_block)
-        torch.amax(logits.unflatten(2, (end - begin, -1)), -1, out=largest[..., place])
+    # the queries of a group become more queries of their KV head
+    samples, low, high = (
+        x.unflatten(0, (keys.shape[0], -1)).flatten(1, 2) for x in (samples.float(), first, last)
+    )
+    largest = _block_maxima(samples, low, high, keys, kind.key_stride, slab, key_block)
     # scaling and soft caps do not change the order
-    largest = largest.unflatten(1, (heads // kv_heads, -1)).flatten(0, 1)
     largest = reference.capped(largest.mul_(call.scale), call.softcap)
     if bool(missing.any()):
-        largest = largest.masked_fill(missing.unsqueeze(-1), -torch.inf)
+        largest = largest.masked_fill((high < 0).unsqueeze(-1), -torch.inf)
+    largest = largest.unflatten(1, (heads // keys.shape[0], -1)).flatten(0, 1)
     share = _softmax(largest, call.sinks, key_block).unflatten(1, (-1, num_samples))
+    offset = reference.key_offset(kind.key_stride)
     nearest = (first - offset).clamp(min=0).add(kind.key_stride - 1) // kind.key_stride
     sees = nearest * kind.key_stride + offset <= last
     return share.amax(2), share.sum(2), sees.unflatten(1, (-1, num_samples)).sum(-1).float()
+
+
+def _block_maxima(
+    samples: Tensor,
+    first: Tensor,
+    last: Tensor,
+    keys: Tensor,
+    key_stride: int,
+    slab: _Slab,
+    key_block: int,
+) -> Tensor:
+    """Return the largest product of each sample and key block, [H_kv, samples, blocks].
+
+    Args:
+        samples: float32 [H_kv, samples, C].
+        first, last: int32 [H_kv, samples], the tokens that each sample sees.
+        keys: float32 [H_kv, N, C], padded to whole blocks.
+    """
+    kv_heads, count, dim = samples.shape
+    keys_per_block, blocks = key_block // key_stride, slab.end_block - slab.first_block
+    width = max(1, LOGITS_AT_A_TIME // (keys_per_block * kv_heads * count))
+    width = min(width // BLOCKS_OF_A_VECTOR * BLOCKS_OF_A_VECTOR or width, blocks)
+    latest_start = int(first.max())
+    room = samples.new_empty(kv_heads * count * width * keys_per_block)
+    largest = samples.new_empty(kv_heads, count, blocks)
+    for begin, end, is_masked in slab.parts(width):
+        shape = keys_per_block, end - begin
+        # [H_kv, keys_per_block * blocks, C]: the keys of a block are ``blocks`` apart, so that a
+        # maximum over keys is a maximum of vectors
+        part = keys[:, begin * shape[0] : end * shape[0]].unflatten(1, shape[::-1])
+        part = part.transpose(1, 2).reshape(kv_heads, -1, dim)
+        logits = room[: kv_heads * count * part.shape[1]].view(kv_heads, count, -1)
+        torch.bmm(samples, part.transpose(1, 2), out=logits)
+        if is_masked:
+            number = torch.arange(begin * shape[0], end * shape[0], device=keys.device)
+            key = number.view(shape[::-1]).T.flatten() * key_stride
+            key = (key + reference.key_offset(key_stride)).int()
+            unseen = key > last.unsqueeze(-1)
+            if begin * key_block < latest_start:
+                unseen |= key < first.unsqueeze(-1)
+            logits.masked_fill_(unseen, -torch.inf)
+        logits = logits.unflatten(2, shape)
+        while logits.shape[2] > 1 and logits.shape[2] % 2 == 0 and shape[1] < BLOCKS_OF_A_VECTOR:
+            # amax over few columns is slow
+            half = logits.shape[2] // 2
+            logits = torch.maximum(logits[:, :, :half], logits[:, :, half:])
+        place = slice(begin - slab.first_block, end - slab.first_block)
+        torch.amax(logits, 2, out=largest[..., place])
+    return largest
 
 
 def _softmax(largest: Tensor, sinks: Tensor | None, key_block: int) -> Tensor:
@@ -221,38 +262,58 @@ def outlier_queries(q: Tensor, ranges: KeyRanges, query_block: int, count: int) 
     """Compute `reference.outlier_queries` from the Gram matrix of each query block."""
     if count == query_block:
         return reference.outlier_queries(q, ranges, query_block, count)
-    blocks, real = reference._blocked(q, ranges.end >= 0, query_block)
-    blocks = blocks.masked_fill_(~real.unsqueeze(-1), 0.0).flatten(0, 2)
+    blocks = -(-q.shape[2] // query_block)
+    padding = blocks * query_block - q.shape[2]
+    real = F.pad(ranges.end >= 0, (0, padding)).unflatten(1, (-1, query_block))
+    inside = torch.empty(*q.shape[:2], blocks, count, dtype=torch.int64, device=q.device)
+    step = max(1, GRAMS_AT_A_TIME // (q.shape[0] * q.shape[1]))
+    for start in range(0, blocks, step):
+        some = slice(start, start + step)
+        part = q[:, :, start * query_block : (start + step) * query_block].float()
+        part = F.pad(part, (0, 0, 0, -part.shape[2] % query_block)).unflatten(2, (-1, query_block))
+        mine = real[:, some].unsqueeze(1).expand(part.shape[:-1])
+        if not bool(mine.all()):
+            part = part.masked_fill(~mine.unsqueeze(-1), 0.0)
+        samples = _farthest_points(part.flatten(0, 2), mine.flatten(0, 2), count)
+        inside[:, :, some] = samples.view(inside[:, :, some].shape)
     start = torch.arange(0, q.shape[2], query_block, device=q.device)
-    shape = (*q.shape[:2], len(start))
-    real = real.expand(*shape, -1)
-    parts = zip(
-        blocks.split(GRAMS_AT_A_TIME), real.flatten(0, 2).split(GRAMS_AT_A_TIME), strict=True
-    )
-    inside = torch.cat([_farthest_points(*part, count) for part in parts]).unflatten(0, shape)
-    return (inside + start[:, None]).masked_fill(~real.gather(-1, inside), -1)
+    missing = ~real.unsqueeze(1).expand(-1, q.shape[1], -1, -1).gather(-1, inside)
+    return (inside + start[:, None]).masked_fill_(missing, -1)
 
 
 def _farthest_points(blocks: Tensor, real: Tensor, count: int) -> Tensor:
-    """Compute `reference._farthest_points` for blocks [M, query_block, D]: int64 [M, count]."""
+    """Compute `reference._farthest_points` for blocks [M, query_block, D]: int64 [M, count].
+
+    ``nearest`` contains steps * query_block + position, exact in float32. Its minimum is the first
+    query with the lowest similarity.
+    """
     size = blocks.shape[1]
-    gram = blocks @ blocks.transpose(1, 2)
+    gram = torch.bmm(blocks, blocks.transpose(1, 2))
     mean = blocks.sum(1)
     inverse, mean_inverse = (
         x.square().sum(-1).clamp(min=reference.LEAST_SQUARE).rsqrt()
         for x in (blocks, mean.unsqueeze(1))
     )
-    products = (blocks @ mean.unsqueeze(-1))[..., 0]
-    nearest = reference._cosine_steps(products, inverse, mean_inverse)
-    nearest = nearest.masked_fill(~real, reference.PADDING_STEPS)
-    position = torch.arange(size, device=blocks.device)
-    samples = []
+    position = torch.arange(size, device=blocks.device, dtype=torch.float32)
+    missing = None if bool(real.all()) else ~real
+
+    def similarity(products: Tensor, other_inverse: Tensor) -> Tensor:
+        cosine = (products * inverse).mul_(other_inverse).nan_to_num_(nan=-1.0).clamp_(-1, 1)
+        steps = cosine.mul_(reference.COSINE_STEPS).trunc_()
+        if missing is not None:
+            steps.masked_fill_(missing, reference.PADDING_STEPS)
+        return steps.mul_(size).add_(position)
+
+    nearest = similarity(torch.bmm(blocks, mean.unsqueeze(-1))[..., 0], mean_inverse)
+    samples = torch.empty(len(blocks), count, dtype=torch.int64, device=blocks.device)
     for number in range(count):
-        chosen = (nearest * size + position).argmin(-1, keepdim=True)
-        samples.append(chosen)
+        chosen = nearest.amin(-1, keepdim=True).remainder_(size)
+        sampled = chosen + reference.SAMPLED_STEPS * size
+        chosen = chosen.long()
+        samples[:, number] = chosen[:, 0]
         products = gram.gather(1, chosen.unsqueeze(-1).expand(-1, -1, size))[:, 0]
-        similarity = reference._cosine_steps(products, inverse, inverse.gather(-1, chosen))
-        similarity = similarity.masked_fill(~real, reference.PADDING_STEPS)
-        nearest = similarity if number == 0 else torch.maximum(nearest, similarity)
-        nearest = nearest.scatter(-1, torch.cat(samples, -1), reference.SAMPLED_STEPS)
-    return torch.cat(samples, -1)
+        steps = similarity(products, inverse.gather(-1, chosen))
+        nearest = steps if number == 0 else torch.maximum(nearest, steps, out=nearest)
+        # larger than every similarity
+        nearest.scatter_(-1, chosen, sampled)
+    return samples
