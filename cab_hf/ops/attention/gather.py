@@ -100,10 +100,12 @@ def _attend_full(
     per_block = together * plan.query_block * plan.key_block
     for some, count in _alike(counts.tolist(), per_block):
         unit = order[some]
-        blocks = indices[lists[unit], :count] + base[unit].unsqueeze(1)
+        blocks = indices.index_select(0, lists[unit])[:, :count] + base[unit].unsqueeze(1)
         listed_k, listed_v = (_taken_blocks(x, blocks, q.shape[3]) for x in (k, v))
-        part, sums = _fused(q[unit], listed_k.unsqueeze(1), listed_v.unsqueeze(1), scale)
-        out[unit], lse[unit] = part, sums
+        mine = q.index_select(0, unit)
+        part, sums = _fused(mine, listed_k.unsqueeze(1), listed_v.unsqueeze(1), scale)
+        out.index_copy_(0, unit, part)
+        lse.index_copy_(0, unit, sums)
 
 
 def _add_partial(
