@@ -3,9 +3,10 @@
     python -m cab_hf.eval.break_even                    # print the points of this device
     python -m cab_hf.eval.break_even --write            # write them to cab_hf/break_even.json
 
-Each point is a number of keys and the least number of queries, a multiple of a query block, for
-which selection and attention take at most as long as dense attention, at all larger numbers too.
-Queries and keys have the block structure of text.
+Each point is a number of keys and the least number of queries for which sparse attention pays.
+Sparse attention pays if selection and attention take at most as long as dense attention. It also
+pays for all larger numbers of queries that were measured. Queries and keys have the block structure
+of text.
 """
 
 from __future__ import annotations
