@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from cab_hf import engines
+from cab_hf import break_even, engines
 from cab_hf.config import CabConfig
 from cab_hf.decode.cache import KeyIndex
 from cab_hf.decode.step import why_dense
@@ -64,6 +64,9 @@ def route(
     """
     family, reason = _family(mask, config, layer, index) if sparse else ("dense", None)
     if family == "sparse":
+        reason = _why_slower(mask, config, work.device)
+        family = "sparse" if reason is None else "dense"
+    if family == "sparse":
         tail = mask.tail_start(config.dense_tail_blocks, config.query_block)
         if tail is not None and mask.q_offset + mask.q_length <= tail:
             config = replace(config, dense_tail_blocks=0)
@@ -96,6 +99,23 @@ def _family(
     if tail is not None and config.dense_tail_blocks and mask.q_offset >= tail:
         return "dense", f"the end of a prompt (dense_tail_blocks={config.dense_tail_blocks})"
     return "sparse", None
+
+
+def _why_slower(mask: Any, config: CabConfig, device_type: str) -> str | None:
+    """Return why dense attention is faster than sparse attention, or None if it is not.
+
+    A prompt counts as a whole, so that its chunks are computed alike.
+    """
+    queries, tokens = mask.longest or (mask.q_length, mask.kv_length)
+    if config.min_length == 0 or tokens is None or getattr(mask, "sharding", None) is not None:
+        return None
+    prompt = getattr(mask, "prompt", None)
+    if prompt is not None and mask.doc_ids is None:
+        queries -= prompt.start
+    if break_even.pays(queries, tokens, device_type):
+        return None
+    least = break_even.least_queries(tokens, device_type)
+    return f"fewer than {least} queries after a long cache, where dense attention is faster"
 
 
 def _dense_method(mask: Any, work: Workload) -> tuple[str, Engine | DenseKernel]:

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache, partial
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -340,6 +340,7 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
     row = compared_shares([s["correct"] for s in members], both)
     row["accuracy"] = row.pop("share")
     row |= {"density": fmean(s["density"] for s in members), "budget": members[0]["budget"]}
+    row["seconds"] = round(median(s["seconds"] for s in members), 2)
     if pairs:
         row["same"] = sum(s["answer"] == base["answer"] for s, base in pairs)
     if never_sparse(METHODS[members[0]["method"]], members):
@@ -367,4 +368,5 @@ COLUMNS = {
     "difference to dense [95 %]": difference,
     "same words as dense": partial(_share, "same", "pairs"),
     "found outside the window": partial(_share, "outside_correct", "outside_n"),
+    "seconds per prompt (median)": "seconds",
 }

@@ -39,11 +39,13 @@ class Prompt:
         end: slot of the first token after the prompt.
         lengths: tokens of each batch row, without padding; None where no row has padding.
         progress: cache that tells if calls have started after the prompt.
+        start: slot of the first token of the prompt that is not in the cache of `generate` yet.
     """
 
     end: int
     lengths: tuple[int, ...] | None = None
     progress: PromptProgress = field(default_factory=PromptProgress)
+    start: int = 0
 
     @property
     def longest(self) -> int:
@@ -58,10 +60,11 @@ class Prompt:
         if tokens == 0:
             return self
         if self.lengths is None:
-            return Prompt(self.end + tokens)
+            return Prompt(self.end + tokens, start=self.start)
         if tokens < 0:
             return None
-        return Prompt(self.end + tokens, tuple(length + tokens for length in self.lengths))
+        lengths = tuple(length + tokens for length in self.lengths)
+        return Prompt(self.end + tokens, lengths, start=self.start)
 
 
 class Generation:
@@ -346,12 +349,20 @@ def prompt_given(settings: Any, model_kwargs: dict[str, Any]) -> Prompt | None:
     """
     if getattr(settings, "is_assistant", False):
         return None
+    start = _cached_tokens(model_kwargs.get("past_key_values"))
     mask = model_kwargs.get("attention_mask")
     if mask is None:
         # a mask without padding is omitted
         end = getattr(settings, "_mask_length", None)
-        return None if end is None else Prompt(end)
+        return None if end is None else Prompt(end, start=start)
     if mask.ndim != 2:
         return None
     lengths = tuple(mask.bool().sum(-1).tolist())
-    return Prompt(mask.shape[1], None if set(lengths) == {mask.shape[1]} else lengths)
+    has_padding = set(lengths) != {mask.shape[1]}
+    return Prompt(mask.shape[1], lengths if has_padding else None, start=start)
+
+
+def _cached_tokens(cache: Any) -> int:
+    """Return the number of tokens in a cache; 0 if only the device has this number."""
+    tokens = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
+    return tokens if isinstance(tokens, int) else 0

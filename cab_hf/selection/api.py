@@ -15,7 +15,7 @@ from cab_hf.config import CabConfig, tail_of
 from cab_hf.ops import has_kernels
 from cab_hf.ops import reference as definitions
 from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, crossed_blocks
-from cab_hf.selection import reference
+from cab_hf.selection import cpu, reference
 
 # fields of CabConfig that select blocks, with their types in the registered op
 FIELDS = {
@@ -171,7 +171,7 @@ def _select_by_reference(
     sinks: Tensor | None,
     softcap: float | None,
 ) -> tuple[BlockIndices, BlockIndices]:
-    """Compute `select_blocks` by its definition, in plain PyTorch."""
+    """Compute `select_blocks` by its definition, with the scores of `cpu` on a CPU."""
     selected = reference.selected_blocks(
         q,
         keys.values,
@@ -181,6 +181,7 @@ def _select_by_reference(
         channels=channels,
         sinks=sinks,
         softcap=softcap,
+        score=cpu.scores if q.device.type == "cpu" and scale > 0 else None,
     )
     tail_tokens, query_block = tail_of(config)
     plan = BlockPlan.from_dense(

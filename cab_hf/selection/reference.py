@@ -19,6 +19,7 @@ key blocks. Everything between the scores and the selection is float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import product
 
 import torch
@@ -54,17 +55,31 @@ def selected_blocks(
     channels: tuple[int, ...] = (),
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    score: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Return the selected blocks, bool [B, H, M_q, M_k].
 
     Args:
         q, k: [B, H, N_q, D], [B, H_kv, N_k, D].
         scale, channels, sinks, softcap: See `block_shares`.
+        score: See `ranks`.
     """
-    rank = ranks(q, k, ranges, config, scale=scale, channels=channels, sinks=sinks, softcap=softcap)
-    bad = definitions.not_finite(k, ranges.key_valid)
-    marked = definitions.marked_blocks(bad, config.key_block)
-    return capped_ranks(rank, ranges, config, marked) >= config.mass_threshold
+    rank = ranks(
+        q,
+        k,
+        ranges,
+        config,
+        scale=scale,
+        channels=channels,
+        sinks=sinks,
+        softcap=softcap,
+        score=score,
+    )
+    if config.max_density < 1:
+        bad = definitions.not_finite(k, ranges.key_valid)
+        marked = definitions.marked_blocks(bad, config.key_block)
+        rank = capped_ranks(rank, ranges, config, marked)
+    return rank >= config.mass_threshold
 
 
 def ranks(
@@ -77,6 +92,7 @@ def ranks(
     channels: tuple[int, ...] = (),
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    score: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """Return the largest mass threshold that selects each block, float32 [B, H, M_q, M_k].
 
@@ -93,15 +109,58 @@ def ranks(
     Args:
         q, k: [B, H, N_q, D], [B, H_kv, N_k, D].
         scale, channels, sinks, softcap: See `block_shares`.
+        score: Function that computes the last three cases, with the arguments of `scores`; None for
+            the definition.
     """
-    group = q.shape[1] // k.shape[1]
     visible = block_visibility(ranges, config.query_block, config.key_block)
-    num_visible_keys = config.key_block * visible.sum(-1, keepdim=True).unsqueeze(1)
-    longer = (num_visible_keys / THRESHOLD_KEYS).clamp(min=1)
-    forced = definitions.forced_blocks(visible, ranges, config).unsqueeze(1)
+    forced = definitions.forced_blocks(visible, ranges, config)
     bad = definitions.not_finite(k, ranges.key_valid)
     marked = definitions.marked_blocks(bad, config.key_block).unsqueeze(2)
-    k = k.masked_fill(bad.unsqueeze(-1), 0.0)
+    if k.device.type != "cpu" or bool(bad.any()):
+        k = k.masked_fill(bad.unsqueeze(-1), 0.0)
+    rank = (score or scores)(
+        q,
+        k,
+        ranges,
+        config,
+        scale=scale,
+        channels=channels,
+        sinks=sinks,
+        softcap=softcap,
+        visible=visible,
+        forced=forced,
+    )
+    is_kept = forced.unsqueeze(1) | marked.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    return rank.masked_fill_(is_kept, torch.inf).masked_fill_(~visible.unsqueeze(1), -1.0)
+
+
+def scores(
+    q: Tensor,
+    k: Tensor,
+    ranges: KeyRanges,
+    config: CabConfig,
+    *,
+    scale: float,
+    channels: tuple[int, ...],
+    sinks: Tensor | None,
+    softcap: float | None,
+    visible: Tensor,
+    forced: Tensor,
+) -> Tensor:
+    """Return the ranks of blocks that are neither forced nor marked, float32 [B, H, M_q, M_k].
+
+    The ranks of other blocks are any numbers.
+
+    Args:
+        q: [B, H, N_q, D].
+        k: [B, H_kv, N_k, D], finite.
+        scale, channels, sinks, softcap: See `block_shares`.
+        visible, forced: bool [B, M_q, M_k], blocks that rows see, and blocks that rows always
+            attend to.
+    """
+    group = q.shape[1] // k.shape[1]
+    num_visible_keys = config.key_block * visible.sum(-1, keepdim=True).unsqueeze(1)
+    longer = (num_visible_keys / THRESHOLD_KEYS).clamp(min=1)
     result = []
     for head in range(q.shape[1]):
         kv_head = head // group
@@ -117,9 +176,8 @@ def ranks(
         )
         mean_share = (mean_share * longer).clamp(max=1)
         rank = torch.where(max_share >= config.share_threshold, 1 + max_share, mean_share)
-        rank = rank.masked_fill(rank.isnan(), 1.0)
-        result.append(rank.masked_fill(forced | marked[:, [kv_head]], torch.inf))
-    return torch.cat(result, dim=1).masked_fill(~visible.unsqueeze(1), -1.0)
+        result.append(rank.masked_fill(rank.isnan(), 1.0))
+    return torch.cat(result, dim=1)
 
 
 def capped_ranks(

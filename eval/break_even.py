@@ -1,0 +1,134 @@
+"""Measure from how many queries sparse attention pays after a cache, and write the points.
+
+    python -m cab_hf.eval.break_even                    # print the points of this device
+    python -m cab_hf.eval.break_even --write            # write them to cab_hf/break_even.json
+
+Each point is a number of keys and the least number of queries for which sparse attention pays.
+Sparse attention pays if selection and attention take at most as long as dense attention. It also
+pays for all larger numbers of queries that were measured. Queries and keys have the block structure
+of text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from cab_hf import break_even
+from cab_hf.call.call import Call
+from cab_hf.call.mask import MaskInfo
+from cab_hf.config import CabConfig, blocks_of
+from cab_hf.dispatch import dispatch
+from cab_hf.ops import Workload
+
+# tokens about one subject, and the number of subjects
+RUN_TOKENS = 300
+SUBJECTS = 32
+LENGTHS = {"cuda": (16384, 32768, 65536, 131072), "cpu": (16384,)}
+QUERIES = (256, 512, 1024, 2048, 4096, 8192)
+HEADS = {"cuda": (32, 8, 128, torch.bfloat16), "cpu": (9, 3, 64, torch.float32)}
+
+
+def drawn(device: str, length: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k, v of one sequence whose tokens attend to tokens about the same subject."""
+    heads, kv_heads, dim, dtype = HEADS[device]
+    generator = torch.Generator(device).manual_seed(seed)
+    like = {"device": device, "generator": generator}
+    subjects = torch.randn(SUBJECTS, dim, **like)
+    subjects *= dim**0.5 / subjects.norm(dim=-1, keepdim=True)
+    runs = torch.randint(SUBJECTS, (length // RUN_TOKENS + 1,), **like)
+    subject = subjects[runs.repeat_interleave(RUN_TOKENS)[:length]][:, None]
+    q, k, v = (torch.randn(1, length, x, dim, **like) for x in (heads, kv_heads, kv_heads))
+    return tuple(x.to(dtype).transpose(1, 2) for x in (q + subject, k + subject, v))
+
+
+def time_calls(device: str, calls: list[Callable[[], object]], runs: int) -> list[float]:
+    """Return the median seconds of each call; calls alternate, after one run to warm up."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for run in range(runs + 1):
+        for call, found in zip(calls, seconds, strict=True):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if run:
+                found.append(time.perf_counter() - start)
+    return [median(found) for found in seconds]
+
+
+def ratio(q: Tensor, k: Tensor, v: Tensor, q_length: int, runs: int) -> float:
+    """Return dense seconds over sparse seconds for the last ``q_length`` queries."""
+    config, kv_length = CabConfig(min_length=0), k.shape[2]
+    q = q[:, :, kv_length - q_length :]
+    work = Workload.of(q, k, v, blocks_of(config))
+
+    def call(is_sparse: bool) -> Callable[[], Tensor]:
+        def attend() -> Tensor:
+            mask = MaskInfo(1, q_length, kv_length, kv_length - q_length)
+            layer = nn.Module()
+            call = Call(
+                q=q,
+                k=k,
+                v=v,
+                scale=q.shape[-1] ** -0.5,
+                layer=layer,
+                config=config,
+                sparse=is_sparse,
+                work=work,
+                mask=mask,
+            )
+            return dispatch(call)
+
+        return attend
+
+    sparse, dense = time_calls(k.device.type, [call(True), call(False)], runs)
+    return dense / sparse
+
+
+def measure(device: str, lengths: tuple[int, ...], runs: int) -> list[list[int]]:
+    """Return the points [keys, least queries] of ``lengths``, and print every ratio."""
+    points = []
+    for length in lengths:
+        q, k, v = drawn(device, length)
+        least = length
+        for q_length in sorted((x for x in QUERIES if x <= length), reverse=True):
+            speedup = ratio(q, k, v, q_length, runs)
+            print(f"{q_length:>6} queries after {length - q_length:>7} keys: {speedup:.2f} x dense")
+            if speedup < 1:
+                break
+            least = q_length
+        points.append([length, least])
+    return points
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--lengths", help="comma-separated numbers of keys")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--write", action="store_true", help=f"write {break_even.PATH.name}")
+    args = parser.parse_args()
+    lengths = LENGTHS[args.device]
+    if args.lengths:
+        lengths = tuple(sorted(map(int, args.lengths.split(","))))
+    points = measure(args.device, lengths, args.runs)
+    name = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
+    found = {args.device: {"device": name, "torch": torch.__version__, "points": points}}
+    print(json.dumps(found))
+    if args.write:
+        measured = json.loads(break_even.PATH.read_text("utf-8")) | found
+        break_even.PATH.write_text(json.dumps(measured, indent=2) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Selection on a CPU: the same blocks as the reference, but for ties of rounding."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from selecting import heads_on, laid_in, loud
+
+from cab_hf import CabConfig
+from cab_hf.plan import KeyRanges
+from cab_hf.selection import cpu, reference
+
+CONFIG = CabConfig(
+    query_block=32,
+    key_block=16,
+    outlier_queries=4,
+    typical_queries=8,
+    mass_threshold=0.05,
+)
+LAYOUTS = ("causal", "padded", "packed", "chunk", "in-place")
+# blocks that may differ: a cosine or a share on the border of a step
+TIES = 1e-3
+
+
+def both(q, k, ranges, config, **logits):
+    logits["scale"] = q.shape[-1] ** -0.5
+    return [
+        reference.selected_blocks(q, k, ranges, config, score=score, **logits)
+        for score in (None, cpu.scores)
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("fields", "logits"),
+    [
+        pytest.param({}, {"channels": (1, 3, 5, 7)}, id="channels"),
+        pytest.param({}, {"sinks": torch.linspace(-1, 3, 6)}, id="sinks"),
+        pytest.param({"typical_key_stride": 16}, {"softcap": 5.0}, id="softcap"),
+        pytest.param({"outlier_queries": 0, "typical_key_stride": 1}, {}, id="typical"),
+        pytest.param({"outlier_queries": 32, "max_density": 0.3}, {}, id="all-queries"),
+        pytest.param({"key_block": 32}, {}, id="wide-keys"),
+    ],
+)
+def test_the_blocks_of_the_reference_are_selected(layout, fields, logits):
+    shape = {"length": 740 if layout == "chunk" else 640, "heads": 6, "kv_heads": 2, "dim": 16}
+    q, k = heads_on("cpu", q_length=640, batch=2, dtype=torch.float32, **shape)
+    meant, actual = both(*laid_in(layout, q, k, 32), replace(CONFIG, **fields), **logits)
+    assert 0.05 < meant.float().mean() < 0.9
+    assert (meant != actual).float().mean() <= TIES
+
+
+@pytest.mark.parametrize("constant", ["LOGITS_AT_A_TIME", "SAMPLES_AT_A_TIME", "GRAMS_AT_A_TIME"])
+def test_sizes_of_slabs_change_no_block(monkeypatch, constant):
+    monkeypatch.setattr(cpu, constant, 1)
+    q, k = heads_on("cpu", 640, heads=6, kv_heads=2, dim=16, dtype=torch.float32)
+    meant, actual = both(q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG)
+    assert (meant != actual).float().mean() <= TIES
+
+
+@pytest.mark.parametrize("length", [205, 256, 31])
+@pytest.mark.parametrize("count", [4, 32])
+def test_outliers_are_those_of_the_reference(length, count):
+    q, _ = loud(q_length=length, heads=2, kv_heads=1)
+    ranges = KeyRanges.causal(1, length, length, "cpu")
+    meant = reference.outlier_queries(q, ranges, 32, count)
+    assert torch.equal(cpu.outlier_queries(q, ranges, 32, count), meant)
+
+
+def test_bfloat16_is_scored_in_float32():
+    q, k = heads_on("cpu", 640, heads=6, kv_heads=2, dim=16)
+    meant, actual = both(q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG)
+    assert (meant != actual).float().mean() <= TIES

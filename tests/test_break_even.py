@@ -1,0 +1,110 @@
+"""Dense attention where measurements say that it is faster: few queries after a long cache."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import SPARSE, tiny_model, tokens
+from transformers import DynamicCache
+
+import cab_hf
+from cab_hf import CabConfig, break_even
+from cab_hf.call.mask import MaskInfo
+from cab_hf.call.scope import Prompt
+from cab_hf.engines import Workload
+from cab_hf.route import route
+
+POINTS = {"cpu": ((400, 64), (800, 200))}
+CONFIG = replace(SPARSE, min_length=100)
+
+
+@pytest.fixture(autouse=True)
+def points(monkeypatch):
+    monkeypatch.setattr(break_even, "POINTS", POINTS)
+
+
+@pytest.mark.parametrize(
+    ("q_length", "kv_length", "device", "expected"),
+    [
+        pytest.param(1, 399, "cpu", True, id="shorter-than-every-point"),
+        pytest.param(63, 400, "cpu", False, id="few-queries"),
+        pytest.param(64, 400, "cpu", True, id="enough-queries"),
+        pytest.param(199, 799, "cpu", True, id="between-points"),
+        pytest.param(199, 800, "cpu", False, id="last-point"),
+        pytest.param(1, 800, "mps", True, id="unmeasured-device"),
+    ],
+)
+def test_the_last_point_below_the_length_decides(q_length, kv_length, device, expected):
+    assert break_even.pays(q_length, kv_length, device) is expected
+
+
+def test_points_are_ascending_and_name_their_device():
+    measured = json.loads(break_even.PATH.read_text())
+    assert set(measured) == {"cpu", "cuda"}
+    for each in measured.values():
+        keys = [keys for keys, _ in each["points"]]
+        assert each["device"] and keys == sorted(set(keys))
+
+
+def way(q_length, kv_length, config=CONFIG, **fields):
+    work = Workload("cpu", 16, torch.float32, False, config.query_block, config.key_block)
+    text = MaskInfo(1, q_length, kv_length, kv_length - q_length, **fields)
+    return route(text, config, work, sparse=True, layer=SimpleNamespace(layer_idx=0))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fields", "family"),
+    [
+        pytest.param((500, 500), {}, "sparse", id="whole-prompt"),
+        pytest.param((48, 500), {}, "dense", id="question"),
+        pytest.param((64, 500), {}, "sparse", id="long-question"),
+        pytest.param((48, 300), {}, "sparse", id="short-cache"),
+        pytest.param((48, 500), {"config": replace(CONFIG, min_length=0)}, "sparse", id="always"),
+        # every chunk of a prompt is computed alike
+        pytest.param((48, 500), {"prompt": Prompt(700)}, "sparse", id="chunk-of-a-prompt"),
+        pytest.param((48, 500), {"prompt": Prompt(700, start=640)}, "dense", id="of-a-question"),
+        pytest.param((48, 300), {"prompt": Prompt(700, start=640)}, "dense", id="whole-length"),
+    ],
+)
+def test_a_question_after_a_long_cache_is_dense(lengths, fields, family):
+    actual = way(*lengths, **fields)
+    assert actual.method.partition("_")[0] == family
+    if family == "dense":
+        assert actual.reason == (
+            "fewer than 64 queries after a long cache, where dense attention is faster"
+        )
+
+
+@pytest.mark.parametrize(("question", "is_dense"), [(48, True), (96, False)])
+def test_generate_reads_a_question_as_the_points_say(question, is_dense):
+    ids = tokens(1, 416 + question)
+    logits = []
+    for config in (replace(CONFIG, mass_threshold=0.6, share_threshold=1.0), "dense"):
+        model = tiny_model()
+        if config == "dense":
+            model.set_attn_implementation("sdpa")
+        else:
+            cab_hf.apply_cab(model, config)
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model.set_attn_implementation("sdpa")
+            model(ids[:, :416], past_key_values=cache)
+            model.set_attn_implementation("sdpa" if config == "dense" else "cab")
+        result = model.generate(
+            ids,
+            past_key_values=cache,
+            max_new_tokens=1,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        logits.append(result.logits[0])
+    assert torch.allclose(*logits, atol=1e-4) is is_dense
+
+
+def test_the_default_min_length_is_where_whole_prompts_pay():
+    """`min_length` decides about whole prompts, points about prompts after a cache."""
+    for keys, queries in json.loads(break_even.PATH.read_text())["cpu"]["points"]:
+        assert keys >= CabConfig().min_length and queries <= keys
