@@ -71,10 +71,10 @@ def test_imports_run_one_way():
         ("'call cab_hf.apply_cab(model)'; import_module('cab_hf.plan')", set()),
     ],
 )
-def test_an_import_upward_is_seen(source, seen):
+def test_upward_import_is_detected(source, seen):
     assert upward("cab_hf/engines/dense.py", source) == seen
 
 
-def test_ops_know_no_transformers():
+def test_ops_do_not_import_transformers():
     for path in (ROOT / "cab_hf" / "ops").rglob("*.py"):
         assert "transformers" not in path.read_text(), path.name

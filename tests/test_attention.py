@@ -95,7 +95,7 @@ def packed(lengths, use_cache, left=None, right=0, hole=0):
 @BESIDE
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
 @pytest.mark.parametrize("family", ["llama", "qwen3-some-sliding"])
-def test_documents_are_apart_whatever_comes_with_their_positions(
+def test_packed_documents_match_sdpa_with_and_without_mask_and_cache(
     family, implementation, lengths, beside
 ):
     """sdpa looks at positions where there is neither mask nor cache."""
@@ -108,7 +108,7 @@ def test_documents_are_apart_whatever_comes_with_their_positions(
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_positions_that_leap_or_repeat_mean_what_they_mean_to_sdpa(llama, use_cache):
+def test_jumping_or_repeated_positions_match_sdpa(llama, use_cache):
     places = torch.arange(150)
     leaping = torch.where(places < 60, places, places + 40)
     inputs = {"input_ids": tokens(1, 150), "use_cache": use_cache}
@@ -134,7 +134,7 @@ def test_positions_that_leap_or_repeat_mean_what_they_mean_to_sdpa(llama, use_ca
     ],
 )
 @pytest.mark.parametrize("padding", [0, 21])
-def test_full_budget_generates_what_sdpa_generates(family, options, padding):
+def test_full_budget_generates_tokens_of_sdpa(family, options, padding):
     if family == "llama4" and "cache_implementation" in options and before("5.24"):
         pytest.skip("this transformers makes no mask of chunks for a static cache")
     model = tiny_model(family)
@@ -158,7 +158,7 @@ PUBLISHED = [
 
 @pytest.mark.parametrize("config", [SPARSE, *PUBLISHED], ids=["sparse", "forman", "additive"])
 @pytest.mark.parametrize("changed", [slice(200, 201), slice(224, 320)], ids=["one", "the-rest"])
-def test_no_earlier_query_block_feels_the_future(llama, config, changed):
+def test_changed_tokens_leave_earlier_query_blocks_unchanged(llama, config, changed):
     """Disturb some tokens: every query block before theirs stays bit for bit."""
     ids = tokens(1, 320)
     other = ids.clone()
@@ -175,7 +175,7 @@ def test_no_earlier_query_block_feels_the_future(llama, config, changed):
 
 @pytest.mark.parametrize("padding", [1, 16, 45])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(llama, padding, side):
+def test_padding_does_not_change_logits(llama, padding, side):
     ids = tokens(1, 250)
     blank = ids.new_zeros(1, padding)
     padded = torch.cat([blank, ids] if side == "left" else [ids, blank], dim=1)
@@ -189,7 +189,7 @@ def test_padding_changes_nothing(llama, padding, side):
     torch.testing.assert_close(within[mask.bool()], alone[0], **EXACT)
 
 
-def test_a_batch_answers_as_its_rows_do(llama):
+def test_batch_logits_equal_single_row_logits(llama):
     ids = tokens(3, 250)
     with cab_hf.cab(llama, SPARSE):
         together = logits(llama, input_ids=ids)
@@ -198,7 +198,7 @@ def test_a_batch_answers_as_its_rows_do(llama):
 
 
 @pytest.mark.parametrize("told_by", ["position_ids", "position_ids with a cache", "cu_seq_lens"])
-def test_packed_documents_answer_as_they_do_alone(llama, told_by):
+def test_packed_logits_equal_single_document_logits(llama, told_by):
     lengths = (170, 33, 240)
     documents = [tokens(1, n, seed=n) for n in lengths]
     positions = positions_of(lengths)
@@ -231,7 +231,7 @@ MASK_ONLY = ["llama4_text", "gpt_bigcode", "persimmon", "ctrl", "moshi", "fuyu",
 
 @pytest.mark.parametrize("given", WITH_POSITIONS.values(), ids=WITH_POSITIONS)
 @pytest.mark.parametrize("model_type", slow_but(MASK_ONLY, 0, 1))
-def test_documents_are_separate_in_types_whose_layers_get_no_position_ids(model_type, given):
+def test_layers_without_position_ids_separate_documents(model_type, given):
     model = cab_hf.apply_cab(tiny_model_of(model_type), FULL)
     ids = tokens(2, 150) + FIRST_TOKEN
     packed = logits(model, input_ids=ids, position_ids=positions_of((70, 80)), **given)
@@ -240,7 +240,7 @@ def test_documents_are_separate_in_types_whose_layers_get_no_position_ids(model_
 
 
 @torch.no_grad()
-def test_documents_are_separate_in_a_type_that_gives_position_ids_to_nothing():
+def test_model_without_position_ids_separates_documents():
     model = tiny_model_of("granitemoehybrid", layer_types=["full_attention"] * 4)
     cab_hf.apply_cab(model, FULL)
     ids = tokens(1, 150) + FIRST_TOKEN
@@ -252,7 +252,7 @@ def test_documents_are_separate_in_a_type_that_gives_position_ids_to_nothing():
 @PACKED
 @BESIDE
 @pytest.mark.parametrize("hole", [0, 7])
-def test_packed_documents_answer_as_they_do_alone_whatever_comes_with_them(
+def test_packed_logits_with_mask_or_cache_equal_single_document_logits(
     shallow, lengths, beside, hole
 ):
     inputs, real = packed(lengths, hole=hole, **beside)
@@ -269,7 +269,7 @@ def test_packed_documents_answer_as_they_do_alone_whatever_comes_with_them(
         pytest.param([0, 60, 150, 190, 250, 300], [(60, 90), (40, 60, 50)], id="of-all-rows"),
     ],
 )
-def test_cumulative_lengths_of_a_batch(llama, ends, lengths):
+def test_cumulative_lengths_separate_documents_of_a_batch(llama, ends, lengths):
     ids, positions = tokens(2, 150), torch.arange(150)
     ends = torch.tensor(ends, dtype=torch.int32)
     with cab_hf.cab(llama, SPARSE):
@@ -293,7 +293,7 @@ def test_cumulative_lengths_of_a_batch(llama, ends, lengths):
         pytest.param((150, 199), "packed", 200, id="packed-short-ones"),
     ],
 )
-def test_each_text_is_short_or_long_by_itself(shallow, lengths, layout, least):
+def test_min_length_applies_to_each_row_separately(shallow, lengths, layout, least):
     texts = [tokens(1, n, seed=n) for n in lengths]
     config = {
         "min_length": least,
@@ -326,7 +326,7 @@ def test_each_text_is_short_or_long_by_itself(shallow, lengths, layout, least):
 
 
 @pytest.mark.parametrize("lengths", [(150,), (150, 192), (128, 150)], ids=str)
-def test_a_last_chunk_of_less_than_a_query_block_is_exact(shallow, lengths):
+def test_last_chunk_below_query_block_is_dense(shallow, lengths):
     """It cannot be told from a step of assisted decoding; rows of a batch have one each."""
     longest, row = max(lengths), lengths.index(150)
     ids = tokens(len(lengths), longest)
@@ -341,7 +341,7 @@ def test_a_last_chunk_of_less_than_a_query_block_is_exact(shallow, lengths):
     assert not torch.allclose(exact[0, 128:], complete[0, 128:], atol=1e-3)
 
 
-def test_chunks_of_whole_query_blocks_answer_as_one_prefill_without_curvature(llama):
+def test_chunks_of_whole_query_blocks_equal_one_prefill_without_curvature(llama):
     """Two-hop paths need rows that chunking has left behind, and every chunk has an end."""
     ids = tokens(1, 328)
     with cab_hf.cab(llama, SPARSE, redundancy=0.0, dense_tail_blocks=0), torch.no_grad():
@@ -371,7 +371,7 @@ def losses(model, steps=20):
     return torch.tensor(seen)
 
 
-def test_twenty_steps_at_full_budget_follow_dense_training():
+def test_full_budget_training_losses_match_dense():
     dense = tiny_model()
     sparse = cab_hf.apply_cab(copy.deepcopy(dense), FULL)
     expected = losses(dense)
@@ -389,7 +389,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(family):
         torch.testing.assert_close(actual, wanted)
 
 
-def test_sparse_training_moves_only_through_attended_keys(llama):
+def test_unselected_keys_get_no_gradient(llama):
     """A key outside every attended block gets no gradient from the rows that skip it."""
     model = copy.deepcopy(llama)
     cab_hf.apply_cab(
@@ -420,7 +420,7 @@ def test_sparse_training_moves_only_through_attended_keys(llama):
 )
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 @pytest.mark.parametrize("padding", [0, 37])
-def test_models_may_ask_for_a_view_of_what_they_get(monkeypatch, family, fields, padding):
+def test_output_is_contiguous(monkeypatch, family, fields, padding):
     """As AFMoE and JetMoE do; a hook in the model sees what attention gave it."""
     given = []
     model = cab_hf.apply_cab(tiny_model(family), FULL, **fields)
@@ -447,7 +447,7 @@ def test_models_may_ask_for_a_view_of_what_they_get(monkeypatch, family, fields,
     ],
 )
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
-def test_masks_that_a_layer_does_not_announce(name, fields, implementation):
+def test_windows_and_masks_unknown_to_the_layer_are_applied(name, fields, implementation):
     """PhiMoE's layers do not know of their window; BART makes a mask that no layer uses."""
     config = getattr(transformers, f"{name}Config")(**SIZES | fields)
     torch.manual_seed(0)
@@ -473,7 +473,7 @@ def test_sequence_classification_with_right_padding():
     torch.testing.assert_close(logits(model, input_ids=ids, attention_mask=mask), expected, **EXACT)
 
 
-def test_implementation_is_switched_at_run_time():
+def test_set_attn_implementation_switches_at_run_time():
     model = tiny_model()
     ids = tokens(1, 200)
     expected = logits(model, input_ids=ids)
@@ -485,9 +485,7 @@ def test_implementation_is_switched_at_run_time():
 
 
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
-def test_a_library_may_wrap_the_function_and_hand_arguments_on_by_place(
-    llama, monkeypatch, implementation
-):
+def test_wrapped_function_accepts_positional_arguments(llama, monkeypatch, implementation):
     model, ids = cab_hf.apply_cab(copy.deepcopy(llama), SPARSE), tokens(1, 200)
     model.set_attn_implementation(implementation)
     expected = logits(model, input_ids=ids)
@@ -500,7 +498,7 @@ def test_a_library_may_wrap_the_function_and_hand_arguments_on_by_place(
     assert torch.equal(logits(model, input_ids=ids), expected)
 
 
-def test_float32_queries_of_an_adapter_run_in_the_models_dtype():
+def test_float32_queries_of_adapters_are_cast_to_model_dtype():
     model = cab_hf.apply_cab(tiny_model().to(torch.bfloat16), SPARSE)
 
     class Adapter(torch.nn.Linear):
@@ -515,7 +513,7 @@ def test_float32_queries_of_an_adapter_run_in_the_models_dtype():
     assert torch.isfinite(logits(model, input_ids=tokens(1, 150))).all()
 
 
-def test_exact_attention_by_blocks_is_sdpa_and_plans_once_for_all_layers(monkeypatch):
+def test_blockwise_dense_matches_sdpa_with_one_plan_for_all_layers(monkeypatch):
     """What large heads and masks take on a GPU, by the reference engine here."""
     model = tiny_model()
     ids = tokens(2, 300)

@@ -57,7 +57,7 @@ MASK = {"attention_mask": torch.ones(1, 130, dtype=torch.int64), "use_cache": Fa
 @pytest.mark.parametrize("family", ["llama", "llama4"])
 @pytest.mark.parametrize("beside", ["mask", "cache", "static-cache"])
 @torch.no_grad()
-def test_packed_documents_with_a_mask_or_a_cache_are_refused_by_the_graph(family, beside):
+def test_compiled_packed_documents_with_mask_or_cache_raise(family, beside):
     model = cab_hf.apply_cab(tiny_model(family, num_hidden_layers=1), FULL)
 
     def given():
@@ -75,7 +75,7 @@ def test_packed_documents_with_a_mask_or_a_cache_are_refused_by_the_graph(family
 
 
 @pytest.mark.slow
-def test_compiles_again_with_other_settings(shallow):
+def test_changed_settings_recompile(shallow):
     """Numbers that differ from an earlier compilation are symbolic to dynamo."""
     ids = tokens(1, 130)
     torch._dynamo.reset()
@@ -127,7 +127,7 @@ NAMES = [f"{name}-{read.__name__}" for name in COMPILED for read in READ]
 @torch.no_grad()
 @pytest.mark.parametrize("case", slow_but(NAMES, *map(NAMES.index, QUICK)))
 @pytest.mark.parametrize("dynamic", slow_but([True, None], 0))
-def test_prompts_of_many_lengths_have_few_graphs(case, dynamic):
+def test_many_prompt_lengths_compile_at_most_three_graphs(case, dynamic):
     """Of two graphs one is for a first length alone, or one for a loss."""
     name, way = case.split("-")
     (config, family), read = COMPILED[name], globals()[way]

@@ -27,12 +27,12 @@ def test_full_budget_has_the_gradients_of_dense_attention(family):
 
 
 @pytest.mark.parametrize("text", texts_of_a_step())
-def test_a_step_reads_all_it_may_see(monkeypatch, text):
+def test_dense_step_matches_rowwise_attention(monkeypatch, text):
     monkeypatch.setattr(decode, "has_kernels", lambda *tensors: True)
     require_step_as_by_rows(texts_of_a_step()[text], monkeypatch)
 
 
-def test_no_kernel_stands_for_a_step_with_gradients(monkeypatch):
+def test_dense_step_with_gradients_uses_no_kernel(monkeypatch):
     monkeypatch.setattr(decode, "_ops", lambda x: None)
     x = torch.zeros(1, requires_grad=True)
     assert decode.has_kernels(x.detach()) and not decode.has_kernels(x.detach(), x)
@@ -62,7 +62,7 @@ WINDOWED = {
 
 
 @pytest.mark.parametrize("text", WINDOWED.values(), ids=WINDOWED)
-def test_windows_by_blocks_are_those_by_rows(text):
+def test_blockwise_window_matches_rowwise_window(text):
     """Sinks and soft caps need an engine, which sees a window in places where padding is closed."""
     q, k, v = qkv(2, q_length=text.q_length, kv_length=120)
     work = Workload.of(q, k, v, (128, 128))

@@ -33,7 +33,7 @@ def pieces(model, ids, chunk=CHUNK, slots=None, **options):
 
 
 @pytest.mark.parametrize("chunk", [LENGTH, CHUNK])
-def test_only_the_logits_asked_for_are_computed(llama, chunk):
+def test_generate_computes_last_token_logits_only(llama, chunk):
     ids = tokens(1, LENGTH)
     shapes = []
     watch = llama.lm_head.register_forward_hook(lambda *call: shapes.append(call[2].shape[1]))
@@ -57,7 +57,7 @@ def test_only_the_logits_asked_for_are_computed(llama, chunk):
         pytest.param(SPARSE, CHUNK, id="sparse-without-curvature"),
     ],
 )
-def test_a_static_cache_in_chunks_answers_as_one_prefill(llama, config, chunk, slots):
+def test_chunked_static_cache_equals_one_prefill(llama, config, chunk, slots):
     ids = tokens(1, LENGTH)
     with cab_hf.cab(llama, config, redundancy=0.0, dense_tail_blocks=0), torch.inference_mode():
         complete = llama(ids).logits
@@ -77,7 +77,7 @@ class Waits(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def test_no_layer_waits_for_the_device(monkeypatch):
+def test_layers_do_not_synchronise_with_the_device(monkeypatch):
     """A forward pass may ask where its chunk begins; what it asks does not grow with layers."""
 
     def blind(q, k, v, plan, scale, return_lse=False):
@@ -96,7 +96,7 @@ def test_no_layer_waits_for_the_device(monkeypatch):
 
 
 @pytest.mark.parametrize("padding", [0, 21])
-def test_exact_layers_repeat_no_keys_and_bound_their_masks(llama, monkeypatch, padding):
+def test_dense_layers_repeat_no_keys_and_limit_mask_memory(llama, monkeypatch, padding):
     ids = tokens(1, LENGTH)
     ids[:, :padding] = 0
     seen = (ids != 0).long()

@@ -241,7 +241,7 @@ def assert_same(actual, expected):
 
 @cases(0.25)
 @given(st.data())
-def test_everything_is_plain_attention(data):
+def test_full_budget_equals_masked_attention(data):
     """Threshold 0, and "cab_dense": every layout against a mask of whole tokens."""
     shape, batch = data.draw(heads()), data.draw(batches())
     config = data.draw(budgets(**EVERYTHING))
@@ -252,7 +252,7 @@ def test_everything_is_plain_attention(data):
 
 @cases(0.3)
 @given(st.data())
-def test_a_text_is_answered_as_it_is_alone(data):
+def test_padded_and_packed_sequences_equal_single_sequences(data):
     """Whatever is padded to it or packed with it, at any budget."""
     shape, batch = data.draw(heads()), data.draw(batches())
     predictor = data.draw(st.sampled_from(("rows",) * 5 + ("streaming", "oracle")))
@@ -266,7 +266,7 @@ def test_a_text_is_answered_as_it_is_alone(data):
 
 @cases(0.1)
 @given(st.data())
-def test_a_key_of_nan_reaches_every_query_that_may_attend_to_it(data):
+def test_nan_key_reaches_all_queries_that_see_it(data):
     """At any budget and in every layout, and no other row or head of the batch."""
     shape, batch = data.draw(heads()), data.draw(batches())
     predictor = data.draw(st.sampled_from(("rows", "rows", "frc")))
@@ -286,7 +286,7 @@ def test_a_key_of_nan_reaches_every_query_that_may_attend_to_it(data):
 
 @cases(0.15)
 @given(st.data())
-def test_a_plan_is_what_is_attended(data):
+def test_output_equals_attention_under_token_mask_of_plan(data):
     """The predictor's plan as a mask of tokens, and what no budget takes away."""
     shape, length = data.draw(heads()), data.draw(st.integers(1, 160))
     config = data.draw(budgets(min_length=0))
@@ -312,7 +312,7 @@ def test_a_plan_is_what_is_attended(data):
 
 @cases(0.1)
 @given(st.data())
-def test_chunks_of_whole_query_blocks_are_one_prefill(data):
+def test_chunks_of_whole_query_blocks_equal_one_prefill(data):
     """Without tails; a rest of less than a query block is exact."""
     shape = data.draw(heads())
     plain = {"dense_tail_blocks": 0, "min_length": 0}
@@ -348,7 +348,7 @@ def test_chunks_of_whole_query_blocks_are_one_prefill(data):
 
 @cases(0.2)
 @given(st.data())
-def test_any_chunks_of_everything_are_plain_attention(data):
+def test_chunks_at_full_budget_equal_masked_attention(data):
     shape = data.draw(heads())
     config = data.draw(budgets(**EVERYTHING))
     row = Row(data.draw(st.integers(0, 40)), 0, 0, (data.draw(st.integers(1, 120)),))

@@ -93,7 +93,7 @@ REFUSED_INPUTS = [
 
 
 @pytest.mark.parametrize(("given", "sentence"), REFUSED_INPUTS)
-def test_what_a_model_is_given(model, given, sentence):
+def test_invalid_model_inputs_raise(model, given, sentence):
     with pytest.raises(ValueError, match=sentence):
         model(tokens(2, 40), use_cache=False, **given)
 
@@ -116,7 +116,7 @@ def _faked(call, ids):
 
 @pytest.mark.parametrize("kind", ["sparse", "full", "exact", "dense"])
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_a_transform_that_reads_no_numbers(name, kind):
+def test_functional_transforms_raise_or_equal_plain_call(name, kind):
     """One sentence names it, or the result is that of the call."""
     settings = {"full": FULL, "exact": SMALL.changed(min_length=500)}
     model, ids = apply_cab(tiny_model(), settings.get(kind, SMALL)), tokens(2, 200)
@@ -146,7 +146,7 @@ def test_a_transform_that_reads_no_numbers(name, kind):
         assert "torch.export" in str(caught.value)
 
 
-def test_a_mask_that_vmap_batches(model):
+def test_vmap_over_mask_raises(model):
     def call(row):
         return model(row[None], attention_mask=torch.ones_like(row[None])).logits
 
@@ -154,7 +154,7 @@ def test_a_mask_that_vmap_batches(model):
         torch.vmap(call)(tokens(2, 200))
 
 
-def test_an_active_context_parallel_mesh(model, monkeypatch):
+def test_active_context_parallel_mesh_raises(model, monkeypatch):
     from torch.distributed.tensor import DTensor
 
     handlers = dict(DTensor._op_dispatcher._custom_op_handlers)
@@ -189,7 +189,7 @@ def bert():
         pytest.param(bert, {}, "is_causal is False", id="bidirectional"),
     ],
 )
-def test_a_model_that_cannot_run(build, inputs, sentence):
+def test_unsupported_model_config_raises(build, inputs, sentence):
     with pytest.raises(ValueError, match=sentence):
         build()(tokens(1, 40), **inputs)
 
@@ -205,7 +205,7 @@ def test_a_model_that_cannot_run(build, inputs, sentence):
         ("persimmon", "attention_dropout", "model.config.attention_dropout = 0.0"),
     ],
 )
-def test_the_remedies_for_attention_dropout_work(model_type, field, setting, tmp_path):
+def test_remedies_named_by_dropout_error_work(model_type, field, setting, tmp_path):
     model = tiny_type(model_type, **{field: 0.2})
     model.save_pretrained(tmp_path)
     cab_hf.apply_cab(model, FULL).train()
@@ -225,7 +225,7 @@ def test_the_remedies_for_attention_dropout_work(model_type, field, setting, tmp
     cab_hf.apply_cab(again, FULL).train()(tokens(1, 40), use_cache=False)
 
 
-def test_dropout_that_no_setting_explains_names_eval(model):
+def test_unexplained_dropout_error_names_eval(model):
     module = model.model.layers[0].self_attn
     q = torch.randn(1, 6, 40, 8)
     with pytest.raises(ValueError, match=r"has no attention dropout\. Call model\.eval\(\)\.$"):
@@ -233,7 +233,7 @@ def test_dropout_that_no_setting_explains_names_eval(model):
 
 
 @pytest.mark.parametrize(("lost", "keys"), [(50, 151), (200, 1)])
-def test_a_cache_whose_layers_hold_other_tokens(model, lost, keys):
+def test_cache_with_unequal_layer_lengths_raises(model, lost, keys):
     cache, ids = transformers.DynamicCache(config=model.config), tokens(1, 201)
     model(ids[:, :200], past_key_values=cache)
     cache.layers[1].crop(-lost)
@@ -241,7 +241,7 @@ def test_a_cache_whose_layers_hold_other_tokens(model, lost, keys):
         model(ids[:, 200:], past_key_values=cache)
 
 
-def test_an_unknown_engine(model):
+def test_unknown_engine_raises(model):
     with pytest.raises(ValueError, match="engine must be one of 'auto', 'flex'.*, got 'warp'"):
         cab_hf.apply_cab(model, engine="warp")
     assert set(ENGINES) == {"auto", *engines.ENGINES}
@@ -262,7 +262,7 @@ def test_an_unknown_engine(model):
     ],
     ids=repr,
 )
-def test_a_bad_saved_config(saved):
+def test_invalid_saved_config_raises(saved):
     model = tiny_model()
     model.config.cab_config = saved
     with pytest.raises(ValueError, match="CabConfig|cab_config"):
@@ -283,7 +283,7 @@ def test_a_bad_saved_config(saved):
 
 
 @pytest.mark.parametrize("message", ["mass_threshold=0.08", "", "nowhere.json"])
-def test_a_name_that_is_no_calibration(message):
+def test_unknown_calibration_name_raises(message):
     model = tiny_model()
     for give in (
         lambda: setattr(model.config, "cab_config", message),
@@ -295,7 +295,7 @@ def test_a_name_that_is_no_calibration(message):
 
 
 @pytest.mark.parametrize("message", [3, 0.8, [("redundancy", 0.8)], type(SMALL)], ids=repr)
-def test_settings_of_another_kind(message):
+def test_settings_of_wrong_type_raise(message):
     model = tiny_model()
     sentence = "config must be a CabConfig, a dict of its fields, or the path of a .*, got "
     with pytest.raises(ValueError, match=sentence):
@@ -306,7 +306,7 @@ def test_settings_of_another_kind(message):
 
 
 @pytest.mark.parametrize("saved", [{"redundancy": {}}, {"min_length": 2**70}], ids=repr)
-def test_a_bad_saved_config_is_named_where_it_is_compiled(saved):
+def test_invalid_saved_config_raises_when_compiled(saved):
     model = tiny_model(num_hidden_layers=1)
     model.set_attn_implementation("cab")
     vars(model.config)["cab_config"] = saved
@@ -315,7 +315,7 @@ def test_a_bad_saved_config_is_named_where_it_is_compiled(saved):
         torch.compile(model, fullgraph=True, backend="aot_eager")(tokens(1, 40))
 
 
-def test_a_bad_override(model):
+def test_invalid_override_raises(model):
     with pytest.raises(ValueError, match="no field 'top_pp'"), cab_hf.cab(model, top_pp=0.5):
         pass
     with pytest.raises(ValueError, match="predictor must be one of .* got 'nobody'"):
@@ -378,17 +378,17 @@ def prefixed_mask(**how):
         ),
     ],
 )
-def test_what_the_function_is_given(given, error, sentence):
+def test_invalid_function_arguments_raise(given, error, sentence):
     with pytest.raises(error, match=sentence):
         call(**{"query": EIGHT, **given})
 
 
-def test_sinks_that_are_not_one_a_head():
+def test_sinks_of_wrong_shape_raise():
     with pytest.raises(ValueError, match="s_aux must have one logit per head, got .* for 1 heads"):
         call(EIGHT, s_aux=torch.zeros(2))
 
 
-def test_a_window_as_wide_as_the_text_is_none():
+def test_window_as_wide_as_sequence_has_no_effect():
     call(EIGHT, mask=MaskInfo(1, 8, 8, 0), sliding_window=8)
 
 
@@ -396,7 +396,7 @@ def test_a_window_as_wide_as_the_text_is_none():
 @pytest.mark.parametrize(
     "name", [*sorted(MEANINGS), "softmax_scale", "cu_seq_lens_k", "temperature", "logits_mask"]
 )
-def test_an_argument_that_would_be_swallowed(name, attend):
+def test_unsupported_keyword_raises(name, attend):
     with pytest.raises((NotImplementedError, ValueError), match=f"^{name} is ") as refused:
         call(EIGHT, attend=attend, **{name: torch.ones(1, 1, 8, 8)})
     assert str(refused.value).count(". ") <= 1
@@ -404,7 +404,7 @@ def test_an_argument_that_would_be_swallowed(name, attend):
     call(EIGHT, attend=attend, **{name: None})
 
 
-def test_what_says_nothing_about_attention_is_taken():
+def test_keywords_unrelated_to_attention_are_accepted():
     q = torch.randn(1, 1, 40, 16, generator=torch.Generator().manual_seed(0))
     values = dict.fromkeys(HARMLESS, torch.ones(1, 40)) | {"cu_seq_lens_q": torch.tensor([0, 40])}
     assert torch.equal(call(q, **values)[0], call(q)[0])
@@ -421,14 +421,14 @@ TOKENIZED = {
 
 @pytest.mark.parametrize("name", TOKENIZED)
 @torch.no_grad()
-def test_outputs_of_tokenizers_and_columns_of_a_trainer_change_nothing(model, name):
+def test_tokenizer_outputs_and_trainer_columns_do_not_change_logits(model, name):
     ids = tokens(1, 40)
     actual = model(ids, **{name: TOKENIZED[name]}).logits
     assert torch.equal(actual, model(ids).logits)
 
 
 @pytest.mark.parametrize("attend", [cab_attention, cab_dense_attention])
-def test_a_window_without_a_mask_is_a_window(attend):
+def test_window_applies_without_mask(attend):
     q = torch.randn(1, 1, 60, 16, generator=torch.Generator().manual_seed(0))
     slot = torch.arange(60)
     seen = (slot <= slot[:, None]) & (slot > slot[:, None] - 7)
@@ -453,7 +453,7 @@ def test_a_window_without_a_mask_is_a_window(attend):
         ),
     ],
 )
-def test_a_model_of_which_only_a_call_knows(name, fields, sentence):
+def test_model_known_unsupported_only_at_call_raises(name, fields, sentence):
     fields = {**SIZES, **fields}
     config_class = getattr(transformers, fields.pop("config", f"{name}Config"))
     model = getattr(transformers, f"{name}ForCausalLM")(config_class(**fields)).eval()
@@ -479,9 +479,7 @@ def test_a_model_of_which_only_a_call_knows(name, fields, sentence):
     ],
 )
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
-def test_a_model_that_cannot_be_reached_is_refused_when_it_is_loaded(
-    name, fields, works, implementation
-):
+def test_model_without_attention_interface_raises_at_load(name, fields, works, implementation):
     model_class = getattr(transformers, name)
     config = model_class.config_class(**fields)
     config._attn_implementation = implementation
@@ -492,7 +490,7 @@ def test_a_model_that_cannot_be_reached_is_refused_when_it_is_loaded(
         model_class(config)
 
 
-def test_a_model_that_cannot_be_reached_is_refused_when_it_is_switched():
+def test_model_without_attention_interface_raises_at_apply_cab():
     """One that has no attention at all would take any name."""
     config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
     model = transformers.MambaForCausalLM(config)
@@ -500,7 +498,7 @@ def test_a_model_that_cannot_be_reached_is_refused_when_it_is_switched():
         model.set_attn_implementation("cab")
 
 
-def test_a_model_of_the_users_own_is_let_through(monkeypatch):
+def test_model_with_unreadable_source_is_accepted(monkeypatch):
     """Nobody can read the source of a notebook."""
 
     class Own(LlamaForCausalLM):
@@ -528,7 +526,7 @@ def test_a_model_of_the_users_own_is_let_through(monkeypatch):
     Notebook(config)
 
 
-def test_a_vision_language_model_is_told_how_to_name_its_language_model():
+def test_vision_language_model_error_names_language_model_setting():
     ids = torch.cat([torch.full((1, 4), 2), tokens(1, 40)], dim=1)
     inputs = {"input_ids": ids, "pixel_values": torch.ones(1, 3, 8, 8)}
     model = tiny_llava()
@@ -542,7 +540,7 @@ def test_a_vision_language_model_is_told_how_to_name_its_language_model():
         torch.testing.assert_close(model(**inputs).logits, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_settings_beside_the_language_model_are_refused():
+def test_settings_outside_of_language_model_raise():
     config = tiny_llava().config
     config.cab_config = FULL
     transformers.LlavaForConditionalGeneration(config)
@@ -552,6 +550,6 @@ def test_settings_beside_the_language_model_are_refused():
 
 
 @pytest.mark.parametrize("tokens", [-5, 0, 1.5, True, "many"], ids=repr)
-def test_a_prompt_of_no_length(model, tokens):
+def test_empty_prompt_raises(model, tokens):
     with pytest.raises(ValueError, match=f"tokens must be a whole number >= 1.*, got {tokens!r}"):
         cab_hf.describe(model, tokens=tokens)

@@ -65,7 +65,7 @@ def noise(length, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_tokens_and_their_gradients_are_those_of_an_index_for_each_number(text, layout, dtype):
+def test_permutation_and_gradients_match_elementwise_index(text, layout, dtype):
     order = layout_of(text).query_order
     tokens, places = TEXTS[text][0], order.vacant.shape[1]
     x = LAYOUTS[layout](noise(tokens, dtype)).requires_grad_()
@@ -82,7 +82,7 @@ def test_tokens_and_their_gradients_are_those_of_an_index_for_each_number(text, 
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_attention_in_a_layout_is_the_same_to_the_bit(text):
+def test_attention_in_layout_is_bit_identical(text):
     laid = layout_of(text)
     orders = laid.query_order, laid.key_order, laid.key_order
     leaves = [x.requires_grad_() for x in qkv(2, q_length=TEXTS[text][0], kv_length=LENGTH, dim=16)]
@@ -97,7 +97,7 @@ def test_attention_in_a_layout_is_the_same_to_the_bit(text):
     assert all(map(torch.equal, attended(TokenPermutation.apply, TokenPermutation.undo), meant))
 
 
-def test_a_place_without_a_token_has_no_gradient():
+def test_empty_slot_has_zero_gradient():
     """Not even where it is no number."""
     order = layout_of("packed").key_order
     x = noise(LENGTH).requires_grad_()
@@ -107,13 +107,13 @@ def test_a_place_without_a_token_has_no_gradient():
 
 
 @pytest.mark.parametrize("text", ["left-padded", "packed-padded"])
-def test_there_and_back_is_differentiable_twice(text):
+def test_round_trip_is_twice_differentiable(text):
     order = layout_of(text).query_order
     x = torch.randn(2, 1, LENGTH, 1, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: order.undo(order.apply(x).square()), x)
 
 
-def test_moving_compiles_without_a_break():
+def test_permutation_compiles_without_graph_break():
     order = layout_of("left-padded").query_order
     x = noise(LENGTH).requires_grad_()
 

@@ -64,7 +64,7 @@ def made(config_class, model_class, **fields):
         pytest.param(NEIGHBOURS, lambda: made(Ernie4_5Config, Ernie4_5ForCausalLM), id="ernie"),
     ],
 )
-def test_they_are_those_that_the_model_turns_least(channels, make):
+def test_slow_channels_are_those_with_lowest_measured_rotation(channels, make):
     """By what its own rotation does to a vector from one position to the next."""
     model = make()
     assert slow_channels(attention_of(model), 64) == channels
@@ -86,11 +86,11 @@ def test_they_are_those_that_the_model_turns_least(channels, make):
         pytest.param(lambda: made(GPTNeoXConfig, GPTNeoXForCausalLM), 64, id="neox-in-part"),
     ],
 )
-def test_all_channels_where_half_are_not_known(make, head_dim):
+def test_unknown_rotation_keeps_all_channels(make, head_dim):
     assert slow_channels(attention_of(make()), head_dim) == ()
 
 
-def test_all_channels_of_what_is_rotated_by_nobody():
+def test_no_rotation_keeps_all_channels():
     # a module of torch has no rotate_half
     assert slow_channels(nn.Linear(2, 2), 64) == ()
     # nor has one that is asked without a model
@@ -112,7 +112,7 @@ def test_all_channels_of_what_is_rotated_by_nobody():
         ),
     ],
 )
-def test_what_a_config_says(fields, channels):
+def test_slow_channels_of_config_variants(fields, channels):
     module = attention_of(tiny_model(head_dim=64))
     for name, value in fields.items():
         setattr(module.config, name, value)
@@ -121,7 +121,7 @@ def test_what_a_config_says(fields, channels):
 
 
 @pytest.mark.parametrize(("head_dim", "count"), [(32, 0), (62, 0), (64, 32), (80, 40), (128, 64)])
-def test_half_of_large_heads(head_dim, count):
+def test_large_heads_score_half_of_the_channels(head_dim, count):
     assert len(slow_channels(attention_of(tiny_model(head_dim=64)), head_dim)) == count
 
 
@@ -133,7 +133,7 @@ def test_layers_without_rotation_keep_all_channels():
 
 
 @pytest.mark.parametrize("family", ["Cohere2", "Exaone4"])
-def test_layers_without_window_keep_all_channels_where_only_windows_rotate(family):
+def test_unrotated_full_attention_layers_keep_all_channels(family):
     kinds = ["sliding_attention", "full_attention"]
     config = getattr(transformers, f"{family}Config")
     fields = {"num_hidden_layers": 2, "layer_types": kinds, "sliding_window": 16}
@@ -144,7 +144,7 @@ def test_layers_without_window_keep_all_channels_where_only_windows_rotate(famil
     assert [bool(slow_channels(layer, 64)) for layer in layers] == [True, False]
 
 
-def test_a_model_scores_them(monkeypatch):
+def test_prefill_scores_slow_channels(monkeypatch):
     scored = []
     own = cab_hf.predictors.RowsPredictor.summarise
 
@@ -160,7 +160,7 @@ def test_a_model_scores_them(monkeypatch):
 
 
 @pytest.mark.slow
-def test_it_compiles_without_a_graph_break():
+def test_slow_channels_compile_without_graph_break():
     model, ids = tiny_model(head_dim=64, num_hidden_layers=1), tokens(1, 150)
     with cab_hf.cab(model, SPARSE), torch.no_grad():
         expected = model(ids).logits

@@ -83,7 +83,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("world", "scheme", "kv_heads", "group", "settings"), CASES.values(), ids=CASES
 )
-def test_every_scheme_is_what_one_process_computes(
+def test_every_sharding_equals_single_process(
     ranks, world, scheme, kv_heads, group, settings, text
 ):
     ends, sharding = TEXTS[text], sharding_for(world, TEXTS[text])
@@ -147,7 +147,7 @@ def backward_on_a_rank(process_group, way, group, settings):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("group", [1, 2], ids=["own-keys", "shared-keys"])
 @pytest.mark.parametrize("settings", [{}, {"regather_kv": False}], ids=["regathered", "kept"])
-def test_gradients_are_the_same_however_autograd_saves(ranks, way, group, settings):
+def test_gradients_are_equal_under_checkpointing_and_offloading(ranks, way, group, settings):
     actual = ranks.run(2, backward_on_a_rank, way, group, settings)
     sharding = sharding_for(2, None)
     expected = in_one_process(sharding, group, 3)
@@ -155,7 +155,7 @@ def test_gradients_are_the_same_however_autograd_saves(ranks, way, group, settin
         assert_same(each, sharding, {name: expected[name] for name in ("dq", "dk", "dv")})
 
 
-def test_zigzag_gives_every_rank_the_same_work():
+def test_zigzag_balances_work_across_ranks():
     shard_map = sharding_for(4, None).shard_map(BLOCK, "cpu")
     pairs = [int(shard_map.ranges(rank, 1).pairs()) for rank in range(4)]
     length = 2 * 4 * BLOCK * 2

@@ -128,7 +128,7 @@ def assert_rows_of(actual, plan):
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("config", CONFIGS)
-def test_plans_are_the_rows_of_one_plan(ranks, config, text):
+def test_rank_plans_are_rows_of_single_process_plan(ranks, config, text):
     actual = ranks.run(4, on_a_rank, CONFIGS[config], TEXTS[text])
     assert_rows_of(actual, in_one_process(CONFIGS[config], sharding_for(4, TEXTS[text])))
 
@@ -166,7 +166,7 @@ Q, K = 4 * 128 * 16, 2 * 128 * 16
         ("cascade", 1, []),
     ],
 )
-def test_a_predictor_says_what_ranks_gather(ranks, config, layer, received):
+def test_ranks_gather_inputs_declared_by_predictor(ranks, config, layer, received):
     assert ranks.run(2, gathered_on_a_rank, CONFIGS[config], layer) == [received] * 2
 
 
@@ -181,7 +181,7 @@ def on_a_rank_by_slow_channels(process_group, config, ends):
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("config", ["exact", "cascade"])
-def test_half_of_the_channels_choose_the_rows_of_one_plan(ranks, config, text):
+def test_slow_channels_select_rows_of_single_process_plan(ranks, config, text):
     config = CONFIGS[config]
     actual = ranks.run(4, on_a_rank_by_slow_channels, config, TEXTS[text])
     sharding = sharding_for(4, TEXTS[text])
@@ -191,7 +191,7 @@ def test_half_of_the_channels_choose_the_rows_of_one_plan(ranks, config, text):
     assert not torch.equal(plan.to_dense(), in_one_process(config, sharding, 64).to_dense())
 
 
-def test_a_single_rank_makes_the_plan_of_one_process(ranks):
+def test_one_rank_equals_single_process(ranks):
     actual = ranks.run(1, on_a_rank, SMALL, TEXTS["packed"])
     assert_rows_of(actual, in_one_process(SMALL, sharding_for(1, TEXTS["packed"])))
 
@@ -208,7 +208,7 @@ def attended_on_a_rank(process_group, config, ends):
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("config", ["typical", "exact"])
-def test_attention_under_plans_is_that_of_one_process(ranks, config, text):
+def test_sparse_attention_equals_single_process(ranks, config, text):
     config, ends = CONFIGS[config], TEXTS[text]
     sharding = sharding_for(4, ends)
     outcome = ranks.run(4, attended_on_a_rank, config, ends)
@@ -226,7 +226,7 @@ def test_attention_under_plans_is_that_of_one_process(ranks, config, text):
         assert (result - meant).abs().max() <= 1e-5 * meant.abs().max()
 
 
-def test_the_union_of_needed_blocks_by_hand(ranks):
+def test_union_of_needed_blocks_of_handwritten_plans(ranks):
     config = replace(SMALL, mass_threshold=0.08, dense_tail_blocks=0, local_blocks=1)
     sharding = sharding_for(4, None)
     for rank, needed in enumerate(ranks.run(4, needed_on_a_rank, config)):
@@ -243,7 +243,7 @@ def needed_on_a_rank(process_group, config):
     return distributed.union(plan, KV_HEADS)
 
 
-def test_layers_of_a_text_share_spans(ranks):
+def test_layers_share_key_ranges(ranks):
     for same, refusal in ranks.run(2, twice_on_a_rank):
         assert same and refusal.startswith("ranges must belong to the sequence of q")
 

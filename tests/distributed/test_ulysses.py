@@ -110,7 +110,7 @@ def assert_same_step(actual, build, inputs, labels):
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("case", CASES)
-def test_a_training_step_is_that_of_one_process(ranks, case, text):
+def test_training_step_equals_single_process(ranks, case, text):
     step_of = (CASES[case], *batch_of(TEXTS[text]))
     assert_same_step(ranks.run(2, step_on_a_rank, "torch", *step_of), *step_of)
 
@@ -124,7 +124,7 @@ def two(processes):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_so_is_that_of_deepspeed(two, case):
+def test_deepspeed_training_step_equals_single_process(two, case):
     step_of = (CASES[case], *batch_of(TEXTS["packed"]))
     assert_same_step(two.run(2, step_on_a_rank, "deepspeed", *step_of), *step_of)
 
@@ -152,14 +152,14 @@ def logits_by_accelerate(group, build, inputs):
     return model(**shard_of(inputs, group), use_cache=False).logits.detach()
 
 
-def test_accelerate_hands_the_name_to_deepspeed(two):
+def test_accelerate_passes_implementation_to_deepspeed(two):
     build, (inputs, _) = CASES["cab"], batch_of(TEXTS["packed"])
     actual = torch.cat(two.run(2, logits_by_accelerate, build, inputs), dim=1)
     meant = model_of(*build).train()(**inputs, use_cache=False).logits
     assert (actual - meant).abs().max() <= 1e-5 * meant.abs().max()
 
 
-def test_budgets_of_each_head_are_refused(ranks):
+def test_per_head_budgets_raise(ranks):
     """A rank has some of the heads, and a table is of all."""
     tables = CabConfig.published(((0.3, 0.4, 0.5, 0.6, 0.7, 0.8),) * 2, min_length=0)
     step_of = (("cab", tables), *batch_of(TEXTS["one-text"]))

@@ -125,12 +125,12 @@ def letters_of(texts, length, tokenizer=None):
     ],
     ids=["rests go on", "a last token has been predicted", "shorter than a document"],
 )
-def test_documents_stand_one_behind_the_other(length, expected):
+def test_documents_are_concatenated(length, expected):
     sequences = letters_of(["a b c d e", "f g", "h i j k l m n o"], length)
     assert "  ".join(islice(sequences, expected.count("  ") + 1)) == expected
 
 
-def test_special_tokens_begin_a_text_and_not_its_rest():
+def test_special_tokens_start_documents_but_not_continuations():
     tokenizer = letters()
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
         "z $A", special_tokens=[("z", tokenizer.convert_tokens_to_ids("z"))]
@@ -148,7 +148,7 @@ def test_short_documents_are_skipped(streaming):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "cab"])
-def test_packed_documents_answer_as_they_do_alone(implementation):
+def test_packed_logits_equal_single_document_logits(implementation):
     model = tiny_model(num_hidden_layers=2, vocab_size=len(TOKENIZER))
     cab_hf.apply_cab(model, FULL)
     model.set_attn_implementation(implementation)
@@ -174,7 +174,7 @@ def test_packed_documents_answer_as_they_do_alone(implementation):
 RETRIEVAL = "retrieval:passkey+distractors+multi:260"
 
 
-def test_sources_have_their_shares_of_the_tokens():
+def test_sources_have_configured_token_shares():
     shares = {"a": 0.5, "b": 0.3, "c": 0.2}
     mixed = [(in_memory([f"{name} " * 20] * 9), share) for name, share in shares.items()]
     tokenizer = letters()
@@ -187,7 +187,7 @@ def test_sources_have_their_shares_of_the_tokens():
 @pytest.mark.parametrize("mixture", ["text alone", "retrieval beside"])
 @STREAMING
 @ENDINGS
-def test_a_killed_run_goes_on_where_it_was(tmp_path, ending, streaming, mixture):
+def test_killed_run_continues_at_same_sequence(tmp_path, ending, streaming, mixture):
     name = written(tmp_path, ending, texts_of(40))
 
     def opened():
@@ -211,7 +211,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, ending, streaming, mixture)
 
 
 @STREAMING
-def test_the_order_is_another_one_each_epoch_and_each_seed(tmp_path, streaming):
+def test_order_differs_per_epoch_and_seed(tmp_path, streaming):
     name = written(tmp_path, "jsonl", texts_of(40))
 
     def numbers(salt, shuffle=True, **options):
@@ -232,7 +232,7 @@ def mixed():
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_order_does_not_depend_on_the_world(world):
+def test_order_is_independent_of_world_size(world):
     alone = firsts(Packed(TOKENIZER, mixed(), 280, 0), 12)
     ranks = [Packed(TOKENIZER, mixed(), 280, 0, rank=r, world=world) for r in range(world)]
     for round_ in range(12 // world):
@@ -249,7 +249,7 @@ def test_the_order_does_not_depend_on_the_world(world):
 
 
 @pytest.mark.parametrize(("world", "workers"), [(1, 0), (1, 1), (2, 1)])
-def test_reading_ahead_gives_the_same_and_knows_its_place(world, workers):
+def test_prefetching_keeps_sequences_and_state(world, workers):
     def opened():
         return Packed(TOKENIZER, mixed(), 280, 0, rank=world - 1, world=world)
 
@@ -267,7 +267,7 @@ def test_reading_ahead_gives_the_same_and_knows_its_place(world, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_goes_wrong_ahead_is_raised_where_it_is_read(workers):
+def test_prefetch_error_raises_at_its_sequence(workers):
     packed = Packed(TOKENIZER, [(in_memory([9]), 1)], 90, 0, hold_out=0)
     with pytest.raises(UsageError, match="must contain strings, got 9 in document 0"):
         next(prefetched(packed, workers=workers))
@@ -281,7 +281,7 @@ def numbers_in(items):
 
 
 @STREAMING
-def test_training_never_sees_what_is_held_out(tmp_path, streaming):
+def test_training_excludes_held_out_documents(tmp_path, streaming):
     numbered = [text(1000 + number) for number in range(60)]
     source = make_source(written(tmp_path, "jsonl", numbered), streaming=streaming)
     for seed in (0, 1):
@@ -305,7 +305,7 @@ def test_training_never_sees_what_is_held_out(tmp_path, streaming):
 @STREAMING
 @pytest.mark.parametrize("ending", ["jsonl", "parquet", "txt"])
 @pytest.mark.parametrize("empty", [[""], ["a"], ["", " \n", "a", "", ""]], ids=repr)
-def test_the_first_document_with_tokens_is_held_out(tmp_path, ending, streaming, empty):
+def test_first_non_empty_document_is_held_out(tmp_path, ending, streaming, empty):
     numbered = [text(1000 + number) for number in range(25)]
     name = written(tmp_path, ending, [*empty, *numbered])
     source = make_source(name, streaming=streaming)
@@ -325,7 +325,7 @@ def test_the_first_document_with_tokens_is_held_out(tmp_path, ending, streaming,
     ("rows", "sentence"),
     [(12, "1 of 13 documents"), (250, r"3 of 251 documents .* and every 100th after it")],
 )
-def test_a_run_says_which_documents_are_held_out(tmp_path, rows, sentence):
+def test_run_reports_held_out_documents(tmp_path, rows, sentence):
     name = put(tmp_path / "a.jsonl", "", *texts_of(rows))
     told, place = [], SimpleNamespace(replica=0, replicas=1)
     settings = Settings(data=(name,), length=LENGTH, held_out=1)
@@ -342,14 +342,14 @@ def test_a_run_says_which_documents_are_held_out(tmp_path, rows, sentence):
         (["", "a", ""], False, "of two tokens or more.* use --held-out 0"),
     ],
 )
-def test_the_refusal_of_empty_documents_names_the_part(texts, only_held_out, sentence):
+def test_empty_documents_error_names_split(texts, only_held_out, sentence):
     packed = Packed(TOKENIZER, [(in_memory(texts), 1)], LENGTH, 0, only_held_out=only_held_out)
     with pytest.raises(UsageError, match=sentence):
         next(packed)
 
 
 @pytest.mark.parametrize("added", ["<more>", "."], ids=["in a text", "behind a text"])
-def test_a_token_that_the_model_does_not_know_is_refused(added):
+def test_token_outside_of_vocabulary_raises(added):
     tokenizer = letters()
     tokenizer.add_tokens("<more>")
     if added == ".":
@@ -368,7 +368,7 @@ def test_a_token_that_the_model_does_not_know_is_refused(added):
     assert next(packed)["input_ids"][70:].tolist() == [tokenizer.eos_token_id] * 10
 
 
-def test_names_of_the_hub_are_loaded_by_datasets(monkeypatch):
+def test_hub_names_load_through_datasets(monkeypatch):
     asked = []
 
     def load_dataset(*args, **options):
@@ -393,7 +393,7 @@ def read_from(name, streaming=False):
 @STREAMING
 @ENDINGS
 @pytest.mark.parametrize(("named", "matched"), [("d[1]/a", "d1/a"), ("a?", "ab"), ("**/a", "c/a")])
-def test_a_path_is_no_pattern(tmp_path, ending, named, matched, streaming):
+def test_path_is_not_expanded_as_glob(tmp_path, ending, named, matched, streaming):
     for name in (named, matched):
         put(tmp_path / f"{name}.{ending}", name)
     assert read_from(tmp_path / f"{named}.{ending}", streaming) == [named]
@@ -401,7 +401,7 @@ def test_a_path_is_no_pattern(tmp_path, ending, named, matched, streaming):
         assert read_from((tmp_path / named).parent, streaming) == [named]
 
 
-def test_content_is_told_from_any_other(tmp_path):
+def test_fingerprint_depends_on_content_only(tmp_path):
     """Whatever the names, the place and the time stamps of files."""
     content, read = [], []
     for place, texts in (("one", "abcd"), ("two", "abcd"), ("three", "bacd")):
@@ -416,7 +416,7 @@ def test_content_is_told_from_any_other(tmp_path):
 FILES = {".checkpoints/a": "old", ".a": "old", "b/.old/c/a": "old", "b.txt/a": "\ufeffnew"}
 
 
-def test_of_a_folder_hidden_files_are_not_read_and_folders_are_read_through(tmp_path):
+def test_folder_is_read_recursively_without_hidden_files(tmp_path):
     folder = tmp_path / ".shown"
     # a byte order mark is no text
     for name, text in FILES.items():
@@ -456,7 +456,7 @@ def row(text):
         pytest.param({".": "", "2.jsonl": LINE}, "\\(2.jsonl: there are 2 new", id="which fields"),
     ],
 )
-def test_data_that_cannot_be_read_is_refused(tmp_path, files, message, streaming):
+def test_unreadable_data_raises(tmp_path, files, message, streaming):
     """Files of these contents, None being a link to nothing; with "." all of the folder."""
     ending = [*files][-1].rpartition(".")[2]
     if "2" in "".join(files):
@@ -473,7 +473,7 @@ def test_data_that_cannot_be_read_is_refused(tmp_path, files, message, streaming
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", "./none", "/nowhere/a", "text", "folder:main"])
-def test_what_is_not_there_is_not_asked_of_the_hub(tmp_path, monkeypatch, name):
+def test_missing_path_raises_without_hub_request(tmp_path, monkeypatch, name):
     """By some names datasets reads the working directory, or a folder in it."""
     put(tmp_path / "folder" / "a.txt", "a b c")
     monkeypatch.chdir(tmp_path)
@@ -490,7 +490,7 @@ def test_what_is_not_there_is_not_asked_of_the_hub(tmp_path, monkeypatch, name):
         ("a.txt=0", "a.txt", False),
     ],
 )
-def test_a_run_is_not_watched_on_what_it_learns(tmp_path, monkeypatch, learnt, watched, refused):
+def test_validation_on_training_source_raises(tmp_path, monkeypatch, learnt, watched, refused):
     for name in ("a.txt", "copy.txt", "texts/inside.txt"):
         put(tmp_path / name, "It rained.")
     put(tmp_path / "b.txt", "It snowed.")
@@ -505,7 +505,7 @@ def test_a_run_is_not_watched_on_what_it_learns(tmp_path, monkeypatch, learnt, w
 
 @ENDINGS
 @STREAMING
-def test_local_files_ask_no_host(tmp_path, monkeypatch, ending, streaming):
+def test_local_files_make_no_network_request(tmp_path, monkeypatch, ending, streaming):
     asked = []
 
     def look_up(host, *_, **__):
@@ -537,7 +537,7 @@ def test_local_files_ask_no_host(tmp_path, monkeypatch, ending, streaming):
         ("retrieval:passkey:9:9", 1, 100, "must be retrieval:KINDS:LENGTH"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(name, share, hold_out, message):
+def test_invalid_settings_raise(name, share, hold_out, message):
     with pytest.raises(UsageError, match=message):
         mixed = [(make_source(name) if name else in_memory(texts_of(9)), share)]
         Packed(TOKENIZER, mixed, LENGTH, 0, hold_out=hold_out, only_held_out=not hold_out)

@@ -46,7 +46,7 @@ def two_machines(folder, name):
 
 
 @pytest.mark.slow
-def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
+def test_two_processes_resume_after_kill_and_stop(tmp_path):
     """All that takes a launcher, in as few launches as that takes."""
     (script := tmp_path / "meddled.py").write_text(MEDDLED)
     words = {
@@ -139,7 +139,7 @@ def stop_at(tmp_path, last, *words):
     assert len(steps(tmp_path / "run", "loss")) == last
 
 
-def test_a_watched_run_leaves_its_files_and_a_log_of_all_it_measured(tmp_path):
+def test_run_with_validation_writes_files_and_complete_log(tmp_path):
     watched = ["--held-out", "2", "--eval-every", "3", "--passkey-lengths", "192,256"]
     watched += ["--validation", "retrieval:passkey:256"]
     assert run(tmp_path, *watched, drawn=True) == 0
@@ -162,7 +162,7 @@ def test_a_watched_run_leaves_its_files_and_a_log_of_all_it_measured(tmp_path):
             assert each["mfu"] is None and each["peak_gib"] is None
 
 
-def test_an_adapter_may_be_rounded_and_what_a_run_goes_on_with_is_not(tmp_path, finished):
+def test_saved_adapter_is_rounded_but_checkpoint_is_not(tmp_path, finished):
     assert run(tmp_path, "--adapter-dtype", "bfloat16") == 0
     complete = learnt(finished)
     assert {x.dtype for x in complete.values()} == {torch.float32}
@@ -171,7 +171,7 @@ def test_an_adapter_may_be_rounded_and_what_a_run_goes_on_with_is_not(tmp_path, 
     assert {x.dtype for x in shared["parameters"].values()} == {torch.float32}
 
 
-def test_at_full_budget_a_run_learns_what_peft_alone_does(tmp_path):
+def test_full_budget_run_matches_peft_loop(tmp_path):
     """The reference is a loop over dense logits that shares the data and the rates alone."""
     full = ["--cab", "mass_threshold=0", "--dropout", "0"]
     words = [*full, "--data", "retrieval:keys:100", "--steps", "8", "--lr", "1e-2"]
@@ -207,7 +207,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize(("words", "other"), WAYS.values(), ids=WAYS)
-def test_steps_that_are_computed_in_another_way_learn_the_same(tmp_path, words, other):
+def test_memory_options_do_not_change_losses(tmp_path, words, other):
     assert run(tmp_path, "--dropout", "0", *words, name="one") == 0
     assert run(tmp_path, "--dropout", "0", *other, name="other") == 0
     for field in ("loss", "grad_norm"):
@@ -231,7 +231,7 @@ def changed(file):
     return file.read_text().replace("It", "He").replace(threshold, f"{threshold}1").encode()
 
 
-def test_other_content_under_the_same_names_is_refused(tmp_path, capsys):
+def test_changed_content_under_same_name_raises(tmp_path, capsys):
     save_llama(tmp_path / "model")
     SPARSE.save(tmp_path / "calibration.json")
     for kind, count in (("data", 20), ("validation", 15)):
@@ -259,7 +259,7 @@ def test_other_content_under_the_same_names_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["lost", "torn"])
-def test_a_checkpoint_knows_which_run_made_it(tmp_path, capsys, finished, torn):
+def test_checkpoint_of_another_run_raises(tmp_path, capsys, finished, torn):
     stop_at(tmp_path, 2)
     out = tmp_path / "run"
     text = (out / train.LOG).read_text()
@@ -274,7 +274,7 @@ def test_a_checkpoint_knows_which_run_made_it(tmp_path, capsys, finished, torn):
     assert losses(out) == losses(finished)[2:]
 
 
-def test_a_run_that_is_done_stays_as_it_is_but_for_what_a_kill_left(finished, capsys):
+def test_finished_run_is_unchanged_and_cleaned_up(finished, capsys):
     left = finished / "checkpoints" / ".step-00000002.removed"
     before = (finished / train.LOG).read_bytes()
     left.mkdir()
@@ -315,7 +315,7 @@ def dynamic(folder):
     ],
     ids=["adapter", "sampled blocks", "dynamic", "all weights", "products in bfloat16", "nf4"],
 )
-def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, capsys, finished, words, last):
+def test_stopped_run_resumes_bit_identically(tmp_path, capsys, finished, words, last):
     words = words(tmp_path)
     assert not words or run(tmp_path, *words, name="whole") == 0
     capsys.readouterr()
@@ -326,7 +326,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, capsys, finished, words
     assert_same_run(tmp_path / "run", tmp_path / "whole" if words else finished)
 
 
-def test_an_adapter_of_weights_in_four_bits_is_merged_into_the_base(tmp_path, capsys):
+def test_adapter_of_4_bit_weights_merges_into_base(tmp_path, capsys):
     assert run(tmp_path, "--qlora") == 0
     assert merge.main([str(tmp_path / "run" / "adapter"), str(tmp_path / "merged")]) == 0
     assert "merged; the largest difference of a logit is" in capsys.readouterr().out
@@ -334,7 +334,7 @@ def test_an_adapter_of_weights_in_four_bits_is_merged_into_the_base(tmp_path, ca
     assert not any(hasattr(weight, "quant_state") for weight in merged.parameters())
 
 
-def test_a_model_that_is_all_trained_learns_and_is_loaded_as_it_was_trained(tmp_path, monkeypatch):
+def test_full_training_saves_model_that_loads_identically(tmp_path, monkeypatch):
     ran, losses_of, end = [], {}, train.Run._end
     monkeypatch.setattr(train.Run, "_end", lambda self, log: (ran.append(self), end(self, log)))
     words = [*ALL, "--model", str(save_llama(tmp_path / "base")), "--steps", "12", "--lr", "1e-2"]
@@ -367,14 +367,14 @@ REFUSED = """
 
 
 @pytest.mark.parametrize("case", re.split(r" ; |\n", REFUSED.strip()))
-def test_what_cannot_run_is_refused_in_one_line(tmp_path, capsys, case):
+def test_unsupported_settings_exit_with_one_line(tmp_path, capsys, case):
     words, _, message = case.partition(" > ")
     assert run(tmp_path, *words.split()) == 2
     assert message in refusal(capsys)
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
-def test_a_folder_that_holds_something_else_is_refused(tmp_path, capsys):
+def test_foreign_output_folder_raises(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").touch()
     assert run(tmp_path) == 2 and "out must be" in refusal(capsys)
@@ -389,7 +389,7 @@ FULL = {
 
 
 @pytest.mark.parametrize(("error", "message"), FULL.values(), ids=FULL)
-def test_a_full_device_ends_a_run_in_one_line(tmp_path, monkeypatch, capsys, error, message):
+def test_out_of_memory_exits_with_one_line(tmp_path, monkeypatch, capsys, error, message):
     def fail(*_):
         raise error
 
@@ -402,7 +402,7 @@ def test_a_full_device_ends_a_run_in_one_line(tmp_path, monkeypatch, capsys, err
     assert message in refusal(capsys)
 
 
-def test_a_dry_run_says_what_it_would_be(tmp_path, capsys):
+def test_dry_run_prints_estimates(tmp_path, capsys):
     model = save_llama(tmp_path / "model")
     words = ["--model", str(model), "--length", "1024", "--tokens-per-step", "4096", "--dry-run"]
     assert run(tmp_path, *words) == 0
@@ -429,9 +429,7 @@ SPOILT_BY = {
 
 
 @pytest.mark.parametrize("spoilt", SPOILT_BY)
-def test_numbers_that_are_none_end_a_run_before_they_are_saved(
-    tmp_path, monkeypatch, capsys, spoilt
-):
+def test_nan_ends_run_before_saving(tmp_path, monkeypatch, capsys, spoilt):
     build, step, nan = train.build, torch.optim.AdamW.step, float("nan")
 
     def spoilt_build(*given):
@@ -457,7 +455,7 @@ def test_numbers_that_are_none_end_a_run_before_they_are_saved(
     assert "NaN" not in (tmp_path / "run" / "log.jsonl").read_text()
 
 
-def test_an_evaluation_changes_nothing_that_is_learnt(tmp_path):
+def test_evaluation_does_not_change_training(tmp_path):
     # every evaluation reads a longer text than training does
     words = [*dynamic(tmp_path), "--data", "retrieval:passkey:120", "--held-out", "1"]
     words += ["--validation", "retrieval:passkey:256", "--eval-every"]
@@ -467,7 +465,7 @@ def test_an_evaluation_changes_nothing_that_is_learnt(tmp_path):
     assert_same(learnt(tmp_path / "1"), learnt(tmp_path / "0"))
 
 
-def test_a_run_begins_with_the_adapter_of_another(tmp_path, finished):
+def test_run_starts_from_adapter_of_another_run(tmp_path, finished):
     adapter = ["--adapter", str(finished / "adapter")]
 
     def begun(*words):

@@ -52,9 +52,7 @@ def trained(make, model_folder, folder, attention, config=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [by_transformers, by_trl])
-def test_losses_at_full_budget_are_those_of_sdpa_and_a_threshold_makes_it_sparse(
-    make, model_folder, tmp_path
-):
+def test_full_budget_losses_match_sdpa_and_threshold_lowers_density(make, model_folder, tmp_path):
     expected, _ = trained(make, model_folder, tmp_path, "sdpa")
     losses, densities = trained(make, model_folder, tmp_path, "cab", FULL)
     assert len(losses) == 2 and losses == pytest.approx(expected, abs=2e-4)

@@ -44,12 +44,12 @@ def answers(model, **changes):
 
 
 @pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
-def test_a_full_budget_is_dense_attention(served, changes):
+def test_full_budget_equals_dense_attention(served, changes):
     model, expected = served
     assert answers(model, **changes) == expected
 
 
-def test_buffers_are_reset_before_the_first_batch_on_a_busy_gpu(served, monkeypatch):
+def test_buffers_are_reset_before_first_batch(served, monkeypatch):
     """transformers zeroes them on one stream and fills them on another."""
     model, expected = served
     reset = ContinuousBatchingIOs.reset

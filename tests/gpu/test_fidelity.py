@@ -35,7 +35,7 @@ def model_folder(tmp_path_factory):
     return folder
 
 
-def test_attention_is_timed_beside_what_is_kept(gpu, model_folder, tmp_path):
+def test_fidelity_records_attention_time_and_density(gpu, model_folder, tmp_path):
     methods = "dense,full,cab,streaming,random,antidiagonal,xattention,xattention_16,"
     methods += "vertical_slash,flexprefill,mean_pooled,trianglemix"
     words = ["--model", model_folder, "--out", tmp_path, "--methods", methods]

@@ -33,7 +33,7 @@ def ended_well(*words):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_a_plan_kept_in_the_hosts_memory_is_the_plan(gpu):
+def test_offloaded_plan_gives_equal_gradients(gpu):
     ids = tokens(1, 600).to(gpu)
     model = tiny_model().to(gpu).train()
 
@@ -89,7 +89,7 @@ class Late(Offload):
 
 @pytest.mark.parametrize("kind", [Offload, Late])
 @pytest.mark.parametrize("layers", [2, 6])
-def test_offloaded_checkpoints_come_back_as_they_were(gpu, kind, layers):
+def test_offloaded_checkpoints_are_restored_exactly(gpu, kind, layers):
     expected, before = learnt(long_model(gpu), gpu)
     offload = kind(layers, torch.device(gpu), 2**16)
     model = long_model(gpu, offload)
@@ -103,7 +103,7 @@ def test_offloaded_checkpoints_come_back_as_they_were(gpu, kind, layers):
     assert all(chunk.is_pinned() for chunk in offload._free)
 
 
-def test_a_backward_pass_left_halfway_spoils_nothing_behind_it(gpu):
+def test_aborted_backward_does_not_change_next_step(gpu):
     offload = Late(6, torch.device(gpu), 2**16)
     model = long_model(gpu, offload)
     expected, _ = learnt(model, gpu)
@@ -116,7 +116,7 @@ def test_a_backward_pass_left_halfway_spoils_nothing_behind_it(gpu):
     assert all(map(torch.equal, learnt(model, gpu)[0], expected))
 
 
-def test_tiles_learn_what_all_tokens_at_once_do(gpu):
+def test_tiled_training_equals_untiled(gpu):
     expected, before = learnt(long_model(gpu), gpu)
     model = long_model(gpu, Offload(3, torch.device(gpu)))
     compute_in_tiles(model, 256)
@@ -126,7 +126,7 @@ def test_tiles_learn_what_all_tokens_at_once_do(gpu):
         assert (one - other).norm() <= 0.02 * other.norm()
 
 
-def test_a_run_on_one_gpu_tells_what_it_took(gpu, tmp_path):
+def test_single_gpu_run_reports_memory_and_time(gpu, tmp_path):
     ended_well("python", *TINY, "--peak-tflops", "1", "--out", str(tmp_path))
     _, records = read_log(tmp_path / train.LOG)
     made = [each for each in records if each["kind"] == "step"]
@@ -138,7 +138,7 @@ def test_a_run_on_one_gpu_tells_what_it_took(gpu, tmp_path):
 
 
 @pytest.mark.parametrize("attention", ["cab", "sdpa"])
-def test_all_weights_are_trained_with_products_in_bfloat16(gpu, attention, tmp_path):
+def test_full_training_uses_bfloat16_products(gpu, attention, tmp_path):
     plain = ("--dropout", "0", "--rank", "16", "--alpha", "32")
     words = (*TRAIN, "--train", "all", *plain, "--attention", attention)
     for dtype in ("float32", "bfloat16"):
@@ -149,7 +149,7 @@ def test_all_weights_are_trained_with_products_in_bfloat16(gpu, attention, tmp_p
 
 @PAIR
 @pytest.mark.parametrize("how", ["ddp_8gpu", "fsdp2_8gpu"])
-def test_two_gpus_learn_what_one_does_in_turns(gpu, how, tmp_path):
+def test_two_gpus_equal_gradient_accumulation_on_one(gpu, how, tmp_path):
     same = ("--dropout", "0", "--tokens-per-step", "1024")
     ended_well("python", *TINY, *same, "--out", str(tmp_path / "one"))
     launch = ("accelerate", "launch", "--num_processes", "2", "--config_file")
@@ -161,7 +161,7 @@ def test_two_gpus_learn_what_one_does_in_turns(gpu, how, tmp_path):
 
 
 @PAIR
-def test_every_scheme_is_right_over_two_gpus(gpu, tmp_path):
+def test_every_sharding_is_correct_over_two_gpus(gpu, tmp_path):
     words = ("--shape", "tiny", "--lengths", "4096", "--seconds", "0")
     command = ("-m", "cab_hf.eval", "speed", "context-parallel")
     ended_well(*TORCHRUN, *command, *words, "--out", str(tmp_path))

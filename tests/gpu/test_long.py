@@ -41,7 +41,7 @@ def heads_on(device, q_length):
     # a million keys are a GiB in 8 bits; where there are none of these, two
     [pytest.param(TOKENS, 24, id="whole"), pytest.param(CHUNK, 3, id="chunk")],
 )
-def test_a_layer_reads_a_million_tokens(gpu, q_length, gib):
+def test_layer_attends_one_million_tokens(gpu, q_length, gib):
     q, k, v = heads_on(gpu, q_length)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
