@@ -1,4 +1,4 @@
-"""Imports run one way, whether they are statements or names of modules in strings."""
+"""Imports follow the layers, both statements and module names in strings."""
 
 import ast
 import re
@@ -21,7 +21,7 @@ FREE = {"__init__", "registration"}
 
 
 def imported(source):
-    """Modules of cab_hf that a source names: in statements, attributes and whole strings."""
+    """Return modules of cab_hf named by a source: in statements, attributes and strings."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "cab_hf":
@@ -39,7 +39,7 @@ def imported(source):
 
 
 def upward(path, source):
-    """What a file of the repository imports from floors above its own."""
+    """Return the imports of a file from layers above its own."""
     parts = Path(path).with_suffix("").parts
     floor = parts[1] if parts[0] == "cab_hf" else parts[0]
     if floor in FREE:

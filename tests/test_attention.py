@@ -1,4 +1,4 @@
-"""What a whole model answers through "cab", beside sdpa and beside itself."""
+"""Logits of whole models on "cab", against sdpa and against other input layouts."""
 
 import copy
 
@@ -30,7 +30,7 @@ def llama():
 
 @pytest.fixture(scope="module")
 def shallow():
-    """One layer, for what every layer does alike and takes long."""
+    """Return a model of one layer, for slow tests of behaviour common to all layers."""
     return tiny_model(num_hidden_layers=1)
 
 
@@ -75,7 +75,7 @@ BESIDE = pytest.mark.parametrize(
 
 
 def packed(lengths, use_cache, left=None, right=0, hole=0):
-    """(inputs, where their real tokens are) of documents one behind the other, and of padding."""
+    """Return (inputs, indices of real tokens) of packed documents with padding."""
     ids = tokens(1, sum(lengths))
     positions = positions_of(lengths)
     inputs = {"use_cache": use_cache}
@@ -84,7 +84,7 @@ def packed(lengths, use_cache, left=None, right=0, hole=0):
     middle = lengths[0] // 2
     real = torch.cat([torch.ones(middle), torch.zeros(hole), torch.ones(sum(lengths) - middle)])
     real = torch.cat([torch.zeros(left), real, torch.zeros(right)]).bool()
-    # what stands at padding is nobody's, and must tell nothing
+    # tokens and positions of padding must not matter
     inputs["input_ids"] = tokens(1, len(real), seed=5).masked_scatter(real, ids)
     filler = torch.arange(len(real)).flip(0).unsqueeze(0)
     inputs["position_ids"] = filler.masked_scatter(real, positions)
@@ -327,7 +327,7 @@ def test_min_length_applies_to_each_row_separately(shallow, lengths, layout, lea
 
 @pytest.mark.parametrize("lengths", [(150,), (150, 192), (128, 150)], ids=str)
 def test_last_chunk_below_query_block_is_dense(shallow, lengths):
-    """It cannot be told from a step of assisted decoding; rows of a batch have one each."""
+    """Such a chunk looks like a step of assisted decoding; batch rows end separately."""
     longest, row = max(lengths), lengths.index(150)
     ids = tokens(len(lengths), longest)
     real = torch.stack([torch.arange(longest) < n for n in lengths])
@@ -342,7 +342,7 @@ def test_last_chunk_below_query_block_is_dense(shallow, lengths):
 
 
 def test_chunks_of_whole_query_blocks_equal_one_prefill_without_curvature(llama):
-    """Two-hop paths need rows that chunking has left behind, and every chunk has an end."""
+    """Curvature reads rows of earlier chunks, and a dense tail follows the end of each chunk."""
     ids = tokens(1, 328)
     with cab_hf.cab(llama, SPARSE, redundancy=0.0, dense_tail_blocks=0), torch.no_grad():
         complete = llama(ids).logits
@@ -390,7 +390,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(family):
 
 
 def test_unselected_keys_get_no_gradient(llama):
-    """A key outside every attended block gets no gradient from the rows that skip it."""
+    """A key outside of every selected block gets no gradient from the rows that skip it."""
     model = copy.deepcopy(llama)
     cab_hf.apply_cab(
         model, CabConfig.published(0.9, "none", query_block=32, key_block=16, min_length=0)
@@ -421,7 +421,7 @@ def test_unselected_keys_get_no_gradient(llama):
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 @pytest.mark.parametrize("padding", [0, 37])
 def test_output_is_contiguous(monkeypatch, family, fields, padding):
-    """As AFMoE and JetMoE do; a hook in the model sees what attention gave it."""
+    """AFMoE and JetMoE call `view` on the output."""
     given = []
     model = cab_hf.apply_cab(tiny_model(family), FULL, **fields)
     attend = AttentionInterface._global_mapping["cab"]
@@ -448,7 +448,7 @@ def test_output_is_contiguous(monkeypatch, family, fields, padding):
 )
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
 def test_windows_and_masks_unknown_to_the_layer_are_applied(name, fields, implementation):
-    """PhiMoE's layers do not know of their window; BART makes a mask that no layer uses."""
+    """PhiMoE's layers have no window attribute; BART creates a mask that no layer uses."""
     config = getattr(transformers, f"{name}Config")(**SIZES | fields)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
@@ -514,7 +514,7 @@ def test_float32_queries_of_adapters_are_cast_to_model_dtype():
 
 
 def test_blockwise_dense_matches_sdpa_with_one_plan_for_all_layers(monkeypatch):
-    """What large heads and masks take on a GPU, by the reference engine here."""
+    """GPUs use this path for large heads and masks; here it runs on the reference engine."""
     model = tiny_model()
     ids = tokens(2, 300)
     mask = torch.ones_like(ids)

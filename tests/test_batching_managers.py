@@ -1,4 +1,4 @@
-"""Managers of continuous batching: what may be switched under them, and what they share."""
+"""Managers of continuous batching: switching attention, and sharing prefix blocks."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""attn_implementation "cab_frc": the published method by one string, everywhere "cab" is known."""
+"""attn_implementation "cab_frc": the published method at every entry point of "cab"."""
 
 import pytest
 import torch

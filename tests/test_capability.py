@@ -1,4 +1,4 @@
-"""Which GPU kernels and engines are chosen for, and the variable that names another."""
+"""Compute capability for kernels and engines, and the variable that overrides it."""
 
 import pytest
 import torch

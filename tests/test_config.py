@@ -155,7 +155,7 @@ def test_saved_file_names_calibrated_model(tmp_path):
     assert json.loads((tmp_path / "own.json").read_text())["origin"] == fields
     assert CabConfig.calibrated(tmp_path / "own.json") == config == CabConfig(origin=fields)
     assert hash(config) == hash(CabConfig(origin=fields)) != hash(CabConfig())
-    # of settings that nobody calibrated there is nothing to say
+    # settings without calibration have no origin
     assert "origin" not in CabConfig().to_dict()
 
 

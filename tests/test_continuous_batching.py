@@ -1,4 +1,4 @@
-"""Continuous batching: every sequence as by itself, and what is refused before anything begins."""
+"""Continuous batching: sequences equal single generation; unsupported models raise."""
 
 import dataclasses
 import warnings
@@ -56,7 +56,7 @@ def test_full_budget_equals_dense_attention(family, name, changes):
 
 @pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
 def test_decode_steps_read_pages_without_gather(changes, monkeypatch):
-    """Where a kernel takes them together, beside prompts too: what is gathered is of prompts."""
+    """A kernel reads the pages of decode steps in place; only prompts are gathered."""
     monkeypatch.setattr(batch.decode, "has_kernels", lambda *_: True)
     model, gathered = tiny_model(), []
     expected = generated(model)
@@ -91,7 +91,7 @@ def test_chunked_prompt_selects_same_blocks_as_whole_prompt():
 
 @pytest.mark.parametrize("room", [96, 100, 133])
 def test_chunks_of_several_prompts_select_same_blocks_as_whole_prompts(room, monkeypatch):
-    """No chunk begins or ends inside of a query block, whoever else is in its batch."""
+    """No chunk starts or ends inside of a query block, also in shared batches."""
     seen = routed(monkeypatch)
     model = on_cab(tiny_model(), LOW)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (340, 77, 201, 20, 150, 96)]
@@ -105,7 +105,7 @@ def test_chunks_of_several_prompts_select_same_blocks_as_whole_prompts(room, mon
 
 @pytest.mark.parametrize(("answers", "end"), [(1, 340), (2, 339)])
 def test_dense_tail_applies_to_prompt_end_only(answers, end, monkeypatch):
-    """Several answers share all of it but the last token, which each of them reads itself.
+    """Several answers share the prompt except its last token, which each answer reads itself.
 
     The tail of 2 blocks of 32 begins in the third chunk, and the last one is all of it.
     """
@@ -154,7 +154,7 @@ def test_preempted_requests_are_resumed(monkeypatch):
 
 
 def test_preempted_request_reads_its_answer_as_decode(monkeypatch):
-    """Without offloading it begins again, with its answer behind its prompt."""
+    """Without offloading the request restarts, with its answer appended to its prompt."""
     again, create = [], RequestState.create_equivalent_initial_request
     monkeypatch.setattr(
         RequestState,
@@ -217,7 +217,7 @@ BEGINNINGS = {
 
 @pytest.fixture
 def flash_is_there(monkeypatch):
-    """transformers then switches to flash attention any model that is not on it."""
+    """Pretend that flash attention is installed; transformers then switches models to it."""
     monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True)
     monkeypatch.setattr(
         transformers.PreTrainedModel,
@@ -365,7 +365,7 @@ GRID = {
 
 
 def began(name, changes, monkeypatch):
-    """What is warned of as continuous batching begins."""
+    """Return the warnings at the start of continuous batching."""
     monkeypatch.setattr(checks, "_warned", set())
     model = on_cab(tiny_model())
     model.set_attn_implementation(name)

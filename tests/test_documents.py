@@ -1,4 +1,4 @@
-"""Documents of recall: what they hold, where, and that nothing else decides it."""
+"""Recall documents: content, spans of statements and answers, and determinism."""
 
 import re
 
@@ -20,7 +20,7 @@ TOKENIZERS = {"words": make_tokenizer(), "merging": make_merging_tokenizer()}
 
 
 def text_of(tokenizer, tokens):
-    """Without blanks, which a tokenizer of words puts between digits."""
+    """Decode without spaces, which a tokenizer of words puts between digits."""
     return tokenizer.decode(tokens).replace(" ", "")
 
 
@@ -175,7 +175,7 @@ def test_copies_occur_twice_outside_of_needles():
     assert documents.with_copies(document, 2, 800)[1] == ()
 
 
-# --- keys that are asked for behind a prompt
+# --- keys that are asked for after a prompt
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -1,4 +1,4 @@
-"""The layers: exact at full budget, masked attention below it, causal, differentiable."""
+"""Attention layers: dense at full budget, masked below, causal and differentiable."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def inputs(length, batch=2):
 
 
 def masked_attention(x, q_weight, k_weight, v_weight, o_weight, mask):
-    """The layer in plain PyTorch, attending what ``mask`` says."""
+    """Compute the layer in plain PyTorch under ``mask``."""
     heads = [
         F.linear(x, weight).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2)
         for weight in (q_weight, k_weight, v_weight)

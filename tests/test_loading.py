@@ -1,4 +1,4 @@
-"""`cab_hf.load_model`: one line, and the settings it was told hold whatever the model is called."""
+"""`cab_hf.load_model`: settings apply to every kind of model name."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from cab_hf.experiment import models, offline_models
 
 @pytest.fixture
 def standing_in(model_folder, tmp_path, monkeypatch):
-    """The saved model stands for the embedded one, and for one of the hub."""
+    """Replace the embedded model and a hub model by the saved model."""
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(offline_models, "find_smollm2_gguf", lambda scratch: scratch / "model.gguf")
     monkeypatch.setattr(offline_models, "_check_gguf", lambda gguf: None)

@@ -63,7 +63,7 @@ def test_nan_key_does_not_change_kernel_selection_of_earlier_blocks(config):
 
 
 def _same_choice(select, config, prefix, value):
-    """A token is spoilt, as in the layers behind the first one that spoils it."""
+    """Replace a whole token, as in the layers after the one that yields NaN."""
     shape = {"q_length": LENGTH, "kv_length": LENGTH + prefix, "heads": 2, "kv_heads": 1}
     q, k = loud(**shape)
     ranges = KeyRanges.causal(1, LENGTH, LENGTH + prefix, "cpu")
@@ -87,7 +87,7 @@ def test_kernels_select_blocks_with_nan_key(config):
 
 
 def _kept(select, config, value):
-    """One channel of one key is spoilt, of one of two KV heads."""
+    """Replace one channel of one key of one of two KV heads."""
     q, k = loud(q_length=LENGTH, heads=4, kv_heads=2, dim=32)
     ranges, at = KeyRanges.causal(1, LENGTH, LENGTH, "cpu"), 70
     meant = select(config, q, k, ranges).to_dense()
@@ -146,7 +146,7 @@ SHAPES = [
 def test_nan_key_does_not_change_earlier_query_blocks(
     attend, dim, q_length, kv_length, blocks, value
 ):
-    """The spoilt key is the first that query block 1 or 2 sees, and no query before it does."""
+    """The key with NaN is the first one that query block 1 or 2 sees; no earlier query sees it."""
     q, k, v = qkv(q_length=q_length, kv_length=kv_length, heads=2, kv_heads=1, dim=dim)
     query_block, key_block = blocks
     ranges = KeyRanges.causal(1, q_length, kv_length, "cpu")

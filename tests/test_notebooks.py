@@ -1,4 +1,4 @@
-"""The notebooks of `examples` run from the first cell to the last, on shorter texts."""
+"""The notebooks of `examples` run completely, on shorter sequences."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def as_many_threads_as_here(monkeypatch):
 
 
 def executed(name):
-    """Output of each cell of a notebook: (all that is printed, how many pictures are shown)."""
+    """Run a notebook and return (printed output, number of pictures) of each cell."""
     notebook = nbformat.read(EXAMPLES / name, as_version=4)
     resources = {"metadata": {"path": str(EXAMPLES)}}
     nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()

@@ -1,4 +1,4 @@
-"""Plans by hand: which blocks, which tokens, which lists."""
+"""Handwritten plans: blocks, token masks and lists."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, block_visibility
 
 @pytest.fixture
 def plan():
-    """Six queries over six keys, blocks of 2 x 2; the last row skips the middle key block."""
+    """Return a plan of six queries and six keys in 2 x 2 blocks; the last row skips a block."""
     keep = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)[None, None]
     return BlockPlan.from_dense(keep, KeyRanges.causal(1, 6, 6, "cpu"), query_block=2, key_block=2)
 

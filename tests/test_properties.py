@@ -1,4 +1,4 @@
-"""What holds for any text, however it is padded, packed, cut into chunks and budgeted.
+"""Properties of attention for all paddings, packings, chunks and budgets.
 
 2,000 cases, always the same, of which `make test` draws a quarter; ``CASES=20000`` draws as many
 others.
@@ -35,7 +35,7 @@ EVERYTHING = {"mass_threshold": 0.0, "max_density": 1.0}
 
 
 def cases(share):
-    """That share of all cases; small ones are not sought, they are small anyhow."""
+    """Run this share of all cases, without shrinking, because cases are small."""
     return settings(
         max_examples=int((CASES or FIXED) * share),
         derandomize=not CASES,
@@ -57,7 +57,7 @@ class Heads(NamedTuple):
     seed: int
 
     def draw(self, batch, length):
-        """q, k and v whose blocks differ, as a model hands them over."""
+        """Return q, k and v with different blocks and the strides of a model."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def normal(heads):
@@ -68,7 +68,7 @@ class Heads(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row of a batch: its padding before, inside and behind, and its documents' lengths."""
+    """One row of a batch: padding before, inside and after it, and lengths of its documents."""
 
     left: int
     hole: int
@@ -80,7 +80,7 @@ class Row(NamedTuple):
         return sum(self.lengths)
 
     def document(self):
-        """[N]: which document a slot belongs to, -1 for padding."""
+        """Return the document of each slot, [N]; -1 for padding."""
         ids = torch.repeat_interleave(torch.tensor(self.lengths))
         middle = self.tokens // 2
 
@@ -92,14 +92,14 @@ class Row(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Documents [B, N] as in `Row.document`, and what tells of them."""
+    """Documents [B, N] as in `Row.document`, and the arguments that describe them."""
 
     document: torch.Tensor
     given_by: str
 
     @property
     def arguments(self):
-        """Those of `attend`."""
+        """Return keyword arguments for `attend`."""
         real = self.document >= 0
         filled = torch.where(real, self.document, 0)
         # padding belongs to the document before it
@@ -121,12 +121,12 @@ class Batch(NamedTuple):
 
     @property
     def seen(self):
-        """bool [B, 1, N, N]: a real token of the same document, not behind the query."""
+        """Return visible pairs, bool [B, 1, N, N]: earlier real tokens of the same document."""
         same = self.document.unsqueeze(-1) == self.document.unsqueeze(-2)
         return (same & (self.document >= 0).unsqueeze(-2)).tril().unsqueeze(1)
 
     def texts(self):
-        """(row, slots) of every document."""
+        """Yield (row, slots) of every document."""
         for row, document in enumerate(self.document):
             for one in range(int(document.max()) + 1):
                 yield row, (document == one).nonzero().flatten()
@@ -173,7 +173,7 @@ def batches(draw, longest=120):
 
 @st.composite
 def budgets(draw, **fixed):
-    """Settings of any kind."""
+    """Draw settings of all predictors."""
     query_block, key_block = draw(st.sampled_from(BLOCKS))
     fields = {
         "query_block": query_block,
@@ -223,7 +223,7 @@ def masked(q, k, v, seen):
 
 
 def assert_is(actual, q, k, v, seen, kept):
-    """Of ``kept``, bool [B, N]: at most twice the error that plain PyTorch makes."""
+    """Assert at most twice the error of plain PyTorch at the tokens ``kept``, bool [B, N]."""
     exact = masked(*(x.double() for x in (q, k, v)), seen)
     plain = masked(q, k, v, seen)
     assert actual.dtype == q.dtype and torch.isfinite(actual).all()
@@ -242,7 +242,7 @@ def assert_same(actual, expected):
 @cases(0.25)
 @given(st.data())
 def test_full_budget_equals_masked_attention(data):
-    """Threshold 0, and "cab_dense": every layout against a mask of whole tokens."""
+    """Threshold 0 and "cab_dense" equal a token mask in every layout."""
     shape, batch = data.draw(heads()), data.draw(batches())
     config = data.draw(budgets(**EVERYTHING))
     q, k, v = shape.draw(*batch.document.shape)
@@ -253,7 +253,7 @@ def test_full_budget_equals_masked_attention(data):
 @cases(0.3)
 @given(st.data())
 def test_padded_and_packed_sequences_equal_single_sequences(data):
-    """Whatever is padded to it or packed with it, at any budget."""
+    """Padding and packing change no sequence, at any budget."""
     shape, batch = data.draw(heads()), data.draw(batches())
     predictor = data.draw(st.sampled_from(("rows",) * 5 + ("streaming", "oracle")))
     config = data.draw(budgets(predictor=predictor))
@@ -267,7 +267,7 @@ def test_padded_and_packed_sequences_equal_single_sequences(data):
 @cases(0.1)
 @given(st.data())
 def test_nan_key_reaches_all_queries_that_see_it(data):
-    """At any budget and in every layout, and no other row or head of the batch."""
+    """This holds at any budget and layout; other rows and heads stay finite."""
     shape, batch = data.draw(heads()), data.draw(batches())
     predictor = data.draw(st.sampled_from(("rows", "rows", "frc")))
     config = data.draw(budgets(predictor=predictor))
@@ -287,7 +287,7 @@ def test_nan_key_reaches_all_queries_that_see_it(data):
 @cases(0.15)
 @given(st.data())
 def test_output_equals_attention_under_token_mask_of_plan(data):
-    """The predictor's plan as a mask of tokens, and what no budget takes away."""
+    """The plan as a token mask includes all blocks that every budget must select."""
     shape, length = data.draw(heads()), data.draw(st.integers(1, 160))
     config = data.draw(budgets(min_length=0))
     q, k, v = shape.draw(1, length)
@@ -313,7 +313,7 @@ def test_output_equals_attention_under_token_mask_of_plan(data):
 @cases(0.1)
 @given(st.data())
 def test_chunks_of_whole_query_blocks_equal_one_prefill(data):
-    """Without tails; a rest of less than a query block is exact."""
+    """Without dense tails; a rest below one query block is dense."""
     shape = data.draw(heads())
     plain = {"dense_tail_blocks": 0, "min_length": 0}
     config = data.draw(budgets(**plain))

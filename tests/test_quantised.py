@@ -97,7 +97,7 @@ def test_compiled_torchao_rounding_is_accurate(monkeypatch):
     names = ("_choose_scale_float8", "_quantize_affine_float8")
     before = [getattr(place, name) for name in names]
     for name, function in zip(names, before, strict=True):
-        # restored behind the test
+        # monkeypatch restores the functions after the test
         monkeypatch.setattr(place, name, function)
     quantised._compile_rounding.__wrapped__()
     assert all(getattr(place, n) is not each for n, each in zip(names, before, strict=True))
@@ -107,7 +107,7 @@ def test_compiled_torchao_rounding_is_accurate(monkeypatch):
         assert rounded.qdata.dtype == torch.float8_e4m3fn
         scale = x.abs().amax(-1, keepdim=True).float() / 448
         torch.testing.assert_close(rounded.scale, scale, rtol=2**-8, atol=0)
-        # three bits behind the first one
+        # three mantissa bits
         close = {"rtol": 2**-4, "atol": 2**-10 * scale.max().item()}
         torch.testing.assert_close(rounded.qdata.float() * rounded.scale, x.float(), **close)
 

@@ -1,4 +1,4 @@
-"""Bad input gets one sentence that names the argument, the value seen and what to do."""
+"""Invalid input raises errors that name the argument, the value and the remedy."""
 
 import inspect
 import re
@@ -117,7 +117,7 @@ def _faked(call, ids):
 @pytest.mark.parametrize("kind", ["sparse", "full", "exact", "dense"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_functional_transforms_raise_or_equal_plain_call(name, kind):
-    """One sentence names it, or the result is that of the call."""
+    """The error names the transform; otherwise the result equals a plain call."""
     settings = {"full": FULL, "exact": SMALL.changed(min_length=500)}
     model, ids = apply_cab(tiny_model(), settings.get(kind, SMALL)), tokens(2, 200)
     # tracing takes no weights with gradients as constants
@@ -342,7 +342,7 @@ def prefix(batch, head, query, key):
 
 
 def prefixed_mask(**how):
-    """A mask that no layer uses is nobody's mistake: it is refused where one does."""
+    """Build a mask with a mask function. It raises only in a layer that uses it."""
     return cab_mask(1, 8, 8, mask_function=prefix, config=BertConfig(), **how)
 
 
@@ -491,7 +491,7 @@ def test_model_without_attention_interface_raises_at_load(name, fields, works, i
 
 
 def test_model_without_attention_interface_raises_at_apply_cab():
-    """One that has no attention at all would take any name."""
+    """A model without attention would accept any name."""
     config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1)
     model = transformers.MambaForCausalLM(config)
     with pytest.raises(ValueError, match="MambaForCausalLM computes no attention"):
@@ -499,7 +499,7 @@ def test_model_without_attention_interface_raises_at_apply_cab():
 
 
 def test_model_with_unreadable_source_is_accepted(monkeypatch):
-    """Nobody can read the source of a notebook."""
+    """The source of classes in a notebook is not available."""
 
     class Own(LlamaForCausalLM):
         pass

@@ -1,4 +1,4 @@
-"""Tokens moved into a layout and back, against indices for each number and their derivatives."""
+"""Permutation of tokens into a layout and back, against elementwise indices."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ TEXTS = {
 LAYOUTS = {
     "by-token": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "by-head": lambda x: x.contiguous(),
-    # queries beside keys and values
+    # queries in one projection with keys and values
     "of-one-projection": lambda x: (
         torch.cat((x, x), 1).transpose(1, 2).contiguous().narrow(2, 0, HEADS).transpose(1, 2)
     ),
@@ -39,7 +39,7 @@ def layout_of(text):
 
 
 def by_number(x, index):
-    """Rows of x [B, H, N, D] by flat indices over the batch, an index for each number."""
+    """Gather rows of x [B, H, N, D] by an index per element."""
     batch, heads, _, dim = x.shape
     index = index.view(batch, -1)
     index = index - (torch.arange(batch) * x.shape[2])[:, None]
@@ -98,7 +98,7 @@ def test_attention_in_layout_is_bit_identical(text):
 
 
 def test_empty_slot_has_zero_gradient():
-    """Not even where it is no number."""
+    """The gradient is zero even if the output gradient is NaN there."""
     order = layout_of("packed").key_order
     x = noise(LENGTH).requires_grad_()
     grad = noise(order.vacant.shape[1]).masked_fill(order.vacant[:, None, :, None], torch.nan)

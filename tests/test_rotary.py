@@ -1,4 +1,4 @@
-"""Which channels turn slowest, seen from the attention layers of models."""
+"""The channels with the slowest rotation, for attention layers of several models."""
 
 import sys
 from functools import partial
@@ -42,7 +42,7 @@ NEIGHBOURS = tuple(range(32, 64))
 
 
 def attention_of(model):
-    """The first attention layer of a model."""
+    """Return the first attention layer of a model."""
     return next(
         each for name, each in model.named_modules() if name.endswith(("attn", "attention"))
     )
@@ -65,7 +65,7 @@ def made(config_class, model_class, **fields):
     ],
 )
 def test_slow_channels_are_those_with_lowest_measured_rotation(channels, make):
-    """By what its own rotation does to a vector from one position to the next."""
+    """The reference measures the model's rotation of a vector between two positions."""
     model = make()
     assert slow_channels(attention_of(model), 64) == channels
     rotary = next(each for name, each in model.named_modules() if name.endswith("rotary_emb"))
@@ -126,7 +126,7 @@ def test_large_heads_score_half_of_the_channels(head_dim, count):
 
 
 def test_layers_without_rotation_keep_all_channels():
-    """SmolLM3 rotates nothing in every fourth layer."""
+    """Every fourth layer of SmolLM3 has no rotation."""
     model = tiny_model("smollm3", head_dim=64, num_hidden_layers=4)
     layers = [each for each in model.modules() if isinstance(each, SmolLM3Attention)]
     assert [slow_channels(layer, 64) for layer in layers] == [HALVES] * 3 + [()]

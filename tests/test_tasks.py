@@ -1,4 +1,4 @@
-"""Tasks: what they ask can be answered from the prompt, by that alone, and at any length."""
+"""Tasks: the prompt contains the answers once, at every length."""
 
 import re
 from collections import Counter
@@ -109,7 +109,7 @@ def test_spans_locate_answers(name):
     said = [text_of(example.tokens[slice(*span)]).strip() for span in example.answers]
     assert said == list(example.replies)
     assert example.answers[0][0] == example.prompt
-    # the prompt ends with the beginning of an answer, and behind the answers there is nothing
+    # the prompt ends with the start of an answer, and nothing follows the answers
     behind = text_of(example.tokens[example.prompt :])
     assert behind.strip() == f"{', '.join(example.replies)}."
 
@@ -151,7 +151,7 @@ def test_needle_depths_differ_between_examples(name):
     if len(examples[0].needles) > 1:
         return
     starts = sorted(example.needles[0][0] / LENGTH for example in examples)
-    # as evenly as so many places can
+    # depths are evenly spaced
     gaps = [b - a for a, b in zip([0, *starts], [*starts, 1], strict=True)]
     assert min(gaps[1:-1]) > 0 and max(gaps) < 0.2
 

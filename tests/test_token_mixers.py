@@ -1,4 +1,4 @@
-"""Layers that mix tokens without attention: found by what they are, refused where they err."""
+"""Layers that mix tokens without attention: detection, and errors if unsupported."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_other_token_mixers_raise_under_context_parallel(model_type, one_process
     sentence = rf"mix tokens without attention \({MIXERS[model_type]}.*\); inside context_parallel"
     with pytest.raises(NotImplementedError, match=sentence), cab_hf.context_parallel(model):
         pass
-    # nothing of the block stays behind
+    # the block leaves no state
     model(torch.full((1, 8), FIRST_TOKEN))
 
 

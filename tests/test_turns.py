@@ -1,4 +1,4 @@
-"""Texts that go on: chunks of a prompt, questions behind one document, and chats."""
+"""Sequences that continue: prompt chunks, questions about one document, and chats."""
 
 import copy
 from dataclasses import replace
@@ -35,7 +35,7 @@ def whole(model, *parts):
 @pytest.mark.parametrize("kind", ["dynamic", "static", "cropped"])
 @pytest.mark.parametrize("budget", ["full", "sparse"])
 def test_document_cache_serves_several_questions(kind, budget):
-    """Every question has a copy of the document's cache, or the cache is cropped behind it."""
+    """Every question has a copy of the document's cache, or the cache is cropped afterwards."""
     config = {"full": FULL, "sparse": replace(SPARSE, dense_tail_blocks=0)}[budget]
     model = cab_hf.apply_cab(tiny_model(), config)
     document, cache = tokens(1, DOCUMENT), cache_of(model, kind)
@@ -159,7 +159,7 @@ def test_chunks_of_whole_query_blocks_equal_one_call_at_every_length(tail):
 
 
 def test_query_blocks_start_at_first_token_of_sequence():
-    # behind a chunk that ends inside of a block, the blocks are again those of one call
+    # after a chunk that ends inside of a block, the blocks equal those of one call
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), replace(SPARSE, dense_tail_blocks=0))
     ids, cache = tokens(1, 256), cache_of(model, "dynamic")
     read(model, ids[:, :50], cache)
@@ -256,12 +256,12 @@ def test_last_chunk_of_one_token_is_not_a_decode_step(budget):
 
 
 def repeated(length, seed):
-    """A prompt in which drafts can be looked up."""
+    """Return a prompt with repetitions, for prompt-lookup drafts."""
     return tokens(1, max(8, length // 4), seed=seed).repeat(1, 5)[:, :length]
 
 
 def other_tokens(prompts, **fields):
-    """How many of some prompts are answered otherwise with a draft than without."""
+    """Count the prompts with other answers with a draft than without."""
     model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, **fields))
     assistant = tiny_model(num_hidden_layers=1)
     wrong = 0
@@ -304,7 +304,7 @@ def test_answer_is_dense_in_every_call_pattern(options):
 
 
 class Streamer:
-    """Calls a function with every token, as a streamer of `generate`."""
+    """Streamer of `generate` that calls a function for every token."""
 
     def __init__(self, call):
         self._call = call

@@ -1,4 +1,4 @@
-"""Layers of a cache with an index: whatever is done to the keys is done to their index."""
+"""Cache layers with an index: every change of the keys changes the index alike."""
 
 import copy
 import pickle
@@ -34,7 +34,7 @@ def key_value(length, seed=0, batch=3):
 
 
 def in_step(layer):
-    """Whether the index is, bit for bit, one made from scratch."""
+    """Return True if the index is bit-identical to one built from all keys."""
     scratch = decode.index_keys(layer.keys, layer.channels)
     return all(torch.equal(*each) for each in zip(layer.index, scratch, strict=True))
 
@@ -88,7 +88,7 @@ DONE += [(kind, name) for kind in KINDS if kind != "dynamic" for name in OF_ALL]
 
 
 def with_states(layer):
-    """``layer`` after its states of linear attention, if it has any, have been written as well."""
+    """Return ``layer`` after writing its linear attention states, if it has any."""
     if hasattr(layer, "update_conv_state"):
         generator = torch.Generator().manual_seed(7)
         layer.update_conv_state(torch.randn(3, 4, 5, generator=generator))
@@ -97,7 +97,7 @@ def with_states(layer):
 
 
 def require_same(layer, plain):
-    """The layers hold the same, also after two more tokens, and the index is in step."""
+    """Assert that two layers are equal, also after two more tokens, with an up-to-date index."""
     assert layer.get_seq_length() == plain.get_seq_length()
     if hasattr(plain, "conv_states"):
         assert torch.equal(layer.conv_states[0], plain.conv_states[0])

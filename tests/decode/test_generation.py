@@ -1,4 +1,4 @@
-"""`generate` with a cache that has an index: dense attention's tokens where all keys are read."""
+"""`generate` with an indexed cache: equal to dense attention if all keys are read."""
 
 import copy
 import re
@@ -42,7 +42,7 @@ def generate(model, ids, **options):
 
 
 def own_cache(model, kind, slots):
-    """A cache of a user's own."""
+    """Create a cache as a user would, without cab_hf."""
     config = model.config
     return (
         StaticCache(config, max_cache_len=slots)
@@ -84,7 +84,7 @@ UNENDING = {"eos_token_id": None, "pad_token_id": 0}
 
 
 def opt(dim):
-    """A model with heads of an odd dim."""
+    """Create a model with an odd head dim."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
     return OPTForCausalLM(OPTConfig(**sizes, hidden_size=4 * dim)).eval()
@@ -105,7 +105,7 @@ def where_all_is_read():
             yield pytest.param(tiny_model, options, fields, 0, layers, id=f"{name}-{cache}")
         for dim in (33, 17):
             yield pytest.param(partial(opt, dim), options, {}, 0, (0, 1), id=f"odd-{dim}-{cache}")
-        # layers beside linear attention, without an index, and a model that makes its own cache
+        # hybrid models with linear attention, without an index; a model that creates its own cache
         for kind in ("falcon_h1", "zamba", "zamba2", "minimax"):
             # that takes no cache but its own
             if kind != "minimax" or not options:
@@ -297,7 +297,7 @@ def test_index_after_generate_equals_rebuilt_index(kind, count, steps):
 
 
 def graphs_of(made, backend):
-    """A backend for torch.compile that leaves its graphs in ``made``."""
+    """Return a backend for torch.compile that appends its graphs to ``made``."""
 
     def compile_then_keep(graph, inputs):
         made.append(graph)

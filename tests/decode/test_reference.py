@@ -1,4 +1,4 @@
-"""What a sparse step computes, against plain softmax and sort."""
+"""The reference of a sparse decode step, against plain softmax and sort."""
 
 import math
 
@@ -24,14 +24,14 @@ def chosen(*args, **kwargs):
 
 
 def in_bits(x, largest):
-    """Vectors in whole multiples of a unit of their own, as they are scored."""
+    """Quantise vectors to whole multiples of a unit per vector, as scoring does."""
     unit = x.abs().amax(-1, keepdim=True) / largest
     unit = unit.half().float() if largest == 7 else unit
     return (x / unit + 0.5).floor().clamp(-8 if largest == 7 else -128, largest) * unit
 
 
 def shares(q, k, length):
-    """The largest share of attention that a head of its group gives each key, [B, H_kv, N]."""
+    """Return the maximum attention share of each key over the heads of its group, [B, H_kv, N]."""
     groups = q.shape[1] // k.shape[1]
     q, k = in_bits(q, 127), in_bits(k, 7)
     logits = q @ k[:, :, :length].repeat_interleave(groups, dim=1).mT * SCALE

@@ -1,4 +1,4 @@
-"""A sparse step among settings of layers and heads: cascades, calibrated tables, what is said."""
+"""Sparse decode steps under per-layer settings: cascades, calibrated tables, `describe`."""
 
 from types import SimpleNamespace
 
@@ -99,7 +99,7 @@ def test_budget_is_computed_once_per_forward_pass(given, length, wanted):
 )
 @pytest.mark.parametrize("slots", [600, 900], ids=["growing", "static"])
 def test_budget_depends_on_tokens_of_the_row(given, wanted, slots):
-    # of a static cache all slots behind the text may be called real
+    # the mask of a static cache may mark all slots after the sequence as real
     valid = torch.ones(2, slots, dtype=torch.bool)
     valid[0, :201], valid[1, :100] = False, False
     text = MaskInfo(2, 1, None, torch.tensor(599), valid)

@@ -1,4 +1,4 @@
-"""Attention over a text that several ranks hold, against one process that holds it all."""
+"""Attention over a sequence that is sharded across ranks, against a single process."""
 
 import math
 from functools import partial
@@ -20,14 +20,14 @@ SCHEMES = {
 
 
 def full_text(sharding, group, kv_heads, dim=16):
-    """q, k, v and the gradient of the output for the real tokens of the text."""
+    """Return q, k, v and the output gradient for the real tokens of the sequence."""
     q, k, v = qkv(2, kv_heads * group, kv_heads, sharding.text, dim=dim)
     grad = qkv(2, kv_heads * group, kv_heads, sharding.text, dim=dim, seed=9)[0]
     return q, k, v, grad
 
 
 def on_a_rank(process_group, scheme, ends, group, kv_heads, settings):
-    """{"out", "lse", "dq", "dk", "dv"} of a rank."""
+    """Return {"out", "lse", "dq", "dk", "dv"} of a rank."""
     sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
     *inputs, grad = (shard_of(x, sharding, rank) for x in full_text(sharding, group, kv_heads))
     leaves = [x.requires_grad_() for x in inputs]
@@ -111,7 +111,7 @@ def offloaded(attend, *leaves):
 
 
 def copied_later(attend, *leaves):
-    """Hooks that copy what they were given once the forward pass is over."""
+    """Create saved-tensor hooks that copy tensors after the forward pass."""
     given = []
 
     def unpack(place):
@@ -132,7 +132,7 @@ WAYS = {
 
 
 def backward_on_a_rank(process_group, way, group, settings):
-    """The gradients of a rank by two backward passes of one forward pass, where torch allows it."""
+    """Return a rank's gradients of two backward passes of one forward pass, if torch allows it."""
     sharding, rank = sharding_for(process_group.size(), None), process_group.rank()
     *inputs, grad = (shard_of(x, sharding, rank) for x in full_text(sharding, group, 3))
     leaves = [x.requires_grad_() for x in inputs]

@@ -1,4 +1,4 @@
-"""Plans made by several ranks, against the rows of the plan that one process makes."""
+"""Plans of several ranks, against the rows of the plan of a single process."""
 
 import contextlib
 from dataclasses import replace
@@ -49,7 +49,7 @@ CONFIGS = {
 
 
 class LoudBlocks(Predictor):
-    """Key blocks with a long key: all that it needs of other ranks are summaries."""
+    """Predictor that selects key blocks with a long key; it gathers key summaries only."""
 
     def summarise(self, k, valid=None):
         norms = k.norm(dim=-1)
@@ -69,7 +69,7 @@ class LoudBlocks(Predictor):
 
 
 class HalfAMass(RowsPredictor):
-    """CAB with another threshold, which says nothing of ranks."""
+    """CAB with another threshold; it declares no inputs from other ranks."""
 
     def choose(self, q, summary, call):
         half = replace(self.config, mass_threshold=self.config.mass_threshold / 2)
@@ -81,13 +81,13 @@ register_predictor("half-a-mass", HalfAMass)
 
 
 def full_text(sharding, dim=DIM):
-    """q and k with some blocks that matter more than others."""
+    """Return q and k in which some blocks have more attention mass than others."""
     q, k, v = qkv(1, HEADS, KV_HEADS, sharding.text, dim=dim)
     return 2 * q, 2 * k, v
 
 
 def on_a_rank(process_group, config, ends):
-    """The lists and names of this rank's plan, and which rows of the text they are of."""
+    """Return the lists and complete rows of this rank's plan, and their rows of the sequence."""
     sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
     q, k, _ = (shard_of(x, sharding, rank) for x in full_text(sharding))
     plan = distributed.predict(
@@ -121,7 +121,7 @@ def assert_rows_of(actual, plan):
         if plan.is_dense() is not None:
             assert torch.equal(complete[:, :, mine], plan.is_dense()[:, :, rows[mine]])
         seen[rows[mine]] += 1
-    # a row of nothing but the padding between documents is nobody's
+    # no rank has a row that consists of padding between documents
     inhabited = plan.ranges.rows(plan.query_block).queries[0] > 0
     assert torch.equal(seen, inhabited.long())
 
@@ -134,7 +134,7 @@ def test_rank_plans_are_rows_of_single_process_plan(ranks, config, text):
 
 
 def gathered_on_a_rank(process_group, config, layer):
-    """How many numbers this rank receives of each of the others to choose blocks."""
+    """Return how many numbers this rank receives from every other rank to select blocks."""
     sharding, rank = sharding_for(process_group.size(), None), process_group.rank()
     q, k, _ = (shard_of(x, sharding, rank) for x in full_text(sharding))
     fields = {"group": process_group, "config": config, "layer": layer, "block": BLOCK}

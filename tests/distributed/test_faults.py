@@ -1,4 +1,4 @@
-"""Ranks that differ, compute with what is another's, or die: all of them hear of it, and when."""
+"""Inconsistent, misplaced or dead ranks: every rank raises, at the right time."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def one_layer(implementation="cab"):
 
 
 def attend(group, changed):
-    """Attention where what rank 1 brings has been ``changed``."""
+    """Run attention after ``changed`` has been applied to the inputs of rank 1."""
     own = {"heads": 4, "kv_heads": 2, "tokens": 128, "dim": 16, "dtype": torch.float32, "batch": 1}
     if group.rank() == 1:
         own.update(changed)
@@ -68,7 +68,7 @@ def test_inconsistent_arguments_raise_on_all_ranks(ranks, changed, sentence):
 
 
 def with_inputs_of(group, whose):
-    """A model on each rank, which is given the shard of rank ``whose[rank]``."""
+    """Run a model on each rank with the shard of rank ``whose[rank]``."""
     batch = {"input_ids": tokens(1, 256)}
     inputs = distributed.shard(batch, group, BLOCK)
     sharding = shardings.sharding_of((256,), group.size(), BLOCK)
@@ -107,7 +107,7 @@ def test_different_settings_raise_on_all_ranks(ranks):
 
 
 def with_another_batch(group, changed, place):
-    """A model on each rank, of which rank 1 has shards of a batch that differs in one place."""
+    """Run a model on each rank; the batch of rank 1 differs in one place."""
     batch = {"input_ids": tokens(2, 256), "labels": tokens(2, 256)}
     if group.rank() == 1:
         batch[changed][1, place] = 1
@@ -130,7 +130,7 @@ def test_different_batches_raise_on_all_ranks(ranks, changed, place):
 
 
 def computed(group, wrong):
-    """zigzag's error against one process where something is put in the wrong place on purpose."""
+    """Return the error of zigzag against one process after an intentional misplacement."""
     sharding, rank = sharding_for(group.size(), [0, 300]), group.rank()
     q, k, v = qkv(1, 4, 2, sharding.text)
     shard_map = shardings._shard_map.__wrapped__(
@@ -161,7 +161,7 @@ def test_misplaced_shards_change_the_result(ranks, wrong):
 
 
 def dies(group, how):
-    """Attention in which rank 1 dies before the second call."""
+    """Run attention; rank 1 dies before the second call."""
     q, k, v = qkv(1, 4, 2, 128)
     distributed.zigzag_attention(q, k, v, group=group, block=BLOCK)
     model = one_layer()
@@ -252,7 +252,7 @@ def test_unsupported_arguments_raise(ranks, what, sentence):
 
 
 def kept_bytes(group, regather_kv):
-    """Bytes that autograd keeps between forward and backward of attention."""
+    """Return the bytes that autograd keeps between forward and backward of attention."""
     q, k, v = (x.requires_grad_() for x in qkv(1, 2, 2, 512))
     result = {}
 
@@ -274,7 +274,7 @@ def test_autograd_does_not_save_gathered_keys(ranks):
 
 
 def halfway(group, reentrant, inside):
-    """A training step of which the forward or the backward pass alone is inside the block."""
+    """Run a training step with only its forward or only its backward pass inside the block."""
     model = model_of("cab", SPARSE).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()

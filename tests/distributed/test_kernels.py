@@ -15,7 +15,7 @@ SHAPE = {"heads": 2, "kv_heads": 1, "dim": 16}
 
 
 def shard_spans(ends, rank):
-    """(the sharding of two ranks, its map, what the queries of one may see)."""
+    """Return (sharding of two ranks, its map, key ranges of the queries of one rank)."""
     sharding = sharding_for(2, ends)
     shard_map = sharding.shard_map(32, "cpu")
     return sharding, shard_map, shard_map.ranges(rank, 1)

@@ -1,4 +1,4 @@
-"""A model on several ranks, each with a shard of the text, against the same model on one."""
+"""A model on several ranks with sharded sequences, against the same model on one rank."""
 
 import gc
 import re
@@ -63,7 +63,7 @@ def batch_of(length, ends=None, rows=2):
 
 
 def step(model, inputs):
-    """(loss, logits, gradients of all parameters by name)."""
+    """Return (loss, logits, gradients of all parameters by name)."""
     result = model(**inputs, use_cache=False)
     # in a thread of its own, as on a GPU
     with ThreadPoolExecutor(1) as autograd:
@@ -161,7 +161,7 @@ def test_training_step_of_other_models_and_settings_equals_single_process(
 
 
 def made_after_each_pass(group, batch):
-    """How many things stand with ranges that are alive after each of three forward passes."""
+    """Return how many cache entries of living ranges exist after each of three forward passes."""
     model, alive = model_of("cab", CONFIGS["some-documents-exact"]), []
     for _ in range(3):
         with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
@@ -234,7 +234,7 @@ def sharded(group, batch):
 
 
 def wrapped_step_on_a_rank(group, batches, wrap):
-    """The gradients of a step on two texts, each held by two of four ranks: data parallel too."""
+    """Return gradients of a step on two sequences, each sharded to two of four ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = WRAPS[wrap](model_of("cab", SPARSE).train())
     batch, ranks = batches[mesh.get_local_rank("dp")], mesh.get_group("cp")

@@ -1,4 +1,4 @@
-"""Models that are a base with an adapter of the package: merged once, and told by their content."""
+"""Models made of a base and a packaged adapter: merged once and identified by content."""
 
 import configparser
 import json
@@ -24,7 +24,7 @@ NAME, LENGTH = "tiny-8k", 8192
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with a base and an adapter of it for longer texts, and what they compute."""
+    """Return a folder with a base and a long-context adapter, and the logits of both."""
     folder = tmp_path_factory.mktemp("trained")
     base = save_llama(folder / "base")
     model, tokenizer = load_model(
@@ -47,7 +47,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def shipped(trained, tmp_path, monkeypatch):
-    """The adapter as if it came with the package, and an empty cache: their folders."""
+    """Return the folders of the adapter, as if packaged, and of an empty cache."""
     adapter = Path(shutil.copytree(trained[0] / NAME, tmp_path / NAME))
     monkeypatch.setitem(models.ADAPTED, NAME, adapter)
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))

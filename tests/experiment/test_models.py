@@ -1,4 +1,4 @@
-"""Models: the embedded one, converted once and never left half made; what one is, and may not do.
+"""Models of experiments: conversion, identity by content, and remote code.
 
 No network, no real model.
 """
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache, and a file to convert named by the environment."""
+    """Return an empty cache; the environment names a file to convert."""
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF")
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
@@ -186,7 +186,7 @@ def test_missing_package_error_is_one_line(monkeypatch, capsys, module, package)
 
 @pytest.fixture
 def copied(model_folder, tmp_path):
-    """(model folder) -> the same elsewhere, its name kept."""
+    """Copy a model folder to another place under the same name."""
     return Path(shutil.copytree(model_folder, tmp_path / model_folder.name))
 
 
@@ -250,7 +250,7 @@ def test_identity_of_adapter_includes_base(copied, tmp_path):
     before = models.content_sha256(str(adapter))
     retouched(copied, "config.json", rms_norm_eps=0.1)
     assert models.content_sha256(str(adapter)) != before
-    # what is not there yet cannot be told by its content
+    # the content of a base that does not exist yet is unknown
     assert models.is_local(str(adapter))
     retouched(adapter, "adapter_config.json", base_model_name_or_path="someone/tiny")
     assert not models.is_local(str(adapter))
@@ -290,7 +290,7 @@ class OurTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def with_code(copied, tmp_path, monkeypatch):
-    """A model that comes with code, which leaves a file where it runs; "y" waits on stdin."""
+    """Create a model with remote code that writes a file when it runs; stdin answers "y"."""
     ran = tmp_path / "ran"
     (copied / "ours.py").write_text(CODE.format(ran=str(ran)))
     mapped = {"AutoConfig": "ours.OurConfig", "AutoModelForCausalLM": "ours.OurModel"}
@@ -349,7 +349,7 @@ def test_max_positions_of_config_variants(config, most):
 
 @pytest.fixture(scope="module")
 def llama2():
-    """The model for development, and its tokenizer."""
+    """Return the development model and its tokenizer."""
     return models.load_model("tiny", "cpu", "float32")
 
 

@@ -1,4 +1,4 @@
-"""SmolLM2 in other shapes: what it computes then, and that it loads by its names."""
+"""SmolLM2 in other shapes: outputs, and loading by name."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ IDS = torch.randint(200, (1, 70), generator=torch.Generator().manual_seed(0))
 
 
 def small(head_dim=16, heads=4, kv_heads=2, theta=10_000.0):
-    """A LLaMA of two layers."""
+    """Create a LLaMA of two layers."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,

@@ -1,4 +1,4 @@
-"""Base of runs: settings from words and files and back, provenance, a log that survives."""
+"""Basis of experiments: settings from command lines and files, provenance, and logs."""
 
 import errno
 import fcntl
@@ -42,7 +42,7 @@ def record(index, **more):
 
 @pytest.fixture
 def path(tmp_path):
-    """A log of two records."""
+    """Write a log of two records and return its path."""
     path = tmp_path / "deep" / "samples.jsonl"
     with Log(path, IDENTITY, KEY) as opened:
         opened.append(record(0, needle=(1, 2)))
@@ -113,7 +113,7 @@ def test_packed_log_can_be_continued(path):
     with Log(path, IDENTITY, KEY) as opened:
         assert path.read_bytes() == before and len(opened.records) == 3
     assert list(path.parent.iterdir()) == [path]
-    # what a kill leaves beside a log that was unpacked is older than the log
+    # a packed file left next to an unpacked log by a kill is older than the log
     packed.write_bytes(lzma.compress(complete))
     assert indices(path) == [0, 1, 2]
     path.unlink()
@@ -126,7 +126,7 @@ def test_packed_log_can_be_continued(path):
 
 
 def lines_of(count, torn=b""):
-    """(a log) -> its first lines, and what a kill left of the next one."""
+    """Return (a log) -> its first lines and the part of the next line that a kill left."""
     return lambda content: b"".join(content.splitlines(keepends=True)[:count]) + torn
 
 
@@ -229,7 +229,7 @@ def test_second_writer_raises(path):
 
 
 def test_forked_child_does_not_hold_the_lock(tmp_path):
-    """Or a run that was killed could not go on before all of its children have seen that."""
+    """Otherwise a killed run could not continue before all of its children have exited."""
     log = Log(tmp_path / "log.jsonl", {})
     waiting, go_on = os.pipe()
     is_there, there = os.pipe()
@@ -322,7 +322,7 @@ MIXED = Settings((1, 2), 0.7, 2, ("a=1", "b='x'", "a=2"), loud=True)
 
 
 def with_file(words, content, folder):
-    """The words of a command line, the last of them a file of ``content``, if any."""
+    """Return the words of a command line, with a file of ``content`` at the end, if any."""
     if content is None:
         return words.split()
     (folder / "settings.yaml").write_text(content)

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, the newest two, and all that a run needs to go on exactly."""
+"""Checkpoints: complete or absent, the newest two remain, and a run resumes exactly."""
 
 import io
 import os
@@ -20,7 +20,7 @@ from cab_hf.finetune.checkpoints import Checkpoints, asked_to_stop
 
 
 class Killed(BaseException):
-    """What no handler expects, as a kill is."""
+    """Exception that no handler catches, in place of a kill."""
 
 
 @pytest.fixture
@@ -128,13 +128,13 @@ def test_other_process_count_raises(kept):
 
 
 def damaged(content):
-    """One bit of the tensor is another."""
+    """Flip one bit of the tensor."""
     at = content.index(torch.full((64,), 3.0).numpy().tobytes()) + 100
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
 class Foreign:
-    """What torch loads where it is told to trust a file."""
+    """Class that torch unpickles only from a trusted file."""
 
 
 def foreign(_):
@@ -183,7 +183,7 @@ def test_sigterm_sets_stop_flag_only():
 
 
 def test_checkpoint_has_trained_parameters_and_generator_states():
-    """Whether steps go on to the last bit, test_lora asks of runs."""
+    """test_lora checks that resumed steps are bit-identical."""
 
     def draws():
         return random.random(), float(np.random.rand()), torch.rand(1).item()
@@ -193,7 +193,7 @@ def test_checkpoint_has_trained_parameters_and_generator_states():
     checkpoints.load_random_state(state)
     assert draws() == expected
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-    # frozen parameters are nobody's to save
+    # frozen parameters are not saved
     model[0].bias.requires_grad_(False)
     saved = checkpoints.parameters_of(model)
     assert saved.keys() == {"0.weight", "2.weight", "2.bias"}

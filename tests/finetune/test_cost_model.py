@@ -1,4 +1,4 @@
-"""FLOPs against torch's own counter, pairs and shares by hand, memory against tensors held."""
+"""FLOPs against torch's counter, pairs against formulas, memory against measured tensors."""
 
 import re
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_mixture_of_experts_flops_are_unknown():
 
 @since("5.24", "Gemma 4 computes one product more")
 def test_attention_flops_follow_heads_of_each_layer():
-    """Of Gemma 4: half of the layers see all, with heads twice as large."""
+    """Half of the layers of Gemma 4 have full attention, with heads twice as large."""
     length, model = 48, tiny_type("gemma4_text").float().requires_grad_(True)
     model.set_attn_implementation("eager")
     counter = FlopCounterMode(display=False)
@@ -238,7 +238,7 @@ PACKED = {
 
 @pytest.mark.parametrize(("kind", "settings", "peak_gib"), PACKED.values(), ids=PACKED)
 def test_packed_step_estimate_matches_h200_measurement(kind, settings, peak_gib):
-    """Of SmolLM2-135M, without checkpointing; most documents are shorter than `min_length`."""
+    """The model is SmolLM2-135M without checkpointing; most documents are below `min_length`."""
     config = transformers.AutoConfig.for_model(kind, **SMALL)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -251,7 +251,7 @@ def test_packed_step_estimate_matches_h200_measurement(kind, settings, peak_gib)
 
 @pytest.mark.parametrize("name", ["", "-131k", "-262k", "-524k", "-4-bits-24", "-4-bits-48"])
 def test_step_estimate_matches_committed_runs(large, name):
-    """Steps of CAB of LLaMA-3-8B's shape, with as many layers offloaded as there were."""
+    """The steps have the shape of LLaMA-3-8B, with the recorded number of offloaded layers."""
     read = read_results(RESULTS / f"speed-lora{name}")
     four_bits = dry_run.FOUR_BIT_BYTES if read.provenance["settings"].get("qlora") else None
     rows = [row for row in read.rows if row["implementation"] == "cab" and row["fits"] is not False]

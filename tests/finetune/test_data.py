@@ -1,4 +1,4 @@
-"""Documents as sequences: what stands where, whose share it is, and that a kill changes nothing."""
+"""Documents as sequences: packing, shares of sources, and resuming after a kill."""
 
 import gzip
 import json
@@ -33,15 +33,15 @@ LENGTH = 48
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch, tmp_path_factory):
-    """So that a few dozen documents are several blocks."""
-    # what datasets makes of files is nobody's but the test's, and nobody is told
+    """Use small blocks, so that a few dozen documents are several blocks."""
+    # datasets caches files in the folder of the test and reports no downloads
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
     monkeypatch.setattr(sources, "BLOCK_STREAMED", 8)
 
 
 def text(number):
-    """The document of a number: its digits, and names from 2 to about 60."""
+    """Return the document of a number: its digits and 2 to about 60 names."""
     names = NAMES[number % len(NAMES) :] + NAMES
     return f"{number} " + " ".join(names[: 2 + number * 7 % 59])
 
@@ -56,7 +56,7 @@ def in_memory(texts, **options):
 
 
 def put(path, *texts):
-    """The name of a file with these texts, by its ending."""
+    """Write texts to a file in the format of its suffix and return the file's name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         rows = {"text": list(texts), "n": [1] * len(texts)}
@@ -68,7 +68,7 @@ def put(path, *texts):
 
 
 def written(folder, ending, texts):
-    """A name of a source with these texts, in several files of one kind."""
+    """Write texts to several files of one kind and return the name of the source."""
     size = 1 if ending == "txt" else -(-len(texts) // 3)
     for start in range(0, len(texts), size):
         put(folder / ending / f"{start:03}.{ending}", *texts[start : start + size])
@@ -89,7 +89,7 @@ def assert_same(actual, expected):
 
 
 def letters():
-    """A tokenizer whose tokens are letters, `.` the end of a document and `_` padding."""
+    """Return a tokenizer of letters; `.` ends a document and `_` is padding."""
     vocabulary = {letter: at for at, letter in enumerate("_.abcdefghijklmnopqrstuvwxyz")}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="_"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -97,7 +97,7 @@ def letters():
 
 
 def spelled(tokenizer, tokens):
-    """Tokens as letters, `-` where a label is ignored."""
+    """Return tokens as letters, with `-` for ignored labels."""
     return "".join("-" if t < 0 else tokenizer.convert_ids_to_tokens(int(t)) for t in tokens)
 
 
@@ -106,7 +106,7 @@ ENDINGS = pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
 
 
 def letters_of(texts, length, tokenizer=None):
-    """Tokens, positions and labels of sequences without end, as letters and digits."""
+    """Return tokens, positions and labels of endless sequences as letters and digits."""
     tokenizer = tokenizer or letters()
     texts = texts if isinstance(texts, sources.TextSource) else in_memory(texts, shuffle=False)
     for item in Packed(tokenizer, [(texts, 1)], length, 0, hold_out=0):
@@ -274,7 +274,7 @@ def test_prefetch_error_raises_at_its_sequence(workers):
 
 
 def numbers_in(items):
-    """The numbers of documents, four digits, that these sequences hold one behind the other."""
+    """Return the four-digit numbers of the documents in these sequences."""
     ids = torch.cat([item["input_ids"] for item in items])
     match = re.findall(r"(?<!\d )(\d \d \d \d)(?! \d)", TOKENIZER.decode(ids))
     return {number.replace(" ", "") for number in match}
@@ -385,7 +385,7 @@ def test_hub_names_load_through_datasets(monkeypatch):
 
 
 def read_from(name, streaming=False):
-    """All texts of a source, in the order of the data."""
+    """Return all texts of a source in the order of the data."""
     source = make_source(str(name), streaming=streaming)
     return [row["text"] for row in source.dataset]
 
@@ -402,7 +402,7 @@ def test_path_is_not_expanded_as_glob(tmp_path, ending, named, matched, streamin
 
 
 def test_fingerprint_depends_on_content_only(tmp_path):
-    """Whatever the names, the place and the time stamps of files."""
+    """Names, folders and time stamps of files do not matter."""
     content, read = [], []
     for place, texts in (("one", "abcd"), ("two", "abcd"), ("three", "bacd")):
         for number, text in enumerate(texts):
@@ -457,7 +457,7 @@ def row(text):
     ],
 )
 def test_unreadable_data_raises(tmp_path, files, message, streaming):
-    """Files of these contents, None being a link to nothing; with "." all of the folder."""
+    """Write files of these contents (None: a broken link); "." reads the whole folder."""
     ending = [*files][-1].rpartition(".")[2]
     if "2" in "".join(files):
         files |= {f"{number}.{ending}": "a b" if ending == "txt" else row("a b") for number in "13"}
@@ -474,7 +474,7 @@ def test_unreadable_data_raises(tmp_path, files, message, streaming):
 
 @pytest.mark.parametrize("name", ["none.jsonl", "./none", "/nowhere/a", "text", "folder:main"])
 def test_missing_path_raises_without_hub_request(tmp_path, monkeypatch, name):
-    """By some names datasets reads the working directory, or a folder in it."""
+    """datasets would read the working directory, or a folder in it, by some of these names."""
     put(tmp_path / "folder" / "a.txt", "a b c")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=f"must be an existing file or folder, got '{name}'"):

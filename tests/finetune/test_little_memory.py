@@ -1,4 +1,4 @@
-"""Tiles of a sequence, and checkpoints in the host's memory: the same gradients, in less room."""
+"""Tiled MLPs and offloaded checkpoints: equal gradients, less memory."""
 
 import gc
 import weakref
@@ -142,7 +142,7 @@ def four_layers(dropout=0.0):
 
 
 def offloaded(layers):
-    """A model of which the checkpoints of so many layers are offloaded, and where they are."""
+    """Return a model with the checkpoints of ``layers`` layers offloaded, and its `Offload`."""
     model, offload = four_layers(), Offload(layers, CPU, CHUNK)
     offload.reserve(CHECKPOINT)
     offload.enable(model)

@@ -1,4 +1,4 @@
-"""The loop: the README's commands in two processes, killed and resumed; and what a step is."""
+"""The training loop: commands of the README in two processes, killed and resumed."""
 
 import errno
 import json
@@ -37,7 +37,7 @@ SPOILT = ("spoilt", "spoilt-weights", *(f"spoilt-source-{x}" for x in "dv"))
 
 
 def two_machines(folder, name):
-    """A file in two places, which differ far behind the first batch; the first of them."""
+    """Write a file in two folders, different long after the first batch; return the first file."""
     for rank in "01":
         (folder / rank).mkdir(exist_ok=True)
         rows = [json.dumps({"text": TEXT * 4})] * 200 + [json.dumps({"text": rank * 200})]
@@ -47,7 +47,7 @@ def two_machines(folder, name):
 
 @pytest.mark.slow
 def test_two_processes_resume_after_kill_and_stop(tmp_path):
-    """All that takes a launcher, in as few launches as that takes."""
+    """One test covers everything that needs a launcher, because launches are slow."""
     (script := tmp_path / "meddled.py").write_text(MEDDLED)
     words = {
         name: " ".join([*TRAIN[1:], "--out", str(tmp_path / name)])
@@ -61,7 +61,7 @@ def test_two_processes_resume_after_kill_and_stop(tmp_path):
     done = launched([*LAUNCH, str(script), series])
     assert done.returncode == 0, done.stderr[-3000:]
     assert launched([*LAUNCH, str(script), words["killed"]]).returncode != 0
-    # killed between two checkpoints, it has to compute step 3 anew
+    # killed between two checkpoints, the run computes step 3 again
     assert [step for _, step, _ in losses(tmp_path / "killed")] == [1, 2]
     one = ["--tokens-per-step", "512", "--dropout", "0", "--out", str(tmp_path / "one")]
     merge = ["-m", "cab_hf.finetune.merge", str(tmp_path / "killed" / "adapter")]
@@ -113,7 +113,7 @@ def run(tmp_path, *words, name="run", drawn=False):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder of a finished run."""
+    """Return the folder of a finished run."""
     folder = tmp_path_factory.mktemp("finished")
     assert run(folder) == 0
     return folder / "run"
@@ -125,7 +125,7 @@ def refusal(capsys):
 
 
 def stop_at(tmp_path, last, *words):
-    """A run that gets SIGTERM in its step ``last``."""
+    """Start a run that receives SIGTERM in its step ``last``."""
     step = train.Run._step
 
     def stopped(self, at, asked):
@@ -158,7 +158,7 @@ def test_run_with_validation_writes_files_and_complete_log(tmp_path):
             assert 0 < each["density"] < 1 and each["grad_norm"] > 0 and each["lr"] > 0
             assert each["tokens_per_second"] == each["tokens_per_second_per_gpu"]
             assert each["tokens_per_second"] * each["seconds"] == pytest.approx(256)
-            # nobody knows what a CPU could do
+            # the peak FLOP/s of a CPU are unknown
             assert each["mfu"] is None and each["peak_gib"] is None
 
 
@@ -172,7 +172,7 @@ def test_saved_adapter_is_rounded_but_checkpoint_is_not(tmp_path, finished):
 
 
 def test_full_budget_run_matches_peft_loop(tmp_path):
-    """The reference is a loop over dense logits that shares the data and the rates alone."""
+    """The reference is a loop over dense logits with the same data and learning rates."""
     full = ["--cab", "mass_threshold=0", "--dropout", "0"]
     words = [*full, "--data", "retrieval:keys:100", "--steps", "8", "--lr", "1e-2"]
     assert run(tmp_path, *words) == 0
@@ -224,7 +224,7 @@ CONTENTS = {
 
 
 def changed(file):
-    """The content of a file with other weights, another text or another setting."""
+    """Return a file's content with other weights, another document or another setting."""
     if file.suffix == ".safetensors":
         return save({name: x + 0.1 for name, x in load_file(file).items()})
     threshold = '"mass_threshold": 0.'
@@ -296,7 +296,7 @@ QLORA = ["--qlora", "--held-out", "1", "--eval-every", "1", "--validation", "ret
 
 
 def dynamic(folder):
-    """Words of a run whose positions follow the longest text, the first one."""
+    """Return the command line of a run with dynamic positions; the first sequence is longest."""
     config = save_llama(folder / "model") / "config.json"
     config.write_text(
         json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 100})

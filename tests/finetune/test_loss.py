@@ -1,4 +1,4 @@
-"""The loss of long texts: cross-entropy and its gradients, to the last digits, without logits."""
+"""The chunked loss: cross-entropy and its gradients without full logits."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ LABELS |= {"one": slice(0, -1), "none": slice(None)}
 
 
 def made(batch=2, length=37, ignored=slice(0, 0), dtype=torch.float64, seed=0):
-    """hidden [B, N, D], weight [V, D], labels [B, N]; some of the flattened labels ignored."""
+    """Return hidden [B, N, D], weight [V, D] and labels [B, N], some of them ignored."""
     draw = torch.Generator().manual_seed(seed)
     hidden = torch.randn(batch, length, CHANNELS, generator=draw, dtype=dtype)
     weight = torch.randn(VOCABULARY, CHANNELS, generator=draw, dtype=dtype)
@@ -29,7 +29,7 @@ def by_torch(hidden, weight, labels):
 
 
 def gradients(total, *of):
-    # of a mean, not of the sum: what comes from behind counts too
+    # a mean and not a sum: the gradient from later operations counts too
     return torch.autograd.grad(total / 7, of)
 
 
@@ -116,7 +116,7 @@ def test_largest_tensor_is_one_chunk_of_logits(trained):
 
 
 class Head(nn.Module):
-    """One layer and a head, frozen or not, as DDP sees them."""
+    """One layer and a head, frozen or not, in one module for DDP."""
 
     def __init__(self, trained):
         super().__init__()

@@ -1,4 +1,4 @@
-"""An adapter becomes part of its base, and nothing else of either changes."""
+"""Merging an adapter into its base changes the adapted weights only."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ CONFIG = "adapter_config.json"
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Folders of models, by name: as `save_llama`, and one whose head is tied to its embeddings."""
+    """Return model folders by name: one of `save_llama`, and one with tied embeddings."""
     folder, tokenizer = tmp_path_factory.mktemp("bases"), make_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
     tiny_model(tie_word_embeddings=True, **sizes).save_pretrained(folder / "tied")
@@ -36,7 +36,7 @@ def bases(tmp_path_factory):
 
 
 def trained(base, folder, targets=LINEAR, dtype="float32", given=LENGTH, **options):
-    """An adapter of ``base`` in ``folder``, as after training; the model with it."""
+    """Save an adapter of ``base`` in ``folder``, as after training; return the adapted model."""
     model, tokenizer = load_model(str(base), cab_config=SPARSE, dtype=dtype, **given)
     torch.manual_seed(1)
     adapted = with_lora(model, targets, 4, 8.0, **options)
@@ -115,7 +115,7 @@ OF_PEFT = {
 @pytest.mark.parametrize("base", ["llama", "tied"])
 @pytest.mark.parametrize("options", OF_PEFT.values(), ids=OF_PEFT)
 def test_head_and_embeddings_saved_by_peft_are_merged(bases, tmp_path, base, options):
-    """PEFT saves their own weights beside an adapter of them."""
+    """PEFT saves full weights of head and embeddings in addition to their adapter."""
     torch.manual_seed(1)
     config = LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **options)
     adapted = get_peft_model(loaded(bases[base]), config).eval()
@@ -142,13 +142,13 @@ def test_run_starts_from_head_saved_by_peft(bases, tmp_path, changed):
 
 
 def rewrite(file, **fields):
-    """Change some fields of a JSON file."""
+    """Change fields of a JSON file."""
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
 @pytest.fixture
 def llama(bases, tmp_path):
-    """The folder of an adapter of ``llama``, trained at its own positions."""
+    """Return the folder of an adapter of ``llama``, trained at its own positions."""
     trained(bases["llama"], tmp_path / "adapter", given={})
     return tmp_path / "adapter"
 
@@ -193,7 +193,7 @@ def test_adapter_of_other_shapes_raises(llama, tmp_path, sizes, sentence):
         merged_into(tmp_path, base=str(other))
 
 
-# truncated, of another content, or with another field: a kind that nobody knows, a rank of text,
+# truncated, of another content, or with another field: an unknown kind, a rank of text,
 # targets of no kind, and an expression that is none
 DAMAGES = [
     *((WEIGHTS, None), (WEIGHTS, b"of another program"), (CONFIG, None), (CONFIG, b"[]")),
@@ -247,7 +247,7 @@ def test_model_card_describes_the_merge(bases, tmp_path, targets):
     trained(place, tmp_path / "adapter", norms=True)
     layers = "down_proj, q_proj, v_proj"
     if targets == "expression":
-        # as PEFT takes it, beside a list of names
+        # PEFT accepts an expression in place of a list of names
         layers = r"modules whose full name matches `.*\.(q_proj\|v_proj\|down_proj)`"
         expression = r".*\.(q_proj|v_proj|down_proj)"
         rewrite(tmp_path / "adapter" / CONFIG, target_modules=expression)

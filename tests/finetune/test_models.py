@@ -1,4 +1,4 @@
-"""Models to train: positions that reach, adapters in float32, and hidden states for logits."""
+"""Models to train: RoPE scaling, adapters in float32, and losses from hidden states."""
 
 import json
 
@@ -62,7 +62,7 @@ def double(**options):
 
 
 def adapted(model=None, targets=LINEAR, rank=4, alpha=8.0, **options):
-    """A model with adapters that do something."""
+    """Return a model with adapters that are not zero."""
     torch.manual_seed(1)
     wrapped = with_lora(model or tiny_model(), targets, rank, alpha, **options)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def adapted(model=None, targets=LINEAR, rank=4, alpha=8.0, **options):
 
 
 def batch_of(length=90, rows=2):
-    """Packed documents, labels shifted, the last of each document and some more to be ignored."""
+    """Return packed documents with shifted labels; the last of each document is ignored."""
     ids = tokens(rows, length)
     labels = torch.cat([ids[:, 1:], torch.full((rows, 1), IGNORED)], dim=1)
     labels[:, [40, 50]] = IGNORED

@@ -1,4 +1,4 @@
-"""Sequences that several processes share: learnt as by one, killed and resumed, counted once."""
+"""Sequences sharded across processes: equal to one process, resumable, counted once."""
 
 import time
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ RUNS = {
     "cab_dense": ["--attention", "cab_dense", "--checkpointing", "false"],
     "turns": ["--micro-batch", "2", "--tokens-per-step", "2048"],
 }
-# accelerate spreads weights on GPUs alone: on a CPU it has to be told that it may
+# accelerate shards weights on GPUs only; on a CPU the device type must be set
 SHARDED = """
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
@@ -73,7 +73,7 @@ ENDS = ("killed", "whole")
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    """Four processes and no other: a grid is made of all there are."""
+    """Start exactly four processes, because a device mesh spans all processes."""
     ranks = Ranks(4, tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()
@@ -112,7 +112,7 @@ def test_sequence_parallel_training_equals_one_process(tmp_path):
 
 
 def few_positions(folder):
-    """The tiny model with a quarter of the positions that its runs need, in ``folder``."""
+    """Save the tiny model with a quarter of the positions that its runs need in ``folder``."""
     model, tokenizer = load_model("tiny", attn_implementation="sdpa", dtype="float32")
     model.config.max_position_embeddings = 128
     model.save_pretrained(folder)
@@ -141,7 +141,7 @@ def check_that_they_are_the_same(actual, meant):
 
 
 def parallel_of(group, cp, attention="cab"):
-    """The grid of all processes there are, and an accelerator's part of it."""
+    """Return the device mesh of all processes and the accelerator's part of it."""
     settings = Settings(model="tiny", data=("a.txt",), attention=attention, cp=cp)
     accelerator = SimpleNamespace(
         num_processes=group.size(),
@@ -188,7 +188,7 @@ def test_each_replica_holds_every_token_once(four):
 
 
 class Knowing(nn.Module):
-    """Foresees the next token of documents that it knows by heart, where it does not err."""
+    """Model that predicts the next token of memorised documents, except at chosen errors."""
 
     def __init__(self, documents, errs):
         super().__init__()

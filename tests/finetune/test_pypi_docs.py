@@ -1,4 +1,4 @@
-"""The manuals: made once of what an index has, always the same, and never half made."""
+"""Manuals from PyPI: built once from a package index, reproducible, never incomplete."""
 
 import gzip
 import hashlib
@@ -19,7 +19,7 @@ from cab_hf.finetune.sources import make_source
 
 
 def sdist(files):
-    """A source distribution of a package `thing`, as bytes."""
+    """Return a source distribution of a package `thing` as bytes."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name, text in files.items():
@@ -39,7 +39,7 @@ FILES = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path, tmp_path_factory):
-    """Documents of few characters, an empty cache, and a pip without settings."""
+    """Use documents of few characters, an empty cache, and pip without settings."""
     monkeypatch.setattr(pypi_docs, "SHORTEST", 4)
     monkeypatch.setattr(pypi_docs, "LEAST", 8)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
@@ -67,7 +67,7 @@ def test_files_of_folder_form_one_document(monkeypatch, least, expected):
 
 
 class Index:
-    """A package index on this machine, and what it was asked for: (path, authorization)."""
+    """Package index on this machine that records its requests: (path, authorization)."""
 
     def __init__(self, archive):
         page = '<a href="../files/thing-0.9.tar.gz">x</a><a href="../files/thing-1.0.tar.gz#s=1">'
@@ -164,7 +164,7 @@ def test_credentials_are_sent_to_index_host_only(index, monkeypatch):
 
 @pytest.mark.slow
 def test_real_packages_match_pinned_hashes(monkeypatch):
-    """Needs a package index, once: the cache is the user's."""
+    """Needs a package index once; the files stay in the user's cache."""
     monkeypatch.undo()
     file = pypi_docs.manuals_file()
     assert file_sha256(file) == pypi_docs.MANUALS_SHA256

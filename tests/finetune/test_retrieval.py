@@ -1,4 +1,4 @@
-"""Documents that teach retrieval: asked as evaluations ask, and none of theirs."""
+"""Training documents for retrieval: wording of the evaluations, but other documents."""
 
 import random
 import re
@@ -27,7 +27,7 @@ kinds = pytest.mark.parametrize("kind", KEYS)
 
 
 def text_of(tokens, tokenizer="plain"):
-    """Without blanks, which a tokenizer of words puts between digits."""
+    """Decode without spaces, which a tokenizer of words puts between digits."""
     return TOKENIZERS[tokenizer].decode(tokens).replace(" ", "")
 
 
@@ -103,7 +103,7 @@ def test_repetitions_are_reordered(length):
         else:
             sentences.add(text_of(stated))
             assert learnt == stated[3:]
-    # "asked nobody." is no longer than what tells a sentence
+    # the shortest filler sentence is not longer than the prefix that identifies a sentence
     assert {each.replace(" ", "") for each in SENTENCES} - {"askednobody."} == sentences
     assert any(each in needles.NAMES for each in keys)
     assert any(each.startswith("locker") for each in keys) and len(keys) == len({*keys}) > 20
@@ -125,7 +125,7 @@ def test_document_depends_on_seed_and_index_only(kind, change):
 
 
 def mixture(name, texts=(), share=0.0, **options):
-    """A source, and beside it, as ``share`` of the tokens, the text that it is hidden in."""
+    """Return a source and, as ``share`` of the tokens, the text that its keys are hidden in."""
     beside = []
     if texts:
         dataset = datasets.Dataset.from_dict({"text": list(texts)})
@@ -144,7 +144,7 @@ def test_only_answers_have_labels(kind):
     ids, labels = item["input_ids"].tolist(), item["labels"].tolist()
     learnt = [at for at, label in enumerate(labels) if label != IGNORED]
     assert len(learnt) == 5 * KEYS[kind]
-    # shifted: a label is the token behind
+    # shifted: a label is the next token
     assert all(labels[at] == ids[at + 1] for at in learnt)
     fives = (learnt[n : n + 5] for n in range(0, len(learnt), 5))
     answers = [text_of([ids[at + 1] for at in five], "chat") for five in fives]
@@ -187,7 +187,7 @@ def test_keys_are_inserted_into_text_of_other_sources(texts):
 
 
 class Recorded(random.Random):
-    """A generator that says what it was made of."""
+    """Random generator that records its seeds."""
 
     seeds: list = []
 
@@ -197,7 +197,7 @@ class Recorded(random.Random):
 
 
 def test_training_seeds_differ_from_evaluation_seeds(monkeypatch):
-    """Whatever whole number an evaluation's seed is, for its text begins with that number."""
+    """Evaluation seeds start with an integer; training seeds start with "finetune/"."""
     monkeypatch.setattr(random, "Random", Recorded)
     words, drawn = TOKENIZERS["chat"], {}
 
@@ -267,6 +267,6 @@ def test_held_out_retrieval_uses_held_out_text():
 
 
 def test_too_short_document_error_names_source():
-    """The first one had room, and what a later one draws is longer."""
+    """The first document fits, but a later one draws longer sentences."""
     with pytest.raises(UsageError, match="source 'retrieval:keys:25': length must .*, got 25"):
         read_of("retrieval:keys:25", length=25, count=50)

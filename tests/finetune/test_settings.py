@@ -1,4 +1,4 @@
-"""What a fine-tuning run is told: files, words, and what is refused."""
+"""Settings of fine-tuning: files, command lines, and errors."""
 
 import re
 from pathlib import Path
@@ -77,7 +77,7 @@ def test_command_line_overrides_file(tmp_path):
 
 
 def test_existing_path_with_equals_sign_has_no_weight(tmp_path):
-    """Folders of partitions are called so."""
+    """Folders of partitioned data have such names."""
     (tmp_path / "year=2024").mkdir()
     named = str(tmp_path / "year=2024")
     data = (named, f"{named}=0.5", str(tmp_path / "year=2023"))

@@ -27,7 +27,7 @@ def by_transformers(model, tokenizer, folder):
 
 
 def by_trl(model, tokenizer, folder):
-    """Several documents in a sequence: attention that mixes them has another loss."""
+    """Train with TRL on packed documents; attention across documents would change the loss."""
     trl = pytest.importorskip("trl", reason="trl is not installed; `pip install '.[dev]'`")
     words = TEXT.split()
     texts = [" ".join((words[i:] + words[:i]) * (6 + 3 * (i % 3))) for i in range(12)]
@@ -38,7 +38,7 @@ def by_trl(model, tokenizer, folder):
 
 
 def trained(make, model_folder, folder, attention, config=None):
-    """(loss of each step, density of each layer)."""
+    """Return (loss of each step, density of each layer)."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation=attention)
     if config is not None:

@@ -149,7 +149,7 @@ def test_transpose_matches_reference(gpu):
 
 @pytest.mark.parametrize("head_dim", [320, 512])
 def test_cab_dense_of_large_heads_matches_sdpa(gpu, head_dim):
-    """SDPA in float32 is what it is held to; padded rows too."""
+    """The reference is SDPA in float32, padded rows included."""
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": head_dim}
     model = tiny_model(**sizes).to(gpu)
     ids = tokens(2, 300).to(gpu)
@@ -192,7 +192,7 @@ def test_full_budget_training_losses_match_dense(gpu, blocks, name):
 
 
 def test_dense_attention_of_131072_tokens_and_512_channels_fits_memory(gpu):
-    """Weights are held a piece at a time: nothing grows with the square of the length."""
+    """Attention weights exist one tile at a time, so memory is not quadratic in the length."""
     length = 131_072
     q = torch.randn(1, 2, length, 512, device=gpu, dtype=torch.bfloat16)
     k, v = torch.randn(2, 1, 1, length, 512, device=gpu, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A cascade on a CUDA device: what anchors choose, and what the layers behind them attend."""
+"""A cascade on a CUDA device: plans of anchors, and attention of the layers that use them."""
 
 import pytest
 import torch

@@ -26,7 +26,7 @@ WAYS = {
 
 @pytest.fixture
 def served(gpu):
-    """(a model whose attention is "cab" at full budget, what dense attention answers)."""
+    """Return (model on "cab" at full budget, answers of dense attention)."""
     model = tiny_model(head_dim=64).to(gpu)
     expected = [
         model.generate(torch.tensor([prompt], device=gpu), generation_config=GREEDY)[
@@ -50,7 +50,7 @@ def test_full_budget_equals_dense_attention(served, changes):
 
 
 def test_buffers_are_reset_before_first_batch(served, monkeypatch):
-    """transformers zeroes them on one stream and fills them on another."""
+    """transformers zeroes buffers on one stream and fills them on another."""
     model, expected = served
     reset = ContinuousBatchingIOs.reset
 

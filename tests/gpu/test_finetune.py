@@ -24,7 +24,7 @@ PAIR = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA 
 
 @pytest.fixture(autouse=True)
 def no_multicast(monkeypatch):
-    """Multicast over NVLink is not for machines that others share."""
+    """Turn off NVLink multicast, which shared machines do not allow."""
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
 
 
@@ -67,7 +67,7 @@ def long_model(gpu, offload=None):
 
 
 def learnt(model, gpu):
-    """The loss, all gradients, and the bytes at the peak of a step."""
+    """Return the loss, all gradients, and the peak bytes of a step."""
     ids = tokens(1, LENGTH).to(gpu)
     batch = {"input_ids": ids, "position_ids": torch.arange(LENGTH, device=gpu)[None]}
     model.zero_grad()
@@ -79,7 +79,7 @@ def learnt(model, gpu):
 
 
 class Late(Offload):
-    """Copies begin long after what they follow: whoever does not wait for them reads rubbish."""
+    """Offloading with delayed copies: a reader that does not wait for a copy gets wrong data."""
 
     def _copy(self, kept, pairs):
         with torch.cuda.stream(self._stream):

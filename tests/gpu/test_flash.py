@@ -44,7 +44,7 @@ CASES = [
 
 @pytest.fixture
 def hopper(gpu):
-    """The device, where FLASH can run a backward."""
+    """Return the device if FLASH can run a backward pass."""
     reason = flash.unavailable(128, torch.bfloat16, *WIDE)
     if reason:
         pytest.skip(f"FLASH {reason}")
@@ -58,7 +58,7 @@ def hold(shape, blocks, device, dtype=torch.bfloat16, engine=FLASH):
 
 
 def is_flash(blocks, dim=128):
-    """Whether training on such heads and blocks runs FLASH when flex is asked for."""
+    """Return True if engine "flex" trains these heads and blocks with FLASH."""
     return choose("flex", Workload("cuda", dim, torch.bfloat16, True, *blocks)) is FLASH
 
 
@@ -112,7 +112,7 @@ def test_triton_accepts_plans_shared_by_heads(gpu, shape, blocks):
 
 
 def test_expanded_output_gradient_is_supported(hopper):
-    """`out.sum()` hands over a gradient whose strides are 0."""
+    """`out.sum()` passes a gradient with strides of 0."""
     q, k, v, _, plan = case(hopper, torch.bfloat16, NARROW, **model())
 
     def gradients(attend):
@@ -169,7 +169,7 @@ def test_flash_runs_in_cuda_graph(hopper, blocks):
 
 
 def test_private_flash_interface_has_expected_signature(hopper):
-    """The kernels of a beta: what they are called with, by name and by place."""
+    """flash-attn-4 is a beta; this checks the names and order of the arguments."""
     parts = flash._flash()
     forward, backward = (
         list(inspect.signature(function).parameters) for function in (parts.forward, parts.backward)

@@ -27,7 +27,7 @@ CASES = [
 
 
 def both(monkeypatch, config, q, k, call):
-    """The plans of the kernels and of PyTorch, on the device."""
+    """Return the plans of the kernels and of PyTorch on the device."""
     plan = FrcPredictor(config)(q, k, call)
     require_valid(plan)
     assert torch.equal(plan.to_dense(), FrcPredictor(config)(q, k, call).to_dense())

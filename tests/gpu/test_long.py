@@ -1,4 +1,4 @@
-"""A million tokens on a CUDA device: one layer of LLaMA-3-8B's attention, prediction included."""
+"""One million tokens on a CUDA device: one attention layer of LLaMA-3-8B with selection."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from cab_hf.predictors import LayerContext, RowsPredictor
 pytestmark = pytest.mark.gpu
 TOKENS = 2**20
 CHUNK = 2**15
-# slots of the cache behind the last key, as a static cache has them
+# unused slots of a static cache after the last key
 UNWRITTEN = 4096
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SCALE = DIM**-0.5
@@ -26,7 +26,7 @@ ROWS = 8
 
 
 def heads_on(device, q_length):
-    """q as a model hands it over, k and v as a static cache with free slots does."""
+    """Return q with the strides of a model, k and v with the strides of a static cache."""
     generator = torch.Generator(device).manual_seed(0)
     like = {"device": device, "dtype": torch.bfloat16, "generator": generator}
     q = torch.randn(1, q_length, HEADS, DIM, **like).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show. Run with `make gpu-test`."""
+"""Whole models on a CUDA device. Run with `make gpu-test`."""
 
 from dataclasses import replace
 
@@ -94,7 +94,7 @@ def test_full_budget_equals_sdpa(gpu, dtype):
 
 @pytest.mark.parametrize("family", ["granite-swa", "gemma2", "llama4"])
 def test_full_budget_has_the_gradients_of_dense_attention(gpu, family):
-    """Sinks, soft caps and chunks; by the engine that a GPU chooses."""
+    """The families have sinks, soft caps and chunks; the engine is the default of the GPU."""
     model, ids = tiny_model(family).to(gpu), tokens(2, 400).to(gpu)
     expected = gradients(model, ids)
     actual = gradients(cab_hf.apply_cab(model, FULL, query_block=128, key_block=64), ids)
@@ -103,7 +103,7 @@ def test_full_budget_has_the_gradients_of_dense_attention(gpu, family):
 
 
 def test_many_lengths_stay_sparse_past_recompile_limit(gpu):
-    """Past dynamo's recompile limit flex would quietly become dense."""
+    """After dynamo's recompile limit, flex would silently become dense."""
     for length in range(130, 1800, 110):
         q, k, v = on(gpu, qkv(q_length=length, heads=4, kv_heads=2, dim=64), torch.bfloat16)
         plan = random_plan(q, k, (128, 64), share=0.1)
@@ -153,7 +153,7 @@ def test_compiled_model_equals_eager_model(gpu):
 
 
 def test_memory_at_131072_tokens_is_below_12_gib(gpu):
-    """One LLaMA-3-8B layer, prediction included, in less than 12 GiB over its inputs."""
+    """One LLaMA-3-8B layer with selection needs less than 12 GiB in addition to its inputs."""
     length = 131_072
     shape = {"device": gpu, "dtype": torch.bfloat16}
     q = torch.randn(1, 32, length, 128, **shape)
@@ -176,9 +176,9 @@ SLOW = (*range(32, 64), *range(96, 128))
 
 @pytest.mark.parametrize("loudness", [1e-4, 0.25, 1.0, 110.0, 1500.0, 1e4], ids=str)
 def test_fp8_score_sums_are_finite_at_any_norm(gpu, loudness):
-    """Rows are of norm 8 and channels of keys below 2^8: a float16 holds what 256 of these sum to.
+    """Rows have norm 8 and key channels are below 2^8, so that float16 holds a sum of 256 products.
 
-    Every product has one sign, which is the most that they can sum to.
+    All products have the same sign here, which gives the largest possible sum.
     """
     q = torch.full((1, 2, 512, 128), loudness, device=gpu, dtype=torch.bfloat16)
     k = q[:, :1].clone()
@@ -190,7 +190,7 @@ def test_fp8_score_sums_are_finite_at_any_norm(gpu, loudness):
     require_valid(plan)
     kept = plan.to_dense()
     assert kept[:, :, 3, 2].all()
-    # of logits that are alike it is that block alone, beside the two that are forced
+    # all logits are equal except those of this block; two blocks are forced
     assert kept[:, :, 3].sum(-1).max() <= 2 + 1
 
 
@@ -198,7 +198,7 @@ NEEDLES = 64
 
 
 def needles_on(device, length=16384):
-    """(q, k, head, row and key of `NEEDLES`): one query of a block each looks for one key."""
+    """Return (q, k, head, row and key of `NEEDLES`): one query per block matches one key."""
     q, k = heads_on(device, length=length, dtype=torch.float32)
     # float16 holds these times 1e4
     q, k = q.clamp(-6, 6), k.clamp(-6, 6)

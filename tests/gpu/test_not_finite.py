@@ -72,7 +72,7 @@ def test_nan_scored_query_selects_all_blocks(gpu, dtype, value):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("config", ["full", "rows", "capped", "published"])
 def test_nan_token_reaches_all_later_logits(gpu, config, dtype, spoil):
-    """A NaN of one projection of the first layer, as a whole token further up."""
+    """One projection of the first layer yields NaN; in later layers the whole token is NaN."""
     settings = replace(CONFIGS[config], min_length=0)
     model, ids = tiny_model(max_position_embeddings=4096).to(gpu, dtype), tokens(1, 2000).to(gpu)
     apply_cab(model, settings)

@@ -45,7 +45,7 @@ def call_of(q, k, ranges=None, **logits):
 
 
 def compared(config, q, k, call):
-    """What the kernels keep and what the reference keeps of q and k in float32."""
+    """Return the blocks selected by the kernels and by the reference in float32."""
     plan = RowsPredictor(config)(q, k, call)
     require_valid(plan)
     keep = choose_by_reference(q.float(), k.float(), call, config)

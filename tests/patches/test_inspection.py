@@ -1,4 +1,4 @@
-"""What a model says of itself: `describe`, `stats`, and warnings of settings that do nothing."""
+"""`describe`, `stats`, and warnings about settings without effect."""
 
 import pytest
 import torch
@@ -136,7 +136,7 @@ def test_describe_agrees_with_executed_route(model):
 
 @pytest.fixture
 def said(monkeypatch, recwarn):
-    """(words) -> the warnings of this test that have them."""
+    """Return (words) -> the warnings of this test that contain them."""
     monkeypatch.setattr(checks, "_warned", set())
     return lambda words: [str(each.message) for each in recwarn if words in str(each.message)]
 

@@ -1,4 +1,4 @@
-"""What `plot_plan` draws is what a layer attends to, and what it cannot draw it says."""
+"""`plot_plan` draws the pairs that a layer attends, and raises if it cannot."""
 
 import sys
 
@@ -20,7 +20,7 @@ def model():
 
 
 def pairs(panel):
-    """(attended, causal) pairs of tokens under a panel, by the share of heads that is drawn."""
+    """Return the numbers of (attended, causal) token pairs of a panel."""
     share = torch.from_numpy(numpy.ma.getdata(panel.images[0].get_array())).nan_to_num()
     tokens = share.repeat_interleave(32, 0)[:LENGTH].repeat_interleave(16, 1)[:, :LENGTH].tril()
     return float(tokens.sum()), LENGTH * (LENGTH + 1) / 2

@@ -1,4 +1,4 @@
-"""Turning CAB on and off leaves a model as it was found; settings that do not fit are refused."""
+"""Switching CAB on and off restores the model; settings of another model raise."""
 
 import copy
 import dataclasses
@@ -102,7 +102,7 @@ def test_saved_config_has_cab_config_only(model, tmp_path):
     assert saved.config.to_dict().keys() == plain.keys() | {"cab_config", "architectures"}
     before = state(saved)
     assert before[0] == "sdpa" and CabConfig.from_dict(before[1]) == SPARSE
-    # nobody has applied it to what was loaded
+    # apply_cab was not called on the loaded model
     assert state(cab_hf.remove_cab(saved)) == before
     assert state(cab_hf.remove_cab(cab_hf.apply_cab(saved, mass_threshold=0.08))) == before
 
@@ -313,7 +313,7 @@ MISFITS = {
 
 
 def meet(model, folder, config, way):
-    """Give a model settings in one of the ways that there are."""
+    """Give settings to a model by one of the entry points."""
     if way == "apply":
         cab_hf.apply_cab(model, config)
     elif way == "block":
@@ -436,7 +436,7 @@ def test_recompute_with_other_settings_raises(implementation, padded, change, re
     with pytest.raises(RuntimeError, match="was left or entered in between"):
         loss.backward()
     model.zero_grad()
-    # what is refused once leaves nothing behind, and the same settings are no other ones
+    # an error leaves no state, and equal settings are not different ones
     loss = loss_of(applied(model), padded)
     assert torch.equal(gradient_of(loss, applied(model)), inside)
 

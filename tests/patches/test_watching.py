@@ -1,4 +1,4 @@
-"""What `watched` shows of a model's layers."""
+"""`watched` reports the layers of a model."""
 
 from itertools import product
 
