@@ -89,11 +89,18 @@ class Packed:
             if not share:
                 continue
             # an entry named twice is shuffled twice
-            how = part, f"{seed}/{place}", tokenizer
+            salt = f"{seed}/{place}"
             if isinstance(source, TextSource):
-                documents = TextDocuments(source, *how)
+                documents = TextDocuments(source, part=part, salt=salt, tokenizer=tokenizer)
             else:
-                documents = RetrievalDocuments(source, *how, length, texts)
+                documents = RetrievalDocuments(
+                    source,
+                    part=part,
+                    salt=salt,
+                    tokenizer=tokenizer,
+                    length=length,
+                    others=texts,
+                )
             self._cursors.append(SourceCursor(documents, share))
         self._made = 0  # sequences of all processes
 

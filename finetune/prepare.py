@@ -48,8 +48,14 @@ def adapted(settings: Settings, model: nn.Module) -> nn.Module:
     )
     if settings.train == ALL:
         return model.requires_grad_(True)
-    adapter = settings.targets, settings.rank, settings.alpha
-    return with_lora(model, *adapter, settings.dropout, settings.norms)
+    return with_lora(
+        model,
+        targets=settings.targets,
+        rank=settings.rank,
+        alpha=settings.alpha,
+        dropout=settings.dropout,
+        norms=settings.norms,
+    )
 
 
 def open_data(

@@ -60,8 +60,16 @@ class SparseDecode:
         anchor = anchor_of(config, layer)
         if anchor is None or anchor == layer:
             index, channels = call.index
-            given = call.scale, length, wanted, channels, valid, call.sinks
-            choice = decode.choose(q, index, *given)
+            choice = decode.choose(
+                q,
+                index,
+                scale=call.scale,
+                length=length,
+                wanted=wanted,
+                channels=channels,
+                valid=valid,
+                sinks=call.sinks,
+            )
         else:
             choice = _mapped(text.state.shared[SHARED_CHOICE], config, layer, heads, q.device)
         if anchor is not None and anchor == layer:

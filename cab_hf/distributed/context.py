@@ -78,8 +78,10 @@ class Parallel:
         if self.closed:
             raise RuntimeError(SETTINGS_CHANGED)
         _refuse(call)
-        mask, parts = call.text, (position_ids, cu_seq_lens)
-        sharding = mask.state.once("sharding", lambda: self._agreed(call, *parts))
+        mask = call.text
+        sharding = mask.state.once(
+            "sharding", lambda: self._agreed(call, position_ids, cu_seq_lens)
+        )
         return ShardedMask(
             *(mask.batch, sharding.text, sharding.text, 0),
             window=mask.window,

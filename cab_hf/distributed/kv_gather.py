@@ -94,7 +94,9 @@ class KVGather:
             return pack(x)
 
         def unpacked(x: Any) -> Tensor:
-            return self._gathered_again(i).as_strided(*x) if isinstance(x, _Part) else unpack(x)
+            if isinstance(x, _Part):
+                return self._gathered_again(i).as_strided(x.size, x.stride, x.offset)
+            return unpack(x)
 
         return saved_tensors_hooks(packed, unpacked)
 

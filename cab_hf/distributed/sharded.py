@@ -8,7 +8,7 @@ sequence (``dense_tail_blocks``).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -98,9 +98,18 @@ class ShardedLayout:
         ranges = self.shard_map.kept_spans(self.group.rank(), batch, window=self.window)
         return everything(ranges, self.shard_map.sharding.dense_block_size)
 
-    def attend(self, *given: Any) -> Tensor:
+    def attend(
+        self,
+        engine: Engine,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: BlockPlan,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Return the output of `attention` without the log-sum-exp."""
-        return self.attention(*given)[0]
+        return self.attention(engine, q, k, v, plan=plan, scale=scale, sinks=sinks)[0]
 
     def attention(
         self,
@@ -178,8 +187,14 @@ class ShardedMask(MaskInfo):
 
         def build() -> ShardedLayout:
             ranges = shard_map.ranges(ranks.group.rank(), self.batch)
-            how = self.window, ranks.heads_k_stride, ranks.regather_kv
-            return ShardedLayout(shard_map, ranks.group, ranges, *how)
+            return ShardedLayout(
+                shard_map,
+                ranks.group,
+                ranges,
+                window=self.window,
+                heads_k_stride=ranks.heads_k_stride,
+                regather_kv=ranks.regather_kv,
+            )
 
         return self.state.once(("layout", shard_map), build)
 
