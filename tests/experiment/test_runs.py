@@ -136,7 +136,7 @@ def lines_of(count, torn=b""):
         pytest.param(lines_of(3, b'{"length": 8, "ind'), 2, id="record"),
         pytest.param(lines_of(3, b'{"length": 8, "index": 2'), 2, id="but-brace"),
         pytest.param(lines_of(3, b'{"a": "\\ud8'), 2, id="character"),
-        pytest.param(lambda content: content[:-1], 2, id="newline"),
+        pytest.param(lambda content: content[:-1], 1, id="newline"),
         pytest.param(lambda content: lines_of(1)(content)[:-1], 0, id="header-newline"),
         pytest.param(lambda content: lines_of(1)(content)[:-2], 0, id="header-brace"),
         *(pytest.param(lambda c, n=n: c[:n], 0, id=f"header-{n}") for n in (0, 1, 20)),
@@ -146,13 +146,12 @@ def test_torn_last_line_is_dropped(path, half, left):
     complete = path.read_bytes()
     path.write_bytes(half(complete))
     # nor is it read
-    assert left == 0 or indices(path) == [0, 1]
+    assert left == 0 or indices(path) == [0, 1][:left]
     with Log(path, IDENTITY, KEY) as opened:
         assert len(opened.records) == left
-        # what only lacked its newline is kept
-        assert left == 0 or path.read_bytes() == complete
+        assert left == 0 or path.read_bytes() == lines_of(1 + left)(complete)
         opened.append(record(7))
-    assert indices(path) == [0, 1, 7][-1 - left :] and read_log(path)[0] == IDENTITY
+    assert indices(path) == [0, 1][:left] + [7] and read_log(path)[0] == IDENTITY
 
 
 def test_full_disk_leaves_log_unchanged(path, monkeypatch):
@@ -188,7 +187,7 @@ def test_removed_or_replaced_log_is_not_appended(path, taken):
     assert indices(path) == [7]
 
 
-HEADER = json.dumps({"identity": IDENTITY, "started": "then"})
+HEADER = json.dumps({"identity": IDENTITY, "started": "then"}) + "\n"
 OTHER_ENGINE = {**IDENTITY, "config": {"mass_threshold": 0.08, "engine": "flex"}}
 
 
@@ -196,15 +195,15 @@ OTHER_ENGINE = {**IDENTITY, "config": {"mass_threshold": 0.08, "engine": "flex"}
     ("content", "identity", "message"),
     [
         (HEADER, {**IDENTITY, "seed": 1}, "seed 0, this run has 1"),
-        (HEADER + '\n{"of": "others"}\n{"torn', OTHER_ENGINE, "engine 'auto', this run has 'flex'"),
+        (HEADER + '{"of": "others"}\n{"torn', OTHER_ENGINE, "engine 'auto', this run has 'flex'"),
         (HEADER, {**IDENTITY, "more": 2}, "more None, this run has 2"),
         (HEADER, {"seed": 0}, "config {'mass_threshold'"),
         ('{"index": 0}\n', IDENTITY, "header of a run"),
         ('{"torn', IDENTITY, "header of a run"),
-        (f"{HEADER}\n[1]\n{{}}\n", IDENTITY, "line 2 is no JSON object"),
-        (f'{HEADER}\n{{"a"\n{{"to', IDENTITY, "line 2 is no JSON"),
-        (f"{HEADER}\n\n{{}}\n", IDENTITY, "line 2 is no JSON"),
-        (f"{HEADER}\n{{}}\n", IDENTITY, "line 2 has no 'length'"),
+        (f"{HEADER}[1]\n{{}}\n", IDENTITY, "line 2 is no JSON object"),
+        (f'{HEADER}{{"a"\n{{"to', IDENTITY, "line 2 is no JSON"),
+        (f"{HEADER}\n{{}}\n", IDENTITY, "line 2 is no JSON"),
+        (f"{HEADER}{{}}\n", IDENTITY, "line 2 has no 'length'"),
     ],
 )
 def test_foreign_file_raises_and_is_unchanged(tmp_path, content, identity, message):
