@@ -140,9 +140,9 @@ def gathered_on_a_rank(process_group, config, layer):
     fields = {"group": process_group, "config": config, "layer": layer, "block": BLOCK}
     received = []
     with pytest.MonkeyPatch.context() as patch:
-        gathered = sharded.gathered
+        all_gather = sharded.all_gather
         patch.setattr(
-            sharded, "gathered", lambda x, g: received.append(x.numel()) or gathered(x, g)
+            sharded, "all_gather", lambda x, g: received.append(x.numel()) or all_gather(x, g)
         )
         with contextlib.suppress(ValueError):
             # a layer whose anchor did not run sparsely

@@ -157,7 +157,7 @@ def test_memory_estimate_includes_tiles_and_offloading(vocabulary, offloaded):
     estimate = cost_model.memory(
         cost, length, itemsize=4, loss_tokens=2**26, tile=tile, offloaded=offloaded
     )
-    # nothing was learnt yet
+    # before the first optimizer step
     actual = held.peak - offload.host_bytes + estimate.optimizer
     assert estimate.total == pytest.approx(actual, rel=0.05)
     # in pieces of 256 MiB

@@ -482,7 +482,7 @@ def test_missing_path_raises_without_hub_request(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize(
-    ("learnt", "watched", "refused"),
+    ("training", "validation", "refused"),
     [
         *(("a.txt", "a.txt", True), ("a.txt", "copy.txt", True), ("a.txt", "texts", True)),
         # as long, synthetic, and text around keys
@@ -490,17 +490,17 @@ def test_missing_path_raises_without_hub_request(tmp_path, monkeypatch, name):
         ("a.txt=0", "a.txt", False),
     ],
 )
-def test_validation_on_training_source_raises(tmp_path, monkeypatch, learnt, watched, refused):
+def test_validation_on_training_source_raises(tmp_path, monkeypatch, training, validation, refused):
     for name in ("a.txt", "copy.txt", "texts/inside.txt"):
         put(tmp_path / name, "It rained.")
     put(tmp_path / "b.txt", "It snowed.")
     monkeypatch.chdir(tmp_path)
-    name, _, share = learnt.partition("=")
-    given = [(make_source(name), float(share or 1))], [(make_source(watched), 1.0)]
+    name, _, share = training.partition("=")
+    given = [(make_source(name), float(share or 1))], [(make_source(validation), 1.0)]
     with (
         pytest.raises(UsageError, match="validation must .* 'a.txt'") if refused else nullcontext()
     ):
-        sources.refuse_learnt(*given)
+        sources.refuse_overlap(*given)
 
 
 @ENDINGS

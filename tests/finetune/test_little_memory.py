@@ -8,7 +8,7 @@ import pytest
 import torch
 from held import Held
 from tiny import SIZES, tiny_model
-from trained import adapted, batch, learnt, left_halfway
+from trained import adapted, batch, left_halfway, train_step
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -27,7 +27,7 @@ from cab_hf.finetune.tiles import compute_in_tiles, untiled_mlps
 TARGETS = ("q_proj", "k_proj", "o_proj", "down_proj")
 LENGTH, TILE_TOKENS = 300, 64
 tiled = partial(adapted, TARGETS)
-step = partial(learnt, length=LENGTH)
+step = partial(train_step, length=LENGTH)
 
 
 def check_alike(results, expected):
@@ -64,9 +64,9 @@ def test_tiled_losses_and_gradients_equal_untiled(kind, checkpointing):
 
 def test_batch_rows_share_tiles():
     model = tiled()
-    expected = learnt(model, length=100, rows=3)
+    expected = train_step(model, length=100, rows=3)
     compute_in_tiles(model, 70)
-    check_alike(learnt(model, length=100, rows=3), expected)
+    check_alike(train_step(model, length=100, rows=3), expected)
 
 
 def test_recompute_repeats_dropout():
@@ -169,7 +169,7 @@ def test_pinned_memory_is_allocated_once_and_released():
     # 57,600 bytes are six chunks
     for length in (LENGTH, 100, LENGTH):
         assert offload.host_bytes == free(offload) == 3 * 6 * CHUNK
-        learnt(model, length)
+        train_step(model, length)
     assert offload.host_bytes == free(offload) == 3 * 6 * CHUNK
 
 

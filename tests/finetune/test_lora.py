@@ -16,8 +16,8 @@ from launches import (
     assert_same,
     assert_same_run,
     launched,
-    learnt,
     losses,
+    saved_weights,
     steps,
 )
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
@@ -164,9 +164,11 @@ def test_run_with_validation_writes_files_and_complete_log(tmp_path):
 
 def test_saved_adapter_is_rounded_but_checkpoint_is_not(tmp_path, finished):
     assert run(tmp_path, "--adapter-dtype", "bfloat16") == 0
-    complete = learnt(finished)
+    complete = saved_weights(finished)
     assert {x.dtype for x in complete.values()} == {torch.float32}
-    assert_same(learnt(tmp_path / "run"), {name: x.bfloat16() for name, x in complete.items()})
+    assert_same(
+        saved_weights(tmp_path / "run"), {name: x.bfloat16() for name, x in complete.items()}
+    )
     shared = torch.load(next((tmp_path / "run").rglob("shared.pt")), weights_only=True)
     assert {x.dtype for x in shared["parameters"].values()} == {torch.float32}
 
@@ -291,7 +293,7 @@ ALL = ["--train", "all", "--dropout", "0", "--rank", "16", "--alpha", "32"]
 SAMPLED = ["--cab", "sampled_one_in=3", "--dropout", "0.1", "--checkpointing", "true"]
 
 
-# evaluated between steps, which may not change what is learnt
+# evaluated between steps, which must not change the weights
 QLORA = ["--qlora", "--held-out", "1", "--eval-every", "1", "--validation", "retrieval:passkey:256"]
 
 
@@ -341,7 +343,7 @@ def test_full_training_saves_model_that_loads_identically(tmp_path, monkeypatch)
     base, ids = load_file(tmp_path / "base" / "model.safetensors"), torch.arange(3, 40)[None]
     for dtype in ("float32", "bfloat16"):
         assert run(tmp_path, *words, "--dtype", dtype, name=dtype) == 0
-        weights, trained = learnt(tmp_path / dtype), ran.pop().model.eval()
+        weights, trained = saved_weights(tmp_path / dtype), ran.pop().model.eval()
         assert base.keys() == weights.keys()
         assert not any(torch.equal(weight, base[name]) for name, weight in weights.items())
         loaded, _ = load_model(str(tmp_path / dtype / "model"), dtype="float32")
@@ -462,7 +464,7 @@ def test_evaluation_does_not_change_training(tmp_path):
     for every in "10":
         assert run(tmp_path, *words, every, name=every) == 0
     assert steps(tmp_path / "1", "loss") == steps(tmp_path / "0", "loss")
-    assert_same(learnt(tmp_path / "1"), learnt(tmp_path / "0"))
+    assert_same(saved_weights(tmp_path / "1"), saved_weights(tmp_path / "0"))
 
 
 def test_run_starts_from_adapter_of_another_run(tmp_path, finished):
@@ -472,7 +474,7 @@ def test_run_starts_from_adapter_of_another_run(tmp_path, finished):
         return train.build(lora.read([*SMALL, *adapter, *words, "--out", "next"]), "cpu")[0]
 
     actual = get_peft_model_state_dict(begun("--length", "512"), save_embedding_layers=False)
-    saved = learnt(finished)
+    saved = saved_weights(finished)
     assert_same(actual, saved)
     assert any(x.any() for name, x in actual.items() if "lora_B" in name)
     for words in (["--rank", "3"], ["--targets", "q_proj"]):

@@ -91,7 +91,7 @@ def by_hidden(model, batch):
     return linear_cross_entropy(*forward_hidden(model, batch), batch["labels"], chunk_tokens=16)
 
 
-def learnt(model):
+def trainable(model):
     return {name: x for name, x in model.named_parameters() if x.requires_grad}
 
 
@@ -111,7 +111,7 @@ def test_chunked_loss_equals_loss_of_logits(make):
     model, batch = make().double(), batch_of()
     expected, actual = by_logits(model, batch), by_hidden(model, batch)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=0)
-    parameters = learnt(model).values()
+    parameters = trainable(model).values()
     ours, theirs = (torch.autograd.grad(x, parameters) for x in (actual, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     assert all(x.abs().sum() > 0 for x in ours)
@@ -200,7 +200,7 @@ def test_adapter_products_equal_autocast():
         layer = nn.Sequential()
         layer.q_proj = nn.Linear(48, 32, bias=False, dtype=torch.bfloat16)
         layer = get_peft_model(layer, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]))
-        for parameter in learnt(layer).values():
+        for parameter in trainable(layer).values():
             parameter.data = torch.randn_like(parameter, dtype=torch.float32)
         if ours:
             models.round_products(layer)
@@ -208,7 +208,7 @@ def test_adapter_products_equal_autocast():
         with torch.autocast("cpu", torch.bfloat16, enabled=not ours):
             out = layer(read)
         out.float().square().sum().backward()
-        results.append([out, read.grad, *(each.grad for each in learnt(layer).values())])
+        results.append([out, read.grad, *(each.grad for each in trainable(layer).values())])
     assert [each.dtype for each in results[0]] == [torch.bfloat16] * 2 + [torch.float32] * 2
     for actual, expected in zip(*results, strict=True):
         assert torch.equal(actual, expected)
@@ -217,7 +217,7 @@ def test_adapter_products_equal_autocast():
 @pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
 def test_trained_parameters_and_dtypes(norms):
     wrapped = with_lora(tiny_model().to(torch.bfloat16), LINEAR, 2, 4.0, norms=norms)
-    trained = learnt(wrapped)
+    trained = trainable(wrapped)
     assert {x.dtype for x in trained.values()} == {torch.float32}
     kinds = {name.split(".modules_to_save")[0].rpartition(".")[2] for name in trained}
     expected = {"norm", "input_layernorm", "post_attention_layernorm"} if norms else set()
@@ -248,9 +248,9 @@ def test_gathered_parameters_save_like_the_model(tmp_path):
     model.get_base_model().name_or_path = "tiny"
     _, tokenizer = load_model("tiny", dtype="float32")
     models.save_adapter(model, tokenizer, tmp_path / "own")
-    gathered = {name: x.detach().clone() for name, x in learnt(model).items()}
+    gathered = {name: x.detach().clone() for name, x in trainable(model).items()}
     with torch.no_grad():
-        for parameter in learnt(model).values():
+        for parameter in trainable(model).values():
             parameter.zero_()
     models.save_adapter(model, tokenizer, tmp_path / "gathered", gathered)
     own, theirs = (

@@ -91,18 +91,18 @@ def test_repetitions_are_reordered(length):
     keys, sentences = [], set()
     for needle, answer in zip(document.needles, document.answers, strict=True):
         assert needle[1] <= length // 2 < answer[0]
-        stated, learnt = (document.tokens[slice(*span)] for span in (needle, answer))
-        # what tells what is said stands right before what is learnt
+        stated, labelled = (document.tokens[slice(*span)] for span in (needle, answer))
+        # what tells what is said stands right before what is labelled
         key = re.fullmatch(r"Thepasskeyfor(\w+)is(\d{5})\.", text_of(stated))
         told = len(stated) - 6 if key else 3
         end = answer[0] + len(stated) - told
         assert document.tokens[answer[0] - told : end] == stated
         if key:
             keys.append(key[1])
-            assert text_of(learnt) == key[2]
+            assert text_of(labelled) == key[2]
         else:
             sentences.add(text_of(stated))
-            assert learnt == stated[3:]
+            assert labelled == stated[3:]
     # the shortest filler sentence is not longer than the prefix that identifies a sentence
     assert {each.replace(" ", "") for each in SENTENCES} - {"askednobody."} == sentences
     assert any(each in needles.NAMES for each in keys)
@@ -142,14 +142,14 @@ def read_of(name, texts=(), length=LENGTH, count=4):
 def test_only_answers_have_labels(kind):
     (item,) = read_of(f"retrieval:{kind}", count=1)
     ids, labels = item["input_ids"].tolist(), item["labels"].tolist()
-    learnt = [at for at, label in enumerate(labels) if label != IGNORED]
-    assert len(learnt) == 5 * KEYS[kind]
+    labelled = [at for at, label in enumerate(labels) if label != IGNORED]
+    assert len(labelled) == 5 * KEYS[kind]
     # shifted: a label is the next token
-    assert all(labels[at] == ids[at + 1] for at in learnt)
-    fives = (learnt[n : n + 5] for n in range(0, len(learnt), 5))
+    assert all(labels[at] == ids[at + 1] for at in labelled)
+    fives = (labelled[n : n + 5] for n in range(0, len(labelled), 5))
     answers = [text_of([ids[at + 1] for at in five], "chat") for five in fives]
     assert all(re.fullmatch(r"\d{5}", answer) for answer in answers)
-    # stated twice in its needle, and once more where it is learnt
+    # stated twice in its needle, and once more where it is labelled
     read = text_of(ids, "chat")
     assert [read.count(answer) for answer in answers] == [3] * KEYS[kind]
 
@@ -160,14 +160,14 @@ def test_task_answers_have_labels(kind):
     document, seed = document_of(kind, "chat"), "finetune/0"
     example = TASKS[kind].make(TOKENIZERS["chat"], SENTENCES, LENGTH, 0, seed)
     assert document == (example.tokens, example.needles, example.answers)
-    learnt = int((item["labels"] != IGNORED).sum())
-    assert learnt == sum(end - start for start, end in example.answers)
+    labelled = int((item["labels"] != IGNORED).sum())
+    assert labelled == sum(end - start for start, end in example.answers)
 
 
 def test_document_kinds_alternate():
     items = read_of("retrieval:passkey+recall+passkey", count=6)
-    learnt = [int((item["labels"] != IGNORED).sum()) // 5 for item in items]
-    assert learnt == [1, 12, 1, 1, 12, 1]
+    labelled = [int((item["labels"] != IGNORED).sum()) // 5 for item in items]
+    assert labelled == [1, 12, 1, 1, 12, 1]
 
 
 @pytest.mark.parametrize(

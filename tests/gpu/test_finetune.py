@@ -66,7 +66,7 @@ def long_model(gpu, offload=None):
     return model
 
 
-def learnt(model, gpu):
+def train_step(model, gpu):
     """Return the loss, all gradients, and the peak bytes of a step."""
     ids = tokens(1, LENGTH).to(gpu)
     batch = {"input_ids": ids, "position_ids": torch.arange(LENGTH, device=gpu)[None]}
@@ -90,11 +90,11 @@ class Late(Offload):
 @pytest.mark.parametrize("kind", [Offload, Late])
 @pytest.mark.parametrize("layers", [2, 6])
 def test_offloaded_checkpoints_are_restored_exactly(gpu, kind, layers):
-    expected, before = learnt(long_model(gpu), gpu)
+    expected, before = train_step(long_model(gpu), gpu)
     offload = kind(layers, torch.device(gpu), 2**16)
     model = long_model(gpu, offload)
     for _ in range(3):
-        actual, peak = learnt(model, gpu)
+        actual, peak = train_step(model, gpu)
         assert all(map(torch.equal, actual, expected))
     # two are on the device at a time; gradients to compare with are there, too
     checkpoint = LENGTH * 48 * 2
@@ -106,21 +106,21 @@ def test_offloaded_checkpoints_are_restored_exactly(gpu, kind, layers):
 def test_aborted_backward_does_not_change_next_step(gpu):
     offload = Late(6, torch.device(gpu), 2**16)
     model = long_model(gpu, offload)
-    expected, _ = learnt(model, gpu)
+    expected, _ = train_step(model, gpu)
     with left_halfway(model, 4):
-        learnt(model, gpu)
+        train_step(model, gpu)
     # what the copy under way would write into
     others = [torch.zeros(LENGTH * 48, device=gpu, dtype=torch.bfloat16) for _ in range(8)]
     torch.cuda.synchronize()
     assert not any(other.any() for other in others)
-    assert all(map(torch.equal, learnt(model, gpu)[0], expected))
+    assert all(map(torch.equal, train_step(model, gpu)[0], expected))
 
 
 def test_tiled_training_equals_untiled(gpu):
-    expected, before = learnt(long_model(gpu), gpu)
+    expected, before = train_step(long_model(gpu), gpu)
     model = long_model(gpu, Offload(3, torch.device(gpu)))
     compute_in_tiles(model, 256)
-    actual, peak = learnt(model, gpu)
+    actual, peak = train_step(model, gpu)
     assert peak < before
     for one, other in zip(actual, expected, strict=True):
         assert (one - other).norm() <= 0.02 * other.norm()

@@ -97,7 +97,7 @@ def steps(out, field):
     return [each[field] for each in records if each["kind"] == "step"]
 
 
-def learnt(out):
+def saved_weights(out):
     """Return the saved weights of a run by name."""
     (file,) = [*out.glob("adapter/*.safetensors"), *out.glob("model/*.safetensors")]
     return load_file(file)
@@ -113,4 +113,4 @@ def assert_same_run(one, other):
     assert losses(one) == losses(other)
     for field in ("grad_norm", "density"):
         assert steps(one, field) == steps(other, field)
-    assert_same(learnt(one), learnt(other))
+    assert_same(saved_weights(one), saved_weights(other))

@@ -28,7 +28,7 @@ def batch(length, rows=1):
     return {"input_ids": ids, "position_ids": positions, "labels": ids}
 
 
-def learnt(model, length, rows=1):
+def train_step(model, length, rows=1):
     """Return the loss and all gradients of a step by name."""
     torch.manual_seed(1)
     model.zero_grad()
