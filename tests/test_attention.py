@@ -74,16 +74,14 @@ BESIDE = pytest.mark.parametrize(
 )
 
 
-def packed(lengths, use_cache, left=None, right=0, hole=0):
+def packed(lengths, use_cache, left=None, right=0):
     """Return (inputs, indices of real tokens) of packed documents with padding."""
     ids = tokens(1, sum(lengths))
     positions = positions_of(lengths)
     inputs = {"use_cache": use_cache}
     if left is None:
         return inputs | {"input_ids": ids, "position_ids": positions}, slice(None)
-    middle = lengths[0] // 2
-    real = torch.cat([torch.ones(middle), torch.zeros(hole), torch.ones(sum(lengths) - middle)])
-    real = torch.cat([torch.zeros(left), real, torch.zeros(right)]).bool()
+    real = torch.cat([torch.zeros(left), torch.ones(sum(lengths)), torch.zeros(right)]).bool()
     # tokens and positions of padding must not matter
     inputs["input_ids"] = tokens(1, len(real), seed=5).masked_scatter(real, ids)
     filler = torch.arange(len(real)).flip(0).unsqueeze(0)
@@ -170,41 +168,17 @@ def test_changed_tokens_leave_earlier_query_blocks_unchanged(llama, config, chan
     assert not torch.equal(before[:, changed.start :], after[:, changed.start :])
 
 
-# --- the same text selects the same blocks, whatever surrounds it
+# --- a sequence selects the same blocks alone and in a batch; test_properties.py has all layouts
 
 
-@pytest.mark.parametrize("padding", [1, 16, 45])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_does_not_change_logits(llama, padding, side):
-    ids = tokens(1, 250)
-    blank = ids.new_zeros(1, padding)
-    padded = torch.cat([blank, ids] if side == "left" else [ids, blank], dim=1)
-    mask = (padded != 0).long()
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    with cab_hf.cab(llama, SPARSE, mass_threshold=0.12):
-        alone = logits(llama, input_ids=ids)
-        cab_hf.stats(llama, reset=True)
-        within = logits(llama, input_ids=padded, attention_mask=mask, position_ids=positions)
-        assert all(row["density"] < 0.9 for row in cab_hf.stats(llama, reset=True))
-    torch.testing.assert_close(within[mask.bool()], alone[0], **EXACT)
-
-
-def test_batch_logits_equal_single_row_logits(llama):
-    ids = tokens(3, 250)
-    with cab_hf.cab(llama, SPARSE):
-        together = logits(llama, input_ids=ids)
-        apart = torch.cat([logits(llama, input_ids=row[None]) for row in ids])
-    torch.testing.assert_close(together, apart, **EXACT)
-
-
-@pytest.mark.parametrize("told_by", ["position_ids", "position_ids with a cache", "cu_seq_lens"])
-def test_packed_logits_equal_single_document_logits(llama, told_by):
+@pytest.mark.parametrize("given_by", ["position_ids", "position_ids with a cache", "cu_seq_lens"])
+def test_packed_logits_equal_single_document_logits(llama, given_by):
     lengths = (170, 33, 240)
     documents = [tokens(1, n, seed=n) for n in lengths]
     positions = positions_of(lengths)
-    inputs = {"input_ids": torch.cat(documents, 1), "use_cache": told_by.endswith("cache")}
+    inputs = {"input_ids": torch.cat(documents, 1), "use_cache": given_by.endswith("cache")}
     inputs["position_ids"] = positions
-    if told_by == "cu_seq_lens":
+    if given_by == "cu_seq_lens":
         ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
         # positions that do not restart: only the lengths tell
@@ -213,7 +187,7 @@ def test_packed_logits_equal_single_document_logits(llama, told_by):
     with cab_hf.cab(llama, SPARSE):
         packed = logits(llama, **inputs)[0].split(lengths)
         for document, start, actual in zip(documents, starts, packed, strict=True):
-            shift = start if told_by == "cu_seq_lens" else 0
+            shift = start if given_by == "cu_seq_lens" else 0
             place = torch.arange(shift, shift + document.shape[1]).unsqueeze(0)
             alone = logits(llama, input_ids=document, position_ids=place)[0]
             torch.testing.assert_close(actual, alone, **EXACT)
@@ -249,19 +223,6 @@ def test_model_without_position_ids_separates_documents():
     torch.testing.assert_close(logits(model, input_ids=ids, **given)[:, 70:], alone, **EXACT)
 
 
-@PACKED
-@BESIDE
-@pytest.mark.parametrize("hole", [0, 7])
-def test_packed_logits_with_mask_or_cache_equal_single_document_logits(
-    shallow, lengths, beside, hole
-):
-    inputs, real = packed(lengths, hole=hole, **beside)
-    with cab_hf.cab(shallow, SPARSE, dense_tail_blocks=0):
-        result = logits(shallow, **inputs)[:, real].split(lengths, dim=1)
-        for document, answer in zip(tokens(1, 150).split(lengths, dim=1), result, strict=True):
-            torch.testing.assert_close(answer, logits(shallow, input_ids=document), **EXACT)
-
-
 @pytest.mark.parametrize(
     ("ends", "lengths"),
     [
@@ -279,50 +240,6 @@ def test_cumulative_lengths_separate_documents_of_a_batch(llama, ends, lengths):
             for document, place, answer in zip(*documents, strict=True):
                 alone = logits(llama, input_ids=document[None], position_ids=place[None])[0]
                 torch.testing.assert_close(answer, alone, **EXACT)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "layout", "least"),
-    [
-        pytest.param((100,), "right", 120, id="padded-right"),
-        pytest.param((100,), "left", 120, id="padded-left"),
-        pytest.param((100, 250, 119), "batch-left", 120, id="batch-left"),
-        pytest.param((100, 250, 120), "batch-right", 120, id="batch-right"),
-        pytest.param((300, 100), "packed", 200, id="packed"),
-        pytest.param((40, 199, 1, 200, 33), "packed", 200, id="packed-many"),
-        pytest.param((150, 199), "packed", 200, id="packed-short-ones"),
-    ],
-)
-def test_min_length_applies_to_each_row_separately(shallow, lengths, layout, least):
-    texts = [tokens(1, n, seed=n) for n in lengths]
-    config = {
-        "min_length": least,
-        "dense_tail_blocks": 0,
-        "local_blocks": 1,
-        "mass_threshold": 0.08,
-    }
-    with cab_hf.cab(shallow, SPARSE, **config):
-        alone = [logits(shallow, input_ids=text)[0] for text in texts]
-        if layout == "packed":
-            positions = positions_of(lengths)
-            ids = torch.cat(texts, dim=1)
-            actual = logits(shallow, input_ids=ids, position_ids=positions)[0].split(lengths)
-        else:
-            longest = max(150, *lengths)
-            slots = torch.arange(longest)
-            real = torch.stack(
-                [slots >= longest - n if "left" in layout else slots < n for n in lengths]
-            )
-            ids = tokens(len(texts), longest).masked_scatter(real, torch.cat(texts, dim=1)[0])
-            answers = logits(
-                shallow,
-                input_ids=ids,
-                attention_mask=real.long(),
-                position_ids=(real.cumsum(-1) - 1).clamp(min=0),
-            )
-            actual = [answer[kept] for answer, kept in zip(answers, real, strict=True)]
-    for answer, expected in zip(actual, alone, strict=True):
-        torch.testing.assert_close(answer, expected, **EXACT)
 
 
 @pytest.mark.parametrize("lengths", [(150,), (150, 192), (128, 150)], ids=str)
