@@ -203,7 +203,7 @@ def test_typical_queries_are_those_of_the_reference():
 
 
 def held(k):
-    """What 8-bit keys stand for, and their exponents."""
+    """Return dequantised 8-bit keys and their exponents."""
     keys, exponents = scored_keys(k, (), FP8)
     assert keys.dtype == FP8 and exponents.dtype == torch.int8
     return keys.float()[..., : k.shape[3]] * 2.0**exponents, exponents

@@ -182,7 +182,7 @@ def test_max_density_caps_every_row_and_keeps_the_best(cap):
 
 
 def test_the_largest_share_of_a_row_can_be_all_that_decides():
-    """As random inputs are timed at a density: every block reaches a threshold of 0."""
+    """Benchmarks of random inputs at a density need this: every block reaches threshold 0."""
     q, k = loud(q_length=640)
     config = replace(SMALL, mass_threshold=0.0, max_density=0.25, dense_tail_blocks=0)
     plan = on_the_cpu(config, q, k, KeyRanges.causal(1, 640, 640, "cpu"))
