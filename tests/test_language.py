@@ -23,7 +23,7 @@ UNPACKED = 5
 LIBRARY = ("cab_hf", "patches", "finetune")
 
 
-def python_files(*folders):
+def python_files(folders):
     """Return the paths of tracked Python files, or of all files outside of a git checkout."""
     done = subprocess.run(
         ["git", "ls-files", "--", *(f"{folder}/**.py" for folder in folders)],
@@ -78,7 +78,7 @@ def unpacked_names(source):
 def test_texts_use_plain_english(folder):
     found = [
         f"{path.relative_to(ROOT)}:{line}: {what}"
-        for path in python_files(folder)
+        for path in python_files([folder])
         for line, what in findings(path.read_text())
     ]
     assert not found, "\n".join(found)
@@ -100,7 +100,7 @@ def test_findings_of_sample_sources(source, count):
 
 
 def test_library_unpacks_few_variables_into_calls():
-    sources = [path.read_text() for path in python_files(*LIBRARY)]
+    sources = [path.read_text() for path in python_files(LIBRARY)]
     lines = sum(source.count("\n") for source in sources)
     count = sum(map(unpacked_names, sources))
     assert count <= UNPACKED * lines / 1000, f"{count} calls in {lines} lines"

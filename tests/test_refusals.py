@@ -271,8 +271,8 @@ def attention(**arguments):
     return lambda _: call(**{"query": EIGHT, **arguments})
 
 
-def settings(*config, **fields):
-    return lambda model: apply_cab(model, *config, **fields)
+def settings(config=None, **fields):
+    return lambda model: apply_cab(model, config, **fields)
 
 
 def training(**fields):
