@@ -35,7 +35,7 @@ OLD_OUTLIERS = "exact_queries"
 Class = TypeVar("Class", bound=type)
 
 
-def _read_by(*predictors: str, default: Any, off: Any = dataclasses.MISSING) -> Any:
+def _read_by(predictors: tuple[str, ...], default: Any, off: Any = dataclasses.MISSING) -> Any:
     """Return a field that only ``predictors`` read.
 
     The other predictors accept only the ``default`` and ``off``, the value that disables the field.
@@ -208,25 +208,25 @@ class CabConfig:
     sink_blocks: int = 1
     local_blocks: int = 3
     dense_tail_blocks: int = 2
-    outlier_queries: int = _read_by(*CAB, default=16, off=0)
-    typical_queries: int = _read_by(*CAB, default=32)
-    typical_key_stride: int = _read_by(*CAB, default=4)
-    mass_threshold: float = _read_by(*CAB, default=0.003)
-    share_threshold: float = _read_by(*CAB, default=0.03)
-    sparsity: float | Table = _read_by(FRC, default=0.95, off=0)
-    curvature: str = _read_by(FRC, default="forman", off="none")
-    redundancy: float = _read_by(FRC, default=1.0, off=0)
-    max_density: float = _read_by(*CAB, FRC, default=1.0)
+    outlier_queries: int = _read_by(CAB, default=16, off=0)
+    typical_queries: int = _read_by(CAB, default=32)
+    typical_key_stride: int = _read_by(CAB, default=4)
+    mass_threshold: float = _read_by(CAB, default=0.003)
+    share_threshold: float = _read_by(CAB, default=0.03)
+    sparsity: float | Table = _read_by((FRC,), default=0.95, off=0)
+    curvature: str = _read_by((FRC,), default="forman", off="none")
+    redundancy: float = _read_by((FRC,), default=1.0, off=0)
+    max_density: float = _read_by((*CAB, FRC), default=1.0)
     sampled_one_in: int = 0
     dense_layers: tuple[int, ...] = ()
     min_length: int = 16384
     engine: str = "auto"
     predictor: str = "rows"
-    anchors: tuple[int, ...] = _read_by("cascade", default=(), off=[])
-    head_map: Table = _read_by("cascade", default=(), off=[])
+    anchors: tuple[int, ...] = _read_by(("cascade",), default=(), off=[])
+    head_map: Table = _read_by(("cascade",), default=(), off=[])
     sparse_decode: bool = False
     decode_tokens: int | float = 4096
-    check_finite: bool = _read_by(*CAB, FRC, default=False)
+    check_finite: bool = _read_by((*CAB, FRC), default=False)
     origin: Origin | None = None
 
     def __post_init__(self) -> None:

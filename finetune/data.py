@@ -32,7 +32,7 @@ class Packed:
 
     A sequence is a dict of int64 tensors [length]: ``input_ids``; ``position_ids``, which restart
     in each document; and ``labels``, already shifted: the next token, or -100 if the next token
-    belongs to another document, is padding or is not to be learnt.
+    belongs to another document, is padding or has no label.
 
     The next document comes from the source with the largest deficit to its share of the tokens. The
     rest of a document that does not fit into a sequence continues in a later sequence as a document
@@ -56,7 +56,7 @@ class Packed:
         vocabulary: number of tokens in the model's vocabulary; None: no limit.
 
     Raises:
-        UsageError: no source has a share; or, while reading, a document cannot be read or learnt.
+        UsageError: no source has a share; or, while reading, a document cannot be used.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Packed:
             )
         self.length, self.rank, self.world = length, rank, world
         self._tokenizer, self._vocabulary = tokenizer, vocabulary or math.inf
-        # padding is not learnt
+        # padding has no label
         padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         self._padding = next(x for x in padding if x is not None and x < self._vocabulary)
         part = Part(hold_out, only_held_out)
@@ -89,11 +89,18 @@ class Packed:
             if not share:
                 continue
             # an entry named twice is shuffled twice
-            how = part, f"{seed}/{place}", tokenizer
+            salt = f"{seed}/{place}"
             if isinstance(source, TextSource):
-                documents = TextDocuments(source, *how)
+                documents = TextDocuments(source, part=part, salt=salt, tokenizer=tokenizer)
             else:
-                documents = RetrievalDocuments(source, *how, length, texts)
+                documents = RetrievalDocuments(
+                    source,
+                    part=part,
+                    salt=salt,
+                    tokenizer=tokenizer,
+                    length=length,
+                    others=texts,
+                )
             self._cursors.append(SourceCursor(documents, share))
         self._made = 0  # sequences of all processes
 

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from cab_hf.checks import require
 
-IGNORED = -100  # label of a token that is not learnt
+IGNORED = -100  # label of a token without a loss
 
 # logits of one chunk: 256 MiB in float32, and products large enough to keep a GPU busy
 CHUNK_LOGITS = 2**26
@@ -55,7 +55,7 @@ def linear_cross_entropy(
         # one device sync; a gather outside the vocabulary would crash a CUDA process
         least, most = torch.stack(target[labelled].aminmax()).tolist()
         worst, last = least if least < 0 else most, weight.shape[0] - 1
-        accepted = f"from 0 to {last}, or {IGNORED} for tokens that are not learnt"
+        accepted = f"from 0 to {last}, or {IGNORED} for tokens without a loss"
         require(0 <= worst <= last, "labels", worst, accepted)
     whole_tiles = max(1, CHUNK_LOGITS // (weight.shape[0] * CHUNK_STEP)) * CHUNK_STEP
     chunk = chunk_tokens or whole_tiles

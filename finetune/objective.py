@@ -39,7 +39,7 @@ class Objective(nn.Module):
 
         Args:
             batch: ``input_ids``, ``position_ids`` and, for a loss, ``labels``: int64 [B, N]. Labels
-                are already shifted, and -100 marks tokens that are not learnt.
+                are already shifted, and -100 marks tokens without a label.
             places: int64 [P], positions of tokens in the first row.
         """
         device = batch["input_ids"].device.type
@@ -51,7 +51,7 @@ class Objective(nn.Module):
 
 
 def labelled(batch: Batch) -> Tensor:
-    """Count the tokens of a batch that are learnt, an int64 scalar."""
+    """Count the tokens of a batch with a label, an int64 scalar."""
     return (batch["labels"] != IGNORED).sum()
 
 

@@ -1,4 +1,4 @@
-"""Groups of processes that learn a sequence together, and the part of each process."""
+"""Groups of processes that share a sequence, and the part of each process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q")
 class Parallel:
     """The processes as replicas of ``cp`` consecutive ranks each.
 
-    A replica learns its own sequences, each sharded over its processes. With ``cp`` 1 every process
-    is a replica, and batches are not sharded.
+    A replica trains on its own sequences, each sharded over its processes. With ``cp`` 1 every
+    process is a replica, and batches are not sharded.
 
     Attributes:
         replicas: number of replicas.

@@ -15,7 +15,7 @@ from cab_hf.finetune.models import enable_gradient_checkpointing, load_model, wi
 from cab_hf.finetune.objective import Batch
 from cab_hf.finetune.parallel import Parallel
 from cab_hf.finetune.settings import ALL, Settings
-from cab_hf.finetune.sources import Source, first_held_out, make_source, refuse_learnt
+from cab_hf.finetune.sources import Source, first_held_out, make_source, refuse_overlap
 from cab_hf.hf.token_mixers import refuse_token_mixers
 
 
@@ -48,8 +48,14 @@ def adapted(settings: Settings, model: nn.Module) -> nn.Module:
     )
     if settings.train == ALL:
         return model.requires_grad_(True)
-    adapter = settings.targets, settings.rank, settings.alpha
-    return with_lora(model, *adapter, settings.dropout, settings.norms)
+    return with_lora(
+        model,
+        targets=settings.targets,
+        rank=settings.rank,
+        alpha=settings.alpha,
+        dropout=settings.dropout,
+        norms=settings.norms,
+    )
 
 
 def open_data(
@@ -70,18 +76,18 @@ def open_data(
         notify: prints a sentence about each source with held-out documents.
         vocabulary: as in `Packed`.
     """
-    learnt, own = (open_sources(settings, settings.sources(x)) for x in ("data", "validation"))
-    refuse_learnt(learnt, own)
+    training, own = (open_sources(settings, settings.sources(x)) for x in ("data", "validation"))
+    refuse_overlap(training, own)
     read = {
         setting: {
             name: source.sha256
             for (name, _), (source, _) in zip(settings.sources(setting), opened, strict=True)
         }
-        for setting, opened in (("data", learnt), ("validation", own))
+        for setting, opened in (("data", training), ("validation", own))
     }
     # hold out documents only if the loss needs them
     hold_out = HOLD_OUT if settings.held_out and not own else 0
-    for source, _ in learnt if hold_out else ():
+    for source, _ in training if hold_out else ():
         if source.rows:
             first = first_held_out(source, tokenizer, hold_out)
             count = len(range(first, source.rows, hold_out))
@@ -89,14 +95,14 @@ def open_data(
             which += f" and every {hold_out}th after it" if count > 1 else ""
             notify(
                 f"source {source.name!r}: {count} of {source.rows} documents are held out for the "
-                f"loss and not learnt ({which}); --held-out 0 holds out none."
+                f"loss and not trained on ({which}); --held-out 0 holds out none."
             )
     length, count = settings.length, settings.held_out
     how = {"hold_out": hold_out, "vocabulary": vocabulary}
     place = {"rank": parallel.replica, "world": parallel.replicas}
-    packed = Packed(tokenizer, learnt, length, settings.seed, **place, **how)
+    packed = Packed(tokenizer, training, length, settings.seed, **place, **how)
     how["hold_out"] = hold_out or 1
-    kept = held_out(tokenizer, own or learnt, length, count, **how) if count else []
+    kept = held_out(tokenizer, own or training, length, count, **how) if count else []
     return packed, kept, read
 
 

@@ -113,12 +113,12 @@ def _said_again(
     begun = leading_tokens(tokenizer)
     half, odd = divmod(length - len(begun), 2)
     pieces: list[tuple[Tokens, Span]] = []
-    for piece, learnt in _to_be_repeated(tokenizer, sentences, rng):
+    for piece, labels in _to_be_repeated(tokenizer, sentences, rng):
         room = half - sum(len(each) for each, _ in pieces)
         if len(piece) >= room:
             pieces.append((piece[:room], (0, 0)))
             break
-        pieces.append((piece, learnt))
+        pieces.append((piece, labels))
     tokens = [*begun, *chain(*(piece for piece, _ in pieces))]
     ends = [*accumulate((len(piece) for piece, _ in pieces), initial=len(begun))]
     needles, answers = [], []
@@ -139,7 +139,7 @@ def _said_again(
 def _to_be_repeated(
     tokenizer: Any, sentences: Sequence[str], rng: random.Random
 ) -> Iterator[tuple[Tokens, Span]]:
-    """Yield four keys and a sentence in turn: tokens, and the part learnt in the repeat.
+    """Yield four keys and a sentence in turn: tokens, and the part with labels in the repeat.
 
     Half of the keys belong to lockers, and all of them once each name has one, because names are
     few. Without ``sentences``, names come first.

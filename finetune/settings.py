@@ -239,7 +239,7 @@ class Settings:
         return saved.changed(**given).to_dict()
 
     def replicas(self, processes: int) -> int:
-        """Return the number of groups of ``cp`` processes, each of which learns its own sequence.
+        """Return the number of groups of ``cp`` processes, each with its own sequence.
 
         Raises:
             UsageError: ``cp`` does not divide the number of processes.

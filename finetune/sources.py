@@ -102,7 +102,7 @@ class TextSource:
 
 @dataclass(frozen=True)
 class RetrievalSource:
-    """Synthetic documents: keys hidden in the text of other sources. Only answers are learnt."""
+    """Synthetic documents: keys hidden in the text of other sources. Only answers have labels."""
 
     name: str
     kinds: tuple[str, ...]  # from `retrieval.KINDS`, in turn; a kind named twice has two turns
@@ -174,17 +174,17 @@ def is_local(name: str) -> bool:
     return is_entry(name) or (name != MANUALS and bool(_local_files(name)))
 
 
-def refuse_learnt(
-    learnt: Sequence[tuple[Source, float]], watched: Sequence[tuple[Source, float]]
+def refuse_overlap(
+    training: Sequence[tuple[Source, float]], validation: Sequence[tuple[Source, float]]
 ) -> None:
-    """Raise an error if a run would be validated on a text that it learns.
+    """Raise an error if a run would be validated on a text of its training data.
 
     Sources without a share do not count.
 
     Raises:
-        UsageError: the message names a source of ``watched`` with a file that ``learnt`` has too.
+        UsageError: names a source of ``validation`` with a file that ``training`` has too.
     """
-    own, others = ([source for source, share in each if share] for each in (learnt, watched))
+    own, others = ([source for source, share in each if share] for each in (training, validation))
     known = {content: source.name for source in own for content in source.files.values()}
     for source in others:
         for file, content in source.files.items():

@@ -53,7 +53,7 @@ def run(settings: Settings) -> int:
     """Train, or with ``dry_run`` print the cost; return the exit status."""
     rank, refused = int(os.environ.get("RANK", 0)), OF_SETTINGS if settings.dry_run else ()
     try:
-        with accelerating(settings) as accelerator, ending_together(), refusing(*refused):
+        with accelerating(settings) as accelerator, ending_together(), refusing(refused):
             if settings.dry_run:
                 dry_run.print_report(settings, accelerator)
             else:
@@ -87,7 +87,7 @@ def accelerating(settings: Settings) -> Iterator[Accelerator]:
 
 
 @contextmanager
-def refusing(*errors: type[Exception]) -> Iterator[None]:
+def refusing(errors: tuple[type[Exception], ...]) -> Iterator[None]:
     """Turn ``errors``, and a device out of memory, into a UsageError of one line."""
     try:
         yield
@@ -113,7 +113,7 @@ class Run:
         self.processes, self.rank = accelerator.num_processes, accelerator.process_index
         self.out = Path(settings.out)
         require_run(self.out)
-        with refusing(*OF_SETTINGS):
+        with refusing(OF_SETTINGS):
             self.accumulation = settings.accumulation(self.processes)
             # the same adapter in every process
             set_seed(settings.seed)

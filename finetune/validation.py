@@ -1,4 +1,4 @@
-"""Validation of a run: the loss of texts it never learns, and keys found in long documents."""
+"""Validation of a run: the loss of held-out texts, and keys found in long documents."""
 
 from __future__ import annotations
 

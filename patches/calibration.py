@@ -119,9 +119,18 @@ def calibrate(
         if anchors is None:
             chosen = _fitted(model, read, config, target_density, bar.update)
         else:
-            layers, kept = zip(*(kept_of(model, *x, config, bar.update) for x in read), strict=True)
-            parts = layers[0], text.num_hidden_layers, anchors, target_density
-            chosen = of_anchors.cascaded(config, of_anchors.averaged_kept(kept), *parts)
+            measured = [
+                kept_of(model, tokens, needles, config=config, layer_done=bar.update)
+                for tokens, needles in read
+            ]
+            chosen = of_anchors.cascaded(
+                config,
+                of_anchors.averaged_kept([kept for _, kept in measured]),
+                layers=measured[0][0],
+                total=text.num_hidden_layers,
+                count=anchors,
+                target=target_density,
+            )
             if chosen.mass_threshold == of_anchors.THRESHOLDS[-1]:
                 # the target may need a lower threshold than anchors are compared at
                 bar.total += documents * sparse

@@ -94,9 +94,8 @@ def _gpu(device: torch.device, dtype: torch.dtype) -> list[str]:
     found = capability.capability(device)
     if found[0] == capability.HOPPER or (device.type != "cuda" and capability.NAMED is None):
         return []
-    name = (
-        "not by NVIDIA" if found == capability.NONE else "compute capability {}.{}".format(*found)
-    )
+    major, minor = found
+    name = "not by NVIDIA" if found == capability.NONE else f"compute capability {major}.{minor}"
     named = "" if capability.NAMED is None else f", as {capability.VARIABLE} says"
     small = found >= capability.FP8 and dtype != torch.float32
     scores = "8 bits" if small else str(dtype).removeprefix("torch.")
@@ -207,9 +206,16 @@ def _sentence(
     if reason is not None:
         return f"refused, {reason}"
     device = next(module.parameters()).device.type
-    blocks = config.query_block, config.key_block
-    features = getattr(module, "sinks", None) is not None, softcap(module) is not None
-    work = Workload(device, head_dim(module), dtype, training, *blocks, *features)
+    work = Workload(
+        device,
+        head_dim(module),
+        dtype,
+        training,
+        query_block=config.query_block,
+        key_block=config.key_block,
+        sinks=getattr(module, "sinks", None) is not None,
+        softcap=softcap(module) is not None,
+    )
     prompt = MaskInfo(1, tokens, tokens, 0, window=window(module))
     way = route(prompt, config, work, sparse=sparse, layer=module)
     if way.method == "sparse":

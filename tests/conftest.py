@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture
 def gpu():
-    """The CUDA device, for tests marked ``gpu``."""
+    """Return the CUDA device, for tests marked ``gpu``."""
     import torch
 
     if not torch.cuda.is_available():
@@ -17,7 +17,7 @@ def gpu():
 
 @pytest.fixture
 def uninitialised_is_nan():
-    """What a kernel does not write is NaN, not whatever was there before."""
+    """Fill uninitialised memory with NaN, so that a kernel that skips an element fails."""
     import torch
 
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -27,7 +27,7 @@ def uninitialised_is_nan():
 
 @pytest.fixture
 def by_pointers(monkeypatch):
-    """Kernels read tiles by pointers, as on GPUs before Hopper and on AMD's."""
+    """Make kernels read tiles by pointers, as on GPUs before Hopper and on AMD's."""
     from cab_hf.ops import launch
 
     monkeypatch.setattr(launch, "reads_by_descriptor", lambda device: False)
@@ -35,7 +35,7 @@ def by_pointers(monkeypatch):
 
 @pytest.fixture
 def one_process(tmp_path):
-    """A process group of this process alone."""
+    """Create a process group of this process alone."""
     import torch
 
     store = f"file://{tmp_path / 'store'}"
@@ -46,7 +46,7 @@ def one_process(tmp_path):
 
 @pytest.fixture
 def processes(tmp_path):
-    """(count, timeout) -> so many processes and no other, as `ranks`: these may die."""
+    """Return a function (count, timeout) -> `Ranks` of ``count`` new processes that may die."""
     from ranks import Ranks
 
     started = []
@@ -62,7 +62,7 @@ def processes(tmp_path):
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
-    """A tiny model and its tokenizer, to read."""
+    """Return a folder with a tiny model and its tokenizer, read only."""
     from words import save_llama
 
     return save_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
@@ -70,7 +70,7 @@ def model_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
-    """Eight processes that talk by gloo, for tests of several ranks."""
+    """Start eight processes with a gloo group, for tests of several ranks."""
     from ranks import Ranks
 
     ranks = Ranks(8, tmp_path_factory.mktemp("ranks"))

@@ -1,4 +1,4 @@
-"""Imports run one way, whether they are statements or names of modules in strings."""
+"""Imports follow the layers, both statements and module names in strings."""
 
 import ast
 import re
@@ -25,7 +25,7 @@ FREE = {"__init__", "registration"}
 
 
 def imported(source):
-    """Modules of cab_hf that a source names: in statements, attributes and whole strings."""
+    """Return modules of cab_hf named by a source: in statements, attributes and strings."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "cab_hf":
@@ -43,7 +43,7 @@ def imported(source):
 
 
 def upward(path, source):
-    """What a file of the repository imports from floors above its own."""
+    """Return the imports of a file from layers above its own."""
     parts = Path(path).with_suffix("").parts
     floor = parts[1] if parts[0] == "cab_hf" else parts[0]
     if floor in FREE:
@@ -75,11 +75,11 @@ def test_imports_run_one_way():
         ("'call cab_hf.apply_cab(model)'; import_module('cab_hf.plan')", set()),
     ],
 )
-def test_an_import_upward_is_seen(source, seen):
+def test_upward_import_is_detected(source, seen):
     assert upward("cab_hf/engines/masked.py", source) == seen
 
 
-def test_ops_know_no_transformers():
+def test_ops_do_not_import_transformers():
     for path in (ROOT / "cab_hf" / "ops").rglob("*.py"):
         assert "transformers" not in path.read_text(), path.name
 

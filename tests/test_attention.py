@@ -1,4 +1,4 @@
-"""What a whole model answers through "cab", beside sdpa and beside itself."""
+"""Logits of whole models on "cab", against sdpa and against other input layouts."""
 
 import copy
 
@@ -30,7 +30,7 @@ def llama():
 
 @pytest.fixture(scope="module")
 def shallow():
-    """One layer, for what every layer does alike and takes long."""
+    """Return a model of one layer, for slow tests of behaviour common to all layers."""
     return tiny_model(num_hidden_layers=1)
 
 
@@ -74,17 +74,15 @@ BESIDE = pytest.mark.parametrize(
 )
 
 
-def packed(lengths, use_cache, left=None, right=0, hole=0):
-    """(inputs, where their real tokens are) of documents one behind the other, and of padding."""
+def packed(lengths, use_cache, left=None, right=0):
+    """Return (inputs, indices of real tokens) of packed documents with padding."""
     ids = tokens(1, sum(lengths))
     positions = positions_of(lengths)
     inputs = {"use_cache": use_cache}
     if left is None:
         return inputs | {"input_ids": ids, "position_ids": positions}, slice(None)
-    middle = lengths[0] // 2
-    real = torch.cat([torch.ones(middle), torch.zeros(hole), torch.ones(sum(lengths) - middle)])
-    real = torch.cat([torch.zeros(left), real, torch.zeros(right)]).bool()
-    # what stands at padding is nobody's, and must tell nothing
+    real = torch.cat([torch.zeros(left), torch.ones(sum(lengths)), torch.zeros(right)]).bool()
+    # tokens and positions of padding must not matter
     inputs["input_ids"] = tokens(1, len(real), seed=5).masked_scatter(real, ids)
     filler = torch.arange(len(real)).flip(0).unsqueeze(0)
     inputs["position_ids"] = filler.masked_scatter(real, positions)
@@ -95,7 +93,7 @@ def packed(lengths, use_cache, left=None, right=0, hole=0):
 @BESIDE
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
 @pytest.mark.parametrize("family", ["llama", "qwen3-some-sliding"])
-def test_documents_are_apart_whatever_comes_with_their_positions(
+def test_packed_documents_match_sdpa_with_and_without_mask_and_cache(
     family, implementation, lengths, beside
 ):
     """sdpa looks at positions where there is neither mask nor cache."""
@@ -108,7 +106,7 @@ def test_documents_are_apart_whatever_comes_with_their_positions(
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_positions_that_leap_or_repeat_mean_what_they_mean_to_sdpa(llama, use_cache):
+def test_jumping_or_repeated_positions_match_sdpa(llama, use_cache):
     places = torch.arange(150)
     leaping = torch.where(places < 60, places, places + 40)
     inputs = {"input_ids": tokens(1, 150), "use_cache": use_cache}
@@ -134,7 +132,7 @@ def test_positions_that_leap_or_repeat_mean_what_they_mean_to_sdpa(llama, use_ca
     ],
 )
 @pytest.mark.parametrize("padding", [0, 21])
-def test_full_budget_generates_what_sdpa_generates(family, options, padding):
+def test_full_budget_generates_tokens_of_sdpa(family, options, padding):
     if family == "llama4" and "cache_implementation" in options and before("5.24"):
         pytest.skip("this transformers makes no mask of chunks for a static cache")
     model = tiny_model(family)
@@ -158,7 +156,7 @@ PUBLISHED = [
 
 @pytest.mark.parametrize("config", [SPARSE, *PUBLISHED], ids=["sparse", "forman", "additive"])
 @pytest.mark.parametrize("changed", [slice(200, 201), slice(224, 320)], ids=["one", "the-rest"])
-def test_no_earlier_query_block_feels_the_future(llama, config, changed):
+def test_changed_tokens_leave_earlier_query_blocks_unchanged(llama, config, changed):
     """Disturb some tokens: every query block before theirs stays bit for bit."""
     ids = tokens(1, 320)
     other = ids.clone()
@@ -170,41 +168,17 @@ def test_no_earlier_query_block_feels_the_future(llama, config, changed):
     assert not torch.equal(before[:, changed.start :], after[:, changed.start :])
 
 
-# --- the same text selects the same blocks, whatever surrounds it
+# --- a sequence selects the same blocks alone and in a batch; test_properties.py has all layouts
 
 
-@pytest.mark.parametrize("padding", [1, 16, 45])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(llama, padding, side):
-    ids = tokens(1, 250)
-    blank = ids.new_zeros(1, padding)
-    padded = torch.cat([blank, ids] if side == "left" else [ids, blank], dim=1)
-    mask = (padded != 0).long()
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    with cab_hf.cab(llama, SPARSE, mass_threshold=0.12):
-        alone = logits(llama, input_ids=ids)
-        cab_hf.stats(llama, reset=True)
-        within = logits(llama, input_ids=padded, attention_mask=mask, position_ids=positions)
-        assert all(row["density"] < 0.9 for row in cab_hf.stats(llama, reset=True))
-    torch.testing.assert_close(within[mask.bool()], alone[0], **EXACT)
-
-
-def test_a_batch_answers_as_its_rows_do(llama):
-    ids = tokens(3, 250)
-    with cab_hf.cab(llama, SPARSE):
-        together = logits(llama, input_ids=ids)
-        apart = torch.cat([logits(llama, input_ids=row[None]) for row in ids])
-    torch.testing.assert_close(together, apart, **EXACT)
-
-
-@pytest.mark.parametrize("told_by", ["position_ids", "position_ids with a cache", "cu_seq_lens"])
-def test_packed_documents_answer_as_they_do_alone(llama, told_by):
+@pytest.mark.parametrize("given_by", ["position_ids", "position_ids with a cache", "cu_seq_lens"])
+def test_packed_logits_equal_single_document_logits(llama, given_by):
     lengths = (170, 33, 240)
     documents = [tokens(1, n, seed=n) for n in lengths]
     positions = positions_of(lengths)
-    inputs = {"input_ids": torch.cat(documents, 1), "use_cache": told_by.endswith("cache")}
+    inputs = {"input_ids": torch.cat(documents, 1), "use_cache": given_by.endswith("cache")}
     inputs["position_ids"] = positions
-    if told_by == "cu_seq_lens":
+    if given_by == "cu_seq_lens":
         ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
         # positions that do not restart: only the lengths tell
@@ -213,7 +187,7 @@ def test_packed_documents_answer_as_they_do_alone(llama, told_by):
     with cab_hf.cab(llama, SPARSE):
         packed = logits(llama, **inputs)[0].split(lengths)
         for document, start, actual in zip(documents, starts, packed, strict=True):
-            shift = start if told_by == "cu_seq_lens" else 0
+            shift = start if given_by == "cu_seq_lens" else 0
             place = torch.arange(shift, shift + document.shape[1]).unsqueeze(0)
             alone = logits(llama, input_ids=document, position_ids=place)[0]
             torch.testing.assert_close(actual, alone, **EXACT)
@@ -231,7 +205,7 @@ MASK_ONLY = ["llama4_text", "gpt_bigcode", "persimmon", "ctrl", "moshi", "fuyu",
 
 @pytest.mark.parametrize("given", WITH_POSITIONS.values(), ids=WITH_POSITIONS)
 @pytest.mark.parametrize("model_type", slow_but(MASK_ONLY, 0, 1))
-def test_documents_are_separate_in_types_whose_layers_get_no_position_ids(model_type, given):
+def test_layers_without_position_ids_separate_documents(model_type, given):
     model = cab_hf.apply_cab(tiny_model_of(model_type), FULL)
     ids = tokens(2, 150) + FIRST_TOKEN
     packed = logits(model, input_ids=ids, position_ids=positions_of((70, 80)), **given)
@@ -240,26 +214,13 @@ def test_documents_are_separate_in_types_whose_layers_get_no_position_ids(model_
 
 
 @torch.no_grad()
-def test_documents_are_separate_in_a_type_that_gives_position_ids_to_nothing():
+def test_model_without_position_ids_separates_documents():
     model = tiny_model_of("granitemoehybrid", layer_types=["full_attention"] * 4)
     cab_hf.apply_cab(model, FULL)
     ids = tokens(1, 150) + FIRST_TOKEN
     given = {"position_ids": positions_of((70, 80)), "use_cache": False}
     alone = logits(model, input_ids=ids[:, 70:], use_cache=False)
     torch.testing.assert_close(logits(model, input_ids=ids, **given)[:, 70:], alone, **EXACT)
-
-
-@PACKED
-@BESIDE
-@pytest.mark.parametrize("hole", [0, 7])
-def test_packed_documents_answer_as_they_do_alone_whatever_comes_with_them(
-    shallow, lengths, beside, hole
-):
-    inputs, real = packed(lengths, hole=hole, **beside)
-    with cab_hf.cab(shallow, SPARSE, dense_tail_blocks=0):
-        result = logits(shallow, **inputs)[:, real].split(lengths, dim=1)
-        for document, answer in zip(tokens(1, 150).split(lengths, dim=1), result, strict=True):
-            torch.testing.assert_close(answer, logits(shallow, input_ids=document), **EXACT)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +230,7 @@ def test_packed_documents_answer_as_they_do_alone_whatever_comes_with_them(
         pytest.param([0, 60, 150, 190, 250, 300], [(60, 90), (40, 60, 50)], id="of-all-rows"),
     ],
 )
-def test_cumulative_lengths_of_a_batch(llama, ends, lengths):
+def test_cumulative_lengths_separate_documents_of_a_batch(llama, ends, lengths):
     ids, positions = tokens(2, 150), torch.arange(150)
     ends = torch.tensor(ends, dtype=torch.int32)
     with cab_hf.cab(llama, SPARSE):
@@ -281,53 +242,9 @@ def test_cumulative_lengths_of_a_batch(llama, ends, lengths):
                 torch.testing.assert_close(answer, alone, **EXACT)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "layout", "least"),
-    [
-        pytest.param((100,), "right", 120, id="padded-right"),
-        pytest.param((100,), "left", 120, id="padded-left"),
-        pytest.param((100, 250, 119), "batch-left", 120, id="batch-left"),
-        pytest.param((100, 250, 120), "batch-right", 120, id="batch-right"),
-        pytest.param((300, 100), "packed", 200, id="packed"),
-        pytest.param((40, 199, 1, 200, 33), "packed", 200, id="packed-many"),
-        pytest.param((150, 199), "packed", 200, id="packed-short-ones"),
-    ],
-)
-def test_each_text_is_short_or_long_by_itself(shallow, lengths, layout, least):
-    texts = [tokens(1, n, seed=n) for n in lengths]
-    config = {
-        "min_length": least,
-        "dense_tail_blocks": 0,
-        "local_blocks": 1,
-        "mass_threshold": 0.08,
-    }
-    with cab_hf.cab(shallow, SPARSE, **config):
-        alone = [logits(shallow, input_ids=text)[0] for text in texts]
-        if layout == "packed":
-            positions = positions_of(lengths)
-            ids = torch.cat(texts, dim=1)
-            actual = logits(shallow, input_ids=ids, position_ids=positions)[0].split(lengths)
-        else:
-            longest = max(150, *lengths)
-            slots = torch.arange(longest)
-            real = torch.stack(
-                [slots >= longest - n if "left" in layout else slots < n for n in lengths]
-            )
-            ids = tokens(len(texts), longest).masked_scatter(real, torch.cat(texts, dim=1)[0])
-            answers = logits(
-                shallow,
-                input_ids=ids,
-                attention_mask=real.long(),
-                position_ids=(real.cumsum(-1) - 1).clamp(min=0),
-            )
-            actual = [answer[kept] for answer, kept in zip(answers, real, strict=True)]
-    for answer, expected in zip(actual, alone, strict=True):
-        torch.testing.assert_close(answer, expected, **EXACT)
-
-
 @pytest.mark.parametrize("lengths", [(150,), (150, 192), (128, 150)], ids=str)
-def test_a_last_chunk_of_less_than_a_query_block_is_exact(shallow, lengths):
-    """It cannot be told from a step of assisted decoding; rows of a batch have one each."""
+def test_last_chunk_below_query_block_is_dense(shallow, lengths):
+    """Such a chunk looks like a step of assisted decoding; batch rows end separately."""
     longest, row = max(lengths), lengths.index(150)
     ids = tokens(len(lengths), longest)
     real = torch.stack([torch.arange(longest) < n for n in lengths])
@@ -341,8 +258,8 @@ def test_a_last_chunk_of_less_than_a_query_block_is_exact(shallow, lengths):
     assert not torch.allclose(exact[0, 128:], complete[0, 128:], atol=1e-3)
 
 
-def test_chunks_of_whole_query_blocks_answer_as_one_prefill_without_curvature(llama):
-    """Two-hop paths need rows that chunking has left behind, and every chunk has an end."""
+def test_chunks_of_whole_query_blocks_equal_one_prefill_without_curvature(llama):
+    """Curvature reads rows of earlier chunks, and a dense tail follows the end of each chunk."""
     ids = tokens(1, 328)
     with cab_hf.cab(llama, SPARSE, redundancy=0.0, dense_tail_blocks=0), torch.no_grad():
         complete = llama(ids).logits
@@ -371,7 +288,7 @@ def losses(model, steps=20):
     return torch.tensor(seen)
 
 
-def test_twenty_steps_at_full_budget_follow_dense_training():
+def test_full_budget_training_losses_match_dense():
     dense = tiny_model()
     sparse = cab_hf.apply_cab(copy.deepcopy(dense), FULL)
     expected = losses(dense)
@@ -389,8 +306,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(family):
         torch.testing.assert_close(actual, wanted)
 
 
-def test_sparse_training_moves_only_through_attended_keys(llama):
-    """A key outside every attended block gets no gradient from the rows that skip it."""
+def test_unselected_keys_get_no_gradient(llama):
+    """A key outside of every selected block gets no gradient from the rows that skip it."""
     model = copy.deepcopy(llama)
     cab_hf.apply_cab(
         model, CabConfig.published(0.9, "none", query_block=32, key_block=16, min_length=0)
@@ -420,8 +337,8 @@ def test_sparse_training_moves_only_through_attended_keys(llama):
 )
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
 @pytest.mark.parametrize("padding", [0, 37])
-def test_models_may_ask_for_a_view_of_what_they_get(monkeypatch, family, fields, padding):
-    """As AFMoE and JetMoE do; a hook in the model sees what attention gave it."""
+def test_output_is_contiguous(monkeypatch, family, fields, padding):
+    """AFMoE and JetMoE call `view` on the output."""
     given = []
     model = cab_hf.apply_cab(tiny_model(family), FULL, **fields)
     attend = AttentionInterface._global_mapping["cab"]
@@ -447,8 +364,8 @@ def test_models_may_ask_for_a_view_of_what_they_get(monkeypatch, family, fields,
     ],
 )
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
-def test_masks_that_a_layer_does_not_announce(name, fields, implementation):
-    """PhiMoE's layers do not know of their window; BART makes a mask that no layer uses."""
+def test_windows_and_masks_unknown_to_the_layer_are_applied(name, fields, implementation):
+    """PhiMoE's layers have no window attribute; BART creates a mask that no layer uses."""
     config = getattr(transformers, f"{name}Config")(**SIZES | fields)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
@@ -473,7 +390,7 @@ def test_sequence_classification_with_right_padding():
     torch.testing.assert_close(logits(model, input_ids=ids, attention_mask=mask), expected, **EXACT)
 
 
-def test_implementation_is_switched_at_run_time():
+def test_set_attn_implementation_switches_at_run_time():
     model = tiny_model()
     ids = tokens(1, 200)
     expected = logits(model, input_ids=ids)
@@ -485,9 +402,7 @@ def test_implementation_is_switched_at_run_time():
 
 
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
-def test_a_library_may_wrap_the_function_and_hand_arguments_on_by_place(
-    llama, monkeypatch, implementation
-):
+def test_wrapped_function_accepts_positional_arguments(llama, monkeypatch, implementation):
     model, ids = cab_hf.apply_cab(copy.deepcopy(llama), SPARSE), tokens(1, 200)
     model.set_attn_implementation(implementation)
     expected = logits(model, input_ids=ids)
@@ -500,7 +415,7 @@ def test_a_library_may_wrap_the_function_and_hand_arguments_on_by_place(
     assert torch.equal(logits(model, input_ids=ids), expected)
 
 
-def test_float32_queries_of_an_adapter_run_in_the_models_dtype():
+def test_float32_queries_of_adapters_are_cast_to_model_dtype():
     model = cab_hf.apply_cab(tiny_model().to(torch.bfloat16), SPARSE)
 
     class Adapter(torch.nn.Linear):
@@ -515,8 +430,8 @@ def test_float32_queries_of_an_adapter_run_in_the_models_dtype():
     assert torch.isfinite(logits(model, input_ids=tokens(1, 150))).all()
 
 
-def test_exact_attention_by_blocks_is_sdpa_and_plans_once_for_all_layers(monkeypatch):
-    """What large heads and masks take on a GPU, by the reference engine here."""
+def test_blockwise_dense_matches_sdpa_with_one_plan_for_all_layers(monkeypatch):
+    """GPUs use this path for large heads and masks; here it runs on the reference engine."""
     model = tiny_model()
     ids = tokens(2, 300)
     mask = torch.ones_like(ids)

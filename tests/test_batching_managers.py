@@ -1,4 +1,4 @@
-"""Managers of continuous batching: what may be switched under them, and what they share."""
+"""Managers of continuous batching: switching attention, and sharing prefix blocks."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ import cab_hf
 pytestmark = SERVING
 
 
-def test_cab_is_not_switched_on_under_a_manager_of_other_attention():
+def test_apply_cab_raises_under_manager_of_other_attention():
     model = tiny_model()
     manager = managed(model)
     # a later one does not hide it
@@ -40,7 +40,7 @@ def test_cab_is_not_switched_on_under_a_manager_of_other_attention():
     [lambda model: model.set_attn_implementation("sdpa"), cab_hf.remove_cab],
     ids=["set_attn_implementation", "remove_cab"],
 )
-def test_cab_is_not_switched_off_under_its_manager(switch):
+def test_remove_cab_raises_under_running_manager(switch):
     model = on_cab(tiny_model())
     expected = generated(model, PROMPTS[:1])
     with model.continuous_batching_context_manager(
@@ -56,7 +56,7 @@ def test_cab_is_not_switched_off_under_its_manager(switch):
 
 
 @pytest.mark.parametrize("before", ["sdpa", "cab"])
-def test_a_block_does_not_end_under_its_manager(before):
+def test_leaving_cab_block_raises_under_running_manager(before):
     model = tiny_model()
     expected = generated(model, PROMPTS[:1])
     if before == "cab":
@@ -80,7 +80,7 @@ def test_a_block_does_not_end_under_its_manager(before):
     assert implementations(model) == ["sdpa", "sdpa"]
 
 
-def test_what_goes_wrong_in_a_block_is_told_before_its_manager_is():
+def test_exception_inside_cab_block_is_not_replaced():
     model = tiny_model()
     with pytest.raises(KeyError, match="mine"), cab_hf.cab(model, FULL):
         manager = managed(model)
@@ -111,7 +111,7 @@ def answered(manager, prompts):
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_blocks_of_other_settings_are_not_shared(change):
+def test_prefix_blocks_are_not_shared_across_settings(change):
     model = tiny_model()
     exact = generated(model, LONG)
     on_cab(model, LOW)
@@ -131,7 +131,7 @@ def test_blocks_of_other_settings_are_not_shared(change):
         manager.stop()
 
 
-def test_a_kept_manager_does_not_share_blocks_of_other_settings():
+def test_persistent_manager_does_not_share_blocks_across_settings():
     model = tiny_model()
     exact = generated(model, LONG)
     for config in (LOW, FULL):
@@ -151,7 +151,7 @@ def test_a_kept_manager_does_not_share_blocks_of_other_settings():
     ],
     ids=CHANGES,
 )
-def test_settings_do_not_change_under_a_request(change, what):
+def test_settings_are_fixed_during_a_request(change, what):
     manager = managed(model := on_cab(tiny_model(), LOW))
     try:
         manager.add_request(PROMPTS[0], max_new_tokens=2000, streaming=True, eos_token_id=-1)
@@ -166,7 +166,7 @@ def test_settings_do_not_change_under_a_request(change, what):
         manager.stop()
 
 
-def test_chunks_end_where_the_query_blocks_of_present_settings_do():
+def test_chunks_end_at_query_blocks_of_current_settings():
     low = dataclasses.replace(LOW, dense_tail_blocks=0)
     model = on_cab(tiny_model(), low)
     with model.continuous_batching_context_manager(
@@ -180,7 +180,7 @@ def test_chunks_end_where_the_query_blocks_of_present_settings_do():
 
 
 @pytest.mark.parametrize("first", ["cab", "sdpa"])
-def test_a_manager_begins_with_the_attention_that_it_was_made_for(first):
+def test_manager_started_with_other_attention_raises(first):
     model, switches = tiny_model(), [on_cab, cab_hf.remove_cab]
     if first == "cab":
         on_cab(model)
@@ -191,7 +191,7 @@ def test_a_manager_begins_with_the_attention_that_it_was_made_for(first):
         manager.start()
 
 
-def test_a_kept_manager_of_other_attention_is_to_be_destroyed():
+def test_persistent_manager_of_other_attention_raises():
     model = on_cab(tiny_model())
     expected = generated(model, PROMPTS[:1])
 

@@ -1,4 +1,4 @@
-"""attn_implementation "cab_frc": the published method by one string, everywhere "cab" is known."""
+"""attn_implementation "cab_frc": the published method at every entry point of "cab"."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def logits(model):
     return model(tokens(1, 700)).logits
 
 
-def test_it_is_cab_with_the_published_config(folder, monkeypatch):
+def test_cab_frc_equals_cab_with_published_config(folder, monkeypatch):
     assert CAB_FRC in NAMES
     config = tiny_model().config
 
@@ -45,7 +45,7 @@ def test_it_is_cab_with_the_published_config(folder, monkeypatch):
     assert not torch.equal(made("sdpa"), meant)
 
 
-def test_without_settings_they_are_those_of_the_published_method(folder):
+def test_cab_frc_without_config_uses_published_settings(folder):
     model = load(folder)
     assert model.config.cab_config is None
     assert cab_config_in_use(model.config) == CabConfig.published()
@@ -57,7 +57,7 @@ def test_without_settings_they_are_those_of_the_published_method(folder):
     assert cab_config_of(model.config) == CabConfig.published()
 
 
-def test_a_dict_without_a_predictor_changes_the_published_settings(folder):
+def test_dict_without_predictor_overrides_published_settings(folder):
     model = load(folder, cab_config={"min_length": 0, "sparsity": 0.8})
     assert cab_config_of(model.config) == CabConfig.published(0.8, min_length=0)
     with pytest.raises(ValueError, match="is 0.08, which predictor='frc' does not read"):
@@ -72,7 +72,7 @@ def test_a_dict_without_a_predictor_changes_the_published_settings(folder):
         pytest.param({"predictor": "cascade", "anchors": [0]}, id="cascade"),
     ],
 )
-def test_settings_of_another_predictor_are_refused(folder, settings):
+def test_config_of_another_predictor_raises(folder, settings):
     sentence = "cab_config must have predictor 'frc' with attn_implementation 'cab_frc', got '.*'"
     with pytest.raises(ValueError, match=sentence):
         load(folder, cab_config=settings)
@@ -82,7 +82,7 @@ def test_settings_of_another_predictor_are_refused(folder, settings):
     assert model.config._attn_implementation == "cab"
 
 
-def test_settings_are_saved_and_loaded(folder, tmp_path):
+def test_settings_survive_save_and_load(folder, tmp_path):
     model = load(folder, cab_config=PUBLISHED)
     expected = logits(model)
     model.save_pretrained(tmp_path / "again")
@@ -93,7 +93,7 @@ def test_settings_are_saved_and_loaded(folder, tmp_path):
     assert cab_config_of(load(tmp_path / "plain").config) == CabConfig.published()
 
 
-def test_describe_and_stats_know_it(folder):
+def test_describe_and_stats_support_cab_frc(folder):
     model = load(folder, cab_config=PUBLISHED)
     head, layers, decode, batching = cab_hf.describe(model, 700).splitlines()
     assert head.startswith("cab_frc: predictor frc (forman: sparsity 0.7), blocks 32 x 32; ")
@@ -103,7 +103,7 @@ def test_describe_and_stats_know_it(folder):
     assert all(0 < layer["density"] < 0.5 for layer in cab_hf.stats(model))
 
 
-def test_apply_cab_keeps_the_name_as_long_as_the_predictor(folder):
+def test_apply_cab_keeps_name_while_predictor_is_frc(folder):
     model = load(folder)
     cab_hf.apply_cab(model, min_length=0, query_block=32, key_block=32, sparsity=0.7)
     assert model.config._attn_implementation == CAB_FRC
@@ -115,7 +115,7 @@ def test_apply_cab_keeps_the_name_as_long_as_the_predictor(folder):
     assert model.config._attn_implementation == CAB_FRC and model.config.cab_config is None
 
 
-def test_generate_decodes_sparsely_by_it(folder):
+def test_generate_decodes_sparsely_with_cab_frc(folder):
     wide = {"sparse_decode": True, "decode_tokens": 128}
     model = load(folder, cab_config=PUBLISHED.changed(**wide))
     twin = load(folder, "cab", cab_config=PUBLISHED.changed(**wide))
@@ -127,7 +127,7 @@ def test_generate_decodes_sparsely_by_it(folder):
     assert type(cache.layers[0]).__name__ == "IndexedDynamicLayer"
 
 
-def test_padded_rows_answer_as_alone(folder):
+def test_padded_rows_equal_single_rows(folder):
     model = load(folder, cab_config=PUBLISHED)
     ids, mask = tokens(2, 600), torch.ones(2, 600, dtype=torch.long)
     mask[0, :45] = 0
@@ -138,7 +138,7 @@ def test_padded_rows_answer_as_alone(folder):
     torch.testing.assert_close(batch, alone, atol=2e-5, rtol=1e-4)
 
 
-def test_load_model_takes_it(folder):
+def test_load_model_accepts_cab_frc(folder):
     # of a model that brings settings of another predictor
     load(folder, "cab", cab_config=SPARSE).save_pretrained(folder)
     with pytest.raises(

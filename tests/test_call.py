@@ -1,4 +1,4 @@
-"""What the layers of one forward pass share: each is told who it is, and may hand plans on."""
+"""State that layers of a forward pass share: layer context, and plans passed between layers."""
 
 from dataclasses import FrozenInstanceError, fields
 
@@ -167,7 +167,7 @@ def test_lengths_are_of_documents_without_padding():
     mask = cab_mask(2, 6, 6, attention_mask=real)
     mask, _ = mask.with_documents(torch.tensor([[0, 0, 1, 2, 0, 0], [0, 1, 0, 1, 0, 1]]))
     assert [[x.tokens for x in row] for row in mask.lengths] == [[3, 1, 0], [2, 2, 2]]
-    # a chunk behind a cache: (queries, tokens so far)
+    # a chunk after a cache: (queries, tokens so far)
     mask = cab_mask(2, 2, 6, q_offset=4, attention_mask=real)
     mask, _ = mask.with_documents(torch.tensor([[3, 4], [4, 5]]))
     assert mask.lengths == [[(1, 4)], [(2, 6)]] and mask.longest == (2, 6)
@@ -252,7 +252,7 @@ def test_masks_are_frozen_and_share_what_the_first_layer_detects():
 
 
 def test_padding_of_documents_that_stay_where_they_are(monkeypatch):
-    """Under torch.compile nobody looks where it is."""
+    """Under torch.compile the position of padding is not examined."""
     document = torch.tensor([[0, 0, 1, 1]])
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Which GPU kernels and engines are chosen for, and the variable that names another."""
+"""Compute capability for kernels and engines, and the variable that overrides it."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def named(request, monkeypatch):
     return request.param
 
 
-def test_code_is_chosen_for_the_gpu_that_is_named(named):
+def test_environment_variable_selects_capability(named):
     x = torch.zeros(1, dtype=torch.bfloat16)
     hopper = named == (9, 0)
     assert (gather.scored_dtype(x) == tiles.FP8) == (named >= (8, 9))
@@ -28,16 +28,16 @@ def test_code_is_chosen_for_the_gpu_that_is_named(named):
     assert ("Hopper" in (ffpa.unavailable("cuda", 512, x.dtype, False, 4096) or "")) != hopper
 
 
-def test_a_figure_names_the_code_it_was_measured_with(named):
+def test_provenance_records_overridden_capability(named):
     assert device_name("cpu").endswith(", code of compute capability {}.{}".format(*named))
 
 
-def test_nothing_is_named_without_the_variable():
+def test_no_override_without_the_variable():
     assert capability.capability("cpu") == capability.NONE
     assert "capability" not in device_name("cpu")
 
 
 @pytest.mark.parametrize("value", ["8", "ampere", "8.x", "8.0.1"])
-def test_a_variable_that_names_none_is_refused(value):
+def test_invalid_capability_variable_raises(value):
     with pytest.raises(ValueError, match="CAB_HF_CAPABILITY must be"):
         capability._parsed(value)

@@ -1,4 +1,4 @@
-"""A model that torch.compile traces answers as it does without, by few graphs."""
+"""Compiled models equal eager models and need few graphs."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ EXACT = {"atol": 2e-5, "rtol": 1e-4}
 
 @pytest.fixture(scope="module")
 def shallow():
-    """One layer, for what every layer does alike and takes long."""
+    """Return a model of one layer, for slow tests of behaviour common to all layers."""
     return tiny_model(num_hidden_layers=1)
 
 
@@ -57,7 +57,7 @@ MASK = {"attention_mask": torch.ones(1, 130, dtype=torch.int64), "use_cache": Fa
 @pytest.mark.parametrize("family", ["llama", "llama4"])
 @pytest.mark.parametrize("beside", ["mask", "cache", "static-cache"])
 @torch.no_grad()
-def test_packed_documents_with_a_mask_or_a_cache_are_refused_by_the_graph(family, beside):
+def test_compiled_packed_documents_with_mask_or_cache_raise(family, beside):
     model = cab_hf.apply_cab(tiny_model(family, num_hidden_layers=1), FULL)
 
     def given():
@@ -75,8 +75,8 @@ def test_packed_documents_with_a_mask_or_a_cache_are_refused_by_the_graph(family
 
 
 @pytest.mark.slow
-def test_compiles_again_with_other_settings(shallow):
-    """Numbers that differ from an earlier compilation are symbolic to dynamo."""
+def test_changed_settings_recompile(shallow):
+    """dynamo makes numbers symbolic if they differ from an earlier compilation."""
     ids = tokens(1, 130)
     torch._dynamo.reset()
     for fields in ({}, {"mass_threshold": 0.08}, {"query_block": 64, "sink_blocks": 2}):
@@ -103,7 +103,7 @@ def read_into_a_static_cache(model, ids):
 
 
 def trained(model, ids):
-    """Gradients of all parameters, one behind the other."""
+    """Return the gradients of all parameters in one vector."""
     model.zero_grad()
     with torch.enable_grad():
         model(ids, labels=ids, use_cache=False).loss.backward()
@@ -127,8 +127,8 @@ NAMES = [f"{name}-{read.__name__}" for name in COMPILED for read in READ]
 @torch.no_grad()
 @pytest.mark.parametrize("case", slow_but(NAMES, *map(NAMES.index, QUICK)))
 @pytest.mark.parametrize("dynamic", slow_but([True, None], 0))
-def test_prompts_of_many_lengths_have_few_graphs(case, dynamic):
-    """Of two graphs one is for a first length alone, or one for a loss."""
+def test_many_prompt_lengths_compile_at_most_three_graphs(case, dynamic):
+    """One extra graph is for the first length, or for a loss."""
     name, way = case.split("-")
     (config, family), read = COMPILED[name], globals()[way]
     model, graphs = tiny_model(family, num_hidden_layers=1), []

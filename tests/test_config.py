@@ -82,7 +82,7 @@ ORIGIN = Origin("smollm2", layers=30, heads=9, kv_heads=3, length=8192)
         ("origin", {**ORIGIN._asdict(), "model": None}),
     ],
 )
-def test_a_bad_value_is_named(field, value):
+def test_out_of_range_value_raises_with_field_name(field, value):
     with pytest.raises(ValueError, match=rf"CabConfig\.{field} must be .*, got ") as refused:
         CabConfig(**{field: value})
     assert len(str(refused.value)) < 200
@@ -90,7 +90,7 @@ def test_a_bad_value_is_named(field, value):
 
 @pytest.mark.parametrize("base", [{}, CASCADE], ids=["rows", "cascade"])
 @pytest.mark.parametrize("field", FIELDS)
-def test_a_value_of_another_kind_is_named_or_can_be_saved(field, base):
+def test_wrong_type_raises_or_serialises(field, base):
     for value in OF_OTHER_KINDS:
         try:
             config = CabConfig(**{**base, field: value})
@@ -101,13 +101,13 @@ def test_a_value_of_another_kind_is_named_or_can_be_saved(field, base):
 
 
 @pytest.mark.parametrize("value", [1, 0, None, False, "", {}, torch.ones(2)])
-def test_a_map_of_heads_is_a_table(value):
+def test_head_map_must_be_a_table(value):
     with pytest.raises(ValueError, match=r"CabConfig.head_map must be a table.*, got "):
         CabConfig(**CASCADE, head_map=value)
 
 
 @pytest.mark.parametrize("value", [np.float32(0.5), np.int64(8192), torch.tensor(0.5)])
-def test_a_number_of_another_library_is_named_by_its_value(value):
+def test_error_shows_value_of_numpy_and_torch_numbers(value):
     name = "min_length" if isinstance(value, np.int64) else "mass_threshold"
     with pytest.raises(
         ValueError, match=rf"CabConfig\.{name} must be .*, got {re.escape(repr(value))}"
@@ -115,11 +115,11 @@ def test_a_number_of_another_library_is_named_by_its_value(value):
         CabConfig(**{name: value})
 
 
-def test_a_model_of_8192_tokens_can_be_sparse_as_it_comes():
+def test_default_min_length_is_16384():
     assert CabConfig().min_length == 16384
 
 
-def test_it_is_frozen_and_hashes():
+def test_config_is_frozen_and_hashable():
     config = CabConfig(dense_layers=[1, 2])
     assert hash(config) == hash(CabConfig(dense_layers=(1, 2)))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -138,24 +138,24 @@ def test_it_is_frozen_and_hashes():
     ],
     ids=["default", "changed", "published", "tables", "calibrated", "calibrated-uneven"],
 )
-def test_it_survives_json(config):
+def test_config_round_trips_through_json(config):
     assert CabConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_lists_of_a_table_are_frozen_and_given_back():
+def test_table_lists_become_tuples_and_serialise_as_lists():
     config = CabConfig.published([[0.5, 0.0]])
     assert config.sparsity == ((0.5, 0.0),) and hash(config) == hash(CabConfig(**config.to_dict()))
     assert config.to_dict()["sparsity"] == [[0.5, 0.0]]
 
 
-def test_what_was_calibrated_for_is_named_in_the_file(tmp_path):
+def test_saved_file_names_calibrated_model(tmp_path):
     config = CabConfig(origin=ORIGIN)
     config.save(tmp_path / "own.json")
     fields = {"model": "smollm2", "layers": 30, "heads": 9, "kv_heads": 3, "length": 8192}
     assert json.loads((tmp_path / "own.json").read_text())["origin"] == fields
     assert CabConfig.calibrated(tmp_path / "own.json") == config == CabConfig(origin=fields)
     assert hash(config) == hash(CabConfig(origin=fields)) != hash(CabConfig())
-    # of settings that nobody calibrated there is nothing to say
+    # settings without calibration have no origin
     assert "origin" not in CabConfig().to_dict()
 
 
@@ -166,17 +166,17 @@ def test_what_was_calibrated_for_is_named_in_the_file(tmp_path):
         pytest.param(WhisperConfig(encoder_layers=2, decoder_layers=5), 4, id="decoder"),
     ],
 )
-def test_layers_that_a_model_does_not_have(config, last):
+def test_layer_index_beyond_model_raises(config, last):
     require_layers(CabConfig(dense_layers=(0, last)), config)
     with pytest.raises(ValueError, match=rf"dense_layers has 99; .* 0 to {last}\."):
         require_layers(CabConfig(dense_layers=(0, 99)), config)
 
 
-def test_a_model_that_counts_no_layers_has_all_of_them():
+def test_any_layer_index_is_valid_without_num_hidden_layers():
     require_layers(CabConfig(dense_layers=(99,)), PreTrainedConfig())
 
 
-def test_in_a_models_config_it_can_be_saved(tmp_path):
+def test_model_config_with_cab_config_can_be_saved(tmp_path):
     chosen = CabConfig.published(((0.5, 0.0),), dense_layers=(0,))
     for config in (LlamaConfig(cab_config=chosen), LlamaConfig()):
         config.cab_config = chosen
@@ -184,7 +184,7 @@ def test_in_a_models_config_it_can_be_saved(tmp_path):
         assert LlamaConfig.from_pretrained(tmp_path).cab_config == chosen.to_dict()
 
 
-def test_a_models_config_has_none_until_it_is_set():
+def test_model_config_has_no_cab_config_by_default():
     config = LlamaConfig()
     assert config.cab_config is None and "cab_config" not in config.to_dict()
     config.cab_config = {"mass_threshold": 0.5}
@@ -210,7 +210,7 @@ UNREAD = [
 
 
 @pytest.mark.parametrize(("fields", "sentence"), UNREAD)
-def test_a_field_that_is_not_read_is_refused(fields, sentence):
+def test_unused_field_raises(fields, sentence):
     refused = f"CabConfig.{sentence}"
     with pytest.raises(ValueError, match=refused):
         CabConfig(**fields)
@@ -221,7 +221,7 @@ def test_a_field_that_is_not_read_is_refused(fields, sentence):
 
 
 @pytest.mark.parametrize(("fields", "sentence"), UNREAD)
-def test_a_saved_field_that_is_not_read_is_refused(fields, sentence):
+def test_saved_unused_field_raises(fields, sentence):
     with pytest.raises(ValueError, match=f"CabConfig.{sentence}"):
         CabConfig.from_dict({**CabConfig().to_dict(), **fields})
 
@@ -234,11 +234,11 @@ def test_a_saved_field_that_is_not_read_is_refused(fields, sentence):
         {"predictor": "frc", "sparsity": 0.8, "outlier_queries": 0, "curvature": "additive"},
     ],
 )
-def test_what_is_read_or_asks_for_nothing_can_be_set(fields):
+def test_used_fields_and_off_values_are_accepted(fields):
     assert CabConfig(**fields).to_dict().items() >= CabConfig().changed(**fields).to_dict().items()
 
 
-def test_what_a_change_leaves_unread_falls_back():
+def test_replace_resets_fields_that_become_unused():
     config = CabConfig(mass_threshold=0.5, outlier_queries=0, min_length=0)
     assert config.changed(predictor="frc", sparsity=0.5) == CabConfig(
         predictor="frc", sparsity=0.5, outlier_queries=0, min_length=0
@@ -265,14 +265,14 @@ def test_what_a_change_leaves_unread_falls_back():
     + [lambda fields: CabConfig.published(**fields)],
     ids=["from_dict", "constructor", "changed", "published"],
 )
-def test_one_error_names_all_unknown_fields_and_lists_the_known_ones(make, fields, named):
+def test_unknown_fields_are_listed_in_one_error(make, fields, named):
     with pytest.raises(ValueError) as refused:
         make(fields)
     known = ", ".join(field.name for field in dataclasses.fields(CabConfig))
     assert str(refused.value) == f"CabConfig has no field {named}; its fields are {known}."
 
 
-def test_what_is_not_a_dict_of_named_fields_is_refused():
+def test_from_dict_with_other_types_raises():
     with pytest.raises(ValueError, match="no field 1 or 'topk'; its fields are query_block"):
         CabConfig.from_dict({1: 2, "topk": 3})
     with pytest.raises(ValueError, match="cab_config must be a dict"):
@@ -293,7 +293,7 @@ def test_the_old_name_of_outlier_queries_loads_with_a_warning(monkeypatch):
         CabConfig.from_dict({"exact_queries": 8, "outlier_queries": 8})
 
 
-def test_the_default_of_typical_queries_fits_every_block():
+def test_default_typical_queries_fits_every_block_size():
     assert num_typical_queries(CabConfig()) == 32
     assert num_typical_queries(CabConfig(16, 16)) == 16
     assert num_typical_queries(CabConfig(48, 48)) == 16
@@ -301,7 +301,7 @@ def test_the_default_of_typical_queries_fits_every_block():
         CabConfig(48, 48, typical_queries=64)
 
 
-def test_published_is_the_published_recipe():
+def test_published_returns_settings_of_the_paper():
     config = CabConfig.published(sparsity=0.9)
     assert (config.predictor, config.curvature) == ("frc", "forman")
     assert (config.query_block, config.key_block, config.sparsity) == (64, 64, 0.9)
@@ -309,7 +309,7 @@ def test_published_is_the_published_recipe():
     assert CabConfig.published(min_length=0, dense_tail_blocks=1).dense_tail_blocks == 1
 
 
-def test_decode_tokens_is_read_where_decode_is_sparse():
+def test_decode_tokens_requires_sparse_decode():
     with pytest.raises(ValueError, match="which sparse_decode=False does not read.*=True"):
         CabConfig(decode_tokens=512)
     config = CabConfig(sparse_decode=True, decode_tokens=512)
@@ -320,7 +320,7 @@ def test_decode_tokens_is_read_where_decode_is_sparse():
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(CabConfig)])
-def test_the_docstring_has_the_default_of_every_field(name):
+def test_docstring_states_default_of_every_field(name):
     entries = re.split(r"^    (?=\w+: )", inspect.getdoc(CabConfig), flags=re.MULTILINE)
     (entry,) = [each for each in entries if each.startswith(f"{name}: ")]
     default = getattr(CabConfig(), name)

@@ -1,4 +1,4 @@
-"""Continuous batching: every sequence as by itself, and what is refused before anything begins."""
+"""Continuous batching: sequences equal single generation; unsupported models raise."""
 
 import dataclasses
 import warnings
@@ -46,7 +46,7 @@ allocators = pytest.importorskip(
         *(0, 1, 2),
     ),
 )
-def test_a_full_budget_is_dense_attention(family, name, changes):
+def test_full_budget_equals_dense_attention(family, name, changes):
     own = {"layer_types": ["full_attention"] * 3} if family == "granite-swa" else {}
     model = tiny_model(family, **own)
     expected = generated(model)
@@ -55,8 +55,8 @@ def test_a_full_budget_is_dense_attention(family, name, changes):
 
 
 @pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
-def test_steps_read_their_keys_where_they_lie(changes, monkeypatch):
-    """Where a kernel takes them together, beside prompts too: what is gathered is of prompts."""
+def test_decode_steps_read_pages_without_gather(changes, monkeypatch):
+    """A kernel reads the pages of decode steps in place; only prompts are gathered."""
     monkeypatch.setattr(batch.decode, "has_kernels", lambda *_: True)
     model, gathered = tiny_model(), []
     expected = generated(model)
@@ -77,12 +77,12 @@ def test_steps_read_their_keys_where_they_lie(changes, monkeypatch):
 
 
 @pytest.mark.parametrize("changes", [{}, PAGES], ids=["at-once", "pages"])
-def test_with_budgets_a_sequence_is_as_by_itself(changes):
+def test_sparse_sequence_equals_single_generation(changes):
     model = on_cab(tiny_model(), SPARSE)
     assert served(model, **changes) == generated(model)
 
 
-def test_chunks_choose_what_a_whole_prompt_does():
+def test_chunked_prompt_selects_same_blocks_as_whole_prompt():
     model = on_cab(tiny_model(), dataclasses.replace(SPARSE, dense_tail_blocks=1))
     for prompt, answer in zip(PROMPTS, generated(model), strict=True):
         # 90 tokens are no whole number of query blocks
@@ -90,8 +90,8 @@ def test_chunks_choose_what_a_whole_prompt_does():
 
 
 @pytest.mark.parametrize("room", [96, 100, 133])
-def test_chunks_of_many_prompts_choose_what_whole_prompts_do(room, monkeypatch):
-    """No chunk begins or ends inside of a query block, whoever else is in its batch."""
+def test_chunks_of_several_prompts_select_same_blocks_as_whole_prompts(room, monkeypatch):
+    """No chunk starts or ends inside of a query block, also in shared batches."""
     seen = routed(monkeypatch)
     model = on_cab(tiny_model(), LOW)
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (340, 77, 201, 20, 150, 96)]
@@ -104,8 +104,8 @@ def test_chunks_of_many_prompts_choose_what_whole_prompts_do(room, monkeypatch):
 
 
 @pytest.mark.parametrize(("answers", "end"), [(1, 340), (2, 339)])
-def test_only_the_end_of_a_prompt_has_a_dense_tail(answers, end, monkeypatch):
-    """Several answers share all of it but the last token, which each of them reads itself.
+def test_dense_tail_applies_to_prompt_end_only(answers, end, monkeypatch):
+    """Several answers share the prompt except its last token, which each answer reads itself.
 
     The tail of 2 blocks of 32 begins in the third chunk, and the last one is all of it.
     """
@@ -127,7 +127,7 @@ def test_only_the_end_of_a_prompt_has_a_dense_tail(answers, end, monkeypatch):
     assert tails == {96: 0, 192: 0, 288: 2, end: "dense_masked"}
 
 
-def test_beginnings_are_shared():
+def test_common_prefixes_share_pages():
     model = on_cab(tiny_model(), SPARSE)
     settings = batching()
     with model.continuous_batching_context_manager(
@@ -140,7 +140,7 @@ def test_beginnings_are_shared():
     assert [answer.generated_tokens for answer in answers] == generated(model, PROMPTS[-3:])
 
 
-def test_requests_that_give_way_come_back(monkeypatch):
+def test_preempted_requests_are_resumed(monkeypatch):
     times, offload = [], OffloadingManager.offload_requests
     monkeypatch.setattr(
         OffloadingManager,
@@ -153,8 +153,8 @@ def test_requests_that_give_way_come_back(monkeypatch):
     assert any(times)
 
 
-def test_a_request_that_gives_way_reads_its_answer_as_an_answer(monkeypatch):
-    """Without offloading it begins again, with its answer behind its prompt."""
+def test_preempted_request_reads_its_answer_as_decode(monkeypatch):
+    """Without offloading the request restarts, with its answer appended to its prompt."""
     again, create = [], RequestState.create_equivalent_initial_request
     monkeypatch.setattr(
         RequestState,
@@ -176,7 +176,7 @@ def test_a_request_that_gives_way_reads_its_answer_as_an_answer(monkeypatch):
     assert max(again) > 1
 
 
-def test_a_last_chunk_of_one_token_is_no_answer(monkeypatch):
+def test_last_chunk_of_one_token_is_prefill(monkeypatch):
     seen = routed(monkeypatch)
     model = on_cab(tiny_model(num_hidden_layers=1), dataclasses.replace(LOW, dense_tail_blocks=0))
     prompt = tokens(1, 97)[0].tolist()
@@ -185,7 +185,7 @@ def test_a_last_chunk_of_one_token_is_no_answer(monkeypatch):
     assert kinds == [(0, 96, "sparse"), (96, 1, "sparse"), (97, 1, "dense")]
 
 
-def test_a_request_is_cancelled_and_the_others_go_on():
+def test_cancelled_request_leaves_others_unchanged():
     model = on_cab(tiny_model())
     expected = generated(model, PROMPTS[:3])
     with model.continuous_batching_context_manager(
@@ -217,7 +217,7 @@ BEGINNINGS = {
 
 @pytest.fixture
 def flash_is_there(monkeypatch):
-    """transformers then switches to flash attention any model that is not on it."""
+    """Pretend that flash attention is installed; transformers then switches models to it."""
     monkeypatch.setattr(continuous_api, "is_flash_attn_3_available", lambda **_: True)
     monkeypatch.setattr(
         transformers.PreTrainedModel,
@@ -227,7 +227,7 @@ def flash_is_there(monkeypatch):
 
 
 @pytest.mark.parametrize("way", BEGINNINGS.values(), ids=BEGINNINGS)
-def test_a_model_on_cab_is_served_and_not_switched(way, request):
+def test_cab_is_not_switched_to_flash_attention(way, request):
     model = tiny_model()
     expected = generated(model, PROMPTS[:1])
     on_cab(model)
@@ -296,17 +296,17 @@ def require_refused(model, way, reason, request):
 
 
 @pytest.mark.parametrize(("build", "reason"), REFUSED.values(), ids=REFUSED)
-def test_what_is_not_computed_is_refused_before_anything_is_switched(build, reason, request):
+def test_unsupported_models_raise_before_switching(build, reason, request):
     require_refused(build(), STARTS["init_continuous_batching"], reason, request)
 
 
 @pytest.mark.parametrize("way", STARTS.values(), ids=STARTS)
-def test_every_beginning_refuses(way, request):
+def test_every_entry_point_raises_for_unsupported_models(way, request):
     require_refused(tiny_model("mistral-sliding"), way, "a sliding window", request)
 
 
 @pytest.mark.parametrize("name", ["cab", "cab_dense"])
-def test_describe_says_what_is_served(name):
+def test_describe_reports_continuous_batching_support(name):
     served_as = "each sequence by itself" + (", decode dense" if name == "cab" else "")
     windowed = "refused, it has layers under a sliding window of 40 tokens"
     chunked = "refused, it has layers that attend in chunks of 40 tokens"
@@ -320,17 +320,17 @@ def test_describe_says_what_is_served(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_server_takes_our_names(name):
+def test_server_accepts_registered_names(name):
     manager = ModelManager(attn_implementation=name)
     assert manager.attn_implementation == name
 
 
-def test_the_server_refuses_what_nobody_registered():
+def test_server_rejects_unregistered_names():
     with pytest.raises(ValueError, match="Unsupported attention implementation: 'cabb'"):
         ModelManager(attn_implementation="cabb")
 
 
-def test_older_versions_of_transformers_are_named(monkeypatch, request):
+def test_error_names_required_transformers_version(monkeypatch, request):
     monkeypatch.setattr(support, "reads_a_batch", lambda: False)
     reason = f"transformers must be 5.19 or newer, got {transformers.__version__}"
     require_refused(tiny_model(), STARTS["manager"], reason, request)
@@ -343,7 +343,7 @@ def test_older_versions_of_transformers_are_named(monkeypatch, request):
         ({"default_compile_level": 1, **PAGES}, "'cab' is not compiled in continuous batching"),
     ],
 )
-def test_what_cannot_be_captured_or_compiled_is_refused(changes, sentence, monkeypatch):
+def test_cuda_graphs_or_compile_raise_when_unsupported(changes, sentence, monkeypatch):
     # there is no accelerator to capture on here
     resolve = "get_accelerator_graph_name"
     module = "transformers.generation.continuous_batching.initialization"
@@ -365,7 +365,7 @@ GRID = {
 
 
 def began(name, changes, monkeypatch):
-    """What is warned of as continuous batching begins."""
+    """Return the warnings at the start of continuous batching."""
     monkeypatch.setattr(checks, "_warned", set())
     model = on_cab(tiny_model())
     model.set_attn_implementation(name)
@@ -376,13 +376,13 @@ def began(name, changes, monkeypatch):
 
 
 @pytest.mark.parametrize(("changes", "sentence"), GRID.values(), ids=GRID)
-def test_batches_and_pages_that_do_not_fit_query_blocks_are_news(changes, sentence, monkeypatch):
+def test_batch_or_page_size_unaligned_to_query_blocks_warns(changes, sentence, monkeypatch):
     said = began("cab", changes, monkeypatch)
     assert [text.startswith(sentence) for text in said] == [True] * (sentence is not None)
     assert not began("cab_dense", changes, monkeypatch)
 
 
-def test_a_model_on_another_implementation_is_served_as_ever():
+def test_other_implementations_are_unchanged():
     model = tiny_model()
     expected = generated(model)
     assert served(model) == expected

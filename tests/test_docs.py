@@ -77,7 +77,7 @@ def on_this_machine(block):
 
 
 @pytest.mark.parametrize("page", SNIPPETS)
-def test_the_python_of_a_page_runs(page, things, monkeypatch, tmp_path):
+def test_python_blocks_of_page_run(page, things, monkeypatch, tmp_path):
     if page in ("decode", "serving") and before("5.24"):
         pytest.skip("transformers is older: caches have another name, and batching is refused")
     monkeypatch.chdir(tmp_path)
@@ -125,7 +125,7 @@ def read(words, file):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_commands_of_a_page_are_understood(page, monkeypatch, tmp_path):
+def test_commands_of_page_parse(page, monkeypatch, tmp_path):
     file = tmp_path / "config.json"
     cab_hf.CabConfig().save(file)
     for name in ("a.txt", "b.txt", "your.txt"):
@@ -138,7 +138,7 @@ def test_the_commands_of_a_page_are_understood(page, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_options_that_a_page_names_exist(page):
+def test_options_named_by_page_exist(page):
     every = (*KINDS.values(), finetune.Settings, merge.MergeSettings)
     names = {name for kind in every for name in kind.__dataclass_fields__} | {"config"}
     known = FOREIGN | {"--" + name.replace("_", "-") for name in names}
@@ -161,6 +161,6 @@ def sentences(text):
     [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
-def test_sentences_of_a_page_are_short(page):
+def test_page_sentences_are_short(page):
     long = [each for each in sentences(page.read_text()) if len(each.split()) > LONGEST]
     assert not long

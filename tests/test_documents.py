@@ -1,4 +1,4 @@
-"""Documents of recall: what they hold, where, and that nothing else decides it."""
+"""Recall documents: content, spans of statements and answers, and determinism."""
 
 import re
 
@@ -20,13 +20,13 @@ TOKENIZERS = {"words": make_tokenizer(), "merging": make_merging_tokenizer()}
 
 
 def text_of(tokenizer, tokens):
-    """Without blanks, which a tokenizer of words puts between digits."""
+    """Decode without spaces, which a tokenizer of words puts between digits."""
     return tokenizer.decode(tokens).replace(" ", "")
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("sentences", [NOISE, split_sentences(TEXT)], ids=["noise", "text"])
-def test_spans_are_what_they_say(name, sentences):
+def test_spans_locate_statements_and_answers(name, sentences):
     tokenizer = TOKENIZERS[name]
     document = recall_document(tokenizer, sentences, **PLACE)
     assert len(document.tokens) == LENGTH
@@ -42,7 +42,7 @@ def test_spans_are_what_they_say(name, sentences):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_answers_may_begin_at_borders(name):
+def test_answers_can_start_at_block_borders(name):
     tokenizer, place = TOKENIZERS[name], {**PLACE, "length": 2 * LENGTH}
     plain, document = (
         recall_document(tokenizer, split_sentences(TEXT), **place, border=border)
@@ -62,7 +62,7 @@ def test_answers_may_begin_at_borders(name):
     assert any(answer[0] % 32 for answer in plain.answers)
 
 
-def test_keys_are_repeated_in_another_order():
+def test_key_repetitions_are_reordered():
     for index in range(8):
         place = {**PLACE, "keys": 2, "index": index}
         document = recall_document(TOKENIZERS["words"], NOISE, **place)
@@ -71,14 +71,14 @@ def test_keys_are_repeated_in_another_order():
 
 
 @pytest.mark.parametrize("change", ["index", "seed", "keys", "length"])
-def test_a_document_is_a_function_of_its_place(change):
+def test_document_depends_on_seed_and_index_only(change):
     document = recall_document(make_tokenizer(), NOISE, **PLACE)
     assert recall_document(make_tokenizer(), list(NOISE), **PLACE) == document
     other = recall_document(make_tokenizer(), NOISE, **{**PLACE, change: PLACE[change] + 1})
     assert other.answers[:2] != document.answers[:2]
 
 
-def test_a_plain_document_is_running_text():
+def test_plain_document_is_contiguous_source_text():
     tokenizer, words = TOKENIZERS["words"], " ".join([*NOISE, *NOISE])
     # goes round: noise has far fewer tokens
     tokens = plain_document(tokenizer, NOISE, 100, index=3)
@@ -88,7 +88,7 @@ def test_a_plain_document_is_running_text():
     assert len(starts) > 2
 
 
-def test_special_tokens_stand_before_a_document():
+def test_document_starts_with_special_tokens():
     tokenizer = TOKENIZERS["merging"]
     for tokens in (
         plain_document(tokenizer, NOISE, 50, 0),
@@ -98,7 +98,7 @@ def test_special_tokens_stand_before_a_document():
         assert tokenizer.bos_token_id not in tokens[1:]
 
 
-def test_a_blank_in_the_first_token_belongs_to_the_digits():
+def test_leading_space_token_belongs_to_digits():
     tokenizer, sentence = TOKENIZERS["merging"], "The number is 10000."
     tokens = sentence_tokens(tokenizer, sentence)
     start, end = span_of(tokenizer, sentence, "10000")
@@ -116,12 +116,12 @@ def test_a_blank_in_the_first_token_belongs_to_the_digits():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(make, change, message):
+def test_too_short_document_raises(make, change, message):
     with pytest.raises(ValueError, match=message):
         make(TOKENIZERS["words"], NOISE, **{**PLACE, **change})
 
 
-def test_room_does_not_depend_on_the_sentences_that_a_seed_has_drawn():
+def test_one_long_sentence_leaves_space_for_needles():
     tokenizer = TOKENIZERS["words"]
     # at some seeds the long one is all of the second half
     sentences = [*NOISE, " ".join(NOISE * 30)]
@@ -137,7 +137,7 @@ def test_room_does_not_depend_on_the_sentences_that_a_seed_has_drawn():
 # --- sentences
 
 
-def test_lines_are_the_sentences_of_source_code():
+def test_source_code_is_split_at_lines():
     lines = split_sentences(CODE)
     assert lines[:4] == [
         "\nimport os",
@@ -149,7 +149,7 @@ def test_lines_are_the_sentences_of_source_code():
     assert running(lines) == CODE.replace("height  \n", "height\n").strip()
 
 
-def test_prose_is_split_at_its_sentences_wherever_lines_end():
+def test_prose_is_split_at_sentences_across_lines():
     long = "A" + "\nword" * 61 + "."
     sentences = split_sentences(f"{long} {TEXT * 9}")
     assert sentences[0] == " ".join(long.split())
@@ -157,7 +157,7 @@ def test_prose_is_split_at_its_sentences_wherever_lines_end():
     assert running(NOISE) == " ".join(NOISE)
 
 
-def test_copies_stand_twice_and_spare_what_is_asked_for():
+def test_copies_occur_twice_outside_of_needles():
     tokenizer = make_tokenizer()
     document = recall_document(tokenizer, split_sentences(TEXT), 900, 3, 0)
     changed, copies = documents.with_copies(document, 2, 40)
@@ -175,11 +175,11 @@ def test_copies_stand_twice_and_spare_what_is_asked_for():
     assert documents.with_copies(document, 2, 800)[1] == ()
 
 
-# --- keys that are asked for behind a prompt
+# --- keys that are asked for after a prompt
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_all_keys_are_stated_in_the_prompt_and_repeated_behind_it(name):
+def test_prompt_states_all_keys_and_answers_repeat_them(name):
     tokenizer = TOKENIZERS[name]
     document, prompt = asked_document(tokenizer, NOISE, **PLACE)
     assert len(document.tokens) == LENGTH

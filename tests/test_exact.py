@@ -1,4 +1,4 @@
-"""Exact attention: of one query that a mask or a static cache shows its keys, and its gradients."""
+"""Dense attention: single queries under masks and static caches, and gradients."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from cab_hf.ops import Workload, decode
 
 @pytest.mark.parametrize("family", ["llama", "granite-swa", "llama4", "gemma2"])
 def test_full_budget_has_the_gradients_of_dense_attention(family):
-    """Of all weights, sinks among them."""
+    """Gradients of all weights are compared, sinks included."""
     model, ids = tiny_model(family), tokens(2, 150)
     expected = gradients(model, ids)
     actual = gradients(cab_hf.apply_cab(model, FULL), ids)
@@ -27,12 +27,12 @@ def test_full_budget_has_the_gradients_of_dense_attention(family):
 
 
 @pytest.mark.parametrize("text", texts_of_a_step())
-def test_a_step_reads_all_it_may_see(monkeypatch, text):
+def test_dense_step_matches_rowwise_attention(monkeypatch, text):
     monkeypatch.setattr(decode, "has_kernels", lambda *tensors: True)
     require_step_as_by_rows(texts_of_a_step()[text], monkeypatch)
 
 
-def test_no_kernel_stands_for_a_step_with_gradients(monkeypatch):
+def test_dense_step_with_gradients_uses_no_kernel(monkeypatch):
     monkeypatch.setattr(decode, "_ops", lambda x: None)
     x = torch.zeros(1, requires_grad=True)
     assert decode.has_kernels(x.detach()) and not decode.has_kernels(x.detach(), x)
@@ -43,7 +43,7 @@ def test_no_kernel_stands_for_a_step_with_gradients(monkeypatch):
 
 
 def windowed(**more):
-    """A mask of 90 queries behind 30 keys, under a window of 40, of two rows."""
+    """Return a mask of two rows: 90 queries after 30 keys, with a window of 40."""
     return MaskInfo(2, 90, 120, 30, window=40, **more)
 
 
@@ -73,8 +73,8 @@ WINDOWED = {
 
 
 @pytest.mark.parametrize("text", WINDOWED.values(), ids=WINDOWED)
-def test_windows_by_blocks_are_those_by_rows(text):
-    """Sinks and soft caps need an engine, which sees a window in places where padding is closed."""
+def test_blockwise_window_matches_rowwise_window(text):
+    """Sinks and soft caps need an engine, which applies windows after padding is removed."""
     q, k, v = qkv(2, q_length=text.q_length, kv_length=120)
     work = Workload.of(q, k, v, (128, 128))
     call = Call(

@@ -1,4 +1,4 @@
-"""The layers: exact at full budget, masked attention below it, causal, differentiable."""
+"""Attention layers: dense at full budget, masked below, causal and differentiable."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def inputs(length, batch=2):
 
 
 def masked_attention(x, q_weight, k_weight, v_weight, o_weight, mask):
-    """The layer in plain PyTorch, attending what ``mask`` says."""
+    """Compute the layer in plain PyTorch under ``mask``."""
     heads = [
         F.linear(x, weight).unflatten(-1, (-1, DIM // HEADS)).transpose(1, 2)
         for weight in (q_weight, k_weight, v_weight)
@@ -49,7 +49,7 @@ def masked_attention(x, q_weight, k_weight, v_weight, o_weight, mask):
 @groups
 @lengths
 @both_ways
-def test_full_budget_is_dense_attention(formula, kv_heads, length, causal):
+def test_full_budget_equals_dense_attention(formula, kv_heads, length, causal):
     layer = attention(0.0, formula=formula, num_kv_heads=kv_heads, causal=causal)
     x = inputs(length)
     mask = torch.ones(length, length, dtype=torch.bool)
@@ -63,7 +63,7 @@ def test_full_budget_is_dense_attention(formula, kv_heads, length, causal):
 @groups
 @lengths
 @both_ways
-def test_outputs_and_gradients_are_those_of_masked_attention(kv_heads, length, causal):
+def test_outputs_and_gradients_match_masked_attention(kv_heads, length, causal):
     layer = attention(num_kv_heads=kv_heads, causal=causal)
     x = inputs(length).requires_grad_()
     out, plan = layer(x, return_plan=True)
@@ -77,7 +77,7 @@ def test_outputs_and_gradients_are_those_of_masked_attention(kv_heads, length, c
 
 
 @formulas
-def test_the_plan_is_that_of_the_published_config(formula):
+def test_plan_equals_published_config(formula):
     layer = attention(formula=formula)
     x = inputs(300)
     plan = layer(x, return_plan=True)[1]
@@ -94,7 +94,7 @@ def test_the_plan_is_that_of_the_published_config(formula):
 
 
 @formulas
-def test_bidirectional_plans_look_both_ways(formula):
+def test_bidirectional_plan_selects_earlier_and_later_blocks(formula):
     plan = attention(formula=formula, causal=False)(inputs(300), return_plan=True)[1]
     require_valid(plan)
     kept = plan.to_dense()
@@ -104,7 +104,7 @@ def test_bidirectional_plans_look_both_ways(formula):
 
 
 @formulas
-def test_later_blocks_change_nothing_before_them(formula):
+def test_later_blocks_do_not_change_earlier_outputs(formula):
     layer = attention(formula=formula)
     x = inputs(205)
     later = x.clone()
@@ -114,13 +114,13 @@ def test_later_blocks_change_nothing_before_them(formula):
 
 
 @both_ways
-def test_rows_of_a_batch_do_not_meet(causal):
+def test_batch_rows_are_independent(causal):
     layer = attention(causal=causal)
     x = inputs(150, batch=3)
     torch.testing.assert_close(layer(x)[1:2], layer(x[1:2]))
 
 
-def test_sparser_layers_attend_less():
+def test_higher_sparsity_lowers_density():
     x = inputs(640, batch=1)
     density = [attention(s)(x, return_plan=True)[1].density() for s in (0.0, 0.5, 0.9)]
     assert density[0] == 1 and density[0] > density[1] > density[2]
@@ -143,7 +143,7 @@ def test_every_parameter_of_a_layer_gets_a_gradient(causal):
     assert x.grad.abs().sum() > 0
 
 
-def test_a_layer_is_its_parts():
+def test_layer_equals_composition_of_its_parts():
     layer = CABAttentionLayer(DIM, HEADS, BLOCK, 0.6)
     x = inputs(100)
     middle = x + layer.attention(F.rms_norm(x, (DIM,)))
@@ -152,7 +152,7 @@ def test_a_layer_is_its_parts():
     torch.testing.assert_close(layer(x), expected)
 
 
-def test_a_layer_learns():
+def test_training_lowers_the_loss():
     torch.manual_seed(0)
     layer = CABAttentionLayer(DIM, HEADS, BLOCK, 0.6, mlp_ratio=2)
     optimizer = torch.optim.Adam(layer.parameters(), lr=1e-2)
@@ -170,7 +170,7 @@ def test_a_layer_learns():
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_bias_is_everywhere_or_nowhere(bias):
+def test_bias_option_applies_to_all_projections(bias):
     layer = CABAttentionLayer(DIM, HEADS, bias=bias)
     assert any("bias" in name for name in layer.state_dict()) is bias
 
@@ -226,6 +226,6 @@ def test_bias_is_everywhere_or_nowhere(bias):
         ),
     ],
 )
-def test_what_is_refused(call, message):
+def test_invalid_arguments_raise(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -1,4 +1,4 @@
-"""`cab_hf.load_model`: one line, and the settings it was told hold whatever the model is called."""
+"""`cab_hf.load_model`: settings apply to every kind of model name."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from cab_hf.experiment import models, offline_models
 
 @pytest.fixture
 def standing_in(model_folder, tmp_path, monkeypatch):
-    """The saved model stands for the embedded one, and for one of the hub."""
+    """Replace the embedded model and a hub model by the saved model."""
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(offline_models, "find_smollm2_gguf", lambda scratch: scratch / "model.gguf")
     monkeypatch.setattr(offline_models, "_check_gguf", lambda gguf: None)
@@ -33,7 +33,7 @@ NAMES = ["tiny", "smollm2", "folder", "path", "hub"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_line_loads_a_model_that_attends_by_cab(standing_in, name):
+def test_load_model_returns_model_on_cab(standing_in, name):
     model, tokenizer = cab_hf.load_model(standing_in.get(name, name), device="cpu")
     assert model.config._attn_implementation == "cab" and not model.training
     assert (model.device.type, model.dtype) == ("cpu", torch.float32)
@@ -43,7 +43,7 @@ def test_one_line_loads_a_model_that_attends_by_cab(standing_in, name):
 
 @pytest.mark.parametrize("message", ["config", "dict", "file"])
 @pytest.mark.parametrize("name", NAMES)
-def test_settings_hold_for_every_name(standing_in, name, message, tmp_path):
+def test_settings_apply_to_hub_path_and_embedded_names(standing_in, name, message, tmp_path):
     SPARSE.save(tmp_path / "own.json")
     given = {"config": SPARSE, "dict": SPARSE.to_dict(), "file": str(tmp_path / "own.json")}[
         message
@@ -67,7 +67,7 @@ def test_settings_hold_for_every_name(standing_in, name, message, tmp_path):
         pytest.param(False, {"dtype": torch.float16}, "cpu", torch.float16, id="a-dtype"),
     ],
 )
-def test_defaults_are_those_of_the_machine(monkeypatch, there, message, device, dtype):
+def test_default_dtype_and_device_follow_the_machine(monkeypatch, there, message, device, dtype):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
     seen, load = [], models.load_model
 
@@ -81,7 +81,7 @@ def test_defaults_are_those_of_the_machine(monkeypatch, there, message, device, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
-def test_a_dtype_may_be_one_or_its_name(dtype):
+def test_dtype_accepts_dtype_or_name(dtype):
     assert cab_hf.load_model("tiny", device="cpu", dtype=dtype)[0].dtype == torch.bfloat16
 
 
@@ -95,7 +95,7 @@ def test_a_dtype_may_be_one_or_its_name(dtype):
         pytest.param({"cab_config": "none.json"}, "'none.json' is not a file", id="file"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_read(message, sentence):
+def test_invalid_arguments_raise_before_reading_files(message, sentence):
     with pytest.raises(ValueError, match=sentence):
         cab_hf.load_model("tiny", device="cpu", **message)
 
@@ -165,14 +165,12 @@ def _loaded(folder, fields):
         ),
     ],
 )
-def test_fields_that_do_not_exist_are_refused_at_every_entry_point(
-    tmp_path, enter, fields, sentence
-):
+def test_unknown_fields_raise_at_every_entry_point(tmp_path, enter, fields, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
         enter(tmp_path, fields)
 
 
-def test_a_model_too_short_for_its_settings_says_so(monkeypatch, recwarn):
+def test_cab_model_shorter_than_min_length_warns(monkeypatch, recwarn):
     monkeypatch.setattr(checks, "_warned", set())
     cab_hf.load_model("tiny", device="cpu", attn_implementation="sdpa")
     assert not [each for each in recwarn if "positions" in str(each.message)]
@@ -195,7 +193,7 @@ def test_loading_by_name_keeps_the_saved_config(tmp_path):
 
 
 @pytest.mark.parametrize("chosen", [SPARSE, SPARSE.to_dict()], ids=["CabConfig", "dict"])
-def test_settings_are_given_where_a_model_is_loaded(tmp_path, chosen):
+def test_from_pretrained_accepts_cab_config(tmp_path, chosen):
     model = tiny_model()
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(
@@ -227,7 +225,7 @@ def test_settings_are_given_where_a_model_is_loaded(tmp_path, chosen):
         ),
     ],
 )
-def test_settings_are_given_beside_a_config(tmp_path, make):
+def test_from_pretrained_accepts_cab_config_with_config(tmp_path, make):
     tiny_model().save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     model = make(tmp_path, config, attn_implementation="cab", cab_config=SPARSE)

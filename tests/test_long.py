@@ -1,4 +1,4 @@
-"""Long prompts: read in chunks into one cache, the logits of the last token alone, few waits."""
+"""Long prompts: chunks in one cache, last-token logits, few device synchronisations."""
 
 from collections import Counter
 
@@ -25,7 +25,7 @@ def llama():
 
 
 def pieces(model, ids, chunk=CHUNK, slots=None, **options):
-    """What a model returns for each chunk of a prompt, read into one static cache."""
+    """Return the outputs of a model for each chunk of a prompt in one static cache."""
     cache = StaticCache(config=model.config, max_cache_len=slots or ids.shape[1])
     for piece in ids.split(chunk, dim=1):
         with torch.inference_mode():
@@ -33,7 +33,7 @@ def pieces(model, ids, chunk=CHUNK, slots=None, **options):
 
 
 @pytest.mark.parametrize("chunk", [LENGTH, CHUNK])
-def test_only_the_logits_asked_for_are_computed(llama, chunk):
+def test_generate_computes_last_token_logits_only(llama, chunk):
     ids = tokens(1, LENGTH)
     shapes = []
     watch = llama.lm_head.register_forward_hook(lambda *call: shapes.append(call[2].shape[1]))
@@ -53,11 +53,11 @@ def test_only_the_logits_asked_for_are_computed(llama, chunk):
     [
         pytest.param(FULL, CHUNK, id="full-budget"),
         pytest.param(FULL, 50, id="full-budget-odd-chunks"),
-        # two-hop paths need rows that chunking has left behind, and every chunk has an end
+        # curvature reads rows of earlier chunks, and a dense tail follows the end of each chunk
         pytest.param(SPARSE, CHUNK, id="sparse-without-curvature"),
     ],
 )
-def test_a_static_cache_in_chunks_answers_as_one_prefill(llama, config, chunk, slots):
+def test_chunked_static_cache_equals_one_prefill(llama, config, chunk, slots):
     ids = tokens(1, LENGTH)
     with cab_hf.cab(llama, config, redundancy=0.0, dense_tail_blocks=0), torch.inference_mode():
         complete = llama(ids).logits
@@ -66,7 +66,7 @@ def test_a_static_cache_in_chunks_answers_as_one_prefill(llama, config, chunk, s
 
 
 class Waits(TorchDispatchMode):
-    """Counts what makes Python wait for a tensor's value."""
+    """Dispatch mode that counts operations that make Python wait for a tensor's value."""
 
     def __init__(self):
         super().__init__()
@@ -77,8 +77,8 @@ class Waits(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def test_no_layer_waits_for_the_device(monkeypatch):
-    """A forward pass may ask where its chunk begins; what it asks does not grow with layers."""
+def test_layers_do_not_synchronise_with_the_device(monkeypatch):
+    """A forward pass may read where its chunk starts, once for all layers."""
 
     def blind(q, k, v, plan, scale, return_lse=False):
         return torch.zeros_like(q)
@@ -96,7 +96,7 @@ def test_no_layer_waits_for_the_device(monkeypatch):
 
 
 @pytest.mark.parametrize("padding", [0, 21])
-def test_exact_layers_repeat_no_keys_and_bound_their_masks(llama, monkeypatch, padding):
+def test_dense_layers_repeat_no_keys_and_limit_mask_memory(llama, monkeypatch, padding):
     ids = tokens(1, LENGTH)
     ids[:, :padding] = 0
     seen = (ids != 0).long()

@@ -1,4 +1,4 @@
-"""Masks: padding behind a cache, patterns that are not causal, and what models do with them."""
+"""Masks: padding with a cache, non-causal patterns, and the masks of models."""
 
 import copy
 
@@ -135,7 +135,7 @@ def test_the_same_model_reads_text_without_a_prefix(way):
 
 
 def turn(picture, q_offset, q_length=8):
-    """The mask of a call behind a cache, of a text with a picture in these slots."""
+    """Return the mask of a call with a cache, for a prompt with an image in these slots."""
     groups = torch.full((1, 16), -1)
     groups[:, picture] = 0
     pattern = or_masks(causal_mask_function, blockwise_overlay(groups))

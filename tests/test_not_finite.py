@@ -54,17 +54,17 @@ def spoilt(x, at, value):
 @pytest.mark.parametrize("value", VALUES, ids=str)
 @pytest.mark.parametrize("prefix", [pytest.param(0, id="text"), pytest.param(16, id="chunk")])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_blocks_are_chosen_as_if_it_were_not_there(config, prefix, value):
+def test_nan_key_does_not_change_selection_of_earlier_blocks(config, prefix, value):
     _same_choice(on_the_cpu, config, prefix, value)
 
 
 @pytest.mark.parametrize("config", slow_but(KERNELS, 0))
-def test_kernels_choose_as_if_it_were_not_there(config):
+def test_nan_key_does_not_change_kernel_selection_of_earlier_blocks(config):
     _same_choice(by_kernels, config, 16, torch.nan)
 
 
 def _same_choice(select, config, prefix, value):
-    """A token is spoilt, as in the layers behind the first one that spoils it."""
+    """Replace a whole token, as in the layers after the one that yields NaN."""
     shape = {"q_length": LENGTH, "kv_length": LENGTH + prefix, "heads": 2, "kv_heads": 1}
     q, k = loud(**shape)
     ranges = KeyRanges.causal(1, LENGTH, LENGTH + prefix, "cpu")
@@ -78,17 +78,17 @@ def _same_choice(select, config, prefix, value):
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
 @pytest.mark.parametrize("config", [*CONFIGS, *CAPPED])
-def test_blocks_with_such_a_key_are_kept(config, value):
+def test_blocks_with_nan_key_are_selected(config, value):
     _kept(on_the_cpu, config, value)
 
 
 @pytest.mark.parametrize("config", slow_but([*KERNELS, *CAPPED], 0, 3))
-def test_kernels_keep_blocks_with_such_a_key(config):
+def test_kernels_select_blocks_with_nan_key(config):
     _kept(by_kernels, config, torch.inf)
 
 
 def _kept(select, config, value):
-    """One channel of one key is spoilt, of one of two KV heads."""
+    """Replace one channel of one key of one of two KV heads."""
     q, k = loud(q_length=LENGTH, heads=4, kv_heads=2, dim=32)
     ranges, at = KeyRanges.causal(1, LENGTH, LENGTH, "cpu"), 70
     meant = select(config, q, k, ranges).to_dense()
@@ -100,7 +100,7 @@ def _kept(select, config, value):
 
 
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[1], *CAPPED[:1]])
-def test_padding_keeps_nothing_and_may_hold_anything(config):
+def test_nan_in_padding_does_not_change_selection(config):
     q, k = loud(q_length=LENGTH, heads=2, kv_heads=1, dim=32)
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     valid = torch.ones(1, LENGTH, dtype=torch.bool)
@@ -115,7 +115,7 @@ def test_padding_keeps_nothing_and_may_hold_anything(config):
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
 @pytest.mark.parametrize("select", [on_the_cpu, by_kernels])
-def test_the_block_of_such_a_scored_query_keeps_everything(select, value):
+def test_nan_scored_query_selects_all_blocks(select, value):
     q, k = loud(q_length=LENGTH, heads=2, kv_heads=1, dim=32)
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     settings = config(outlier_queries=0, typical_queries=8, typical_key_stride=1)
@@ -144,8 +144,10 @@ SHAPES = [
 @pytest.mark.parametrize("value", VALUES, ids=str)
 @pytest.mark.parametrize(("dim", "q_length", "kv_length", "blocks"), SHAPES)
 @pytest.mark.parametrize("attend", ENGINES)
-def test_blocks_attend_as_if_it_were_not_there(attend, dim, q_length, kv_length, blocks, value):
-    """The spoilt key is the first that query block 1 or 2 sees, and no query before it does."""
+def test_nan_key_does_not_change_earlier_query_blocks(
+    attend, dim, q_length, kv_length, blocks, value
+):
+    """The key with NaN is the first one that query block 1 or 2 sees; no earlier query sees it."""
     q, k, v = qkv(q_length=q_length, kv_length=kv_length, heads=2, kv_heads=1, dim=dim)
     query_block, key_block = blocks
     ranges = KeyRanges.causal(1, q_length, kv_length, "cpu")
@@ -159,7 +161,7 @@ def test_blocks_attend_as_if_it_were_not_there(attend, dim, q_length, kv_length,
 
 
 @pytest.mark.parametrize("exact", [0, 8], ids=["estimate", "exact-queries"])
-def test_a_models_earlier_logits_stay_finite(exact):
+def test_nan_token_leaves_earlier_logits_finite(exact):
     model = tiny_model()
     ids = tokens(1, 160)
     settings = replace(SMALL, mass_threshold=0.08, outlier_queries=exact)
@@ -185,7 +187,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_every_later_token_of_a_model_gets_it(settings):
+def test_nan_token_reaches_all_later_logits(settings):
     model, ids = tiny_model(), tokens(1, 300)
     embeddings = model.get_input_embeddings()(ids).detach()
     embeddings[0, 100] = torch.nan

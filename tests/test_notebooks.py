@@ -1,4 +1,4 @@
-"""The notebooks of `examples` run from the first cell to the last, on shorter texts."""
+"""The notebooks of `examples` run completely, on shorter sequences."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def as_many_threads_as_here(monkeypatch):
 
 
 def executed(name):
-    """Output of each cell of a notebook: (all that is printed, how many pictures are shown)."""
+    """Run a notebook and return (printed output, number of pictures) of each cell."""
     notebook = nbformat.read(EXAMPLES / name, as_version=4)
     resources = {"metadata": {"path": str(EXAMPLES)}}
     nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()
@@ -28,7 +28,7 @@ def executed(name):
 
 
 @pytest.mark.slow
-def test_a_long_document_is_asked_about_and_drawn(monkeypatch):
+def test_long_document_notebook_runs(monkeypatch):
     monkeypatch.setenv("CAB_HF_TOKENS", "1024")
     printed, pictures = executed("long_document.ipynb")
     assert pictures == 4
@@ -40,7 +40,7 @@ def test_a_long_document_is_asked_about_and_drawn(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_fine_tune_is_trained_merged_and_read(monkeypatch):
+def test_fine_tuning_notebook_runs(monkeypatch):
     monkeypatch.setenv("CAB_HF_STEPS", "6")
     printed, pictures = executed("finetune.ipynb")
     assert pictures == 1
@@ -48,6 +48,6 @@ def test_a_fine_tune_is_trained_merged_and_read(monkeypatch):
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_notebooks_are_kept_without_outputs(path):
+def test_notebooks_are_committed_without_outputs(path):
     cells = nbformat.read(path, as_version=4).cells
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)

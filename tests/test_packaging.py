@@ -87,7 +87,7 @@ print("works")
 
 
 @pytest.mark.slow
-def test_the_wheel_works_in_an_empty_environment_outside_of_the_tree(wheel, tmp_path):
+def test_wheel_works_in_fresh_environment_outside_of_the_tree(wheel, tmp_path):
     """The new environment has cab_hf from the wheel, and its requirements from this environment."""
     home = tmp_path / "environment"
     venv.create(home, symlinks=True)
@@ -111,7 +111,7 @@ def test_the_wheel_works_in_an_empty_environment_outside_of_the_tree(wheel, tmp_
     assert run.stdout.endswith("works\n"), run.stderr
 
 
-def test_a_wheel_exposes_cab_hf_alone(wheel):
+def test_wheel_has_one_top_level_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert top == {"cab_hf"}
@@ -127,7 +127,7 @@ def test_a_wheel_exposes_cab_hf_alone(wheel):
     assert fields and {f"cab_hf/{name}" for name in fields} <= shipped
 
 
-def test_the_public_surface_is_this():
+def test_public_names_are_listed():
     assert cab_hf.__all__ == sorted(cab_hf.__all__)
     assert cab_hf.__all__ == [
         "BlockPlan",
@@ -150,7 +150,7 @@ def test_the_public_surface_is_this():
         cab_hf.cabs  # noqa: B018
 
 
-def test_the_metadata_names_the_author_and_what_the_package_does(setup):
+def test_metadata_has_author_and_summary(setup):
     metadata = setup["metadata"]
     assert metadata["author"] and "urvature" not in metadata["description"]
     classifiers = metadata["classifiers"].split("\n")
@@ -164,13 +164,13 @@ def fresh(code):
 
 
 @pytest.mark.parametrize("order", slow_but(["cab_hf, transformers", "transformers, cab_hf"], 0))
-def test_importing_registers_whatever_comes_first(order):
+def test_import_registers_in_any_import_order(order):
     code = f"import {order}; from transformers import AttentionInterface as A; print(*A())"
     assert {"cab", "cab_dense"} <= set(fresh(code))
 
 
 @pytest.mark.slow
-def test_importing_after_a_model_class_registers_too():
+def test_import_after_model_class_registers():
     code = (
         "from transformers import LlamaForCausalLM, AttentionMaskInterface as A; import cab_hf;"
         "print(*A._global_mapping)"
@@ -178,7 +178,7 @@ def test_importing_after_a_model_class_registers_too():
     assert {"cab", "cab_dense"} <= set(fresh(code))
 
 
-def test_importing_is_cheap_and_touches_no_gpu():
+def test_import_is_fast_and_loads_no_triton_and_no_cuda():
     code = (
         "import time, sys, transformers; start = time.perf_counter(); import cab_hf;"
         "print(time.perf_counter() - start);"

@@ -1,4 +1,4 @@
-"""Plans by hand: which blocks, which tokens, which lists."""
+"""Handwritten plans: blocks, token masks and lists."""
 
 import dataclasses
 
@@ -12,12 +12,12 @@ from cab_hf.plan import BlockIndices, BlockPlan, KeyRanges, block_visibility
 
 @pytest.fixture
 def plan():
-    """Six queries over six keys, blocks of 2 x 2; the last row skips the middle key block."""
+    """Return a plan of six queries and six keys in 2 x 2 blocks; the last row skips a block."""
     keep = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)[None, None]
     return BlockPlan.from_dense(keep, KeyRanges.causal(1, 6, 6, "cpu"), query_block=2, key_block=2)
 
 
-def test_lists_by_hand(plan):
+def test_block_indices_of_handwritten_plan(plan):
     assert plan.full.counts.tolist() == [[[0, 1, 1]]]
     assert plan.full.indices.tolist() == [[[[0, 0, 0], [0, 0, 0], [0, 0, 0]]]]
     assert plan.partial.counts.tolist() == [[[1, 1, 1]]]
@@ -25,7 +25,7 @@ def test_lists_by_hand(plan):
     require_valid(plan)
 
 
-def test_token_mask_by_hand(plan):
+def test_token_mask_of_handwritten_plan(plan):
     assert plan.token_mask()[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
@@ -37,13 +37,13 @@ def test_token_mask_by_hand(plan):
     assert torch.equal(plan.token_mask(3, 5), plan.token_mask()[:, :, 3:5])
 
 
-def test_density_by_hand(plan):
+def test_density_of_handwritten_plan(plan):
     attended, causal = plan.pairs()
     assert (int(attended), int(causal)) == (17, 21)
     assert plan.density() == 17 / 21
 
 
-def test_what_spans_say_is_found_once_for_all_layers(plan):
+def test_derived_range_tensors_are_cached_across_layers(plan):
     ranges = plan.ranges
     before = ranges.rows(2), ranges.blocked(2), ranges.pairs()
     density = plan.density()
@@ -58,7 +58,7 @@ def test_what_spans_say_is_found_once_for_all_layers(plan):
     ]
 
 
-def test_transpose_by_hand(plan):
+def test_transpose_of_handwritten_plan(plan):
     full, partial = (part.transpose(plan.kv_blocks) for part in (plan.full, plan.partial))
     assert full.counts.tolist() == [[[2, 0, 0]]]
     assert full.indices[0, 0, 0, :2].tolist() == [1, 2]
@@ -66,7 +66,7 @@ def test_transpose_by_hand(plan):
 
 
 @pytest.mark.parametrize("width", [None, 7])
-def test_lists_and_dense_are_inverse(width):
+def test_from_dense_and_to_dense_are_inverse(width):
     chosen = torch.rand(2, 3, 5, 11, generator=torch.Generator().manual_seed(0)) < 0.4
     lists = BlockIndices.from_dense(chosen, width and int(chosen.sum(-1).max()))
     assert torch.equal(lists.to_dense(11), chosen)
@@ -75,7 +75,7 @@ def test_lists_and_dense_are_inverse(width):
 
 @pytest.mark.parametrize("blocks", [(32, 16), (16, 32), (16, 16)], ids=str)
 @pytest.mark.parametrize("lengths", [(1, 1), (15, 15), (16, 16), (17, 17), (205, 205), (40, 131)])
-def test_density_counts_the_token_mask(lengths, blocks):
+def test_density_equals_token_mask_count(lengths, blocks):
     ranges = KeyRanges.causal(2, *lengths, "cpu")
     complete = BlockPlan.causal(ranges, 3, *blocks)
     keep = torch.rand(complete.to_dense().shape, generator=torch.Generator().manual_seed(1)) < 0.5
@@ -86,14 +86,14 @@ def test_density_counts_the_token_mask(lengths, blocks):
     assert int(complete.pairs()[1]) == int(complete.token_mask().sum())
 
 
-def test_a_plan_never_lists_what_causality_forbids():
+def test_from_dense_drops_invisible_blocks():
     ranges = KeyRanges.causal(1, 64, 64, "cpu")
     keep = torch.ones(1, 1, 4, 4, dtype=torch.bool)
     plan = BlockPlan.from_dense(keep, ranges, query_block=16, key_block=16)
     assert torch.equal(plan.to_dense(), block_visibility(ranges, 16, 16).unsqueeze(1))
 
 
-def test_from_dense_names_the_shape_it_wants():
+def test_from_dense_with_wrong_shape_raises():
     with pytest.raises(ValueError, match=r"bool \[B, H, 3, 3\]"):
         BlockPlan.from_dense(
             torch.ones(1, 1, 2, 3, dtype=torch.bool),
@@ -111,7 +111,7 @@ def test_from_dense_names_the_shape_it_wants():
         pytest.param([[-1, 3]], [[-1, 0]], {0, 3}, id="gaps"),
     ],
 )
-def test_rows_that_are_to_attend_everything_too(before, rows, after):
+def test_complete_rows_attend_all_blocks(before, rows, after):
     ranges = KeyRanges.causal(1, 16, 16, "cpu")
     keep = torch.eye(4, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
     before = None if before is None else torch.tensor(before)
@@ -138,7 +138,7 @@ def layout(valid=None, document=None, q_length=None, align=4):
     )
 
 
-def test_padding_is_closed_up_by_hand():
+def test_layout_removes_padding():
     it = layout(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [1, 0, 0, 1]]).bool())
     assert it.ranges.end.tolist() == [[0, 1, -1, -1], [0, 1, 2, -1], [0, 1, -1, -1]]
     x = torch.arange(1.0, 5)[None, None, :, None].expand(3, 1, 4, 1)
@@ -150,12 +150,12 @@ def test_padding_is_closed_up_by_hand():
     ]
 
 
-def test_a_chunk_behind_padding_keeps_its_place_in_the_text():
+def test_chunk_after_padding_keeps_block_alignment():
     it = layout(torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]).bool(), q_length=2)
     assert it.ranges.end.tolist() == [[1, 2], [4, 5]]
 
 
-def test_documents_start_at_block_borders_by_hand():
+def test_layout_aligns_documents_to_blocks():
     it = layout(document=torch.tensor([[0, 0, 1, 1, 1, 2]]))
     assert it.ranges.end.tolist() == [[0, 1, -1, -1, 4, 5, 6, -1, 8]]
     assert it.ranges.start.tolist()[0][4:7] == [4, 4, 4]

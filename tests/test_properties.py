@@ -1,4 +1,4 @@
-"""What holds for any text, however it is padded, packed, cut into chunks and budgeted.
+"""Properties of attention for all paddings, packings, chunks and budgets.
 
 2,000 cases, always the same, of which `make test` draws a quarter; ``CASES=20000`` draws as many
 others.
@@ -35,7 +35,7 @@ EVERYTHING = {"mass_threshold": 0.0, "max_density": 1.0}
 
 
 def cases(share):
-    """That share of all cases; small ones are not sought, they are small anyhow."""
+    """Run this share of all cases, without shrinking, because cases are small."""
     return settings(
         max_examples=int((CASES or FIXED) * share),
         derandomize=not CASES,
@@ -57,7 +57,7 @@ class Heads(NamedTuple):
     seed: int
 
     def draw(self, batch, length):
-        """q, k and v whose blocks differ, as a model hands them over."""
+        """Return q, k and v with different blocks and the strides of a model."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def normal(heads):
@@ -67,8 +67,24 @@ class Heads(NamedTuple):
         return 2 * normal(self.query), 2 * normal(self.key), normal(self.key)
 
 
+class Features(NamedTuple):
+    """Window in tokens, seed of one sink per query head, and soft cap of a layer; None without."""
+
+    window: int | None = None
+    sinks: int | None = None
+    softcap: float | None = None
+
+    def arguments(self, heads, dtype):
+        """Return keyword arguments for `attend` and `masked`."""
+        arguments = {"softcap": self.softcap}
+        if self.sinks is not None:
+            generator = torch.Generator().manual_seed(self.sinks)
+            arguments["sinks"] = torch.randn(heads, generator=generator).to(dtype)
+        return arguments
+
+
 class Row(NamedTuple):
-    """One row of a batch: its padding before, inside and behind, and its documents' lengths."""
+    """One row of a batch: padding before, inside and after it, and lengths of its documents."""
 
     left: int
     hole: int
@@ -80,7 +96,7 @@ class Row(NamedTuple):
         return sum(self.lengths)
 
     def document(self):
-        """[N]: which document a slot belongs to, -1 for padding."""
+        """Return the document of each slot, [N]; -1 for padding."""
         ids = torch.repeat_interleave(torch.tensor(self.lengths))
         middle = self.tokens // 2
 
@@ -92,14 +108,14 @@ class Row(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Documents [B, N] as in `Row.document`, and what tells of them."""
+    """Documents [B, N] as in `Row.document`, and the arguments that describe them."""
 
     document: torch.Tensor
     given_by: str
 
     @property
     def arguments(self):
-        """Those of `attend`."""
+        """Return keyword arguments for `attend`."""
         real = self.document >= 0
         filled = torch.where(real, self.document, 0)
         # padding belongs to the document before it
@@ -119,14 +135,16 @@ class Batch(NamedTuple):
         positions = torch.where(real, rank - first, torch.arange(real.shape[1]).flip(0))
         return arguments | {"positions": positions}
 
-    @property
-    def seen(self):
-        """bool [B, 1, N, N]: a real token of the same document, not behind the query."""
+    def seen(self, window=None):
+        """Return visible pairs, bool [B, 1, N, N]: earlier real tokens of the same document."""
         same = self.document.unsqueeze(-1) == self.document.unsqueeze(-2)
-        return (same & (self.document >= 0).unsqueeze(-2)).tril().unsqueeze(1)
+        visible = (same & (self.document >= 0).unsqueeze(-2)).tril()
+        if window is not None:
+            visible = visible.triu(1 - window)
+        return visible.unsqueeze(1)
 
     def texts(self):
-        """(row, slots) of every document."""
+        """Yield (row, slots) of every document."""
         for row, document in enumerate(self.document):
             for one in range(int(document.max()) + 1):
                 yield row, (document == one).nonzero().flatten()
@@ -141,6 +159,15 @@ def heads(draw):
         dim=draw(st.sampled_from((8, 16, 16, 64))),
         dtype=draw(st.sampled_from((torch.float32, torch.bfloat16))),
         seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@st.composite
+def features(draw):
+    return Features(
+        window=draw(st.sampled_from((None, None, 1, 20, 70))),
+        sinks=draw(st.one_of(st.none(), st.integers(0, 2**16))),
+        softcap=draw(st.sampled_from((None, None, 5.0, 50.0))),
     )
 
 
@@ -173,7 +200,7 @@ def batches(draw, longest=120):
 
 @st.composite
 def budgets(draw, **fixed):
-    """Settings of any kind."""
+    """Draw settings of all predictors."""
     query_block, key_block = draw(st.sampled_from(BLOCKS))
     fields = {
         "query_block": query_block,
@@ -197,7 +224,19 @@ def budgets(draw, **fixed):
 
 
 def attend(
-    config, q, k, v, past=0, real=None, positions=None, ends=None, sparse=True, by_mask=False
+    config,
+    q,
+    k,
+    v,
+    past=0,
+    real=None,
+    positions=None,
+    ends=None,
+    sparse=True,
+    by_mask=False,
+    window=None,
+    sinks=None,
+    softcap=None,
 ):
     """Return the output of "cab", [B, N, H, D], called as by a layer of a model.
 
@@ -208,24 +247,43 @@ def attend(
     if by_mask:
         record_positions(positions)
         positions = None
-    mask = cab_mask(q.shape[0], q.shape[2], k.shape[2], q_offset=past, attention_mask=real)
+    mask = cab_mask(
+        q.shape[0],
+        q.shape[2],
+        k.shape[2],
+        q_offset=past,
+        attention_mask=real,
+        local_size=window,
+    )
     function = cab_attention if sparse else cab_dense_attention
     fields = {"position_ids": positions, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    fields |= {"s_aux": sinks, "softcap": softcap}
     return function(LAYER, q, k, v, mask, **fields)[0]
 
 
-def masked(q, k, v, seen):
+def masked(q, k, v, seen, sinks=None, softcap=None):
     """[B, N, H, D]: softmax over the keys of ``seen``, bool [B, 1 or H, N_q, N_k]; 0 for none."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     blind = ~seen.any(-1, keepdim=True)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | blind)
+    if sinks is None and softcap is None:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen | blind)
+    else:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        logits = (q @ k.mT).to(wide) * q.shape[-1] ** -0.5
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits.masked_fill(~(seen | blind), -torch.inf)
+        if sinks is not None:
+            column = sinks.to(wide).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, column], dim=-1)
+        out = logits.softmax(-1)[..., : k.shape[2]].to(q.dtype) @ v
     return out.masked_fill(blind, 0.0).transpose(1, 2)
 
 
-def assert_is(actual, q, k, v, seen, kept):
-    """Of ``kept``, bool [B, N]: at most twice the error that plain PyTorch makes."""
-    exact = masked(*(x.double() for x in (q, k, v)), seen)
-    plain = masked(q, k, v, seen)
+def assert_is(actual, q, k, v, seen, kept, **features):
+    """Assert at most twice the error of plain PyTorch at the tokens ``kept``, bool [B, N]."""
+    exact = masked(*(x.double() for x in (q, k, v)), seen, **features)
+    plain = masked(q, k, v, seen, **features)
     assert actual.dtype == q.dtype and torch.isfinite(actual).all()
     error, usual = ((x.double() - exact)[kept].abs().max() for x in (actual, plain))
     assert error <= 2 * (usual + EPS[q.dtype] * exact.abs().max())
@@ -241,33 +299,35 @@ def assert_same(actual, expected):
 
 @cases(0.25)
 @given(st.data())
-def test_everything_is_plain_attention(data):
-    """Threshold 0, and "cab_dense": every layout against a mask of whole tokens."""
-    shape, batch = data.draw(heads()), data.draw(batches())
+def test_full_budget_equals_masked_attention(data):
+    """Threshold 0 and "cab_dense" equal a token mask in every layout."""
+    shape, batch, layer = data.draw(heads()), data.draw(batches()), data.draw(features())
     config = data.draw(budgets(**EVERYTHING))
     q, k, v = shape.draw(*batch.document.shape)
-    out = attend(config, q, k, v, **batch.arguments, sparse=data.draw(st.booleans()))
-    assert_is(out, q, k, v, batch.seen, batch.document >= 0)
+    more, sparse = layer.arguments(shape.query, shape.dtype), data.draw(st.booleans())
+    out = attend(config, q, k, v, **batch.arguments, **more, sparse=sparse, window=layer.window)
+    assert_is(out, q, k, v, batch.seen(layer.window), batch.document >= 0, **more)
 
 
 @cases(0.3)
 @given(st.data())
-def test_a_text_is_answered_as_it_is_alone(data):
-    """Whatever is padded to it or packed with it, at any budget."""
+def test_padded_and_packed_sequences_equal_single_sequences(data):
+    """Padding and packing change no sequence, at any budget."""
     shape, batch = data.draw(heads()), data.draw(batches())
     predictor = data.draw(st.sampled_from(("rows",) * 5 + ("streaming", "oracle")))
     config = data.draw(budgets(predictor=predictor))
     q, k, v = shape.draw(*batch.document.shape)
-    out = attend(config, q, k, v, **batch.arguments)
+    more = data.draw(features()).arguments(shape.query, shape.dtype)
+    out = attend(config, q, k, v, **batch.arguments, **more)
     for row, slots in batch.texts():
-        alone = attend(config, *(x[row : row + 1, :, slots] for x in (q, k, v)))
+        alone = attend(config, *(x[row : row + 1, :, slots] for x in (q, k, v)), **more)
         assert_same(out[row : row + 1, slots], alone)
 
 
 @cases(0.1)
 @given(st.data())
-def test_a_key_of_nan_reaches_every_query_that_may_attend_to_it(data):
-    """At any budget and in every layout, and no other row or head of the batch."""
+def test_nan_key_reaches_all_queries_that_see_it(data):
+    """This holds at any budget and layout; other rows and heads stay finite."""
     shape, batch = data.draw(heads()), data.draw(batches())
     predictor = data.draw(st.sampled_from(("rows", "rows", "frc")))
     config = data.draw(budgets(predictor=predictor))
@@ -277,7 +337,7 @@ def test_a_key_of_nan_reaches_every_query_that_may_attend_to_it(data):
     k[row, head, slot, data.draw(st.integers(0, shape.dim - 1))] = torch.nan
     out = attend(config, q, k, v, **batch.arguments)
     spoilt = out[row].unflatten(1, (shape.key, -1))
-    seen = batch.seen[row, 0]
+    seen = batch.seen()[row, 0]
     # PyTorch's attention of a query whose logits are all NaN is 0 for few keys
     assert spoilt[seen[:, slot] & (seen.sum(-1) > 1), head].isnan().all()
     assert out[torch.arange(len(out)) != row].isfinite().all()
@@ -286,8 +346,8 @@ def test_a_key_of_nan_reaches_every_query_that_may_attend_to_it(data):
 
 @cases(0.15)
 @given(st.data())
-def test_a_plan_is_what_is_attended(data):
-    """The predictor's plan as a mask of tokens, and what no budget takes away."""
+def test_output_equals_attention_under_token_mask_of_plan(data):
+    """The plan as a token mask includes all blocks that every budget must select."""
     shape, length = data.draw(heads()), data.draw(st.integers(1, 160))
     config = data.draw(budgets(min_length=0))
     q, k, v = shape.draw(1, length)
@@ -312,8 +372,8 @@ def test_a_plan_is_what_is_attended(data):
 
 @cases(0.1)
 @given(st.data())
-def test_chunks_of_whole_query_blocks_are_one_prefill(data):
-    """Without tails; a rest of less than a query block is exact."""
+def test_chunks_of_whole_query_blocks_equal_one_prefill(data):
+    """Without dense tails; a rest below one query block is dense."""
     shape = data.draw(heads())
     plain = {"dense_tail_blocks": 0, "min_length": 0}
     config = data.draw(budgets(**plain))
@@ -348,20 +408,22 @@ def test_chunks_of_whole_query_blocks_are_one_prefill(data):
 
 @cases(0.2)
 @given(st.data())
-def test_any_chunks_of_everything_are_plain_attention(data):
+def test_chunks_at_full_budget_equal_masked_attention(data):
     shape = data.draw(heads())
     config = data.draw(budgets(**EVERYTHING))
     row = Row(data.draw(st.integers(0, 40)), 0, 0, (data.draw(st.integers(1, 120)),))
     batch = Batch(torch.stack([row.document()]), "positions, ones")
     total = batch.document.shape[1]
     q, k, v = shape.draw(1, total)
-    sparse = data.draw(st.booleans())
+    sparse, layer = data.draw(st.booleans()), data.draw(features())
+    more = layer.arguments(shape.query, shape.dtype)
     cache, pieces, start = DynamicCache(), [], 0
     while start < total:
         stop = min(total, start + data.draw(st.integers(1, 90)))
         keys, values = cache.update(k[:, :, start:stop], v[:, :, start:stop], 0)
         real = batch.document[:, :stop] >= 0
-        arguments = {"past": start, "real": real, "sparse": sparse}
-        pieces.append(attend(config, q[:, :, start:stop], keys, values, **arguments))
+        arguments = {"past": start, "real": real, "sparse": sparse, "window": layer.window}
+        pieces.append(attend(config, q[:, :, start:stop], keys, values, **arguments, **more))
         start = stop
-    assert_is(torch.cat(pieces, 1), q, k, v, batch.seen, batch.document >= 0)
+    seen = batch.seen(layer.window)
+    assert_is(torch.cat(pieces, 1), q, k, v, seen, batch.document >= 0, **more)

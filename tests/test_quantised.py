@@ -73,7 +73,7 @@ def answers(model):
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
-def test_quantised_weights_are_attended_as_by_sdpa(saved, kind):
+def test_quantised_weights_match_sdpa(saved, kind):
     config, apart = WEIGHTS[kind]
 
     def loaded(**options):
@@ -92,12 +92,12 @@ def require_as_by_sdpa(loaded, apart):
     assert cab_hf.stats(model)[0]["density"] < 0.95
 
 
-def test_torchao_rounds_inputs_where_that_is_compiled(monkeypatch):
+def test_compiled_torchao_rounding_is_accurate(monkeypatch):
     place = pytest.importorskip("torchao.quantization.quantize_.workflows.float8.float8_tensor")
     names = ("_choose_scale_float8", "_quantize_affine_float8")
     before = [getattr(place, name) for name in names]
     for name, function in zip(names, before, strict=True):
-        # restored behind the test
+        # monkeypatch restores the functions after the test
         monkeypatch.setattr(place, name, function)
     quantised._compile_rounding.__wrapped__()
     assert all(getattr(place, n) is not each for n, each in zip(names, before, strict=True))
@@ -107,14 +107,14 @@ def test_torchao_rounds_inputs_where_that_is_compiled(monkeypatch):
         assert rounded.qdata.dtype == torch.float8_e4m3fn
         scale = x.abs().amax(-1, keepdim=True).float() / 448
         torch.testing.assert_close(rounded.scale, scale, rtol=2**-8, atol=0)
-        # three bits behind the first one
+        # three mantissa bits
         close = {"rtol": 2**-4, "atol": 2**-10 * scale.max().item()}
         torch.testing.assert_close(rounded.qdata.float() * rounded.scale, x.float(), **close)
 
 
 # of which activations are rounded too where both have 8 bits
 @pytest.mark.parametrize(("scheme", "apart"), [("W4A16", 1e-4), ("W8A8", 0.05)])
-def test_compressed_weights_are_attended_as_by_sdpa(tmp_path, scheme, apart):
+def test_compressed_weights_match_sdpa(tmp_path, scheme, apart):
     pytest.importorskip("compressed_tensors")
     model = tiny_model(**SIZES)
     compress(model, scheme, tmp_path)
@@ -162,7 +162,7 @@ def four_bits():
     return {"backend": "quanto", "nbits": 4, "residual_length": 32}
 
 
-def test_a_sparse_prompt_does_not_depend_on_a_quantised_cache(four_bits):
+def test_quantised_cache_does_not_change_sparse_prefill(four_bits):
     model, ids = sparse_model(), tokens(1, LENGTH)
     with torch.no_grad():
         plain, quantised = (
@@ -175,7 +175,7 @@ def test_a_sparse_prompt_does_not_depend_on_a_quantised_cache(four_bits):
     assert torch.equal(plain, quantised)
 
 
-def test_sparse_decoding_over_a_quantised_cache_says_that_it_is_dense(four_bits, monkeypatch):
+def test_sparse_decode_with_quantised_cache_warns_and_is_dense(four_bits, monkeypatch):
     monkeypatch.setattr(checks, "_warned", set())
     model, ids = sparse_model(), tokens(1, LENGTH)
     given = {"cache_implementation": "quantized", "cache_config": four_bits}

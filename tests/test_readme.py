@@ -55,7 +55,7 @@ def on_this_machine(block):
     return block.replace('"cuda"', '"cpu"').replace("* 1150", "* 20")
 
 
-def test_the_python_of_the_readme_runs(hub, capsys):
+def test_python_blocks_of_readme_run(hub, capsys):
     place, printed = {}, []
     with torch.no_grad():
         for block in BLOCKS:
@@ -70,7 +70,7 @@ def test_the_python_of_the_readme_runs(hub, capsys):
 
 
 @SERVING
-def test_the_guide_shows_the_output_of_describe():
+def test_guide_shows_current_output_of_describe():
     with torch.device("meta"):
         model = LlamaForCausalLM(LLAMA).eval()
     model.set_attn_implementation("cab")
@@ -78,7 +78,7 @@ def test_the_guide_shows_the_output_of_describe():
     assert f"```\n{says}\n```" in GUIDE
 
 
-def test_the_readme_names_models_that_need_no_hub():
+def test_readme_models_load_without_hub():
     names = re.findall(r'load_model\("([^"]+)"\)', PAGE)
     assert names and all(models.is_made(name) for name in names)
     for name, folder in models.ADAPTED.items():
@@ -88,7 +88,7 @@ def test_the_readme_names_models_that_need_no_hub():
         assert "cab_config" not in base, "the model uses the default, not the settings of training"
 
 
-def test_the_readme_has_the_defaults():
+def test_readme_states_current_defaults():
     config = CabConfig()
     assert f"Below {config.min_length:,} tokens (`min_length`)" in PAGE
     assert f"queries are cut into blocks of {config.query_block} and keys into" in PAGE
@@ -111,7 +111,7 @@ def anchors(page):
     + sorted((ROOT / "docs").glob("*.md")),
     ids=lambda page: str(page.relative_to(ROOT)),
 )
-def test_links_of_a_page_resolve(page):
+def test_page_links_resolve(page):
     for path, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
         if path.startswith("https://"):
             continue

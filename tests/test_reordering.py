@@ -1,4 +1,4 @@
-"""Tokens moved into a layout and back, against indices for each number and their derivatives."""
+"""Permutation of tokens into a layout and back, against elementwise indices."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ TEXTS = {
 LAYOUTS = {
     "by-token": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "by-head": lambda x: x.contiguous(),
-    # queries beside keys and values
+    # queries in one projection with keys and values
     "of-one-projection": lambda x: (
         torch.cat((x, x), 1).transpose(1, 2).contiguous().narrow(2, 0, HEADS).transpose(1, 2)
     ),
@@ -38,7 +38,7 @@ def layout_of(text):
 
 
 def by_number(x, index):
-    """Rows of x [B, H, N, D] by flat indices over the batch, an index for each number."""
+    """Gather rows of x [B, H, N, D] by an index per element."""
     batch, heads, _, dim = x.shape
     index = index.view(batch, -1)
     index = index - (torch.arange(batch) * x.shape[2])[:, None]
@@ -64,7 +64,7 @@ def noise(length, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_tokens_and_their_gradients_are_those_of_an_index_for_each_number(text, layout, dtype):
+def test_permutation_and_gradients_match_elementwise_index(text, layout, dtype):
     order = layout_of(text).query_order
     tokens, places = TEXTS[text][0], order.vacant.shape[1]
     x = LAYOUTS[layout](noise(tokens, dtype)).requires_grad_()
@@ -81,7 +81,7 @@ def test_tokens_and_their_gradients_are_those_of_an_index_for_each_number(text, 
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_attention_in_a_layout_is_the_same_to_the_bit(text):
+def test_attention_in_layout_is_bit_identical(text):
     laid = layout_of(text)
     orders = laid.query_order, laid.key_order, laid.key_order
     leaves = [x.requires_grad_() for x in qkv(2, q_length=TEXTS[text][0], kv_length=LENGTH, dim=16)]
@@ -96,8 +96,8 @@ def test_attention_in_a_layout_is_the_same_to_the_bit(text):
     assert all(map(torch.equal, attended(TokenPermutation.apply, TokenPermutation.undo), meant))
 
 
-def test_a_place_without_a_token_has_no_gradient():
-    """Not even where it is no number."""
+def test_empty_slot_has_zero_gradient():
+    """The gradient is zero even if the output gradient is NaN there."""
     order = layout_of("packed").key_order
     x = noise(LENGTH).requires_grad_()
     grad = noise(order.vacant.shape[1]).masked_fill(order.vacant[:, None, :, None], torch.nan)
@@ -106,13 +106,13 @@ def test_a_place_without_a_token_has_no_gradient():
 
 
 @pytest.mark.parametrize("text", ["left-padded", "packed-padded"])
-def test_there_and_back_is_differentiable_twice(text):
+def test_round_trip_is_twice_differentiable(text):
     order = layout_of(text).query_order
     x = torch.randn(2, 1, LENGTH, 1, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: order.undo(order.apply(x).square()), x)
 
 
-def test_moving_compiles_without_a_break():
+def test_permutation_compiles_without_graph_break():
     order = layout_of("left-padded").query_order
     x = noise(LENGTH).requires_grad_()
 

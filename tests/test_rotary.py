@@ -1,4 +1,4 @@
-"""Which channels turn slowest, seen from the attention layers of models."""
+"""The channels with the slowest rotation, for attention layers of several models."""
 
 import sys
 from functools import partial
@@ -42,7 +42,7 @@ NEIGHBOURS = tuple(range(32, 64))
 
 
 def attention_of(model):
-    """The first attention layer of a model."""
+    """Return the first attention layer of a model."""
     return next(
         each for name, each in model.named_modules() if name.endswith(("attn", "attention"))
     )
@@ -64,8 +64,8 @@ def made(config_class, model_class, **fields):
         pytest.param(NEIGHBOURS, lambda: made(Ernie4_5Config, Ernie4_5ForCausalLM), id="ernie"),
     ],
 )
-def test_they_are_those_that_the_model_turns_least(channels, make):
-    """By what its own rotation does to a vector from one position to the next."""
+def test_slow_channels_are_those_with_lowest_measured_rotation(channels, make):
+    """The reference measures the model's rotation of a vector between two positions."""
     model = make()
     assert slow_channels(attention_of(model), 64) == channels
     rotary = next(each for name, each in model.named_modules() if name.endswith("rotary_emb"))
@@ -86,11 +86,11 @@ def test_they_are_those_that_the_model_turns_least(channels, make):
         pytest.param(lambda: made(GPTNeoXConfig, GPTNeoXForCausalLM), 64, id="neox-in-part"),
     ],
 )
-def test_all_channels_where_half_are_not_known(make, head_dim):
+def test_unknown_rotation_keeps_all_channels(make, head_dim):
     assert slow_channels(attention_of(make()), head_dim) == ()
 
 
-def test_all_channels_of_what_is_rotated_by_nobody():
+def test_no_rotation_keeps_all_channels():
     # a module of torch has no rotate_half
     assert slow_channels(nn.Linear(2, 2), 64) == ()
     # nor has one that is asked without a model
@@ -112,7 +112,7 @@ def test_all_channels_of_what_is_rotated_by_nobody():
         ),
     ],
 )
-def test_what_a_config_says(fields, channels):
+def test_slow_channels_of_config_variants(fields, channels):
     module = attention_of(tiny_model(head_dim=64))
     for name, value in fields.items():
         setattr(module.config, name, value)
@@ -121,19 +121,19 @@ def test_what_a_config_says(fields, channels):
 
 
 @pytest.mark.parametrize(("head_dim", "count"), [(32, 0), (62, 0), (64, 32), (80, 40), (128, 64)])
-def test_half_of_large_heads(head_dim, count):
+def test_large_heads_score_half_of_the_channels(head_dim, count):
     assert len(slow_channels(attention_of(tiny_model(head_dim=64)), head_dim)) == count
 
 
 def test_layers_without_rotation_keep_all_channels():
-    """SmolLM3 rotates nothing in every fourth layer."""
+    """Every fourth layer of SmolLM3 has no rotation."""
     model = tiny_model("smollm3", head_dim=64, num_hidden_layers=4)
     layers = [each for each in model.modules() if isinstance(each, SmolLM3Attention)]
     assert [slow_channels(layer, 64) for layer in layers] == [HALVES] * 3 + [()]
 
 
 @pytest.mark.parametrize("family", ["Cohere2", "Exaone4"])
-def test_layers_without_window_keep_all_channels_where_only_windows_rotate(family):
+def test_unrotated_full_attention_layers_keep_all_channels(family):
     kinds = ["sliding_attention", "full_attention"]
     config = getattr(transformers, f"{family}Config")
     fields = {"num_hidden_layers": 2, "layer_types": kinds, "sliding_window": 16}
@@ -144,7 +144,7 @@ def test_layers_without_window_keep_all_channels_where_only_windows_rotate(famil
     assert [bool(slow_channels(layer, 64)) for layer in layers] == [True, False]
 
 
-def test_a_model_scores_them(monkeypatch):
+def test_prefill_scores_slow_channels(monkeypatch):
     scored = []
     own = cab_hf.predictors.RowsPredictor.encode_keys
 
@@ -160,7 +160,7 @@ def test_a_model_scores_them(monkeypatch):
 
 
 @pytest.mark.slow
-def test_it_compiles_without_a_graph_break():
+def test_slow_channels_compile_without_graph_break():
     model, ids = tiny_model(head_dim=64, num_hidden_layers=1), tokens(1, 150)
     with cab_hf.cab(model, SPARSE), torch.no_grad():
         expected = model(ids).logits

@@ -1,4 +1,4 @@
-"""Tasks: what they ask can be answered from the prompt, by that alone, and at any length."""
+"""Tasks: the prompt contains the answers once, at every length."""
 
 import re
 from collections import Counter
@@ -96,7 +96,7 @@ READERS = {
 
 @tasks
 @pytest.mark.parametrize("sentences", [NOISE, split_sentences(TEXT)], ids=["noise", "text"])
-def test_the_prompt_has_the_answers(name, sentences):
+def test_prompt_contains_the_answers(name, sentences):
     for index in range(4):
         example = example_of(name, index=index, sentences=sentences)
         text, question = text_of(example.tokens[: example.prompt]).split(f" {END}\n\n")
@@ -104,18 +104,18 @@ def test_the_prompt_has_the_answers(name, sentences):
 
 
 @tasks
-def test_answers_stand_where_the_spans_say(name):
+def test_spans_locate_answers(name):
     example = example_of(name)
     said = [text_of(example.tokens[slice(*span)]).strip() for span in example.answers]
     assert said == list(example.replies)
     assert example.answers[0][0] == example.prompt
-    # the prompt ends with the beginning of an answer, and behind the answers there is nothing
+    # the prompt ends with the start of an answer, and nothing follows the answers
     behind = text_of(example.tokens[example.prompt :])
     assert behind.strip() == f"{', '.join(example.replies)}."
 
 
 @pytest.mark.parametrize("name", HIDING)
-def test_an_answer_is_nowhere_but_in_its_needles(name):
+def test_answer_occurs_only_in_needles(name):
     for index in range(4):
         example = example_of(name, index=index)
         needles = text_of([t for span in example.needles for t in example.tokens[slice(*span)]])
@@ -145,18 +145,18 @@ def test_prompt_and_answers_have_the_length(name, tokenizer):
 
 
 @pytest.mark.parametrize("name", HIDING)
-def test_no_two_examples_hide_at_the_same_depths(name):
+def test_needle_depths_differ_between_examples(name):
     examples = [example_of(name, "words", index=index) for index in range(24)]
     assert len({example.needles for example in examples}) == 24
     if len(examples[0].needles) > 1:
         return
     starts = sorted(example.needles[0][0] / LENGTH for example in examples)
-    # as evenly as so many places can
+    # depths are evenly spaced
     gaps = [b - a for a, b in zip([0, *starts], [*starts, 1], strict=True)]
     assert min(gaps[1:-1]) > 0 and max(gaps) < 0.2
 
 
-def test_two_facts_stand_apart_in_either_order():
+def test_two_facts_occur_in_both_orders():
     orders = set()
     for index in range(12):
         (deputy, _), (key, _) = example_of("two_facts", index=index).needles
@@ -165,7 +165,7 @@ def test_two_facts_stand_apart_in_either_order():
     assert orders == {True, False}
 
 
-def test_alike_keys_differ_in_one_digit():
+def test_similar_keys_differ_in_one_digit():
     text = text_of(example_of("alike_keys").tokens)
     asked = re.search(r"for locker (\d+)\?", text)[1]
     lockers = set(re.findall(r"The pass key for locker (\d+) is \d+\. ", text)) - {asked}
@@ -174,7 +174,7 @@ def test_alike_keys_differ_in_one_digit():
         assert sum(a != b for a, b in zip(locker, asked, strict=True)) == 1
 
 
-def test_common_words_are_as_often_as_in_ruler_in_a_long_list():
+def test_common_word_counts_match_ruler():
     example = example_of("common_words", length=9000)
     text = text_of(example.tokens[: example.prompt]).partition(f" {END}")[0]
     counts = Counter(Counter(listed(text)).values())
@@ -186,7 +186,7 @@ def test_common_words_are_as_often_as_in_ruler_in_a_long_list():
 
 @tasks
 @pytest.mark.parametrize("change", ["index", "seed", "length"])
-def test_an_example_is_a_function_of_its_place(name, change):
+def test_example_depends_on_seed_and_index_only(name, change):
     place = {"length": LENGTH, "index": 0, "seed": 0}
     example = example_of(name, **place)
     assert example_of(name, **place, sentences=list(NOISE)) == example
@@ -195,7 +195,7 @@ def test_an_example_is_a_function_of_its_place(name, change):
 
 
 @tasks
-def test_special_tokens_stand_before_a_prompt_once(name):
+def test_prompt_starts_with_special_tokens_once(name):
     tokenizer = TOKENIZERS["merging"]
     tokens = example_of(name).tokens
     assert tokens[0] == tokenizer.bos_token_id
@@ -203,7 +203,7 @@ def test_special_tokens_stand_before_a_prompt_once(name):
 
 
 @tasks
-def test_a_chat_template_is_used(name):
+def test_prompt_uses_chat_template(name):
     example = example_of(name, "chat")
     text = TOKENIZERS["chat"].decode(example.tokens)
     assert text.startswith("user : ") and text.count(" end assistant : ") == 1
@@ -211,14 +211,14 @@ def test_a_chat_template_is_used(name):
 
 @tasks
 @pytest.mark.parametrize("length", [40, 100])
-def test_a_length_without_room_is_refused(name, length):
+def test_too_short_length_raises(name, length):
     with pytest.raises(
         ValueError, match=f"length must have room for the task {name}, got {length}"
     ):
         example_of(name, length=length)
 
 
-def test_every_task_is_in_the_documentation():
+def test_docs_list_every_task():
     page = (Path(__file__).parents[1] / "docs" / "appendix.md").read_text()
     rows = [line.split("|")[1].strip(" `") for line in page.splitlines() if line.startswith("| `")]
     assert [row for row in rows if row in TASKS] == list(TASKS)

@@ -1,4 +1,4 @@
-"""Layers that mix tokens without attention: found by what they are, refused where they err."""
+"""Layers that mix tokens without attention: detection, and errors if unsupported."""
 
 import pytest
 import torch
@@ -30,28 +30,28 @@ ATTENTION_ALONE = "llama mixtral deepseek_v3 gemma3 gemma4 qwen3_moe olmo2 gpt2 
 
 
 @pytest.mark.parametrize("model_type", MIXERS)
-def test_a_model_with_other_mixers_is_refused_across_ranks(model_type, one_process):
+def test_other_token_mixers_raise_under_context_parallel(model_type, one_process):
     model = cab_hf.apply_cab(tiny_model(model_type), min_length=0)
     sentence = rf"mix tokens without attention \({MIXERS[model_type]}.*\); inside context_parallel"
     with pytest.raises(NotImplementedError, match=sentence), cab_hf.context_parallel(model):
         pass
-    # nothing of the block stays behind
+    # the block leaves no state
     model(torch.full((1, 8), FIRST_TOKEN))
 
 
 @pytest.mark.parametrize("model_type", ATTENTION_ALONE.split())
-def test_attention_is_no_other_mixer(model_type):
+def test_attention_layers_are_not_token_mixers(model_type):
     assert list(token_mixers(tiny_model(model_type))) == []
 
 
-def test_a_hybrid_without_its_other_layers_is_none():
+def test_hybrid_with_attention_layers_only_has_no_token_mixers():
     fields = {"layer_types": ["full_attention"] * 4}
     assert list(token_mixers(tiny_model("granitemoehybrid", **fields))) == []
 
 
 @pytest.mark.parametrize("attention", ["cab", "sdpa"])
 @pytest.mark.parametrize("what", ["", "--dry-run"], ids=["train", "dry-run"])
-def test_training_on_packed_documents_refuses_them(attention, what, tmp_path, capsys):
+def test_packed_training_raises_for_other_token_mixers(attention, what, tmp_path, capsys):
     tiny_model("bamba").save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     words = [*SMALL, "--model", str(tmp_path), "--attention", attention, *filter(None, [what])]

@@ -1,4 +1,4 @@
-"""Texts that go on: chunks of a prompt, questions behind one document, and chats."""
+"""Sequences that continue: prompt chunks, questions about one document, and chats."""
 
 import copy
 from dataclasses import replace
@@ -34,8 +34,8 @@ def whole(model, *parts):
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", "cropped"])
 @pytest.mark.parametrize("budget", ["full", "sparse"])
-def test_a_document_is_read_once_for_many_questions(kind, budget):
-    """Every question has a copy of the document's cache, or the cache is cropped behind it."""
+def test_document_cache_serves_several_questions(kind, budget):
+    """Every question has a copy of the document's cache, or the cache is cropped afterwards."""
     config = {"full": FULL, "sparse": replace(SPARSE, dense_tail_blocks=0)}[budget]
     model = cab_hf.apply_cab(tiny_model(), config)
     document, cache = tokens(1, DOCUMENT), cache_of(model, kind)
@@ -52,7 +52,7 @@ def test_a_document_is_read_once_for_many_questions(kind, budget):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_a_chat_is_one_text_at_full_budget(kind):
+def test_chat_turns_equal_one_sequence_at_full_budget(kind):
     model = cab_hf.apply_cab(tiny_model(), FULL)
     turns = [tokens(1, length, seed=length) for length in CHAT]
     cache = cache_of(model, kind)
@@ -61,7 +61,7 @@ def test_a_chat_is_one_text_at_full_budget(kind):
 
 
 @pytest.mark.parametrize("padding", [0, 40])
-def test_a_prompt_in_chunks_chooses_what_a_whole_one_does(padding):
+def test_chunked_generate_selects_same_blocks_as_one_prefill(padding):
     model = cab_hf.apply_cab(tiny_model(), SPARSE)
     ids = tokens(2, 352)
     seen = torch.ones_like(ids)
@@ -79,7 +79,7 @@ def test_a_prompt_in_chunks_chooses_what_a_whole_one_does(padding):
         torch.testing.assert_close(chunks, whole, rtol=1e-4, atol=1e-4)
 
 
-def test_a_call_reads_the_prompt_only_where_generate_prepared_it():
+def test_only_calls_prepared_by_generate_have_a_prompt():
     model, other = (cab_hf.apply_cab(tiny_model(num_hidden_layers=1)) for _ in range(2))
     config, ids, found = model.config, tokens(1, 8), []
     handle = model.model.register_forward_hook(
@@ -143,23 +143,23 @@ def check_that_chunks_are_one_call(length, tail, chunk=64, **fields):
         pytest.param(20, 64, id="less-than-a-block"),
     ],
 )
-def test_chunks_of_whole_query_blocks_choose_what_one_call_does(length, chunk, tail):
+def test_chunks_of_whole_query_blocks_select_same_blocks_as_one_call(length, chunk, tail):
     check_that_chunks_are_one_call(length, tail, chunk)
 
 
-def test_min_length_counts_a_prompt_that_is_read_in_chunks_as_a_whole():
+def test_min_length_counts_the_whole_chunked_prompt():
     check_that_chunks_are_one_call(300, 1, min_length=150)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tail", [1, 2])
-def test_chunks_of_whole_query_blocks_are_one_call_at_every_length(tail):
+def test_chunks_of_whole_query_blocks_equal_one_call_at_every_length(tail):
     for length in range(1, 601):
         check_that_chunks_are_one_call(length, tail)
 
 
-def test_query_blocks_are_counted_from_the_first_token_of_a_text():
-    # behind a chunk that ends inside of a block, the blocks are again those of one call
+def test_query_blocks_start_at_first_token_of_sequence():
+    # after a chunk that ends inside of a block, the blocks equal those of one call
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), replace(SPARSE, dense_tail_blocks=0))
     ids, cache = tokens(1, 256), cache_of(model, "dynamic")
     read(model, ids[:, :50], cache)
@@ -167,7 +167,7 @@ def test_query_blocks_are_counted_from_the_first_token_of_a_text():
     torch.testing.assert_close(found[:, 14:], whole(model, ids)[:, 64:], rtol=1e-4, atol=1e-4)
 
 
-def test_query_blocks_of_padded_rows_are_counted_from_their_first_tokens():
+def test_query_blocks_of_padded_rows_start_at_first_real_token():
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), replace(SPARSE, dense_tail_blocks=0))
     ids, cache, seen = tokens(2, 256), cache_of(model, "dynamic"), torch.ones(2, 256).long()
     seen[0, :45] = 0
@@ -183,7 +183,7 @@ def test_query_blocks_of_padded_rows_are_counted_from_their_first_tokens():
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
-def test_rows_of_a_prompt_in_chunks_end_where_each_of_them_ends(padding):
+def test_chunked_rows_have_separate_prompt_ends(padding):
     model = cab_hf.apply_cab(tiny_model(), SPARSE)
     long, short = tokens(1, 224), tokens(1, 160, seed=2)
     rows = slice(64, 224) if padding == "left" else slice(0, 160)
@@ -204,7 +204,7 @@ def test_rows_of_a_prompt_in_chunks_end_where_each_of_them_ends(padding):
         pytest.param({"num_beams": 2}, id="beams"),
     ],
 )
-def test_a_short_row_is_exact_in_chunks_before_its_right_padding(options):
+def test_short_right_padded_row_is_dense_in_chunks(options):
     fields = {"min_length": 200, "mass_threshold": 0.6, "share_threshold": 1.0}
     model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, **fields))
     short, ids, seen, found = tokens(1, 190), tokens(2, 400), torch.ones(2, 400).long(), []
@@ -229,7 +229,7 @@ ORIGIN = {"model": "llama", "layers": 4, "heads": 6, "kv_heads": 2, "length": 30
         pytest.param({"dense_layers": (3,), "sparse_decode": True}, id="sparse-steps"),
     ],
 )
-def test_drafts_of_the_first_layers_change_no_token(fields):
+def test_early_exit_drafts_do_not_change_tokens(fields):
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=4), replace(SPARSE, **fields))
     ids = tokens(1, 200)
     told = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, **GREEDY}
@@ -238,7 +238,7 @@ def test_drafts_of_the_first_layers_change_no_token(fields):
     assert model.config.num_hidden_layers == 4
 
 
-def test_a_draft_that_fails_leaves_the_model_whole():
+def test_failed_draft_restores_the_model():
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=4), SPARSE)
 
     def fail(*_):
@@ -250,18 +250,18 @@ def test_a_draft_that_fails_leaves_the_model_whole():
 
 
 @pytest.mark.parametrize("budget", ["dense-steps", "sparse-steps"])
-def test_a_last_chunk_of_one_token_is_no_step(budget):
+def test_last_chunk_of_one_token_is_not_a_decode_step(budget):
     sparse = {"sparse_decode": True, "decode_tokens": 128} if budget == "sparse-steps" else {}
     check_that_chunks_are_one_call(641, 1, 128, **sparse)
 
 
 def repeated(length, seed):
-    """A prompt in which drafts can be looked up."""
+    """Return a prompt with repetitions, for prompt-lookup drafts."""
     return tokens(1, max(8, length // 4), seed=seed).repeat(1, 5)[:, :length]
 
 
 def other_tokens(prompts, **fields):
-    """How many of some prompts are answered otherwise with a draft than without."""
+    """Count the prompts with other answers with a draft than without."""
     model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, **fields))
     assistant = tiny_model(num_hidden_layers=1)
     wrong = 0
@@ -283,7 +283,7 @@ STEPS = [
 
 @pytest.mark.parametrize("fields", STEPS)
 @pytest.mark.parametrize("prompts", slow_but([6, 200], 0))
-def test_drafts_change_no_token(prompts, fields):
+def test_drafts_do_not_change_tokens(prompts, fields):
     assert other_tokens(prompts, **fields) == 0
 
 
@@ -296,7 +296,7 @@ def test_drafts_change_no_token(prompts, fields):
         pytest.param({"cache_implementation": "static", "prefill_chunk_size": 64}, id="both"),
     ],
 )
-def test_an_answer_is_read_densely_however_it_is_read(options):
+def test_answer_is_dense_in_every_call_pattern(options):
     model, ids = cab_hf.apply_cab(tiny_model(), SPARSE), tokens(1, 200)
     expected = first_logits(model, ids, 4, **{"num_beams": options.get("num_beams", 1)})
     found = first_logits(model, ids, 4, **{**options, "disable_compile": True})
@@ -304,7 +304,7 @@ def test_an_answer_is_read_densely_however_it_is_read(options):
 
 
 class Streamer:
-    """Calls a function with every token, as a streamer of `generate`."""
+    """Streamer of `generate` that calls a function for every token."""
 
     def __init__(self, call):
         self._call = call
@@ -358,7 +358,7 @@ DRAFTS, NO_CACHE = {"prompt_lookup_num_tokens": 4}, {"use_cache": False}
         pytest.param("streamer", "same", DRAFTS, id="streamer-with-drafts"),
     ],
 )
-def test_a_model_called_inside_generate_reads_no_prompt_of_it(where, whose, options):
+def test_nested_model_call_inside_generate_has_no_prompt_end(where, whose, options):
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=2), replace(SPARSE, min_length=210))
     ids = tokens(1, 300)
     judge = model if whose == "same" else cab_hf.apply_cab(copy.deepcopy(model))
@@ -373,7 +373,7 @@ def test_a_model_called_inside_generate_reads_no_prompt_of_it(where, whose, opti
     torch.testing.assert_close(together, alone)
 
 
-def test_a_model_called_inside_the_forward_pass_of_another_reads_no_prompt_of_it():
+def test_nested_model_call_inside_forward_has_no_prompt_end():
     model, judge = (cab_hf.apply_cab(tiny_model(), SPARSE) for _ in range(2))
     wanted, found = FOREIGN["text"](judge), []
     handle = model.model.layers[0].register_forward_hook(
@@ -384,7 +384,7 @@ def test_a_model_called_inside_the_forward_pass_of_another_reads_no_prompt_of_it
     torch.testing.assert_close(found[0], wanted)
 
 
-def test_a_compiled_model_is_not_compiled_again_by_each_generate():
+def test_repeated_generate_does_not_recompile():
     model, ids = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SPARSE), tokens(1, 100)
     compiled = []
 
@@ -410,7 +410,7 @@ def test_a_compiled_model_is_not_compiled_again_by_each_generate():
         ("prefix", {}),
     ],
 )
-def test_virtual_tokens_are_part_of_a_prompt(kind, options):
+def test_virtual_tokens_are_part_of_the_prompt(kind, options):
     peft = pytest.importorskip("peft")
     made = {
         "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=40),
@@ -437,7 +437,7 @@ def test_virtual_tokens_are_part_of_a_prompt(kind, options):
     torch.testing.assert_close(*read(), rtol=1e-4, atol=1e-4)
 
 
-def test_guidance_reads_a_prompt_of_its_own():
+def test_guidance_has_a_separate_prompt_end():
     model, ids = cab_hf.apply_cab(tiny_model(), SPARSE), tokens(1, 200)
     told = {"guidance_scale": 2.0, "negative_prompt_ids": tokens(1, 150, seed=3)}
     expected = 2 * whole(model, ids)[:, -1].log_softmax(-1)
@@ -447,7 +447,7 @@ def test_guidance_reads_a_prompt_of_its_own():
     torch.testing.assert_close(found.scores[0], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_question_behind_a_document_is_the_end_of_the_prompt():
+def test_question_after_document_is_the_prompt_end():
     # generate knows that these few tokens are no answer: they stand in the dense tail
     document, question = tokens(1, DOCUMENT), tokens(1, 1, seed=2)
     model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, sparse_decode=True, decode_tokens=0.05))

@@ -82,7 +82,6 @@ def viewed(
         q: queries of one sequence, [1, H, N, D].
         k: keys of the sequence, [1, H_kv, N, D].
     """
-    blocks = config.query_block, config.key_block
     rank = ranks(
         q,
         k,
@@ -97,11 +96,21 @@ def viewed(
     keep = torch.stack([rank >= threshold for threshold in THRESHOLDS]).cpu()
     pairs = block_pairs(call.ranges, config).cpu().flatten()
     density = torch.stack([each.flatten(1).double() @ pairs for each in keep]) / pairs.sum()
-    mass = block_mass(q, k, call.ranges, call.scale, *blocks)[0]
+    mass = block_mass(
+        q,
+        k,
+        ranges=call.ranges,
+        scale=call.scale,
+        query_block=config.query_block,
+        key_block=config.key_block,
+    )[0]
     mass /= call.ranges.rows(config.query_block).queries.sum()
     needle = needle_shares(q, k, call, config.key_block, needles)
-    of_all = [x.cpu() for x in (mass, needle, needles.queries // config.query_block)]
-    return [View(*of_each, *of_all) for of_each in zip(keep, density, strict=True)]
+    mass, needle, rows = mass.cpu(), needle.cpu(), (needles.queries // config.query_block).cpu()
+    return [
+        View(keep=blocks, density=shares, mass=mass, needle=needle, rows=rows)
+        for blocks, shares in zip(keep, density, strict=True)
+    ]
 
 
 def needle_shares(
@@ -147,8 +156,11 @@ def kept_between(views: Sequence[View], importance: Sequence[float]) -> Coverage
 def averaged_kept(measured: Sequence[Sequence[Coverage]]) -> list[Coverage]:
     """Return the mean `Coverage` over documents, at each of `THRESHOLDS`."""
     return [
-        Coverage(*(torch.stack(parts).mean(0) for parts in zip(*of_each, strict=True)))
-        for of_each in zip(*measured, strict=True)
+        Coverage._make(
+            torch.stack([document[i][field] for document in measured]).mean(0)
+            for field in range(len(Coverage._fields))
+        )
+        for i in range(len(measured[0]))
     ]
 
 

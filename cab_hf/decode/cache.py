@@ -109,7 +109,9 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
             room = 0 if torch.is_grad_enabled() else (stop // ROOM + 1) * ROOM - stop
             old = (self.keys, self.values, *self.index) if start else len(new) * (None,)
             with decode.as_they_are(keys):
-                self._buffers = tuple(_grown(*each, room) for each in zip(old, new, strict=True))
+                self._buffers = tuple(
+                    _grown(before, after, room) for before, after in zip(old, new, strict=True)
+                )
         self._show(stop)
 
     def _has_room(self, stop: int) -> bool:
@@ -123,7 +125,7 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
     def _show(self, length: int) -> None:
         self._length = length
         self.keys, self.values, *index = (x[:, :, :length] for x in self._buffers)
-        self.index = Index(*index)
+        self.index = Index._make(index)
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         if self._buffers is not None:
@@ -165,7 +167,7 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
         parts = (x.repeat_interleave(self.max_cache_len, dim=2) for x in self._of_no_key())
-        self._point_to(Index(*parts))
+        self._point_to(Index._make(parts))
 
     def _of_no_key(self) -> Index:
         """Return the index of an empty slot, [B, H_kv, 1, ...]."""
@@ -195,7 +197,7 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         if self.index is not None:
             self.keys, self.values, *index = map(change, (self.keys, self.values, *self.index))
-            self.index = Index(*index)
+            self.index = Index._make(index)
 
 
 def _of_both(name: str) -> Callable[..., None]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cab_hf.call.packing import counted_lengths
-from cab_hf.distributed.exchange import gathered, group_of
+from cab_hf.distributed.exchange import all_gather, group_of
 from cab_hf.distributed.sharding import Sharding, lengths_between, sharding_of
 from cab_hf.plan import DENSE_BLOCK_SIZE
 
@@ -125,7 +125,7 @@ def unshard(
             f"{group.size()} ranks, got {x.shape[dim]}. Give the output of the model for a shard."
         )
     owner = sharding.owner.to(x.device)
-    return gathered(x.movedim(dim, 0), group).index_select(0, owner).movedim(0, dim)
+    return all_gather(x.movedim(dim, 0), group).index_select(0, owner).movedim(0, dim)
 
 
 def whole_cache(

@@ -43,12 +43,12 @@ def group_of(group: ProcessGroup | None) -> ProcessGroup:
     return group
 
 
-def start_gather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
+def start_all_gather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
     """Start an all-gather of x [n, ...]; return (result [W * n, ...], work to wait for)."""
     # outside of `watched`: an out-of-memory error does not mean that a rank is lost
-    x, everyone = x.contiguous(), x.new_empty(group.size() * x.shape[0], *x.shape[1:])
+    x, result = x.contiguous(), x.new_empty(group.size() * x.shape[0], *x.shape[1:])
     with watched(group):
-        return everyone, _collective("all_gather_single")(everyone, x, group=group, async_op=True)
+        return result, _collective("all_gather_single")(result, x, group=group, async_op=True)
 
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
@@ -64,11 +64,11 @@ def finish(work: Work, group: ProcessGroup) -> None:
         work.wait()
 
 
-def gathered(x: Tensor, group: ProcessGroup) -> Tensor:
+def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return x [n, ...] of all ranks, [W * n, ...], without gradient."""
-    everyone, work = start_gather(x.detach(), group)
+    result, work = start_all_gather(x.detach(), group)
     finish(work, group)
-    return everyone
+    return result
 
 
 def require_equal(facts: Mapping[str, int], group: ProcessGroup, device: torch.device) -> None:
@@ -86,8 +86,8 @@ def require_equal(facts: Mapping[str, int], group: ProcessGroup, device: torch.d
         ValueError: a fact differs. Every rank raises, with the values of all ranks.
     """
     mine = torch.tensor([list(facts.values())], dtype=torch.int64, device=device)
-    everyone = gathered(mine, group).tolist()
-    for name, seen in zip(facts, zip(*everyone, strict=True), strict=True):
+    values = all_gather(mine, group).tolist()
+    for name, seen in zip(facts, zip(*values, strict=True), strict=True):
         if len(set(seen)) > 1:
             text = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(seen))
             raise ValueError(

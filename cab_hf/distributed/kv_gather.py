@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from cab_hf.distributed.exchange import finish, start_gather, start_reduce_scatter
+from cab_hf.distributed.exchange import finish, start_all_gather, start_reduce_scatter
 from cab_hf.distributed.sharding import ShardMap
 
 if TYPE_CHECKING:
@@ -54,21 +54,21 @@ class KVGather:
         self.shard_map, self.group, self.regather_kv = shard_map, group, regather_kv
         starts = range(0, k.shape[1], heads_k_stride)
         self.slices = [slice(i, min(i + heads_k_stride, k.shape[1])) for i in starts]
-        self._coming: dict[int, tuple[Tensor, Work]] = {}
-        self._going: list[Work] = []
+        self._pending: dict[int, tuple[Tensor, Work]] = {}
+        self._pending_grads: list[Work] = []
         # (number, tensor) of the slice that the backward pass has gathered again
-        self._again: tuple[int, Tensor] | None = None
+        self._regathered: tuple[int, Tensor] | None = None
 
-    def start(self, i: int) -> None:
+    def prefetch(self, i: int) -> None:
         """Start the all-gather of slice ``i``, unless it is started already or does not exist."""
-        if not 0 <= i < len(self.slices) or i in self._coming:
+        if not 0 <= i < len(self.slices) or i in self._pending:
             return
         heads = self.slices[i]
-        self._coming[i] = start_gather(_together(self.k[:, heads], self.v[:, heads]), self.group)
+        self._pending[i] = start_all_gather(_concat(self.k[:, heads], self.v[:, heads]), self.group)
 
     def wait(self, i: int) -> tuple[Tensor, Tensor]:
         """Return K and V of slice ``i`` in the order of the layout, as views of one tensor."""
-        return self._apart(self._arrived(i).index_select(0, self.shard_map.source))
+        return self._split(self._wait_slice(i).index_select(0, self.shard_map.source))
 
     def attending(self, i: int, k: Tensor) -> AbstractContextManager[Any]:
         """Return a context in which autograd saves no data of slice ``i``.
@@ -86,26 +86,28 @@ class KVGather:
         slice_of = k.untyped_storage()._cdata
         # the same lookup as in torch.utils.checkpoint, for the hooks around this context
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        pack, unpack = outer or (_same, _same)
+        pack, unpack = outer or (_identity, _identity)
 
         def packed(x: Tensor) -> Any:
             if x.untyped_storage()._cdata == slice_of:
-                return _Part(x.shape, x.stride(), x.storage_offset())
+                return _StorageView(x.shape, x.stride(), x.storage_offset())
             return pack(x)
 
         def unpacked(x: Any) -> Tensor:
-            return self._gathered_again(i).as_strided(*x) if isinstance(x, _Part) else unpack(x)
+            if isinstance(x, _StorageView):
+                return self._regather(i).as_strided(x.size, x.stride, x.offset)
+            return unpack(x)
 
         return saved_tensors_hooks(packed, unpacked)
 
-    def _gathered_again(self, i: int) -> Tensor:
+    def _regather(self, i: int) -> Tensor:
         """Return slice ``i`` for the backward pass, and start the all-gather of slice ``i - 1``."""
-        if self._again is None or self._again[0] != i:
-            self._again = None
-            self.start(i)
-            self.start(i - 1)
-            self._again = i, self._arrived(i).index_select(0, self.shard_map.source)
-        return self._again[1]
+        if self._regathered is None or self._regathered[0] != i:
+            self._regathered = None
+            self.prefetch(i)
+            self.prefetch(i - 1)
+            self._regathered = i, self._wait_slice(i).index_select(0, self.shard_map.source)
+        return self._regathered[1]
 
     def reduce_scatter_grads(self, i: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
         """Start a reduce-scatter; return this rank's dK and dV, valid after `wait_grads`.
@@ -115,32 +117,32 @@ class KVGather:
             dk: gradient of the gathered keys, [B, h, N', D].
             dv: gradient of the gathered values, [B, h, N', D_v].
         """
-        self._again = None
+        self._regathered = None
         place, padding = self.shard_map.local_index
-        both = _together(dk, dv).index_select(0, place)
+        both = _concat(dk, dv).index_select(0, place)
         if padding is not None:
             both.index_fill_(0, padding, 0.0)
         mine, work = start_reduce_scatter(both, self.group)
-        self._going.append(work)
-        return self._apart(mine)
+        self._pending_grads.append(work)
+        return self._split(mine)
 
-    def _arrived(self, i: int) -> Tensor:
+    def _wait_slice(self, i: int) -> Tensor:
         """Return slice ``i`` of all ranks in the order of the ranks, [W * n, B, h, D + D_v]."""
-        self.start(i)
-        both, work = self._coming.pop(i)
+        self.prefetch(i)
+        both, work = self._pending.pop(i)
         finish(work, self.group)
         return both
 
-    def _apart(self, both: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views [B, h, n, D] and [B, h, n, D_v] of the result of `_together`."""
+    def _split(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views [B, h, n, D] and [B, h, n, D_v] of the result of `_concat`."""
         both, dim = both.permute(1, 2, 0, 3), self.k.shape[-1]
         return both[..., :dim], both[..., dim:]
 
     def wait_grads(self) -> None:
         """Wait for all reduce-scatters of gradients."""
-        for work in self._going:
+        for work in self._pending_grads:
             finish(work, self.group)
-        self._going.clear()
+        self._pending_grads.clear()
 
 
 def over_slices(gather: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
@@ -155,9 +157,9 @@ def over_slices(gather: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple
     tracked = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
     placeholders = _SplitGrads.apply(gather, k, v) if tracked else None
     outs, sums = [], []
-    gather.start(0)
+    gather.prefetch(0)
     for i in range(len(gather.slices)):
-        gather.start(i + 1)
+        gather.prefetch(i + 1)
         if tracked:
             keys, values = _GatherSlice.apply(gather, i, *placeholders[2 * i :][:2])
         else:
@@ -171,7 +173,7 @@ def over_slices(gather: KVGather, k: Tensor, v: Tensor, attend: Attend) -> tuple
     return torch.cat(outs, dim=1), torch.cat(sums, dim=1)
 
 
-class _Part(NamedTuple):
+class _StorageView(NamedTuple):
     """Shape, strides and offset of a tensor in the storage of a slice."""
 
     size: torch.Size
@@ -179,11 +181,11 @@ class _Part(NamedTuple):
     offset: int
 
 
-def _same(x: Any) -> Any:
+def _identity(x: Any) -> Any:
     return x
 
 
-def _together(k: Tensor, v: Tensor) -> Tensor:
+def _concat(k: Tensor, v: Tensor) -> Tensor:
     """Concatenate k and v to [n, B, h, D + D_v], with tokens first for collectives over ranks."""
     return torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], dim=-1)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cab_hf.distributed.exchange import gathered
+from cab_hf.distributed.exchange import all_gather
 from cab_hf.distributed.sharding import Sharding, lengths_between, sharding_of
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _with_longest(
             "position_ids inside context_parallel, because its frequencies depend on the longest "
             "position. Use a model with another rope_type, such as 'yarn'."
         )
-    longest = gathered(positions.max().view(1), group).max()
+    longest = all_gather(positions.max().view(1), group).max()
     more = longest.expand(*positions.shape[:-1], 1).to(positions.dtype)
     given.arguments["position_ids"] = torch.cat((positions, more), dim=-1)
     return given.args, given.kwargs
@@ -153,7 +153,7 @@ class _RouterLoss:
         The gradient flows to the logits of this rank only.
         """
         mine = logits.reshape(-1, self.sharding.tokens, logits.shape[-1]).transpose(0, 1)
-        everyone = list(gathered(mine, self.group).chunk(self.group.size()))
-        everyone[self.group.rank()] = mine
+        shards = list(all_gather(mine, self.group).chunk(self.group.size()))
+        shards[self.group.rank()] = mine
         owner = self.sharding.owner.to(logits.device)
-        return torch.cat(everyone).index_select(0, owner).transpose(0, 1).flatten(0, 1)
+        return torch.cat(shards).index_select(0, owner).transpose(0, 1).flatten(0, 1)

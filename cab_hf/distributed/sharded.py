@@ -8,14 +8,14 @@ of a sequence (``dense_tail_blocks``).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cab_hf.call.layout import full_plan
 from cab_hf.call.mask import MaskInfo
-from cab_hf.distributed.exchange import gathered
+from cab_hf.distributed.exchange import all_gather
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER, KVGather, over_slices
 from cab_hf.distributed.sharding import Shard, Sharding, ShardMap
 from cab_hf.engines import Engine
@@ -106,10 +106,14 @@ class ShardedLayout:
         v: Tensor,
         plan: BlockPlan,
         scale: float,
-        **changes: Any,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Return the output of `attention` without the log-sum-exp."""
-        return self.attention(engine, q, k, v, plan, scale=scale, **changes)[0]
+        out, _ = self.attention(
+            engine, q, k, v, plan=plan, scale=scale, sinks=sinks, softcap=softcap
+        )
+        return out
 
     def attention(
         self,
@@ -163,14 +167,14 @@ class ShardedLayout:
         Blocks of the layout without tokens have zeros. The result has no gradient.
         """
         source, filled = self.shard_map.blocks(size)
-        everyone = gathered(x.movedim(dim, 0), self.group)[source]
+        values = all_gather(x.movedim(dim, 0), self.group)[source]
         filled = filled.view(-1, *[1] * (x.ndim - 1))
-        return everyone.masked_fill(~filled, 0.0).movedim(0, dim)
+        return values.masked_fill(~filled, 0.0).movedim(0, dim)
 
     def tokens(self, x: Tensor) -> Tensor:
         """All-gather x [B, H, n, C] to the order of the layout, [B, H, N', C], without gradient."""
-        everyone = gathered(x.permute(2, 0, 1, 3), self.group)
-        return everyone[self.shard_map.source].permute(1, 2, 0, 3)
+        values = all_gather(x.permute(2, 0, 1, 3), self.group)
+        return values[self.shard_map.source].permute(1, 2, 0, 3)
 
 
 @dataclass(frozen=True, eq=False)

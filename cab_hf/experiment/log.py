@@ -1,8 +1,9 @@
 """A log that survives a kill: one JSON object per line, each on disk before the next is made.
 
 The first line identifies the run: ``{"identity": {...}, "started": ...}``. Every other line is a
-record. A run continues a log of its own identity, and raises an error for any other log. A log may
-be compressed (`pack`); runs and readers accept it in both forms.
+record. A run continues a log of its own identity, and raises an error for any other log. A line
+without a newline at its end is torn and dropped. A log may be compressed (`pack`); runs and readers
+accept it in both forms.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 from cab_hf.experiment.provenance import utc_now
 from cab_hf.experiment.settings import UsageError
@@ -28,7 +29,6 @@ FieldsOf = Callable[[Record], Iterable[str]]
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 PACKED = ".xz"  # suffix of a log that `pack` has compressed
 HEADER = b'{"identity": '  # start of every log
-_open: WeakSet[Log] = WeakSet()
 
 
 class LogError(UsageError):
@@ -82,9 +82,9 @@ class _Records:
 class Log(_Records):
     """The log of a run, locked so that no other process can write it.
 
-    The file itself is locked, and the lock ends with the process. An existing file is checked
-    completely before any change. Then an incomplete last line is dropped, and a missing final
-    newline is added. If a record cannot be written, the file stays as it was.
+    The file itself is locked by `flock`: the lock ends with the process, and no lock file stays in
+    a folder of results. An existing file is checked completely before any change. If a record
+    cannot be written, the file stays as it was.
 
     Args:
         path: the file.
@@ -118,19 +118,20 @@ class Log(_Records):
         super().__init__(key, failed)
         self.path, identity = Path(path), as_recorded(identity)
         self._fields_of = fields_of
-        with writing(self.path), ExitStack() as stack:
+        with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if is_there(self.path) and not self.path.exists():
                 content = read_file(self.path)
                 _parse(self.path, content, key, added or {}, identity, fields_of)
                 write_atomically(self.path, content)
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            _open.add(self)
-            stack.callback(self.close)
-            self._lock()
-            self._read(identity, added or {})
-            drop_packed(self.path)
-            stack.pop_all()
+            self._file = FileIO(self.path, "a+")
+            try:
+                self._lock()
+                self._read(identity, added or {})
+                drop_packed(self.path)
+            except BaseException:
+                self._file.close()
+                raise
 
     def __enter__(self) -> Log:
         return self
@@ -139,10 +140,10 @@ class Log(_Records):
         self.close()
 
     def close(self) -> None:
-        """Release the lock."""
-        if self in _open:
-            _open.discard(self)
-            os.close(self._file)
+        """Release the lock, also if a forked process has inherited the file."""
+        if not self._file.closed:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._file.close()
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one JSON-able record, unless the log contains a record with its key.
@@ -155,7 +156,7 @@ class Log(_Records):
             return
         with writing(self.path):
             there = self.path.exists()
-            if not there or not os.path.samestat(os.fstat(self._file), self.path.stat()):
+            if not there or not os.path.samestat(os.stat(self._file.fileno()), self.path.stat()):
                 raise LogError(
                     f"{self.path} was removed or replaced while this run wrote it. Start the run "
                     "again, in a folder that nothing else writes."
@@ -173,44 +174,31 @@ class Log(_Records):
             ) from None
 
     def _read(self, identity: Mapping[str, Any], added: Mapping[str, Any]) -> None:
-        with open(self._file, "rb", closefd=False) as file:
-            content = file.read()
-        begun = b"\n" not in content and HEADER.startswith(content[: len(HEADER)])
-        if begun and _value(content) is None:
-            # the file is new, or a kill removed its header
+        self._file.seek(0)
+        content = self._file.read()
+        complete = len(content) - len(content.rpartition(b"\n")[2])
+        if not complete and HEADER.startswith(content[: len(HEADER)]):
+            # the file is new, or its header is torn
             self.started = utc_now()
-            os.ftruncate(self._file, 0)
+            self._file.truncate(0)
             self._write(json.dumps({"identity": identity, "started": self.started}))
             return
-        header, records, complete = _parse(
-            self.path, content, self.key, added, identity, self._fields_of
-        )
+        header, records = _parse(self.path, content, self.key, added, identity, self._fields_of)
         self.started = header["started"]
         for record in records:
             self.count(record)
-        os.ftruncate(self._file, complete)
-        if not content[:complete].endswith(b"\n"):
-            self._write("")
+        self._file.truncate(complete)
 
     def _write(self, line: str) -> None:
-        size = os.fstat(self._file).st_size
+        size = os.stat(self._file.fileno()).st_size
         try:
             left = line.encode() + b"\n"
             while left:
-                left = left[os.write(self._file, left) :]
+                left = left[os.write(self._file.fileno(), left) :]
             os.fsync(self._file)
         except OSError:
-            os.ftruncate(self._file, size)
+            self._file.truncate(size)
             raise
-
-
-def _close_in_child() -> None:
-    for log in list(_open):
-        log.close()
-
-
-# otherwise the lock would last until the last forked process has ended
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 def read_log(
@@ -231,7 +219,7 @@ def read_log(
         raise LogError(
             f"{path} cannot be read ({error.strerror}). Give the folder of the run."
         ) from None
-    header, records, _ = _parse(path, content, key, added or {}, fields_of=fields_of)
+    header, records = _parse(path, content, key, added or {}, fields_of=fields_of)
     counted = _Records(key, failed)
     for record in records:
         counted.count(record)
@@ -301,15 +289,9 @@ def _parse(
     added: Mapping[str, Any],
     identity: Mapping[str, Any] | None = None,
     fields_of: FieldsOf | None = None,
-) -> tuple[dict[str, Any], list[Record], int]:
-    """Parse the bytes of a log of ``identity``: (header, records, length of the complete lines)."""
-    lines = content.split(b"\n")
-    values = list(map(_value, lines))
-    complete = len(content)
-    if values[-1] is None:
-        # an incomplete line after a kill, or an empty one after the last newline
-        complete -= len(lines[-1])
-        values.pop()
+) -> tuple[dict[str, Any], list[Record]]:
+    """Parse the complete lines of a log: (header, records). ``identity`` is checked if given."""
+    values = list(map(_value, content.split(b"\n")[:-1]))
     header = values[0] if values else None
     if not isinstance(header, dict) or not {"identity", "started"} <= header.keys():
         raise LogError(f"{path} must start with the header of a run. Give another --out.")
@@ -328,11 +310,11 @@ def _parse(
             wrong = f"has no {missing[0]!r}" if missing else None
         if wrong:
             raise LogError(f"{path}, line {number} {wrong}. Repair it, or give another --out.")
-    return header, records, complete
+    return header, records
 
 
 def _value(line: bytes) -> Any:
-    """Parse a line as JSON; None if it is incomplete."""
+    """Parse a line as JSON; None if it is not JSON."""
     try:
         return json.loads(line)
     except ValueError:

@@ -89,7 +89,10 @@ def device_name(device: Any) -> str:
 
     device = torch.device(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return name if NAMED is None else "{}, code of compute capability {}.{}".format(name, *NAMED)
+    if NAMED is None:
+        return name
+    major, minor = NAMED
+    return f"{name}, code of compute capability {major}.{minor}"
 
 
 def provenance(settings: Mapping[str, Any], device: Any, started: str) -> dict[str, Any]:

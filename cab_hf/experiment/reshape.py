@@ -81,11 +81,18 @@ def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> 
     step = head_dim / dim * math.log(base) / math.log(theta)
     pairs = torch.tensor([round(step * j) for j in range(dim // 2)])
     rotated = torch.cat([pairs, pairs + head_dim // 2])
-    made = _made("llama", model, kv_heads * group, kv_heads, head_dim, theta)
+    made = _made(
+        "llama",
+        model,
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        theta=theta,
+    )
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return RANDOM * torch.randn(*shape, generator=generator)
+        return RANDOM * torch.randn(shape, generator=generator)
 
     hidden = config.hidden_size
     for name, before in state.items():
@@ -122,8 +129,14 @@ def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
     import torch
 
     config = model.config
-    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    made = _made("qwen3", model, *heads, config.rope_parameters["rope_theta"])
+    made = _made(
+        "qwen3",
+        model,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        theta=config.rope_parameters["rope_theta"],
+    )
     measured: dict[str, Tensor] = {}
 
     def measure(norm: str) -> nn.Module:

@@ -3,7 +3,7 @@ import pytest
 
 @pytest.fixture
 def steps(monkeypatch):
-    """The sparse steps that layers make, as a list of their indices."""
+    """Record the layer index of every sparse decode step in a list."""
     from cab_hf import dispatch
 
     made, before = [], dispatch.route
@@ -20,7 +20,7 @@ def steps(monkeypatch):
 
 @pytest.fixture
 def from_anywhere(monkeypatch):
-    """Steps read sparsely however short a text is, also where its prompt is too short to."""
+    """Make decode steps sparse at every length, also if the prompt is too short."""
     # what takes the name from there is imported before it is patched
     import cab_hf.patches  # noqa: F401
     from cab_hf.decode import step

@@ -1,4 +1,4 @@
-"""Layers of a cache with an index: whatever is done to the keys is done to their index."""
+"""Cache layers with an index: every change of the keys changes the index alike."""
 
 import copy
 import pickle
@@ -34,7 +34,7 @@ def key_value(length, seed=0, batch=3):
 
 
 def in_step(layer):
-    """Whether the index is, bit for bit, one made from scratch."""
+    """Return True if the index is bit-identical to one built from all keys."""
     scratch = decode.index_keys(layer.keys, layer.channels)
     return all(torch.equal(*each) for each in zip(layer.index, scratch, strict=True))
 
@@ -88,7 +88,7 @@ DONE += [(kind, name) for kind in KINDS if kind != "dynamic" for name in OF_ALL]
 
 
 def with_states(layer):
-    """``layer`` after its states of linear attention, if it has any, have been written as well."""
+    """Return ``layer`` after writing its linear attention states, if it has any."""
     if hasattr(layer, "update_conv_state"):
         generator = torch.Generator().manual_seed(7)
         layer.update_conv_state(torch.randn(3, 4, 5, generator=generator))
@@ -97,7 +97,7 @@ def with_states(layer):
 
 
 def require_same(layer, plain):
-    """The layers hold the same, also after two more tokens, and the index is in step."""
+    """Assert that two layers are equal, also after two more tokens, with an up-to-date index."""
     assert layer.get_seq_length() == plain.get_seq_length()
     if hasattr(plain, "conv_states"):
         assert torch.equal(layer.conv_states[0], plain.conv_states[0])
@@ -112,7 +112,7 @@ def require_same(layer, plain):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("kind", "name"), DONE)
-def test_a_layer_does_what_transformers_does_and_its_index_too(kind, name):
+def test_cache_operation_matches_transformers_and_updates_index(kind, name):
     own, plain_kind, options = KINDS[kind]
     layer = OPERATIONS[name](with_states(filled(own, channels=CHANNELS, **options)))
     plain = OPERATIONS[name](with_states(filled(plain_kind, **options)))
@@ -128,7 +128,7 @@ def test_a_layer_does_what_transformers_does_and_its_index_too(kind, name):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [0, 20])
-def test_a_plain_layer_is_indexed_as_if_it_had_been_from_the_start(kind, length):
+def test_index_added_later_equals_index_from_start(kind, length):
     own, plain_kind, options = KINDS[kind]
     plain = with_states(filled(plain_kind, length, **options) if length else plain_kind(**options))
     layer = indexed(copy.deepcopy(plain), CHANNELS)
@@ -137,7 +137,7 @@ def test_a_plain_layer_is_indexed_as_if_it_had_been_from_the_start(kind, length)
 
 
 @torch.no_grad()
-def test_a_step_writes_one_token_in_place(monkeypatch):
+def test_step_writes_one_token_in_place(monkeypatch):
     monkeypatch.setattr(cache, "ROOM", 8)
     layer, places = filled(length=15, channels=CHANNELS), []
     for seed in range(12):
@@ -149,7 +149,7 @@ def test_a_step_writes_one_token_in_place(monkeypatch):
 
 @torch.no_grad()
 @pytest.mark.parametrize("how", [copy.deepcopy, OPERATIONS["pickle"]], ids=["deepcopy", "pickle"])
-def test_a_copy_has_room_of_its_own(how):
+def test_copy_does_not_share_buffers(how):
     layer = filled(channels=CHANNELS)
     before = layer.keys.clone()
     twin = how(layer)
@@ -161,7 +161,7 @@ def test_a_copy_has_room_of_its_own(how):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_the_index_travels_with_an_offloaded_layer(kind):
+def test_offloading_moves_the_index(kind):
     own, _, options = KINDS[kind]
     layer = filled(own, channels=CHANNELS, **options)
     layer.device = torch.device("meta")
@@ -182,7 +182,7 @@ def test_gradients_flow_through_a_cache():
         torch.testing.assert_close(piece.grad, 2 * calls * piece)
 
 
-def test_what_was_made_in_inference_mode_is_continued_outside_of_it():
+def test_cache_of_inference_mode_continues_outside_of_it():
     with torch.inference_mode():
         layer = filled(channels=CHANNELS)
     with torch.no_grad():
@@ -192,7 +192,7 @@ def test_what_was_made_in_inference_mode_is_continued_outside_of_it():
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_keys_that_a_layer_returns_have_its_index_and_others_none(kind):
+def test_returned_keys_carry_the_index(kind):
     own, _, options = KINDS[kind]
     layer = made(own, CHANNELS, **options)
     for tokens_at_once in (20, 1):
@@ -201,7 +201,7 @@ def test_the_keys_that_a_layer_returns_have_its_index_and_others_none(kind):
         assert not any(hasattr(x, "cab_index") for x in (keys.clone(), values))
 
 
-def test_a_layer_that_needs_none_keeps_no_index():
+def test_dense_layer_has_no_index():
     model = cab_hf.apply_cab(
         tiny_model("qwen3-some-sliding", num_hidden_layers=4, max_window_layers=2),
         min_length=0,
@@ -214,7 +214,7 @@ def test_a_layer_that_needs_none_keeps_no_index():
 
 
 @torch.no_grad()
-def test_a_cache_of_layers_made_as_they_come_is_indexed_too():
+def test_cache_with_lazy_layers_is_indexed():
     model = cab_hf.apply_cab(tiny_model(), min_length=0, sparse_decode=True)
     own = cab_hf.index_cache(model, DynamicCache())
     model(tokens(1, 30), past_key_values=own)

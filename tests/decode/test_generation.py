@@ -1,4 +1,4 @@
-"""`generate` with a cache that has an index: dense attention's tokens where all keys are read."""
+"""`generate` with an indexed cache: equal to dense attention if all keys are read."""
 
 import copy
 import re
@@ -42,7 +42,7 @@ def generate(model, ids, **options):
 
 
 def own_cache(model, kind, slots):
-    """A cache of a user's own."""
+    """Create a cache as a user would, without cab_hf."""
     config = model.config
     return (
         StaticCache(config, max_cache_len=slots)
@@ -84,7 +84,7 @@ UNENDING = {"eos_token_id": None, "pad_token_id": 0}
 
 
 def opt(dim):
-    """A model with heads of an odd dim."""
+    """Create a model with an odd head dim."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
     return OPTForCausalLM(OPTConfig(**sizes, hidden_size=4 * dim)).eval()
@@ -105,7 +105,7 @@ def where_all_is_read():
             yield pytest.param(tiny_model, options, fields, 0, layers, id=f"{name}-{cache}")
         for dim in (33, 17):
             yield pytest.param(partial(opt, dim), options, {}, 0, (0, 1), id=f"odd-{dim}-{cache}")
-        # layers beside linear attention, without an index, and a model that makes its own cache
+        # hybrid models with linear attention, without an index; a model that creates its own cache
         for kind in ("falcon_h1", "zamba", "zamba2", "minimax"):
             # that takes no cache but its own
             if kind != "minimax" or not options:
@@ -121,9 +121,7 @@ def where_all_is_read():
 
 
 @pytest.mark.parametrize(("make", "options", "fields", "padding", "layers"), where_all_is_read())
-def test_every_path_gives_dense_tokens_where_all_is_read(
-    make, options, fields, padding, layers, steps
-):
+def test_reading_all_keys_generates_dense_tokens(make, options, fields, padding, layers, steps):
     model, ids = make(), tokens(2, 130)
     if padding:
         mask = torch.ones_like(ids)
@@ -144,7 +142,7 @@ OWN = [
 
 @pytest.mark.parametrize("path", ["greedy", "static", "chunked"])
 @pytest.mark.parametrize("fields", OWN)
-def test_a_padded_row_is_decoded_as_alone(fields, path, monkeypatch):
+def test_padded_row_equals_single_row(fields, path, monkeypatch):
     monkeypatch.setattr("cab_hf.decode.step.decode_from", decode_from)
     model = cab_hf.apply_cab(tiny_model(), sparse_decode=True, mass_threshold=0.0, **fields)
     short, long = tokens(1, 300), tokens(1, 700, seed=2)
@@ -160,7 +158,7 @@ def test_a_padded_row_is_decoded_as_alone(fields, path, monkeypatch):
 
 @since("5.24", "phi3 makes it where no index is made")
 @pytest.mark.parametrize("length", [130, 98])
-def test_where_a_model_begins_its_cache_anew_it_is_indexed_anew(length, steps):
+def test_recreated_cache_is_indexed_again(length, steps):
     # the new one is made where a text of more than these positions is read, or becomes so long
     model, ids = tiny_type("phi3", original_max_position_embeddings=100), tokens(1, length)
     options = UNENDING | {"max_new_tokens": 8}
@@ -176,7 +174,7 @@ OTHERS = [name for name in causal_types() if name not in NAMED]
 
 
 @pytest.mark.parametrize("model_type", slow_but(NAMED + OTHERS, *range(len(NAMED))))
-def test_describe_says_whether_a_type_is_decoded_sparsely(model_type, steps):
+def test_describe_reports_sparse_decode_support(model_type, steps):
     try:
         model = cab_hf.apply_cab(tiny_type(model_type), DENSELY, **FEW)
         said = re.search(r"decode: (\w+)", cab_hf.describe(model))
@@ -186,7 +184,7 @@ def test_describe_says_whether_a_type_is_decoded_sparsely(model_type, steps):
     assert said[1] == ("sparse" if steps else "dense")
 
 
-def test_keys_that_are_changed_before_attention_are_read_densely_with_a_warning(monkeypatch, steps):
+def test_keys_changed_before_attention_warn_and_are_dense(monkeypatch, steps):
     model, ids = tiny_model(), tokens(1, 130)
     expected = generate(model, ids)
     cab_hf.apply_cab(model, DENSELY, **FEW)
@@ -204,7 +202,7 @@ def test_keys_that_are_changed_before_attention_are_read_densely_with_a_warning(
 
 
 @pytest.mark.parametrize("way", ["assistant", "prompt-lookup"])
-def test_assisted_decoding_crops_and_gives_dense_tokens(way):
+def test_assisted_decoding_crops_index_and_generates_dense_tokens(way):
     model, ids = tiny_model(), tokens(1, 40).repeat(1, 3)
     options = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 20}
     if way == "assistant":
@@ -220,7 +218,7 @@ def test_assisted_decoding_crops_and_gives_dense_tokens(way):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_a_prompt_is_read_once_for_several_questions(kind, steps):
+def test_cached_prompt_serves_several_questions(kind, steps):
     model, prompt = tiny_model(), tokens(1, 130)
     questions = [torch.cat([prompt, tokens(1, 5, seed)], dim=1) for seed in (7, 8)]
     expected = [generate(model, ids) for ids in questions]
@@ -234,7 +232,7 @@ def test_a_prompt_is_read_once_for_several_questions(kind, steps):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_a_cache_that_was_filled_before_gets_the_index_of_its_keys(kind, steps):
+def test_filled_cache_gets_index_of_its_keys(kind, steps):
     model, ids = tiny_model(head_dim=64), tokens(1, 135)
     expected = generate(model, ids)
     cache = own_cache(model, kind, 150)
@@ -247,7 +245,7 @@ def test_a_cache_that_was_filled_before_gets_the_index_of_its_keys(kind, steps):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_a_cache_that_was_reset_is_as_good_as_new(kind):
+def test_reset_cache_equals_new_cache(kind):
     model, ids = tiny_model(), tokens(1, 130)
     cab_hf.apply_cab(model, DENSELY, **FEW)
     cache = cab_hf.index_cache(model, own_cache(model, kind, 200))
@@ -257,7 +255,7 @@ def test_a_cache_that_was_reset_is_as_good_as_new(kind):
     assert made_from_scratch(cache)
 
 
-def test_a_plain_cache_of_the_users_own_is_read_densely(steps):
+def test_user_cache_without_index_is_dense(steps):
     model, ids = tiny_model(), tokens(1, 300)
     expected = generate(model, ids)
     cab_hf.apply_cab(model, DENSELY, **FEW)
@@ -269,7 +267,7 @@ def test_a_plain_cache_of_the_users_own_is_read_densely(steps):
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_a_model_without_sparse_decode_gets_plain_caches(static, steps):
+def test_dense_decode_creates_plain_caches(static, steps):
     model, ids = tiny_model(), tokens(1, 130)
     options = STATIC if static else {}
     cab_hf.apply_cab(model, DENSELY, **ALL)
@@ -285,7 +283,7 @@ def test_a_model_without_sparse_decode_gets_plain_caches(static, steps):
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("count", [70, pytest.param(2000, marks=pytest.mark.slow)])
-def test_the_index_of_generated_tokens_is_one_made_from_scratch(kind, count, steps):
+def test_index_after_generate_equals_rebuilt_index(kind, count, steps):
     model = tiny_model(num_hidden_layers=2, head_dim=64, max_position_embeddings=4096)
     ids = tokens(1, 140)
     cab_hf.apply_cab(model, DENSELY, **FEW)
@@ -299,7 +297,7 @@ def test_the_index_of_generated_tokens_is_one_made_from_scratch(kind, count, ste
 
 
 def graphs_of(made, backend):
-    """A backend for torch.compile that leaves its graphs in ``made``."""
+    """Return a backend for torch.compile that appends its graphs to ``made``."""
 
     def compile_then_keep(graph, inputs):
         made.append(graph)
@@ -327,7 +325,7 @@ def test_generate_compiles_a_static_cache():
 @torch.no_grad()
 @pytest.mark.parametrize("backend", slow_but(["eager", "aot_eager"], 1))
 @pytest.mark.parametrize("fields", [{}, {"predictor": "cascade", "anchors": (0,)}])
-def test_a_compiled_step_is_one_graph_and_reads_what_an_eager_one_does(backend, fields):
+def test_compiled_step_is_one_graph_and_equals_eager_step(backend, fields):
     model, ids = tiny_model(head_dim=64), tokens(2, 304)
     dense = model(ids).logits[:, 300:]
     cab_hf.apply_cab(model, DENSELY, **FEW, **fields)
@@ -350,7 +348,7 @@ def test_a_compiled_step_is_one_graph_and_reads_what_an_eager_one_does(backend, 
 
 
 @torch.no_grad()
-def test_few_keys_are_not_all_and_a_static_cache_reads_the_same():
+def test_sparse_steps_differ_from_dense_and_match_static_cache():
     model, ids = tiny_model(head_dim=64), tokens(2, 301)
     cab_hf.apply_cab(model, DENSELY, **FEW)
     outputs = []
@@ -366,7 +364,7 @@ def test_few_keys_are_not_all_and_a_static_cache_reads_the_same():
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_leaves_the_others_what_they_are(kind, value, steps):
+def test_nan_row_does_not_change_other_rows(kind, value, steps):
     model, ids = tiny_model(), tokens(2, 300)
     cab_hf.apply_cab(model, DENSELY, **FEW)
     outputs = []
@@ -384,7 +382,7 @@ def test_a_row_that_is_not_finite_leaves_the_others_what_they_are(kind, value, s
 
 @since("5.24", "a static cache is of the model's dtype under autocast")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_a_cache_that_grows_reads_what_a_static_one_does(dtype, steps, monkeypatch):
+def test_autocast_dynamic_cache_equals_static_cache(dtype, steps, monkeypatch):
     # it grows in a step as well
     monkeypatch.setattr(cache_layers, "ROOM", 2)
     model, ids = tiny_model(), tokens(2, 300)
@@ -398,7 +396,7 @@ def test_under_autocast_a_cache_that_grows_reads_what_a_static_one_does(dtype, s
 
 
 @torch.no_grad()
-def test_what_stands_behind_the_text_in_a_static_cache_changes_nothing():
+def test_unused_static_cache_slots_do_not_change_logits():
     model, ids = tiny_model(head_dim=64), tokens(2, 301)
     cab_hf.apply_cab(model, DENSELY, **FEW)
     outputs = []
@@ -426,7 +424,7 @@ def test_what_stands_behind_the_text_in_a_static_cache_changes_nothing():
         pytest.param(ALL, lambda config: (), "cache must be .*, got a tuple", id="no-cache"),
     ],
 )
-def test_what_cannot_have_an_index_is_refused(settings, make, sentence):
+def test_index_cache_with_unsupported_cache_raises(settings, make, sentence):
     model = tiny_model()
     if settings is not None:
         cab_hf.apply_cab(model, DENSELY, **settings)

@@ -1,4 +1,4 @@
-"""What a sparse step computes, against plain softmax and sort."""
+"""The reference of a sparse decode step, against plain softmax and sort."""
 
 import math
 
@@ -24,14 +24,14 @@ def chosen(*args, **kwargs):
 
 
 def in_bits(x, largest):
-    """Vectors in whole multiples of a unit of their own, as they are scored."""
+    """Quantise vectors to whole multiples of a unit per vector, as scoring does."""
     unit = x.abs().amax(-1, keepdim=True) / largest
     unit = unit.half().float() if largest == 7 else unit
     return (x / unit + 0.5).floor().clamp(-8 if largest == 7 else -128, largest) * unit
 
 
 def shares(q, k, length):
-    """The largest share of attention that a head of its group gives each key, [B, H_kv, N]."""
+    """Return the maximum attention share of each key over the heads of its group, [B, H_kv, N]."""
     groups = q.shape[1] // k.shape[1]
     q, k = in_bits(q, 127), in_bits(k, 7)
     logits = q @ k[:, :, :length].repeat_interleave(groups, dim=1).mT * SCALE
@@ -40,7 +40,7 @@ def shares(q, k, length):
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 6), (6, 2), (8, 2)])
 @pytest.mark.parametrize("wanted", [128, 200])
-def test_the_keys_of_largest_share_are_read(heads, kv_heads, wanted):
+def test_step_reads_keys_with_largest_attention_share(heads, kv_heads, wanted):
     q, k, _ = qkv(2, heads, kv_heads, q_length=1, kv_length=500)
     kept = chosen(q, k, 450, wanted)
     assert not kept[..., 450:].any()
@@ -56,7 +56,7 @@ def test_the_keys_of_largest_share_are_read(heads, kv_heads, wanted):
 
 
 @pytest.mark.parametrize("channels", [(), (2, 3, 4, 10, 11, 12)])
-def test_the_index_holds_keys_to_half_a_unit(channels):
+def test_index_rounds_keys_within_half_a_unit(channels):
     _, k, _ = qkv(2, q_length=1, kv_length=50)
     k[0, 0, 0] = 0
     index = index_keys(k, channels)
@@ -72,7 +72,7 @@ def test_the_index_holds_keys_to_half_a_unit(channels):
 
 
 @pytest.mark.parametrize("channels", [(), (0, 3, 5, 6, 9, 15)])
-def test_attention_is_that_under_a_mask_of_the_chosen_keys(channels):
+def test_sparse_step_equals_attention_masked_to_selected_keys(channels):
     q, k, v = qkv(2, q_length=1, kv_length=500)
     choice = choice_of(q, k, 450, 150, channels=channels).elsewhere(q.device)
     mask = choice.kept().repeat_interleave(3, dim=1).unsqueeze(2)
@@ -81,7 +81,7 @@ def test_attention_is_that_under_a_mask_of_the_chosen_keys(channels):
     torch.testing.assert_close(actual, expected)
 
 
-def test_what_is_not_read_counts_as_one_key_of_the_mean_value():
+def test_unread_keys_contribute_as_one_key_with_mean_value():
     q, k, v = qkv(2, 6, 2, q_length=1, kv_length=500)
     length = torch.tensor([450])
     choice = choice_of(q, k, 450, 150)
@@ -107,14 +107,14 @@ def test_what_is_not_read_counts_as_one_key_of_the_mean_value():
     assert (actual - dense).norm() < 0.8 * (without - dense).norm()
 
 
-def test_only_the_channels_of_the_index_are_scored():
+def test_scores_use_index_channels_only():
     q, k, _ = qkv(q_length=1, kv_length=500)
     other = torch.cat([k[..., :8], torch.randn_like(k[..., 8:])], dim=-1)
     kept = [chosen(q, x, 500, 128, channels=tuple(range(8))) for x in (k, other)]
     assert torch.equal(*kept)
 
 
-def test_padding_is_not_read_and_moves_the_sinks():
+def test_padding_is_not_selected_and_sinks_follow_it():
     q, k, _ = qkv(q_length=1, kv_length=500)
     valid = torch.ones(1, 500, dtype=torch.bool)
     valid[:, :100] = False
@@ -124,7 +124,7 @@ def test_padding_is_not_read_and_moves_the_sinks():
     assert torch.equal(kept[..., 100:], alone)
 
 
-def test_keys_of_equal_shares_are_all_read_or_none():
+def test_keys_with_equal_shares_are_selected_together():
     q, k, _ = qkv(q_length=1, kv_length=500)
     k[:, :, 100:150] = k[:, :, 100:101]
     kept = chosen(q, k, 500, 140)[..., 100:150]
@@ -132,7 +132,7 @@ def test_keys_of_equal_shares_are_all_read_or_none():
 
 
 @pytest.mark.parametrize("wanted", [300, 450, 1000])
-def test_a_text_of_no_more_keys_than_wanted_is_read_whole(wanted):
+def test_sequence_within_budget_is_read_completely(wanted):
     q, k, v = qkv(q_length=1, kv_length=500)
     choice = choice_of(q, k, 300, wanted)
     kept = choice.kept()
@@ -144,7 +144,7 @@ def test_a_text_of_no_more_keys_than_wanted_is_read_whole(wanted):
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2])
-def test_of_a_long_cache_a_sample_tells_what_is_read(kv_heads):
+def test_long_cache_threshold_comes_from_a_sample(kv_heads):
     q, k, _ = qkv(1, 6, kv_heads, q_length=1, kv_length=40_000)
     assert reference.spread_of(40_000) == 8 and reference.spread_of(8192) == 1
     kept = chosen(3 * q, k, 39_000, 4000)

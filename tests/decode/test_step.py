@@ -1,4 +1,4 @@
-"""A sparse step among settings of layers and heads: cascades, calibrated tables, what is said."""
+"""Sparse decode steps under per-layer settings: cascades, calibrated tables, `describe`."""
 
 from types import SimpleNamespace
 
@@ -51,7 +51,7 @@ def dense(q, k, v):
         pytest.param(((), (3, 4, 0, 1, 2, 2)), [1, 0], id="most-of-a-group"),
     ],
 )
-def test_a_layer_behind_an_anchor_reads_what_that_chooses(head_map, mapped):
+def test_cascade_layer_reads_keys_selected_by_its_anchor(head_map, mapped):
     rows = [row or tuple(range(6)) for row in head_map]
     config = CabConfig(predictor="cascade", anchors=(0,), head_map=tuple(rows), min_length=0, **FEW)
     text = MaskInfo(1, 1, LENGTH, LENGTH - 1)
@@ -63,7 +63,7 @@ def test_a_layer_behind_an_anchor_reads_what_that_chooses(head_map, mapped):
     torch.testing.assert_close(actual, decode.attend(q, k, v, choice, 0.25, torch.tensor([LENGTH])))
 
 
-def test_the_anchor_must_have_the_heads_of_the_layers_behind_it():
+def test_anchor_with_other_head_count_raises():
     config = CabConfig(predictor="cascade", anchors=(0,), min_length=0, **FEW)
     text = MaskInfo(1, 1, LENGTH, LENGTH - 1)
     q, k, v = qkv(q_length=1, kv_length=LENGTH)
@@ -81,7 +81,7 @@ def test_the_anchor_must_have_the_heads_of_the_layers_behind_it():
         pytest.param((2, 0, 0, 3), 2, (1, 0), id="the-first-of-equals"),
     ],
 )
-def test_a_kv_head_goes_with_most_of_its_query_heads(row, kv_heads, mapped):
+def test_kv_head_follows_majority_of_its_query_heads(row, kv_heads, mapped):
     assert mapped_kv_heads(row, kv_heads) == mapped
 
 
@@ -93,7 +93,7 @@ def test_a_kv_head_goes_with_most_of_its_query_heads(row, kv_heads, mapped):
         pytest.param(0.25, torch.tensor(598), 150, id="share-of-a-static-cache"),
     ],
 )
-def test_how_much_is_read_is_known_once_a_pass(given, length, wanted):
+def test_budget_is_computed_once_per_forward_pass(given, length, wanted):
     text = MaskInfo(1, 1, None, length)
     made = text.decode_budget(given, 0, torch.device("cpu"))
     assert [(x.tolist(), x.dtype) for x in made] == [
@@ -111,8 +111,8 @@ def test_how_much_is_read_is_known_once_a_pass(given, length, wanted):
     ],
 )
 @pytest.mark.parametrize("slots", [600, 900], ids=["growing", "static"])
-def test_a_row_reads_by_its_own_tokens(given, wanted, slots):
-    # of a static cache all slots behind the text may be called real
+def test_budget_depends_on_tokens_of_the_row(given, wanted, slots):
+    # the mask of a static cache may mark all slots after the sequence as real
     valid = torch.ones(2, slots, dtype=torch.bool)
     valid[0, :201], valid[1, :100] = False, False
     text = MaskInfo(2, 1, None, torch.tensor(599), valid)
@@ -139,6 +139,6 @@ def test_a_row_reads_by_its_own_tokens(given, wanted, slots):
         ),
     ],
 )
-def test_describe_says_what_a_step_reads(settings, sentence):
+def test_describe_reports_keys_read_per_step(settings, sentence):
     model = cab_hf.apply_cab(tiny_model(head_dim=64), **{"min_length": 0, **settings})
     assert sentence in cab_hf.describe(model).splitlines()[-2]

@@ -1,4 +1,4 @@
-"""Attention over a text that several ranks hold, against one process that holds it all."""
+"""Attention over a sequence that is sharded across ranks, against a single process."""
 
 import math
 from functools import partial
@@ -20,14 +20,14 @@ SCHEMES = {
 
 
 def full_text(sharding, group, kv_heads, dim=16):
-    """q, k, v and the gradient of the output for the real tokens of the text."""
+    """Return q, k, v and the output gradient for the real tokens of the sequence."""
     q, k, v = qkv(2, kv_heads * group, kv_heads, sharding.text, dim=dim)
     grad = qkv(2, kv_heads * group, kv_heads, sharding.text, dim=dim, seed=9)[0]
     return q, k, v, grad
 
 
 def on_a_rank(process_group, scheme, ends, group, kv_heads, settings):
-    """{"out", "lse", "dq", "dk", "dv"} of a rank."""
+    """Return {"out", "lse", "dq", "dk", "dv"} of a rank."""
     sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
     *inputs, grad = (shard_of(x, sharding, rank) for x in full_text(sharding, group, kv_heads))
     leaves = [x.requires_grad_() for x in inputs]
@@ -83,7 +83,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("world", "scheme", "kv_heads", "group", "settings"), CASES.values(), ids=CASES
 )
-def test_every_scheme_is_what_one_process_computes(
+def test_every_sharding_equals_single_process(
     ranks, world, scheme, kv_heads, group, settings, text
 ):
     ends, sharding = TEXTS[text], sharding_for(world, TEXTS[text])
@@ -111,7 +111,7 @@ def offloaded(attend, *leaves):
 
 
 def copied_later(attend, *leaves):
-    """Hooks that copy what they were given once the forward pass is over."""
+    """Create saved-tensor hooks that copy tensors after the forward pass."""
     given = []
 
     def unpack(place):
@@ -132,7 +132,7 @@ WAYS = {
 
 
 def backward_on_a_rank(process_group, way, group, settings):
-    """The gradients of a rank by two backward passes of one forward pass, where torch allows it."""
+    """Return a rank's gradients of two backward passes of one forward pass, if torch allows it."""
     sharding, rank = sharding_for(process_group.size(), None), process_group.rank()
     *inputs, grad = (shard_of(x, sharding, rank) for x in full_text(sharding, group, 3))
     leaves = [x.requires_grad_() for x in inputs]
@@ -147,7 +147,7 @@ def backward_on_a_rank(process_group, way, group, settings):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("group", [1, 2], ids=["own-keys", "shared-keys"])
 @pytest.mark.parametrize("settings", [{}, {"regather_kv": False}], ids=["regathered", "kept"])
-def test_gradients_are_the_same_however_autograd_saves(ranks, way, group, settings):
+def test_gradients_are_equal_under_checkpointing_and_offloading(ranks, way, group, settings):
     actual = ranks.run(2, backward_on_a_rank, way, group, settings)
     sharding = sharding_for(2, None)
     expected = in_one_process(sharding, group, 3)
@@ -155,7 +155,7 @@ def test_gradients_are_the_same_however_autograd_saves(ranks, way, group, settin
         assert_same(each, sharding, {name: expected[name] for name in ("dq", "dk", "dv")})
 
 
-def test_zigzag_gives_every_rank_the_same_work():
+def test_zigzag_balances_work_across_ranks():
     shard_map = sharding_for(4, None).shard_map(BLOCK, "cpu")
     pairs = [int(shard_map.ranges(rank, 1).pairs()) for rank in range(4)]
     length = 2 * 4 * BLOCK * 2

@@ -1,4 +1,4 @@
-"""Plans made by several ranks, against the rows of the plan that one process makes."""
+"""Plans of several ranks, against the rows of the plan of a single process."""
 
 import contextlib
 from dataclasses import replace
@@ -49,7 +49,7 @@ CONFIGS = {
 
 
 class LoudBlocks(Predictor):
-    """Key blocks with a long key: all that it needs of other ranks are summaries."""
+    """Predictor that selects key blocks with a long key; it gathers key summaries only."""
 
     def encode_keys(self, k, valid=None):
         norms = k.norm(dim=-1)
@@ -69,7 +69,7 @@ class LoudBlocks(Predictor):
 
 
 class HalfAMass(RowsPredictor):
-    """CAB with another threshold, which says nothing of ranks."""
+    """CAB with another threshold; it declares no inputs from other ranks."""
 
     def choose(self, q, summary, call):
         half = replace(self.config, mass_threshold=self.config.mass_threshold / 2)
@@ -81,13 +81,13 @@ register_predictor("half-a-mass", HalfAMass)
 
 
 def full_text(sharding, dim=DIM):
-    """q and k with some blocks that matter more than others."""
+    """Return q and k in which some blocks have more attention mass than others."""
     q, k, v = qkv(1, HEADS, KV_HEADS, sharding.text, dim=dim)
     return 2 * q, 2 * k, v
 
 
 def on_a_rank(process_group, config, ends):
-    """The lists and names of this rank's plan, and which rows of the text they are of."""
+    """Return the lists and complete rows of this rank's plan, and their rows of the sequence."""
     sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
     q, k, _ = (shard_of(x, sharding, rank) for x in full_text(sharding))
     plan = distributed.predict(
@@ -121,28 +121,28 @@ def assert_rows_of(actual, plan):
         if plan.is_dense() is not None:
             assert torch.equal(complete[:, :, mine], plan.is_dense()[:, :, rows[mine]])
         seen[rows[mine]] += 1
-    # a row of nothing but the padding between documents is nobody's
+    # no rank has a row that consists of padding between documents
     inhabited = plan.ranges.rows(plan.query_block).queries[0] > 0
     assert torch.equal(seen, inhabited.long())
 
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("config", CONFIGS)
-def test_plans_are_the_rows_of_one_plan(ranks, config, text):
+def test_rank_plans_are_rows_of_single_process_plan(ranks, config, text):
     actual = ranks.run(4, on_a_rank, CONFIGS[config], TEXTS[text])
     assert_rows_of(actual, in_one_process(CONFIGS[config], sharding_for(4, TEXTS[text])))
 
 
 def gathered_on_a_rank(process_group, config, layer):
-    """How many numbers this rank receives of each of the others to choose blocks."""
+    """Return how many numbers this rank receives from every other rank to select blocks."""
     sharding, rank = sharding_for(process_group.size(), None), process_group.rank()
     q, k, _ = (shard_of(x, sharding, rank) for x in full_text(sharding))
     fields = {"group": process_group, "config": config, "layer": layer, "block": BLOCK}
     received = []
     with pytest.MonkeyPatch.context() as patch:
-        gathered = sharded.gathered
+        all_gather = sharded.all_gather
         patch.setattr(
-            sharded, "gathered", lambda x, g: received.append(x.numel()) or gathered(x, g)
+            sharded, "all_gather", lambda x, g: received.append(x.numel()) or all_gather(x, g)
         )
         with contextlib.suppress(ValueError):
             # a layer whose anchor did not run sparsely
@@ -166,7 +166,7 @@ Q, K = 4 * 128 * 16, 2 * 128 * 16
         ("cascade", 1, []),
     ],
 )
-def test_a_predictor_says_what_ranks_gather(ranks, config, layer, received):
+def test_ranks_gather_inputs_declared_by_predictor(ranks, config, layer, received):
     assert ranks.run(2, gathered_on_a_rank, CONFIGS[config], layer) == [received] * 2
 
 
@@ -181,7 +181,7 @@ def on_a_rank_by_slow_channels(process_group, config, ends):
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("config", ["exact", "cascade"])
-def test_half_of_the_channels_choose_the_rows_of_one_plan(ranks, config, text):
+def test_slow_channels_select_rows_of_single_process_plan(ranks, config, text):
     config = CONFIGS[config]
     actual = ranks.run(4, on_a_rank_by_slow_channels, config, TEXTS[text])
     sharding = sharding_for(4, TEXTS[text])
@@ -191,7 +191,7 @@ def test_half_of_the_channels_choose_the_rows_of_one_plan(ranks, config, text):
     assert not torch.equal(plan.to_dense(), in_one_process(config, sharding, 64).to_dense())
 
 
-def test_a_single_rank_makes_the_plan_of_one_process(ranks):
+def test_one_rank_equals_single_process(ranks):
     actual = ranks.run(1, on_a_rank, SMALL, TEXTS["packed"])
     assert_rows_of(actual, in_one_process(SMALL, sharding_for(1, TEXTS["packed"])))
 
@@ -208,7 +208,7 @@ def attended_on_a_rank(process_group, config, ends):
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("config", ["typical", "exact"])
-def test_attention_under_plans_is_that_of_one_process(ranks, config, text):
+def test_sparse_attention_equals_single_process(ranks, config, text):
     config, ends = CONFIGS[config], TEXTS[text]
     sharding = sharding_for(4, ends)
     outcome = ranks.run(4, attended_on_a_rank, config, ends)
@@ -226,7 +226,7 @@ def test_attention_under_plans_is_that_of_one_process(ranks, config, text):
         assert (result - meant).abs().max() <= 1e-5 * meant.abs().max()
 
 
-def test_the_union_of_needed_blocks_by_hand(ranks):
+def test_union_of_needed_blocks_of_handwritten_plans(ranks):
     config = replace(SMALL, mass_threshold=0.08, dense_tail_blocks=0, local_blocks=1)
     sharding = sharding_for(4, None)
     for rank, needed in enumerate(ranks.run(4, needed_on_a_rank, config)):
@@ -243,7 +243,7 @@ def needed_on_a_rank(process_group, config):
     return distributed.union(plan, KV_HEADS)
 
 
-def test_layers_of_a_text_share_spans(ranks):
+def test_layers_share_key_ranges(ranks):
     for same, refusal in ranks.run(2, twice_on_a_rank):
         assert same and refusal.startswith("ranges must belong to the sequence of q")
 

@@ -1,4 +1,4 @@
-"""Ranks that differ, compute with what is another's, or die: all of them hear of it, and when."""
+"""Inconsistent, misplaced or dead ranks: every rank raises, at the right time."""
 
 import os
 import re
@@ -28,7 +28,7 @@ def one_layer(implementation="cab"):
 
 
 def attend(group, changed):
-    """Attention where what rank 1 brings has been ``changed``."""
+    """Run attention after ``changed`` has been applied to the inputs of rank 1."""
     own = {"heads": 4, "kv_heads": 2, "tokens": 128, "dim": 16, "dtype": torch.float32, "batch": 1}
     if group.rank() == 1:
         own.update(changed)
@@ -60,7 +60,7 @@ def attend(group, changed):
         ),
     ],
 )
-def test_ranks_that_differ_all_raise(ranks, changed, sentence):
+def test_inconsistent_arguments_raise_on_all_ranks(ranks, changed, sentence):
     for outcome in ranks.outcomes(2, attend, changed):
         assert isinstance(outcome, Failure) and outcome.kind == "ValueError"
         with pytest.raises(ValueError, match=sentence):
@@ -68,7 +68,7 @@ def test_ranks_that_differ_all_raise(ranks, changed, sentence):
 
 
 def with_inputs_of(group, whose):
-    """A model on each rank, which is given the shard of rank ``whose[rank]``."""
+    """Run a model on each rank with the shard of rank ``whose[rank]``."""
     batch = {"input_ids": tokens(1, 256)}
     inputs = distributed.shard(batch, group, BLOCK)
     sharding = shardings.sharding_of((256,), group.size(), BLOCK)
@@ -86,7 +86,7 @@ def with_inputs_of(group, whose):
         pytest.param((1, 0), "must describe the 128 tokens of rank", id="swapped"),
     ],
 )
-def test_positions_of_another_rank_are_refused(ranks, whose, sentence):
+def test_positions_of_another_rank_raise(ranks, whose, sentence):
     for outcome in ranks.outcomes(2, with_inputs_of, whose):
         with pytest.raises(ValueError, match=sentence):
             raise ValueError(outcome.sentence)
@@ -101,13 +101,13 @@ def with_other_settings(group):
         return model(**inputs, use_cache=False)
 
 
-def test_models_of_other_settings_are_refused(ranks):
+def test_different_settings_raise_on_all_ranks(ranks):
     for outcome in ranks.outcomes(2, with_other_settings):
         assert outcome.sentence.startswith("settings (checksum) must be equal")
 
 
 def with_another_batch(group, changed, place):
-    """A model on each rank, of which rank 1 has shards of a batch that differs in one place."""
+    """Run a model on each rank; the batch of rank 1 differs in one place."""
     batch = {"input_ids": tokens(2, 256), "labels": tokens(2, 256)}
     if group.rank() == 1:
         batch[changed][1, place] = 1
@@ -120,7 +120,7 @@ def with_another_batch(group, changed, place):
 
 @pytest.mark.parametrize("changed", ["input_ids", "labels"])
 @pytest.mark.parametrize("place", [1, 100], ids=["of-the-first-rank", "of-the-second-rank"])
-def test_batches_that_differ_in_one_place_are_refused(ranks, changed, place):
+def test_different_batches_raise_on_all_ranks(ranks, changed, place):
     for outcome in ranks.outcomes(2, with_another_batch, changed, place):
         assert outcome.kind == "ValueError"
         assert re.match(
@@ -130,7 +130,7 @@ def test_batches_that_differ_in_one_place_are_refused(ranks, changed, place):
 
 
 def computed(group, wrong):
-    """zigzag's error against one process where something is put in the wrong place on purpose."""
+    """Return the error of zigzag against one process after an intentional misplacement."""
     sharding, rank = sharding_for(group.size(), [0, 300]), group.rank()
     q, k, v = qkv(1, 4, 2, sharding.text)
     shard_map = shardings._shard_map.__wrapped__(
@@ -155,13 +155,13 @@ def computed(group, wrong):
 
 
 @pytest.mark.parametrize("wrong", ["permutation", "positions"])
-def test_what_stands_in_the_wrong_place_shows(ranks, wrong):
+def test_misplaced_shards_change_the_result(ranks, wrong):
     assert max(ranks.run(2, computed, None)) < 1e-5
     assert min(ranks.run(2, computed, wrong)) > 0.1
 
 
 def dies(group, how):
-    """Attention in which rank 1 dies before the second call."""
+    """Run attention; rank 1 dies before the second call."""
     q, k, v = qkv(1, 4, 2, 128)
     distributed.zigzag_attention(q, k, v, group=group, block=BLOCK)
     model = one_layer()
@@ -187,7 +187,7 @@ def dies(group, how):
         ("raised", "rank 1 stopped: MemoryError: the third layer did not fit"),
     ],
 )
-def test_a_rank_that_dies_stops_the_others(processes, how, cause):
+def test_dead_rank_stops_other_ranks(processes, how, cause):
     outcomes = processes(3, TIMEOUT).outcomes(3, dies, how)
     assert outcomes[1] is None
     for rank in (0, 2):
@@ -245,14 +245,14 @@ def refused(group, what):
         ("layer", "LlamaAttention is inside context_parallel, and its mask was made outside"),
     ],
 )
-def test_what_is_refused(ranks, what, sentence):
+def test_unsupported_arguments_raise(ranks, what, sentence):
     (outcome,) = ranks.outcomes(1, refused, what)
     assert isinstance(outcome, Failure) and outcome.sentence.startswith(sentence)
     assert not outcome.sentence.count("\n") and outcome.sentence.endswith(".")
 
 
 def kept_bytes(group, regather_kv):
-    """Bytes that autograd keeps between forward and backward of attention."""
+    """Return the bytes that autograd keeps between forward and backward of attention."""
     q, k, v = (x.requires_grad_() for x in qkv(1, 2, 2, 512))
     result = {}
 
@@ -267,14 +267,14 @@ def kept_bytes(group, regather_kv):
     return sum(storage.nbytes() for storage in result.values())
 
 
-def test_between_forward_and_backward_no_rank_keeps_the_whole_text(ranks):
+def test_autograd_does_not_save_gathered_keys(ranks):
     complete = 2 * 1024 * 2 * 16 * 4
     kept, again = (ranks.run(2, kept_bytes, again)[0] for again in (False, True))
     assert kept - again == complete
 
 
 def halfway(group, reentrant, inside):
-    """A training step of which the forward or the backward pass alone is inside the block."""
+    """Run a training step with only its forward or only its backward pass inside the block."""
     model = model_of("cab", SPARSE).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
@@ -291,6 +291,6 @@ def halfway(group, reentrant, inside):
 
 @pytest.mark.parametrize("inside", ["forward", "backward"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_backward_pass_behind_the_block_is_refused(ranks, reentrant, inside):
+def test_backward_outside_of_block_raises(ranks, reentrant, inside):
     for actual in ranks.outcomes(2, halfway, reentrant, inside):
         assert isinstance(actual, Failure) and "was left or entered in between" in actual.sentence

@@ -15,13 +15,13 @@ SHAPE = {"heads": 2, "kv_heads": 1, "dim": 16}
 
 
 def shard_spans(ends, rank):
-    """(the sharding of two ranks, its map, what the queries of one may see)."""
+    """Return (sharding of two ranks, its map, key ranges of the queries of one rank)."""
     sharding = sharding_for(2, ends)
     shard_map = sharding.shard_map(32, "cpu")
     return sharding, shard_map, shard_map.ranges(rank, 1)
 
 
-def test_attention_of_a_shard():
+def test_kernel_attention_under_shard_ranges():
     sharding, shard_map, ranges = shard_spans([0, 33, 150], 1)
     q, k, v = qkv(q_length=sharding.text, **SHAPE)
     q, grad = shard_of(q, sharding, 1), shard_of(q.flip(2), sharding, 1)
@@ -31,7 +31,7 @@ def test_attention_of_a_shard():
 
 
 @pytest.mark.parametrize("ends", [[0, 221], [0, 33, 210]], ids=["one-text", "packed"])
-def test_the_choice_of_a_shard(ends):
+def test_kernel_selection_under_shard_ranges(ends):
     sharding, shard_map, ranges = shard_spans(ends, 0)
     q, k = loud(q_length=sharding.text, **SHAPE)
     q, k = shard_of(q, sharding, 0), shard_map.layout.keys(k)

@@ -1,4 +1,4 @@
-"""A model on several ranks, each with a shard of the text, against the same model on one."""
+"""A model on several ranks with sharded sequences, against the same model on one rank."""
 
 import gc
 import re
@@ -63,7 +63,7 @@ def batch_of(length, ends=None, rows=2):
 
 
 def step(model, inputs):
-    """(loss, logits, gradients of all parameters by name)."""
+    """Return (loss, logits, gradients of all parameters by name)."""
     result = model(**inputs, use_cache=False)
     # in a thread of its own, as on a GPU
     with ThreadPoolExecutor(1) as autograd:
@@ -106,7 +106,7 @@ def assert_same_step(actual, expected):
 
 @pytest.mark.parametrize("ends", [None, PACKED], ids=["one-text", "packed"])
 @pytest.mark.parametrize("config", slow_but(CONFIGS, 0, 2, 3, 7))
-def test_a_training_step_is_that_of_one_process(ranks, config, ends):
+def test_training_step_equals_single_process(ranks, config, ends):
     batch, build = batch_of(655, ends), (("cab", CONFIGS[config]), {})
     actual = ranks.run(4, step_on_a_rank, batch, build, {})
     assert_same_step(actual, in_one_process(batch, build))
@@ -151,7 +151,9 @@ def test_a_training_step_is_that_of_one_process(ranks, config, ends):
         ),
     ],
 )
-def test_so_is_that_of_other_models_and_settings(ranks, build, settings, world):
+def test_training_step_of_other_models_and_settings_equals_single_process(
+    ranks, build, settings, world
+):
     settings = dict(settings)
     batch = batch_of(400, settings.pop("ends", None))
     actual = ranks.run(world, step_on_a_rank, batch, build, settings)
@@ -159,7 +161,7 @@ def test_so_is_that_of_other_models_and_settings(ranks, build, settings, world):
 
 
 def made_after_each_pass(group, batch):
-    """How many things stand with ranges that are alive after each of three forward passes."""
+    """Return how many cache entries of living ranges exist after each of three forward passes."""
     model, alive = model_of("cab", CONFIGS["some-documents-exact"]), []
     for _ in range(3):
         with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
@@ -169,7 +171,7 @@ def made_after_each_pass(group, batch):
     return alive
 
 
-def test_nothing_made_for_a_forward_pass_outlives_it(ranks):
+def test_forward_pass_frees_its_caches(ranks):
     for first, *later in ranks.run(2, made_after_each_pass, batch_of(655, PACKED)):
         assert later == [first, first]
 
@@ -186,14 +188,14 @@ def generated_on_a_rank(group, ids):
     return model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
 
 
-def test_generation_goes_on_from_a_prefill_across_ranks(ranks):
+def test_generation_continues_from_sharded_prefill(ranks):
     ids = tokens(1, 333)
     expected = model_of("cab", SPARSE).generate(ids, max_new_tokens=8, do_sample=False)
     for actual in ranks.run(4, generated_on_a_rank, ids):
         assert torch.equal(actual, expected)
 
 
-def test_what_is_unsharded_is_what_was_sharded(ranks):
+def test_unshard_inverts_shard(ranks):
     batch = batch_of(655, PACKED)
     for ids in ranks.run(4, there_and_back, batch):
         assert torch.equal(ids, batch["input_ids"])
@@ -204,7 +206,7 @@ def there_and_back(group, batch):
     return distributed.unshard(mine["input_ids"], mine["cu_seq_lens_q"], group, block=BLOCK)
 
 
-def test_a_shard_by_hand(ranks):
+def test_shard_of_handwritten_batch(ranks):
     sharding = sharding_of((5, 40), 2, 16)
     assert sharding.chunks == (16, 16) and sharding.tokens == 64
     # of the first document rank 0 has all, of the second its ends
@@ -232,7 +234,7 @@ def sharded(group, batch):
 
 
 def wrapped_step_on_a_rank(group, batches, wrap):
-    """The gradients of a step on two texts, each held by two of four ranks: data parallel too."""
+    """Return gradients of a step on two sequences, each sharded to two of four ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = WRAPS[wrap](model_of("cab", SPARSE).train())
     batch, ranks = batches[mesh.get_local_rank("dp")], mesh.get_group("cp")
@@ -262,7 +264,7 @@ WRAPS = {
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_data_parallel_wrappers_go_around_it(processes, wrap):
+def test_data_parallel_wrappers_match_single_process(processes, wrap):
     batches = [batch_of(400), batch_of(400)]
     batches[1]["input_ids"] = tokens(2, 400, seed=5)
     # wrappers speak to all there are

@@ -1,4 +1,4 @@
-"""Ulysses: a rank attends some heads over the whole text, through the registered names as they are.
+"""Ulysses: a rank attends some heads over the whole sequence by the registered names.
 
 Tokens are exchanged for heads around the attention function. DeepSpeed does so by a wrapper of its
 own; the one here is the same exchange, for where DeepSpeed is not installed.
@@ -32,7 +32,7 @@ def batch_of(documents):
 
 
 def step(model, inputs, labels):
-    """(logits, gradients by name) of a share of the mean loss."""
+    """Return (logits, gradients by name) of a share of the mean loss."""
     logits = model(**inputs, use_cache=False).logits
     loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / LENGTH
     loss.backward()
@@ -40,7 +40,7 @@ def step(model, inputs, labels):
 
 
 def exchanged(x, group, away, back):
-    """Dealt out to the ranks in dimension ``away``, and put together in dimension ``back``."""
+    """Exchange x between ranks: scatter dimension ``away``, gather dimension ``back``."""
     parts = x.unflatten(away, (group.size(), -1)).movedim(away, 0).contiguous()
     parts = all_to_all_single(torch.empty_like(parts), parts, group=group)
     return torch.cat(list(parts), dim=back)
@@ -110,21 +110,21 @@ def assert_same_step(actual, build, inputs, labels):
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("case", CASES)
-def test_a_training_step_is_that_of_one_process(ranks, case, text):
+def test_training_step_equals_single_process(ranks, case, text):
     step_of = (CASES[case], *batch_of(TEXTS[text]))
     assert_same_step(ranks.run(2, step_on_a_rank, "torch", *step_of), *step_of)
 
 
 @pytest.fixture
 def two(processes):
-    """Two processes for one model: what DeepSpeed registers stays."""
+    """Start two processes for one model, because DeepSpeed's registrations stay."""
     if find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     return processes(2)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_so_is_that_of_deepspeed(two, case):
+def test_deepspeed_training_step_equals_single_process(two, case):
     step_of = (CASES[case], *batch_of(TEXTS["packed"]))
     assert_same_step(two.run(2, step_on_a_rank, "deepspeed", *step_of), *step_of)
 
@@ -152,15 +152,15 @@ def logits_by_accelerate(group, build, inputs):
     return model(**shard_of(inputs, group), use_cache=False).logits.detach()
 
 
-def test_accelerate_hands_the_name_to_deepspeed(two):
+def test_accelerate_passes_implementation_to_deepspeed(two):
     build, (inputs, _) = CASES["cab"], batch_of(TEXTS["packed"])
     actual = torch.cat(two.run(2, logits_by_accelerate, build, inputs), dim=1)
     meant = model_of(*build).train()(**inputs, use_cache=False).logits
     assert (actual - meant).abs().max() <= 1e-5 * meant.abs().max()
 
 
-def test_budgets_of_each_head_are_refused(ranks):
-    """A rank has some of the heads, and a table is of all."""
+def test_per_head_budgets_raise(ranks):
+    """A rank has some of the heads, but a table has an entry per head."""
     tables = CabConfig.published(((0.3, 0.4, 0.5, 0.6, 0.7, 0.8),) * 2, min_length=0)
     step_of = (("cab", tables), *batch_of(TEXTS["one-text"]))
     for outcome in ranks.outcomes(2, step_on_a_rank, "torch", *step_of):

@@ -92,7 +92,7 @@ def test_the_meaning_is_that_of_lists(shape, blocks):
 
 
 def test_parts_of_the_keys_end_at_key_blocks():
-    """Of a chunk that begins off the grid, and key blocks larger than a plan of everything has."""
+    """The chunk starts inside of a block, and key blocks are larger than those of a full plan."""
     ranges = KeyRanges.causal(1, 128, 9788, "cpu")
     rows = ranges.tail_rows(128, 128)
     *_, plan = complete._gathered(ranges, rows, (128, 256), 2)

@@ -81,7 +81,7 @@ def test_a_plan_whose_heads_do_not_divide_those_of_q_is_refused():
 
 
 def test_queries_that_see_nothing_get_zeros_and_no_mass():
-    """Whether it is the span that is empty, or the row of blocks."""
+    """Either the key range of a query is empty, or its row of blocks."""
     q, k, v = qkv(q_length=96)
     ranges = KeyRanges.causal(1, 96, 96, q.device)
     ranges = replace(ranges, end=ranges.end.masked_fill(torch.arange(96) < 5, -1))
@@ -461,7 +461,7 @@ def test_unknown_engine_is_refused():
 
 
 def test_flex_is_compiled_for_a_cap_where_lengths_are_symbols(monkeypatch):
-    """As on a GPU, where FlexAttention takes a cap as a constant alone."""
+    """FlexAttention on a GPU accepts a soft cap only as a constant."""
     compiled = torch.compile(flex._attend, dynamic=True, backend="aot_eager")
     monkeypatch.setattr(flex, "_compiled", lambda _: compiled)
     for length in (96, 160):

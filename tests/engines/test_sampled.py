@@ -65,7 +65,7 @@ def test_kernels_cap_logits_of_both():
 
 @pytest.mark.parametrize(("shape", "blocks"), CASES)
 def test_one_of_one_is_everything(shape, blocks):
-    """What no row may see wholly is cut by the diagonal or a border, and listed here."""
+    """Partial blocks are cut by the diagonal or a document border; lists contain them."""
     q, k, v, grad, plan = sampled_case(shape, blocks, sample_period=1)
     dense = BlockPlan.causal(plan.ranges, 1, *blocks)
     expected = with_gradients(reference.attention, (q, k, v), grad, dense, 0.2)
@@ -178,7 +178,7 @@ def test_a_config_that_samples_compiles_where_nothing_is_trained():
 
 
 def test_documents_that_share_blocks_are_not_sampled():
-    """As they do where a compiled model leaves them in place."""
+    """A compiled model leaves documents unaligned, so that they share blocks."""
     model, ids = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SAMPLING).train(), tokens(1, 400)
     positions = torch.cat([torch.arange(90), torch.arange(310)])[None]
     torch._dynamo.reset()

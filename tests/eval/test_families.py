@@ -34,7 +34,7 @@ REFUSED_TYPES = """
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """As in the processes of a run: threads only get in each other's way in models so small."""
+    """Use one thread, as the processes of a run do: these models are too small for more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -139,7 +139,7 @@ OFF, BROKEN = {"difference": 2e-4}, {"failed": "KeyError: 'cab'"}
 
 
 def sample_of(by_name, applied, layers):
-    """Of a type, with the outcomes of two inputs behind each of two doors."""
+    """Return the sample of a type: outcomes of two inputs by each of two entry points."""
     sample = {"model_type": "x", "model": "X", "reads_padding": []}
     for name, outcomes in (("by_name", by_name), ("applied", applied)):
         inputs = dict(zip(("plain", "left padded"), outcomes, strict=True))
@@ -220,7 +220,7 @@ def test_a_process_that_dies_ends_nothing_else(ranks, monkeypatch):
 
 
 def verdicts_of(out, types, *words):
-    """What the command judges of types that `in_processes` examines."""
+    """Return the verdicts of the command on types that `in_processes` examines."""
     assert __main__.main(["families", "--types", types, "--out", str(out), *words]) == 0
     rows = json.loads((out / "results.json").read_text())["rows"]
     return {row["model_type"]: row["verdict"] for row in rows}

@@ -170,7 +170,7 @@ def test_what_follows_a_prompt_is_held_against_dense(complete):
     assert "ratio" not in behind["dense"]
     assert behind["full"]["kl"] == pytest.approx(0, abs=1e-7)
     assert behind["full"]["ratio"] == pytest.approx(1, abs=1e-5)
-    # a window behind which everything is gone
+    # a window that drops all earlier keys
     assert behind["streaming"]["kl"] > behind["cab"]["kl"] > 10 * abs(behind["full"]["kl"])
     for actual in behind.values():
         assert 0 <= actual["kl_low"] <= max(actual["kl"], 0) <= actual["kl_high"]

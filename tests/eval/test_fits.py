@@ -1,4 +1,4 @@
-"""What prompts need, beside the bytes of real models and beside what committed runs measured."""
+"""Memory of prompts, against the bytes of real models and against committed measurements."""
 
 import dataclasses
 from pathlib import Path

@@ -164,7 +164,7 @@ def test_a_run_that_stops_has_asked_all_methods_alike():
     experiment = experiment_of("fidelity")
     cases = list(experiment.planned())
     free = [case for case in cases if not experiment.waits(case)]
-    # what waits for all of the others comes behind them
+    # cases that wait for all others come last
     assert cases[: len(free)] == free
     assert {case["method"] for case in cases[len(free) :]} == {"random"}
     pairs = list(zip(free[::2], free[1::2], strict=True))
@@ -238,7 +238,7 @@ def test_a_run_grows_with_one_model_and_not_with_another_of_its_name(
     ],
 )
 def test_what_is_set_comes_in_the_place_of_small_blocks(kind, assignments, expected):
-    """A predictor that is set need not read what small blocks set beside their sizes."""
+    """A given predictor need not read the fields that small blocks set in addition to sizes."""
     settings = kind.Settings(device="cpu", cab=assignments)
     chosen = settings.cab_config if kind is passkey else settings.configs["cab"]
     assert chosen == CabConfig(min_length=0, **expected)

@@ -29,7 +29,7 @@ def model():
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Of the short texts here FlexPrefill would keep all."""
+    """Lower FlexPrefill's minimum, which would select all of these short sequences."""
     monkeypatch.setattr(last_queries, "MIN_TOKENS", 32)
 
 
@@ -49,7 +49,7 @@ def generate(model, ids, tokens=4):
 
 
 class Decoding:
-    """A prompt and single steps through a cache, beside sets of keys that are left a KV head."""
+    """A prompt and decode steps with a cache, and the sets of keys left per KV head."""
 
     def __init__(self, method, prompt, steps):
         self.method, self.prompt, self.steps = method, prompt, steps
@@ -145,7 +145,7 @@ def test_streaming_forgets_in_decode_what_its_prefill_does_not_see(model, ids):
 
 
 def test_a_step_is_counted_in_tokens_of_the_same_bytes(model):
-    """A row of the index has so many channels of the 2 * 16 of keys and values."""
+    """An index row has a number of channels; keys and values have 2 * 16."""
     config = SMALL.changed(sparse_decode=True, decode_tokens=128)
     sparse = methods.Cab(config)
     with sparse.applied(model):

@@ -21,12 +21,12 @@ HOSTILE = 'a <b>, c & d | "e" <script>alert(1)</script> ![x](https://host/x.png)
 
 
 def found(pattern, text):
-    """What the groups of a pattern hold, as text."""
+    """Return the groups of all matches of a pattern as text."""
     return [unescape(each) for each in re.findall(pattern, text, re.DOTALL)]
 
 
 class Told(Passkey):
-    """What is given to it, as tables and sentences."""
+    """Experiment whose tables and sentences are the ones given."""
 
     title, caption = "Told <i>", "seen & <drawn>"
 

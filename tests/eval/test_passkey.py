@@ -59,7 +59,7 @@ def test_prompts_fit_and_hold_the_needle_at_its_depth(chat, filler, keys, depth,
 def test_needles_stand_at_sentence_borders(tokenizer):
     render, needles = Haystack(tokenizer).render, [(0.5, "HERE."), (0.9, "THERE.")]
     sentences = ["The grass is green."] * 10
-    # all of one size, so that half is behind the fifth
+    # all of one size, so that half of them come after the fifth
     expected = [*sentences[:5], "HERE.", *sentences[5:9], "THERE.", *sentences[9:]]
     assert " ".join(expected) in render("", needles, sentences)
     assert "HERE" not in render("", [], sentences)
@@ -168,7 +168,7 @@ def test_both_stages_are_sparse_when_asked(model_folder, tmp_path, monkeypatch):
         more = ("--stage", stage, "--budget", "0.3")
         out = tmp_path / stage
         results = command("passkey", model_folder, out, *more, methods="cab,random,streaming")
-        # of two layers, of each of three prompts some tokens behind the first
+        # two layers, and several tokens after the first for each of three prompts
         assert bool(steps) == (stage == "both") and len(steps) % 2 == 0
     # what is always read is more than an eighth of so short a text
     kept = torch.cat([choice.counts.flatten() for choice in steps])

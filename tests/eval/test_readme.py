@@ -128,7 +128,7 @@ def test_rows_and_columns_are_those_declared(tmp_path, monkeypatch):
     columns |= {"of none": ["cab.inner.kl|digits", "FA3.inner.kl"]}
     monkeypatch.setitem(ROWS, "by_way", lambda rows: pivoted(rows, "way", "length"))
     text = Table({**declared, "columns": columns})(tmp_path).splitlines()
-    # cab stands behind what it is compared with; means are over what was measured
+    # cab comes after its baselines; means are over measured cells
     assert text[0] == "| tokens | sdpa s | cab s | none | KL (sdpa) | of none |"
     assert text[2:4] == ["| 4,096 | 4.00 | 2.00 | – | 0.500 (0.2) | 0.500 |", ""]
     with pytest.raises(ValueError, match="b has no results.json"):

@@ -128,14 +128,14 @@ TIMES = {"predict_ms": 0.0, "attend_ms": 12.0, "dense_ms": 20.0, "match_ms": 10.
 SCENES = {
     "by hand": by_hand(),
     "tasks": tasks(),
-    # who was asked some of them has no mean that could stand beside
+    # a method with some of the tasks only has no comparable mean
     "some tasks": [x for x in tasks() if (x["method"], x["probe"]) != ("cab", "uuid")],
     "decoding": decoded(),
     "turns": turned(),
     "fewer cases": fewer(),
     "a time that no budget takes": [sample("random", "time", 0, **TIMES, dense_kernel="SDPA")],
     "a density that is not the matched one": [
-        # of the layers that are sparse, beside dense ones
+        # density of the sparse layers only; others are dense
         matched("random", 0.6, sparse_density=0.21),
         matched("streaming", 0.2, sparse_density=0.22),
         matched("oracle", 0.3, 0.2, sparse_density=0.3),
@@ -145,7 +145,7 @@ SCENES = {
     ],
     "dense attention in fact": dense_in_fact(),
     "sparse in fact": [*dense_in_fact()[::2], read("cab", [True], sparse_density=0.2)],
-    # a cache that dropped keys behind a dense prefill is not dense attention
+    # a cache that dropped keys after a dense prefill is not dense attention
     "a dense prefill": [*dense_in_fact(tokens=8, step_tokens=2.0)],
     "a name of another kind": [
         sample(method, "pass", 0, text, right=[True])

@@ -17,7 +17,7 @@ from cab_hf.predictors import LayerContext, attention_mass, make_predictor
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Of the short texts here FlexPrefill would keep all."""
+    """Lower FlexPrefill's minimum, which would select all of these short sequences."""
     monkeypatch.setattr(last_queries, "MIN_TOKENS", 32)
 
 
@@ -25,7 +25,7 @@ def short(monkeypatch):
 
 
 def blocks_of(rows, *sizes):
-    """Sums over blocks of so many rows and columns."""
+    """Sum over blocks of ``sizes`` columns and rows."""
     for size in sizes:
         rows = torch.stack([part.sum(-1) for part in rows.split(size, -1)], -1).transpose(-1, -2)
     return rows
@@ -111,7 +111,7 @@ def test_what_comes_later_changes_no_choice(name):
     ids=["packed", "padded-left", "padded-right"],
 )
 def test_a_text_keeps_the_blocks_that_it_keeps_alone(name, documents, real):
-    """A text of 205 tokens, between others or beside padding."""
+    """The sequence has 205 tokens and lies between others or next to padding."""
     of_tokens = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))[None]
     valid = None if real is None else torch.tensor(real)[of_tokens]
     length = of_tokens.shape[1]
@@ -185,7 +185,7 @@ def test_root_divergence_by_hand():
 
 @pytest.mark.parametrize("tau", [0.0, 9.0], ids=["vertical-slash", "query-aware"])
 def test_flexprefill_is_that_of_eager_attention(tau, monkeypatch):
-    """By sets of blocks, where all heads have one pattern."""
+    """Sets of selected blocks are compared; all heads have one pattern."""
     length = 205
     monkeypatch.setattr(last_queries, "TAU", tau)
     gamma, least = 0.6, 2

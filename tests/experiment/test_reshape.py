@@ -1,4 +1,4 @@
-"""SmolLM2 in other shapes: what it computes then, and that it loads by its names."""
+"""SmolLM2 in other shapes: outputs, and loading by name."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ IDS = torch.randint(200, (1, 70), generator=torch.Generator().manual_seed(0))
 
 
 def small(head_dim=16, heads=4, kv_heads=2, theta=10_000.0):
-    """A LLaMA of two layers."""
+    """Create a LLaMA of two layers."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -30,7 +30,7 @@ def small(head_dim=16, heads=4, kv_heads=2, theta=10_000.0):
 
 
 @torch.no_grad()
-def test_a_wider_model_computes_the_same_where_frequencies_are_there():
+def test_wider_model_equals_original_with_equal_frequencies():
     model = small()
     # pair 2 j of 32 channels rotates as pair j of 16
     wide = widened(model, head_dim=32, group=4, theta=10_000.0).eval()
@@ -39,7 +39,7 @@ def test_a_wider_model_computes_the_same_where_frequencies_are_there():
 
 
 @torch.no_grad()
-def test_another_base_has_the_nearest_frequencies():
+def test_other_rope_base_uses_nearest_frequencies():
     model = small(head_dim=64, heads=3, kv_heads=1, theta=100_000.0)
     wide = widened(model, head_dim=128, group=4, theta=500_000.0).eval()
     assert wide.config.rope_parameters["rope_theta"] == 500_000.0
@@ -50,7 +50,7 @@ def test_another_base_has_the_nearest_frequencies():
 
 
 @torch.no_grad()
-def test_norms_have_the_size_that_queries_and_keys_had():
+def test_qk_norms_preserve_query_and_key_norms():
     model = small()
     projected = {}
     attention = model.model.layers[0].self_attn
@@ -70,7 +70,7 @@ def test_norms_have_the_size_that_queries_and_keys_had():
 
 
 @pytest.mark.parametrize("name", RESHAPED)
-def test_they_load_by_name_and_are_made_once(tmp_path, monkeypatch, name):
+def test_reshaped_models_load_by_name_and_are_cached(tmp_path, monkeypatch, name):
     small(head_dim=64, heads=3, kv_heads=1).save_pretrained(tmp_path / "smollm2")
     make_tokenizer().save_pretrained(tmp_path / "smollm2")
     monkeypatch.setenv("CAB_HF_CACHE", str(tmp_path / "cache"))

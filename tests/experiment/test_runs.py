@@ -1,4 +1,4 @@
-"""Base of runs: settings from words and files and back, provenance, a log that survives."""
+"""Basis of experiments: settings from command lines and files, provenance, and logs."""
 
 import errno
 import fcntl
@@ -42,7 +42,7 @@ def record(index, **more):
 
 @pytest.fixture
 def path(tmp_path):
-    """A log of two records."""
+    """Write a log of two records and return its path."""
     path = tmp_path / "deep" / "samples.jsonl"
     with Log(path, IDENTITY, KEY) as opened:
         opened.append(record(0, needle=(1, 2)))
@@ -54,7 +54,7 @@ def indices(path):
     return [each["index"] for each in read_log(path)[1]]
 
 
-def test_records_come_back(path):
+def test_records_are_read_back(path):
     identity, records = read_log(path)
     assert identity == IDENTITY
     assert records == [record(0, needle=[1, 2]), record(1, needle=None)]
@@ -63,7 +63,7 @@ def test_records_come_back(path):
         assert record(1) in opened and record(2) not in opened
 
 
-def test_a_record_of_the_same_key_counts_once(path):
+def test_records_with_equal_keys_count_once(path):
     with Log(path, IDENTITY, KEY) as opened:
         opened.append(record(1, needle="another"))
         opened.append(record(2))
@@ -80,7 +80,7 @@ def test_a_record_of_the_same_key_counts_once(path):
         assert [each["index"] for each in opened.records] == [0, 1, 2, 0]
 
 
-def test_a_key_may_gain_fields_that_older_records_lack(path):
+def test_new_key_fields_have_defaults_in_old_records(path):
     added, key = {"world": 1, "needle": 5}, (*KEY, "world")
     content = path.read_bytes()
     with pytest.raises(LogError, match="line 2 has no 'world'"):
@@ -97,7 +97,7 @@ def test_a_key_may_gain_fields_that_older_records_lack(path):
     assert [each["world"] for each in read_log(path, key, added)[1]] == [1, 1, 2]
 
 
-def test_a_packed_log_is_read_and_gone_on_with(path):
+def test_packed_log_can_be_continued(path):
     complete = path.read_bytes()
     with Log(path, IDENTITY, KEY) as opened:
         opened.append(record(2))
@@ -113,7 +113,7 @@ def test_a_packed_log_is_read_and_gone_on_with(path):
     with Log(path, IDENTITY, KEY) as opened:
         assert path.read_bytes() == before and len(opened.records) == 3
     assert list(path.parent.iterdir()) == [path]
-    # what a kill leaves beside a log that was unpacked is older than the log
+    # a packed file left next to an unpacked log by a kill is older than the log
     packed.write_bytes(lzma.compress(complete))
     assert indices(path) == [0, 1, 2]
     path.unlink()
@@ -126,7 +126,7 @@ def test_a_packed_log_is_read_and_gone_on_with(path):
 
 
 def lines_of(count, torn=b""):
-    """(a log) -> its first lines, and what a kill left of the next one."""
+    """Return (a log) -> its first lines and the part of the next line that a kill left."""
     return lambda content: b"".join(content.splitlines(keepends=True)[:count]) + torn
 
 
@@ -136,26 +136,25 @@ def lines_of(count, torn=b""):
         pytest.param(lines_of(3, b'{"length": 8, "ind'), 2, id="record"),
         pytest.param(lines_of(3, b'{"length": 8, "index": 2'), 2, id="but-brace"),
         pytest.param(lines_of(3, b'{"a": "\\ud8'), 2, id="character"),
-        pytest.param(lambda content: content[:-1], 2, id="newline"),
+        pytest.param(lambda content: content[:-1], 1, id="newline"),
         pytest.param(lambda content: lines_of(1)(content)[:-1], 0, id="header-newline"),
         pytest.param(lambda content: lines_of(1)(content)[:-2], 0, id="header-brace"),
         *(pytest.param(lambda c, n=n: c[:n], 0, id=f"header-{n}") for n in (0, 1, 20)),
     ],
 )
-def test_a_half_written_line_is_mended(path, half, left):
+def test_torn_last_line_is_dropped(path, half, left):
     complete = path.read_bytes()
     path.write_bytes(half(complete))
     # nor is it read
-    assert left == 0 or indices(path) == [0, 1]
+    assert left == 0 or indices(path) == [0, 1][:left]
     with Log(path, IDENTITY, KEY) as opened:
         assert len(opened.records) == left
-        # what only lacked its newline is kept
-        assert left == 0 or path.read_bytes() == complete
+        assert left == 0 or path.read_bytes() == lines_of(1 + left)(complete)
         opened.append(record(7))
-    assert indices(path) == [0, 1, 7][-1 - left :] and read_log(path)[0] == IDENTITY
+    assert indices(path) == [0, 1][:left] + [7] and read_log(path)[0] == IDENTITY
 
 
-def test_a_disk_that_is_full_leaves_the_log_as_it_was(path, monkeypatch):
+def test_full_disk_leaves_log_unchanged(path, monkeypatch):
     complete, write = path.read_bytes(), os.write
 
     def full(file, data):
@@ -174,7 +173,7 @@ def test_a_disk_that_is_full_leaves_the_log_as_it_was(path, monkeypatch):
 
 
 @pytest.mark.parametrize("taken", [os.unlink, lambda path: os.replace(path, f"{path}.old")])
-def test_a_log_that_is_taken_away_is_not_written_on(path, taken):
+def test_removed_or_replaced_log_is_not_appended(path, taken):
     with Log(path, IDENTITY, KEY) as first:
         taken(path)
         # another run may own the folder now, and says so itself
@@ -188,7 +187,7 @@ def test_a_log_that_is_taken_away_is_not_written_on(path, taken):
     assert indices(path) == [7]
 
 
-HEADER = json.dumps({"identity": IDENTITY, "started": "then"})
+HEADER = json.dumps({"identity": IDENTITY, "started": "then"}) + "\n"
 OTHER_ENGINE = {**IDENTITY, "config": {"mass_threshold": 0.08, "engine": "flex"}}
 
 
@@ -196,18 +195,18 @@ OTHER_ENGINE = {**IDENTITY, "config": {"mass_threshold": 0.08, "engine": "flex"}
     ("content", "identity", "message"),
     [
         (HEADER, {**IDENTITY, "seed": 1}, "seed 0, this run has 1"),
-        (HEADER + '\n{"of": "others"}\n{"torn', OTHER_ENGINE, "engine 'auto', this run has 'flex'"),
+        (HEADER + '{"of": "others"}\n{"torn', OTHER_ENGINE, "engine 'auto', this run has 'flex'"),
         (HEADER, {**IDENTITY, "more": 2}, "more None, this run has 2"),
         (HEADER, {"seed": 0}, "config {'mass_threshold'"),
         ('{"index": 0}\n', IDENTITY, "header of a run"),
         ('{"torn', IDENTITY, "header of a run"),
-        (f"{HEADER}\n[1]\n{{}}\n", IDENTITY, "line 2 is no JSON object"),
-        (f'{HEADER}\n{{"a"\n{{"to', IDENTITY, "line 2 is no JSON"),
-        (f"{HEADER}\n\n{{}}\n", IDENTITY, "line 2 is no JSON"),
-        (f"{HEADER}\n{{}}\n", IDENTITY, "line 2 has no 'length'"),
+        (f"{HEADER}[1]\n{{}}\n", IDENTITY, "line 2 is no JSON object"),
+        (f'{HEADER}{{"a"\n{{"to', IDENTITY, "line 2 is no JSON"),
+        (f"{HEADER}\n{{}}\n", IDENTITY, "line 2 is no JSON"),
+        (f"{HEADER}{{}}\n", IDENTITY, "line 2 has no 'length'"),
     ],
 )
-def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path, content, identity, message):
+def test_foreign_file_raises_and_is_unchanged(tmp_path, content, identity, message):
     path = tmp_path / "samples.jsonl"
     path.write_text(content)
     with pytest.raises(LogError, match=re.escape(message)):
@@ -215,7 +214,7 @@ def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path, content, i
     assert path.read_text() == content
 
 
-def test_a_second_writer_is_refused(path):
+def test_second_writer_raises(path):
     with Log(path, IDENTITY, KEY) as first:
         with pytest.raises(LogError, match="written by another process. Wait for it"):
             Log(path, IDENTITY, KEY)
@@ -228,8 +227,8 @@ def test_a_second_writer_is_refused(path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_process_that_was_forked_holds_no_log(tmp_path):
-    """Or a run that was killed could not go on before all of its children have seen that."""
+def test_forked_child_does_not_hold_the_lock(tmp_path):
+    """Otherwise a killed run could not continue before all of its children have exited."""
     log = Log(tmp_path / "log.jsonl", {})
     waiting, go_on = os.pipe()
     is_there, there = os.pipe()
@@ -263,7 +262,7 @@ with Log(sys.argv[1], {"seed": 0}, ("index",)) as log:
 """
 
 
-def test_a_killed_run_goes_on_with_the_same_records(tmp_path):
+def test_killed_run_continues_with_same_records(tmp_path):
     killed, complete = tmp_path / "killed.jsonl", tmp_path / "whole.jsonl"
     command = [sys.executable, "-c", WRITER]
     with subprocess.Popen([*command, killed, "60"], stdout=subprocess.PIPE) as process:
@@ -279,7 +278,7 @@ def test_a_killed_run_goes_on_with_the_same_records(tmp_path):
     assert sorted(tmp_path.iterdir()) == [killed, complete]
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+def test_failed_atomic_write_leaves_old_file(tmp_path, monkeypatch):
     path = tmp_path / "results.json"
     log.write_atomically(path, "old")
 
@@ -322,7 +321,7 @@ MIXED = Settings((1, 2), 0.7, 2, ("a=1", "b='x'", "a=2"), loud=True)
 
 
 def with_file(words, content, folder):
-    """The words of a command line, the last of them a file of ``content``, if any."""
+    """Return the words of a command line, with a file of ``content`` at the end, if any."""
     if content is None:
         return words.split()
     (folder / "settings.yaml").write_text(content)
@@ -345,7 +344,7 @@ def with_file(words, content, folder):
         ("c", "folders: [a, b]", Folders(("c",))),
     ],
 )
-def test_words_and_a_file_become_settings(tmp_path, words, content, expected):
+def test_command_line_and_file_become_settings(tmp_path, words, content, expected):
     assert read_settings(type(expected), with_file(words, content, tmp_path), "try") == expected
 
 
@@ -365,7 +364,7 @@ def test_words_and_a_file_become_settings(tmp_path, words, content, expected):
         ("", "mass: [", "must be a YAML file"),
     ],
 )
-def test_bad_options_are_refused_in_a_line(tmp_path, capsys, words, content, message):
+def test_invalid_options_exit_with_one_line(tmp_path, capsys, words, content, message):
     with pytest.raises(SystemExit) as stop:
         read_settings(Settings, with_file(words, content, tmp_path), "try")
     said = capsys.readouterr().err
@@ -378,7 +377,7 @@ def test_bad_options_are_refused_in_a_line(tmp_path, capsys, words, content, mes
     [("4096", 4096), ("32K", 32768), ("1M", 1 << 20), ("131_072", 131072), ("-1", -1)]
     + [(text, None) for text in ("", "k", "1.5k", "1kk", "many")],
 )
-def test_a_length_may_be_in_thousands(text, tokens):
+def test_lengths_accept_k_and_m_suffixes(text, tokens):
     if tokens is None:
         with pytest.raises(ValueError, match="length must be a number of tokens"):
             parse_length(text)
@@ -386,7 +385,7 @@ def test_a_length_may_be_in_thousands(text, tokens):
         assert parse_length(text) == tokens
 
 
-def test_help_shows_defaults_of_zero_and_none_that_are_empty(capsys):
+def test_help_shows_zero_defaults_and_omits_empty_ones(capsys):
     @dataclass
     class Some:
         rate: float = option(0.0, "requests a second", float)
@@ -416,14 +415,14 @@ def test_help_shows_defaults_of_zero_and_none_that_are_empty(capsys):
         ({"loud": False}, ""),
     ],
 )
-def test_recorded_settings_are_spelled_as_words(recorded, words):
+def test_recorded_settings_become_command_line(recorded, words):
     assert spelled(recorded, Settings) == words.split()
 
 
 # --- provenance
 
 
-def test_provenance_says_what_made_it_and_not_where():
+def test_provenance_has_versions_but_no_host_or_path():
     made = provenance.provenance({"seed": 3}, "cpu", provenance.utc_now())
     assert made["settings"] == {"seed": 3} and made["versions"]["torch"]
     assert made["finished"].endswith("+00:00")
@@ -431,7 +430,7 @@ def test_provenance_says_what_made_it_and_not_where():
     assert '"/' not in json.dumps(made)
 
 
-def test_provenance_says_how_the_allocator_is_set(monkeypatch):
+def test_provenance_records_allocator_settings(monkeypatch):
     for name in provenance.ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
     assert "environment" not in provenance.provenance({}, "cpu", "")
@@ -443,18 +442,18 @@ def test_provenance_says_how_the_allocator_is_set(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gpu", "cpu:x", "", "meta", "cuda:99"])
-def test_a_device_that_computes_nothing_is_refused(name):
+def test_device_without_compute_raises(name):
     with pytest.raises(ValueError, match=f"device must be .* got '{name}' .+") as refused:
         provenance.computing_device(name)
     assert "\n" not in str(refused.value)
 
 
-def test_the_commit_is_ours_or_none():
+def test_commit_is_of_this_repository_or_none():
     commit = provenance.git_commit()
     assert commit is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", commit)
 
 
-def test_importing_it_loads_neither_torch_nor_the_evaluations():
+def test_import_loads_no_torch_and_no_eval():
     code = (
         "import sys; from cab_hf.experiment import log, provenance, settings;"
         "print([m for m in ('torch', 'transformers', 'cab_hf.eval') if m in sys.modules])"

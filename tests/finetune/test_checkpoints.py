@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, the newest two, and all that a run needs to go on exactly."""
+"""Checkpoints: complete or absent, the newest two remain, and a run resumes exactly."""
 
 import io
 import os
@@ -20,7 +20,7 @@ from cab_hf.finetune.checkpoints import Checkpoints, asked_to_stop
 
 
 class Killed(BaseException):
-    """What no handler expects, as a kill is."""
+    """Exception that no handler catches, in place of a kill."""
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def names(kept):
     return sorted(path.name for path in kept.folder.iterdir())
 
 
-def test_the_newest_two_are_kept(kept):
+def test_newest_two_checkpoints_remain(kept):
     assert kept.newest() is None
     # ordered as numbers
     for step in (2, 4, 99_999_999, 100_000_000):
@@ -63,7 +63,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize(("where", "left", "newest"), KILLS.values(), ids=KILLS)
-def test_a_half_written_checkpoint_is_never_picked_up(kept, monkeypatch, where, left, newest):
+def test_incomplete_checkpoint_is_ignored(kept, monkeypatch, where, left, newest):
     save(kept, 1)
     save(kept, 2)
     owner = {"save": torch, "put_on_disk": checkpoints, "rename": os, "rmtree": checkpoints.shutil}
@@ -86,7 +86,7 @@ def test_a_half_written_checkpoint_is_never_picked_up(kept, monkeypatch, where, 
     assert names(kept) == [f"step-{newest:08d}", "step-00000004"]
 
 
-def test_all_is_on_disk_before_it_has_its_name(kept, monkeypatch):
+def test_files_are_synced_before_rename(kept, monkeypatch):
     done = []
     sync, rename = checkpoints.put_on_disk, os.rename
     monkeypatch.setattr(checkpoints, "put_on_disk", lambda path: (done.append(path), sync(path)))
@@ -98,7 +98,7 @@ def test_all_is_on_disk_before_it_has_its_name(kept, monkeypatch):
 
 
 @pytest.mark.parametrize("part", ["mine", "shared", "adapter"])
-def test_whichever_library_finds_the_disk_full_the_sentence_is_the_same(kept, part):
+def test_full_disk_error_is_the_same_for_all_libraries(kept, part):
     save(kept, 1)
     large, small = {"x": torch.zeros(50_000)}, {"x": torch.zeros(1)}
 
@@ -120,7 +120,7 @@ def test_whichever_library_finds_the_disk_full_the_sentence_is_the_same(kept, pa
     assert names(kept) == ["step-00000001", "step-00000002"]
 
 
-def test_another_number_of_processes_is_refused(kept):
+def test_other_process_count_raises(kept):
     folder = save(kept, 1)
     more = Checkpoints(kept.folder, 0, 2, lambda: None)
     with pytest.raises(UsageError, match="made by 1 processes, and this run has 2. Start as many"):
@@ -128,13 +128,13 @@ def test_another_number_of_processes_is_refused(kept):
 
 
 def damaged(content):
-    """One bit of the tensor is another."""
+    """Flip one bit of the tensor."""
     at = content.index(torch.full((64,), 3.0).numpy().tobytes()) + 100
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
 class Foreign:
-    """What torch loads where it is told to trust a file."""
+    """Class that torch unpickles only from a trusted file."""
 
 
 def foreign(_):
@@ -149,7 +149,7 @@ CHANGES |= {"text": lambda _: b"no checkpoint", "foreign": foreign, "gone": None
 
 @pytest.mark.parametrize("file", ["shared.pt", "process-0.pt", "adapter/weights"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_damaged_checkpoint_is_refused(kept, file, change):
+def test_damaged_checkpoint_raises(kept, file, change):
     def write_adapter(folder):
         folder.mkdir()
         save_file({"x": torch.full((64,), 3.0)}, folder / "weights")
@@ -173,7 +173,7 @@ def test_a_damaged_checkpoint_is_refused(kept, file, change):
     assert kept.load(kept.newest())[0]["step"] == 1
 
 
-def test_being_asked_to_stop_is_noted_and_nothing_else():
+def test_sigterm_sets_stop_flag_only():
     before = signal.getsignal(signal.SIGTERM)
     with asked_to_stop() as asked:
         assert not asked()
@@ -182,8 +182,8 @@ def test_being_asked_to_stop_is_noted_and_nothing_else():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_states_are_of_what_is_trained_and_of_every_generator():
-    """Whether steps go on to the last bit, test_lora asks of runs."""
+def test_checkpoint_has_trained_parameters_and_generator_states():
+    """test_lora checks that resumed steps are bit-identical."""
 
     def draws():
         return random.random(), float(np.random.rand()), torch.rand(1).item()
@@ -193,7 +193,7 @@ def test_states_are_of_what_is_trained_and_of_every_generator():
     checkpoints.load_random_state(state)
     assert draws() == expected
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-    # frozen parameters are nobody's to save
+    # frozen parameters are not saved
     model[0].bias.requires_grad_(False)
     saved = checkpoints.parameters_of(model)
     assert saved.keys() == {"0.weight", "2.weight", "2.bias"}

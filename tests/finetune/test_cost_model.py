@@ -1,4 +1,4 @@
-"""FLOPs against torch's own counter, pairs and shares by hand, memory against tensors held."""
+"""FLOPs against torch's counter, pairs against formulas, memory against measured tensors."""
 
 import re
 from pathlib import Path
@@ -34,7 +34,7 @@ def adapted(**overrides):
     return with_lora(model, TARGETS, rank=4, alpha=8)
 
 
-def test_flops_are_those_that_torch_counts():
+def test_flops_equal_torch_flop_counter():
     length = 64
     model = adapted().train()
     # otherwise the first layer has no gradient to hand on
@@ -48,7 +48,7 @@ def test_flops_are_those_that_torch_counts():
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
 
 
-def test_weights_are_counted_once_and_by_what_is_trained():
+def test_weight_flops_depend_on_trained_parameters():
     cost = cost_model.Cost.of(adapted())
     hidden, inner, heads, kv, vocabulary, layers, rank = 48, 64, 96, 32, 64, 3, 4
     frozen = 2 * hidden * heads + 2 * hidden * kv + 3 * hidden * inner
@@ -60,7 +60,7 @@ def test_weights_are_counted_once_and_by_what_is_trained():
     assert cost.parameters == cost.frozen + cost.trained + rest
 
 
-def test_of_a_mixture_of_experts_nothing_is_counted():
+def test_mixture_of_experts_flops_are_unknown():
     sizes = {**SIZES, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
     cost = cost_model.Cost.of(model)
@@ -68,8 +68,8 @@ def test_of_a_mixture_of_experts_nothing_is_counted():
 
 
 @since("5.24", "Gemma 4 computes one product more")
-def test_heads_that_differ_are_counted_as_they_are():
-    """Of Gemma 4: half of the layers see all, with heads twice as large."""
+def test_attention_flops_follow_heads_of_each_layer():
+    """Half of the layers of Gemma 4 have full attention, with heads twice as large."""
     length, model = 48, tiny_type("gemma4_text").float().requires_grad_(True)
     model.set_attn_implementation("eager")
     counter = FlopCounterMode(display=False)
@@ -81,7 +81,7 @@ def test_heads_that_differ_are_counted_as_they_are():
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-9)
 
 
-def test_pairs_are_those_within_documents_rows_and_windows():
+def test_pairs_respect_documents_rows_and_windows():
     cost = cost_model.Cost.of(tiny_model())
     documents = {10: [[0, 1, 2, 3]], 6: [[0, 1, 0, 1]], 17: [[0, 1, 2, 3], [0, 0, 1, 2]]}
     for pairs, positions in documents.items():
@@ -94,7 +94,7 @@ def test_pairs_are_those_within_documents_rows_and_windows():
     assert some.windows == (None, 40, 40)
 
 
-def test_a_line_has_what_was_attended_beside_what_could_have_been():
+def test_log_line_has_density_and_pairs():
     cost = cost_model.Cost.of(tiny_model())
     layers = [{"layer": i, "density": density} for i, density in enumerate((0.5, None, 0.25))]
     totals = cost_model.count(cost, torch.arange(100)[None], layers).tolist()
@@ -128,7 +128,7 @@ HELD = {
 
 
 @pytest.mark.parametrize(("vocabulary", "dtype", "checkpointing"), HELD.values(), ids=HELD)
-def test_the_estimate_of_memory_is_near_what_is_held(vocabulary, dtype, checkpointing):
+def test_memory_estimate_is_close_to_measurement(vocabulary, dtype, checkpointing):
     model = four_layers(vocabulary, dtype, attn_implementation="sdpa")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -143,7 +143,7 @@ def test_the_estimate_of_memory_is_near_what_is_held(vocabulary, dtype, checkpoi
 
 @pytest.mark.parametrize("offloaded", [0, 3])
 @pytest.mark.parametrize("vocabulary", [64, 8192], ids=["a layer is the peak", "the loss is"])
-def test_the_estimate_knows_of_tiles_and_of_what_is_offloaded(vocabulary, offloaded):
+def test_memory_estimate_includes_tiles_and_offloading(vocabulary, offloaded):
     length, tile = 1024, 64
     model = four_layers(vocabulary)
     enable_gradient_checkpointing(model)
@@ -157,7 +157,7 @@ def test_the_estimate_knows_of_tiles_and_of_what_is_offloaded(vocabulary, offloa
     estimate = cost_model.memory(
         cost, length, itemsize=4, loss_tokens=2**26, tile=tile, offloaded=offloaded
     )
-    # nothing was learnt yet
+    # before the first optimizer step
     actual = held.peak - offload.host_bytes + estimate.optimizer
     assert estimate.total == pytest.approx(actual, rel=0.05)
     # in pieces of 256 MiB
@@ -198,7 +198,7 @@ def long_step(length, **more):
     ],
     ids=["room for all", "room for some", "room for two"],
 )
-def test_as_few_layers_are_offloaded_as_must_be(large, length, gpu, host, offloaded):
+def test_smallest_sufficient_number_of_layers_is_offloaded(large, length, gpu, host, offloaded):
     room = cost_model.Room(gpu * cost_model.GIB, host * cost_model.GIB)
     fitted = dry_run.fit(long_step(length), large, {}, room)
     assert room.holds(fitted.memory) and fitted.offloaded == offloaded
@@ -207,7 +207,7 @@ def test_as_few_layers_are_offloaded_as_must_be(large, length, gpu, host, offloa
     assert not offloaded or not room.holds(fewer.memory)
 
 
-def test_no_more_is_offloaded_than_the_host_has_memory_for(large):
+def test_offloading_is_limited_by_host_memory(large):
     room = cost_model.Room(40 * cost_model.GIB, 100 * cost_model.GIB)
     fitted = dry_run.fit(long_step(2**19, attention="cab_dense"), large, {}, room)
     assert not room.holds(fitted.memory)
@@ -215,7 +215,7 @@ def test_no_more_is_offloaded_than_the_host_has_memory_for(large):
     assert fitted.offloaded == 22 and fitted.memory.host == 88 * cost_model.GIB
 
 
-def test_a_step_that_fits_nowhere_is_refused_with_the_longest_that_does(large):
+def test_oversized_step_error_names_longest_length(large):
     asked = long_step(2**20)
     fitted = dry_run.fit(asked, large, {}, H200)
     with pytest.raises(UsageError, match="got 1048576; ") as told:
@@ -237,8 +237,8 @@ PACKED = {
 
 
 @pytest.mark.parametrize(("kind", "settings", "peak_gib"), PACKED.values(), ids=PACKED)
-def test_steps_of_packed_documents_take_what_an_h200_measured(kind, settings, peak_gib):
-    """Of SmolLM2-135M, without checkpointing; most documents are shorter than `min_length`."""
+def test_packed_step_estimate_matches_h200_measurement(kind, settings, peak_gib):
+    """The model is SmolLM2-135M without checkpointing; most documents are below `min_length`."""
     config = transformers.AutoConfig.for_model(kind, **SMALL)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
@@ -250,8 +250,8 @@ def test_steps_of_packed_documents_take_what_an_h200_measured(kind, settings, pe
 
 
 @pytest.mark.parametrize("name", ["", "-131k", "-262k", "-524k", "-4-bits-24", "-4-bits-48"])
-def test_steps_take_what_committed_runs_measured(large, name):
-    """Steps of CAB of LLaMA-3-8B's shape, with as many layers offloaded as there were."""
+def test_step_estimate_matches_committed_runs(large, name):
+    """The steps have the shape of LLaMA-3-8B, with the recorded number of offloaded layers."""
     read = read_results(RESULTS / f"speed-lora{name}")
     four_bits = dry_run.FOUR_BIT_BYTES if read.provenance["settings"].get("qlora") else None
     rows = [row for row in read.rows if row["implementation"] == "cab" and row["fits"] is not False]
@@ -262,7 +262,7 @@ def test_steps_take_what_committed_runs_measured(large, name):
     assert rows
 
 
-def test_weights_that_are_loaded_in_4_bits_are_counted_as_they_are(large):
+def test_4_bit_weights_are_counted_at_stored_size(large):
     run, skeleton = (
         dry_run.fit(long_step(2**13, qlora=True, dry_run=dry), large, {}, H200).memory.weights
         for dry in (False, True)
@@ -273,7 +273,7 @@ def test_weights_that_are_loaded_in_4_bits_are_counted_as_they_are(large):
 
 
 @pytest.mark.parametrize(("gpu_gib", "offloaded"), [(1.0, None), (0.092, 2), (0.06, "refused")])
-def test_a_gpu_offloads_as_few_layers_as_the_estimate_asks_for(monkeypatch, gpu_gib, offloaded):
+def test_gpu_offloads_number_of_layers_of_estimate(monkeypatch, gpu_gib, offloaded):
     enabled = []
     kept = SimpleNamespace(enable=enabled.append)
     monkeypatch.setattr(train, "Offload", lambda *how: enabled.append(how) or kept)
@@ -294,7 +294,7 @@ def test_a_gpu_offloads_as_few_layers_as_the_estimate_asks_for(monkeypatch, gpu_
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "bloom", "gemma4_text", "deepseek_v3"])
-def test_memory_is_known_whatever_a_config_calls_its_sizes(kind):
+def test_memory_estimate_reads_all_config_spellings(kind):
     cost = cost_model.Cost.of(tiny_type(kind))
     short, long = (
         cost_model.fit(cost, n, cost_model.Room(2**30, 2**30)).memory.total for n in (100, 200)
@@ -302,7 +302,7 @@ def test_memory_is_known_whatever_a_config_calls_its_sizes(kind):
     assert 0 < short < long
 
 
-def test_a_report_says_what_travels_and_for_how_long(large):
+def test_report_has_offload_bytes_and_time(large):
     settings = long_step(2**19, link_gbs=25.0)
     printed = dry_run.report(settings, large, 1, dry_run.fit(settings, large, {}, H200), H200)
     # 17 times 4 GiB there and back
@@ -312,7 +312,7 @@ def test_a_report_says_what_travels_and_for_how_long(large):
     assert "fits into 140.0 GiB" in printed
 
 
-def test_processes_share_what_a_container_has_of_its_host(tmp_path, monkeypatch):
+def test_processes_divide_container_memory_limit(tmp_path, monkeypatch):
     file = tmp_path / "memory.max"
     monkeypatch.setattr(cost_model, "CONTAINER", file)
     complete = cost_model.host_bytes()
@@ -324,7 +324,7 @@ def test_processes_share_what_a_container_has_of_its_host(tmp_path, monkeypatch)
     assert cost_model.host_bytes(given_gib=8.0) == 2 * cost_model.GIB
 
 
-def test_weights_that_wait_on_the_host_leave_room_for_checkpoints(large):
+def test_host_weights_reduce_memory_for_checkpoints(large):
     here = cost_model.memory(large, 2**19, tile=2**13, shards=2)
     there = cost_model.memory(large, 2**19, tile=2**13, shards=2, weights_on_host=True)
     moved = (large.weight_bytes + 16 * large.trained_parameters) / 2
@@ -339,7 +339,7 @@ def test_weights_that_wait_on_the_host_leave_room_for_checkpoints(large):
     # budget, and attended exactly
     [({}, 1 / 4), ({"max_density": 0.06}, 1 / 16), ({"min_length": 2**20}, 0)],
 )
-def test_plans_are_counted_by_their_longest_list(large, config, share):
+def test_plan_memory_follows_longest_list(large, config, share):
     entries = 32 * 4096 * 8192 * share
     # rounded up to a power of two
     actual = cost_model.plan_bytes(large, CabConfig(**config), 2**19)

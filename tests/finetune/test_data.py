@@ -1,4 +1,4 @@
-"""Documents as sequences: what stands where, whose share it is, and that a kill changes nothing."""
+"""Documents as sequences: packing, shares of sources, and resuming after a kill."""
 
 import gzip
 import json
@@ -33,15 +33,15 @@ LENGTH = 48
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch, tmp_path_factory):
-    """So that a few dozen documents are several blocks."""
-    # what datasets makes of files is nobody's but the test's, and nobody is told
+    """Use small blocks, so that a few dozen documents are several blocks."""
+    # datasets caches files in the folder of the test and reports no downloads
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
     monkeypatch.setattr(sources, "BLOCK_STREAMED", 8)
 
 
 def text(number):
-    """The document of a number: its digits, and names from 2 to about 60."""
+    """Return the document of a number: its digits and 2 to about 60 names."""
     names = NAMES[number % len(NAMES) :] + NAMES
     return f"{number} " + " ".join(names[: 2 + number * 7 % 59])
 
@@ -56,7 +56,7 @@ def in_memory(texts, **options):
 
 
 def put(path, *texts):
-    """The name of a file with these texts, by its ending."""
+    """Write texts to a file in the format of its suffix and return the file's name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         rows = {"text": list(texts), "n": [1] * len(texts)}
@@ -68,7 +68,7 @@ def put(path, *texts):
 
 
 def written(folder, ending, texts):
-    """A name of a source with these texts, in several files of one kind."""
+    """Write texts to several files of one kind and return the name of the source."""
     size = 1 if ending == "txt" else -(-len(texts) // 3)
     for start in range(0, len(texts), size):
         put(folder / ending / f"{start:03}.{ending}", *texts[start : start + size])
@@ -89,7 +89,7 @@ def assert_same(actual, expected):
 
 
 def letters():
-    """A tokenizer whose tokens are letters, `.` the end of a document and `_` padding."""
+    """Return a tokenizer of letters; `.` ends a document and `_` is padding."""
     vocabulary = {letter: at for at, letter in enumerate("_.abcdefghijklmnopqrstuvwxyz")}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="_"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -97,7 +97,7 @@ def letters():
 
 
 def spelled(tokenizer, tokens):
-    """Tokens as letters, `-` where a label is ignored."""
+    """Return tokens as letters, with `-` for ignored labels."""
     return "".join("-" if t < 0 else tokenizer.convert_ids_to_tokens(int(t)) for t in tokens)
 
 
@@ -106,7 +106,7 @@ ENDINGS = pytest.mark.parametrize("ending", ["txt", "jsonl", "parquet"])
 
 
 def letters_of(texts, length, tokenizer=None):
-    """Tokens, positions and labels of sequences without end, as letters and digits."""
+    """Return tokens, positions and labels of endless sequences as letters and digits."""
     tokenizer = tokenizer or letters()
     texts = texts if isinstance(texts, sources.TextSource) else in_memory(texts, shuffle=False)
     for item in Packed(tokenizer, [(texts, 1)], length, 0, hold_out=0):
@@ -125,12 +125,12 @@ def letters_of(texts, length, tokenizer=None):
     ],
     ids=["rests go on", "a last token has been predicted", "shorter than a document"],
 )
-def test_documents_stand_one_behind_the_other(length, expected):
+def test_documents_are_concatenated(length, expected):
     sequences = letters_of(["a b c d e", "f g", "h i j k l m n o"], length)
     assert "  ".join(islice(sequences, expected.count("  ") + 1)) == expected
 
 
-def test_special_tokens_begin_a_text_and_not_its_rest():
+def test_special_tokens_start_documents_but_not_continuations():
     tokenizer = letters()
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
         "z $A", special_tokens=[("z", tokenizer.convert_tokens_to_ids("z"))]
@@ -148,7 +148,7 @@ def test_short_documents_are_skipped(streaming):
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "cab"])
-def test_packed_documents_answer_as_they_do_alone(implementation):
+def test_packed_logits_equal_single_document_logits(implementation):
     model = tiny_model(num_hidden_layers=2, vocab_size=len(TOKENIZER))
     cab_hf.apply_cab(model, FULL)
     model.set_attn_implementation(implementation)
@@ -174,7 +174,7 @@ def test_packed_documents_answer_as_they_do_alone(implementation):
 RETRIEVAL = "retrieval:passkey+distractors+multi:260"
 
 
-def test_sources_have_their_shares_of_the_tokens():
+def test_sources_have_configured_token_shares():
     shares = {"a": 0.5, "b": 0.3, "c": 0.2}
     mixed = [(in_memory([f"{name} " * 20] * 9), share) for name, share in shares.items()]
     tokenizer = letters()
@@ -187,7 +187,7 @@ def test_sources_have_their_shares_of_the_tokens():
 @pytest.mark.parametrize("mixture", ["text alone", "retrieval beside"])
 @STREAMING
 @ENDINGS
-def test_a_killed_run_goes_on_where_it_was(tmp_path, ending, streaming, mixture):
+def test_killed_run_continues_at_same_sequence(tmp_path, ending, streaming, mixture):
     name = written(tmp_path, ending, texts_of(40))
 
     def opened():
@@ -211,7 +211,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, ending, streaming, mixture)
 
 
 @STREAMING
-def test_the_order_is_another_one_each_epoch_and_each_seed(tmp_path, streaming):
+def test_order_differs_per_epoch_and_seed(tmp_path, streaming):
     name = written(tmp_path, "jsonl", texts_of(40))
 
     def numbers(salt, shuffle=True, **options):
@@ -232,7 +232,7 @@ def mixed():
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_the_order_does_not_depend_on_the_world(world):
+def test_order_is_independent_of_world_size(world):
     alone = firsts(Packed(TOKENIZER, mixed(), 280, 0), 12)
     ranks = [Packed(TOKENIZER, mixed(), 280, 0, rank=r, world=world) for r in range(world)]
     for round_ in range(12 // world):
@@ -249,7 +249,7 @@ def test_the_order_does_not_depend_on_the_world(world):
 
 
 @pytest.mark.parametrize(("world", "workers"), [(1, 0), (1, 1), (2, 1)])
-def test_reading_ahead_gives_the_same_and_knows_its_place(world, workers):
+def test_prefetching_keeps_sequences_and_state(world, workers):
     def opened():
         return Packed(TOKENIZER, mixed(), 280, 0, rank=world - 1, world=world)
 
@@ -267,21 +267,21 @@ def test_reading_ahead_gives_the_same_and_knows_its_place(world, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_goes_wrong_ahead_is_raised_where_it_is_read(workers):
+def test_prefetch_error_raises_at_its_sequence(workers):
     packed = Packed(TOKENIZER, [(in_memory([9]), 1)], 90, 0, hold_out=0)
     with pytest.raises(UsageError, match="must contain strings, got 9 in document 0"):
         next(prefetched(packed, workers=workers))
 
 
 def numbers_in(items):
-    """The numbers of documents, four digits, that these sequences hold one behind the other."""
+    """Return the four-digit numbers of the documents in these sequences."""
     ids = torch.cat([item["input_ids"] for item in items])
     match = re.findall(r"(?<!\d )(\d \d \d \d)(?! \d)", TOKENIZER.decode(ids))
     return {number.replace(" ", "") for number in match}
 
 
 @STREAMING
-def test_training_never_sees_what_is_held_out(tmp_path, streaming):
+def test_training_excludes_held_out_documents(tmp_path, streaming):
     numbered = [text(1000 + number) for number in range(60)]
     source = make_source(written(tmp_path, "jsonl", numbered), streaming=streaming)
     for seed in (0, 1):
@@ -305,7 +305,7 @@ def test_training_never_sees_what_is_held_out(tmp_path, streaming):
 @STREAMING
 @pytest.mark.parametrize("ending", ["jsonl", "parquet", "txt"])
 @pytest.mark.parametrize("empty", [[""], ["a"], ["", " \n", "a", "", ""]], ids=repr)
-def test_the_first_document_with_tokens_is_held_out(tmp_path, ending, streaming, empty):
+def test_first_non_empty_document_is_held_out(tmp_path, ending, streaming, empty):
     numbered = [text(1000 + number) for number in range(25)]
     name = written(tmp_path, ending, [*empty, *numbered])
     source = make_source(name, streaming=streaming)
@@ -325,7 +325,7 @@ def test_the_first_document_with_tokens_is_held_out(tmp_path, ending, streaming,
     ("rows", "sentence"),
     [(12, "1 of 13 documents"), (250, r"3 of 251 documents .* and every 100th after it")],
 )
-def test_a_run_says_which_documents_are_held_out(tmp_path, rows, sentence):
+def test_run_reports_held_out_documents(tmp_path, rows, sentence):
     name = put(tmp_path / "a.jsonl", "", *texts_of(rows))
     told, place = [], SimpleNamespace(replica=0, replicas=1)
     settings = Settings(data=(name,), length=LENGTH, held_out=1)
@@ -342,14 +342,14 @@ def test_a_run_says_which_documents_are_held_out(tmp_path, rows, sentence):
         (["", "a", ""], False, "of two tokens or more.* use --held-out 0"),
     ],
 )
-def test_the_refusal_of_empty_documents_names_the_part(texts, only_held_out, sentence):
+def test_empty_documents_error_names_split(texts, only_held_out, sentence):
     packed = Packed(TOKENIZER, [(in_memory(texts), 1)], LENGTH, 0, only_held_out=only_held_out)
     with pytest.raises(UsageError, match=sentence):
         next(packed)
 
 
 @pytest.mark.parametrize("added", ["<more>", "."], ids=["in a text", "behind a text"])
-def test_a_token_that_the_model_does_not_know_is_refused(added):
+def test_token_outside_of_vocabulary_raises(added):
     tokenizer = letters()
     tokenizer.add_tokens("<more>")
     if added == ".":
@@ -368,7 +368,7 @@ def test_a_token_that_the_model_does_not_know_is_refused(added):
     assert next(packed)["input_ids"][70:].tolist() == [tokenizer.eos_token_id] * 10
 
 
-def test_names_of_the_hub_are_loaded_by_datasets(monkeypatch):
+def test_hub_names_load_through_datasets(monkeypatch):
     asked = []
 
     def load_dataset(*args, **options):
@@ -385,7 +385,7 @@ def test_names_of_the_hub_are_loaded_by_datasets(monkeypatch):
 
 
 def read_from(name, streaming=False):
-    """All texts of a source, in the order of the data."""
+    """Return all texts of a source in the order of the data."""
     source = make_source(str(name), streaming=streaming)
     return [row["text"] for row in source.dataset]
 
@@ -393,7 +393,7 @@ def read_from(name, streaming=False):
 @STREAMING
 @ENDINGS
 @pytest.mark.parametrize(("named", "matched"), [("d[1]/a", "d1/a"), ("a?", "ab"), ("**/a", "c/a")])
-def test_a_path_is_no_pattern(tmp_path, ending, named, matched, streaming):
+def test_path_is_not_expanded_as_glob(tmp_path, ending, named, matched, streaming):
     for name in (named, matched):
         put(tmp_path / f"{name}.{ending}", name)
     assert read_from(tmp_path / f"{named}.{ending}", streaming) == [named]
@@ -401,8 +401,8 @@ def test_a_path_is_no_pattern(tmp_path, ending, named, matched, streaming):
         assert read_from((tmp_path / named).parent, streaming) == [named]
 
 
-def test_content_is_told_from_any_other(tmp_path):
-    """Whatever the names, the place and the time stamps of files."""
+def test_fingerprint_depends_on_content_only(tmp_path):
+    """Names, folders and time stamps of files do not matter."""
     content, read = [], []
     for place, texts in (("one", "abcd"), ("two", "abcd"), ("three", "bacd")):
         for number, text in enumerate(texts):
@@ -416,7 +416,7 @@ def test_content_is_told_from_any_other(tmp_path):
 FILES = {".checkpoints/a": "old", ".a": "old", "b/.old/c/a": "old", "b.txt/a": "\ufeffnew"}
 
 
-def test_of_a_folder_hidden_files_are_not_read_and_folders_are_read_through(tmp_path):
+def test_folder_is_read_recursively_without_hidden_files(tmp_path):
     folder = tmp_path / ".shown"
     # a byte order mark is no text
     for name, text in FILES.items():
@@ -456,8 +456,8 @@ def row(text):
         pytest.param({".": "", "2.jsonl": LINE}, "\\(2.jsonl: there are 2 new", id="which fields"),
     ],
 )
-def test_data_that_cannot_be_read_is_refused(tmp_path, files, message, streaming):
-    """Files of these contents, None being a link to nothing; with "." all of the folder."""
+def test_unreadable_data_raises(tmp_path, files, message, streaming):
+    """Write files of these contents (None: a broken link); "." reads the whole folder."""
     ending = [*files][-1].rpartition(".")[2]
     if "2" in "".join(files):
         files |= {f"{number}.{ending}": "a b" if ending == "txt" else row("a b") for number in "13"}
@@ -473,8 +473,8 @@ def test_data_that_cannot_be_read_is_refused(tmp_path, files, message, streaming
 
 
 @pytest.mark.parametrize("name", ["none.jsonl", "./none", "/nowhere/a", "text", "folder:main"])
-def test_what_is_not_there_is_not_asked_of_the_hub(tmp_path, monkeypatch, name):
-    """By some names datasets reads the working directory, or a folder in it."""
+def test_missing_path_raises_without_hub_request(tmp_path, monkeypatch, name):
+    """datasets would read the working directory, or a folder in it, by some of these names."""
     put(tmp_path / "folder" / "a.txt", "a b c")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=f"must be an existing file or folder, got '{name}'"):
@@ -482,7 +482,7 @@ def test_what_is_not_there_is_not_asked_of_the_hub(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize(
-    ("learnt", "watched", "refused"),
+    ("training", "validation", "refused"),
     [
         *(("a.txt", "a.txt", True), ("a.txt", "copy.txt", True), ("a.txt", "texts", True)),
         # as long, synthetic, and text around keys
@@ -490,22 +490,22 @@ def test_what_is_not_there_is_not_asked_of_the_hub(tmp_path, monkeypatch, name):
         ("a.txt=0", "a.txt", False),
     ],
 )
-def test_a_run_is_not_watched_on_what_it_learns(tmp_path, monkeypatch, learnt, watched, refused):
+def test_validation_on_training_source_raises(tmp_path, monkeypatch, training, validation, refused):
     for name in ("a.txt", "copy.txt", "texts/inside.txt"):
         put(tmp_path / name, "It rained.")
     put(tmp_path / "b.txt", "It snowed.")
     monkeypatch.chdir(tmp_path)
-    name, _, share = learnt.partition("=")
-    given = [(make_source(name), float(share or 1))], [(make_source(watched), 1.0)]
+    name, _, share = training.partition("=")
+    given = [(make_source(name), float(share or 1))], [(make_source(validation), 1.0)]
     with (
         pytest.raises(UsageError, match="validation must .* 'a.txt'") if refused else nullcontext()
     ):
-        sources.refuse_learnt(*given)
+        sources.refuse_overlap(*given)
 
 
 @ENDINGS
 @STREAMING
-def test_local_files_ask_no_host(tmp_path, monkeypatch, ending, streaming):
+def test_local_files_make_no_network_request(tmp_path, monkeypatch, ending, streaming):
     asked = []
 
     def look_up(host, *_, **__):
@@ -537,7 +537,7 @@ def test_local_files_ask_no_host(tmp_path, monkeypatch, ending, streaming):
         ("retrieval:passkey:9:9", 1, 100, "must be retrieval:KINDS:LENGTH"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(name, share, hold_out, message):
+def test_invalid_settings_raise(name, share, hold_out, message):
     with pytest.raises(UsageError, match=message):
         mixed = [(make_source(name) if name else in_memory(texts_of(9)), share)]
         Packed(TOKENIZER, mixed, LENGTH, 0, hold_out=hold_out, only_held_out=not hold_out)

@@ -1,4 +1,4 @@
-"""Tiles of a sequence, and checkpoints in the host's memory: the same gradients, in less room."""
+"""Tiled MLPs and offloaded checkpoints: equal gradients, less memory."""
 
 import gc
 import weakref
@@ -8,7 +8,7 @@ import pytest
 import torch
 from held import Held
 from tiny import SIZES, tiny_model
-from trained import adapted, batch, learnt, left_halfway
+from trained import adapted, batch, left_halfway, train_step
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -27,7 +27,7 @@ from cab_hf.finetune.tiles import compute_in_tiles, untiled_mlps
 TARGETS = ("q_proj", "k_proj", "o_proj", "down_proj")
 LENGTH, TILE_TOKENS = 300, 64
 tiled = partial(adapted, TARGETS)
-step = partial(learnt, length=LENGTH)
+step = partial(train_step, length=LENGTH)
 
 
 def check_alike(results, expected):
@@ -50,7 +50,7 @@ KINDS = {
 
 @pytest.mark.parametrize("checkpointing", [True, False], ids=["checkpointed", "all kept"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_and_gradients_are_those_of_all_tokens_at_once(kind, checkpointing):
+def test_tiled_losses_and_gradients_equal_untiled(kind, checkpointing):
     made, norms = KINDS[kind]
     expected = step(tiled(made, checkpointing, norms=norms))
     model = tiled(made, checkpointing, norms=norms)
@@ -62,14 +62,14 @@ def test_losses_and_gradients_are_those_of_all_tokens_at_once(kind, checkpointin
         torch.testing.assert_close(Objective(model)(batch(LENGTH)), expected["loss"])
 
 
-def test_rows_of_a_batch_share_tiles():
+def test_batch_rows_share_tiles():
     model = tiled()
-    expected = learnt(model, length=100, rows=3)
+    expected = train_step(model, length=100, rows=3)
     compute_in_tiles(model, 70)
-    check_alike(learnt(model, length=100, rows=3), expected)
+    check_alike(train_step(model, length=100, rows=3), expected)
 
 
-def test_dropout_is_the_same_again_in_the_backward_pass():
+def test_recompute_repeats_dropout():
     # the gradient of a loss whose dropout is drawn alike is its slope
     model = tiled(dropout=0.3).double()
     compute_in_tiles(model, TILE_TOKENS)
@@ -84,7 +84,7 @@ def test_dropout_is_the_same_again_in_the_backward_pass():
     assert after.item() == pytest.approx(1e-6 * slope, rel=1e-3)
 
 
-def test_nothing_of_all_tokens_by_all_inner_channels_is_made(monkeypatch):
+def test_tiles_limit_largest_mlp_tensor(monkeypatch):
     inner, length = 1024, 2048
     # logits of 128 tokens
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 2**16)
@@ -103,7 +103,7 @@ def test_nothing_of_all_tokens_by_all_inner_channels_is_made(monkeypatch):
     assert largest(TILE_TOKENS) == length * 96 * 2
 
 
-def test_an_mlp_is_computed_twice_and_not_three_times():
+def test_checkpointed_mlp_runs_twice():
     model, calls = tiled(), []
     compute_in_tiles(model, 100)
     mlp = model.get_base_model().model.layers[0].mlp
@@ -112,7 +112,7 @@ def test_an_mlp_is_computed_twice_and_not_three_times():
     assert len(calls) == 2 * 3
 
 
-def test_experts_are_left_as_they_are_and_named():
+def test_experts_are_not_tiled_and_are_reported():
     sizes = {**SIZES, "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     model = MixtralForCausalLM(MixtralConfig(**sizes))
     model.set_experts_implementation("eager")
@@ -142,7 +142,7 @@ def four_layers(dropout=0.0):
 
 
 def offloaded(layers):
-    """A model of which the checkpoints of so many layers are offloaded, and where they are."""
+    """Return a model with the checkpoints of ``layers`` layers offloaded, and its `Offload`."""
     model, offload = four_layers(), Offload(layers, CPU, CHUNK)
     offload.reserve(CHECKPOINT)
     offload.enable(model)
@@ -155,7 +155,7 @@ def free(offload):
 
 @pytest.mark.parametrize("layers", [0, 1, 3, 4])
 @pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["plain", "dropout"])
-def test_a_step_learns_the_same_bit_for_bit(layers, dropout):
+def test_offloaded_step_is_bit_identical(layers, dropout):
     model = four_layers(dropout)
     expected = step(model).values()
     Offload(layers, CPU, CHUNK).enable(model)
@@ -164,16 +164,16 @@ def test_a_step_learns_the_same_bit_for_bit(layers, dropout):
         assert all(map(torch.equal, step(model).values(), expected))
 
 
-def test_memory_is_pinned_once_and_goes_back():
+def test_pinned_memory_is_allocated_once_and_released():
     model, offload = offloaded(3)
     # 57,600 bytes are six chunks
     for length in (LENGTH, 100, LENGTH):
         assert offload.host_bytes == free(offload) == 3 * 6 * CHUNK
-        learnt(model, length)
+        train_step(model, length)
     assert offload.host_bytes == free(offload) == 3 * 6 * CHUNK
 
 
-def test_one_checkpoint_is_on_the_device_beside_that_of_the_layer_at_work():
+def test_two_checkpoints_at_most_are_on_the_device():
     model, offload = offloaded(LAYERS)
     kept, most = weakref.WeakSet(), []
     pack, unpack = offload._pack, offload._unpack
@@ -200,7 +200,7 @@ def test_one_checkpoint_is_on_the_device_beside_that_of_the_layer_at_work():
     assert most == [1] * LAYERS + [2] * (LAYERS - 1) + [1] and not kept
 
 
-def test_a_backward_pass_that_is_left_halfway_gives_memory_back():
+def test_aborted_backward_releases_memory():
     model, offload = offloaded(LAYERS)
     expected = step(model).values()
     with left_halfway(model, 2):
@@ -210,7 +210,7 @@ def test_a_backward_pass_that_is_left_halfway_gives_memory_back():
     assert all(map(torch.equal, step(model).values(), expected))
 
 
-def test_two_passes_may_be_open_at_once():
+def test_two_forward_passes_can_be_open():
     model = four_layers()
     _, *expected = step(model).values()
     Offload(3, CPU, CHUNK).enable(model)
@@ -222,6 +222,6 @@ def test_two_passes_may_be_open_at_once():
         torch.testing.assert_close(parameter.grad, 2 * gradient)
 
 
-def test_more_layers_than_there_are_are_refused():
+def test_offloading_more_layers_than_model_has_raises():
     with pytest.raises(ValueError, match="offload_layers must be at most 4, .*, got 5"):
         Offload(LAYERS + 1, CPU).enable(four_layers())

@@ -1,4 +1,4 @@
-"""The loop: the README's commands in two processes, killed and resumed; and what a step is."""
+"""The training loop: commands of the README in two processes, killed and resumed."""
 
 import errno
 import json
@@ -16,8 +16,8 @@ from launches import (
     assert_same,
     assert_same_run,
     launched,
-    learnt,
     losses,
+    saved_weights,
     steps,
 )
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
@@ -37,7 +37,7 @@ SPOILT = ("spoilt", "spoilt-weights", *(f"spoilt-source-{x}" for x in "dv"))
 
 
 def two_machines(folder, name):
-    """A file in two places, which differ far behind the first batch; the first of them."""
+    """Write a file in two folders, different long after the first batch; return the first file."""
     for rank in "01":
         (folder / rank).mkdir(exist_ok=True)
         rows = [json.dumps({"text": TEXT * 4})] * 200 + [json.dumps({"text": rank * 200})]
@@ -46,8 +46,8 @@ def two_machines(folder, name):
 
 
 @pytest.mark.slow
-def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
-    """All that takes a launcher, in as few launches as that takes."""
+def test_two_processes_resume_after_kill_and_stop(tmp_path):
+    """One test covers everything that needs a launcher, because launches are slow."""
     (script := tmp_path / "meddled.py").write_text(MEDDLED)
     words = {
         name: " ".join([*TRAIN[1:], "--out", str(tmp_path / name)])
@@ -61,7 +61,7 @@ def test_two_processes_are_killed_stopped_and_resumed(tmp_path):
     done = launched([*LAUNCH, str(script), series])
     assert done.returncode == 0, done.stderr[-3000:]
     assert launched([*LAUNCH, str(script), words["killed"]]).returncode != 0
-    # killed between two checkpoints, it has to compute step 3 anew
+    # killed between two checkpoints, the run computes step 3 again
     assert [step for _, step, _ in losses(tmp_path / "killed")] == [1, 2]
     one = ["--tokens-per-step", "512", "--dropout", "0", "--out", str(tmp_path / "one")]
     merge = ["-m", "cab_hf.finetune.merge", str(tmp_path / "killed" / "adapter")]
@@ -113,7 +113,7 @@ def run(tmp_path, *words, name="run", drawn=False):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder of a finished run."""
+    """Return the folder of a finished run."""
     folder = tmp_path_factory.mktemp("finished")
     assert run(folder) == 0
     return folder / "run"
@@ -125,7 +125,7 @@ def refusal(capsys):
 
 
 def stop_at(tmp_path, last, *words):
-    """A run that gets SIGTERM in its step ``last``."""
+    """Start a run that receives SIGTERM in its step ``last``."""
     step = train.Run._step
 
     def stopped(self, at, asked):
@@ -139,7 +139,7 @@ def stop_at(tmp_path, last, *words):
     assert len(steps(tmp_path / "run", "loss")) == last
 
 
-def test_a_watched_run_leaves_its_files_and_a_log_of_all_it_measured(tmp_path):
+def test_run_with_validation_writes_files_and_complete_log(tmp_path):
     watched = ["--held-out", "2", "--eval-every", "3", "--passkey-lengths", "192,256"]
     watched += ["--validation", "retrieval:passkey:256"]
     assert run(tmp_path, *watched, drawn=True) == 0
@@ -158,21 +158,23 @@ def test_a_watched_run_leaves_its_files_and_a_log_of_all_it_measured(tmp_path):
             assert 0 < each["density"] < 1 and each["grad_norm"] > 0 and each["lr"] > 0
             assert each["tokens_per_second"] == each["tokens_per_second_per_gpu"]
             assert each["tokens_per_second"] * each["seconds"] == pytest.approx(256)
-            # nobody knows what a CPU could do
+            # the peak FLOP/s of a CPU are unknown
             assert each["mfu"] is None and each["peak_gib"] is None
 
 
-def test_an_adapter_may_be_rounded_and_what_a_run_goes_on_with_is_not(tmp_path, finished):
+def test_saved_adapter_is_rounded_but_checkpoint_is_not(tmp_path, finished):
     assert run(tmp_path, "--adapter-dtype", "bfloat16") == 0
-    complete = learnt(finished)
+    complete = saved_weights(finished)
     assert {x.dtype for x in complete.values()} == {torch.float32}
-    assert_same(learnt(tmp_path / "run"), {name: x.bfloat16() for name, x in complete.items()})
+    assert_same(
+        saved_weights(tmp_path / "run"), {name: x.bfloat16() for name, x in complete.items()}
+    )
     shared = torch.load(next((tmp_path / "run").rglob("shared.pt")), weights_only=True)
     assert {x.dtype for x in shared["parameters"].values()} == {torch.float32}
 
 
-def test_at_full_budget_a_run_learns_what_peft_alone_does(tmp_path):
-    """The reference is a loop over dense logits that shares the data and the rates alone."""
+def test_full_budget_run_matches_peft_loop(tmp_path):
+    """The reference is a loop over dense logits with the same data and learning rates."""
     full = ["--cab", "mass_threshold=0", "--dropout", "0"]
     words = [*full, "--data", "retrieval:keys:100", "--steps", "8", "--lr", "1e-2"]
     assert run(tmp_path, *words) == 0
@@ -207,7 +209,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize(("words", "other"), WAYS.values(), ids=WAYS)
-def test_steps_that_are_computed_in_another_way_learn_the_same(tmp_path, words, other):
+def test_memory_options_do_not_change_losses(tmp_path, words, other):
     assert run(tmp_path, "--dropout", "0", *words, name="one") == 0
     assert run(tmp_path, "--dropout", "0", *other, name="other") == 0
     for field in ("loss", "grad_norm"):
@@ -224,14 +226,14 @@ CONTENTS = {
 
 
 def changed(file):
-    """The content of a file with other weights, another text or another setting."""
+    """Return a file's content with other weights, another document or another setting."""
     if file.suffix == ".safetensors":
         return save({name: x + 0.1 for name, x in load_file(file).items()})
     threshold = '"mass_threshold": 0.'
     return file.read_text().replace("It", "He").replace(threshold, f"{threshold}1").encode()
 
 
-def test_other_content_under_the_same_names_is_refused(tmp_path, capsys):
+def test_changed_content_under_same_name_raises(tmp_path, capsys):
     save_llama(tmp_path / "model")
     SPARSE.save(tmp_path / "calibration.json")
     for kind, count in (("data", 20), ("validation", 15)):
@@ -259,7 +261,7 @@ def test_other_content_under_the_same_names_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["lost", "torn"])
-def test_a_checkpoint_knows_which_run_made_it(tmp_path, capsys, finished, torn):
+def test_checkpoint_of_another_run_raises(tmp_path, capsys, finished, torn):
     stop_at(tmp_path, 2)
     out = tmp_path / "run"
     text = (out / train.LOG).read_text()
@@ -274,7 +276,7 @@ def test_a_checkpoint_knows_which_run_made_it(tmp_path, capsys, finished, torn):
     assert losses(out) == losses(finished)[2:]
 
 
-def test_a_run_that_is_done_stays_as_it_is_but_for_what_a_kill_left(finished, capsys):
+def test_finished_run_is_unchanged_and_cleaned_up(finished, capsys):
     left = finished / "checkpoints" / ".step-00000002.removed"
     before = (finished / train.LOG).read_bytes()
     left.mkdir()
@@ -291,12 +293,12 @@ ALL = ["--train", "all", "--dropout", "0", "--rank", "16", "--alpha", "32"]
 SAMPLED = ["--cab", "sampled_one_in=3", "--dropout", "0.1", "--checkpointing", "true"]
 
 
-# evaluated between steps, which may not change what is learnt
+# evaluated between steps, which must not change the weights
 QLORA = ["--qlora", "--held-out", "1", "--eval-every", "1", "--validation", "retrieval:passkey:256"]
 
 
 def dynamic(folder):
-    """Words of a run whose positions follow the longest text, the first one."""
+    """Return the command line of a run with dynamic positions; the first sequence is longest."""
     config = save_llama(folder / "model") / "config.json"
     config.write_text(
         json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 100})
@@ -315,7 +317,7 @@ def dynamic(folder):
     ],
     ids=["adapter", "sampled blocks", "dynamic", "all weights", "products in bfloat16", "nf4"],
 )
-def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, capsys, finished, words, last):
+def test_stopped_run_resumes_bit_identically(tmp_path, capsys, finished, words, last):
     words = words(tmp_path)
     assert not words or run(tmp_path, *words, name="whole") == 0
     capsys.readouterr()
@@ -326,7 +328,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path, capsys, finished, words
     assert_same_run(tmp_path / "run", tmp_path / "whole" if words else finished)
 
 
-def test_an_adapter_of_weights_in_four_bits_is_merged_into_the_base(tmp_path, capsys):
+def test_adapter_of_4_bit_weights_merges_into_base(tmp_path, capsys):
     assert run(tmp_path, "--qlora") == 0
     assert merge.main([str(tmp_path / "run" / "adapter"), str(tmp_path / "merged")]) == 0
     assert "merged; the largest difference of a logit is" in capsys.readouterr().out
@@ -334,14 +336,14 @@ def test_an_adapter_of_weights_in_four_bits_is_merged_into_the_base(tmp_path, ca
     assert not any(hasattr(weight, "quant_state") for weight in merged.parameters())
 
 
-def test_a_model_that_is_all_trained_learns_and_is_loaded_as_it_was_trained(tmp_path, monkeypatch):
+def test_full_training_saves_model_that_loads_identically(tmp_path, monkeypatch):
     ran, losses_of, end = [], {}, train.Run._end
     monkeypatch.setattr(train.Run, "_end", lambda self, log: (ran.append(self), end(self, log)))
     words = [*ALL, "--model", str(save_llama(tmp_path / "base")), "--steps", "12", "--lr", "1e-2"]
     base, ids = load_file(tmp_path / "base" / "model.safetensors"), torch.arange(3, 40)[None]
     for dtype in ("float32", "bfloat16"):
         assert run(tmp_path, *words, "--dtype", dtype, name=dtype) == 0
-        weights, trained = learnt(tmp_path / dtype), ran.pop().model.eval()
+        weights, trained = saved_weights(tmp_path / dtype), ran.pop().model.eval()
         assert base.keys() == weights.keys()
         assert not any(torch.equal(weight, base[name]) for name, weight in weights.items())
         loaded, _ = load_model(str(tmp_path / dtype / "model"), dtype="float32")
@@ -367,14 +369,14 @@ REFUSED = """
 
 
 @pytest.mark.parametrize("case", re.split(r" ; |\n", REFUSED.strip()))
-def test_what_cannot_run_is_refused_in_one_line(tmp_path, capsys, case):
+def test_unsupported_settings_exit_with_one_line(tmp_path, capsys, case):
     words, _, message = case.partition(" > ")
     assert run(tmp_path, *words.split()) == 2
     assert message in refusal(capsys)
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
-def test_a_folder_that_holds_something_else_is_refused(tmp_path, capsys):
+def test_foreign_output_folder_raises(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").touch()
     assert run(tmp_path) == 2 and "out must be" in refusal(capsys)
@@ -389,7 +391,7 @@ FULL = {
 
 
 @pytest.mark.parametrize(("error", "message"), FULL.values(), ids=FULL)
-def test_a_full_device_ends_a_run_in_one_line(tmp_path, monkeypatch, capsys, error, message):
+def test_out_of_memory_exits_with_one_line(tmp_path, monkeypatch, capsys, error, message):
     def fail(*_):
         raise error
 
@@ -402,7 +404,7 @@ def test_a_full_device_ends_a_run_in_one_line(tmp_path, monkeypatch, capsys, err
     assert message in refusal(capsys)
 
 
-def test_a_dry_run_says_what_it_would_be(tmp_path, capsys):
+def test_dry_run_prints_estimates(tmp_path, capsys):
     model = save_llama(tmp_path / "model")
     words = ["--model", str(model), "--length", "1024", "--tokens-per-step", "4096", "--dry-run"]
     assert run(tmp_path, *words) == 0
@@ -429,9 +431,7 @@ SPOILT_BY = {
 
 
 @pytest.mark.parametrize("spoilt", SPOILT_BY)
-def test_numbers_that_are_none_end_a_run_before_they_are_saved(
-    tmp_path, monkeypatch, capsys, spoilt
-):
+def test_nan_ends_run_before_saving(tmp_path, monkeypatch, capsys, spoilt):
     build, step, nan = train.build, torch.optim.AdamW.step, float("nan")
 
     def spoilt_build(*given):
@@ -457,24 +457,24 @@ def test_numbers_that_are_none_end_a_run_before_they_are_saved(
     assert "NaN" not in (tmp_path / "run" / "log.jsonl").read_text()
 
 
-def test_an_evaluation_changes_nothing_that_is_learnt(tmp_path):
+def test_evaluation_does_not_change_training(tmp_path):
     # every evaluation reads a longer text than training does
     words = [*dynamic(tmp_path), "--data", "retrieval:passkey:120", "--held-out", "1"]
     words += ["--validation", "retrieval:passkey:256", "--eval-every"]
     for every in "10":
         assert run(tmp_path, *words, every, name=every) == 0
     assert steps(tmp_path / "1", "loss") == steps(tmp_path / "0", "loss")
-    assert_same(learnt(tmp_path / "1"), learnt(tmp_path / "0"))
+    assert_same(saved_weights(tmp_path / "1"), saved_weights(tmp_path / "0"))
 
 
-def test_a_run_begins_with_the_adapter_of_another(tmp_path, finished):
+def test_run_starts_from_adapter_of_another_run(tmp_path, finished):
     adapter = ["--adapter", str(finished / "adapter")]
 
     def begun(*words):
         return train.build(lora.read([*SMALL, *adapter, *words, "--out", "next"]), "cpu")[0]
 
     actual = get_peft_model_state_dict(begun("--length", "512"), save_embedding_layers=False)
-    saved = learnt(finished)
+    saved = saved_weights(finished)
     assert_same(actual, saved)
     assert any(x.any() for name, x in actual.items() if "lora_B" in name)
     for words in (["--rank", "3"], ["--targets", "q_proj"]):

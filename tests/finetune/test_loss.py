@@ -1,4 +1,4 @@
-"""The loss of long texts: cross-entropy and its gradients, to the last digits, without logits."""
+"""The chunked loss: cross-entropy and its gradients without full logits."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ LABELS |= {"one": slice(0, -1), "none": slice(None)}
 
 
 def made(batch=2, length=37, ignored=slice(0, 0), dtype=torch.float64, seed=0):
-    """hidden [B, N, D], weight [V, D], labels [B, N]; some of the flattened labels ignored."""
+    """Return hidden [B, N, D], weight [V, D] and labels [B, N], some of them ignored."""
     draw = torch.Generator().manual_seed(seed)
     hidden = torch.randn(batch, length, CHANNELS, generator=draw, dtype=dtype)
     weight = torch.randn(VOCABULARY, CHANNELS, generator=draw, dtype=dtype)
@@ -29,13 +29,13 @@ def by_torch(hidden, weight, labels):
 
 
 def gradients(total, *of):
-    # of a mean, not of the sum: what comes from behind counts too
+    # a mean and not a sum: the gradient from later operations counts too
     return torch.autograd.grad(total / 7, of)
 
 
 @pytest.mark.parametrize("ignored", LABELS.values(), ids=LABELS)
 @pytest.mark.parametrize("chunk", [1, 8, 1000, None])
-def test_it_is_torchs_cross_entropy(ignored, chunk):
+def test_loss_equals_torch_cross_entropy(ignored, chunk):
     hidden, weight, labels = made(ignored=ignored)
     total = linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk)
     expected = by_torch(hidden, weight, labels)
@@ -45,7 +45,7 @@ def test_it_is_torchs_cross_entropy(ignored, chunk):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 111), (3, 63), (1, 205)], ids=str)
-def test_any_length_in_float32_errs_by_a_millionth(shape):
+def test_float32_error_is_below_1e_6_at_any_length(shape):
     hidden, weight, labels = made(*shape, dtype=torch.float32)
     total = linear_cross_entropy(hidden, weight, labels, chunk_tokens=16)
     actual = total, *gradients(total, hidden, weight)
@@ -55,7 +55,7 @@ def test_any_length_in_float32_errs_by_a_millionth(shape):
         assert (ours - exact).abs().max() <= 1e-6 * exact.abs().max()
 
 
-def test_what_is_ignored_may_be_anything():
+def test_ignored_positions_may_be_nan():
     hidden, weight, labels = made(ignored=slice(5, 12))
     spoiled = hidden.detach().clone()
     spoiled.view(-1, CHANNELS)[5:12] = torch.nan
@@ -73,7 +73,7 @@ def test_what_is_ignored_may_be_anything():
     ],
     ids=["bfloat16", "head trained in float32", "hidden in float32", "autocast"],
 )
-def test_products_are_in_the_narrower_dtype_and_sums_are_not(hidden_dtype, weight_dtype, autocast):
+def test_products_use_low_precision_and_sums_float32(hidden_dtype, weight_dtype, autocast):
     hidden, weight, labels = made(1, 300, dtype=torch.float32)
     hidden, weight = (
         x.detach().to(torch.bfloat16).to(dtype).requires_grad_()
@@ -93,7 +93,7 @@ def test_products_are_in_the_narrower_dtype_and_sums_are_not(hidden_dtype, weigh
         assert (ours - wanted).abs().max() <= 0.02 * wanted.abs().max()
 
 
-def test_only_what_learns_gets_a_gradient():
+def test_frozen_inputs_get_no_gradient():
     hidden, weight, labels = made()
     frozen = weight.detach()
     total = linear_cross_entropy(hidden, frozen, labels)
@@ -105,7 +105,7 @@ def test_only_what_learns_gets_a_gradient():
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["head frozen", "head trained"])
-def test_no_tensor_is_larger_than_a_chunk_of_logits(trained):
+def test_largest_tensor_is_one_chunk_of_logits(trained):
     hidden, weight, labels = made(1, 640, dtype=torch.float32)
     weight.requires_grad_(trained)
     # 640 x 51 logits would be the largest of all
@@ -116,7 +116,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(trained):
 
 
 class Head(nn.Module):
-    """One layer and a head, frozen or not, as DDP sees them."""
+    """One layer and a head, frozen or not, in one module for DDP."""
 
     def __init__(self, trained):
         super().__init__()
@@ -130,7 +130,7 @@ class Head(nn.Module):
 
 @pytest.mark.parametrize("trained", [False, True], ids=["head frozen", "head trained"])
 @pytest.mark.parametrize("ignored", [LABELS["some"], LABELS["none"]], ids=["some", "none"])
-def test_ddp_misses_no_gradient(one_process, trained, ignored):
+def test_ddp_reduces_all_gradients(one_process, trained, ignored):
     hidden, _, labels = made(ignored=ignored, dtype=torch.float32)
     alone, spread = Head(trained), nn.parallel.DistributedDataParallel(Head(trained))
     # DDP refuses a second pass when a parameter had no gradient in the first
@@ -142,7 +142,7 @@ def test_ddp_misses_no_gradient(one_process, trained, ignored):
 
 
 @pytest.mark.parametrize("label", [51, -1])
-def test_labels_outside_the_vocabulary_are_refused(label):
+def test_labels_outside_of_vocabulary_raise(label):
     hidden, weight, _ = made()
     with pytest.raises(ValueError, match=f"labels must be from 0 to 50, .*, got {label}"):
         linear_cross_entropy(hidden, weight, torch.full((2, 37), label))

@@ -1,4 +1,4 @@
-"""An adapter becomes part of its base, and nothing else of either changes."""
+"""Merging an adapter into its base changes the adapted weights only."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ CONFIG = "adapter_config.json"
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Folders of models, by name: as `save_llama`, and one whose head is tied to its embeddings."""
+    """Return model folders by name: one of `save_llama`, and one with tied embeddings."""
     folder, tokenizer = tmp_path_factory.mktemp("bases"), make_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
     tiny_model(tie_word_embeddings=True, **sizes).save_pretrained(folder / "tied")
@@ -36,7 +36,7 @@ def bases(tmp_path_factory):
 
 
 def trained(base, folder, targets=LINEAR, dtype="float32", given=LENGTH, **options):
-    """An adapter of ``base`` in ``folder``, as after training; the model with it."""
+    """Save an adapter of ``base`` in ``folder``, as after training; return the adapted model."""
     model, tokenizer = load_model(str(base), cab_config=SPARSE, dtype=dtype, **given)
     torch.manual_seed(1)
     adapted = with_lora(model, targets, 4, 8.0, **options)
@@ -67,7 +67,7 @@ def loaded(folder, **options):
     ],
     ids=["lora", "all linear", "head", "norms", "tied", "bfloat16"],
 )
-def test_the_merged_model_is_base_and_adapter(bases, tmp_path, base, options):
+def test_merged_model_equals_base_with_adapter(bases, tmp_path, base, options):
     adapted = trained(bases[base], tmp_path / "adapter", **options)
     difference = merged_into(tmp_path, dtype=options.get("dtype", ""))
     merged, ids = loaded(tmp_path / "merged"), tokens(2, 90)
@@ -86,7 +86,7 @@ def test_the_merged_model_is_base_and_adapter(bases, tmp_path, base, options):
     assert sorted(x.suffix for x in (tmp_path / "merged").glob("model*")) == [".safetensors"]
 
 
-def test_a_merged_model_is_loaded_as_any_other(bases, tmp_path, capsys):
+def test_merged_model_loads_with_from_pretrained(bases, tmp_path, capsys):
     adapted = trained(bases["llama"], tmp_path / "adapter")
     words = [str(tmp_path / "adapter"), str(tmp_path / "merged")]
     with warnings.catch_warnings():
@@ -114,8 +114,8 @@ OF_PEFT = {
 
 @pytest.mark.parametrize("base", ["llama", "tied"])
 @pytest.mark.parametrize("options", OF_PEFT.values(), ids=OF_PEFT)
-def test_what_peft_alone_saves_of_head_and_embeddings_is_merged(bases, tmp_path, base, options):
-    """PEFT saves their own weights beside an adapter of them."""
+def test_head_and_embeddings_saved_by_peft_are_merged(bases, tmp_path, base, options):
+    """PEFT saves full weights of head and embeddings in addition to their adapter."""
     torch.manual_seed(1)
     config = LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **options)
     adapted = get_peft_model(loaded(bases[base]), config).eval()
@@ -127,7 +127,7 @@ def test_what_peft_alone_saves_of_head_and_embeddings_is_merged(bases, tmp_path,
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_a_run_begins_with_what_peft_saves_of_the_same_head(bases, tmp_path, changed):
+def test_run_starts_from_head_saved_by_peft(bases, tmp_path, changed):
     adapted, begun = (
         with_lora(load_model(str(bases["llama"]), dtype="float32")[0], ("lm_head",), 4, 8.0)
         for _ in range(2)
@@ -142,18 +142,18 @@ def test_a_run_begins_with_what_peft_saves_of_the_same_head(bases, tmp_path, cha
 
 
 def rewrite(file, **fields):
-    """Change some fields of a JSON file."""
+    """Change fields of a JSON file."""
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
 @pytest.fixture
 def llama(bases, tmp_path):
-    """The folder of an adapter of ``llama``, trained at its own positions."""
+    """Return the folder of an adapter of ``llama``, trained at its own positions."""
     trained(bases["llama"], tmp_path / "adapter", given={})
     return tmp_path / "adapter"
 
 
-def test_an_adapter_without_a_word_of_its_base_is_told_by_name(bases, llama, tmp_path):
+def test_adapter_without_base_file_is_checked_by_name(bases, llama, tmp_path):
     # as PEFT would have saved it
     (llama / BASE).unlink()
     rewrite(llama / CONFIG, base_model_name_or_path="someone/llama")
@@ -163,7 +163,7 @@ def test_an_adapter_without_a_word_of_its_base_is_told_by_name(bases, llama, tmp
     merged_into(tmp_path)
 
 
-def test_a_base_is_its_content_and_not_its_name(bases, llama, tmp_path):
+def test_base_is_identified_by_content(bases, llama, tmp_path):
     place = shutil.copytree(bases["llama"], tmp_path / "elsewhere" / "llama")
     merged_into(tmp_path, base=str(place))
     weights = load_file(place / "model.safetensors")
@@ -184,7 +184,7 @@ def test_a_base_is_its_content_and_not_its_name(bases, llama, tmp_path):
         ({"num_hidden_layers": 3}, "layers.2.* is missing in the adapter"),
     ],
 )
-def test_an_adapter_of_other_shapes_is_refused(llama, tmp_path, sizes, sentence):
+def test_adapter_of_other_shapes_raises(llama, tmp_path, sizes, sentence):
     other = tmp_path / "llama"
     tiny_model(**{"num_hidden_layers": 2, "vocab_size": 250, **sizes}).save_pretrained(other)
     make_tokenizer().save_pretrained(other)
@@ -193,7 +193,7 @@ def test_an_adapter_of_other_shapes_is_refused(llama, tmp_path, sizes, sentence)
         merged_into(tmp_path, base=str(other))
 
 
-# truncated, of another content, or with another field: a kind that nobody knows, a rank of text,
+# truncated, of another content, or with another field: an unknown kind, a rank of text,
 # targets of no kind, and an expression that is none
 DAMAGES = [
     *((WEIGHTS, None), (WEIGHTS, b"of another program"), (CONFIG, None), (CONFIG, b"[]")),
@@ -204,7 +204,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("file", "change"), DAMAGES)
-def test_a_file_that_is_damaged_or_foreign_is_named(llama, tmp_path, capsys, file, change):
+def test_damaged_or_foreign_file_error_names_file(llama, tmp_path, capsys, file, change):
     path = llama / file
     if isinstance(change, dict):
         rewrite(path, **change)
@@ -218,7 +218,7 @@ def test_a_file_that_is_damaged_or_foreign_is_named(llama, tmp_path, capsys, fil
 
 
 @pytest.mark.parametrize("spoilt", ["nothing", "adapter", "positions", "numbers"])
-def test_a_wrong_merge_is_not_kept(bases, tmp_path, monkeypatch, spoilt):
+def test_merge_that_fails_verification_is_removed(bases, tmp_path, monkeypatch, spoilt):
     trained(bases["llama"], tmp_path / "adapter", norms=True)
     save = merging.PreTrainedModel.save_pretrained
 
@@ -242,12 +242,12 @@ def test_a_wrong_merge_is_not_kept(bases, tmp_path, monkeypatch, spoilt):
 
 
 @pytest.mark.parametrize("targets", ["names", "expression"])
-def test_the_card_says_what_was_merged(bases, tmp_path, targets):
+def test_model_card_describes_the_merge(bases, tmp_path, targets):
     place = shutil.copytree(bases["llama"], tmp_path / "a: b|c")
     trained(place, tmp_path / "adapter", norms=True)
     layers = "down_proj, q_proj, v_proj"
     if targets == "expression":
-        # as PEFT takes it, beside a list of names
+        # PEFT accepts an expression in place of a list of names
         layers = r"modules whose full name matches `.*\.(q_proj\|v_proj\|down_proj)`"
         expression = r".*\.(q_proj|v_proj|down_proj)"
         rewrite(tmp_path / "adapter" / CONFIG, target_modules=expression)
@@ -274,7 +274,7 @@ def test_the_card_says_what_was_merged(bases, tmp_path, targets):
         (["a", "b", "--dtype", "int8"], ", got 'int8'"),
     ],
 )
-def test_words_that_are_refused(words, sentence, capsys):
+def test_invalid_command_lines_exit(words, sentence, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2 and sentence in capsys.readouterr().err

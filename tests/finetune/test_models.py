@@ -1,4 +1,4 @@
-"""Models to train: positions that reach, adapters in float32, and hidden states for logits."""
+"""Models to train: RoPE scaling, adapters in float32, and losses from hidden states."""
 
 import json
 
@@ -38,7 +38,7 @@ SMALL = {
 }
 
 
-def test_four_bits_pass_gradients_on_after_an_evaluation():
+def test_4_bit_weights_pass_gradients_after_evaluation():
     bitsandbytes = pytest.importorskip("bitsandbytes")
     given = {"dtype": "float32", "attn_implementation": "sdpa"}
     quantised, plain = load_model("tiny", qlora=True, **given)[0], load_model("tiny", **given)[0]
@@ -62,7 +62,7 @@ def double(**options):
 
 
 def adapted(model=None, targets=LINEAR, rank=4, alpha=8.0, **options):
-    """A model with adapters that do something."""
+    """Return a model with adapters that are not zero."""
     torch.manual_seed(1)
     wrapped = with_lora(model or tiny_model(), targets, rank, alpha, **options)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def adapted(model=None, targets=LINEAR, rank=4, alpha=8.0, **options):
 
 
 def batch_of(length=90, rows=2):
-    """Packed documents, labels shifted, the last of each document and some more to be ignored."""
+    """Return packed documents with shifted labels; the last of each document is ignored."""
     ids = tokens(rows, length)
     labels = torch.cat([ids[:, 1:], torch.full((rows, 1), IGNORED)], dim=1)
     labels[:, [40, 50]] = IGNORED
@@ -91,7 +91,7 @@ def by_hidden(model, batch):
     return linear_cross_entropy(*forward_hidden(model, batch), batch["labels"], chunk_tokens=16)
 
 
-def learnt(model):
+def trainable(model):
     return {name: x for name, x in model.named_parameters() if x.requires_grad}
 
 
@@ -107,11 +107,11 @@ MODELS = {
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_the_loss_is_that_of_the_logits(make):
+def test_chunked_loss_equals_loss_of_logits(make):
     model, batch = make().double(), batch_of()
     expected, actual = by_logits(model, batch), by_hidden(model, batch)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=0)
-    parameters = learnt(model).values()
+    parameters = trainable(model).values()
     ours, theirs = (torch.autograd.grad(x, parameters) for x in (actual, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     assert all(x.abs().sum() > 0 for x in ours)
@@ -119,7 +119,7 @@ def test_the_loss_is_that_of_the_logits(make):
     assert model(batch["input_ids"]).logits.shape[-1] == 64
 
 
-def test_heads_of_other_logits_are_refused():
+def test_unsupported_output_heads_raise():
     capped = Gemma2ForCausalLM(Gemma2Config(**SMALL, final_logit_softcapping=30.0))
     said = {
         r"got Gemma2ForCausalLM, which caps its logits \(final_logit_softcapping=30.0\)": capped,
@@ -148,7 +148,7 @@ def frequencies(config, length):
         *(("yarn", 1 / 4, 1), ("llama3", 1 / 4, 1), ("theta", 1 / 4, 1)),
     ],
 )
-def test_positions_are_stretched_as_the_name_says(rope, lowest, highest):
+def test_rope_scaling_follows_its_name(rope, lowest, highest):
     plain, config = (LlamaConfig(**SMALL, **LLAMA) for _ in range(2))
     stretch_positions(config, "a-model", 4000, rope)
     config.validate_rope()
@@ -159,7 +159,7 @@ def test_positions_are_stretched_as_the_name_says(rope, lowest, highest):
 
 
 @pytest.mark.parametrize("attention", ["cab", "sdpa"])
-def test_settings_are_held_against_those_that_the_model_brings(tmp_path, attention):
+def test_settings_are_compared_with_settings_of_the_model(tmp_path, attention):
     folder = save_llama(tmp_path / "model")
     file = folder / "config.json"
     recipe = {"cab_config": CabConfig.published(0.9).to_dict()}
@@ -175,7 +175,7 @@ def test_settings_are_held_against_those_that_the_model_brings(tmp_path, attenti
         load(mass_threshold=0.08)
 
 
-def test_a_model_is_loaded_to_be_trained(tmp_path):
+def test_model_is_loaded_for_training(tmp_path):
     folder = str(save_llama(tmp_path / "model"))
     model, tokenizer = load_model(
         folder, cab_config={"mass_threshold": 0.08}, dtype="bfloat16", length=4096, rope="yarn"
@@ -191,7 +191,7 @@ def test_a_model_is_loaded_to_be_trained(tmp_path):
         load_model(folder, length=4096)
 
 
-def test_adapters_compute_as_under_autocast():
+def test_adapter_products_equal_autocast():
     torch.manual_seed(0)
     x = torch.randn(2, 7, 48, dtype=torch.bfloat16)
     results = []
@@ -200,7 +200,7 @@ def test_adapters_compute_as_under_autocast():
         layer = nn.Sequential()
         layer.q_proj = nn.Linear(48, 32, bias=False, dtype=torch.bfloat16)
         layer = get_peft_model(layer, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"]))
-        for parameter in learnt(layer).values():
+        for parameter in trainable(layer).values():
             parameter.data = torch.randn_like(parameter, dtype=torch.float32)
         if ours:
             models.round_products(layer)
@@ -208,16 +208,16 @@ def test_adapters_compute_as_under_autocast():
         with torch.autocast("cpu", torch.bfloat16, enabled=not ours):
             out = layer(read)
         out.float().square().sum().backward()
-        results.append([out, read.grad, *(each.grad for each in learnt(layer).values())])
+        results.append([out, read.grad, *(each.grad for each in trainable(layer).values())])
     assert [each.dtype for each in results[0]] == [torch.bfloat16] * 2 + [torch.float32] * 2
     for actual, expected in zip(*results, strict=True):
         assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
-def test_what_is_trained_and_in_which_dtype(norms):
+def test_trained_parameters_and_dtypes(norms):
     wrapped = with_lora(tiny_model().to(torch.bfloat16), LINEAR, 2, 4.0, norms=norms)
-    trained = learnt(wrapped)
+    trained = trainable(wrapped)
     assert {x.dtype for x in trained.values()} == {torch.float32}
     kinds = {name.split(".modules_to_save")[0].rpartition(".")[2] for name in trained}
     expected = {"norm", "input_layernorm", "post_attention_layernorm"} if norms else set()
@@ -232,7 +232,7 @@ def test_what_is_trained_and_in_which_dtype(norms):
     assert not missing
 
 
-def test_an_adapter_says_what_it_was_trained_in(tmp_path):
+def test_saved_adapter_records_its_base(tmp_path):
     model, tokenizer = load_model("tiny", cab_config=SPARSE, length=8192, rope="linear")
     models.save_adapter(adapted(model, norms=True), tokenizer, tmp_path)
     shown = json.loads((tmp_path / BASE).read_text())
@@ -243,14 +243,14 @@ def test_an_adapter_says_what_it_was_trained_in(tmp_path):
     assert recorded["base_model_name_or_path"] == "tiny"
 
 
-def test_parameters_that_were_gathered_are_saved_as_the_models_own(tmp_path):
+def test_gathered_parameters_save_like_the_model(tmp_path):
     model = adapted(norms=True)
     model.get_base_model().name_or_path = "tiny"
     _, tokenizer = load_model("tiny", dtype="float32")
     models.save_adapter(model, tokenizer, tmp_path / "own")
-    gathered = {name: x.detach().clone() for name, x in learnt(model).items()}
+    gathered = {name: x.detach().clone() for name, x in trainable(model).items()}
     with torch.no_grad():
-        for parameter in learnt(model).values():
+        for parameter in trainable(model).values():
             parameter.zero_()
     models.save_adapter(model, tokenizer, tmp_path / "gathered", gathered)
     own, theirs = (

@@ -1,4 +1,4 @@
-"""Sequences that several processes share: learnt as by one, killed and resumed, counted once."""
+"""Sequences sharded across processes: equal to one process, resumable, counted once."""
 
 import time
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ RUNS = {
     "cab_dense": ["--attention", "cab_dense", "--checkpointing", "false"],
     "turns": ["--micro-batch", "2", "--tokens-per-step", "2048"],
 }
-# accelerate spreads weights on GPUs alone: on a CPU it has to be told that it may
+# accelerate shards weights on GPUs only; on a CPU the device type must be set
 SHARDED = """
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
@@ -73,14 +73,14 @@ ENDS = ("killed", "whole")
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    """Four processes and no other: a grid is made of all there are."""
+    """Start exactly four processes, because a device mesh spans all processes."""
     ranks = Ranks(4, tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()
 
 
 @pytest.mark.slow
-def test_processes_learn_together_what_one_learns(tmp_path):
+def test_sequence_parallel_training_equals_one_process(tmp_path):
     """All that takes a launcher, in as few launches as that takes."""
     script = tmp_path / "meddled.py"
     script.write_text(SHARDED + MEDDLED)
@@ -112,7 +112,7 @@ def test_processes_learn_together_what_one_learns(tmp_path):
 
 
 def few_positions(folder):
-    """The tiny model with a quarter of the positions that its runs need, in ``folder``."""
+    """Save the tiny model with a quarter of the positions that its runs need in ``folder``."""
     model, tokenizer = load_model("tiny", attn_implementation="sdpa", dtype="float32")
     model.config.max_position_embeddings = 128
     model.save_pretrained(folder)
@@ -141,7 +141,7 @@ def check_that_they_are_the_same(actual, meant):
 
 
 def parallel_of(group, cp, attention="cab"):
-    """The grid of all processes there are, and an accelerator's part of it."""
+    """Return the device mesh of all processes and the accelerator's part of it."""
     settings = Settings(model="tiny", data=("a.txt",), attention=attention, cp=cp)
     accelerator = SimpleNamespace(
         num_processes=group.size(),
@@ -173,7 +173,7 @@ def dealt_on_a_process(group, batch):
     return parallel.replicas, parallel.replica, mine, parallel.positions(mine)
 
 
-def test_a_replica_holds_every_token_once(four):
+def test_each_replica_holds_every_token_once(four):
     batch = sequence()
     actual = four.run(4, dealt_on_a_process, batch)
     assert [each[:2] for each in actual] == [(2, 0), (2, 0), (2, 1), (2, 1)]
@@ -188,7 +188,7 @@ def test_a_replica_holds_every_token_once(four):
 
 
 class Knowing(nn.Module):
-    """Foresees the next token of documents that it knows by heart, where it does not err."""
+    """Model that predicts the next token of memorised documents, except at chosen errors."""
 
     def __init__(self, documents, errs):
         super().__init__()
@@ -212,7 +212,7 @@ def passkeys_on_a_process(group, erring):
     return outcome, result.documents
 
 
-def test_a_key_is_found_where_every_process_foresees_its_part(four):
+def test_passkey_counts_when_all_ranks_predict_their_part(four):
     everyone = four.run(4, passkeys_on_a_process, ())
     assert [result for result, _ in everyone] == [{"300": 1.0, "1024": 1.0}] * 4
     # the second process of each replica errs
@@ -232,7 +232,7 @@ def test_a_key_is_found_where_every_process_foresees_its_part(four):
     assert [result for result, _ in four.run(4, passkeys_on_a_process, (1, 3))] == [meant] * 4
 
 
-def test_a_dry_run_divides_what_a_sequence_takes(tmp_path):
+def test_dry_run_divides_memory_by_ranks(tmp_path):
     model = str(save_llama(tmp_path / "model"))
     fields = {"data": ("a.txt",), "length": 2048, "model": model, "dtype": "float32"}
     one, four = (Settings(**fields, cp=cp) for cp in (1, 4))
@@ -246,7 +246,7 @@ def test_a_dry_run_divides_what_a_sequence_takes(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["the tokenizer", "the config of the model"])
-def test_processes_are_told_apart_by_tokenizer_and_config(name):
+def test_different_tokenizer_or_config_raises_on_all_ranks(name):
     settings, model, tokenizer = Settings(data=("a.txt",)), tiny_model(), make_tokenizer()
     before = facts_of(settings, model, tokenizer)
     assert facts_of(settings, tiny_model(), make_tokenizer()) == before
@@ -271,7 +271,7 @@ def stopping(group, error):
 @pytest.mark.parametrize(
     "error", [UsageError("source 'a' is gone."), KeyError("a bug")], ids=["refused", "a bug"]
 )
-def test_processes_say_why_another_has_stopped(processes, error):
+def test_ranks_report_why_another_rank_stopped(processes, error):
     first, second = processes(2).outcomes(2, stopping, error)
     why = f"rank 1 stopped: {type(error).__name__}: {error}"
     assert first.kind == "UsageError" and f"because another one stopped: {why}" in first.sentence

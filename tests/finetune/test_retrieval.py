@@ -1,4 +1,4 @@
-"""Documents that teach retrieval: asked as evaluations ask, and none of theirs."""
+"""Training documents for retrieval: wording of the evaluations, but other documents."""
 
 import random
 import re
@@ -27,7 +27,7 @@ kinds = pytest.mark.parametrize("kind", KEYS)
 
 
 def text_of(tokens, tokenizer="plain"):
-    """Without blanks, which a tokenizer of words puts between digits."""
+    """Decode without spaces, which a tokenizer of words puts between digits."""
     return TOKENIZERS[tokenizer].decode(tokens).replace(" ", "")
 
 
@@ -37,7 +37,7 @@ def document_of(kind, tokenizer="plain", length=LENGTH, index=0, seed=0):
 
 @kinds
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_each_key_is_stated_once_and_answered_later(kind, tokenizer):
+def test_each_key_is_stated_once_and_answered_after(kind, tokenizer):
     for length in (LENGTH, LENGTH + 7):
         document = document_of(kind, tokenizer, length)
         tokens = document.tokens
@@ -56,7 +56,7 @@ def test_each_key_is_stated_once_and_answered_later(kind, tokenizer):
 
 @pytest.mark.parametrize("kind", ["passkey", "multi"])
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_a_question_at_the_end_is_worded_as_the_evaluations_word_it(kind, tokenizer):
+def test_final_question_has_wording_of_evaluation(kind, tokenizer):
     document = document_of(kind, tokenizer)
     haystack = Haystack(TOKENIZERS[tokenizer], keys=KEYS[kind])
     stated = text_of(document.tokens[slice(*document.needles[-1])], tokenizer)
@@ -70,7 +70,7 @@ def test_a_question_at_the_end_is_worded_as_the_evaluations_word_it(kind, tokeni
     assert read.startswith(before) and read.endswith(after)
 
 
-def test_distractors_are_other_numbers():
+def test_distractors_differ_from_answers():
     def numbers(kind):
         document = document_of(kind, length=2000)
         read = text_of(document.tokens)
@@ -85,25 +85,25 @@ def test_distractors_are_other_numbers():
 
 
 @pytest.mark.parametrize("length", [LENGTH, 4001])
-def test_sentences_and_keys_are_said_again_in_another_order(length):
+def test_repetitions_are_reordered(length):
     document = document_of("repeats", length=length)
     assert len(document.tokens) == length
     keys, sentences = [], set()
     for needle, answer in zip(document.needles, document.answers, strict=True):
         assert needle[1] <= length // 2 < answer[0]
-        stated, learnt = (document.tokens[slice(*span)] for span in (needle, answer))
-        # what tells what is said stands right before what is learnt
+        stated, labelled = (document.tokens[slice(*span)] for span in (needle, answer))
+        # what tells what is said stands right before what is labelled
         key = re.fullmatch(r"Thepasskeyfor(\w+)is(\d{5})\.", text_of(stated))
         told = len(stated) - 6 if key else 3
         end = answer[0] + len(stated) - told
         assert document.tokens[answer[0] - told : end] == stated
         if key:
             keys.append(key[1])
-            assert text_of(learnt) == key[2]
+            assert text_of(labelled) == key[2]
         else:
             sentences.add(text_of(stated))
-            assert learnt == stated[3:]
-    # "asked nobody." is no longer than what tells a sentence
+            assert labelled == stated[3:]
+    # the shortest filler sentence is not longer than the prefix that identifies a sentence
     assert {each.replace(" ", "") for each in SENTENCES} - {"askednobody."} == sentences
     assert any(each in needles.NAMES for each in keys)
     assert any(each.startswith("locker") for each in keys) and len(keys) == len({*keys}) > 20
@@ -112,7 +112,7 @@ def test_sentences_and_keys_are_said_again_in_another_order(length):
 
 @kinds
 @pytest.mark.parametrize("change", ["index", "seed", "length"])
-def test_a_document_is_a_function_of_its_place(kind, change):
+def test_document_depends_on_seed_and_index_only(kind, change):
     place = {"index": 1, "seed": 0, "length": LENGTH}
     document = document_of(kind, **place)
     assert document == document_of(kind, **place)
@@ -125,7 +125,7 @@ def test_a_document_is_a_function_of_its_place(kind, change):
 
 
 def mixture(name, texts=(), share=0.0, **options):
-    """A source, and beside it, as ``share`` of the tokens, the text that it is hidden in."""
+    """Return a source and, as ``share`` of the tokens, the text that its keys are hidden in."""
     beside = []
     if texts:
         dataset = datasets.Dataset.from_dict({"text": list(texts)})
@@ -139,35 +139,35 @@ def read_of(name, texts=(), length=LENGTH, count=4):
 
 
 @kinds
-def test_the_answers_alone_are_learnt(kind):
+def test_only_answers_have_labels(kind):
     (item,) = read_of(f"retrieval:{kind}", count=1)
     ids, labels = item["input_ids"].tolist(), item["labels"].tolist()
-    learnt = [at for at, label in enumerate(labels) if label != IGNORED]
-    assert len(learnt) == 5 * KEYS[kind]
-    # shifted: a label is the token behind
-    assert all(labels[at] == ids[at + 1] for at in learnt)
-    fives = (learnt[n : n + 5] for n in range(0, len(learnt), 5))
+    labelled = [at for at, label in enumerate(labels) if label != IGNORED]
+    assert len(labelled) == 5 * KEYS[kind]
+    # shifted: a label is the next token
+    assert all(labels[at] == ids[at + 1] for at in labelled)
+    fives = (labelled[n : n + 5] for n in range(0, len(labelled), 5))
     answers = [text_of([ids[at + 1] for at in five], "chat") for five in fives]
     assert all(re.fullmatch(r"\d{5}", answer) for answer in answers)
-    # stated twice in its needle, and once more where it is learnt
+    # stated twice in its needle, and once more where it is labelled
     read = text_of(ids, "chat")
     assert [read.count(answer) for answer in answers] == [3] * KEYS[kind]
 
 
 @pytest.mark.parametrize("kind", TASKS)
-def test_the_answers_of_a_task_are_learnt(kind):
+def test_task_answers_have_labels(kind):
     (item,) = read_of(f"retrieval:{kind}", count=1)
     document, seed = document_of(kind, "chat"), "finetune/0"
     example = TASKS[kind].make(TOKENIZERS["chat"], SENTENCES, LENGTH, 0, seed)
     assert document == (example.tokens, example.needles, example.answers)
-    learnt = int((item["labels"] != IGNORED).sum())
-    assert learnt == sum(end - start for start, end in example.answers)
+    labelled = int((item["labels"] != IGNORED).sum())
+    assert labelled == sum(end - start for start, end in example.answers)
 
 
-def test_kinds_take_turns():
+def test_document_kinds_alternate():
     items = read_of("retrieval:passkey+recall+passkey", count=6)
-    learnt = [int((item["labels"] != IGNORED).sum()) // 5 for item in items]
-    assert learnt == [1, 12, 1, 1, 12, 1]
+    labelled = [int((item["labels"] != IGNORED).sum()) // 5 for item in items]
+    assert labelled == [1, 12, 1, 1, 12, 1]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_kinds_take_turns():
         *(["old town slept " * 900], ["", " ", "The old town slept! " * 90]),
     ],
 )
-def test_keys_are_hidden_in_the_text_of_the_sources_beside(texts):
+def test_keys_are_inserted_into_text_of_other_sources(texts):
     for item in read_of("retrieval:passkey+recall", texts):
         read = text_of(item["input_ids"], "chat")
         assert read.count("oldtownslept") > 20
@@ -187,7 +187,7 @@ def test_keys_are_hidden_in_the_text_of_the_sources_beside(texts):
 
 
 class Recorded(random.Random):
-    """A generator that says what it was made of."""
+    """Random generator that records its seeds."""
 
     seeds: list = []
 
@@ -196,8 +196,8 @@ class Recorded(random.Random):
         super().__init__(seed)
 
 
-def test_no_document_is_one_of_the_evaluations(monkeypatch):
-    """Whatever whole number an evaluation's seed is, for its text begins with that number."""
+def test_training_seeds_differ_from_evaluation_seeds(monkeypatch):
+    """Evaluation seeds start with an integer; training seeds start with "finetune/"."""
     monkeypatch.setattr(random, "Random", Recorded)
     words, drawn = TOKENIZERS["chat"], {}
 
@@ -231,13 +231,13 @@ def test_no_document_is_one_of_the_evaluations(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", (*KEYS, "repeats", "keys"))
-def test_a_length_without_room_is_refused(kind):
+def test_too_short_length_raises(kind):
     with pytest.raises(ValueError, match="must have room for"):
         document_of(kind, length=20)
 
 
 @pytest.mark.parametrize("share", [0.3, 0.0], ids=["text beside", "no text beside"])
-def test_synthetic_documents_are_never_cut(share):
+def test_synthetic_documents_are_not_split(share):
     words, complete, padded = TOKENIZERS["plain"], 0, 0
     mixed = mixture("retrieval:passkey+distractors+multi:260", SENTENCES * 3, share)
     for item in islice(Packed(words, mixed, 300, 0), 12):
@@ -256,7 +256,7 @@ def test_synthetic_documents_are_never_cut(share):
     assert padded == (0 if share else 12)
 
 
-def test_held_out_retrieval_is_of_held_out_text():
+def test_held_out_retrieval_uses_held_out_text():
     numbered = [" ".join(["rained" if number % 10 else "nobody"] * 300) for number in range(40)]
     mixed, words = mixture("retrieval:passkey:200", numbered), TOKENIZERS["plain"]
     kept = held_out(words, mixed, 200, 4, hold_out=10)
@@ -266,7 +266,7 @@ def test_held_out_retrieval_is_of_held_out_text():
         assert len(read) == 4 and all(own in text and other not in text for text in read)
 
 
-def test_a_document_without_room_is_told_of_its_source():
-    """The first one had room, and what a later one draws is longer."""
+def test_too_short_document_error_names_source():
+    """The first document fits, but a later one draws longer sentences."""
     with pytest.raises(UsageError, match="source 'retrieval:keys:25': length must .*, got 25"):
         read_of("retrieval:keys:25", length=25, count=50)

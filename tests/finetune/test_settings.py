@@ -1,4 +1,4 @@
-"""What a fine-tuning run is told: files, words, and what is refused."""
+"""Settings of fine-tuning: files, command lines, and errors."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ def settings(**given):
 
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "configs").iterdir()), ids=lambda path: path.stem)
-def test_every_config_that_ships_is_one(path):
+def test_shipped_configs_are_valid(path):
     actual = read(["--config", str(path)])
     # those of LLaMA are for eight GPUs
     assert actual.data and actual.accumulation(8 if "llama3" in path.stem else 1) >= 1
@@ -39,7 +39,7 @@ def test_every_config_that_ships_is_one(path):
         *(("fsdp2_8gpu", "FSDP", 8), ("cpu_2", "MULTI_GPU", 2)),
     ],
 )
-def test_accelerate_reads_its_configs(name, kind, processes):
+def test_accelerate_configs_are_valid(name, kind, processes):
     from accelerate.commands.config.config_args import load_config_from_file
 
     actual = load_config_from_file(str(FOLDER / "accelerate" / f"{name}.yaml"))
@@ -48,7 +48,7 @@ def test_accelerate_reads_its_configs(name, kind, processes):
     assert actual.mixed_precision == "no"
 
 
-def test_a_calibration_is_a_whole_config_and_fields_change_it(tmp_path):
+def test_calibration_sets_all_fields_and_assignments_override(tmp_path):
     own, file = CabConfig.published(((0.5, 0.9), (0.0, 0.9))), str(tmp_path / "own.json")
     own.save(file)
     assert settings(calibration=file).cab_config() == own.to_dict()
@@ -56,7 +56,7 @@ def test_a_calibration_is_a_whole_config_and_fields_change_it(tmp_path):
     assert given == {**own.to_dict(), "min_length": 64}
 
 
-def test_fields_that_a_calibration_does_not_have_are_refused(tmp_path):
+def test_field_unknown_to_calibration_raises(tmp_path):
     CabConfig.published().save(tmp_path / "own.json")
     file = str(tmp_path / "own.json")
     with pytest.raises(ValueError, match="no field 'coarsen'; its fields are query_block"):
@@ -65,7 +65,7 @@ def test_fields_that_a_calibration_does_not_have_are_refused(tmp_path):
         settings(calibration=file, cab=("mass_threshold=0.1",))
 
 
-def test_typed_words_win_over_the_file(tmp_path):
+def test_command_line_overrides_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("data: {a.txt: 0.75, b.jsonl: 0.25}\nlr: 1.0e-4\nlength: 1k\nrank: 8\n")
     words = ["--lr", "3e-4", "--checkpointing", "false", "--qlora", "--tile-tokens", "12"]
@@ -76,8 +76,8 @@ def test_typed_words_win_over_the_file(tmp_path):
     assert actual.evaluated_lengths() == (512, 1024)
 
 
-def test_a_source_that_is_there_by_all_of_its_name_has_no_weight(tmp_path):
-    """Folders of partitions are called so."""
+def test_existing_path_with_equals_sign_has_no_weight(tmp_path):
+    """Folders of partitioned data have such names."""
     (tmp_path / "year=2024").mkdir()
     named = str(tmp_path / "year=2024")
     data = (named, f"{named}=0.5", str(tmp_path / "year=2023"))
@@ -85,7 +85,7 @@ def test_a_source_that_is_there_by_all_of_its_name_has_no_weight(tmp_path):
     assert Settings(data=data).sources() == expected
 
 
-def test_steps_are_counted_in_tokens():
+def test_accumulation_steps_follow_tokens_per_step():
     fields = {"length": 1024, "micro_batch": 2}
     assert settings(**fields).accumulation(4) == 1
     assert settings(**fields, tokens_per_step=2**16).accumulation(4) == 8
@@ -98,7 +98,7 @@ def test_steps_are_counted_in_tokens():
         shared.accumulation(12)
 
 
-def test_a_run_is_told_by_what_it_learns_and_not_by_where():
+def test_identity_excludes_output_options():
     one, same = settings(), settings(out="elsewhere", save_every=1)
     assert one.identity(2) == same.identity(2) and not set(FREE) & one.identity(2).keys()
     for other in ({"lr": 1e-3}, {"steps": 300}, {"seed": 1}, {"cp": 2}, {"train": "all"}):
@@ -111,7 +111,7 @@ def test_a_run_is_told_by_what_it_learns_and_not_by_where():
     ("step", "rate"),
     [(1, 0.5), (2, 1.0), (6, 0.6), (10, 0.2)],
 )
-def test_the_learning_rate_rises_and_falls(step, rate):
+def test_learning_rate_schedule_values(step, rate):
     schedule = settings(steps=10, warmup=2, lr=1.0, lr_end=0.2)
     assert learning_rate(step, schedule) == pytest.approx(rate)
 
@@ -129,7 +129,7 @@ passkey_lengths: [9999] | calibration: smollm3
 
 
 @pytest.mark.parametrize("row", [row.strip() for row in re.split(r"\||\n", REFUSED.strip())])
-def test_settings_that_make_no_sense_are_refused(row):
+def test_invalid_settings_raise(row):
     given = yaml.safe_load(f"{{{row}}}")
     given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
     with pytest.raises(ValueError, match=rf"^{[*given][-1]} "):
@@ -152,7 +152,7 @@ SCALED = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     ],
     ids=["no scaling", "little", "shrunk", "unneeded", "scaled"],
 )
-def test_positions_that_are_refused(name, given, config):
+def test_invalid_rope_settings_raise(name, given, config):
     given = {"rope": "yarn", "length": None, **given}
     with pytest.raises(ValueError, match=f"^{name} must be "):
         stretch_positions(LlamaConfig(**POSITIONS, **config), "a-model", **given)
@@ -167,7 +167,7 @@ def test_positions_that_are_refused(name, given, config):
     ],
     ids=["near", "head", "tied"],
 )
-def test_adapters_that_are_refused(name, given, tied):
+def test_invalid_adapter_settings_raise(name, given, tied):
     with pytest.raises(ValueError, match=f"^{name} must be "):
         with_lora(tiny_model(tie_word_embeddings=tied), rank=2, alpha=4.0, **given)
 
@@ -181,7 +181,7 @@ def test_adapters_that_are_refused(name, given, tied):
         (["--lr", "inf"], "lr: "),
     ],
 )
-def test_a_command_line_is_refused_in_one_line(words, message, tmp_path, capsys):
+def test_invalid_command_line_exits_with_one_line(words, message, tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text("targts: [q_proj]\n")
     words = [str(file) if word == "FILE" else word for word in words]

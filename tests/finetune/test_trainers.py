@@ -27,7 +27,7 @@ def by_transformers(model, tokenizer, folder):
 
 
 def by_trl(model, tokenizer, folder):
-    """Several documents in a sequence: attention that mixes them has another loss."""
+    """Train with TRL on packed documents; attention across documents would change the loss."""
     trl = pytest.importorskip("trl", reason="trl is not installed; `pip install '.[dev]'`")
     words = TEXT.split()
     texts = [" ".join((words[i:] + words[:i]) * (6 + 3 * (i % 3))) for i in range(12)]
@@ -38,7 +38,7 @@ def by_trl(model, tokenizer, folder):
 
 
 def trained(make, model_folder, folder, attention, config=None):
-    """(loss of each step, density of each layer)."""
+    """Return (loss of each step, density of each layer)."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation=attention)
     if config is not None:
@@ -52,9 +52,7 @@ def trained(make, model_folder, folder, attention, config=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [by_transformers, by_trl])
-def test_losses_at_full_budget_are_those_of_sdpa_and_a_threshold_makes_it_sparse(
-    make, model_folder, tmp_path
-):
+def test_full_budget_losses_match_sdpa_and_threshold_lowers_density(make, model_folder, tmp_path):
     expected, _ = trained(make, model_folder, tmp_path, "sdpa")
     losses, densities = trained(make, model_folder, tmp_path, "cab", FULL)
     assert len(losses) == 2 and losses == pytest.approx(expected, abs=2e-4)

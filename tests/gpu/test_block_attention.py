@@ -53,7 +53,7 @@ BLOCKS = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("shape", CASES)
-def test_kernels_compute_what_the_reference_defines(gpu, shape, blocks, dtype):
+def test_kernels_match_reference(gpu, shape, blocks, dtype):
     q, k, v, grad, plan = case(gpu, dtype, blocks, **shape)
     scale = q.shape[-1] ** -0.5
     assert_engine_within_budget(block.attention, q, k, v, grad, plan, scale)
@@ -61,7 +61,7 @@ def test_kernels_compute_what_the_reference_defines(gpu, shape, blocks, dtype):
 
 @pytest.mark.parametrize("layout", ["causal", "padded", "packed"])
 @pytest.mark.parametrize("dim", [128, 320])
-def test_what_is_named_is_attended_beside_the_lists(gpu, dim, layout):
+def test_complete_rows_match_reference(gpu, dim, layout):
     shape = {"q_length": 777, "heads": 4, "kv_heads": 2, "dim": dim, "batch": 2, "layout": layout}
     named = {"dense_rows": "tail"}
     q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape, **named)
@@ -71,7 +71,7 @@ def test_what_is_named_is_attended_beside_the_lists(gpu, dim, layout):
 @pytest.mark.parametrize("layout", ["causal", "padded", "packed"])
 @pytest.mark.parametrize("blocks", [(128, 64), (128, 128)], ids=str)
 @pytest.mark.parametrize("name", ["triton", "flex"])
-def test_what_is_sampled_stands_for_the_others(gpu, layout, blocks, name):
+def test_sampled_blocks_match_reference(gpu, layout, blocks, name):
     shape = {"q_length": 1777, "heads": 4, "kv_heads": 2, "dim": 64, "batch": 2, "layout": layout}
     named = {"dense_rows": "tail", "share": 0.2}
     q, k, v, grad, plan = case(gpu, torch.bfloat16, blocks, **shape, **named)
@@ -83,7 +83,7 @@ def test_what_is_sampled_stands_for_the_others(gpu, layout, blocks, name):
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("name", ["triton", "flex"])
-def test_capped_logits_are_those_of_the_reference(gpu, name, dim):
+def test_softcap_matches_reference(gpu, name, dim):
     shape = {"q_length": 777, "heads": 4, "kv_heads": 2, "dim": dim, "batch": 2}
     q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape, layout="packed")
     work = engines.Workload("cuda", dim, q.dtype, True, 128, 64, softcap=True)
@@ -93,14 +93,14 @@ def test_capped_logits_are_those_of_the_reference(gpu, name, dim):
 
 
 @pytest.mark.parametrize("dim", [64, 320])
-def test_float32(gpu, dim):
+def test_float32_matches_reference(gpu, dim):
     shape = {"q_length": 333, "heads": 4, "kv_heads": 2, "dim": dim}
     q, k, v, grad, plan = case(gpu, torch.float32, (128, 64), **shape)
     assert_engine_within_budget(block.attention, q, k, v, grad, plan, dim**-0.5)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 320])
-def test_gradients_are_the_same_in_every_run(gpu, dim):
+def test_gradients_are_deterministic(gpu, dim):
     shape = {"q_length": 1000, "heads": 8, "kv_heads": 2, "dim": dim}
     q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape)
     once, again = (
@@ -111,7 +111,7 @@ def test_gradients_are_the_same_in_every_run(gpu, dim):
 
 
 @pytest.mark.parametrize("dim", [128, 512])
-def test_attending_is_captured_in_a_cuda_graph(gpu, dim):
+def test_attention_runs_in_cuda_graph(gpu, dim):
     q, k, v, _, plan = case(gpu, torch.bfloat16, (128, 64), q_length=1000, dim=dim)
     block.attention(q, k, v, plan, 0.1)
     graph = torch.cuda.CUDAGraph()
@@ -122,7 +122,7 @@ def test_attending_is_captured_in_a_cuda_graph(gpu, dim):
     assert torch.equal(captured, block.attention(q, k, v, plan, 0.1))
 
 
-def test_attending_compiles_without_a_break(gpu):
+def test_attention_compiles_without_graph_break(gpu):
     q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), q_length=500, dim=64)
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
@@ -135,7 +135,7 @@ def test_attending_compiles_without_a_break(gpu):
     assert all(map(torch.equal, compiled, torch.autograd.grad(attend(*leaves), leaves, grad)))
 
 
-def test_transposes_are_those_of_the_definition(gpu):
+def test_transpose_matches_reference(gpu):
     chosen = torch.rand(2, 8, 1000, 2000, device=gpu) < 0.05
     lists = BlockIndices.from_dense(chosen)
     meant = chosen.transpose(2, 3)
@@ -148,8 +148,8 @@ def test_transposes_are_those_of_the_definition(gpu):
 
 
 @pytest.mark.parametrize("head_dim", [320, 512])
-def test_cab_dense_of_large_heads_is_exact(gpu, head_dim):
-    """SDPA in float32 is what it is held to; padded rows too."""
+def test_cab_dense_of_large_heads_matches_sdpa(gpu, head_dim):
+    """The reference is SDPA in float32, padded rows included."""
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": head_dim}
     model = tiny_model(**sizes).to(gpu)
     ids = tokens(2, 300).to(gpu)
@@ -180,7 +180,7 @@ def twenty_steps(model, ids):
 
 @pytest.mark.parametrize("name", ["flex", "triton"])
 @pytest.mark.parametrize("blocks", BLOCKS[:2])
-def test_twenty_steps_at_full_budget_follow_dense_training(gpu, blocks, name):
+def test_full_budget_training_losses_match_dense(gpu, blocks, name):
     ids = tokens(2, 400).to(gpu)
     dense = twenty_steps(tiny_model(head_dim=64).to(gpu, torch.bfloat16).train(), ids)
     model = tiny_model(head_dim=64).to(gpu, torch.bfloat16).train()
@@ -191,8 +191,8 @@ def test_twenty_steps_at_full_budget_follow_dense_training(gpu, blocks, name):
     torch.testing.assert_close(sparse, dense, rtol=2e-2, atol=0)
 
 
-def test_exact_attention_at_131072_tokens_and_512_channels_fits(gpu):
-    """Weights are held a piece at a time: nothing grows with the square of the length."""
+def test_dense_attention_of_131072_tokens_and_512_channels_fits_memory(gpu):
+    """Attention weights exist one tile at a time, so memory is not quadratic in the length."""
     length = 131_072
     q = torch.randn(1, 2, length, 512, device=gpu, dtype=torch.bfloat16)
     k, v = torch.randn(2, 1, 1, length, 512, device=gpu, dtype=torch.bfloat16)

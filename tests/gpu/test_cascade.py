@@ -1,4 +1,4 @@
-"""A cascade on a CUDA device: what anchors choose, and what the layers behind them attend."""
+"""A cascade on a CUDA device: plans of anchors, and attention of the layers that use them."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 SCALE = 128**-0.5
 
 
-def test_layers_behind_an_anchor_attend_the_heads_of_their_map(gpu):
+def test_cascade_layers_attend_blocks_of_mapped_heads(gpu):
     row = (3, 3, 0, 1, 7, 6, 5, 4)
     config = CabConfig(predictor="cascade", anchors=(0,), head_map=((0,) * 8, row))
     q, k = heads_on(gpu, 2000)

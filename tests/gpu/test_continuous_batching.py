@@ -26,7 +26,7 @@ WAYS = {
 
 @pytest.fixture
 def served(gpu):
-    """(a model whose attention is "cab" at full budget, what dense attention answers)."""
+    """Return (model on "cab" at full budget, answers of dense attention)."""
     model = tiny_model(head_dim=64).to(gpu)
     expected = [
         model.generate(torch.tensor([prompt], device=gpu), generation_config=GREEDY)[
@@ -44,13 +44,13 @@ def answers(model, **changes):
 
 
 @pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS)
-def test_a_full_budget_is_dense_attention(served, changes):
+def test_full_budget_equals_dense_attention(served, changes):
     model, expected = served
     assert answers(model, **changes) == expected
 
 
-def test_buffers_are_reset_before_the_first_batch_on_a_busy_gpu(served, monkeypatch):
-    """transformers zeroes them on one stream and fills them on another."""
+def test_buffers_are_reset_before_first_batch(served, monkeypatch):
+    """transformers zeroes buffers on one stream and fills them on another."""
     model, expected = served
     reset = ContinuousBatchingIOs.reset
 

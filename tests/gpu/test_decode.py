@@ -27,11 +27,11 @@ LARGE = CASES | LONG
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", LARGE.values(), ids=LARGE)
-def test_a_step_is_the_references(gpu, case, dtype):
+def test_step_matches_reference(gpu, case, dtype):
     require_as_reference(case, dtype, gpu)
 
 
-def test_a_captured_step_follows_the_text(gpu):
+def test_captured_step_follows_growing_cache(gpu):
     q, k, v, told = step_of(LONG["long"], torch.bfloat16, gpu)
     scale, length, wanted, channels, *_ = told
     index = kernels.index_keys(k, channels)
@@ -59,7 +59,7 @@ def test_a_captured_step_follows_the_text(gpu):
         assert (out - expected).float().norm() < 0.05 * expected.float().norm()
 
 
-def test_twice_is_the_same(gpu):
+def test_steps_are_deterministic(gpu):
     q, k, v, told = step_of(LONG["longer-of-3"], torch.bfloat16, gpu)
     index = kernels.index_keys(k, told[3])
     valid = told[4]
@@ -71,12 +71,12 @@ def test_twice_is_the_same(gpu):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("text", texts_of_a_step())
-def test_a_step_that_reads_all_it_may_see(gpu, monkeypatch, text, dtype):
+def test_dense_step_matches_rowwise_attention(gpu, monkeypatch, text, dtype):
     require_step_as_by_rows(texts_of_a_step(gpu)[text], monkeypatch, dtype, gpu)
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
-def test_generate_is_denses_where_everything_is_read(gpu, monkeypatch, cache):
+def test_reading_all_keys_generates_dense_tokens(gpu, monkeypatch, cache):
     monkeypatch.setattr(step, "decode_from", lambda config: 0)
     model, ids = tiny_model(head_dim=64).to(gpu), tokens(2, 300).to(gpu)
     options = {"max_new_tokens": 40, "do_sample": False, "cache_implementation": cache}
@@ -85,7 +85,7 @@ def test_generate_is_denses_where_everything_is_read(gpu, monkeypatch, cache):
     assert torch.equal(model.generate(ids, **options), expected)
 
 
-def test_a_compiled_step_has_a_graph_and_says_what_an_eager_one_does(gpu):
+def test_compiled_step_is_one_graph_and_equals_eager_step(gpu):
     model = cab_hf.apply_cab(
         tiny_model(head_dim=64).to(gpu), min_length=0, sparse_decode=True, decode_tokens=128
     )

@@ -1,4 +1,4 @@
-"""Fidelity on a CUDA device: that attention is timed, and that the noise of kernels is small."""
+"""Fidelity on a CUDA device: attention times, and numerical noise of kernels."""
 
 import json
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """A random model with the heads of SmolLM2."""
+    """Create a random model with the heads of SmolLM2."""
     folder, tokenizer = tmp_path_factory.mktemp("model"), make_tokenizer()
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -35,7 +35,7 @@ def model_folder(tmp_path_factory):
     return folder
 
 
-def test_attention_is_timed_beside_what_is_kept(gpu, model_folder, tmp_path):
+def test_fidelity_records_attention_time_and_density(gpu, model_folder, tmp_path):
     methods = "dense,full,cab,streaming,random,antidiagonal,xattention,xattention_16,"
     methods += "vertical_slash,flexprefill,mean_pooled,trianglemix"
     words = ["--model", model_folder, "--out", tmp_path, "--methods", methods]

@@ -24,7 +24,7 @@ PAIR = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA 
 
 @pytest.fixture(autouse=True)
 def no_multicast(monkeypatch):
-    """Multicast over NVLink is not for machines that others share."""
+    """Turn off NVLink multicast, which shared machines do not allow."""
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
 
 
@@ -33,7 +33,7 @@ def ended_well(*words):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_a_plan_kept_in_the_hosts_memory_is_the_plan(gpu):
+def test_offloaded_plan_gives_equal_gradients(gpu):
     ids = tokens(1, 600).to(gpu)
     model = tiny_model().to(gpu).train()
 
@@ -66,8 +66,8 @@ def long_model(gpu, offload=None):
     return model
 
 
-def learnt(model, gpu):
-    """The loss, all gradients, and the bytes at the peak of a step."""
+def train_step(model, gpu):
+    """Return the loss, all gradients, and the peak bytes of a step."""
     ids = tokens(1, LENGTH).to(gpu)
     batch = {"input_ids": ids, "position_ids": torch.arange(LENGTH, device=gpu)[None]}
     model.zero_grad()
@@ -79,7 +79,7 @@ def learnt(model, gpu):
 
 
 class Late(Offload):
-    """Copies begin long after what they follow: whoever does not wait for them reads rubbish."""
+    """Offloading with delayed copies: a reader that does not wait for a copy gets wrong data."""
 
     def _copy(self, kept, pairs):
         with torch.cuda.stream(self._stream):
@@ -89,12 +89,12 @@ class Late(Offload):
 
 @pytest.mark.parametrize("kind", [Offload, Late])
 @pytest.mark.parametrize("layers", [2, 6])
-def test_offloaded_checkpoints_come_back_as_they_were(gpu, kind, layers):
-    expected, before = learnt(long_model(gpu), gpu)
+def test_offloaded_checkpoints_are_restored_exactly(gpu, kind, layers):
+    expected, before = train_step(long_model(gpu), gpu)
     offload = kind(layers, torch.device(gpu), 2**16)
     model = long_model(gpu, offload)
     for _ in range(3):
-        actual, peak = learnt(model, gpu)
+        actual, peak = train_step(model, gpu)
         assert all(map(torch.equal, actual, expected))
     # two are on the device at a time; gradients to compare with are there, too
     checkpoint = LENGTH * 48 * 2
@@ -103,30 +103,30 @@ def test_offloaded_checkpoints_come_back_as_they_were(gpu, kind, layers):
     assert all(chunk.is_pinned() for chunk in offload._free)
 
 
-def test_a_backward_pass_left_halfway_spoils_nothing_behind_it(gpu):
+def test_aborted_backward_does_not_change_next_step(gpu):
     offload = Late(6, torch.device(gpu), 2**16)
     model = long_model(gpu, offload)
-    expected, _ = learnt(model, gpu)
+    expected, _ = train_step(model, gpu)
     with left_halfway(model, 4):
-        learnt(model, gpu)
+        train_step(model, gpu)
     # what the copy under way would write into
     others = [torch.zeros(LENGTH * 48, device=gpu, dtype=torch.bfloat16) for _ in range(8)]
     torch.cuda.synchronize()
     assert not any(other.any() for other in others)
-    assert all(map(torch.equal, learnt(model, gpu)[0], expected))
+    assert all(map(torch.equal, train_step(model, gpu)[0], expected))
 
 
-def test_tiles_learn_what_all_tokens_at_once_do(gpu):
-    expected, before = learnt(long_model(gpu), gpu)
+def test_tiled_training_equals_untiled(gpu):
+    expected, before = train_step(long_model(gpu), gpu)
     model = long_model(gpu, Offload(3, torch.device(gpu)))
     compute_in_tiles(model, 256)
-    actual, peak = learnt(model, gpu)
+    actual, peak = train_step(model, gpu)
     assert peak < before
     for one, other in zip(actual, expected, strict=True):
         assert (one - other).norm() <= 0.02 * other.norm()
 
 
-def test_a_run_on_one_gpu_tells_what_it_took(gpu, tmp_path):
+def test_single_gpu_run_reports_memory_and_time(gpu, tmp_path):
     ended_well("python", *TINY, "--peak-tflops", "1", "--out", str(tmp_path))
     _, records = read_log(tmp_path / train.LOG)
     made = [each for each in records if each["kind"] == "step"]
@@ -138,7 +138,7 @@ def test_a_run_on_one_gpu_tells_what_it_took(gpu, tmp_path):
 
 
 @pytest.mark.parametrize("attention", ["cab", "sdpa"])
-def test_all_weights_are_trained_with_products_in_bfloat16(gpu, attention, tmp_path):
+def test_full_training_uses_bfloat16_products(gpu, attention, tmp_path):
     plain = ("--dropout", "0", "--rank", "16", "--alpha", "32")
     words = (*TRAIN, "--train", "all", *plain, "--attention", attention)
     for dtype in ("float32", "bfloat16"):
@@ -149,7 +149,7 @@ def test_all_weights_are_trained_with_products_in_bfloat16(gpu, attention, tmp_p
 
 @PAIR
 @pytest.mark.parametrize("how", ["ddp_8gpu", "fsdp2_8gpu"])
-def test_two_gpus_learn_what_one_does_in_turns(gpu, how, tmp_path):
+def test_two_gpus_equal_gradient_accumulation_on_one(gpu, how, tmp_path):
     same = ("--dropout", "0", "--tokens-per-step", "1024")
     ended_well("python", *TINY, *same, "--out", str(tmp_path / "one"))
     launch = ("accelerate", "launch", "--num_processes", "2", "--config_file")
@@ -161,7 +161,7 @@ def test_two_gpus_learn_what_one_does_in_turns(gpu, how, tmp_path):
 
 
 @PAIR
-def test_every_scheme_is_right_over_two_gpus(gpu, tmp_path):
+def test_every_sharding_is_correct_over_two_gpus(gpu, tmp_path):
     words = ("--shape", "tiny", "--lengths", "4096", "--seconds", "0")
     command = ("-m", "cab_hf.eval", "speed", "context-parallel")
     ended_well(*TORCHRUN, *command, *words, "--out", str(tmp_path))

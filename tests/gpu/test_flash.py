@@ -44,7 +44,7 @@ CASES = [
 
 @pytest.fixture
 def hopper(gpu):
-    """The device, where FLASH can run a backward."""
+    """Return the device if FLASH can run a backward pass."""
     reason = flash.unavailable(128, torch.bfloat16, *WIDE)
     if reason:
         pytest.skip(f"FLASH {reason}")
@@ -58,27 +58,27 @@ def hold(shape, blocks, device, dtype=torch.bfloat16, engine=FLASH):
 
 
 def is_flash(blocks, dim=128):
-    """Whether training on such heads and blocks runs FLASH when flex is asked for."""
+    """Return True if engine "flex" trains these heads and blocks with FLASH."""
     return choose("flex", Workload("cuda", dim, torch.bfloat16, True, *blocks)) is FLASH
 
 
 @pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
 @pytest.mark.parametrize("shape", CASES)
-def test_flash_computes_what_the_reference_defines(hopper, shape, blocks):
+def test_flash_matches_reference(hopper, shape, blocks):
     assert is_flash(blocks, shape["dim"])
     hold(shape, blocks, hopper)
 
 
 @pytest.mark.parametrize("blocks", [(64, 64), (64, 128), (256, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_flash_with_other_blocks(hopper, blocks, dim):
+def test_flash_with_other_block_sizes_matches_reference(hopper, blocks, dim):
     assert is_flash(blocks, dim)
     hold(model(dim=dim), blocks, hopper)
 
 
 @pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
 @pytest.mark.parametrize("shape", [model(plan_heads=2), model(dim=64, batch=2, layout="padded")])
-def test_flash_in_float16(hopper, shape, blocks):
+def test_flash_in_float16_matches_reference(hopper, shape, blocks):
     hold(shape, blocks, hopper, torch.float16)
 
 
@@ -86,12 +86,12 @@ def test_flash_in_float16(hopper, shape, blocks):
     ("dim", "blocks", "own"),
     [(128, WIDE, True), (128, NARROW, False), (256, NARROW, True), (192, WIDE, False)],
 )
-def test_gradients_of_other_blocks_than_its_tiles_are_routed(hopper, dim, blocks, own):
+def test_flash_backward_supports_block_sizes(hopper, dim, blocks, own):
     assert flash.own_backward(dim, *blocks) == own
 
 
 @pytest.mark.parametrize("dim", [16, 40, 80, 160, 224])
-def test_flash_of_head_dims_whose_gradients_are_routed(hopper, dim):
+def test_flash_with_routed_gradients_matches_reference(hopper, dim):
     assert is_flash(NARROW, dim)
     hold(model(dim=dim), NARROW, hopper)
 
@@ -107,12 +107,12 @@ def test_flash_of_head_dims_whose_gradients_are_routed(hopper, dim):
         ),
     ],
 )
-def test_triton_takes_plans_that_heads_share(gpu, shape, blocks):
+def test_triton_accepts_plans_shared_by_heads(gpu, shape, blocks):
     hold(shape, blocks, gpu, engine=FLEX)
 
 
-def test_a_gradient_of_ones_without_memory(hopper):
-    """`out.sum()` hands over a gradient whose strides are 0."""
+def test_expanded_output_gradient_is_supported(hopper):
+    """`out.sum()` passes a gradient with strides of 0."""
     q, k, v, _, plan = case(hopper, torch.bfloat16, NARROW, **model())
 
     def gradients(attend):
@@ -126,7 +126,7 @@ def test_a_gradient_of_ones_without_memory(hopper):
 
 
 @pytest.mark.parametrize("shape", [model(), model(plan_heads=2)], ids=["per-head", "shared"])
-def test_flash_compiles_without_a_break(hopper, shape):
+def test_flash_compiles_without_graph_break(hopper, shape):
     q, k, v, grad, plan = case(hopper, torch.bfloat16, WIDE, **shape)
     compiled = torch.compile(FLASH.attention, fullgraph=True)
     actual = with_gradients(compiled, (q, k, v), grad, plan, 0.1)
@@ -135,7 +135,7 @@ def test_flash_compiles_without_a_break(hopper, shape):
         torch.testing.assert_close(actual[name], value, atol=0.02, rtol=0.02)
 
 
-def test_flash_forward_never_waits_for_the_device(hopper):
+def test_flash_forward_does_not_synchronise(hopper):
     q, k, v, _, plan = case(hopper, torch.bfloat16, NARROW, **model())
     with torch.no_grad():
         FLASH.attention(q, k, v, plan, 0.1)
@@ -147,7 +147,7 @@ def test_flash_forward_never_waits_for_the_device(hopper):
 
 
 @pytest.mark.parametrize("blocks", [WIDE, NARROW], ids=["128x128", "128x64"])
-def test_flash_is_captured_in_a_cuda_graph(hopper, blocks):
+def test_flash_runs_in_cuda_graph(hopper, blocks):
     q, k, v, grad, plan = case(hopper, torch.bfloat16, blocks, **model())
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
@@ -168,8 +168,8 @@ def test_flash_is_captured_in_a_cuda_graph(hopper, blocks):
         torch.testing.assert_close(captured, usual, atol=0.02, rtol=0.02)
 
 
-def test_the_private_interface_is_the_one_that_is_called(hopper):
-    """The kernels of a beta: what they are called with, by name and by place."""
+def test_private_flash_interface_has_expected_signature(hopper):
+    """flash-attn-4 is a beta; this checks the names and order of the arguments."""
     parts = flash._flash()
     forward, backward = (
         list(inspect.signature(function).parameters) for function in (parts.forward, parts.backward)

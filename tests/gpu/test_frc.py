@@ -27,7 +27,7 @@ CASES = [
 
 
 def both(monkeypatch, config, q, k, call):
-    """The plans of the kernels and of PyTorch, on the device."""
+    """Return the plans of the kernels and of PyTorch on the device."""
     plan = FrcPredictor(config)(q, k, call)
     require_valid(plan)
     assert torch.equal(plan.to_dense(), FrcPredictor(config)(q, k, call).to_dense())
@@ -36,7 +36,7 @@ def both(monkeypatch, config, q, k, call):
 
 
 @pytest.mark.parametrize(("config", "shape"), CASES)
-def test_kernels_select_what_pytorch_does(gpu, config, shape, monkeypatch):
+def test_kernels_select_same_blocks_as_pytorch(gpu, config, shape, monkeypatch):
     q, k = heads_on(gpu, **shape)
     call = LayerContext(KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], gpu), 0.1, 0)
     actual, meant = both(monkeypatch, config, q, k, call)
@@ -45,7 +45,7 @@ def test_kernels_select_what_pytorch_does(gpu, config, shape, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "chunk"])
-def test_kernels_select_it_in_every_layout(gpu, layout, monkeypatch):
+def test_kernels_select_same_blocks_in_every_layout(gpu, layout, monkeypatch):
     length = 1111 if layout == "chunk" else 2000
     q, k = heads_on(gpu, length=2000, q_length=length, batch=2)
     laid = laid_out(layout, 2, length, 2000, 64, gpu)
@@ -55,7 +55,7 @@ def test_kernels_select_it_in_every_layout(gpu, layout, monkeypatch):
     assert (actual != meant).sum() <= 0.001 * meant.sum()
 
 
-def test_compiled_layers_choose_the_same(gpu):
+def test_compiled_layers_select_same_blocks(gpu):
     q, k = heads_on(gpu, length=3000)
     config = CabConfig.published(0.8)
 
@@ -70,7 +70,7 @@ def test_compiled_layers_choose_the_same(gpu):
     assert torch.equal(actual[0], counts) and torch.equal(actual[2], partial)
 
 
-def test_a_long_text_takes_bounded_memory(gpu):
+def test_long_sequence_memory_is_bounded(gpu):
     length, shape = 131_072, {"device": gpu, "dtype": torch.bfloat16}
     q, k = (torch.randn(1, heads, length, 128, **shape) for heads in (32, 8))
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""A million tokens on a CUDA device: one layer of LLaMA-3-8B's attention, prediction included."""
+"""One million tokens on a CUDA device: one attention layer of LLaMA-3-8B with selection."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from cab_hf.selection.tiles import FP8
 pytestmark = pytest.mark.gpu
 TOKENS = 2**20
 CHUNK = 2**15
-# slots of the cache behind the last key, as a static cache has them
+# unused slots of a static cache after the last key
 UNWRITTEN = 4096
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SCALE = DIM**-0.5
@@ -27,7 +27,7 @@ ROWS = 8
 
 
 def heads_on(device, q_length):
-    """q as a model hands it over, k and v as a static cache with free slots does."""
+    """Return q with the strides of a model, k and v with the strides of a static cache."""
     generator = torch.Generator(device).manual_seed(0)
     like = {"device": device, "dtype": torch.bfloat16, "generator": generator}
     q = torch.randn(1, q_length, HEADS, DIM, **like).transpose(1, 2)
@@ -42,7 +42,7 @@ def heads_on(device, q_length):
     # a million keys are a GiB in 8 bits; where there are none of these, two
     [pytest.param(TOKENS, 24, id="whole"), pytest.param(CHUNK, 3, id="chunk")],
 )
-def test_a_layer_reads_a_million_tokens(gpu, q_length, gib):
+def test_layer_attends_one_million_tokens(gpu, q_length, gib):
     q, k, v = heads_on(gpu, q_length)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

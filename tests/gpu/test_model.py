@@ -1,4 +1,4 @@
-"""What only a CUDA device can show. Run with `make gpu-test`."""
+"""Whole models on a CUDA device. Run with `make gpu-test`."""
 
 from dataclasses import replace
 
@@ -94,7 +94,7 @@ def test_full_budget_equals_sdpa(gpu, dtype):
 
 @pytest.mark.parametrize("family", ["granite-swa", "gemma2", "llama4"])
 def test_full_budget_has_the_gradients_of_dense_attention(gpu, family):
-    """Sinks, soft caps and chunks; by the engine that a GPU chooses."""
+    """The families have sinks, soft caps and chunks; the engine is the default of the GPU."""
     model, ids = tiny_model(family).to(gpu), tokens(2, 400).to(gpu)
     expected = gradients(model, ids)
     actual = gradients(cab_hf.apply_cab(model, FULL, query_block=128, key_block=64), ids)
@@ -102,8 +102,8 @@ def test_full_budget_has_the_gradients_of_dense_attention(gpu, family):
         assert (result - meant).abs().max() <= 2e-3 * meant.abs().max()
 
 
-def test_many_lengths_stay_sparse(gpu):
-    """Past dynamo's recompile limit flex would quietly become dense."""
+def test_many_lengths_stay_sparse_past_recompile_limit(gpu):
+    """After dynamo's recompile limit, flex would silently become dense."""
     for length in range(130, 1800, 110):
         q, k, v = on(gpu, qkv(q_length=length, heads=4, kv_heads=2, dim=64), torch.bfloat16)
         plan = random_plan(q, k, (128, 64), share=0.1)
@@ -122,7 +122,7 @@ def test_many_lengths_stay_sparse(gpu):
     ],
     ids=["cab", "few", "typical-alone", "published"],
 )
-def test_the_device_selects_what_the_cpu_selects(gpu, config):
+def test_gpu_selects_same_blocks_as_cpu(gpu, config):
     q, k, _ = qkv(q_length=2000, heads=8, kv_heads=2, dim=64)
     predict = make_predictor(config)
     here = predict(q, k, LayerContext(KeyRanges.causal(1, 2000, 2000, "cpu"), 0.125)).to_dense()
@@ -143,7 +143,7 @@ def test_static_cache_generation_compiles_and_agrees(gpu):
         assert model.generate(ids, **options).tolist() == expected.tolist()
 
 
-def test_compiled_model_agrees(gpu):
+def test_compiled_model_equals_eager_model(gpu):
     model = tiny_model().to(gpu)
     ids = tokens(1, 300).to(gpu)
     with torch.no_grad(), cab_hf.cab(model, SPARSE, query_block=128, key_block=64):
@@ -152,8 +152,8 @@ def test_compiled_model_agrees(gpu):
     torch.testing.assert_close(actual, expected, atol=2e-3, rtol=2e-3)
 
 
-def test_no_tensor_of_n_by_n_at_131072_tokens(gpu):
-    """One LLaMA-3-8B layer, prediction included, in less than 12 GiB over its inputs."""
+def test_memory_at_131072_tokens_is_below_12_gib(gpu):
+    """One LLaMA-3-8B layer with selection needs less than 12 GiB in addition to its inputs."""
     length = 131_072
     shape = {"device": gpu, "dtype": torch.bfloat16}
     q = torch.randn(1, 32, length, 128, **shape)
@@ -175,10 +175,10 @@ SLOW = (*range(32, 64), *range(96, 128))
 
 
 @pytest.mark.parametrize("loudness", [1e-4, 0.25, 1.0, 110.0, 1500.0, 1e4], ids=str)
-def test_sums_of_eight_bit_products_are_finite_at_any_norm(gpu, loudness):
-    """Rows are of norm 8 and channels of keys below 2^8: a float16 holds what 256 of these sum to.
+def test_fp8_score_sums_are_finite_at_any_norm(gpu, loudness):
+    """Rows have norm 8 and key channels are below 2^8, so that float16 holds a sum of 256 products.
 
-    Every product has one sign, which is the most that they can sum to.
+    All products have the same sign here, which gives the largest possible sum.
     """
     q = torch.full((1, 2, 512, 128), loudness, device=gpu, dtype=torch.bfloat16)
     k = q[:, :1].clone()
@@ -190,7 +190,7 @@ def test_sums_of_eight_bit_products_are_finite_at_any_norm(gpu, loudness):
     require_valid(plan)
     kept = plan.to_dense()
     assert kept[:, :, 3, 2].all()
-    # of logits that are alike it is that block alone, beside the two that are forced
+    # all logits are equal except those of this block; two blocks are forced
     assert kept[:, :, 3].sum(-1).max() <= 2 + 1
 
 
@@ -198,7 +198,7 @@ NEEDLES = 64
 
 
 def needles_on(device, length=16384):
-    """(q, k, head, row and key of `NEEDLES`): one query of a block each looks for one key."""
+    """Return (q, k, head, row and key of `NEEDLES`): one query per block matches one key."""
     q, k = heads_on(device, length=length, dtype=torch.float32)
     # float16 holds these times 1e4
     q, k = q.clamp(-6, 6), k.clamp(-6, 6)
@@ -217,7 +217,7 @@ def needles_on(device, length=16384):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_keys_of_any_magnitude_are_found_and_cost_the_same(gpu, dtype):
+def test_keys_of_any_magnitude_are_selected_at_equal_density(gpu, dtype):
     q, k, (heads, rows, keys) = needles_on(gpu)
     ranges, config = KeyRanges.causal(1, k.shape[2], k.shape[2], gpu), CabConfig()
     call = LayerContext(ranges, 128**-0.5, 0, channels=SLOW)
@@ -254,14 +254,14 @@ def first_logits(model, ids, **options):
 
 @pytest.mark.parametrize("length", [600, 1000, 1153, 1281, 1536])
 @pytest.mark.parametrize("tail", [1, 2])
-def test_chunks_of_whole_query_blocks_are_one_call(gpu, length, tail):
+def test_chunks_of_whole_query_blocks_equal_one_call(gpu, length, tail):
     model = cab_hf.apply_cab(tiny_model().to(gpu), replace(LARGE, dense_tail_blocks=tail))
     ids = tokens(1, length).to(gpu)
     found = first_logits(model, ids, prefill_chunk_size=256)
     torch.testing.assert_close(found, first_logits(model, ids), rtol=2e-3, atol=2e-3)
 
 
-def test_query_blocks_are_counted_from_the_first_token_of_a_text(gpu):
+def test_query_blocks_start_at_first_token_of_sequence(gpu):
     settings = replace(LARGE, dense_tail_blocks=0)
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=1).to(gpu), settings)
     ids, cache = tokens(1, 1024).to(gpu), DynamicCache(config=model.config)
@@ -273,7 +273,7 @@ def test_query_blocks_are_counted_from_the_first_token_of_a_text(gpu):
 
 
 @pytest.mark.parametrize("steps", [{}, {"sparse_decode": True, "decode_tokens": 0.05}])
-def test_drafts_change_no_token(gpu, steps):
+def test_drafts_do_not_change_tokens(gpu, steps):
     model = cab_hf.apply_cab(tiny_model().to(gpu), replace(LARGE, **steps))
     for seed in range(8):
         ids = tokens(1, 200, seed=seed).repeat(1, 5)[:, : 700 + 31 * seed].to(gpu)
@@ -283,7 +283,7 @@ def test_drafts_change_no_token(gpu, steps):
 
 
 @pytest.mark.parametrize("kind", [{}, {"cache_implementation": "static", "disable_compile": True}])
-def test_a_padded_row_is_decoded_as_alone(gpu, kind):
+def test_padded_row_equals_single_row(gpu, kind):
     fields = {"min_length": 900, "sparse_decode": True, "decode_tokens": 128, "mass_threshold": 0.0}
     model = cab_hf.apply_cab(tiny_model().to(gpu), fields)
     texts = tokens(1, 500).to(gpu), tokens(1, 1300, seed=2).to(gpu)

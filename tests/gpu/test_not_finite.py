@@ -38,7 +38,7 @@ def plan_of(config, q, k):
 @pytest.mark.parametrize("value", VALUES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_blocks_with_a_key_that_is_not_finite_are_kept(gpu, config, dtype, value):
+def test_blocks_with_nan_key_are_selected(gpu, config, dtype, value):
     q, k = heads_on(gpu, length=4000, dtype=dtype)
     at = 1000
     meant = plan_of(config, q, k)
@@ -55,7 +55,7 @@ def test_blocks_with_a_key_that_is_not_finite_are_kept(gpu, config, dtype, value
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_block_of_a_scored_query_that_is_not_finite_keeps_everything(gpu, dtype, value):
+def test_nan_scored_query_selects_all_blocks(gpu, dtype, value):
     q, k = heads_on(gpu, length=4000, dtype=dtype)
     config = replace(ROWS, outlier_queries=0)
     meant = plan_of(config, q, k)
@@ -71,8 +71,8 @@ def test_the_block_of_a_scored_query_that_is_not_finite_keeps_everything(gpu, dt
 @pytest.mark.parametrize("spoil", ["q", "k", "v"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("config", ["full", "rows", "capped", "published"])
-def test_every_later_token_of_a_model_gets_it(gpu, config, dtype, spoil):
-    """A NaN of one projection of the first layer, as a whole token further up."""
+def test_nan_token_reaches_all_later_logits(gpu, config, dtype, spoil):
+    """One projection of the first layer yields NaN; in later layers the whole token is NaN."""
     settings = replace(CONFIGS[config], min_length=0)
     model, ids = tiny_model(max_position_embeddings=4096).to(gpu, dtype), tokens(1, 2000).to(gpu)
     apply_cab(model, settings)
@@ -97,7 +97,7 @@ def test_every_later_token_of_a_model_gets_it(gpu, config, dtype, spoil):
 @pytest.mark.parametrize("value", VALUES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("channel", [40, 3], ids=["scored", "other-channel"])
-def test_a_step_reads_a_key_that_is_not_finite(gpu, channel, dtype, value):
+def test_decode_step_reads_nan_key(gpu, channel, dtype, value):
     case = (8, 2, 16384, 16000, 128, 128, 256, {})
     q, k, v, told = step_of(case, dtype, gpu)
     assert (channel in told[3]) == (channel == 40)
@@ -118,7 +118,7 @@ def test_a_step_reads_a_key_that_is_not_finite(gpu, channel, dtype, value):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
-def test_a_query_of_a_step_that_is_not_finite_leaves_the_choice_to_its_group(gpu, value):
+def test_nan_query_of_step_leaves_selection_to_other_queries(gpu, value):
     q, k, v, told = step_of((8, 2, 16384, 16000, 128, 128, 1024, {}), torch.bfloat16, gpu)
     q[1, 1, 0, told[3][0]] = value
     choice = kernels.choose(q, kernels.index_keys(k, told[3]), *told)
@@ -127,7 +127,7 @@ def test_a_query_of_a_step_that_is_not_finite_leaves_the_choice_to_its_group(gpu
     assert not out[1, 1].isfinite().any() and out[1, [0, 2, 3]].isfinite().all()
 
 
-def test_forward_mode_differentiation_is_refused(gpu):
+def test_forward_mode_differentiation_raises(gpu):
     model = apply_cab(tiny_model().to(gpu), replace(ROWS, min_length=0))
     embeddings = model.get_input_embeddings()(tokens(1, 400).to(gpu)).detach()
 

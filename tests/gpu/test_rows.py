@@ -45,7 +45,7 @@ def call_of(q, k, ranges=None, **logits):
 
 
 def compared(config, q, k, call):
-    """What the kernels keep and what the reference keeps of q and k in float32."""
+    """Return the blocks selected by the kernels and by the reference in float32."""
     plan = RowsPredictor(config)(q, k, call)
     require_valid(plan)
     keep = selected_blocks(
@@ -67,7 +67,7 @@ def compared(config, q, k, call):
 
 
 @pytest.mark.parametrize(("fields", "shape"), CASES)
-def test_kernels_keep_what_the_reference_keeps(gpu, fields, shape):
+def test_kernels_select_same_blocks_as_reference(gpu, fields, shape):
     q, k = heads_on(gpu, **shape)
     actual, meant = compared(replace(ROWS, **fields), q, k, call_of(q, k))
     # 16 bits are scored in 8 where the device has them
@@ -77,7 +77,7 @@ def test_kernels_keep_what_the_reference_keeps(gpu, fields, shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("logits", ["sinks", "softcap"])
-def test_sinks_and_caps_are_counted(gpu, logits, dtype):
+def test_scores_include_sinks_and_softcap(gpu, logits, dtype):
     q, k = heads_on(gpu, dtype=dtype)
     sinks = torch.linspace(0.0, 24.0, q.shape[1], device=gpu)
     call = call_of(q, k, **{logits: sinks if logits == "sinks" else 4.0})
@@ -90,7 +90,7 @@ def test_sinks_and_caps_are_counted(gpu, logits, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_kernels_keep_it_in_every_layout(gpu, layout, dtype):
+def test_kernels_select_same_blocks_in_every_layout(gpu, layout, dtype):
     length = 1111 if layout == "chunk" else 2000
     q, k = heads_on(gpu, length=2000, q_length=length, batch=2, dtype=dtype)
     laid = laid_out(layout, 2, length, 2000, 128, gpu)
@@ -100,7 +100,7 @@ def test_kernels_keep_it_in_every_layout(gpu, layout, dtype):
 
 
 @pytest.mark.parametrize("factor", [1e-4, 1e-3, 1e3, 1e4])
-def test_keys_of_any_magnitude_keep_as_many_blocks(gpu, factor):
+def test_key_magnitude_does_not_change_density(gpu, factor):
     q, k = heads_on(gpu)
     meant = RowsPredictor(ROWS)(q, k, call_of(q, k)).to_dense()
     scaled = (q.float() / factor).bfloat16(), (k.float() * factor).bfloat16()
@@ -108,7 +108,7 @@ def test_keys_of_any_magnitude_keep_as_many_blocks(gpu, factor):
     assert int(actual.sum()) == pytest.approx(int(meant.sum()), rel=0.03)
 
 
-def test_scratch_and_lists_that_do_not_fit_hold_the_same(gpu, monkeypatch):
+def test_chunked_scratch_and_lists_give_same_plan(gpu, monkeypatch):
     q, k = heads_on(gpu)
     wide = RowsPredictor(ROWS)(q, k, call_of(q, k))
     monkeypatch.setattr(tiles, "SCRATCH_BYTES", 8 << 20)
@@ -119,7 +119,7 @@ def test_scratch_and_lists_that_do_not_fit_hold_the_same(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("cap", [1.0, 0.1])
-def test_choosing_is_captured_in_a_cuda_graph(gpu, cap):
+def test_selection_runs_in_cuda_graph(gpu, cap):
     q, k = heads_on(gpu)
     call, predictor = call_of(q, k), RowsPredictor(replace(ROWS, max_density=cap))
     predictor(q, k, call)
@@ -131,7 +131,7 @@ def test_choosing_is_captured_in_a_cuda_graph(gpu, cap):
     assert torch.equal(captured.to_dense(), predictor(q, k, call).to_dense())
 
 
-def test_choosing_compiles_without_a_break(gpu):
+def test_selection_compiles_without_graph_break(gpu):
     q, k = heads_on(gpu, length=2000)
     call, predictor = call_of(q, k), RowsPredictor(ROWS)
     torch._dynamo.reset()
@@ -147,7 +147,7 @@ def test_choosing_compiles_without_a_break(gpu):
     assert torch.equal(BlockIndices(*partial).to_dense(32), plan.partial.to_dense(32))
 
 
-def test_choosing_never_waits_for_the_device(gpu):
+def test_selection_does_not_synchronise(gpu):
     q, k = heads_on(gpu)
     call = call_of(q, k)
     RowsPredictor(ROWS)(q, k, call)
@@ -162,7 +162,7 @@ def test_choosing_never_waits_for_the_device(gpu):
     ("length", "mib"),
     [pytest.param(131_072, 2200, id="128k"), pytest.param(1_048_576, 16 << 10, id="1m")],
 )
-def test_choosing_stays_within_its_memory(gpu, length, mib):
+def test_selection_memory_is_bounded(gpu, length, mib):
     q, k = heads_on(gpu, length=length, heads=32, kv_heads=8)
     call = call_of(q, k)
     torch.cuda.synchronize()

@@ -21,7 +21,7 @@ OFTEN = ("group-of-3", "padding", "odd-heads", "a-sample", "few-slots", "sinks")
 
 @pytest.fixture(autouse=True)
 def _empty_tensors_are_full_of_anything():
-    """Of NaN and the largest numbers, so that what is read must have been written."""
+    """Fill empty tensors with NaN and the largest numbers, to detect reads of unwritten memory."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -65,7 +65,7 @@ def test_a_cache_with_room_behind_what_is_written():
 
 
 def test_sequences_that_share_a_cache_read_their_own_slots():
-    """As pages of continuous batching: one cache, a list of slots for each sequence."""
+    """Continuous batching has one cache and a list of slots for each sequence."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, 6, 1, 64, generator=generator)
     tokens = torch.randn(2, 400, 2, 64, generator=generator)

@@ -46,7 +46,7 @@ SCRIPT = ROOT / "tests" / "shared" / "compiling.py"
 
 
 def compiling(chip, *cases):
-    """What `SCRIPT` prints: by name of a kernel how many, and its most shared memory and stack."""
+    """Run `SCRIPT`; return count, largest shared memory and stack per kernel name."""
     capability = chip if chip[0].isdigit() else "0.0"
     chosen = {"CAB_HF_CAPABILITY": capability, "TRITON_INTERPRET": "0"}
     ran = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a model says of itself: `describe`, `stats`, and warnings of settings that do nothing."""
+"""`describe`, `stats`, and warnings about settings without effect."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def model():
     return tiny_model()
 
 
-def test_stats_add_up_until_reset(model):
+def test_stats_accumulate_until_reset(model):
     cab_hf.apply_cab(model, SPARSE, dense_layers=(1,))
     assert cab_hf.stats(model) == [{"layer": i, "density": None} for i in range(3)]
     with torch.no_grad():
@@ -33,7 +33,7 @@ def test_stats_add_up_until_reset(model):
     assert cab_hf.stats(model)[0]["density"] is None
 
 
-def test_describe_says_what_runs_where_and_why(model):
+def test_describe_reports_engine_and_reason_per_layer(model):
     assert "'sdpa'" in cab_hf.describe(model)
     cab_hf.apply_cab(model, SPARSE, dense_layers=(0,), min_length=100)
     lines = cab_hf.describe(model, tokens=500).splitlines()
@@ -58,7 +58,7 @@ def test_describe_says_what_runs_where_and_why(model):
         ((0, 0), torch.float16, "not by NVIDIA, as CAB_HF_CAPABILITY says; keys scored in float16"),
     ],
 )
-def test_describe_names_a_gpu_that_nothing_was_measured_on(monkeypatch, model, named, dtype, said):
+def test_describe_names_unmeasured_gpu(monkeypatch, model, named, dtype, said):
     cab_hf.apply_cab(model.to(dtype), SPARSE)
     assert "GPU" not in cab_hf.describe(model)
     monkeypatch.setattr(capability, "NAMED", named)
@@ -68,7 +68,7 @@ def test_describe_names_a_gpu_that_nothing_was_measured_on(monkeypatch, model, n
 
 
 @SERVING
-def test_describe_says_which_layer_chooses_for_which(model):
+def test_describe_reports_cascade_anchors(model):
     cab_hf.apply_cab(model, SPARSE, predictor="cascade", anchors=(0, 2))
     lines = cab_hf.describe(model, tokens=500).splitlines()
     assert "predictor cascade (2 anchors, " in lines[0]
@@ -81,7 +81,7 @@ def test_describe_says_which_layer_chooses_for_which(model):
     ]
 
 
-def test_describe_finds_layers_that_are_causal_by_call_alone():
+def test_describe_finds_layers_without_is_causal_attribute():
     config = transformers.CLIPTextConfig(
         **SIZES | {"num_hidden_layers": 2, "eos_token_id": 2}, projection_dim=48
     )
@@ -95,7 +95,7 @@ def test_describe_finds_layers_that_are_causal_by_call_alone():
 
 
 @pytest.mark.parametrize("name", ["zamba", "zamba2"])
-def test_describe_knows_layers_without_an_index(name):
+def test_describe_reports_layers_without_layer_index(name):
     model = cab_hf.apply_cab(tiny_type(name), FULL)
     lines = cab_hf.describe(model, tokens=100).splitlines()
     assert lines[1].startswith("  layers that occur several times: sparse, ")
@@ -107,13 +107,13 @@ def test_describe_knows_layers_without_an_index(name):
 
 
 @pytest.mark.parametrize("given", [{"tokens": 0}, {"tokens": 1.5}, {"training": "no"}], ids=str)
-def test_describe_refuses_bad_arguments(model, given):
+def test_describe_with_invalid_arguments_raises(model, given):
     (name,) = given
     with pytest.raises(ValueError, match=f"{name} must be .*, got "):
         cab_hf.describe(cab_hf.apply_cab(model, SPARSE), **given)
 
 
-def test_describe_says_what_will_be_refused_layer_by_layer():
+def test_describe_reports_unsupported_layers():
     model = cab_hf.apply_cab(tiny_model(), {})
     # as of a layer that takes what the indexer of another has chosen
     model.model.layers[1].self_attn.skip_topk = True
@@ -122,7 +122,7 @@ def test_describe_says_what_will_be_refused_layer_by_layer():
     assert lines[1] == "  layer 1: refused, keys chosen by an indexer"
 
 
-def test_describe_agrees_with_what_runs(model):
+def test_describe_agrees_with_executed_route(model):
     cab_hf.apply_cab(model, SPARSE, dense_layers=(2,))
     with torch.no_grad():
         model(tokens(1, 200))
@@ -136,12 +136,12 @@ def test_describe_agrees_with_what_runs(model):
 
 @pytest.fixture
 def said(monkeypatch, recwarn):
-    """(words) -> the warnings of this test that have them."""
+    """Return (words) -> the warnings of this test that contain them."""
     monkeypatch.setattr(checks, "_warned", set())
     return lambda words: [str(each.message) for each in recwarn if words in str(each.message)]
 
 
-def test_saved_settings_that_nothing_uses_are_named_once(model, tmp_path, said):
+def test_unused_saved_settings_warn_once(model, tmp_path, said):
     model.config.cab_config = SPARSE.to_dict()
     model.save_pretrained(tmp_path / "own")
 
@@ -178,7 +178,7 @@ WAYS_ON = [switched_on, switched_on_for_a_block, read_as_it_was_loaded]
 
 
 @pytest.mark.parametrize("turn_on", WAYS_ON)
-def test_a_model_that_can_never_be_sparse_says_so_once(model, said, turn_on):
+def test_model_that_is_always_dense_warns_once(model, said, turn_on):
     turn_on(model, 8192)
     (sentence,) = said("positions")
     assert sentence.startswith("llama has 2,048 positions and min_length is 8,192, so 'cab' ")
@@ -238,7 +238,7 @@ LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta"
         (read_compiled, {}, None),
     ],
 )
-def test_what_can_be_sparse_or_is_meant_to_be_exact_says_nothing(said, use, changes, min_length):
+def test_sparse_or_intentionally_dense_model_does_not_warn(said, use, changes, min_length):
     model = tiny_model(**changes)
     if min_length is None:
         model.set_attn_implementation("cab")
@@ -262,7 +262,7 @@ def test_what_can_be_sparse_or_is_meant_to_be_exact_says_nothing(said, use, chan
         (read_exactly, {}, False),
     ],
 )
-def test_a_prompt_too_short_to_be_sparse_is_news_once(said, use, fields, news):
+def test_prompt_below_min_length_warns_once(said, use, fields, news):
     model = tiny_model(max_position_embeddings=32768, num_hidden_layers=1)
     cab_hf.apply_cab(model, fields)
     with torch.no_grad():

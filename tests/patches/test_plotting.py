@@ -1,4 +1,4 @@
-"""What `plot_plan` draws is what a layer attends to, and what it cannot draw it says."""
+"""`plot_plan` draws the pairs that a layer attends, and raises if it cannot."""
 
 import sys
 
@@ -20,14 +20,14 @@ def model():
 
 
 def pairs(panel):
-    """(attended, causal) pairs of tokens under a panel, by the share of heads that is drawn."""
+    """Return the numbers of (attended, causal) token pairs of a panel."""
     share = torch.from_numpy(numpy.ma.getdata(panel.images[0].get_array())).nan_to_num()
     tokens = share.repeat_interleave(32, 0)[:LENGTH].repeat_interleave(16, 1)[:, :LENGTH].tril()
     return float(tokens.sum()), LENGTH * (LENGTH + 1) / 2
 
 
 @pytest.mark.parametrize("change", [{}, {"predictor": "cascade", "anchors": (0, 2)}])
-def test_a_panel_of_all_heads_has_the_density_that_the_layer_had(model, change):
+def test_panel_of_all_heads_has_density_of_layer(model, change):
     cab_hf.apply_cab(model, **change)
     text = tokens(1, LENGTH)
     with torch.no_grad():
@@ -41,7 +41,7 @@ def test_a_panel_of_all_heads_has_the_density_that_the_layer_had(model, change):
     assert panel.images[0].get_extent() == EDGES
 
 
-def test_panels_of_heads_add_up_to_the_panel_of_all(model):
+def test_mean_of_head_panels_equals_panel_of_all_heads(model):
     text = tokens(1, LENGTH)
     of_each = cab_hf.plot_plan(model, text, layer=2, heads=range(6)).axes
     assert [panel.get_title().split("\n")[0] for panel in of_each] == [
@@ -53,7 +53,7 @@ def test_panels_of_heads_add_up_to_the_panel_of_all(model):
     assert len(drawn) > 1
 
 
-def test_what_a_query_cannot_see_is_blank(model):
+def test_invisible_pairs_are_blank(model):
     (panel, _) = cab_hf.plot_plan(model, tokens(1, LENGTH), layer=0).axes
     drawn = numpy.ma.getdata(panel.images[0].get_array())
     first_row = [False] * 2 + [True] * 17
@@ -91,7 +91,7 @@ def test_what_a_query_cannot_see_is_blank(model):
         ({}, {"dense_layers": (1,)}, "layer must attend sparsely, got 1, .*: in dense_layers"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(model, given, change, sentence):
+def test_invalid_plot_arguments_raise(model, given, change, sentence):
     cab_hf.apply_cab(model, **change)
     with pytest.raises(ValueError, match=sentence):
         cab_hf.plot_plan(**{"model": model, "input_ids": tokens(1, LENGTH), "layer": 1} | given)
@@ -105,19 +105,19 @@ def test_what_cannot_be_drawn_is_refused(model, given, change, sentence):
         (1, (numpy.int32(1), torch.tensor(2)), torch.int16),
     ],
 )
-def test_whole_numbers_of_other_libraries_are_read(model, layer, heads, dtype):
+def test_integers_of_other_libraries_are_accepted(model, layer, heads, dtype):
     text = tokens(1, LENGTH)
     drawn = cab_hf.plot_plan(model, text.to(dtype), layer=layer, heads=heads).axes
     expected = cab_hf.plot_plan(model, text, layer=1, heads=[1, 2]).axes
     assert [panel.get_title() for panel in drawn] == [panel.get_title() for panel in expected]
 
 
-def test_a_model_without_cab_is_refused():
+def test_model_without_cab_raises():
     with pytest.raises(ValueError, match="attn_implementation must be cab .*, got 'sdpa'"):
         cab_hf.plot_plan(tiny_model(), tokens(1, LENGTH), layer=1)
 
 
-def test_without_matplotlib_it_says_what_to_install(model, monkeypatch):
+def test_missing_matplotlib_error_names_extra(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         cab_hf.plot_plan(model, tokens(1, LENGTH), layer=0)

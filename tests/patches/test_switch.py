@@ -1,4 +1,4 @@
-"""Turning CAB on and off leaves a model as it was found; settings that do not fit are refused."""
+"""Switching CAB on and off restores the model; settings of another model raise."""
 
 import copy
 import dataclasses
@@ -42,7 +42,7 @@ def state(model):
     return model.config._attn_implementation, getattr(model.config, "cab_config", None)
 
 
-def test_apply_is_idempotent_and_remove_puts_back(model):
+def test_apply_is_idempotent_and_remove_restores(model):
     assert cab_hf.apply_cab(model, SPARSE) is model
     cab_hf.apply_cab(model, mass_threshold=0.05)
     assert model.config.cab_config["mass_threshold"] == 0.05
@@ -79,7 +79,7 @@ MOVED = {
 
 
 @pytest.mark.parametrize("move", MOVED.values(), ids=MOVED)
-def test_what_was_there_before_goes_where_the_model_goes(model, move):
+def test_remove_cab_restores_state_after_pickle_and_copy(model, move):
     moved = move(model)
     assert state(moved)[0] == "cab"
     assert "layers 0-2: sparse" in cab_hf.describe(moved, tokens=200)
@@ -87,7 +87,7 @@ def test_what_was_there_before_goes_where_the_model_goes(model, move):
     assert state(cab_hf.remove_cab(moved)) == PLAIN
 
 
-def test_a_copy_is_switched_alone(model):
+def test_switching_a_copy_leaves_the_original(model):
     applied(model)
     with cab_hf.cab(model, mass_threshold=0.05):
         other = copy.deepcopy(model)
@@ -96,13 +96,13 @@ def test_a_copy_is_switched_alone(model):
     assert state(cab_hf.remove_cab(other)) == PLAIN
 
 
-def test_a_saved_config_has_the_settings_and_nothing_else_of_ours(model, tmp_path):
+def test_saved_config_has_cab_config_only(model, tmp_path):
     plain = model.config.to_dict()
     saved = loaded(applied(model), tmp_path)
     assert saved.config.to_dict().keys() == plain.keys() | {"cab_config", "architectures"}
     before = state(saved)
     assert before[0] == "sdpa" and CabConfig.from_dict(before[1]) == SPARSE
-    # nobody has applied it to what was loaded
+    # apply_cab was not called on the loaded model
     assert state(cab_hf.remove_cab(saved)) == before
     assert state(cab_hf.remove_cab(cab_hf.apply_cab(saved, mass_threshold=0.08))) == before
 
@@ -123,7 +123,7 @@ found = pytest.mark.parametrize("find", FOUND.values(), ids=FOUND)
 
 @found
 @pytest.mark.parametrize("first_to_end", [0, 1, 2])
-def test_blocks_may_end_in_any_order(model, first_to_end, find):
+def test_cab_blocks_can_end_in_any_order(model, first_to_end, find):
     find(model)
     before = state(model)
     blocks = [cab_hf.cab(model, mass_threshold=each) for each in (0.5, 0.6, 0.7)]
@@ -154,7 +154,7 @@ INSIDE = {
 
 @found
 @pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
-def test_a_block_leaves_what_it_found_whatever_happens_inside(model, inside, find):
+def test_cab_block_restores_state_after_exceptions(model, inside, find):
     find(model)
     before = state(model)
     raised = pytest.raises(RuntimeError, match="from inside") if inside is fail else nullcontext()
@@ -183,7 +183,7 @@ GIVEN += [{"": "eager", "text_config": "sdpa"}]
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=["default", "vision", "text", "others"])
-def test_only_the_text_of_a_vision_language_model_is_switched(given):
+def test_apply_cab_switches_language_model_only(given):
     model = tiny_llava(**given)
     before = implementations(model)
     ids = tokens(1, 150).clamp(min=6)
@@ -204,7 +204,7 @@ def test_only_the_text_of_a_vision_language_model_is_switched(given):
 
 
 @pytest.mark.parametrize("given", [{}, {"text_config": "cab"}], ids=["sdpa", "text-cab"])
-def test_only_the_text_of_a_vision_language_model_is_calibrated(given, monkeypatch):
+def test_calibrate_uses_language_model_only(given, monkeypatch):
     monkeypatch.setattr(calibration, "KEYS", 2)
     model = tiny_llava(**given)
     model.resize_token_embeddings(400)
@@ -216,7 +216,7 @@ def test_only_the_text_of_a_vision_language_model_is_calibrated(given, monkeypat
     assert model.config.cab_config is model.config.vision_config.cab_config is None
 
 
-def test_two_models_of_one_config_do_not_share_the_switch():
+def test_models_with_shared_config_are_switched_separately():
     config = LlamaConfig(**SIZES)
     a, b = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
     ids = tokens(1, 200)
@@ -249,7 +249,7 @@ def no_attention_by_name():
         pytest.param(tiny_llava, BY_HEAD | {"sparsity": [[0.5] * 5] * 3}, "sparsity", id="table"),
     ],
 )
-def test_what_cannot_be_switched_is_refused_and_left_as_it_is(build, options, message):
+def test_apply_cab_to_unsupported_model_raises_and_restores(build, options, message):
     model = build()
     before = copy.deepcopy(getattr(model, "config", None))
     with pytest.raises(ValueError, match=message):
@@ -264,7 +264,7 @@ def test_what_cannot_be_switched_is_refused_and_left_as_it_is(build, options, me
 @pytest.mark.parametrize(
     "function", ["apply_cab", "describe", "stats", "index_cache", "remove_cab", "calibrate"]
 )
-def test_what_is_no_model_is_refused(function, nothing):
+def test_apply_cab_to_other_objects_raises(function, nothing):
     more = ("a tokenizer",) if function == "calibrate" else ()
     with pytest.raises(ValueError, match="^model (is|must be) "):
         getattr(cab_hf, function)(nothing, *more)
@@ -274,7 +274,7 @@ def test_what_is_no_model_is_refused(function, nothing):
 
 
 @pytest.mark.parametrize("kind", [dict, str, Path])
-def test_settings_may_be_a_dict_or_a_file(model, tmp_path, kind):
+def test_apply_cab_accepts_dict_or_file(model, tmp_path, kind):
     chosen = dataclasses.replace(SPARSE, dense_layers=(1,))
     chosen.save(tmp_path / "own.json")
     fields = chosen.to_dict() if kind is dict else kind(tmp_path / "own.json")
@@ -313,7 +313,7 @@ MISFITS = {
 
 
 def meet(model, folder, config, way):
-    """Give a model settings in one of the ways that there are."""
+    """Give settings to a model by one of the entry points."""
     if way == "apply":
         cab_hf.apply_cab(model, config)
     elif way == "block":
@@ -334,14 +334,14 @@ def meet(model, folder, config, way):
 
 @pytest.mark.parametrize("way", ["apply", "block", "load", "save", "build", "switch"])
 @pytest.mark.parametrize(("config", "sentence"), MISFITS.values(), ids=MISFITS)
-def test_settings_of_another_model_are_refused_where_they_meet_one(
+def test_settings_of_another_model_raise_at_every_entry_point(
     model, tmp_path, way, config, sentence
 ):
     with pytest.raises(ValueError, match=sentence):
         meet(model, tmp_path, config, way)
 
 
-def test_settings_of_another_model_are_refused_where_they_are_assigned(model):
+def test_assigning_settings_of_another_model_raises(model):
     cab_hf.apply_cab(model, SPARSE)
     for config, sentence in MISFITS.values():
         with pytest.raises(ValueError, match=sentence):
@@ -353,7 +353,7 @@ def test_settings_of_another_model_are_refused_where_they_are_assigned(model):
 
 
 @pytest.mark.parametrize("use", [cab_hf.describe, lambda model: model(tokens(1, 40))])
-def test_the_calibration_of_another_model_is_refused_where_no_assignment_shows_it(model, use):
+def test_calibration_of_another_model_raises_at_forward(model, use):
     cab_hf.apply_cab(model, SPARSE)
     model = copy.deepcopy(model)
     model.config.cab_config["origin"] = OWN._replace(layers=4)._asdict()
@@ -361,7 +361,7 @@ def test_the_calibration_of_another_model_is_refused_where_no_assignment_shows_i
         use(model)
 
 
-def test_settings_are_compared_with_a_model_once(model, monkeypatch):
+def test_settings_are_compared_once_per_model(model, monkeypatch):
     compared = []
     monkeypatch.setattr(model_config, "require_layers", lambda *args: compared.append(args))
     cab_hf.apply_cab(model, SPARSE, dense_layers=(2,))
@@ -375,14 +375,14 @@ def test_settings_are_compared_with_a_model_once(model, monkeypatch):
     assert len(compared) == 1
 
 
-def test_settings_that_do_not_fit_are_replaced_by_some_that_do(model):
+def test_rejected_settings_can_be_replaced(model):
     model.config.cab_config = DEEP
     assert state(applied(model)) == ("cab", SPARSE.to_dict())
     assert state(cab_hf.remove_cab(model)) == ("sdpa", DEEP)
 
 
 @pytest.mark.parametrize("unsaid", ["layers", "heads", "kv_heads"])
-def test_what_a_calibration_does_not_say_is_not_compared(model, unsaid):
+def test_fields_missing_from_calibration_are_not_compared(model, unsaid):
     cab_hf.apply_cab(model, SPARSE, origin=OWN._replace(**{unsaid: None}))
 
 
@@ -425,9 +425,7 @@ def entered(model, padded):
     ("implementation", "padded"),
     [("sdpa", False), ("sdpa", True), ("eager", False), ("cab", False), ("cab_dense", False)],
 )
-def test_layers_computed_again_by_other_settings_are_refused(
-    implementation, padded, change, reentrant
-):
+def test_recompute_with_other_settings_raises(implementation, padded, change, reentrant):
     model = tiny_model(attn_implementation=implementation, num_hidden_layers=2).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
@@ -438,12 +436,12 @@ def test_layers_computed_again_by_other_settings_are_refused(
     with pytest.raises(RuntimeError, match="was left or entered in between"):
         loss.backward()
     model.zero_grad()
-    # what is refused once leaves nothing behind, and the same settings are no other ones
+    # an error leaves no state, and equal settings are not different ones
     loss = loss_of(applied(model), padded)
     assert torch.equal(gradient_of(loss, applied(model)), inside)
 
 
-def test_without_checkpointing_a_backward_pass_may_come_behind_the_block(model):
+def test_backward_after_cab_block_works_without_checkpointing(model):
     with cab_hf.cab(model, SPARSE):
         inside = gradient_of(loss_of(model), model)
     assert torch.equal(gradient_of(left(model, padded=False), model), inside)

@@ -1,4 +1,4 @@
-"""What `watched` shows of a model's layers."""
+"""`watched` reports the layers of a model."""
 
 from itertools import product
 
@@ -21,7 +21,7 @@ def seen_of(model, seen):
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_layer_is_seen_with_its_heads_and_its_window(family):
+def test_watched_reports_heads_and_window_of_every_layer(family):
     model, seen = tiny_model(family), []
     before = model(tokens(1, 50)).logits
     with seen_of(model, seen):
@@ -39,7 +39,7 @@ def test_every_layer_is_seen_with_its_heads_and_its_window(family):
 
 
 @torch.no_grad()
-def test_two_models_at_a_time_are_told_apart():
+def test_two_watched_models_are_independent():
     models, seen = (tiny_model(), tiny_model("qwen3")), ([], [])
     with seen_of(models[0], seen[0]), seen_of(models[1], seen[1]):
         for model, length in product(models, (40, 60)):

@@ -1,4 +1,4 @@
-"""Cascade: anchors choose, the layers behind them attend the same blocks."""
+"""Cascade: anchors select blocks, and the following layers attend the same blocks."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Plans and gradients that every engine is held to, on the CPU and on a GPU."""
+"""Plans and gradients that every engine must reproduce, on the CPU and on a GPU."""
 
 import torch
 from budget import EPS
@@ -11,7 +11,7 @@ from cab_hf.plan import KeyRanges
 
 
 def random_plan(q, k, blocks, share=0.4, ranges=None, heads=None, **complete):
-    """A plan that keeps each block with probability ``share``, and every diagonal one.
+    """Return a plan with every diagonal block and each other block with probability ``share``.
 
     ``complete`` names what attends everything, as `BlockPlan.from_dense` has it.
     """
@@ -59,7 +59,7 @@ def laid_out(layout, batch, length, kv_length, align, device):
 
 
 def draw(device, dtype, q_length, kv_length=None, batch=1, heads=6, kv_heads=2, dim=16):
-    """q, k, v and the gradient of the output; q is the strided view that a model hands over."""
+    """Return q, k, v and the output gradient; q has the strides of a model."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(length, count):
@@ -82,7 +82,7 @@ def case(
     sample_period=None,
     **shape,
 ):
-    """(q, k, v, gradient, plan) of one case.
+    """Return (q, k, v, gradient, plan) of one case.
 
     ``dense_rows`` are lists of rows, one for each batch row, or "tail". ``sample_period``: one of
     that many blocks that are not listed is sampled.
@@ -104,7 +104,7 @@ def case(
 
 
 def with_gradients(attend, inputs, grad, plan, scale, through_lse=False, **logits):
-    """{"out", "lse", "dq", "dk", "dv"} of an engine; of a loss that reads the log-sum-exp too."""
+    """Return {"out", "lse", "dq", "dk", "dv"} of an engine; the loss uses the log-sum-exp too."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     results = out, lse = attend(*leaves, plan, scale, return_lse=True, **logits)
     seen = (plan.ranges.end >= 0)[:, None, :, None]
@@ -115,7 +115,7 @@ def with_gradients(attend, inputs, grad, plan, scale, through_lse=False, **logit
 
 
 def assert_engine_within_budget(attend, q, k, v, grad, plan, scale, **how):
-    """Output, log-sum-exp and gradients: at most twice the error plain PyTorch makes."""
+    """Assert that output, log-sum-exp and gradients have at most twice PyTorch's error."""
     actual = with_gradients(attend, (q, k, v), grad, plan, scale, **how)
     plain = with_gradients(reference.attention, (q, k, v), grad, plan, scale, **how)
     wide = [x.double() for x in (q, k, v)]
@@ -127,7 +127,7 @@ def assert_engine_within_budget(attend, q, k, v, grad, plan, scale, **how):
             blind = meant == -torch.inf
             assert torch.equal((result == -torch.inf) & seen, blind & seen)
             result, usual, meant = (x.masked_fill(blind, 0.0) for x in (result, usual, meant))
-        # what an engine gives for a padding query is nobody's
+        # outputs of padding queries are not used
         elif name in ("out", "dq"):
             result, usual, meant = (x * seen.unsqueeze(-1) for x in (result, usual, meant))
         error = (result - meant).abs().max()

@@ -1,4 +1,4 @@
-"""Requests of continuous batching and how they are served, for tests of what it does with them."""
+"""Requests of continuous batching and the managers that serve them, for tests."""
 
 import dataclasses
 
@@ -58,7 +58,7 @@ def managed(model):
 
 
 def routed(monkeypatch):
-    """(text, what attends it) of every sequence, in a list that fills as they are served."""
+    """Return a list that receives (mask, route) of every sequence that is served."""
     seen, before = [], dispatch.route
 
     def watched(mask, *given, **options):

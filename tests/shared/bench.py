@@ -1,4 +1,4 @@
-"""Running speed commands quickly, and a bench that answers as a GPU would."""
+"""Fast runs of speed commands, and a fake bench with the answers of a GPU."""
 
 import json
 import os
@@ -24,7 +24,7 @@ FILES = ["figure.png", "report.md", "results.csv", "results.json", "samples.json
 
 
 def speed_run(op, out, *words, drawn=False):
-    """What results.json holds after ``speed OP`` on the CPU; drawing takes longer than the rest."""
+    """Return results.json of ``speed OP`` on the CPU; figures are slow and off by default."""
     with pytest.MonkeyPatch.context() as patch:
         if not drawn:
             patch.setattr(named(f"speed {op}"), "draw", lambda *_: None)
@@ -33,7 +33,7 @@ def speed_run(op, out, *words, drawn=False):
 
 
 def torchrun(*words):
-    """Two ranks of a module or a script, that have ended."""
+    """Run two ranks of a module or a script and return the finished process."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, *TORCHRUN, *words],
@@ -46,7 +46,7 @@ def torchrun(*words):
 
 
 def refused(capsys, op, *words):
-    """What is said of settings of ``speed OP`` that end the process."""
+    """Return the error message of a ``speed OP`` command that exits with status 2."""
     with pytest.raises(SystemExit) as stop:
         main(["speed", op, *words])
     assert stop.value.code == 2
@@ -54,19 +54,19 @@ def refused(capsys, op, *words):
 
 
 def sample_of(kind, settings, case, bench=None):
-    """The sample of ``case`` on a bench, `FakeBench` unless told."""
+    """Return the sample of ``case`` on a bench, by default `FakeBench`."""
     experiment = kind(settings)
     experiment.bench = FakeBench() if bench is None else bench
     return {**case, **experiment.measure(case)}
 
 
 def shown(kind, rows):
-    """All tables of ``rows``."""
+    """Return all tables of ``rows``."""
     return "\n".join(kind.tables(rows).values())
 
 
 class FakeBench(timing.Bench):
-    """A GPU's answers: 2 ms replayed, 3 ms from Python, 1 ms in each of two kernels."""
+    """Fake GPU bench: 2 ms replayed, 3 ms from Python, 1 ms in each of two kernels."""
 
     def __init__(self, why_not=None, kernels=("_quantize_keys_kernel", "_compact_kernel")):
         super().__init__("cpu")
@@ -85,7 +85,7 @@ class FakeBench(timing.Bench):
 
 
 class Clock(FakeBench):
-    """Every run takes half a second and 2 GiB."""
+    """Fake clock: every run takes half a second and 2 GiB."""
 
     def walls(self, call, runs, before=lambda: None):
         before()
@@ -94,7 +94,7 @@ class Clock(FakeBench):
 
 
 class DensityBench(Bench):
-    """Attending takes as many ms as a hundredth of the pairs, choosing and dense attention 10."""
+    """Fake bench: attention takes (pairs / 100) ms, selection and dense attention 10 ms."""
 
     def __init__(self):
         super().__init__("cpu")

@@ -1,4 +1,4 @@
-"""Chromium without a screen, as QtWebEngine has it: a page from disk, what it logs and shows.
+"""Headless Chromium of QtWebEngine: loads a page from disk, returns its log and state.
 
     python tests/shared/browser.py PAGE < SCRIPT > ANSWER
 
@@ -19,14 +19,14 @@ NEEDED = "needs a browser: pip install 'PySide6_Addons<6.10' brings one"
 
 
 def installed():
-    """Whether there is one; asked without loading it."""
+    """Return True if QtWebEngine is installed, without importing it."""
     return bool(
         importlib.util.find_spec("PySide6") and importlib.util.find_spec("PySide6.QtWebEngineCore")
     )
 
 
 def browse(page, script):
-    """``script`` run in ``page`` by a process of its own: its result, and the console."""
+    """Run ``script`` in ``page`` in a separate process; return its result and the console."""
     done = subprocess.run(
         [sys.executable, __file__, str(page)],
         **{"input": script, "check": True, "capture_output": True, "text": True, "timeout": 120},

@@ -1,4 +1,4 @@
-"""The error a kernel may make, from data: twice what plain PyTorch makes at the same precision."""
+"""Error budget of a kernel: twice the error of plain PyTorch at the same precision."""
 
 import torch
 
@@ -6,7 +6,7 @@ EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def assert_within_budget(actual, compute, *inputs):
-    """err(found, fp64) <= 2 (err(plain, fp64) + eps max|fp64|), ``compute`` giving plain."""
+    """Assert err(found, fp64) <= 2 (err(plain, fp64) + eps max|fp64|); plain is ``compute``."""
     exact = compute(*(x.double() for x in inputs))
     plain = compute(*inputs)
     assert actual.dtype == plain.dtype and actual.shape == plain.shape

@@ -1,16 +1,16 @@
-"""Ways in which texts come to a model: alone, padded, packed; and what it makes of them."""
+"""Single, padded and packed inputs of a model, its logits and its gradients."""
 
 import torch
 from tiny import tokens
 
 
 def positions_of(lengths):
-    """Positions [1, N] of documents one behind the other, which restart with each."""
+    """Return positions [1, N] of packed documents; they restart with each document."""
     return torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
 
 
 def left_padded(ids, padding):
-    """(ids, mask) with so much padding before every row."""
+    """Return (ids, mask) with ``padding`` tokens of left padding."""
     ids = torch.cat([ids.new_zeros(ids.shape[0], padding), ids], dim=1)
     return ids, (torch.arange(ids.shape[1]) >= padding).long().expand(ids.shape[0], -1)
 
@@ -48,7 +48,7 @@ def logits(model, **inputs):
 
 
 def gradients(model, ids):
-    """Those of every parameter, of the loss of reading ``ids``."""
+    """Return the gradient of every parameter under the causal loss of ``ids``."""
     model.zero_grad()
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     return [weight.grad.clone() for weight in model.parameters()]

@@ -1,4 +1,4 @@
-"""Compile every kernel as its launcher would, for a GPU that this machine does not have.
+"""Compile every kernel as its launcher does, for a GPU that this machine does not have.
 
 Triton's interpreter runs what its compiler refuses: names that change their type, tiles that no
 multiprocessor has room for. Run as a script, in an environment of its own: whether kernels are
@@ -33,7 +33,7 @@ LENGTH, HEADS, KV_HEADS = 1024, 4, 2
 
 
 class NoDevice:
-    """What Triton asks of a driver to compile for a GPU."""
+    """The part of a Triton driver that compilation needs."""
 
     def get_current_target(self):
         if NVIDIA:
@@ -48,7 +48,7 @@ class NoDevice:
 
 
 def drawn(dtype, dim, queries=LENGTH, keys=LENGTH):
-    """q and k of zeros, and their ranges."""
+    """Return q and k of zeros, and their ranges."""
     q, k = (
         torch.zeros(1, heads, length, dim, dtype=dtype)
         for heads, length in ((HEADS, queries), (KV_HEADS, keys))
@@ -57,7 +57,7 @@ def drawn(dtype, dim, queries=LENGTH, keys=LENGTH):
 
 
 def choose(config, dtype, dim, lengths=((LENGTH, LENGTH),), softcap=None):
-    """Launch what chooses by rows, and what counts what a plan attends; with a cap sinks too."""
+    """Launch the selection kernels of "rows" and the pair count; with sinks if capped."""
     logits = {"sinks": torch.zeros(HEADS) if softcap else None, "softcap": softcap}
     channels = llama_channels(dim)
     for sizes in lengths:
@@ -73,7 +73,7 @@ def choose(config, dtype, dim, lengths=((LENGTH, LENGTH),), softcap=None):
 
 
 def choose_by_frc(config, dtype, dim, lengths=((LENGTH, LENGTH),)):
-    """Launch what predictor "frc" does."""
+    """Launch the kernels of predictor "frc"."""
     frc.has_kernels = lambda x: True
     for sizes in lengths:
         q, k, ranges = drawn(dtype, dim, *sizes)
@@ -81,7 +81,7 @@ def choose_by_frc(config, dtype, dim, lengths=((LENGTH, LENGTH),)):
 
 
 def decode(config, dtype, dim):
-    """Launch a decode step: of a cache with an index, and of all keys that may be seen."""
+    """Launch a sparse decode step and a dense one."""
     q, k, ranges = drawn(dtype, dim)
     channels, q = llama_channels(dim), q[:, :, :1]
     index = kernels.index_keys(k, channels)
@@ -95,7 +95,7 @@ def decode(config, dtype, dim):
 
 
 def attend(config, dtype, dim, softcap=None):
-    """Launch attention under a plan and its backward pass, and what surrounds an engine."""
+    """Launch attention under a plan, its backward pass, and the kernels around an engine."""
     q, k, ranges = drawn(dtype, dim)
     plan = BlockPlan.causal(ranges, HEADS, config.query_block, config.key_block)
     given = block.flattened(plan, 1.0, softcap)
@@ -108,7 +108,7 @@ def attend(config, dtype, dim, softcap=None):
 
 
 def record():
-    """Lists, by name, of the kernels that are launched from now on, of which none runs."""
+    """Return lists, by name, of the kernels launched from now on; none of them runs."""
     driver.set_active(NoDevice())
     run, result = jit.JITFunction.run, {}
 
@@ -122,7 +122,7 @@ def record():
 
 
 def stack(kernel):
-    """Bytes of memory that a thread keeps what does not fit its registers in."""
+    """Return the bytes of register spills per thread."""
     if not NVIDIA:
         return int(re.search(r"private_segment_fixed_size: *(\d+)", kernel.asm["amdgcn"])[1])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -1,4 +1,4 @@
-"""Steps of decode for tests: what the kernels compute is held against the reference."""
+"""Decode steps for tests that compare the kernels with the reference."""
 
 import torch
 from tiny import qkv
@@ -36,9 +36,9 @@ CASES = {
 
 
 def step_of(case, dtype=torch.float32, device="cpu", batch=2):
-    """(q, k, v, arguments of ``choose`` behind the index) of one of `CASES`.
+    """Return (q, k, v, arguments of ``choose`` that follow the index) of one of `CASES`.
 
-    Those are scale, length, wanted, channels, valid and sinks.
+    These arguments are scale, length, wanted, channels, valid and sinks.
     """
     heads, kv_heads, slots, written, dim, values, wanted, more = case
     generator = torch.Generator().manual_seed(0)
@@ -64,7 +64,7 @@ def step_of(case, dtype=torch.float32, device="cpu", batch=2):
 
 
 def require_as_reference(case, dtype=torch.float32, device="cpu"):
-    """Index, choice and attention of the kernels are the reference's."""
+    """Assert that index, selection and attention of the kernels match the reference."""
     q, k, v, told = step_of(case, dtype, device)
     index, meant = (ops.index_keys(k, told[3]) for ops in (kernels, reference))
     for actual, expected in zip(index, meant, strict=True):
@@ -87,7 +87,7 @@ def require_as_reference(case, dtype=torch.float32, device="cpu"):
 
 
 def texts_of_a_step(device="cpu"):
-    """{name: mask of one query on 300 slots of a batch of 2}."""
+    """Return {name: mask of one query on 300 slots of a batch of 2}."""
     valid = torch.ones(2, 300, dtype=torch.bool, device=device)
     valid[0, :77] = False
     at = torch.tensor(250, device=device)
@@ -105,7 +105,7 @@ def texts_of_a_step(device="cpu"):
 
 
 def require_step_as_by_rows(text, monkeypatch, dtype=torch.float32, device="cpu"):
-    """What reads all that a step may see says what SDPA says under a mask."""
+    """Assert that the dense step kernel equals SDPA under the mask."""
     q, k, v = (x.to(device, dtype) for x in qkv(2, q_length=1, kv_length=300, dim=32))
     config = CabConfig()
     work = Workload.of(q, k, v, blocks_of(config))

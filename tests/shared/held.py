@@ -1,4 +1,4 @@
-"""What tensors take while something runs, counted as they are made and dropped."""
+"""Count the bytes of tensors while code runs."""
 
 import weakref
 
@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Held(TorchDispatchMode):
-    """The bytes of all tensors there are, the most there have been, and the largest one made."""
+    """Dispatch mode that counts bytes: of living tensors, their peak, and the largest tensor."""
 
     def __init__(self, *there):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs of finetune/lora.py: started as a user does, meddled with, and read again."""
+"""Launches of finetune/lora.py, and comparisons of their results."""
 
 import os
 import subprocess
@@ -74,7 +74,7 @@ for words in sys.argv[1].split(" / "):
 
 
 def launched(words):
-    """A command line that has ended: of this Python, or of its accelerate."""
+    """Run a command of this Python or its accelerate and return the finished process."""
     module = ["-m", "accelerate.commands.launch"] if words[0] == "accelerate" else []
     command = [sys.executable, *module, *words[2 if module else 1 :]]
     # as on a user's CPU: without a GPU nothing is interpreted, for that is slow
@@ -97,8 +97,8 @@ def steps(out, field):
     return [each[field] for each in records if each["kind"] == "step"]
 
 
-def learnt(out):
-    """The weights that a run has left, by name."""
+def saved_weights(out):
+    """Return the saved weights of a run by name."""
     (file,) = [*out.glob("adapter/*.safetensors"), *out.glob("model/*.safetensors")]
     return load_file(file)
 
@@ -109,8 +109,8 @@ def assert_same(weights, expected):
 
 
 def assert_same_run(one, other):
-    """To the last bit."""
+    """Assert that two runs are bit-identical."""
     assert losses(one) == losses(other)
     for field in ("grad_norm", "density"):
         assert steps(one, field) == steps(other, field)
-    assert_same(learnt(one), learnt(other))
+    assert_same(saved_weights(one), saved_weights(other))

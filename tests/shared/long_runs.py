@@ -1,4 +1,4 @@
-"""Runs of passkey and fidelity on a tiny model, for the tests that read what they write."""
+"""Runs of passkey and fidelity on a tiny model, for tests of their results."""
 
 import json
 
@@ -8,7 +8,7 @@ from tiny import SPARSE_WORDS
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.experiment import named
 
-# what is small enough to run here, which words behind it change
+# small settings for every command; later words override them
 FIXED = {
     "passkey": "--lengths 400 --depths 3 --samples 1 --controls 0",
     "fidelity": "--lengths 300 --keys 2",
@@ -17,7 +17,7 @@ FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.pn
 
 
 def start(name, model, out, *more, methods="dense,cab,random", drawn=False):
-    """The exit status of a run in the folder ``out``."""
+    """Run a command in the folder ``out`` and return its exit status."""
     given = [name, *FIXED[name].split(), "--device", "cpu", "--model", model, "--out", out]
     given += [word for assignment in SPARSE_WORDS for word in ("--cab", assignment)]
     with pytest.MonkeyPatch.context() as patch:
@@ -28,7 +28,7 @@ def start(name, model, out, *more, methods="dense,cab,random", drawn=False):
 
 
 def command(name, model, out, *more, **kind):
-    """What results.json holds after the run, None where there is none."""
+    """Run a command and return its results.json, or None if it wrote none."""
     assert start(name, model, out, *more, **kind) == 0
     file = out / "results.json"
     return json.loads(file.read_text()) if file.exists() else None

@@ -1,4 +1,4 @@
-"""Which tests `make test` runs, and which of them with an older transformers."""
+"""Marks that select tests for `make test` and for older versions of transformers."""
 
 import pytest
 import transformers
@@ -6,12 +6,12 @@ from packaging.version import Version
 
 
 def before(version):
-    """Whether transformers is older."""
+    """Return True if transformers is older than ``version``."""
     return Version(transformers.__version__) < Version(version)
 
 
 def since(version, why):
-    """A mark of tests that need this version of transformers; ``why`` is the end of a clause."""
+    """Return a mark for tests that need this version of transformers; ``why`` ends a clause."""
     return pytest.mark.skipif(before(version), reason=f"before transformers {version} {why}")
 
 
@@ -19,7 +19,7 @@ SERVING = since("5.19", "continuous batching is refused")
 
 
 def slow_but(cases, *fast):
-    """``cases`` of a parametrised test, of which all but those at the indices ``fast`` are slow.
+    """Mark all ``cases`` of a parametrised test as slow, except the indices ``fast``.
 
     A case is a `pytest.param`, a tuple of several arguments, or the one argument.
     """

@@ -1,4 +1,4 @@
-"""Processes that talk by gloo, started once for many cases."""
+"""Processes with a gloo group, started once for many cases."""
 
 import contextlib
 import multiprocessing
@@ -25,7 +25,7 @@ PATIENCE = 120
 
 
 class Ranks:
-    """``count`` processes, of which the first W make up a group of W ranks."""
+    """Pool of ``count`` processes; the first W form a group of W ranks."""
 
     def __init__(self, count, folder, timeout=60):
         context = multiprocessing.get_context("forkserver")
@@ -41,7 +41,7 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, world, function, *arguments):
-        """What ``function(group, *arguments)`` returned on each rank of a group of ``world``.
+        """Return ``function(group, *arguments)`` of each rank of a group of ``world``.
 
         The first exception of a rank is raised here, with its traceback.
         """
@@ -52,7 +52,7 @@ class Ranks:
         return results
 
     def outcomes(self, world, function, *arguments):
-        """The same, a `Failure` where a rank raised, and None where it died."""
+        """Return the same as `run`, with `Failure` for a rank that raised and None if it died."""
         pipes = self.pipes[:world]
         for pipe in pipes:
             pipe.send((world, function, arguments))
@@ -75,7 +75,7 @@ class Ranks:
 
 
 class Failure:
-    """An exception of a rank."""
+    """Exception of a rank."""
 
     def __init__(self, error):
         self.kind, self.sentence = type(error).__name__, str(error)

@@ -1,4 +1,4 @@
-"""Predictors of rivals, and what they keep of random queries and keys."""
+"""Predictors of published methods, and their selections for random queries and keys."""
 
 import torch
 from valid_plan import require_valid
@@ -30,7 +30,7 @@ def config_of(name, share=None, **fields):
 
 
 def kept_by(config, q, k):
-    """What a predictor keeps of plain causal attention, bool [B, H, M_q, M_k]."""
+    """Return the blocks that a predictor selects under causal attention, bool [B, H, M_q, M_k]."""
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
     plan = make_predictor(config)(q, k, LayerContext(ranges, 0.25))
     require_valid(plan)

@@ -1,4 +1,4 @@
-"""What is selected by the reference and by the kernels, for the tests that compare them."""
+"""Selections of the reference and of the kernels, for tests that compare them."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from cab_hf.selection import QuantizedKeys, api, gather
 
 
 def on_the_cpu(config, q, k, ranges=None, scale=0.25, channels=(), **logits):
-    """The plan of the config's predictor by the reference, by default of a text of its own."""
+    """Return the plan of the config's predictor by the reference implementation."""
     ranges = ranges or KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     context = LayerContext(ranges, scale, 0, channels=channels, **logits)
     plan = make_predictor(config)(q, k, context)
@@ -23,7 +23,7 @@ def on_the_cpu(config, q, k, ranges=None, scale=0.25, channels=(), **logits):
 
 
 def by_kernels(config, q, k, ranges, scale=0.25, channels=()):
-    """The same by the kernels, in the interpreter."""
+    """Return the plan of the kernels in the interpreter."""
     if config.predictor == "rows":
         return rows_by_kernels(config, q, k, ranges, scale, channels)
     with pytest.MonkeyPatch.context() as patch:
@@ -32,7 +32,7 @@ def by_kernels(config, q, k, ranges, scale=0.25, channels=()):
 
 
 def rows_by_kernels(config, q, k, ranges, scale=0.25, channels=(), dtype=None, **logits):
-    """The plan of `RowsPredictor` by the kernels, in the interpreter; keys as ``dtype``."""
+    """Return the plan of `RowsPredictor` by the kernels in the interpreter; keys as ``dtype``."""
     keys = QuantizedKeys(*gather.quantize(k, channels, dtype or k.dtype))
     given = {"sinks": None, "softcap": None, **logits}
     chosen = api._select_by_kernels(
@@ -46,13 +46,13 @@ def rows_by_kernels(config, q, k, ranges, scale=0.25, channels=(), dtype=None, *
 
 
 def loud(**shape):
-    """q and k whose blocks differ enough that masses are neither flat nor all on one block."""
+    """Return q and k with masses that are neither flat nor concentrated on one block."""
     q, k, _ = qkv(**shape)
     return 2 * q, 2 * k
 
 
 def laid_in(layout, q, k, align):
-    """(q, k, ranges) in a layout."""
+    """Return (q, k, ranges) in a layout."""
     batch, length = q.shape[0], q.shape[2]
     if layout == "in-place":
         # what torch.compile sees: borders inside of blocks
@@ -74,7 +74,7 @@ def heads_on(
     dtype=torch.bfloat16,
     topics=32,
 ):
-    """q and k as a model lays them out, with runs of tokens about one thing, as in text."""
+    """Return q and k with the strides of a model and runs of similar tokens, as in text."""
     generator = torch.Generator(device).manual_seed(0)
     like = {"device": device, "generator": generator}
     theme = torch.randn(topics, dim, **like)

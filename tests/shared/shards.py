@@ -1,4 +1,4 @@
-"""Texts sharded to ranks, and put together again."""
+"""Shard sequences across ranks and join them again."""
 
 import torch
 from tiny import tiny_model
@@ -21,19 +21,19 @@ def sharding_for(world, ends):
 
 
 def shard_of(x, sharding, rank):
-    """What a rank holds of [B, H, N, D]; padding is noise that must not matter."""
+    """Return a rank's shard of [B, H, N, D]; padding has values that must not matter."""
     held = x[:, :, sharding.slots[rank]].clone()
     held[:, :, ~sharding.real[rank]] = 7.0
     return held
 
 
 def together(shards, sharding):
-    """[B, H, N, ...] of what the ranks hold."""
+    """Join the shards of all ranks to [B, H, N, ...]."""
     return torch.cat(shards, dim=2)[:, :, sharding.owner]
 
 
 def layout_of(sharding, align):
-    """The layout of one process that holds the whole text."""
+    """Return the layout of a single process with the whole sequence."""
     document = torch.arange(len(sharding.lengths)).repeat_interleave(torch.tensor(sharding.lengths))
     document = document[None] if len(sharding.lengths) > 1 else None
     lengths = [[Length(length, length) for length in sharding.lengths]]
@@ -42,7 +42,7 @@ def layout_of(sharding, align):
 
 
 def model_of(implementation, config=None, **settings):
-    """A tiny model of two layers that attends by this name."""
+    """Return a tiny model of two layers with this attention implementation."""
     model = tiny_model(**{"num_hidden_layers": 2, **settings})
     model.set_attn_implementation(implementation)
     if config is not None:
@@ -51,7 +51,7 @@ def model_of(implementation, config=None, **settings):
 
 
 def assert_same_gradients(actual, expected):
-    """Those of the ranks, summed, and those of one process, by name."""
+    """Assert that the summed gradients of all ranks equal those of one process, by name."""
     for name, meant in expected.items():
         total = sum(mine[name] for mine in actual)
         assert (total - meant).abs().max() <= 1e-4 * meant.abs().max(), name

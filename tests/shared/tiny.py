@@ -1,4 +1,4 @@
-"""Tiny random models of the families, and the settings that make them sparse."""
+"""Tiny random models of several families, and settings that make them sparse."""
 
 from dataclasses import replace
 
@@ -107,7 +107,7 @@ SPARSE_WORDS = (
 
 
 def tiny_model(family="llama", model_class=None, **overrides):
-    """A model with random weights, large enough in scale that attention is not uniform."""
+    """Create a model with random weights of a scale at which attention is not uniform."""
     config_class, causal_class, own = FAMILIES[family]
     torch.manual_seed(0)
     model = (model_class or causal_class)(config_class(**{**SIZES, **own, **overrides})).eval()
@@ -121,7 +121,7 @@ def tiny_model(family="llama", model_class=None, **overrides):
 
 
 def tiny_llava():
-    """A tower of pictures before a tiny LLaMA, whose token 2 stands for a picture."""
+    """Create a tiny LLaVA: an image encoder and a LLaMA; token 2 is the image token."""
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
     torch.manual_seed(0)
@@ -139,7 +139,7 @@ def tokens(batch, length, seed=1):
 
 
 def qkv(batch=1, heads=6, kv_heads=2, q_length=200, kv_length=None, dim=16, seed=0, **kind):
-    """Random q, k, v with q a strided view, as a model hands it over."""
+    """Return random q, k, v; q has the strides of a model."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(length, count):

@@ -1,4 +1,4 @@
-"""Tiny models with adapters, and a step of their training."""
+"""Tiny models with adapters, and a training step."""
 
 from contextlib import contextmanager
 
@@ -11,7 +11,7 @@ from cab_hf.finetune.objective import Objective
 
 
 def adapted(targets, made=tiny_model, checkpointing=True, **options):
-    """A model with adapters that are not small, to be trained."""
+    """Return a trainable model with adapters that are not small."""
     torch.manual_seed(0)
     model = with_lora(made(), targets, 4, 8, **options).train()
     for parameter in model.parameters():
@@ -28,8 +28,8 @@ def batch(length, rows=1):
     return {"input_ids": ids, "position_ids": positions, "labels": ids}
 
 
-def learnt(model, length, rows=1):
-    """The loss and all gradients of a step, by name."""
+def train_step(model, length, rows=1):
+    """Return the loss and all gradients of a step by name."""
     torch.manual_seed(1)
     model.zero_grad()
     total = Objective(model)(batch(length, rows))
@@ -40,7 +40,7 @@ def learnt(model, length, rows=1):
 
 @contextmanager
 def left_halfway(model, layer):
-    """The backward pass inside is left where it reaches the input of a layer, by its number."""
+    """Abort the backward pass when it reaches the input of a layer, given by its number."""
 
     def stop(_gradient):
         raise KeyboardInterrupt

@@ -1,10 +1,10 @@
-"""Whether a plan is one that engines may rely on."""
+"""Checks of the invariants that engines rely on."""
 
 from cab_hf.plan import BlockPlan, visibility
 
 
 def require_valid(plan: BlockPlan) -> None:
-    """Check dtypes, shapes, bounds and order of every list, and what rows name and may see."""
+    """Check dtypes, shapes, bounds and order of every list, and the visibility of its blocks."""
     rows, columns = plan.ranges.rows(plan.query_block), plan.kv_blocks
     shape = (plan.batch, plan.heads, plan.q_blocks)
     for name, part in plan.lists.items():

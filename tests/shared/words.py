@@ -1,4 +1,4 @@
-"""Tokenizers that know what keys are hidden in: of words and single digits, and of merged bytes."""
+"""Tokenizers for the filler of needle tests: of words and digits, and of merged bytes."""
 
 from tiny import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -14,7 +14,7 @@ CHAT = (
 
 
 def make_tokenizer(chat_template=None):
-    """Words and single digits, each a token of a tiny vocabulary."""
+    """Create a tokenizer with a tiny vocabulary of words and single digits."""
     texts = [
         *needles.NOISE,
         *needles.DISTRACTORS,
@@ -43,7 +43,7 @@ def make_tokenizer(chat_template=None):
 
 
 def make_merging_tokenizer():
-    """Bytes merged within words, with the blank before them; a token before every text."""
+    """Create a byte-level BPE tokenizer with a leading space in words and a BOS token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -57,7 +57,7 @@ def make_merging_tokenizer():
 
 
 def save_llama(folder):
-    """A tiny model that knows these words, and its tokenizer, in ``folder``, which it returns."""
+    """Save a tiny model and its tokenizer in ``folder`` and return the folder."""
     tokenizer = make_tokenizer()
     sizes = {"vocab_size": len(tokenizer), "eos_token_id": 1, "pad_token_id": 1}
     tiny_model(num_hidden_layers=2, **sizes).save_pretrained(folder)

@@ -49,7 +49,7 @@ def read(answer):
 
 
 class Reference:
-    """What "cab" answers under transformers, one prompt at a time."""
+    """Reference answers of "cab" under transformers, one prompt at a time."""
 
     def __init__(self, folder, config):
         options = {"attn_implementation": "cab", "cab_config": config}

@@ -102,7 +102,7 @@ def test_sinks_are_part_of_what_is_timed(monkeypatch, direction):
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_an_engine_made_of_parts_is_timed(monkeypatch, direction):
-    """As those of a GPU are: kernels, and what is around them."""
+    """Engines of a GPU consist of kernels and the code around them."""
     made = partial(lambda kernel, *given, **more: kernel(*given, **more), reference.attention)
     engine = REFERENCE._replace(load=lambda: made)
     monkeypatch.setitem(engines.ENGINES, "reference", (engine,))
@@ -173,7 +173,7 @@ SDPA = dense.ON_CPU["SDPA"]
 
 
 def times_of(baselines, backward=False, head_dim=16):
-    """What `dense.measure` finds of ``baselines``."""
+    """Return the times of ``baselines`` by `dense.measure`."""
     q, k, v = tiny().random_heads(300, head_dim, torch.device("cpu"), "qkv")
     return dense.measure(q, k, v, head_dim**-0.5, FakeBench(), backward, baselines)
 

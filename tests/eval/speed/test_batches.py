@@ -54,7 +54,7 @@ def test_a_mask_says_what_the_spans_say(layout):
 
 
 def varlen_of_flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **how):
-    """What flash-attn computes, text by text."""
+    """Compute the varlen attention of flash-attn, one sequence at a time."""
     assert max_seqlen_q == max_seqlen_k and how.pop("causal")
     out = torch.empty_like(q)
     borders = cu_seqlens_q.tolist()

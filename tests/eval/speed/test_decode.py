@@ -1,4 +1,4 @@
-"""``speed decode``: what a step reads by hand, rows beside dense ones, what is not timed."""
+"""``speed decode``: keys read per step, rows next to dense ones, and what is not timed."""
 
 import sys
 from types import ModuleType
@@ -91,7 +91,7 @@ def test_the_index_of_the_new_key_is_made_and_written(monkeypatch):
 
     monkeypatch.setattr(ops, "write_index", counted)
     assert sample_of(Decode, tiny(), CASE | {"budget": 600})["error"] is None
-    # one key at a time, behind all others
+    # one key at a time, after all others
     assert set(written) == {(1, 599)}
     # a budget may be a share of the text
     assert decode.tokens_of(0.25, 600) == 150 and decode.tokens_of(128, 600) == 128

@@ -74,7 +74,7 @@ def test_a_long_step_is_computed_in_tiles_with_offloaded_checkpoints():
     assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (50, 1, 0.25)
     # forward and backward, of what warms up and of what is timed
     assert sorted(calls) == sorted([50, 50, 50, 42] * 4)
-    # the next row is told anew
+    # the next row is described again
     settings = tiny(lengths=(192,), cab=SMALL, tile_tokens=0, offload_layers=0)
     row = sample_of(LoraStep, settings, CASE, Clock())
     handle.remove()
@@ -171,7 +171,7 @@ def test_efficiency_is_over_the_same_way_and_length_alone():
     assert actual["ddp", "cab", 1000]["tokens_s"] == pytest.approx(8000)
     assert sharded["efficiency"] == pytest.approx(400 / 250 / 2)
     assert actual["fsdp2", "cab", 1000]["tokens_s"] == pytest.approx(1000 / 0.16)
-    # nobody has read so much alone
+    # no single rank was measured at this length
     assert actual["cp", "cab_dense", 2000]["efficiency"] is None
     assert (sharded["baseline"], sharded["over_best"]) == ("cab_dense", 4.0)
     said = LoraStep.readings(rows)
@@ -195,7 +195,7 @@ def test_the_longest_that_fits_is_found(limit, asked, likely):
 
 
 def test_the_longest_is_sought_by_every_way(monkeypatch):
-    """On a GPU that holds 300 tokens, whatever they are learnt by."""
+    """The fake GPU has memory for 300 tokens with every implementation."""
     monkeypatch.setattr(lora, "LONGEST", 0)
     experiment = LoraStep(tiny(lengths=(96,), implementations=("sdpa", "cab"), longest=True))
     experiment.bench = SimpleNamespace(room=lambda: 1.0)

@@ -54,7 +54,7 @@ def test_a_summary_by_hand():
         2,
     )
     assert (summary["ttft_p50"], summary["ttft_p99"]) == pytest.approx((2.0, 2.98))
-    # four tokens behind the first one, in 2 s and in 1 s
+    # four tokens after the first one, in 2 s and in 1 s
     assert (summary["tpot_p50"], summary["tpot_p99"]) == pytest.approx((375.0, 497.5))
 
 

@@ -1,4 +1,4 @@
-"""``speed ttft``: the model and its operations, rows by hand, questions behind a cache, ranks."""
+"""``speed ttft``: the model and its operations, rows by hand, questions after a cache, ranks."""
 
 import json
 from dataclasses import replace
@@ -34,7 +34,7 @@ def test_operations_by_hand_are_those_of_the_model():
     linear, attention = 2 * (10 * weights + 24 * 11), 2 * 4 * 4 * 8 * 10 * 10 / 2
     assert settings.flops(10) == linear + attention
     assert settings.flops(10, 0.25) == linear + 0.25 * attention
-    # behind a cache: those of the whole less what is cached
+    # after a cache: FLOPs of all tokens minus FLOPs of the cached ones
     cached = 2 * 4 * 4 * 8 * (30**2 - 20**2) / 2
     assert settings.flops(10, behind=20) == linear + cached
     made = model.random_model(settings)

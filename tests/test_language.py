@@ -1,0 +1,106 @@
+"""Docstrings, comments and errors use plain English, and calls unpack few tuples."""
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("cab_hf", "patches", "finetune", "eval", "examples", "tests")
+# first words of a docstring that start a clause without its verb
+OPENINGS = {
+    *("What", "Whether", "Of", "How", "Those", "Where", "Which", "That", "By", "Up"),
+    *("From", "With", "For", "To", "As", "On", "In"),
+}
+# everyday words in place of: after, next to, again, receives, no process or user, n
+WORDS = re.compile(r"\b(behind|beside|anew|told|nobody|so many)\b")
+# limit of calls f(*name) per 1,000 lines of the library; forwarding of *args counts too
+UNPACKED = 5
+LIBRARY = ("cab_hf", "patches", "finetune")
+
+
+def python_files(folders):
+    """Return the paths of tracked Python files, or of all files outside of a git checkout."""
+    done = subprocess.run(
+        ["git", "ls-files", "--", *(f"{folder}/**.py" for folder in folders)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    paths = [ROOT / line for line in done.stdout.splitlines()]
+    paths = paths or [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return sorted(path for path in paths if path.exists() and path != Path(__file__))
+
+
+def texts_of(source):
+    """Yield (line, kind, text) of docstrings, comments and messages of raised errors."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)
+            if text:
+                kind = "module" if isinstance(node, ast.Module) else "docstring"
+                yield node.body[0].lineno, kind, text
+        elif isinstance(node, ast.Raise) and node.exc is not None:
+            for part in ast.walk(node.exc):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield part.lineno, "message", part.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], "comment", token.string
+
+
+def findings(source):
+    """Return (line, found words) of all texts that break the rules of this module."""
+    found = []
+    for line, kind, text in texts_of(source):
+        first = re.match(r"\W*(\w+)", text)
+        if kind == "docstring" and first and first[1] in OPENINGS:
+            found.append((line, f"docstring starts with {first[1]!r}"))
+        found += [(line, f"{kind} contains {match!r}") for match in WORDS.findall(text)]
+    return found
+
+
+def unpacked_names(source):
+    """Count calls that unpack a variable into positional arguments."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return sum(
+        isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Name)
+        for call in calls
+        for argument in call.args
+    )
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_texts_use_plain_english(folder):
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {what}"
+        for path in python_files([folder])
+        for line, what in findings(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ('def f():\n    """Return a tensor."""', 0),
+        ('def f():\n    """What a tensor is."""', 1),
+        ('"""What a module is for."""', 0),
+        ("# the block behind this one", 1),
+        ("raise ValueError(f'{x} was told')", 1),
+        ("name = 'beside'", 0),
+    ],
+)
+def test_findings_of_sample_sources(source, count):
+    assert len(findings(source)) == count
+
+
+def test_library_unpacks_few_variables_into_calls():
+    sources = [path.read_text() for path in python_files(LIBRARY)]
+    lines = sum(source.count("\n") for source in sources)
+    count = sum(map(unpacked_names, sources))
+    assert count <= UNPACKED * lines / 1000, f"{count} calls in {lines} lines"
