@@ -22,7 +22,8 @@ from markdown_it.token import Token
 
 from cab_hf.eval import experiment
 from cab_hf.eval.experiment import FIGURE, PROG, RESULTS
-from cab_hf.eval.readme import Results, heading, in_order, read_results, source
+from cab_hf.eval.readme import heading, in_order
+from cab_hf.eval.result_folders import Results, read_results, source
 from cab_hf.experiment.log import is_there, write_atomically, writing
 from cab_hf.experiment.settings import (
     UsageError,

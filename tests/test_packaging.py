@@ -76,7 +76,7 @@ with torch.no_grad():
 assert logits.isfinite().all()
 (layer,) = cab_hf.stats(model)
 assert 0 < layer["density"] <= 1, layer
-from cab_hf.eval.tables import TABLES
+from cab_hf.eval.pages import TABLES
 assert "default" in TABLES
 files = importlib.resources.files
 assert (files("cab_hf") / "py.typed").is_file()
@@ -188,3 +188,8 @@ def test_importing_is_cheap_and_touches_no_gpu():
     seconds, loaded = fresh(code)
     assert float(seconds) < 0.5
     assert loaded == "False"
+
+
+def test_importing_leaves_pandas_for_later():
+    code = "import sys, cab_hf.eval.experiment; print('pandas' in sys.modules)"
+    assert fresh(code) == ["False"]

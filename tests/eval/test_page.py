@@ -10,7 +10,7 @@ from pathlib import Path
 import browser
 import pytest
 
-from cab_hf.eval import __main__, charts, experiment, page, readme, report, tables
+from cab_hf.eval import __main__, charts, experiment, page, readme, report, result_folders
 from cab_hf.eval.passkey import Passkey
 from cab_hf.eval.report import markdown_table
 
@@ -59,7 +59,7 @@ def write(folder, rows, **made):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "named", {"passkey": Told}.get)
+    monkeypatch.setattr(result_folders, "named", {"passkey": Told}.get)
     rows = [{"name": HOSTILE, "value": 0.5}, {"name": "b", "value": None}]
     write(tmp_path / "runs" / "told", rows)
     return tmp_path / "runs" / "told"
@@ -104,7 +104,7 @@ def test_the_contents_lead_to_every_section_and_nothing_is_loaded_from_elsewhere
 @pytest.mark.parametrize("name", ["speed-ttft", "families", "smollm2-8192-1key"])
 def test_a_section_is_the_report_with_its_figure_and_command(name):
     complete = (RESULTS / name / "report.md").read_text()
-    result, text = readme.read_results(RESULTS / name), made(RESULTS / name)
+    result, text = result_folders.read_results(RESULTS / name), made(RESULTS / name)
     lines = [line for line in complete.splitlines() if line.startswith("| ")]
     rows = [re.split(r" (?<!\\)\| ", line[2:-2]) for line in lines if "| --- |" not in line]
     # as text, without the marks of Markdown
@@ -178,7 +178,7 @@ def test_the_page_sorts_in_a_browser_and_logs_nothing(tmp_path, monkeypatch):
         def tables(rows):
             return {"First": markdown_table(rows, ["name", "value", "both"])}
 
-    monkeypatch.setattr(tables, "named", {"passkey": Sorted}.get)
+    monkeypatch.setattr(result_folders, "named", {"passkey": Sorted}.get)
     rows = [("b10", "2,048", "none"), ("b9", None, "1 of 4"), ("a", "64.5 %", "0.2×")]
     keys = ("name", "value", "both")
     write(tmp_path / "run", [dict(zip(keys, row, strict=True)) for row in rows])
