@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cab_hf.eval import charts
-from cab_hf.eval.tables import read_results
+from cab_hf.eval.result_folders import read_results
 from cab_hf.experiment.log import write_atomically
 from cab_hf.experiment.provenance import device_name, file_identity, git_commit, versions
 from cab_hf.experiment.settings import option, read_settings

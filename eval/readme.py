@@ -2,7 +2,7 @@
 
 The command writes ``eval/results/README.md`` and ``picture.png`` in the same folder as a whole. In
 ``README.md``, ``finetune/README.md`` and the pages of ``docs`` it writes the part between
-``<!-- table: NAME -->`` and ``<!-- end -->``, for every NAME of `cab_hf.eval.tables.TABLES`.
+``<!-- table: NAME -->`` and ``<!-- end -->``, for every NAME of `cab_hf.eval.pages.TABLES`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,8 @@ from pathlib import Path
 
 from cab_hf.eval import experiment, picture
 from cab_hf.eval.experiment import CSV, FIGURE, REPORT, RESULTS, SAMPLES
-from cab_hf.eval.tables import (
-    TABLES,
-    Results,
-    all_results,
-    by_default,
-    read_results,
-    source,
-)
+from cab_hf.eval.pages import TABLES
+from cab_hf.eval.result_folders import Results, all_results, by_default, read_results, source
 from cab_hf.experiment.log import PACKED, pack, write_atomically
 from cab_hf.experiment.settings import comma_separated, option, read_settings
 

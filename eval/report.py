@@ -1,19 +1,26 @@
-"""Results as tables in JSON, CSV and Markdown, and formats of numbers."""
+"""Results as tables in JSON, CSV and Markdown, and formats of numbers.
+
+pandas is imported only where a table is written.
+"""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cab_hf.experiment.log import drop_packed, write_atomically
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 BAR = re.compile(r"(?<!\\)\|")
+MISSING = "–"
+# spaces that align the columns of a table
+PADDING = re.compile(r" {2,}\|")
 
 
 def write_results(
@@ -30,19 +37,11 @@ def write_results(
 
 def as_csv(rows: Iterable[Mapping[str, Any]]) -> str:
     """Return the rows as CSV with a header; a mapping in a row becomes one column per key."""
-    flat = []
-    for row in rows:
-        cells = {}
-        for name, value in row.items():
-            inner = value if isinstance(value, dict) else {"": value}
-            cells |= {f"{name}.{key}".rstrip("."): each for key, each in inner.items()}
-        flat.append(cells)
-    written = io.StringIO()
-    columns = dict.fromkeys(name for cells in flat for name in cells)
-    writer = csv.DictWriter(written, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return written.getvalue()
+    import pandas
+
+    # objects, so that a missing value does not turn a column of integers into floats
+    cells = [pandas.json_normalize(row).astype(object) for row in rows]
+    return pandas.concat(cells).to_csv(index=False, lineterminator="\n") if cells else "\n"
 
 
 def grouped(rows: Sequence[Mapping[str, Any]], *names: str) -> list[list[Mapping[str, Any]]]:
@@ -53,28 +52,39 @@ def grouped(rows: Sequence[Mapping[str, Any]], *names: str) -> list[list[Mapping
     return list(groups.values())
 
 
+def markdown_table(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | Mapping[str, Any]
+) -> str:
+    """Return a Markdown table as `as_markdown` does.
+
+    ``columns`` are keys of the rows, or a dict from heading to a key or a function of the row.
+    """
+    from pandas import DataFrame
+
+    columns = columns if isinstance(columns, Mapping) else {name: name for name in columns}
+    cells = [
+        [get(row) if callable(get) else row.get(get) for get in columns.values()] for row in rows
+    ]
+    return as_markdown(DataFrame(cells, columns=list(columns), dtype=object))
+
+
+def as_markdown(table: DataFrame) -> str:
+    """Return a Markdown table: floats with two decimals, a dash for None and missing values."""
+    cells = table.astype(object).where(table.notna(), None).map(_cell)
+    heading, _, *body = cells.to_markdown(index=False, disable_numparse=True).splitlines()
+    # without padding, because a longer cell would change every line of a table in a diff
+    lines = [PADDING.sub(" |", line) for line in (heading, *body)]
+    lines.insert(1, "| --- " * table.shape[1] + "|")
+    return "\n".join(lines)
+
+
 def _cell(value: Any) -> str:
     if value is None:
-        return "–"
+        return MISSING
     if isinstance(value, float):
         return f"{value:.2f}"
     # a row must be one line, and a bar would end a cell
     return BAR.sub(r"\|", " ".join(str(value).splitlines()))
-
-
-def markdown_table(
-    rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | Mapping[str, Any]
-) -> str:
-    """Return a Markdown table: floats with two decimals, a dash for None and missing values.
-
-    ``columns`` are keys of the rows, or a dict from heading to a key or a function of the row.
-    """
-    columns = columns if isinstance(columns, Mapping) else {name: name for name in columns}
-    lines = [list(columns), ["---"] * len(columns)]
-    for row in rows:
-        values = (get(row) if callable(get) else row.get(get) for get in columns.values())
-        lines.append([_cell(value) for value in values])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def with_interval(

@@ -12,7 +12,7 @@ from cab_hf import CabConfig
 from cab_hf.eval import fits
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.kv_cache import read_on
-from cab_hf.eval.tables import read_results
+from cab_hf.eval.result_folders import read_results
 from cab_hf.eval.tiny_types import tiny_config
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune.cost_model import GIB

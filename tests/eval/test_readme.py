@@ -5,26 +5,18 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
+import pandas
 import pytest
 
 from cab_hf import CabConfig
-from cab_hf.eval import experiment, picture, readme, report
-from cab_hf.eval.tables import (
-    ROWS,
-    TABLES,
-    Sentence,
-    Table,
-    _over_runs,
-    all_results,
-    pivoted,
-    read_results,
-)
+from cab_hf.eval import experiment, frames, pages, picture, readme, report
+from cab_hf.eval.pages import TABLES
+from cab_hf.eval.result_folders import all_results, read_results
 from cab_hf.experiment import loading
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
-KINDS = ("sparse_in", "exact_in", "reason")
-SHORT, LONG = TABLES["default"].folders
+SHORT, LONG = pages.DEFAULT
 # methods of a run of `fidelity`, and what the first table calls them
 CONFIGURATIONS = {"dense": "dense", "cab": "default"}
 PAGE = "a\n<!-- table: default -->\nstale\n<!-- end -->\nb\n"
@@ -113,26 +105,32 @@ def test_results_are_small_enough_for_a_repository():
 # --- what is shown
 
 
-def test_rows_and_columns_are_those_declared(tmp_path, monkeypatch):
-    rows = [
-        {"length": 4096, "way": way, "ms": ms, "inner": {"kl": kl}, "held": held}
-        for way, ms, kl, held in (
-            *(("cab", 1500.0, 0.5, 1), ("cab", 2500.0, None, 1)),
-            *(("sdpa", 4000.0, 0.25, 1), ("sdpa", None, None, 1), ("FA3", 1.0, 1.0, 0)),
-        )
-    ]
-    write(tmp_path / "a", rows)
-    declared = {"folders": ["a"], "where": {"held": 1}, "has": "ms", "rows": "by_way"}
-    columns = {"tokens": "length|,", "* s": "*.ms|s", "none": "cab.inner.none|s"}
-    columns |= {"KL (sdpa)": ["cab.inner.kl|digits", "sdpa.inner.kl|.1f"]}
-    columns |= {"of none": ["cab.inner.kl|digits", "FA3.inner.kl"]}
-    monkeypatch.setitem(ROWS, "by_way", lambda rows: pivoted(rows, "way", "length"))
-    text = Table({**declared, "columns": columns})(tmp_path).splitlines()
-    # cab comes after its baselines; means are over measured cells
-    assert text[0] == "| tokens | sdpa s | cab s | none | KL (sdpa) | of none |"
-    assert text[2:4] == ["| 4,096 | 4.00 | 2.00 | – | 0.500 (0.2) | 0.500 |", ""]
-    with pytest.raises(ValueError, match="b has no results.json"):
-        Table({"folders": ["a", "b"], "columns": columns})(tmp_path)
+def test_results_of_each_method_are_shown_side_by_side():
+    rows = [("cab", 1500.0, 0.5), ("cab", 2500.0, None), ("sdpa", 4000.0, 0.25)]
+    rows = pandas.DataFrame(rows, columns=["way", "ms", "kl"]).assign(length=4096)
+    wide = frames.side_by_side(frames.with_seconds(rows), "cab", "way", ["length"])
+    # means are over what was measured
+    wide["pair"] = frames.both(wide, "kl", "sdpa.kl", report.digits)
+    wide["half"] = frames.both(wide, "kl", "none.kl", report.digits)
+    shown = frames.show(wide, "length sdpa.seconds seconds none pair half", seconds="CAB, s")
+    text = report.as_markdown(shown).splitlines()
+    assert text[0] == "| tokens | seconds | CAB, s | none | pair | half |"
+    assert text[2:] == ["| 4,096 | 4.00 | 2.00 | – | 0.500 (0.250) | – |"]
+
+
+def test_an_extrapolated_time_is_marked():
+    rows = [(13.4, "FA3", False), (842.0, "FA3", True), (None, None, None)]
+    rows = pandas.DataFrame(rows, columns=["baseline_ms", "baseline", "extrapolated"])
+    shown = frames.with_fastest(rows)["fastest"]
+    assert shown[:2].tolist() == ["13.4 FA3", "≈ 842 FA3"] and pandas.isna(shown[2])
+
+
+def test_rows_are_chosen_in_the_order_of_their_labels():
+    rows = pandas.DataFrame({"method": ["a", "b", "c", "a"], "n": range(4)})
+    chosen = frames.in_order(rows, "method", {"c": "C", "a": "A"})
+    assert chosen[["label", "n"]].to_numpy().tolist() == [["C", 2], ["A", 0], ["A", 3]]
+    with pytest.raises(ValueError, match="must have rows with method d, got none"):
+        frames.in_order(rows, "method", {"d": "D"})
 
 
 def test_the_first_table_shows_speed_and_quality_of_one_configuration(results):
@@ -148,18 +146,16 @@ def test_the_first_table_shows_speed_and_quality_of_one_configuration(results):
 
 
 def test_committed_rows_of_the_first_table_come_from_clean_commits():
-    for name in TABLES["default"].folders:
+    for name in pages.DEFAULT:
         commit = read_results(RESULTS / name).provenance["commit"]
         assert re.fullmatch("[0-9a-f]{40}", commit), name
 
 
 def test_a_sentence_has_the_number_of_one_row(results):
-    value = {"folders": [picture.TIMES], "only": {"length": [32_768]}, "show": "over_best|.1f"}
-    declared = {"sentence": "{gain} × sooner", "values": {"gain": value}}
-    assert Sentence(declared)(results) == "2.5 × sooner"
-    value["only"] = {"implementation": ["cab"]}
+    assert "128k prompt comes 2.5 × sooner" in TABLES["headline"](results)
+    rows = frames.rows_of([read_results(results / picture.TIMES)])
     with pytest.raises(ValueError, match="must have one row for a number, got 2"):
-        Sentence(declared)(results)
+        frames.one_row(rows, implementation="cab")
 
 
 def test_the_plan_of_the_picture_is_computed_and_drawn(results, monkeypatch, tmp_path):
@@ -179,13 +175,6 @@ def test_the_plan_of_the_picture_is_computed_and_drawn(results, monkeypatch, tmp
     assert (results / picture.PICTURE).is_file()
 
 
-def test_families_are_grouped_by_their_layers():
-    row = {"verdict": "exact", "layers": 4, "sparse": 4, "said": None}
-    rows = [row | {"family": "A"}, row | {"family": "B"}, row | {"family": "C", "sparse": 2}]
-    shown = [(made["sparse_in"], made["families"]) for made in ROWS["supported_by_layers"](rows)]
-    assert shown == [("all layers", "A; B"), ("layers without a window", "C")]
-
-
 def fidelity_run(folder, config, model="a", **settings):
     """A run of the default, or of another config, on two texts."""
     asked = {"recall": {"ratio": 0.9}, "tasks": {"delta": -0.013}}
@@ -200,27 +189,28 @@ def fidelity_run(folder, config, model="a", **settings):
 
 
 def test_runs_of_a_training_are_pooled():
-    shares = [{"correct": 3, "n": 4}, {"correct": 1, "n": 6}]
-    rows = [
-        {"density": 0.25, "recall": recall, "perplexity": {"value": perplexity}}
-        for recall, perplexity in zip(shares, (2.0, 8.0), strict=True)
-    ]
-    found = _over_runs(rows)
-    assert found["recall"][0] == pytest.approx(0.4)
-    assert found["perplexity"] == pytest.approx(4.0)
+    values = {"density": 0.25, "folder": "first", "recall_border.correct": None}
+    values |= {"recall_border.n": None, "perplexity_border.value": [2.0, None]}
+    counts = {"recall.correct": [3, 1], "recall.n": [4, 6], "perplexity.value": [2.0, 8.0]}
+    pooled = pages.over_runs(pandas.DataFrame({**values, **counts}))
+    assert pooled["recall"] == pytest.approx(0.4) and pooled["runs"] == 2
+    assert pooled["perplexity"] == pytest.approx(4.0) and pooled["each"] == "2.00, 8.00"
+    assert pooled[["recall_border", "perplexity_border"]].isna().all()
 
 
-def test_a_type_is_sparse_exact_or_refused_by_what_was_measured():
-    row = {"verdict": "exact", "layers": 4, "sparse": 4, "said": None}
-    some, none = row | {"sparse": 2}, row | {"windowed": "exact"}
-    refused = {"verdict": "refused", "layers": 1, "sparse": 0, "said": "x is set (y); do z. Or w."}
-    shown = [tuple(map(made.get, KINDS)) for made in ROWS["supported"]([row, some, none, refused])]
-    assert shown == [
-        ("all layers", None, None),
-        ("layers without a window", "sliding windows", None),
-        ("all layers", "sliding windows, if any", None),
-        (None, None, "x is set (y)"),
-    ]
+@pytest.mark.parametrize(
+    ("row", "sparse", "exact", "error"),
+    [
+        ({}, "all layers", None, None),
+        ({"sparse": 2}, "layers without a window", "sliding windows", None),
+        ({"windowed": "exact"}, "all layers", "sliding windows, if any", None),
+        ({"verdict": "refused", "said": "x is set (y); do z. Or w."}, None, None, "x is set (y)"),
+    ],
+    ids=["all layers", "some layers", "windows", "refused"],
+)
+def test_a_model_type_is_sparse_exact_or_refused_as_measured(row, sparse, exact, error):
+    row = {"verdict": "exact", "layers": 4, "sparse": 4, "said": None, **row}
+    assert pages.layer_kinds(row) == {"sparse": sparse, "exact": exact, "error": error}
 
 
 def test_models_are_shown_that_the_default_has_read(results):

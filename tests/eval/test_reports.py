@@ -292,6 +292,11 @@ def test_markdown_table_by_hand():
     assert report.markdown_table(rows, ["method", "absent"]).splitlines()[2] == "| cab | – |"
 
 
+def test_integers_of_csv_stay_integers_beside_missing_values():
+    rows = [{"n": 1, "recall": {"share": 0.5}}, {"n": None, "kind": "b"}]
+    assert report.as_csv(rows) == "n,recall.share,kind\n1,0.5,\n,,b\n"
+
+
 def one_cell(value):
     _, _, line = report.markdown_table([{"x": value}], ["x"]).splitlines()
     return line.removeprefix("| ").removesuffix(" |")

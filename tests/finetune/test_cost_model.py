@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trained import batch
 
 from cab_hf import CabConfig
-from cab_hf.eval.tables import read_results
+from cab_hf.eval.result_folders import read_results
 from cab_hf.eval.tiny_types import tiny_model as tiny_type
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune import cost_model, dry_run, train

@@ -1,0 +1,678 @@
+"""The tables and sentences of README.md and docs with measured numbers, one function each.
+
+The name of a function is the NAME in the marker ``<!-- table: NAME -->`` of a page. The function
+receives the rows of its folders of ``eval/results``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from pathlib import Path
+from statistics import geometric_mean, median
+
+from pandas import DataFrame, Series
+
+from cab_hf.data.tasks import TASKS
+from cab_hf.eval.experiment import Row, is_earlier, unlike_default
+from cab_hf.eval.frames import (
+    bold,
+    both,
+    in_order,
+    interval,
+    one_row,
+    rows_of,
+    setting,
+    show,
+    side_by_side,
+    text,
+    with_fastest,
+    with_seconds,
+)
+from cab_hf.eval.intervals import wilson
+from cab_hf.eval.report import as_markdown, digits, percent
+from cab_hf.eval.result_folders import Results, all_results, by_default, read_results, source
+from cab_hf.experiment.log import is_there, read_log
+from cab_hf.finetune.curve import STEP
+from cab_hf.selection.reference import THRESHOLD_KEYS
+
+TABLES: dict[str, Callable[[Path], str]] = {}
+# the remedy comes after these in an error message
+REASON_ENDS = re.compile(r"; |\. ")
+# steps of a training run that had the GPU to itself, next to its folder
+TIMED = Path("alone", "log.jsonl")
+# first steps of a training run, which include compilation
+WARM_UP_STEPS = 3
+
+
+def table(
+    folders: Iterable[str] = (), find: Callable[[Path], list[Results]] | None = None
+) -> Callable:
+    """Register a function from rows to a table; the page also shows the source of the rows.
+
+    Args:
+        folders: names of the folders of results.
+        find: returns the results instead, if they have no fixed names.
+    """
+
+    def register(make: Callable[[DataFrame], DataFrame]) -> Callable[[DataFrame], DataFrame]:
+        @wraps(make)
+        def write(results: Path) -> str:
+            runs = find(results) if find else [read_results(results / name) for name in folders]
+            shown = as_markdown(make(rows_of(runs)))
+            return f"{shown}\n\n{source(runs)} Source: [eval/results](eval/results/README.md)."
+
+        TABLES[make.__name__] = write
+        return make
+
+    return register
+
+
+def sentence(folder: str) -> Callable:
+    """Register a function from the rows of ``folder`` to a sentence with numbers."""
+
+    def register(make: Callable[[DataFrame], str]) -> Callable[[DataFrame], str]:
+        TABLES[make.__name__] = lambda results: make(rows_of([read_results(results / folder)]))
+        return make
+
+    return register
+
+
+# --- quality and speed of configurations
+
+DEFAULT = ("fidelity-strided-32k", "fidelity-front-typical-131k")
+FRONT = (
+    "fidelity-front-8k",
+    "fidelity-front-32k",
+    "fidelity-front-256-32k",
+    "fidelity-front-wide-32k",
+    "fidelity-front-typical-32k",
+    "fidelity-cascade-32k",
+    "fidelity-front-131k",
+    "fidelity-front-256-131k",
+    "fidelity-front-local-131k",
+    "fidelity-front-wide-131k",
+    "fidelity-front-typical-131k",
+    "fidelity-strided-32k",
+    "fidelity-strided-131k",
+)
+CHOICES = (
+    "dense",
+    "default",
+    "mass_threshold=0.0018",
+    "earlier default",
+    "earlier default, mass_threshold=0.00125",
+    "earlier default, mass_threshold=0.005",
+    "earlier default, typical_queries=16",
+    "earlier default, exact_queries=8",
+    "earlier default, dense_tail_blocks=4",
+    "earlier default, query_block=256",
+    "earlier default, anchors=[0, 3, 8, 17, 23], mass_threshold=0.0062, predictor=cascade",
+)
+
+
+def over_texts(rows: DataFrame) -> DataFrame:
+    """Return a row per length and method: means over texts, and the setting of the method."""
+    configs = rows.apply(
+        lambda row: row["run"]["settings"]["cab_configs"].get(row["method"], {}), axis=1
+    )
+    # a method of the same name may have been measured with an earlier default as well
+    rows = rows.assign(config=configs, is_earlier=configs.map(is_earlier))
+    groups = rows.groupby(["length", "method", "is_earlier"], sort=False)
+    means = groups.mean(numeric_only=True).assign(config=groups["config"].first()).reset_index()
+    means["setting"] = means.apply(_setting, axis=1)
+    means["threshold"] = means["config"].map(lambda config: config.get("mass_threshold"))
+    means["threshold"] *= (THRESHOLD_KEYS / means["length"]).clip(upper=1)
+    return means.sort_values("length", kind="stable")
+
+
+def _setting(row: Series) -> str:
+    """Describe a config by the fields unlike the default, or name the method without a config."""
+    # every comparison sets min_length to 0, and the tables of a cascade are in a file
+    other = [
+        f"{name}={value}"
+        for name, value in sorted(unlike_default(row["config"]).items())
+        if name not in ("head_map", "origin") and (name, value) != ("min_length", 0)
+    ]
+    if row["is_earlier"]:
+        other = ["earlier default", *other]
+    return ", ".join(other) or ("default" if row["config"] else row["method"])
+
+
+# speed and quality of one row are from the same run; only runs at clean commits
+@table(DEFAULT)
+def default(rows: DataFrame) -> DataFrame:
+    rows = over_texts(rows)
+    rows["attention_ms"] = rows["predict_ms"] + rows["attend_ms"]
+    rows["gain"] = 1 / rows["over_dense"]
+    names = "length setting threshold density attention_ms gain continuation.kl"
+    return show(rows, f"{names} asked.share recall.share recall_border.share")
+
+
+def _front(rows: DataFrame) -> DataFrame:
+    names = "length setting density predict_ms attend_ms continuation.kl"
+    return show(rows, f"{names} recall.share recall_border.share perplexity_border.ratio")
+
+
+@table(FRONT)
+def front(rows: DataFrame) -> DataFrame:
+    return _front(over_texts(rows))
+
+
+@table(["fidelity-front-d128"])
+def front_of_wide_heads(rows: DataFrame) -> DataFrame:
+    return _front(over_texts(rows))
+
+
+@table(FRONT)
+def choices(rows: DataFrame) -> DataFrame:
+    rows = over_texts(rows)
+    return _front(rows[(rows["length"] == 32_768) & rows["setting"].isin(CHOICES)])
+
+
+@sentence("fidelity-cascade-32k")
+def noise(rows: DataFrame) -> str:
+    row = one_row(over_texts(rows), method="full")
+    return f"Two exact kernels differ by a KL of {digits(row['continuation.kl'])}."
+
+
+def _default_runs(results: Path) -> list[Results]:
+    """Return every run of `fidelity` by the default that has no table of its own."""
+    others = {*TRAININGS, *FRONT, *CODE_PATHS}
+    return [run for run in all_results(results) if run.name not in others and by_default(run)]
+
+
+@table(find=_default_runs)
+def models(rows: DataFrame) -> DataFrame:
+    # equal names may have other weights
+    weights = setting(rows, "model_sha256").fillna("")
+    rows = rows.assign(model=setting(rows, "model"), weights=weights)
+    rows = rows.sort_values(["model", "length"], kind="stable")
+    by = ["model", "weights", "length"]
+    texts = rows[rows["method"] == "cab"].groupby(by)["text"].nunique().rename("texts")
+    rows = side_by_side(rows, "cab", "method", by).merge(texts.reset_index(), on=by)
+    rows["kl"] = both(rows, "continuation.kl", "full.continuation.kl", digits)
+    names = "model length texts density over_dense kl"
+    names += " asked.ratio recall.ratio recall_border.ratio tasks.delta"
+    return show(rows, names, kl="KL (noise)")
+
+
+# --- tasks
+
+
+def with_mean(rows: DataFrame) -> DataFrame:
+    """Add the ``mean`` over the tasks that all methods of a folder have."""
+    for _, some in rows.groupby("folder", sort=False):
+        shares = some[[name for task in TASKS if (name := f"{task}.share") in some]]
+        rows.loc[some.index, "mean"] = shares.dropna(axis=1).mean(axis=1)
+    return rows
+
+
+@table(["fidelity-tasks-32k"])
+def equal_time(rows: DataFrame) -> DataFrame:
+    labels = {
+        "cab": "CAB (earlier default)",
+        "dense": "dense attention",
+        "flexprefill_fitted": "FlexPrefill",
+        "vertical_slash": "vertical-slash (MInference)",
+        "xattention_fitted": "XAttention",
+    }
+    rows = in_order(with_mean(rows), "method", labels)
+    names = "label density over_dense mean tasks.delta"
+    headings = {
+        "label": "method",
+        "mean": "mean of nine tasks",
+        "tasks.delta": "difference to dense attention",
+    }
+    return show(rows, names, **headings)
+
+
+@sentence("fidelity-tasks")
+def published(rows: DataFrame) -> str:
+    rows = with_mean(rows)
+    frc, dense, xattention = (
+        one_row(rows, method=name) for name in ("published", "dense", "xattention_fitted")
+    )
+    return (
+        f"At 8,192 tokens and {frc['over_dense']:.2f} times the time of dense attention, `cab_frc` "
+        f"answers {frc['mean']:.2f} of three tasks correctly. Dense attention answers "
+        f"{dense['mean']:.2f}, XAttention {xattention['mean']:.2f} "
+        "([report](eval/results/fidelity-tasks/report.md))."
+    )
+
+
+@table(["fidelity-tasks", "fidelity-tasks-32k"])
+def tasks(rows: DataFrame) -> DataFrame:
+    # bold shares of right answers are significantly below dense attention
+    rows = with_mean(rows.assign(model=setting(rows, "model")))
+    shares = {
+        task.title: bold(text(rows, f"{name}.share"), rows[f"{name}.delta_high"] < 0)
+        for name, task in TASKS.items()
+    }
+    shown = show(rows, "model length method density over_dense").assign(**shares)
+    return shown.join(show(rows, "mean tasks.delta"))
+
+
+# --- time to the first token
+
+
+@sentence("speed-ttft")
+def headline(rows: DataFrame) -> str:
+    row = one_row(rows, length=131_072, implementation="cab")
+    return (
+        "**Block-sparse prefill for Hugging Face models: the first token of a 128k prompt comes "
+        f"{row['over_best']:.1f} × sooner, without retraining.**"
+    )
+
+
+@sentence("speed-ttft")
+def picture(rows: DataFrame) -> str:
+    near, far = (one_row(rows, length=n, implementation="cab") for n in (32_768, 131_072))
+    return (
+        f"Right: one {far['device']}, random weights, compared with the fastest dense kernel "
+        "(FlashAttention-3). CAB attends to a fixed share of the causal (query, key) pairs, "
+        f"{far['density']:.2f} at 131,072 tokens and {near['density']:.2f} at 32,768. "
+        "[Report](eval/results/speed-ttft/report.md)."
+    )
+
+
+@table(["speed-ttft-variants"])
+def variants(rows: DataFrame) -> DataFrame:
+    labels = {
+        "plain": "transformers, bfloat16",
+        "liger": "liger-kernel, bfloat16",
+        "fp8": "transformers, FP8",
+        "fp8+liger": "liger-kernel, FP8",
+    }
+    rows = with_seconds(in_order(rows[rows["ms"].notna()], "variant", labels))
+    names = "length label implementation seconds over_best density peak_gib"
+    return show(rows, names, label="norms, RoPE, MLPs by")
+
+
+@table(["speed-prefill-chunk-2048", "speed-prefill-chunk-8192", "speed-prefill-chunk-32768"])
+def chunks(rows: DataFrame) -> DataFrame:
+    shown = show(with_seconds(rows), "length chunk seconds tokens_s density rest_gib")
+    return shown.assign(density=text(rows, "density", "{:.4f}"))
+
+
+@table(["speed-ttft-behind"])
+def cached_questions(rows: DataFrame) -> DataFrame:
+    rows = with_seconds(rows[rows["implementation"] == "cab"])
+    names = "behind length baseline_s seconds over_best ceiling density"
+    return show(rows, names, length="tokens of the question", seconds="CAB, s")
+
+
+@sentence("speed-ttft-behind")
+def question(rows: DataFrame) -> str:
+    row = one_row(rows, implementation="cab", length=512)
+    return (
+        f"After {row['behind']:,.0f} cached tokens, a question of 512 tokens takes "
+        f"{row['ratio']:.1f} times as long as with dense attention "
+        "([results](eval/results/README.md))."
+    )
+
+
+# --- serving
+
+
+def _served(rows: DataFrame) -> DataFrame:
+    names = "longest implementation total_s over_best prompt_tokens_s"
+    names += " ttft_p50 ttft_p99 tpot_p50 tpot_p99 density"
+    return show(rows[rows["served"].fillna(0) != 0], names)
+
+
+@table(["speed-serve"])
+def served(rows: DataFrame) -> DataFrame:
+    return _served(rows)
+
+
+@table(["speed-serve-vllm", "speed-serve-vllm-short"])
+def served_by_vllm(rows: DataFrame) -> DataFrame:
+    return _served(rows)
+
+
+@sentence("speed-serve-vllm")
+def served_in_short(rows: DataFrame) -> str:
+    row = one_row(rows, implementation="cab")
+    return (
+        "vLLM answers a trace of prompts of 1,024 to 131,072 tokens "
+        f"{row['over_best']:.2f} × as fast ([report](eval/results/speed-serve-vllm/report.md))."
+    )
+
+
+# --- the longest sequences that fit in memory
+
+
+def longest_by(rows: DataFrame, by: Sequence[str]) -> DataFrame:
+    """Return the longest sequence that fits in each folder, by attention and settings ``by``."""
+    rows = rows[rows["fits"].astype(bool)].sort_values("length", kind="stable")
+    rows = rows.drop_duplicates(["folder", "implementation"], keep="last").sort_index()
+    return side_by_side(rows, "cab", "implementation", by)
+
+
+@table(
+    [
+        "speed-prefill-24-whole",
+        "speed-prefill-24-whole-fragmented",
+        "speed-prefill-24-chunks",
+        "speed-prefill-48-whole",
+        "speed-prefill-48-whole-fragmented",
+        "speed-prefill-48-chunks",
+        "speed-prefill-80-whole",
+        "speed-prefill-80-chunks",
+    ]
+)
+def longest(rows: DataFrame) -> DataFrame:
+    has_segments = rows["run"].map(
+        lambda run: "expandable_segments:True" in "".join(run.get("environment", ()))
+    )
+    rows = rows.assign(
+        gib=setting(rows, "gpu_gib"),
+        # 0 and None: the prompt is one chunk
+        prefill=setting(rows, "chunk").map(lambda n: f"in chunks of {n:,}" if n else "whole"),
+        segments=has_segments.map({True: "yes", False: "no"}),
+    )
+    rows = longest_by(rows, ["gib", "prefill", "segments"])
+    names = "gib prefill segments estimate cab_dense.length length"
+    headings = {"cab_dense.length": "dense tokens", "length": "CAB tokens"}
+    return show(rows, names, **headings)
+
+
+@table(["speed-lora-4-bits-24", "speed-lora-4-bits-48"])
+def longest_steps(rows: DataFrame) -> DataFrame:
+    rows = with_seconds(longest_by(rows.assign(gib=setting(rows, "gpu_gib")), ["gib"]))
+    names = "gib length seconds density offloaded host_gib"
+    return show(rows, names, seconds="seconds per step")
+
+
+# --- kernels of one layer
+
+CODE_PATHS = ("fidelity-fp8", "fidelity-code-of-8.0", "fidelity-code-of-8.9")
+
+
+def _quality(rows: DataFrame, **headings: str) -> DataFrame:
+    rows = rows.assign(kl=interval(rows, "continuation.kl", digits))
+    return show(rows, "label text density kl recall_border.share", kl="KL [95 %]", **headings)
+
+
+@table(CODE_PATHS)
+def code_paths(rows: DataFrame) -> DataFrame:
+    rows = rows[rows["method"] == "cab"]
+    return _quality(rows.assign(label=rows["device"]), label="code for")
+
+
+@table(["fidelity-fp8"])
+def fp8(rows: DataFrame) -> DataFrame:
+    labels = {"full": "bfloat16, another kernel", "cab": "bfloat16, cab", "fp8": "FP8, all keys"}
+    return _quality(in_order(rows, "method", labels), label="model")
+
+
+def _layer_times(rows: DataFrame, **headings: str) -> DataFrame:
+    names = "label length direction density predict_ms ms fastest ratio"
+    return show(with_fastest(rows), names, ms="total, ms", **headings)
+
+
+@table(
+    ["speed-attention-code-of-9.0", "speed-attention-code-of-8.9", "speed-attention-code-of-8.0"]
+)
+def code_paths_speed(rows: DataFrame) -> DataFrame:
+    rows = rows[rows["length"] == 32_768]
+    return _layer_times(rows.assign(label=rows["device"]), label="code for")
+
+
+@table(["speed-attention-code-of-9.0", "speed-attention-sinks"])
+def sinks(rows: DataFrame) -> DataFrame:
+    rows = rows.assign(sinks=setting(rows, "sinks"))
+    rows = in_order(rows, "sinks", {False: "without", True: "with"})
+    return _layer_times(rows, label="sinks")
+
+
+@table(["speed-batches"])
+def batches(rows: DataFrame) -> DataFrame:
+    names = "layout batch length density choose_ms attend_ms ms fastest ratio"
+    return show(with_fastest(rows), names)
+
+
+# --- decoding
+
+
+@table(["speed-decode", "speed-decode-model", "speed-decode-model-8k"])
+def decode(rows: DataFrame) -> DataFrame:
+    rows = rows[rows["budget"].notna()].sort_values(["length", "batch", "budget"], kind="stable")
+    # with a budget of all tokens cab decodes densely
+    way = rows["part"].where(rows["budget"] < rows["length"], rows["part"] + "_dense")
+    rows = rows.assign(way=way).drop_duplicates(["length", "batch", "way"])
+    rows = side_by_side(rows, "", "way", ["length", "batch"])
+    headings = {
+        "attention.baseline_ms": "layer, fastest dense, ms",
+        "attention.ms": "layer, sparse, ms",
+        "model.baseline_ms": "model, sdpa, ms",
+        "model_dense.ms": "model, dense, ms",
+        "model.ms": "model, sparse, ms",
+    }
+    return show(rows, f"length batch {' '.join(headings)}", **headings)
+
+
+@table(["fidelity-decode"])
+def decoded(rows: DataFrame) -> DataFrame:
+    rows = side_by_side(rows, "cab:keys", "method", ["text", "length"])
+    rows["kl"] = both(rows, "decode.kl", "full.decode.kl", digits)
+    rows["agreement"] = both(rows, "decode.agreement", "full.decode.agreement", percent)
+    rows["recall"] = both(rows, "decode_asked.share", "dense.decode_asked.share", "{:.2f}")
+    headings = {
+        "density": "prefill density",
+        "kl": "KL (noise)",
+        "agreement": "greedy agreement (noise)",
+        "recall": "recall after the prompt (dense)",
+    }
+    return show(rows, "text length density kl agreement recall", **headings)
+
+
+# --- training
+
+TRAININGS = {
+    "fidelity-smollm2-beyond": "not at all",
+    "fidelity-trained-dense": "dense",
+    "fidelity-trained-dense-seed-1": "dense",
+    "fidelity-trained-cab": "cab",
+    "fidelity-trained-sampled-16": "cab, sampling one block in 16",
+    "fidelity-trained-sampled-8": "cab, sampling one block in 8",
+    "fidelity-trained-sampled-8-seed-1": "cab, sampling one block in 8",
+}
+
+
+@table(
+    [
+        "speed-lora",
+        "speed-lora-131k",
+        "speed-lora-262k",
+        "speed-lora-524k",
+        "speed-lora-524k-4-layers",
+    ]
+)
+def lora(rows: DataFrame) -> DataFrame:
+    rows = rows[(rows["spread"] == "alone") & ~rows["sought"].astype(bool)]
+    rows = with_seconds(rows.assign(layers=setting(rows, "layers")))
+    # the last folder counts
+    last = rows.groupby(["length", "layers"])["folder"].transform("last")
+    rows = side_by_side(rows[rows["folder"] == last], "cab", "implementation", ["length", "layers"])
+    rows = rows.sort_values(["length", "layers"], ascending=[True, False])
+    headings = {"sdpa.seconds": "sdpa, s", "FA4.seconds": "FA4, s", "seconds": "CAB, s"}
+    names = "over_best ceiling density peak_gib"
+    return show(rows, f"length layers {' '.join(headings)} {names}", **headings)
+
+
+@table(["speed-lora-spread"])
+def spread(rows: DataFrame) -> DataFrame:
+    rows = rows[rows["ms"].notna()].sort_values(["length", "world"], kind="stable")
+    names = "length world spread implementation seconds tokens_s efficiency"
+    headings = {"seconds": "seconds per step", "tokens_s": "tokens/s per GPU"}
+    return show(with_seconds(rows), names, **headings)
+
+
+@table(TRAININGS)
+def trained(rows: DataFrame) -> DataFrame:
+    rows = in_order(rows[rows["length"] == 32_768], "name", TRAININGS)
+    groups = rows.groupby(["label", "method"], sort=False)
+    rows = groups.apply(over_runs, include_groups=False).infer_objects().reset_index()
+    best = one_row(rows, label="dense", method="dense")
+    for probe in ("recall", "recall_border"):
+        is_below = rows[f"{probe}_high"] < best[f"{probe}_low"]
+        rows[probe] = bold(interval(rows, probe), is_below)
+    for probe in ("perplexity", "perplexity_border"):
+        ratio = rows[probe] / best[probe]
+        # far off, it means nothing
+        rows[f"{probe}_ratio"] = ratio.where(ratio < 100)
+    rows["step_s"] = rows["folder"].map(seconds_of_a_step)
+    names = "label runs method density recall recall_border each"
+    headings = {
+        "label": "training",
+        "method": "inference",
+        "recall": "recall in the prompt",
+        "recall_border": "recall at block starts",
+    }
+    return show(rows, f"{names} perplexity_ratio perplexity_border_ratio step_s", **headings)
+
+
+def over_runs(rows: DataFrame) -> Series:
+    """Return the mean over the runs of a training, NaN for a probe that a run lacks.
+
+    Shares are over the keys of all runs together, with Wilson's interval. Perplexities are
+    geometric means.
+    """
+    each = ", ".join(map(digits, rows["perplexity.value"]))
+    pooled = {"folder": rows["folder"].iloc[0], "runs": len(rows), "each": each}
+    pooled["density"] = rows["density"].mean()
+    for probe in ("recall", "recall_border"):
+        counts = rows[[f"{probe}.correct", f"{probe}.n"]]
+        right, n = map(int, counts.sum())
+        share = (right / n, *wilson(right, n)) if counts.notna().all(axis=None) else [math.nan] * 3
+        pooled |= zip((probe, f"{probe}_low", f"{probe}_high"), share, strict=True)
+    for probe in ("perplexity", "perplexity_border"):
+        values = rows[f"{probe}.value"]
+        pooled[probe] = geometric_mean(values) if values.notna().all() else math.nan
+    return Series(pooled)
+
+
+def seconds_of_a_step(folder: Path) -> float | None:
+    """Return the median step time of a training without its first steps, or None."""
+    if not is_there(folder / TIMED):
+        return None
+    _, records = read_log(folder / TIMED)
+    steps = [each for each in records if each["kind"] == STEP]
+    return median(each["seconds"] for each in steps if each["step"] > WARM_UP_STEPS)
+
+
+# --- several GPUs
+
+
+@table(
+    [
+        "speed-context-parallel",
+        "speed-context-parallel-1m",
+        "speed-context-parallel-4",
+        "speed-context-parallel-4-1m",
+        "speed-context-parallel-4-70b",
+        "speed-context-parallel-4-1m-70b",
+    ]
+)
+def parallel(rows: DataFrame) -> DataFrame:
+    rows = rows[rows["measured"].astype(bool) & rows["direction"].notna()]
+    most = rows[rows["world"] == rows.groupby("folder")["world"].transform("max")]
+    by = ["folder", "shape", "length", "world", "direction"]
+    rows = side_by_side(most, "grouped+cab", "scheme", by)
+    rows["gain"] = rows["grouped.ms"] / rows["ms"]
+    names = "ring.efficiency grouped.efficiency efficiency"
+    headings = dict(zip(names.split(), ("ring", "grouped", "grouped+cab"), strict=True))
+    headings["gain"] = "dense time / CAB time"
+    return show(rows, f"shape length world direction {names} density gain", **headings)
+
+
+@table(["speed-lora-cp", "speed-lora-cp-4", "speed-ttft-1m", "speed-ttft-1m-4"])
+def sharded(rows: DataFrame) -> DataFrame:
+    labels = {"speed lora": "training step", "speed ttft": "first token"}
+    rows = rows.assign(measured=rows["run"].map(lambda run: labels[run["experiment"]]))
+    rows = with_seconds(rows[rows["implementation"] == "cab"])
+    names = "measured length world baseline_s seconds over_best density peak_gib"
+    return show(rows, names, seconds="CAB, s", peak_gib="GiB per GPU")
+
+
+# --- model types
+
+FAMILIES = {
+    "llama": "Llama 2, 3, 3.1 to 3.3; SmolLM2",
+    "llama4_text": "Llama 4",
+    "qwen2": "Qwen 2, 2.5",
+    "qwen2_moe": "Qwen 2 MoE",
+    "qwen3": "Qwen 3",
+    "qwen3_moe": "Qwen 3 MoE",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5_text": "Qwen 3.5",
+    "qwen3_5_moe_text": "Qwen 3.5 MoE",
+    "gemma": "Gemma",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3",
+    "gemma3n_text": "Gemma 3n",
+    "gemma4_text": "Gemma 4",
+    "mistral": "Mistral",
+    "ministral3": "Ministral 3",
+    "mixtral": "Mixtral",
+    "phi": "Phi 1, 2",
+    "phi3": "Phi 3, 4",
+    "phimoe": "Phi 3.5 MoE",
+    "phi4_multimodal": "Phi 4 multimodal",
+    "gpt_oss": "gpt-oss",
+    "glm": "GLM 4 (of 2024)",
+    "glm4": "GLM 4 (of 2025)",
+    "glm4_moe": "GLM 4.5 to 4.7",
+    "glm_moe_dsa": "GLM 5",
+    "deepseek_v2": "DeepSeek V2",
+    "deepseek_v3": "DeepSeek V3, R1",
+    "deepseek_v32": "DeepSeek V3.2",
+    "granite": "Granite 3",
+    "granitemoehybrid": "Granite 4",
+    "smollm3": "SmolLM3",
+}
+
+
+def layer_kinds(row: Row) -> dict[str, str | None]:
+    """Return which layers of a model type are ``sparse`` and ``exact``, or its ``error``."""
+    sparse = exact = error = None
+    if row["verdict"] != "exact":
+        error = REASON_ENDS.split(row["said"])[0]
+    elif row["sparse"] < row["layers"]:
+        sparse, exact = "layers without a window", "sliding windows"
+    else:
+        # a type without windows was computed with some too, where its config has them
+        sparse = "all layers"
+        exact = "sliding windows, if any" if row.get("windowed") == "exact" else None
+    return {"sparse": sparse, "exact": exact, "error": error}
+
+
+@table(["families"])
+def supported(rows: DataFrame) -> DataFrame:
+    rows = in_order(rows, "model_type", FAMILIES)
+    kinds = DataFrame([layer_kinds(row) for _, row in rows.iterrows()], rows.index)
+    return show(rows, "label model_type", label="models").join(kinds)
+
+
+@table(["families"])
+def supported_by_layers(rows: DataFrame) -> DataFrame:
+    shown = supported(rows)
+    shown["sparse"] = shown["sparse"].fillna("raises an error")
+    groups = shown.groupby(["sparse", "exact"], sort=False, dropna=False)
+    shown = groups["models"].agg("; ".join).reset_index()
+    return shown.rename(columns={"sparse": "sparse layers", "exact": "exact layers"})
+
+
+@sentence("families")
+def families(rows: DataFrame) -> str:
+    counts = rows["verdict"].value_counts()
+    return (
+        f"We tested {len(rows)} causal model types of transformers with every block kept. "
+        f"Of these, {counts['exact']} match dense attention,\n{counts['refused']} raise an error "
+        f"that names the reason, and {counts['not built']} could not be built\n"
+        "([list](eval/results/families/report.md))."
+    )

@@ -1,0 +1,98 @@
+"""Folders of results: their rows and provenance, and the source line below a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cab_hf.config import CabConfig
+from cab_hf.eval import experiment
+from cab_hf.eval.experiment import (
+    RESULTS,
+    Experiment,
+    Row,
+    named,
+    of_today,
+    unlike_default,
+    without_unset_share,
+)
+from cab_hf.experiment.log import is_there, read_file
+
+
+@dataclass(frozen=True)
+class Results:
+    """The content of a folder of results."""
+
+    name: str
+    rows: Sequence[Row]
+    provenance: Mapping[str, Any]
+    kind: type[Experiment]
+    folder: Path
+
+
+def read_results(folder: Path) -> Results:
+    """Read ``folder``; ValueError if it contains no results of an experiment."""
+    path = folder / RESULTS
+    if not is_there(path):
+        raise ValueError(f"{folder} has no {RESULTS}. Measure it again or remove the folder.")
+    provenance = experiment.read_provenance(folder)
+    if "experiment" not in provenance:
+        raise ValueError(f"{path} names no experiment in its provenance. Measure it again.")
+    kind = named(provenance["experiment"])
+    rows = [{**kind.ADDED, **row} for row in json.loads(read_file(path))["rows"]]
+    return Results(folder.name, rows, provenance, kind, folder)
+
+
+def all_results(results: Path) -> list[Results]:
+    """Read all folders in ``results``, by name; ValueError as in `read_results`."""
+    return list(map(read_results, sorted(filter(Path.is_dir, results.iterdir()))))
+
+
+def by_default(result: Results) -> bool:
+    """Return True if `fidelity` ran there with the default of its time at any ``min_length``."""
+    methods = {row.get("method") for row in result.rows}
+    if result.provenance["experiment"] != "fidelity" or "cab" not in methods:
+        return False
+    configs = result.provenance["settings"].get("cab_configs", {})
+    config = without_unset_share(configs.get("cab", {}))
+    if not config or not of_today(config):
+        return False
+    return unlike_default({**config, "min_length": CabConfig.min_length}) == {}
+
+
+def source(results: Sequence[Results]) -> str:
+    """Return a sentence with the devices, torch versions and commits of runs.
+
+    A second sentence names cab_hf 0.2 if one of the runs selected blocks by its settings.
+    """
+    runs = [each.provenance for each in results]
+    # after a comma the name has the compute capability whose code ran
+    devices = _listed(run["device"].partition(", code of")[0] for run in runs)
+    versions = _listed(run["versions"]["torch"] for run in runs)
+    commits = _listed(_short(run["commit"] or "unknown") for run in runs)
+    line = f"Measured on {devices} with torch {versions} at commit {commits}."
+    old = [_has_old_config(run["settings"]) for run in runs]
+    if any(old):
+        line += f" {'All' if all(old) else 'Some'} runs select blocks as cab_hf 0.2 did."
+    return line
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Join distinct names in their order: "a, b and c"."""
+    *first, last = dict.fromkeys(names)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _has_old_config(settings: Row) -> bool:
+    """Return True if blocks were selected by settings that no longer exist."""
+    configs = [settings.get("cab_config"), *settings.get("cab_configs", {}).values()]
+    return any(config and not of_today(config) for config in configs)
+
+
+def _short(commit: str) -> str:
+    """Return seven digits of a commit, and "-dirty" if files differed from it."""
+    number, *changed = commit.split("-", 1)
+    return "-".join([number[:7], *changed])
