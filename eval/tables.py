@@ -23,7 +23,7 @@ from cab_hf.eval.experiment import (
     Experiment,
     Row,
     is_earlier,
-    named,
+    kind_of,
     of_today,
     unlike_default,
     without_unset_share,
@@ -63,7 +63,7 @@ def read_results(folder: Path) -> Results:
     made = experiment.read_provenance(folder)
     if "experiment" not in made:
         raise ValueError(f"{path} names no experiment in its provenance. Measure it again.")
-    kind = named(made["experiment"])
+    kind = kind_of(made, folder)
     rows = [{**kind.ADDED, **row} for row in json.loads(read_file(path))["rows"]]
     return Results(folder.name, rows, made, kind, folder)
 

@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from cab_hf.config import CabConfig
 from cab_hf.eval.experiment import Experiment, Row, default_of, is_earlier, unlike_default
@@ -33,6 +34,12 @@ from cab_hf.experiment.settings import (
 DTYPES = ("bfloat16", "float16", "float32")
 # no block is below the threshold, so every row uses its whole budget
 KEEPS_ALL = {"mass_threshold": 0.0}
+# inputs with the structure of text: directions, tokens that share one, its size relative to the
+# noise
+TOPICS = 64
+TOPIC_TOKENS = 512
+TOPIC_STRENGTH = 0.8
+INPUTS = "random with the block structure of text (runs of tokens that share a direction)"
 AROUND = (0.9, 1.1)  # factors of an estimated length at which a search starts
 MADE_BY = ("device", "versions", "baselines", "commit")  # fields of the provenance
 
@@ -173,6 +180,32 @@ class SpeedSettings:
     def density_at(self, length: int) -> float:
         """Return ``max_density`` at a length, for subclasses that have it."""
         return self.value_at("max_density", length, float, "share")
+
+    def random_heads(
+        self, length: int, head_dim: int, device: torch.device, names: str, batch: int = 0
+    ) -> tuple[Tensor, ...]:
+        """Return random q, k or v by letter, [B, H, N, D] views of [B, N, H * D] as at prefill.
+
+        They have the block structure of text: in q and k, runs of `TOPIC_TOKENS` tokens share one
+        of `TOPICS` directions. On white noise almost no block could be left out. Settings need
+        ``heads`` and ``kv_heads``. B is ``batch``, or the batch of the settings.
+        """
+        generator = torch.Generator(device).manual_seed(self.seed)
+        like = {"device": device, "dtype": self.torch_dtype, "generator": generator}
+        topics = torch.randn(TOPICS, head_dim, **like)
+        topics *= TOPIC_STRENGTH * head_dim**0.5 / topics.norm(dim=-1, keepdim=True)
+        runs = torch.randint(
+            TOPICS, (-(-length // TOPIC_TOKENS),), device=device, generator=generator
+        )
+        shared = topics[runs.repeat_interleave(TOPIC_TOKENS)[:length]]
+        made = []
+        for name in names:
+            heads = self.heads if name == "q" else self.kv_heads
+            x = torch.randn(batch or self.batch, length, heads, head_dim, **like)
+            if name != "v":
+                x += shared[:, None]
+            made.append(x.transpose(1, 2))
+        return tuple(made)
 
     def configs(self) -> list[CabConfig]:
         """Return the configs of all cases if they differ."""

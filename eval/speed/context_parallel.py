@@ -20,9 +20,16 @@ from cab_hf.distributed.sharding import Sharding, sharding_of
 from cab_hf.engines import REFERENCE, Workload
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped, percent
-from cab_hf.eval.speed.base import KEEPS_ALL, Speed, SpeedSettings, densities, listed, made_of
+from cab_hf.eval.speed.base import (
+    INPUTS,
+    KEEPS_ALL,
+    Speed,
+    SpeedSettings,
+    densities,
+    listed,
+    made_of,
+)
 from cab_hf.eval.speed.dense import CHECK_GRADIENT_TOLERANCE, CHECK_TOLERANCE, close
-from cab_hf.eval.speed.heads import INPUTS, RandomHeads
 from cab_hf.eval.speed.reported import Panel
 from cab_hf.eval.speed.schemes import ring_attention
 from cab_hf.eval.speed.team import ROW_SECONDS, Ranked, Team
@@ -66,7 +73,7 @@ WARM_UP_TOKENS, WARM_UP_SECONDS = 2**17, 2.0
 
 
 @dataclass(frozen=True)
-class Settings(RandomHeads, SpeedSettings):
+class Settings(SpeedSettings):
     """Settings of a run of context parallelism."""
 
     DEFAULTS = {**KEEPS_ALL, "min_length": 0}

@@ -25,7 +25,6 @@ from cab_hf.eval.report import grouped
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, close, flash_attn
-from cab_hf.eval.speed.heads import RandomHeads
 from cab_hf.eval.speed.model import SDPA
 from cab_hf.eval.speed.reported import Panel
 from cab_hf.eval.speed.timing import Bench, method_on
@@ -100,7 +99,7 @@ class Step(NamedTuple):
 # cached for all kernels of a case
 @lru_cache(maxsize=1)
 def random_step(
-    settings: RandomHeads, length: int, batch: int, head_dim: int, device: torch.device
+    settings: Settings, length: int, batch: int, head_dim: int, device: torch.device
 ) -> Step:
     """Return the last token of random inputs, and the cache of all tokens."""
     q, k, v = settings.random_heads(length, head_dim, device, "qkv", batch)
@@ -174,7 +173,7 @@ DENSE: Mapping[str, Callable[[Step], Call]] = {
 
 
 @dataclass(frozen=True)
-class Settings(RandomHeads, models.ModelShape):
+class Settings(models.ModelShape):
     """Settings of a run of decode steps."""
 
     DEFAULTS = {"min_length": 0, "sparse_decode": True}

@@ -150,7 +150,8 @@ class LoraStep(TimeToFirstToken):
         "all memory that torch can allocate.",
         "worlds": SPREADING,
     }
-    FOUND = (*TimeToFirstToken.FOUND, "fits", "room_gib", "tile_tokens", "offloaded", "host_gib")
+    FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as", "fits", "room_gib")
+    FOUND += ("tile_tokens", "offloaded", "host_gib")
 
     @staticmethod
     def needs_ranks(settings: Settings) -> bool:
@@ -234,10 +235,6 @@ class LoraStep(TimeToFirstToken):
             if complete and row["tokens_s"]:
                 row["efficiency"] = row["tokens_s"] / complete
         return rows
-
-    @classmethod
-    def readings(cls, rows: Sequence[Row]) -> list[str]:
-        return [*super().readings(rows), *base.longest(rows, cls.BY)]
 
 
 EXPERIMENT = LoraStep

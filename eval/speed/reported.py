@@ -85,7 +85,8 @@ class Reported:
             names = (*cls.DENSE, "length")
             once = [alike[0] for alike in grouped(rows, *names)]
             ways = [{name: row[name] for name in names} | row["baselines"] for row in once]
-            made["Dense attention, ms"] = table(ways)
+            same = [n for n in cls.ADDED if len({row.get(n) for row in rows}) == 1]
+            made["Dense attention, ms"] = table(ways, same)
         return made | cls.remarks(rows)
 
     @classmethod

@@ -134,7 +134,8 @@ class Team:
                 for _ in range(row):
                     call()
 
-            mine = self.together(lambda: bench.walls(some, runs, begin))
+            calls = some if row > 1 else call
+            mine = self.together(lambda: bench.walls(calls, runs, begin))
             times, peaks = zip(*self.everyone(mine), strict=True)
             slowest = [max(run) / row for run in zip(*times, strict=True)]
             return slowest, None if None in peaks else max(peaks)
