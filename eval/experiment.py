@@ -168,6 +168,12 @@ class Experiment(ABC):
     def draw(path: Path, rows: Sequence[Row]) -> None:
         """Draw the figure as PNG."""
 
+    @classmethod
+    def commands(cls, settings: Row) -> list[str]:
+        """Return the command lines that repeat a run with the recorded ``settings``."""
+        words = f"{cls.name} {shlex.join(spelled(settings, cls.Settings))}".strip()
+        return [f"{program} {words}" for program in cls.programs(settings)]
+
     @staticmethod
     def programs(settings: Row) -> list[str]:
         """Return the programs that started runs with the recorded ``settings``."""
@@ -435,5 +441,4 @@ def command(kind: type[Experiment] | Archived, settings: Row) -> str:
     """Return the command lines, as code, that repeat a run with the recorded ``settings``."""
     if isinstance(kind, Archived):
         return kind.command
-    words = f"{kind.name} {shlex.join(spelled(settings, kind.Settings))}".strip()
-    return "\n".join(["```", *(f"{program} {words}" for program in kind.programs(settings)), "```"])
+    return "\n".join(["```", *kind.commands(settings), "```"])

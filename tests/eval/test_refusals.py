@@ -120,9 +120,6 @@ keys=99 ; asked=99 ; texts=no.txt ; texts=a/b.txt,b.md ; variant=wide ; variant=
 variant==mass_threshold=0.08 ; variant=wide=no.json ; variant=wide=b.json ; variant=no.yaml
 variant=list.yaml
 """,
-    "families": """
-types=llama,llamma ; ranks=0
-""",
     "calibrate": """
 target-densities=7 > must be in (0, 1] ; target-densities=1.5 ; target-densities=0.001
 cab=mas=1 > mas ; documents=0 ; texts=nowhere.txt
