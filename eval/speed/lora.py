@@ -29,8 +29,8 @@ from cab_hf.eval.report import grouped
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import SDPA
+from cab_hf.eval.speed.rank_group import RankGroup, by_torchrun
 from cab_hf.eval.speed.reported import CAB_DENSE, Panel
-from cab_hf.eval.speed.team import Team, by_torchrun
 from cab_hf.eval.speed.ttft import GAIN, TimeToFirstToken, beside_dense
 from cab_hf.experiment.settings import by_device, flag, number_or_auto, option
 from cab_hf.finetune.cost_model import GIB, Cost, Fit, Room, fit, host_bytes, plan_bytes
@@ -160,7 +160,7 @@ class LoraStep(TimeToFirstToken):
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         settings = self.settings
         for how in settings.spread:
-            place = {"spread": how, "world": 1 if how == ALONE else self.team.size}
+            place = {"spread": how, "world": 1 if how == ALONE else self.ranks.size}
             asked = [x for x in settings.asked() if how != CP or x["implementation"] in NAMES]
             for case in asked:
                 yield {**case, **place, "sought": False}
@@ -183,7 +183,7 @@ class LoraStep(TimeToFirstToken):
     def fitted(self, place: Mapping[str, Any], length: int, room: Room) -> tuple[int, Fit]:
         """Return (tokens of a tile or 0, memory and offloaded layers) of a step at ``place``."""
         settings, how, world = self.settings, place["spread"], place["world"]
-        cp, cost = world if how == CP else 1, trainee(settings).cost
+        cp, cost = world if how == CP else 1, train_state(settings).cost
         tile = tile_of(length // cp, settings.tile_tokens)
         more = {"itemsize": settings.torch_dtype.itemsize, "tile": tile, "cp": cp}
         more["shards"] = world if how == FSDP2 else 1
@@ -191,25 +191,25 @@ class LoraStep(TimeToFirstToken):
             more["plans"] = plan_bytes(cost, settings.budgeted(length), length, cp=cp)
         return tile, fit(cost, length, room, settings.offload_layers, **more)
 
-    def find_on(self, sample: dict[str, Any], team: Team) -> None:
-        """Add the results of a step of ``team`` to ``sample``."""
+    def find_on(self, sample: dict[str, Any], ranks: RankGroup) -> None:
+        """Add the results of a step of ``ranks`` to ``sample``."""
         settings, length, how = self.settings, sample["length"], sample["spread"]
         # hooks of an earlier distributed step live until it is collected
         gc.collect()
         sample["room_gib"] = self.bench.room()
         tile, (offloaded, _) = self.fitted(sample, length, room_of(sample["room_gib"]))
-        sharing = team.size if how == CP else 1
+        sharing = ranks.size if how == CP else 1
         host = save_memory(settings, length // sharing, tile, offloaded)
         sample |= {"tile_tokens": tile, "offloaded": offloaded, "host_gib": host}
         runs = 1 if sample["sought"] else settings.runs
-        with training(settings, length, sample["implementation"], how, team) as (call, known):
-            team.together(lambda: call(min(length, WARM_UP_TOKENS)))
+        with training(settings, length, sample["implementation"], how, ranks) as (call, known):
+            ranks.together(lambda: call(min(length, WARM_UP_TOKENS)))
             # do not count the attention of the warm-up step
             known()
-            team.together(self.bench.settle)
-            result = team.slowest(self.bench, lambda: call(length), runs, warm_up=0)
+            ranks.together(self.bench.settle)
+            result = ranks.time_slowest(self.bench, lambda: call(length), runs, warm_up=0)
             sample |= {"fits": True, **known()}
-        cost, density = trainee(settings).cost, sample["density"]
+        cost, density = train_state(settings).cost, sample["density"]
         done = step_flops(cost, length, density)
         sample |= {
             "ms": result.ms,
@@ -251,19 +251,19 @@ def room_of(gib: float | None) -> Room:
     return Room(inf if gib is None else gib * GIB, host_bytes())
 
 
-class Trainee(NamedTuple):
+class TrainState(NamedTuple):
     """A model in training with its loss, and the cost of its step."""
 
     objective: Objective
     cost: Cost
 
     @property
-    def learnt(self) -> list[nn.Parameter]:
+    def trainable(self) -> list[nn.Parameter]:
         return [p for p in self.objective.parameters() if p.requires_grad]
 
 
 @lru_cache(maxsize=1)
-def trainee(settings: Settings) -> Trainee:
+def train_state(settings: Settings) -> TrainState:
     """Return the random model with trainable adapters."""
     model = models.random_model(settings)
     if settings.qlora:
@@ -271,12 +271,12 @@ def trainee(settings: Settings) -> Trainee:
     model = with_lora(model, TARGETS, settings.rank, ALPHA)
     enable_gradient_checkpointing(model)
     model.train()
-    return Trainee(Objective(model), Cost.of(model))
+    return TrainState(Objective(model), Cost.of(model))
 
 
 def save_memory(settings: Settings, tokens: int, tile: int, offloaded: int) -> float:
     """Set up tiles for ``tokens`` per rank (0: none) and offloading; return the pinned GiB."""
-    model = trainee(settings).objective.model
+    model = train_state(settings).objective.model
     # one tile of all tokens, and of the padding of ranks, means no tiles
     compute_in_tiles(model, tile or sys.maxsize)
     offload = Offload(offloaded, torch.device(settings.device))
@@ -296,20 +296,20 @@ def batch_of(settings: Settings, tokens: int, number: int = 0) -> Batch:
 
 @contextmanager
 def training(
-    settings: Settings, length: int, way: str, how: str = ALONE, team: Team | None = None
+    settings: Settings, length: int, way: str, how: str = ALONE, ranks: RankGroup | None = None
 ) -> Iterator[tuple[Callable[[int], None], Callable[[], dict[str, Any]]]]:
     """Return a step on ``tokens``, and a function that counts attention since its last call.
 
     The count is over all ranks.
     """
-    team = Team() if team is None else team
+    ranks = RankGroup() if ranks is None else ranks
     model, config = models.random_model(settings), settings.budgeted(length)
 
     def known() -> dict[str, Any]:
         found = models.attended_by(model, length, way, reset=True)
         if how != CP:
-            return found | {"density": team.mean(found["density"])}
-        density = team.mean(found["density"], team.pairs(length, block_of(model)))
+            return found | {"density": ranks.mean(found["density"])}
+        density = ranks.mean(found["density"], ranks.pairs(length, block_of(model)))
         # sharded sequences are not described
         return {"density": density, "ran_as": None}
 
@@ -317,50 +317,50 @@ def training(
         # half of all adapter weights are initially zero
         draw = torch.Generator(settings.device).manual_seed(settings.seed)
         with torch.no_grad():
-            for parameter in trainee(settings).learnt:
+            for parameter in train_state(settings).trainable:
                 parameter.normal_(std=models.INITIAL_STD, generator=draw)
     try:
-        with models.attending(model, way, config), shared(settings, how, team) as backward:
+        with models.attending(model, way, config), shared(settings, how, ranks) as backward:
             # sharding has replaced the weights
-            learnt = trainee(settings).learnt
+            trainable = train_state(settings).trainable
             fused = torch.device(settings.device).type == "cuda"
-            optimizer = torch.optim.AdamW(learnt, LEARNING_RATE, fused=fused)
+            optimizer = torch.optim.AdamW(trainable, LEARNING_RATE, fused=fused)
             try:
-                yield partial(learn, backward, learnt, optimizer), known
+                yield partial(train_step, backward, trainable, optimizer), known
             finally:
-                for parameter in learnt:
+                for parameter in trainable:
                     parameter.grad = None
     finally:
         if how == FSDP2:
             # this rank holds only a part of the model
             models.forget_model()
-            trainee.cache_clear()
+            train_state.cache_clear()
 
 
 @contextmanager
-def shared(settings: Settings, how: str, team: Team) -> Iterator[Callable[[int], None]]:
+def shared(settings: Settings, how: str, ranks: RankGroup) -> Iterator[Callable[[int], None]]:
     """Return a function that makes this rank's gradients; `FSDP2` leaves the weights sharded."""
-    objective = wrapped = trainee(settings).objective
+    objective = wrapped = train_state(settings).objective
     batch, scale, inside = partial(batch_of, settings), 1, nullcontext()
     if how in (DDP, FSDP2):
-        batch = partial(batch, number=team.rank)
+        batch = partial(batch, number=ranks.rank)
     if how == FSDP2:
         # as in accelerate: layers are gathered one by one, and the other modules form one more unit
-        mesh = DeviceMesh.from_group(team.group, torch.device(settings.device).type)
+        mesh = DeviceMesh.from_group(ranks.group, torch.device(settings.device).type)
         for layer in models.random_model(settings).model.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         fully_shard(objective, mesh=mesh)
     if how in (DDP, CP):
-        wrapped = DistributedDataParallel(objective, process_group=team.group)
+        wrapped = DistributedDataParallel(objective, process_group=ranks.group)
     if how == CP:
-        block, scale = block_of(objective.model), team.size
+        block, scale = block_of(objective.model), ranks.size
         # a recomputed layer gathers again by itself
-        inside = context_parallel(objective.model, team.group, block=block, regather_kv=False)
+        inside = context_parallel(objective.model, ranks.group, block=block, regather_kv=False)
 
     def backward(tokens: int) -> None:
         given = batch(tokens)
         if how == CP:
-            given = sharded(given, team.group, block)
+            given = sharded(given, ranks.group, block)
         # each rank divides by the tokens of all ranks that share a sequence
         (wrapped(given) * (scale / tokens)).backward()
 
@@ -368,14 +368,14 @@ def shared(settings: Settings, how: str, team: Team) -> Iterator[Callable[[int],
         yield backward
 
 
-def learn(
+def train_step(
     backward: Callable[[int], None],
-    learnt: Sequence[nn.Parameter],
+    trainable: Sequence[nn.Parameter],
     optimizer: torch.optim.Optimizer,
     tokens: int,
 ) -> None:
     """Take a step on ``tokens`` per sequence."""
     backward(tokens)
-    torch.nn.utils.clip_grad_norm_(learnt, CLIP)
+    torch.nn.utils.clip_grad_norm_(trainable, CLIP)
     optimizer.step()
     optimizer.zero_grad()

@@ -23,8 +23,8 @@ from cab_hf.eval.report import grouped, percent
 from cab_hf.eval.speed import base, dense
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import CAB, PLAIN, SDPA, VARIANTS
+from cab_hf.eval.speed.rank_group import Ranked, RankGroup, by_torchrun
 from cab_hf.eval.speed.reported import CAB_DENSE, TIMES, Panel
-from cab_hf.eval.speed.team import Ranked, Team, by_torchrun
 from cab_hf.experiment.settings import by_device, flag, option, parse_length
 
 # tokens per rank and MLP call: half a million tokens make tensors of 14 GiB
@@ -163,7 +163,7 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         settings = self.settings
         for case in settings.asked():
-            yield {**case, "world": self.team.size, "sought": False}
+            yield {**case, "world": self.ranks.size, "sought": False}
         for case in settings.asked() if settings.longest else ():
             # the search chooses the lengths
             if case["length"] == settings.lengths[0]:
@@ -183,14 +183,14 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
         cache = STATIC if settings.chunk else DYNAMIC
         return prompts.longest(room * GIB, settings.chunk or None, cache)
 
-    def find_on(self, sample: dict[str, Any], team: Team) -> None:
+    def find_on(self, sample: dict[str, Any], ranks: RankGroup) -> None:
         settings, bench = self.settings, self.bench
         length, way, behind = sample["length"], sample["implementation"], settings.behind
         runs = 1 if sample["sought"] else settings.runs
-        if team.size > 1:
-            team.together(bench.settle)
+        if ranks.size > 1:
+            ranks.together(bench.settle)
             # a shorter prompt has warmed it up, so that the first call counts
-            prefill, warm_up = prefilling_across(settings, length, way, team), 0.0
+            prefill, warm_up = prefilling_across(settings, length, way, ranks), 0.0
         else:
             variant, warm_up = sample["variant"], inf
             if sample["sought"]:
@@ -200,7 +200,7 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
             sample |= self.memory(length, way, variant)
             prefill = models.prefilling(settings, length, way, settings.chunk, behind, variant)
         with prefill as (call, known, crop):
-            ms, peak, *_ = team.slowest(bench, call, runs, warm_up=warm_up, before=crop)
+            ms, peak, *_ = ranks.time_slowest(bench, call, runs, warm_up=warm_up, before=crop)
             sample |= known()
         done = settings.flops(length, sample["density"], behind)
         if peak is not None and sample["cache_gib"] is not None:
@@ -211,7 +211,7 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
             "fits": True,
             "peak_gib": peak,
             "ceiling": settings.flops(length, 1.0, behind) / done,
-            "tflops": done / ms / 1e9 / team.size,
+            "tflops": done / ms / 1e9 / ranks.size,
         }
 
     def memory(self, length: int, way: str, variant: str) -> dict[str, Any]:
@@ -290,9 +290,9 @@ def beside_dense(samples: Sequence[Row]) -> list[dict[str, Any]]:
 
 @contextmanager
 def prefilling_across(
-    settings: models.ModelSettings, length: int, way: str, team: Team
+    settings: models.ModelSettings, length: int, way: str, ranks: RankGroup
 ) -> Iterator[tuple[Callable[[], Any], Callable[[], dict[str, Any]], Callable[[], None]]]:
-    """Return `models.prefilling` over the ranks of ``team``, with compiled kernels."""
+    """Return `models.prefilling` over the ranks of ``ranks``, with compiled kernels."""
     from cab_hf import context_parallel
     from cab_hf.finetune.parallel import block_of
     from cab_hf.finetune.tiles import compute_in_tiles
@@ -303,28 +303,28 @@ def prefilling_across(
 
         def known() -> dict[str, Any]:
             density = models.attended_by(model, length, way)["density"]
-            return {"density": team.mean(density, team.pairs(length, block))}
+            return {"density": ranks.mean(density, ranks.pairs(length, block))}
 
         compute_in_tiles(model, MLP_TOKENS)
         try:
-            with context_parallel(model, team.group, block=block):
-                team.together(reading(model, prompt[:, :WARM_UP_TOKENS], team, block))
+            with context_parallel(model, ranks.group, block=block):
+                ranks.together(reading(model, prompt[:, :WARM_UP_TOKENS], ranks, block))
                 # do not count the attention of the warm-up prompt
                 models.attended_by(model, length, way, reset=True)
-                yield reading(model, prompt, team, block), known, lambda: None
+                yield reading(model, prompt, ranks, block), known, lambda: None
         finally:
             # one tile of all tokens means no tiles
             compute_in_tiles(model, sys.maxsize)
 
 
-def reading(model: nn.Module, prompt: Tensor, team: Team, block: int) -> Callable[[], Any]:
+def reading(model: nn.Module, prompt: Tensor, ranks: RankGroup, block: int) -> Callable[[], Any]:
     """Return a function that reads this rank's tokens of a prompt [1, N].
 
     The rank with the last token returns its logits.
     """
     from cab_hf.distributed import shard
 
-    mine = shard({"input_ids": prompt}, team.group, block)
+    mine = shard({"input_ids": prompt}, ranks.group, block)
     # later padding has the same position
     last = torch.where(mine["position_ids"][0] == prompt.shape[1] - 1)[0][:1]
 

@@ -8,7 +8,7 @@ import torch
 from bench import BLOCKS, TINY, Clock, sample_of, shown, speed_run, torchrun
 
 from cab_hf.eval.speed import dense, model, ttft
-from cab_hf.eval.speed.team import Team
+from cab_hf.eval.speed.rank_group import RankGroup
 from cab_hf.eval.speed.ttft import Settings
 from cab_hf.eval.speed.ttft import TimeToFirstToken as Ttft
 
@@ -212,7 +212,11 @@ def read_on(group, way, length):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ttft, "WARM_UP_TOKENS", 512)
         patch.setattr(ttft, "MLP_TOKENS", 100)
-        with ttft.prefilling_across(settings, length, way, Team(group, group)) as (call, known, _):
+        with ttft.prefilling_across(settings, length, way, RankGroup(group, group)) as (
+            call,
+            known,
+            _,
+        ):
             read = call()
             cached = [layer.keys.shape[2] for layer in read.past_key_values.layers]
             # inference tensors stay where they were made
