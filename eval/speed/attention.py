@@ -18,10 +18,19 @@ from cab_hf.engines import Engine
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped, percent
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import INPUTS, KEEPS_ALL, Speed, SpeedSettings, listed, made_of
 from cab_hf.eval.speed.dense import CHECK_LENGTH, check_gradients, check_rows, gradients_of
 from cab_hf.eval.speed.layouts import LAYOUTS, WHOLE, Sequences, baselines
-from cab_hf.eval.speed.reported import Panel, named, varying
+from cab_hf.eval.speed.runner import (
+    INPUTS,
+    KEEPS_ALL,
+    Panel,
+    Speed,
+    SpeedSettings,
+    listed,
+    made_of,
+    named,
+    varying,
+)
 from cab_hf.eval.speed.timing import Bench, in_a_sentence, method_on
 from cab_hf.experiment.settings import flag, option
 from cab_hf.hf.rotary import llama_channels

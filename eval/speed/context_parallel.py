@@ -20,18 +20,18 @@ from cab_hf.distributed.sharding import Sharding, sharding_of
 from cab_hf.engines import REFERENCE, Workload
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped, percent
-from cab_hf.eval.speed.base import (
+from cab_hf.eval.speed.dense import CHECK_GRADIENT_TOLERANCE, CHECK_TOLERANCE, close
+from cab_hf.eval.speed.rank_group import ROW_SECONDS, Ranked, RankGroup
+from cab_hf.eval.speed.runner import (
     INPUTS,
     KEEPS_ALL,
+    Panel,
     Speed,
     SpeedSettings,
     densities,
     listed,
     made_of,
 )
-from cab_hf.eval.speed.dense import CHECK_GRADIENT_TOLERANCE, CHECK_TOLERANCE, close
-from cab_hf.eval.speed.rank_group import ROW_SECONDS, Ranked, RankGroup
-from cab_hf.eval.speed.reported import Panel
 from cab_hf.eval.speed.schemes import ring_attention
 from cab_hf.eval.speed.timing import MOST_RUNS
 from cab_hf.experiment.settings import by_device, option, parse_length
@@ -203,8 +203,14 @@ class ContextParallel(Ranked):
         bench.settle()
         held = self.held(turn, ranks, backward)
         sample["ran_as"] = turn.label(*held[:3], backward)
-        how = settings.runs, settings.seconds, TURNS, warm_up
-        sample |= ranks.time_slowest(bench, turn.call(*held), *how)._asdict()
+        sample |= ranks.time_slowest(
+            bench,
+            turn.call(*held),
+            settings.runs,
+            settings.seconds,
+            in_a_row=TURNS,
+            warm_up=warm_up,
+        )._asdict()
         if turn.scheme.sparse:
             choose = partial(turn.choose, *held[:2])
             pairs = ranks.all_gather(ranks.together(lambda: tuple(map(int, choose().pairs()))))

@@ -91,8 +91,9 @@ class Sequences:
     def mask(self) -> MaskInfo:
         """Return the mask for the layers of a model in one forward pass."""
         padding = self.ranges.key_valid if self.layout == PADDED else None
-        shape = (self.rows, self.slots, self.slots)
-        mask = cab_mask(*shape, attention_mask=padding, device=self.device)
+        mask = cab_mask(
+            self.rows, self.slots, self.slots, attention_mask=padding, device=self.device
+        )
         mask.find_documents(None, self.cu_seq_lens if self.layout == PACKED else None)
         return mask
 
@@ -159,10 +160,10 @@ def _varlen(sequences: Sequences, load: Callable[[], Kernel]) -> Attend:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         # [B, H, N, D] -> [B * N, H, D]
-        tokens = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         if padded:
-            tokens = [x.index_select(0, real) for x in tokens]
-        out = kernel(*tokens, cu_seq_lens, longest, scale)
+            q, k, v = (x.index_select(0, real) for x in (q, k, v))
+        out = kernel(q, k, v, cu_seq_lens, longest, scale)
         if padded:
             slots = out.new_zeros(sequences.rows * sequences.slots, *out.shape[1:])
             out = slots.index_copy_(0, real, out)

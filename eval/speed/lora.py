@@ -26,12 +26,12 @@ from cab_hf.config import NAMES
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.quantised import to_4_bits
 from cab_hf.eval.report import grouped
-from cab_hf.eval.speed import base, dense
+from cab_hf.eval.speed import dense, runner
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import SDPA
-from cab_hf.eval.speed.rank_group import RankGroup, by_torchrun
-from cab_hf.eval.speed.reported import CAB_DENSE, Panel
-from cab_hf.eval.speed.ttft import GAIN, TimeToFirstToken, beside_dense
+from cab_hf.eval.speed.rank_group import Ranked, RankGroup, by_torchrun
+from cab_hf.eval.speed.runner import CAB_DENSE, Panel
+from cab_hf.eval.speed.ttft import GAIN, beside_dense, speed_ups
 from cab_hf.experiment.settings import by_device, flag, number_or_auto, option
 from cab_hf.finetune.cost_model import GIB, Cost, Fit, Room, fit, host_bytes, plan_bytes
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
@@ -66,18 +66,18 @@ class Settings(models.LongestSettings):
 
     KEYS = {"length": "lengths", "implementation": "implementations"}
     # the block size with the fastest gradients
-    DEFAULTS = {**base.KEEPS_ALL, "key_block": 128}
+    DEFAULTS = {**runner.KEEPS_ALL, "key_block": 128}
     POSITIVE = (*models.LongestSettings.POSITIVE, "rank", "runs", "multiple")
     FROM_0 = (*models.LongestSettings.FROM_0, "tile_tokens", "offload_layers")
     CHOICES = {"spread": SPREADS}
 
-    lengths: tuple[int, ...] | None = base.powers(13, 17)
-    implementations: tuple[str, ...] | None = base.listed(
+    lengths: tuple[int, ...] | None = runner.powers(13, 17)
+    implementations: tuple[str, ...] | None = runner.listed(
         (SDPA, "cuDNN", "FA4", CAB), (SDPA, "SDPA", CAB), "attention implementations"
     )
     rank: int = option(16, f"rank of the LoRA adapters in {', '.join(TARGETS)}", int)
     runs: int = option(3, "timed steps per row", int)
-    spread: tuple[str, ...] = base.listed(
+    spread: tuple[str, ...] = runner.listed(
         (), None, f"how ranks share a step: {', '.join(SPREADS)}; default under torchrun: all"
     )
     tile_tokens: int | None = option(
@@ -124,7 +124,7 @@ class Settings(models.LongestSettings):
         )
 
 
-class LoraStep(TimeToFirstToken):
+class LoraStep(Ranked):
     """The experiment; a case is one length, one attention, and one way to share a step."""
 
     name = "speed lora"
@@ -135,7 +135,7 @@ class LoraStep(TimeToFirstToken):
     CASE = (*Settings.KEYS, "spread", "world")
     ADDED = {"spread": ALONE, "world": 1, "sought": False, "fits": None, "room_gib": None}
     ADDED |= {"tile_tokens": 0, "offloaded": 0, "host_gib": None}
-    GROWS = (*TimeToFirstToken.GROWS, "spread", "longest", "multiple")
+    GROWS = (*Settings.KEYS.values(), "cab", "worlds", "spread", "longest", "multiple")
     GROWS += ("tile_tokens", "offload_layers")
     SHAPE = ("dtype", "rank")
     BY = {"way": "implementation", "ranks": "world", "spread": "spread"}
@@ -150,6 +150,7 @@ class LoraStep(TimeToFirstToken):
         "all memory that torch can allocate.",
         "worlds": SPREADING,
     }
+    described = staticmethod(models.described)
     FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as", "fits", "room_gib")
     FOUND += ("tile_tokens", "offloaded", "host_gib")
 
@@ -235,6 +236,10 @@ class LoraStep(TimeToFirstToken):
             if complete and row["tokens_s"]:
                 row["efficiency"] = row["tokens_s"] / complete
         return rows
+
+    @classmethod
+    def readings(cls, rows: Sequence[Row]) -> list[str]:
+        return [*speed_ups(rows), *runner.longest(rows, cls.BY)]
 
 
 EXPERIMENT = LoraStep

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from cab_hf.distributed import RankLost
 from cab_hf.distributed.sharding import sharding_of
 from cab_hf.eval.experiment import PROG, run
-from cab_hf.eval.speed.base import Speed, SpeedSettings
+from cab_hf.eval.speed.runner import Speed, SpeedSettings
 from cab_hf.eval.speed.timing import MOST_RUNS, Bench, in_a_sentence
 from cab_hf.experiment.settings import UsageError, read_settings
 

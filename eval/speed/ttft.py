@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.fits import DYNAMIC, GIB, STATIC, Prompts
 from cab_hf.eval.report import grouped, percent
-from cab_hf.eval.speed import base, dense
+from cab_hf.eval.speed import dense, runner
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import CAB, PLAIN, SDPA, VARIANTS
 from cab_hf.eval.speed.rank_group import Ranked, RankGroup, by_torchrun
-from cab_hf.eval.speed.reported import CAB_DENSE, TIMES, Panel
+from cab_hf.eval.speed.runner import CAB_DENSE, TIMES, Panel
 from cab_hf.experiment.settings import by_device, flag, option, parse_length
 
 # tokens per rank and MLP call: half a million tokens make tensors of 14 GiB
@@ -65,11 +65,11 @@ class Settings(models.LongestSettings):
     FROM_0 = (*models.LongestSettings.FROM_0, "behind", "chunk")
     CHOICES = {"variants": VARIANTS}
 
-    lengths: tuple[int, ...] | None = base.powers(12, 17)
-    implementations: tuple[str, ...] | None = base.listed(
+    lengths: tuple[int, ...] | None = runner.powers(12, 17)
+    implementations: tuple[str, ...] | None = runner.listed(
         (SDPA, "cuDNN", "FA3", "FA4", *CAB), (SDPA, "SDPA", *CAB), "attention implementations"
     )
-    variants: tuple[str, ...] = base.listed(
+    variants: tuple[str, ...] = runner.listed(
         (PLAIN,), None, f"implementation of norms, RoPE and MLPs: {', '.join(VARIANTS)}"
     )
     runs: int = option(3, "timed runs per row", int)
@@ -139,7 +139,7 @@ class Settings(models.LongestSettings):
         return text + (warming if by_torchrun() else "")
 
 
-class TimeToFirstToken(models.ModelSpeed, Ranked):
+class TimeToFirstToken(Ranked):
     """The experiment; a case is one length, one attention, and one number of ranks."""
 
     name = "speed ttft"
@@ -159,6 +159,7 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
     PANELS = (Panel("time to the first token", "ms", ("ms",)), GAIN)
     NOTES = {"": f"{models.WAYS} {models.GAINS}", "behind": CONTINUED, "worlds": ACROSS}
     NOTES |= {"longest": SEARCHED}
+    described = staticmethod(models.described)
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         settings = self.settings
@@ -229,7 +230,7 @@ class TimeToFirstToken(models.ModelSpeed, Ranked):
 
     @classmethod
     def readings(cls, rows: Sequence[Row]) -> list[str]:
-        return [*speed_ups(rows), *base.longest(rows, cls.BY)]
+        return [*speed_ups(rows), *runner.longest(rows, cls.BY)]
 
 
 EXPERIMENT = TimeToFirstToken
@@ -273,7 +274,7 @@ def beside_dense(samples: Sequence[Row]) -> list[dict[str, Any]]:
     """Return rows by length, each with sdpa and the fastest dense attention at its length."""
     derived = ("baseline", "baseline_ms", "ratio", "over_sdpa", "over_best")
     # attentions keep their order
-    rows = base.by_length(samples, derived)
+    rows = runner.by_length(samples, derived)
     for alike in grouped(rows, "length", "world"):
         timed = {row["implementation"]: row["ms"] for row in alike if row["ms"]}
         others = {name: ms for name, ms in timed.items() if name not in CAB}

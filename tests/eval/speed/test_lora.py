@@ -11,9 +11,9 @@ import torch.distributed as dist
 from bench import BLOCKS, TINY, Clock, sample_of, torchrun
 
 from cab_hf.eval.speed import dense, lora, model
-from cab_hf.eval.speed.base import next_length
 from cab_hf.eval.speed.lora import SPREADS, LoraStep, Settings
 from cab_hf.eval.speed.rank_group import RankGroup
+from cab_hf.eval.speed.runner import next_length
 from cab_hf.finetune.offload import Offload
 
 SMALL = (*BLOCKS, "min_length=0")
@@ -195,7 +195,7 @@ def test_the_longest_that_fits_is_found(limit, asked, likely):
 
 
 def test_the_longest_is_sought_by_every_way(monkeypatch):
-    """On a GPU that holds 300 tokens, by all of them."""
+    """Search for the longest step on a GPU that has room for 300 tokens."""
     monkeypatch.setattr(lora, "LONGEST", 0)
     experiment = LoraStep(tiny(lengths=(96,), implementations=("sdpa", "cab"), longest=True))
     experiment.bench = SimpleNamespace(room=lambda: 1.0)

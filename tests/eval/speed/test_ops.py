@@ -16,7 +16,7 @@ from cab_hf.eval.archive import ARCHIVED
 from cab_hf.eval.experiment import kind_of, named, read_provenance, render
 from cab_hf.eval.report import digits
 from cab_hf.eval.speed import COMMANDS, dense
-from cab_hf.eval.speed.base import MADE_BY
+from cab_hf.eval.speed.runner import MADE_BY
 from cab_hf.eval.speed.timing import ran_out
 from cab_hf.experiment import provenance
 from cab_hf.experiment.log import read_file, read_log
