@@ -21,6 +21,7 @@ from tqdm import tqdm
 from cab_hf import __version__
 from cab_hf.config import OLD_OUTLIERS, CabConfig
 from cab_hf.eval import report
+from cab_hf.eval.archive import ARCHIVED, Archived
 from cab_hf.experiment.log import (
     Log,
     LogError,
@@ -167,6 +168,12 @@ class Experiment(ABC):
     def draw(path: Path, rows: Sequence[Row]) -> None:
         """Draw the figure as PNG."""
 
+    @classmethod
+    def commands(cls, settings: Row) -> list[str]:
+        """Return the command lines that repeat a run with the recorded ``settings``."""
+        words = f"{cls.name} {shlex.join(spelled(settings, cls.Settings))}".strip()
+        return [f"{program} {words}" for program in cls.programs(settings)]
+
     @staticmethod
     def programs(settings: Row) -> list[str]:
         """Return the programs that started runs with the recorded ``settings``."""
@@ -213,9 +220,24 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
 
 
 def named(name: str) -> type[Experiment]:
-    """Import the experiment of that command from its module."""
+    """Import the experiment of that command from its module.
+
+    Raises:
+        ValueError: the experiment was removed.
+    """
+    if name in ARCHIVED:
+        raise ValueError(
+            f"experiment must exist, got {name!r}, which was removed. Check out the commit of the "
+            f"run, or use {ARCHIVED[name]}."
+        )
     place = name.replace(" ", ".").replace("-", "_")
     return importlib.import_module(f"cab_hf.eval.{place}").EXPERIMENT
+
+
+def kind_of(made: Row, folder: Path) -> type[Experiment] | Archived:
+    """Return the experiment that made the results in ``folder``; ``made`` is their provenance."""
+    name = made["experiment"]
+    return Archived.read(name, folder / REPORT) if name in ARCHIVED else named(name)
 
 
 def render(folder: Path | str) -> list[dict[str, Any]]:
@@ -322,14 +344,16 @@ def _rows(kind: type[Experiment], samples: Sequence[Row], settings: Row, path: P
         ) from error
 
 
-def summary(kind: type[Experiment], rows: Sequence[Row]) -> list[str]:
+def summary(kind: type[Experiment] | Archived, rows: Sequence[Row]) -> list[str]:
     """Return the first table, and the sentences about the rows if there are any."""
     parts = [next(iter(kind.tables(rows).values())), " ".join(kind.readings(rows))]
     return list(filter(None, parts))
 
 
-def report_text(kind: type[Experiment], rows: Sequence[Row], provenance: Row) -> str:
+def report_text(kind: type[Experiment] | Archived, rows: Sequence[Row], provenance: Row) -> str:
     """Return ``report.md`` for the content of ``results.json``."""
+    if isinstance(kind, Archived):
+        return kind.report
     others = [*list(kind.tables(rows).items())[1:], *unmeasured(provenance).items()]
     parts = [
         f"# {kind.title}",
@@ -413,7 +437,8 @@ def unlike_default(config: Row) -> dict[str, Any]:
     return {name: value for name, value in config.items() if value != default.get(name)}
 
 
-def command(kind: type[Experiment], settings: Row) -> str:
+def command(kind: type[Experiment] | Archived, settings: Row) -> str:
     """Return the command lines, as code, that repeat a run with the recorded ``settings``."""
-    words = f"{kind.name} {shlex.join(spelled(settings, kind.Settings))}".strip()
-    return "\n".join(["```", *(f"{program} {words}" for program in kind.programs(settings)), "```"])
+    if isinstance(kind, Archived):
+        return kind.command
+    return "\n".join(["```", *kind.commands(settings), "```"])

@@ -1,36 +1,36 @@
-"""Test of all model types: each causal LM type, tiny and random, against its own attention.
+"""Results of the test of all model types: each causal LM type against its own attention.
 
-Every type of transformers' registry is built in miniature (`cab_hf.eval.tiny_types`) in its own
-processes (`cab_hf.eval.examined`). Its outputs with its own implementation and with "cab" at full
-budget must agree.
+`tests/test_families.py` measures every type of transformers' registry in miniature. Outputs with
+its own implementation and with "cab" at full budget must agree. This module derives verdicts,
+tables and the figure from the samples.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from cab_hf.config import CabConfig
 from cab_hf.eval import charts
-from cab_hf.eval.examined import (
-    DOCUMENTS,
-    FULL,
-    LEAST_SCALE,
-    LIMITS,
-    PACKED,
-    PADDING,
-    TEXT,
-    TOKENS,
-    in_processes,
-)
 from cab_hf.eval.experiment import Experiment, Row
 from cab_hf.eval.report import column, markdown_table
-from cab_hf.eval.tiny_types import causal_types
-from cab_hf.experiment.settings import comma_separated, option, require
 
+TOKENS, PADDING = 150, 43
+# tokens of the documents of one sequence; one has a single token
+DOCUMENTS = (70, 1, 79)
+TEXT, PACKED = "one text", "packed"
+# small blocks, so that a few tokens form many blocks, all of which are kept
+FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
+# tolerances: absolute for logits of one process, relative for results over ranks
+LIMITS = {"difference": 1e-4, "loss": 1e-5, "logits": 1e-5, "gradients": 1e-5}
+# share of the largest gradient of all parameters; smaller gradients count as this
+LEAST_SCALE = 1e-6
+# environment variable with the folder of all results of a sweep
+FOLDER = "MODEL_SWEEP"
 # builds of a model: two ways to switch cab on in one process, three builds over ranks. ``windowed``
 # adds sliding windows and ``dynamic`` dynamic RoPE to a type without them.
 PARTS = ("by_name", "applied", "plain", "windowed", "dynamic")
@@ -57,51 +57,38 @@ DETAILS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of the command. A ValueError contains the name of the option."""
+    """Settings of a sweep.
 
-    types: tuple[str, ...] = option(
-        (), "comma-separated model types (default: all)", comma_separated(str)
-    )
-    ranks: int = option(1, "number of processes over which context_parallel shards a sequence", int)
-    timeout: int = option(300, "seconds per type", int)
-    memory: int = option(24, "GiB of address space per process", int)
-    out: str = option(
-        "families_results", "folder for the results; a run in this folder is continued"
-    )
+    Attributes:
+        types: model types of transformers.
+        ranks: number of processes over which `cab_hf.context_parallel` shards a sequence.
+        timeout: seconds per type.
+        memory: GiB of address space per process.
+        out: folder for the results; a run in this folder is continued.
+    """
 
-    def __post_init__(self) -> None:
-        known = causal_types()
-        for each in self.types:
-            require(self, "types", each in known, "types of AutoModelForCausalLM", each)
-        require(self, "ranks", self.ranks > 0, "at least 1")
-        require(self, "timeout", self.timeout > 0, "more than 0 seconds")
-        require(self, "memory", self.memory > 0, "more than 0 GiB")
+    types: tuple[str, ...]
+    out: str
+    ranks: int = 1
+    timeout: int = 300
+    memory: int = 24
 
 
 class Families(Experiment):
     """The experiment; a sample is the outcome of one type in each of `PARTS`."""
 
     name = "families"
-    purpose = "test that every causal LM type attends exactly or raises an error"
     title = "Model types that attend as they should"
     caption = "number of model types by verdict"
     Settings = Settings
     CASE = ("model_type",)
-    GROWS = ("timeout", "memory")
+    GROWS = ("types", "timeout", "memory")
 
-    def types(self) -> Sequence[str]:
-        return self.settings.types or causal_types()
-
-    def expected(self) -> int:
-        return len(self.types())
-
-    def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
-        for model_type in self.types():
-            yield {"model_type": model_type}
-
-    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        given = self.settings
-        return in_processes(case["model_type"], given.ranks, given.timeout, given.memory)
+    @classmethod
+    def commands(cls, settings: Mapping[str, Any]) -> list[str]:
+        ranks = settings["ranks"]
+        test = "python -m pytest -m slow tests/test_families.py"
+        return [f"{FOLDER}=FOLDER {test} -k 'attends_exactly and ranks-{ranks}'"]
 
     @classmethod
     def rows(cls, samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:

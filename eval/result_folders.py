@@ -14,7 +14,7 @@ from cab_hf.eval.experiment import (
     RESULTS,
     Experiment,
     Row,
-    named,
+    kind_of,
     of_today,
     unlike_default,
     without_unset_share,
@@ -41,7 +41,7 @@ def read_results(folder: Path) -> Results:
     provenance = experiment.read_provenance(folder)
     if "experiment" not in provenance:
         raise ValueError(f"{path} names no experiment in its provenance. Measure it again.")
-    kind = named(provenance["experiment"])
+    kind = kind_of(provenance, folder)
     rows = [{**kind.ADDED, **row} for row in json.loads(read_file(path))["rows"]]
     return Results(folder.name, rows, provenance, kind, folder)
 

@@ -8,6 +8,8 @@ import transformers
 from call_cases import CALLS, gradients, left_padded, logits, positions_of
 from marks import before, slow_but
 from tiny import FAMILIES, FULL, SIZES, SPARSE, tiny_model, tokens
+from tiny_types import FIRST_TOKEN
+from tiny_types import tiny_model as tiny_model_of
 from transformers import (
     AttentionInterface,
     LlamaForSequenceClassification,
@@ -16,8 +18,6 @@ from transformers import (
 import cab_hf
 from cab_hf import BlockPlan, CabConfig, engines
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
-from cab_hf.eval.tiny_types import FIRST_TOKEN
-from cab_hf.eval.tiny_types import tiny_model as tiny_model_of
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
 families = pytest.mark.parametrize("family", FAMILIES)

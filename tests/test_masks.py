@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from tiny import FULL, tiny_model, tokens
+from tiny_types import tiny_model as tiny_model_of
 from transformers import BertConfig
 from transformers.masking_utils import (
     and_masks,
@@ -18,7 +19,6 @@ from transformers.masking_utils import (
 import cab_hf
 from cab_hf.call.hook import cab_mask
 from cab_hf.eval.kv_cache import cache_arguments, read_on
-from cab_hf.eval.tiny_types import tiny_model as tiny_model_of
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from tiny import FULL, SMALL, tiny_llava, tiny_model, tokens
+from tiny_types import tiny_model as tiny_type
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from transformers import (
@@ -22,7 +23,6 @@ from cab_hf.call.hook import cab_mask
 from cab_hf.call.mask import MaskInfo
 from cab_hf.call.validate import HARMLESS, MEANINGS
 from cab_hf.config import ENGINES
-from cab_hf.eval.tiny_types import tiny_model as tiny_type
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from launches import SMALL
+from tiny_types import FIRST_TOKEN, tiny_model
 from words import make_tokenizer
 
 import cab_hf
-from cab_hf.eval.tiny_types import FIRST_TOKEN, tiny_model
 from cab_hf.finetune import lora
 from cab_hf.hf.token_mixers import token_mixers
 

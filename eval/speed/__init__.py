@@ -1,7 +1,4 @@
 """Measure the time of an op, next to the best dense attention in the same run."""
 
-OPS = (
-    *("predictor", "attention", "batches", "ttft", "decode", "breakdown", "prefill"),
-    *("serve", "lora", "context-parallel"),
-)
+OPS = ("attention", "ttft", "decode", "serve", "lora", "context-parallel")
 COMMANDS = {op: f"cab_hf.eval.speed.{op.replace('-', '_')}" for op in OPS}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -14,37 +14,55 @@ from torch import Tensor
 from cab_hf import engines
 from cab_hf.call.layout import BlockLayout
 from cab_hf.config import CabConfig
+from cab_hf.engines import Engine
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped, percent
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import KEEPS_ALL, listed
 from cab_hf.eval.speed.dense import CHECK_LENGTH, check_gradients, check_rows, gradients_of
-from cab_hf.eval.speed.heads import HeadSettings, HeadSpeed, call_of
-from cab_hf.eval.speed.reported import Panel, named, varying
-from cab_hf.eval.speed.timing import in_a_sentence, method_on
+from cab_hf.eval.speed.layouts import LAYOUTS, WHOLE, Sequences, baselines
+from cab_hf.eval.speed.runner import (
+    INPUTS,
+    KEEPS_ALL,
+    Panel,
+    Speed,
+    SpeedSettings,
+    listed,
+    made_of,
+    named,
+    varying,
+)
+from cab_hf.eval.speed.timing import Bench, in_a_sentence, method_on
 from cab_hf.experiment.settings import flag, option
+from cab_hf.hf.rotary import llama_channels
 from cab_hf.plan import BlockPlan, KeyRanges
-from cab_hf.predictors import make_predictor
+from cab_hf.predictors import LayerContext, make_predictor
 
 # direction -> operations relative to the forward pass: five products instead of two
 DIRECTIONS = {"forward": 1.0, "backward": 2.5}
 EVERYTHING = 1.0  # the budget that keeps all blocks
 ENGINES_ON_GPU = ("flex", "triton")
 OF_ENGINES = ("attend_ms", "total_ms", "total_eager_ms", "peak_mib", "labels")
-GROUP = ("head_dim", "direction", "blocks", "budget")  # rows of a group differ in length alone
+# rows of a group differ in length alone
+GROUP = ("head_dim", "direction", "blocks", "layout", "budget")
 
 
 @dataclass(frozen=True)
-class Settings(HeadSettings):
+class Settings(SpeedSettings):
     """Settings of a run of attention."""
 
     KEYS = {"length": "lengths", "head_dim": "head_dims", "direction": "directions"}
-    KEYS |= {"blocks": "blocks", "budget": "densities"}
+    KEYS |= {"blocks": "blocks", "layout": "layouts", "budget": "densities"}
     DEFAULTS = {**KEEPS_ALL, "min_length": 0}
-    POSITIVE = (*HeadSettings.POSITIVE, "head_dims")
-    FROM_0 = (*HeadSettings.FROM_0, "seconds")
-    CHOICES = {"directions": DIRECTIONS, "engines": engines.ENGINES}
+    POSITIVE = ("batch", "kv_heads", "head_dims")
+    FROM_0 = ("dense_up_to", "seconds")
+    CHOICES = {"directions": DIRECTIONS, "engines": engines.ENGINES, "layouts": LAYOUTS}
 
+    batch: int = option(1, "sequences", int)
+    heads: int = option(32, "query heads", int)
+    kv_heads: int = option(8, "key and value heads", int)
+    dense_up_to: int = option(
+        2**17, "longest measured length of dense attention; N² extrapolation beyond", int
+    )
     head_dims: tuple[int, ...] | None = listed((128,), (32,), "head dims", int)
     densities: tuple[float, ...] = listed(
         (0.05, 0.1, 0.2, EVERYTHING),
@@ -56,9 +74,16 @@ class Settings(HeadSettings):
         ("128x64",), ("32x16",), "block sizes, query block x key block", str.lower
     )
     directions: tuple[str, ...] = listed(tuple(DIRECTIONS), None, "forward, backward or both")
+    layouts: tuple[str, ...] = listed((WHOLE,), None, f"layouts of a batch: {', '.join(LAYOUTS)}")
     engines: tuple[str, ...] | None = listed(ENGINES_ON_GPU, ("reference",), "attention engines")
     sinks: bool = flag("give each head an attention sink, a logit without a key")
     seconds: float = option(0.5, "seconds for timing one case, at least five runs", float)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # the gradients of dense kernels are checked for whole rows alone
+        whole = self.layouts == (WHOLE,) or self.directions == ("forward",)
+        self.check("directions", whole, f"forward for layouts other than {WHOLE}")
 
     def configs(self) -> list[CabConfig]:
         return [self.budgeted(case) for case in self.asked()]
@@ -92,7 +117,16 @@ class Settings(HeadSettings):
                 ranges, q.shape[1], config.query_block, config.key_block
             )
         predict = make_predictor(config)
-        return lambda q, k, ranges: predict(q, k, call_of(config, ranges, q.shape[-1], sinks))
+        # in a cascade, the first anchor selects blocks
+        layer = config.anchors[0] if config.anchors else None
+
+        def select(q: Tensor, k: Tensor, ranges: KeyRanges) -> BlockPlan:
+            dim = q.shape[-1]
+            channels = llama_channels(dim)
+            call = LayerContext(ranges, dim**-0.5, layer, channels=channels, sinks=sinks)
+            return predict(q, k, call)
+
+        return select
 
     def sinks_on(self, device: torch.device) -> Tensor | None:
         """Return random logits [H] of attention sinks; None without sinks."""
@@ -100,8 +134,8 @@ class Settings(HeadSettings):
         return torch.randn(self.heads, device=device, generator=generator) if self.sinks else None
 
 
-class Attention(HeadSpeed):
-    """The experiment; a case is one length, head dim, direction, block size and budget."""
+class Attention(Speed):
+    """The experiment; a case is one length, head dim, direction, block size, layout and budget."""
 
     name = "speed attention"
     purpose = "time selecting blocks and attending, forward and backward, next to dense kernels"
@@ -111,14 +145,16 @@ class Attention(HeadSpeed):
     CASE = tuple(Settings.KEYS)
     GROWS = (*Settings.KEYS.values(), "cab")
 
-    FOUND = ("density", "listed_pairs", "predict_ms")
-    BY_NAME = (*OF_ENGINES, *HeadSpeed.BY_NAME)
-    BY = {"direction": "direction", "head dim": "head_dim", "blocks": "blocks", "budget": "budget"}
-    BY |= {"way": "way"}
-    APART = ("direction", "head dim", "blocks")
-    DENSE = ("direction", "head_dim")
+    ADDED = {"layout": WHOLE, "causal_pairs": None}
+    SHAPE = ("batch", "heads", "kv_heads", "dtype")
+    FOUND = ("density", "listed_pairs", "causal_pairs", "predict_ms")
+    BY_NAME = (*OF_ENGINES, *dense.MEASURED)
+    BY = {"direction": "direction", "head dim": "head_dim", "blocks": "blocks", "layout": "layout"}
+    BY |= {"budget": "budget", "way": "way"}
+    APART = ("direction", "head dim", "blocks", "layout")
+    DENSE = ("direction", "head_dim", "layout")
     OF_DENSE = {"ms": "baselines", "tflops": "tflops"}
-    HIDDEN = ("engine", "total_ms", "attended_pairs", "listed_pairs")
+    HIDDEN = ("engine", "total_ms", "attended_pairs", "listed_pairs", "causal_pairs")
     LONGEST_FIRST = True
     PANELS = (
         Panel("time", "ms", ("ms",)),
@@ -133,30 +169,60 @@ class Attention(HeadSpeed):
         "and v before the clock starts."
     }
 
+    @staticmethod
+    def described(settings: Mapping[str, Any]) -> str:
+        channels = ", ".join(map(str, settings["head_dims"]))
+        made = made_of(
+            f"Batch {settings['batch']}, {settings['heads']} query heads and "
+            f"{settings['kv_heads']} KV heads of {channels} channels, {settings['dtype']}; inputs "
+            f"are {INPUTS}, not those of a model",
+            settings,
+        )
+        near = settings["dense_up_to"]
+        return f"{made}\n\n≈: extrapolated by N² beyond {near:,} tokens. {dense.BREAK_EVEN}"
+
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        sample, settings = super().measure(case), self.settings
+        if case["length"] <= settings.dense_up_to:
+            for field, by_name in time_baselines(
+                settings,
+                self.bench,
+                layout=case["layout"],
+                length=case["length"],
+                head_dim=case["head_dim"],
+                backward=case["direction"] == "backward",
+            ).items():
+                sample[field] |= by_name
+            self.bench.settle()
+        return sample
+
     @torch.no_grad()
     def find(self, sample: dict[str, Any]) -> None:
         settings, bench = self.settings, self.bench
-        length, head_dim = sample["length"], sample["head_dim"]
-        heads = settings.random_heads(length, head_dim, bench.device, "qkv")
-        ranges = KeyRanges.causal(settings.batch, length, length, bench.device)
+        sequences, q, k, v = inputs_of(settings, bench, sample)
+        config = settings.budgeted(sample)
+        layout = sequences.block_layout(config.query_block, config.key_block)
         sinks = settings.sinks_on(bench.device)
-        planner = settings.planner(sample, sinks)
-        decide = partial(planner, *heads[:2], ranges)
-        plan = decide()
-        sample |= counted(plan, settings.heads)
+        layer = Layer(q, k, v, layout=layout, planner=settings.planner(sample, sinks), sinks=sinks)
+        plan = layer.select()
+        sample |= counted(plan, settings.heads) | {"causal_pairs": sequences.causal_pairs}
         if _predicts(sample):
-            sample["predict_ms"] = self.time(sample, "predicting", decide).ms
-        like = bench.device.type, head_dim, settings.torch_dtype, sample["direction"] == "backward"
-        work = engines.Workload(*like, plan.query_block, plan.key_block, sinks=settings.sinks)
+            sample["predict_ms"] = self.time(sample, "predicting", layer.select).ms
+        work = engines.Workload(
+            bench.device.type,
+            sample["head_dim"],
+            settings.torch_dtype,
+            sample["direction"] == "backward",
+            plan.query_block,
+            plan.key_block,
+            sinks=settings.sinks,
+        )
         for name in settings.engines:
             bench.settle()
             try:
                 engine = engines.choose(name, work)
-                check_rows(engine.attention(*heads, plan, head_dim**-0.5), *heads, plan)
-                if work.training:
-                    check_gradients(engine.attention, *heads, planner)
-                attend = partial(BlockLayout(ranges, length).attend, engine, sinks=sinks)
-                self.time_engine(sample, name, attend, heads, decide, plan)
+                layer.check(engine, plan, backward=work.training)
+                self.time_engine(sample, name, engine, layer, plan)
             except Exception as error:
                 # an engine that raises an error or is wrong is reported and not measured
                 sample["not_measured"][name] = in_a_sentence(error)
@@ -164,28 +230,19 @@ class Attention(HeadSpeed):
                 sample["labels"][name] = engine.label(work)
 
     def time_engine(
-        self,
-        sample: dict[str, Any],
-        name: str,
-        attend: Callable[..., Tensor],
-        heads: tuple[Tensor, ...],
-        decide: Callable[[], BlockPlan],
-        plan: BlockPlan,
+        self, sample: dict[str, Any], name: str, engine: Engine, layer: Layer, plan: BlockPlan
     ) -> None:
-        """Add the times of ``attend``, alone and with block selection, to ``sample``."""
-        scale = sample["head_dim"] ** -0.5
+        """Add the times of an engine, alone and with block selection, to ``sample``."""
+        q, k, v = layer.placed()
         if sample["direction"] == "backward":
-            complete = gradients_of(attend, *heads, plan, scale)
+            complete = gradients_of(partial(layer.attend, engine), q, k, v, plan)
             sample["attend_ms"][name] = self.bench.time(complete, graph=False).ms
         else:
-            attending = partial(attend, *heads, plan, scale)
+            attending = partial(layer.attend, engine, q, k, v, plan)
             sample["attend_ms"][name] = self.time(sample, name, attending).ms
             if not _predicts(sample):
                 return
-
-            def complete() -> Tensor:
-                return attend(*heads, decide(), scale)
-
+            complete = partial(layer.complete, engine)
             timing = self.time(sample, f"predicting and {name}", complete)
             sample["total_ms"][name], sample["total_eager_ms"][name] = timing.ms, timing.eager
         sample["peak_mib"][name] = self.bench.peak(complete)[1]
@@ -197,9 +254,12 @@ class Attention(HeadSpeed):
         ``ms`` includes block selection; ``ratio`` is relative to the fastest dense kernel.
         """
         rows = sorted(map(dict, samples), key=itemgetter("blocks", "budget", "length"))
-        # forward before backward
-        rows.sort(key=lambda row: (row["head_dim"], DIRECTIONS[row["direction"]]))
-        for alike in grouped(rows, "head_dim", "direction"):
+        # forward before backward, whole rows first
+        order = {layout: place for place, layout in enumerate(LAYOUTS)}
+        rows.sort(
+            key=lambda row: (row["head_dim"], DIRECTIONS[row["direction"]], order[row["layout"]])
+        )
+        for alike in grouped(rows, "head_dim", "direction", "layout"):
             for row in alike:
                 times = _times(row)
                 row["engine"] = min(times, key=times.__getitem__, default=None)
@@ -230,7 +290,8 @@ class Attention(HeadSpeed):
         for some in grouped([row for row in rows if row["ratio"] is not None], "direction"):
             row = min(some, key=lambda row: (row["budget"], -row["length"], row["ratio"]))
             alike = [each for each in some if all(each[name] == row[name] for name in GROUP)]
-            which = named(row, varying(rows, {"head dim": "head_dim", "blocks": "blocks"}))
+            by = {"head dim": "head_dim", "blocks": "blocks", "layout": "layout"}
+            which = named(row, varying(rows, by))
             share = f"{percent(row['density'])} of the pairs by {row['engine']}"
             predicting = ["selecting blocks included"] if _predicts(row) else []
             what = ", ".join([f"{row['direction']} of {share}", *which, *predicting])
@@ -239,6 +300,93 @@ class Attention(HeadSpeed):
 
 
 EXPERIMENT = Attention
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """The attention of one layer: inputs, their order on the block grid, and block selection.
+
+    Attributes:
+        q: queries [B, H, N, D].
+        k, v: keys and values [B, H_kv, N, D].
+        layout: order of the tokens on the block grid.
+        planner: function of q, k and ranges that returns a plan.
+        sinks: logits [H] of attention sinks; None without sinks.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    layout: BlockLayout
+    planner: Callable[[Tensor, Tensor, KeyRanges], BlockPlan]
+    sinks: Tensor | None
+
+    def placed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v in the order of the layout."""
+        return self.layout.queries(self.q), self.layout.keys(self.k), self.layout.keys(self.v)
+
+    def select(self) -> BlockPlan:
+        """Select blocks."""
+        layout = self.layout
+        return self.planner(layout.queries(self.q), layout.keys(self.k), layout.ranges)
+
+    def attend(self, engine: Engine, q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Tensor:
+        """Return attention for results of `placed`, in the order of the inputs."""
+        out = self.layout.attend(engine, q, k, v, plan, q.shape[-1] ** -0.5, sinks=self.sinks)
+        return self.layout.restore(out)
+
+    def complete(self, engine: Engine) -> Tensor:
+        """Select blocks and attend to them; q and k are moved once for both."""
+        q, k, v = self.placed()
+        return self.attend(engine, q, k, v, self.planner(q, k, self.layout.ranges))
+
+    def check(self, engine: Engine, plan: BlockPlan, backward: bool) -> None:
+        """Compare an engine with float32 attention, and its gradients for ``backward``."""
+        q, k, v = self.placed()
+        check_rows(engine.attention(q, k, v, plan, q.shape[-1] ** -0.5), q, k, v, plan)
+        if backward:
+            check_gradients(engine.attention, q, k, v, self.planner)
+
+
+def inputs_of(
+    settings: Settings, bench: Bench, case: Mapping[str, Any]
+) -> tuple[Sequences, Tensor, Tensor, Tensor]:
+    """Return the sequences of a case, and random q, k and v for them."""
+    sequences = Sequences.drawn(
+        case["layout"],
+        batch=settings.batch,
+        length=case["length"],
+        seed=settings.seed,
+        device=bench.device,
+    )
+    heads = settings.random_heads(
+        sequences.slots, case["head_dim"], bench.device, "qkv", sequences.rows
+    )
+    return sequences, *heads
+
+
+# cached for all budgets of a case
+@lru_cache(maxsize=1)
+def time_baselines(
+    settings: Settings, bench: Bench, *, layout: str, length: int, head_dim: int, backward: bool
+) -> dict[str, dict[str, Any]]:
+    """Time every dense baseline on random heads, as `dense.measure`; none if memory runs out."""
+    case = {"layout": layout, "length": length, "head_dim": head_dim}
+    try:
+        sequences, q, k, v = inputs_of(settings, bench, case)
+    except torch.OutOfMemoryError as error:
+        why = in_a_sentence(error)
+        return {"not_measured": dict.fromkeys(dense.on(bench.device), why)}
+    return dense.measure(
+        q,
+        k,
+        v,
+        scale=head_dim**-0.5,
+        bench=bench,
+        backward=backward,
+        baselines=baselines(sequences),
+        check=sequences.check,
+    )
 
 
 def counted(plan: BlockPlan, heads: int) -> dict[str, float]:
@@ -250,7 +398,8 @@ def counted(plan: BlockPlan, heads: int) -> dict[str, float]:
 
 def rates(row: Row) -> dict[str, float]:
     """Return TFLOP/s of the engines, over listed blocks, and of the dense kernels of ``row``."""
-    causal = row["batch"] * row["heads"] * row["length"] ** 2 / 2
+    # earlier versions recorded no pairs
+    causal = row["heads"] * (row["causal_pairs"] or row["batch"] * row["length"] ** 2 / 2)
     pairs = {name: row["listed_pairs"] for name in row["attend_ms"]}
     pairs |= dict.fromkeys(row["baselines"], causal)
     # a pair needs a multiplication and an addition per channel in each of two forward products

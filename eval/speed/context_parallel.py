@@ -20,12 +20,19 @@ from cab_hf.distributed.sharding import Sharding, sharding_of
 from cab_hf.engines import REFERENCE, Workload
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped, percent
-from cab_hf.eval.speed.base import KEEPS_ALL, Speed, SpeedSettings, densities, listed, made_of
 from cab_hf.eval.speed.dense import CHECK_GRADIENT_TOLERANCE, CHECK_TOLERANCE, close
-from cab_hf.eval.speed.heads import INPUTS, RandomHeads
-from cab_hf.eval.speed.reported import Panel
+from cab_hf.eval.speed.rank_group import ROW_SECONDS, Ranked, RankGroup
+from cab_hf.eval.speed.runner import (
+    INPUTS,
+    KEEPS_ALL,
+    Panel,
+    Speed,
+    SpeedSettings,
+    densities,
+    listed,
+    made_of,
+)
 from cab_hf.eval.speed.schemes import ring_attention
-from cab_hf.eval.speed.team import ROW_SECONDS, Ranked, Team
 from cab_hf.eval.speed.timing import MOST_RUNS
 from cab_hf.experiment.settings import by_device, option, parse_length
 from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges
@@ -66,7 +73,7 @@ WARM_UP_TOKENS, WARM_UP_SECONDS = 2**17, 2.0
 
 
 @dataclass(frozen=True)
-class Settings(RandomHeads, SpeedSettings):
+class Settings(SpeedSettings):
     """Settings of a run of context parallelism."""
 
     DEFAULTS = {**KEEPS_ALL, "min_length": 0}
@@ -166,7 +173,7 @@ class ContextParallel(Ranked):
         return True
 
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
-        settings, world = self.settings, self.team.size
+        settings, world = self.settings, self.ranks.size
         over_ranks = settings.schemes if world > 1 else ()
         alone = dict.fromkeys(SCHEMES[scheme].against for scheme in settings.schemes)
         for length in settings.lengths:
@@ -176,48 +183,54 @@ class ContextParallel(Ranked):
                     case = {"world": ranks, "length": length, "direction": direction}
                     yield {**case, "scheme": scheme}
 
-    def turn(self, sample: Mapping[str, Any], team: Team, length: int) -> BenchCase:
+    def turn(self, sample: Mapping[str, Any], ranks: RankGroup, length: int) -> BenchCase:
         """Return the scheme of a case, on a sequence of ``length`` tokens."""
         settings, scheme = self.settings, SCHEMES[sample["scheme"]]
         config = settings.budgeted(sample["length"])
-        return BenchCase(scheme, length, team.group, config)
+        return BenchCase(scheme, length, ranks.group, config)
 
-    def find_on(self, sample: dict[str, Any], team: Team) -> None:
+    def find_on(self, sample: dict[str, Any], ranks: RankGroup) -> None:
         settings, bench = self.settings, self.bench
         backward = sample["direction"] == BOTH
         # chunks of two blocks, the last one incomplete
-        small = self.turn(sample, team, 4 * team.size * DENSE_BLOCK_SIZE - 37)
-        team.together(lambda: check(small, *self.whole(small), backward))
-        turn, warm_up = self.turn(sample, team, sample["length"]), math.inf
+        small = self.turn(sample, ranks, 4 * ranks.size * DENSE_BLOCK_SIZE - 37)
+        ranks.together(lambda: check(small, *self.whole(small), backward))
+        turn, warm_up = self.turn(sample, ranks, sample["length"]), math.inf
         if turn.length > WARM_UP_TOKENS and not turn.scheme.sparse:
             warm_up = WARM_UP_SECONDS
-            short = self.turn(sample, team, WARM_UP_TOKENS)
-            team.together(short.call(*self.held(short, team, backward)))
+            short = self.turn(sample, ranks, WARM_UP_TOKENS)
+            ranks.together(short.call(*self.held(short, ranks, backward)))
         bench.settle()
-        held = self.held(turn, team, backward)
+        held = self.held(turn, ranks, backward)
         sample["ran_as"] = turn.label(*held[:3], backward)
-        how = settings.runs, settings.seconds, TURNS, warm_up
-        sample |= team.slowest(bench, turn.call(*held), *how)._asdict()
+        sample |= ranks.time_slowest(
+            bench,
+            turn.call(*held),
+            settings.runs,
+            settings.seconds,
+            in_a_row=TURNS,
+            warm_up=warm_up,
+        )._asdict()
         if turn.scheme.sparse:
             choose = partial(turn.choose, *held[:2])
-            pairs = team.everyone(team.together(lambda: tuple(map(int, choose().pairs()))))
+            pairs = ranks.all_gather(ranks.together(lambda: tuple(map(int, choose().pairs()))))
             attended, causal = map(sum, zip(*pairs, strict=True))
             sample["density"] = attended / causal
-            sample["choose_ms"] = team.slowest(bench, choose, settings.runs, SHORT_SECONDS).ms
+            sample["choose_ms"] = ranks.time_slowest(bench, choose, settings.runs, SHORT_SECONDS).ms
 
     def whole(self, turn: BenchCase) -> tuple[Tensor, ...]:
         """Return q, k and v of the whole sequence of a turn."""
         settings = self.settings
         return settings.random_heads(turn.length, settings.head_dim, self.bench.device, "qkv")
 
-    def held(self, turn: BenchCase, team: Team, backward: bool) -> list[Tensor]:
+    def held(self, turn: BenchCase, ranks: RankGroup, backward: bool) -> list[Tensor]:
         """Return this rank's part of q, k and v, and a gradient of the output for ``backward``."""
 
         def drawn() -> list[Tensor]:
             held = [turn.sharded(x) for x in self.whole(turn)]
             return [*held, torch.randn_like(held[0])] if backward else held
 
-        return team.together(drawn)
+        return ranks.together(drawn)
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -22,12 +22,11 @@ from cab_hf.decode.step import decodes_sparsely
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.kv_cache import cache_arguments
 from cab_hf.eval.report import grouped
-from cab_hf.eval.speed import base, dense
+from cab_hf.eval.speed import dense, runner
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.dense import FA3_MODULES, FA4_MODULES, close, flash_attn
-from cab_hf.eval.speed.heads import RandomHeads
 from cab_hf.eval.speed.model import SDPA
-from cab_hf.eval.speed.reported import Panel
+from cab_hf.eval.speed.runner import Panel
 from cab_hf.eval.speed.timing import Bench, method_on
 from cab_hf.experiment.settings import option, parse_length
 from cab_hf.hf.rotary import llama_channels
@@ -100,7 +99,7 @@ class Step(NamedTuple):
 # cached for all kernels of a case
 @lru_cache(maxsize=1)
 def random_step(
-    settings: RandomHeads, length: int, batch: int, head_dim: int, device: torch.device
+    settings: Settings, length: int, batch: int, head_dim: int, device: torch.device
 ) -> Step:
     """Return the last token of random inputs, and the cache of all tokens."""
     q, k, v = settings.random_heads(length, head_dim, device, "qkv", batch)
@@ -174,7 +173,7 @@ DENSE: Mapping[str, Callable[[Step], Call]] = {
 
 
 @dataclass(frozen=True)
-class Settings(RandomHeads, models.ModelShape):
+class Settings(models.ModelShape):
     """Settings of a run of decode steps."""
 
     DEFAULTS = {"min_length": 0, "sparse_decode": True}
@@ -182,16 +181,16 @@ class Settings(RandomHeads, models.ModelShape):
     FROM_0 = ("seconds",)
     CHOICES = {"parts": PARTS, "kernels": DENSE, "modes": MODES}
 
-    lengths: tuple[int, ...] | None = base.listed((2**15, 2**17), (1024,), "tokens", parse_length)
-    batches: tuple[int, ...] | None = base.listed((1, 4, 8), (1, 2), "batch sizes", int)
-    budgets: tuple[int | float, ...] | None = base.listed(
+    lengths: tuple[int, ...] | None = runner.listed((2**15, 2**17), (1024,), "tokens", parse_length)
+    batches: tuple[int, ...] | None = runner.listed((1, 4, 8), (1, 2), "batch sizes", int)
+    budgets: tuple[int | float, ...] | None = runner.listed(
         (4096,), (128,), "decode_tokens, a number of tokens or a share", parse_budget
     )
-    parts: tuple[str, ...] = base.listed(
+    parts: tuple[str, ...] = runner.listed(
         PARTS, None, "parts to time: attention of a layer, steps of the model"
     )
-    kernels: tuple[str, ...] = base.listed(tuple(DENSE), None, "dense kernels to compare with")
-    modes: tuple[str, ...] = base.listed(tuple(MODES), None, "modes in which the model runs")
+    kernels: tuple[str, ...] = runner.listed(tuple(DENSE), None, "dense kernels to compare with")
+    modes: tuple[str, ...] = runner.listed(tuple(MODES), None, "modes in which the model runs")
     steps: int | None = option(32, "timed steps of the model", int)
     seconds: float = option(0.5, "seconds for timing one call, at least five runs", float)
 
@@ -226,7 +225,7 @@ class Settings(RandomHeads, models.ModelShape):
         ]
 
 
-class Decode(models.ModelSpeed):
+class Decode(runner.Speed):
     """The experiment; a case is one kernel on a layer's cache, or one mode of a model."""
 
     name = "speed decode"
@@ -235,7 +234,7 @@ class Decode(models.ModelSpeed):
     caption = "time of a step by length"
     Settings = Settings
     CASE = CASE
-    GROWS = (*base.Speed.GROWS, "parts", "batches", "budgets", "kernels", "modes")
+    GROWS = (*runner.Speed.GROWS, "parts", "batches", "budgets", "kernels", "modes")
     SHAPE = ("heads", "kv_heads", "head_dim", "layers", "dtype")
     FOUND = (
         *("ms", "eager_ms", *(f"{part}_ms" for part in OF_CAB), "bytes", "bandwidth"),
@@ -246,6 +245,7 @@ class Decode(models.ModelSpeed):
     APART = ("part", "texts")
     PANELS = (Panel("decode step", "ms", ("ms",)), Panel("model", "tokens/s", ("tokens_s",)))
     NOTES = {"": NOTES}
+    described = staticmethod(models.described)
 
     @torch.no_grad()
     def find(self, sample: dict[str, Any]) -> None:
@@ -320,7 +320,7 @@ class Decode(models.ModelSpeed):
         kernel, ``over_same`` the speed-up over sdpa in the same mode.
         """
         compared = ("baseline", "baseline_ms", "over_best", "over_same")
-        rows = base.by_length(samples, (*compared, "gb_s", "of_bandwidth"))
+        rows = runner.by_length(samples, (*compared, "gb_s", "of_bandwidth"))
         rows.sort(key=lambda row: (PARTS.index(row["part"]), row["length"], row["batch"]))
 
         def way(row: Row) -> str:

@@ -26,12 +26,12 @@ from cab_hf.config import NAMES
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.quantised import to_4_bits
 from cab_hf.eval.report import grouped
-from cab_hf.eval.speed import base, dense
+from cab_hf.eval.speed import dense, runner
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import SDPA
-from cab_hf.eval.speed.reported import CAB_DENSE, Panel
-from cab_hf.eval.speed.team import Team, by_torchrun
-from cab_hf.eval.speed.ttft import GAIN, TimeToFirstToken, beside_dense
+from cab_hf.eval.speed.rank_group import Ranked, RankGroup, by_torchrun
+from cab_hf.eval.speed.runner import CAB_DENSE, Panel
+from cab_hf.eval.speed.ttft import GAIN, beside_dense, speed_ups
 from cab_hf.experiment.settings import by_device, flag, number_or_auto, option
 from cab_hf.finetune.cost_model import GIB, Cost, Fit, Room, fit, host_bytes, plan_bytes
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora
@@ -66,18 +66,18 @@ class Settings(models.LongestSettings):
 
     KEYS = {"length": "lengths", "implementation": "implementations"}
     # the block size with the fastest gradients
-    DEFAULTS = {**base.KEEPS_ALL, "key_block": 128}
+    DEFAULTS = {**runner.KEEPS_ALL, "key_block": 128}
     POSITIVE = (*models.LongestSettings.POSITIVE, "rank", "runs", "multiple")
     FROM_0 = (*models.LongestSettings.FROM_0, "tile_tokens", "offload_layers")
     CHOICES = {"spread": SPREADS}
 
-    lengths: tuple[int, ...] | None = base.powers(13, 17)
-    implementations: tuple[str, ...] | None = base.listed(
+    lengths: tuple[int, ...] | None = runner.powers(13, 17)
+    implementations: tuple[str, ...] | None = runner.listed(
         (SDPA, "cuDNN", "FA4", CAB), (SDPA, "SDPA", CAB), "attention implementations"
     )
     rank: int = option(16, f"rank of the LoRA adapters in {', '.join(TARGETS)}", int)
     runs: int = option(3, "timed steps per row", int)
-    spread: tuple[str, ...] = base.listed(
+    spread: tuple[str, ...] = runner.listed(
         (), None, f"how ranks share a step: {', '.join(SPREADS)}; default under torchrun: all"
     )
     tile_tokens: int | None = option(
@@ -124,7 +124,7 @@ class Settings(models.LongestSettings):
         )
 
 
-class LoraStep(TimeToFirstToken):
+class LoraStep(Ranked):
     """The experiment; a case is one length, one attention, and one way to share a step."""
 
     name = "speed lora"
@@ -135,7 +135,7 @@ class LoraStep(TimeToFirstToken):
     CASE = (*Settings.KEYS, "spread", "world")
     ADDED = {"spread": ALONE, "world": 1, "sought": False, "fits": None, "room_gib": None}
     ADDED |= {"tile_tokens": 0, "offloaded": 0, "host_gib": None}
-    GROWS = (*TimeToFirstToken.GROWS, "spread", "longest", "multiple")
+    GROWS = (*Settings.KEYS.values(), "cab", "worlds", "spread", "longest", "multiple")
     GROWS += ("tile_tokens", "offload_layers")
     SHAPE = ("dtype", "rank")
     BY = {"way": "implementation", "ranks": "world", "spread": "spread"}
@@ -150,7 +150,9 @@ class LoraStep(TimeToFirstToken):
         "all memory that torch can allocate.",
         "worlds": SPREADING,
     }
-    FOUND = (*TimeToFirstToken.FOUND, "fits", "room_gib", "tile_tokens", "offloaded", "host_gib")
+    described = staticmethod(models.described)
+    FOUND = ("ms", "peak_gib", "density", "ceiling", "tflops", "ran_as", "fits", "room_gib")
+    FOUND += ("tile_tokens", "offloaded", "host_gib")
 
     @staticmethod
     def needs_ranks(settings: Settings) -> bool:
@@ -159,7 +161,7 @@ class LoraStep(TimeToFirstToken):
     def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
         settings = self.settings
         for how in settings.spread:
-            place = {"spread": how, "world": 1 if how == ALONE else self.team.size}
+            place = {"spread": how, "world": 1 if how == ALONE else self.ranks.size}
             asked = [x for x in settings.asked() if how != CP or x["implementation"] in NAMES]
             for case in asked:
                 yield {**case, **place, "sought": False}
@@ -182,7 +184,7 @@ class LoraStep(TimeToFirstToken):
     def fitted(self, place: Mapping[str, Any], length: int, room: Room) -> tuple[int, Fit]:
         """Return (tokens of a tile or 0, memory and offloaded layers) of a step at ``place``."""
         settings, how, world = self.settings, place["spread"], place["world"]
-        cp, cost = world if how == CP else 1, trainee(settings).cost
+        cp, cost = world if how == CP else 1, train_state(settings).cost
         tile = tile_of(length // cp, settings.tile_tokens)
         more = {"itemsize": settings.torch_dtype.itemsize, "tile": tile, "cp": cp}
         more["shards"] = world if how == FSDP2 else 1
@@ -190,25 +192,25 @@ class LoraStep(TimeToFirstToken):
             more["plans"] = plan_bytes(cost, settings.budgeted(length), length, cp=cp)
         return tile, fit(cost, length, room, settings.offload_layers, **more)
 
-    def find_on(self, sample: dict[str, Any], team: Team) -> None:
-        """Add the results of a step of ``team`` to ``sample``."""
+    def find_on(self, sample: dict[str, Any], ranks: RankGroup) -> None:
+        """Add the results of a step of ``ranks`` to ``sample``."""
         settings, length, how = self.settings, sample["length"], sample["spread"]
         # hooks of an earlier distributed step live until it is collected
         gc.collect()
         sample["room_gib"] = self.bench.room()
         tile, (offloaded, _) = self.fitted(sample, length, room_of(sample["room_gib"]))
-        sharing = team.size if how == CP else 1
+        sharing = ranks.size if how == CP else 1
         host = save_memory(settings, length // sharing, tile, offloaded)
         sample |= {"tile_tokens": tile, "offloaded": offloaded, "host_gib": host}
         runs = 1 if sample["sought"] else settings.runs
-        with training(settings, length, sample["implementation"], how, team) as (call, known):
-            team.together(lambda: call(min(length, WARM_UP_TOKENS)))
+        with training(settings, length, sample["implementation"], how, ranks) as (call, known):
+            ranks.together(lambda: call(min(length, WARM_UP_TOKENS)))
             # do not count the attention of the warm-up step
             known()
-            team.together(self.bench.settle)
-            result = team.slowest(self.bench, lambda: call(length), runs, warm_up=0)
+            ranks.together(self.bench.settle)
+            result = ranks.time_slowest(self.bench, lambda: call(length), runs, warm_up=0)
             sample |= {"fits": True, **known()}
-        cost, density = trainee(settings).cost, sample["density"]
+        cost, density = train_state(settings).cost, sample["density"]
         done = step_flops(cost, length, density)
         sample |= {
             "ms": result.ms,
@@ -237,7 +239,7 @@ class LoraStep(TimeToFirstToken):
 
     @classmethod
     def readings(cls, rows: Sequence[Row]) -> list[str]:
-        return [*super().readings(rows), *base.longest(rows, cls.BY)]
+        return [*speed_ups(rows), *runner.longest(rows, cls.BY)]
 
 
 EXPERIMENT = LoraStep
@@ -254,19 +256,19 @@ def room_of(gib: float | None) -> Room:
     return Room(inf if gib is None else gib * GIB, host_bytes())
 
 
-class Trainee(NamedTuple):
+class TrainState(NamedTuple):
     """A model in training with its loss, and the cost of its step."""
 
     objective: Objective
     cost: Cost
 
     @property
-    def learnt(self) -> list[nn.Parameter]:
+    def trainable(self) -> list[nn.Parameter]:
         return [p for p in self.objective.parameters() if p.requires_grad]
 
 
 @lru_cache(maxsize=1)
-def trainee(settings: Settings) -> Trainee:
+def train_state(settings: Settings) -> TrainState:
     """Return the random model with trainable adapters."""
     model = models.random_model(settings)
     if settings.qlora:
@@ -274,12 +276,12 @@ def trainee(settings: Settings) -> Trainee:
     model = with_lora(model, TARGETS, settings.rank, ALPHA)
     enable_gradient_checkpointing(model)
     model.train()
-    return Trainee(Objective(model), Cost.of(model))
+    return TrainState(Objective(model), Cost.of(model))
 
 
 def save_memory(settings: Settings, tokens: int, tile: int, offloaded: int) -> float:
     """Set up tiles for ``tokens`` per rank (0: none) and offloading; return the pinned GiB."""
-    model = trainee(settings).objective.model
+    model = train_state(settings).objective.model
     # one tile of all tokens, and of the padding of ranks, means no tiles
     compute_in_tiles(model, tile or sys.maxsize)
     offload = Offload(offloaded, torch.device(settings.device))
@@ -299,20 +301,20 @@ def batch_of(settings: Settings, tokens: int, number: int = 0) -> Batch:
 
 @contextmanager
 def training(
-    settings: Settings, length: int, way: str, how: str = ALONE, team: Team | None = None
+    settings: Settings, length: int, way: str, how: str = ALONE, ranks: RankGroup | None = None
 ) -> Iterator[tuple[Callable[[int], None], Callable[[], dict[str, Any]]]]:
     """Return a step on ``tokens``, and a function that counts attention since its last call.
 
     The count is over all ranks.
     """
-    team = Team() if team is None else team
+    ranks = RankGroup() if ranks is None else ranks
     model, config = models.random_model(settings), settings.budgeted(length)
 
     def known() -> dict[str, Any]:
         found = models.attended_by(model, length, way, reset=True)
         if how != CP:
-            return found | {"density": team.mean(found["density"])}
-        density = team.mean(found["density"], team.pairs(length, block_of(model)))
+            return found | {"density": ranks.mean(found["density"])}
+        density = ranks.mean(found["density"], ranks.pairs(length, block_of(model)))
         # sharded sequences are not described
         return {"density": density, "ran_as": None}
 
@@ -320,50 +322,50 @@ def training(
         # half of all adapter weights are initially zero
         draw = torch.Generator(settings.device).manual_seed(settings.seed)
         with torch.no_grad():
-            for parameter in trainee(settings).learnt:
+            for parameter in train_state(settings).trainable:
                 parameter.normal_(std=models.INITIAL_STD, generator=draw)
     try:
-        with models.attending(model, way, config), shared(settings, how, team) as backward:
+        with models.attending(model, way, config), shared(settings, how, ranks) as backward:
             # sharding has replaced the weights
-            learnt = trainee(settings).learnt
+            trainable = train_state(settings).trainable
             fused = torch.device(settings.device).type == "cuda"
-            optimizer = torch.optim.AdamW(learnt, LEARNING_RATE, fused=fused)
+            optimizer = torch.optim.AdamW(trainable, LEARNING_RATE, fused=fused)
             try:
-                yield partial(learn, backward, learnt, optimizer), known
+                yield partial(train_step, backward, trainable, optimizer), known
             finally:
-                for parameter in learnt:
+                for parameter in trainable:
                     parameter.grad = None
     finally:
         if how == FSDP2:
             # this rank holds only a part of the model
             models.forget_model()
-            trainee.cache_clear()
+            train_state.cache_clear()
 
 
 @contextmanager
-def shared(settings: Settings, how: str, team: Team) -> Iterator[Callable[[int], None]]:
+def shared(settings: Settings, how: str, ranks: RankGroup) -> Iterator[Callable[[int], None]]:
     """Return a function that makes this rank's gradients; `FSDP2` leaves the weights sharded."""
-    objective = wrapped = trainee(settings).objective
+    objective = wrapped = train_state(settings).objective
     batch, scale, inside = partial(batch_of, settings), 1, nullcontext()
     if how in (DDP, FSDP2):
-        batch = partial(batch, number=team.rank)
+        batch = partial(batch, number=ranks.rank)
     if how == FSDP2:
         # as in accelerate: layers are gathered one by one, and the other modules form one more unit
-        mesh = DeviceMesh.from_group(team.group, torch.device(settings.device).type)
+        mesh = DeviceMesh.from_group(ranks.group, torch.device(settings.device).type)
         for layer in models.random_model(settings).model.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         fully_shard(objective, mesh=mesh)
     if how in (DDP, CP):
-        wrapped = DistributedDataParallel(objective, process_group=team.group)
+        wrapped = DistributedDataParallel(objective, process_group=ranks.group)
     if how == CP:
-        block, scale = block_of(objective.model), team.size
+        block, scale = block_of(objective.model), ranks.size
         # a recomputed layer gathers again by itself
-        inside = context_parallel(objective.model, team.group, block=block, regather_kv=False)
+        inside = context_parallel(objective.model, ranks.group, block=block, regather_kv=False)
 
     def backward(tokens: int) -> None:
         given = batch(tokens)
         if how == CP:
-            given = sharded(given, team.group, block)
+            given = sharded(given, ranks.group, block)
         # each rank divides by the tokens of all ranks that share a sequence
         (wrapped(given) * (scale / tokens)).backward()
 
@@ -371,14 +373,14 @@ def shared(settings: Settings, how: str, team: Team) -> Iterator[Callable[[int],
         yield backward
 
 
-def learn(
+def train_step(
     backward: Callable[[int], None],
-    learnt: Sequence[nn.Parameter],
+    trainable: Sequence[nn.Parameter],
     optimizer: torch.optim.Optimizer,
     tokens: int,
 ) -> None:
     """Take a step on ``tokens`` per sequence."""
     backward(tokens)
-    torch.nn.utils.clip_grad_norm_(learnt, CLIP)
+    torch.nn.utils.clip_grad_norm_(trainable, CLIP)
     optimizer.step()
     optimizer.zero_grad()

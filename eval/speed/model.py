@@ -18,8 +18,8 @@ from cab_hf.config import CabConfig
 from cab_hf.eval.kv_cache import cache_arguments
 from cab_hf.eval.quantised import to_8_bits
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.base import KEEPS_ALL, Speed, SpeedSettings, densities, made_of
 from cab_hf.eval.speed.dense import CHECK_LENGTH, check_dense
+from cab_hf.eval.speed.runner import KEEPS_ALL, SpeedSettings, densities, made_of
 from cab_hf.experiment.settings import by_device, option
 
 # transformers is imported on demand: --help does not need it
@@ -117,20 +117,17 @@ class LongestSettings(ModelSettings):
         self.check("gpu_gib", not self.gpu_gib or self.device != "cpu", "0 on a CPU")
 
 
-class ModelSpeed(Speed):
-    """The base class of ops that run a whole model."""
-
-    @staticmethod
-    def described(settings: Mapping[str, Any]) -> str:
-        budgets = settings.get("max_density")
-        return made_of(
-            f"A LLaMA with random weights (standard deviation {INITIAL_STD}): {settings['layers']} "
-            f"layers of {settings['hidden']} channels ({settings['intermediate']} in the MLP), "
-            f"{settings['heads']} query and {settings['kv_heads']} key heads of "
-            f"{settings['head_dim']}, {settings['vocab']:,} tokens, {settings['dtype']}"
-            + (f", max_density {', '.join(budgets)}" if budgets else ""),
-            settings,
-        )
+def described(settings: Mapping[str, Any]) -> str:
+    """Describe the model, the config and the clock for a report."""
+    budgets = settings.get("max_density")
+    return made_of(
+        f"A LLaMA with random weights (standard deviation {INITIAL_STD}): {settings['layers']} "
+        f"layers of {settings['hidden']} channels ({settings['intermediate']} in the MLP), "
+        f"{settings['heads']} query and {settings['kv_heads']} key heads of "
+        f"{settings['head_dim']}, {settings['vocab']:,} tokens, {settings['dtype']}"
+        + (f", max_density {', '.join(budgets)}" if budgets else ""),
+        settings,
+    )
 
 
 def llama_config(settings: ModelShape) -> LlamaConfig:

@@ -16,10 +16,10 @@ import numpy as np
 
 from cab_hf.eval.experiment import Row
 from cab_hf.eval.report import grouped
-from cab_hf.eval.speed import base, dense
+from cab_hf.eval.speed import dense, runner
 from cab_hf.eval.speed import model as models
 from cab_hf.eval.speed.model import CAB, SDPA
-from cab_hf.eval.speed.reported import CAB_DENSE, Panel, table
+from cab_hf.eval.speed.runner import CAB_DENSE, Panel, table
 from cab_hf.experiment.settings import by_device, flag, option, parse_length
 
 if TYPE_CHECKING:
@@ -66,13 +66,13 @@ class Settings(models.ModelSettings):
     FROM_0 = ("rate",)
     CHOICES = {"implementations": KNOWN, "engine": ("transformers", VLLM)}
 
-    lengths: tuple[int, ...] | None = base.listed(
+    lengths: tuple[int, ...] | None = runner.listed(
         (2**15, 2**17), (256, 512), "tokens of prompts", parse_length
     )
-    requests: tuple[str, ...] | None = base.listed(
+    requests: tuple[str, ...] | None = runner.listed(
         ("16", "131072:4"), ("2",), "requests per length, or LENGTH:COUNT for one length"
     )
-    implementations: tuple[str, ...] | None = base.listed(
+    implementations: tuple[str, ...] | None = runner.listed(
         # the slowest comes last: sdpa attends to all pairs of a batch with a mask
         (*FLASH, CAB_DENSE, "cab", SDPA),
         (SDPA, CAB_DENSE, *CAB),
@@ -135,7 +135,7 @@ class Settings(models.ModelSettings):
         )
 
 
-class Serve(models.ModelSpeed):
+class Serve(runner.Speed):
     """The experiment; a case is one attention, and all serve the same trace."""
 
     name = "speed serve"
@@ -155,6 +155,7 @@ class Serve(models.ModelSpeed):
         Panel("time per output token, p99", "ms", ("tpot_p99",), log=False),
     )
     NOTES = {"": NOTES}
+    described = staticmethod(models.described)
 
     def find(self, sample: dict[str, Any]) -> None:
         settings, way, longest = self.settings, sample["implementation"], sample["longest"]

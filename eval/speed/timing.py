@@ -1,4 +1,4 @@
-"""Clocks: the time of a call, its peak memory, and its kernels."""
+"""Clocks: the time of a call and its peak memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -19,20 +19,9 @@ WARM_UP_SECONDS = 0.1  # an idle GPU needs a while to reach its clock rate
 LEAST_RUNS = 5
 MOST_RUNS = 100
 SECONDS_A_CASE = 1.5
-PROFILED_CALLS = 5
 # messages of CUDA's libraries, as opposed to torch, for missing memory
 NO_MEMORY = ("out of memory", "ALLOC_FAILED")
 FLUSHED_BYTES = 256 << 20  # several times the L2 cache of any current GPU
-# part -> substrings of the names of its kernels; the first match counts
-PREDICTOR = {
-    "keys": ("quantize_keys", "marked"),
-    "outliers": ("similarities", "farthest_points"),
-    "rows": ("gather_queries",),
-    "sweep": ("score_kernel",),
-    "keep": ("threshold_kernel",),
-    "lists": ("compact_kernel", "select"),
-}
-OTHER = "other"
 
 
 def method_on(device: str, seconds: float = SECONDS_A_CASE, graph: bool = True) -> str:
@@ -62,7 +51,7 @@ class Timing:
 
 
 class Bench:
-    """The clock of a CPU, without graph, peak and kernels; ``seconds`` limits a case."""
+    """The clock of a CPU, without CUDA graph and peak; ``seconds`` limits a case."""
 
     def __init__(self, device: str, seconds: float | None = None) -> None:
         self.device = torch.device(device)
@@ -113,28 +102,9 @@ class Bench:
     def _wait(self) -> None:
         """Return when the device is done."""
 
-    def parts(
-        self, call: Callable[[], Any], parts: Mapping[str, Sequence[str]] = PREDICTOR
-    ) -> dict[str, Any]:
-        """Return the median ms of each of ``parts`` and of other kernels, or ``why_no_split``."""
-        try:
-            calls = self.kernels(call)
-        except RuntimeError as error:
-            return {"why_no_split": in_a_sentence(error)}
-
-        def spent(part: str, kernels: Sequence[tuple[str, float]]) -> float:
-            return sum((ms for name, ms in kernels if part_of(name, parts) == part), 0.0)
-
-        names = (*parts, OTHER)
-        return {f"{x}_ms": statistics.median(spent(x, each) for each in calls) for x in names}
-
-    def kernels(self, call: Callable[[], Any]) -> list[list[tuple[str, float]]]:
-        """Return (name, ms) of the kernels of every profiled call."""
-        raise RuntimeError("there is no GPU to profile")
-
 
 class GpuBench(Bench):
-    """The clock of a GPU: CUDA events, cold L2, graphs, peak memory and kernel times.
+    """The clock of a GPU: CUDA events, cold L2 cache, CUDA graphs and peak memory.
 
     ``gib`` limits the allocation, to simulate a smaller GPU; 0: no limit.
     """
@@ -193,30 +163,6 @@ class GpuBench(Bench):
 
     def _wait(self) -> None:
         torch.cuda.synchronize()
-
-    def kernels(self, call: Callable[[], Any]) -> list[list[tuple[str, float]]]:
-        from torch.autograd import DeviceType
-        from torch.profiler import ProfilerActivity, profile
-
-        calls = []
-        for _ in range(PROFILED_CALLS):
-            # before the profiler starts: the flush is not part of the op
-            self._flush()
-            torch.cuda.synchronize()
-            with profile(activities=[ProfilerActivity.CUDA]) as seen:
-                call()
-                torch.cuda.synchronize()
-            calls.append(
-                [
-                    (event.name, event.time_range.elapsed_us() / 1e3)
-                    for event in seen.events()
-                    # a range named by compiled code overlaps its kernels, which are listed too
-                    if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-                ]
-            )
-        if not all(calls):
-            raise RuntimeError("the profiler saw no kernels")
-        return calls
 
     def _median(self, call: Callable[[], Any]) -> float:
         return self.by_events(call, self._warm_up(call))
@@ -277,8 +223,3 @@ def ran_out(error: BaseException) -> bool:
     """Return True if ``error`` reports that memory ran out, here or on another rank."""
     given = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
     return given or isinstance(error, torch.OutOfMemoryError)
-
-
-def part_of(kernel: str, parts: Mapping[str, Sequence[str]]) -> str:
-    """Return the part to which a kernel with that name belongs; `OTHER` if none fits."""
-    return next((part for part in parts if any(mark in kernel for mark in parts[part])), OTHER)

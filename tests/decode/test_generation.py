@@ -8,6 +8,8 @@ import pytest
 import torch
 from marks import since, slow_but
 from tiny import tiny_model, tokens
+from tiny_types import causal_types
+from tiny_types import tiny_model as tiny_type
 from torch.nn import functional as F
 from transformers import (
     AttentionInterface,
@@ -24,8 +26,6 @@ from cab_hf import CabConfig, checks
 from cab_hf.decode import cache as cache_layers
 from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer
 from cab_hf.decode.step import decode_from
-from cab_hf.eval.tiny_types import causal_types
-from cab_hf.eval.tiny_types import tiny_model as tiny_type
 from cab_hf.ops import decode
 
 # prompts attend to everything

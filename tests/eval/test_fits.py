@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import tokens
+from tiny_types import tiny_config
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 
 from cab_hf import CabConfig
@@ -13,7 +14,6 @@ from cab_hf.eval import fits
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.kv_cache import read_on
 from cab_hf.eval.result_folders import read_results
-from cab_hf.eval.tiny_types import tiny_config
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune.cost_model import GIB
 

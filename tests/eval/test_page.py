@@ -56,7 +56,7 @@ def write(folder, rows, **made):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(result_folders, "named", {"passkey": Told}.get)
+    monkeypatch.setattr(result_folders, "kind_of", lambda made, _: Told)
     rows = [{"name": HOSTILE, "value": 0.5}, {"name": "b", "value": None}]
     write(tmp_path / "runs" / "told", rows)
     return tmp_path / "runs" / "told"

@@ -120,18 +120,14 @@ keys=99 ; asked=99 ; texts=no.txt ; texts=a/b.txt,b.md ; variant=wide ; variant=
 variant==mass_threshold=0.08 ; variant=wide=no.json ; variant=wide=b.json ; variant=no.yaml
 variant=list.yaml
 """,
-    "families": """
-types=llama,llamma ; ranks=0
-""",
     "calibrate": """
 target-densities=7 > must be in (0, 1] ; target-densities=1.5 ; target-densities=0.001
 cab=mas=1 > mas ; documents=0 ; texts=nowhere.txt
 """,
-    "speed predictor": """
-cab=mass_threshold=3 > mass_threshold ; cab=weight=3 > weight ; heads=6 kv-heads=4 > heads
-lengths=0 ; batch=0 ; dtype=int8
-""",
     "speed attention": """
+cab=mass_threshold=3 > mass_threshold ; cab=weight=3 > weight ; heads=6 kv-heads=4 > heads
+lengths=0 ; batch=0 ; dtype=int8 ; layouts=ragged
+layouts=padded directions=forward,backward > directions must be forward for layouts
 blocks=100x10 > a multiple of 16 ; densities=1.5 > max_density
 cab=max_density=0.3 > cab must not set max_density
 device=gpu ; seed=99999999999999999999 ; directions=sideways ; engines=steam ; blocks=128
@@ -144,10 +140,10 @@ cab=max_density=0.3 > cab must not set max_density
 device=meta
 max-density=much ; max-density=1.5 ; heads=3 ; layers=0 ; implementations=FA9 ; runs=0
 behind=9 lengths=64 > must be at least query_block=128 each after a cache
-""",
-    "speed prefill": """
-chunk=100 ; longest=maybe ; chunk=-128 > 0 or more ; multiple=0
-max-density=0.1,256:0.2 ; implementations=FA3 ; gpu-gib=8 > 0 on a CPU ; gpu-gib=-1 > 0 or more
+chunk=100 ; chunk=-128 > 0 or more ; multiple=0
+longest max-density=256:0.2 lengths=256 > max_density
+chunk=128 implementations=SDPA > chunk must be 0 for SDPA ; chunk=128 behind=256 > chunk must be 0
+longest behind=256 > longest ; gpu-gib=8 > 0 on a CPU ; gpu-gib=-1 > 0 or more
 """,
     "speed lora": """
 implementations=cab-always > must be out of sdpa, cab ; spread=cp implementations=sdpa
@@ -159,10 +155,6 @@ rank=0 ; spread=fsdp1 ; multiple=0 ; gpu-gib=8 > 0 on a CPU
 max-density=512:0.1 > that include 1,024 tokens
 cab=query_block=256 > must have blocks that divide 128
 shape=gpt ; schemes=ulysses ; directions=back ; runs=0 ; device=cpu:0
-""",
-    "speed batches": """
-densities=2 > max_density ; cab=max_density=0.1 > cab must not set max_density
-layouts=ragged ; batches=0
 """,
     "speed decode": """
 budgets=1.5 > decode_tokens ; cab=decode_tokens=128 > cab must not set decode_tokens

@@ -11,12 +11,12 @@ from accelerate.utils import DistributedType
 from held import Held
 from marks import since
 from tiny import SIZES, tiny_model, tokens
+from tiny_types import tiny_model as tiny_type
 from torch.utils.flop_counter import FlopCounterMode
 from trained import batch
 
 from cab_hf import CabConfig
 from cab_hf.eval.result_folders import read_results
-from cab_hf.eval.tiny_types import tiny_model as tiny_type
 from cab_hf.experiment.settings import UsageError
 from cab_hf.finetune import cost_model, dry_run, train
 from cab_hf.finetune.models import enable_gradient_checkpointing, with_lora

@@ -5,11 +5,11 @@ import torch
 import transformers
 from marks import SERVING
 from tiny import FULL, SIZES, SPARSE, tiny_model, tokens
+from tiny_types import tiny_model as tiny_type
 
 import cab_hf
 from cab_hf import capability, checks
 from cab_hf.config import Origin
-from cab_hf.eval.tiny_types import tiny_model as tiny_type
 
 OWN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from selecting import loud
 from tiny import SPARSE, tiny_model
+from tiny_types import tiny_model as tiny_type
 from transformers import GPT2Config, GPT2LMHeadModel
 from words import make_tokenizer
 
@@ -17,7 +18,6 @@ from cab_hf.calibration import anchors as of_anchors
 from cab_hf.calibration.density import THRESHOLDS, densities, fitted, least_density, most_density
 from cab_hf.config import Origin
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
-from cab_hf.eval.tiny_types import tiny_model as tiny_type
 from cab_hf.patches import calibration as of_models
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor

@@ -16,7 +16,8 @@ from cab_hf.eval.speed.attention import Attention, Settings
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, KeyRanges
 
-KEY = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16", "budget": 0.2}
+KEY = {"length": 192, "head_dim": 16, "direction": "forward", "blocks": "32x16"}
+KEY |= {"layout": "whole", "budget": 0.2}
 
 
 def measured(case, bench=None, **more):
@@ -35,7 +36,7 @@ def row_of(length, ms, baselines=None, direction="forward", budget=0.1, **more):
     """A sample, as `Attention.measure` makes it: half of all pairs attended."""
     key = {"length": length, "head_dim": 8, "direction": direction, "budget": budget}
     pairs = length**2 / 4
-    shape = {"batch": 1, "heads": 2, "blocks": "32x16"}
+    shape = {"batch": 1, "heads": 2, "blocks": "32x16", **Attention.ADDED}
     counted = {"density": 0.5, "listed_pairs": 2 * pairs}
     total = direction == "forward" and budget != 1
     times = {"attend_ms": {"triton": ms}, "total_ms": {"triton": ms + 1} if total else {}}
@@ -72,11 +73,11 @@ def test_rates_by_hand():
 
 def test_dense_attention_is_measured_once_for_all_budgets(monkeypatch):
     calls = []
-    monkeypatch.setattr(dense, "measure", lambda *known: calls.append(known) or {})
+    monkeypatch.setattr(dense, "measure", lambda *_, backward, **__: calls.append(backward) or {})
     bench, settings = FakeBench(), tiny(lengths=(96,), densities=(0.2, 1.0))
     for case in settings.asked():
         sample_of(Attention, settings, case, bench)
-    assert [backward for *_, backward in calls] == [False, True]
+    assert calls == [False, True]
 
 
 def test_a_graph_that_fails_is_told():

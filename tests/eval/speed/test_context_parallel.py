@@ -10,7 +10,7 @@ from bench import shown, torchrun
 from cab_hf import distributed, engines
 from cab_hf.eval.speed import context_parallel
 from cab_hf.eval.speed.context_parallel import BOTH, DIRECTIONS, FORWARD, ContextParallel, Settings
-from cab_hf.eval.speed.team import Team
+from cab_hf.eval.speed.rank_group import RankGroup
 from cab_hf.eval.speed.timing import Bench
 
 # 900 tokens leave padding on a rank
@@ -77,7 +77,7 @@ def sample_on(group, scheme, direction, meddle):
     with pytest.MonkeyPatch.context() as patch:
         meddle(group, patch)
         case = {"world": 2, "length": 600, "direction": direction, "scheme": scheme}
-        return ContextParallel(settings_of(), Team(group, group)).measure(case)
+        return ContextParallel(settings_of(), RankGroup(group, group)).measure(case)
 
 
 def bad_output(group, patch):
@@ -148,8 +148,8 @@ class Paced(Bench):
 
 def paced(group, *how):
     calls = []
-    team, bench = Team(group, group), Paced(group.rank())
-    result = team.slowest(bench, lambda: calls.append(1), *how)
+    rank_group, bench = RankGroup(group, group), Paced(group.rank())
+    result = rank_group.time_slowest(bench, lambda: calls.append(1), *how)
     return result.ms, result.runs, result.in_a_row, len(calls), result.peak_gib
 
 
@@ -170,7 +170,7 @@ def test_the_slowest_rank_of_each_run_counts(ranks, how, meant):
 
 
 def together(group, failing):
-    team = Team(group, group)
+    rank_group = RankGroup(group, group)
 
     def call():
         if group.rank() in failing:
@@ -178,7 +178,7 @@ def together(group, failing):
         return group.rank()
 
     try:
-        return team.together(call), team.from_rank_0(group.rank() + 5)
+        return rank_group.together(call), rank_group.from_rank_0(group.rank() + 5)
     except RuntimeError as error:
         return str(error)
 
@@ -217,7 +217,7 @@ def test_rows_by_hand():
 
 def test_one_rank_measures_what_more_are_held_against(one_process, tmp_path):
     settings = settings_of(out=str(tmp_path), schemes=("grouped", "grouped+cab"))
-    ContextParallel(settings, Team(dist.group.WORLD)).over_ranks()
+    ContextParallel(settings, RankGroup(dist.group.WORLD)).over_ranks()
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["provenance"]["settings"]["worlds"] == [1]
     assert {(row["scheme"], row["direction"]) for row in results["rows"]} == {
@@ -236,7 +236,7 @@ def test_a_long_text_is_warmed_up_by_a_shorter_one(monkeypatch):
         return attend(self, q, k, v)
 
     monkeypatch.setattr(context_parallel.BenchCase, "attend", watched)
-    measured = ContextParallel(settings_of(), Team())
+    measured = ContextParallel(settings_of(), RankGroup())
     case = {"world": 1, "length": 600, "direction": FORWARD, "scheme": "alone"}
     assert measured.measure(case)["error"] is None
     # checked, warmed up, called once more since it takes no seconds, how many, timed

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from bench import BLOCKS, TINY, Clock, sample_of, torchrun
 
 from cab_hf.eval.speed import dense, lora, model
-from cab_hf.eval.speed.base import next_length
 from cab_hf.eval.speed.lora import SPREADS, LoraStep, Settings
-from cab_hf.eval.speed.team import Team
+from cab_hf.eval.speed.rank_group import RankGroup
+from cab_hf.eval.speed.runner import next_length
 from cab_hf.finetune.offload import Offload
 
 SMALL = (*BLOCKS, "min_length=0")
@@ -28,20 +28,20 @@ def tiny(**more):
 
 def test_a_step_learns_and_its_gradients_are_gone_behind_it():
     settings = tiny(lengths=(64,), vocab=32)
-    trainee, batch = lora.trainee(settings), lora.batch_of(settings, 64)
+    train_state, batch = lora.train_state(settings), lora.batch_of(settings, 64)
     with lora.training(settings, 64, "sdpa") as (call, _):
-        before = trainee.objective(batch).item()
+        before = train_state.objective(batch).item()
         for _ in range(20):
             call(64)
-        assert trainee.objective(batch).item() < before - 0.01
-    learnt = trainee.learnt
-    assert all(p.grad is None for p in learnt) and len(learnt) == 2 * 2 * 4
+        assert train_state.objective(batch).item() < before - 0.01
+    trainable = train_state.trainable
+    assert all(p.grad is None for p in trainable) and len(trainable) == 2 * 2 * 4
     assert all(layer.gradient_checkpointing for layer in model.random_model(settings).model.layers)
 
 
 def test_operations_by_hand():
     settings = tiny(lengths=(64,), vocab=11, rank=3)
-    cost = lora.trainee(settings).cost
+    cost = lora.train_state(settings).cost
     # frozen: q and o 24 x 32, k and v 24 x 16, three of 24 x 40 in the MLP; the head
     frozen = 2 * (2 * 24 * 32 + 2 * 24 * 16 + 3 * 24 * 40) + 24 * 11
     adapters = 2 * 3 * 2 * ((24 + 32) + (24 + 16))
@@ -53,7 +53,7 @@ def test_operations_by_hand():
 def test_a_row_has_its_ceiling_by_hand(monkeypatch):
     settings = tiny(lengths=(192,), cab=SMALL)
     row = sample_of(LoraStep, settings, CASE, Clock())
-    cost = lora.trainee(settings).cost
+    cost = lora.train_state(settings).cost
     assert (row["ms"], row["peak_gib"], row["error"]) == (500.0, 2.0, None)
     assert 0 < row["density"] < 0.7 and "sparse" in row["ran_as"]
     done = lora.step_flops(cost, 192, row["density"])
@@ -143,7 +143,7 @@ def test_a_run_of_two_ranks(tmp_path):
 
 
 def test_one_rank_is_refused(one_process, tmp_path):
-    measured = LoraStep(tiny(spread=SPREADS, out=str(tmp_path)), Team(dist.group.WORLD))
+    measured = LoraStep(tiny(spread=SPREADS, out=str(tmp_path)), RankGroup(dist.group.WORLD))
     with pytest.raises(ValueError, match="torchrun started 1; give it --nproc_per_node=2"):
         measured.over_ranks()
 
@@ -195,7 +195,7 @@ def test_the_longest_that_fits_is_found(limit, asked, likely):
 
 
 def test_the_longest_is_sought_by_every_way(monkeypatch):
-    """The fake GPU has memory for 300 tokens with every implementation."""
+    """Search for the longest step on a GPU that has room for 300 tokens."""
     monkeypatch.setattr(lora, "LONGEST", 0)
     experiment = LoraStep(tiny(lengths=(96,), implementations=("sdpa", "cab"), longest=True))
     experiment.bench = SimpleNamespace(room=lambda: 1.0)
@@ -223,7 +223,7 @@ def test_weights_in_four_bits_learn_what_they_are():
     functional = pytest.importorskip("bitsandbytes.functional")
     settings = tiny(lengths=(96,), cab=SMALL, hidden=64, intermediate=128, qlora=True)
     plain = model.random_model(replace(settings, qlora=False)).model.layers[0].mlp.down_proj
-    first = lora.trainee(settings).objective.model.get_base_model().model.layers[0]
+    first = lora.train_state(settings).objective.model.get_base_model().model.layers[0]
     packed = first.mlp.down_proj.weight
     assert packed.numel() * packed.element_size() == plain.weight.numel() // 2
     # what NF4 leaves of a weight
@@ -231,19 +231,19 @@ def test_weights_in_four_bits_learn_what_they_are():
     assert (unpacked - plain.weight).abs().max() < 0.2 * plain.weight.abs().max()
     row = sample_of(LoraStep, settings, CASE | {"length": 96}, Clock())
     assert row["error"] is None and row["fits"]
-    lora.trainee.cache_clear()
+    lora.train_state.cache_clear()
     model.forget_model()
 
 
 def test_what_does_not_fit_leaves_no_gradients(monkeypatch):
-    def full(backward, learnt, optimizer, tokens):
+    def full(backward, trainable, optimizer, tokens):
         # a step that has begun
-        for parameter in learnt:
+        for parameter in trainable:
             parameter.grad = torch.ones_like(parameter)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
 
-    monkeypatch.setattr(lora, "learn", full)
+    monkeypatch.setattr(lora, "train_step", full)
     settings = tiny(lengths=(192,), cab=SMALL)
     row = sample_of(LoraStep, settings, CASE, Clock())
     assert row["fits"] is False and row["error"].startswith("out of memory")
-    assert all(p.grad is None for p in lora.trainee(settings).learnt)
+    assert all(p.grad is None for p in lora.train_state(settings).trainable)

@@ -12,10 +12,11 @@ from bench import refused, speed_run
 from marks import SERVING
 
 from cab_hf.eval.__main__ import main
-from cab_hf.eval.experiment import named
+from cab_hf.eval.archive import ARCHIVED
+from cab_hf.eval.experiment import kind_of, named, read_provenance, render
 from cab_hf.eval.report import digits
 from cab_hf.eval.speed import COMMANDS, dense
-from cab_hf.eval.speed.base import MADE_BY
+from cab_hf.eval.speed.runner import MADE_BY
 from cab_hf.eval.speed.timing import ran_out
 from cab_hf.experiment import provenance
 from cab_hf.experiment.log import read_file, read_log
@@ -26,15 +27,6 @@ SDPA = dense.ON_CPU["SDPA"].load
 HEADS = "--heads 4 --kv-heads 2"
 # so few that a hundred tokens have blocks to leave out
 BLOCKS = "--cab query_block=32 --cab key_block=16 --cab local_blocks=1 --cab dense_tail_blocks=1"
-
-
-def by_predictor(rows):
-    assert [row["length"] for row in rows] == [256, 512]
-    for row in rows:
-        assert (row["dtype"], row["baseline"], row["extrapolated"]) == ("float32", "SDPA", False)
-        assert 0 < row["density"] <= 1
-        # a CPU has neither
-        assert row["peak_mib"] is None and row["graph_ms"] is None
 
 
 def by_attention(rows):
@@ -48,14 +40,6 @@ def by_attention(rows):
         assert row["ratio"] == row["ms"] / row["baselines"]["SDPA"]
 
 
-def by_batches(rows):
-    for row in rows:
-        dense = {"SDPA"} if row["layout"] == "whole" else {"cab_dense", "masked SDPA"}
-        assert row["baselines"].keys() == dense and row["not_measured"] == {}
-        assert row["engine"] == "reference"
-    assert all(row["density"] < 1 for row in rows if row["length"] == 192)
-
-
 def by_ways(rows, sparse="cab-always", ways=("sdpa", "SDPA", "cab", "cab-always")):
     pairs = [(row["length"], row["implementation"]) for row in rows]
     assert pairs == list(product((96, 192), ways))
@@ -63,17 +47,6 @@ def by_ways(rows, sparse="cab-always", ways=("sdpa", "SDPA", "cab", "cab-always"
         attends_few = row["implementation"] == sparse
         assert row["over_best"] > 0
         assert (row["density"] < 1) == (row["ceiling"] > 1) == attends_few
-
-
-def by_breakdown(rows):
-    # a CPU has no kernels
-    assert all(row["gap"] is None and row["why_no_split"] for row in rows)
-
-
-def by_prefill(rows):
-    assert [row["length"] for row in rows] == [128, 192]
-    assert all(row["fits"] and 0 < row["density"] < 1 for row in rows)
-    assert all(row["peak_gib"] is row["room_gib"] is None for row in rows)
 
 
 def by_lora(rows):
@@ -91,22 +64,13 @@ def by_serve(rows):
 @pytest.mark.parametrize(
     ("op", "words", "check", "cases"),
     [
-        ("predictor", f"{HEADS} --head-dim 16 --lengths 256,512", by_predictor, 2),
         (
             "attention",
             f"{HEADS} --head-dims 16 --seconds 0 --densities 0.2,1 --lengths 192,384",
             by_attention,
             8,
         ),
-        (
-            "batches",
-            f"{HEADS} --head-dim 16 --seconds 0 --lengths 96,192 --batches 1,2 {BLOCKS}",
-            by_batches,
-            12,
-        ),
         ("ttft", f"--layers 1 --lengths 96,192 --runs 1 {BLOCKS}", by_ways, 8),
-        ("breakdown", f"--layers 1 --lengths 96,192 {BLOCKS}", by_breakdown, 2),
-        ("prefill", f"--layers 1 --chunk 64 --lengths 128,192 {BLOCKS}", by_prefill, 2),
         pytest.param(
             "serve",
             "--layers 1 --lengths 96,192 --requests 2,192:1 --batch-tokens 64 --new-tokens 4 "
@@ -147,7 +111,7 @@ def test_ops_are_listed_and_others_refused(capsys):
     assert all(f"\n  {op:16}  " in shown for op in COMMANDS)
     for words in (["speed", "magic"], ["speed"]):
         assert main(words) == 2
-        assert "speed: command must be one of predictor, attention" in capsys.readouterr().err
+        assert "speed: command must be one of attention, ttft" in capsys.readouterr().err
 
 
 # --- the files
@@ -166,15 +130,16 @@ def test_ops_are_listed_and_others_refused(capsys):
 def test_a_run_is_extended_unless_it_is_of_another_making(
     tmp_path, monkeypatch, capsys, where, name, value, told
 ):
-    words = [*HEADS.split(), "--head-dim", "16", "--lengths"]
-    (first,) = speed_run("predictor", tmp_path, *words, "512")["rows"]
-    content = speed_run("predictor", tmp_path, *words, "256")
-    assert [row["length"] for row in content["rows"]] == [256, 512]
+    words = f"{HEADS} --head-dims 16 --seconds 0 --directions forward --densities 0.2 --lengths"
+    words = words.split()
+    (first,) = speed_run("attention", tmp_path, *words, "192")["rows"]
+    content = speed_run("attention", tmp_path, *words, "96")
+    assert [row["length"] for row in content["rows"]] == [96, 192]
     assert content["rows"][1]["ms"] == first["ms"]
-    assert sorted(content["provenance"]["settings"]["lengths"]) == [256, 512]
+    assert sorted(content["provenance"]["settings"]["lengths"]) == [96, 192]
     monkeypatch.setattr(where, name, value)
-    more = ["--device", "cpu", "--out", str(tmp_path), *words, "96"]
-    assert main(["speed", "predictor", *more]) == 2
+    more = ["--device", "cpu", "--out", str(tmp_path), *words, "64"]
+    assert main(["speed", "attention", *more]) == 2
     assert f"made with {told}" in capsys.readouterr().err
 
 
@@ -187,7 +152,14 @@ EARLIER_DEFAULTS |= {"dense_tail_blocks": 1, "typical_queries": 8, "mass_thresho
 EARLIER_DEFAULTS |= {"curvature": "additive", "redundancy": 0.3}
 
 
-@pytest.mark.parametrize("folder", sorted(RESULTS.glob("speed-*")), ids=lambda path: path.name)
+FOLDERS = {
+    folder: read_provenance(folder)["experiment"] in ARCHIVED for folder in RESULTS.glob("speed-*")
+}
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(x for x in FOLDERS if not FOLDERS[x]), ids=lambda path: path.name
+)
 def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
     content = json.loads(read_file(folder / "results.json"))
     made, rows = content["provenance"], content["rows"]
@@ -223,6 +195,22 @@ def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
     # words change, what they say does not; how many ranks there are is torchrun's to say
     blank = {"method": "", "worlds": []}
     assert {**recorded, **blank} == {**made["settings"], **blank}
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(x for x in FOLDERS if FOLDERS[x]), ids=lambda path: path.name
+)
+def test_archived_results_are_shown_as_their_report(folder):
+    made, report = read_provenance(folder), (folder / "report.md").read_text()
+    kind = kind_of(made, folder)
+    assert report.startswith(f"# {kind.title}\n") and kind.title.endswith("(archived)")
+    (said,) = [line for line in kind.readings([]) if line.startswith("Archived: ")]
+    assert f"`{kind.name}` was removed" in said
+    parts = [*kind.tables([]).values(), *kind.readings([]), kind.notes({}), kind.command]
+    assert all(part and part in report for part in parts)
+    assert kind.command.startswith(f"```\npython -m cab_hf.eval {kind.name}")
+    with pytest.raises(ValueError, match="which was removed. Check out the commit"):
+        render(folder)
 
 
 # --- words

@@ -8,7 +8,7 @@ import torch
 from bench import BLOCKS, TINY, Clock, sample_of, shown, speed_run, torchrun
 
 from cab_hf.eval.speed import dense, model, ttft
-from cab_hf.eval.speed.team import Team
+from cab_hf.eval.speed.rank_group import RankGroup
 from cab_hf.eval.speed.ttft import Settings
 from cab_hf.eval.speed.ttft import TimeToFirstToken as Ttft
 
@@ -24,7 +24,7 @@ def made_sample(length, implementation, ms, density=1.0, variant="plain"):
     fixed = {"ceiling": 2.0, "peak_gib": None, "tflops": 1.0, "ran_as": None, "error": None}
     place = {"length": length, "implementation": implementation, "world": 1, "behind": 0}
     place["variant"] = variant
-    return place | {"ms": ms, "density": density} | fixed
+    return {**Ttft.ADDED, **place, "ms": ms, "density": density, **fixed}
 
 
 def test_operations_by_hand_are_those_of_the_model():
@@ -76,7 +76,7 @@ def test_a_budget_for_every_length():
 def test_a_row_has_its_ceiling_by_hand(length, behind, least, most):
     settings = tiny(lengths=(length,), behind=behind, cab=BLOCKS)
     case = {"variant": "plain", "length": length, "implementation": "cab-always", "world": 1}
-    row = sample_of(Ttft, settings, case, Clock())
+    row = sample_of(Ttft, settings, case | {"sought": False}, Clock())
     assert (row["ms"], row["peak_gib"], row["error"]) == (500.0, 2.0, None)
     assert row["behind"] == behind
     assert least < row["density"] < most and "sparse" in row["ran_as"]
@@ -92,7 +92,9 @@ def test_a_kernel_that_is_missing_or_wrong_is_a_row_with_its_reason(monkeypatch)
     zeros = dense.Baseline(lambda: lambda q, k, v, scale: torch.zeros_like(q))
     monkeypatch.setattr(dense, "ON_CPU", {"FA3": dense.Baseline(load), "FA4": zeros})
     settings = tiny(lengths=(96,), implementations=("FA3", "FA4"))
-    samples = [sample_of(Ttft, settings, case | {"world": 1}) for case in settings.asked()]
+    samples = [
+        sample_of(Ttft, settings, case | {"world": 1, "sought": False}) for case in settings.asked()
+    ]
     rows = Ttft.rows(samples, {})
     assert rows[0]["error"] == "no_such_kernels is not installed"
     assert "wrong by 1" in rows[1]["error"]
@@ -168,7 +170,9 @@ def test_a_kernel_that_continues_no_cache_is_a_row_with_its_reason(monkeypatch):
     both = {"SDPA": first, "FA3": replace(first, continues=True)}
     monkeypatch.setattr(dense, "ON_CPU", both)
     settings = tiny(lengths=(96,), behind=64, implementations=("SDPA", "FA3"), cab=BLOCKS)
-    rows = [sample_of(Ttft, settings, case | {"world": 1}) for case in settings.asked()]
+    rows = [
+        sample_of(Ttft, settings, case | {"world": 1, "sought": False}) for case in settings.asked()
+    ]
     said = "SDPA cannot continue a cache: it takes queries for the first tokens"
     assert rows[0]["error"] == said
     # what says that it can is looked at
@@ -208,7 +212,11 @@ def read_on(group, way, length):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ttft, "WARM_UP_TOKENS", 512)
         patch.setattr(ttft, "MLP_TOKENS", 100)
-        with ttft.prefilling_across(settings, length, way, Team(group, group)) as (call, known, _):
+        with ttft.prefilling_across(settings, length, way, RankGroup(group, group)) as (
+            call,
+            known,
+            _,
+        ):
             read = call()
             cached = [layer.keys.shape[2] for layer in read.past_key_values.layers]
             # inference tensors stay where they were made

@@ -1,4 +1,4 @@
-"""One model type in its own processes: tiny, random, with its own attention and with "cab".
+"""Sweep over model types: each type, tiny and random, with its own attention and with "cab".
 
 One process compares logits: loaded by name and under `apply_cab`, with and without padding, and of
 packed documents. Several processes compare a training step inside `cab_hf.context_parallel` with
@@ -17,13 +17,21 @@ import resource
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from tiny_types import (
+    FIRST_TOKEN,
+    ROPE,
+    VOCABULARY,
+    tiny_config,
+    tiny_model,
+    window_fields,
+)
 from torch import Tensor, nn
 from torch.multiprocessing import (
     ProcessExitedException,
@@ -41,30 +49,27 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import cab_hf
 from cab_hf import distributed
-from cab_hf.config import CabConfig
 from cab_hf.dispatch import attended
 from cab_hf.distributed.batch import IGNORED
-from cab_hf.eval.tiny_types import (
-    FIRST_TOKEN,
-    ROPE,
-    VOCABULARY,
-    tiny_config,
-    tiny_model,
-    window_fields,
+from cab_hf.eval.experiment import Row
+from cab_hf.eval.families import (
+    DOCUMENTS,
+    FULL,
+    LEAST_SCALE,
+    LIMITS,
+    PACKED,
+    PADDING,
+    TEXT,
+    TOKENS,
+    Families,
 )
 from cab_hf.patches import apply_cab
 
-TOKENS, PADDING, BLOCK = 150, 43, 32
-# documents of one sequence; one of them is a single token
-DOCUMENTS = (70, 1, 79)
-TEXT, PACKED = "one text", "packed"
+BLOCK = 32
+# the fork server of Python 3.11 does not search the folder of this module
+PRELOADED = ["cab_hf.eval.families", "cab_hf.patches", "torch.multiprocessing"]
+PRELOADED += ["transformers.models.auto.modeling_auto", "transformers.masking_utils"]
 SAMPLE = "sample.json"  # file with the result of the processes of a type
-# small blocks, so that a few tokens form many blocks, all of which are kept
-FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
-# tolerances: absolute for logits of one process, relative for results over ranks
-LIMITS = {"difference": 1e-4, "loss": 1e-5, "logits": 1e-5, "gradients": 1e-5}
-# share of the largest gradient of all parameters; smaller gradients count as this
-LEAST_SCALE = 1e-6
 # settings of types with routers: their loss is added to the others
 ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 # fewer positions than a test has, with frequencies that depend on the longest position
@@ -78,6 +83,18 @@ LABELS = ("labels", "shift_labels", "num_items_in_batch")
 OURS = re.compile("cab|context_parallel")
 
 
+class Sweep(Families):
+    """The experiment that measures the types of its settings, each in its own processes."""
+
+    def cases(self, samples: Sequence[Row]) -> Iterator[dict[str, Any]]:
+        for model_type in self.settings.types:
+            yield {"model_type": model_type}
+
+    def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
+        options = self.settings
+        return in_processes(case["model_type"], options.ranks, options.timeout, options.memory)
+
+
 def in_processes(model_type: str, ranks: int, timeout: float, memory: float) -> dict[str, Any]:
     """Return the sample of a type, from one process or from the first process of a gloo group.
 
@@ -89,8 +106,8 @@ def in_processes(model_type: str, ranks: int, timeout: float, memory: float) -> 
         timeout: seconds.
         memory: GiB of address space per process.
     """
-    # children are forked from a process that has imported everything and computed nothing
-    multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+    # children are forked from a process that has imported all libraries and computed nothing
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     ends = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         words = model_type, memory, ranks, folder
@@ -132,13 +149,13 @@ def examine(model_type: str) -> dict[str, Any]:
         result = {
             "model": type(model).__name__,
             "reads_padding": reads_padding,
-            "by_name": behind(by_name, model, expected),
-            "applied": behind(applied, model, expected),
+            "by_name": compare(by_name, model, expected),
+            "applied": compare(applied, model, expected),
         }
         windows = window_fields(model_type)
         if windows:
             model, expected, _ = built(model_type, **windows)
-            result["windowed"] = behind(applied, model, expected)
+            result["windowed"] = compare(applied, model, expected)
         return result
     except Exception as error:
         return {"not_built": _last_line(error)}
@@ -246,15 +263,15 @@ def applied(model: PreTrainedModel) -> PreTrainedModel:
     return apply_cab(copy.deepcopy(model), FULL)
 
 
-def behind(
-    door: Callable[[PreTrainedModel], PreTrainedModel],
+def compare(
+    switch: Callable[[PreTrainedModel], PreTrainedModel],
     model: PreTrainedModel,
     expected: Mapping[str, Tensor],
 ) -> dict[str, Any]:
     """Return the outcome of every input, and the numbers of layers that ran by cab and sparsely."""
     with counted("cab") as layers:
         try:
-            switched = door(model)
+            switched = switch(model)
         except Exception as error:
             every = dict.fromkeys(expected, outcome(error))
             return {"inputs": every, "layers": 0, "sparse": 0}
@@ -307,14 +324,14 @@ def _last_line(error: Exception) -> str:
 # --- one type, on every rank
 
 
-class Way(NamedTuple):
-    """A way to compute a step: its dtype, and whether the type's own loss is used."""
+class StepMode(NamedTuple):
+    """The mode of a step: its dtype, and whether the type's own loss is used."""
 
     dtype: str
     own_loss: bool
 
 
-WAYS = tuple(Way(dtype, own) for own in (True, False) for dtype in ("float64", "float32"))
+MODES = tuple(StepMode(dtype, own) for own in (True, False) for dtype in ("float64", "float32"))
 
 
 class Step(NamedTuple):
@@ -378,32 +395,34 @@ def step_of_build(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:
         return {**known, "inputs": dict.fromkeys((TEXT, PACKED), outcome(error))}
     try:
-        alone, way, expected = in_one_process(model_type, fields)
+        alone, mode, expected = in_one_process(model_type, fields)
         apply_cab(alone, FULL)
     except Exception as error:
         return {"not_built": _last_line(error)}
-    model = model.to(getattr(torch, way.dtype))
-    result = {TEXT: over_ranks(model, texts(), way, expected)}
+    model = model.to(getattr(torch, mode.dtype))
+    result = {TEXT: over_ranks(model, texts(), mode, expected)}
     try:
-        expected = step(alone, packed(texts()), way)
+        expected = step(alone, packed(texts()), mode)
     except Exception as error:
         result[PACKED] = outcome(error)
     else:
-        result[PACKED] = over_ranks(model, packed(texts()), way, expected)
-    return {**known, "dtype": way.dtype, "inputs": result}
+        result[PACKED] = over_ranks(model, packed(texts()), mode, expected)
+    return {**known, "dtype": mode.dtype, "inputs": result}
 
 
-def in_one_process(model_type: str, fields: Mapping[str, Any]) -> tuple[PreTrainedModel, Way, Step]:
-    """Return a model, the first of `WAYS` that it supports, and its step with its own attention."""
-    for way in WAYS:
-        model = tiny_model(model_type, **fields).to(getattr(torch, way.dtype))
+def in_one_process(
+    model_type: str, fields: Mapping[str, Any]
+) -> tuple[PreTrainedModel, StepMode, Step]:
+    """Return a model, the first of `MODES` that it supports, and its step with own attention."""
+    for mode in MODES:
+        model = tiny_model(model_type, **fields).to(getattr(torch, mode.dtype))
         try:
-            result = step(model, texts(), way)
+            result = step(model, texts(), mode)
             if not result.logits.isfinite().all():
                 raise ValueError("its logits are not finite")
-            return model, way, result
+            return model, mode, result
         except Exception:
-            if way == WAYS[-1]:
+            if mode == MODES[-1]:
                 raise
 
 
@@ -421,12 +440,12 @@ def packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {**batch, "position_ids": positions.expand_as(batch["input_ids"])}
 
 
-def step(model: PreTrainedModel, inputs: Mapping[str, Tensor], way: Way) -> Step:
+def step(model: PreTrainedModel, inputs: Mapping[str, Tensor], mode: StepMode) -> Step:
     """Run a training step on a batch, or on the result of `cab_hf.distributed.shard`."""
     model.zero_grad()
     # some types draw random numbers in the forward pass
     torch.manual_seed(2)
-    if way.own_loss:
+    if mode.own_loss:
         result = model(**inputs, use_cache=False)
         loss = result.loss
     else:
@@ -451,7 +470,7 @@ def _loss(logits: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def over_ranks(
-    model: PreTrainedModel, batch: Mapping[str, Tensor], way: Way, expected: Step
+    model: PreTrainedModel, batch: Mapping[str, Tensor], mode: StepMode, expected: Step
 ) -> dict[str, Any]:
     """Return the error of a step over ranks relative to ``expected``, or why there was no step."""
     mine, why = None, None
@@ -459,16 +478,16 @@ def over_ranks(
         try:
             with cab_hf.context_parallel(model, block=BLOCK):
                 inputs = distributed.shard(batch, block=BLOCK)
-                mine = step(model, inputs, way)
+                mine = step(model, inputs, mode)
         except distributed.RankLost:
             raise
         except Exception as error:
             why = outcome(error)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, why)
-    if any(everyone):
-        same = len({tuple(each or ()) for each in everyone}) == 1
-        return why if same else {"failed": f"ranks differ: {everyone}"}
+    reasons: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, why)
+    if any(reasons):
+        same = len({tuple(each or ()) for each in reasons}) == 1
+        return why if same else {"failed": f"ranks differ: {reasons}"}
     logits = distributed.unshard(mine.logits, inputs["cu_seq_lens_q"], block=BLOCK)
     for summed in (mine.loss, *mine.gradients.values()):
         dist.all_reduce(summed)

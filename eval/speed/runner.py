@@ -1,4 +1,4 @@
-"""Shared parts of all speed ops: device-dependent settings, a clock, and the identity of a run."""
+"""The runner of all speed ops: settings, cases, errors, tables and lines over tokens."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import itemgetter
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import Tensor
 
 from cab_hf.config import CabConfig
+from cab_hf.eval import charts
 from cab_hf.eval.experiment import Experiment, Row, default_of, is_earlier, unlike_default
 from cab_hf.eval.methods import known
-from cab_hf.eval.report import digits, grouped, seconds
+from cab_hf.eval.report import digits, grouped, markdown_table, percent, seconds
 from cab_hf.eval.speed import dense
-from cab_hf.eval.speed.reported import Reported, named, varying
 from cab_hf.eval.speed.timing import Bench, Timing, bench_on, in_a_sentence, ran_out
 from cab_hf.experiment.provenance import computing_device
 from cab_hf.experiment.settings import (
@@ -33,7 +35,33 @@ from cab_hf.experiment.settings import (
 DTYPES = ("bfloat16", "float16", "float32")
 # no block is below the threshold, so every row uses its whole budget
 KEEPS_ALL = {"mass_threshold": 0.0}
+# inputs with the structure of text: directions, tokens that share one, its size relative to the
+# noise
+TOPICS = 64
+TOPIC_TOKENS = 512
+TOPIC_STRENGTH = 0.8
+INPUTS = "random with the block structure of text (runs of tokens that share a direction)"
 AROUND = (0.9, 1.1)  # factors of an estimated length at which a search starts
+CAB_DENSE = "cab_dense"  # exact attention, over ranks as well
+HEADINGS = {
+    **{"length": "tokens", "implementation": "attention", "way": "attention", "world": "ranks"},
+    **{"ceiling": "upper bound", "over_best": "speed-up", "over_same": "speed-up over sdpa"},
+    **{"ratio": "time / baseline", "predict_ms": "select ms", "choose_ms": "select ms"},
+    **{"tokens": "tokens in all", "tokens_s": "tokens/s", "gb_s": "GB/s"},
+    **{"tflops": "TFLOP/s", "labels": "computed by", "break_even": "faster than dense"},
+    **{"prompt_tokens_s": "prompt tokens/s", "output_tokens_s": "output tokens/s"},
+    **{"cab_dense": "cab_dense", "peak_mib": "peak MiB", "iterations_s": "turns/s"},
+}
+SHARES = ("efficiency", "of_bandwidth", "gap", "density", "mass")
+TIMES = "{:.2f}×".format
+# field of a sample -> its meaning; the field contains a text, or texts by name
+REMARKS = {
+    "ran_as": "ran as",
+    "error": "not measured",
+    "why_no_split": "not split into parts",
+    "without_graph": "no CUDA graph, so its time is eager",
+    "not_measured": "not measured",
+}
 MADE_BY = ("device", "versions", "baselines", "commit")  # fields of the provenance
 
 
@@ -174,6 +202,32 @@ class SpeedSettings:
         """Return ``max_density`` at a length, for subclasses that have it."""
         return self.value_at("max_density", length, float, "share")
 
+    def random_heads(
+        self, length: int, head_dim: int, device: torch.device, names: str, batch: int = 0
+    ) -> tuple[Tensor, ...]:
+        """Return random q, k or v by letter, [B, H, N, D] views of [B, N, H * D] as at prefill.
+
+        They have the block structure of text: in q and k, runs of `TOPIC_TOKENS` tokens share one
+        of `TOPICS` directions. On white noise almost no block could be left out. Settings need
+        ``heads`` and ``kv_heads``. B is ``batch``, or the batch of the settings.
+        """
+        generator = torch.Generator(device).manual_seed(self.seed)
+        like = {"device": device, "dtype": self.torch_dtype, "generator": generator}
+        topics = torch.randn(TOPICS, head_dim, **like)
+        topics *= TOPIC_STRENGTH * head_dim**0.5 / topics.norm(dim=-1, keepdim=True)
+        runs = torch.randint(
+            TOPICS, (-(-length // TOPIC_TOKENS),), device=device, generator=generator
+        )
+        shared = topics[runs.repeat_interleave(TOPIC_TOKENS)[:length]]
+        made = []
+        for name in names:
+            heads = self.heads if name == "q" else self.kv_heads
+            x = torch.randn(batch or self.batch, length, heads, head_dim, **like)
+            if name != "v":
+                x += shared[:, None]
+            made.append(x.transpose(1, 2))
+        return tuple(made)
+
     def configs(self) -> list[CabConfig]:
         """Return the configs of all cases if they differ."""
         return []
@@ -184,7 +238,19 @@ class SpeedSettings:
         return [dict(zip(self.KEYS, values, strict=True)) for values in itertools.product(*lists)]
 
 
-class Speed(Reported, Experiment):
+class Panel(NamedTuple):
+    """A panel of a figure over tokens, left out if no row has a value of its ``fields``."""
+
+    title: str
+    unit: str
+    fields: tuple[str, ...]
+    log: bool = True
+
+    def shows(self, rows: Sequence[Row]) -> bool:
+        return any(row.get(field) is not None for row in rows for field in self.fields)
+
+
+class Speed(Experiment):
     """The base class of speed ops.
 
     Samples are comparable only with equal code, GPU, versions and baselines.
@@ -194,6 +260,23 @@ class Speed(Reported, Experiment):
     GROWS = ("lengths", "cab")  # cab_config is recorded next to the words that define it
     # settings that a sample repeats
     SHAPE: ClassVar[tuple[str, ...]]
+    # fields that distinguish rows of one length, heading -> field; "way" is the attention
+    BY: ClassVar[Mapping[str, str]] = {}
+    # headings of fields whose values have separate panels
+    APART: ClassVar[Sequence[str]] = ()
+    # fields in addition to the length on which the ``baselines`` of a row depend
+    DENSE: ClassVar[Sequence[str]] = ()
+    # drawn field -> field that contains it by name of a kernel
+    OF_DENSE: ClassVar[Mapping[str, str]] = {"ms": "baselines"}
+    # fields without a column
+    HIDDEN: ClassVar[Sequence[str]] = ()
+    # True if the first table contains the longest length alone
+    LONGEST_FIRST: ClassVar[bool] = False
+    PANELS: ClassVar[Sequence[Panel]]
+    # notes on all runs under "", and notes on runs with a setting
+    NOTES: ClassVar[Mapping[str, str]]
+    # function that describes inputs and clock from recorded settings
+    described: ClassVar[Callable[[Mapping[str, Any]], str]]
     # fields of a sample that `find` fills, and fields with values by name
     FOUND: ClassVar[tuple[str, ...]]
     BY_NAME: ClassVar[tuple[str, ...]] = ()
@@ -249,6 +332,103 @@ class Speed(Reported, Experiment):
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return rows by length; an op may derive more."""
         return by_length(samples)
+
+    @classmethod
+    def shown(cls, rows: Sequence[Row]) -> Sequence[Row]:
+        """Return the rows of tables and figures: one row per attention."""
+        return rows
+
+    @classmethod
+    def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
+        shown, made = cls.shown(rows), {}
+        if cls.LONGEST_FIRST:
+            most = max((row["length"] for row in shown), default=0)
+            longest = [row for row in shown if row["length"] == most]
+            if len(longest) < len(shown):
+                made["At the longest length"] = cls.table(longest)
+        made["All cases"] = cls.table(shown)
+        if any(row.get("baselines") for row in rows):
+            names = (*cls.DENSE, "length")
+            once = [alike[0] for alike in grouped(rows, *names)]
+            ways = [{name: row[name] for name in names} | row["baselines"] for row in once]
+            same = [n for n in cls.ADDED if len({row.get(n) for row in rows}) == 1]
+            made["Dense attention, ms"] = table(ways, same)
+        return made | cls.remarks(rows)
+
+    @classmethod
+    def table(cls, rows: Sequence[Row]) -> str:
+        """Return the `table` without settings that all rows share, and without remarks."""
+        settings = ("op", *cls.SHAPE, *cls.ADDED)
+        same = [n for n in settings if all(row.get(n) == rows[0].get(n) for row in rows)]
+        # fields that distinguish rows come first
+        names = dict.fromkeys(("length", *cls.BY.values(), *rows[0])) if rows else ()
+        ordered = [{name: row[name] for name in names if name in row} for row in rows]
+        return table(ordered, (*same, *REMARKS, *cls.HIDDEN))
+
+    @classmethod
+    def remarks(cls, rows: Sequence[Row]) -> dict[str, str]:
+        """Return `remarks` by the fields that differ among rows; missing values are dashes."""
+        told = {h: name for h, name in cls.BY.items() if not cls.DENSE or name in cls.DENSE}
+        by = varying(rows, told)
+        dashes = [{name: "–" for name in by.values() if row[name] is None} for row in rows]
+        return remarks([{**row, **x} for row, x in zip(rows, dashes, strict=True)], by)
+
+    @staticmethod
+    def readings(rows: Sequence[Row]) -> list[str]:
+        """Return sentences that the first table does not show; none by default."""
+        return []
+
+    @classmethod
+    def notes(cls, settings: Mapping[str, Any]) -> str:
+        texts = [text for name, text in cls.NOTES.items() if not name or settings.get(name)]
+        return "\n\n".join([cls.described(settings), *texts])
+
+    @classmethod
+    def lines(cls, rows: Sequence[Row]) -> list[Row]:
+        """Return rows to draw: the shown ones, and one for each dense kernel."""
+        names, made = (*cls.DENSE, "length"), list(cls.shown(rows))
+        for first, *_ in grouped(rows, *names) if cls.OF_DENSE else ():
+            place = dict.fromkeys(cls.BY.values()) | {field: first[field] for field in names}
+            for way in first.get("baselines") or ():
+                values = {field: first[named].get(way) for field, named in cls.OF_DENSE.items()}
+                made.append({**place, "way": way, **values})
+        return made
+
+    @classmethod
+    def draw(cls, path: Path, rows: Sequence[Row]) -> None:
+        """Draw the panels side by side, one row for each value of `APART`; dense lines are grey."""
+        lines = cls.lines(rows)
+        panels = [panel for panel in cls.PANELS if panel.shows(lines)]
+        # dense kernels have no blocks and no budget: missing fields do not separate panels
+        apart = varying(rows, {heading: cls.BY[heading] for heading in cls.APART})
+        by = {h: name for h, name in varying(lines, cls.BY).items() if h not in cls.APART}
+        groups, across = grouped(rows, *apart.values()), max(1, len(panels))
+        with charts.figure(
+            path, len(groups), across, figsize=(5.5 * across, 4.6 * len(groups))
+        ) as (axes):
+            for beside, some in zip(axes, groups, strict=True):
+                lengths, drawn = [row["length"] for row in some], cls.lines(some)
+                for axis, panel in zip(beside, panels, strict=False):
+                    axis.set_visible(panel.shows(drawn))
+                    cls.draw_lines(axis, panel, drawn, by)
+                    title = ", ".join([*named(some[0], apart), panel.title])
+                    charts.over_tokens(axis, lengths, title, panel.unit, log=panel.log)
+
+    @classmethod
+    def draw_lines(
+        cls, axis: Any, panel: Panel, rows: Sequence[Row], by: Mapping[str, str]
+    ) -> None:
+        """Draw the lines of a panel by ``by``; several fields are drawn for cab alone."""
+        greys, several = itertools.cycle(charts.GREYS), len(panel.fields) > 1
+        for alike, field in itertools.product(grouped(rows, *by.values()), panel.fields):
+            dense = "way" in cls.BY and not is_ours(alike[0][cls.BY["way"]])
+            if dense and several:
+                continue
+            look = {"color": next(greys), "marker": "s"} if dense else {}
+            label = ", ".join([*named(alike[0], by), *[heading_of(field)] * several])
+            charts.line(
+                axis, alike, lambda row, field=field: row.get(field), label=label or None, **look
+            )
 
     def time(self, sample: dict[str, Any], what: str, call: Callable[[], Any]) -> Timing:
         """Call `Bench.time`, and record in ``sample`` why ``what`` has no CUDA graph, if so."""
@@ -333,3 +513,66 @@ def made_of(shape: str, settings: Mapping[str, Any]) -> str:
     if recorded.keys() - default.keys():
         chosen = "block selection of cab_hf 0.2, with the settings in the command"
     return f"{shape}; {chosen}.\n\nMethod: {settings['method']}."
+
+
+def varying(rows: Sequence[Row], columns: Mapping[str, str]) -> dict[str, str]:
+    """Return the ``columns``, heading -> field, that differ among rows."""
+    return {h: name for h, name in columns.items() if len({row.get(name) for row in rows}) > 1}
+
+
+def remarks(rows: Sequence[Row], by: Mapping[str, str]) -> dict[str, str]:
+    """Return a table of `REMARKS` by the fields that distinguish rows besides length, or {}."""
+    lengths: dict[tuple, dict[str, None]] = {}
+    for (field, kind), row in itertools.product(REMARKS.items(), rows):
+        said = row.get(field) or {}
+        for name, text in (said if isinstance(said, Mapping) else {"": said}).items():
+            what = (*(row[each] for each in by.values()), kind, text)
+            lengths.setdefault((what, name), {})[f"{row['length']:,}"] = None
+    # equal remarks of several names are joined
+    names: dict[tuple, list[str]] = {}
+    for (what, name), where in lengths.items():
+        names.setdefault((*what, ", ".join(where)), []).append(name)
+    headings = (*(HEADINGS.get(x, x) for x in by), "what", "reason", "tokens", "for")
+    lines = [dict(zip(headings, (*k, ", ".join(of)), strict=True)) for k, of in names.items()]
+    shown = headings if any(line["for"] for line in lines) else headings[:-1]
+    return {"Remarks": markdown_table(lines, shown)} if lines else {}
+
+
+def named(row: Row, by: Mapping[str, str]) -> list[str]:
+    """Return the values that distinguish a row from others; numbers follow their headings."""
+    values = {heading: row[name] for heading, name in by.items() if row[name] is not None}
+    return [x if isinstance(x, str) else f"{heading} {x:g}" for heading, x in values.items()]
+
+
+def heading_of(name: str) -> str:
+    """Return the heading of a field."""
+    return HEADINGS.get(name, name.replace("_", " ").replace("gib", "GiB"))
+
+
+def is_ours(name: Any) -> bool:
+    """Return True if ``name`` is a sparse attention."""
+    return str(name).startswith("cab") and name != CAB_DENSE
+
+
+def table(rows: Sequence[Row], hidden: Sequence[str] = ()) -> str:
+    """Return numbers and names in ``rows`` without flags, one column per field with a value."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {}
+    for name in names:
+        kinds = {type(row.get(name)) for row in rows} - {type(None)}
+        if name not in hidden and kinds and kinds <= {int, float, str}:
+            columns[heading_of(name)] = partial(written, name)
+    return markdown_table(rows, columns)
+
+
+def written(name: str, row: Row) -> str | None:
+    """Format the field ``name`` of a row for a table."""
+    value = row.get(name)
+    if value is None or isinstance(value, str):
+        return value
+    if name in SHARES:
+        return percent(value)
+    if "over_" in name or name == "ceiling":
+        return TIMES(value)
+    shown = f"{value:,}" if isinstance(value, int) else digits(value)
+    return f"≈ {shown}" if name == "baseline_ms" and row.get("extrapolated") else shown

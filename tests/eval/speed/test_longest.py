@@ -1,4 +1,4 @@
-"""``speed prefill``: chunks into one cache, the line, the search for the longest, what is said."""
+"""``speed ttft --longest``: prompts in chunks, and the search for the longest prompt that fits."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,48 +10,56 @@ from bench import TINY, FakeBench, sample_of, speed_run
 
 from cab_hf.eval.fits import Prompts
 from cab_hf.eval.speed import model
-from cab_hf.eval.speed.prefill import Prefill, Settings
+from cab_hf.eval.speed.ttft import Settings
+from cab_hf.eval.speed.ttft import TimeToFirstToken as Ttft
 
 SMALL = ("query_block=32", "key_block=16", "dense_tail_blocks=1")
-WORDS = ["--layers", "1", "--chunk", "64", "--multiple", "64"]
+WORDS = ["--layers", "1", "--chunk", "64", "--multiple", "64", "--runs", "1", "--longest"]
 WORDS += [word for each in SMALL for word in ("--cab", each)]
 
 
+def case_of(length, implementation="cab-always"):
+    place = {"variant": "plain", "length": length, "implementation": implementation}
+    return {**place, "world": 1, "sought": False}
+
+
 class Device(FakeBench):
-    """A GPU that needs 100 MiB and half a MiB a token, and has no more than ``limit`` of 500."""
+    """A GPU that needs 100 MiB and half a MiB per token, of which ``limit`` MiB are free."""
 
     def __init__(self, limit=500.0):
         super().__init__()
         self.limit = limit
 
-    def walls(self, call, runs):
+    def walls(self, call, runs, before=lambda: None):
         length = int(call().past_key_values.get_seq_length())
         peak = 100.0 + length / 2
         if peak > self.limit:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
-        return [10.0 * length], peak / 1024
+        return [10.0 * length] * runs, peak / 1024
 
     def room(self):
         return 500.0 / 1024
 
 
-def settings_of(length, **more):
-    return Settings(device="cpu", lengths=(length,), chunk=64, cab=SMALL, **TINY, **more)
+def settings_of(length, implementations=("cab-always",), **more):
+    shape = {"lengths": (length,), "chunk": 64, "cab": SMALL, "implementations": implementations}
+    return Settings(device="cpu", **shape, **TINY, **more)
 
 
-def search(tmp_path, monkeypatch, bench, *words, estimate=0, **how):
-    """Rows of a run on ``bench``, with those of the search; no prompt is read."""
+def search(tmp_path, monkeypatch, bench, *words, implementations="cab-always", estimate=0, **how):
+    """Return the rows of a run on ``bench``, including those of the search; no prompt is read."""
 
     @contextmanager
-    def prefilling(settings, length, way, chunk):
+    def prefilling(settings, length, *_, **more):
         cache = SimpleNamespace(get_seq_length=lambda: length)
         read = SimpleNamespace(past_key_values=cache)
-        yield lambda: read, lambda: {"density": 0.1, "ran_as": None}, None
+        yield lambda: read, lambda: {"density": 0.1, "ran_as": None}, lambda: None
 
     monkeypatch.setattr(model, "prefilling", prefilling)
-    monkeypatch.setattr(Prefill, "bench", bench)
-    monkeypatch.setattr(Prefill, "estimated", lambda *_: estimate)
-    return speed_run("prefill", tmp_path, *WORDS, "--lengths", "256,512", *words, **how)["rows"]
+    monkeypatch.setattr(Ttft, "bench", bench)
+    monkeypatch.setattr(Ttft, "estimated", lambda *_: estimate)
+    words = [*WORDS, "--lengths", "256,512", "--implementations", implementations, *words]
+    return speed_run("ttft", tmp_path, *words, **how)["rows"]
 
 
 @pytest.mark.parametrize("length", [192, 200])
@@ -73,8 +81,8 @@ def test_there_is_one_model_however_it_is_asked_for():
     settings, memory = settings_of(192), Device()
     kept = []
     memory.room = lambda: kept.append(model.random_model(settings)) or 500.0 / 1024
-    case = {"implementation": "cab-always", "length": 192, "sought": False}
-    sample_of(Prefill, settings, case, memory)
+    case = case_of(192)
+    sample_of(Ttft, settings, case, memory)
     with model.prefilling(settings, 192, "sdpa", settings.chunk, variant=model.PLAIN):
         kept.append(model.random_model(settings, model.PLAIN))
     assert len({id(each) for each in kept}) == 1
@@ -82,13 +90,13 @@ def test_there_is_one_model_however_it_is_asked_for():
 
 def test_a_row_by_hand():
     settings = settings_of(192)
-    case = {"implementation": "cab-always", "length": 192, "sought": False}
-    (row,) = Prefill.rows([sample_of(Prefill, settings, case, Device())], {})
+    case = case_of(192)
+    (row,) = Ttft.rows([sample_of(Ttft, settings, case, Device())], {})
     assert (row["ms"], row["tokens_s"], row["fits"], row["error"]) == (1920.0, 100.0, True, None)
     assert (row["peak_gib"], row["room_gib"]) == (196 / 1024, 500 / 1024)
     assert row["cache_gib"] == settings.cache_gib(192)
     assert row["rest_gib"] == pytest.approx(196 / 1024 - row["cache_gib"] - row["weights_gib"])
-    # the prompt that warms up is not counted; half of each chunk is its tail
+    # half of each chunk is its tail
     assert 0 < row["density"] < 0.8
 
 
@@ -106,7 +114,7 @@ def test_the_longest_length_is_run(tmp_path, monkeypatch, limit, tried):
     assert [row["length"] for row in rows] == sorted({256, 512, *tried})
     for row in rows:
         assert (row["peak_gib"] is None) == (row["fits"] is False) == (row["error"] is not None)
-    (said,) = Prefill.readings(rows)
+    (said,) = Ttft.readings(rows)
     fits = max(length for length, fits in tried.items() if fits)
     assert (
         said.startswith(f"{fits} tokens are the longest")
@@ -120,28 +128,28 @@ def test_a_search_begins_around_its_estimate(tmp_path, monkeypatch):
     rows = search(tmp_path, monkeypatch, Device(), estimate=900, drawn=False)
     # nine and eleven tenths of it, in chunks of 64
     assert [row["length"] for row in rows if row["sought"]] == [768, 832, 960]
-    (said,) = Prefill.readings(rows)
+    (said,) = Ttft.readings(rows)
     assert said.endswith("832 tokens do not fit; estimated: 900.")
 
 
 def test_a_whole_prompt_is_one_chunk_and_its_estimate_is_that_of_fits():
     settings = settings_of(200, max_density=("1.0",))
-    whole = replace(settings, chunk=0, implementations=("sdpa", "cab"))
-    experiment = Prefill(whole)
+    whole = replace(settings, chunk=0, longest=True, implementations=("sdpa", "cab"))
+    experiment = Ttft(whole)
     experiment.bench = Device()
     prompts = Prompts.of(model.llama_config(whole))
     expected = prompts.longest(500 * 2**20, None, "dynamic")
     assert 0 < experiment.estimated("cab") <= expected < experiment.estimated("sdpa")
-    case = {"implementation": "cab", "length": 200, "sought": False}
-    (row,) = Prefill.rows([sample_of(Prefill, whole, case, Device())], {})
+    case = case_of(200, "cab")
+    (row,) = Ttft.rows([sample_of(Ttft, whole, case, Device())], {})
     assert row["estimate"] == experiment.estimated("cab") and row["error"] is None
 
 
 def test_the_longest_is_sought_for_each_way_to_attend(tmp_path, monkeypatch):
     ways = ["cab_dense", "cab"]
-    words = ("--implementations", ",".join(ways))
-    rows = search(tmp_path, monkeypatch, Device(), *words, drawn=False)
-    said = Prefill.readings(rows)
+    both = ",".join(ways)
+    rows = search(tmp_path, monkeypatch, Device(), implementations=both, drawn=False)
+    said = [line for line in Ttft.readings(rows) if "are the longest" in line]
     for way, line in zip(ways, said, strict=True):
         fit = [x["length"] for x in rows if x["implementation"] == way and x["fits"]]
         assert max(fit) == 768
@@ -150,7 +158,7 @@ def test_the_longest_is_sought_for_each_way_to_attend(tmp_path, monkeypatch):
 
 def test_what_fails_otherwise_ends_the_search(tmp_path, monkeypatch):
     class Broken(Device):
-        def walls(self, call, runs):
+        def walls(self, call, runs, before=None):
             ms, peak = super().walls(call, runs)
             if peak > 400 / 1024:
                 raise RuntimeError("a kernel is wrong")

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from cab_hf.distributed import RankLost
 from cab_hf.distributed.sharding import sharding_of
 from cab_hf.eval.experiment import PROG, run
-from cab_hf.eval.speed.base import Speed, SpeedSettings
+from cab_hf.eval.speed.runner import Speed, SpeedSettings
 from cab_hf.eval.speed.timing import MOST_RUNS, Bench, in_a_sentence
 from cab_hf.experiment.settings import UsageError, read_settings
 
@@ -43,7 +43,7 @@ class Slowest(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Team:
+class RankGroup:
     """Synchronised ranks; without groups, one rank alone.
 
     The measured calls run on ``group``; ``control`` contains the same ranks on the CPU.
@@ -60,7 +60,7 @@ class Team:
     def size(self) -> int:
         return 1 if self.group is None else self.group.size()
 
-    def everyone(self, value: Found) -> list[Found]:
+    def all_gather(self, value: Found) -> list[Found]:
         """Return the values of all ranks, in order."""
         if self.control is None:
             return [value]
@@ -70,12 +70,12 @@ class Team:
 
     def from_rank_0(self, value: Found) -> Found:
         """Return the value of rank 0 on every rank."""
-        return self.everyone(value)[0]
+        return self.all_gather(value)[0]
 
     def mean(self, value: float, weight: float = 1) -> float:
         """Return the mean over the ranks."""
-        given = self.everyone((value, weight))
-        return sum(x * by for x, by in given) / sum(by for _, by in given)
+        pairs = self.all_gather((value, weight))
+        return sum(x * by for x, by in pairs) / sum(by for _, by in pairs)
 
     def pairs(self, length: int, block: int) -> int:
         """Return the causal pairs of this rank's queries for a sequence in blocks of ``block``."""
@@ -98,13 +98,13 @@ class Team:
             raise
         except Exception as error:
             why = in_a_sentence(error)
-        given = self.everyone(why)
+        given = self.all_gather(why)
         failed = [f"rank {rank}: {each}" for rank, each in enumerate(given) if each is not None]
         if failed:
             raise RuntimeError(failed[0] if None in given else given[0])
         return result
 
-    def slowest(
+    def time_slowest(
         self,
         bench: Bench,
         call: Callable[[], Any],
@@ -134,8 +134,9 @@ class Team:
                 for _ in range(row):
                     call()
 
-            mine = self.together(lambda: bench.walls(some, runs, begin))
-            times, peaks = zip(*self.everyone(mine), strict=True)
+            calls = some if row > 1 else call
+            mine = self.together(lambda: bench.walls(calls, runs, begin))
+            times, peaks = zip(*self.all_gather(mine), strict=True)
             slowest = [max(run) / row for run in zip(*times, strict=True)]
             return slowest, None if None in peaks else max(peaks)
 
@@ -159,7 +160,7 @@ def by_torchrun() -> bool:
 
 
 @contextmanager
-def launched(device: str, command: str) -> Iterator[Team]:
+def launched(device: str, command: str) -> Iterator[RankGroup]:
     """Return the ranks that torchrun has started.
 
     There is one rank per GPU of this host, or per process on the CPU.
@@ -185,7 +186,7 @@ def launched(device: str, command: str) -> Iterator[Team]:
         dist.init_process_group("gloo")
     try:
         control = dist.new_group(backend="gloo", timeout=PATIENCE)
-        yield Team(dist.group.WORLD, control)
+        yield RankGroup(dist.group.WORLD, control)
     finally:
         dist.destroy_process_group()
 
@@ -198,9 +199,9 @@ class Ranked(Speed):
 
     LEAST_RANKS = 2
 
-    def __init__(self, settings: Any, team: Team | None = None) -> None:
+    def __init__(self, settings: Any, ranks: RankGroup | None = None) -> None:
         super().__init__(settings)
-        self.team = Team() if team is None else team
+        self.ranks = RankGroup() if ranks is None else ranks
 
     @staticmethod
     def needs_ranks(settings: SpeedSettings) -> bool:
@@ -209,7 +210,7 @@ class Ranked(Speed):
 
     @property
     def is_ranked(self) -> bool:
-        return self.team.size > 1 or self.needs_ranks(self.settings)
+        return self.ranks.size > 1 or self.needs_ranks(self.settings)
 
     @classmethod
     def main(cls, words: Sequence[str]) -> int:
@@ -217,8 +218,8 @@ class Ranked(Speed):
         if not cls.needs_ranks(settings):
             run(cls(settings))
             return 0
-        with launched(settings.device, f"cab_hf.eval {cls.name}") as team:
-            cls(settings, team).over_ranks()
+        with launched(settings.device, f"cab_hf.eval {cls.name}") as ranks:
+            cls(settings, ranks).over_ranks()
         return 0
 
     @staticmethod
@@ -228,12 +229,12 @@ class Ranked(Speed):
 
     def recorded(self) -> dict[str, Any]:
         """Return the settings, with the number of ranks if ranks matter."""
-        worlds = {"worlds": [self.team.size]} if self.is_ranked else {}
+        worlds = {"worlds": [self.ranks.size]} if self.is_ranked else {}
         return {**super().recorded(), **worlds}
 
     def check(self) -> None:
         super().check()
-        if self.is_ranked and self.team.size < self.LEAST_RANKS:
+        if self.is_ranked and self.ranks.size < self.LEAST_RANKS:
             raise UsageError(
                 "torchrun must start at least 2 ranks, because the op measures ranks, and "
                 "torchrun started 1; give it --nproc_per_node=2."
@@ -246,8 +247,8 @@ class Ranked(Speed):
 
     def over_ranks(self) -> None:
         """Run the experiment on rank 0, and measure its cases on the other ranks."""
-        if self.team.rank:
-            while (case := self.team.from_rank_0(None)) is not None:
+        if self.ranks.rank:
+            while (case := self.ranks.from_rank_0(None)) is not None:
                 super().measure(case)
             return
         try:
@@ -256,12 +257,12 @@ class Ranked(Speed):
             # no rank is left to inform
             raise
         except Exception:
-            self.team.from_rank_0(None)
+            self.ranks.from_rank_0(None)
             raise
-        self.team.from_rank_0(None)
+        self.ranks.from_rank_0(None)
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        return super().measure(self.team.from_rank_0(case))
+        return super().measure(self.ranks.from_rank_0(case))
 
     def reported(self, error: Exception) -> dict[str, Any]:
         if isinstance(error, RankLost):
@@ -271,13 +272,13 @@ class Ranked(Speed):
     def find(self, sample: dict[str, Any]) -> None:
         """Call `find_on`; a case of one rank is measured by rank 0 while the others wait."""
         if sample["world"] > 1:
-            return self.find_on(sample, self.team)
+            return self.find_on(sample, self.ranks)
         try:
-            if self.team.rank == 0:
-                self.find_on(sample, Team())
+            if self.ranks.rank == 0:
+                self.find_on(sample, RankGroup())
         finally:
-            self.team.from_rank_0(None)
+            self.ranks.from_rank_0(None)
 
     @abstractmethod
-    def find_on(self, sample: dict[str, Any], team: Team) -> None:
-        """Add the results of the ranks of ``team`` to ``sample``; each rank calls it."""
+    def find_on(self, sample: dict[str, Any], ranks: RankGroup) -> None:
+        """Add the results of the ranks of ``ranks`` to ``sample``; each rank calls it."""

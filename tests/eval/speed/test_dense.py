@@ -1,0 +1,123 @@
+"""Dense baselines of all speed ops: which one a ratio uses, their inputs, checks and times."""
+
+import json
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from bench import sample_of, speed_run
+
+from cab_hf.eval import charts
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.speed import dense, timing
+from cab_hf.eval.speed.attention import Attention, Settings
+from cab_hf.eval.speed.timing import Timing
+
+CASE = {"length": 256, "head_dim": 16, "direction": "forward", "blocks": "32x16"}
+CASE |= {"layout": "whole", "budget": 0.2}
+
+
+def tiny(**more):
+    return Settings(device="cpu", heads=4, kv_heads=2, head_dims=(16,), seconds=0.0, **more)
+
+
+def test_the_first_error_of_a_capture_is_the_reason():
+    class Broken(timing.GpuBench):
+        def __init__(self):
+            pass
+
+        def _median(self, call):
+            return 1.0
+
+        def _captured(self, call):
+            try:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            finally:
+                raise RuntimeError("capture was invalidated")
+
+    result = Broken().time(lambda: None)
+    assert result == Timing(1.0, None, "operation not permitted when stream is capturing")
+
+
+def test_inputs_have_the_memory_layout_of_transformers():
+    q, k = tiny().random_heads(300, 16, torch.device("cpu"), "qk")
+    assert q.shape == (1, 4, 300, 16) and k.shape == (1, 2, 300, 16)
+    assert q.transpose(1, 2).is_contiguous() and k.transpose(1, 2).is_contiguous()
+
+
+def test_a_baseline_is_extrapolated_from_the_longest_measured():
+    rows = [
+        {"length": 100, "ms": 1.0, "baselines": {"FA3": 1.0, "cuDNN": 0.5}},
+        {"length": 200, "ms": 1.5, "baselines": {"FA3": 3.0, "cuDNN": 9.0}},
+        {"length": 400, "ms": 2.0, "baselines": {}},
+    ]
+    near, middle, far = (dense.compared(row, rows) for row in rows)
+    assert (near["baseline_ms"], near["extrapolated"]) == (1.0, False)
+    assert (middle["baseline_ms"], middle["extrapolated"]) == (3.0, False)
+    assert (far["baseline"], far["baseline_ms"], far["extrapolated"]) == ("FA3", 12.0, True)
+    assert far["ratio"] == pytest.approx(2.0 / 12.0)
+    assert dense.time_shown(far) == "≈ 12.0 FA3"
+
+
+@pytest.mark.parametrize(
+    ("measured", "name"),
+    [
+        ({"flash": 1.0, "cuDNN": 3.0, "FA4": 2.0, "FA3": 4.0}, "FA3"),
+        ({"flash": 1.0, "cuDNN": 3.0, "FA4": 2.0}, "cuDNN"),
+        ({"flash": 3.0, "FA4": 2.0}, "FA4"),
+        ({}, None),
+    ],
+)
+def test_a_ratio_uses_a_preferred_or_the_fastest_baseline(measured, name):
+    assert dense.against(measured) == name
+
+
+def test_a_wrong_kernel_is_not_measured(monkeypatch):
+    def swapped(q, k, v, scale):
+        return attend(q, v.expand_as(k), k, scale)
+
+    attend = dense.ON_CPU["SDPA"].load()
+    monkeypatch.setattr(dense, "ON_CPU", {"bad": dense.Baseline(lambda: swapped)})
+    row = sample_of(Attention, tiny(), CASE, timing.Bench("cpu"))
+    assert row["baselines"] == {} and "wrong by" in row["not_measured"]["bad"]
+
+
+def test_baselines_are_measured_up_to_a_length_and_a_cascade_by_its_anchor(tmp_path):
+    shape = "--heads 4 --kv-heads 2 --head-dims 16 --seconds 0 --directions forward"
+    words = [*shape.split(), "--lengths", "192,384", "--densities", "0.2", "--dense-up-to", "192"]
+    cascade = ("predictor=cascade", "anchors=[3]", "mass_threshold=0.2", "share_threshold=0.5")
+    words += [word for each in cascade for word in ("--cab", each)]
+    near, far = speed_run("attention", tmp_path, *words)["rows"]
+    assert far["baselines"] == {} and far["extrapolated"] is True
+    assert far["baseline_ms"] == pytest.approx(4 * near["baseline_ms"])
+    assert near["predict_ms"] > 0 and 0 < near["density"] < 1
+
+
+def test_flash_attn_functions_get_token_major_views(monkeypatch):
+    def kernel(q, k, v, softmax_scale, causal):
+        assert q.shape == (1, 300, 4, 16) and k.shape == v.shape == (1, 300, 2, 16)
+        assert q.is_contiguous() and causal
+        out = dense.ON_CPU["SDPA"].load()(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale)
+        return out.transpose(1, 2), "log-sum-exp"
+
+    module = ModuleType("flash_attn_interface")
+    module.flash_attn_func = kernel
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(dense, "find_spec", lambda name: True)
+    q, k, v = tiny().random_heads(300, 16, torch.device("cpu"), "qkv")
+    dense.check_dense(dense.ON_GPU["FA3"].load(), q, k, v)
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_graphs_peaks_and_baselines(gpu, tmp_path):
+    out = ["--out", str(tmp_path), "--lengths", "1024,4096", "--directions", "forward"]
+    assert main(["speed", "attention", *out]) == 0
+    for row in json.loads((tmp_path / "results.json").read_text())["rows"]:
+        assert row["error"] is None and row["without_graph"].get("predicting") is None
+        assert row["ms"] > 0 and all(row["peak_mib"].values())
+        assert "cuDNN" in row["baselines"], row["not_measured"]
+
+
+def test_labels_of_lengths_do_not_overlap():
+    assert charts.apart([1024, 2048, 2048, 960_000, 983_040]) == [1024, 2048, 983_040]

@@ -1,0 +1,269 @@
+"""All causal model types of transformers, tiny: they attend exactly, or raise an error.
+
+By default the test measures the types below. `MODEL_SWEEP=FOLDER pytest -m slow
+tests/test_families.py` measures all types, and writes samples.jsonl, results.json and report.md in
+FOLDER/families (one process) and FOLDER/families-context-parallel (two ranks). The same command
+continues an interrupted sweep.
+"""
+
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+import model_sweep
+import pytest
+import torch
+from marks import since, slow_but
+from model_sweep import Sweep, examine, in_processes
+from tiny_types import causal_types
+from torch.multiprocessing import start_processes
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from cab_hf.eval.experiment import run
+from cab_hf.eval.families import (
+    EXACT,
+    FAILS,
+    FOLDER,
+    IN_PART,
+    NOT_BUILT,
+    NOT_OURS,
+    REFUSED,
+    WRONG,
+    Settings,
+    judged,
+)
+
+SWEEP = os.environ.get(FOLDER)
+NAMES = {1: "families", 2: "families-context-parallel"}
+# with experts, latent keys, windows, recurrent layers, cross-attention, layers that differ
+EXACT_TYPES = """
+    llama mistral ministral mixtral qwen2 qwen3 qwen3_moe gemma gemma3 gemma4_text phi3 phimoe olmo2
+    granite cohere2 glm4 deepseek_v3 smollm3 starcoder2 stablelm gpt_neox opt bert minimax
+    granitemoehybrid mllama gpt_oss gpt_bigcode
+"""
+# with an older transformers their own attention is another one
+CHANGED_TYPES = [
+    pytest.param(("gemma2", 1), marks=since("5.24", "sdpa caps no logits")),
+    pytest.param(
+        ("llama4", 1), marks=since("5.24", "chunks are counted from the start of the row")
+    ),
+]
+UNREACHED = "attn_implementation=.*[.]$"  # no registered function reaches the attention
+# type -> pattern of the error
+REFUSED_TYPES = {
+    **dict.fromkeys(("deepseek_v4", "doge", "minimax_m3_vl_text", "deepseek_v32"), ""),
+    **dict.fromkeys(
+        ("falcon", "bloom", "mpt", "gpt_neo", "xglm", "openai-gpt", "mamba"), UNREACHED
+    ),
+}
+# over ranks: with experts and the loss of routers, latent keys, windows, learnt positions
+EXACT_OVER_RANKS = "llama mixtral gemma3 deepseek_v3 gpt2"
+REFUSED_OVER_RANKS = {
+    "bamba": r"BambaForCausalLM has layers that mix tokens without attention \(BambaMixer\)",
+    "bart": "BartForCausalLM takes no position_ids",
+    "roberta": "RobertaForCausalLM counts positions from padding_idx",
+    "stablelm": "StableLmForCausalLM does not pass position_ids and cu_seq_lens_q",
+    "minimax_m3_vl_text": r"MiniMaxM3VLAttention .* is not computed by 'cab' \(keys chosen",
+    "llama4": "attends in chunks of 64 tokens",
+    "bloom": "must reach its attention through",
+}
+# (type, ranks) -> pattern of the error, None for exact types
+EXPECTED = {
+    **dict.fromkeys([(name, 1) for name in EXACT_TYPES.split()]),
+    **{(name, 1): why for name, why in REFUSED_TYPES.items()},
+    **dict.fromkeys([(name, 2) for name in EXACT_OVER_RANKS.split()]),
+    **{(name, 2): why for name, why in REFUSED_OVER_RANKS.items()},
+    **dict.fromkeys([("gemma2", 1), ("llama4", 1)]),
+}
+CHANGED = {each.values[0] for each in CHANGED_TYPES}
+CASES = [*(each for each in EXPECTED if each not in CHANGED), *CHANGED_TYPES]
+if SWEEP:
+    CASES = [(model_type, ranks) for ranks in NAMES for model_type in causal_types()]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Use one thread, as the processes of a sweep do: the models are small."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def row_of(model_type, ranks=1):
+    """Return the row of a type; all results are written if the environment names a folder."""
+    if SWEEP:
+        out = str(Path(SWEEP, NAMES[ranks]))
+        rows = run(Sweep(Settings(types=(model_type,), ranks=ranks, out=out)))
+        return next(row for row in rows if row["model_type"] == model_type)
+    sample = examine(model_type) if ranks == 1 else in_processes(model_type, ranks, 120, 24)
+    return judged({"model_type": model_type, **sample})
+
+
+def name_of(case):
+    return f"{case[0]}-ranks-{case[1]}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(*each.values, id=name_of(each.values[0]), marks=each.marks)
+        for each in slow_but(
+            [x if hasattr(x, "marks") else pytest.param(x) for x in CASES], *([] if SWEEP else [0])
+        )
+    ],
+)
+def test_a_model_type_attends_exactly_or_is_refused(case):
+    row = row_of(*case)
+    if case not in EXPECTED:
+        assert row["verdict"] in (EXACT, REFUSED, NOT_BUILT), row
+    elif EXPECTED[case] is not None:
+        assert row["verdict"] == REFUSED and re.search(EXPECTED[case], row["said"]), row
+    else:
+        assert row["verdict"] == EXACT and row["layers"] > 0, row
+        if case[1] == 1:
+            assert row["by_name"] == row["applied"] == row.get("windowed", EXACT) == EXACT, row
+            assert row["layers"] >= row["sparse"] > 0 and row["reads_padding"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", ["windowed", "dynamic"])
+def test_windows_and_dynamic_rope_are_exact_over_ranks(build):
+    assert row_of("mistral" if build == "dynamic" else "mixtral", 2)[build] == EXACT
+
+
+# --- verdicts
+
+
+def without_the_first_key(module, query, key, value, mask, **options):
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+    seen[1:, 0] = False
+    return sdpa(module, query, key, value, seen[None, None], **options)
+
+
+def not_a_number(module, query, *arguments, **options):
+    return query.transpose(1, 2) * float("nan"), None
+
+
+def a_traceback(module, *arguments, **options):
+    raise KeyError("cab")
+
+
+@pytest.mark.parametrize(
+    ("function", "verdict"),
+    [(without_the_first_key, WRONG), (not_a_number, FAILS), (a_traceback, FAILS)],
+)
+def test_wrong_attention_is_detected(function, verdict):
+    before = ALL_ATTENTION_FUNCTIONS["cab"]
+    AttentionInterface.register("cab", function)
+    try:
+        assert judged({"model_type": "llama", **examine("llama")})["verdict"] == verdict
+    finally:
+        AttentionInterface.register("cab", before)
+
+
+FINE, NO = {"difference": 1e-5}, {"refused": "cab does not."}
+OFF, BROKEN = {"difference": 2e-4}, {"failed": "KeyError: 'cab'"}
+
+
+def sample_of(by_name, applied, layers):
+    """Return the sample of a type with the outcomes of two inputs for each of two switches."""
+    sample = {"model_type": "x", "model": "X", "reads_padding": []}
+    for name, outcomes in (("by_name", by_name), ("applied", applied)):
+        inputs = dict(zip(("plain", "left padded"), outcomes, strict=True))
+        sample[name] = {"inputs": inputs, "layers": layers, "sparse": layers}
+    return sample
+
+
+NAN = {"difference": float("nan")}
+STEP = {"loss": 1e-7, "logits": 1e-7, "gradients": 9e-6, "layers": 2}
+
+
+def sample_over_ranks(text, packed, _):
+    return {"model_type": "x", "model": "X", "plain": {"one text": text, "packed": packed}}
+
+
+@pytest.mark.parametrize(
+    ("sample", "one", "other", "layers", "verdict"),
+    [
+        pytest.param(sample_of, [FINE, FINE], [FINE, FINE], 2, EXACT, id="exact"),
+        pytest.param(sample_of, [FINE, FINE], [FINE, FINE], 0, NOT_OURS, id="not-reached"),
+        pytest.param(sample_of, [NO, NO], [NO, NO], 2, REFUSED, id="refused"),
+        pytest.param(sample_of, [FINE, NO], [FINE, NO], 2, IN_PART, id="one-input-refused"),
+        pytest.param(sample_of, [FINE, FINE], [NO, NO], 2, IN_PART, id="one-switch-refused"),
+        pytest.param(sample_of, [FINE, OFF], [NO, NO], 2, WRONG, id="one-input-off"),
+        pytest.param(sample_of, [BROKEN, BROKEN], [NO, NO], 2, FAILS, id="one-switch-fails"),
+        pytest.param(sample_of, [FINE, NAN], [FINE, FINE], 2, WRONG, id="not-a-number"),
+        *(
+            pytest.param(sample_over_ranks, text, packed, None, verdict, id=f"ranks-{name}")
+            for name, text, packed, verdict in (
+                ("exact", STEP, STEP, EXACT),
+                ("refused", NO, NO, REFUSED),
+                ("one-input-refused", STEP, NO, IN_PART),
+                ("gradients-off", STEP, {**STEP, "gradients": 2e-5}, WRONG),
+                ("not-a-number", {**STEP, "logits": math.inf}, STEP, WRONG),
+                ("loss-off", {**STEP, "loss": 2e-5}, STEP, WRONG),
+                ("an-error", BROKEN, NO, FAILS),
+                ("not-reached", {**STEP, "layers": 0}, STEP, NOT_OURS),
+            )
+        ),
+    ],
+)
+def test_the_worst_outcome_is_the_verdict(sample, one, other, layers, verdict):
+    assert judged(sample(one, other, layers))["verdict"] == verdict
+
+
+def test_an_input_with_padding_that_the_model_reads_is_not_compared():
+    row = judged({"model_type": "x", **examine("recurrent_gemma")})
+    assert row["verdict"] == EXACT and row["reads_padding"] == ["left padded"]
+
+
+# --- processes and files
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ranks", "timeout", "memory", "why"),
+    [
+        ("llama", 1, 0.01, 12, "took longer than 0.01 seconds"),
+        ("llama", 2, 0.001, 24, "took longer than 0.001 seconds"),
+        ("gemma4_assistant", 1, 120, 12, "hidden_size_per_layer_input|Gemma4AssistantConfig"),
+    ],
+)
+def test_a_type_that_cannot_be_built_ends_nothing_else(model_type, ranks, timeout, memory, why):
+    assert re.search(why, in_processes(model_type, ranks, timeout, memory)["not_built"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_process_that_dies_ends_nothing_else(ranks, monkeypatch):
+    def killed(*given):
+        group = start_processes(*given)
+        group.processes[0].kill()
+        return group
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model_sweep, "start_processes", killed)
+        fields = {"not_built": "its process died with exit code -9"}
+        assert in_processes("llama", ranks, 120, 24) == fields
+    assert in_processes("gemma", ranks, 120, 24)["model"] == "GemmaForCausalLM"
+
+
+def test_a_sweep_writes_rows_figure_and_report(tmp_path, monkeypatch):
+    samples = {
+        "llama": {"model": "L", "dtype": "float64", "plain": {"one text": STEP, "packed": STEP}},
+        "bamba": {"model": "B", "plain": {"one text": NO, "packed": NO}},
+        "opt": {"not_built": "no reason"},
+    }
+    monkeypatch.setattr(model_sweep, "in_processes", lambda model_type, *_: samples[model_type])
+    for model_type in samples:
+        run(Sweep(Settings(types=(model_type,), ranks=2, out=str(tmp_path))))
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    verdicts = {row["model_type"]: row["verdict"] for row in rows}
+    assert verdicts == {"bamba": REFUSED, "llama": EXACT, "opt": NOT_BUILT}
+    assert (tmp_path / "figure.png").stat().st_size > 0
+    report = (tmp_path / "report.md").read_text()
+    assert "Of 3 types 2 could be built: 1 attend exactly" in report
+    assert "MODEL_SWEEP=FOLDER python -m pytest" in report
