@@ -15,7 +15,7 @@ from cab_hf.experiment.settings import UsageError, missing_package
 
 NAMES = (
     *("calibrate", "families"),
-    *("fidelity", "fits", "harness", "passkey", "readme", "report", "speed"),
+    *("fidelity", "fits", "harness", "passkey", "quickcheck", "readme", "report", "speed"),
 )
 # commands whose module has another name
 MODULES = {"report": "page"}
