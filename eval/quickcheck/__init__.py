@@ -211,7 +211,7 @@ def _measure(
     measurements: Measurements, scope: Scope, log: Log, settings: Settings, started: float
 ) -> dict[Step, str]:
     """Measure all steps that fit; return the skipped steps with their reasons."""
-    cost, skipped = cost_of(measurements.model), {}
+    cost, skipped, ratios = cost_of(measurements.model), {}, []
     deadline = started + 60 * settings.minutes - budget.REPORT_SECONDS
     if log.records:
         _say(f"{len(log.records)} measurements of an earlier run are used again")
@@ -225,6 +225,8 @@ def _measure(
         )
         elapsed = time.perf_counter() - started
         seconds = budget.estimate(step, log.records, passes, cost)
+        if seconds is not None:
+            seconds *= budget.slowdown(ratios)
         if not budget.fits(seconds, elapsed, settings.minutes):
             skipped[step] = budget.reason(seconds, elapsed, settings.minutes)
             continue
@@ -241,6 +243,9 @@ def _measure(
                 torch.cuda.empty_cache()
             continue
         log.append({**step.fields, **found})
+        if seconds:
+            took = time.perf_counter() - started - elapsed
+            ratios.append(took * budget.slowdown(ratios) / seconds)
     return skipped
 
 

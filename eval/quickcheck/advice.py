@@ -19,8 +19,9 @@ DENSE, CAB, FULL = "dense", "cab", "full"
 PAYS = 1.02
 # KL grows like threshold ** 0.75: half of the threshold has 0.6 of the KL
 SLOPE = 0.75
-MOST_POINTS = 4  # thresholds that a search measures, the first one included
-FARTHEST = 4.0  # largest factor between a threshold and the next one
+MOST_POINTS = 5  # thresholds that a search measures, the first one included
+FARTHEST = 8.0  # largest factor between a threshold and the next one
+LEAST_KL = 1e-9  # a KL of 0, every block selected, has no logarithm
 CLOSE = 0.8  # a KL between this share of the target and the target ends the search
 
 
@@ -63,7 +64,9 @@ class Verdict(NamedTuple):
 
     Attributes:
         threshold: the advised ``mass_threshold``.
-        is_close_enough: True if its KL is at most the target; None without a KL.
+        is_close_enough: True if its KL is at most the target at each measured length; None without
+            a KL.
+        is_searched: False if the search for a threshold has not ended.
         pays_from: tokens from which CAB pays; None if it does not pay at the longest length.
         is_bound: True if CAB pays at the shortest measured length already.
         longest: the longest length with a time; None without times.
@@ -71,6 +74,7 @@ class Verdict(NamedTuple):
 
     threshold: float
     is_close_enough: bool | None
+    is_searched: bool
     pays_from: int | None
     is_bound: bool
     longest: int | None
@@ -110,27 +114,37 @@ def points_of(rows: Sequence[Row], length: int, start: float) -> list[Point]:
 def next_threshold(points: Sequence[Point], target: float) -> float | None:
     """Return the threshold to measure next; None if the search has ended.
 
-    The first step assumes that KL grows like ``threshold ** SLOPE``. Later steps interpolate the
-    logarithms between the two thresholds nearest to the target.
+    KL is assumed to grow like a power of the threshold. The exponent is that of the two thresholds
+    around the target, else of the two nearest to it; `SLOPE` with one threshold.
     """
     close = [p for p in points if CLOSE * target <= p.kl <= target]
     if close or not points or len(points) >= MOST_POINTS:
         return None
-    # a KL of 0, every block selected, has no logarithm
-    at = sorted(points, key=lambda p: abs(log(max(p.kl, 1e-9) / target)))
-    nearest = at[0]
-    slope = SLOPE
-    if len(at) > 1 and at[1].kl != nearest.kl:
-        ratio = log(max(at[1].kl, 1e-9) / max(nearest.kl, 1e-9))
-        found = ratio / log(at[1].threshold / nearest.threshold)
-        # noise can hide the slope, and a slope of 0 has no solution
-        slope = min(max(found, 0.3), 2.0)
     # aim between the two ends of the accepted range
     aim = target * (1 + CLOSE) / 2
-    factor = exp(log(aim / max(nearest.kl, 1e-9)) / slope)
+    below = max((p for p in points if p.kl <= target), default=None)
+    above = min((p for p in points if p.kl > target), default=None)
+    base = below or above
+    slope = _slope(points, below, above)
+    factor = exp(log(aim / max(base.kl, LEAST_KL)) / slope)
     factor = min(max(factor, 1 / FARTHEST), FARTHEST)
-    found = float(f"{min(nearest.threshold * factor, 1.0):.3g}")
-    return None if any(found == p.threshold for p in points) or found <= 0 else found
+    found = float(f"{min(base.threshold * factor, 1.0):.3g}")
+    return None if found <= 0 or any(found == p.threshold for p in points) else found
+
+
+def _slope(points: Sequence[Point], below: Point | None, above: Point | None) -> float:
+    """Return the exponent for `next_threshold`."""
+    if below and above and below.threshold < above.threshold:
+        pair = below, above
+    elif len(points) > 1 and not (below and above):
+        ascending = sorted(points)
+        pair = ascending[-2:] if below else ascending[:2]
+    else:
+        return SLOPE
+    low, high = pair
+    ratio = log(max(high.kl, LEAST_KL) / max(low.kl, LEAST_KL))
+    # noise can hide or exaggerate the slope
+    return min(max(ratio / log(high.threshold / low.threshold), 0.3), 2.0)
 
 
 def chosen_threshold(points: Sequence[Point], target: float) -> float:
@@ -161,10 +175,11 @@ def pays_from(speedups: Sequence[tuple[int, float]], step: int = 1) -> int | Non
 
 def verdict(rows: Sequence[Row], start: float, target: float, query_block: int) -> Verdict:
     """Return what ``rows`` say for the first threshold ``start`` and the KL ``target``."""
-    longest, threshold, close = longest_kl(rows, start), start, None
+    longest, threshold, close, searched = longest_kl(rows, start), start, None, False
     if longest is not None:
         points = points_of(rows, longest, start)
         threshold = chosen_threshold(points, target)
+        searched = next_threshold(points, target) is None
         # shorter lengths count too, if they were measured
         lengths = {row["length"] for row in select(rows, measure="kl", threshold=threshold)}
         close = all(mean_kl(rows, length, threshold) <= target for length in lengths)
@@ -172,7 +187,14 @@ def verdict(rows: Sequence[Row], start: float, target: float, query_block: int) 
     found = pays_from(gains, query_block)
     lengths = [length for length, _ in gains]
     bound = found is not None and found == min(lengths)
-    return Verdict(threshold, close, found, bound, max(lengths, default=None))
+    return Verdict(
+        threshold=threshold,
+        is_close_enough=close,
+        is_searched=searched,
+        pays_from=found,
+        is_bound=bound,
+        longest=max(lengths, default=None),
+    )
 
 
 def speedups(rows: Sequence[Row], threshold: float) -> list[tuple[int, float]]:
@@ -286,6 +308,12 @@ def sentence(
         facts.append(_recalled(best, dense))
     because = "; ".join(facts)
     threshold = f"mass_threshold={found.threshold:g}"
+    if found.is_close_enough is False and not found.is_searched:
+        return (
+            f"On {device}, raise --minutes and run the same command again, because the search for "
+            f"a mass_threshold with a KL of at most {target:g} has not ended ({threshold}: "
+            f"{because})."
+        )
     if found.is_close_enough is False:
         return (
             f"On {device}, keep dense attention: no measured mass_threshold has a KL of at most "

@@ -31,6 +31,7 @@ PROBE_SECONDS = 0.5  # a probe that takes longer predicts the time of longer pro
 MARGIN = 1.2  # factor on estimates for a length that was not measured yet
 # time of a pass relative to CAB's, before a pass with every block was measured
 FULL_OVER_CAB = 1.5
+MOST_SLOWDOWN = 3.0
 REPORT_SECONDS = 4.0  # figure and report
 
 
@@ -116,7 +117,6 @@ def schedule(scope: Scope, rows: Sequence[Row], skipped: Collection[Step] = ()) 
     for length in scope.lengths:
         for index in documents:
             yield Step(KL, length, CAB, start, index)
-        yield Step(KL, length, FULL)
     longest = longest_kl(rows, start)
     if longest is None:
         return
@@ -128,6 +128,8 @@ def schedule(scope: Scope, rows: Sequence[Row], skipped: Collection[Step] = ()) 
         if not any(step in skipped for step in steps):
             # the result of these steps decides
             return
+    for length in reversed(scope.lengths):
+        yield Step(KL, length, FULL)
     advised = chosen_threshold(points, scope.kl)
     for threshold in dict.fromkeys((advised, start)):
         for length in reversed(scope.lengths):
@@ -156,6 +158,14 @@ def next_step(scope: Scope, rows: Sequence[Row], skipped: Collection[Step] = ())
     """Return the first step that is neither measured nor skipped; None at the end."""
     done = {*map(step_of, rows), *skipped}
     return next((step for step in schedule(scope, rows, skipped) if step not in done), None)
+
+
+def slowdown(ratios: Sequence[float]) -> float:
+    """Return the factor on estimates after steps with these ratios of actual to estimated time.
+
+    Other processes can slow a machine down for a while, so the last two steps count.
+    """
+    return min(max(1.0, *ratios[-2:], 1.0), MOST_SLOWDOWN)
 
 
 def passes_of(step: Step, runs: int, warm_ups: int, kernels: int, is_cached: bool) -> Row:
@@ -201,9 +211,8 @@ def pass_seconds(rows: Sequence[Row], method: str, length: int, cost: Cost) -> f
 def estimate(step: Step, rows: Sequence[Row], passes: Row, cost: Cost) -> float | None:
     """Estimate the seconds of a step; None if nothing was measured that predicts them."""
     each = {m: pass_seconds(rows, m, step.length, cost) for m in passes}
-    if None in each.values():
-        return None
-    return sum(count * each[method] for method, count in passes.items())
+    known = [(count, each[method]) for method, count in passes.items()]
+    return None if None in each.values() else sum(count * seconds for count, seconds in known)
 
 
 def fits(seconds: float | None, elapsed: float, minutes: float) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -47,6 +48,10 @@ KERNEL_CHOICES = {
     "cab_dense": ("cab_dense", None, None),
 }
 GIB = 2**30
+
+
+class OutOfTime(RuntimeError):
+    """An error for a step that was stopped at the deadline."""
 
 
 def kernel_names(own: str, on_cpu: bool) -> list[str]:
@@ -109,8 +114,15 @@ class Measurements:
         self.is_cuda = model.device.type == "cuda"
         self.kernels = kernel_names(self.own, not self.is_cuda)
         self.warm_ups = int(self.is_cuda)
+        self.deadline = inf
+        for _, layer in attention_layers(model):
+            layer.register_forward_pre_hook(self._stop_late)
         # (length, index) -> log-probabilities of dense attention after the prompt
         self.dense_cache: dict[tuple[int, int], Tensor] = {}
+
+    def _stop_late(self, *_: Any) -> None:
+        if time.perf_counter() > self.deadline:
+            raise OutOfTime("took longer than estimated, and was stopped")
 
     def measure(self, step: Step, rows: Sequence[Row], deadline: float) -> dict[str, Any]:
         """Return the results of a step.
@@ -118,14 +130,18 @@ class Measurements:
         Args:
             step: the step.
             rows: rows measured so far.
-            deadline: time of `time.perf_counter` after which no further run starts.
+            deadline: time of `time.perf_counter` after which no further layer is computed.
+
+        Raises:
+            OutOfTime: the deadline is over.
         """
+        self.deadline = deadline
         if step.measure == PROBE:
             return self.probe(step)
         if step.measure == KERNELS:
-            return self.compare_kernels(step, rows, deadline)
+            return self.compare_kernels(step, rows)
         if step.measure == TTFT:
-            return self.first_token(step, rows, deadline)
+            return self.first_token(step, rows)
         return self.divergence(step) if step.measure == KL else self.recall(step)
 
     # --- attention
@@ -187,17 +203,16 @@ class Measurements:
             self.timed(ids)
             return {"pass_seconds": {step.method: self.timed(ids)}}
 
-    def compare_kernels(self, step: Step, rows: Sequence[Row], deadline: float) -> dict[str, Any]:
+    def compare_kernels(self, step: Step, rows: Sequence[Row]) -> dict[str, Any]:
         """Time the dense kernels; a kernel that fails has a reason instead of a time."""
         ids, ms, reasons = self.prompt(step.length), {}, {}
         for name in ranked_kernels(rows, step.length) or self.kernels:
-            if ms and time.perf_counter() > deadline:
-                reasons[name] = "out of time"
-                continue
             try:
                 with self.kernel(name):
                     self.timed(ids)
                     ms[name] = 1000 * self.timed(ids)
+            except OutOfTime:
+                raise
             except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
                 reasons[name] = str(error).strip().partition("\n")[0][:200]
         if not ms:
@@ -205,7 +220,7 @@ class Measurements:
         slowest = max(ms.values()) / 1000
         return {"kernel_ms": ms, "reasons": reasons, "pass_seconds": {DENSE: slowest}}
 
-    def first_token(self, step: Step, rows: Sequence[Row], deadline: float) -> dict[str, Any]:
+    def first_token(self, step: Step, rows: Sequence[Row]) -> dict[str, Any]:
         """Time the first token by the fastest dense kernel and by CAB, in turn."""
         ids = self.prompt(step.length)
         kernel = (ranked_kernels(rows, step.length) or [self.own])[0]
@@ -213,9 +228,6 @@ class Measurements:
         seconds: dict[str, list[float]] = {name: [] for name in attentions}
         peaks: dict[str, float | None] = {}
         for run in range(-self.warm_ups, self.runs):
-            # one run of each at least
-            if run > 0 and time.perf_counter() > deadline:
-                break
             for name, attention in attentions.items():
                 with attention():
                     self._reset_peak()
