@@ -8,13 +8,13 @@ continues an interrupted run.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,11 @@ class Settings(OnModelSettings):
     minutes: float = option(
         10.0, "minutes for everything, the loading of the model included", float
     )
-    kl: float = option(0.02, "KL(dense || CAB) that you accept, in nats per token", float)
+    kl: float = option(
+        0.02,
+        "KL(dense || CAB) that you accept, in nats per token; 0: keep the mass_threshold of --cab",
+        float,
+    )
     documents: int | None = by_device(2, 1, "documents per length", int)
     runs: int | None = by_device(3, 2, "timed runs of a first token, per attention", int)
     out: str = option("quickcheck", "folder for rows, report, figure and cab_config.json")
@@ -77,8 +81,9 @@ class Settings(OnModelSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "lengths", tuple(sorted(self.lengths)))
-        for name in ("minutes", "kl", "documents", "runs"):
+        for name in ("minutes", "documents", "runs"):
             require(self, name, getattr(self, name) > 0, "greater than 0")
+        require(self, "kl", self.kl >= 0, "at least 0")
         least = 4 * self.cab_config.query_block
         enough = self.lengths and self.lengths[0] >= least
         require(self, "lengths", enough, f"at least {least} tokens each, 4 query blocks")
@@ -86,6 +91,8 @@ class Settings(OnModelSettings):
         chooses = self.cab_config.predictor in CAB
         known = " or ".join(CAB)
         require(self, "cab", chooses, f"a predictor with a mass_threshold ({known})")
+        searched = self.cab_config.mass_threshold > 0
+        require(self, "cab", searched, "a mass_threshold greater than 0, where the search starts")
         _ = self.sentences  # raises an error for a file that is no text
 
     @cached_property
@@ -116,7 +123,7 @@ class Settings(OnModelSettings):
 
 def _built_in() -> list[str]:
     """Return texts that every installation of Python contains."""
-    sources = (Path(find_spec(name).origin).read_text("utf-8") for name in SOURCES)
+    sources = (Path(importlib.util.find_spec(name).origin).read_text("utf-8") for name in SOURCES)
     return [built_in_text(), *sources]
 
 
@@ -135,6 +142,8 @@ def run(settings: Settings, started: float) -> list[dict[str, Any]]:
         UsageError: the model, a length or a text cannot be used.
     """
     settings = within_positions(settings)
+    # needed at the end: imported now, its time counts before the deadline
+    importlib.import_module("matplotlib.figure")
     model, tokenizer = load_model(
         settings.model, settings.device, settings.dtype, settings.trust_remote_code
     )
@@ -147,8 +156,14 @@ def run(settings: Settings, started: float) -> list[dict[str, Any]]:
     refuse_not_finite(model)
     lengths, notes = fitting(settings, tokenizer)
     config = settings.cab_config
-    on_it = (settings.sentences, config, settings.seed, settings.runs)
-    measurements = Measurements(model, tokenizer, *on_it)
+    measurements = Measurements(
+        model=model,
+        tokenizer=tokenizer,
+        sentences=settings.sentences,
+        config=config,
+        seed=settings.seed,
+        runs=settings.runs,
+    )
     scope = Scope(
         lengths=lengths,
         threshold=config.mass_threshold,
@@ -165,7 +180,16 @@ def run(settings: Settings, started: float) -> list[dict[str, Any]]:
         rows, begun = list(log.records), log.started
     made = provenance(recorded, settings.device, begun)
     command = shlex.join([*PROG.split(), "quickcheck", *spelled(settings)])
-    _write(out, settings, scope, rows, notes, skipped, made, command, model)
+    _write(
+        settings,
+        scope,
+        rows=rows,
+        notes=notes,
+        skipped=skipped,
+        made=made,
+        command=command,
+        model=model,
+    )
     return rows
 
 
@@ -218,10 +242,10 @@ def _measure(
     while (step := next_step(scope, log.records, skipped)) is not None:
         passes = budget.passes_of(
             step,
-            settings.runs,
-            measurements.warm_ups,
-            len(measurements.kernels),
-            (step.length, step.index) in measurements.dense_cache,
+            runs=settings.runs,
+            warm_ups=measurements.warm_ups,
+            kernels=len(measurements.compared(log.records, step.length)),
+            is_cached=(step.length, step.index) in measurements.dense_cache,
         )
         elapsed = time.perf_counter() - started
         seconds = budget.estimate(step, log.records, passes, cost)
@@ -254,9 +278,9 @@ def _say(sentence: str) -> None:
 
 
 def _write(
-    out: Path,
     settings: Settings,
     scope: Scope,
+    *,
     rows: Sequence[advice.Row],
     notes: Sequence[str],
     skipped: dict[Step, str],
@@ -265,7 +289,7 @@ def _write(
     model: Any,
 ) -> None:
     """Write report, figure and config, and print the table and the advice."""
-    config, target = settings.cab_config, settings.kl
+    out, config, target = Path(settings.out), settings.cab_config, settings.kl
     found = advice.verdict(rows, scope.threshold, target, config.query_block)
     shown = advice.summaries(rows, scope.threshold, found.threshold)
     told = advice.sentence(rows, found, shown, target, made["device"])

@@ -1,4 +1,4 @@
-"""What the rows of a quick check say: the threshold for a KL, the length, and one sentence.
+"""Conclusions from the rows of a quick check: a threshold, a length, and one sentence.
 
 Everything here is a pure function of the measured rows.
 """
@@ -60,12 +60,12 @@ class Summary(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a run found.
+    """Result of a run.
 
     Attributes:
         threshold: the advised ``mass_threshold``.
         is_close_enough: True if its KL is at most the target at each measured length; None without
-            a KL.
+            KL or a target.
         is_searched: False if the search for a threshold has not ended.
         pays_from: tokens from which CAB pays; None if it does not pay at the longest length.
         is_bound: True if CAB pays at the shortest measured length already.
@@ -112,13 +112,13 @@ def points_of(rows: Sequence[Row], length: int, start: float) -> list[Point]:
 
 
 def next_threshold(points: Sequence[Point], target: float) -> float | None:
-    """Return the threshold to measure next; None if the search has ended.
+    """Return the threshold to measure next; None if the search has ended, or without a target (0).
 
     KL is assumed to grow like a power of the threshold. The exponent is that of the two thresholds
     around the target, else of the two nearest to it; `SLOPE` with one threshold.
     """
     close = [p for p in points if CLOSE * target <= p.kl <= target]
-    if close or not points or len(points) >= MOST_POINTS:
+    if not target or close or not points or len(points) >= MOST_POINTS:
         return None
     # aim between the two ends of the accepted range
     aim = target * (1 + CLOSE) / 2
@@ -182,7 +182,8 @@ def verdict(rows: Sequence[Row], start: float, target: float, query_block: int) 
         searched = next_threshold(points, target) is None
         # shorter lengths count too, if they were measured
         lengths = {row["length"] for row in select(rows, measure="kl", threshold=threshold)}
-        close = all(mean_kl(rows, length, threshold) <= target for length in lengths)
+        if target:
+            close = all(mean_kl(rows, length, threshold) <= target for length in lengths)
     gains = speedups(rows, threshold) or speedups(rows, start)
     found = pays_from(gains, query_block)
     lengths = [length for length, _ in gains]
@@ -303,7 +304,11 @@ def sentence(
         first = f"at {at:,} tokens the first token comes {best.speedup:.2f} times as fast as with"
         facts.append(f"{first} {kernel}")
     if best.kl is not None:
-        facts.append(f"KL is {best.kl:.3g} (target {target:g}{_noise(rows, at)})")
+        compared = [f"target {target:g}"] if target else []
+        noise = mean_kl(rows, at, None, FULL)
+        compared += [f"noise {noise:.2g}"] if noise == noise else []
+        among = f" ({', '.join(compared)})" if compared else ""
+        facts.append(f"KL is {best.kl:.3g}{among}")
     if best.recall or best.border:
         facts.append(_recalled(best, dense))
     because = "; ".join(facts)
@@ -328,11 +333,6 @@ def sentence(
     return (
         f"On {device}, use CAB with {threshold} for {start} {found.pays_from:,} tokens: {because}."
     )
-
-
-def _noise(rows: Sequence[Row], length: int) -> str:
-    noise = mean_kl(rows, length, None, FULL)
-    return f", noise {noise:.2g}" if noise == noise else ""
 
 
 def _recalled(ours: Summary, dense: Summary) -> str:

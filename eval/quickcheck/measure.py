@@ -203,10 +203,14 @@ class Measurements:
             self.timed(ids)
             return {"pass_seconds": {step.method: self.timed(ids)}}
 
+    def compared(self, rows: Sequence[Row], length: int) -> list[str]:
+        """Return the dense kernels to compare: all, or the fastest of an earlier comparison."""
+        return ranked_kernels(rows, length) or self.kernels
+
     def compare_kernels(self, step: Step, rows: Sequence[Row]) -> dict[str, Any]:
         """Time the dense kernels; a kernel that fails has a reason instead of a time."""
         ids, ms, reasons = self.prompt(step.length), {}, {}
-        for name in ranked_kernels(rows, step.length) or self.kernels:
+        for name in self.compared(rows, step.length):
             try:
                 with self.kernel(name):
                     self.timed(ids)
@@ -276,7 +280,7 @@ class Measurements:
         """Return the log-probabilities of dense attention after the prompt."""
         place = length, index
         if place not in self.dense_cache:
-            reading = self.continuation(*place)
+            reading = self.continuation(length, index)
             self.dense_cache[place] = distributions(self.model, reading, chunk=CHUNK).cpu()
         return self.dense_cache[place]
 
@@ -297,11 +301,18 @@ class Measurements:
     def document(self, step: Step) -> Document:
         """Return a document with as many keys as fit, at most `KEYS`."""
         border = self.config.query_block if step.measure == BORDER else 1
-        place = self.tokenizer, self.sentences, step.length
         keys = num_keys(step.length, border)
         while True:
             try:
-                return recall_document(*place, keys, step.index, self.seed, border)
+                return recall_document(
+                    self.tokenizer,
+                    self.sentences,
+                    step.length,
+                    keys=keys,
+                    index=step.index,
+                    seed=self.seed,
+                    border=border,
+                )
             except ValueError:
                 # tokens per sentence depend on the tokenizer
                 if keys == 1:

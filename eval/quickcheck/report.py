@@ -108,7 +108,12 @@ def draw(
             points = points_of(rows, length, start)
             some = [(p.threshold, p.kl) for p in points if p.kl > 0]
             if some:
-                kl.plot(*zip(*some, strict=True), marker="o", label=f"{length:,} tokens")
+                kl.plot(
+                    [p for p, _ in some],
+                    [y for _, y in some],
+                    marker="o",
+                    label=f"{length:,} tokens",
+                )
             layers_of = densities_of(rows, length, threshold)
             if layers_of:
                 density.plot(layers_of, label=f"{length:,} tokens")
@@ -118,13 +123,15 @@ def draw(
         density.set_xlabel("layer")
         density.grid(alpha=0.3)
         for axis in (kl, density):
-            axis.legend(fontsize=8)
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend(fontsize=8)
 
 
 def _kl_axis(axis: Any, target: float, noise: float) -> None:
-    axis.axhline(target, color="black", linestyle="--", label="target")
-    # far smaller noise is of no interest, and a KL of 0 has no logarithm
-    if noise > target / 1000:
+    if target:
+        axis.axhline(target, color="black", linestyle="--", label="target")
+    # far smaller noise is of no interest
+    if noise > max(target, 1e-6) / 1000:
         axis.axhline(noise, color="grey", linestyle=":", label="noise")
     axis.set_title("KL, nats per token", fontsize=10)
     axis.set_xlabel("mass_threshold")

@@ -2,7 +2,9 @@
 
 import json
 import re
+import runpy
 from itertools import count
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
@@ -11,13 +13,15 @@ from words import TEXT, make_tokenizer
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.eval.__main__ import main
-from cab_hf.eval.quickcheck import CONFIG, FIGURE, REPORT, ROWS, Settings, advice, budget
+from cab_hf.eval.quickcheck import CONFIG, FIGURE, REPORT, ROWS, Settings, advice, budget, report
 from cab_hf.eval.quickcheck.advice import CAB, DENSE, FULL, Point
 from cab_hf.eval.quickcheck.budget import KL, RECALL, TTFT, Cost, Scope, Step, next_step
 from cab_hf.eval.quickcheck.measure import Measurements, num_keys, ranked_kernels
 from cab_hf.experiment.settings import UsageError, read_settings
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 START, TARGET = 0.0027, 0.02
+CAB_WORDS = ("--cab", "query_block=32", "--cab", "key_block=32")
 COST = Cost(parameters=1e8, attention=2e4)
 
 
@@ -71,7 +75,9 @@ def test_the_search_finds_a_threshold_on_a_power_law(target, slope):
     ],
 )
 def test_the_next_threshold(points, found):
-    assert advice.next_threshold([Point(*each) for each in points], TARGET) == found
+    assert (
+        advice.next_threshold([Point(threshold, kl) for threshold, kl in points], TARGET) == found
+    )
 
 
 def test_without_a_threshold_within_the_target_the_least_kl_is_chosen():
@@ -249,12 +255,25 @@ def test_the_advice_names_what_was_measured():
     assert "2 (dense 3) of 3 keys in running text" in sentence
 
 
+def test_without_a_target_the_threshold_stays():
+    assert advice.next_threshold([Point(START, 0.5)], 0.0) is None
+    found, sentence = advised(FAST, 0.0)
+    assert found.threshold == START and "use CAB with mass_threshold=0.0027" in sentence
+    assert "KL is 0.018 (noise 0.0018)" in sentence
+
+
 def test_a_shorter_length_with_a_larger_kl_counts():
     found, sentence = advised([*FAST, kl_row(8192, START, 0.05)])
     assert not found.is_close_enough and "keep dense attention" in sentence
 
 
 # --- runs
+
+
+@pytest.fixture
+def without_figure(monkeypatch):
+    """No figure is drawn, which takes longer than all measurements of a tiny model."""
+    monkeypatch.setattr(report, "draw", lambda *_: None)
 
 
 @pytest.fixture
@@ -266,7 +285,10 @@ def book(tmp_path):
 
 def words(model, book, out, *more):
     given = ["--model", model, "--texts", book, "--out", out, "--lengths", "160,320"]
-    return ["quickcheck", *map(str, [*given, "--device", "cpu", "--runs", 1, *more])]
+    given += ["--device", "cpu", "--runs", 1]
+    for word in more:
+        given += word if isinstance(word, (list, tuple)) else [word]
+    return ["quickcheck", *map(str, given)]
 
 
 def rows_of(out):
@@ -292,6 +314,7 @@ def test_a_run_writes_rows_report_figure_and_a_config(model_folder, book, tmp_pa
     assert loaded.config.cab_config == config.to_dict()
 
 
+@pytest.mark.usefixtures("without_figure")
 def test_a_killed_run_continues(model_folder, book, tmp_path, monkeypatch):
     out, measure, steps = tmp_path / "run", Measurements.measure, []
 
@@ -314,6 +337,7 @@ def test_a_killed_run_continues(model_folder, book, tmp_path, monkeypatch):
     assert len({tuple(row[name] for name in budget.KEY) for row in after}) == len(after)
 
 
+@pytest.mark.usefixtures("without_figure")
 def test_settings_of_the_amount_may_change_and_others_not(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(words(model_folder, book, out)) == 0
@@ -322,6 +346,7 @@ def test_settings_of_the_amount_may_change_and_others_not(model_folder, book, tm
     assert "seed" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("without_figure")
 def test_steps_that_do_not_fit_are_skipped_and_named(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(words(model_folder, book, out, "--minutes", 0.001)) == 0
@@ -335,6 +360,7 @@ def test_steps_that_do_not_fit_are_skipped_and_named(model_folder, book, tmp_pat
     assert "## Not measured" not in (out / REPORT).read_text()
 
 
+@pytest.mark.usefixtures("without_figure")
 def test_a_failed_step_is_named_and_the_others_are_measured(
     model_folder, book, tmp_path, monkeypatch
 ):
@@ -348,6 +374,7 @@ def test_a_failed_step_is_named_and_the_others_are_measured(
     assert {row["measure"] for row in rows_of(out)} == {"probe", TTFT, KL}
 
 
+@pytest.mark.usefixtures("without_figure")
 def test_texts_shorter_than_a_length_leave_it_out(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(words(model_folder, book, out, "--lengths", "160,2k")) == 0
@@ -375,17 +402,19 @@ def bert(tmp_path):
         (["--lengths", "32"], "lengths must be at least 128 tokens each"),
         (["--model", "lama"], "model 'lama' does not exist"),
         (["--minutes", "0"], "minutes must be greater than 0"),
-        (["--kl", "-1"], "kl must be greater than 0"),
+        (["--kl", "-1"], "kl must be at least 0"),
+        (["--cab", "mass_threshold=0", "--lengths", "1k"], "a mass_threshold greater than 0"),
         (["--cab", "predictor=frc", "--lengths", "1k"], "a predictor with a mass_threshold"),
     ],
     ids=lambda each: "-".join(each) if isinstance(each, list) else "",
 )
+@pytest.mark.usefixtures("without_figure")
 def test_bad_input_is_refused_in_one_sentence(
     model_folder, book, tmp_path, capsys, monkeypatch, more, said
 ):
     monkeypatch.chdir(tmp_path)
     try:
-        status = main(words(model_folder, book, tmp_path / "run", *more))
+        status = main(words(model_folder, book, tmp_path / "run", more))
     except SystemExit as error:
         status = error.code
     shown = capsys.readouterr().err.strip().splitlines()[-1]
@@ -393,6 +422,7 @@ def test_bad_input_is_refused_in_one_sentence(
     assert not (tmp_path / "run" / REPORT).exists()
 
 
+@pytest.mark.usefixtures("without_figure")
 def test_a_model_that_is_not_causal_is_refused(bert, book, tmp_path, capsys):
     assert main(words(bert, book, tmp_path / "run")) == 2
     assert (
@@ -409,13 +439,14 @@ def test_default_lengths_fit_the_model():
         within_positions(Settings(model="tiny", device="cpu", lengths=(512, 8192)))
 
 
+@pytest.mark.usefixtures("without_figure")
 def test_the_command_of_a_report_repeats_the_run(model_folder, book, tmp_path, monkeypatch):
     out = tmp_path / "run"
-    assert main(words(model_folder, book, out, "--cab", "key_block=32")) == 0
+    assert main(words(model_folder, book, out, CAB_WORDS)) == 0
     line = re.findall(r"^python -m cab_hf.eval quickcheck (.*)$", (out / REPORT).read_text(), re.M)
     monkeypatch.chdir(tmp_path)
     again = read_settings(Settings, line[0].split(), "quickcheck")
-    assert again.lengths == (160, 320) and again.cab == ("key_block=32",) and again.runs == 1
+    assert again.lengths == (160, 320) and again.cab == CAB_WORDS[1::2] and again.runs == 1
 
 
 @pytest.mark.slow
@@ -425,3 +456,24 @@ def test_smollm2_on_a_cpu(tmp_path):
     assert main(["quickcheck", *given]) == 0
     assert {TTFT, KL} <= {row["measure"] for row in rows_of(out)}
     assert CabConfig.calibrated(out / CONFIG).origin.layers == 30
+
+
+@pytest.mark.usefixtures("without_figure")
+def test_a_shape_without_weights_is_timed_at_a_fixed_density(book, tmp_path):
+    out, folder = tmp_path / "run", tmp_path / "random"
+    fields = (
+        str(folder),
+        "vocab_size=258",
+        "hidden_size=32",
+        "intermediate_size=32",
+        "num_hidden_layers=1",
+    )
+    fields += ("num_attention_heads=2", "num_key_value_heads=1", "head_dim=16")
+    write = runpy.run_path(str(EXAMPLES / "random_model.py"))["main"]
+    write(*fields)
+    given = ("--kl", 0, "--cab", "mass_threshold=1e-6", "--cab", "max_density=0.5", *CAB_WORDS)
+    assert main(words(folder, book, out, given, "--lengths", "640")) == 0
+    (density,) = next(row["densities"] for row in rows_of(out) if row["measure"] == KL)
+    # the first and the last blocks are always kept
+    assert 0.5 <= density < 0.75
+    assert CabConfig.calibrated(out / CONFIG).mass_threshold == 1e-6
