@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import sys
 from itertools import count
 from pathlib import Path
 
@@ -459,18 +460,13 @@ def test_smollm2_on_a_cpu(tmp_path):
 
 
 @pytest.mark.usefixtures("without_figure")
-def test_a_shape_without_weights_is_timed_at_a_fixed_density(book, tmp_path):
+def test_a_shape_without_weights_is_timed_at_a_fixed_density(book, tmp_path, monkeypatch):
     out, folder = tmp_path / "run", tmp_path / "random"
-    fields = (
-        str(folder),
-        "vocab_size=258",
-        "hidden_size=32",
-        "intermediate_size=32",
-        "num_hidden_layers=1",
-    )
-    fields += ("num_attention_heads=2", "num_key_value_heads=1", "head_dim=16")
-    write = runpy.run_path(str(EXAMPLES / "random_model.py"))["main"]
-    write(*fields)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 258}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    words_of = [str(folder), *(f"{name}={value}" for name, value in shape.items())]
+    monkeypatch.setattr(sys, "argv", ["random_model.py", *words_of])
+    runpy.run_path(str(EXAMPLES / "random_model.py"), run_name="__main__")
     given = ("--kl", 0, "--cab", "mass_threshold=1e-6", "--cab", "max_density=0.5", *CAB_WORDS)
     assert main(words(folder, book, out, given, "--lengths", "640")) == 0
     (density,) = next(row["densities"] for row in rows_of(out) if row["measure"] == KL)
