@@ -32,7 +32,7 @@ from cab_hf.eval.quickcheck.measure import Measurements, cost_of, unsupported
 from cab_hf.experiment.log import Log, write_atomically, writing
 from cab_hf.experiment.models import load_config, load_model, most_tokens
 from cab_hf.experiment.offline_models import built_in_text
-from cab_hf.experiment.provenance import device_name, provenance
+from cab_hf.experiment.provenance import device_name, provenance, utc_now
 from cab_hf.experiment.settings import (
     UsageError,
     by_device,
@@ -175,10 +175,12 @@ def run(settings: Settings, started: float) -> list[dict[str, Any]]:
     recorded = settings.recorded()
     identity = {name: value for name, value in recorded.items() if name not in GROWS}
     identity = {"experiment": "quickcheck", **identity, "device": device_name(settings.device)}
-    with Log(out / ROWS, identity, key=budget.KEY, failed="error") as log:
+    with Log(out / ROWS, identity, key=budget.KEY) as log:
+        # the commit of the code that measures, even if the tree changes meanwhile
+        made = provenance(recorded, settings.device, log.started)
         skipped = _measure(measurements, scope, log, settings, started)
-        rows, begun = list(log.records), log.started
-    made = provenance(recorded, settings.device, begun)
+        rows = list(log.records)
+    made["finished"] = utc_now()
     command = shlex.join([*PROG.split(), "quickcheck", *spelled(settings)])
     _write(
         settings,

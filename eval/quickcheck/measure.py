@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -15,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cab_hf.config import CabConfig
 from cab_hf.data.documents import Document, plain_document, recall_document
 from cab_hf.eval.quickcheck.advice import CAB, DENSE, FULL, Row, select
 from cab_hf.eval.quickcheck.budget import BORDER, KERNELS, KL, PROBE, TTFT, Cost, Step
+from cab_hf.eval.quickcheck.kernels import attending_by, kernel_names
 from cab_hf.eval.teacher_forcing import (
     TeacherForced,
     after_prompt,
@@ -28,6 +27,7 @@ from cab_hf.eval.teacher_forcing import (
     divergence,
     greedy_match,
 )
+from cab_hf.experiment.settings import first_line
 from cab_hf.hf.layers import attention_layers
 from cab_hf.patches.inspection import stats
 from cab_hf.patches.switch import cab
@@ -38,35 +38,13 @@ CHUNK = 64  # tokens after a prompt that are read at once
 KEYS = 16  # largest number of keys per document
 KEY_TOKENS = 60  # upper estimate for the statement or the repeat of a key
 KERNELS_KEPT = 2  # kernels that are timed again at longer lengths
-# name -> (attention implementation of transformers, backend of PyTorch, module that it needs)
-KERNEL_CHOICES = {
-    "cuDNN": ("sdpa", SDPBackend.CUDNN_ATTENTION, None),
-    "PyTorch's flash": ("sdpa", SDPBackend.FLASH_ATTENTION, None),
-    "FlashAttention-2": ("flash_attention_2", None, "flash_attn"),
-    "FlashAttention-3": ("flash_attention_3", None, "flash_attn_interface"),
-    "FlashAttention-4": ("flash_attention_4", None, "flash_attn.cute"),
-    "cab_dense": ("cab_dense", None, None),
-}
+# largest difference between the probabilities of the next token by two exact kernels
+SAME = 0.1
 GIB = 2**30
 
 
 class OutOfTime(RuntimeError):
     """An error for a step that was stopped at the deadline."""
-
-
-def kernel_names(own: str, on_cpu: bool) -> list[str]:
-    """Return the dense kernels to compare: the model's ``own`` first, and others on a GPU."""
-    if on_cpu:
-        return [own]
-    others = [name for name, (*_, module) in KERNEL_CHOICES.items() if _is_installed(module)]
-    return [own, *others]
-
-
-def _is_installed(module: str | None) -> bool:
-    try:
-        return module is None or find_spec(module) is not None
-    except ImportError:
-        return False
 
 
 def cost_of(model: Any) -> Cost:
@@ -115,6 +93,7 @@ class Measurements:
         self.kernels = kernel_names(self.own, not self.is_cuda)
         self.warm_ups = int(self.is_cuda)
         self.deadline = inf
+        self.logits: Tensor | None = None  # of the last token of the last timed prompt
         for _, layer in attention_layers(model):
             layer.register_forward_pre_hook(self._stop_late)
         # (length, index) -> log-probabilities of dense attention after the prompt
@@ -162,19 +141,9 @@ class Measurements:
             stats(self.model, reset=True)
             yield
 
-    @contextmanager
-    def kernel(self, name: str) -> Iterator[None]:
+    def kernel(self, name: str) -> AbstractContextManager[None]:
         """Make the model attend by a dense kernel inside the block."""
-        implementation, backend, _ = KERNEL_CHOICES.get(name, (name, None, None))
-        switched = implementation != self.own
-        try:
-            if switched:
-                self.model.set_attn_implementation(implementation)
-            with nullcontext() if backend is None else sdpa_kernel(backend):
-                yield
-        finally:
-            if switched:
-                self.model.set_attn_implementation(self.own)
+        return attending_by(self.model, name, self.own)
 
     # --- time
 
@@ -188,7 +157,7 @@ class Measurements:
         """Return the seconds from the call of the model to the logits of the last token."""
         self._wait()
         started = time.perf_counter()
-        after_prompt(self.model, ids, ids.shape[1])
+        self.logits = after_prompt(self.model, ids, ids.shape[1])[0, -1]
         self._wait()
         return time.perf_counter() - started
 
@@ -209,16 +178,25 @@ class Measurements:
 
     def compare_kernels(self, step: Step, rows: Sequence[Row]) -> dict[str, Any]:
         """Time the dense kernels; a kernel that fails has a reason instead of a time."""
-        ids, ms, reasons = self.prompt(step.length), {}, {}
+        ids, ms, reasons, expected = self.prompt(step.length), {}, {}, None
         for name in self.compared(rows, step.length):
             try:
                 with self.kernel(name):
                     self.timed(ids)
-                    ms[name] = 1000 * self.timed(ids)
+                    seconds = self.timed(ids)
             except OutOfTime:
                 raise
-            except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
-                reasons[name] = str(error).strip().partition("\n")[0][:200]
+            except Exception as error:
+                # kernels of other packages fail in many ways
+                reasons[name] = first_line(error)[:200]
+                continue
+            found = self.logits.float().softmax(-1)
+            expected = found if expected is None else expected
+            difference = (found - expected).abs().max().item()
+            if difference <= SAME:
+                ms[name] = 1000 * seconds
+            else:
+                reasons[name] = f"differs by {difference:.2g} in a probability"
         if not ms:
             raise RuntimeError("; ".join(f"{name}: {why}" for name, why in reasons.items()))
         slowest = max(ms.values()) / 1000

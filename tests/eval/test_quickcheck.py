@@ -1,23 +1,40 @@
 """The quickcheck command: budget, search, advice, and runs on a tiny model."""
 
+import importlib.machinery
 import json
+import math
 import re
 import runpy
 import sys
+import types
+from functools import partial
 from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
+from tiny import SMALL, tiny_model, tokens
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
 from words import TEXT, make_tokenizer
 
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.eval.__main__ import main
-from cab_hf.eval.quickcheck import CONFIG, FIGURE, REPORT, ROWS, Settings, advice, budget, report
+from cab_hf.eval.quickcheck import (
+    CONFIG,
+    FIGURE,
+    REPORT,
+    ROWS,
+    Settings,
+    advice,
+    budget,
+    kernels,
+    report,
+)
 from cab_hf.eval.quickcheck.advice import CAB, DENSE, FULL, Point
 from cab_hf.eval.quickcheck.budget import KL, RECALL, TTFT, Cost, Scope, Step, next_step
-from cab_hf.eval.quickcheck.measure import Measurements, num_keys, ranked_kernels
+from cab_hf.eval.quickcheck.measure import Measurements, OutOfTime, num_keys, ranked_kernels
 from cab_hf.experiment.settings import UsageError, read_settings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -473,3 +490,57 @@ def test_a_shape_without_weights_is_timed_at_a_fixed_density(book, tmp_path, mon
     # the first and the last blocks are always kept
     assert 0.5 <= density < 0.75
     assert CabConfig.calibrated(out / CONFIG).mass_threshold == 1e-6
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """A module that stands for FlashAttention-3, and one for a broken FlashAttention-2."""
+
+    def attend(q, k, v, softmax_scale, causal):
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        how = {"is_causal": causal, "scale": softmax_scale, "enable_gqa": True}
+        attention = partial(functional.scaled_dot_product_attention, **how)
+        return attention(*heads).transpose(1, 2), None
+
+    for name, function in (("fa3_fwd_interface", attend), ("broken", lambda q, *_, **__: q * 9)):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.flash_attn_func = function
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(kernels.FLASH, "FlashAttention-2", ("broken",))
+
+
+def test_dense_kernels_are_compared_and_checked(flash):
+    tokenizer = make_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer))
+    assert kernels.kernel_names("sdpa", on_cpu=True) == ["sdpa"]
+    with torch.no_grad():
+        model.lm_head.weight.mul_(100)
+    measurements = Measurements(model, tokenizer, [TEXT], SMALL, seed=0, runs=1)
+    measurements.kernels = kernels.kernel_names("sdpa", on_cpu=False)
+    found = measurements.measure(Step("kernels", 300, DENSE), [], math.inf)
+    assert {"sdpa", "FlashAttention-3", "cab_dense"} <= found["kernel_ms"].keys()
+    assert "differs by" in found["reasons"]["FlashAttention-2"]
+    assert "cuDNN" in found["reasons"]
+    row = {**Step("kernels", 300, DENSE).fields, **found, "kernel_ms": {"FlashAttention-3": 1.0}}
+    timed = measurements.measure(Step(TTFT, 300, CAB, START), [row], math.inf)
+    assert timed["kernel"] == "FlashAttention-3" and timed["dense_ms"] > 0
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_windows_are_not_timed_by_a_kernel_without_them(flash):
+    model = tiny_model("mistral-sliding")
+    with (
+        pytest.raises(NotImplementedError),
+        kernels.attending_by(model, "FlashAttention-3", "sdpa"),
+    ):
+        model(tokens(1, 100))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_step_is_stopped_at_the_deadline():
+    tokenizer = make_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer))
+    measurements = Measurements(model, tokenizer, [TEXT], SMALL, seed=0, runs=1)
+    with pytest.raises(OutOfTime, match="took longer than estimated"):
+        measurements.measure(Step("probe", 300, DENSE), [], 0.0)
