@@ -295,14 +295,17 @@ def sentence(
     if found.longest is None:
         return f"On {device}, nothing was timed within the given minutes: raise --minutes."
     at = found.longest
-    ours = [x for x in table if x.length == at and x.threshold == found.threshold]
-    ours = ours or [x for x in table if x.length == at and x.threshold is not None]
+    ours = [x for x in table if x.length == at and x.threshold is not None]
+    # the advised threshold first; its time may not be measured
+    ours.sort(key=lambda x: x.threshold != found.threshold)
     best, dense = ours[0], next(x for x in table if x.length == at and x.threshold is None)
     kernel = select(rows, measure="ttft", length=at)[0]["kernel"]
-    facts = []
-    if best.speedup is not None:
-        first = f"at {at:,} tokens the first token comes {best.speedup:.2f} times as fast as with"
-        facts.append(f"{first} {kernel}")
+    timed = next(x for x in ours if x.speedup is not None)
+    by_other = "" if timed is best else f" (with mass_threshold={timed.threshold:g})"
+    facts = [
+        f"at {at:,} tokens the first token comes {timed.speedup:.2f} times as fast as with "
+        f"{kernel}{by_other}"
+    ]
     if best.kl is not None:
         compared = [f"target {target:g}"] if target else []
         noise = mean_kl(rows, at, None, FULL)

@@ -8,6 +8,7 @@ from typing import Any
 
 from cab_hf.eval import charts
 from cab_hf.eval.quickcheck.advice import (
+    CAB,
     FULL,
     Row,
     Summary,
@@ -117,7 +118,8 @@ def draw(
             layers_of = densities_of(rows, length, threshold)
             if layers_of:
                 density.plot(layers_of, label=f"{length:,} tokens")
-        _kl_axis(kl, target, mean_kl(rows, lengths[-1], None, FULL))
+        thresholds = [row["threshold"] for row in select(rows, measure="kl", method=CAB)]
+        _kl_axis(kl, thresholds, target, mean_kl(rows, lengths[-1], None, FULL))
         density.set_title(f"density, mass_threshold={threshold:g}", fontsize=10)
         density.set_ylim(0, 1.05)
         density.set_xlabel("layer")
@@ -127,7 +129,7 @@ def draw(
                 axis.legend(fontsize=8)
 
 
-def _kl_axis(axis: Any, target: float, noise: float) -> None:
+def _kl_axis(axis: Any, thresholds: Sequence[float], target: float, noise: float) -> None:
     if target:
         axis.axhline(target, color="black", linestyle="--", label="target")
     # far smaller noise is of no interest
@@ -137,6 +139,9 @@ def _kl_axis(axis: Any, target: float, noise: float) -> None:
     axis.set_xlabel("mass_threshold")
     axis.set_xscale("log")
     axis.set_yscale("log")
+    # labels between powers of ten overlap
+    axis.xaxis.set_minor_formatter("")
+    axis.set_xticks(thresholds, [f"{x:g}" for x in thresholds], rotation=45, fontsize=8)
     axis.grid(alpha=0.3)
 
 

@@ -273,6 +273,12 @@ def test_the_advice_names_what_was_measured():
     assert "2 (dense 3) of 3 keys in running text" in sentence
 
 
+def test_the_time_of_another_threshold_is_named():
+    _, sentence = advised([*FAST, kl_row(32768, 0.0029, 0.0199)])
+    assert "with mass_threshold=0.0029 for" in sentence
+    assert "1.25 times as fast as with sdpa (with mass_threshold=0.0027)" in sentence
+
+
 def test_without_a_target_the_threshold_stays():
     assert advice.next_threshold([Point(START, 0.5)], 0.0) is None
     found, sentence = advised(FAST, 0.0)
