@@ -279,6 +279,12 @@ def test_the_time_of_another_threshold_is_named():
     assert "1.25 times as fast as with sdpa (with mass_threshold=0.0027)" in sentence
 
 
+def test_a_length_without_a_time_of_the_advised_threshold_counts():
+    rows = [*FAST, kl_row(32768, 0.0029, 0.0199), time_row(8192, 0.0029, 100, 90)]
+    found, _ = advised(rows)
+    assert (found.threshold, found.longest, found.pays_from) == (0.0029, 32768, 8192)
+
+
 def test_without_a_target_the_threshold_stays():
     assert advice.next_threshold([Point(START, 0.5)], 0.0) is None
     found, sentence = advised(FAST, 0.0)
