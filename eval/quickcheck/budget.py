@@ -29,9 +29,11 @@ KEY = ("measure", "length", "method", "threshold", "index")
 PROBE_TOKENS = 512  # the shortest probe; longer ones have 4, 16, ... times as many tokens
 PROBE_SECONDS = 0.5  # a probe that takes longer predicts the time of longer prompts well
 MARGIN = 1.2  # factor on estimates for a length that was not measured yet
-# time of a pass relative to CAB's, before a pass with every block was measured
+# time of a pass with every block, before it was measured: the larger of these factors on CAB's time
+# and on that of dense attention
 FULL_OVER_CAB = 1.5
-MOST_SLOWDOWN = 3.0
+FULL_OVER_DENSE = 1.3
+MOST_SLOWDOWN = 3.0  # largest factor on estimates while other processes slow the machine down
 REPORT_SECONDS = 4.0  # figure and report
 
 
@@ -199,8 +201,10 @@ def pass_seconds(rows: Sequence[Row], method: str, length: int, cost: Cost) -> f
     if not seen:
         if method != FULL:
             return None
-        by_cab = pass_seconds(rows, CAB, length, cost)
-        return None if by_cab is None else FULL_OVER_CAB * by_cab
+        by_cab, by_dense = (pass_seconds(rows, each, length, cost) for each in (CAB, DENSE))
+        if by_cab is None:
+            return None
+        return max(FULL_OVER_CAB * by_cab, FULL_OVER_DENSE * (by_dense or 0.0))
     nearest = min((at for at, _ in seen), key=lambda at: abs(log(at / length)))
     slowest = max(seconds for at, seconds in seen if at == nearest)
     if nearest == length:

@@ -83,8 +83,13 @@ def _flash_attention(modules: tuple[str, ...]) -> Callable[..., tuple[Tensor, No
     ) -> tuple[Tensor, None]:
         if any(x is not None for x in (attention_mask, sliding_window, softcap, s_aux)):
             raise NotImplementedError("is compared without masks, windows, soft caps and sinks")
-        heads = (x.transpose(1, 2) for x in (query, key, value))
-        out = kernel(*heads, softmax_scale=scaling, causal=True)
+        out = kernel(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            softmax_scale=scaling,
+            causal=True,
+        )
         # some versions return the log-sum-exp too
         return out[0] if isinstance(out, tuple) else out, None
 

@@ -7,7 +7,6 @@ import re
 import runpy
 import sys
 import types
-from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -144,9 +143,12 @@ def test_an_estimate_grows_with_the_work_of_a_longer_prompt():
     assert budget.estimate(same, rows, passes, COST) == pytest.approx(4 * 1.5)
 
 
-def test_a_pass_with_every_block_is_estimated_from_one_of_cab():
-    rows = [time_row(8192, START, 1000, 500)]
-    assert budget.pass_seconds(rows, FULL, 8192, COST) == 0.5 * budget.FULL_OVER_CAB
+@pytest.mark.parametrize(
+    ("cab_ms", "seconds"), [(500, budget.FULL_OVER_DENSE), (2000, 2 * budget.FULL_OVER_CAB)]
+)
+def test_a_pass_with_every_block_is_estimated_from_others(cab_ms, seconds):
+    rows = [time_row(8192, START, 1000, cab_ms)]
+    assert budget.pass_seconds(rows, FULL, 8192, COST) == seconds
     assert budget.pass_seconds([], FULL, 8192, COST) is None
 
 
@@ -298,6 +300,14 @@ def test_a_shorter_length_with_a_larger_kl_counts():
 
 
 # --- runs
+
+
+def test_the_page_shows_the_committed_report():
+    docs = EXAMPLES.parent / "docs"
+    text = (docs / "quickcheck-smollm2-cpu" / REPORT).read_text()
+    _, told, table, *_ = text.split("\n\n")
+    page = (docs / "quickcheck.md").read_text()
+    assert told in page and table in page
 
 
 @pytest.fixture
@@ -509,10 +519,9 @@ def flash(monkeypatch):
     """A module that stands for FlashAttention-3, and one for a broken FlashAttention-2."""
 
     def attend(q, k, v, softmax_scale, causal):
-        heads = (x.transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         how = {"is_causal": causal, "scale": softmax_scale, "enable_gqa": True}
-        attention = partial(functional.scaled_dot_product_attention, **how)
-        return attention(*heads).transpose(1, 2), None
+        return functional.scaled_dot_product_attention(q, k, v, **how).transpose(1, 2), None
 
     for name, function in (("fa3_fwd_interface", attend), ("broken", lambda q, *_, **__: q * 9)):
         module = types.ModuleType(name)
