@@ -13,7 +13,17 @@ from cab_hf.eval.experiment import PROG
 from cab_hf.experiment.log import DISK_FULL
 from cab_hf.experiment.settings import UsageError, missing_package
 
-NAMES = ("calibrate", "fidelity", "fits", "harness", "passkey", "readme", "report", "speed")
+NAMES = (
+    "calibrate",
+    "fidelity",
+    "fits",
+    "harness",
+    "passkey",
+    "quickcheck",
+    "readme",
+    "report",
+    "speed",
+)
 # commands whose module has another name
 MODULES = {"report": "page"}
 # command -> module with an `Experiment` called EXPERIMENT, or ``main(words)``, or COMMANDS again

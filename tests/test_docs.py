@@ -81,6 +81,8 @@ def test_python_blocks_of_page_run(page, things, monkeypatch, tmp_path):
     if page in ("decode", "serving") and before("5.24"):
         pytest.skip("transformers is older: caches have another name, and batching is refused")
     monkeypatch.chdir(tmp_path)
+    Path("quickcheck").mkdir()
+    SMALL.save("quickcheck/cab_config.json")
     for block in SNIPPETS[page]:
         if "from trl import" in block:
             pytest.importorskip("trl", reason="trl is not installed; `pip install '.[dev]'`")

@@ -1,0 +1,334 @@
+"""The measurements of a quick check: one function per kind of step."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from math import inf
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cab_hf.config import CabConfig
+from cab_hf.data.documents import Document, plain_document, recall_document
+from cab_hf.eval.quickcheck.advice import CAB, DENSE, FULL, Row, select
+from cab_hf.eval.quickcheck.budget import BORDER, KERNELS, KL, PROBE, TTFT, Cost, Step
+from cab_hf.eval.quickcheck.kernels import attending_by, kernel_names
+from cab_hf.eval.teacher_forcing import (
+    TeacherForced,
+    after_prompt,
+    distributions,
+    divergence,
+    greedy_match,
+)
+from cab_hf.experiment.settings import first_line
+from cab_hf.hf.layers import attention_layers
+from cab_hf.patches.inspection import stats
+from cab_hf.patches.switch import cab
+
+CONTINUED = 256  # tokens after the prompt whose distributions are compared
+CONTINUED_SHARE = 8  # smallest ratio of a text to these tokens
+CHUNK = 64  # tokens after a prompt that are read at once
+KEYS = 16  # largest number of keys per document
+KEY_TOKENS = 60  # upper estimate for the statement or the repeat of a key
+KERNELS_KEPT = 2  # kernels that are timed again at longer lengths
+# largest difference between the probabilities of the next token by two exact kernels
+SAME = 0.1
+GIB = 2**30
+
+
+class OutOfTime(RuntimeError):
+    """An error for a step that was stopped at the deadline."""
+
+
+def cost_of(model: Any) -> Cost:
+    """Return the size of ``model``; a lookup of embeddings costs nothing."""
+    text = model.config.get_text_config()
+    embedding = model.get_input_embeddings().weight.numel()
+    parameters = sum(p.numel() for p in model.parameters()) - embedding
+    # experts: only the active ones are multiplied
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    active = getattr(text, "num_experts_per_tok", None)
+    if experts and active:
+        parameters *= min(1.0, 2 * active / experts)
+    return Cost(float(max(parameters, 1)), float(text.num_hidden_layers * text.hidden_size))
+
+
+def num_keys(length: int, border: int) -> int:
+    """Return the number of keys that fit into both halves of a document, at most `KEYS`."""
+    return max(1, min(KEYS, length // 2 // (KEY_TOKENS + border - 1)))
+
+
+class Measurements:
+    """The model, its documents, and the functions that measure steps.
+
+    Args:
+        model: a causal LM on its device.
+        tokenizer: its tokenizer.
+        sentences: sentences of the running text.
+        config: settings of CAB; ``mass_threshold`` is replaced.
+        seed: seed of the documents.
+        runs: timed runs of a first token, per attention.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        sentences: Sequence[str],
+        config: CabConfig,
+        seed: int,
+        runs: int,
+    ) -> None:
+        self.model, self.tokenizer, self.sentences = model, tokenizer, sentences
+        self.config, self.seed, self.runs = config.changed(min_length=0), seed, runs
+        self.own = model.config.get_text_config()._attn_implementation
+        self.is_cuda = model.device.type == "cuda"
+        self.kernels = kernel_names(self.own, not self.is_cuda)
+        self.warm_ups = int(self.is_cuda)
+        self.deadline = inf
+        self.logits: Tensor | None = None  # of the last token of the last timed prompt
+        for _, layer in attention_layers(model):
+            layer.register_forward_pre_hook(self._stop_late)
+        # (length, index) -> log-probabilities of dense attention after the prompt
+        self.dense_cache: dict[tuple[int, int], Tensor] = {}
+
+    def _stop_late(self, *_: Any) -> None:
+        if time.perf_counter() > self.deadline:
+            raise OutOfTime("took longer than estimated, and was stopped")
+
+    def measure(self, step: Step, rows: Sequence[Row], deadline: float) -> dict[str, Any]:
+        """Return the results of a step.
+
+        Args:
+            step: the step.
+            rows: rows measured so far.
+            deadline: time of `time.perf_counter` after which no further layer is computed.
+
+        Raises:
+            OutOfTime: the deadline is over.
+        """
+        self.deadline = deadline
+        if step.measure == PROBE:
+            return self.probe(step)
+        if step.measure == KERNELS:
+            return self.compare_kernels(step, rows)
+        if step.measure == TTFT:
+            return self.first_token(step, rows)
+        return self.divergence(step) if step.measure == KL else self.recall(step)
+
+    # --- attention
+
+    def config_of(self, step: Step) -> CabConfig:
+        """Return the settings of a step; CAB with every block for FULL."""
+        if step.method == FULL:
+            return self.config.changed(mass_threshold=0.0, max_density=1.0)
+        return self.config.changed(mass_threshold=step.threshold)
+
+    @contextmanager
+    def attending(self, step: Step) -> Iterator[None]:
+        """Make the model attend as a step demands inside the block."""
+        if step.method == DENSE:
+            yield
+            return
+        with cab(self.model, self.config_of(step)):
+            stats(self.model, reset=True)
+            yield
+
+    def kernel(self, name: str) -> AbstractContextManager[None]:
+        """Make the model attend by a dense kernel inside the block."""
+        return attending_by(self.model, name, self.own)
+
+    # --- time
+
+    def prompt(self, length: int, index: int = 0) -> Tensor:
+        """Return the tokens of running text, int64 [1, length]."""
+        tokens = plain_document(self.tokenizer, self.sentences, length, index, self.seed)
+        return torch.tensor([tokens], device=self.model.device)
+
+    @torch.inference_mode()
+    def timed(self, ids: Tensor) -> float:
+        """Return the seconds from the call of the model to the logits of the last token."""
+        self._wait()
+        started = time.perf_counter()
+        self.logits = after_prompt(self.model, ids, ids.shape[1])[0, -1]
+        self._wait()
+        return time.perf_counter() - started
+
+    def _wait(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.model.device)
+
+    def probe(self, step: Step) -> dict[str, Any]:
+        """Time a short prompt after a warm-up run, which compiles kernels."""
+        ids = self.prompt(step.length)
+        with self.attending(step):
+            self.timed(ids)
+            return {"pass_seconds": {step.method: self.timed(ids)}}
+
+    def compared(self, rows: Sequence[Row], length: int) -> list[str]:
+        """Return the dense kernels to compare: all, or the fastest of an earlier comparison."""
+        return ranked_kernels(rows, length) or self.kernels
+
+    def compare_kernels(self, step: Step, rows: Sequence[Row]) -> dict[str, Any]:
+        """Time the dense kernels; a kernel that fails has a reason instead of a time."""
+        ids, ms, reasons, expected = self.prompt(step.length), {}, {}, None
+        for name in self.compared(rows, step.length):
+            try:
+                with self.kernel(name):
+                    self.timed(ids)
+                    seconds = self.timed(ids)
+            except OutOfTime:
+                raise
+            except Exception as error:
+                # kernels of other packages fail in many ways
+                reasons[name] = first_line(error)[:200]
+                continue
+            found = self.logits.float().softmax(-1)
+            expected = found if expected is None else expected
+            difference = (found - expected).abs().max().item()
+            if difference <= SAME:
+                ms[name] = 1000 * seconds
+            else:
+                reasons[name] = f"differs by {difference:.2g} in a probability"
+        if not ms:
+            raise RuntimeError("; ".join(f"{name}: {why}" for name, why in reasons.items()))
+        slowest = max(ms.values()) / 1000
+        return {"kernel_ms": ms, "reasons": reasons, "pass_seconds": {DENSE: slowest}}
+
+    def first_token(self, step: Step, rows: Sequence[Row]) -> dict[str, Any]:
+        """Time the first token by the fastest dense kernel and by CAB, in turn."""
+        ids = self.prompt(step.length)
+        kernel = (ranked_kernels(rows, step.length) or [self.own])[0]
+        attentions = {DENSE: partial(self.kernel, kernel), CAB: partial(self.attending, step)}
+        seconds: dict[str, list[float]] = {name: [] for name in attentions}
+        peaks: dict[str, float | None] = {}
+        for run in range(-self.warm_ups, self.runs):
+            for name, attention in attentions.items():
+                with attention():
+                    self._reset_peak()
+                    took = self.timed(ids)
+                    if run >= 0:
+                        seconds[name].append(took)
+                    peaks[name] = self._peak_gib()
+                    if name == CAB:
+                        densities = [layer["density"] for layer in stats(self.model, reset=True)]
+        dense, ours = (median(seconds[name]) for name in (DENSE, CAB))
+        return {
+            "kernel": kernel,
+            "dense_ms": 1000 * dense,
+            "cab_ms": 1000 * ours,
+            "runs": len(seconds[DENSE]),
+            "dense_peak_gib": peaks[DENSE],
+            "cab_peak_gib": peaks[CAB],
+            "densities": densities,
+            "pass_seconds": {name: max(some) for name, some in seconds.items()},
+        }
+
+    def _reset_peak(self) -> None:
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.model.device)
+        elif Path("/proc/self/clear_refs").exists():
+            # Linux: resets VmHWM, the peak of the resident memory
+            _try_write(Path("/proc/self/clear_refs"), "5")
+
+    def _peak_gib(self) -> float | None:
+        """Return the peak of allocated GPU memory, or of resident memory; None if unknown."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_allocated(self.model.device) / GIB
+        status = Path("/proc/self/status")
+        peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.exists() else None
+        return int(peak[1]) / 2**20 if peak else None
+
+    # --- quality
+
+    def continuation(self, length: int, index: int) -> TeacherForced:
+        """Return running text whose last tokens are predicted after the prompt."""
+        tokens = plain_document(self.tokenizer, self.sentences, length, index, self.seed)
+        prompt = length - max(1, min(CONTINUED, length // CONTINUED_SHARE))
+        return TeacherForced(tokens, ((prompt, length),), prompt)
+
+    def dense(self, length: int, index: int) -> Tensor:
+        """Return the log-probabilities of dense attention after the prompt."""
+        place = length, index
+        if place not in self.dense_cache:
+            reading = self.continuation(length, index)
+            self.dense_cache[place] = distributions(self.model, reading, chunk=CHUNK).cpu()
+        return self.dense_cache[place]
+
+    def divergence(self, step: Step) -> dict[str, Any]:
+        """Compare the distributions after a prompt with those of dense attention."""
+        dense = self.dense(step.length, step.index)
+        reading = self.continuation(step.length, step.index)
+        with self.attending(step):
+            started = time.perf_counter()
+            ours = distributions(self.model, reading, chunk=CHUNK)
+            self._wait()
+            took = time.perf_counter() - started
+            densities = [layer["density"] for layer in stats(self.model, reset=True)]
+        found = divergence(ours, dense, reading)
+        kept = {name: found[name] for name in ("kl", "agree", "count")}
+        return {**kept, "densities": densities, "pass_seconds": {step.method: took}}
+
+    def document(self, step: Step) -> Document:
+        """Return a document with as many keys as fit, at most `KEYS`."""
+        border = self.config.query_block if step.measure == BORDER else 1
+        keys = num_keys(step.length, border)
+        while True:
+            try:
+                return recall_document(
+                    self.tokenizer,
+                    self.sentences,
+                    step.length,
+                    keys=keys,
+                    index=step.index,
+                    seed=self.seed,
+                    border=border,
+                )
+            except ValueError:
+                # tokens per sentence depend on the tokenizer
+                if keys == 1:
+                    raise RuntimeError("no key fits into a document of this length") from None
+                keys //= 2
+
+    def recall(self, step: Step) -> dict[str, Any]:
+        """Test which planted keys the model repeats, in text or at starts of query blocks."""
+        document = self.document(step)
+        with self.attending(step):
+            started = time.perf_counter()
+            found = greedy_match(self.model, TeacherForced(document.tokens, document.answers))
+            self._wait()
+            took = time.perf_counter() - started
+        return {**found, "pass_seconds": {step.method: took}}
+
+
+def ranked_kernels(rows: Sequence[Row], length: int) -> list[str]:
+    """Return the fastest dense kernels of the nearest compared length, the fastest first."""
+    compared = select(rows, measure=KERNELS)
+    if not compared:
+        return []
+    nearest = min(compared, key=lambda row: abs(row["length"] - length))
+    return sorted(nearest["kernel_ms"], key=nearest["kernel_ms"].get)[:KERNELS_KEPT]
+
+
+def unsupported(model: nn.Module) -> str | None:
+    """Return why no layer of ``model`` can attend sparsely; None if one can."""
+    layers = list(attention_layers(model))
+    if not layers:
+        return "no attention layer that is known to be causal"
+    if all(not getattr(module, "is_causal", True) for _, module in layers):
+        return "attention that is not causal"
+    return None
+
+
+def _try_write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError:
+        return

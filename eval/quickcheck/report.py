@@ -1,0 +1,179 @@
+"""Table, figure and report of a quick check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cab_hf.eval import charts
+from cab_hf.eval.quickcheck.advice import (
+    CAB,
+    FULL,
+    Row,
+    Summary,
+    densities_of,
+    mean_kl,
+    points_of,
+    select,
+)
+from cab_hf.experiment.figure import figure
+
+HEADINGS = (
+    *("tokens", "configuration", "density", "first token, ms", "speed-up", "KL"),
+    *("keys in text", "keys at block starts", "peak memory, GiB"),
+)
+NOT_MEASURED = "–"
+METHOD = """\
+* **First token**: median of alternating runs, from the call of the model to the logits of the last
+  token of a prompt. Dense attention uses the fastest kernel that ran at the length.
+* **KL**: KL(dense || CAB) in nats per token, for the tokens after a prompt. Dense attention reads
+  these tokens. The noise is the same KL for CAB's kernels with every block.
+* **Keys**: numbers that the first half of a document assigns to names, and the second half repeats.
+  *At block starts*, each answer starts a query block, the hardest case.
+* **Density**: attended (query, key) pairs divided by causal pairs, mean over all layers.
+* **Peak memory**: allocated memory of the GPU, or resident memory of the process on a CPU."""
+
+
+def table(rows: Sequence[Row], shown: Sequence[Summary]) -> str:
+    """Return the Markdown table of all lengths and configurations."""
+    return markdown(HEADINGS, [_cells(rows, each) for each in shown])
+
+
+def _cells(rows: Sequence[Row], each: Summary) -> list[str]:
+    name, kl = each.name, _number(each.kl, "{:.3g}")
+    if each.threshold is None:
+        timed = select(rows, measure="ttft", length=each.length)
+        name = f"dense ({timed[0]['kernel']})" if timed else "dense"
+        noise = mean_kl(rows, each.length, None, FULL)
+        kl = f"0 (noise {noise:.2g})" if noise == noise else "0"
+    else:
+        is_advised = name == "advised"
+        name = f"CAB, mass_threshold={each.threshold:g}{' (advised)' if is_advised else ''}"
+    return [
+        f"{each.length:,}",
+        name,
+        _number(each.density, "{:.2f}"),
+        _number(each.ms, "{:,.0f}" if (each.ms or 0) >= 100 else "{:.1f}"),
+        _number(each.speedup, "{:.2f}"),
+        kl,
+        _share(each.recall),
+        _share(each.border),
+        _number(each.peak_gib, "{:.2f}"),
+    ]
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def _number(value: float | None, how: str) -> str:
+    return NOT_MEASURED if value is None else how.format(value)
+
+
+def _share(keys: tuple[int, int] | None) -> str:
+    return NOT_MEASURED if keys is None else f"{keys[0]} of {keys[1]}"
+
+
+def layers(rows: Sequence[Row], threshold: float) -> str:
+    """Return the Markdown table of the density by layer and length; nothing without densities."""
+    lengths = sorted({row["length"] for row in rows})
+    of_each = {length: densities_of(rows, length, threshold) for length in lengths}
+    of_each = {length: some for length, some in of_each.items() if some}
+    if not of_each:
+        return ""
+    headings = ["layer", *(f"{length:,} tokens" for length in of_each)]
+    by_layer = zip(*of_each.values(), strict=True)
+    lines = [[str(at), *(f"{x:.2f}" for x in some)] for at, some in enumerate(by_layer)]
+    return markdown(headings, lines)
+
+
+def draw(
+    path: Path, rows: Sequence[Row], shown: Sequence[Summary], threshold: float, target: float
+) -> None:
+    """Draw time by length, KL by threshold, and density by layer."""
+    lengths = sorted({each.length for each in shown})
+    start = next((x.threshold for x in shown if x.threshold is not None), threshold)
+    styles = {"dense": "black", "start": "tab:blue", "advised": "tab:orange"}
+    with figure(path, 1, 3, figsize=(11, 3.2)) as axes:
+        times, kl, density = axes[0]
+        for name, colour in styles.items():
+            some = [
+                {"length": x.length, "s": x.ms / 1000} for x in shown if x.name == name and x.ms
+            ]
+            charts.line(times, some, lambda row: row["s"], color=colour, label=name)
+        charts.over_tokens(times, lengths, "time to the first token", "seconds")
+        for length in lengths:
+            points = points_of(rows, length, start)
+            some = [(p.threshold, p.kl) for p in points if p.kl > 0]
+            if some:
+                kl.plot(
+                    [p for p, _ in some],
+                    [y for _, y in some],
+                    marker="o",
+                    label=f"{length:,} tokens",
+                )
+            layers_of = densities_of(rows, length, threshold)
+            if layers_of:
+                density.plot(layers_of, label=f"{length:,} tokens")
+        thresholds = [row["threshold"] for row in select(rows, measure="kl", method=CAB)]
+        _kl_axis(kl, thresholds, target, mean_kl(rows, lengths[-1], None, FULL))
+        density.set_title(f"density, mass_threshold={threshold:g}", fontsize=10)
+        density.set_ylim(0, 1.05)
+        density.set_xlabel("layer")
+        density.grid(alpha=0.3)
+        for axis in (kl, density):
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend(fontsize=8)
+
+
+def _kl_axis(axis: Any, thresholds: Sequence[float], target: float, noise: float) -> None:
+    if target:
+        axis.axhline(target, color="black", linestyle="--", label="target")
+    # far smaller noise is of no interest
+    if noise > max(target, 1e-6) / 1000:
+        axis.axhline(noise, color="grey", linestyle=":", label="noise")
+    axis.set_title("KL, nats per token", fontsize=10)
+    axis.set_xlabel("mass_threshold")
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    # labels between powers of ten overlap
+    axis.xaxis.set_minor_formatter("")
+    axis.set_xticks(thresholds, [f"{x:g}" for x in thresholds], rotation=45, fontsize=8)
+    axis.grid(alpha=0.3)
+
+
+def report(
+    advice: str,
+    tables: Mapping[str, str],
+    notes: Sequence[str],
+    skipped: Sequence[str],
+    provenance: Row,
+    command: str,
+) -> str:
+    """Return report.md.
+
+    Args:
+        advice: the sentence of advice.
+        tables: Markdown tables by heading; the first has no heading.
+        notes: sentences about texts and lengths.
+        skipped: steps that were not measured, each with its reason.
+        provenance: `cab_hf.experiment.provenance.provenance`.
+        command: the command line.
+    """
+    (_, first), *others = tables.items()
+    packages = ", ".join(f"{name} {version}" for name, version in provenance["versions"].items())
+    parts = ["# Does CAB pay?", advice, first, *notes, "![time, KL and density](figure.png)"]
+    parts += [f"## {heading}\n\n{each}" for heading, each in others if each]
+    if skipped:
+        listed = "\n".join(f"* {each}" for each in skipped)
+        parts.append(f"## Not measured\n\n{listed}\n\nThe same command continues with these steps.")
+    parts += [
+        f"## How it was measured\n\n{METHOD}",
+        f"Made on {provenance['device']} with {packages}, commit "
+        f"{provenance['commit'] or 'unknown'}; finished {provenance['finished']}:",
+        f"```\n{command}\n```",
+    ]
+    return "\n\n".join(parts) + "\n"

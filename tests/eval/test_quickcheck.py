@@ -1,0 +1,567 @@
+"""The quickcheck command: budget, search, advice, and runs on a tiny model."""
+
+import importlib.machinery
+import json
+import math
+import re
+import runpy
+import sys
+import types
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import SMALL, tiny_model, tokens
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
+from words import TEXT, make_tokenizer
+
+import cab_hf
+from cab_hf import CabConfig
+from cab_hf.eval.__main__ import main
+from cab_hf.eval.quickcheck import (
+    CONFIG,
+    FIGURE,
+    REPORT,
+    ROWS,
+    Settings,
+    advice,
+    budget,
+    kernels,
+    report,
+)
+from cab_hf.eval.quickcheck.advice import CAB, DENSE, FULL, Point
+from cab_hf.eval.quickcheck.budget import KL, RECALL, TTFT, Cost, Scope, Step, next_step
+from cab_hf.eval.quickcheck.measure import Measurements, OutOfTime, num_keys, ranked_kernels
+from cab_hf.experiment.settings import UsageError, read_settings
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+START, TARGET = 0.0027, 0.02
+CAB_WORDS = ("--cab", "query_block=32", "--cab", "key_block=32")
+COST = Cost(parameters=1e8, attention=2e4)
+
+
+def kl_row(length, threshold, kl, index=0, method=CAB):
+    return {
+        **Step(KL, length, method, threshold, index).fields,
+        **{"kl": kl * 10, "count": 10, "densities": [0.5, None]},
+        "pass_seconds": {method: 1.0},
+    }
+
+
+def time_row(length, threshold, dense_ms, cab_ms):
+    return {
+        **Step(TTFT, length, CAB, threshold).fields,
+        **{"dense_ms": dense_ms, "cab_ms": cab_ms, "kernel": "sdpa", "densities": [0.25, None]},
+        **{"dense_peak_gib": 2.0, "cab_peak_gib": 2.5},
+        "pass_seconds": {DENSE: dense_ms / 1000, CAB: cab_ms / 1000},
+    }
+
+
+def recall_row(length, method, threshold, right):
+    fields = Step(RECALL, length, method, threshold).fields
+    return {**fields, "right": right, "pass_seconds": {method: 1.0}}
+
+
+# --- the search for a threshold
+
+
+@pytest.mark.parametrize("target", [0.002, 0.01, 0.02, 0.09])
+@pytest.mark.parametrize("slope", [0.5, 0.75, 1.2])
+def test_the_search_finds_a_threshold_on_a_power_law(target, slope):
+    measured = [Point(START, 0.02)]
+    while (found := advice.next_threshold(sorted(measured), target)) is not None:
+        measured.append(Point(found, 0.02 * (found / START) ** slope))
+        assert len(measured) <= advice.MOST_POINTS
+    chosen = advice.chosen_threshold(measured, target)
+    kl = dict(measured)[chosen]
+    assert 0.5 * target <= kl <= target
+
+
+@pytest.mark.parametrize(
+    ("points", "found"),
+    [
+        ([], None),
+        ([(0.0027, 0.019)], None),  # close enough
+        ([(0.0027, 0.0)], 0.0216),  # no further than a factor of 8
+        ([(0.02, 0.0008), (0.08, 0.0008)], 0.64),  # a plateau
+        ([(0.5, 0.001)], 1.0),  # a share of attention is at most 1
+        ([(1.0, 0.001)], None),
+        ([(0.1, 0.5), (0.2, 0.6), (0.3, 0.7), (0.4, 0.8), (0.5, 0.9)], None),  # enough points
+    ],
+)
+def test_the_next_threshold(points, found):
+    assert (
+        advice.next_threshold([Point(threshold, kl) for threshold, kl in points], TARGET) == found
+    )
+
+
+def test_without_a_threshold_within_the_target_the_least_kl_is_chosen():
+    points = [Point(0.001, 0.03), Point(0.002, 0.05)]
+    assert advice.chosen_threshold(points, TARGET) == 0.001
+    assert advice.chosen_threshold([*points, Point(0.0005, 0.01)], TARGET) == 0.0005
+
+
+def test_a_threshold_counts_only_if_all_documents_were_read():
+    rows = [kl_row(8192, START, 0.01, index) for index in (0, 1)]
+    rows += [kl_row(8192, 0.005, 0.02, 0)]
+    assert advice.points_of(rows, 8192, START) == [(START, pytest.approx(0.01))]
+    rows += [kl_row(8192, 0.005, 0.04, 1)]
+    assert advice.points_of(rows, 8192, START)[1].kl == pytest.approx(0.03)
+
+
+# --- the length from which CAB pays
+
+
+@pytest.mark.parametrize(
+    ("gains", "found"),
+    [
+        ([], None),
+        ([(8192, 0.9), (32768, 1.3), (131072, 2.1)], 12544),
+        ([(8192, 1.1), (32768, 1.3)], 8192),
+        ([(8192, 0.5), (32768, 1.01)], None),  # within the noise of timing
+        ([(8192, 1.2), (32768, 0.9)], None),  # no later length counts
+        ([(32768, 1.3), (8192, 1.02)], 8192),
+    ],
+)
+def test_the_length_from_which_it_pays(gains, found):
+    assert advice.pays_from(gains, step=128) == found
+
+
+# --- budget
+
+
+def test_an_estimate_grows_with_the_work_of_a_longer_prompt():
+    rows = [time_row(8192, START, 1000, 500)]
+    step = Step(TTFT, 32768, CAB, START)
+    passes = budget.passes_of(step, runs=3, warm_ups=1, kernels=1, is_cached=False)
+    assert passes == {DENSE: 4, CAB: 4}
+    ratio = COST.work(32768) / COST.work(8192)
+    assert budget.estimate(step, rows, passes, COST) == pytest.approx(1.2 * ratio * (4 * 1.5))
+    same = Step(TTFT, 8192, CAB, 0.001)
+    assert budget.estimate(same, rows, passes, COST) == pytest.approx(4 * 1.5)
+
+
+@pytest.mark.parametrize(
+    ("cab_ms", "seconds"), [(500, budget.FULL_OVER_DENSE), (2000, 2 * budget.FULL_OVER_CAB)]
+)
+def test_a_pass_with_every_block_is_estimated_from_others(cab_ms, seconds):
+    rows = [time_row(8192, START, 1000, cab_ms)]
+    assert budget.pass_seconds(rows, FULL, 8192, COST) == seconds
+    assert budget.pass_seconds([], FULL, 8192, COST) is None
+
+
+@pytest.mark.parametrize("minutes", [0.5, 2, 10, 30])
+@pytest.mark.parametrize("speed", [2e9, 2e10, 4e12])
+def test_a_run_keeps_within_its_minutes(minutes, speed):
+    """Passes take up to 30 % more or less than their work says."""
+    scope = Scope((8192, 32768, 131072), START, TARGET, documents=2, kernels=3)
+    rows, skipped, elapsed, draw = [], {}, 10.0, count()
+    while (step := next_step(scope, rows, skipped)) is not None:
+        passes = budget.passes_of(step, 3, 1, 3, is_cached=False)
+        seconds = budget.estimate(step, rows, passes, COST)
+        if not budget.fits(seconds, elapsed, minutes):
+            skipped[step] = budget.reason(seconds, elapsed, minutes)
+            continue
+        noise = 1 + 0.3 * ((next(draw) * 0.618) % 1 - 0.5)
+        share = {DENSE: 1.0, CAB: 0.6, FULL: 1.2}
+        each = {m: noise * share[m] * COST.work(step.length) / speed for m in passes}
+        elapsed += sum(passes[m] * each[m] for m in passes)
+        kl = 0.02 * ((step.threshold or 0) / START) ** 0.75
+        found = {"kl": kl, "count": 1, "densities": [0.5]}
+        rows.append({**step.fields, **found, "pass_seconds": each})
+    # the first probes have no estimate
+    assert elapsed + budget.REPORT_SECONDS <= 1.1 * 60 * minutes or len(rows) <= 4
+    assert all("were left" in why for why in skipped.values())
+
+
+def test_the_schedule_measures_the_found_threshold_and_ends():
+    scope, rows = Scope((512, 1024), START, TARGET), []
+    while (step := next_step(scope, rows)) is not None:
+        rows.append(
+            {
+                **step.fields,
+                **{"kl": 0.03 * ((step.threshold or 0) / START) ** 0.75, "count": 1},
+                **{"right": [True], "densities": [0.5], "pass_seconds": {step.method: 9.0}},
+            }
+        )
+        assert len(rows) < 60
+    steps = [(row["measure"], row["length"], row["threshold"]) for row in rows]
+    found = advice.verdict([r for r in rows if r["measure"] != TTFT], START, TARGET, 128)
+    assert found.threshold < START and found.is_close_enough
+    for length in scope.lengths:
+        assert (TTFT, length, found.threshold) in steps
+        assert (RECALL, length, found.threshold) in steps
+    # the shortest way to an answer comes first
+    assert [x[0] for x in steps[:4]] == ["probe", "probe", TTFT, TTFT]
+
+
+def test_a_skipped_search_step_leaves_the_measured_thresholds():
+    scope, skipped = Scope((512,), START, TARGET), {}
+    done = [Step("probe", 512, DENSE), Step("probe", 512, CAB, START), Step(TTFT, 512, CAB, START)]
+    rows = [{**step.fields, "pass_seconds": {DENSE: 9.0, CAB: 9.0}} for step in done]
+    rows += [kl_row(512, START, 0.05)]
+    step = next_step(scope, rows, skipped)
+    assert step.measure == KL and step.threshold < START
+    skipped[step] = "no time"
+    assert next_step(scope, rows, skipped) == Step(KL, 512, FULL)
+    rows += [kl_row(512, None, 0.0, method=FULL)]
+    assert next_step(scope, rows, skipped).measure == RECALL
+
+
+@pytest.mark.parametrize(
+    ("length", "border", "keys"), [(131072, 128, 16), (1024, 32, 5), (64, 1, 1)]
+)
+def test_the_number_of_keys_fits_into_a_document(length, border, keys):
+    assert num_keys(length, border) == keys
+
+
+def test_kernels_are_ranked_at_the_nearest_length():
+    rows = [
+        {"measure": "kernels", "length": 512, "kernel_ms": {"a": 1.0, "b": 2.0, "c": 3.0}},
+        {"measure": "kernels", "length": 4096, "kernel_ms": {"b": 4.0, "a": 5.0}},
+    ]
+    assert ranked_kernels([], 512) == []
+    assert ranked_kernels(rows, 600) == ["a", "b"]
+    assert ranked_kernels(rows, 8192) == ["b", "a"]
+
+
+# --- advice
+
+
+def advised(rows, target=TARGET):
+    found = advice.verdict(rows, START, target, 128)
+    table = advice.summaries(rows, START, found.threshold)
+    return found, advice.sentence(rows, found, table, target, "NVIDIA H200")
+
+
+FAST = [
+    time_row(8192, START, 100, 120),
+    time_row(32768, START, 1000, 800),
+    kl_row(32768, START, 0.018),
+    kl_row(32768, None, 0.0018, method=FULL),
+    recall_row(32768, DENSE, None, [True, True, True]),
+    recall_row(32768, CAB, START, [True, True, False]),
+]
+
+
+LOWER = [kl_row(32768, START / 2**at, 0.01) for at in range(1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "target", "said", "least"),
+    [
+        (FAST, TARGET, "use CAB with mass_threshold=0.0027 for prompts from about", 15104),
+        (FAST[1:], TARGET, "for all measured lengths, from 32,768 tokens", 32768),
+        (FAST[:1], TARGET, "keep dense attention up to 8,192 tokens", 16384),
+        ([*FAST, *LOWER], 0.001, "no measured mass_threshold has a KL of at most 0.001", 15104),
+        (FAST, 0.001, "raise --minutes and run the same command again", 15104),
+        ([], TARGET, "nothing was timed within the given minutes", 16384),
+    ],
+    ids=["pays", "all", "slow", "kl", "search", "no time"],
+)
+def test_the_advice_is_one_sentence(rows, target, said, least):
+    found, sentence = advised(rows, target)
+    assert said in sentence and sentence.count(". ") == 0 and sentence.endswith(".")
+    config = advice.advised_config(CabConfig(), found)
+    assert config.min_length == pytest.approx(least, rel=0.05)
+
+
+def test_the_advice_names_what_was_measured():
+    _, sentence = advised(FAST)
+    assert "1.25 times as fast as with sdpa" in sentence
+    assert "KL is 0.018 (target 0.02, noise 0.0018)" in sentence
+    assert "2 (dense 3) of 3 keys in running text" in sentence
+
+
+def test_the_time_of_another_threshold_is_named():
+    _, sentence = advised([*FAST, kl_row(32768, 0.0029, 0.0199)])
+    assert "with mass_threshold=0.0029 for" in sentence
+    assert "1.25 times as fast as with sdpa (with mass_threshold=0.0027)" in sentence
+
+
+def test_a_length_without_a_time_of_the_advised_threshold_counts():
+    rows = [*FAST, kl_row(32768, 0.0029, 0.0199), time_row(8192, 0.0029, 100, 90)]
+    found, _ = advised(rows)
+    assert (found.threshold, found.longest, found.pays_from) == (0.0029, 32768, 8192)
+
+
+def test_without_a_target_the_threshold_stays():
+    assert advice.next_threshold([Point(START, 0.5)], 0.0) is None
+    found, sentence = advised(FAST, 0.0)
+    assert found.threshold == START and "use CAB with mass_threshold=0.0027" in sentence
+    assert "KL is 0.018 (noise 0.0018)" in sentence
+
+
+def test_a_shorter_length_with_a_larger_kl_counts():
+    found, sentence = advised([*FAST, kl_row(8192, START, 0.05)])
+    assert not found.is_close_enough and "keep dense attention" in sentence
+
+
+# --- runs
+
+
+def test_the_page_shows_the_committed_report():
+    docs = EXAMPLES.parent / "docs"
+    text = (docs / "quickcheck-smollm2-cpu" / REPORT).read_text()
+    _, told, table, *_ = text.split("\n\n")
+    page = (docs / "quickcheck.md").read_text()
+    assert told in page and table in page
+
+
+@pytest.fixture
+def without_figure(monkeypatch):
+    """No figure is drawn, which takes longer than all measurements of a tiny model."""
+    monkeypatch.setattr(report, "draw", lambda *_: None)
+
+
+@pytest.fixture
+def book(tmp_path):
+    file = tmp_path / "book.txt"
+    file.write_text(f"{TEXT} " * 60)
+    return file
+
+
+def words(model, book, out, *more):
+    given = ["--model", model, "--texts", book, "--out", out, "--lengths", "160,320"]
+    given += ["--device", "cpu", "--runs", 1]
+    for word in more:
+        given += word if isinstance(word, (list, tuple)) else [word]
+    return ["quickcheck", *map(str, given)]
+
+
+def rows_of(out):
+    return [json.loads(line) for line in (out / ROWS).read_text().splitlines()[1:]]
+
+
+def test_a_run_writes_rows_report_figure_and_a_config(model_folder, book, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(words(model_folder, book, out)) == 0
+    shown = capsys.readouterr().out
+    text = (out / REPORT).read_text()
+    (told,) = re.findall(r"^On \S+, .*\.$", shown, re.MULTILINE)
+    assert told in text and "| 320 | dense (sdpa) | 1.00 |" in text
+    assert "## Density by layer" in text and "## Not measured" not in text
+    assert (out / FIGURE).stat().st_size > 3_000
+    measured = {row["measure"] for row in rows_of(out)}
+    assert measured == {"probe", TTFT, KL, RECALL, "recall_border"}
+    config = CabConfig.calibrated(out / CONFIG)
+    assert f"mass_threshold={config.mass_threshold:g} (advised)" in text
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    cab_hf.apply_cab(model, out / CONFIG)
+    loaded, _ = cab_hf.load_model(model_folder, device="cpu", cab_config=out / CONFIG)
+    assert loaded.config.cab_config == config.to_dict()
+
+
+@pytest.mark.usefixtures("without_figure")
+def test_a_killed_run_continues(model_folder, book, tmp_path, monkeypatch):
+    out, measure, steps = tmp_path / "run", Measurements.measure, []
+
+    def dies(self, step, rows, deadline):
+        if len(steps) == 5:
+            raise KeyboardInterrupt
+        steps.append(step)
+        return measure(self, step, rows, deadline)
+
+    monkeypatch.setattr(Measurements, "measure", dies)
+    with pytest.raises(KeyboardInterrupt):
+        main(words(model_folder, book, out))
+    before = rows_of(out)
+    assert len(before) == 5 and not (out / REPORT).exists()
+    steps.clear()
+    monkeypatch.setattr(Measurements, "measure", measure)
+    assert main(words(model_folder, book, out)) == 0
+    after = rows_of(out)
+    assert after[:5] == before
+    assert len({tuple(row[name] for name in budget.KEY) for row in after}) == len(after)
+
+
+@pytest.mark.usefixtures("without_figure")
+def test_settings_of_the_amount_may_change_and_others_not(model_folder, book, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(words(model_folder, book, out)) == 0
+    assert main(words(model_folder, book, out, "--lengths", "160", "--kl", 0.1)) == 0
+    assert main(words(model_folder, book, out, "--seed", 1)) == 2
+    assert "seed" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("without_figure")
+def test_steps_that_do_not_fit_are_skipped_and_named(model_folder, book, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(words(model_folder, book, out, "--minutes", 0.001)) == 0
+    text = (out / REPORT).read_text()
+    assert "## Not measured" in text and "took longer than estimated" in text
+    assert "nothing was timed" in text and CabConfig.calibrated(out / CONFIG)
+    assert not rows_of(out) and not (out / FIGURE).exists()
+    assert "steps were skipped" in capsys.readouterr().out
+    # the same command with more minutes measures them
+    assert main(words(model_folder, book, out, "--minutes", 5)) == 0
+    assert "## Not measured" not in (out / REPORT).read_text()
+
+
+@pytest.mark.usefixtures("without_figure")
+def test_a_failed_step_is_named_and_the_others_are_measured(
+    model_folder, book, tmp_path, monkeypatch
+):
+    def fails(self, step):
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(Measurements, "recall", fails)
+    out = tmp_path / "run"
+    assert main(words(model_folder, book, out)) == 0
+    assert "text 0: CUDA out of memory" in (out / REPORT).read_text()
+    assert {row["measure"] for row in rows_of(out)} == {"probe", TTFT, KL}
+
+
+@pytest.mark.usefixtures("without_figure")
+def test_texts_shorter_than_a_length_leave_it_out(model_folder, book, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(words(model_folder, book, out, "--lengths", "160,2k")) == 0
+    told = "so that 2,048 tokens are left out."
+    assert told in capsys.readouterr().out and told in (out / REPORT).read_text()
+    assert {row["length"] for row in rows_of(out)} == {160}
+
+
+@pytest.fixture
+def bert(tmp_path):
+    folder, tokenizer = tmp_path / "bert", make_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    config = BertConfig(**sizes, num_hidden_layers=1, vocab_size=len(tokenizer), pad_token_id=1)
+    BertLMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--texts", "none.txt"], "texts must be a UTF-8 text file, got 'none.txt'"),
+        (["--lengths", "2k"], "texts must have at least 2,048 tokens"),
+        (["--lengths", "4k"], "lengths must be at most 2048, the positions of model"),
+        (["--lengths", "32"], "lengths must be at least 128 tokens each"),
+        (["--model", "lama"], "model 'lama' does not exist"),
+        (["--minutes", "0"], "minutes must be greater than 0"),
+        (["--kl", "-1"], "kl must be at least 0"),
+        (["--cab", "mass_threshold=0", "--lengths", "1k"], "a mass_threshold greater than 0"),
+        (["--cab", "predictor=frc", "--lengths", "1k"], "a predictor with a mass_threshold"),
+    ],
+    ids=lambda each: "-".join(each) if isinstance(each, list) else "",
+)
+@pytest.mark.usefixtures("without_figure")
+def test_bad_input_is_refused_in_one_sentence(
+    model_folder, book, tmp_path, capsys, monkeypatch, more, said
+):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(words(model_folder, book, tmp_path / "run", more))
+    except SystemExit as error:
+        status = error.code
+    shown = capsys.readouterr().err.strip().splitlines()[-1]
+    assert status == 2 and said in shown
+    assert not (tmp_path / "run" / REPORT).exists()
+
+
+@pytest.mark.usefixtures("without_figure")
+def test_a_model_that_is_not_causal_is_refused(bert, book, tmp_path, capsys):
+    assert main(words(bert, book, tmp_path / "run")) == 2
+    assert (
+        "model must be a causal LM with attention that CAB can compute" in capsys.readouterr().err
+    )
+
+
+def test_default_lengths_fit_the_model():
+    settings = Settings(model="tiny", device="cpu", lengths=(8192, 32768, 131072))
+    from cab_hf.eval.quickcheck import within_positions
+
+    assert within_positions(settings).lengths == (4096,)
+    with pytest.raises(UsageError, match="lengths must be at most 4096"):
+        within_positions(Settings(model="tiny", device="cpu", lengths=(512, 8192)))
+
+
+@pytest.mark.usefixtures("without_figure")
+def test_the_command_of_a_report_repeats_the_run(model_folder, book, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    assert main(words(model_folder, book, out, CAB_WORDS)) == 0
+    line = re.findall(r"^python -m cab_hf.eval quickcheck (.*)$", (out / REPORT).read_text(), re.M)
+    monkeypatch.chdir(tmp_path)
+    again = read_settings(Settings, line[0].split(), "quickcheck")
+    assert again.lengths == (160, 320) and again.cab == CAB_WORDS[1::2] and again.runs == 1
+
+
+@pytest.mark.slow
+def test_smollm2_on_a_cpu(tmp_path):
+    out = tmp_path / "run"
+    given = ["--model", "smollm2", "--device", "cpu", "--out", str(out), "--minutes", "3"]
+    assert main(["quickcheck", *given]) == 0
+    assert {TTFT, KL} <= {row["measure"] for row in rows_of(out)}
+    assert CabConfig.calibrated(out / CONFIG).origin.layers == 30
+
+
+@pytest.mark.usefixtures("without_figure")
+def test_a_shape_without_weights_is_timed_at_a_fixed_density(book, tmp_path, monkeypatch):
+    out, folder = tmp_path / "run", tmp_path / "random"
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 258}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    words_of = [str(folder), *(f"{name}={value}" for name, value in shape.items())]
+    monkeypatch.setattr(sys, "argv", ["random_model.py", *words_of])
+    runpy.run_path(str(EXAMPLES / "random_model.py"), run_name="__main__")
+    given = ("--kl", 0, "--cab", "mass_threshold=1e-6", "--cab", "max_density=0.5", *CAB_WORDS)
+    assert main(words(folder, book, out, given, "--lengths", "640")) == 0
+    (density,) = next(row["densities"] for row in rows_of(out) if row["measure"] == KL)
+    # the first and the last blocks are always kept
+    assert 0.5 <= density < 0.75
+    assert CabConfig.calibrated(out / CONFIG).mass_threshold == 1e-6
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """A module that stands for FlashAttention-3, and one for a broken FlashAttention-2."""
+
+    def attend(q, k, v, softmax_scale, causal):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        how = {"is_causal": causal, "scale": softmax_scale, "enable_gqa": True}
+        return functional.scaled_dot_product_attention(q, k, v, **how).transpose(1, 2), None
+
+    for name, function in (("fa3_fwd_interface", attend), ("broken", lambda q, *_, **__: q * 9)):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.flash_attn_func = function
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(kernels.FLASH, "FlashAttention-2", ("broken",))
+
+
+def test_dense_kernels_are_compared_and_checked(flash):
+    tokenizer = make_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer))
+    assert kernels.kernel_names("sdpa", on_cpu=True) == ["sdpa"]
+    with torch.no_grad():
+        model.lm_head.weight.mul_(100)
+    measurements = Measurements(model, tokenizer, [TEXT], SMALL, seed=0, runs=1)
+    measurements.kernels = kernels.kernel_names("sdpa", on_cpu=False)
+    found = measurements.measure(Step("kernels", 300, DENSE), [], math.inf)
+    assert {"sdpa", "FlashAttention-3", "cab_dense"} <= found["kernel_ms"].keys()
+    assert "differs by" in found["reasons"]["FlashAttention-2"]
+    assert "cuDNN" in found["reasons"]
+    row = {**Step("kernels", 300, DENSE).fields, **found, "kernel_ms": {"FlashAttention-3": 1.0}}
+    timed = measurements.measure(Step(TTFT, 300, CAB, START), [row], math.inf)
+    assert timed["kernel"] == "FlashAttention-3" and timed["dense_ms"] > 0
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_windows_are_not_timed_by_a_kernel_without_them(flash):
+    model = tiny_model("mistral-sliding")
+    with (
+        pytest.raises(NotImplementedError),
+        kernels.attending_by(model, "FlashAttention-3", "sdpa"),
+    ):
+        model(tokens(1, 100))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_step_is_stopped_at_the_deadline():
+    tokenizer = make_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer))
+    measurements = Measurements(model, tokenizer, [TEXT], SMALL, seed=0, runs=1)
+    with pytest.raises(OutOfTime, match="took longer than estimated"):
+        measurements.measure(Step("probe", 300, DENSE), [], 0.0)
