@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
 from cab_hf.config import CabConfig
 from cab_hf.hf.rotary import halved, slow_channels
@@ -72,7 +72,12 @@ def learn(model: nn.Module, vllm_config: Any) -> None:
             dense[reason] += 1
     _require_anchors(config, [layer.layer_idx for layer in sparse])
     is_first = get_tensor_model_parallel_rank() == 0
-    METERS[vllm_config.instance_id] = Meter(vllm_config.instance_id, sparse, is_first)
+    # every stage of a pipeline computes all prompts, so the first stage counts them
+    counts_prompts = is_first and get_pp_group().is_first_rank
+    meter = Meter(vllm_config.instance_id, sparse, counts_prompts, is_logged=is_first)
+    # ``/metrics`` has the counters before the first prompt
+    meter.write(meter.totals())
+    METERS[vllm_config.instance_id] = meter
     if is_first and never_sparse(config, vllm_config) is None:
         _log(config, len(sparse), dense)
 
