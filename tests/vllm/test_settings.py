@@ -113,6 +113,25 @@ def test_a_process_without_the_plugin_refuses_the_settings(monkeypatch):
         settings_of(config_of(extra={"cab": {}}))
 
 
+@pytest.mark.parametrize(
+    ("backend", "per_kind", "is_refused"),
+    [
+        ("CUSTOM", None, True),
+        ("CUSTOM", {"mla_attention": "any"}, False),
+        ("CPU_ATTN", None, False),
+    ],
+    ids=["gpu", "gpu-with-a-backend-per-kind", "cpu"],
+)
+def test_latent_attention_is_refused_on_a_gpu(monkeypatch, backend, per_kind, is_refused):
+    monkeypatch.setattr(cab_hf.vllm, "backend_name", lambda: backend)
+    config = config_of(use_mla=True)
+    config.attention_config.backend_per_kind = per_kind
+    config.parallel_config = SimpleNamespace(tensor_parallel_size=1)
+    config.kv_transfer_config = None
+    refusal = cab_hf.vllm._unrunnable(CabConfig(), config)
+    assert ("latent attention, got CUSTOM" in (refusal or "")) == is_refused
+
+
 def test_a_draft_model_has_no_settings():
     extra = {"cab": {"dense_layers": [3]}}
     assert settings_of(config_of(extra=extra, runner_type="draft")) is None
