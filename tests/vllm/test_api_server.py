@@ -76,10 +76,13 @@ def wait_for(url, process, log):
 
 
 def complete(url, length, **fields):
-    """Send a prompt of ``length`` tokens and return how many tokens the servers generate."""
+    """Send a prompt of ``length`` tokens and return how many tokens the servers generate.
+
+    Prompts of different lengths share no prefix, which the prefix cache would contain.
+    """
     body = {
         "model": "tiny",
-        "prompt": [n % 500 + 3 for n in range(length)],
+        "prompt": [(n + length) % 500 + 3 for n in range(length)],
         "max_tokens": 4,
         "ignore_eos": True,
         "detokenize": False,
