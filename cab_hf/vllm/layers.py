@@ -149,16 +149,18 @@ def _require_anchors(config: CabConfig, sparse: list[int | None]) -> None:
             )
 
 
-def _log(config: CabConfig, sparse: int, dense: Counter[str]) -> None:
+def _log(config: CabConfig, num_sparse: int, dense: Counter[str]) -> None:
     """Log how many layers are sparse from which length, and why the others are not."""
-    others = "; ".join(f"{count} dense: {reason}" for reason, count in dense.items())
-    total = sparse + sum(dense.values())
-    if not sparse:
-        logger.warning("cab_hf: no layer of %d is attended sparsely (%s).", total, others)
+    reasons = "; ".join(f"{count} dense: {reason}" for reason, count in dense.items())
+    total = num_sparse + dense.total()
+    if not num_sparse:
+        logger.warning("cab_hf: no layer of %d is attended sparsely (%s).", total, reasons)
         return
+    details = "; ".join(filter(None, [f"predictor {config.predictor}", reasons]))
     logger.info(
-        "cab_hf: %d of %d attention layers are sparse for prompts of %s tokens or more "
-        "(predictor %s%s).",
-        *(sparse, total, f"{max(config.min_length, config.query_block):,}"),
-        *(config.predictor, f"; {others}" if others else ""),
+        "cab_hf: %d of %d attention layers are sparse for prompts of %s tokens or more (%s).",
+        num_sparse,
+        total,
+        f"{max(config.min_length, config.query_block):,}",
+        details,
     )
