@@ -141,11 +141,15 @@ def _unrunnable(config: CabConfig, vllm_config: Any) -> str | None:
 
     # refuses a name that is not registered
     make_predictor(config)
-    scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
-    for name in ("max_num_batched_tokens", "long_prefill_token_threshold"):
-        tokens, block = getattr(scheduler, name), config.query_block
-        if 0 < tokens < block:
-            return f"{name} must be at least query_block={block}, got {tokens}. Raise {name}."
+    model, attention = vllm_config.model_config, vllm_config.attention_config
+    # a backend per kind of layers lets vLLM compute the latent ones
+    is_per_kind = bool(getattr(attention, "backend_per_kind", None))
+    if getattr(model, "use_mla", False) and backend_name() == "CUSTOM" and not is_per_kind:
+        return (
+            "attention backend must not be CUSTOM for a model with multi-head latent attention, "
+            "got CUSTOM. Start vLLM without --attention-backend CUSTOM."
+        )
+    parallel = vllm_config.parallel_config
     usual = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     for name, value in (usual | {"enable_dbo": False}).items():
         if getattr(parallel, name, value) != value:

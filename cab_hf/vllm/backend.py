@@ -198,8 +198,9 @@ class SparseImpl:
             self.measure(query)
         split = getattr(attn_metadata, "cab", None)
         if split is None or not sparse:
-            held = kv_cache, attn_metadata, output
-            return super().forward(layer, query, key, value, *held, *args, **kwargs)
+            return super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            )
         if split.rest is not None:
             q, k, v = (None if x is None else x[split.rows] for x in (query, key, value))
             out = torch.empty_like(output[: len(split.rows)])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
 from cab_hf.config import CabConfig
 from cab_hf.hf.rotary import halved, slow_channels
@@ -72,7 +72,12 @@ def learn(model: nn.Module, vllm_config: Any) -> None:
             dense[reason] += 1
     _require_anchors(config, [layer.layer_idx for layer in sparse])
     is_first = get_tensor_model_parallel_rank() == 0
-    METERS[vllm_config.instance_id] = Meter(vllm_config.instance_id, sparse, is_first)
+    # every stage of a pipeline computes all prompts, so the first stage counts them
+    counts_prompts = is_first and get_pp_group().is_first_rank
+    meter = Meter(vllm_config.instance_id, sparse, counts_prompts, is_logged=is_first)
+    # ``/metrics`` has the counters before the first prompt
+    meter.write(meter.totals())
+    METERS[vllm_config.instance_id] = meter
     if is_first and never_sparse(config, vllm_config) is None:
         _log(config, len(sparse), dense)
 
@@ -144,16 +149,18 @@ def _require_anchors(config: CabConfig, sparse: list[int | None]) -> None:
             )
 
 
-def _log(config: CabConfig, sparse: int, dense: Counter[str]) -> None:
+def _log(config: CabConfig, num_sparse: int, dense: Counter[str]) -> None:
     """Log how many layers are sparse from which length, and why the others are not."""
-    others = "; ".join(f"{count} dense: {reason}" for reason, count in dense.items())
-    total = sparse + sum(dense.values())
-    if not sparse:
-        logger.warning("cab_hf: no layer of %d is attended sparsely (%s).", total, others)
+    reasons = "; ".join(f"{count} dense: {reason}" for reason, count in dense.items())
+    total = num_sparse + dense.total()
+    if not num_sparse:
+        logger.warning("cab_hf: no layer of %d is attended sparsely (%s).", total, reasons)
         return
+    details = "; ".join(filter(None, [f"predictor {config.predictor}", reasons]))
     logger.info(
-        "cab_hf: %d of %d attention layers are sparse for prompts of %s tokens or more "
-        "(predictor %s%s).",
-        *(sparse, total, f"{max(config.min_length, config.query_block):,}"),
-        *(config.predictor, f"; {others}" if others else ""),
+        "cab_hf: %d of %d attention layers are sparse for prompts of %s tokens or more (%s).",
+        num_sparse,
+        total,
+        f"{max(config.min_length, config.query_block):,}",
+        details,
     )

@@ -1,13 +1,14 @@
 """Counters of sparse prompts and of (query, key) pairs, for ``/metrics`` and for the log.
 
-vLLM does not forward the metrics of a backend. A worker therefore writes its totals to a file, and
-the process that serves ``/metrics`` reads the files of its engines.
+vLLM does not forward the metrics of a backend. A worker therefore writes its totals to a file in
+the format of Prometheus' multiprocess mode. With several API servers, vLLM itself reads all files
+of that mode, in the folder PROMETHEUS_MULTIPROC_DIR. A single API server reads the files of its
+engines by the collector `Totals`.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import shutil
@@ -18,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from prometheus_client import REGISTRY
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
+from prometheus_client.multiprocess import MultiProcessCollector
 from torch import nn
 
 from cab_hf.dispatch import attended
@@ -35,7 +39,14 @@ PREFIX = "cab_hf:"
 
 
 def folder_of(instance: str) -> Path:
-    """Return the folder with the totals of an engine, by the ``instance_id`` of its config."""
+    """Return the folder for the totals of an engine, by the ``instance_id`` of its config.
+
+    Processes of an engine inherit PROMETHEUS_MULTIPROC_DIR. vLLM sets the variable for several API
+    servers, and then serves the sums over all files in that folder.
+    """
+    shared = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    if shared is not None:
+        return Path(shared)
     return Path(tempfile.gettempdir()) / f"cab_hf-{os.getuid()}-{instance}"
 
 
@@ -44,12 +55,21 @@ class Meter:
 
     Attributes:
         layers: the sparse layers of this process, by which `attended` counts pairs.
-        sparse_prompts: prompts whose last chunk was attended sparsely, on the first rank.
+        counts_prompts: whether this process counts prompts; one rank of an engine does.
+        is_logged: whether this process logs the density.
+        sparse_prompts: prompts whose last chunk was attended sparsely.
+        file: file with the totals. Prometheus reads the type of the metrics from the file name.
+        logged: totals at the time of the last log line.
     """
 
-    def __init__(self, instance: str, layers: list[nn.Module], is_first_rank: bool) -> None:
-        self.layers, self.is_first_rank, self.sparse_prompts = layers, is_first_rank, 0
-        self.file = folder_of(instance) / f"{os.getpid()}-{id(self)}.json"
+    def __init__(
+        self, instance: str, layers: list[nn.Module], counts_prompts: bool, is_logged: bool
+    ) -> None:
+        self.layers = layers
+        self.counts_prompts = counts_prompts
+        self.is_logged = is_logged
+        self.sparse_prompts = 0
+        self.file = folder_of(instance) / f"counter_cab-{os.getpid()}-{id(self)}.db"
         self.logged = dict.fromkeys(COUNTERS, 0)
         self.measured = 0, 0
         self.thread: threading.Thread | None = None
@@ -58,7 +78,7 @@ class Meter:
         """Count a prompt; the first one starts the thread that publishes the totals."""
         if not self.layers:
             return
-        self.sparse_prompts += self.is_first_rank
+        self.sparse_prompts += self.counts_prompts
         if self.thread is None:
             # pairs of the dummy prompt with which vLLM measured memory
             self.measured = self._pairs()
@@ -87,11 +107,8 @@ class Meter:
             return
         new = {name: total - self.logged[name] for name, total in totals.items()}
         self.logged = totals
-        self.file.parent.mkdir(mode=0o700, exist_ok=True)
-        draft = self.file.with_suffix(".tmp")
-        draft.write_text(json.dumps(totals), "utf-8")
-        draft.replace(self.file)
-        if self.is_first_rank and new["possible_pairs"] > 0:
+        self.write(totals)
+        if self.is_logged and new["possible_pairs"] > 0:
             logger.info(
                 "cab_hf: %d sparse prompts, density %.3f (%.3g of %.3g pairs attended).",
                 new["sparse_prompts"],
@@ -99,6 +116,19 @@ class Meter:
                 new["attended_pairs"],
                 new["possible_pairs"],
             )
+
+    def write(self, totals: dict[str, int]) -> None:
+        """Replace the file by one with these totals. A reader never finds a part of a file."""
+        self.file.parent.mkdir(mode=0o700, exist_ok=True)
+        draft = self.file.with_suffix(".tmp")
+        draft.unlink(missing_ok=True)
+        values = MmapedDict(str(draft))
+        for name, total in totals.items():
+            metric = PREFIX + name
+            key = mmap_key(metric, f"{metric}_total", [], [], COUNTERS[name])
+            values.write_value(key, total, 0.0)
+        values.close()
+        draft.replace(self.file)
 
     def _publish_for_ever(self) -> None:
         from vllm import envs
@@ -112,16 +142,6 @@ class Meter:
 METERS: dict[str, Meter] = {}
 
 
-def totals_of(instances: set[str]) -> dict[str, int]:
-    """Return the sums of the totals that the workers of these engines have written."""
-    sums = dict.fromkeys(COUNTERS, 0)
-    for instance in instances:
-        for file in folder_of(instance).glob("*.json"):
-            for name, total in json.loads(file.read_text("utf-8")).items():
-                sums[name] += total
-    return sums
-
-
 class Totals:
     """A ``prometheus_client`` collector for the engines that this process started."""
 
@@ -129,10 +149,10 @@ class Totals:
         self.instances: set[str] = set()
 
     def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily
-
-        for name, total in totals_of(self.instances).items():
-            yield CounterMetricFamily(PREFIX + name, COUNTERS[name], value=total)
+        """Yield the sums over the files of all workers of these engines."""
+        folders = [folder_of(instance) for instance in self.instances]
+        files = [str(file) for folder in folders for file in folder.glob("counter_cab-*.db")]
+        yield from MultiProcessCollector.merge(files)
 
     def describe(self) -> list[Any]:
         # read no file when the collector is registered
@@ -143,10 +163,14 @@ _totals: Totals | None = None
 
 
 def export(vllm_config: Any) -> None:
-    """Add the counters of an engine to the ``/metrics`` of this process."""
-    global _totals
-    from prometheus_client import REGISTRY
+    """Add the counters of an engine to the ``/metrics`` of this process.
 
+    Does nothing in Prometheus' multiprocess mode, where ``/metrics`` reads the files of all
+    processes, and whoever has set PROMETHEUS_MULTIPROC_DIR deletes them.
+    """
+    global _totals
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        return
     folder = folder_of(vllm_config.instance_id)
     shutil.rmtree(folder, ignore_errors=True)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

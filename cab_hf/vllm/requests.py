@@ -93,10 +93,10 @@ def hook(
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if before is not None:
             before(self, *args, **kwargs)
-        made = method(self, *args, **kwargs)
+        result = method(self, *args, **kwargs)
         if after is not None:
-            after(self, made)
-        return made
+            after(self, result)
+        return result
 
     call.of_cab_hf = True
     setattr(kind, name, call)

@@ -9,6 +9,17 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def registered():
+    """Register the plugin as vLLM does, for tests that start no engine."""
+    from importlib.util import find_spec
+
+    if find_spec("vllm") is not None:
+        from cab_hf.vllm import register
+
+        register()
+
+
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory):
     """A tiny model whose answers depend on what is attended."""

@@ -286,6 +286,7 @@ def ends(trace, name):
             {"scheduled": 16}, 70, [16, 32, 48, 64, 70], id="scheduled-tokens-below-block"
         ),
         pytest.param({"scheduled": 20}, 70, [20, 32, 52, 70], id="block-is-no-multiple"),
+        pytest.param({"budget": 16}, 70, [16, 32, 48, 64, 70], id="batch-below-block"),
         pytest.param({"budget": 32, "draft_slots": 4}, 70, [28, 32, 60, 70], id="draft-model"),
         pytest.param({"budget": 100}, 250, [96, 192, 250], id="budget-above-block"),
         pytest.param({"min_length": 300}, 250, [160, 250], id="dense-prompt"),
@@ -294,6 +295,13 @@ def ends(trace, name):
 def test_a_small_budget_cuts_blocks_and_the_prompt_finishes(vllm_config, setup, length, wanted):
     setup = Setup(**setup)
     assert ends(run(scheduler_of(vllm_config, setup), setup, prompts(length)), "0") == wanted
+
+
+def test_a_threshold_below_a_block_lets_prompts_finish(vllm_config):
+    """vLLM applies ``long_prefill_token_threshold`` if there is more than one request."""
+    setup = Setup(threshold=12)
+    trace = run(scheduler_of(vllm_config, setup), setup, prompts(40, 40))
+    assert ends(trace, "0") == ends(trace, "1") == [12, 24, 32, 40]
 
 
 @pytest.mark.parametrize(

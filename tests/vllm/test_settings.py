@@ -1,7 +1,7 @@
 """Settings, switches and figures of the plugin, as a user of vLLM meets them."""
 
-import json
 import re
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +14,7 @@ from test_models import prompt
 from test_vllm import SPARSE, Reference, assert_same, read, served
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 import cab_hf.vllm
 from cab_hf.config import CabConfig
@@ -26,13 +27,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 START = {"skip_tokenizer_init": True, "max_model_len": 64}
 
 
-@pytest.fixture(autouse=True)
-def registered():
-    """Register the plugin as vLLM does, for tests that start no engine."""
-    cab_hf.vllm.register()
-
-
-def config_of(cache=(), scheduler=(), backend=None, extra=None, **model):
+def config_of(cache=(), backend=None, extra=None, instance_id="", **model):
     """A stand-in of `VllmConfig` with what the plugin reads."""
     text = SimpleNamespace(num_hidden_layers=4)
     usual = {"runner_type": "generate", "max_model_len": 32768, "use_mla": False}
@@ -41,6 +36,7 @@ def config_of(cache=(), scheduler=(), backend=None, extra=None, **model):
         cache_config=SimpleNamespace(**{"cache_dtype": "auto"} | dict(cache)),
         attention_config=SimpleNamespace(backend=SimpleNamespace(name=backend)),
         additional_config={} if extra is None else extra,
+        instance_id=instance_id,
     )
 
 
@@ -115,6 +111,25 @@ def test_a_process_without_the_plugin_refuses_the_settings(monkeypatch):
     monkeypatch.setattr(cab_hf.vllm, "_registered", False)
     with pytest.raises(ValueError, match="VLLM_PLUGINS must contain cab_hf"):
         settings_of(config_of(extra={"cab": {}}))
+
+
+@pytest.mark.parametrize(
+    ("backend", "per_kind", "is_refused"),
+    [
+        ("CUSTOM", None, True),
+        ("CUSTOM", {"mla_attention": "any"}, False),
+        ("CPU_ATTN", None, False),
+    ],
+    ids=["gpu", "gpu-with-a-backend-per-kind", "cpu"],
+)
+def test_latent_attention_is_refused_on_a_gpu(monkeypatch, backend, per_kind, is_refused):
+    monkeypatch.setattr(cab_hf.vllm, "backend_name", lambda: backend)
+    config = config_of(use_mla=True)
+    config.attention_config.backend_per_kind = per_kind
+    config.parallel_config = SimpleNamespace(tensor_parallel_size=1)
+    config.kv_transfer_config = None
+    refusal = cab_hf.vllm._unrunnable(CabConfig(), config)
+    assert ("latent attention, got CUSTOM" in (refusal or "")) == is_refused
 
 
 def test_a_draft_model_has_no_settings():
@@ -193,7 +208,29 @@ def test_prompts_and_pairs_are_counted(engine, said):
     assert new["possible_pairs"] == pairs
     assert "2 sparse prompts, density 0." in " ".join(said[messages:])
     page = generate_latest(REGISTRY).decode()
-    total = metrics.totals_of(metrics._totals.instances)["attended_pairs"]
-    shown = re.search(r"^cab_hf:attended_pairs_total (\S+)$", page, re.M)
-    assert shown is not None and float(shown[1]) == total
-    assert json.loads(meter.file.read_text()) == meter.totals()
+    # other engines of this module have published theirs
+    totals = Counter()
+    for each in metrics.METERS.values():
+        totals.update(each.logged if each.file.exists() else {})
+    assert shown_in(page) == dict(totals)
+
+
+def shown_in(page):
+    """Return the counters of the plugin on a page of ``/metrics``."""
+    found = re.findall(r"^cab_hf:(\w+)_total (\S+)$", page, re.M)
+    return {name: int(float(value)) for name, value in found}
+
+
+def test_api_servers_that_vllm_aggregates_have_the_counters(tmp_path, monkeypatch):
+    """Several API servers show the files in PROMETHEUS_MULTIPROC_DIR, of all processes."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setattr(metrics, "_totals", None)
+    metrics.export(config_of(instance_id="an API server, whose id no worker knows"))
+    totals = {"sparse_prompts": 1, "attended_pairs": 30, "possible_pairs": 100}
+    for instance, counts_prompts in (("engine 0", True), ("engine 1", False)):
+        meter = metrics.Meter(instance, [], counts_prompts, is_logged=False)
+        meter.write(meter.totals())
+        meter.write(totals)
+    page = generate_latest(get_prometheus_registry()).decode()
+    assert shown_in(page) == {name: 2 * total for name, total in totals.items()}
+    assert metrics._totals is None

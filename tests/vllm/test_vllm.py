@@ -116,6 +116,25 @@ def test_sparse_prompts_are_those_of_transformers(engine, reference, room, first
         assert_same(here, [reference(x) for x in prompts])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 24},
+        {"max_num_batched_tokens": 64, "long_prefill_token_threshold": 20},
+        {"max_num_batched_tokens": 64, "max_num_scheduled_tokens": 17},
+    ],
+    ids=["batch", "threshold", "scheduled"],
+)
+def test_chunks_below_a_query_block_are_computed(engine, options):
+    """Every query block is cut, and its parts select key blocks separately."""
+    prompts = prompts_of(3, most=3, longest=200)
+    small = {"num_gpu_blocks_override": 64}
+    wanted = served(engine(None, max_num_batched_tokens=2048), prompts)
+    attended.clear()
+    assert_same(served(engine(FULL, **small | options), prompts), wanted)
+    assert attended
+
+
 def test_a_cached_prefix_is_read_once(engine, reference):
     ours = engine(SPARSE, max_num_batched_tokens=160)
     prefix = [(7 * i * i + 3) % 500 + 3 for i in range(256)]
@@ -216,7 +235,6 @@ def test_guessed_tokens_are_checked_by_the_parent(engine, reference):
         ({"mass_threshold": 2}, {}, "mass_threshold"),
         ({"dense_layers": [3]}, {}, "dense_layers"),
         ("sparse", {}, "sparse"),
-        ({}, {"max_num_batched_tokens": 64, "max_num_seqs": 1}, "max_num_batched_tokens"),
     ],
 )
 def test_settings_are_refused_before_anything_runs(llama, cab, options, named):

@@ -1,0 +1,115 @@
+"""The HTTP endpoints of two API servers of one engine, as a client uses them."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+import pytest
+
+pytest.importorskip("vllm")
+from test_settings import shown_in
+from test_vllm import SPARSE
+
+# warnings are those of vLLM and its libraries
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+# seconds until the servers answer: four processes import vLLM one after the other
+START_S = 540
+# seconds until a worker has published its counters, with an interval of one second
+PUBLISH_S = 30
+
+
+@pytest.fixture(scope="module")
+def url(llama, tmp_path_factory):
+    """Start an engine with two API servers, and return their common address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {
+        "--api-server-count": "2",
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--dtype": "float32",
+        "--max-model-len": "1024",
+        "--max-num-seqs": "8",
+        "--served-model-name": "tiny",
+        "--additional-config": json.dumps({"cab": SPARSE}),
+    }
+    words = [word for pair in options.items() for word in pair]
+    command = [sys.executable, str(Path(__file__).with_name("serve.py")), str(llama), *words]
+    environment = os.environ | {"VLLM_LOG_STATS_INTERVAL": "1"}
+    del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--skip-tokenizer-init", "--enforce-eager"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+        try:
+            wait_for(f"http://127.0.0.1:{port}", process, log)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def wait_for(url, process, log):
+    """Return as soon as the servers answer; fail with the end of the log if they do not."""
+    end = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < end:
+        try:
+            return urlopen(f"{url}/health", timeout=5).close()
+        except (URLError, OSError):
+            time.sleep(1)
+    pytest.fail(f"the servers do not answer: {log.read_text('utf-8', 'replace')[-2000:]}")
+
+
+def complete(url, length, **fields):
+    """Send a prompt of ``length`` tokens and return how many tokens the servers generate.
+
+    Prompts of different lengths share no prefix, which the prefix cache would contain.
+    """
+    body = {
+        "model": "tiny",
+        "prompt": [(n + length) % 500 + 3 for n in range(length)],
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "detokenize": False,
+    }
+    headers = {"Content-Type": "application/json"}
+    request = Request(f"{url}/v1/completions", json.dumps(body | fields).encode(), headers)
+    with urlopen(request, timeout=60) as answer:
+        return json.load(answer)["usage"]["completion_tokens"]
+
+
+def counters(url):
+    with urlopen(f"{url}/metrics", timeout=60) as page:
+        return shown_in(page.read().decode())
+
+
+def test_metrics_of_api_servers_count_sparse_prompts_and_pairs(url):
+    # the counters exist before the first prompt
+    assert set(counters(url).values()) == {0}
+    assert complete(url, 300) == complete(url, 500) == 4
+    # shorter than a query block, and dense on request
+    assert complete(url, 20) == complete(url, 400, vllm_xargs={"cab": False}) == 4
+    pairs = 3 * 4 * sum(n * (n + 1) // 2 for n in (300, 500))
+    end = time.monotonic() + PUBLISH_S
+    while (found := counters(url))["possible_pairs"] < pairs and time.monotonic() < end:
+        time.sleep(0.5)
+    assert found["sparse_prompts"] == 2
+    assert found["possible_pairs"] == pairs
+    assert 0.1 < found["attended_pairs"] / pairs < 1
+    # every connection goes to one of the two servers
+    assert [counters(url) for _ in range(8)] == [found] * 8

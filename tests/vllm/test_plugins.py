@@ -1,0 +1,34 @@
+"""Processes that do not load the plugin, because VLLM_PLUGINS excludes it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
+
+START = """
+import sys
+from vllm import LLM
+
+LLM(
+    sys.argv[1],
+    attention_backend="CUSTOM",
+    scheduler_cls="cab_hf.vllm.scheduler.CabScheduler",
+    skip_tokenizer_init=True,
+    enforce_eager=True,
+    dtype="float32",
+    max_model_len=64,
+)
+"""
+
+
+def test_an_engine_without_the_plugin_does_not_start_with_its_scheduler(llama):
+    """Without the scheduler, vLLM on a CPU starts and never imports this library."""
+    environment = os.environ | {"VLLM_PLUGINS": "other"}
+    command = [sys.executable, "-c", START, str(llama)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode != 0
+    assert "ValueError: VLLM_PLUGINS must contain cab_hf" in done.stderr
