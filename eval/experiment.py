@@ -370,7 +370,12 @@ def report_text(kind: type[Experiment] | Archived, rows: Sequence[Row], provenan
 
 
 # fields of the default from before typical queries were scored on strided keys
-EARLIER_DEFAULT = {OLD_OUTLIERS: 16, "typical_queries": 8, "mass_threshold": 0.0025}
+EARLIER_DEFAULT = {
+    OLD_OUTLIERS: 16,
+    "typical_queries": 8,
+    "mass_threshold": 0.0025,
+    "share_threshold": 0.05,
+}
 
 
 def unmeasured(provenance: Row) -> dict[str, str]:

@@ -82,7 +82,7 @@ def sentence(folder: str) -> Callable:
 
 # --- quality and speed of configurations
 
-DEFAULT = ("fidelity-strided-32k", "fidelity-front-typical-131k")
+DEFAULT = ("fidelity-strided-32k", "fidelity-strided-131k")
 FRONT = (
     "fidelity-front-8k",
     "fidelity-front-32k",
@@ -101,10 +101,9 @@ FRONT = (
 CHOICES = (
     "dense",
     "default",
-    "mass_threshold=0.0018",
+    "mass_threshold=0.002",
     "earlier default",
     "earlier default, mass_threshold=0.00125",
-    "earlier default, mass_threshold=0.005",
     "earlier default, typical_queries=16",
     "earlier default, exact_queries=8",
     "earlier default, dense_tail_blocks=4",

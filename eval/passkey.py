@@ -340,7 +340,8 @@ def _row(members: Sequence[Row], dense: Mapping[tuple, Row]) -> dict[str, Any]:
     row = compared_shares([s["correct"] for s in members], both)
     row["accuracy"] = row.pop("share")
     row |= {"density": fmean(s["density"] for s in members), "budget": members[0]["budget"]}
-    row["seconds"] = round(median(s["seconds"] for s in members), 2)
+    if all("seconds" in s for s in members):
+        row["seconds"] = round(median(s["seconds"] for s in members), 2)
     if pairs:
         row["same"] = sum(s["answer"] == base["answer"] for s, base in pairs)
     if never_sparse(METHODS[members[0]["method"]], members):

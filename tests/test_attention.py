@@ -439,7 +439,7 @@ def test_blockwise_dense_matches_sdpa_with_one_plan_for_all_layers(monkeypatch):
     with torch.no_grad():
         expected = model(input_ids=ids, attention_mask=mask).logits
         model.set_attn_implementation("cab_dense")
-        monkeypatch.setattr(engines, "exact", lambda work, length: engines.REFERENCE)
+        monkeypatch.setattr(engines, "exact", lambda work, *lengths: engines.REFERENCE)
         made = []
         causal = BlockPlan.causal
         monkeypatch.setattr(BlockPlan, "causal", lambda *a: made.append(a) or causal(*a))

@@ -35,7 +35,7 @@ FOREIGN = {
     *("--additional-config", "--scheduler-cls"),
     # tests/vllm checks that vLLM has these
     *("--tensor-parallel-size", "--pipeline-parallel-size", "--nnodes", "--node-rank"),
-    *("--master-addr", "--headless", "--api-server-count"),
+    *("--master-addr", "--headless", "--api-server-count", "--data-parallel-size"),
     # docker and pip
     *("--gpus", "--no-deps"),
 }

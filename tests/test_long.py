@@ -12,6 +12,8 @@ from transformers import StaticCache
 import cab_hf
 from cab_hf.engines import masked
 from cab_hf.ops import reference
+from cab_hf.plan import BlockPlan
+from cab_hf.selection import api
 
 EXACT = {"atol": 2e-5, "rtol": 1e-4}
 CHUNK = 3 * SPARSE.query_block
@@ -80,11 +82,17 @@ class Waits(TorchDispatchMode):
 def test_layers_do_not_synchronise_with_the_device(monkeypatch):
     """A forward pass may read where its chunk starts, once for all layers."""
 
-    def blind(q, k, v, plan, scale, return_lse=False):
+    def blind(q, k, v, plan, scale, return_lse=False, softcap=None):
         return torch.zeros_like(q)
 
-    # the reference engine asks how far each chunk of rows reaches; those for a GPU do not
+    def every_block(q, keys, ranges, config, **_):
+        plan = BlockPlan.causal(ranges, q.shape[1], config.query_block, config.key_block)
+        return plan.full, plan.partial
+
+    # on a CPU, selection and the reference engine read lengths; the kernels of a GPU do not, see
+    # tests/gpu/test_rows.py
     monkeypatch.setattr(reference, "attention", blind)
+    monkeypatch.setattr(api, "_select_by_reference", every_block)
     asked = Counter()
     for layers in (1, 3):
         model = tiny_model(num_hidden_layers=layers)

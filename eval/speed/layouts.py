@@ -94,7 +94,8 @@ class Sequences:
         mask = cab_mask(
             self.rows, self.slots, self.slots, attention_mask=padding, device=self.device
         )
-        mask.find_documents(None, self.cu_seq_lens if self.layout == PACKED else None)
+        cu_seqlens = self.cu_seq_lens if self.layout == PACKED else None
+        mask, _ = mask.with_documents(position_ids=None, cu_seqlens=cu_seqlens)
         return mask
 
     def block_layout(self, query_block: int, key_block: int) -> BlockLayout:

@@ -327,7 +327,7 @@ def test_commands_are_listed_and_others_refused(capsys):
     assert __main__.main(["--help"]) == 0
     shown = capsys.readouterr().out
     # one column of names, as wide as the longest
-    assert f"  {'passkey':9}  find a number hidden in a long text\n" in shown
+    assert f"  {'passkey':10}  find a number hidden in a long text\n" in shown
     assert "  calibrate  " in shown and "families" not in shown
     for words in (["magic"], []):
         assert __main__.main(words) == 2

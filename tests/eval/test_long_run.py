@@ -203,7 +203,10 @@ def test_shards_find_what_one_process_finds(
     assert "made with seed 0, this run has 1" in capsys.readouterr().err
     answered.clear()
     results, expected = on_passkey(), complete["passkey"].results
-    assert not answered and results["rows"] == expected["rows"]
+    assert not answered
+    # times differ between runs
+    timed = [{**row, "seconds": None} for row in results["rows"]]
+    assert timed == [{**row, "seconds": None} for row in expected["rows"]]
     assert results["provenance"]["settings"] == expected["provenance"]["settings"]
     assert not list(out.glob("*shard*"))
 

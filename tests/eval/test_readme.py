@@ -140,9 +140,10 @@ def test_the_first_table_shows_speed_and_quality_of_one_configuration(results):
     shown = table("default", results)
     assert [row[:2] for row in shown[:2]] == [["32,768", "dense"], ["32,768", "default"]]
     # attention, speed-up, KL; recall after the prompt was not measured
-    assert shown[1][2:9] == ["0.0027", "0.50", "100", "2.00", "0.0200", "–", "0.75"]
+    threshold = CabConfig().mass_threshold
+    assert shown[1][2:9] == [str(threshold), "0.50", "100", "2.00", "0.0200", "–", "0.75"]
     long = shown[len(CONFIGURATIONS) + 1]
-    assert long[:3] == ["131,072", "default", "0.000675"]
+    assert long[:3] == ["131,072", "default", f"{threshold / 4:g}"]
 
 
 def test_committed_rows_of_the_first_table_come_from_clean_commits():

@@ -130,7 +130,9 @@ def test_steps_write_their_tokens_and_are_alike_in_every_cache():
 @pytest.mark.parametrize("mode", ["static", "dynamic"])
 def test_a_model_is_timed_with_its_cache_and_index(mode, monkeypatch):
     settings, choices, choose = tiny(), [], ops.choose
-    monkeypatch.setattr(ops, "choose", lambda *given: choices.append(given) or choose(*given))
+    monkeypatch.setattr(
+        ops, "choose", lambda *args, **kwargs: choices.append(args) or choose(*args, **kwargs)
+    )
     dense = sample_of(Decode, settings, MODEL | {"mode": mode, "way": "sdpa", "budget": None})
     sparse = sample_of(Decode, settings, MODEL | {"mode": mode})
     assert dense["error"] is sparse["error"] is None

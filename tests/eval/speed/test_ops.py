@@ -149,6 +149,7 @@ GONE |= {"rope_theta": 500_000.0, "host_gib": 0.0, "gpu_gib": 0.0}
 # the defaults when the runs were made whose commands do not say
 EARLIER_DEFAULTS = {"min_length": 8192, "predictor": "curvature", "top_p": 0.999}
 EARLIER_DEFAULTS |= {"dense_tail_blocks": 1, "typical_queries": 8, "mass_threshold": 0.0025}
+EARLIER_DEFAULTS |= {"share_threshold": 0.05}
 EARLIER_DEFAULTS |= {"curvature": "additive", "redundancy": 0.3}
 
 

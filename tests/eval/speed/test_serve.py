@@ -12,7 +12,7 @@ import torch
 from bench import BLOCKS, TINY, sample_of, shown
 from marks import SERVING
 
-from cab_hf import attention
+from cab_hf.batching import batch
 from cab_hf.eval.speed.model import random_model
 from cab_hf.eval.speed.serve import Request, Serve, Settings, serve, summary_of, trace_of
 
@@ -126,7 +126,7 @@ def test_what_ends_the_generation_is_the_reason_of_a_row(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
 
-    monkeypatch.setattr(attention, "attend_batch", full)
+    monkeypatch.setattr(batch, "attend_batch", full)
     row = sample_of(Serve, tiny(), {"implementation": "cab"})
     assert row["error"] == "out of memory: tried to allocate 4.00 GiB"
     assert row["served"] is None and random_model(tiny()).config._attn_implementation == "sdpa"
