@@ -38,6 +38,7 @@ from cab_hf.experiment.settings import (
     by_device,
     comma_separated,
     option,
+    parse_assignment,
     parse_length,
     read_settings,
     require,
@@ -47,7 +48,7 @@ from cab_hf.hf.fit import origin_of
 BUILT_IN = "built-in"
 # modules of Python whose source follows the reference pages: together they have 200,000 tokens
 SOURCES = ("argparse", "doctest", "inspect", "pickle", "subprocess", "tarfile", "turtle", "typing")
-GPU_LENGTHS, CPU_LENGTHS = (8192, 32768, 131072), (512, 1024)
+GPU_LENGTHS, CPU_LENGTHS = (8192, 32768, 131072), (1024, 4096)
 ROWS, REPORT, FIGURE, CONFIG = "rows.jsonl", "report.md", "figure.png", "cab_config.json"
 # settings that may differ between runs that continue each other
 GROWS = ("lengths", "minutes", "kl", "documents", "out")
@@ -95,9 +96,14 @@ class Settings(OnModelSettings):
         require(self, "cab", searched, "a mass_threshold greater than 0, where the search starts")
         _ = self.sentences  # raises an error for a file that is no text
 
+    @property
+    def cab_fields(self) -> dict[str, Any]:
+        """The fields of `CabConfig` in ``--cab``; on a CPU too, the others have their defaults."""
+        return dict(map(parse_assignment, self.cab))
+
     @cached_property
     def cab_config(self) -> CabConfig:
-        """The settings to start from: ``--cab`` over the defaults of the device."""
+        """The settings to start from: ``--cab`` over the defaults."""
         return CabConfig.from_dict(self.cab_fields)
 
     @cached_property

@@ -22,7 +22,7 @@ def workload(**fields):
 @pytest.fixture
 def installed(monkeypatch):
     monkeypatch.setattr(flash_dense, "capability", lambda: (HOPPER, 0))
-    monkeypatch.setattr(flash_dense, "_module", lambda: "flash_attn_interface")
+    monkeypatch.setattr(flash_dense, "_kernel", lambda: object)
     return monkeypatch
 
 
@@ -55,7 +55,7 @@ def test_gpus_before_hopper_and_missing_packages_are_left_to_other_kernels(insta
     installed.setattr(flash_dense, "capability", lambda: (HOPPER - 1, 0))
     assert flash_dense.unavailable(workload(), 512) is not None
     installed.setattr(flash_dense, "capability", lambda: (HOPPER, 0))
-    installed.setattr(flash_dense, "_module", lambda: None)
+    installed.setattr(flash_dense, "_kernel", lambda: None)
     assert "not installed" in flash_dense.unavailable(workload(), 512)
 
 
@@ -73,10 +73,14 @@ def test_tensors_are_passed_as_tokens_by_heads(monkeypatch, returns_lse):
     module = ModuleType("flash_attn_interface")
     module.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    monkeypatch.setattr(flash_dense, "_module", lambda: "flash_attn_interface")
     monkeypatch.setattr(flash_dense, "_kernel", flash_dense._kernel.__wrapped__)
     q, k, v = qkv(q_length=30, kv_length=70, heads=4, kv_heads=2, dim=16)
     k = k + torch.arange(70).view(-1, 1) / 70
     mask = torch.ones(30, 70, dtype=torch.bool).tril(40)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(flash_dense.attention(q, k, v, 0.3), expected)
+
+
+def test_package_that_cannot_be_imported_is_skipped(monkeypatch):
+    monkeypatch.setattr(flash_dense, "MODULES", ("no_module_of_this_name", "json"))
+    assert flash_dense._kernel.__wrapped__() is None

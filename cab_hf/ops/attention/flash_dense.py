@@ -5,9 +5,10 @@ PyTorch has no kernel that is as fast on a Hopper GPU, and none for the last que
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -32,36 +33,29 @@ def unavailable(work: Workload, q_length: int) -> str | None:
         work: the call, without sinks and soft caps.
         q_length: number of queries.
     """
-    if work.device != "cuda" or capability()[0] != HOPPER:
-        return "were only measured on Hopper GPUs"
     if work.training or torch.compiler.is_compiling():
         return "are only used in forward passes that are not compiled"
+    if work.device != "cuda" or capability()[0] != HOPPER:
+        return "were only measured on Hopper GPUs"
     if work.dtype not in DTYPES or work.head_dim > MAX_HEAD_DIM or work.head_dim % 8:
         return f"support 16 bits and head dims up to {MAX_HEAD_DIM} that are multiples of 8"
     if work.value_dim is not None:
         return "need values with the head dim of the queries"
     if q_length < LEAST_QUERIES:
         return f"are only used from {LEAST_QUERIES} queries on"
-    return None if _module() else "need flash-attn-3 or flash-attn-4, which are not installed"
+    return (
+        "need flash-attn-3 or flash-attn-4, which are not installed" if _kernel() is None else None
+    )
 
 
 @cache
-def _module() -> str | None:
-    """Return the name of the first module that is installed."""
-    return next((name for name in MODULES if _is_installed(name)), None)
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:
-        # the parent package is missing
-        return False
-
-
-@cache
-def _kernel() -> Any:
-    return import_module(_module()).flash_attn_func
+def _kernel() -> Callable[..., Any] | None:
+    """Return the function of the first module that can be imported; None if there is none."""
+    for name in MODULES:
+        # flash-attn-2 contains flash_attn.cute without the packages that it imports
+        with suppress(ImportError, AttributeError, OSError):
+            return import_module(name).flash_attn_func
+    return None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
