@@ -28,7 +28,8 @@ PADDED = {"attention_mask": torch.arange(130)[None] >= 20}
 # documents stay where they are: only at full budget that is all the same
 PACKED = {"position_ids": (torch.arange(130) % 70)[None], "use_cache": False}
 CALLED = [
-    pytest.param(SPARSE, {}, "REFERENCE", id="plain"),
+    # break-even points are read above min_length only
+    pytest.param(replace(SPARSE, min_length=100), {}, "REFERENCE", id="plain"),
     pytest.param(FULL, PACKED, "TRITON", id="packed-by-lists"),
     pytest.param(SPARSE, {"use_cache": False}, "REFERENCE", id="training-call"),
     pytest.param(SPARSE, PADDED, "REFERENCE", id="padded"),
