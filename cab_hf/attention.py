@@ -46,7 +46,7 @@ def cab_attention(
         scaling: factor of the logits; 1/sqrt(D) by default.
         kwargs: further arguments of transformers. ``position_ids`` int [B, N_q] and
             ``cu_seq_lens_q`` int [documents + 1] are used, and ``sliding_window`` (in tokens) if
-            there is no mask. Arguments that are None or in `refusals.HARMLESS` are ignored. All
+            there is no mask. Arguments that are None or in `validate.HARMLESS` are ignored. All
             others raise an error.
 
     Returns:

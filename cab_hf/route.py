@@ -107,11 +107,10 @@ def _why_slower(mask: Any, config: CabConfig, device_type: str) -> str | None:
     A prompt counts as a whole, so that its chunks are computed alike.
     """
     queries, tokens = mask.longest or (mask.q_length, mask.kv_length)
-    if config.min_length == 0 or tokens is None or getattr(mask, "sharding", None) is not None:
+    if config.min_length == 0 or tokens is None or mask.details.parallel is not None:
         return None
-    prompt = getattr(mask, "prompt", None)
-    if prompt is not None and mask.doc_ids is None:
-        queries -= prompt.start
+    if mask.prompt is not None and mask.doc_ids is None:
+        queries -= mask.prompt.start
     if break_even.pays(queries, tokens, device_type):
         return None
     least = break_even.least_queries(tokens, device_type)

@@ -219,7 +219,7 @@ def _prefilled(model: Any, ids: Tensor, cache: Any, at_once: int, cached: int = 
 
     The first ``cached`` tokens are in the cache already.
     """
-    with reading_prompt(ids.shape[1]):
+    with reading_prompt(ids.shape[1], start=cached):
         for chunk in ids[:, cached:].split(at_once or ids.shape[1], dim=1):
             read = read_on(model, chunk, cache, logits_to_keep=1)
             cache = cache_of(read)

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import cab_hf
 from cab_hf import CabConfig, break_even
 from cab_hf.call.mask import MaskInfo
-from cab_hf.call.scope import Prompt
+from cab_hf.call.scope import Prompt, prompt_of, reading
 from cab_hf.engines import Workload
 from cab_hf.route import route
 
@@ -75,6 +75,13 @@ def test_a_question_after_a_long_cache_is_dense(lengths, fields, family):
         assert actual.reason == (
             "fewer than 64 queries after a long cache, where dense attention is faster"
         )
+
+
+@pytest.mark.parametrize(("start", "family"), [(0, "sparse"), (640, "dense")])
+def test_reading_counts_queries_after_cached_tokens(start, family):
+    with reading(700, start=start):
+        prompt = prompt_of(1, None, 700)
+    assert way(48, 500, prompt=prompt).method.partition("_")[0] == family
 
 
 @pytest.mark.parametrize(("question", "is_dense"), [(48, True), (96, False)])

@@ -6,12 +6,13 @@ import pytest
 import torch
 from call_cases import left_padded, logits
 from marks import slow_but
-from tiny import FULL, SPARSE, tiny_model, tokens
+from tiny import FULL, SPARSE, qkv, tiny_model, tokens
 from torch._dynamo.backends.debugging import aot_eager
 from transformers import StaticCache
 
 import cab_hf
 from cab_hf import CabConfig, engines
+from cab_hf.attention import cab_attention
 from cab_hf.eval import methods  # noqa: F401  it registers rivals
 from cab_hf.eval.kv_cache import cache_arguments
 
@@ -28,7 +29,8 @@ PADDED = {"attention_mask": torch.arange(130)[None] >= 20}
 # documents stay where they are: only at full budget that is all the same
 PACKED = {"position_ids": (torch.arange(130) % 70)[None], "use_cache": False}
 CALLED = [
-    pytest.param(SPARSE, {}, "REFERENCE", id="plain"),
+    # break-even points are read above min_length only
+    pytest.param(replace(SPARSE, min_length=100), {}, "REFERENCE", id="plain"),
     pytest.param(FULL, PACKED, "TRITON", id="packed-by-lists"),
     pytest.param(SPARSE, {"use_cache": False}, "REFERENCE", id="training-call"),
     pytest.param(SPARSE, PADDED, "REFERENCE", id="padded"),
@@ -49,6 +51,17 @@ def test_compiles_without_a_graph_break(shallow, config, inputs, engine, monkeyp
         actual = logits(compiled, input_ids=ids, **inputs)
     kept = inputs.get("attention_mask", torch.ones(1, 130)).bool()
     torch.testing.assert_close(actual[kept], expected[kept], **EXACT)
+
+
+def test_attention_without_mask_compiles_without_graph_break(shallow):
+    q, k, v = qkv(q_length=130, heads=4, kv_heads=2, dim=16)
+    layer = shallow.model.layers[0].self_attn
+    with cab_hf.cab(shallow, SPARSE), torch.no_grad():
+        expected, _ = cab_attention(layer, q, k, v, None)
+        torch._dynamo.reset()
+        compiled = torch.compile(cab_attention, fullgraph=True, backend="aot_eager")
+        actual, _ = compiled(layer, q, k, v, None)
+    torch.testing.assert_close(actual, expected, **EXACT)
 
 
 MASK = {"attention_mask": torch.ones(1, 130, dtype=torch.int64), "use_cache": False}

@@ -180,6 +180,8 @@ def _plain_mask(
         kv_length=keys,
         q_offset=keys - queries,
         window=window or None,
+        # torch.compile does not trace the default value
+        details=MaskDetails(),
     )
     if torch.compiler.is_compiling():
         return mask

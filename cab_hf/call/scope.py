@@ -39,7 +39,7 @@ class Prompt:
         end: slot of the first token after the prompt.
         lengths: tokens of each batch row, without padding; None where no row has padding.
         progress: cache that tells if calls have started after the prompt.
-        start: slot of the first token of the prompt that is not in the cache of `generate` yet.
+        start: slot of the first token of the prompt that is not in the cache before the first call.
     """
 
     end: int
@@ -310,11 +310,15 @@ def foreign() -> Iterator[None]:
 
 
 @contextmanager
-def reading(tokens: int) -> Iterator[None]:
-    """Set a prompt of ``tokens`` tokens per row for model calls inside the context."""
-    before = FORWARD_CONTEXT.set(
-        replace(FORWARD_CONTEXT.get(), prompt=Prompt(tokens), generation=None)
-    )
+def reading(tokens: int, start: int = 0) -> Iterator[None]:
+    """Set a prompt of ``tokens`` tokens per row for model calls inside the context.
+
+    Args:
+        tokens: tokens of the prompt, including tokens in the cache.
+        start: number of tokens that are in the cache before the first call.
+    """
+    prompt = Prompt(tokens, start=start)
+    before = FORWARD_CONTEXT.set(replace(FORWARD_CONTEXT.get(), prompt=prompt, generation=None))
     try:
         yield
     finally:

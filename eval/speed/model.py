@@ -254,7 +254,7 @@ def prefilling(
             cache.early_initialization(
                 1, settings.kv_heads, settings.head_dim, model.dtype, model.device
             )
-        with reading(behind + length):
+        with reading(behind + length, start=behind):
             for piece in prompt.split(chunk or length, dim=1):
                 read = model(piece, **cache_arguments(model, cache), logits_to_keep=1)
         return read

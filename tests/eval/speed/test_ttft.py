@@ -7,6 +7,7 @@ import pytest
 import torch
 from bench import BLOCKS, TINY, Clock, sample_of, shown, speed_run, torchrun
 
+from cab_hf import break_even
 from cab_hf.eval.speed import dense, model, ttft
 from cab_hf.eval.speed.rank_group import RankGroup
 from cab_hf.eval.speed.ttft import Settings
@@ -83,6 +84,15 @@ def test_a_row_has_its_ceiling_by_hand(length, behind, least, most):
     done = settings.flops(length, row["density"], behind)
     assert row["ceiling"] == pytest.approx(settings.flops(length, 1.0, behind) / done)
     assert row["tflops"] == pytest.approx(done / 0.5 / 1e12)
+
+
+@pytest.mark.parametrize(("least", "is_dense"), [(64, False), (80, True)])
+def test_question_after_cache_is_routed_by_its_own_length(least, is_dense, monkeypatch):
+    monkeypatch.setattr(break_even, "POINTS", {"cpu": ((100, least),)})
+    settings = tiny(lengths=(70,), behind=90, cab=(*BLOCKS, "min_length=16"))
+    with model.prefilling(settings, 70, "cab", behind=90) as (call, known, _):
+        call()
+        assert (known()["density"] == 1.0) is is_dense
 
 
 def test_a_kernel_that_is_missing_or_wrong_is_a_row_with_its_reason(monkeypatch):
