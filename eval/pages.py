@@ -41,7 +41,7 @@ from cab_hf.selection.reference import THRESHOLD_KEYS
 TABLES: dict[str, Callable[[Path], str]] = {}
 # the remedy comes after these in an error message
 REASON_ENDS = re.compile(r"; |\. ")
-# steps of a training run that had the GPU to itself, next to its folder
+# log of the timed training run, without other processes on the GPU; relative to a run folder
 TIMED = Path("alone", "log.jsonl")
 # first steps of a training run, which include compilation
 WARM_UP_STEPS = 3

@@ -192,7 +192,7 @@ class Run:
         """Resume from the newest checkpoint; return the number of its steps."""
         # different dropout in every process
         set_seed(self.settings.seed + self.rank)
-        # one process looks, so that two cannot see different folders
+        # all ranks use the checkpoint that rank 0 finds: file systems of hosts may differ
         (newest,) = broadcast_object_list([self.checkpoints.newest()])
         if newest is None:
             return 0

@@ -80,7 +80,7 @@ def test_document_depends_on_seed_and_index_only(change):
 
 def test_plain_document_is_contiguous_source_text():
     tokenizer, words = TOKENIZERS["words"], " ".join([*NOISE, *NOISE])
-    # goes round: noise has far fewer tokens
+    # the noise has far fewer tokens than the document, so the document repeats the noise
     tokens = plain_document(tokenizer, NOISE, 100, index=3)
     assert len(tokens) == 100
     assert text_of(tokenizer, tokens[:20]) in words.replace(" ", "")

@@ -448,7 +448,7 @@ def test_guidance_has_a_separate_prompt_end():
 
 
 def test_question_after_document_is_the_prompt_end():
-    # generate knows that these few tokens are no answer: they stand in the dense tail
+    # generate treats the question as the end of the prompt (dense tail), not as a decode step
     document, question = tokens(1, DOCUMENT), tokens(1, 1, seed=2)
     model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, sparse_decode=True, decode_tokens=0.05))
     both = torch.cat([document, question], 1)

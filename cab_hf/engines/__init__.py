@@ -226,7 +226,7 @@ def exact(
     return TRITON
 
 
-# constants of a compiled model: torch.compile cannot trace lookups of packages and devices
+# constants in a compiled graph: torch.compile cannot trace lookups of packages and devices
 @torch.compiler.assume_constant_result
 def _measured_here() -> bool:
     return torch.cuda.is_available() and capability()[0] >= HOPPER

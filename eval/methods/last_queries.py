@@ -118,11 +118,12 @@ def vertical_slash_scores(
     ends = torch.arange(key_block - 1, kv_length + key_block - 1, key_block, device=q.device)
     begins = rows.min_last.long().where(rows.queries > 0, 0)
     nearest = begins.unsqueeze(-1) - ends
-    # padding, because the smallest distance may be below zero
-    zeros = query_block + key_block - 2
-    window = (nearest + zeros).clamp(0, kv_length - 1 + zeros)
-    # entry t: the best of the distances t - zeros to t
-    best = F.max_pool1d(F.pad(slash, (zeros, zeros)), zeros + 1, stride=1)
+    # negative distances between queries and later keys have score 0
+    num_negative = query_block + key_block - 2
+    window = (nearest + num_negative).clamp(0, kv_length - 1 + num_negative)
+    # entry t: the maximum score of distances t - num_negative to t
+    padded = F.pad(slash, (num_negative, num_negative))
+    best = F.max_pool1d(padded, num_negative + 1, stride=1)
     place = window.flatten(1).unsqueeze(1).expand(-1, best.shape[1], -1)
     diagonals = best.gather(-1, place).unflatten(-1, window.shape[1:])
     return torch.maximum(columns, diagonals)

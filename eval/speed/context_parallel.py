@@ -234,7 +234,7 @@ class ContextParallel(Ranked):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return rows by direction, length, ranks and scheme, with one-rank results."""
+        """Return rows sorted by direction, length, ranks and scheme, with efficiencies."""
         rows = [{**sample, "measured": True, **dict.fromkeys(DERIVED)} for sample in samples]
         rows.sort(key=lambda row: list(SCHEMES).index(row["scheme"]))
         rows.sort(key=lambda row: (DIRECTIONS.index(row["direction"]), row["length"], row["world"]))

@@ -45,10 +45,10 @@ def test_it_writes_a_config_for_every_density(model_folder, book, tmp_path, caps
     assert low.origin == Origin(Path(model_folder).name, 2, 6, 2, 300)
     assert low.query_block == 16 and low.min_length == CabConfig().min_length
     assert (out / "figure.png").stat().st_size > 3_000
-    # what layers attend is measured by reading the text itself
+    # the printed densities, measured on the calibration text, reach the targets
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "config-" in line]
     assert [float(row[2]) for row in rows] == pytest.approx([0.6, 0.9], abs=0.1)
-    # and the library finds the same
+    # cab_hf.calibrate returns the same config as the command
     model, tokenizer = (
         x.from_pretrained(model_folder) for x in (AutoModelForCausalLM, AutoTokenizer)
     )

@@ -356,7 +356,7 @@ def test_times_stand_beside_quality(model_folder, tmp_path, monkeypatch):
 def test_a_cpu_is_not_timed():
     assert attention_time.layer_bench("cpu") is None
     assert Fidelity(Settings(device="cpu")).clock is None
-    # but where times are asked for
+    # equal time needs a clock on every device
     assert type(Fidelity(Settings(device="cpu", equal="time")).clock.bench) is Bench
 
 

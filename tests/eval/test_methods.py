@@ -78,7 +78,7 @@ class Decoding:
 
 
 def test_h2o_evicts_at_every_step_what_received_least():
-    """Against sets of keys, one a KV head, over complete attention probabilities."""
+    """Compare with evicted sets of keys per KV head, from complete attention probabilities."""
     tokens, prompt = 11, 40
     decoding = Decoding(caches.H2O(tokens), prompt, steps=12)
     received = decoding.probabilities.sum(2).unflatten(1, (2, 3)).sum(2)[0].tolist()
@@ -100,7 +100,7 @@ def test_h2o_evicts_at_every_step_what_received_least():
 
 @pytest.mark.parametrize(("tokens", "prompt"), [(45, 100), (20, 100), (90, 40)])
 def test_snapkv_keeps_what_the_end_of_a_prompt_attends(tokens, prompt):
-    """Against sets of keys, one a KV head, over complete attention probabilities."""
+    """Compare with evicted sets of keys per KV head, from complete attention probabilities."""
     decoding = Decoding(caches.SnapKV(tokens), prompt, steps=3)
     expected = decoding.probabilities @ decoding.v[:, :, :prompt].repeat_interleave(3, dim=1)
     torch.testing.assert_close(decoding.out.transpose(1, 2), expected)

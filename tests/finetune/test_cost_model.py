@@ -268,7 +268,7 @@ def test_4_bit_weights_are_counted_at_stored_size(large):
         for dry in (False, True)
     )
     assert run == large.weight_bytes
-    # 4 bits of 16 and their scales, but for embeddings and head
+    # weights have 4 bits and scales instead of 16 bits, except for embeddings and head
     assert 0.3 * run < skeleton < 0.45 * run
 
 

@@ -91,7 +91,7 @@ def test_accumulation_steps_follow_tokens_per_step():
     assert settings(**fields, tokens_per_step=2**16).accumulation(4) == 8
     with pytest.raises(UsageError, match="tokens_per_step must be a multiple of 6144"):
         settings(**fields, tokens_per_step=2**16).accumulation(3)
-    # groups of processes, and not processes, have sequences
+    # with context parallelism, each group of cp processes has one sequence
     shared = settings(length=1024, tokens_per_step=8192, cp=2)
     assert shared.accumulation(4) == 4
     with pytest.raises(UsageError, match="tokens_per_step must be a multiple of 6144"):

@@ -38,7 +38,7 @@ def test_captured_step_follows_growing_cache(gpu):
     held = torch.empty_like(q)
 
     def compute():
-        # a copy and no kernel stands before the first launch
+        # a copy precedes the first launch: programmatic dependent launch must not skip the copy
         held.copy_(q)
         choice = decode.choose(held, index, scale, length, wanted, channels)
         return decode.attend(held, k, v, choice, scale, length)

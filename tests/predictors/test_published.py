@@ -97,7 +97,7 @@ def test_bidirectional_forman_by_hand():
 
 
 def test_forman_of_an_edge_grows_with_its_own_weight():
-    """Why the lowest curvature is not a strong edge."""
+    """A strong edge therefore does not have the lowest curvature."""
     curvature = [
         compute_block_frc(*coarse_tokens([[1.0, 0, 0], [1, 1, 0], [1, own, 1]])).frc[0, 0, 2, 1]
         for own in (0, 1, 8)

@@ -145,7 +145,7 @@ def test_an_engine_with_a_wrong_gradient_is_not_timed(monkeypatch):
     attend = reference.attention
 
     def wrong(*known, **logits):
-        # what it is compared with runs in float32 too: only the one under test is wrong
+        # the first two calls are the engine under test; the third is the float32 reference
         wrong.calls += 1
         out = attend(*known, **logits)
         return Wrong.apply(out) if wrong.calls < 3 else out

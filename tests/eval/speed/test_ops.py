@@ -25,7 +25,7 @@ from cab_hf.experiment.settings import read_settings
 RESULTS = Path(__file__).parents[3] / "eval" / "results"
 SDPA = dense.ON_CPU["SDPA"].load
 HEADS = "--heads 4 --kv-heads 2"
-# so few that a hundred tokens have blocks to leave out
+# few local and tail blocks: a sequence of 192 tokens must have blocks to skip
 BLOCKS = "--cab query_block=32 --cab key_block=16 --cab local_blocks=1 --cab dense_tail_blocks=1"
 
 
