@@ -69,7 +69,7 @@ def recall_row(length, method, threshold, right):
 
 @pytest.mark.parametrize("target", [0.002, 0.01, 0.02, 0.09])
 @pytest.mark.parametrize("slope", [0.5, 0.75, 1.2])
-def test_the_search_finds_a_threshold_on_a_power_law(target, slope):
+def test_search_finds_threshold_of_power_law(target, slope):
     measured = [Point(START, 0.02)]
     while (found := advice.next_threshold(sorted(measured), target)) is not None:
         measured.append(Point(found, 0.02 * (found / START) ** slope))
@@ -97,13 +97,13 @@ def test_the_next_threshold(points, found):
     )
 
 
-def test_without_a_threshold_within_the_target_the_least_kl_is_chosen():
+def test_unreachable_target_selects_threshold_with_least_kl():
     points = [Point(0.001, 0.03), Point(0.002, 0.05)]
     assert advice.chosen_threshold(points, TARGET) == 0.001
     assert advice.chosen_threshold([*points, Point(0.0005, 0.01)], TARGET) == 0.0005
 
 
-def test_a_threshold_counts_only_if_all_documents_were_read():
+def test_threshold_needs_kl_of_all_documents():
     rows = [kl_row(8192, START, 0.01, index) for index in (0, 1)]
     rows += [kl_row(8192, 0.005, 0.02, 0)]
     assert advice.points_of(rows, 8192, START) == [(START, pytest.approx(0.01))]
@@ -125,14 +125,14 @@ def test_a_threshold_counts_only_if_all_documents_were_read():
         ([(32768, 1.3), (8192, 1.02)], 8192),
     ],
 )
-def test_the_length_from_which_it_pays(gains, found):
+def test_break_even_length(gains, found):
     assert advice.pays_from(gains, step=128) == found
 
 
 # --- budget
 
 
-def test_an_estimate_grows_with_the_work_of_a_longer_prompt():
+def test_time_estimate_grows_with_length():
     rows = [time_row(8192, START, 1000, 500)]
     step = Step(TTFT, 32768, CAB, START)
     passes = budget.passes_of(step, runs=3, warm_ups=1, kernels=1, is_cached=False)
@@ -154,7 +154,7 @@ def test_a_pass_with_every_block_is_estimated_from_others(cab_ms, seconds):
 
 @pytest.mark.parametrize("minutes", [0.5, 2, 10, 30])
 @pytest.mark.parametrize("speed", [2e9, 2e10, 4e12])
-def test_a_run_keeps_within_its_minutes(minutes, speed):
+def test_run_stays_within_its_minutes(minutes, speed):
     """Passes take up to 30 % more or less than their work says."""
     scope = Scope((8192, 32768, 131072), START, TARGET, documents=2, kernels=3)
     rows, skipped, elapsed, draw = [], {}, 10.0, count()
@@ -213,11 +213,11 @@ def test_a_skipped_search_step_leaves_the_measured_thresholds():
 @pytest.mark.parametrize(
     ("length", "border", "keys"), [(131072, 128, 16), (1024, 32, 5), (64, 1, 1)]
 )
-def test_the_number_of_keys_fits_into_a_document(length, border, keys):
+def test_number_of_keys_fits_into_document(length, border, keys):
     assert num_keys(length, border) == keys
 
 
-def test_kernels_are_ranked_at_the_nearest_length():
+def test_kernels_are_ranked_at_nearest_length():
     rows = [
         {"measure": "kernels", "length": 512, "kernel_ms": {"a": 1.0, "b": 2.0, "c": 3.0}},
         {"measure": "kernels", "length": 4096, "kernel_ms": {"b": 4.0, "a": 5.0}},
@@ -294,7 +294,7 @@ def test_without_a_target_the_threshold_stays():
     assert "KL is 0.018 (noise 0.0018)" in sentence
 
 
-def test_a_shorter_length_with_a_larger_kl_counts():
+def test_advice_considers_larger_kl_at_shorter_length():
     found, sentence = advised([*FAST, kl_row(8192, START, 0.05)])
     assert not found.is_close_enough and "keep dense attention" in sentence
 
@@ -302,7 +302,7 @@ def test_a_shorter_length_with_a_larger_kl_counts():
 # --- runs
 
 
-def test_the_page_shows_the_committed_report():
+def test_quickcheck_page_equals_committed_report():
     docs = EXAMPLES.parent / "docs"
     text = (docs / "quickcheck-smollm2-cpu" / REPORT).read_text()
     _, told, table, *_ = text.split("\n\n")
@@ -355,7 +355,7 @@ def test_a_run_writes_rows_report_figure_and_a_config(model_folder, book, tmp_pa
 
 
 @pytest.mark.usefixtures("without_figure")
-def test_a_killed_run_continues(model_folder, book, tmp_path, monkeypatch):
+def test_interrupted_quickcheck_continues(model_folder, book, tmp_path, monkeypatch):
     out, measure, steps = tmp_path / "run", Measurements.measure, []
 
     def dies(self, step, rows, deadline):
@@ -415,7 +415,7 @@ def test_a_failed_step_is_named_and_the_others_are_measured(
 
 
 @pytest.mark.usefixtures("without_figure")
-def test_texts_shorter_than_a_length_leave_it_out(model_folder, book, tmp_path, capsys):
+def test_lengths_beyond_texts_are_skipped(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(words(model_folder, book, out, "--lengths", "160,2k")) == 0
     told = "so that 2,048 tokens are left out."
@@ -449,7 +449,7 @@ def bert(tmp_path):
     ids=lambda each: "-".join(each) if isinstance(each, list) else "",
 )
 @pytest.mark.usefixtures("without_figure")
-def test_bad_input_is_refused_in_one_sentence(
+def test_invalid_input_is_refused_in_one_sentence(
     model_folder, book, tmp_path, capsys, monkeypatch, more, said
 ):
     monkeypatch.chdir(tmp_path)
@@ -463,7 +463,7 @@ def test_bad_input_is_refused_in_one_sentence(
 
 
 @pytest.mark.usefixtures("without_figure")
-def test_a_model_that_is_not_causal_is_refused(bert, book, tmp_path, capsys):
+def test_noncausal_model_is_refused(bert, book, tmp_path, capsys):
     assert main(words(bert, book, tmp_path / "run")) == 2
     assert (
         "model must be a causal LM with attention that CAB can compute" in capsys.readouterr().err
@@ -490,7 +490,7 @@ def test_the_command_of_a_report_repeats_the_run(model_folder, book, tmp_path, m
 
 
 @pytest.mark.slow
-def test_smollm2_on_a_cpu(tmp_path):
+def test_quickcheck_of_smollm2_on_cpu(tmp_path):
     out = tmp_path / "run"
     given = ["--model", "smollm2", "--device", "cpu", "--out", str(out), "--minutes", "3"]
     assert main(["quickcheck", *given]) == 0

@@ -1,4 +1,4 @@
-"""Rivals that choose blocks: by hand, against eager attention, and what each keeps."""
+"""Block selection of other methods, compared with hand calculations and eager attention."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,7 @@ def blocks_of(rows, *sizes):
 
 
 @pytest.mark.parametrize(("length", "row_blocks"), [(96, 1), (205, 2), (205, 100)])
-def test_block_mass_is_eager_attention_summed(length, row_blocks, monkeypatch):
+def test_block_mass_equals_summed_eager_attention(length, row_blocks, monkeypatch):
     q, k = random_qk(length)
     a_row = q.shape[1] * 32 * length
     monkeypatch.setattr(attention_mass, "LOGITS_AT_A_TIME", row_blocks * a_row)
@@ -41,7 +41,7 @@ def test_block_mass_is_eager_attention_summed(length, row_blocks, monkeypatch):
     complete = eager_probabilities(q, k, 0.25)
     torch.testing.assert_close(mass, blocks_of(complete, 16, 32))
     torch.testing.assert_close(caches.column_sums(q, k, ranges, 0.25), complete.sum(2))
-    # rows of padding attend nothing
+    # rows of padding have no attention mass
     ranges = replace(ranges, end=torch.where(torch.arange(length) < 40, ranges.end, -1))
     mass = attention_mass.block_mass(q, k, ranges, 0.25, 32, 16).sum(-1)
     expected = torch.tensor([32.0, 8.0, *[0.0] * (-(-length // 32) - 2)])
@@ -64,7 +64,7 @@ def test_antidiagonal_score_by_hand():
 
 
 @pytest.mark.parametrize("length", [1, 205])
-def test_vertical_slash_scores_are_those_of_eager_attention(length):
+def test_vertical_slash_scores_equal_eager_attention(length):
     q, k = random_qk(length)
     call = LayerContext(KeyRanges.causal(1, length, length, "cpu"), 0.25)
     score = last_queries.vertical_slash_scores(q, k, call, 32, 16, asking=20)
@@ -83,18 +83,18 @@ def test_vertical_slash_scores_are_those_of_eager_attention(length):
 
 @pytest.mark.parametrize("name", RIVALS)
 @pytest.mark.parametrize("length", [33, 320])
-def test_no_row_keeps_a_later_block(name, length):
+def test_no_row_selects_a_future_block(name, length):
     keep = kept_by(RIVALS[name], *random_qk(length))[0]
     rows, blocks = torch.arange(keep.shape[1]), torch.arange(keep.shape[2])
     later = 16 * blocks > 32 * rows[:, None] + 31
     assert not keep[:, later].any()
-    # its own positions it always keeps
+    # a row always selects the key blocks of its own positions
     own = blocks[:, None] // 2 == rows
     assert keep[:, (own.T & ~later)].all()
 
 
 @pytest.mark.parametrize("name", [name for name in RIVALS if name not in BY_THE_END])
-def test_what_comes_later_changes_no_choice(name):
+def test_later_tokens_do_not_change_selection(name):
     q, k = random_qk(320)
     before = kept_by(RIVALS[name], q, k)[:, :, :6]
     assert 0 < before.sum() < before.numel()
@@ -110,8 +110,8 @@ def test_what_comes_later_changes_no_choice(name):
     [([90, 205, 150], None), ([90, 205], [False, True]), ([205, 90], [True, False])],
     ids=["packed", "padded-left", "padded-right"],
 )
-def test_a_text_keeps_the_blocks_that_it_keeps_alone(name, documents, real):
-    """The sequence has 205 tokens and lies between others or next to padding."""
+def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(name, documents, real):
+    """A sequence of 205 tokens is packed with other documents, or padded."""
     of_tokens = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))[None]
     valid = None if real is None else torch.tensor(real)[of_tokens]
     length = of_tokens.shape[1]
@@ -127,7 +127,7 @@ def test_a_text_keeps_the_blocks_that_it_keeps_alone(name, documents, real):
     keep = make_predictor(config)(*given).to_dense()
     mine = of_tokens[0] == documents.index(205)
     alone = kept_by(RIVALS[name], q[:, :, mine], k[:, :, mine])
-    # the 90 tokens of the document before it have the place of 96
+    # the previous document of 90 tokens is padded to 96, a multiple of the block size
     row, block = (3, 6) if real is None else (0, 0)
     assert torch.equal(keep[:, :, row : row + 7, block : block + 13], alone)
 
@@ -135,7 +135,7 @@ def test_a_text_keeps_the_blocks_that_it_keeps_alone(name, documents, real):
 @pytest.mark.parametrize(
     ("name", "stride", "share"), [("xattention", 8, None), ("xattention_16", 16, 0.3)]
 )
-def test_xattention_keeps_the_fewest_blocks_of_a_threshold(name, stride, share):
+def test_xattention_selects_fewest_blocks_above_threshold(name, stride, share):
     q, k = random_qk(320)
     q, k = 4 * q, 4 * k
     keep = kept_by(config_of(name, share, sink_blocks=1, local_blocks=0), q, k)
@@ -155,20 +155,20 @@ def test_xattention_keeps_the_fewest_blocks_of_a_threshold(name, stride, share):
             assert set(keep[0, head, row].nonzero().flatten().tolist()) == kept
 
 
-def test_columns_and_diagonals_are_touched_by_hand():
-    """Query blocks of two key blocks: rows of key blocks 0 and 1, 2 and 3, 4 and 5."""
+def test_columns_and_diagonals_map_to_blocks_by_hand():
+    """A query block spans two key blocks: rows 0 to 2 have key blocks 0-1, 2-3 and 4-5."""
     ranges = KeyRanges.causal(1, 12, 12, "cpu")
     nothing = torch.zeros(1, 1, 6, dtype=torch.bool)
     column, far = nothing.clone(), nothing.clone()
     column[..., 1] = True
-    # three key blocks before one of the row's own
+    # distance of three key blocks
     far[..., 3] = True
     visible = torch.ones(6, 6, dtype=torch.bool).tril()[1::2]
     keep = last_queries.touched(column, nothing, ranges, 4, 2)[0, 0] & visible
     assert keep.nonzero().tolist() == [[0, 1], [1, 1], [2, 1]]
     keep = last_queries.touched(nothing, far, ranges, 4, 2)[0, 0] & visible
     assert keep.nonzero().tolist() == [[1, 0], [2, 1], [2, 2]]
-    # rows of half a key block each
+    # query blocks are half a key block
     keep = last_queries.touched(nothing, far, KeyRanges.causal(1, 24, 24, "cpu"), 2, 4)[0, 0]
     assert keep.nonzero().tolist() == [[6, 0], [7, 0], [8, 1], [9, 1], [10, 2], [11, 2]]
 
@@ -184,8 +184,8 @@ def test_root_divergence_by_hand():
 
 
 @pytest.mark.parametrize("tau", [0.0, 9.0], ids=["vertical-slash", "query-aware"])
-def test_flexprefill_is_that_of_eager_attention(tau, monkeypatch):
-    """Sets of selected blocks are compared; all heads have one pattern."""
+def test_flexprefill_selection_equals_eager_attention(tau, monkeypatch):
+    """Compare the selected blocks with a loop over heads and rows; all heads have one pattern."""
     length = 205
     monkeypatch.setattr(last_queries, "TAU", tau)
     gamma, least = 0.6, 2
@@ -239,8 +239,8 @@ def test_flexprefill_is_that_of_eager_attention(tau, monkeypatch):
             assert set(keep[0, head, row].nonzero().flatten().tolist()) == expected
 
 
-def test_flexprefill_believes_an_estimate_that_is_right():
-    """Keys alike within their blocks are what their means are; others are not."""
+def test_flexprefill_divergence_is_small_for_constant_blocks():
+    """Block means are exact for keys that are constant within their block."""
     k = random_qk(20)[1].repeat_interleave(16, dim=2)
     q = random_qk(10)[0].repeat_interleave(32, dim=2)
     ranges = KeyRanges.causal(1, 320, 320, "cpu")
@@ -248,12 +248,12 @@ def test_flexprefill_believes_an_estimate_that_is_right():
     pooled = last_queries.pooled_last_block(q, keys, ranges, 0.25, 32, 16)
     columns, _ = caches.columns_and_diagonals(q, k, ranges, 0.25, 32)
     columns = columns.unflatten(-1, (20, 16)).sum(-1) / 32
-    # the last 32 queries see the last two blocks in part
+    # the causal mask cuts the last two blocks for some of the last 32 queries
     assert (last_queries.root_divergence(pooled, columns) < 0.25).all()
     torch.testing.assert_close(pooled.sum(-1), torch.ones(1, 6))
 
 
-def test_a_share_of_one_is_everything_and_flexprefill_keeps_a_minimum(monkeypatch):
+def test_share_1_selects_all_blocks_and_flexprefill_has_a_minimum(monkeypatch):
     q, k = random_qk(320)
     everything = kept_by(config_of("oracle", sparsity=0.0), q, k)
     for name in ("flexprefill", "xattention", "mean_pooled"):
@@ -263,10 +263,10 @@ def test_a_share_of_one_is_everything_and_flexprefill_keeps_a_minimum(monkeypatc
     assert kept_by(config_of("flexprefill", 0.01), q, k).sum() > few
 
 
-# --- what each keeps
+# --- selected blocks
 
 
-def test_streaming_keeps_sink_and_window_and_nothing_else():
+def test_streaming_selects_sink_and_window_only():
     keep = kept_by(config_of("streaming", sink_blocks=1, local_blocks=3), *random_qk(320))
     assert keep.shape == (1, 6, 10, 20)
     for row in range(10):
@@ -276,20 +276,20 @@ def test_streaming_keeps_sink_and_window_and_nothing_else():
             assert set(keep[0, head, row].nonzero().flatten().tolist()) == expected
 
 
-def test_streaming_knows_what_its_window_reaches():
+def test_streaming_reaches_keys_of_its_window():
     config = config_of("streaming", sink_blocks=1, local_blocks=4)
     streaming = methods.Streaming(config)
     # the question starts in the row of queries [288, 320), which keeps keys [0, 16) and [256, 320)
     assert streaming.reaches(320, 300, (10, 20))
     assert not streaming.reaches(320, 300, (16, 256))
     assert streaming.reaches(320, 300, (200, 257))
-    # a question that starts a row earlier is asked with that row's window too
+    # a question that starts one row earlier also uses the window of that row
     assert streaming.reaches(320, 280, (200, 240))
-    # and one of a tail reaches everything
+    # a question in the dense tail reaches all keys
     assert methods.Streaming(replace(config, dense_tail_blocks=1)).reaches(320, 300, (16, 256))
 
 
-def test_random_is_the_same_again_and_differs_by_head_and_text():
+def test_random_selection_is_deterministic_per_head_and_sequence():
     config = config_of("random", sparsity=0.7)
     once = kept_by(config, *random_qk(640, seed=1))
     assert torch.equal(once, kept_by(config, *random_qk(640, seed=1)))
@@ -299,7 +299,7 @@ def test_random_is_the_same_again_and_differs_by_head_and_text():
 
 
 @pytest.mark.parametrize("name", ["random", "vertical_slash"])
-def test_a_row_keeps_its_share_forced_blocks_counted(name):
+def test_row_share_includes_forced_blocks(name):
     keep = kept_by(config_of(name, sparsity=0.7, local_blocks=2), *random_qk(640))
     for row in range(20):
         visible = 2 * row + 2
@@ -310,8 +310,8 @@ def test_a_row_keeps_its_share_forced_blocks_counted(name):
         assert keep[0, :, row, visible - 2 : visible].all()
 
 
-def test_single_queries_have_plans_too():
-    """One query at the end of many keys."""
+def test_single_query_has_a_plan():
+    """Each predictor must accept one query after many keys."""
     q, k = random_qk(200)
     ranges = KeyRanges.causal(1, 1, 200, "cpu")
     for config in RIVALS.values():

@@ -26,7 +26,7 @@ def tiny(**more):
     return Settings(device="cpu", **{**TINY, **more})
 
 
-def test_a_step_learns_and_its_gradients_are_gone_behind_it():
+def test_step_lowers_loss_and_clears_gradients():
     settings = tiny(lengths=(64,), vocab=32)
     train_state, batch = lora.train_state(settings), lora.batch_of(settings, 64)
     with lora.training(settings, 64, "sdpa") as (call, _):
@@ -65,7 +65,7 @@ def test_a_row_has_its_ceiling_by_hand(monkeypatch):
     assert again["density"] == pytest.approx(row["density"])
 
 
-def test_a_long_step_is_computed_in_tiles_with_offloaded_checkpoints():
+def test_long_step_uses_tiles_and_offload():
     settings = tiny(lengths=(192,), runs=1, cab=SMALL, tile_tokens=50, offload_layers=1)
     calls = []
     mlp = model.random_model(settings).model.layers[0].mlp
@@ -81,7 +81,7 @@ def test_a_long_step_is_computed_in_tiles_with_offloaded_checkpoints():
     assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (0, 0, 0.0)
 
 
-def test_a_step_gives_its_pinned_memory_back_before_the_next_takes_its_own(monkeypatch):
+def test_pinned_memory_is_freed_before_next_step(monkeypatch):
     settings, owners, seen = tiny(lengths=(192,)), weakref.WeakSet(), []
     pinned = Offload._pinned
 
@@ -97,7 +97,7 @@ def test_a_step_gives_its_pinned_memory_back_before_the_next_takes_its_own(monke
     lora.save_memory(settings, 192, 0, 0)
 
 
-def test_a_kernel_without_gradients_is_a_row_with_its_reason(monkeypatch):
+def test_kernel_without_backward_has_error_row(monkeypatch):
     def forward_only(q, k, v, scale):
         with torch.no_grad():
             return torch.nn.functional.scaled_dot_product_attention(
@@ -142,13 +142,13 @@ def test_a_run_of_two_ranks(tmp_path):
     assert sharded["density"] == pytest.approx(alone["cab"]["density"], rel=1e-6)
 
 
-def test_one_rank_is_refused(one_process, tmp_path):
+def test_single_rank_is_refused(one_process, tmp_path):
     measured = LoraStep(tiny(spread=SPREADS, out=str(tmp_path)), RankGroup(dist.group.WORLD))
     with pytest.raises(ValueError, match="torchrun started 1; give it --nproc_per_node=2"):
         measured.over_ranks()
 
 
-def test_efficiency_is_over_the_same_way_and_length_alone():
+def test_efficiency_compares_with_one_rank_of_same_length():
     def sample(length, way, how, world, ms):
         place = {"length": length, "implementation": way, "spread": how, "world": world}
         return {**LoraStep.ADDED, **place, "ms": ms, "density": 1.0, "ceiling": 1.0}
@@ -181,7 +181,7 @@ def test_efficiency_is_over_the_same_way_and_length_alone():
 @pytest.mark.parametrize("limit", [0, 63, 64, 200, 1000, 6399, 6400, 100_000])
 @pytest.mark.parametrize("asked", [(), (100,), (100, 3000)])
 @pytest.mark.parametrize("likely", [(), (30, 60), (900, 1100)])
-def test_the_longest_that_fits_is_found(limit, asked, likely):
+def test_next_length_finds_longest_that_fits(limit, asked, likely):
     tried = {length: length <= limit for length in asked}
     for _ in range(40):
         length = next_length(tried, 64, likely)
@@ -194,7 +194,7 @@ def test_the_longest_that_fits_is_found(limit, asked, likely):
     assert max(fitting, default=0) // 64 == limit // 64
 
 
-def test_the_longest_is_sought_by_every_way(monkeypatch):
+def test_step_search_covers_every_implementation(monkeypatch):
     """Search for the longest step on a GPU that has room for 300 tokens."""
     monkeypatch.setattr(lora, "LONGEST", 0)
     experiment = LoraStep(tiny(lengths=(96,), implementations=("sdpa", "cab"), longest=True))
@@ -207,7 +207,7 @@ def test_the_longest_is_sought_by_every_way(monkeypatch):
         assert tried == {96: False, 128: True, 256: True, 512: True, 384: True, 320: True}
 
 
-def test_a_search_begins_below_the_longest_step_that_is_estimated_to_fit():
+def test_step_search_starts_below_estimate():
     experiment = LoraStep(tiny(lengths=(96,), implementations=("cab",), longest=True))
     experiment.bench = SimpleNamespace(room=lambda: 0.25)
     here = {"spread": "alone", "world": 1, "implementation": "cab"}
@@ -219,7 +219,7 @@ def test_a_search_begins_below_the_longest_step_that_is_estimated_to_fit():
     assert sought["length"] == int(0.9 * estimate) // 64 * 64
 
 
-def test_weights_in_four_bits_learn_what_they_are():
+def test_qlora_step_packs_weights_in_four_bits():
     functional = pytest.importorskip("bitsandbytes.functional")
     settings = tiny(lengths=(96,), cab=SMALL, hidden=64, intermediate=128, qlora=True)
     plain = model.random_model(replace(settings, qlora=False)).model.layers[0].mlp.down_proj
@@ -235,7 +235,7 @@ def test_weights_in_four_bits_learn_what_they_are():
     model.forget_model()
 
 
-def test_what_does_not_fit_leaves_no_gradients(monkeypatch):
+def test_out_of_memory_step_leaves_no_gradients(monkeypatch):
     def full(backward, trainable, optimizer, tokens):
         # a step that has begun
         for parameter in trainable:

@@ -87,7 +87,7 @@ def by_serve(rows):
         ),
     ],
 )
-def test_a_run_of_every_op(op, words, check, cases, tmp_path):
+def test_every_op_runs(op, words, check, cases, tmp_path):
     rows = speed_run(op, tmp_path, *words.split(), drawn=True)["rows"]
     assert len(rows) == cases and all(row["error"] is None for row in rows)
     assert all(row["ms"] > 0 for row in rows if "ms" in row)
@@ -98,14 +98,14 @@ def test_a_run_of_every_op(op, words, check, cases, tmp_path):
 
 
 @pytest.mark.parametrize("op", list(COMMANDS))
-def test_without_a_gpu_every_op_says_so(op, tmp_path, monkeypatch, capsys):
+def test_ops_without_gpu_raise(op, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     said = refused(capsys, op, "--out", str(tmp_path / "none"))
     assert "device must be a CUDA device, got 'cuda'" in said
     assert not (tmp_path / "none").exists()
 
 
-def test_ops_are_listed_and_others_refused(capsys):
+def test_ops_are_listed_and_unknown_ones_refused(capsys):
     assert main(["speed", "--help"]) == 0
     shown = capsys.readouterr().out
     assert all(f"\n  {op:16}  " in shown for op in COMMANDS)
@@ -127,7 +127,7 @@ def test_ops_are_listed_and_others_refused(capsys):
     ],
     ids=["commit", "device", "versions", "baselines"],
 )
-def test_a_run_is_extended_unless_it_is_of_another_making(
+def test_run_with_other_settings_is_not_extended(
     tmp_path, monkeypatch, capsys, where, name, value, told
 ):
     words = f"{HEADS} --head-dims 16 --seconds 0 --directions forward --densities 0.2 --lengths"
@@ -161,7 +161,7 @@ FOLDERS = {
 @pytest.mark.parametrize(
     "folder", sorted(x for x in FOLDERS if not FOLDERS[x]), ids=lambda path: path.name
 )
-def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
+def test_committed_results_equal_rows_of_samples(folder, monkeypatch):
     content = json.loads(read_file(folder / "results.json"))
     made, rows = content["provenance"], content["rows"]
     kind = named(made["experiment"])
@@ -201,7 +201,7 @@ def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
 @pytest.mark.parametrize(
     "folder", sorted(x for x in FOLDERS if FOLDERS[x]), ids=lambda path: path.name
 )
-def test_archived_results_are_shown_as_their_report(folder):
+def test_archived_results_render_their_report(folder):
     made, report = read_provenance(folder), (folder / "report.md").read_text()
     kind = kind_of(made, folder)
     assert report.startswith(f"# {kind.title}\n") and kind.title.endswith("(archived)")
@@ -217,7 +217,7 @@ def test_archived_results_are_shown_as_their_report(folder):
 # --- words
 
 
-def test_which_errors_are_of_memory():
+def test_out_of_memory_errors_are_detected():
     errors = {
         torch.OutOfMemoryError("CUDA out of memory"): True,
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"): True,
@@ -228,6 +228,6 @@ def test_which_errors_are_of_memory():
     assert {error: ran_out(error) for error in errors} == errors
 
 
-def test_three_digits_count():
+def test_numbers_have_three_significant_digits():
     values = {0.0: "0", 0.0123456: "0.0123", 1.0: "1.00", 98.76: "98.8", 13_312.4: "13,312"}
     assert digits(None) is None and {value: digits(value) for value in values} == values
