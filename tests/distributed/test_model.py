@@ -104,7 +104,7 @@ def assert_same_step(actual, expected):
     assert_same_gradients([each[2] for each in actual], gradients)
 
 
-@pytest.mark.parametrize("ends", [None, PACKED], ids=["one-text", "packed"])
+@pytest.mark.parametrize("ends", [None, PACKED], ids=["one-document", "packed"])
 @pytest.mark.parametrize("config", slow_but(CONFIGS, 0, 2, 3, 7))
 def test_training_step_equals_single_process(ranks, config, ends):
     batch, build = batch_of(655, ends), (("cab", CONFIGS[config]), {})
@@ -240,7 +240,7 @@ def wrapped_step_on_a_rank(group, batches, wrap):
     batch, ranks = batches[mesh.get_local_rank("dp")], mesh.get_group("cp")
     with cab_hf.context_parallel(model, ranks, block=BLOCK):
         inputs = distributed.shard(batch, ranks, BLOCK)
-        # gradients are averaged over four ranks, of which two share a text
+        # gradients are averaged over four ranks; two ranks share one sequence
         loss = 2 * model(**inputs, use_cache=False).loss
         loss.backward()
     complete = {name: weight.grad for name, weight in model.named_parameters()}
