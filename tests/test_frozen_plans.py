@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from marks import slow_but
-from selecting import by_kernels, laid_in, on_the_cpu
+from selecting import laid_in, plan_by_kernels, plan_by_reference
 from tiny import SPARSE, tiny_model, tokens
 
 import cab_hf
@@ -27,7 +27,7 @@ ROWS = CabConfig(
 )  # fmt: skip
 FRC = CabConfig(32, 16, predictor="frc", sparsity=0.6)
 HALF = tuple(range(16, 32))
-# name -> (config, sizes of q and k, layout, further arguments of `on_the_cpu`)
+# name -> (config, sizes of q and k, layout, further arguments of `plan_by_reference`)
 PLANS = {
     "causal": (ROWS, {}, "causal", {"channels": HALF}),
     "padded": (ROWS, {"batch": 2}, "padded", {"channels": HALF}),
@@ -105,13 +105,13 @@ def frozen():
 @pytest.mark.parametrize("name", PLANS)
 def test_plan_of_the_reference_is_the_stored_one(name, frozen):
     config, q, k, ranges, options = inputs_of(name)
-    assert hash_of(on_the_cpu(config, q, k, ranges, **options)) == frozen["plans"][name]
+    assert hash_of(plan_by_reference(config, q, k, ranges, **options)) == frozen["plans"][name]
 
 
 @pytest.mark.parametrize("name", BY_KERNELS)
 def test_plan_of_the_kernels_is_the_stored_one(name, frozen):
     config, q, k, ranges, options = inputs_of(name)
-    assert hash_of(by_kernels(config, q, k, ranges, **options)) == frozen["plans"][name]
+    assert hash_of(plan_by_kernels(config, q, k, ranges, **options)) == frozen["plans"][name]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -125,7 +125,9 @@ def write():
     plans = {}
     for name in PLANS:
         config, q, k, ranges, options = inputs_of(name)
-        scaled = [on_the_cpu(config, q * x, k, ranges, **options) for x in (1, 1 - 1e-6, 1 + 1e-6)]
+        scaled = [
+            plan_by_reference(config, q * x, k, ranges, **options) for x in (1, 1 - 1e-6, 1 + 1e-6)
+        ]
         plans[name], *others = map(hash_of, scaled)
         if any(other != plans[name] for other in others):
             raise ValueError(f"{name} must not depend on rounding. Change its inputs.")

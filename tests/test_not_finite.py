@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from marks import slow_but
-from selecting import by_kernels, loud, on_the_cpu
+from selecting import loud, plan_by_kernels, plan_by_reference
 from tiny import SMALL, VOCABULARY, qkv, tiny_model, tokens
 from torch.nn import functional as F
 
@@ -55,12 +55,12 @@ def spoilt(x, at, value):
 @pytest.mark.parametrize("prefix", [pytest.param(0, id="text"), pytest.param(16, id="chunk")])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_nan_key_does_not_change_selection_of_earlier_blocks(config, prefix, value):
-    _same_choice(on_the_cpu, config, prefix, value)
+    _same_choice(plan_by_reference, config, prefix, value)
 
 
 @pytest.mark.parametrize("config", slow_but(KERNELS, 0))
 def test_nan_key_does_not_change_kernel_selection_of_earlier_blocks(config):
-    _same_choice(by_kernels, config, 16, torch.nan)
+    _same_choice(plan_by_kernels, config, 16, torch.nan)
 
 
 def _same_choice(select, config, prefix, value):
@@ -79,12 +79,12 @@ def _same_choice(select, config, prefix, value):
 @pytest.mark.parametrize("value", VALUES, ids=str)
 @pytest.mark.parametrize("config", [*CONFIGS, *CAPPED])
 def test_blocks_with_nan_key_are_selected(config, value):
-    _kept(on_the_cpu, config, value)
+    _kept(plan_by_reference, config, value)
 
 
 @pytest.mark.parametrize("config", slow_but([*KERNELS, *CAPPED], 0, 3))
 def test_kernels_select_blocks_with_nan_key(config):
-    _kept(by_kernels, config, torch.inf)
+    _kept(plan_by_kernels, config, torch.inf)
 
 
 def _kept(select, config, value):
@@ -107,14 +107,14 @@ def test_nan_in_padding_does_not_change_selection(config):
     valid[:, 64:80] = False
     ranges = replace(ranges, start=ranges.start.clamp(min=80), key_valid=valid)
     ranges = replace(ranges, end=ranges.end.masked_fill(torch.arange(LENGTH) < 80, -1))
-    for select in (on_the_cpu, by_kernels):
+    for select in (plan_by_reference, plan_by_kernels):
         meant = select(config, q, k, ranges).to_dense()
         actual = select(config, q, spoilt(k, slice(64, 80), torch.nan), ranges).to_dense()
         assert torch.equal(actual, meant)
 
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
-@pytest.mark.parametrize("select", [on_the_cpu, by_kernels])
+@pytest.mark.parametrize("select", [plan_by_reference, plan_by_kernels])
 def test_nan_scored_query_selects_all_blocks(select, value):
     q, k = loud(q_length=LENGTH, heads=2, kv_heads=1, dim=32)
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
@@ -208,7 +208,7 @@ def test_at_full_budget_outputs_are_finite_where_those_of_sdpa_are(attend, value
     inputs[spoil][:, :, 70, 5] = value
     q, k, v = inputs.values()
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
-    plan = on_the_cpu(config(mass_threshold=0.0), q, k, ranges)
+    plan = plan_by_reference(config(mass_threshold=0.0), q, k, ranges)
     actual = attend(q, k, v, plan, 0.2).isfinite()
     # row by row, since a mask does not remove NaN
     rows = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_cases import assert_engine_within_budget, random_plan
-from selecting import by_kernels, loud, on_the_cpu
+from selecting import loud, plan_by_kernels, plan_by_reference
 from shards import shard_of, sharding_for
 from tiny import qkv
 
@@ -35,5 +35,5 @@ def test_kernel_selection_under_shard_ranges(ends):
     sharding, shard_map, ranges = shard_spans(ends, 0)
     q, k = loud(q_length=sharding.length, **SHAPE)
     q, k = shard_of(q, sharding, 0), shard_map.layout.keys(k)
-    actual, meant = (choose(SMALL, q, k, ranges) for choose in (by_kernels, on_the_cpu))
+    actual, meant = (choose(SMALL, q, k, ranges) for choose in (plan_by_kernels, plan_by_reference))
     assert torch.equal(actual.to_dense(), meant.to_dense())

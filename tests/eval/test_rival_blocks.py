@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rivals import BY_THE_END, RIVALS, config_of, eager_probabilities, kept_by, random_qk
+from rivals import (
+    RIVALS,
+    USES_LAST_QUERIES,
+    blocks_selected_by,
+    config_of,
+    eager_probabilities,
+    random_qk,
+)
 from valid_plan import require_valid
 
 from cab_hf.call.layout import BlockLayout
@@ -84,7 +91,7 @@ def test_vertical_slash_scores_equal_eager_attention(length):
 @pytest.mark.parametrize("name", RIVALS)
 @pytest.mark.parametrize("length", [33, 320])
 def test_no_row_selects_a_future_block(name, length):
-    keep = kept_by(RIVALS[name], *random_qk(length))[0]
+    keep = blocks_selected_by(RIVALS[name], *random_qk(length))[0]
     rows, blocks = torch.arange(keep.shape[1]), torch.arange(keep.shape[2])
     later = 16 * blocks > 32 * rows[:, None] + 31
     assert not keep[:, later].any()
@@ -93,15 +100,15 @@ def test_no_row_selects_a_future_block(name, length):
     assert keep[:, (own.T & ~later)].all()
 
 
-@pytest.mark.parametrize("name", [name for name in RIVALS if name not in BY_THE_END])
+@pytest.mark.parametrize("name", [name for name in RIVALS if name not in USES_LAST_QUERIES])
 def test_later_tokens_do_not_change_selection(name):
     q, k = random_qk(320)
-    before = kept_by(RIVALS[name], q, k)[:, :, :6]
+    before = blocks_selected_by(RIVALS[name], q, k)[:, :, :6]
     assert 0 < before.sum() < before.numel()
     q, k = q.clone(), k.clone()
     q[:, :, 192:] *= -3
     k[:, :, 192:] += 5
-    assert torch.equal(kept_by(RIVALS[name], q, k)[:, :, :6], before)
+    assert torch.equal(blocks_selected_by(RIVALS[name], q, k)[:, :, :6], before)
 
 
 @pytest.mark.parametrize("name", [name for name in RIVALS if name != "random"])
@@ -120,13 +127,13 @@ def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(name, docum
     layout = BlockLayout.build(1, length, length, 0, valid, document, 32, q.device)
     config = RIVALS[name]
     given = layout.queries(q), layout.keys(k), LayerContext(layout.ranges, 0.25)
-    if real is None and name in BY_THE_END:
+    if real is None and name in USES_LAST_QUERIES:
         with pytest.raises(NotImplementedError, match=f"packed document, got '{config.predictor}'"):
             make_predictor(config)(*given)
         return
     keep = make_predictor(config)(*given).to_dense()
     mine = of_tokens[0] == documents.index(205)
-    alone = kept_by(RIVALS[name], q[:, :, mine], k[:, :, mine])
+    alone = blocks_selected_by(RIVALS[name], q[:, :, mine], k[:, :, mine])
     # the previous document of 90 tokens is padded to 96, a multiple of the block size
     row, block = (3, 6) if real is None else (0, 0)
     assert torch.equal(keep[:, :, row : row + 7, block : block + 13], alone)
@@ -138,7 +145,7 @@ def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(name, docum
 def test_xattention_selects_fewest_blocks_above_threshold(name, stride, share):
     q, k = random_qk(320)
     q, k = 4 * q, 4 * k
-    keep = kept_by(config_of(name, share, sink_blocks=1, local_blocks=0), q, k)
+    keep = blocks_selected_by(config_of(name, share, sink_blocks=1, local_blocks=0), q, k)
     ranges = KeyRanges.causal(1, 320, 320, "cpu")
     mass = attention_mass.block_mass(q, k, ranges, 0.25, 32, 16, stride=stride)
     mass = mass / mass.sum(-1, keepdim=True)
@@ -190,7 +197,9 @@ def test_flexprefill_selection_equals_eager_attention(tau, monkeypatch):
     monkeypatch.setattr(last_queries, "TAU", tau)
     gamma, least = 0.6, 2
     q, k = random_qk(length)
-    keep = kept_by(config_of("flexprefill", gamma, sink_blocks=0, local_blocks=0), 3 * q, k)
+    keep = blocks_selected_by(
+        config_of("flexprefill", gamma, sink_blocks=0, local_blocks=0), 3 * q, k
+    )
     rows, blocks = -(-length // 32), -(-length // 16)
 
     def best(shares, wanted):
@@ -255,19 +264,21 @@ def test_flexprefill_divergence_is_small_for_constant_blocks():
 
 def test_share_1_selects_all_blocks_and_flexprefill_has_a_minimum(monkeypatch):
     q, k = random_qk(320)
-    everything = kept_by(config_of("oracle", sparsity=0.0), q, k)
+    everything = blocks_selected_by(config_of("oracle", sparsity=0.0), q, k)
     for name in ("flexprefill", "xattention", "mean_pooled"):
-        assert torch.equal(kept_by(config_of(name, 1.0), q, k), everything)
-    few = kept_by(config_of("flexprefill", 0.01), q, k).sum()
+        assert torch.equal(blocks_selected_by(config_of(name, 1.0), q, k), everything)
+    few = blocks_selected_by(config_of("flexprefill", 0.01), q, k).sum()
     monkeypatch.setattr(last_queries, "MIN_TOKENS", 64)
-    assert kept_by(config_of("flexprefill", 0.01), q, k).sum() > few
+    assert blocks_selected_by(config_of("flexprefill", 0.01), q, k).sum() > few
 
 
 # --- selected blocks
 
 
 def test_streaming_selects_sink_and_window_only():
-    keep = kept_by(config_of("streaming", sink_blocks=1, local_blocks=3), *random_qk(320))
+    keep = blocks_selected_by(
+        config_of("streaming", sink_blocks=1, local_blocks=3), *random_qk(320)
+    )
     assert keep.shape == (1, 6, 10, 20)
     for row in range(10):
         newest = 2 * row + 1
@@ -291,16 +302,16 @@ def test_streaming_reaches_keys_of_its_window():
 
 def test_random_selection_is_deterministic_per_head_and_sequence():
     config = config_of("random", sparsity=0.7)
-    once = kept_by(config, *random_qk(640, seed=1))
-    assert torch.equal(once, kept_by(config, *random_qk(640, seed=1)))
-    assert not torch.equal(once, kept_by(config, *random_qk(640, seed=2)))
+    once = blocks_selected_by(config, *random_qk(640, seed=1))
+    assert torch.equal(once, blocks_selected_by(config, *random_qk(640, seed=1)))
+    assert not torch.equal(once, blocks_selected_by(config, *random_qk(640, seed=2)))
     assert not torch.equal(once[:, 0], once[:, 1])
-    assert not torch.equal(once, kept_by(config, *random_qk(641))[:, :, :20, :40])
+    assert not torch.equal(once, blocks_selected_by(config, *random_qk(641))[:, :, :20, :40])
 
 
 @pytest.mark.parametrize("name", ["random", "vertical_slash"])
 def test_row_share_includes_forced_blocks(name):
-    keep = kept_by(config_of(name, sparsity=0.7, local_blocks=2), *random_qk(640))
+    keep = blocks_selected_by(config_of(name, sparsity=0.7, local_blocks=2), *random_qk(640))
     for row in range(20):
         visible = 2 * row + 2
         forced = min(visible, 3)

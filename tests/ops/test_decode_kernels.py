@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from decode_cases import CASES, require_as_reference, step_of
+from decode_cases import CASES, require_step_equals_reference, step_of
 from marks import slow_but
 
 from cab_hf.ops.decode import attend_kernels, kernels, reference
@@ -42,26 +42,26 @@ def require_same(choice, expected):
 def test_decode_step_equals_reference(name, monkeypatch):
     if name in SAMPLES:
         monkeypatch.setattr(reference, "SAMPLED", SAMPLED)
-    require_as_reference(SAMPLES.get(name, CASES[name]))
+    require_step_equals_reference(SAMPLES.get(name, CASES[name]))
 
 
 def test_decode_step_of_many_programs_equals_reference(monkeypatch):
     # more programs than one merge step combines
     monkeypatch.setattr(attend_kernels, "READING_PROGRAMS", 280)
     assert attend_kernels.MERGED_AT_A_TIME < 280 // 4
-    require_as_reference(CASES["few-slots"])
+    require_step_equals_reference(CASES["few-slots"])
 
 
 def test_unused_cache_slots_do_not_change_strided_step():
-    q, k, v, told = step_of(CASES["group-of-3"])
-    index = kernels.index_keys(k, told[3])
-    choice = kernels.choose(q, index, *told)
+    q, k, v, choose_args = step_of(CASES["group-of-3"])
+    index = kernels.index_keys(k, choose_args[3])
+    choice = kernels.choose(q, index, *choose_args)
     larger_buffers = [torch.cat((x, x[:, :, :300]), dim=2)[:, :, :1500] for x in (k, v, *index)]
     assert not larger_buffers[0].is_contiguous()
-    other = kernels.choose(q, reference.Index(*larger_buffers[2:]), *told)
+    other = kernels.choose(q, reference.Index(*larger_buffers[2:]), *choose_args)
     require_same(other, choice)
-    expected = kernels.attend(q, k, v, choice, *told[:2])
-    assert torch.equal(kernels.attend(q, *larger_buffers[:2], other, *told[:2]), expected)
+    expected = kernels.attend(q, k, v, choice, *choose_args[:2])
+    assert torch.equal(kernels.attend(q, *larger_buffers[:2], other, *choose_args[:2]), expected)
 
 
 def test_sequences_in_a_shared_cache_read_their_own_slots():
@@ -82,16 +82,16 @@ def test_sequences_in_a_shared_cache_read_their_own_slots():
 
 
 def test_nan_in_unwritten_slots_does_not_change_step():
-    q, k, v, told = step_of(CASES["group-of-3"])
-    index = kernels.index_keys(k, told[3])
-    choice = kernels.choose(q, index, *told)
-    out = kernels.attend(q, k, v, choice, *told[:2])
+    q, k, v, choose_args = step_of(CASES["group-of-3"])
+    index = kernels.index_keys(k, choose_args[3])
+    choice = kernels.choose(q, index, *choose_args)
+    out = kernels.attend(q, k, v, choice, *choose_args[:2])
     for x in (k, v):
         x[:, :, 1300:] = float("nan")
     index.codes[:, :, 1300:], index.scales[:, :, 1300:] = 255, float("inf")
-    other = kernels.choose(q, index, *told)
+    other = kernels.choose(q, index, *choose_args)
     require_same(other, choice)
-    assert torch.equal(kernels.attend(q, k, v, other, *told[:2]), out)
+    assert torch.equal(kernels.attend(q, k, v, other, *choose_args[:2]), out)
 
 
 @pytest.mark.parametrize("ops", [kernels, reference])
@@ -99,10 +99,10 @@ def test_nan_in_unwritten_slots_does_not_change_step():
 def test_nan_row_does_not_change_other_rows(ops, what):
     outputs = []
     for factor in (1.0, float("nan")):
-        q, k, v, told = step_of(CASES["few-slots"])
+        q, k, v, choose_args = step_of(CASES["few-slots"])
         (q if what == "query" else k[:, :, 50])[0] *= factor
-        choice = ops.choose(q, ops.index_keys(k, told[3]), *told)
-        outputs.append((choice.kept()[1], ops.attend(q, k, v, choice, *told[:2])))
+        choice = ops.choose(q, ops.index_keys(k, choose_args[3]), *choose_args)
+        outputs.append((choice.kept()[1], ops.attend(q, k, v, choice, *choose_args[:2])))
     (kept, expected), (other_kept, actual) = outputs
     assert torch.equal(other_kept, kept) and torch.equal(actual[1], expected[1])
     assert actual[0].isnan().all() or what == "key"
@@ -112,17 +112,17 @@ def test_nan_row_does_not_change_other_rows(ops, what):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("channel", [20, 3], ids=["scored", "other-channel"])
 def test_nonfinite_key_is_always_selected(ops, value, channel):
-    q, k, v, told = step_of(CASES["few-in-sight"][:3] + (300, *CASES["few-in-sight"][4:]))
-    assert (3 in told[3]) != (20 in told[3])
-    meant = ops.choose(q, ops.index_keys(k, told[3]), *told)
+    q, k, v, choose_args = step_of(CASES["few-written"][:3] + (300, *CASES["few-written"][4:]))
+    assert (3 in choose_args[3]) != (20 in choose_args[3])
+    meant = ops.choose(q, ops.index_keys(k, choose_args[3]), *choose_args)
     slot = int((~meant.kept()[1, 0, :300]).nonzero()[0])
     k[1, 0, slot, channel] = value
-    choice = ops.choose(q, ops.index_keys(k, told[3]), *told)
+    choice = ops.choose(q, ops.index_keys(k, choose_args[3]), *choose_args)
     assert choice.kept()[1, 0, slot] and not choice.kept()[..., 300:].any()
     assert torch.equal(choice.kept()[0], meant.kept()[0])
     assert torch.equal(choice.kept()[1, 1], meant.kept()[1, 1])
     assert choice.kept()[1, 0].sum() <= meant.counts[1, 0] + 8
-    out = ops.attend(q, k, v, choice, *told[:2])
+    out = ops.attend(q, k, v, choice, *choose_args[:2])
     assert out[1, 3:].isfinite().all()
     logits = q[1, :3, 0, channel] * value
     assert torch.equal(out[1, :3, 0].isfinite().all(-1), logits == -torch.inf)
@@ -130,13 +130,13 @@ def test_nonfinite_key_is_always_selected(ops, value, channel):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
 def test_nonfinite_query_does_not_change_selection_of_its_group(value):
-    q, k, v, told = step_of(CASES["few-in-sight"][:3] + (300, *CASES["few-in-sight"][4:]))
-    q[1, 1, 0, told[3][0]] = value
-    index = kernels.index_keys(k, told[3])
-    choice, expected = (ops.choose(q, index, *told) for ops in (kernels, reference))
+    q, k, v, choose_args = step_of(CASES["few-written"][:3] + (300, *CASES["few-written"][4:]))
+    q[1, 1, 0, choose_args[3][0]] = value
+    index = kernels.index_keys(k, choose_args[3])
+    choice, expected = (ops.choose(q, index, *choose_args) for ops in (kernels, reference))
     assert torch.equal(choice.kept(), expected.kept())
     assert choice.counts[1, 0] > 150
-    out = kernels.attend(q, k, v, choice, *told[:2])
+    out = kernels.attend(q, k, v, choice, *choose_args[:2])
     assert not out[1, 1].isfinite().any() and out[1, [0, 2, 3, 4, 5]].isfinite().all()
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from marks import slow_but
-from selecting import by_kernels, laid_in, loud, on_the_cpu
+from selecting import laid_in, loud, plan_by_kernels, plan_by_reference
 from tiny import qkv
 
 from cab_hf import CabConfig
@@ -112,7 +112,7 @@ def test_a_row_keeps_its_lowest_curvature_by_hand(curvature, kept):
     assert (affinity @ affinity)[3].tolist() == [27, 27, 30, 16]
     config = CabConfig.published(0.5, curvature, **GRID)
     q, k = of_blocks(logits)
-    for select in (on_the_cpu, by_kernels):
+    for select in (plan_by_reference, plan_by_kernels):
         plan = select(config, q, k, KeyRanges.causal(1, 64, 64, "cpu"))
         assert plan.to_dense()[0, 0, 3].nonzero().flatten().tolist() == kept
 
@@ -155,36 +155,38 @@ def test_what_rows_see_and_must_keep_by_hand():
 def test_curvature_does_something_and_without_redundancy_nothing(curvature):
     q, k, _ = qkv(q_length=500)
     config = CabConfig.published(0.7, curvature, **GRID, redundancy=1.0)
-    plain = on_the_cpu(config.changed(curvature="none", redundancy=0.3), q, k).to_dense()
-    assert not torch.equal(on_the_cpu(config, q, k).to_dense(), plain)
-    assert torch.equal(on_the_cpu(config.changed(redundancy=0.0), q, k).to_dense(), plain)
+    plain = plan_by_reference(config.changed(curvature="none", redundancy=0.3), q, k).to_dense()
+    assert not torch.equal(plan_by_reference(config, q, k).to_dense(), plain)
+    assert torch.equal(plan_by_reference(config.changed(redundancy=0.0), q, k).to_dense(), plain)
 
 
 def test_each_row_keeps_its_share_and_each_head_its_own():
     q, k, _ = qkv(q_length=640)
     sparsities = (0.0, 0.2, 0.5, 0.75, 0.9, 0.95)
-    plan = on_the_cpu(CabConfig.published((sparsities,), query_block=32, key_block=32), q, k)
+    plan = plan_by_reference(CabConfig.published((sparsities,), query_block=32, key_block=32), q, k)
     kept = plan.to_dense().sum(-1)[0]
     for head, sparsity in enumerate(sparsities):
         share = round((1 - sparsity) * 100)
         assert kept[head].tolist() == [-(-share * (row + 1) // 100) for row in range(20)]
-    assert on_the_cpu(CabConfig.published(0.0), q, k).density() == 1
+    assert plan_by_reference(CabConfig.published(0.0), q, k).density() == 1
 
 
 def test_earlier_rows_do_not_see_the_future():
     q, k, _ = qkv(q_length=320)
     config = CabConfig.published(0.6, **GRID)
-    meant = on_the_cpu(config, q, k).to_dense()
+    meant = plan_by_reference(config, q, k).to_dense()
     q[:, :, 160:], k[:, :, 160:] = -q[:, :, 160:], 3 * k[:, :, 160:]
-    actual = on_the_cpu(config, q, k).to_dense()
+    actual = plan_by_reference(config, q, k).to_dense()
     assert torch.equal(actual[:, :, :10], meant[:, :, :10]) and not torch.equal(actual, meant)
 
 
 def test_an_autocast_changes_nothing():
     q, k, _ = qkv(q_length=400)
-    meant = on_the_cpu(CabConfig.published(0.7, **GRID), q, k).to_dense()
+    meant = plan_by_reference(CabConfig.published(0.7, **GRID), q, k).to_dense()
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(on_the_cpu(CabConfig.published(0.7, **GRID), q, k).to_dense(), meant)
+        assert torch.equal(
+            plan_by_reference(CabConfig.published(0.7, **GRID), q, k).to_dense(), meant
+        )
 
 
 @pytest.mark.parametrize("name", ["q", "k"])
@@ -192,7 +194,7 @@ def test_what_is_not_finite_is_refused_by_name(name):
     given = dict(zip("qk", qkv(q_length=64), strict=False))
     given[name][0, 0, 5, 3] = math.nan
     with pytest.raises(ValueError, match=f"^{name} must be finite, got infinite or NaN"):
-        on_the_cpu(CabConfig.published(check_finite=True), given["q"], given["k"])
+        plan_by_reference(CabConfig.published(check_finite=True), given["q"], given["k"])
 
 
 def test_it_is_a_predictor_of_shares():
@@ -259,7 +261,7 @@ def test_blocks_with_a_key_that_is_not_finite_are_marked():
 def test_kernels_select_what_pytorch_does(config, change, uninitialised_is_nan):
     q, k = change(*loud(**SHAPE))
     ranges = KeyRanges.causal(1, 136, 136, "cpu")
-    actual, meant = by_kernels(config, q, k, ranges), on_the_cpu(config, q, k, ranges)
+    actual, meant = plan_by_kernels(config, q, k, ranges), plan_by_reference(config, q, k, ranges)
     assert torch.equal(actual.full.counts, meant.full.counts)
     assert torch.equal(actual.to_dense(), meant.to_dense())
 
@@ -268,7 +270,9 @@ def test_kernels_select_what_pytorch_does(config, change, uninitialised_is_nan):
 def test_kernels_select_it_for_every_shape(shape):
     q, k = loud(**SHAPE | shape)
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
-    actual, meant = (f(CONFIGS[0].values[0], q, k, ranges) for f in (by_kernels, on_the_cpu))
+    actual, meant = (
+        f(CONFIGS[0].values[0], q, k, ranges) for f in (plan_by_kernels, plan_by_reference)
+    )
     assert torch.equal(actual.to_dense(), meant.to_dense())
 
 
@@ -277,29 +281,29 @@ def test_kernels_select_it_in_every_layout(layout):
     config = CabConfig.published(0.5, **GRID, dense_tail_blocks=1)
     given = loud(**SHAPE, batch=2, kv_length=200) if layout == "chunk" else loud(**SHAPE, batch=2)
     q, k, ranges = laid_in(layout, *given, 16)
-    actual, meant = (f(config, q, k, ranges) for f in (by_kernels, on_the_cpu))
+    actual, meant = (f(config, q, k, ranges) for f in (plan_by_kernels, plan_by_reference))
     assert torch.equal(actual.to_dense(), meant.to_dense())
 
 
 def test_heads_in_turns_select_the_same(monkeypatch):
     q, k = loud(q_length=90, heads=4, kv_heads=2, batch=2)
     ranges, config = KeyRanges.causal(2, 90, 90, "cpu"), CabConfig.published(0.7, **GRID)
-    together = on_the_cpu(config, q, k, ranges).to_dense()
+    together = plan_by_reference(config, q, k, ranges).to_dense()
     monkeypatch.setattr(frc, "SCORE_BYTES_AT_A_TIME", 1)
-    assert torch.equal(on_the_cpu(config, q, k, ranges).to_dense(), together)
-    assert torch.equal(by_kernels(config, q, k, ranges).to_dense(), together)
+    assert torch.equal(plan_by_reference(config, q, k, ranges).to_dense(), together)
+    assert torch.equal(plan_by_kernels(config, q, k, ranges).to_dense(), together)
 
 
 def test_nan_selects_something_and_ends():
     q, k = loud(**SHAPE)
     q[0, 0, 40] = math.nan
     # which validates the plan
-    by_kernels(CONFIGS[0].values[0], q, k, KeyRanges.causal(1, 136, 136, "cpu"))
+    plan_by_kernels(CONFIGS[0].values[0], q, k, KeyRanges.causal(1, 136, 136, "cpu"))
 
 
 def test_lists_of_a_share_are_narrow():
     q, k = loud(**SHAPE)
-    for select in (on_the_cpu, by_kernels):
+    for select in (plan_by_reference, plan_by_kernels):
         plan = select(CONFIGS[0].values[0], q, k, KeyRanges.causal(1, 136, 136, "cpu"))
         assert (plan.full.width, plan.partial.width) == (4, 2)
 

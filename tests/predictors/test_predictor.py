@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from selecting import on_the_cpu
+from selecting import plan_by_reference
 from tiny import qkv
 
 from cab_hf import CabConfig
@@ -125,7 +125,7 @@ def test_every_predictor_has_a_tail(name):
 @pytest.mark.parametrize("heads", [(1, 1), (9, 3), (4, 4)], ids=str)
 def test_any_length_and_group_gives_a_valid_plan(config, length, heads):
     q, k, _ = qkv(batch=2, heads=heads[0], kv_heads=heads[1], q_length=length)
-    plan = on_the_cpu(config, q, k)
+    plan = plan_by_reference(config, q, k)
     diagonal = torch.arange(length)
     assert plan.token_mask()[:, :, diagonal, diagonal].all(), "a query must see itself"
 
@@ -136,7 +136,7 @@ def test_full_budget_keeps_every_block(config):
     full = changed(
         config, **({"sparsity": 0} if config.predictor == "frc" else {"mass_threshold": 0})
     )
-    assert on_the_cpu(full, q, k).density() == 1
+    assert plan_by_reference(full, q, k).density() == 1
 
 
 @recipes
@@ -147,19 +147,21 @@ def test_max_density_caps_every_row(config, cap):
     visible = block_visibility(ranges, config.query_block, config.key_block)
     forced = reference.forced_blocks(visible, ranges, config).sum(-1)
     allowed = torch.maximum(forced, reference.share_of_row(visible, cap).squeeze(-1))
-    kept = on_the_cpu(changed(config, max_density=cap), q, k).to_dense().sum(-1)
+    kept = plan_by_reference(changed(config, max_density=cap), q, k).to_dense().sum(-1)
     assert (kept <= allowed.unsqueeze(1)).all()
 
 
 @recipes
 def test_the_same_inputs_give_the_same_plan(config):
     q, k, _ = qkv(q_length=300)
-    assert torch.equal(on_the_cpu(config, q, k).to_dense(), on_the_cpu(config, q, k).to_dense())
+    assert torch.equal(
+        plan_by_reference(config, q, k).to_dense(), plan_by_reference(config, q, k).to_dense()
+    )
 
 
 def test_no_gradient_flows_through_a_plan():
     q, k, _ = qkv(q_length=100)
-    plan = on_the_cpu(CabConfig(32, 16), q.requires_grad_(), k.requires_grad_())
+    plan = plan_by_reference(CabConfig(32, 16), q.requires_grad_(), k.requires_grad_())
     assert not plan.full.counts.requires_grad
 
 

@@ -39,7 +39,7 @@ def coarse_tokens(logits):
     return q, k
 
 
-def kept_by(frc, *arguments, **settings):
+def blocks_selected_by(frc, *arguments, **settings):
     """The kept columns of each row of one head."""
     mask = generate_block_mask_from_frc(torch.tensor(frc)[None, None], *arguments, **settings)
     return [row.nonzero().flatten().tolist() for row in mask[0, 0]]
@@ -123,12 +123,12 @@ FRC = [[0.0, 9, 9, 9], [1, 2, 9, 9], [3, 1, 2, 9], [1, 2, 3, 4]]
     ],
 )
 def test_the_mask_by_hand(sparsity, settings, kept):
-    assert kept_by(FRC, sparsity, **settings) == kept
+    assert blocks_selected_by(FRC, sparsity, **settings) == kept
 
 
 @pytest.mark.parametrize("keep", ["lowest", "highest"])
 def test_ties_go_to_the_lower_index(keep):
-    assert kept_by([[1.0] * 4] * 4, 0.5, keep=keep)[3] == [0, 3]
+    assert blocks_selected_by([[1.0] * 4] * 4, 0.5, keep=keep)[3] == [0, 3]
 
 
 # --- the predictor is the published config
