@@ -82,7 +82,7 @@ def hash_of(plan):
 
 
 def logits_of(layout):
-    """Return some logits of a sparse tiny model, whose weights no version of a library draws."""
+    """Return some logits of a sparse tiny model; its weights do not depend on library versions."""
     model, ids = tiny_model(), tokens(2, 300)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -103,19 +103,19 @@ def frozen():
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_plan_of_the_reference_is_the_stored_one(name, frozen):
+def test_reference_plan_equals_stored_hash(name, frozen):
     config, q, k, ranges, options = inputs_of(name)
     assert hash_of(plan_by_reference(config, q, k, ranges, **options)) == frozen["plans"][name]
 
 
 @pytest.mark.parametrize("name", BY_KERNELS)
-def test_plan_of_the_kernels_is_the_stored_one(name, frozen):
+def test_kernel_plan_equals_stored_hash(name, frozen):
     config, q, k, ranges, options = inputs_of(name)
     assert hash_of(plan_by_kernels(config, q, k, ranges, **options)) == frozen["plans"][name]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_are_close_to_the_stored_ones(layout, frozen):
+def test_logits_are_close_to_stored_values(layout, frozen):
     expected = torch.tensor(frozen["logits"][layout])
     torch.testing.assert_close(logits_of(layout), expected, atol=1e-3, rtol=1e-3)
 

@@ -34,7 +34,7 @@ CONFIGS = [
     pytest.param(CabConfig.published(0.7, "none", **GRID), id="published-magnitude"),
     pytest.param(config(predictor="cascade", anchors=(0,), outlier_queries=8), id="cascade"),
 ]
-# the interpreter is slow
+# few configs, because the interpreter is slow
 KERNELS = [case for case in CONFIGS if case.id in ("rows", "typical", "published")]
 
 
@@ -45,7 +45,7 @@ CAPPED = [
 ]
 
 
-def spoilt(x, at, value):
+def with_value(x, at, value):
     x = x.clone()
     x[:, :, at] = value
     return x
@@ -55,39 +55,39 @@ def spoilt(x, at, value):
 @pytest.mark.parametrize("prefix", [pytest.param(0, id="text"), pytest.param(16, id="chunk")])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_nan_key_does_not_change_selection_of_earlier_blocks(config, prefix, value):
-    _same_choice(plan_by_reference, config, prefix, value)
+    _assert_same_earlier_selection(plan_by_reference, config, prefix, value)
 
 
 @pytest.mark.parametrize("config", slow_but(KERNELS, 0))
 def test_nan_key_does_not_change_kernel_selection_of_earlier_blocks(config):
-    _same_choice(plan_by_kernels, config, 16, torch.nan)
+    _assert_same_earlier_selection(plan_by_kernels, config, 16, torch.nan)
 
 
-def _same_choice(select, config, prefix, value):
-    """Replace a whole token, as in the layers after the one that yields NaN."""
+def _assert_same_earlier_selection(select, config, prefix, value):
+    """Replace q and k of a whole token, as in layers after the first NaN."""
     shape = {"q_length": LENGTH, "kv_length": LENGTH + prefix, "heads": 2, "kv_heads": 1}
     q, k = loud(**shape)
     ranges = KeyRanges.causal(1, LENGTH, LENGTH + prefix, "cpu")
     meant = select(config, q, k, ranges).to_dense()
-    broken = spoilt(q, slice(AT, None), value), spoilt(k, AT + prefix, value)
+    broken = with_value(q, slice(AT, None), value), with_value(k, AT + prefix, value)
     actual = select(config, *broken, ranges).to_dense()
-    blind = AT // config.query_block
-    assert blind > 3 and not meant[:, :, blind - 1].all()
-    assert torch.equal(actual[:, :, :blind], meant[:, :, :blind])
+    row = AT // config.query_block
+    assert row > 3 and not meant[:, :, row - 1].all()
+    assert torch.equal(actual[:, :, :row], meant[:, :, :row])
 
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
 @pytest.mark.parametrize("config", [*CONFIGS, *CAPPED])
 def test_blocks_with_nan_key_are_selected(config, value):
-    _kept(plan_by_reference, config, value)
+    _assert_selected(plan_by_reference, config, value)
 
 
 @pytest.mark.parametrize("config", slow_but([*KERNELS, *CAPPED], 0, 3))
 def test_kernels_select_blocks_with_nan_key(config):
-    _kept(plan_by_kernels, config, torch.inf)
+    _assert_selected(plan_by_kernels, config, torch.inf)
 
 
-def _kept(select, config, value):
+def _assert_selected(select, config, value):
     """Replace one channel of one key of one of two KV heads."""
     q, k = loud(q_length=LENGTH, heads=4, kv_heads=2, dim=32)
     ranges, at = KeyRanges.causal(1, LENGTH, LENGTH, "cpu"), 70
@@ -109,7 +109,7 @@ def test_nan_in_padding_does_not_change_selection(config):
     ranges = replace(ranges, end=ranges.end.masked_fill(torch.arange(LENGTH) < 80, -1))
     for select in (plan_by_reference, plan_by_kernels):
         meant = select(config, q, k, ranges).to_dense()
-        actual = select(config, q, spoilt(k, slice(64, 80), torch.nan), ranges).to_dense()
+        actual = select(config, q, with_value(k, slice(64, 80), torch.nan), ranges).to_dense()
         assert torch.equal(actual, meant)
 
 
@@ -147,17 +147,17 @@ SHAPES = [
 def test_nan_key_does_not_change_earlier_query_blocks(
     attend, dim, q_length, kv_length, blocks, value
 ):
-    """The key with NaN is the first one that query block 1 or 2 sees; no earlier query sees it."""
+    """The key with NaN is visible from query block 2 on."""
     q, k, v = qkv(q_length=q_length, kv_length=kv_length, heads=2, kv_heads=1, dim=dim)
     query_block, key_block = blocks
     ranges = KeyRanges.causal(1, q_length, kv_length, "cpu")
     plan = BlockPlan.causal(ranges, 2, query_block, key_block)
-    seen = int(ranges.end[0, 2 * query_block - 1]) + 1
+    position = int(ranges.end[0, 2 * query_block - 1]) + 1
     meant = attend(q, k, v, plan, 0.2)
-    actual = attend(q, spoilt(k, seen, value), spoilt(v, seen, value), plan, 0.2)
-    blind = 2 * query_block
-    torch.testing.assert_close(actual[:, :, :blind], meant[:, :, :blind])
-    assert not actual[:, :, blind:].isfinite().all()
+    actual = attend(q, with_value(k, position, value), with_value(v, position, value), plan, 0.2)
+    first = 2 * query_block
+    torch.testing.assert_close(actual[:, :, :first], meant[:, :, :first])
+    assert not actual[:, :, first:].isfinite().all()
 
 
 @pytest.mark.parametrize("exact", [0, 8], ids=["estimate", "exact-queries"])
@@ -199,13 +199,13 @@ def test_nan_token_reaches_all_later_logits(settings):
     assert actual[:, :96].all()
 
 
-@pytest.mark.parametrize("spoil", ["q", "k", "v"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", VALUES, ids=str)
 @pytest.mark.parametrize("attend", [ENGINES[0], ENGINES[2]])
-def test_at_full_budget_outputs_are_finite_where_those_of_sdpa_are(attend, value, spoil):
-    """One channel is spoilt: products with it are of either sign, or NaN."""
+def test_full_budget_output_is_finite_where_sdpa_is(attend, value, name):
+    """One channel is not finite: its products are infinite with either sign, or NaN."""
     inputs = dict(zip("qkv", qkv(q_length=LENGTH, heads=4, kv_heads=2, dim=32), strict=True))
-    inputs[spoil][:, :, 70, 5] = value
+    inputs[name][:, :, 70, 5] = value
     q, k, v = inputs.values()
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     plan = plan_by_reference(config(mass_threshold=0.0), q, k, ranges)
@@ -218,7 +218,7 @@ def test_at_full_budget_outputs_are_finite_where_those_of_sdpa_are(attend, value
         for i in range(LENGTH)
     ]
     meant = torch.cat(rows, dim=2).isfinite()
-    # queries of the same block may see it
-    rows = [*range(64), *range(96, LENGTH)] if spoil != "q" else [*range(LENGTH)]
+    # queries of the same block may attend to the key, because whole blocks are computed
+    rows = [*range(64), *range(96, LENGTH)] if name != "q" else [*range(LENGTH)]
     assert torch.equal(actual[:, :, rows], meant[:, :, rows])
     assert not meant.all()

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 from accelerate.utils import DistributedType
-from held import Held
 from marks import since
+from tensor_bytes import TensorBytes
 from tiny import SIZES, tiny_model, tokens
 from tiny_types import tiny_model as tiny_type
 from torch.utils.flop_counter import FlopCounterMode
@@ -133,12 +133,12 @@ def test_memory_estimate_is_close_to_measurement(vocabulary, dtype, checkpointin
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
-    with Held(*model.parameters(), *model.buffers()) as held:
+    with TensorBytes(*model.parameters(), *model.buffers()) as tensor_bytes:
         Objective(model)(batch(512)).backward()
         optimizer.step()
     fields = {"itemsize": dtype.itemsize, "checkpointing": checkpointing, "loss_tokens": 2**26}
     estimate = cost_model.memory(cost_model.Cost.of(model), 512, **fields)
-    assert estimate.total == pytest.approx(held.peak, rel=0.15)
+    assert estimate.total == pytest.approx(tensor_bytes.peak, rel=0.15)
 
 
 @pytest.mark.parametrize("offloaded", [0, 3])
@@ -151,14 +151,14 @@ def test_memory_estimate_includes_tiles_and_offloading(vocabulary, offloaded):
     # chunks of the size of a checkpoint
     offload = Offload(offloaded, torch.device("cpu"), length * 128 * 4)
     offload.enable(model)
-    with Held(*model.parameters(), *model.buffers()) as held:
+    with TensorBytes(*model.parameters(), *model.buffers()) as tensor_bytes:
         Objective(model)(batch(length)).backward()
     cost = cost_model.Cost.of(model)
     estimate = cost_model.memory(
         cost, length, itemsize=4, loss_tokens=2**26, tile=tile, offloaded=offloaded
     )
     # before the first optimizer step
-    actual = held.peak - offload.host_bytes + estimate.optimizer
+    actual = tensor_bytes.peak - offload.host_bytes + estimate.optimizer
     assert estimate.total == pytest.approx(actual, rel=0.05)
     # in pieces of 256 MiB
     assert estimate.host == estimate.checkpoints == offloaded * 2**28

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from held import Held
+from tensor_bytes import TensorBytes
 from tiny import SIZES, tiny_model
 from trained import adapted, batch, left_halfway, train_step
 from transformers import (
@@ -94,9 +94,9 @@ def test_tiles_limit_largest_mlp_tensor(monkeypatch):
 
     def largest(tile):
         compute_in_tiles(model, tile)
-        with Held(*model.parameters()) as held:
+        with TensorBytes(*model.parameters()) as tensor_bytes:
             Objective(model)(batch(length)).backward()
-        return held.largest
+        return tensor_bytes.largest
 
     assert largest(length) >= length * inner * 2
     # q is the largest then: not float32, not of inner channels, not of the vocabulary

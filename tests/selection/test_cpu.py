@@ -18,7 +18,7 @@ CONFIG = CabConfig(
     mass_threshold=0.05,
 )
 LAYOUTS = ("causal", "padded", "packed", "chunk", "in-place")
-# blocks that may differ: a cosine or a share on the border of a step
+# share of blocks that may differ, because a cosine or a mass share is close to a threshold
 TIES = 1e-3
 
 
@@ -42,7 +42,7 @@ def both(q, k, ranges, config, **logits):
         pytest.param({"key_block": 32}, {}, id="wide-keys"),
     ],
 )
-def test_the_blocks_of_the_reference_are_selected(layout, fields, logits):
+def test_cpu_scores_select_blocks_of_reference(layout, fields, logits):
     shape = {"length": 740 if layout == "chunk" else 640, "heads": 6, "kv_heads": 2, "dim": 16}
     q, k = heads_on("cpu", q_length=640, batch=2, dtype=torch.float32, **shape)
     meant, actual = both(*laid_in(layout, q, k, 32), replace(CONFIG, **fields), **logits)
@@ -51,7 +51,7 @@ def test_the_blocks_of_the_reference_are_selected(layout, fields, logits):
 
 
 @pytest.mark.parametrize("constant", ["LOGITS_AT_A_TIME", "SAMPLES_AT_A_TIME", "GRAMS_AT_A_TIME"])
-def test_sizes_of_slabs_change_no_block(monkeypatch, constant):
+def test_slab_sizes_do_not_change_selection(monkeypatch, constant):
     monkeypatch.setattr(cpu, constant, 1)
     q, k = heads_on("cpu", 640, heads=6, kv_heads=2, dim=16, dtype=torch.float32)
     meant, actual = both(q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG)
@@ -60,7 +60,7 @@ def test_sizes_of_slabs_change_no_block(monkeypatch, constant):
 
 @pytest.mark.parametrize("length", [205, 256, 31])
 @pytest.mark.parametrize("count", [4, 32])
-def test_outliers_are_those_of_the_reference(length, count):
+def test_outliers_equal_reference(length, count):
     q, _ = loud(q_length=length, heads=2, kv_heads=1)
     ranges = KeyRanges.causal(1, length, length, "cpu")
     meant = reference.outlier_queries(q, ranges, 32, count)
