@@ -109,7 +109,7 @@ class Experiment(ABC):
         ``samples`` grows meanwhile: at each case, it contains a sample of every case before it.
         """
 
-    def check(self) -> None:  # noqa: B027  most have nothing to refuse
+    def check(self) -> None:  # noqa: B027  most experiments accept all settings
         """Raise an error, before anything is written, for settings that cannot be measured.
 
         Raises:

@@ -184,7 +184,7 @@ class Families(Experiment):
 EXPERIMENT = Families
 
 
-# --- what is said of a type
+# --- sentences about a type
 
 
 def judged(sample: Row) -> dict[str, Any]:

@@ -328,7 +328,7 @@ class Fidelity(LongRun):
             return next((attention_ms(s) for s in own if s["probe"] == TIME), None)
         return realised_density(usual(own))
 
-    # --- methods, and what they take
+    # --- methods and their budgets
 
     @cached_property
     def clock(self) -> AttentionClock | None:

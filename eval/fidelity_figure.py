@@ -17,7 +17,7 @@ from cab_hf.eval.report import grouped
 
 # fields of a value and the edges of its interval
 SHARE = ("share", "low", "high")
-# probe -> title of its panel, and the fields to draw
+# probe -> panel title and drawn fields
 DRAWN = {
     probes.CONTINUATION: ("KL after the prompt", KL),
     probes.ASKED: ("recall after the prompt", SHARE),
@@ -41,7 +41,7 @@ MARKERS = "osv^DPX*<>p"
 SPREAD = 0.38  # offset around the middle of markers drawn side by side; middles are 1 apart
 NARROWEST = 0.1  # smallest width of a panel, as a share of dense attention
 POINT = {"markersize": 5, "elinewidth": 0.6}
-Looks = Mapping[str, Mapping[str, Any]]  # method -> look of its line in all panels
+Looks = Mapping[str, Mapping[str, Any]]  # method -> line style in all panels
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:

@@ -273,7 +273,7 @@ def _read(model: Any, tokens: int) -> Alive:
 
 
 def table(prompts: Prompts, room: float, chunk: int) -> str:
-    """Return the longest prompts that fit into ``room`` bytes, a row per way to read them."""
+    """Return a table of the longest prompts that fit into ``room`` bytes, by chunking and cache."""
     rows = []
     for at_a_time in (None, chunk):
         for cache in CACHES:

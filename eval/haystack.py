@@ -56,7 +56,7 @@ class Haystack:
             sample).
         keys: number of hidden named keys; 1 means one key without a name.
         file: UTF-8 text for ``text``.
-        question_first: True to ask before the text too, so that the model knows the question while
+        question_first: True to put the question before the text too, so that the model has it while
             it reads.
     """
 
@@ -78,7 +78,7 @@ class Haystack:
     def prompt(
         self, length: int, depth: float, index: int, seed: int = 0, hide_needle: bool = False
     ) -> Prompt:
-        """Return the prompt of at most ``length`` tokens, and at most a few fewer.
+        """Return a prompt of ``length`` tokens, or a few fewer.
 
         Args:
             length: tokens of the prompt.
@@ -86,7 +86,7 @@ class Haystack:
                 rounded to the nearest sentence border in tokens.
             index: number of the sample.
             seed: seed of the sample.
-            hide_needle: True to leave out all keys and change nothing else.
+            hide_needle: True to leave out all keys and keep the rest of the prompt.
         Raises:
             UsageError: ``length`` is too small for instruction, keys and question.
         """

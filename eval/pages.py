@@ -522,7 +522,7 @@ def trained(rows: DataFrame) -> DataFrame:
         rows[probe] = bold(interval(rows, probe), is_below)
     for probe in ("perplexity", "perplexity_border"):
         ratio = rows[probe] / best[probe]
-        # far off, it means nothing
+        # a ratio far from 1 is not meaningful
         rows[f"{probe}_ratio"] = ratio.where(ratio < 100)
     rows["step_s"] = rows["folder"].map(seconds_of_a_step)
     names = "label runs method density recall recall_border each"

@@ -213,7 +213,7 @@ class SourceCursor:
         document = self._next()
         piece = document.piece(self._done, min(document.size, self._done + room))
         self.taken, self._done = self.taken + piece.size, self._done + piece.size
-        # the last token was predicted before the cut, and predicts nothing
+        # a last single token is dropped: it is already a label, and has no next token to predict
         if document.size - self._done < 2:
             self._document, self._done = None, 0
         return piece

@@ -27,7 +27,7 @@ class Validation:
     once. The last round is filled up with further documents.
 
     Args:
-        held_out: sequences that training never sees, [N] tensors each.
+        held_out: sequences that are excluded from training, [N] tensors each.
         settings: the number of keys, and the lengths of their documents.
 
     Raises:

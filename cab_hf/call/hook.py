@@ -167,7 +167,7 @@ def _pattern(
         batch: batch rows.
         q_offset: position of the first query.
         q_length: number of queries.
-        is_complete: True if the call contains all keys that its queries see.
+        is_complete: True if the call contains all keys that are visible to its queries.
         window: argument ``local_size`` of the mask hook.
         is_chunked: True if ``window`` is the size of chunks.
         use_vmap: True if the caller has added mask functions.
@@ -231,7 +231,7 @@ def _documents(
 
     Args:
         ahead, starts: results of `packing.pattern_of`.
-        is_complete: True if the call contains all keys that its queries see.
+        is_complete: True if the call contains all keys that are visible to its queries.
         window: width of a sliding window in tokens, or None.
     """
     eager, unsupported, several = not torch.compiler.is_compiling(), None, True

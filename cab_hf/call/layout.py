@@ -360,7 +360,7 @@ def _in_window(ranges: KeyRanges, window: int | None) -> KeyRanges:
 
 
 def _windowed(ranges: KeyRanges, first: Tensor) -> KeyRanges:
-    """Return ``ranges`` in which no query sees a key before ``first`` [B, N_q]."""
+    """Return ``ranges`` in which no query attends to a key before ``first`` [B, N_q]."""
     return replace(ranges, start=torch.maximum(ranges.start, first), aligned=False)
 
 

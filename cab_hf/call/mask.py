@@ -1,6 +1,6 @@
 """`MaskInfo`: the object that layers receive in place of a 4-D mask tensor.
 
-It describes which tokens see which tokens, and builds the layout on the block grid. Its
+It describes which tokens attend to which tokens, and builds the layout on the block grid. Its
 `ForwardState` has the caches that the layers of one forward pass share.
 """
 
@@ -35,8 +35,8 @@ class MaskDetails:
         unsupported: error for layers that use the mask; None if the mask is supported. Models also
             build masks that no layer uses.
         parallel: `Parallel` of the ranks that share the sequence; None with one process.
-        non_causal: bool [], True if a token sees a later one, when only the device has the value.
-            The first layer that uses the mask then fails on the device. None if no token does.
+        non_causal: bool [], True if a token attends to a later one; set if only the device has
+            the value. The first layer that uses the mask then fails on the device. Else None.
         chunk_starts: int64 [B], slot from which chunks of a row are counted, for layers with
             chunked attention and without documents; None for other layers.
         position_ids: int [B or 1, N_q] that the model passes to its mask functions; None if it
@@ -220,9 +220,9 @@ class MaskInfo(MaskPlaceholder):
     ) -> tuple[MaskInfo, Tensor | None]:
         """Return the mask with the packing and padding of the forward pass.
 
-        The first layer detects both from its arguments, and the other layers take its result.
+        The first layer detects both from its arguments, and the other layers reuse the result.
         Packed documents are found with a mask or a cache too, which transformers does not do. A
-        call that continues a cache sees the whole cache.
+        call that continues a cache attends to the whole cache.
 
         Args:
             position_ids: int [B or 1, N_q] of the layer; a document starts where they restart. If
@@ -332,7 +332,7 @@ class MaskInfo(MaskPlaceholder):
         return mixed if self.kv_length is not None else mixed & (self.q_offset == 0)
 
     def _failing_if_non_causal(self) -> MaskInfo:
-        """Return the mask with a tensor that fails on the device if a token sees a later one."""
+        """Return the mask with a tensor that fails on the device for non-causal attention."""
         is_refused, error = self.details.non_causal, not_causal(self.model, AHEAD)
         if self.doc_ids is not None:
             return replace(self, doc_ids=packing.raise_where(self.doc_ids, is_refused, error))
@@ -483,7 +483,7 @@ class MaskInfo(MaskPlaceholder):
             document = self.doc_ids.to(device)
             own = document[:, self.q_offset + start : self.q_offset + stop, None]
             seen = seen & (own == document[:, None, low:high])
-        # a padding query sees itself, because softmax over no keys is NaN
+        # a padding query attends to itself, because softmax over no keys is NaN
         return (seen | (key == query)).unsqueeze(1)
 
 

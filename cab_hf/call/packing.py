@@ -259,8 +259,8 @@ def pattern_of(
         device: device of the results.
 
     Returns:
-        (bool [], True if a token sees the token after it; bool [B, N_q], True for tokens that do
-        not see the token before them, which start documents).
+        (bool [], True if a token attends to the next one; bool [B, N_q], True for tokens that do
+        not attend to the previous token, which start documents).
     """
     slot = q_offset + torch.arange(q_length, device=device).unsqueeze(0)
     ahead = _sees(mask_function, batch, slot[:, :-1], slot[:, 1:]).any()
@@ -327,6 +327,6 @@ def mixed_by(model: str) -> str:
 
 
 def _sees(mask_function: Any, batch: int, query: Tensor, key: Tensor) -> Tensor:
-    """Return bool [B, N], True if a query sees its key in the first head; both are int [1, N]."""
+    """Return bool [B, N], True if a query attends to its key in head 0; both are int [1, N]."""
     row = torch.arange(batch, device=query.device).unsqueeze(-1)
     return mask_function(row, torch.zeros_like(row), query, key).expand(batch, query.shape[1])

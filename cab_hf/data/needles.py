@@ -34,7 +34,7 @@ NAMES = (
 )
 NEEDLE = "The pass key{whose} is {key}. Remember it. {key} is the pass key{whose}."
 REPEAT = "As was said above, the pass key{whose} is {key}."
-# numbers that are no keys: a selector that looks for digits finds these as well
+# numbers that are no keys: a selector that looks for digits matches these as well
 DISTRACTOR_EVERY = 12
 DISTRACTORS = (
     "The locker number is {}.",

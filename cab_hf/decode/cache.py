@@ -48,7 +48,7 @@ class IndexedLayer(CacheLayerMixin):
     Subclasses define three methods:
 
     * `_append` writes new tokens and their index.
-    * `_hold` takes over the tensors of a plain layer.
+    * `_hold` sets the tensors of a plain layer.
     * `_change` applies a function to keys, values and index.
 
     Attributes:

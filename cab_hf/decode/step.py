@@ -104,7 +104,7 @@ def why_dense(
         return "soft-capped logits (decode)"
     if not config.sparse_decode or mask.q_length != 1 or mask.doc_ids is not None:
         return f"fewer than query_block={config.query_block} queries (decode)"
-    # the host knows the slots of a static cache; only the device knows how many are written
+    # static caches: the host has the number of slots, and the device the number of written slots
     slots = mask.details.cache_length if mask.kv_length is None else mask.kv_length
     if slots is None or not decodes_sparsely(config, slots):
         short = slots is not None and slots < config.min_length

@@ -162,9 +162,9 @@ class ShardedLayout:
         return None if short is None else _short_rows(self.ranges, short, query_block)
 
     def blocks(self, x: Tensor, dim: int, size: int) -> Tensor:
-        """All-gather values per block of ``size`` tokens, in the order of the layout along ``dim``.
+        """All-gather x, which has one entry per block of ``size`` tokens in dimension ``dim``.
 
-        Blocks of the layout without tokens have zeros. The result has no gradient.
+        The result has the order of the layout, zeros for blocks without tokens, and no gradient.
         """
         source, filled = self.shard_map.blocks(size)
         values = all_gather(x.movedim(dim, 0), self.group)[source]

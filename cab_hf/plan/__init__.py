@@ -69,13 +69,13 @@ class BlockPlan:
     ``sample_period`` blocks: log(sample_period) is added to the logits of its keys.
 
     Attributes:
-        full: blocks that every query of the row sees completely, so that they need no mask.
+        full: blocks that are completely visible to every query of the row, so they need no mask.
         partial: blocks cut by the diagonal, a document border or padding.
         ranges: the interval of keys that each query may attend to (token level).
         query_block, key_block: block sizes in tokens.
         dense_rows: int64 [B, R], query blocks that attend to everything, each named once; -1 for
             unused entries. None if there are none.
-        sampled: sampled blocks, which every query of the row sees completely; None without
+        sampled: sampled blocks, completely visible to every query of the row; None without
             sampling.
         sample_period: number of blocks that each sampled block represents.
     """
@@ -226,7 +226,7 @@ class BlockPlan:
         """Return the plan with a sample of the blocks that it does not list.
 
         Each row of each head draws one of every ``sample_period`` neighbouring blocks. The drawn
-        block is kept if it is not listed and all queries of the row see it completely. An unlisted
+        block is kept if it is unlisted and visible to all queries of the row. An unlisted
         block is therefore kept with probability 1 / ``sample_period``, and its weight is multiplied
         by ``sample_period``.
         In expectation, the sum of exp(logit) equals the sum over all blocks. The plan must list all

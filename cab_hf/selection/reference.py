@@ -223,7 +223,7 @@ def block_shares(
     Outliers are scored on ``channels`` of all keys, typical queries on all channels of every
     ``config.typical_key_stride``-th key.
 
-    A sample that sees no sampled key has weight 0.
+    A sample without visible sampled keys has weight 0.
 
     Args:
         q, k: [B, H, N_q, D], [B, H_kv, N_k, D].

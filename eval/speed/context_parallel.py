@@ -271,7 +271,7 @@ EXPERIMENT = ContextParallel
 
 @dataclass(eq=False)
 class BenchCase:
-    """One scheme on a sequence of ``length`` tokens, as seen by this rank.
+    """One scheme on a sequence of ``length`` tokens, on this rank.
 
     Attributes:
         group: the ranks of the sequence; unused for one rank.

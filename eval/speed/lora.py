@@ -344,7 +344,7 @@ def training(
 
 @contextmanager
 def shared(settings: Settings, how: str, ranks: RankGroup) -> Iterator[Callable[[int], None]]:
-    """Return a function that makes this rank's gradients; `FSDP2` leaves the weights sharded."""
+    """Return a function that computes this rank's gradients; `FSDP2` leaves the weights sharded."""
     objective = wrapped = train_state(settings).objective
     batch, scale, inside = partial(batch_of, settings), 1, nullcontext()
     if how in (DDP, FSDP2):

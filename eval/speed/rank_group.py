@@ -254,7 +254,7 @@ class Ranked(Speed):
         try:
             run(self)
         except RankLost:
-            # no rank is left to inform
+            # all other ranks have stopped
             raise
         except Exception:
             self.ranks.from_rank_0(None)

@@ -29,9 +29,9 @@ from cab_hf.experiment.settings import by_device, flag, option, parse_length
 
 # tokens per rank and MLP call: half a million tokens make tensors of 14 GiB
 MLP_TOKENS = 2**16
-# tokens of the prompt that compiles all kernels if ranks share one
+# warm-up tokens that compile all kernels if ranks share a prompt
 WARM_UP_TOKENS = 2**17
-# tokens of the prompt that compiles all kernels for a prompt that is read once in a search
+# warm-up tokens that compile all kernels for the single prefills of a search
 SHORT_WARM_UP_TOKENS = 2**14
 # chunks that start a cache and continue one, so that the kernels of both are compiled
 WARM_UP_CHUNKS = 2

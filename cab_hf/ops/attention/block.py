@@ -63,7 +63,7 @@ def attention(
     """Compute attention under ``plan``, [B, H, N_q, D]; `reference.attention` is the definition.
 
     With ``return_lse`` also return the log-sum-exp of the logits of each query. It is float32 [B,
-    H, N_q], and -inf for a query that sees nothing.
+    H, N_q], and -inf for a query without keys.
     """
     out, lse = forward_op(q, k, v, *flattened(plan, scale, softcap))
     return (out, lse) if return_lse else out

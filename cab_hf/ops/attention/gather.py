@@ -53,7 +53,7 @@ def _by_fused_kernel(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, M_q, query_block, D] and the log-sum-exp by PyTorch's kernel."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    # the last block is padded: no query sees padding
+    # the last block is padded: no query attends to padding
     queries = F.pad(q, (0, 0, 0, -q.shape[2] % plan.query_block)).to(wide)
     queries = queries.unflatten(2, (-1, plan.query_block)).transpose(1, 2).contiguous()
     keys, values = (
@@ -160,7 +160,7 @@ def _add_partial(
         if bool(blind.any()):
             part = part.masked_fill(blind.unsqueeze(-1), 0.0)
             sums = sums.masked_fill(blind, -torch.inf)
-        # both log-sum-exps are -inf for a query that sees nothing
+        # both log-sum-exps are -inf for a query without keys
         weight = (sums - lse[some]).sigmoid().nan_to_num_(nan=0.0).unsqueeze(-1)
         torch.lerp(out[some], part, weight, out=out[some])
         torch.logaddexp(lse[some], sums, out=lse[some])
@@ -222,7 +222,7 @@ def _by_products(
     wide = torch.promote_types(q.dtype, torch.float32)
     sharing, group = plan.shared_by(q.shape[1]), q.shape[1] // k.shape[1]
     sound = all(bool(x.isfinite().all()) for x in (k, v))
-    # the last block is padded with queries that see nothing
+    # the last block is padded with queries without keys
     blocks = F.pad(q, (0, 0, 0, -q.shape[2] % plan.query_block)) * scale
     blocks = blocks.unflatten(2, (-1, plan.query_block))
     first, last = plan.ranges.blocked(plan.query_block)
@@ -287,7 +287,7 @@ def _listed(
         return keys.flatten(1), ~real.repeat_interleave(plan.key_block, dim=1)
 
     (full, absent), (partial, lacking) = tokens(plan.full), tokens(plan.partial)
-    # every query that sees any key sees all keys of full blocks
+    # all keys of full blocks are visible to every query that has keys
     blind = (first > last).unsqueeze(2)
     cut = partial.unsqueeze(1)
     cut = (cut < first.unsqueeze(2)) | (cut > last.unsqueeze(2)) | lacking.unsqueeze(1)
@@ -317,6 +317,6 @@ def _attend(
     p = capped(q.flatten(1, 2) @ k.transpose(1, 2), softcap).unflatten(1, q.shape[1:3])
     p.masked_fill_(unseen.unsqueeze(1), -torch.inf)
     lse = p.logsumexp(-1, keepdim=True)
-    # a query that sees nothing has weights of 0
+    # a query without keys has weights of 0
     p = p.sub_(lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
     return (p.flatten(1, 2) @ v).unflatten(1, q.shape[1:3]), lse.squeeze(-1)

@@ -19,7 +19,7 @@ NEIGHBOURS = tl.constexpr(reference.NEIGHBOURS)
 SINKS, LOCAL = tl.constexpr(reference.SINKS), tl.constexpr(reference.LOCAL)
 LOG_UNREAD_SHARE = tl.constexpr(math.log2(reference.UNREAD_SHARE))
 STEP_BITS = tl.constexpr(reference.LEAST.bit_length())
-# stands for the logit of a key that is not counted
+# logit of a key that is not counted
 UNCOUNTED = tl.constexpr(-32768)
 
 
