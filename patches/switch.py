@@ -140,7 +140,7 @@ def cab(
         yield model
     except BaseException:
         # this error is more important than a running manager
-        _end(model, result, mine)
+        _end_block(model, result, mine)
         raise
     if mine is result[-1]:
         try:
@@ -150,7 +150,7 @@ def cab(
             if mine is not result[0]:
                 result.remove(mine)
             raise
-    _end(model, result, mine)
+    _end_block(model, result, mine)
 
 
 def _validate_while_batching(model: nn.Module, saved: _SavedState) -> None:
@@ -158,7 +158,7 @@ def _validate_while_batching(model: nn.Module, saved: _SavedState) -> None:
         validate_while_batching(model, was.implementation)
 
 
-def _end(model: PreTrainedModel, results: list[_SavedState], mine: _SavedState) -> None:
+def _end_block(model: PreTrainedModel, results: list[_SavedState], mine: _SavedState) -> None:
     """End the ``with`` block of ``mine``."""
     place = results.index(mine)
     if mine is results[-1]:

@@ -49,7 +49,7 @@ def test_cab_frc_without_config_uses_published_settings(folder):
     model = load(folder)
     assert model.config.cab_config is None
     assert cab_config_in_use(model.config) == CabConfig.published()
-    # those of any other name are the defaults
+    # other implementation names have the default settings
     assert cab_config_of(model.config, "cab") == CabConfig()
     model.set_attn_implementation("cab")
     assert cab_config_of(model.config) == CabConfig()

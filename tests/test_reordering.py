@@ -69,7 +69,7 @@ def test_permutation_and_gradients_match_elementwise_index(text, layout, dtype):
     tokens, places = TEXTS[text][0], order.vacant.shape[1]
     x = LAYOUTS[layout](noise(tokens, dtype)).requires_grad_()
     y = LAYOUTS[layout](noise(places, dtype, 1)).requires_grad_()
-    # nothing that is computed depends on a place without a token
+    # results never depend on empty places
     grad = noise(places, dtype, 2).masked_fill(order.vacant[:, None, :, None], 0.0)
     for actual, meant, leaf, upstream in (
         (order.apply(x), apply_by_number(order, x), x, grad),

@@ -1,4 +1,4 @@
-"""One function decides how a layer is computed, and says why; what runs and `describe` ask it."""
+"""`route` selects how a layer is computed, for dispatch and for `describe`."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -189,7 +189,7 @@ class ContextParallel(Ranked):
         config = settings.budgeted(sample["length"])
         return BenchCase(scheme, length, ranks.group, config)
 
-    def find_on(self, sample: dict[str, Any], ranks: RankGroup) -> None:
+    def find_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
         settings, bench = self.settings, self.bench
         backward = sample["direction"] == BOTH
         # chunks of two blocks, the last one incomplete

@@ -184,7 +184,7 @@ class TimeToFirstToken(Ranked):
         cache = STATIC if settings.chunk else DYNAMIC
         return prompts.longest(room * GIB, settings.chunk or None, cache)
 
-    def find_on(self, sample: dict[str, Any], ranks: RankGroup) -> None:
+    def find_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
         settings, bench = self.settings, self.bench
         length, way, behind = sample["length"], sample["implementation"], settings.behind
         runs = 1 if sample["sought"] else settings.runs

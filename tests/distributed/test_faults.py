@@ -174,7 +174,7 @@ def dies(group, how):
                 raise MemoryError("the third layer did not fit")
             distributed.zigzag_attention(q, k, v, group=group, block=BLOCK)
     except MemoryError:
-        # a process that ends takes its connections with it
+        # the end of a process closes its connections
         os._exit(1)
     except distributed.RankLost as error:
         return str(error), time.monotonic() - start

@@ -65,7 +65,7 @@ def batch_of(length, ends=None, rows=2):
 def step(model, inputs):
     """Return (loss, logits, gradients of all parameters by name)."""
     result = model(**inputs, use_cache=False)
-    # in a thread of its own, as on a GPU
+    # in a separate thread, as autograd on a GPU
     with ThreadPoolExecutor(1) as autograd:
         autograd.submit(result.loss.backward).result()
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
@@ -128,7 +128,7 @@ def test_training_step_equals_single_process(ranks, config, ends):
             (("cab", CONFIGS["cascade"]), {}), {"checkpointing": True}, 2, id="cascade-checkpointed"
         ),
         pytest.param((("cab", SPARSE), {}), {"heads_k_stride": 2}, 2, id="both-heads-at-once"),
-        # ranks draw for themselves, but where all is drawn
+        # ranks draw different samples, except if all blocks are sampled
         pytest.param((("cab", replace(SPARSE, sampled_one_in=1)), {}), {}, 2, id="all-sampled"),
         pytest.param((("cab", SPARSE), {}), {}, 1, id="alone"),
         pytest.param(
@@ -145,7 +145,7 @@ def test_training_step_equals_single_process(ranks, config, ends):
         pytest.param(
             (("cab", FULL), ROUTED), {"ends": [0, 70, 71, 300, 400]}, 2, id="a-router-loss-packed"
         ),
-        # frequencies are those of the longest document
+        # the frequencies depend on the longest document
         pytest.param(
             (("cab", FULL), DYNAMIC), {"ends": [0, 70, 71, 200, 400]}, 4, id="dynamic-rope-packed"
         ),
@@ -217,7 +217,7 @@ def test_shard_of_handwritten_batch(ranks):
     batch["position_ids"] = torch.cat((torch.arange(5), torch.arange(40)))[None]
     first, second = ranks.run(2, sharded, batch)
     assert first["input_ids"][0, :6].tolist() == [10, 11, 12, 13, 14, 0]
-    # what follows the last token of a document is what followed it in the row
+    # the label of the last token of a document is the next token of the row
     assert first["shift_labels"][0, :6].tolist() == [11, 12, 13, 14, 15, -100]
     assert second["labels"][0, 48:].tolist() == [*range(48, 55), *[-100] * 9]
     assert first["num_items_in_batch"] == 44

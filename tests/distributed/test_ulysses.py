@@ -140,7 +140,7 @@ def logits_by_accelerate(group, build, inputs):
     )
 
     handler = DeepSpeedSequenceParallelConfig()
-    # its own check knows no name but those of transformers
+    # the constructor accepts implementation names of transformers only
     handler.sp_attn_implementation = build[0]
     result = ParallelismConfig(sp_backend="deepspeed", sp_size=group.size(), sp_handler=handler)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}

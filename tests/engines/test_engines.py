@@ -1,4 +1,4 @@
-"""Every engine computes what the reference defines, and the reference what the plan means."""
+"""Engines compared with the reference, and the reference compared with a loop."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ def block_mask(plan, device, training=False):
 
 
 def by_definition(q, k, v, plan, scale):
-    """(out, log-sum-exp) over the kept keys, one head and query at a time, in float64."""
+    """Return (output, log-sum-exp) by a loop over heads and queries, in float64."""
     q, k, v = (x.double() for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     sharing = q.shape[1] // plan.heads

@@ -143,7 +143,7 @@ def test_folders_are_deduplicated_and_named_by_path(folder, tmp_path):
     assert len(set(found(r'<section id="([^"]+)"', text))) == 2
 
 
-# --- the command, and what it refuses
+# --- the command
 
 
 def run(capsys, *words):
@@ -166,7 +166,7 @@ def rows_of_another_kind(folder):
     return json.dumps({**json.loads((folder / "results.json").read_text()), "rows": [3]})
 
 
-# a file and what is in it instead, None where it is missing
+# (file, other content, error); None removes the file
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -155,7 +155,7 @@ def test_a_pass_with_every_block_is_estimated_from_others(cab_ms, seconds):
 @pytest.mark.parametrize("minutes", [0.5, 2, 10, 30])
 @pytest.mark.parametrize("speed", [2e9, 2e10, 4e12])
 def test_run_stays_within_its_minutes(minutes, speed):
-    """Passes take up to 30 % more or less than their work says."""
+    """The time of a pass differs from its work by up to 30%."""
     scope = Scope((8192, 32768, 131072), START, TARGET, documents=2, kernels=3)
     rows, skipped, elapsed, draw = [], {}, 10.0, count()
     while (step := next_step(scope, rows, skipped)) is not None:
@@ -193,7 +193,7 @@ def test_the_schedule_measures_the_found_threshold_and_ends():
     for length in scope.lengths:
         assert (TTFT, length, found.threshold) in steps
         assert (RECALL, length, found.threshold) in steps
-    # the shortest way to an answer comes first
+    # steps that are necessary for advice come first
     assert [x[0] for x in steps[:4]] == ["probe", "probe", TTFT, TTFT]
 
 
@@ -312,7 +312,7 @@ def test_quickcheck_page_equals_committed_report():
 
 @pytest.fixture
 def without_figure(monkeypatch):
-    """No figure is drawn, which takes longer than all measurements of a tiny model."""
+    """Figures are off, because drawing takes longer than the measurements of a tiny model."""
     monkeypatch.setattr(report, "draw", lambda *_: None)
 
 
@@ -516,7 +516,7 @@ def test_a_shape_without_weights_is_timed_at_a_fixed_density(book, tmp_path, mon
 
 @pytest.fixture
 def flash(monkeypatch):
-    """A module that stands for FlashAttention-3, and one for a broken FlashAttention-2."""
+    """Install a fake FlashAttention-3 module, and a broken FlashAttention-2 module."""
 
     def attend(q, k, v, softmax_scale, causal):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -259,7 +259,7 @@ def test_add_run_is_idempotent_or_refused(results, words, tmp_path_factory, caps
     run = run.rename(run.with_name("fidelity-small-blocks"))
     assert readme.main([*words, "--add", str(run)]) == 0
     assert "in the table" not in capsys.readouterr().out
-    # nothing is added where a page cannot be written
+    # a run is not added if a page cannot be written
     page.write_text("<!-- table: other -->\n<!-- end -->\n")
     run = run.rename(run.with_name("fidelity-of-an-hour"))
     assert readme.main([*words, "--add", str(run)]) == 2

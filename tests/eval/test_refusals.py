@@ -177,7 +177,7 @@ shared=256 ; memory=2 ; page-size=2 ; warm-up=0 ; batch-tokens=0 ; blocks=0
         for command in ([commands] if "speed" in commands else commands.split())
         for case in table(
             lines.replace("LENGTH", LENGTH.get(command, "")).replace(
-                # what a command writes first
+                # the first file that a command writes
                 "/FIRST",
                 "" if command == "calibrate" else "/samples.jsonl",
             )

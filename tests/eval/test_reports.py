@@ -1,4 +1,4 @@
-"""What reports say: numbers by hand, one golden file of tables and sentences, and cells."""
+"""Reports: rows by hand, tables and sentences in one golden file, and cells."""
 
 import json
 import math
@@ -69,7 +69,7 @@ def tasks():
     ]
 
 
-def decoded():
+def scene_of_decoding():
     # cab equals dense in 4, 3 and 0 leading tokens; equal tokens after a difference do not count
     wrote = {"dense": ([1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8])}
     wrote |= {"full": wrote["dense"], "cab": ([1, 2, 3, 4], [1, 2, 3, 9], [0, 6, 7, 8])}
@@ -84,18 +84,18 @@ def decoded():
     ]
 
 
-def turned():
+def scene_of_turns():
     """Return turns with KL 1 to 5 per token in one document, and twice that in the other."""
-    made = []
+    samples = []
     for method, index in product(("dense", "cab"), (0, 1)):
         scale = (index + 1.0) * (method == "cab")
         turns = [{"kl": 2 * scale * at, "agree": 1, "nll": 1.0, "count": 2} for at in range(1, 6)]
         sums = {name: sum(turn[name] for turn in turns) for name in turns[0]}
-        made.append(sample(method, "turns", index, turns=turns, **sums))
-    return made
+        samples.append(sample(method, "turns", index, turns=turns, **sums))
+    return samples
 
 
-def fewer():
+def scene_with_fewer_samples():
     cases = [("dense", "recall", 3), ("dense", "asked", 2), ("cab", "recall", 3)]
     # random and cab have no samples of the probe asked, which is allowed
     cases += [("random", "recall", 2), ("oracle", "recall", 1), ("oracle", "asked", 1)]
@@ -130,9 +130,9 @@ SCENES = {
     "tasks": tasks(),
     # a method with some of the tasks only has no comparable mean
     "some tasks": [x for x in tasks() if (x["method"], x["probe"]) != ("cab", "uuid")],
-    "decoding": decoded(),
-    "turns": turned(),
-    "fewer cases": fewer(),
+    "decoding": scene_of_decoding(),
+    "turns": scene_of_turns(),
+    "fewer cases": scene_with_fewer_samples(),
     "a time that no budget takes": [sample("random", "time", 0, **TIMES, dense_kernel="SDPA")],
     "a density that is not the matched one": [
         # density of the sparse layers only; others are dense

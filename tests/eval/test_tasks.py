@@ -25,7 +25,7 @@ from cab_hf.experiment.models import smollm2_folder
 from cab_hf.experiment.settings import UsageError
 
 LENGTHS = [300, 450]
-LONGER = (650, 700)  # room for the twelve keys of cab_recall
+LONGER = (650, 700)  # enough tokens for the twelve keys of cab_recall
 WITH_KEYS = ["cab_passkey", "cab_passkey_multi", "cab_recall"]
 NAMES = [*WITH_KEYS, *(f"cab_{name}" for name in TASKS)]
 SPARSE = (
@@ -335,7 +335,7 @@ def test_harness_run_without_valid_scores_is_refused(
 
 @pytest.fixture(scope="module")
 def runs(folder, tmp_path_factory):
-    """Method of the passkey command -> what lm_eval makes of it."""
+    """Results of lm_eval by method of the passkey command."""
     pytest.importorskip("lm_eval")
     models = {"cab": ("cab", ",".join(SPARSE)), "dense": ("hf", "attn_implementation=sdpa")}
     out = tmp_path_factory.mktemp("runs")

@@ -52,7 +52,7 @@ def answering(logits):
     ],
 )
 def test_answer_is_correct_if_all_tokens_match(said, right):
-    # each token is said where the one before it stands
+    # token i is predicted at position i - 1
     model = answering(F.one_hot(torch.tensor([*said[1:], 0]), 20).float())
     reading = TeacherForced(tuple(range(8)), ((1, 4), (5, 7)))
     assert greedy_match(model, reading) == {"right": right}
@@ -77,7 +77,7 @@ def test_divergence_by_hand():
     result = divergence(actual, dense, TeacherForced((0, 1, 2), ((1, 3),)))
     assert result["kl"] == pytest.approx(math.log(2) / 4)
     assert (result["agree"], result["count"]) == (1, 2)
-    # of what stands there, token 1 and token 2
+    # log-probabilities of the next tokens 1 and 2
     assert result["nll"] == pytest.approx(math.log(2) + math.log(2))
     assert divergence(dense, dense, TeacherForced((0, 1, 2), ((1, 3),)))["kl"] == 0
 
@@ -105,7 +105,7 @@ def test_prompt_is_prefilled_in_chunks():
     complete, blocks, others = (
         distributions(model, text, chunk=7, prefill_chunk=each) for each in (0, 64, 80)
     )
-    # 32 queries a block: where chunks end inside of one, it chooses by fewer of them
+    # chunks that end inside of a query block of 32 select by fewer queries
     torch.testing.assert_close(blocks, complete, atol=1e-4, rtol=1e-4)
     assert (others - complete).abs().max() > 1e-3
 

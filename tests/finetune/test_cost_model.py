@@ -37,13 +37,13 @@ def adapted(**overrides):
 def test_flops_equal_torch_flop_counter():
     length = 64
     model = adapted().train()
-    # otherwise the first layer has no gradient to hand on
+    # otherwise the first layer has no input gradient, and fewer operations
     model.enable_input_require_grads()
     counter = FlopCounterMode(display=False)
     with counter:
         Objective(model)(batch(length)).backward()
     cost = cost_model.Cost.of(model)
-    # eager attention computes what causality forbids as well
+    # eager attention also computes the pairs above the diagonal
     expected = cost.products(length) + sum(cost.attention([length**2] * 3))
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
 
@@ -87,7 +87,7 @@ def test_pairs_respect_documents_rows_and_windows():
     for pairs, positions in documents.items():
         assert cost.pairs(torch.tensor(positions)) == (pairs,) * 3
     cost = cost_model.Cost.of(tiny_model("mistral-sliding"))
-    # 40 + 39 + ... + 1 at the start, 40 for each of the others
+    # 40 + 39 + ... + 1 pairs for the first 40 tokens, and 40 for each later token
     assert cost.pairs(torch.arange(60)[None]) == (820 + 20 * 40,) * 3
     some = cost_model.Cost.of(tiny_model("qwen3-some-sliding"))
     assert sorted(some.pairs(torch.arange(60)[None])) == [1620, 1620, 1830]
@@ -329,7 +329,7 @@ def test_host_weights_reduce_memory_for_checkpoints(large):
     there = cost_model.memory(large, 2**19, tile=2**13, shards=2, weights_on_host=True)
     moved = (large.weight_bytes + 16 * large.trained_parameters) / 2
     assert here.total - there.total == pytest.approx(there.host) == pytest.approx(moved)
-    # of all weights what two layers need
+    # the device has the weights that two layers need
     assert there.weights == pytest.approx(large.weight_bytes / 16)
 
 

@@ -25,7 +25,7 @@ def settings(**given):
 @pytest.mark.parametrize("path", sorted((FOLDER / "configs").iterdir()), ids=lambda path: path.stem)
 def test_shipped_configs_are_valid(path):
     actual = read(["--config", str(path)])
-    # those of LLaMA are for eight GPUs
+    # the LLaMA configs are for eight GPUs
     assert actual.data and actual.accumulation(8 if "llama3" in path.stem else 1) >= 1
     CabConfig.from_dict(actual.cab_config())
     given = yaml.safe_load(path.read_text())

@@ -88,7 +88,7 @@ def test_softcap_matches_reference(gpu, name, dim):
     q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape, layout="packed")
     work = engines.Workload("cuda", dim, q.dtype, True, 128, 64, softcap=True)
     attend = engines.choose(name, work).attention
-    # the cap is what logits reach
+    # this scale makes logits reach the cap
     assert_engine_within_budget(attend, q, k, v, grad, plan, 4 * dim**-0.5, softcap=3.0)
 
 

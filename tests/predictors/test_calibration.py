@@ -124,7 +124,7 @@ def attended(model):
 def test_calibrate_sets_and_saves_config(tmp_path):
     model = made()
     given = calibrated(model)
-    # it attends by what was found
+    # the model uses the calibrated config
     assert state(model) == ("cab", given.to_dict())
     assert given.origin == Origin("llama", layers=3, heads=6, kv_heads=2, length=300)
     given.save(tmp_path / "own.json")

@@ -255,7 +255,7 @@ def test_blocks_with_nonfinite_key_are_marked():
     "change",
     [
         pytest.param(lambda q, k: (q, k), id="as-they-are"),
-        # whole numbers, whose products are exact: equal keys give equal scores
+        # integers have exact products, so that equal keys have equal scores
         pytest.param(lambda q, k: (q.round(), k[:, :, :1].round().expand_as(k)), id="equal-keys"),
         pytest.param(lambda q, k: (torch.zeros_like(q), k), id="nothing-at-all"),
     ],

@@ -1,4 +1,4 @@
-"""What is selected: by hand where that is possible, and the promises every recipe keeps."""
+"""Selection: row places and forced blocks by hand, and properties of every predictor."""
 
 import runpy
 from dataclasses import replace
@@ -30,7 +30,7 @@ def changed(config, **fields):
     return CabConfig.from_dict({**config.to_dict(), **fields})
 
 
-# --- places, by hand
+# --- row places, by hand
 
 
 def test_row_places_follow_first_query():

@@ -34,7 +34,7 @@ def test_typical_queries_are_in_the_middle_of_equal_steps():
 
 
 def test_outliers_weigh_one_and_typical_queries_share_the_rest():
-    """Four of 32 queries look at the second key block; one of them is an outlier."""
+    """Four of 32 queries attend to the second key block; one of these queries is an outlier."""
     q = torch.zeros(1, 1, 64, 2)
     q[..., 0] = 1.0
     q[0, 0, [33, 40, 47, 55]] = torch.tensor([0.0, 1.0])
@@ -117,7 +117,7 @@ def test_channels_apply_to_outliers_only():
     assert torch.equal(*(shares_of(q, k, typical, x)[0] for x in ((), (8, 9, 10, 11))))
     every = replace(SMALL, outlier_queries=32)
     seen, unseen = (shares_of(q, x, every, tuple(range(8, 16)))[0] for x in (k, blind))
-    # typical queries weigh nothing where every query is an outlier
+    # typical queries have weight 0 if every query is an outlier
     torch.testing.assert_close(seen, unseen)
 
 
@@ -150,7 +150,7 @@ def test_outliers_find_a_key_that_one_query_attends():
 
 
 @pytest.mark.parametrize("cap", [0.2, 0.5])
-def test_max_density_caps_every_row_and_keeps_the_best(cap):
+def test_max_density_caps_rows_to_best_blocks(cap):
     q, k = loud(q_length=900)
     ranges, config = KeyRanges.causal(1, 900, 900, "cpu"), replace(SMALL, dense_tail_blocks=0)
     whole = plan_by_reference(config, q, k, ranges).to_dense()
@@ -160,7 +160,7 @@ def test_max_density_caps_every_row_and_keeps_the_best(cap):
     cap_of_rows = definitions.share_of_row(visible, cap).squeeze(-1).maximum(forced.sum(-1))
     assert torch.equal(capped.sum(-1), whole.sum(-1).minimum(cap_of_rows))
     assert (whole | ~capped).all()
-    # what is left out has less than what is kept
+    # every unselected block has a lower rank than every selected block
     mean_share, max_share = reference.block_shares(q, k, ranges, config, scale=0.25)
     rank = torch.where(max_share >= 0.3, 1 + max_share, mean_share).masked_fill(forced, torch.inf)
     least = rank.masked_fill(~capped, torch.inf).amin(-1)

@@ -21,7 +21,7 @@ def start(name, model, out, *more, methods="dense,cab,random", drawn=False):
     given = [name, *FIXED[name].split(), "--device", "cpu", "--model", model, "--out", out]
     given += [word for assignment in SPARSE_WORDS for word in ("--cab", assignment)]
     with pytest.MonkeyPatch.context() as patch:
-        # which takes longer than the rest
+        # drawing takes longer than the rest of a run
         if not drawn:
             patch.setattr(named(name), "draw", lambda *_: None)
         return main([str(word) for word in (*given, "--methods", methods, *more)])

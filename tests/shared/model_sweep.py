@@ -70,7 +70,7 @@ BLOCK = 32
 PRELOADED = ["cab_hf.eval.families", "cab_hf.patches", "torch.multiprocessing"]
 PRELOADED += ["transformers.models.auto.modeling_auto", "transformers.masking_utils"]
 SAMPLE = "sample.json"  # file with the result of the processes of a type
-# settings of types with routers: their loss is added to the others
+# settings of types with routers, whose auxiliary loss is part of the loss
 ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 # fewer positions than a test has, with frequencies that depend on the longest position
 DYNAMIC = {
@@ -200,7 +200,7 @@ def inputs(padding: int | None = None) -> dict[str, dict[str, Any]]:
 def packed_inputs() -> dict[str, dict[str, Any]]:
     """Return arguments of a model by name: the tokens of `inputs`, packed as `DOCUMENTS`.
 
-    A mask and a cache must change nothing.
+    A mask and a cache must not change the logits.
     """
     alone = packed(inputs()["plain"]) | {"use_cache": False}
     mask = {"attention_mask": torch.ones_like(alone["input_ids"])}
@@ -270,7 +270,7 @@ def compare(
     """Return the outcome of every input, and the numbers of layers that ran by cab and sparsely."""
     with counted("cab") as layers:
         try:
-            switched = switch(model)
+            cab_model = switch(model)
         except Exception as error:
             every = dict.fromkeys(expected, outcome(error))
             return {"inputs": every, "layers": 0, "sparse": 0}
@@ -280,7 +280,7 @@ def compare(
                 continue
             try:
                 result[name] = {
-                    "difference": _difference(logits(switched, **given), expected[name])
+                    "difference": _difference(logits(cab_model, **given), expected[name])
                 }
             except Exception as error:
                 result[name] = outcome(error)

@@ -49,7 +49,7 @@ FULL = {"query_block": 32, "key_block": 16, "min_length": 0, "mass_threshold": 0
 
 
 def saved(folder, kind, config, **fields):
-    """Save a random model, whose answers depend on what is attended, and return its folder."""
+    """Save a random model whose answers depend on the attended keys; return its folder."""
     torch.manual_seed(0)
     model = getattr(transformers, kind)(getattr(transformers, config)(**fields))
     for weight in model.parameters():

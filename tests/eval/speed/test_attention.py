@@ -1,4 +1,4 @@
-"""``speed attention``: its rows by hand, what it refuses to time, and what it says."""
+"""``speed attention``: rows by hand, rejected kernels, and report sentences."""
 
 import sys
 from functools import partial
@@ -49,7 +49,7 @@ def row_of(length, ms, baselines=None, direction="forward", budget=0.1, **more):
 
 
 def test_pairs_and_density_by_hand():
-    # 80 queries in blocks of 32, 16 and 16 key blocks of 16: rows end after 2, 4 and 5 of them
+    # 80 queries in blocks of 32, 32 and 16; the rows list 2, 4 and 5 key blocks of 16
     plan = BlockPlan.causal(KeyRanges.causal(1, 80, 80, "cpu"), 2, 32, 16)
     counted = attention.counted(plan, heads=4)
     assert counted["density"] == 1
@@ -111,7 +111,7 @@ def test_composite_engine_is_timed(monkeypatch, direction):
     assert row["attend_ms"] and not row["not_measured"]
 
 
-# --- what is not timed
+# --- rejected kernels
 
 
 @pytest.mark.parametrize(

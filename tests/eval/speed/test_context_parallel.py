@@ -1,4 +1,4 @@
-"""``speed context-parallel``: two processes, killed and resumed, and its parts by hand."""
+"""``speed context-parallel``: a killed and resumed run of two processes, and rows by hand."""
 
 import json
 
@@ -86,7 +86,7 @@ def bad_output(group, patch):
 
 
 def bad_gradient(group, patch):
-    """Attention whose gradient is half of what it should be."""
+    """Attention with half of the correct gradient."""
     meddle_with_grouped(patch, lambda out: out / 2 + out.detach() / 2)
 
 
@@ -127,7 +127,7 @@ def test_wrong_or_out_of_memory_case_is_not_timed(ranks, scheme, direction, medd
 
 
 class Paced(Bench):
-    """A clock by which rank r takes r + 1 ms the first time, and 10 (2 - r) ms after that."""
+    """Clock of rank r: r + 1 ms for the first run, and 10 (2 - r) ms for later runs."""
 
     def __init__(self, rank):
         super().__init__("cpu")
@@ -156,7 +156,7 @@ def paced(group, *how):
 @pytest.mark.parametrize(
     ("how", "meant"),
     [
-        # the first timed run is 2 ms by rank 1, the others 20 by rank 0
+        # the slowest rank is rank 1 in the first run (2 ms) and rank 0 later (20 ms)
         pytest.param((3, 0.0), (20.0, 3, 1, 4), id="slowest"),
         pytest.param((1, 0.0101), (20.0, 5, 1, 6), id="as-many-as-there-is-time-for"),
         pytest.param((3, 0.0, 5), (20.0 / 5, 3, 5, 2 + 3 * 5), id="in-a-row"),
@@ -239,5 +239,5 @@ def test_long_sequence_is_warmed_up_with_shorter_sequence(monkeypatch):
     measured = ContextParallel(settings_of(), RankGroup())
     case = {"world": 1, "length": 600, "direction": FORWARD, "scheme": "alone"}
     assert measured.measure(case)["error"] is None
-    # checked, warmed up, called once more since it takes no seconds, how many, timed
+    # lengths of calls: check, warm-up, second warm-up, count of calls, timed runs
     assert seen[:3] == [4 * 128 - 37, 256, 600] and set(seen[2:]) == {600}

@@ -1,4 +1,4 @@
-"""``speed decode``: keys read per step, rows next to dense ones, and what is not timed."""
+"""``speed decode``: bytes per step, rows compared with dense ones, and rejected kernels."""
 
 import sys
 from types import ModuleType
@@ -75,7 +75,7 @@ def test_bytes_of_cab_step_by_hand():
     step = step_of(settings)
     channels = decode.llama_channels(16)
     index = ops.index_keys(step.k, channels).nbytes
-    # the index, K and V of what is kept
+    # the index, and K and V of the selected keys
     rows = 2 * 2
     assert row["bytes"] == index + rows * row["kept"] * 2 * 16 * 4
     everything = sample_of(Decode, settings, CASE | {"budget": 600})
@@ -101,7 +101,7 @@ def test_wrong_cab_step_is_not_timed(monkeypatch):
     attend = ops.attend
 
     def wrong(q, k, v, choice, *told):
-        # right where everything is chosen
+        # correct only if all keys are selected
         everything = choice.kept().all()
         return attend(q, k, v if everything else v.roll(1, dims=2), choice, *told)
 
@@ -139,7 +139,7 @@ def test_model_row_counts_cache_and_index(mode, monkeypatch):
     for row in (dense, sparse):
         assert row["ms"] > 0
         assert row["tokens_s"] == pytest.approx(2 / row["ms"] * 1e3)
-        # the prompt, the steps that warm up and those that are timed; slots are aligned
+        # slots for the prompt, warm-up steps and timed steps, aligned
         tokens = 640 if mode == "static" else 600 + decode.WARM_UP_STEPS + 3
         assert row["cache_gib"] * 2**30 == 2 * 2 * 2 * 2 * tokens * 16 * 4
     assert dense["index_gib"] is None and dense["ran_as"] is None

@@ -12,7 +12,7 @@ from cab_hf.eval.speed.attention import Attention, Settings
 from cab_hf.eval.speed.layouts import LAYOUTS, PACKED, PADDED, WHOLE, Sequences
 from cab_hf.ops import reference
 
-# so small that 192 tokens have blocks to leave out
+# small blocks, so that 192 tokens have blocks to skip
 BLOCKS = ("local_blocks=1", "dense_tail_blocks=0")
 
 
@@ -54,7 +54,7 @@ def test_mask_equals_key_ranges(layout):
 
 
 def flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-    """Compute what flash-attn computes, one sequence at a time."""
+    """Compute varlen attention as in flash-attn, one sequence at a time."""
     assert max_seqlen_q == max_seqlen_k and options.pop("causal")
     out = torch.empty_like(q)
     borders = cu_seqlens_q.tolist()

@@ -47,7 +47,7 @@ def settings_of(length, implementations=("cab-always",), **more):
 
 
 def search(tmp_path, monkeypatch, bench, *words, implementations="cab-always", estimate=0, **how):
-    """Return the rows of a run on ``bench``, including those of the search; no prompt is read."""
+    """Return the rows of a run on ``bench``, including searched lengths; no model runs."""
 
     @contextmanager
     def prefilling(settings, length, *_, **more):
@@ -120,7 +120,7 @@ def test_search_runs_longest_length(tmp_path, monkeypatch, limit, tried):
         said.startswith(f"{fits} tokens are the longest")
         and f"{fits + 64} tokens do not fit" in said
     )
-    # nothing is left to do
+    # the second run measures nothing
     assert search(tmp_path, monkeypatch, None) == rows
 
 

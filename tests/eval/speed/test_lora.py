@@ -1,4 +1,4 @@
-"""``speed lora``: a step learns, its operations by hand, ranks, lengths that are sought."""
+"""``speed lora``: training steps, FLOPs by hand, ranks, and searched lengths."""
 
 import json
 import weakref
@@ -59,7 +59,7 @@ def test_a_row_has_its_ceiling_by_hand(monkeypatch):
     done = lora.step_flops(cost, 192, row["density"])
     assert row["ceiling"] == pytest.approx(lora.step_flops(cost, 192) / done)
     assert row["tflops"] == pytest.approx(done / 0.5 / 1e12)
-    # what warms up does not count
+    # warm-up steps do not count
     monkeypatch.setattr(lora, "WARM_UP_TOKENS", 16)
     again = sample_of(LoraStep, settings, CASE, Clock())
     assert again["density"] == pytest.approx(row["density"])
@@ -72,7 +72,7 @@ def test_long_step_uses_tiles_and_offload():
     handle = mlp.act_fn.register_forward_hook(lambda _, given, __: calls.append(given[0].shape[1]))
     row = sample_of(LoraStep, settings, CASE, Clock())
     assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (50, 1, 0.25)
-    # forward and backward, of what warms up and of what is timed
+    # forward and recompute, in the warm-up and in the timed step
     assert sorted(calls) == sorted([50, 50, 50, 42] * 4)
     # the next row is described again
     settings = tiny(lengths=(192,), cab=SMALL, tile_tokens=0, offload_layers=0)
@@ -121,7 +121,7 @@ def test_a_run_of_two_ranks(tmp_path):
     rows = results["rows"]
     assert results["provenance"]["settings"]["worlds"] == [2]
     ways = ("sdpa", "cab_dense", "cab")
-    # a sequence that is sharded is attended by what knows of ranks
+    # a sharded sequence needs an implementation with context parallelism
     asked = [(how, way) for how in SPREADS for way in (ways[1:] if how == "cp" else ways)]
     assert [(row["spread"], row["implementation"]) for row in rows] == asked
     assert [row["world"] for row in rows] == [1] * 3 + [2] * 8
@@ -129,7 +129,7 @@ def test_a_run_of_two_ranks(tmp_path):
     for row in rows:
         assert row["error"] is None and row["ms"] > 0 and row["fits"]
         one = alone[row["implementation"]]
-        # one half of a text, or a text of its own
+        # per rank: half of a sequence, or its own sequence
         share = 0.5 if row["spread"] == "cp" else 1.0
         assert row["tokens_s"] == pytest.approx(share * 600 / row["ms"] * 1e3)
         assert row["efficiency"] == pytest.approx(share * one["ms"] / row["ms"])
@@ -195,7 +195,7 @@ def test_next_length_finds_longest_that_fits(limit, asked, likely):
 
 
 def test_step_search_covers_every_implementation(monkeypatch):
-    """Search for the longest step on a GPU that has room for 300 tokens."""
+    """Search for the longest step on a GPU that fits 300 tokens."""
     monkeypatch.setattr(lora, "LONGEST", 0)
     experiment = LoraStep(tiny(lengths=(96,), implementations=("sdpa", "cab"), longest=True))
     experiment.bench = SimpleNamespace(room=lambda: 1.0)
@@ -226,7 +226,7 @@ def test_qlora_step_packs_weights_in_four_bits():
     first = lora.train_state(settings).objective.model.get_base_model().model.layers[0]
     packed = first.mlp.down_proj.weight
     assert packed.numel() * packed.element_size() == plain.weight.numel() // 2
-    # what NF4 leaves of a weight
+    # weights after rounding to NF4
     unpacked = functional.dequantize_4bit(packed.data, packed.quant_state)
     assert (unpacked - plain.weight).abs().max() < 0.2 * plain.weight.abs().max()
     row = sample_of(LoraStep, settings, CASE | {"length": 96}, Clock())

@@ -93,7 +93,7 @@ def test_every_op_runs(op, words, check, cases, tmp_path):
     assert all(row["ms"] > 0 for row in rows if "ms" in row)
     check(rows)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    # nothing is left to do
+    # the second run measures nothing
     assert speed_run(op, tmp_path, *words.split())["rows"] == rows
 
 
@@ -143,10 +143,10 @@ def test_run_with_other_settings_is_not_extended(
     assert f"made with {told}" in capsys.readouterr().err
 
 
-# options that have gone -> what all runs had
+# removed options -> their value in all committed runs
 GONE = {"budgets": [], "inputs": "topics", "batch": 1, "heads_k_stride": 4, "turns": 8}
 GONE |= {"rope_theta": 500_000.0, "host_gib": 0.0, "gpu_gib": 0.0}
-# the defaults when the runs were made whose commands do not say
+# former defaults, for committed runs whose commands do not contain the option
 EARLIER_DEFAULTS = {"min_length": 8192, "predictor": "curvature", "top_p": 0.999}
 EARLIER_DEFAULTS |= {"dense_tail_blocks": 1, "typical_queries": 8, "mass_threshold": 0.0025}
 EARLIER_DEFAULTS |= {"share_threshold": 0.05}
@@ -173,17 +173,17 @@ def test_committed_results_equal_rows_of_samples(folder, monkeypatch):
         ("implementation", "total_s") if made["experiment"] == "speed serve" else ("length", "ms")
     )
     assert list(map(itemgetter(*told), again)) == list(map(itemgetter(*told), rows))
-    # the commands that are printed, one a number of ranks, give the settings that are recorded
+    # the printed commands, one per number of ranks, parse to the recorded settings
     printed = (folder / "report.md").read_text().split("```\n")[1].splitlines()
     (words,) = {command.partition(kind.name)[2] for command in printed}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     given = read_settings(kind.Settings, shlex.split(words), kind.name)
     recorded = {"worlds": [], **json.loads(json.dumps(kind(given).recorded()))}
-    # options that have gone since, which none was given
+    # removed options that no run set
     for name, default in GONE.items():
         if name not in recorded:
             assert made["settings"].pop(name, default) == default
-    # a run knows nothing of the options and fields that came after it, and some have gone since
+    # older runs lack newer options and fields, and have removed ones
     recorded = {name: recorded[name] for name in made["settings"]}
     known, today = made["settings"]["cab_config"], recorded["cab_config"]
     both = set.intersection(*map(set, (known, today)))
@@ -193,7 +193,7 @@ def test_committed_results_equal_rows_of_samples(folder, monkeypatch):
         name: known[name] if known[name] == EARLIER_DEFAULTS.get(name) else today[name]
         for name in both
     }
-    # words change, what they say does not; how many ranks there are is torchrun's to say
+    # compare parsed values, not words; torchrun sets the number of ranks
     blank = {"method": "", "worlds": []}
     assert {**recorded, **blank} == {**made["settings"], **blank}
 

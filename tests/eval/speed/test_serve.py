@@ -1,4 +1,4 @@
-"""``speed serve``: the trace, percentiles by hand, runs on a tiny model, what fails is a row."""
+"""``speed serve``: the trace, percentiles by hand, runs of a tiny model, and error rows."""
 
 import operator
 import queue
@@ -59,7 +59,7 @@ def test_a_summary_by_hand():
 
 
 class Manager:
-    """Has all tokens of a request when it is handed in, each a second after the last one."""
+    """Manager that returns all tokens of a request immediately, with times one second apart."""
 
     def __init__(self):
         self.outputs = queue.Queue()

@@ -1,4 +1,4 @@
-"""``speed ttft``: the model and its operations, rows by hand, questions after a cache, ranks."""
+"""``speed ttft``: FLOPs of the model, rows by hand, questions after a cache, and ranks."""
 
 import json
 from dataclasses import replace
@@ -175,7 +175,7 @@ def test_kernel_without_cache_support_has_error_row(monkeypatch):
     ]
     said = "SDPA cannot continue a cache: it takes queries for the first tokens"
     assert rows[0]["error"] == said
-    # what says that it can is looked at
+    # check that a kernel which claims cache support computes it
     assert rows[1]["error"].startswith("ArithmeticError: wrong by ")
 
 
@@ -197,7 +197,7 @@ def test_a_run_of_two_ranks(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     rows = results["rows"]
-    # what knows of ranks
+    # implementations with context parallelism
     assert [row["implementation"] for row in rows] == ["cab_dense", "cab", "cab-always"]
     assert results["provenance"]["settings"]["worlds"] == [2]
     for row in rows:
