@@ -115,7 +115,7 @@ def most_of_rows(bounds: Tensor, max_density: float, marked: Tensor | None = Non
     """Return the largest number of blocks that a row may select, int32 [B, 1 or H_kv, M_q].
 
     The number is max(ceil(max_density * visible), forced). ``forced`` counts one more block if the
-    row sees a marked block that is not forced.
+    row has a visible marked block that is not forced.
 
     Args:
         bounds: `row_bounds`.

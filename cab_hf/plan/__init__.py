@@ -230,7 +230,7 @@ class BlockPlan:
         block is therefore kept with probability 1 / ``sample_period``, and its weight is multiplied
         by ``sample_period``.
         In expectation, the sum of exp(logit) equals the sum over all blocks. The plan must list all
-        blocks that a row sees only in part. The predictors do so if documents start at block
+        blocks that are partly visible to a row. Predictors do so if documents start at block
         borders.
 
         Args:

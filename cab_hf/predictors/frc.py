@@ -203,7 +203,7 @@ def wanted_blocks(
     """Return the number of blocks that each row lists, int32 [B, H or 1, M_q].
 
     The number is the row's share, and at least the number of forced blocks. The minimum is one
-    higher if the row sees a marked block.
+    higher if the row has a visible marked block.
 
     Args:
         bounds: the result of `reference.row_bounds`.

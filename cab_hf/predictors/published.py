@@ -139,8 +139,8 @@ def generate_block_mask_from_frc(
 ) -> Tensor:
     """Return the mask of selected blocks, bool [B, H, M, M].
 
-    A row that sees n blocks keeps ceil((1 - sparsity) * n) blocks, the diagonal included. Ties keep
-    the lower index. Blocks with a curvature of NaN are kept first, and at least one such block is
+    A row with n visible blocks keeps ceil((1 - sparsity) * n) blocks, the diagonal included. Ties
+    keep the lower index. Blocks with a curvature of NaN are kept first, and at least one such block is
     kept.
 
     Args:
@@ -258,7 +258,7 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
 
     A row keeps blocks whose curvature is more than ``threshold`` standard deviations beyond the
     mean of the row. Beyond means below for ``"forman"`` and above for ``"additive"``. Mean and
-    (population) standard deviation are over the n blocks that the row sees. If all curvatures of a
+    (population) standard deviation are over the n visible blocks of the row. If all curvatures of a
     row are equal, no block passes a threshold of 0 or more.
 
     The number of blocks of a row stays between ceil(min_keep * n) and ceil(max_keep * n): the next

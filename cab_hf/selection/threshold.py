@@ -74,7 +74,7 @@ class Bitmap(NamedTuple):
 
     Attributes:
         bits: int32 [B, H, M_q, ceil(M_k / 32)]: bit j % 32 of word j // 32 is set if block j is
-            selected. Words of blocks that a query block does not see are undefined.
+            selected. Words of blocks that are invisible to a query block are undefined.
         counts: int32 [B, H, M_q], the number of selected blocks.
     """
 
@@ -232,7 +232,7 @@ def _shares(
         line: The query block.
         logits: Pointer to the logits of its samples, [steps, ROWS, BLOCKS].
         begins: The first of CHUNK key blocks.
-        first, last: Range of sampled keys that some sample sees. The scratch has no other steps.
+        first, last: Range of sampled keys visible to any sample. The scratch has no other steps.
 
     Returns:
         Two tensors [CHUNK], one number per key block.
@@ -263,7 +263,7 @@ def _shares(
 
 @triton.jit
 def _seen_by(sample, line, COUNT: tl.constexpr):
-    """Return the first and last key that samples of a block see, and the number that see any."""
+    """Return the first and last visible key of the samples, and the number of samples with keys."""
     row = line * COUNT + tl.arange(0, COUNT)
     last = tl.load(sample.end + row)
     first = tl.where(last >= 0, tl.load(sample.start + row), 2147483647)

@@ -143,7 +143,7 @@ def pooled_last_block(
     mean = total / real.sum(2, keepdim=True).clamp(min=1)
     first, last = (x.gather(1, query.clamp(min=0)) for x in (ranges.start, ranges.end))
     start = torch.arange(0, ranges.kv_length, block, device=q.device)
-    # [B, 1, 1, M_k]: blocks that one of these queries sees
+    # [B, 1, 1, M_k]: blocks that are visible to any of these queries
     begun = (start <= last.amax(-1, keepdim=True)) & (start + block > first[:, :1])
     return share_of_blocks(mean, keys, begun[:, None, None], scale).squeeze(2)
 

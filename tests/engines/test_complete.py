@@ -131,7 +131,7 @@ def test_inference_output_equals_training_output(shape, blocks, return_lse):
     ("shape", "blocks"), [case for case in CASES if "dim" not in case.values[0]]
 )
 def test_split_keys_of_dense_rows_equal_reference(shape, blocks, return_lse, monkeypatch):
-    """In long sequences, few rows over all keys would leave most multiprocessors idle."""
+    """Few rows over all keys of a long sequence would leave most multiprocessors idle."""
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
     monkeypatch.setattr(complete, "JOINED_ON", ("cpu",))
     monkeypatch.setattr(complete, "SPLIT_KEYS", 16)
