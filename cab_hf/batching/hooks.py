@@ -101,9 +101,9 @@ def validate_while_batching(model: Any, requested: str | None) -> None:
 
 def _ask_to_begin(begin: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     require_batching(model)
-    kept = vars(model).get(KEPT)
-    if kept is not None:
-        _require_as_made(kept)
+    cached_manager = vars(model).get(KEPT)
+    if cached_manager is not None:
+        _require_as_made(cached_manager)
     return begin(model, *args, **kwargs)
 
 

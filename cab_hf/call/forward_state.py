@@ -112,18 +112,20 @@ class ForwardState:
         x = next((x for x in tensors if x.requires_grad), None)
         if torch.compiler.is_compiling() or x is None or is_captured(x):
             return predict()
-        kept = self._predicted.setdefault(layer, [])
+        saved_plans = self._predicted.setdefault(layer, [])
         if not in_backward_pass():
             plan = trimmed(predict())
             # stored on the host: the lists of all layers would increase the peak memory of the GPU
-            kept.append(narrowed(plan).map_tensors(_to_pinned_host))
+            saved_plans.append(narrowed(plan).map_tensors(_to_pinned_host))
             return plan
-        if len(kept) > 1:
+        if len(saved_plans) > 1:
             # it is not known which call of the layer this is
             self.shared.clear()
-        if len(kept) != 1:
+        if len(saved_plans) != 1:
             return predict()
-        return kept.pop().map_tensors(lambda part: part.to(x.device, non_blocking=True).int())
+        return saved_plans.pop().map_tensors(
+            lambda part: part.to(x.device, non_blocking=True).int()
+        )
 
 
 def in_backward_pass() -> bool:

@@ -79,8 +79,8 @@ def cab_mask(
         )
     if isinstance(q_offset, Tensor):
         # the counter of a static cache changes in place
-        known = eager and (q_length > 1 or prompt is not None)
-        q_offset = int(q_offset) if known else q_offset.clone()
+        is_readable = eager and (q_length > 1 or prompt is not None)
+        q_offset = int(q_offset) if is_readable else q_offset.clone()
     first_slot = q_offset - kv_offset
     # a static cache has more slots than written keys
     written = None if isinstance(first_slot, Tensor) else min(kv_length, first_slot + q_length)

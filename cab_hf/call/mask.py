@@ -107,8 +107,8 @@ class MaskInfo(MaskPlaceholder):
         start, stop, step = rows.indices(self.q_length)
         if (stop, step) != (self.q_length, 1) or start == stop:
             return super().__getitem__(index)
-        found = self.state.stored(PACKING)
-        mask = self if found is None else self._with_packing(found)
+        stored = self.state.stored(PACKING)
+        mask = self if stored is None else self._with_packing(stored)
         return mask.slice_queries(start, stop)
 
     def slice_queries(self, start: int, stop: int) -> MaskInfo:
@@ -240,11 +240,11 @@ class MaskInfo(MaskPlaceholder):
             ValueError: if ``cu_seqlens`` has another number of tokens.
             NotImplementedError: if ``cu_seqlens`` is set in a call that continues a cache.
         """
-        found, mixed = self.state.stored(PACKING), None
-        if found is None:
-            found, mixed = self._find_documents(position_ids, cu_seqlens, value)
-            self.state.store(PACKING, found)
-        return self._with_packing(found), mixed
+        stored, mixed = self.state.stored(PACKING), None
+        if stored is None:
+            stored, mixed = self._find_documents(position_ids, cu_seqlens, value)
+            self.state.store(PACKING, stored)
+        return self._with_packing(stored), mixed
 
     @property
     def _packing(self) -> Packing:
@@ -281,13 +281,13 @@ class MaskInfo(MaskPlaceholder):
             positions = cu_seqlens = None
         if not is_complete or self.batch == 1:
             value = None
-        found = mask._detect(positions, cu_seqlens, value)
-        self._warn_of_padding(found)
+        detected = mask._detect(positions, cu_seqlens, value)
+        self._warn_of_padding(detected)
         chunk_starts = self.details.chunk_starts
-        if chunk_starts is not None and found.doc_ids is not None:
-            doc_ids = packing.in_chunks(found.doc_ids, found.padding_mask, self.window)
-            found = found._replace(doc_ids=doc_ids, max_documents=None)
-        return found, mixed
+        if chunk_starts is not None and detected.doc_ids is not None:
+            doc_ids = packing.in_chunks(detected.doc_ids, detected.padding_mask, self.window)
+            detected = detected._replace(doc_ids=doc_ids, max_documents=None)
+        return detected, mixed
 
     def _detect(
         self,
@@ -470,21 +470,21 @@ class MaskInfo(MaskPlaceholder):
         """
         query = self.q_offset + torch.arange(start, stop, device=device).unsqueeze(-1)
         key = torch.arange(low, high, device=device)
-        seen = key <= query
+        visible = key <= query
         if self.window is not None:
-            seen = seen & (key > query - self.window)
-        seen = seen.unsqueeze(0)
+            visible = visible & (key > query - self.window)
+        visible = visible.unsqueeze(0)
         if self.padding_mask is not None:
-            seen = seen & self.padding_mask[:, None, low:high].to(device)
+            visible = visible & self.padding_mask[:, None, low:high].to(device)
         if self.details.chunk_starts is not None and self.doc_ids is None:
             begin = self.details.chunk_starts.to(device).view(-1, 1, 1)
-            seen = seen & ((key - begin) // self.window == (query - begin) // self.window)
+            visible = visible & ((key - begin) // self.window == (query - begin) // self.window)
         if self.doc_ids is not None:
             document = self.doc_ids.to(device)
             own = document[:, self.q_offset + start : self.q_offset + stop, None]
-            seen = seen & (own == document[:, None, low:high])
+            visible = visible & (own == document[:, None, low:high])
         # a padding query attends to itself, because softmax over no keys is NaN
-        return (seen | (key == query)).unsqueeze(1)
+        return (visible | (key == query)).unsqueeze(1)
 
 
 AHEAD = "has a mask that lets tokens see later ones"

@@ -106,11 +106,12 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
             for buffer, x in zip(self._buffers, new, strict=True):
                 buffer[:, :, start:stop] = x
         else:
-            room = 0 if torch.is_grad_enabled() else (stop // ROOM + 1) * ROOM - stop
+            num_unused = 0 if torch.is_grad_enabled() else (stop // ROOM + 1) * ROOM - stop
             old = (self.keys, self.values, *self.index) if start else len(new) * (None,)
             with decode.as_they_are(keys):
                 self._buffers = tuple(
-                    _grown(before, after, room) for before, after in zip(old, new, strict=True)
+                    _grown(before, after, num_unused)
+                    for before, after in zip(old, new, strict=True)
                 )
         self._show(stop)
 
@@ -246,14 +247,14 @@ def indexed(layer: CacheLayerMixin, channels: tuple[int, ...]) -> CacheLayerMixi
     kind = KINDS.get(type(layer))
     if kind is None:
         return layer
-    made = kind.__new__(kind)
-    vars(made).update(vars(layer), channels=tuple(channels))
+    indexed = kind.__new__(kind)
+    vars(indexed).update(vars(layer), channels=tuple(channels))
     if layer.is_initialized and layer.keys.numel():
         # the tensors of an offloaded layer are on the CPU
-        made._hold(layer.keys.to(layer.device), layer.values.to(layer.device))
+        indexed._hold(layer.keys.to(layer.device), layer.values.to(layer.device))
         if layer.keys.device != layer.device:
-            made.offload()
-    return made
+            indexed.offload()
+    return indexed
 
 
 def _grown(old: Tensor | None, new: Tensor, room: int) -> Tensor:

@@ -134,10 +134,10 @@ def decodes_sparsely(config: CabConfig, tokens: int) -> bool:
 
 def decode_from(config: CabConfig) -> int | None:
     """Return the smallest number of cached tokens for a sparse step; None if steps are dense."""
-    wanted = config.decode_tokens
-    if isinstance(wanted, int):
-        return max(config.min_length, DECODE_FROM * wanted)
-    return config.min_length if DECODE_FROM * wanted <= 1 else None
+    tokens = config.decode_tokens
+    if isinstance(tokens, int):
+        return max(config.min_length, DECODE_FROM * tokens)
+    return config.min_length if DECODE_FROM * tokens <= 1 else None
 
 
 def mapped_kv_heads(row: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:

@@ -190,8 +190,8 @@ def choose(name: str, work: Workload) -> Engine:
     elif name in ENGINES:
         candidates = ENGINES[name]
     else:
-        known = ", ".join(map(repr, ("auto", *ENGINES)))
-        raise ValueError(f"CabConfig.engine must be one of {known}, got {name!r}.")
+        names = ", ".join(map(repr, ("auto", *ENGINES)))
+        raise ValueError(f"CabConfig.engine must be one of {names}, got {name!r}.")
     for engine in candidates:
         reason = engine.unavailable(work)
         if reason is None:

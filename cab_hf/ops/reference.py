@@ -271,10 +271,10 @@ def masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[Masks]:
         mask = plan.token_mask(start, stop, reach).repeat_interleave(sharing, dim=1)
         raised = None
         if sample is not None:
-            more = sample.token_mask(start, stop, reach).repeat_interleave(sharing, dim=1)
+            sampled = sample.token_mask(start, stop, reach).repeat_interleave(sharing, dim=1)
             # in float32, where log(sample_period) is not rounded to the dtype of q
             wide = torch.promote_types(q.dtype, torch.float32)
-            mask, raised = mask | more, more.to(wide) * math.log(plan.sample_period)
+            mask, raised = mask | sampled, sampled.to(wide) * math.log(plan.sample_period)
         yield Masks(slice(start, stop), slice(0, reach), mask, raised, sound)
 
 

@@ -278,26 +278,26 @@ def _lists(
     forced = visible & ((column < sinks) | (column >= local))
     keys = keys.repeat_interleave(heads // keys.shape[1], dim=1)
     marked = keys[..., 0].isnan().unsqueeze(2)
-    kernels, kept, made = has_kernels(queries), [], _empty(queries, full_room, partial_room)
+    kernels, kept, buffers = has_kernels(queries), [], _empty(queries, full_room, partial_room)
     a_head = 4 * SCORES_OF_A_HEAD * batch * q_blocks * kv_blocks
     step = max(1, SCORE_BYTES_AT_A_TIME // a_head)
     # autocast would round the products
     with torch.autocast(queries.device.type, enabled=False):
         for start in range(0, heads, step):
-            mine = slice(start, start + step)
-            affinity = affinity_of(queries[:, mine], keys[:, mine], scale, visible)
+            head_slice = slice(start, start + step)
+            affinity = affinity_of(queries[:, head_slice], keys[:, head_slice], scale, visible)
             curved = is_curved(curvature, redundancy)
             hops = two_hop(affinity, places, query_block, key_block) if curved else None
             ranked = score(affinity, hops, visible, curvature, redundancy)
-            ranked = ranked.masked_fill(marked[:, mine], torch.inf)
+            ranked = ranked.masked_fill(marked[:, head_slice], torch.inf)
             if kernels:
                 from cab_hf.ops import top_k
 
-                top_k.select(ranked, bounds, wanted, start, made)
+                top_k.select(ranked, bounds, wanted, start, buffers)
             else:
-                kept.append(reference.best_of_rows(ranked, visible, forced, wanted[:, mine]))
+                kept.append(reference.best_of_rows(ranked, visible, forced, wanted[:, head_slice]))
     if kernels:
-        return made
+        return buffers
     keep, complete = torch.cat(kept, dim=1), (column >= begin) & (column <= end)
     full = BlockIndices.from_dense(keep & complete, full_room)
     partial = BlockIndices.from_dense(keep & ~complete, partial_room)

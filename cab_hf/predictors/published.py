@@ -140,8 +140,8 @@ def generate_block_mask_from_frc(
     """Return the mask of selected blocks, bool [B, H, M, M].
 
     A row with n visible blocks keeps ceil((1 - sparsity) * n) blocks, the diagonal included. Ties
-    keep the lower index. Blocks with a curvature of NaN are kept first, and at least one such block is
-    kept.
+    keep the lower index. Blocks with a curvature of NaN are kept first, and at least one such block
+    is kept.
 
     Args:
         frc: curvature, [B, H, M, M].

@@ -54,13 +54,13 @@ def attention(
 
 @torch.library.custom_op("cab_hf::sampled_attention", mutates_args=(), schema=FORWARD)
 def _forward_op(q, k, v, listed_out, listed_lse, counts, indices, sample_period, *plan):
-    more, sums = block.forward_op(q, k, v, *_of_sampled(counts, indices, plan))
+    sampled_out, sums = block.forward_op(q, k, v, *_of_sampled(counts, indices, plan))
     sums = sums + math.log(sample_period)
     # the weight of the sampled part; 0 if nothing is sampled, also for padding queries
     share = (sums - listed_lse).sigmoid().masked_fill(sums == -torch.inf, 0.0)
     out = like(q, v.shape[3])
     # one pass over both parts, without a concatenated copy
-    torch.lerp(listed_out, more, share.unsqueeze(-1).to(more.dtype), out=out)
+    torch.lerp(listed_out, sampled_out, share.unsqueeze(-1).to(sampled_out.dtype), out=out)
     return out, torch.logaddexp(listed_lse, sums)
 
 

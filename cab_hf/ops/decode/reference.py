@@ -185,11 +185,11 @@ def choose(
     """
     logits, *ranks = ranked(q, index, scale, length, channels, valid, sinks)
     steps, sampled, _ = ranks
-    kept = steps <= limit_of(*ranks, length, wanted)
-    gone = (sampled & ~kept & (steps < HIDDEN)).unsqueeze(2)
-    unread = (logits / (STEPS_AN_OCTAVE * LOG2_E)).masked_fill(~gone, float("-inf"))
+    selected = steps <= limit_of(*ranks, length, wanted)
+    unselected = (sampled & ~selected & (steps < HIDDEN)).unsqueeze(2)
+    unread = (logits / (STEPS_AN_OCTAVE * LOG2_E)).masked_fill(~unselected, float("-inf"))
     unread = unread.logsumexp(-1) * LOG2_E + math.log2(spread_of(steps.shape[2]) * UNREAD_SHARE)
-    return Choice.of(kept, unread.flatten(1, 2))
+    return Choice.of(selected, unread.flatten(1, 2))
 
 
 def ranked(
@@ -265,10 +265,10 @@ def limit_of(
     fits = total[..., :LEAST] <= wanted
     fits[..., ALWAYS] = True
     fitting = fits.sum(-1)
-    taken = (total[..., :LEAST] * fits).amax(-1)
-    more = (2 * taken < wanted.squeeze(-1)) & (fitting < LEAST)
+    num_read = (total[..., :LEAST] * fits).amax(-1)
+    takes_one_more = (2 * num_read < wanted.squeeze(-1)) & (fitting < LEAST)
     everything = (total[..., -1:] <= wanted).squeeze(-1) | (length <= wanted.squeeze(-1))
-    return (fitting - 1 + more.long()).masked_fill(everything, LEAST).unsqueeze(-1)
+    return (fitting - 1 + takes_one_more.long()).masked_fill(everything, LEAST).unsqueeze(-1)
 
 
 def spread_of(slots: int) -> int:
@@ -303,9 +303,9 @@ def attend(
     exact = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(exact).unflatten(1, (kv_heads, -1)).squeeze(3)
     logits = capped(grouped @ k.to(exact).transpose(-1, -2) * scale, softcap)
-    kept = choice.kept(slots).unsqueeze(2)
-    logits, values = logits.masked_fill(~kept, float("-inf")), v.to(exact)
-    values = values.masked_fill(~kept.any(2).unsqueeze(-1), 0)
+    selected = choice.kept(slots).unsqueeze(2)
+    logits, values = logits.masked_fill(~selected, float("-inf")), v.to(exact)
+    values = values.masked_fill(~selected.any(2).unsqueeze(-1), 0)
     if choice.unread is not None:
         mean, share = _mean_value(v, length, valid)
         unread = choice.unread.to(exact).unflatten(1, (kv_heads, -1)).unsqueeze(-1) / LOG2_E
