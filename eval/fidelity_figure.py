@@ -74,12 +74,12 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
                     _panel(axis, own, probe, values, looks)
                 where = f"{own[0]['text']}, {own[0]['length']:,} tokens"
                 axis.set_title(f"{title}\n{where}", fontsize=9, parse_math=False)
-        drawn = {}
+        drawn_panels = {}
         for axis in axes.flat:
             handles, labels = axis.get_legend_handles_labels()
-            drawn |= dict(zip(labels, handles, strict=True))
+            drawn_panels |= dict(zip(labels, handles, strict=True))
         above = {"loc": "outside upper center", "ncols": 6, "fontsize": 8}
-        axes[0, 0].figure.legend(drawn.values(), drawn, **above)
+        axes[0, 0].figure.legend(drawn_panels.values(), drawn_panels, **above)
 
 
 def _panel(
@@ -94,10 +94,10 @@ def _panel(
             axis.axhline(row[probe][value], **level)
     if value == "ratio" and any(row["method"] == Dense.name for row in rows):
         axis.axhline(1, **level)
-    drawn = [row for row in results if row["method"] in looks]
-    timed = bool(drawn) and all(row.get("over_dense") is not None for row in drawn)
+    drawn_rows = [row for row in results if row["method"] in looks]
+    timed = bool(drawn_rows) and all(row.get("over_dense") is not None for row in drawn_rows)
     across = "step_share" if probe in probes.DECODES else "over_dense" if timed else "density"
-    for own in grouped(drawn, "method"):
+    for own in grouped(drawn_rows, "method"):
         own = sorted(own, key=itemgetter(across))
         parts, name = [row[probe] for row in own], own[0]["method"]
         # a single document has no interval
@@ -111,7 +111,7 @@ def _panel(
     if value == "share":
         axis.set_ylim(-0.04, 1.04)
     # differences of methods and of kernels are some powers of ten apart
-    if value == "kl" and drawn and all(row[probe][value] > 0 for row in drawn):
+    if value == "kl" and drawn_rows and all(row[probe][value] > 0 for row in drawn_rows):
         axis.set_yscale("log", nonpositive="clip")
     left, right = axis.get_xlim()
     # matched shares differ by less than is significant

@@ -294,16 +294,16 @@ def table(prompts: Prompts, room: float, chunk: int) -> str:
 
 def report(prompts: Prompts, settings: Settings, reach: int | None) -> str:
     """Return the printed text; UsageError if the weights alone do not fit."""
-    room, weights = max(0.0, settings.gpu_gib - CUDA_GIB), prompts.weights / GIB
-    if weights > room:
+    room_gib, weights = max(0.0, settings.gpu_gib - CUDA_GIB), prompts.weights / GIB
+    if weights > room_gib:
         raise UsageError(
             f"gpu_gib must be large enough for the weights of {weights:.1f} GiB, got "
-            f"{settings.gpu_gib:g}, of which tensors may use {room:.1f}. Use a GPU with more "
+            f"{settings.gpu_gib:g}, of which tensors may use {room_gib:.1f}. Use a GPU with more "
             "memory, or a smaller model."
         )
     lines = [
-        f"Weights in bfloat16: {weights:.2f} GiB of {room:.1f} GiB that tensors may use.",
-        table(prompts, room * GIB, settings.chunk),
+        f"Weights in bfloat16: {weights:.2f} GiB of {room_gib:.1f} GiB that tensors may use.",
+        table(prompts, room_gib * GIB, settings.chunk),
         FRAGMENTS,
     ]
     if reach is not None:

@@ -146,14 +146,14 @@ class Packed:
 
     def _pack(self) -> list[Document]:
         """Return the pieces of the next sequence."""
-        pieces, room = [], self.length
-        while room:
+        pieces, num_free = [], self.length
+        while num_free:
             by_lag = sorted(self._cursors, key=lambda cursor: cursor.taken / cursor.share)
-            furthest_behind = next((cursor for cursor in by_lag if cursor.fits(room)), None)
+            furthest_behind = next((cursor for cursor in by_lag if cursor.fits(num_free)), None)
             if furthest_behind is None:
                 break
-            pieces.append(furthest_behind.take(room))
-            room -= pieces[-1].size
+            pieces.append(furthest_behind.take(num_free))
+            num_free -= pieces[-1].size
         self._made += 1
         return pieces
 

@@ -146,16 +146,16 @@ def fitted(pieces: Iterable[Tokens], room: int) -> list[Tokens]:
 
     The first piece may be cut at its start.
     """
-    taken, total, more = [], 0, iter(pieces)
+    fitting, total, more = [], 0, iter(pieces)
     while total < room:
-        taken.append(next(more))
-        total += len(taken[-1])
+        fitting.append(next(more))
+        total += len(fitting[-1])
     over = total - room
-    while over and over >= len(taken[0]):
-        over -= len(taken.pop(0))
+    while over and over >= len(fitting[0]):
+        over -= len(fitting.pop(0))
     if over:
-        taken[0] = taken[0][over:]
-    return taken
+        fitting[0] = fitting[0][over:]
+    return fitting
 
 
 def nearest(ascending: Sequence[int], target: float) -> int:

@@ -224,17 +224,19 @@ def attention(
         # softmax over no keys is NaN: a query without keys attends to all, and its output is
         # dropped
         blind = ~mask.any(dim=-1, keepdim=True)
-        seen = mask | blind
+        safe_mask = mask | blind
         if return_lse or softcap is not None:
             logits = _logits(queries, keys, raised, scale, softcap)
         if softcap is not None:
-            p = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+            p = logits.masked_fill(~safe_mask, -torch.inf).softmax(-1)
             out = p @ values.to(p.dtype)
         else:
             if raised is not None:
-                seen = raised.masked_fill(~seen, -torch.inf)
+                safe_mask = raised.masked_fill(~safe_mask, -torch.inf)
                 queries, keys, values = (x.to(raised.dtype) for x in (queries, keys, values))
-            out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
+            out = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=safe_mask, scale=scale
+            )
         outs.append(out.to(q.dtype).masked_fill(blind, 0.0))
         if return_lse:
             sums.append(logits.masked_fill(~mask, -torch.inf).logsumexp(-1))

@@ -241,18 +241,18 @@ class BlockPlan:
         runs = torch.arange(-(-self.kv_blocks // sample_period), device=device)
         shape = (*self.full.counts.shape, len(runs))
         place = torch.arange(math.prod(shape), device=device).view(shape)
-        drawn = runs * sample_period + _scattered(place + seed) % sample_period
+        drawn_blocks = runs * sample_period + _scattered(place + seed) % sample_period
         first, last, queries = (
             x[:, None, :, None] for x in (rows.max_first, rows.min_last, rows.queries)
         )
-        begins = drawn * self.key_block
-        kept = (begins >= first) & (begins + (self.key_block - 1) <= last) & (queries > 0)
-        inside = drawn.clamp(max=self.kv_blocks - 1)
-        kept &= ~self.full.to_dense(self.kv_blocks).gather(-1, inside)
+        begins = drawn_blocks * self.key_block
+        is_full = (begins >= first) & (begins + (self.key_block - 1) <= last) & (queries > 0)
+        inside = drawn_blocks.clamp(max=self.kv_blocks - 1)
+        is_full &= ~self.full.to_dense(self.kv_blocks).gather(-1, inside)
         dense = self.is_dense()
         if dense is not None:
-            kept &= ~dense.unsqueeze(-1)
-        sampled = BlockIndices.of(drawn.to(torch.int32), kept, len(runs))
+            is_full &= ~dense.unsqueeze(-1)
+        sampled = BlockIndices.of(drawn_blocks.to(torch.int32), is_full, len(runs))
         return replace(self, sampled=sampled, sample_period=sample_period)
 
     def on(self, ranges: KeyRanges) -> BlockPlan:

@@ -278,7 +278,7 @@ def _lists(
     forced = visible & ((column < sinks) | (column >= local))
     keys = keys.repeat_interleave(heads // keys.shape[1], dim=1)
     marked = keys[..., 0].isnan().unsqueeze(2)
-    kernels, kept, buffers = has_kernels(queries), [], _empty(queries, full_room, partial_room)
+    kernels, selected, buffers = has_kernels(queries), [], _empty(queries, full_room, partial_room)
     a_head = 4 * SCORES_OF_A_HEAD * batch * q_blocks * kv_blocks
     step = max(1, SCORE_BYTES_AT_A_TIME // a_head)
     # autocast would round the products
@@ -295,10 +295,12 @@ def _lists(
 
                 top_k.select(ranked, bounds, wanted, start, buffers)
             else:
-                kept.append(reference.best_of_rows(ranked, visible, forced, wanted[:, head_slice]))
+                selected.append(
+                    reference.best_of_rows(ranked, visible, forced, wanted[:, head_slice])
+                )
     if kernels:
         return buffers
-    keep, complete = torch.cat(kept, dim=1), (column >= begin) & (column <= end)
+    keep, complete = torch.cat(selected, dim=1), (column >= begin) & (column <= end)
     full = BlockIndices.from_dense(keep & complete, full_room)
     partial = BlockIndices.from_dense(keep & ~complete, partial_room)
     return full.counts, full.indices, partial.counts, partial.indices

@@ -428,13 +428,13 @@ def estimate_flops(
     _require_recipe(sparsity=sparsity)
     blocks = -(-n // block_size)
     # rounded like `reference.share_of_row`
-    kept = [math.ceil((1 - sparsity) * seen - 1e-9) for seen in range(1, blocks + 1)]
-    pairs, every = kept[-1] * n * n // blocks, n * n
+    selected_per_row = [math.ceil((1 - sparsity) * seen - 1e-9) for seen in range(1, blocks + 1)]
+    pairs, every = selected_per_row[-1] * n * n // blocks, n * n
     if causal:
         sizes = [min(block_size, n - start) for start in range(0, n, block_size)]
         pairs = sum(
             size * (size + 1) // 2 + (count - 1) * size * block_size
-            for size, count in zip(sizes, kept, strict=True)
+            for size, count in zip(sizes, selected_per_row, strict=True)
         )
         every = n * (n + 1) // 2
     return FlopsEstimate(

@@ -245,17 +245,19 @@ def _shares(
         # [COUNT, CHUNK]: a lane holds neighbouring key blocks of several samples
         column = begins + tl.arange(0, CHUNK)
         step = column // BLOCKS
-        there = (step >= first // STEP) & (step <= last // STEP)
+        is_inside = (step >= first // STEP) & (step <= last // STEP)
         cell = step[None, :] * (ROWS * BLOCKS) + (column % BLOCKS)[None, :]
         cell += tl.arange(0, COUNT)[:, None] * BLOCKS
-        block_max = tl.load(logits + cell, mask=there[None, :], other=float("-inf")).to(tl.float32)
+        block_max = tl.load(logits + cell, mask=is_inside[None, :], other=float("-inf")).to(
+            tl.float32
+        )
         share = tl.exp2(capped(block_max * qk_scale[:, None], softcap) - lse[:, None])
         return tl.max(share, 0), tl.sum(share, 0)
     # [steps, COUNT * BLOCKS]: a lane holds samples of few key blocks
     step = begins // BLOCKS + tl.arange(0, CHUNK // BLOCKS)
-    there = (step >= first // STEP) & (step <= last // STEP)
+    is_inside = (step >= first // STEP) & (step <= last // STEP)
     cell = step[:, None] * (ROWS * BLOCKS) + tl.arange(0, COUNT * BLOCKS)[None, :]
-    block_max = tl.load(logits + cell, mask=there[:, None], other=float("-inf")).to(tl.float32)
+    block_max = tl.load(logits + cell, mask=is_inside[:, None], other=float("-inf")).to(tl.float32)
     block_max = tl.reshape(block_max, (step.shape[0], COUNT, BLOCKS))
     share = tl.exp2(capped(block_max * qk_scale[None, :, None], softcap) - lse[None, :, None])
     return tl.reshape(tl.max(share, 1), (CHUNK,)), tl.reshape(tl.sum(share, 1), (CHUNK,))

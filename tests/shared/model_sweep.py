@@ -275,12 +275,12 @@ def compare(
             every = dict.fromkeys(expected, outcome(error))
             return {"inputs": every, "layers": 0, "sparse": 0}
         result = {}
-        for name, given in (inputs() | packed_inputs()).items():
+        for name, arguments in (inputs() | packed_inputs()).items():
             if name not in expected:
                 continue
             try:
                 result[name] = {
-                    "difference": _difference(logits(cab_model, **given), expected[name])
+                    "difference": _difference(logits(cab_model, **arguments), expected[name])
                 }
             except Exception as error:
                 result[name] = outcome(error)
@@ -388,11 +388,11 @@ def step_of_build(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         model = tiny_model(model_type, **fields)
     except Exception as error:
         return {"not_built": _last_line(error)}
-    known = {"model": type(model).__name__}
+    fields_of_model = {"model": type(model).__name__}
     try:
         apply_cab(model, FULL)
     except Exception as error:
-        return {**known, "inputs": dict.fromkeys((TEXT, PACKED), outcome(error))}
+        return {**fields_of_model, "inputs": dict.fromkeys((TEXT, PACKED), outcome(error))}
     try:
         alone, mode, expected = in_one_process(model_type, fields)
         apply_cab(alone, FULL)
@@ -406,7 +406,7 @@ def step_of_build(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         result[PACKED] = outcome(error)
     else:
         result[PACKED] = over_ranks(model, packed(texts()), mode, expected)
-    return {**known, "dtype": mode.dtype, "inputs": result}
+    return {**fields_of_model, "dtype": mode.dtype, "inputs": result}
 
 
 def in_one_process(

@@ -213,12 +213,12 @@ def ranked(
     """
     kv_heads, slots = index.scales.shape[1:]
     group = q.shape[1] // kv_heads
-    seen, always = (x.unsqueeze(1) for x in _visible(slots, length, valid, q.device))
+    visible, always = (x.unsqueeze(1) for x in _visible(slots, length, valid, q.device))
     # keys that are not finite are read, but not counted
-    marked = index.scales.isinf() & seen
+    marked = index.scales.isinf() & visible
     always = always & ~marked
     spread, slot = spread_of(slots), torch.arange(slots, device=q.device)
-    sampled = seen & ~always & ~marked & (slot // NEIGHBOURS % spread == 0)
+    sampled = visible & ~always & ~marked & (slot // NEIGHBOURS % spread == 0)
     some = picked(q, channels).unflatten(1, (kv_heads, group)).squeeze(3)
     some = some.masked_fill(~some.isfinite().all(-1, keepdim=True), torch.nan)
     unit = (some.abs().amax(-1, keepdim=True) * (1 / LARGEST_QUERY)).clamp(min=LEAST_SCALE)
@@ -239,7 +239,7 @@ def ranked(
     # a query that is not finite leaves the selection to the other heads of its group, and its
     # output is NaN
     steps = (whole - logits).nan_to_num(nan=LEAST).amin(2).clamp(ALWAYS + 1, LEAST).long()
-    steps = steps.masked_fill(always | marked, ALWAYS).masked_fill(~seen, HIDDEN)
+    steps = steps.masked_fill(always | marked, ALWAYS).masked_fill(~visible, HIDDEN)
     return logits, steps, sampled, always
 
 
@@ -345,12 +345,12 @@ def _visible(
 ) -> tuple[Tensor, Tensor]:
     """Return the visible keys, and the visible keys that are always read, bool [B or 1, N]."""
     slot = torch.arange(slots, device=device)
-    seen = (slot < length).unsqueeze(0)
+    visible = (slot < length).unsqueeze(0)
     if valid is not None:
         padded = torch.zeros(valid.shape[0], slots, dtype=torch.bool, device=device)
         width = min(slots, valid.shape[1])
         padded[:, :width] = valid[:, :width]
-        seen = seen & padded
-    first = seen.int().argmax(-1, keepdim=True)
-    always = seen & ((slot < first + SINKS) | (slot >= length - LOCAL))
-    return seen, always
+        visible = visible & padded
+    first = visible.int().argmax(-1, keepdim=True)
+    always = visible & ((slot < first + SINKS) | (slot >= length - LOCAL))
+    return visible, always
