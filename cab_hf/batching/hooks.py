@@ -31,9 +31,9 @@ _managers: WeakKeyDictionary[Any, WeakSet] = WeakKeyDictionary()
 
 def register(api: Any) -> None:
     """Install the hooks; ``api`` is the module of transformers that starts continuous batching."""
-    wrap(api.ContinuousMixin, "init_continuous_batching", _ask_to_begin)
-    wrap(api.ContinuousBatchingManager, "__init__", _ask_to_make)
-    wrap(api.ContinuousBatchingManager, "start", _ask_to_start)
+    wrap(api.ContinuousMixin, "init_continuous_batching", _check_model_then_init)
+    wrap(api.ContinuousBatchingManager, "__init__", _check_model_then_create)
+    wrap(api.ContinuousBatchingManager, "start", _check_model_then_start)
     if not support.reads_a_batch():
         return
     initialization, cache, model_runner = (
@@ -41,12 +41,12 @@ def register(api: Any) -> None:
         for name in ("initialization", "cache", "model_runner")
     )
     for module in (api, initialization, cache):
-        wrap(module, "is_flash_attention_requested", _or_ours)
+        wrap(module, "is_flash_attention_requested", _is_flash_or_cab)
     wrap(api, "resolve_continuous_batching_config", _resolved)
     wrap(initialization, "ensure_decode_fast_path_is_available", _with_pages)
     wrap(api.ContinuousBatchingManager, "_create_batch_processor", _record_model)
     wrap(model_runner.ModelRunner, "compute_batch", _with_our_mask)
-    wrap(cache.PagedAttentionCache, "update", _left_to_the_batch)
+    wrap(cache.PagedAttentionCache, "update", _defer_cache_update)
 
 
 def wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -99,15 +99,15 @@ def validate_while_batching(model: Any, requested: str | None) -> None:
         )
 
 
-def _ask_to_begin(begin: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def _check_model_then_init(begin: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     require_batching(model)
     cached_manager = vars(model).get(KEPT)
     if cached_manager is not None:
-        _require_as_made(cached_manager)
+        _require_same_implementation(cached_manager)
     return begin(model, *args, **kwargs)
 
 
-def _ask_to_make(
+def _check_model_then_create(
     make: Callable[..., None], manager: Any, model: Any, *args: Any, **kwargs: Any
 ) -> None:
     require_batching(model)
@@ -115,15 +115,17 @@ def _ask_to_make(
     manager._made_for = model.config._attn_implementation
 
 
-def _ask_to_start(start: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+def _check_model_then_start(
+    start: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
+) -> Any:
     require_batching(manager.model)
-    _require_as_made(manager)
+    _require_same_implementation(manager)
     for part in support.parts(manager.model):
         _managers.setdefault(part, WeakSet()).add(manager)
     return start(manager, *args, **kwargs)
 
 
-def _require_as_made(manager: Any) -> None:
+def _require_same_implementation(manager: Any) -> None:
     """Refuse to start a manager that was made for another attention implementation.
 
     Raises:
@@ -142,7 +144,7 @@ def _require_as_made(manager: Any) -> None:
     )
 
 
-def _or_ours(
+def _is_flash_or_cab(
     is_flash: Callable[..., bool],
     config: Any = None,
     requested_attention_implementation: Any = None,
@@ -153,7 +155,7 @@ def _or_ours(
     transformers then neither switches the model nor makes a mask.
     """
     name = requested_attention_implementation or getattr(config, "_attn_implementation", None)
-    # a keyword asks for a certain version of flash-attn
+    # a keyword requests a version of flash-attn
     if name in NAMES:
         return not kwargs
     return is_flash(config, requested_attention_implementation, **kwargs)
@@ -291,7 +293,7 @@ def _with_our_mask(
     compute(self, model, batch_data)
 
 
-def _left_to_the_batch(
+def _defer_cache_update(
     update: Callable[..., Any],
     self: Any,
     key_states: Any,

@@ -91,7 +91,7 @@ def test_search_finds_threshold_of_power_law(target, slope):
         ([(0.1, 0.5), (0.2, 0.6), (0.3, 0.7), (0.4, 0.8), (0.5, 0.9)], None),  # enough points
     ],
 )
-def test_the_next_threshold(points, found):
+def test_next_threshold_by_hand(points, found):
     assert (
         advice.next_threshold([Point(threshold, kl) for threshold, kl in points], TARGET) == found
     )
@@ -146,7 +146,7 @@ def test_time_estimate_grows_with_length():
 @pytest.mark.parametrize(
     ("cab_ms", "seconds"), [(500, budget.FULL_OVER_DENSE), (2000, 2 * budget.FULL_OVER_CAB)]
 )
-def test_a_pass_with_every_block_is_estimated_from_others(cab_ms, seconds):
+def test_full_budget_pass_is_estimated_from_other_passes(cab_ms, seconds):
     rows = [time_row(8192, START, 1000, cab_ms)]
     assert budget.pass_seconds(rows, FULL, 8192, COST) == seconds
     assert budget.pass_seconds([], FULL, 8192, COST) is None
@@ -176,7 +176,7 @@ def test_run_stays_within_its_minutes(minutes, speed):
     assert all("were left" in why for why in skipped.values())
 
 
-def test_the_schedule_measures_the_found_threshold_and_ends():
+def test_schedule_measures_selected_threshold_and_ends():
     scope, rows = Scope((512, 1024), START, TARGET), []
     while (step := next_step(scope, rows)) is not None:
         rows.append(
@@ -197,7 +197,7 @@ def test_the_schedule_measures_the_found_threshold_and_ends():
     assert [x[0] for x in steps[:4]] == ["probe", "probe", TTFT, TTFT]
 
 
-def test_a_skipped_search_step_leaves_the_measured_thresholds():
+def test_skipped_search_step_keeps_measured_thresholds():
     scope, skipped = Scope((512,), START, TARGET), {}
     done = [Step("probe", 512, DENSE), Step("probe", 512, CAB, START), Step(TTFT, 512, CAB, START)]
     rows = [{**step.fields, "pass_seconds": {DENSE: 9.0, CAB: 9.0}} for step in done]
@@ -261,33 +261,33 @@ LOWER = [kl_row(32768, START / 2**at, 0.01) for at in range(1, 5)]
     ],
     ids=["pays", "all", "slow", "kl", "search", "no time"],
 )
-def test_the_advice_is_one_sentence(rows, target, said, least):
+def test_advice_is_one_sentence(rows, target, said, least):
     found, sentence = advised(rows, target)
     assert said in sentence and sentence.count(". ") == 0 and sentence.endswith(".")
     config = advice.advised_config(CabConfig(), found)
     assert config.min_length == pytest.approx(least, rel=0.05)
 
 
-def test_the_advice_names_what_was_measured():
+def test_advice_states_speed_kl_and_recall():
     _, sentence = advised(FAST)
     assert "1.25 times as fast as with sdpa" in sentence
     assert "KL is 0.018 (target 0.02, noise 0.0018)" in sentence
     assert "2 (dense 3) of 3 keys in running text" in sentence
 
 
-def test_the_time_of_another_threshold_is_named():
+def test_advice_states_threshold_of_the_time():
     _, sentence = advised([*FAST, kl_row(32768, 0.0029, 0.0199)])
     assert "with mass_threshold=0.0029 for" in sentence
     assert "1.25 times as fast as with sdpa (with mass_threshold=0.0027)" in sentence
 
 
-def test_a_length_without_a_time_of_the_advised_threshold_counts():
+def test_lengths_timed_at_another_threshold_count():
     rows = [*FAST, kl_row(32768, 0.0029, 0.0199), time_row(8192, 0.0029, 100, 90)]
     found, _ = advised(rows)
     assert (found.threshold, found.longest, found.pays_from) == (0.0029, 32768, 8192)
 
 
-def test_without_a_target_the_threshold_stays():
+def test_target_0_keeps_configured_threshold():
     assert advice.next_threshold([Point(START, 0.5)], 0.0) is None
     found, sentence = advised(FAST, 0.0)
     assert found.threshold == START and "use CAB with mass_threshold=0.0027" in sentence
@@ -305,9 +305,9 @@ def test_advice_considers_larger_kl_at_shorter_length():
 def test_quickcheck_page_equals_committed_report():
     docs = EXAMPLES.parent / "docs"
     text = (docs / "quickcheck-smollm2-cpu" / REPORT).read_text()
-    _, told, table, *_ = text.split("\n\n")
+    _, sentence, table, *_ = text.split("\n\n")
     page = (docs / "quickcheck.md").read_text()
-    assert told in page and table in page
+    assert sentence in page and table in page
 
 
 @pytest.fixture
@@ -324,18 +324,18 @@ def book(tmp_path):
 
 
 def words(model, book, out, *more):
-    given = ["--model", model, "--texts", book, "--out", out, "--lengths", "160,320"]
-    given += ["--device", "cpu", "--runs", 1]
+    command = ["--model", model, "--texts", book, "--out", out, "--lengths", "160,320"]
+    command += ["--device", "cpu", "--runs", 1]
     for word in more:
-        given += word if isinstance(word, (list, tuple)) else [word]
-    return ["quickcheck", *map(str, given)]
+        command += word if isinstance(word, (list, tuple)) else [word]
+    return ["quickcheck", *map(str, command)]
 
 
 def rows_of(out):
     return [json.loads(line) for line in (out / ROWS).read_text().splitlines()[1:]]
 
 
-def test_a_run_writes_rows_report_figure_and_a_config(model_folder, book, tmp_path, capsys):
+def test_quickcheck_writes_rows_report_figure_and_config(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(words(model_folder, book, out)) == 0
     shown = capsys.readouterr().out
@@ -378,7 +378,7 @@ def test_interrupted_quickcheck_continues(model_folder, book, tmp_path, monkeypa
 
 
 @pytest.mark.usefixtures("without_figure")
-def test_settings_of_the_amount_may_change_and_others_not(model_folder, book, tmp_path, capsys):
+def test_only_budget_settings_may_change_in_a_resumed_run(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(words(model_folder, book, out)) == 0
     assert main(words(model_folder, book, out, "--lengths", "160", "--kl", 0.1)) == 0
@@ -387,7 +387,7 @@ def test_settings_of_the_amount_may_change_and_others_not(model_folder, book, tm
 
 
 @pytest.mark.usefixtures("without_figure")
-def test_steps_that_do_not_fit_are_skipped_and_named(model_folder, book, tmp_path, capsys):
+def test_steps_over_budget_are_skipped_and_reported(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(words(model_folder, book, out, "--minutes", 0.001)) == 0
     text = (out / REPORT).read_text()
@@ -401,9 +401,7 @@ def test_steps_that_do_not_fit_are_skipped_and_named(model_folder, book, tmp_pat
 
 
 @pytest.mark.usefixtures("without_figure")
-def test_a_failed_step_is_named_and_the_others_are_measured(
-    model_folder, book, tmp_path, monkeypatch
-):
+def test_failed_step_is_reported_and_others_run(model_folder, book, tmp_path, monkeypatch):
     def fails(self, step):
         raise RuntimeError("CUDA out of memory")
 
@@ -418,8 +416,8 @@ def test_a_failed_step_is_named_and_the_others_are_measured(
 def test_lengths_beyond_texts_are_skipped(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(words(model_folder, book, out, "--lengths", "160,2k")) == 0
-    told = "so that 2,048 tokens are left out."
-    assert told in capsys.readouterr().out and told in (out / REPORT).read_text()
+    message = "so that 2,048 tokens are left out."
+    assert message in capsys.readouterr().out and message in (out / REPORT).read_text()
     assert {row["length"] for row in rows_of(out)} == {160}
 
 
@@ -480,7 +478,7 @@ def test_default_lengths_fit_the_model():
 
 
 @pytest.mark.usefixtures("without_figure")
-def test_the_command_of_a_report_repeats_the_run(model_folder, book, tmp_path, monkeypatch):
+def test_command_in_report_repeats_the_run(model_folder, book, tmp_path, monkeypatch):
     out = tmp_path / "run"
     assert main(words(model_folder, book, out, CAB_WORDS)) == 0
     line = re.findall(r"^python -m cab_hf.eval quickcheck (.*)$", (out / REPORT).read_text(), re.M)
@@ -499,7 +497,7 @@ def test_quickcheck_of_smollm2_on_cpu(tmp_path):
 
 
 @pytest.mark.usefixtures("without_figure")
-def test_a_shape_without_weights_is_timed_at_a_fixed_density(book, tmp_path, monkeypatch):
+def test_random_weights_are_timed_at_max_density(book, tmp_path, monkeypatch):
     out, folder = tmp_path / "run", tmp_path / "random"
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 258}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -549,7 +547,7 @@ def test_dense_kernels_are_compared_and_checked(flash):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_windows_are_not_timed_by_a_kernel_without_them(flash):
+def test_kernel_without_windows_raises_for_sliding_window(flash):
     model = tiny_model("mistral-sliding")
     with (
         pytest.raises(NotImplementedError),
@@ -559,7 +557,7 @@ def test_windows_are_not_timed_by_a_kernel_without_them(flash):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_step_is_stopped_at_the_deadline():
+def test_step_stops_at_deadline():
     tokenizer = make_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer))
     measurements = Measurements(model, tokenizer, [TEXT], SMALL, seed=0, runs=1)

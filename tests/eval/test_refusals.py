@@ -241,7 +241,7 @@ NAN = "model.embed_tokens.weight", float("nan")
     [*((command, *NAN) for command in SMALL), ("passkey", "lm_head.weight", float("inf"))],
     ids=[*SMALL, "infinite-outputs"],
 )
-def test_a_model_that_is_not_finite_is_refused(folder, tmp_path, run, command, weights, damage):
+def test_nonfinite_model_is_refused(folder, tmp_path, run, command, weights, damage):
     model = LlamaForCausalLM.from_pretrained(folder / "own")
     model.get_parameter(weights).data[:] = damage
     status, said = run(command, saved(model, tmp_path / "damaged"))

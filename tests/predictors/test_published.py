@@ -122,7 +122,7 @@ FRC = [[0.0, 9, 9, 9], [1, 2, 9, 9], [3, 1, 2, 9], [1, 2, 3, 4]]
         pytest.param(0.7, {}, [[0], [1], [2], [0, 3]], id="rounded-up"),
     ],
 )
-def test_the_mask_by_hand(sparsity, settings, kept):
+def test_block_mask_by_hand(sparsity, settings, kept):
     assert blocks_selected_by(FRC, sparsity, **settings) == kept
 
 

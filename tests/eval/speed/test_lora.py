@@ -50,7 +50,7 @@ def test_operations_by_hand():
     assert lora.step_flops(cost, 64) - lora.step_flops(cost, 64, 0.25) == 0.75 * attention
 
 
-def test_a_row_has_its_ceiling_by_hand(monkeypatch):
+def test_lora_row_by_hand(monkeypatch):
     settings = tiny(lengths=(192,), cab=SMALL)
     row = sample_of(LoraStep, settings, CASE, Clock())
     cost = lora.train_state(settings).cost
@@ -110,7 +110,7 @@ def test_kernel_without_backward_has_error_row(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks(tmp_path):
+def test_lora_run_of_two_ranks(tmp_path):
     sizes = [word for name, x in TINY.items() for word in ("--" + name.replace("_", "-"), str(x))]
     words = [*sizes, "--device", "cpu", "--lengths", "600", "--runs", "1", "--max-density", "0.2"]
     words += [word for each in SMALL for word in ("--cab", each)]

@@ -45,7 +45,7 @@ def test_prompts_share_prefix_of_given_length(shared):
     assert all(0 <= token < 1000 for prompt in prompts for token in prompt)
 
 
-def test_a_summary_by_hand():
+def test_summary_by_hand():
     served = [took(100, 0.0, 1.0, 3.0), took(300, 1.0, 4.0, 5.0)]
     summary = summary_of(served, new_tokens=5)
     assert (summary["total_s"], summary["prompt_tokens_s"], summary["output_tokens_s"]) == (

@@ -73,7 +73,7 @@ def test_max_density_per_length():
         pytest.param(96, 500, 52 / 96, 0.7, id="question"),
     ],
 )
-def test_a_row_has_its_ceiling_by_hand(length, behind, least, most):
+def test_ttft_row_by_hand(length, behind, least, most):
     settings = tiny(lengths=(length,), behind=behind, cab=BLOCKS)
     case = {"variant": "plain", "length": length, "implementation": "cab-always", "world": 1}
     row = sample_of(Ttft, settings, case | {"sought": False}, Clock())
@@ -191,7 +191,7 @@ def test_run_after_a_cache(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks(tmp_path):
+def test_ttft_run_of_two_ranks(tmp_path):
     words = ["--device", "cpu", "--lengths", "600", "--runs", "1", "--max-density", "0.2", *WORDS]
     done = torchrun("-m", "cab_hf.eval", "speed", "ttft", *words, "--out", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr[-3000:]
