@@ -402,7 +402,7 @@ def configs(settings: Row) -> list[str]:
     known = settings.get("cab_configs") or {"cab": settings.get("cab_config")}
     parsed = []
     for name, config in known.items():
-        if config and of_today(config):
+        if config and has_current_fields(config):
             shown = json.dumps(unlike_default(config))
             default = f"the default of cab_hf {__version__}"
             if is_earlier(config):
@@ -413,7 +413,7 @@ def configs(settings: Row) -> list[str]:
     return parsed
 
 
-def of_today(config: Row) -> bool:
+def has_current_fields(config: Row) -> bool:
     """Return True if `CabConfig` has every field of a recorded config, renamed ones included."""
     known = {field.name for field in fields(CabConfig)} | default_of(config).keys()
     return without_unset_share(config).keys() <= known

@@ -102,7 +102,7 @@ class Packed:
                     others=texts,
                 )
             self._cursors.append(SourceCursor(documents, share))
-        self._made = 0  # sequences of all processes
+        self._num_packed = 0  # sequences of all processes
 
     @property
     def epoch(self) -> int:
@@ -131,17 +131,17 @@ class Packed:
     def state_dict(self) -> State:
         """Return the position after the last sequence, JSON-able and equal in all processes."""
         self._finish_round()
-        return {"made": self._made, "cursors": [each.state_dict() for each in self._cursors]}
+        return {"made": self._num_packed, "cursors": [each.state_dict() for each in self._cursors]}
 
     def load_state_dict(self, state: State) -> None:
         """Resume from a position in the same data; ``world`` must divide the sequences made."""
-        self._made = state["made"]
+        self._num_packed = state["made"]
         for cursor, place in zip(self._cursors, state["cursors"], strict=True):
             cursor.load_state_dict(place)
 
     def _finish_round(self) -> None:
         """Skip the sequences of the other processes after this one's last sequence."""
-        while self._made % self.world:
+        while self._num_packed % self.world:
             self._pack()
 
     def _pack(self) -> list[Document]:
@@ -154,7 +154,7 @@ class Packed:
                 break
             pieces.append(furthest_behind.take(num_free))
             num_free -= pieces[-1].size
-        self._made += 1
+        self._num_packed += 1
         return pieces
 
 

@@ -112,7 +112,7 @@ def _check_model_then_create(
 ) -> None:
     require_batching(model)
     make(manager, model, *args, **kwargs)
-    manager._made_for = model.config._attn_implementation
+    manager._cab_implementation = model.config._attn_implementation
 
 
 def _check_model_then_start(
@@ -131,16 +131,16 @@ def _require_same_implementation(manager: Any) -> None:
     Raises:
         NotImplementedError: the model was switched to "cab", or away from it, since then.
     """
-    model, made_for = manager.model, manager._made_for
+    model, implementation = manager.model, manager._cab_implementation
     name = model.config._attn_implementation
-    if (name in NAMES) == (made_for in NAMES):
+    if (name in NAMES) == (implementation in NAMES):
         return
     what = "Make a new manager"
     if vars(model).get(KEPT) is manager:
         what = "Call model.destroy_cached_continuous_batching_manager() and make a new manager"
     raise NotImplementedError(
         f"the manager of continuous batching was made for {type(model).__name__} with "
-        f"{made_for!r}, and the model has {name!r} now. {what}."
+        f"{implementation!r}, and the model has {name!r} now. {what}."
     )
 
 
@@ -233,7 +233,7 @@ def _with_pages(
 
 def _record_model(prepare: Callable[..., Any], self: Any) -> Any:
     """Create the batch processor of a manager, with a scheduler for query blocks on "cab"."""
-    ours, config = self._made_for in NAMES, self.continuous_batching_config
+    ours, config = self._cab_implementation in NAMES, self.continuous_batching_config
     named = config.scheduler_type
     if ours:
         from cab_hf.batching.scheduler import scheduler_type

@@ -44,7 +44,7 @@ class ForwardState:
     # plans of layers that need gradients
     _predicted: dict[Any, list[BlockPlan]] = field(default_factory=dict)
 
-    def of_some_queries(self) -> ForwardState:
+    def for_some_queries(self) -> ForwardState:
         """Return the state for a part of the queries, with the same settings and configs."""
         return ForwardState(_parsed=self._parsed, _attended=self._attended)
 

@@ -14,8 +14,8 @@ from cab_hf.call.mask import (
     AHEAD,
     MaskDetails,
     MaskInfo,
+    not_a_padding_mask,
     not_causal,
-    of_another_kind,
     too_short,
 )
 from cab_hf.call.placeholder import MaskPlaceholder
@@ -64,7 +64,7 @@ def cab_mask(
     validate_tracing(attention_mask)
     validate_vmap("attention_mask", attention_mask)
     if attention_mask is not None and attention_mask.ndim != 2:
-        raise ValueError(of_another_kind(attention_mask))
+        raise ValueError(not_a_padding_mask(attention_mask))
     eager = not torch.compiler.is_compiling()
     chunk_size = getattr(config, "attention_chunk_size", None)
     is_chunked = local_size is not None and local_size == chunk_size

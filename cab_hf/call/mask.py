@@ -124,7 +124,7 @@ class MaskInfo(MaskPlaceholder):
         if details.position_ids is not None:
             details = replace(details, position_ids=details.position_ids[..., start:stop])
         lengths = details.lengths or self.state.stored(LENGTHS)
-        state = self.state.of_some_queries()
+        state = self.state.for_some_queries()
         rest = replace(self, **changes, details=replace(details, lengths=lengths), state=state)
         if lengths is not None and self.doc_ids is None:
             # the number of queries of padded rows has changed
@@ -506,7 +506,7 @@ def too_short(tokens: int, keys: int | str) -> str:
     )
 
 
-def of_another_kind(mask: Any) -> str:
+def not_a_padding_mask(mask: Any) -> str:
     """Return the error for an attention_mask that is not a padding mask."""
     return (
         "attention_mask must be None or the 2-D padding mask [batch, tokens] of the tokenizer, got "

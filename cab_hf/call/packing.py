@@ -265,8 +265,8 @@ def pattern_of(
         not attend to the previous token, which start documents).
     """
     slot = q_offset + torch.arange(q_length, device=device).unsqueeze(0)
-    ahead = _sees(mask_function, batch, slot[:, :-1], slot[:, 1:]).any()
-    starts = ~_sees(mask_function, batch, slot, (slot - 1).clamp(min=0)) & (slot > 0)
+    ahead = _attends(mask_function, batch, slot[:, :-1], slot[:, 1:]).any()
+    starts = ~_attends(mask_function, batch, slot, (slot - 1).clamp(min=0)) & (slot > 0)
     return ahead, starts
 
 
@@ -328,7 +328,7 @@ def mixed_by(model: str) -> str:
     )
 
 
-def _sees(mask_function: Any, batch: int, query: Tensor, key: Tensor) -> Tensor:
+def _attends(mask_function: Any, batch: int, query: Tensor, key: Tensor) -> Tensor:
     """Return bool [B, N], True if a query attends to its key in head 0; both are int [1, N]."""
     row = torch.arange(batch, device=query.device).unsqueeze(-1)
     return mask_function(row, torch.zeros_like(row), query, key).expand(batch, query.shape[1])

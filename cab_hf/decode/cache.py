@@ -167,10 +167,12 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        parts = (x.repeat_interleave(self.max_cache_len, dim=2) for x in self._of_no_key())
+        parts = (
+            x.repeat_interleave(self.max_cache_len, dim=2) for x in self._index_of_empty_slot()
+        )
         self._point_to(Index._make(parts))
 
-    def _of_no_key(self) -> Index:
+    def _index_of_empty_slot(self) -> Index:
         """Return the index of an empty slot, [B, H_kv, 1, ...]."""
         return decode.index_keys(torch.zeros_like(self.keys[:, :, :1]), self.channels)
 
@@ -192,7 +194,7 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
     def reset(self) -> None:
         super().reset()
         if self.index is not None:
-            for x, empty in zip(self.index, self._of_no_key(), strict=True):
+            for x, empty in zip(self.index, self._index_of_empty_slot(), strict=True):
                 x.copy_(empty)
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -201,7 +203,7 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
             self.index = Index._make(index)
 
 
-def _of_both(name: str) -> Callable[..., None]:
+def _for_states_and_keys(name: str) -> Callable[..., None]:
     """Return a method that applies ``name`` to the linear-attention states and to the keys."""
 
     def method(self: LinearAttentionLayer, *args: Any) -> None:
@@ -217,13 +219,13 @@ BOTH = ("offload", "prefetch", "reset", "reorder_cache", "crop")
 class IndexedHybridLayer(LinearAttentionAndFullAttentionLayer, IndexedDynamicLayer):
     """An `IndexedDynamicLayer` that also holds states of linear attention."""
 
-    offload, prefetch, reset, reorder_cache, crop = map(_of_both, BOTH)
+    offload, prefetch, reset, reorder_cache, crop = map(_for_states_and_keys, BOTH)
 
 
 class IndexedStaticHybridLayer(LinearAttentionAndStaticFullAttentionLayer, IndexedStaticLayer):
     """An `IndexedStaticLayer` that also holds states of linear attention."""
 
-    offload, prefetch, reset, reorder_cache, crop = map(_of_both, BOTH)
+    offload, prefetch, reset, reorder_cache, crop = map(_for_states_and_keys, BOTH)
 
     def lazy_initialization(self, *key_value: Tensor, **states: Any) -> None:
         # transformers' layer distinguishes keys and states in the same way

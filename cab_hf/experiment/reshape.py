@@ -81,7 +81,7 @@ def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> 
     step = head_dim / dim * math.log(base) / math.log(theta)
     pairs = torch.tensor([round(step * j) for j in range(dim // 2)])
     rotated = torch.cat([pairs, pairs + head_dim // 2])
-    wide_model = _made(
+    wide_model = _build_model(
         "llama",
         model,
         heads=kv_heads * group,
@@ -129,7 +129,7 @@ def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
     import torch
 
     config = model.config
-    norm_model = _made(
+    norm_model = _build_model(
         "qwen3",
         model,
         heads=config.num_attention_heads,
@@ -160,7 +160,7 @@ def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
     return norm_model
 
 
-def _made(
+def _build_model(
     kind: str, model: PreTrainedModel, heads: int, kv_heads: int, head_dim: int, theta: float
 ) -> PreTrainedModel:
     """Build a model of another class and shape, whose weights will be replaced."""

@@ -99,7 +99,7 @@ def marked_blocks(marked: Tensor, key_block: int) -> Tensor:
     return F.pad(marked, (0, -marked.shape[2] % key_block)).unflatten(2, (-1, key_block)).any(-1)
 
 
-def sees_marked(marked: Tensor, bounds: Tensor) -> Tensor:
+def has_visible_marked(marked: Tensor, bounds: Tensor) -> Tensor:
     """Return whether a marked block that is not forced is visible to a row, bool [B, H_kv, M_q].
 
     Args:
@@ -125,7 +125,7 @@ def most_of_rows(bounds: Tensor, max_density: float, marked: Tensor | None = Non
     blocks = last - first + 1
     forced = blocks - (local - sinks).clamp(min=0)
     if marked is not None:
-        forced = forced + sees_marked(marked, bounds).int()
+        forced = forced + has_visible_marked(marked, bounds).int()
     # 0.05 * 20 must not round up to 2
     return (blocks.double() * max_density - 1e-9).ceil().int().maximum(forced)
 

@@ -24,9 +24,9 @@ def cached_per_ranges(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def shared(ranges: KeyRanges, *args: Any) -> Any:
         key = function, *args
-        if key not in ranges._made:
-            ranges._made[key] = function(ranges, *args)
-        return ranges._made[key]
+        if key not in ranges._cache:
+            ranges._cache[key] = function(ranges, *args)
+        return ranges._cache[key]
 
     return shared
 
@@ -61,7 +61,7 @@ class KeyRanges:
     documents: int | None = None
     sequence_end: int | Tensor | None = None
     # see `cached_per_ranges`
-    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def causal(

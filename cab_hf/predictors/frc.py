@@ -218,7 +218,7 @@ def wanted_blocks(
     blocks = last - first + 1
     forced = blocks - (local - sinks).clamp(min=0)
     if marked is not None:
-        forced = forced + reference.sees_marked(marked, bounds).int()
+        forced = forced + reference.has_visible_marked(marked, bounds).int()
     dropped = sparsity[0] if len(sparsity) == 1 else _on_device(sparsity, bounds.device)
     # 0.05 * 20 must not round up to 2
     share, most = ((blocks.double() * x - 1e-9).ceil().int() for x in (1 - dropped, cap))

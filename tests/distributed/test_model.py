@@ -167,7 +167,7 @@ def made_after_each_pass(group, batch):
         with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
             model(**distributed.shard(batch, group, BLOCK), use_cache=False)
         gc.collect()
-        alive.append(sum(len(x._made) for x in gc.get_objects() if isinstance(x, KeyRanges)))
+        alive.append(sum(len(x._cache) for x in gc.get_objects() if isinstance(x, KeyRanges)))
     return alive
 
 
