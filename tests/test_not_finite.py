@@ -68,12 +68,12 @@ def _assert_same_earlier_selection(select, config, prefix, value):
     shape = {"q_length": LENGTH, "kv_length": LENGTH + prefix, "heads": 2, "kv_heads": 1}
     q, k = loud(**shape)
     ranges = KeyRanges.causal(1, LENGTH, LENGTH + prefix, "cpu")
-    meant = select(config, q, k, ranges).to_dense()
+    expected = select(config, q, k, ranges).to_dense()
     broken = with_value(q, slice(AT, None), value), with_value(k, AT + prefix, value)
     actual = select(config, *broken, ranges).to_dense()
     row = AT // config.query_block
-    assert row > 3 and not meant[:, :, row - 1].all()
-    assert torch.equal(actual[:, :, :row], meant[:, :, :row])
+    assert row > 3 and not expected[:, :, row - 1].all()
+    assert torch.equal(actual[:, :, :row], expected[:, :, :row])
 
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
@@ -91,12 +91,12 @@ def _assert_selected(select, config, value):
     """Replace one channel of one key of one of two KV heads."""
     q, k = loud(q_length=LENGTH, heads=4, kv_heads=2, dim=32)
     ranges, at = KeyRanges.causal(1, LENGTH, LENGTH, "cpu"), 70
-    meant = select(config, q, k, ranges).to_dense()
+    expected = select(config, q, k, ranges).to_dense()
     k[:, 1, at, 5] = value
     actual = select(config, q, k, ranges).to_dense()
     rows, column = slice(at // config.query_block, None), at // config.key_block
-    assert actual[:, 2:, rows, column].all() and not meant[:, 2:, rows, column].all()
-    assert torch.equal(actual[:, :2], meant[:, :2])
+    assert actual[:, 2:, rows, column].all() and not expected[:, 2:, rows, column].all()
+    assert torch.equal(actual[:, :2], expected[:, :2])
 
 
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[1], *CAPPED[:1]])
@@ -108,9 +108,9 @@ def test_nan_in_padding_does_not_change_selection(config):
     ranges = replace(ranges, start=ranges.start.clamp(min=80), key_valid=valid)
     ranges = replace(ranges, end=ranges.end.masked_fill(torch.arange(LENGTH) < 80, -1))
     for select in (plan_by_reference, plan_by_kernels):
-        meant = select(config, q, k, ranges).to_dense()
+        expected = select(config, q, k, ranges).to_dense()
         actual = select(config, q, with_value(k, slice(64, 80), torch.nan), ranges).to_dense()
-        assert torch.equal(actual, meant)
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
@@ -119,13 +119,13 @@ def test_nan_scored_query_selects_all_blocks(select, value):
     q, k = loud(q_length=LENGTH, heads=2, kv_heads=1, dim=32)
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     settings = config(outlier_queries=0, typical_queries=8, typical_key_stride=1)
-    meant = select(settings, q, k, ranges).to_dense()
+    expected = select(settings, q, k, ranges).to_dense()
     at = int(typical_queries(ranges, 32, settings.typical_queries)[0, 5, 1])
     q[:, 1, at, 3] = value
     actual = select(settings, q, k, ranges).to_dense()
-    assert actual[0, 1, 5, : (at + 16) // 16].all() and not meant[0, 1, 5, : at // 16].all()
-    meant[:, 1, 5] = actual[:, 1, 5]
-    assert torch.equal(actual, meant)
+    assert actual[0, 1, 5, : (at + 16) // 16].all() and not expected[0, 1, 5, : at // 16].all()
+    expected[:, 1, 5] = actual[:, 1, 5]
+    assert torch.equal(actual, expected)
 
 
 ENGINES = [
@@ -153,10 +153,10 @@ def test_nan_key_does_not_change_earlier_query_blocks(
     ranges = KeyRanges.causal(1, q_length, kv_length, "cpu")
     plan = BlockPlan.causal(ranges, 2, query_block, key_block)
     position = int(ranges.end[0, 2 * query_block - 1]) + 1
-    meant = attend(q, k, v, plan, 0.2)
+    expected = attend(q, k, v, plan, 0.2)
     actual = attend(q, with_value(k, position, value), with_value(v, position, value), plan, 0.2)
     first = 2 * query_block
-    torch.testing.assert_close(actual[:, :, :first], meant[:, :, :first])
+    torch.testing.assert_close(actual[:, :, :first], expected[:, :, :first])
     assert not actual[:, :, first:].isfinite().all()
 
 
@@ -169,11 +169,11 @@ def test_nan_token_leaves_earlier_logits_finite(exact):
     with torch.no_grad():
         model.model.embed_tokens.weight[VOCABULARY - 1] = torch.nan
         ids[ids == VOCABULARY - 1] = 3
-        meant = model(ids).logits
+        expected = model(ids).logits
         ids[0, 100] = VOCABULARY - 1
         actual = model(ids).logits
     assert actual[0, 100].isnan().all()
-    assert torch.equal(actual[:, :96], meant[:, :96])
+    assert torch.equal(actual[:, :96], expected[:, :96])
 
 
 FULL = replace(SMALL, mass_threshold=0.0, dense_tail_blocks=0)
@@ -192,10 +192,10 @@ def test_nan_token_reaches_all_later_logits(settings):
     embeddings = model.get_input_embeddings()(ids).detach()
     embeddings[0, 100] = torch.nan
     with torch.no_grad():
-        meant = model(inputs_embeds=embeddings, use_cache=False).logits.isfinite().all(-1)
+        expected = model(inputs_embeds=embeddings, use_cache=False).logits.isfinite().all(-1)
         apply_cab(model, settings)
         actual = model(inputs_embeds=embeddings, use_cache=False).logits.isfinite().all(-1)
-    assert not meant[:, 128:].any() and not actual[:, 128:].any()
+    assert not expected[:, 128:].any() and not actual[:, 128:].any()
     assert actual[:, :96].all()
 
 
@@ -217,8 +217,8 @@ def test_full_budget_output_is_finite_where_sdpa_is(attend, value, name):
         )
         for i in range(LENGTH)
     ]
-    meant = torch.cat(rows, dim=2).isfinite()
+    expected = torch.cat(rows, dim=2).isfinite()
     # queries of the same block may attend to the key, because whole blocks are computed
     rows = [*range(64), *range(96, LENGTH)] if name != "q" else [*range(LENGTH)]
-    assert torch.equal(actual[:, :, rows], meant[:, :, rows])
-    assert not meant.all()
+    assert torch.equal(actual[:, :, rows], expected[:, :, rows])
+    assert not expected.all()

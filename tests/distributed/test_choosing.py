@@ -221,9 +221,9 @@ def test_sparse_attention_equals_single_process(ranks, config, boundaries):
     gradients = torch.autograd.grad(out.square().sum(), leaves)
     if layout.query_order is not None:
         lse = lse[:, :, layout.query_order.place]
-    for parts, meant in zip(zip(*outcome, strict=True), (out, lse, *gradients), strict=True):
+    for parts, expected in zip(zip(*outcome, strict=True), (out, lse, *gradients), strict=True):
         result = torch.cat(parts, dim=2)[:, :, sharding.owner]
-        assert (result - meant).abs().max() <= 1e-5 * meant.abs().max()
+        assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_union_contains_blocks_of_all_queries_of_a_rank(ranks):

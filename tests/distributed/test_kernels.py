@@ -35,5 +35,7 @@ def test_kernel_selection_under_shard_ranges(ends):
     sharding, shard_map, ranges = shard_spans(ends, 0)
     q, k = loud(q_length=sharding.length, **SHAPE)
     q, k = shard_of(q, sharding, 0), shard_map.layout.keys(k)
-    actual, meant = (choose(SMALL, q, k, ranges) for choose in (plan_by_kernels, plan_by_reference))
-    assert torch.equal(actual.to_dense(), meant.to_dense())
+    actual, expected = (
+        choose(SMALL, q, k, ranges) for choose in (plan_by_kernels, plan_by_reference)
+    )
+    assert torch.equal(actual.to_dense(), expected.to_dense())

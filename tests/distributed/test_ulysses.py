@@ -155,8 +155,8 @@ def logits_by_accelerate(group, build, inputs):
 def test_accelerate_passes_implementation_to_deepspeed(two):
     build, (inputs, _) = CASES["cab"], batch_of(DOCUMENT_LENGTHS["packed"])
     actual = torch.cat(two.run(2, logits_by_accelerate, build, inputs), dim=1)
-    meant = model_of(*build).train()(**inputs, use_cache=False).logits
-    assert (actual - meant).abs().max() <= 1e-5 * meant.abs().max()
+    expected = model_of(*build).train()(**inputs, use_cache=False).logits
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_per_head_budgets_raise(ranks):

@@ -103,10 +103,10 @@ def test_split_keys_end_at_key_block_borders():
 def test_reference_computes_dense_rows(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
     actual = with_gradients(engines.REFERENCE.attention, (q, k, v), grad, plan, 0.2)
-    for name, meant in with_gradients(
+    for name, expected in with_gradients(
         reference.attention, (q, k, v), grad, listed(plan), 0.2
     ).items():
-        assert torch.equal(actual[name], meant), name
+        assert torch.equal(actual[name], expected), name
 
 
 @pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 0, 1, 3, 6, 8))
@@ -140,8 +140,8 @@ def test_split_keys_of_dense_rows_equal_reference(shape, blocks, return_lse, mon
     gathered = complete._gathered
     monkeypatch.setattr(complete, "_gathered", lambda *a: splits.append(a[3]) or gathered(*a))
     actual = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse)
-    meant = reference.attention(q, k, v, listed(plan), 0.2, return_lse)
-    for a, b in zip(*((x if return_lse else (x,)) for x in (actual, meant)), strict=True):
+    expected = reference.attention(q, k, v, listed(plan), 0.2, return_lse)
+    for a, b in zip(*((x if return_lse else (x,)) for x in (actual, expected)), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     assert all(number > 1 for number in splits)
     assert bool(splits) == (plan.dense_rows is not None)
@@ -154,8 +154,8 @@ def test_flex_computes_dense_rows(shape, blocks):
     with torch.no_grad():
         actual = engines.FLEX.attention(q, k, v, plan, 0.2)
     has_keys = (plan.ranges.end >= 0)[:, None, :, None]
-    meant = reference.attention(q, k, v, plan, 0.2)
-    torch.testing.assert_close(actual.where(has_keys, 0), meant, atol=1e-5, rtol=1e-4)
+    expected = reference.attention(q, k, v, plan, 0.2)
+    torch.testing.assert_close(actual.where(has_keys, 0), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_layers_share_the_plan_of_dense_rows(monkeypatch):

@@ -68,8 +68,8 @@ def test_reference_equals_loop_over_queries(shape, blocks, heads):
     plan = random_plan(q, k, blocks, heads=heads)
     require_valid(plan)
     actual = engines.REFERENCE.attention(q, k, v, plan, 0.3, return_lse=True)
-    meant = by_definition(q, k, v, plan, 0.3)
-    for part, exact in zip(actual, meant, strict=True):
+    expected = by_definition(q, k, v, plan, 0.3)
+    for part, exact in zip(actual, expected, strict=True):
         torch.testing.assert_close(part.double(), exact, atol=1e-5, rtol=1e-4)
 
 
@@ -124,8 +124,8 @@ def test_traced_op_equals_reference(kind, shape):
             # gradients of k and v are undefined for rows that attend to the NaN key
             gradients = [gradients[0].where(out.isfinite(), 0.0)]
         found.append((out.detach(), lse.detach(), *gradients))
-    for actual, meant in zip(*found, strict=True):
-        torch.testing.assert_close(actual, meant, atol=1e-5, rtol=1e-4, equal_nan=True)
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4, equal_nan=True)
 
 
 def test_traced_op_passes_opcheck():
@@ -470,7 +470,7 @@ def test_flex_with_soft_cap_compiles_for_dynamic_lengths(monkeypatch):
         has_keys = (plan.ranges.end >= 0)[:, None, :, None]
         with torch.no_grad():
             out = flex.attention(q, k, v, plan, 0.3, softcap=3.0)
-        meant = reference.attention(q, k, v, plan, 0.3, softcap=3.0)
+        expected = reference.attention(q, k, v, plan, 0.3, softcap=3.0)
         torch.testing.assert_close(
-            out.where(has_keys, 0), meant.where(has_keys, 0), atol=1e-5, rtol=1e-4
+            out.where(has_keys, 0), expected.where(has_keys, 0), atol=1e-5, rtol=1e-4
         )

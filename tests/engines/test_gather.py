@@ -30,9 +30,9 @@ CASES = [
 def test_output_and_log_sum_exp_equal_reference(monkeypatch, shape, blocks, at_a_time):
     monkeypatch.setattr(gather, "LOGITS_AT_A_TIME", at_a_time)
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
-    meant = reference.attention(q, k, v, plan, 0.2, return_lse=True)
+    expected = reference.attention(q, k, v, plan, 0.2, return_lse=True)
     actual = engines.GATHER.attention(q, k, v, plan, 0.2, return_lse=True)
-    for a, b in zip(actual, meant, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     assert torch.equal(engines.GATHER.attention(q, k, v, plan, 0.2), actual[0])
 
@@ -51,10 +51,10 @@ def test_empty_rows_have_zero_output():
     keep = plan.to_dense()
     keep[:, 1, 2] = False
     plan = type(plan).from_dense(keep, plan.ranges, query_block=BLOCKS[0], key_block=BLOCKS[1])
-    meant = reference.attention(q, k, v, plan, 0.2, return_lse=True)
+    expected = reference.attention(q, k, v, plan, 0.2, return_lse=True)
     actual = gather.attention(q, k, v, plan, 0.2, return_lse=True)
     assert (actual[0][:, 1, 64:96] == 0).all() and (actual[1][:, 1, 64:96] == -torch.inf).all()
-    for a, b in zip(actual, meant, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 

@@ -74,10 +74,12 @@ def test_inference_kernel_applies_sinks(dtype, order, monkeypatch):
     # a query without keys
     lse[0, 1, 7], out[0, 1, 7] = -torch.inf, 0.0
     sinks = torch.tensor(SINKS, dtype=dtype)
-    meant = reference.with_sinks(out.double(), lse.double(), sinks)
+    expected = reference.with_sinks(out.double(), lse.double(), sinks)
     actual = complete.with_sinks(out.clone(memory_format=torch.preserve_format), lse, sinks)
     assert actual.stride() == out.stride()
-    torch.testing.assert_close(actual.double(), meant, atol=1e-6, rtol=2 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        actual.double(), expected, atol=1e-6, rtol=2 * torch.finfo(dtype).eps
+    )
 
 
 def test_training_does_not_change_output_in_place(monkeypatch):

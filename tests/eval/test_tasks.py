@@ -216,9 +216,9 @@ def test_arguments_are_passed_to_lm_eval(words, monkeypatch):
 def test_misspelt_model_argument_raises():
     known = {"engine", "min_length", "max_length", "batch_size"}
     refuse_misspelt(["engine", "batch_size", "attn_implementation", "rope_theta", "dtype"], known)
-    for typed, meant in (("engines", "engine"), ("min_lenght", "min_length")):
+    for typed, expected in (("engines", "engine"), ("min_lenght", "min_length")):
         with pytest.raises(
-            ValueError, match=f"model_args must .*, got '{typed}'; did you mean '{meant}'"
+            ValueError, match=f"model_args must .*, got '{typed}'; did you mean '{expected}'"
         ):
             refuse_misspelt(["dtype", typed], known)
 

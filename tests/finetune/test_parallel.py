@@ -216,7 +216,7 @@ def test_passkey_counts_when_all_ranks_predict_their_part(four):
     everyone = four.run(4, passkeys_on_a_process, ())
     assert [result for result, _ in everyone] == [{"300": 1.0, "1024": 1.0}] * 4
     # the second process of each replica errs
-    meant = {}
+    expected = {}
     for length in (300, 1024):
         sharding = sharding_of((length,), 2)
         documents = {**everyone[0][1][length], **everyone[2][1][length]}
@@ -227,9 +227,9 @@ def test_passkey_counts_when_all_ranks_predict_their_part(four):
             bool((sharding.owner[start - 1 : end - 1] < sharding.tokens).all())
             for start, end in starts
         ]
-        meant[str(length)] = sum(first) / 8
-    assert 0 < meant["1024"] < 1
-    assert [result for result, _ in four.run(4, passkeys_on_a_process, (1, 3))] == [meant] * 4
+        expected[str(length)] = sum(first) / 8
+    assert 0 < expected["1024"] < 1
+    assert [result for result, _ in four.run(4, passkeys_on_a_process, (1, 3))] == [expected] * 4
 
 
 def test_dry_run_divides_memory_by_ranks(tmp_path):

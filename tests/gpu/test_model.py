@@ -227,15 +227,15 @@ def test_keys_of_any_magnitude_are_selected_at_equal_density(gpu, dtype):
         plan = RowsPredictor(config)((q / factor).to(dtype), (k * factor).to(dtype), call)
         return plan.to_dense()[0]
 
-    meant = chosen(1.0)
-    assert meant[cells].all()
+    expected = chosen(1.0)
+    assert expected[cells].all()
     for factor in (1e-4, 1e-3, 1e3, 1e4):
         actual = chosen(factor)
         assert actual[cells].all(), factor
-        assert int(actual.sum()) == pytest.approx(int(meant.sum()), rel=0.03)
+        assert int(actual.sum()) == pytest.approx(int(expected.sum()), rel=0.03)
     # by powers of two not a bit is another
     for factor in (2.0**-13, 2.0**13) if dtype == torch.bfloat16 else ():
-        assert torch.equal(chosen(factor), meant)
+        assert torch.equal(chosen(factor), expected)
 
 
 # --- whole models

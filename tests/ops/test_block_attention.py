@@ -129,9 +129,9 @@ def test_value_head_dim_may_differ(dims):
     q, k, _ = qkv(q_length=40, dim=dims[0])
     v = qkv(q_length=40, dim=dims[1])[2]
     plan = random_plan(q, k, (32, 16), dense_rows=torch.tensor([[1]]))
-    meant = engines.REFERENCE.attention(q, k, v, plan, 0.2, return_lse=True)
+    expected = engines.REFERENCE.attention(q, k, v, plan, 0.2, return_lse=True)
     actual = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse=True)
-    for a, b in zip(actual, meant, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
@@ -161,21 +161,21 @@ def test_transposed_lists_equal_reference(rows, columns, monkeypatch):
     chosen = torch.rand(1, 2, rows, columns, generator=generator) < 0.3
     chosen[0, 0] = False
     lists = BlockIndices.from_dense(chosen)
-    meant = lists.transpose(columns)
+    expected = lists.transpose(columns)
     for widest in (transpose.WIDE_LISTS, 0):
         monkeypatch.setattr(transpose, "WIDE_LISTS", widest)
         actual = transpose.transpose(lists, columns)
-        assert torch.equal(actual.to_dense(rows), meant.to_dense(rows))
-        assert actual.width == (rows if widest else int(meant.counts.max()))
+        assert torch.equal(actual.to_dense(rows), expected.to_dense(rows))
+        assert actual.width == (rows if widest else int(expected.counts.max()))
     packed = transpose.pack_columns(lists, columns, placed=True)
-    assert torch.equal(packed.counts, meant.counts)
-    for b, p, c in meant.counts.nonzero().tolist():
+    assert torch.equal(packed.counts, expected.counts)
+    for b, p, c in expected.counts.nonzero().tolist():
         start, count = int(packed.starts[b, p, c]), int(packed.counts[b, p, c])
         listing = packed.rows[start : start + count]
         assert listing.tolist() == chosen[b, p, :, c].nonzero().flatten().tolist()
         slots = packed.slots[start : start + count].long()
         assert (lists.indices[b, p, listing.long(), slots] == c).all()
-    plain, there = transpose.pack_columns(lists, columns), int(meant.counts.sum())
+    plain, there = transpose.pack_columns(lists, columns), int(expected.counts.sum())
     assert torch.equal(plain.rows[:there], packed.rows[:there])
     assert all(map(torch.equal, plain[:2], packed[:2]))
 

@@ -114,14 +114,14 @@ def test_nan_row_does_not_change_other_rows(ops, what):
 def test_nonfinite_key_is_always_selected(ops, value, channel):
     q, k, v, choose_args = step_of(CASES["few-written"][:3] + (300, *CASES["few-written"][4:]))
     assert (3 in choose_args[3]) != (20 in choose_args[3])
-    meant = ops.choose(q, ops.index_keys(k, choose_args[3]), *choose_args)
-    slot = int((~meant.kept()[1, 0, :300]).nonzero()[0])
+    expected = ops.choose(q, ops.index_keys(k, choose_args[3]), *choose_args)
+    slot = int((~expected.kept()[1, 0, :300]).nonzero()[0])
     k[1, 0, slot, channel] = value
     choice = ops.choose(q, ops.index_keys(k, choose_args[3]), *choose_args)
     assert choice.kept()[1, 0, slot] and not choice.kept()[..., 300:].any()
-    assert torch.equal(choice.kept()[0], meant.kept()[0])
-    assert torch.equal(choice.kept()[1, 1], meant.kept()[1, 1])
-    assert choice.kept()[1, 0].sum() <= meant.counts[1, 0] + 8
+    assert torch.equal(choice.kept()[0], expected.kept()[0])
+    assert torch.equal(choice.kept()[1, 1], expected.kept()[1, 1])
+    assert choice.kept()[1, 0].sum() <= expected.counts[1, 0] + 8
     out = ops.attend(q, k, v, choice, *choose_args[:2])
     assert out[1, 3:].isfinite().all()
     logits = q[1, :3, 0, channel] * value

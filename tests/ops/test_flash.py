@@ -14,13 +14,13 @@ def test_wide_blocks_are_split_into_existing_tiles(length):
     plan = random_plan(q, k, (128, 128), share=0.6, heads=1)
     tiles = -(-length // 64)
     for part in (plan.partial, plan.full):
-        meant = part.to_dense(plan.kv_blocks).repeat_interleave(2, -1)[..., :tiles]
+        expected = part.to_dense(plan.kv_blocks).repeat_interleave(2, -1)[..., :tiles]
         actual = flash.finer_columns(part, 2, tiles)
         assert actual.width <= tiles
-        assert torch.equal(actual.counts, meant.sum(-1))
-        assert torch.equal(actual.to_dense(tiles), meant)
+        assert torch.equal(actual.counts, expected.sum(-1))
+        assert torch.equal(actual.to_dense(tiles), expected)
         by_tile = flash.by_tile(part, 128, 64, length)
-        assert torch.equal(by_tile.to_dense(plan.q_blocks), meant.transpose(2, 3))
+        assert torch.equal(by_tile.to_dense(plan.q_blocks), expected.transpose(2, 3))
 
 
 def test_folding_head_groups_into_batch_is_a_view():

@@ -111,8 +111,8 @@ def test_coverage_by_hand():
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     shares = logits.masked_fill(~causal, -torch.inf).softmax(-1)
     # head 0 of layer 1 with the blocks of head 1 of layer 0
-    meant = (shares * tokens).sum(-1).mean()
-    assert float(kept.mass[0, 1, 1, 0]) == pytest.approx(float(meant), abs=1e-5)
+    expected = (shares * tokens).sum(-1).mean()
+    assert float(kept.mass[0, 1, 1, 0]) == pytest.approx(float(expected), abs=1e-5)
     actual = [(shares * tokens)[140, 40:44].sum(), (shares * tokens)[150, 90:94].sum()]
     assert float(kept.needle[0, 1, 1, 0]) == pytest.approx(float(sum(actual) / 2), abs=1e-6)
     assert float(kept.density[0, 1]) == pytest.approx(float(tokens.sum() / causal.sum()))
@@ -187,8 +187,8 @@ def test_coverage_density_equals_plan_density(fields):
         anchors = config.changed(predictor="cascade", anchors=(0, 1), mass_threshold=threshold)
         for layer, (q, k) in enumerate(layers):
             keep = plan_of(anchors, q, k, layer).token_mask()[0].sum((1, 2))
-            meant = of_all.density[layer] * LENGTH * (LENGTH + 1) / 2
-            torch.testing.assert_close(keep.double(), meant)
+            expected = of_all.density[layer] * LENGTH * (LENGTH + 1) / 2
+            torch.testing.assert_close(keep.double(), expected)
 
 
 def test_cascade_config_survives_serialisation():

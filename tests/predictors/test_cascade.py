@@ -101,11 +101,11 @@ def test_padded_rows_and_documents_select_as_single_sequences(layout):
     alone = predictor(
         q, k, LayerContext(KeyRanges.causal(1, 111 - begin, 111 - begin, "cpu"), 0.25, 0)
     )
-    actual, meant = together.to_dense()[1:], alone.to_dense()
-    rows, columns = meant.shape[2:]
+    actual, expected = together.to_dense()[1:], alone.to_dense()
+    rows, columns = expected.shape[2:]
     actual = actual[:, :, -rows:] if layout == "packed" else actual[:, :, :rows]
     actual = actual[..., -columns:] if layout == "packed" else actual[..., :columns]
-    assert torch.equal(actual, meant)
+    assert torch.equal(actual, expected)
 
 
 # --- errors
@@ -181,8 +181,8 @@ def test_full_budget_cascade_equals_dense_attention(family):
     anchors = (0, 2) if family != "qwen3-some-sliding" else (0,)
     config = replace(FULL, predictor="cascade", anchors=anchors)
     with torch.no_grad():
-        meant = model(ids).logits
-    torch.testing.assert_close(logits_of(model, config, ids), meant, atol=1e-4, rtol=1e-4)
+        expected = model(ids).logits
+    torch.testing.assert_close(logits_of(model, config, ids), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_dense_layer_before_anchor_has_no_plan():

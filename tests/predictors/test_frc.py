@@ -176,18 +176,18 @@ def test_rows_keep_the_share_of_their_head():
 def test_later_tokens_change_no_earlier_row():
     q, k, _ = qkv(q_length=320)
     config = CabConfig.published(0.6, **GRID)
-    meant = plan_by_reference(config, q, k).to_dense()
+    expected = plan_by_reference(config, q, k).to_dense()
     q[:, :, 160:], k[:, :, 160:] = -q[:, :, 160:], 3 * k[:, :, 160:]
     actual = plan_by_reference(config, q, k).to_dense()
-    assert torch.equal(actual[:, :, :10], meant[:, :, :10]) and not torch.equal(actual, meant)
+    assert torch.equal(actual[:, :, :10], expected[:, :, :10]) and not torch.equal(actual, expected)
 
 
 def test_autocast_does_not_change_selection():
     q, k, _ = qkv(q_length=400)
-    meant = plan_by_reference(CabConfig.published(0.7, **GRID), q, k).to_dense()
+    expected = plan_by_reference(CabConfig.published(0.7, **GRID), q, k).to_dense()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(
-            plan_by_reference(CabConfig.published(0.7, **GRID), q, k).to_dense(), meant
+            plan_by_reference(CabConfig.published(0.7, **GRID), q, k).to_dense(), expected
         )
 
 
@@ -263,19 +263,22 @@ def test_blocks_with_nonfinite_key_are_marked():
 def test_kernels_select_blocks_of_reference(config, change, uninitialised_is_nan):
     q, k = change(*loud(**SHAPE))
     ranges = KeyRanges.causal(1, 136, 136, "cpu")
-    actual, meant = plan_by_kernels(config, q, k, ranges), plan_by_reference(config, q, k, ranges)
-    assert torch.equal(actual.full.counts, meant.full.counts)
-    assert torch.equal(actual.to_dense(), meant.to_dense())
+    actual, expected = (
+        plan_by_kernels(config, q, k, ranges),
+        plan_by_reference(config, q, k, ranges),
+    )
+    assert torch.equal(actual.full.counts, expected.full.counts)
+    assert torch.equal(actual.to_dense(), expected.to_dense())
 
 
 @pytest.mark.parametrize("shape", [{"q_length": 7}, {"kv_length": 250}, {"batch": 2, "dim": 24}])
 def test_kernels_select_blocks_of_reference_for_every_shape(shape):
     q, k = loud(**SHAPE | shape)
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
-    actual, meant = (
+    actual, expected = (
         f(CONFIGS[0].values[0], q, k, ranges) for f in (plan_by_kernels, plan_by_reference)
     )
-    assert torch.equal(actual.to_dense(), meant.to_dense())
+    assert torch.equal(actual.to_dense(), expected.to_dense())
 
 
 @pytest.mark.parametrize("layout", slow_but(["in-place", "padded", "packed", "chunk"], 0))
@@ -283,8 +286,8 @@ def test_kernels_select_blocks_of_reference_in_every_layout(layout):
     config = CabConfig.published(0.5, **GRID, dense_tail_blocks=1)
     given = loud(**SHAPE, batch=2, kv_length=200) if layout == "chunk" else loud(**SHAPE, batch=2)
     q, k, ranges = laid_in(layout, *given, 16)
-    actual, meant = (f(config, q, k, ranges) for f in (plan_by_kernels, plan_by_reference))
-    assert torch.equal(actual.to_dense(), meant.to_dense())
+    actual, expected = (f(config, q, k, ranges) for f in (plan_by_kernels, plan_by_reference))
+    assert torch.equal(actual.to_dense(), expected.to_dense())
 
 
 def test_selection_head_by_head_equals_all_heads(monkeypatch):

@@ -122,15 +122,19 @@ def assert_engine_within_budget(attend, q, k, v, grad, plan, scale, **how):
     exact = with_gradients(reference.attention, double_inputs, grad.double(), plan, scale, **how)
     has_keys = (plan.ranges.end >= 0)[:, None]
     for name in actual:
-        result, usual, meant = (x[name].detach().double() for x in (actual, plain, exact))
+        result, usual, expected = (x[name].detach().double() for x in (actual, plain, exact))
         if name == "lse":
-            is_empty = meant == -torch.inf
+            is_empty = expected == -torch.inf
             assert torch.equal((result == -torch.inf) & has_keys, is_empty & has_keys)
-            result, usual, meant = (x.masked_fill(is_empty, 0.0) for x in (result, usual, meant))
+            result, usual, expected = (
+                x.masked_fill(is_empty, 0.0) for x in (result, usual, expected)
+            )
         # outputs of padding queries are not used
         elif name in ("out", "dq"):
-            result, usual, meant = (x * has_keys.unsqueeze(-1) for x in (result, usual, meant))
-        error = (result - meant).abs().max()
-        eps = EPS[q.dtype] * meant.abs().max()
-        allowed = 2 * ((usual - meant).abs().max() + eps)
+            result, usual, expected = (
+                x * has_keys.unsqueeze(-1) for x in (result, usual, expected)
+            )
+        error = (result - expected).abs().max()
+        eps = EPS[q.dtype] * expected.abs().max()
+        allowed = 2 * ((usual - expected).abs().max() + eps)
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
