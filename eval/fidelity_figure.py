@@ -85,7 +85,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
 def _panel(
     axis: Any, rows: Sequence[Row], probe: str, values: tuple[str, str, str], looks: Looks
 ) -> None:
-    """Draw a probe over time or density, one line per method; dense attention is a level."""
+    """Draw a probe over time or density, one line per method and a horizontal dense line."""
     value, low, high = values
     results = [row for row in rows if row.get(probe, {}).get(value) is not None]
     level = {"color": "black", "linestyle": "--", "label": Dense.name}

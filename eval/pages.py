@@ -494,7 +494,7 @@ TRAININGS = {
 def lora(rows: DataFrame) -> DataFrame:
     rows = rows[(rows["spread"] == "alone") & ~rows["sought"].astype(bool)]
     rows = with_seconds(rows.assign(layers=setting(rows, "layers")))
-    # the last folder counts
+    # per length and number of layers, show the last folder of this list that measured it
     last = rows.groupby(["length", "layers"])["folder"].transform("last")
     rows = side_by_side(rows[rows["folder"] == last], "cab", "implementation", ["length", "layers"])
     rows = rows.sort_values(["length", "layers"], ascending=[True, False])

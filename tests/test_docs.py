@@ -1,4 +1,4 @@
-"""Code and commands of the pages run on a tiny model, and sentences are short."""
+"""Documentation pages: code runs on a tiny model, commands parse, and sentences are short."""
 
 import re
 import shlex

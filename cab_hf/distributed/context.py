@@ -145,7 +145,7 @@ class Parallel:
     def _misplaced(
         self, sharding: Sharding | None, tokens: int, position_ids: Tensor | None
     ) -> int:
-        """Return how many tokens have other positions than this rank's, or unknown positions."""
+        """Return the number of tokens whose positions are unknown or belong to another rank."""
         if sharding is None or position_ids is None or sharding.tokens != tokens:
             return tokens
         expected = sharding.positions[self.group.rank()].to(position_ids.device)

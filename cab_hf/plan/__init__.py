@@ -293,7 +293,7 @@ class BlockPlan:
 
         dense = self.dense_rows
         if dense is not None:
-            # the layers of a forward pass name the same rows
+            # all layers of a forward pass have the same dense rows
             dense = _taken(ranges, dense, rows, self.q_blocks)
         return self.map_lists(taken, ranges=ranges, dense_rows=dense)
 

@@ -162,10 +162,10 @@ def in_blocks(share: Tensor, size: int) -> Tensor:
 
 
 def counted_by_token(share: Tensor, wanted: Tensor, size: int) -> Tensor:
-    """Return bool [..., M]: the best blocks of ``size`` tokens, as many as the original keeps.
+    """Select the best blocks of ``size`` tokens, as many as the original: bool [..., M].
 
-    If n is the smallest number of tokens with more than ``wanted``, the number of blocks is n //
-    size + 1, and at least that of `MIN_TOKENS` tokens. All blocks are kept if ``wanted`` is 1.
+    If n is the smallest number of tokens whose shares exceed ``wanted``, the number of blocks is
+    n // size + 1, and at least that of `MIN_TOKENS` tokens. All blocks are kept if ``wanted`` is 1.
 
     Args:
         share: [..., N], sums to 1 over tokens.

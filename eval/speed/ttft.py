@@ -264,7 +264,7 @@ def prompts_of(settings: Settings) -> Prompts:
     return Prompts.of(models.llama_config(settings))
 
 
-# once per process, because compiled kernels stay
+# once per process, because compiled kernels are cached
 @lru_cache
 def read_once(settings: Settings, length: int, way: str, variant: str) -> None:
     """Read a prompt, so that all kernels are compiled."""
