@@ -354,8 +354,8 @@ class CabConfig:
         """
         fields = _renamed(fields)
         _require_known(fields)
-        kept = CabConfig.reading({**vars(self), **fields})
-        return dataclasses.replace(kept, **fields)
+        base = CabConfig.reading({**vars(self), **fields})
+        return dataclasses.replace(base, **fields)
 
     @classmethod
     def calibrated(cls, path: str | Path) -> CabConfig:

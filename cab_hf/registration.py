@@ -156,21 +156,21 @@ def _prepare_then_index(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    given = _cache_in(model_kwargs)
+    user_cache = _cache_in(model_kwargs)
     result = prepare(model, generation_config, model_kwargs, *args, **kwargs)
     text = model.config.get_text_config()
     if text._attn_implementation not in NAMES or model.config.is_encoder_decoder:
         return result
     from cab_hf.call.scope import FORWARD_CONTEXT, prompt_given
 
-    made = _cache_in(model_kwargs)
+    cache = _cache_in(model_kwargs)
     generation = FORWARD_CONTEXT.get().generation
     if generation is not None:
         _wrap_preparation(type(model))
-        is_compiled = getattr(made, "is_compileable", False)
+        is_compiled = getattr(cache, "is_compileable", False)
         generation.begin(prompt_given(generation_config, model_kwargs), is_compiled)
-    if given is None:
-        _index(model, made)
+    if user_cache is None:
+        _index(model, cache)
     return result
 
 

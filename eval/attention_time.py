@@ -149,10 +149,10 @@ def sparse_calls(
     """Return functions that select blocks and attend in a layer; None if the layer is exact."""
     q, k, v = call.q, call.k, call.v
     work = Workload.of(q, k, v, (config.query_block, config.key_block))
-    way = route(call.mask, config, work, sparse=True, layer=call.layer)
-    if way.method != "sparse":
+    chosen_route = route(call.mask, config, work, sparse=True, layer=call.layer)
+    if chosen_route.method != "sparse":
         return None
     predict = partial(make_predictor(config), q, k, layer)
     # before the clock starts: all layers of a pass share what ranges cache
     plan = predict()
-    return predict, partial(way.engine.attention, q, k, v, plan, layer.scale)
+    return predict, partial(chosen_route.engine.attention, q, k, v, plan, layer.scale)

@@ -86,14 +86,15 @@ def heatmap(
     ``panels`` maps title -> {(x, y): share}. Cells contain their share as text if there are few
     columns.
     """
-    places = {place for grid in panels.values() for place in grid}
-    xs, ys = (sorted({place[axis] for place in places}) for axis in (0, 1))
-    down = -(-len(panels) // max(2, WIDEST_GRIDS // (len(xs) + 1)))
-    across = -(-len(panels) // down)
-    written = len(xs) <= MOST_WRITTEN
-    width = 0.5 if written else 0.22
-    size = (1.6 + across * (0.6 + width * len(xs)), 1.2 + down * (0.4 + 0.22 * len(ys)))
-    with figure(path, down, across, figsize=size, sharey=True) as axes:
+    cells = {cell for grid in panels.values() for cell in grid}
+    xs, ys = (sorted({cell[axis] for cell in cells}) for axis in (0, 1))
+    num_rows = -(-len(panels) // max(2, WIDEST_GRIDS // (len(xs) + 1)))
+    num_columns = -(-len(panels) // num_rows)
+    is_annotated = len(xs) <= MOST_WRITTEN
+    width = 0.5 if is_annotated else 0.22
+    height = 1.2 + num_rows * (0.4 + 0.22 * len(ys))
+    size = (1.6 + num_columns * (0.6 + width * len(xs)), height)
+    with figure(path, num_rows, num_columns, figsize=size, sharey=True) as axes:
         for axis in axes.flat[len(panels) :]:
             axis.set_visible(False)
         for axis, (name, shares) in zip(axes.flat, panels.items(), strict=False):
@@ -102,11 +103,11 @@ def heatmap(
             axis.set_title(name, fontsize=9)
             axis.set_xticks(range(len(xs)), [f"{round(x, 2):g}" for x in xs], fontsize=7)
             axis.set_yticks(range(len(ys)), [f"{round(y, 2):g}" for y in ys], fontsize=7)
-            for (x, y), share in shares.items() if written else ():
-                place = (xs.index(x), ys.index(y))
+            for (x, y), share in shares.items() if is_annotated else ():
+                position = (xs.index(x), ys.index(y))
                 ink = "white" if share < 0.6 else "black"
                 style = {"ha": "center", "va": "center", "fontsize": 6, "color": ink}
-                axis.annotate(f"{share:.0%}", place, **style)
+                axis.annotate(f"{share:.0%}", position, **style)
         complete = axes[0, 0].figure
         complete.supxlabel(x_label, fontsize=9)
         complete.supylabel(y_label, fontsize=9)

@@ -109,7 +109,7 @@ class Experiment(ABC):
         ``samples`` grows meanwhile: at each case, it contains a sample of every case before it.
         """
 
-    def check(self) -> None:  # noqa: B027  most have nothing to refuse
+    def check(self) -> None:  # noqa: B027  most experiments accept all settings
         """Raise an error, before anything is written, for settings that cannot be measured.
 
         Raises:
@@ -207,14 +207,14 @@ def run(experiment: Experiment) -> list[dict[str, Any]]:
                 f"no case could be measured: {why}. Give shorter lengths, or use a device with "
                 "more memory, on which the same command continues."
             )
-        made = _provenance(experiment, before, log.started, measured)
-        rows = _write(kind, out, log.records, failures, made)
+        provenance_record = _provenance(experiment, before, log.started, measured)
+        rows = _write(kind, out, log.records, failures, provenance_record)
     if failures:
         print(
             f"\n{len(failures)} cases failed ({why}). The report lists them, and the same command "
             "tries them again."
         )
-    print("\n" + "\n\n".join([*summary(kind, rows), *made.get("repeated", ())]))
+    print("\n" + "\n\n".join([*summary(kind, rows), *provenance_record.get("repeated", ())]))
     print(f"\nfigure: {out / FIGURE}\nreport: {out / REPORT}")
     return rows
 
@@ -243,10 +243,10 @@ def kind_of(made: Row, folder: Path) -> type[Experiment] | Archived:
 def render(folder: Path | str) -> list[dict[str, Any]]:
     """Derive rows, table, figure and report of ``folder`` from its samples; return the rows."""
     folder = Path(folder)
-    made = read_provenance(folder)
-    if made is None:
+    provenance_record = read_provenance(folder)
+    if provenance_record is None:
         raise LogError(f"{folder} has no {RESULTS}. Let its run finish.")
-    kind = named(made["experiment"])
+    kind = named(provenance_record["experiment"])
     _, records = read_log(
         folder / SAMPLES,
         key=kind.CASE,
@@ -256,7 +256,9 @@ def render(folder: Path | str) -> list[dict[str, Any]]:
     )
     failures = [record for record in records if kind.FAILED and record.get(kind.FAILED)]
     # failures come last
-    return _write(kind, folder, records[: len(records) - len(failures)], failures, made)
+    return _write(
+        kind, folder, records[: len(records) - len(failures)], failures, provenance_record
+    )
 
 
 def read_provenance(folder: Path) -> Row | None:
@@ -296,18 +298,18 @@ def _whys(kind: type[Experiment], failures: Sequence[Row]) -> str:
 def _provenance(experiment: Experiment, before: Row | None, started: str, measured: bool) -> Row:
     """Return the provenance of the last run that added samples, with the settings of all runs."""
     # as JSON reads it
-    made = json.loads(json.dumps(experiment.provenance(started)))
+    record = json.loads(json.dumps(experiment.provenance(started)))
     if before is None:
-        return made
-    if said := dict.fromkeys([*before.get("repeated", ()), *made.get("repeated", ())]):
-        made["repeated"] = list(said)
+        return record
+    if said := dict.fromkeys([*before.get("repeated", ()), *record.get("repeated", ())]):
+        record["repeated"] = list(said)
     for name in experiment.GROWS:
-        old, new = before["settings"].get(name), made["settings"].get(name)
+        old, new = before["settings"].get(name), record["settings"].get(name)
         if isinstance(old, list):
-            made["settings"][name] = list(dict.fromkeys([*old, *new]))
+            record["settings"][name] = list(dict.fromkeys([*old, *new]))
         elif isinstance(old, int):
-            made["settings"][name] = max(old, new)
-    return made if measured or made["settings"] != before["settings"] else before
+            record["settings"][name] = max(old, new)
+    return record if measured or record["settings"] != before["settings"] else before
 
 
 def _write(
@@ -398,20 +400,20 @@ def made_on(provenance: Row) -> str:
 def configs(settings: Row) -> list[str]:
     """Describe the configs of a run by fields that differ from the default; old configs in full."""
     known = settings.get("cab_configs") or {"cab": settings.get("cab_config")}
-    made = []
+    parsed = []
     for name, config in known.items():
-        if config and of_today(config):
+        if config and has_current_fields(config):
             shown = json.dumps(unlike_default(config))
             default = f"the default of cab_hf {__version__}"
             if is_earlier(config):
                 default = "the earlier default (8 typical queries on every key)"
-            made.append(f"Config of {name}: `{shown}`, other fields as in {default}")
+            parsed.append(f"Config of {name}: `{shown}`, other fields as in {default}")
         elif config:
-            made.append(f"Config of {name}: `{json.dumps(config)}`")
-    return made
+            parsed.append(f"Config of {name}: `{json.dumps(config)}`")
+    return parsed
 
 
-def of_today(config: Row) -> bool:
+def has_current_fields(config: Row) -> bool:
     """Return True if `CabConfig` has every field of a recorded config, renamed ones included."""
     known = {field.name for field in fields(CabConfig)} | default_of(config).keys()
     return without_unset_share(config).keys() <= known

@@ -184,7 +184,7 @@ class Families(Experiment):
 EXPERIMENT = Families
 
 
-# --- what is said of a type
+# --- sentences about a type
 
 
 def judged(sample: Row) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def judged(sample: Row) -> dict[str, Any]:
         for of, counted_layers in counts.items():
             counted_layers += [each[of] for each in (part, *inputs.values()) if of in each]
     every = [each for some in outcomes.values() for each in some]
-    said = (each.get("refused") or each.get("failed") for each in every)
+    reasons = (each.get("refused") or each.get("failed") for each in every)
     verdicts = {name: worst(list(map(verdict_on, some))) for name, some in outcomes.items()}
     alone = "reads_padding" in sample
     differences = [name for name in LIMITS if (name == "difference") == alone]
@@ -217,7 +217,7 @@ def judged(sample: Row) -> dict[str, Any]:
         **row,
         "verdict": worst(list(verdicts.values())),
         **verdicts,
-        "said": next(filter(None, said), None),
+        "said": next(filter(None, reasons), None),
         **{name: max((e[name] for e in every if name in e), default=None) for name in differences},
         **{name: max(some) for name, some in counts.items() if some},
         **fields,

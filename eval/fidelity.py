@@ -180,15 +180,15 @@ class Fidelity(LongRun):
                 self.reading(next(iter(settings.files)), min(settings.lengths), probe, None, index)
 
     def recorded(self) -> dict[str, Any]:
-        settings, given = self.settings, super().recorded()
-        given["variant"] = list(map(without_folder, settings.variant))
+        settings, recorded = self.settings, super().recorded()
+        recorded["variant"] = list(map(without_folder, settings.variant))
         if settings.equal == DENSITY:
             # results of earlier versions lack this field
-            del given["equal"]
+            del recorded["equal"]
         files = settings.files.values()
-        given["texts"] = [NOISE if file is None else file_identity(file) for file in files]
+        recorded["texts"] = [NOISE if file is None else file_identity(file) for file in files]
         configs = {name: config.to_dict() for name, config in settings.configs.items()}
-        return {**given, "cab_configs": configs}
+        return {**recorded, "cab_configs": configs}
 
     def running(self) -> dict[str, Sequence[str]]:
         files = filter(None, self.settings.files.values())
@@ -263,13 +263,13 @@ class Fidelity(LongRun):
         # a document has no needle to hide
         hidden = kind_of(method).hides_needle
         # a method with dense prefill differs from dense only in its decode steps
-        kept = DECODES if kind_of(method).dense_prefill else PROBES
+        supported_probes = DECODES if kind_of(method).dense_prefill else PROBES
         if not settings.asked:
-            kept = [probe for probe in kept if probe not in WITH_KEYS_ASKED]
+            supported_probes = [probe for probe in supported_probes if probe not in WITH_KEYS_ASKED]
         results = [
             {"probe": probe, **place}
             for probe in settings.probes
-            if probe in kept and (probe in PROMPTED or not hidden)
+            if probe in supported_probes and (probe in PROMPTED or not hidden)
             for place in places.get(probe, documents)
         ]
         if self.clock is not None and not hidden and not kind_of(method).dense_prefill:
@@ -292,13 +292,13 @@ class Fidelity(LongRun):
         arms = [(name, None) for name in settings.compared if name not in matched]
         arms += [(name, budget) for budget, name in product(settings.budgets, matched)]
         for text, length in product(settings.files, settings.lengths):
-            asked: dict[tuple, list[dict[str, Any]]] = {}
+            cases_by_question: dict[tuple, list[dict[str, Any]]] = {}
             for method, budget in arms:
                 cell = dict(zip(CELL, (method, text, length, budget), strict=True))
                 for question in self.questions(method):
                     case = {**cell, **question}
-                    asked.setdefault(self.question(case), []).append(case)
-            yield from sorted(chain.from_iterable(asked.values()), key=self.waits)
+                    cases_by_question.setdefault(self.question(case), []).append(case)
+            yield from sorted(chain.from_iterable(cases_by_question.values()), key=self.waits)
 
     def alone(self, case: Mapping[str, Any]) -> bool:
         # a fit by time is logged once and applies to all cases of a cell
@@ -328,7 +328,7 @@ class Fidelity(LongRun):
             return next((attention_ms(s) for s in own if s["probe"] == TIME), None)
         return realised_density(usual(own))
 
-    # --- methods, and what they take
+    # --- methods and their budgets
 
     @cached_property
     def clock(self) -> AttentionClock | None:

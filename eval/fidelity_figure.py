@@ -17,7 +17,7 @@ from cab_hf.eval.report import grouped
 
 # fields of a value and the edges of its interval
 SHARE = ("share", "low", "high")
-# probe -> title of its panel, and the fields to draw
+# probe -> panel title and drawn fields
 DRAWN = {
     probes.CONTINUATION: ("KL after the prompt", KL),
     probes.ASKED: ("recall after the prompt", SHARE),
@@ -41,7 +41,7 @@ MARKERS = "osv^DPX*<>p"
 SPREAD = 0.38  # offset around the middle of markers drawn side by side; middles are 1 apart
 NARROWEST = 0.1  # smallest width of a panel, as a share of dense attention
 POINT = {"markersize": 5, "elinewidth": 0.6}
-Looks = Mapping[str, Mapping[str, Any]]  # method -> look of its line in all panels
+Looks = Mapping[str, Mapping[str, Any]]  # method -> line style in all panels
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
@@ -74,18 +74,18 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
                     _panel(axis, own, probe, values, looks)
                 where = f"{own[0]['text']}, {own[0]['length']:,} tokens"
                 axis.set_title(f"{title}\n{where}", fontsize=9, parse_math=False)
-        drawn = {}
+        drawn_panels = {}
         for axis in axes.flat:
             handles, labels = axis.get_legend_handles_labels()
-            drawn |= dict(zip(labels, handles, strict=True))
+            drawn_panels |= dict(zip(labels, handles, strict=True))
         above = {"loc": "outside upper center", "ncols": 6, "fontsize": 8}
-        axes[0, 0].figure.legend(drawn.values(), drawn, **above)
+        axes[0, 0].figure.legend(drawn_panels.values(), drawn_panels, **above)
 
 
 def _panel(
     axis: Any, rows: Sequence[Row], probe: str, values: tuple[str, str, str], looks: Looks
 ) -> None:
-    """Draw a probe over time or density, one line per method; dense attention is a level."""
+    """Draw a probe over time or density, one line per method and a horizontal dense line."""
     value, low, high = values
     results = [row for row in rows if row.get(probe, {}).get(value) is not None]
     level = {"color": "black", "linestyle": "--", "label": Dense.name}
@@ -94,10 +94,10 @@ def _panel(
             axis.axhline(row[probe][value], **level)
     if value == "ratio" and any(row["method"] == Dense.name for row in rows):
         axis.axhline(1, **level)
-    drawn = [row for row in results if row["method"] in looks]
-    timed = bool(drawn) and all(row.get("over_dense") is not None for row in drawn)
+    drawn_rows = [row for row in results if row["method"] in looks]
+    timed = bool(drawn_rows) and all(row.get("over_dense") is not None for row in drawn_rows)
     across = "step_share" if probe in probes.DECODES else "over_dense" if timed else "density"
-    for own in grouped(drawn, "method"):
+    for own in grouped(drawn_rows, "method"):
         own = sorted(own, key=itemgetter(across))
         parts, name = [row[probe] for row in own], own[0]["method"]
         # a single document has no interval
@@ -111,7 +111,7 @@ def _panel(
     if value == "share":
         axis.set_ylim(-0.04, 1.04)
     # differences of methods and of kernels are some powers of ten apart
-    if value == "kl" and drawn and all(row[probe][value] > 0 for row in drawn):
+    if value == "kl" and drawn_rows and all(row[probe][value] > 0 for row in drawn_rows):
         axis.set_yscale("log", nonpositive="clip")
     left, right = axis.get_xlim()
     # matched shares differ by less than is significant

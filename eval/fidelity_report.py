@@ -405,14 +405,14 @@ def readings_of(rows: Sequence[Row]) -> list[str]:
         "over_match": f"No budget matches the time within {OFF:.0%}",
         "density_over_match": f"The density misses the matched density by over {OFF:.0%}",
     }
-    said = [
+    sentences = [
         (sentence, [f"{_where(row)} ({row[field]:.2f} ×)" for row in rows if _is_off(row, field)])
         for field, sentence in off.items()
     ]
     fewer = {_where(row): dict.fromkeys(row["fewer"].values()) for row in rows if "fewer" in row}
     fewer = [f"{where} ({' or '.join(cases)})" for where, cases in fewer.items()]
-    said.append(("Measured in fewer cases than other rows", fewer))
-    named = [f"{sentence}: {', '.join(which)}." for sentence, which in said if which]
+    sentences.append(("Measured in fewer cases than other rows", fewer))
+    named = [f"{sentence}: {', '.join(which)}." for sentence, which in sentences if which]
     return [*cab.values(), *named, *exact_readings(rows)]
 
 
@@ -436,9 +436,9 @@ def _changes(row: Row, rows: Sequence[Row]) -> list[str]:
         # differences of the sparse path at full budget
         full = [x for x in rows if x["method"] == Full.name and place_of(x) == place_of(row)]
         noise = [digits(each[CONTINUATION]["kl"]) for each in full if each.get(CONTINUATION)]
-        beside = f" (kernels alone: {noise[0]})" if noise else ""
+        noise_note = f" (kernels alone: {noise[0]})" if noise else ""
         phrases += [
-            f"KL after the prompt {_divergence(behind)} per token{beside}",
+            f"KL after the prompt {_divergence(behind)} per token{noise_note}",
             f"greedy agreement {behind['agreement']:.1%}",
             f"perplexity after the prompt × {_ratio(behind)}",
         ]
@@ -447,9 +447,9 @@ def _changes(row: Row, rows: Sequence[Row]) -> list[str]:
         phrases.append(f"KL per token {first} in turn 1 and {last} in turn {TURN_COUNT} of a chat")
     if decoded:
         over = decoded.get("over_floor")
-        beside = "" if over is None else f" ({over:.1f} × the floor)"
+        noise_note = "" if over is None else f" ({over:.1f} × the floor)"
         phrases += [
-            f"KL of decoding {_divergence(decoded)} per token{beside}",
+            f"KL of decoding {_divergence(decoded)} per token{noise_note}",
             f"agreement of decoding {decoded['agreement']:.1%}",
         ]
     if written:

@@ -121,12 +121,12 @@ def counting(model: Any) -> Iterator[Alive]:
     """Make ``model`` attend by `Alive.attend` inside the block."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    alive = Alive(model)
-    ALL_ATTENTION_FUNCTIONS[COUNTING] = alive.attend
+    counted = Alive(model)
+    ALL_ATTENTION_FUNCTIONS[COUNTING] = counted.attend
     try:
         model.set_attn_implementation(COUNTING)
-        with torch.no_grad(), alive:
-            yield alive
+        with torch.no_grad(), counted:
+            yield counted
     finally:
         del ALL_ATTENTION_FUNCTIONS[COUNTING]
 
@@ -178,17 +178,17 @@ class Prompts:
         model = models.skeleton(config, trust_remote_code, dtype=torch.bfloat16)
         with refused_as(partial(_not_called, model.config.model_type)):
             layers = _cached(model)
-            alive = _read(model, TOKENS)
+            counted = _read(model, TOKENS)
         a_layer = max((size for size, _ in layers), default=0)
-        pair = alive.pair / TOKENS
+        pair = counted.pair / TOKENS
         return cls(
             weights=sum(x.nbytes for x in (*model.parameters(), *model.buffers())),
             layers=layers,
-            most=alive.most / TOKENS,
-            attending=alive.attending / TOKENS,
-            output=alive.output / TOKENS,
+            most=counted.most / TOKENS,
+            attending=counted.attending / TOKENS,
+            output=counted.output / TOKENS,
             expanded=pair if pair > a_layer else 0.0,
-            heads=frozenset(alive.heads),
+            heads=frozenset(counted.heads),
             config=cab_config_of(model.config.get_text_config()),
         )
 
@@ -266,14 +266,14 @@ def _cached(model: Any) -> tuple[tuple[int, int | None], ...]:
 
 def _read(model: Any, tokens: int) -> Alive:
     """Count live bytes while a model on the meta device reads ``tokens`` without a cache."""
-    with counting(model) as alive:
+    with counting(model) as counted:
         ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
         model(ids, use_cache=False, logits_to_keep=1)
-    return alive
+    return counted
 
 
 def table(prompts: Prompts, room: float, chunk: int) -> str:
-    """Return the longest prompts that fit into ``room`` bytes, a row per way to read them."""
+    """Return a table of the longest prompts that fit into ``room`` bytes, by chunking and cache."""
     rows = []
     for at_a_time in (None, chunk):
         for cache in CACHES:
@@ -294,16 +294,16 @@ def table(prompts: Prompts, room: float, chunk: int) -> str:
 
 def report(prompts: Prompts, settings: Settings, reach: int | None) -> str:
     """Return the printed text; UsageError if the weights alone do not fit."""
-    room, weights = max(0.0, settings.gpu_gib - CUDA_GIB), prompts.weights / GIB
-    if weights > room:
+    room_gib, weights = max(0.0, settings.gpu_gib - CUDA_GIB), prompts.weights / GIB
+    if weights > room_gib:
         raise UsageError(
             f"gpu_gib must be large enough for the weights of {weights:.1f} GiB, got "
-            f"{settings.gpu_gib:g}, of which tensors may use {room:.1f}. Use a GPU with more "
+            f"{settings.gpu_gib:g}, of which tensors may use {room_gib:.1f}. Use a GPU with more "
             "memory, or a smaller model."
         )
     lines = [
-        f"Weights in bfloat16: {weights:.2f} GiB of {room:.1f} GiB that tensors may use.",
-        table(prompts, room * GIB, settings.chunk),
+        f"Weights in bfloat16: {weights:.2f} GiB of {room_gib:.1f} GiB that tensors may use.",
+        table(prompts, room_gib * GIB, settings.chunk),
         FRAGMENTS,
     ]
     if reach is not None:

@@ -56,7 +56,7 @@ class Haystack:
             sample).
         keys: number of hidden named keys; 1 means one key without a name.
         file: UTF-8 text for ``text``.
-        question_first: True to ask before the text too, so that the model knows the question while
+        question_first: True to put the question before the text too, so that the model has it while
             it reads.
     """
 
@@ -78,7 +78,7 @@ class Haystack:
     def prompt(
         self, length: int, depth: float, index: int, seed: int = 0, hide_needle: bool = False
     ) -> Prompt:
-        """Return the prompt of at most ``length`` tokens, and at most a few fewer.
+        """Return a prompt of ``length`` tokens, or a few fewer.
 
         Args:
             length: tokens of the prompt.
@@ -86,31 +86,31 @@ class Haystack:
                 rounded to the nearest sentence border in tokens.
             index: number of the sample.
             seed: seed of the sample.
-            hide_needle: True to leave out all keys and change nothing else.
+            hide_needle: True to leave out all keys and keep the rest of the prompt.
         Raises:
             UsageError: ``length`` is too small for instruction, keys and question.
         """
         rng = random.Random(f"{seed}/{length}/{depth:.6f}/{index}/{self.keys}")
         keys = draw_keys(rng, self.keys, named=self.keys > 1)
-        asked, texts = keys[0], [key.statement for key in keys]
+        asked_key, texts = keys[0], [key.statement for key in keys]
         # the other keys are spread evenly, at random offsets
         others = self.keys - 1
         depths = [depth, *((i + rng.random()) / others for i in range(others))]
         needles = list(zip(depths, texts, strict=True))
 
-        sentences = self._fitted(asked.whose, needles, self._enough(rng, keys, length), length)
-        full = self.render(asked.whose, needles, sentences)
+        sentences = self._fitted(asked_key.whose, needles, self._enough(rng, keys, length), length)
+        full = self.render(asked_key.whose, needles, sentences)
         at = full.index(texts[0])
         # the leading blank belongs to the first token
         needle = (self.size(full[:at].removesuffix(" ")), self.size(full[: at + len(texts[0])]))
-        text = self.render(asked.whose, [], sentences) if hide_needle else full
+        text = self.render(asked_key.whose, [], sentences) if hide_needle else full
         return Prompt(
             text=text,
             tokens=tuple(self.encode(text)),
-            key=asked.digits,
+            key=asked_key.digits,
             needle=None if hide_needle else needle,
-            asking=self.size(text[: text.rindex(QUESTION.format(whose=asked.whose))]),
-            begun=ANSWER.format(whose=asked.whose),
+            asking=self.size(text[: text.rindex(QUESTION.format(whose=asked_key.whose))]),
+            begun=ANSWER.format(whose=asked_key.whose),
         )
 
     def check_room(self, length: int) -> None:
@@ -191,13 +191,13 @@ class Haystack:
 
         free = self._room(whose, needles, length)
         # the sum of sizes is approximate: it gives a start, and rendering decides
-        taken = sum(end <= free for end in accumulate(map(self._sentence_size, sentences)))
-        while taken and room(sentences[:taken]) < 0:
-            taken -= 1
-        while taken < len(sentences) - 1 and room(sentences[: taken + 1]) >= 0:
-            taken += 1
+        num_sentences = sum(end <= free for end in accumulate(map(self._sentence_size, sentences)))
+        while num_sentences and room(sentences[:num_sentences]) < 0:
+            num_sentences -= 1
+        while num_sentences < len(sentences) - 1 and room(sentences[: num_sentences + 1]) >= 0:
+            num_sentences += 1
         # the text starts inside a sentence: with the end of the first sentence that does not fit
-        complete, words = sentences[:taken], sentences[taken].split()
+        complete, words = sentences[:num_sentences], sentences[num_sentences].split()
         # a word has at least one token
         for start in range(max(1, len(words) - room(complete)), len(words)):
             excerpt = [" ".join(words[start:]), *complete]

@@ -15,7 +15,8 @@ Interval = tuple[float, float, float]  # (estimate, low, high)
 def wilson(correct: int, n: int) -> tuple[float, float]:
     """Return Wilson's score interval (low, high) of a proportion (Wilson 1927), within [0, 1].
 
-    Unlike the normal approximation it is sound at 0 of n and n of n: 10 of 10 gives [0.72, 1].
+    Unlike the normal approximation, the interval has a width at 0 of n and n of n: 10 of 10 gives
+    [0.72, 1].
     """
     if n <= 0 or not 0 <= correct <= n:
         raise ValueError(f"correct must be 0 to n, and n above 0, got correct={correct}, n={n}.")

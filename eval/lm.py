@@ -1,4 +1,4 @@
-"""The model that lm-evaluation-harness knows as ``cab``; importing it needs lm_eval."""
+"""The model ``cab`` of lm-evaluation-harness; importing this module needs lm_eval."""
 
 from __future__ import annotations
 

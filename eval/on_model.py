@@ -128,7 +128,7 @@ class OnModel(Experiment):
         return {}
 
     def provenance(self, started: str) -> dict[str, Any]:
-        made, lengths = super().provenance(started), sorted(self.settings.lengths)
+        record, lengths = super().provenance(started), sorted(self.settings.lengths)
         said = []
         for name, sentences in self.running().items():
             tokens = least_tokens(self.tokenizer, sentences, lengths[-1])
@@ -138,7 +138,7 @@ class OnModel(Experiment):
                     f"{plain(name)} has {tokens:,} tokens, so that it repeats in texts of "
                     f"{' and '.join(longer)} tokens."
                 )
-        return {**made, "repeated": said} if said else made
+        return {**record, "repeated": said} if said else record
 
     def under(self, method: Method, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Return the result of ``read`` under ``method``, its seconds, and densities.
@@ -163,12 +163,12 @@ class OnModel(Experiment):
         require_positions(self.settings, "lengths", max(self.settings.lengths), self.WRITTEN)
 
     def recorded(self) -> dict[str, Any]:
-        given, name = super().recorded(), self.settings.model
-        given["model"] = _called(Path(name)) if Path(name).exists() else name
-        if not given["trust_remote_code"]:
-            del given["trust_remote_code"]
+        recorded, name = super().recorded(), self.settings.model
+        recorded["model"] = _called(Path(name)) if Path(name).exists() else name
+        if not recorded["trust_remote_code"]:
+            del recorded["trust_remote_code"]
         # smollm2 is one file with its own hash
-        return given if name == SMOLLM2 else {**given, "model_sha256": self.content}
+        return recorded if name == SMOLLM2 else {**recorded, "model_sha256": self.content}
 
 
 def require_positions(settings: OnModelSettings, name: str, tokens: int, written: int = 0) -> None:

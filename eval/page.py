@@ -118,9 +118,9 @@ def page(results: Sequence[Results]) -> str:
 
 def _section(result: Results) -> dict[str, Any]:
     """Return the parts of a section; `page.html` names them."""
-    kind, made = result.kind, result.provenance
+    kind, record = result.kind, result.provenance
     (_, first), *others = kind.tables(result.rows).items()
-    origin = [f"{experiment.made_on(made)}.", *experiment.configs(made["settings"])]
+    origin = [f"{experiment.made_on(record)}.", *experiment.configs(record["settings"])]
     figure = (result.folder / FIGURE).read_bytes()
     if not figure.startswith(PNG):
         raise ValueError(f"{FIGURE} is no PNG")
@@ -131,13 +131,13 @@ def _section(result: Results) -> dict[str, Any]:
         "heading": heading(result),
         "source": source([result]),
         "table": first,
-        "sentences": [*kind.readings(result.rows), *made.get("repeated", ())],
+        "sentences": [*kind.readings(result.rows), *record.get("repeated", ())],
         "figure": base64.b64encode(figure).decode(),
-        "command": experiment.command(kind, made["settings"]),
+        "command": experiment.command(kind, record["settings"]),
         "folded": {
             **dict(others),
-            **experiment.unmeasured(made),
-            "Notes": kind.notes(made["settings"]),
+            **experiment.unmeasured(record),
+            "Notes": kind.notes(record["settings"]),
             "Versions and config": "\n\n".join(origin),
         },
     }

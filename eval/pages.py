@@ -41,7 +41,7 @@ from cab_hf.selection.reference import THRESHOLD_KEYS
 TABLES: dict[str, Callable[[Path], str]] = {}
 # the remedy comes after these in an error message
 REASON_ENDS = re.compile(r"; |\. ")
-# steps of a training run that had the GPU to itself, next to its folder
+# log of the timed training run, without other processes on the GPU; relative to a run folder
 TIMED = Path("alone", "log.jsonl")
 # first steps of a training run, which include compilation
 WARM_UP_STEPS = 3
@@ -494,7 +494,7 @@ TRAININGS = {
 def lora(rows: DataFrame) -> DataFrame:
     rows = rows[(rows["spread"] == "alone") & ~rows["sought"].astype(bool)]
     rows = with_seconds(rows.assign(layers=setting(rows, "layers")))
-    # the last folder counts
+    # per length and number of layers, show the last folder of this list that measured it
     last = rows.groupby(["length", "layers"])["folder"].transform("last")
     rows = side_by_side(rows[rows["folder"] == last], "cab", "implementation", ["length", "layers"])
     rows = rows.sort_values(["length", "layers"], ascending=[True, False])
@@ -522,7 +522,7 @@ def trained(rows: DataFrame) -> DataFrame:
         rows[probe] = bold(interval(rows, probe), is_below)
     for probe in ("perplexity", "perplexity_border"):
         ratio = rows[probe] / best[probe]
-        # far off, it means nothing
+        # a ratio far from 1 is not meaningful
         rows[f"{probe}_ratio"] = ratio.where(ratio < 100)
     rows["step_s"] = rows["folder"].map(seconds_of_a_step)
     names = "label runs method density recall recall_border each"

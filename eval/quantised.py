@@ -45,15 +45,18 @@ def to_4_bits(model: Any, dtype: str) -> None:
 
     from cab_hf.finetune.models import four_bits
 
-    given = four_bits(dtype, model.device)["quantization_config"]
+    quantization = four_bits(dtype, model.device)["quantization_config"]
     how = {
-        "quant_type": given.bnb_4bit_quant_type,
-        "compress_statistics": given.bnb_4bit_use_double_quant,
-        "quant_storage": given.bnb_4bit_quant_storage,
+        "quant_type": quantization.bnb_4bit_quant_type,
+        "compress_statistics": quantization.bnb_4bit_use_double_quant,
+        "quant_storage": quantization.bnb_4bit_quant_storage,
     }
     for path, linear in [*model.model.named_modules()]:
         if isinstance(linear, nn.Linear):
-            sizes, compute = (linear.in_features, linear.out_features), given.bnb_4bit_compute_dtype
+            sizes, compute = (
+                (linear.in_features, linear.out_features),
+                quantization.bnb_4bit_compute_dtype,
+            )
             packed = Linear4bit(*sizes, False, compute, **how, device="meta")
             packed.weight = Params4bit(linear.weight.data, False, **how)
             # bitsandbytes packs weights when they move to the device

@@ -14,8 +14,8 @@ from cab_hf.eval.experiment import (
     RESULTS,
     Experiment,
     Row,
+    has_current_fields,
     kind_of,
-    of_today,
     unlike_default,
     without_unset_share,
 )
@@ -58,7 +58,7 @@ def by_default(result: Results) -> bool:
         return False
     configs = result.provenance["settings"].get("cab_configs", {})
     config = without_unset_share(configs.get("cab", {}))
-    if not config or not of_today(config):
+    if not config or not has_current_fields(config):
         return False
     return unlike_default({**config, "min_length": CabConfig.min_length}) == {}
 
@@ -89,7 +89,7 @@ def _listed(names: Iterable[str]) -> str:
 def _has_old_config(settings: Row) -> bool:
     """Return True if blocks were selected by settings that no longer exist."""
     configs = [settings.get("cab_config"), *settings.get("cab_configs", {}).values()]
-    return any(config and not of_today(config) for config in configs)
+    return any(config and not has_current_fields(config) for config in configs)
 
 
 def _short(commit: str) -> str:

@@ -84,12 +84,15 @@ def check_base(adapter: Path, base: str, fields: Mapping[str, Any], recorded: st
     `read_base`, ``recorded`` is the name in PEFT's config.
     """
     if fields.get("sha256"):
-        wanted, seen = fields["sha256"], run_models.content_sha256(base)
-        of, has = f"a model with SHA-256 {wanted[:12]}", f"base {name_of(base)!r} has {seen[:12]}"
+        expected_base, actual_base = fields["sha256"], run_models.content_sha256(base)
+        of, has = (
+            f"a model with SHA-256 {expected_base[:12]}",
+            f"base {name_of(base)!r} has {actual_base[:12]}",
+        )
     else:
-        wanted, seen = name_of(recorded or base), name_of(base)
-        of, has = repr(wanted), f"base is {seen!r}"
-    if seen != wanted:
+        expected_base, actual_base = name_of(recorded or base), name_of(base)
+        of, has = repr(expected_base), f"base is {actual_base!r}"
+    if actual_base != expected_base:
         raise UsageError(f"adapter {adapter.name} was trained in {of}, and {has}. {ADVICE}.")
 
 
@@ -112,17 +115,18 @@ def load_weights(adapted: Any, adapter: Path) -> list[str]:
     with reading(adapter, WEIGHTS):
         result = load_file(adapter / WEIGHTS)
     complete = get_peft_model_state_dict(adapted, save_embedding_layers=True)
-    wanted = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    others = {name: complete[name] for name in result if name in complete and name not in wanted}
-    wanted |= others
+    expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    others = {name: complete[name] for name in result if name in complete and name not in expected}
+    expected |= others
     # a head tied to trained embeddings may be stored once
-    written = {wanted[name].data_ptr(): x for name, x in result.items() if name in wanted}
-    for name, x in wanted.items():
+    written = {expected[name].data_ptr(): x for name, x in result.items() if name in expected}
+    for name, x in expected.items():
         if name not in result and x.data_ptr() in written:
             result[name] = written[x.data_ptr()]
-    for name in sorted(wanted.keys() | result.keys()):
+    for name in sorted(expected.keys() | result.keys()):
         ours, theirs = (
-            f"of shape {list(x[name].shape)}" if name in x else "missing" for x in (wanted, result)
+            f"of shape {list(x[name].shape)}" if name in x else "missing"
+            for x in (expected, result)
         )
         if ours != theirs:
             part = name.removeprefix("base_model.model.")

@@ -200,15 +200,15 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
 
 def load_parameters(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Set the trained parameters to the values of `parameters_of`; UsageError if names differ."""
-    mine = trained(model)
-    differ = sorted(mine.keys() ^ saved.keys())
+    parameters = trained(model)
+    differ = sorted(parameters.keys() ^ saved.keys())
     if differ:
         raise UsageError(
             f"the checkpoint trains other parameters ({differ[0]} is one of {len(differ)}). "
             "Continue with the settings of the first run, or give another --out."
         )
     with torch.no_grad():
-        for name, parameter in mine.items():
+        for name, parameter in parameters.items():
             parameter.copy_(_sharded_like(saved[name], parameter))
 
 

@@ -85,7 +85,7 @@ class Cost:
             getattr(x, "num_key_value_heads", None) or x.num_attention_heads for x in layers
         ]
         linear, parameters = list(_linear_layers(model)), list(model.parameters())
-        kept = [p for p in (*parameters, *model.buffers()) if not p.requires_grad]
+        frozen = [p for p in (*parameters, *model.buffers()) if not p.requires_grad]
         return cls(
             frozen=sum(size for size, trained in linear if not trained),
             trained=sum(size for size, trained in linear if trained),
@@ -96,7 +96,7 @@ class Cost:
             inner=max(map(_widest_mlp, layers)),
             parameters=sum(p.numel() for p in parameters),
             trained_parameters=sum(p.numel() for p in parameters if p.requires_grad),
-            weight_bytes=sum(p.numel() * p.element_size() for p in kept),
+            weight_bytes=sum(p.numel() * p.element_size() for p in frozen),
             uncounted=_uncounted(model),
             untiled=tuple(untiled_mlps(model)),
             config=config,
@@ -276,7 +276,7 @@ def memory(
     x, size = itemsize * hidden, tokens / cp
     q, kv = itemsize * channels, 2 * itemsize * max(cost.kv_channels)
     # keys and values of the whole sequence while a layer attends; cosines and sines of positions
-    beside = (kv * tokens if cp > 1 else 0.0) + size * 2 * itemsize * channels / cost.heads
+    temporary = (kv * tokens if cp > 1 else 0.0) + size * 2 * itemsize * channels / cost.heads
     logits = (4 if wide else 4 + itemsize) * min(size, loss_tokens) * config.vocab_size
     # the input of a layer, its norm, q, k, v, the output of attention, their sum and its norm
     kept = 4 * x + 2 * q + kv
@@ -301,7 +301,7 @@ def memory(
         again = kept
     mask = mask_itemsize * mask_pairs
     # the checkpoint of a layer is fetched while the next layer's is still there
-    held = max(layers - offloaded, min(2, layers)) if offloaded else layers
+    num_on_device = max(layers - offloaded, min(2, layers)) if offloaded else layers
     optimizer = 16 * cost.trained_parameters  # a value, its gradient and two moments
     saved = 0.0 if quantised is None else itemsize - quantised
     weights = cost.weight_bytes - (cost.frozen - hidden * config.vocab_size) * saved
@@ -311,9 +311,9 @@ def memory(
     return Memory(
         weights=here * weights / shards + gathered,
         optimizer=here * optimizer / shards,
-        layers=size * x * held if checkpointing else (size * kept + mask) * layers,
+        layers=size * x * num_on_device if checkpointing else (size * kept + mask) * layers,
         # the last layers' gradients start where the loss ends
-        working=max(loss, size * flowing + (size * again + mask) * checkpointing + beside)
+        working=max(loss, size * flowing + (size * again + mask) * checkpointing + temporary)
         + mask_pairs,
         checkpoints=offloaded * -(-size * x // CHUNK_BYTES) * CHUNK_BYTES,
         plans=plans,

@@ -102,7 +102,7 @@ class Packed:
                     others=texts,
                 )
             self._cursors.append(SourceCursor(documents, share))
-        self._made = 0  # sequences of all processes
+        self._num_packed = 0  # sequences of all processes
 
     @property
     def epoch(self) -> int:
@@ -131,30 +131,30 @@ class Packed:
     def state_dict(self) -> State:
         """Return the position after the last sequence, JSON-able and equal in all processes."""
         self._finish_round()
-        return {"made": self._made, "cursors": [each.state_dict() for each in self._cursors]}
+        return {"made": self._num_packed, "cursors": [each.state_dict() for each in self._cursors]}
 
     def load_state_dict(self, state: State) -> None:
         """Resume from a position in the same data; ``world`` must divide the sequences made."""
-        self._made = state["made"]
+        self._num_packed = state["made"]
         for cursor, place in zip(self._cursors, state["cursors"], strict=True):
             cursor.load_state_dict(place)
 
     def _finish_round(self) -> None:
         """Skip the sequences of the other processes after this one's last sequence."""
-        while self._made % self.world:
+        while self._num_packed % self.world:
             self._pack()
 
     def _pack(self) -> list[Document]:
         """Return the pieces of the next sequence."""
-        pieces, room = [], self.length
-        while room:
+        pieces, num_free = [], self.length
+        while num_free:
             by_lag = sorted(self._cursors, key=lambda cursor: cursor.taken / cursor.share)
-            furthest_behind = next((cursor for cursor in by_lag if cursor.fits(room)), None)
+            furthest_behind = next((cursor for cursor in by_lag if cursor.fits(num_free)), None)
             if furthest_behind is None:
                 break
-            pieces.append(furthest_behind.take(room))
-            room -= pieces[-1].size
-        self._made += 1
+            pieces.append(furthest_behind.take(num_free))
+            num_free -= pieces[-1].size
+        self._num_packed += 1
         return pieces
 
 
@@ -213,7 +213,7 @@ class SourceCursor:
         document = self._next()
         piece = document.piece(self._done, min(document.size, self._done + room))
         self.taken, self._done = self.taken + piece.size, self._done + piece.size
-        # the last token was predicted before the cut, and predicts nothing
+        # a last single token is dropped: it is already a label, and has no next token to predict
         if document.size - self._done < 2:
             self._document, self._done = None, 0
         return piece

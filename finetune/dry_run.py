@@ -58,7 +58,7 @@ def report(
     pairs = cost.pairs(torch.arange(settings.length)[None])
     attention = sum(cost.attention(pairs)) * tokens / settings.length
     flops, needed = cost.products(tokens) + attention, fitted.memory
-    known = f"{flops:.3e} with dense attention, which is {attention / flops:.0%} of them"
+    flops_note = f"{flops:.3e} with dense attention, which is {attention / flops:.0%} of them"
     parts = [f"{name} {x / cost_model.GIB:.2f}" for name, x in needed._asdict().items()]
     each = "each" if settings.cp == 1 else f"for every {settings.cp} processes"
     return "\n".join(
@@ -67,7 +67,7 @@ def report(
             f"parameters: {cost.parameters:,}, trained: {cost.trained_parameters:,}",
             f"step: {tokens:,} tokens in {processes} processes, {accumulation} micro batches "
             + each,
-            f"FLOPs per step: {f'unknown: {cost.uncounted}' if cost.uncounted else known}",
+            f"FLOPs per step: {f'unknown: {cost.uncounted}' if cost.uncounted else flops_note}",
             f"estimated memory per process: {needed.total / cost_model.GIB:.2f} GiB "
             f"({', '.join(parts[:4])}); on its host: {needed.host / cost_model.GIB:.2f} GiB "
             f"({', '.join(parts[4:])})",

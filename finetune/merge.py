@@ -128,10 +128,10 @@ def merge(settings: MergeSettings) -> float:
 
 def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeSettings) -> Tensor:
     """Write the merged model to ``folder``; return the logits that it must have."""
-    given, trusted = adapters.read_base(adapter), settings.trust_remote_code
+    base_name, trusted = adapters.read_base(adapter), settings.trust_remote_code
     model_config = run_models.load_config(base, trusted)
     with adapters.reading(adapter, run_models.BASE):
-        run_models.restore(model_config.get_text_config(), given)
+        run_models.restore(model_config.get_text_config(), base_name)
     dtype = settings.dtype or _name_of_dtype(model_config.dtype or torch.float32)
     if dtype not in BOUNDS:
         raise UsageError(
@@ -143,7 +143,7 @@ def _write(folder: Path, adapter: Path, base: str, config: Any, settings: MergeS
     # PEFT warns if it differs from the recorded name
     model.name_or_path = base
     # a model from the hub is in the cache by now
-    adapters.check_base(adapter, base, given, config.base_model_name_or_path)
+    adapters.check_base(adapter, base, base_name, config.base_model_name_or_path)
     adapted = attach(model, adapter, config)
     expected = probe(adapted)
     _untie(adapted)
@@ -228,12 +228,12 @@ def card(name: str, folder: Path, base: str, config: Any, difference: float) -> 
     else:
         names = [*targets, *(getattr(config, "target_parameters", None) or ())]
         layers = ", ".join(map(plain, sorted(names)))
-    kept = {each.rpartition(".")[2] for each in config.modules_to_save or ()}
+    saved_names = {each.rpartition(".")[2] for each in config.modules_to_save or ()}
     rows = {
         "base": plain(adapters.name_of(base)),
         "adapter": f"LoRA, rank {config.r}, alpha {config.lora_alpha:g}",
         "layers": layers,
-        "trained completely": ", ".join(map(plain, sorted(kept))),
+        "trained completely": ", ".join(map(plain, sorted(saved_names))),
         "positions": f"{model.get('max_position_embeddings')}{stretched}",
         "largest logit difference to base with adapter": f"{difference:.2g}",
         "made with": ", ".join(f"{package} {version}" for package, version in versions().items()),

@@ -187,13 +187,15 @@ def with_lora(
     if targets != ALL_LINEAR:
         _check_targets(model, targets, dropout)
     # transformers has no common class of norms
-    kept = {_last_name(n) for n, m in model.named_modules() if type(m).__name__.endswith("Norm")}
+    norm_names = {
+        _last_name(n) for n, m in model.named_modules() if type(m).__name__.endswith("Norm")
+    }
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules=targets,
-        modules_to_save=sorted(kept) if norms else None,
+        modules_to_save=sorted(norm_names) if norms else None,
         task_type="CAUSAL_LM",
     )
     adapted = get_peft_model(model, config)

@@ -82,13 +82,17 @@ class Offload:
             # again
             self._wait_for(last)
             last.tensor = None
-        kept = _Input(self, x.detach().contiguous(), last if index else None)
+        saved_input = _Input(self, x.detach().contiguous(), last if index else None)
         if index < self.layers:
             count = self._chunks_of(x.nbytes)
-            kept.chunks = [self._free.pop() if self._free else self._pinned() for _ in range(count)]
-            self._copy(kept, zip(kept.chunks, self._pieces(kept.tensor), strict=True))
-        self._last = weakref.ref(kept)
-        return kept
+            saved_input.chunks = [
+                self._free.pop() if self._free else self._pinned() for _ in range(count)
+            ]
+            self._copy(
+                saved_input, zip(saved_input.chunks, self._pieces(saved_input.tensor), strict=True)
+            )
+        self._last = weakref.ref(saved_input)
+        return saved_input
 
     def _unpack(self, kept: Tensor | _Input) -> Tensor:
         if isinstance(kept, Tensor):

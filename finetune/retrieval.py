@@ -165,26 +165,26 @@ def _asked_at_the_end(
     tokenizer: Any, sentences: Sequence[str], length: int, rng: random.Random, kind: str
 ) -> Document:
     keys = KEYS[kind]
-    drawn = draw_keys(rng, keys, named=keys > 1)
-    statements = [sentence_tokens(tokenizer, key.statement) for key in drawn]
+    drawn_keys = draw_keys(rng, keys, named=keys > 1)
+    statements = [sentence_tokens(tokenizer, key.statement) for key in drawn_keys]
     # keys are asked for in this order and stated in any: question, answer, next question
-    questions = [QUESTION.format(whose=key.whose) for key in drawn]
+    questions = [QUESTION.format(whose=key.whose) for key in drawn_keys]
     questions[0] = "\n\n".join([instruction(keys), TEXT, questions[0]])
-    answered = [f"{ANSWER.format(whose=key.whose)}{key.digits}." for key in drawn]
+    answered = [f"{ANSWER.format(whose=key.whose)}{key.digits}." for key in drawn_keys]
     turns = chain(*zip(questions, answered, strict=True))
     head, after = around_text(tokenizer, list(turns))
     tail = sentence_tokens(tokenizer, after)
 
-    room = length - len(head) - len(tail) - sum(map(len, statements))
-    if room < 0:
+    num_free = length - len(head) - len(tail) - sum(map(len, statements))
+    if num_free < 0:
         raise ValueError(
-            f"length must have room for the question and {keys} keys, which take {length - room} "
-            f"tokens, got {length}. Give a larger length."
+            f"length must have room for the question and {keys} keys, which take "
+            f"{length - num_free} tokens, got {length}. Give a larger length."
         )
-    text = endless(sentences, rng, drawn if kind == "distractors" else None)
-    pieces = fitted((sentence_tokens(tokenizer, sentence) for sentence in text), room)
+    text = endless(sentences, rng, drawn_keys if kind == "distractors" else None)
+    pieces = fitted((sentence_tokens(tokenizer, sentence) for sentence in text), num_free)
     borders = [rng.randrange(len(pieces) + 1) for _ in statements]
     tokens, needles = with_statements(head, pieces, statements, borders)
-    ranges = (span_of(tokenizer, after, key.digits) for key in drawn)
+    ranges = (span_of(tokenizer, after, key.digits) for key in drawn_keys)
     answers = ((len(tokens) + start, len(tokens) + end) for start, end in ranges)
     return Document((*tokens, *tail), tuple(needles), tuple(answers))

@@ -228,15 +228,15 @@ class Settings:
         Raises:
             ValueError: if the calibration cannot be read, or refuses a field of --cab.
         """
-        given = dict(map(parse_assignment, self.cab))
+        fields = dict(map(parse_assignment, self.cab))
         if not self.calibration:
             # the model refuses unknown fields when it is loaded
-            return given
+            return fields
         try:
             saved = CabConfig.calibrated(self.calibration)
         except ValueError as error:
             raise ValueError(f"calibration {error}") from None
-        return saved.changed(**given).to_dict()
+        return saved.changed(**fields).to_dict()
 
     def replicas(self, processes: int) -> int:
         """Return the number of groups of ``cp`` processes, each with its own sequence.

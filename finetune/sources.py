@@ -185,14 +185,14 @@ def refuse_overlap(
         UsageError: names a source of ``validation`` with a file that ``training`` has too.
     """
     own, others = ([source for source, share in each if share] for each in (training, validation))
-    known = {content: source.name for source in own for content in source.files.values()}
+    source_of = {content: source.name for source in own for content in source.files.values()}
     for source in others:
         for file, content in source.files.items():
-            if content in known:
+            if content in source_of:
                 raise UsageError(
                     f"validation must contain other texts than data, got {source.name!r} and "
-                    f"{known[content]!r}, where {file.name} is the same text. Give other texts, "
-                    "or leave validation out to hold out documents of data."
+                    f"{source_of[content]!r}, where {file.name} is the same text. Give other "
+                    "texts, or leave validation out to hold out documents of data."
                 )
 
 
@@ -518,14 +518,14 @@ class RetrievalDocuments:
             return []
         turn = self._index // len(self._source.kinds)
         rng = random.Random(f"finetune/{self._seed}/text/{self._index}")
-        wanted, excerpts = self._length * CHARACTERS_A_TOKEN, []
+        num_characters, excerpts = self._length * CHARACTERS_A_TOKEN, []
         for text in self._haystacks[turn % len(self._haystacks)].at_most_twice():
-            start = rng.randrange(max(1, len(text) - wanted))
-            excerpt = text[start : start + wanted]
+            start = rng.randrange(max(1, len(text) - num_characters))
+            excerpt = text[start : start + num_characters]
             if excerpt.strip():
                 excerpts.append(excerpt)
-                wanted -= len(excerpt)
-            if wanted <= 0:
+                num_characters -= len(excerpt)
+            if num_characters <= 0:
                 break
         return excerpts
 

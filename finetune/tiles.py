@@ -39,10 +39,10 @@ def tile_of(tokens: int, given: int | None) -> int:
 
 
 def compute_in_tiles(model: nn.Module, tokens: int) -> None:
-    """Make MLPs compute tiles of ``tokens``, and norms and adapters tiles of as many elements.
+    """Compute MLPs in tiles of ``tokens``, norms and adapters in tiles of as many elements.
 
-    Gradients equal those without tiles up to rounding. Dropout draws for each tile, and the
-    backward pass draws the same. `untiled_mlps` still compute all tokens at once.
+    Gradients equal the gradients without tiles up to rounding. Every tile draws its own dropout
+    mask, and the backward pass repeats the mask. `untiled_mlps` still compute all tokens at once.
     """
     modules = {}
     for name, module in model.named_modules():

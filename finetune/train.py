@@ -122,7 +122,7 @@ class Run:
             self._fit_into_memory(cost)
             self.parallel = Parallel(settings, self.model, accelerator)
             vocabulary = self.model.config.get_text_config().vocab_size
-            packed, kept, self.read = open_data(
+            packed, held_out, self.read = open_data(
                 settings, self.tokenizer, self.parallel, self._tell, vocabulary
             )
             self._agree()
@@ -132,7 +132,7 @@ class Run:
         if cost.uncounted:
             self._tell(f"MFU is not reported: {cost.uncounted}.")
         self.objective, self.optimizer = self._prepare()
-        self.validation = Validation(self.tokenizer, kept, settings, accelerator, self.parallel)
+        self.validation = Validation(self.tokenizer, held_out, settings, accelerator, self.parallel)
         self.checkpoints = Checkpoints(
             self.out / CHECKPOINTS,
             self.rank,
@@ -192,7 +192,7 @@ class Run:
         """Resume from the newest checkpoint; return the number of its steps."""
         # different dropout in every process
         set_seed(self.settings.seed + self.rank)
-        # one process looks, so that two cannot see different folders
+        # all ranks use the checkpoint that rank 0 finds: file systems of hosts may differ
         (newest,) = broadcast_object_list([self.checkpoints.newest()])
         if newest is None:
             return 0
@@ -203,16 +203,16 @@ class Run:
         if logs.is_there(log) and not empty:
             with self._log():
                 pass
-        shared, mine = self.checkpoints.load(newest)
+        shared, own_state = self.checkpoints.load(newest)
         if self.accelerator.is_main_process:
             wanted = logs.as_recorded(self._identity)
             logs.require_identity(newest, json.loads(shared["identity"]), wanted)
         checkpoints.load_parameters(self.model, shared["parameters"])
         checkpoints.load_optimizer(self.optimizer, self.model, shared["optimizer"])
-        self.place = json.loads(mine["data"])
+        self.place = json.loads(own_state["data"])
         self.packed.load_state_dict(self.place)
-        checkpoints.load_random_state(mine["random"])
-        load_rotary_state(self.model, mine["rotary"])
+        checkpoints.load_random_state(own_state["random"])
+        load_rotary_state(self.model, own_state["rotary"])
         return shared["step"]
 
     def train(self) -> None:
@@ -221,14 +221,14 @@ class Run:
         stopping = checkpoints.asked_to_stop()
         silent = not self.accelerator.is_local_main_process
         bar = tqdm(total=self.settings.steps, initial=self.done, unit="step", disable=silent)
-        with self._log() as log, attending, stopping as asked, bar:
+        with self._log() as log, attending, stopping as stop_request, bar:
             if log is not None:
                 noted = [x["step"] for x in log.records if x["kind"] == curve.STEP]
                 count = sum(step <= self.done for step in noted)
                 if count < self.done:
                     self._tell(f"{LOG} has {count} of the {self.done} steps that were made before.")
             for step in range(self.done + 1, self.settings.steps + 1):
-                record, stop = self._step(step, asked)
+                record, stop = self._step(step, stop_request)
                 self._note(log, curve.STEP, step, record)
                 bar.set_postfix(loss=f"{record['loss']:.3f}", refresh=False)
                 bar.update()
@@ -316,7 +316,7 @@ class Run:
         shared = {"parameters": parameters, "optimizer": optimizer}
         if self.accelerator.is_main_process:
             shared["identity"] = json.dumps(self._identity)
-        mine = {
+        own_state = {
             "random": checkpoints.random_state(),
             "data": json.dumps(self.place),
             "rotary": rotary_state(self.model),
@@ -331,7 +331,7 @@ class Run:
             else:
                 save_adapter(self.model, self.tokenizer, folder, rounded)
 
-        self.checkpoints.save(step, shared, mine, write_result)
+        self.checkpoints.save(step, shared, own_state, write_result)
 
     def _end(self, log: logs.Log) -> None:
         """Write the trained weights, a curve, and the provenance of both."""

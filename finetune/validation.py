@@ -27,7 +27,7 @@ class Validation:
     once. The last round is filled up with further documents.
 
     Args:
-        held_out: sequences that training never sees, [N] tensors each.
+        held_out: sequences that are excluded from training, [N] tensors each.
         settings: the number of keys, and the lengths of their documents.
 
     Raises:
@@ -85,7 +85,7 @@ class Validation:
         missed = [0.0] * (len(documents) * self.parallel.replicas)
         for index, document in documents.items():
             missed[index] = float(self._missed(objective, document))
-        # the tokens of a key may be in several processes
+        # tokens of one key may be on several ranks
         missed = one_sum(missed, self.accelerator)
         return missed.count(0.0) / len(missed)
 

@@ -91,13 +91,13 @@ def describe(
 
 def _gpu(device: torch.device, dtype: torch.dtype) -> list[str]:
     """Return a line for a GPU of another generation than Hopper, or no line."""
-    found = capability.capability(device)
-    if found[0] == capability.HOPPER or (device.type != "cuda" and capability.NAMED is None):
+    version = capability.capability(device)
+    if version[0] == capability.HOPPER or (device.type != "cuda" and capability.NAMED is None):
         return []
-    major, minor = found
-    name = "not by NVIDIA" if found == capability.NONE else f"compute capability {major}.{minor}"
+    major, minor = version
+    name = "not by NVIDIA" if version == capability.NONE else f"compute capability {major}.{minor}"
     named = "" if capability.NAMED is None else f", as {capability.VARIABLE} says"
-    small = found >= capability.FP8 and dtype != torch.float32
+    small = version >= capability.FP8 and dtype != torch.float32
     scores = "8 bits" if small else str(dtype).removeprefix("torch.")
     return [f"  GPU: {name}{named}; keys scored in {scores}; nothing was measured on one"]
 
@@ -132,15 +132,15 @@ def _decode(model: PreTrainedModel, config: CabConfig) -> str:
     """Describe the keys that a decode step reads, and the size of the index."""
     if not config.sparse_decode:
         return "dense"
-    least, wanted = decode_from(config), config.decode_tokens
+    least, tokens = decode_from(config), config.decode_tokens
     if least is None:
-        return f"dense, decode_tokens {wanted} is too large a share of the keys to save time"
+        return f"dense, decode_tokens {tokens} is too large a share of the keys to save time"
     layers, whys = list(attention_layers(model)), {}
     refused = next(filter(None, (unsupported_reason(module) for _, module in layers)), None)
     if refused is not None:
         return f"refused, {refused}"
     try:
-        made = index_cache(model)
+        indexed_cache = index_cache(model)
     except AttributeError:
         # the config does not contain the number of layers
         return "dense, transformers makes no cache for this model"
@@ -151,7 +151,7 @@ def _decode(model: PreTrainedModel, config: CabConfig) -> str:
         key = torch.empty(1, 1, 1, dim, dtype=model.dtype, device="meta")
         cache += (dim + getattr(module, "v_head_dim", dim)) * key.element_size()
         why = why_none(module, config)
-        if why is None and not has_index(made, layer):
+        if why is None and not has_index(indexed_cache, layer):
             why = "their cache layers cannot have an index"
         if why is None:
             index += index_keys(key, slow_channels(module, dim)).nbytes
@@ -159,7 +159,7 @@ def _decode(model: PreTrainedModel, config: CabConfig) -> str:
             whys[why] = None
     if not index:
         return f"dense, no layer selects keys ({'; '.join(whys)})"
-    keys = f"{wanted} keys" if isinstance(wanted, int) else f"{wanted} of the keys"
+    keys = f"{tokens} keys" if isinstance(tokens, int) else f"{tokens} of the keys"
     return (
         f"sparse, {keys} per KV head, from {least} tokens on, if the cache has an index of "
         f"{index / cache:.3f} of its bytes (generate() makes one, index_cache(model, cache) adds "
@@ -217,14 +217,14 @@ def _sentence(
         softcap=softcap(module) is not None,
     )
     prompt = MaskInfo(1, tokens, tokens, 0, window=window(module))
-    way = route(prompt, config, work, sparse=sparse, layer=module)
-    if way.method == "sparse":
-        text = f"sparse, engine {way.engine.label(work)}{_chosen(config, module)}"
+    chosen = route(prompt, config, work, sparse=sparse, layer=module)
+    if chosen.method == "sparse":
+        text = f"sparse, engine {chosen.engine.label(work)}{_chosen(config, module)}"
         if training and config.sampled_one_in:
             text += f", 1 in {config.sampled_one_in} of the other blocks sampled"
     else:
         # the engine is named if it is not the usual one
-        how = [] if way.reason and way.engine is SDPA else [way.engine.name]
-        text = ", ".join(["dense", *([way.reason] if way.reason else []), *how])
+        how = [] if chosen.reason and chosen.engine is SDPA else [chosen.engine.name]
+        text = ", ".join(["dense", *([chosen.reason] if chosen.reason else []), *how])
     causal = getattr(module, "is_causal", True)
     return text if causal else f"{text}; refused unless its model calls it causal"

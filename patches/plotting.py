@@ -142,30 +142,30 @@ def _plan_of(model: PreTrainedModel, input_ids: Tensor, layer: int) -> tuple[Blo
     # the index of a module that serves several layers is None
     is_index = layer is None or index is not None
     require(is_index and index in modules, "layer", layer, accepted)
-    seen: list[tuple[BlockPlan, int]] = []
+    plans: list[tuple[BlockPlan, int]] = []
 
     def look(call: Call) -> None:
         if call.layer is not modules[index]:
             return
         facts = {"sparse": call.sparse, "layer": call.layer, "index": call.index}
-        way = route(call.mask, call.config, call.work, **facts)
-        if way.method != "sparse":
+        chosen_route = route(call.mask, call.config, call.work, **facts)
+        if chosen_route.method != "sparse":
             raise ValueError(
                 f"layer must attend sparsely, got {index}, which attends to every block: "
-                f"{way.reason}. Choose another layer, or change CabConfig."
+                f"{chosen_route.reason}. Choose another layer, or change CabConfig."
             )
-        layout = call.mask.layout(*blocks_of(way.config), call.q.device)
+        layout = call.mask.layout(*blocks_of(chosen_route.config), call.q.device)
         plan = select_blocks(
-            call, layout, layout.queries(call.q), layout.keys(call.k), config=way.config
+            call, layout, layout.queries(call.q), layout.keys(call.k), config=chosen_route.config
         )
-        seen.append((plan, call.q.shape[1]))
+        plans.append((plan, call.q.shape[1]))
         raise _Chosen
 
     with during_calls(model, observer=look), suppress(_Chosen):
         model(input_ids.to(inner.device, torch.int64), use_cache=False)
-    if not seen:
+    if not plans:
         raise ValueError(
             f"layer must be a layer that {type(inner).__name__} runs for this prompt, got {index}. "
             "Choose another layer."
         )
-    return seen[0]
+    return plans[0]

@@ -133,24 +133,24 @@ def cab(
         NotImplementedError: the block ends while continuous batching runs on the model. The model
             then stays switched, as after `apply_cab`: stop the manager and call `remove_cab`.
     """
-    mine = _SavedState(_turn_on(model, config, overrides), scoped=True)
+    own_state = _SavedState(_turn_on(model, config, overrides), scoped=True)
     result = _saved_states(model)
-    result.append(mine)
+    result.append(own_state)
     try:
         yield model
     except BaseException:
         # this error is more important than a running manager
-        _end(model, result, mine)
+        _end_block(model, result, own_state)
         raise
-    if mine is result[-1]:
+    if own_state is result[-1]:
         try:
-            _validate_while_batching(transformers_model(model), mine)
+            _validate_while_batching(transformers_model(model), own_state)
         except NotImplementedError:
-            mine.scoped = False
-            if mine is not result[0]:
-                result.remove(mine)
+            own_state.scoped = False
+            if own_state is not result[0]:
+                result.remove(own_state)
             raise
-    _end(model, result, mine)
+    _end_block(model, result, own_state)
 
 
 def _validate_while_batching(model: nn.Module, saved: _SavedState) -> None:
@@ -158,7 +158,7 @@ def _validate_while_batching(model: nn.Module, saved: _SavedState) -> None:
         validate_while_batching(model, was.implementation)
 
 
-def _end(model: PreTrainedModel, results: list[_SavedState], mine: _SavedState) -> None:
+def _end_block(model: PreTrainedModel, results: list[_SavedState], mine: _SavedState) -> None:
     """End the ``with`` block of ``mine``."""
     place = results.index(mine)
     if mine is results[-1]:

@@ -11,7 +11,7 @@ def gpu():
     if not torch.cuda.is_available():
         pytest.fail("this test needs a CUDA device; `make test` leaves it out")
     yield torch.device("cuda")
-    # processes of a run in parallel share the device: what one has cached another cannot have
+    # parallel test processes share the device: release cached memory for the other processes
     torch.cuda.empty_cache()
 
 

@@ -12,7 +12,7 @@ from tiny import SPARSE, tiny_model, tokens
 import cab_hf
 
 ROOT = Path(__file__).parents[1]
-# a module imports from its own floor and from those before it; "a b" share one
+# layers in import order: a module imports from its own layer and earlier ones; "a b" share one
 FLOORS = [
     *("checks", "capability", "config", "hf", "experiment", "data", "plan", "break_even"),
     *("ops", "selection", "predictors", "call", "engines", "layers", "distributed", "decode"),
@@ -20,7 +20,7 @@ FLOORS = [
     "eval",
 ]
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names.split()}
-# these import whatever is asked for by name
+# modules that import lazily by name
 FREE = {"__init__", "registration"}
 
 
@@ -38,7 +38,7 @@ def imported(source):
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "cab_hf":
             yield cab_hf._HOME.get(node.attr, f"cab_hf.{node.attr}")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            # of import_module, find_spec and tables of them; a message has more words than one
+            # module names in import_module, find_spec and tables; messages contain spaces
             yield from re.findall(r"^cab_hf\.[\w.]+$", node.value)
 
 
@@ -85,7 +85,7 @@ def test_ops_do_not_import_transformers():
 
 
 def imports_within(folder):
-    """The imports among the modules of a folder of cab_hf, also those inside functions."""
+    """Return the imports between modules of a folder of cab_hf, also inside functions."""
     files = {f"cab_hf.{folder}.{x.stem}": x for x in (ROOT / "cab_hf" / folder).glob("*.py")}
     result = {}
     for name, file in files.items():
@@ -98,7 +98,7 @@ def imports_within(folder):
 
 
 def cycle(graph):
-    """The modules in an import cycle, and those that import such a module."""
+    """Return the modules in an import cycle, and the modules that import such a module."""
     while graph:
         leaves = {name for name, targets in graph.items() if not targets & graph.keys()}
         if not leaves:

@@ -96,7 +96,7 @@ def packed(lengths, use_cache, left=None, right=0):
 def test_packed_documents_match_sdpa_with_and_without_mask_and_cache(
     family, implementation, lengths, beside
 ):
-    """sdpa looks at positions where there is neither mask nor cache."""
+    """Without mask and cache, sdpa detects documents by position ids."""
     model = tiny_model(family, num_hidden_layers=2)
     expected = logits(model, **packed(lengths, use_cache=False)[0])
     cab_hf.apply_cab(model, FULL)
@@ -181,7 +181,7 @@ def test_packed_logits_equal_single_document_logits(llama, given_by):
     if given_by == "cu_seq_lens":
         ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
-        # positions that do not restart: only the lengths tell
+        # positions do not restart, so documents follow from the lengths only
         inputs["position_ids"] = torch.arange(sum(lengths)).unsqueeze(0)
     starts = [0, 170, 203]
     with cab_hf.cab(llama, SPARSE):
@@ -199,7 +199,7 @@ WITH_POSITIONS = {
     "cache": {"use_cache": True},
     "mask-and-cache": ONES | {"use_cache": True},
 }
-# the model gives position ids to the functions that make masks, and none to its layers
+# model types that pass position ids to mask functions, but not to attention layers
 MASK_ONLY = ["llama4_text", "gpt_bigcode", "persimmon", "ctrl", "moshi", "fuyu", "whisper"]
 
 
@@ -244,7 +244,7 @@ def test_cumulative_lengths_separate_documents_of_a_batch(llama, ends, lengths):
 
 @pytest.mark.parametrize("lengths", [(150,), (150, 192), (128, 150)], ids=str)
 def test_last_chunk_below_query_block_is_dense(shallow, lengths):
-    """Such a chunk looks like a step of assisted decoding; batch rows end separately."""
+    """Such a chunk cannot be distinguished from a step of assisted decoding."""
     longest, row = max(lengths), lengths.index(150)
     ids = tokens(len(lengths), longest)
     real = torch.stack([torch.arange(longest) < n for n in lengths])
@@ -313,7 +313,7 @@ def test_unselected_keys_get_no_gradient(llama):
         model, CabConfig.published(0.9, "none", query_block=32, key_block=16, min_length=0)
     )
     embeddings = model.get_input_embeddings()(tokens(1, 320)).detach().requires_grad_()
-    # one layer, or what is skipped in one layer comes back through another
+    # one layer, because skipped keys would get gradients through other layers
     model.model.layers = model.model.layers[:1]
     model.config.num_hidden_layers = 1
     out = model(inputs_embeds=embeddings, use_cache=False).logits

@@ -88,7 +88,7 @@ def test_exception_inside_cab_block_is_not_replaced():
     try:
         assert implementations(model) == ["sdpa", "sdpa"]
         manager.add_request(PROMPTS[0])
-        # no request came before: it is known what the manager began with
+        # no earlier request: the manager compares with its settings at start
         assert "was switched to 'sdpa' while" in manager.get_result(timeout=60).error
     finally:
         manager.stop()
@@ -123,7 +123,7 @@ def test_prefix_blocks_are_not_shared_across_settings(change):
         cache = manager.batch_processor.cache
         change(model)
         assert answered(manager, LONG) == exact
-        # what is forgotten is free again
+        # evicted blocks are free again
         cache.evict_cached_blocks()
         cache.pool.try_to_free_sectors()
         assert cache.compute_free_capacity() == 1
@@ -157,7 +157,7 @@ def test_settings_are_fixed_during_a_request(change, what):
         manager.add_request(PROMPTS[0], max_new_tokens=2000, streaming=True, eos_token_id=-1)
         manager.get_result(timeout=60)
         change(model)
-        # what iterates over a manager ends with its thread, whatever is left to be read
+        # iteration over a manager ends with its thread, even if results remain
         manager._generation_thread.join(60)
         answers = iter(lambda: manager.get_result(timeout=0), None)
         errors = (answer.error for answer in answers if answer.error)

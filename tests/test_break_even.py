@@ -36,11 +36,11 @@ def points(monkeypatch):
         pytest.param(1, 800, "mps", True, id="unmeasured-device"),
     ],
 )
-def test_the_last_point_below_the_length_decides(q_length, kv_length, device, expected):
+def test_last_point_below_kv_length_decides(q_length, kv_length, device, expected):
     assert break_even.pays(q_length, kv_length, device) is expected
 
 
-def test_points_are_ascending_and_name_their_device():
+def test_committed_points_are_ascending_and_name_their_device():
     measured = json.loads(break_even.PATH.read_text())
     assert set(measured) == {"cpu", "cuda"}
     for each in measured.values():
@@ -50,8 +50,8 @@ def test_points_are_ascending_and_name_their_device():
 
 def way(q_length, kv_length, config=CONFIG, **fields):
     work = Workload("cpu", 16, torch.float32, False, config.query_block, config.key_block)
-    text = MaskInfo(1, q_length, kv_length, kv_length - q_length, **fields)
-    return route(text, config, work, sparse=True, layer=SimpleNamespace(layer_idx=0))
+    mask = MaskInfo(1, q_length, kv_length, kv_length - q_length, **fields)
+    return route(mask, config, work, sparse=True, layer=SimpleNamespace(layer_idx=0))
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ def way(q_length, kv_length, config=CONFIG, **fields):
         pytest.param((64, 500), {}, "sparse", id="long-question"),
         pytest.param((48, 300), {}, "sparse", id="short-cache"),
         pytest.param((48, 500), {"config": replace(CONFIG, min_length=0)}, "sparse", id="always"),
-        # every chunk of a prompt is computed alike
+        # all chunks of a prompt have the same route
         pytest.param((48, 500), {"prompt": Prompt(700)}, "sparse", id="chunk-of-a-prompt"),
         pytest.param((48, 500), {"prompt": Prompt(700, start=640)}, "dense", id="of-a-question"),
         pytest.param((48, 300), {"prompt": Prompt(700, start=640)}, "dense", id="whole-length"),
     ],
 )
-def test_a_question_after_a_long_cache_is_dense(lengths, fields, family):
+def test_short_question_after_long_cache_is_dense(lengths, fields, family):
     actual = way(*lengths, **fields)
     assert actual.method.partition("_")[0] == family
     if family == "dense":
@@ -85,7 +85,7 @@ def test_reading_counts_queries_after_cached_tokens(start, family):
 
 
 @pytest.mark.parametrize(("question", "is_dense"), [(48, True), (96, False)])
-def test_generate_reads_a_question_as_the_points_say(question, is_dense):
+def test_generate_computes_short_question_densely(question, is_dense):
     ids = tokens(1, 416 + question)
     logits = []
     for config in (replace(CONFIG, mass_threshold=0.6, share_threshold=1.0), "dense"):
@@ -111,7 +111,7 @@ def test_generate_reads_a_question_as_the_points_say(question, is_dense):
     assert torch.allclose(*logits, atol=1e-4) is is_dense
 
 
-def test_the_default_min_length_is_where_whole_prompts_pay():
-    """`min_length` decides about whole prompts, points about prompts after a cache."""
+def test_points_start_at_default_min_length():
+    """`min_length` applies to whole prompts, and points apply to prompts after a cache."""
     for keys, queries in json.loads(break_even.PATH.read_text())["cpu"]["points"]:
         assert keys >= CabConfig().min_length and queries <= keys

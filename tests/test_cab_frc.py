@@ -39,17 +39,17 @@ def test_cab_frc_equals_cab_with_published_config(folder, monkeypatch):
 
     # sparse at this length
     monkeypatch.setattr(CabConfig, "published", lambda: PUBLISHED)
-    meant = made("cab", cab_config=PUBLISHED)
-    assert torch.equal(made(CAB_FRC), meant)
-    assert torch.equal(made(CAB_FRC, cab_config=PUBLISHED), meant)
-    assert not torch.equal(made("sdpa"), meant)
+    expected = made("cab", cab_config=PUBLISHED)
+    assert torch.equal(made(CAB_FRC), expected)
+    assert torch.equal(made(CAB_FRC, cab_config=PUBLISHED), expected)
+    assert not torch.equal(made("sdpa"), expected)
 
 
 def test_cab_frc_without_config_uses_published_settings(folder):
     model = load(folder)
     assert model.config.cab_config is None
     assert cab_config_in_use(model.config) == CabConfig.published()
-    # those of any other name are the defaults
+    # other implementation names have the default settings
     assert cab_config_of(model.config, "cab") == CabConfig()
     model.set_attn_implementation("cab")
     assert cab_config_of(model.config) == CabConfig()
@@ -121,8 +121,8 @@ def test_generate_decodes_sparsely_with_cab_frc(folder):
     twin = load(folder, "cab", cab_config=PUBLISHED.changed(**wide))
     how = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
     ids = tokens(1, 700)
-    actual, meant = (each.generate(ids, **how) for each in (model, twin))
-    assert torch.equal(actual.sequences, meant.sequences)
+    actual, expected = (each.generate(ids, **how) for each in (model, twin))
+    assert torch.equal(actual.sequences, expected.sequences)
     cache = actual.past_key_values
     assert type(cache.layers[0]).__name__ == "IndexedDynamicLayer"
 

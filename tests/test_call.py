@@ -18,7 +18,7 @@ from cab_hf.call.mask import MaskInfo
 from cab_hf.call.packing import detect_packing
 from cab_hf.predictors import RowsPredictor, register_predictor
 
-DECIDED = []
+SELECTED_LAYERS = []
 
 
 class FirstLayerDecides(RowsPredictor):
@@ -27,7 +27,7 @@ class FirstLayerDecides(RowsPredictor):
 
     def choose(self, q, summary, call):
         if "plan" not in call.shared_state:
-            DECIDED.append(call.layer)
+            SELECTED_LAYERS.append(call.layer)
             k, valid, channels = summary
             encoded = super().encode_keys(k, valid, channels)
             call.shared_state["plan"] = super().choose(q, encoded, call)
@@ -37,69 +37,69 @@ class FirstLayerDecides(RowsPredictor):
 register_predictor("first-layer-decides", FirstLayerDecides)
 
 
-def test_a_plan_is_handed_from_layer_to_layer_and_not_to_the_next_pass():
-    DECIDED.clear()
+def test_plan_is_shared_within_one_forward_pass():
+    SELECTED_LAYERS.clear()
     model = tiny_model()
     with cab_hf.cab(model, SPARSE, predictor="first-layer-decides"), torch.no_grad():
         model(tokens(1, 300))
         densities = {row["density"] for row in cab_hf.stats(model, reset=True)}
-        assert DECIDED == [0] and len(densities) == 1
+        assert SELECTED_LAYERS == [0] and len(densities) == 1
         model(tokens(1, 300))
-    assert DECIDED == [0, 0]
+    assert SELECTED_LAYERS == [0, 0]
 
 
-def test_a_layer_run_again_by_checkpointing_finds_what_was_handed():
+def test_recompute_finds_shared_state_of_forward_pass():
     ids = tokens(1, 300)
     model = tiny_model().train()
 
     with cab_hf.cab(model, SPARSE, predictor="first-layer-decides"):
         expected = gradients(model, ids)
         model.gradient_checkpointing_enable()
-        DECIDED.clear()
+        SELECTED_LAYERS.clear()
         for actual, wanted in zip(gradients(model, ids), expected, strict=True):
             torch.testing.assert_close(actual, wanted)
-        assert DECIDED == [0]
+        assert SELECTED_LAYERS == [0]
 
 
 class Counted(RowsPredictor):
     def choose(self, q, summary, call):
-        DECIDED.append(call.layer)
+        SELECTED_LAYERS.append(call.layer)
         return super().choose(q, summary, call)
 
 
 register_predictor("counted", Counted)
 
 
-def test_a_layer_run_again_by_checkpointing_attends_under_the_plan_of_before():
+def test_recompute_reuses_plan_of_forward_pass():
     ids = tokens(1, 300)
     model = tiny_model().train()
     model.gradient_checkpointing_enable()
     layers = list(range(model.config.num_hidden_layers))
     with cab_hf.cab(model, SPARSE, predictor="counted"):
         for _ in range(2):
-            DECIDED.clear()
+            SELECTED_LAYERS.clear()
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            assert layers == DECIDED
+            assert layers == SELECTED_LAYERS
 
 
-def test_a_plan_that_is_kept_for_the_backward_pass_is_small(monkeypatch):
+def test_plan_saved_for_recompute_has_narrow_indices(monkeypatch):
     ids = tokens(1, 300)
     model = tiny_model().train()
     model.gradient_checkpointing_enable()
-    kept = []
+    saved = []
     narrowed = forward_state.narrowed
 
-    def noted(plan):
-        kept.append((plan, narrowed(plan)))
-        return kept[-1][1]
+    def watched(plan):
+        saved.append((plan, narrowed(plan)))
+        return saved[-1][1]
 
     with cab_hf.cab(model, SPARSE):
         expected = gradients(model, ids)
-        monkeypatch.setattr(forward_state, "narrowed", noted)
+        monkeypatch.setattr(forward_state, "narrowed", watched)
         monkeypatch.setattr(forward_state, "MEASURED_FROM", 0)
         assert all(map(torch.equal, gradients(model, ids), expected))
-    assert len(kept) == model.config.num_hidden_layers
-    for plan, small in kept:
+    assert len(saved) == model.config.num_hidden_layers
+    for plan, small in saved:
         for lists, stored in ((plan.full, small.full), (plan.partial, small.partial)):
             assert lists.width == max(1, lists.counts.max())
             assert 2 * stored.indices.nbytes == lists.indices.nbytes
@@ -107,15 +107,15 @@ def test_a_plan_that_is_kept_for_the_backward_pass_is_small(monkeypatch):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_layer_that_is_called_twice_has_a_plan_each_time(checkpointing):
+def test_layer_called_twice_selects_two_plans(checkpointing):
     ids = tokens(1, 300)
     model = tiny_model().train()
     model.model.layers[1] = model.model.layers[0]
 
     with cab_hf.cab(model, SPARSE, predictor="counted"):
-        DECIDED.clear()
+        SELECTED_LAYERS.clear()
         expected = gradients(model, ids)
-        assert DECIDED == [0, 0, 2]
+        assert SELECTED_LAYERS == [0, 0, 2]
         if checkpointing:
             model.gradient_checkpointing_enable()
         for actual, wanted in zip(gradients(model, ids), expected, strict=True):
@@ -132,18 +132,18 @@ def test_a_layer_that_is_called_twice_has_a_plan_each_time(checkpointing):
         pytest.param([0, 1, 0, 1], None, [0, 0, 1, 1], id="two"),
         pytest.param([0, 0, 0, 1], None, [0, 1, 2, 2], id="one-token-first"),
         pytest.param([0, 1, 0, 0], None, [0, 0, 1, 2], id="one-token-last"),
-        pytest.param([3, 3, 4, 3], None, [0, 1, 1, 2], id="beginning-elsewhere"),
-        pytest.param([0, 1, 1, 2], None, None, id="a-picture"),
-        pytest.param([0, 1, 5, 6], None, None, id="a-leap"),
+        pytest.param([3, 3, 4, 3], None, [0, 1, 1, 2], id="first-position-3"),
+        pytest.param([0, 1, 1, 2], None, None, id="repeated-image-position"),
+        pytest.param([0, 1, 5, 6], None, None, id="jump"),
         pytest.param([1, 1, 0, 1], [0, 0, 1, 1], None, id="padding-of-generate"),
         pytest.param([0, 0, 0, 1], [0, 0, 1, 1], None, id="padding-clamped"),
-        pytest.param([0, 1, 0, 0], [1, 1, 0, 0], None, id="padding-behind"),
-        pytest.param([0, 9, 1, 0], [1, 0, 1, 1], [0, 0, 0, 1], id="a-hole"),
+        pytest.param([0, 1, 0, 0], [1, 1, 0, 0], None, id="padding-right"),
+        pytest.param([0, 9, 1, 0], [1, 0, 1, 1], [0, 0, 0, 1], id="padding-inside"),
         pytest.param([7, 0, 3, 0], [0, 1, 0, 1], [0, 0, 0, 1], id="one-token-each"),
         pytest.param([1, 2, 3, 4], [0, 0, 0, 0], None, id="padding-only"),
     ],
 )
-def test_documents_begin_where_positions_restart(positions, real, documents):
+def test_positions_that_restart_start_documents(positions, real, documents):
     padding = None if real is None else torch.tensor([real, [1] * 4])
     rows = 1 if real is None else 2
     mask = cab_mask(rows, 4, 4, attention_mask=padding)
@@ -152,17 +152,17 @@ def test_documents_begin_where_positions_restart(positions, real, documents):
         assert mask.doc_ids is None
     else:
         wanted = [documents, [0] * 4][:rows]
-        kept = torch.ones(rows, 4, dtype=torch.bool) if padding is None else padding.bool()
-        assert mask.doc_ids[kept].tolist() == torch.tensor(wanted)[kept].tolist()
+        is_real = torch.ones(rows, 4, dtype=torch.bool) if padding is None else padding.bool()
+        assert mask.doc_ids[is_real].tolist() == torch.tensor(wanted)[is_real].tolist()
 
 
-def test_a_mask_without_padding_is_none():
+def test_mask_without_padding_is_dropped():
     mask = cab_mask(2, 4, 4, attention_mask=torch.ones(2, 4))
     mask, _ = mask.with_documents()
     assert mask.padding_mask is None and mask.is_plain and mask.lengths is None
 
 
-def test_lengths_are_of_documents_without_padding():
+def test_lengths_count_document_tokens_without_padding():
     real = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
     mask = cab_mask(2, 6, 6, attention_mask=real)
     mask, _ = mask.with_documents(torch.tensor([[0, 0, 1, 2, 0, 0], [0, 1, 0, 1, 0, 1]]))
@@ -207,13 +207,13 @@ def test_lengths_are_of_documents_without_padding():
         pytest.param(MaskInfo(1, 4, 4, 0), [], ValueError, "cumulative lengths", id="none"),
     ],
 )
-def test_cumulative_lengths_that_do_not_fit(mask, ends, error, sentence):
+def test_invalid_cumulative_lengths_raise(mask, ends, error, sentence):
     with pytest.raises(error, match=sentence):
         mask.with_documents(None, torch.tensor(ends))
 
 
-def test_cumulative_lengths_may_stand_still():
-    """Collators fill them up to one number of documents."""
+def test_repeated_cumulative_lengths_are_ignored():
+    """Collators repeat the last boundary to get a fixed number of boundaries."""
     mask = MaskInfo(1, 4, 4, 0)
     mask, _ = mask.with_documents(None, torch.tensor([0, 1, 4, 4, 4]))
     assert mask.doc_ids.tolist() == [[0, 1, 1, 1]]
@@ -241,7 +241,7 @@ def test_detect_packing_finds_documents_and_padding(arguments, doc_ids, lengths)
     assert (found.padding_mask is None) == (lengths is None)
 
 
-def test_masks_are_frozen_and_share_what_the_first_layer_detects():
+def test_masks_are_frozen_and_share_detected_documents():
     mask = cab_mask(1, 4, 4)
     with pytest.raises(FrozenInstanceError):
         mask.window = 3
@@ -251,8 +251,8 @@ def test_masks_are_frozen_and_share_what_the_first_layer_detects():
     assert mask.doc_ids is None and second.doc_ids is first.doc_ids is not None
 
 
-def test_padding_of_documents_that_stay_where_they_are(monkeypatch):
-    """Under torch.compile the position of padding is not examined."""
+def test_compiled_packed_documents_with_mask_raise(monkeypatch):
+    """Under torch.compile, values of the padding mask are not read."""
     document = torch.tensor([[0, 0, 1, 1]])
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(
@@ -264,7 +264,7 @@ def test_padding_of_documents_that_stay_where_they_are(monkeypatch):
 # --- short documents
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["known", "nobody-looked"])
+@pytest.mark.parametrize("known", [True, False], ids=["known-lengths", "unknown-lengths"])
 @pytest.mark.parametrize(
     ("least", "rows"),
     [
@@ -274,7 +274,7 @@ def test_padding_of_documents_that_stay_where_they_are(monkeypatch):
         pytest.param({"queries": 0, "tokens": 41}, [[0, 1], [0, 1, 2]], id="all"),
     ],
 )
-def test_query_blocks_of_short_texts(least, rows, known):
+def test_rows_below_min_length_belong_to_short_sequences(least, rows, known):
     real = torch.arange(40) >= torch.tensor([[20], [0]])
     lengths = [[Length(20, 20)], [Length(40, 40)]] if known else None
     layout = BlockLayout.build(2, 40, 40, 0, real, None, 16, torch.device("cpu"), lengths)
@@ -283,16 +283,16 @@ def test_query_blocks_of_short_texts(least, rows, known):
         assert actual is None
         return
     assert [[row for row in batch if row >= 0] for batch in actual.tolist()] == rows
-    # what is gathered is no more than needed, where that is known
+    # with known lengths, the result has no more columns than the largest row needs
     assert not known or actual.shape[1] == max(map(len, rows))
 
 
-def test_no_text_is_short_in_a_plain_call():
+def test_plain_call_has_no_rows_below_min_length():
     layout = BlockLayout.build(1, 40, 40, 0, None, None, 16, torch.device("cpu"))
     assert layout.rows_below_min_length(99, 99, 16) is None
 
 
-def test_a_call_of_nothing_but_padding_has_a_layout():
+def test_layout_of_padding_only_has_empty_ranges():
     document = torch.tensor([[0, 0, 1, 1]])
     layout = BlockLayout.build(1, 4, 4, 0, document < 0, document, 16, torch.device("cpu"))
     assert layout.ranges.end.tolist() == [[-1]]
@@ -304,7 +304,7 @@ def test_a_call_of_nothing_but_padding_has_a_layout():
 
 @pytest.fixture
 def gemma():
-    """Slices its mask before layers that share the keys of others."""
+    """Return a model that slices its mask before layers that share KV of other layers."""
     sizes = SIZES | {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 40}
     config = Gemma4TextConfig(
         **sizes,
@@ -330,20 +330,21 @@ SLICED = {
 @pytest.mark.parametrize("logits_to_keep", [0, 1, 20, 50, 100])
 @pytest.mark.parametrize(("inputs", "real"), SLICED.values(), ids=SLICED)
 @pytest.mark.parametrize("implementation", ["cab", "cab_dense"])
-def test_the_last_queries_alone_are_asked_for_by_slicing_the_mask(
+def test_sliced_mask_computes_last_queries_only(
     gemma, logits_to_keep, inputs, real, implementation
 ):
     inputs = {**inputs, "logits_to_keep": logits_to_keep}
     expected = gemma(**inputs).logits
     cab_hf.apply_cab(gemma, FULL)
     gemma.set_attn_implementation(implementation)
-    seen = real[:, -logits_to_keep:]
-    torch.testing.assert_close(gemma(**inputs).logits[seen], expected[seen], atol=2e-5, rtol=1e-4)
+    is_real = real[:, -logits_to_keep:]
+    actual = gemma(**inputs).logits
+    torch.testing.assert_close(actual[is_real], expected[is_real], atol=2e-5, rtol=1e-4)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("logits_to_keep", [1, 20])
-def test_the_last_queries_of_a_padded_batch_answer_as_alone(gemma, logits_to_keep):
+def test_last_queries_of_padded_batch_equal_single_rows(gemma, logits_to_keep):
     cab_hf.apply_cab(gemma, SPARSE)
     ids, mask = tokens(2, 600), torch.ones(2, 600, dtype=torch.long)
     mask[0, :40] = 0
@@ -362,7 +363,7 @@ def test_the_last_queries_of_a_padded_batch_answer_as_alone(gemma, logits_to_kee
         pytest.param((slice(None), 0), id="a-head"),
     ],
 )
-def test_a_mask_is_sliced_to_its_last_queries_only(index):
+def test_other_mask_slices_raise(index):
     with pytest.raises(NotImplementedError, match="computes with its attention mask"):
         cab_mask(1, 8, 8)[index]
 
@@ -377,24 +378,24 @@ UNMASKED = [
     pytest.param(padded_on_the_right(60, 40, 51), 1, id="rows-of-other-lengths"),
     pytest.param(padded_on_the_right(60, 58), 0, id="two-equal-tokens"),
     pytest.param(tokens(3, 60), 0, id="rows-of-one-length"),
-    pytest.param(F.pad(tokens(2, 40), (0, 20)), 0, id="all-rows-alike"),
-    pytest.param(F.pad(tokens(1, 40), (0, 20)), 0, id="one-text"),
+    pytest.param(F.pad(tokens(2, 40), (0, 20)), 0, id="same-ending-in-all-rows"),
+    pytest.param(F.pad(tokens(1, 40), (0, 20)), 0, id="one-sequence"),
 ]
 
 
-@pytest.mark.parametrize(("ids", "news"), UNMASKED)
+@pytest.mark.parametrize(("ids", "num_warnings"), UNMASKED)
 @torch.no_grad()
-def test_padding_on_the_right_without_a_mask_is_news_once(ids, news, monkeypatch, recwarn):
+def test_right_padding_without_mask_warns_once(ids, num_warnings, monkeypatch, recwarn):
     monkeypatch.setattr(checks, "_warned", set())
     model = cab_hf.apply_cab(tiny_model(), SPARSE)
     model(ids, attention_mask=(ids != 0).long(), use_cache=False)
     assert not any("attention_mask" in str(each.message) for each in recwarn)
     for _ in range(2):
         model(ids, use_cache=False)
-    said = [
+    messages = [
         str(each.message) for each in recwarn if "without an attention_mask" in str(each.message)
     ]
-    assert len(said) == news
+    assert len(messages) == num_warnings
     assert all(
-        "reads 3 sequences" in each and "of which 2 end in 4 or more" in each for each in said
+        "reads 3 sequences" in each and "of which 2 end in 4 or more" in each for each in messages
     )

@@ -279,7 +279,7 @@ def test_from_dict_with_other_types_raises():
         CabConfig.from_dict("top_p=0.9")
 
 
-def test_the_old_name_of_outlier_queries_loads_with_a_warning(monkeypatch):
+def test_old_name_of_outlier_queries_loads_with_warning(monkeypatch):
     monkeypatch.setattr(checks, "_warned", set())
     with pytest.warns(UserWarning, match="exact_queries is now outlier_queries") as given:
         saved = CabConfig.from_dict({"exact_queries": 8, "typical_queries": 8})

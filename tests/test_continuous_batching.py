@@ -69,10 +69,10 @@ def test_decode_steps_read_pages_without_gather(changes, monkeypatch):
     monkeypatch.setattr(allocators.FullAttentionCacheAllocator, "update", watched)
     assert served(on_cab(model), **changes) == expected
     if "max_blocks_per_request" not in changes:
-        # a batch that only decodes gathers nothing, and no other gathers more than its prompts
+        # decode-only batches gather no keys; other batches gather the keys of their prompts only
         longest = max(map(len, PROMPTS))
         assert all(read == 0 for read, written in gathered if written <= len(PROMPTS))
-        # two prompts share a batch where a chunk ends one of them
+        # at most two prompts share a batch: one ends, and the next begins
         assert max(read - written for read, written in gathered) < 2 * longest
 
 

@@ -1,4 +1,4 @@
-"""Code and commands of the pages run on a tiny model, and sentences are short."""
+"""Documentation pages: code runs on a tiny model, commands parse, and sentences are short."""
 
 import re
 import shlex
@@ -49,7 +49,7 @@ SNIPPETS = {page.stem: blocks(page, "python") for page in PAGES[1:] if blocks(pa
 
 
 @pytest.fixture
-def things(one_process, model_folder, monkeypatch):
+def snippet_names(one_process, model_folder, monkeypatch):
     """Return the names that snippets use; a tiny model replaces every model that they load."""
     model, tokenizer = cab_hf.load_model(model_folder, device="cpu", cab_config=SMALL)
     monkeypatch.setattr(cab_hf, "load_model", lambda name: (model, tokenizer))
@@ -77,7 +77,7 @@ def on_this_machine(block):
 
 
 @pytest.mark.parametrize("page", SNIPPETS)
-def test_python_blocks_of_page_run(page, things, monkeypatch, tmp_path):
+def test_python_blocks_of_page_run(page, snippet_names, monkeypatch, tmp_path):
     if page in ("decode", "serving") and before("5.24"):
         pytest.skip("transformers is older: caches have another name, and batching is refused")
     monkeypatch.chdir(tmp_path)
@@ -86,7 +86,7 @@ def test_python_blocks_of_page_run(page, things, monkeypatch, tmp_path):
     for block in SNIPPETS[page]:
         if "from trl import" in block:
             pytest.importorskip("trl", reason="trl is not installed; `pip install '.[dev]'`")
-        exec(on_this_machine(block), things)
+        exec(on_this_machine(block), snippet_names)
 
 
 def kinds(group=evaluations, before=()):

@@ -80,7 +80,7 @@ def test_document_depends_on_seed_and_index_only(change):
 
 def test_plain_document_is_contiguous_source_text():
     tokenizer, words = TOKENIZERS["words"], " ".join([*NOISE, *NOISE])
-    # goes round: noise has far fewer tokens
+    # the noise has far fewer tokens than the document, so the document repeats the noise
     tokens = plain_document(tokenizer, NOISE, 100, index=3)
     assert len(tokens) == 100
     assert text_of(tokenizer, tokens[:20]) in words.replace(" ", "")
@@ -175,7 +175,7 @@ def test_copies_occur_twice_outside_of_needles():
     assert documents.with_copies(document, 2, 800)[1] == ()
 
 
-# --- keys that are asked for after a prompt
+# --- documents with keys repeated after a prompt
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -190,5 +190,5 @@ def test_prompt_states_all_keys_and_answers_repeat_them(name):
         assert re.fullmatch(r"\d{5}", digits) and stated.count(digits) == 2
     behind = text_of(tokenizer, document.tokens[prompt:])
     assert behind.startswith("Aswassaid") and behind.count("Aswassaid") == KEYS
-    # none is asked for in the order in which it was stated
+    # answers are in another order than statements
     assert list(document.answers) != sorted(document.answers)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from call_cases import gradients
-from decode_cases import require_step_as_by_rows, texts_of_a_step
+from decode_cases import masks_of_a_step, require_dense_step_equals_sdpa
 from tiny import FULL, qkv, tiny_model, tokens
 
 import cab_hf
@@ -26,10 +26,10 @@ def test_full_budget_has_the_gradients_of_dense_attention(family):
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("text", texts_of_a_step())
-def test_dense_step_matches_rowwise_attention(monkeypatch, text):
+@pytest.mark.parametrize("name", masks_of_a_step())
+def test_dense_step_matches_rowwise_attention(monkeypatch, name):
     monkeypatch.setattr(decode, "has_kernels", lambda *tensors: True)
-    require_step_as_by_rows(texts_of_a_step()[text], monkeypatch)
+    require_dense_step_equals_sdpa(masks_of_a_step()[name], monkeypatch)
 
 
 def test_dense_step_with_gradients_uses_no_kernel(monkeypatch):
@@ -48,7 +48,7 @@ def windowed(**more):
 
 
 PADDED = torch.arange(120) >= torch.tensor([[50], [0]])
-# a row of several turns, padded one by one
+# a row of several turns, each with its own padding
 HOLES = (torch.arange(120) % 37 > 9).expand(2, -1)
 WINDOWED = {
     "chunk": windowed(),
@@ -72,15 +72,15 @@ WINDOWED = {
 }
 
 
-@pytest.mark.parametrize("text", WINDOWED.values(), ids=WINDOWED)
-def test_blockwise_window_matches_rowwise_window(text):
+@pytest.mark.parametrize("mask", WINDOWED.values(), ids=WINDOWED)
+def test_blockwise_window_matches_rowwise_window(mask):
     """Sinks and soft caps need an engine, which applies windows after padding is removed."""
-    q, k, v = qkv(2, q_length=text.q_length, kv_length=120)
+    q, k, v = qkv(2, q_length=mask.q_length, kv_length=120)
     work = Workload.of(q, k, v, (128, 128))
     call = Call(
-        q=q, k=k, v=v, scale=0.2, layer=None, config=CabConfig(), sparse=False, work=work, mask=text
+        q=q, k=k, v=v, scale=0.2, layer=None, config=CabConfig(), sparse=False, work=work, mask=mask
     )
     rows, blocks = dense_masked(call), dense_blockwise(call, REFERENCE)
-    valid = torch.ones(2, 120, dtype=torch.bool) if text.padding_mask is None else text.padding_mask
-    real = valid[:, -text.q_length :, None].unsqueeze(1)
+    valid = torch.ones(2, 120, dtype=torch.bool) if mask.padding_mask is None else mask.padding_mask
+    real = valid[:, -mask.q_length :, None].unsqueeze(1)
     torch.testing.assert_close(blocks * real, rows * real, atol=1e-5, rtol=1e-4)

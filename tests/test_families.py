@@ -44,7 +44,7 @@ EXACT_TYPES = """
     granite cohere2 glm4 deepseek_v3 smollm3 starcoder2 stablelm gpt_neox opt bert minimax
     granitemoehybrid mllama gpt_oss gpt_bigcode
 """
-# with an older transformers their own attention is another one
+# older versions of transformers compute another attention for these types
 CHANGED_TYPES = [
     pytest.param(("gemma2", 1), marks=since("5.24", "sdpa caps no logits")),
     pytest.param(
@@ -116,7 +116,7 @@ def name_of(case):
         )
     ],
 )
-def test_a_model_type_attends_exactly_or_is_refused(case):
+def test_model_type_is_exact_or_raises(case):
     row = row_of(*case)
     if case not in EXPECTED:
         assert row["verdict"] in (EXACT, REFUSED, NOT_BUILT), row
@@ -138,11 +138,11 @@ def test_windows_and_dynamic_rope_are_exact_over_ranks(build):
 # --- verdicts
 
 
-def without_the_first_key(module, query, key, value, mask, **options):
+def without_the_first_key(module, query, key, value, _mask, **options):
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
-    seen[1:, 0] = False
-    return sdpa(module, query, key, value, seen[None, None], **options)
+    mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+    mask[1:, 0] = False
+    return sdpa(module, query, key, value, mask[None, None], **options)
 
 
 def not_a_number(module, query, *arguments, **options):
@@ -213,11 +213,11 @@ def sample_over_ranks(text, packed, _):
         ),
     ],
 )
-def test_the_worst_outcome_is_the_verdict(sample, one, other, layers, verdict):
+def test_verdict_is_the_worst_outcome(sample, one, other, layers, verdict):
     assert judged(sample(one, other, layers))["verdict"] == verdict
 
 
-def test_an_input_with_padding_that_the_model_reads_is_not_compared():
+def test_inputs_whose_padding_changes_the_model_are_not_compared():
     row = judged({"model_type": "x", **examine("recurrent_gemma")})
     assert row["verdict"] == EXACT and row["reads_padding"] == ["left padded"]
 
@@ -233,12 +233,12 @@ def test_an_input_with_padding_that_the_model_reads_is_not_compared():
         ("gemma4_assistant", 1, 120, 12, "hidden_size_per_layer_input|Gemma4AssistantConfig"),
     ],
 )
-def test_a_type_that_cannot_be_built_ends_nothing_else(model_type, ranks, timeout, memory, why):
+def test_unbuildable_type_does_not_stop_sweep(model_type, ranks, timeout, memory, why):
     assert re.search(why, in_processes(model_type, ranks, timeout, memory)["not_built"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_process_that_dies_ends_nothing_else(ranks, monkeypatch):
+def test_dead_process_does_not_stop_sweep(ranks, monkeypatch):
     def killed(*given):
         group = start_processes(*given)
         group.processes[0].kill()
@@ -251,7 +251,7 @@ def test_a_process_that_dies_ends_nothing_else(ranks, monkeypatch):
     assert in_processes("gemma", ranks, 120, 24)["model"] == "GemmaForCausalLM"
 
 
-def test_a_sweep_writes_rows_figure_and_report(tmp_path, monkeypatch):
+def test_sweep_writes_rows_figure_and_report(tmp_path, monkeypatch):
     samples = {
         "llama": {"model": "L", "dtype": "float64", "plain": {"one text": STEP, "packed": STEP}},
         "bamba": {"model": "B", "plain": {"one text": NO, "packed": NO}},

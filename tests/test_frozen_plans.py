@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from marks import slow_but
-from selecting import by_kernels, laid_in, on_the_cpu
+from selecting import laid_in, plan_by_kernels, plan_by_reference
 from tiny import SPARSE, tiny_model, tokens
 
 import cab_hf
@@ -27,7 +27,7 @@ ROWS = CabConfig(
 )  # fmt: skip
 FRC = CabConfig(32, 16, predictor="frc", sparsity=0.6)
 HALF = tuple(range(16, 32))
-# name -> (config, sizes of q and k, layout, further arguments of `on_the_cpu`)
+# name -> (config, sizes of q and k, layout, further arguments of `plan_by_reference`)
 PLANS = {
     "causal": (ROWS, {}, "causal", {"channels": HALF}),
     "padded": (ROWS, {"batch": 2}, "padded", {"channels": HALF}),
@@ -82,7 +82,7 @@ def hash_of(plan):
 
 
 def logits_of(layout):
-    """Return some logits of a sparse tiny model, whose weights no version of a library draws."""
+    """Return some logits of a sparse tiny model; its weights do not depend on library versions."""
     model, ids = tiny_model(), tokens(2, 300)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -103,19 +103,19 @@ def frozen():
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_plan_of_the_reference_is_the_stored_one(name, frozen):
+def test_reference_plan_equals_stored_hash(name, frozen):
     config, q, k, ranges, options = inputs_of(name)
-    assert hash_of(on_the_cpu(config, q, k, ranges, **options)) == frozen["plans"][name]
+    assert hash_of(plan_by_reference(config, q, k, ranges, **options)) == frozen["plans"][name]
 
 
 @pytest.mark.parametrize("name", BY_KERNELS)
-def test_plan_of_the_kernels_is_the_stored_one(name, frozen):
+def test_kernel_plan_equals_stored_hash(name, frozen):
     config, q, k, ranges, options = inputs_of(name)
-    assert hash_of(by_kernels(config, q, k, ranges, **options)) == frozen["plans"][name]
+    assert hash_of(plan_by_kernels(config, q, k, ranges, **options)) == frozen["plans"][name]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_are_close_to_the_stored_ones(layout, frozen):
+def test_logits_are_close_to_stored_values(layout, frozen):
     expected = torch.tensor(frozen["logits"][layout])
     torch.testing.assert_close(logits_of(layout), expected, atol=1e-3, rtol=1e-3)
 
@@ -125,7 +125,9 @@ def write():
     plans = {}
     for name in PLANS:
         config, q, k, ranges, options = inputs_of(name)
-        scaled = [on_the_cpu(config, q * x, k, ranges, **options) for x in (1, 1 - 1e-6, 1 + 1e-6)]
+        scaled = [
+            plan_by_reference(config, q * x, k, ranges, **options) for x in (1, 1 - 1e-6, 1 + 1e-6)
+        ]
         plans[name], *others = map(hash_of, scaled)
         if any(other != plans[name] for other in others):
             raise ValueError(f"{name} must not depend on rounding. Change its inputs.")

@@ -26,22 +26,22 @@ def model():
     return cab_hf.apply_cab(tiny_model(), FULL)
 
 
-KEPT = 200  # tokens in a cache, before 60 others are read
+CACHED = 200  # tokens in the cache before a call with 60 tokens
 
 
-def read_behind_a_cache(model, mask, kind="dynamic"):
-    """Two calls, of which the second has this mask for 260 tokens."""
+def logits_after_cache(model, mask, kind="dynamic"):
+    """Return logits of a second call with ``mask`` for 260 tokens, after 200 cached ones."""
     ids = tokens(2, 260)
     cache = transformers.DynamicCache(config=model.config)
     if kind == "static":
         cache = transformers.StaticCache(model.config, max_cache_len=400)
-    read_on(model, ids[:, :KEPT], cache)
-    return read_on(model, ids[:, KEPT:], cache, attention_mask=mask).logits
+    read_on(model, ids[:, :CACHED], cache)
+    return read_on(model, ids[:, CACHED:], cache, attention_mask=mask).logits
 
 
 SHORT = [
-    pytest.param(slice(KEPT, 260), id="of-the-new-tokens"),
-    pytest.param(slice(0, KEPT), id="of-the-old-tokens"),
+    pytest.param(slice(CACHED, 260), id="of-the-new-tokens"),
+    pytest.param(slice(0, CACHED), id="of-the-old-tokens"),
     pytest.param(slice(0, 259), id="one-short"),
 ]
 
@@ -49,19 +49,19 @@ SHORT = [
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("part", SHORT)
 @torch.no_grad()
-def test_a_padding_mask_that_lacks_tokens_of_the_cache_or_the_call(model, part, kind):
+def test_padding_mask_shorter_than_cache_and_call_raises(model, part, kind):
     mask = torch.ones(2, 260, dtype=torch.int64)
     mask[0, :7] = 0
-    read_behind_a_cache(model, mask, kind)
+    logits_after_cache(model, mask, kind)
     sentence = f"attention_mask has {mask[:, part].shape[1]} tokens and there are 260 keys"
     with pytest.raises(ValueError, match=sentence):
-        read_behind_a_cache(model, mask[:, part], kind)
+        logits_after_cache(model, mask[:, part], kind)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @torch.no_grad()
-def test_a_loop_that_never_extends_its_mask(model, kind, compiled):
+def test_decode_loop_without_extended_mask_raises(model, kind, compiled):
     cache = transformers.DynamicCache(config=model.config)
     if kind == "static":
         cache = transformers.StaticCache(model.config, max_cache_len=400)
@@ -75,7 +75,7 @@ def test_a_loop_that_never_extends_its_mask(model, kind, compiled):
 
 @pytest.mark.parametrize("padding", [0, 20])
 @torch.no_grad()
-def test_a_static_cache_of_gpt2_which_reads_how_many_dimensions_its_mask_has(padding):
+def test_gpt2_with_static_cache_generates_dense_tokens(padding):
     model, ids = tiny_model_of("gpt2"), tokens(2, 60)
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
@@ -98,7 +98,7 @@ def test_a_static_cache_of_gpt2_which_reads_how_many_dimensions_its_mask_has(pad
 
 
 def prefix_model():
-    """One whose tokens see each other where ``token_type_ids`` are 1."""
+    """Return a model with bidirectional attention where ``token_type_ids`` are 1."""
     depth = {"num_layers_per_stack": 1, "num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1}
     return cab_hf.apply_cab(tiny_model_of("hrm_text", **depth, L_bp_cycles=[1]), FULL)
 
@@ -118,48 +118,48 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("way", GRAPHS.values(), ids=GRAPHS)
+@pytest.mark.parametrize("call", GRAPHS.values(), ids=GRAPHS)
 @torch.no_grad()
-def test_tokens_that_see_later_ones_are_refused_in_graphs_too(way):
+def test_bidirectional_prefix_raises_in_every_graph_mode(call):
     with pytest.raises(NotImplementedError, match="lets tokens see later ones"):
-        way(prefix_model(), prefixed(30))
+        call(prefix_model(), prefixed(30))
 
 
-@pytest.mark.parametrize("way", GRAPHS.values(), ids=GRAPHS)
+@pytest.mark.parametrize("call", GRAPHS.values(), ids=GRAPHS)
 @torch.no_grad()
-def test_the_same_model_reads_text_without_a_prefix(way):
+def test_prefix_model_without_prefix_equals_sdpa(call):
     model = prefix_model()
-    found = way(model, prefixed(0))
+    found = call(model, prefixed(0))
     model.set_attn_implementation("sdpa")
     torch.testing.assert_close(found, model(**prefixed(0)).logits, rtol=1e-4, atol=1e-4)
 
 
-def turn(picture, q_offset, q_length=8):
+def mask_with_image(image_slots, q_offset, q_length=8):
     """Return the mask of a call with a cache, for a prompt with an image in these slots."""
     groups = torch.full((1, 16), -1)
-    groups[:, picture] = 0
+    groups[:, image_slots] = 0
     pattern = or_masks(causal_mask_function, blockwise_overlay(groups))
     keys = q_offset + q_length
     return cab_mask(1, q_length, keys, q_offset, mask_function=pattern, config=BertConfig())
 
 
-def test_a_picture_is_looked_for_among_the_tokens_of_the_call():
-    assert turn(slice(2, 5), q_offset=8).details.unsupported is None
-    assert "see later ones" in turn(slice(10, 12), q_offset=8).details.unsupported
-    assert "see later ones" in turn(slice(2, 5), q_offset=0).details.unsupported
+def test_bidirectional_image_tokens_are_searched_in_queries_only():
+    assert mask_with_image(slice(2, 5), q_offset=8).details.unsupported is None
+    assert "see later ones" in mask_with_image(slice(10, 12), q_offset=8).details.unsupported
+    assert "see later ones" in mask_with_image(slice(2, 5), q_offset=0).details.unsupported
 
 
-def test_windows_of_models_that_read_pictures():
-    # as Gemma 3 makes them, of a text without a picture
+def test_window_of_multimodal_mask_is_detected_without_image():
+    # the mask function of Gemma 3 for a prompt without image
     groups = torch.full((1, 60), -1)
     pattern = and_masks(
         or_masks(causal_mask_function, blockwise_overlay(groups)), sliding_window_overlay(7)
     )
-    given = {"mask_function": pattern, "use_vmap": True, "config": BertConfig()}
-    mask = cab_mask(1, 60, 60, **given)
+    options = {"mask_function": pattern, "use_vmap": True, "config": BertConfig()}
+    mask = cab_mask(1, 60, 60, **options)
     assert mask.details.unsupported is None and mask.window == 7
     groups[:, 3:9] = 0
-    assert "see later ones" in cab_mask(1, 60, 60, **given).details.unsupported
+    assert "see later ones" in cab_mask(1, 60, 60, **options).details.unsupported
 
 
 @pytest.mark.parametrize(
@@ -181,13 +181,13 @@ def test_windows_of_models_that_read_pictures():
         pytest.param(lambda mask: 0.0 in mask, id="searched"),
     ],
 )
-def test_a_mask_that_a_model_computes_with(use):
+def test_model_code_that_computes_with_its_mask_raises(use):
     mask = cab_mask(1, 8, 8, config=transformers.DogeConfig())
     with pytest.raises(NotImplementedError, match="^doge computes with its attention mask .*eager"):
         use(mask)
 
 
-def test_a_mask_says_what_it_has_not_and_survives_copies():
+def test_mask_lacks_tensor_methods_and_can_be_copied():
     mask = cab_mask(1, 8, 8)
     assert not hasattr(mask, "to") and mask.ndim == len(mask.shape) == 4
     assert copy.deepcopy(mask).kv_length == copy.copy(mask).kv_length == 8

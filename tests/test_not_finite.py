@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from marks import slow_but
-from selecting import by_kernels, loud, on_the_cpu
+from selecting import loud, plan_by_kernels, plan_by_reference
 from tiny import SMALL, VOCABULARY, qkv, tiny_model, tokens
 from torch.nn import functional as F
 
@@ -34,7 +34,7 @@ CONFIGS = [
     pytest.param(CabConfig.published(0.7, "none", **GRID), id="published-magnitude"),
     pytest.param(config(predictor="cascade", anchors=(0,), outlier_queries=8), id="cascade"),
 ]
-# the interpreter is slow
+# few configs, because the interpreter is slow
 KERNELS = [case for case in CONFIGS if case.id in ("rows", "typical", "published")]
 
 
@@ -45,7 +45,7 @@ CAPPED = [
 ]
 
 
-def spoilt(x, at, value):
+def with_value(x, at, value):
     x = x.clone()
     x[:, :, at] = value
     return x
@@ -55,48 +55,48 @@ def spoilt(x, at, value):
 @pytest.mark.parametrize("prefix", [pytest.param(0, id="text"), pytest.param(16, id="chunk")])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_nan_key_does_not_change_selection_of_earlier_blocks(config, prefix, value):
-    _same_choice(on_the_cpu, config, prefix, value)
+    _assert_same_earlier_selection(plan_by_reference, config, prefix, value)
 
 
 @pytest.mark.parametrize("config", slow_but(KERNELS, 0))
 def test_nan_key_does_not_change_kernel_selection_of_earlier_blocks(config):
-    _same_choice(by_kernels, config, 16, torch.nan)
+    _assert_same_earlier_selection(plan_by_kernels, config, 16, torch.nan)
 
 
-def _same_choice(select, config, prefix, value):
-    """Replace a whole token, as in the layers after the one that yields NaN."""
+def _assert_same_earlier_selection(select, config, prefix, value):
+    """Replace q and k of a whole token, as in layers after the first NaN."""
     shape = {"q_length": LENGTH, "kv_length": LENGTH + prefix, "heads": 2, "kv_heads": 1}
     q, k = loud(**shape)
     ranges = KeyRanges.causal(1, LENGTH, LENGTH + prefix, "cpu")
-    meant = select(config, q, k, ranges).to_dense()
-    broken = spoilt(q, slice(AT, None), value), spoilt(k, AT + prefix, value)
+    expected = select(config, q, k, ranges).to_dense()
+    broken = with_value(q, slice(AT, None), value), with_value(k, AT + prefix, value)
     actual = select(config, *broken, ranges).to_dense()
-    blind = AT // config.query_block
-    assert blind > 3 and not meant[:, :, blind - 1].all()
-    assert torch.equal(actual[:, :, :blind], meant[:, :, :blind])
+    row = AT // config.query_block
+    assert row > 3 and not expected[:, :, row - 1].all()
+    assert torch.equal(actual[:, :, :row], expected[:, :, :row])
 
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
 @pytest.mark.parametrize("config", [*CONFIGS, *CAPPED])
 def test_blocks_with_nan_key_are_selected(config, value):
-    _kept(on_the_cpu, config, value)
+    _assert_selected(plan_by_reference, config, value)
 
 
 @pytest.mark.parametrize("config", slow_but([*KERNELS, *CAPPED], 0, 3))
 def test_kernels_select_blocks_with_nan_key(config):
-    _kept(by_kernels, config, torch.inf)
+    _assert_selected(plan_by_kernels, config, torch.inf)
 
 
-def _kept(select, config, value):
+def _assert_selected(select, config, value):
     """Replace one channel of one key of one of two KV heads."""
     q, k = loud(q_length=LENGTH, heads=4, kv_heads=2, dim=32)
     ranges, at = KeyRanges.causal(1, LENGTH, LENGTH, "cpu"), 70
-    meant = select(config, q, k, ranges).to_dense()
+    expected = select(config, q, k, ranges).to_dense()
     k[:, 1, at, 5] = value
     actual = select(config, q, k, ranges).to_dense()
     rows, column = slice(at // config.query_block, None), at // config.key_block
-    assert actual[:, 2:, rows, column].all() and not meant[:, 2:, rows, column].all()
-    assert torch.equal(actual[:, :2], meant[:, :2])
+    assert actual[:, 2:, rows, column].all() and not expected[:, 2:, rows, column].all()
+    assert torch.equal(actual[:, :2], expected[:, :2])
 
 
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[1], *CAPPED[:1]])
@@ -107,25 +107,25 @@ def test_nan_in_padding_does_not_change_selection(config):
     valid[:, 64:80] = False
     ranges = replace(ranges, start=ranges.start.clamp(min=80), key_valid=valid)
     ranges = replace(ranges, end=ranges.end.masked_fill(torch.arange(LENGTH) < 80, -1))
-    for select in (on_the_cpu, by_kernels):
-        meant = select(config, q, k, ranges).to_dense()
-        actual = select(config, q, spoilt(k, slice(64, 80), torch.nan), ranges).to_dense()
-        assert torch.equal(actual, meant)
+    for select in (plan_by_reference, plan_by_kernels):
+        expected = select(config, q, k, ranges).to_dense()
+        actual = select(config, q, with_value(k, slice(64, 80), torch.nan), ranges).to_dense()
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
-@pytest.mark.parametrize("select", [on_the_cpu, by_kernels])
+@pytest.mark.parametrize("select", [plan_by_reference, plan_by_kernels])
 def test_nan_scored_query_selects_all_blocks(select, value):
     q, k = loud(q_length=LENGTH, heads=2, kv_heads=1, dim=32)
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     settings = config(outlier_queries=0, typical_queries=8, typical_key_stride=1)
-    meant = select(settings, q, k, ranges).to_dense()
+    expected = select(settings, q, k, ranges).to_dense()
     at = int(typical_queries(ranges, 32, settings.typical_queries)[0, 5, 1])
     q[:, 1, at, 3] = value
     actual = select(settings, q, k, ranges).to_dense()
-    assert actual[0, 1, 5, : (at + 16) // 16].all() and not meant[0, 1, 5, : at // 16].all()
-    meant[:, 1, 5] = actual[:, 1, 5]
-    assert torch.equal(actual, meant)
+    assert actual[0, 1, 5, : (at + 16) // 16].all() and not expected[0, 1, 5, : at // 16].all()
+    expected[:, 1, 5] = actual[:, 1, 5]
+    assert torch.equal(actual, expected)
 
 
 ENGINES = [
@@ -147,17 +147,17 @@ SHAPES = [
 def test_nan_key_does_not_change_earlier_query_blocks(
     attend, dim, q_length, kv_length, blocks, value
 ):
-    """The key with NaN is the first one that query block 1 or 2 sees; no earlier query sees it."""
+    """The key with NaN is visible from query block 2 on."""
     q, k, v = qkv(q_length=q_length, kv_length=kv_length, heads=2, kv_heads=1, dim=dim)
     query_block, key_block = blocks
     ranges = KeyRanges.causal(1, q_length, kv_length, "cpu")
     plan = BlockPlan.causal(ranges, 2, query_block, key_block)
-    seen = int(ranges.end[0, 2 * query_block - 1]) + 1
-    meant = attend(q, k, v, plan, 0.2)
-    actual = attend(q, spoilt(k, seen, value), spoilt(v, seen, value), plan, 0.2)
-    blind = 2 * query_block
-    torch.testing.assert_close(actual[:, :, :blind], meant[:, :, :blind])
-    assert not actual[:, :, blind:].isfinite().all()
+    position = int(ranges.end[0, 2 * query_block - 1]) + 1
+    expected = attend(q, k, v, plan, 0.2)
+    actual = attend(q, with_value(k, position, value), with_value(v, position, value), plan, 0.2)
+    first = 2 * query_block
+    torch.testing.assert_close(actual[:, :, :first], expected[:, :, :first])
+    assert not actual[:, :, first:].isfinite().all()
 
 
 @pytest.mark.parametrize("exact", [0, 8], ids=["estimate", "exact-queries"])
@@ -169,11 +169,11 @@ def test_nan_token_leaves_earlier_logits_finite(exact):
     with torch.no_grad():
         model.model.embed_tokens.weight[VOCABULARY - 1] = torch.nan
         ids[ids == VOCABULARY - 1] = 3
-        meant = model(ids).logits
+        expected = model(ids).logits
         ids[0, 100] = VOCABULARY - 1
         actual = model(ids).logits
     assert actual[0, 100].isnan().all()
-    assert torch.equal(actual[:, :96], meant[:, :96])
+    assert torch.equal(actual[:, :96], expected[:, :96])
 
 
 FULL = replace(SMALL, mass_threshold=0.0, dense_tail_blocks=0)
@@ -192,23 +192,23 @@ def test_nan_token_reaches_all_later_logits(settings):
     embeddings = model.get_input_embeddings()(ids).detach()
     embeddings[0, 100] = torch.nan
     with torch.no_grad():
-        meant = model(inputs_embeds=embeddings, use_cache=False).logits.isfinite().all(-1)
+        expected = model(inputs_embeds=embeddings, use_cache=False).logits.isfinite().all(-1)
         apply_cab(model, settings)
         actual = model(inputs_embeds=embeddings, use_cache=False).logits.isfinite().all(-1)
-    assert not meant[:, 128:].any() and not actual[:, 128:].any()
+    assert not expected[:, 128:].any() and not actual[:, 128:].any()
     assert actual[:, :96].all()
 
 
-@pytest.mark.parametrize("spoil", ["q", "k", "v"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", VALUES, ids=str)
 @pytest.mark.parametrize("attend", [ENGINES[0], ENGINES[2]])
-def test_at_full_budget_outputs_are_finite_where_those_of_sdpa_are(attend, value, spoil):
-    """One channel is spoilt: products with it are of either sign, or NaN."""
+def test_full_budget_output_is_finite_where_sdpa_is(attend, value, name):
+    """One channel is not finite: its products are infinite with either sign, or NaN."""
     inputs = dict(zip("qkv", qkv(q_length=LENGTH, heads=4, kv_heads=2, dim=32), strict=True))
-    inputs[spoil][:, :, 70, 5] = value
+    inputs[name][:, :, 70, 5] = value
     q, k, v = inputs.values()
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
-    plan = on_the_cpu(config(mass_threshold=0.0), q, k, ranges)
+    plan = plan_by_reference(config(mass_threshold=0.0), q, k, ranges)
     actual = attend(q, k, v, plan, 0.2).isfinite()
     # row by row, since a mask does not remove NaN
     rows = [
@@ -217,8 +217,8 @@ def test_at_full_budget_outputs_are_finite_where_those_of_sdpa_are(attend, value
         )
         for i in range(LENGTH)
     ]
-    meant = torch.cat(rows, dim=2).isfinite()
-    # queries of the same block may see it
-    rows = [*range(64), *range(96, LENGTH)] if spoil != "q" else [*range(LENGTH)]
-    assert torch.equal(actual[:, :, rows], meant[:, :, rows])
-    assert not meant.all()
+    expected = torch.cat(rows, dim=2).isfinite()
+    # queries of the same block may attend to the key, because whole blocks are computed
+    rows = [*range(64), *range(96, LENGTH)] if name != "q" else [*range(LENGTH)]
+    assert torch.equal(actual[:, :, rows], expected[:, :, rows])
+    assert not expected.all()

@@ -189,6 +189,6 @@ def test_import_is_fast_and_loads_no_triton_and_no_cuda():
     assert loaded == "False"
 
 
-def test_importing_leaves_pandas_for_later():
+def test_import_does_not_load_pandas():
     code = "import sys, cab_hf.eval.experiment; print('pandas' in sys.modules)"
     assert fresh(code) == ["False"]

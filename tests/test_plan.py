@@ -52,7 +52,7 @@ def test_derived_range_tensors_are_cached_across_layers(plan):
     after = ranges.rows(2), ranges.blocked(2), ranges.pairs()
     assert all(x is y for x, y in zip(before, after, strict=True))
     assert plan.density() == density
-    # those of other blocks are others
+    # other block sizes have their own cache entries
     assert ranges.rows(3).queries.tolist() == [[3, 3]] and ranges.rows(2).queries.tolist() == [
         [2] * 3
     ]

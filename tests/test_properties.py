@@ -118,7 +118,7 @@ class Batch(NamedTuple):
         """Return keyword arguments for `attend`."""
         real = self.document >= 0
         filled = torch.where(real, self.document, 0)
-        # padding belongs to the document before it
+        # padding gets the number of the previous document
         filled = filled.cummax(-1).values
         begins = F.pad(filled[:, 1:] != filled[:, :-1], (1, 0), value=True)
         arguments = {} if real.all() and self.given_by != "positions, ones" else {"real": real}
@@ -262,7 +262,7 @@ def attend(
 
 
 def masked(q, k, v, seen, sinks=None, softcap=None):
-    """[B, N, H, D]: softmax over the keys of ``seen``, bool [B, 1 or H, N_q, N_k]; 0 for none."""
+    """Return attention [B, N, H, D] under the mask ``seen``, bool [B, 1 or H, N_q, N_k]."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     blind = ~seen.any(-1, keepdim=True)
     if sinks is None and softcap is None:

@@ -40,7 +40,7 @@ def quanto():
     return QuantoConfig(weights="int8")
 
 
-# name -> (a config, how far log-probabilities may be apart: more where activations are rounded)
+# name -> (config, tolerance of log-probabilities; larger if activations are quantised)
 WEIGHTS = {
     "torchao-int8": (lambda: torchao("Int8WeightOnlyConfig"), 1e-4),
     "torchao-fp8": (lambda: torchao("Float8WeightOnlyConfig"), 1e-4),

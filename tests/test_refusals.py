@@ -86,7 +86,7 @@ def test_functional_transforms_raise_or_equal_plain_call(name, kind):
     """The error names the transform; otherwise the result equals a plain call."""
     settings = {"full": FULL, "exact": SMALL.changed(min_length=500)}
     model, ids = apply_cab(tiny_model(), settings.get(kind, SMALL)), tokens(2, 200)
-    # tracing takes no weights with gradients as constants
+    # tracing rejects weights with gradients as constants
     model.requires_grad_(False)
     if kind == "dense":
         model.set_attn_implementation("cab_dense")
@@ -381,7 +381,7 @@ def test_unsupported_keyword_raises(name, attend):
     with pytest.raises((NotImplementedError, ValueError), match=f"^{name} is ") as refused:
         call(EIGHT, attend=attend, **{name: torch.ones(1, 1, 8, 8)})
     assert str(refused.value).count(". ") <= 1
-    # what is not there changes nothing
+    # None is accepted
     call(EIGHT, attend=attend, **{name: None})
 
 
@@ -441,7 +441,7 @@ def test_model_known_unsupported_only_at_call_raises(name, fields, sentence):
     model.set_attn_implementation("cab")
     with pytest.raises(NotImplementedError, match=sentence):
         model(tokens(1, 40))
-    # what describe can see of it, it says
+    # describe reports the reason too
     assert ": refused, " in cab_hf.describe(model, tokens=40)
 
 

@@ -69,14 +69,14 @@ def test_permutation_and_gradients_match_elementwise_index(text, layout, dtype):
     tokens, places = TEXTS[text][0], order.vacant.shape[1]
     x = LAYOUTS[layout](noise(tokens, dtype)).requires_grad_()
     y = LAYOUTS[layout](noise(places, dtype, 1)).requires_grad_()
-    # nothing that is computed depends on a place without a token
+    # results never depend on empty places
     grad = noise(places, dtype, 2).masked_fill(order.vacant[:, None, :, None], 0.0)
-    for actual, meant, leaf, upstream in (
+    for actual, expected, leaf, upstream in (
         (order.apply(x), apply_by_number(order, x), x, grad),
         (order.undo(y), undo_by_number(order, y), y, noise(tokens, dtype, 3)),
     ):
-        assert torch.equal(actual, meant)
-        gradients = [torch.autograd.grad(out, leaf, upstream)[0] for out in (actual, meant)]
+        assert torch.equal(actual, expected)
+        gradients = [torch.autograd.grad(out, leaf, upstream)[0] for out in (actual, expected)]
         assert torch.equal(*gradients)
 
 
@@ -92,8 +92,8 @@ def test_attention_in_layout_is_bit_identical(text):
         out = undo(laid.query_order, reference.attention(q, k, v, plan, 0.2))
         return out, *torch.autograd.grad(out.square().sum(), leaves)
 
-    meant = attended(apply_by_number, undo_by_number)
-    assert all(map(torch.equal, attended(TokenPermutation.apply, TokenPermutation.undo), meant))
+    expected = attended(apply_by_number, undo_by_number)
+    assert all(map(torch.equal, attended(TokenPermutation.apply, TokenPermutation.undo), expected))
 
 
 def test_empty_slot_has_zero_gradient():

@@ -36,7 +36,7 @@ SIZES = {
     "head_dim": 64,
     "pad_token_id": 0,
 }
-# pairs of channels 32 apart, and of neighbours
+# slow channels if RoPE pairs channels 32 apart, and if it pairs neighbours
 HALVES = (*range(16, 32), *range(48, 64))
 NEIGHBOURS = tuple(range(32, 64))
 
@@ -93,7 +93,7 @@ def test_unknown_rotation_keeps_all_channels(make, head_dim):
 def test_no_rotation_keeps_all_channels():
     # a module of torch has no rotate_half
     assert slow_channels(nn.Linear(2, 2), 64) == ()
-    # nor has one that is asked without a model
+    # nor does a missing model
     assert slow_channels(None, 64) == ()
 
 

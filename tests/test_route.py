@@ -1,4 +1,4 @@
-"""One function decides how a layer is computed, and says why; what runs and `describe` ask it."""
+"""`route` selects how a layer is computed, for dispatch and for `describe`."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,9 +32,9 @@ def way(
     if longest is not None:
         masked["doc_ids"] = torch.zeros(1, kv_length)
     details = MaskDetails(cache_length=slots, lengths=lengths)
-    text = MaskInfo(1, q_length, kv_length, 0, **masked, details=details)
+    mask = MaskInfo(1, q_length, kv_length, 0, **masked, details=details)
     layer = SimpleNamespace(layer_idx=layer)
-    return route(text, config, CPU, sparse=sparse, layer=layer, index=index)
+    return route(mask, config, CPU, sparse=sparse, layer=layer, index=index)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,14 @@ def way(
         pytest.param({"q_length": 1}, "dense", "fewer than query_block=32", id="decode"),
         pytest.param({"q_length": 1, "kv_length": None}, "dense_masked", "(decode)", id="static"),
         pytest.param({"kv_length": 99, "q_length": 99}, "dense", "min_length=100", id="short"),
-        pytest.param({"longest": (99, 99)}, "dense_masked", "min_length=100", id="short-texts"),
-        pytest.param({"longest": (31, 300)}, "dense_masked", "query_block=32", id="rests"),
-        pytest.param({"longest": (32, 100)}, "sparse", None, id="one-long-text"),
+        pytest.param({"longest": (99, 99)}, "dense_masked", "min_length=100", id="short-sequences"),
+        pytest.param(
+            {"longest": (31, 300)}, "dense_masked", "query_block=32", id="short-last-chunks"
+        ),
+        pytest.param({"longest": (32, 100)}, "sparse", None, id="one-long-sequence"),
     ],
 )
-def test_what_is_computed_and_why(changes, method, reason):
+def test_prefill_route_and_reason_by_call(changes, method, reason):
     actual = way(**changes)
     assert actual.method == method
     assert (actual.reason is None) if reason is None else reason in actual.reason
@@ -82,13 +84,13 @@ INDEX = KeyIndex(torch.zeros(1, 1, 512, 16), ())
         pytest.param({"layer": 3}, "in dense_layers", id="dense-layer"),
     ],
 )
-def test_when_a_step_is_sparse_and_why_not(changes, reason):
+def test_decode_step_route_and_reason_by_call(changes, reason):
     actual = way(**{"config": STEP, "q_length": 1, "kv_length": 512, "index": INDEX, **changes})
     assert (actual.method == "sparse_decode") == (reason is None)
     assert (actual.reason is None) if reason is None else reason in actual.reason
 
 
-def test_the_engine_asked_for_is_the_one():
+def test_configured_engine_is_used_or_raises():
     config = CabConfig(query_block=32, key_block=16, min_length=0, engine="flex")
     assert way(config).engine is engines.FLEX
     with pytest.raises(ValueError, match="engine is 'triton', which runs on cuda"):
@@ -103,14 +105,14 @@ def test_the_engine_asked_for_is_the_one():
         pytest.param({"q_length": 200}, (None, 200), id="chunk"),
     ],
 )
-def test_exact_attention_is_told_whether_anything_is_masked(monkeypatch, changes, length):
-    asked = []
+def test_exact_engine_receives_length_only_without_mask(monkeypatch, changes, length):
+    calls = []
     monkeypatch.setattr(
-        engines, "exact", lambda work, *lengths: asked.append(lengths) or engines.TRITON
+        engines, "exact", lambda work, *lengths: calls.append(lengths) or engines.TRITON
     )
     actual = way(sparse=False, **changes)
     assert actual.method == "dense_blockwise" and actual.engine is engines.TRITON
-    assert asked == [length]
+    assert calls == [length]
 
 
 @pytest.mark.parametrize(
@@ -124,5 +126,5 @@ def test_exact_attention_is_told_whether_anything_is_masked(monkeypatch, changes
         pytest.param({"q_length": 1, "kv_length": None}, "dense_masked", id="static-cache"),
     ],
 )
-def test_sdpa_has_masks_where_they_are_needed(changes, method):
+def test_sdpa_is_masked_unless_causal_or_single_query(changes, method):
     assert way(sparse=False, **changes).method == method

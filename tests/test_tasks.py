@@ -16,7 +16,7 @@ TOKENIZERS = {
     "chat": make_tokenizer(CHAT),
     "merging": make_merging_tokenizer(),
 }
-# what counts words has no place where its answer stands
+# tasks that count words have no position of the answer
 COUNTING = ("common_words", "frequent_words")
 HIDING = [name for name in TASKS if name not in COUNTING]
 tasks = pytest.mark.parametrize("name", TASKS)
@@ -30,7 +30,7 @@ def text_of(tokens):
     return TOKENIZERS["merging"].decode(tokens, clean_up_tokenization_spaces=False)
 
 
-# --- one reader a task, which knows the prompt alone
+# --- one function per task that answers from the prompt only
 
 
 def listed(text):

@@ -64,13 +64,13 @@ def test_chat_turns_equal_one_sequence_at_full_budget(kind):
 def test_chunked_generate_selects_same_blocks_as_one_prefill(padding):
     model = cab_hf.apply_cab(tiny_model(), SPARSE)
     ids = tokens(2, 352)
-    seen = torch.ones_like(ids)
-    # on the left, and of one text alone: then chunks do not end where its query blocks do
-    seen[0, :padding] = 0
+    mask = torch.ones_like(ids)
+    # left padding of one row: chunks of the row end inside of its query blocks
+    mask[0, :padding] = 0
 
     def scores(**options):
-        told = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_scores": True}
-        result = model.generate(ids, attention_mask=seen, do_sample=False, **told, **options)
+        fixed = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_scores": True}
+        result = model.generate(ids, attention_mask=mask, do_sample=False, **fixed, **options)
         return torch.stack(result.scores, dim=1)
 
     whole, chunks = scores(), scores(prefill_chunk_size=96)
@@ -93,7 +93,7 @@ def test_only_calls_prepared_by_generate_have_a_prompt():
         generation.prepare(model, lambda: {"input_ids": None})
         assert scope.prompt_of(1, config, None) is None
         model(ids)
-        # a batch of other rows
+        # a batch with another number of rows
         assert scope.prompt_of(2, config, None) is None
         model(ids)
         with scope.foreign():
@@ -105,26 +105,26 @@ def test_only_calls_prepared_by_generate_have_a_prompt():
     assert not model._forward_pre_hooks and not model._forward_hooks
 
 
-# of generate: nothing is drawn, no token ends it
+# options of generate: greedy, without an end token
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def first_logits(model, ids, steps=1, **options):
-    """[batch, steps, vocabulary]"""
-    told = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": steps}
-    seen = options.pop("attention_mask", torch.ones_like(ids))
-    result = model.generate(ids, attention_mask=seen, **GREEDY, **told, **options)
+    """Return the logits of the first generated tokens, [batch, steps, vocabulary]."""
+    fixed = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": steps}
+    mask = options.pop("attention_mask", torch.ones_like(ids))
+    result = model.generate(ids, attention_mask=mask, **GREEDY, **fixed, **options)
     return torch.stack(result.logits, dim=1)
 
 
-def check_that_chunks_are_one_call(length, tail, chunk=64, **fields):
+def assert_chunks_equal_one_call(length, tail, chunk=64, **fields):
     config, ids = replace(SPARSE, dense_tail_blocks=tail, **fields), tokens(1, length, seed=length)
 
     def read(threshold, **options):
         model = cab_hf.apply_cab(tiny_model(), replace(config, mass_threshold=threshold))
         return first_logits(model, ids, **options)
 
-    # sums of a chunk are rounded otherwise, and a mass may equal a threshold: it is near one alone
+    # chunked sums round differently, so a mass may cross a threshold: retry with another one
     for threshold in (config.mass_threshold, config.mass_threshold * (1 + 1e-5)):
         expected, found = read(threshold), read(threshold, prefill_chunk_size=chunk)
         if torch.allclose(found, expected, rtol=1e-4, atol=1e-4):
@@ -136,26 +136,26 @@ def check_that_chunks_are_one_call(length, tail, chunk=64, **fields):
 @pytest.mark.parametrize(
     ("length", "chunk"),
     [
-        pytest.param(200, 64, id="a-tail-from-the-chunk-before"),
-        pytest.param(129, 64, id="a-last-chunk-of-one-token"),
+        pytest.param(200, 64, id="tail-in-two-chunks"),
+        pytest.param(129, 64, id="last-chunk-of-one-token"),
         pytest.param(161, 32, id="chunks-of-one-block"),
         pytest.param(40, 64, id="one-chunk"),
-        pytest.param(20, 64, id="less-than-a-block"),
+        pytest.param(20, 64, id="below-one-block"),
     ],
 )
 def test_chunks_of_whole_query_blocks_select_same_blocks_as_one_call(length, chunk, tail):
-    check_that_chunks_are_one_call(length, tail, chunk)
+    assert_chunks_equal_one_call(length, tail, chunk)
 
 
 def test_min_length_counts_the_whole_chunked_prompt():
-    check_that_chunks_are_one_call(300, 1, min_length=150)
+    assert_chunks_equal_one_call(300, 1, min_length=150)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tail", [1, 2])
 def test_chunks_of_whole_query_blocks_equal_one_call_at_every_length(tail):
     for length in range(1, 601):
-        check_that_chunks_are_one_call(length, tail)
+        assert_chunks_equal_one_call(length, tail)
 
 
 def test_query_blocks_start_at_first_token_of_sequence():
@@ -169,15 +169,15 @@ def test_query_blocks_start_at_first_token_of_sequence():
 
 def test_query_blocks_of_padded_rows_start_at_first_real_token():
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), replace(SPARSE, dense_tail_blocks=0))
-    ids, cache, seen = tokens(2, 256), cache_of(model, "dynamic"), torch.ones(2, 256).long()
-    seen[0, :45] = 0
+    ids, cache, mask = tokens(2, 256), cache_of(model, "dynamic"), torch.ones(2, 256).long()
+    mask[0, :45] = 0
     with torch.no_grad():
-        model(ids[:, :64], attention_mask=seen[:, :64], past_key_values=cache, use_cache=True)
+        model(ids[:, :64], attention_mask=mask[:, :64], past_key_values=cache, use_cache=True)
         found = model(
-            ids[:, 64:], attention_mask=seen, past_key_values=cache, use_cache=True
+            ids[:, 64:], attention_mask=mask, past_key_values=cache, use_cache=True
         ).logits
     alone = whole(model, ids[:1, 45:])
-    # the first call has 19 tokens of its text, and cuts the first of its query blocks
+    # the first call has 19 real tokens of row 0, so its first query block is cut
     torch.testing.assert_close(found[:1, 13:], alone[:, 32:], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[1:], whole(model, ids[1:])[:, 64:], rtol=1e-4, atol=1e-4)
 
@@ -187,10 +187,10 @@ def test_chunked_rows_have_separate_prompt_ends(padding):
     model = cab_hf.apply_cab(tiny_model(), SPARSE)
     long, short = tokens(1, 224), tokens(1, 160, seed=2)
     rows = slice(64, 224) if padding == "left" else slice(0, 160)
-    ids, seen = torch.cat([long, torch.zeros_like(long)]), torch.zeros(2, 224).long()
-    ids[1, rows], seen[0], seen[1, rows] = short, 1, 1
-    found = first_logits(model, ids, attention_mask=seen, prefill_chunk_size=64)
-    expected = first_logits(model, ids, attention_mask=seen)
+    ids, mask = torch.cat([long, torch.zeros_like(long)]), torch.zeros(2, 224).long()
+    ids[1, rows], mask[0], mask[1, rows] = short, 1, 1
+    found = first_logits(model, ids, attention_mask=mask, prefill_chunk_size=64)
+    expected = first_logits(model, ids, attention_mask=mask)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -207,12 +207,12 @@ def test_chunked_rows_have_separate_prompt_ends(padding):
 def test_short_right_padded_row_is_dense_in_chunks(options):
     fields = {"min_length": 200, "mass_threshold": 0.6, "share_threshold": 1.0}
     model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, **fields))
-    short, ids, seen, found = tokens(1, 190), tokens(2, 400), torch.ones(2, 400).long(), []
-    ids[0, :190], ids[0, 190:], seen[0, 190:] = short, 0, 0
+    short, ids, mask, found = tokens(1, 190), tokens(2, 400), torch.ones(2, 400).long(), []
+    ids[0, :190], ids[0, 190:], mask[0, 190:] = short, 0, 0
     alone = whole(model, short)
     handle = model.lm_head.register_forward_hook(lambda *call: found.append(call[-1]))
     options = {"prefill_chunk_size": 64, "logits_to_keep": 0, **options}
-    first_logits(model, ids, attention_mask=seen, **options)
+    first_logits(model, ids, attention_mask=mask, **options)
     handle.remove()
     torch.testing.assert_close(torch.cat(found, 1)[:1, :190], alone, rtol=1e-4, atol=1e-4)
 
@@ -232,9 +232,9 @@ ORIGIN = {"model": "llama", "layers": 4, "heads": 6, "kv_heads": 2, "length": 30
 def test_early_exit_drafts_do_not_change_tokens(fields):
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=4), replace(SPARSE, **fields))
     ids = tokens(1, 200)
-    told = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, **GREEDY}
-    expected = model.generate(ids, **told)
-    assert torch.equal(model.generate(ids, assistant_early_exit=2, **told), expected)
+    generation = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, **GREEDY}
+    expected = model.generate(ids, **generation)
+    assert torch.equal(model.generate(ids, assistant_early_exit=2, **generation), expected)
     assert model.config.num_hidden_layers == 4
 
 
@@ -252,7 +252,7 @@ def test_failed_draft_restores_the_model():
 @pytest.mark.parametrize("budget", ["dense-steps", "sparse-steps"])
 def test_last_chunk_of_one_token_is_not_a_decode_step(budget):
     sparse = {"sparse_decode": True, "decode_tokens": 128} if budget == "sparse-steps" else {}
-    check_that_chunks_are_one_call(641, 1, 128, **sparse)
+    assert_chunks_equal_one_call(641, 1, 128, **sparse)
 
 
 def repeated(length, seed):
@@ -260,17 +260,17 @@ def repeated(length, seed):
     return tokens(1, max(8, length // 4), seed=seed).repeat(1, 5)[:, :length]
 
 
-def other_tokens(prompts, **fields):
-    """Count the prompts with other answers with a draft than without."""
+def count_changed_answers(prompts, **fields):
+    """Count the prompts whose tokens change with a draft."""
     model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, **fields))
     assistant = tiny_model(num_hidden_layers=1)
     wrong = 0
     for seed in range(prompts):
         ids = repeated(150 + 7 * seed % 400, seed)
-        told = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, **GREEDY}
-        expected = model.generate(ids, **told)
+        generation = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, **GREEDY}
+        expected = model.generate(ids, **generation)
         for draft in ({"prompt_lookup_num_tokens": 5}, {"assistant_model": assistant}):
-            wrong += not torch.equal(model.generate(ids, **told, **draft), expected)
+            wrong += not torch.equal(model.generate(ids, **generation, **draft), expected)
     return wrong
 
 
@@ -284,7 +284,7 @@ STEPS = [
 @pytest.mark.parametrize("fields", STEPS)
 @pytest.mark.parametrize("prompts", slow_but([6, 200], 0))
 def test_drafts_do_not_change_tokens(prompts, fields):
-    assert other_tokens(prompts, **fields) == 0
+    assert count_changed_answers(prompts, **fields) == 0
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ class Streamer:
 
 
 def place(where, call):
-    """Return the options of `generate` that have it run ``call`` at every step."""
+    """Return options of `generate` that run ``call`` at every step."""
     if where == "processor":
         return {"logits_processor": [lambda _, scores: (call(), scores)[1]]}
     if where == "criterion":
@@ -330,7 +330,7 @@ def place(where, call):
 
 FOREIGN = {
     "text": lambda model: whole(model, tokens(1, 200, seed=5)),
-    # of the same number of rows and of tokens
+    # the same number of rows and tokens as the outer call
     "alike": lambda model: whole(model, tokens(1, 300, seed=5)),
     "padded": lambda model: padded(model, tokens(2, 420, seed=6)),
     "generate": lambda model: first_logits(model, tokens(1, 260, seed=7)),
@@ -339,9 +339,9 @@ FOREIGN = {
 
 @torch.no_grad()
 def padded(model, ids):
-    seen = torch.ones_like(ids)
-    seen[0, :100] = 0
-    return model(ids, attention_mask=seen, use_cache=False).logits
+    mask = torch.ones_like(ids)
+    mask[0, :100] = 0
+    return model(ids, attention_mask=mask, use_cache=False).logits
 
 
 DRAFTS, NO_CACHE = {"prompt_lookup_num_tokens": 4}, {"use_cache": False}
@@ -361,12 +361,12 @@ DRAFTS, NO_CACHE = {"prompt_lookup_num_tokens": 4}, {"use_cache": False}
 def test_nested_model_call_inside_generate_has_no_prompt_end(where, whose, options):
     model = cab_hf.apply_cab(tiny_model(num_hidden_layers=2), replace(SPARSE, min_length=210))
     ids = tokens(1, 300)
-    judge = model if whose == "same" else cab_hf.apply_cab(copy.deepcopy(model))
-    wanted = {name: call(judge) for name, call in FOREIGN.items()}
+    nested_model = model if whose == "same" else cab_hf.apply_cab(copy.deepcopy(model))
+    wanted = {name: call(nested_model) for name, call in FOREIGN.items()}
     alone, found = first_logits(model, ids, 2, **options), []
 
     def call():
-        found.append({name: call(judge) for name, call in FOREIGN.items()})
+        found.append({name: call(nested_model) for name, call in FOREIGN.items()})
 
     together = first_logits(model, ids, 2, **options, **place(where, call))
     torch.testing.assert_close(found[-1], wanted)
@@ -374,10 +374,10 @@ def test_nested_model_call_inside_generate_has_no_prompt_end(where, whose, optio
 
 
 def test_nested_model_call_inside_forward_has_no_prompt_end():
-    model, judge = (cab_hf.apply_cab(tiny_model(), SPARSE) for _ in range(2))
-    wanted, found = FOREIGN["text"](judge), []
+    model, nested_model = (cab_hf.apply_cab(tiny_model(), SPARSE) for _ in range(2))
+    wanted, found = FOREIGN["text"](nested_model), []
     handle = model.model.layers[0].register_forward_hook(
-        lambda *_: found.append(FOREIGN["text"](judge))
+        lambda *_: found.append(FOREIGN["text"](nested_model))
     )
     first_logits(model, tokens(1, 300))
     handle.remove()
@@ -412,7 +412,7 @@ def test_repeated_generate_does_not_recompile():
 )
 def test_virtual_tokens_are_part_of_the_prompt(kind, options):
     peft = pytest.importorskip("peft")
-    made = {
+    configs = {
         "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=40),
         "p-tuning": lambda: peft.PromptEncoderConfig(
             task_type="CAUSAL_LM", num_virtual_tokens=40, encoder_hidden_size=16
@@ -420,15 +420,15 @@ def test_virtual_tokens_are_part_of_the_prompt(kind, options):
         "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=40),
     }
     torch.manual_seed(0)
-    model = peft.get_peft_model(tiny_model(), made[kind]()).eval()
-    # the short row reaches min_length by its virtual tokens alone
-    ids, seen = tokens(2, 300), torch.ones(2, 300).long()
-    ids[0, :80], seen[0, :80] = 0, 0
+    model = peft.get_peft_model(tiny_model(), configs[kind]()).eval()
+    # the short row has 220 tokens, and reaches min_length=250 with the virtual tokens only
+    ids, mask = tokens(2, 300), torch.ones(2, 300).long()
+    ids[0, :80], mask[0, :80] = 0, 0
 
     def read():
         with torch.no_grad():
-            expected = model(ids, attention_mask=seen, use_cache=kind == "prefix").logits[:, -1]
-        found = first_logits(model, ids, attention_mask=seen, **options)[:, 0]
+            expected = model(ids, attention_mask=mask, use_cache=kind == "prefix").logits[:, -1]
+        found = first_logits(model, ids, attention_mask=mask, **options)[:, 0]
         return found[:: options.get("num_beams", 1)], expected
 
     if not torch.allclose(*read(), rtol=1e-4, atol=1e-4):
@@ -439,16 +439,19 @@ def test_virtual_tokens_are_part_of_the_prompt(kind, options):
 
 def test_guidance_has_a_separate_prompt_end():
     model, ids = cab_hf.apply_cab(tiny_model(), SPARSE), tokens(1, 200)
-    told = {"guidance_scale": 2.0, "negative_prompt_ids": tokens(1, 150, seed=3)}
+    guidance = {"guidance_scale": 2.0, "negative_prompt_ids": tokens(1, 150, seed=3)}
     expected = 2 * whole(model, ids)[:, -1].log_softmax(-1)
-    expected = expected - whole(model, told["negative_prompt_ids"])[:, -1].log_softmax(-1)
+    unconditional = whole(model, guidance["negative_prompt_ids"])[:, -1].log_softmax(-1)
+    expected = expected - unconditional
     options = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 1}
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY, **told, **options)
+    found = model.generate(
+        ids, attention_mask=torch.ones_like(ids), **GREEDY, **guidance, **options
+    )
     torch.testing.assert_close(found.scores[0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_question_after_document_is_the_prompt_end():
-    # generate knows that these few tokens are no answer: they stand in the dense tail
+    # generate treats the question as the end of the prompt (dense tail), not as a decode step
     document, question = tokens(1, DOCUMENT), tokens(1, 1, seed=2)
     model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, sparse_decode=True, decode_tokens=0.05))
     both = torch.cat([document, question], 1)

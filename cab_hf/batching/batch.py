@@ -238,15 +238,15 @@ def _pack(row: Row, allocator: Any) -> Packed:
     work = replace(row.work, query_block=DENSE_BLOCK_SIZE, key_block=DENSE_BLOCK_SIZE)
     dense_block_size = None if TRITON.unavailable(work) else DENSE_BLOCK_SIZE
     details = MaskDetails(model=batch.model, dense_block_size=dense_block_size)
-    sequences, single, kept, keys = [], [], [], 0
+    sequences, single, gathered_pages, keys = [], [], [], 0
     for at, queries in enumerate(starmap(slice, pairwise(starts))):
-        own = slice(*key_starts[at : at + 2])
-        count, length = queries.stop - queries.start, own.stop - own.start
+        own_slots = slice(*key_starts[at : at + 2])
+        count, length = queries.stop - queries.start, own_slots.stop - own_slots.start
         # padding of a batch belongs to no request
         prompt = Prompt(batch.prompts[at]) if at < len(batch.prompts) else None
         is_answer = prompt is None or length > prompt.end
         if count == 1 and has_kernels and is_answer:
-            single.append((queries.start, own.start, length))
+            single.append((queries.start, own_slots.start, length))
         elif count:
             mask = MaskInfo(
                 batch=1,
@@ -258,14 +258,14 @@ def _pack(row: Row, allocator: Any) -> Packed:
             )
             for part, piece in mask.split_at_prompt_end(steps=False):
                 first, last, _ = part.indices(count)
-                mine = slice(queries.start + first, queries.start + last)
-                sequences.append((mine, slice(keys, keys + length), piece))
-            kept.append(read[own])
+                part_queries = slice(queries.start + first, queries.start + last)
+                sequences.append((part_queries, slice(keys, keys + length), piece))
+            gathered_pages.append(read[own_slots])
             keys += length
     steps = None
     if single:
         steps = _steps(single, read, row.k.shape[1])
-        read = torch.cat(kept) if kept else read[:0]
+        read = torch.cat(gathered_pages) if gathered_pages else read[:0]
     return Packed(sequences, steps, read)
 
 
@@ -311,11 +311,11 @@ def _steps(single: list[tuple[int, int, int]], read: Tensor, heads: int) -> tupl
     places = starts.unsqueeze(1) + torch.arange(longest, device=read.device)
     slots = read[places.clamp(max=len(read) - 1)].to(torch.int32).unsqueeze(1)
     counts = lengths.to(torch.int32).unsqueeze(1)
-    seen = Choice(slots, counts, None)
-    return queries, seen.expanded(len(single), heads)
+    choice = Choice(slots, counts, None)
+    return queries, choice.expanded(len(single), heads)
 
 
 def _for_each(pages: Tensor, count: int) -> Tensor:
     """Return pages [P, tokens, H_kv, D] as a view [count, H_kv, P * tokens, D]."""
-    held = pages.flatten(0, 1).transpose(0, 1)
-    return held.unsqueeze(0).expand(count, -1, -1, -1)
+    pages_as_tokens = pages.flatten(0, 1).transpose(0, 1)
+    return pages_as_tokens.unsqueeze(0).expand(count, -1, -1, -1)

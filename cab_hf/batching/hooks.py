@@ -31,9 +31,9 @@ _managers: WeakKeyDictionary[Any, WeakSet] = WeakKeyDictionary()
 
 def register(api: Any) -> None:
     """Install the hooks; ``api`` is the module of transformers that starts continuous batching."""
-    wrap(api.ContinuousMixin, "init_continuous_batching", _ask_to_begin)
-    wrap(api.ContinuousBatchingManager, "__init__", _ask_to_make)
-    wrap(api.ContinuousBatchingManager, "start", _ask_to_start)
+    wrap(api.ContinuousMixin, "init_continuous_batching", _check_model_then_init)
+    wrap(api.ContinuousBatchingManager, "__init__", _check_model_then_create)
+    wrap(api.ContinuousBatchingManager, "start", _check_model_then_start)
     if not support.reads_a_batch():
         return
     initialization, cache, model_runner = (
@@ -41,12 +41,12 @@ def register(api: Any) -> None:
         for name in ("initialization", "cache", "model_runner")
     )
     for module in (api, initialization, cache):
-        wrap(module, "is_flash_attention_requested", _or_ours)
+        wrap(module, "is_flash_attention_requested", _is_flash_or_cab)
     wrap(api, "resolve_continuous_batching_config", _resolved)
     wrap(initialization, "ensure_decode_fast_path_is_available", _with_pages)
     wrap(api.ContinuousBatchingManager, "_create_batch_processor", _record_model)
     wrap(model_runner.ModelRunner, "compute_batch", _with_our_mask)
-    wrap(cache.PagedAttentionCache, "update", _left_to_the_batch)
+    wrap(cache.PagedAttentionCache, "update", _defer_cache_update)
 
 
 def wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -99,50 +99,52 @@ def validate_while_batching(model: Any, requested: str | None) -> None:
         )
 
 
-def _ask_to_begin(begin: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def _check_model_then_init(begin: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     require_batching(model)
-    kept = vars(model).get(KEPT)
-    if kept is not None:
-        _require_as_made(kept)
+    cached_manager = vars(model).get(KEPT)
+    if cached_manager is not None:
+        _require_same_implementation(cached_manager)
     return begin(model, *args, **kwargs)
 
 
-def _ask_to_make(
+def _check_model_then_create(
     make: Callable[..., None], manager: Any, model: Any, *args: Any, **kwargs: Any
 ) -> None:
     require_batching(model)
     make(manager, model, *args, **kwargs)
-    manager._made_for = model.config._attn_implementation
+    manager._cab_implementation = model.config._attn_implementation
 
 
-def _ask_to_start(start: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+def _check_model_then_start(
+    start: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
+) -> Any:
     require_batching(manager.model)
-    _require_as_made(manager)
+    _require_same_implementation(manager)
     for part in support.parts(manager.model):
         _managers.setdefault(part, WeakSet()).add(manager)
     return start(manager, *args, **kwargs)
 
 
-def _require_as_made(manager: Any) -> None:
+def _require_same_implementation(manager: Any) -> None:
     """Refuse to start a manager that was made for another attention implementation.
 
     Raises:
         NotImplementedError: the model was switched to "cab", or away from it, since then.
     """
-    model, made_for = manager.model, manager._made_for
+    model, implementation = manager.model, manager._cab_implementation
     name = model.config._attn_implementation
-    if (name in NAMES) == (made_for in NAMES):
+    if (name in NAMES) == (implementation in NAMES):
         return
     what = "Make a new manager"
     if vars(model).get(KEPT) is manager:
         what = "Call model.destroy_cached_continuous_batching_manager() and make a new manager"
     raise NotImplementedError(
         f"the manager of continuous batching was made for {type(model).__name__} with "
-        f"{made_for!r}, and the model has {name!r} now. {what}."
+        f"{implementation!r}, and the model has {name!r} now. {what}."
     )
 
 
-def _or_ours(
+def _is_flash_or_cab(
     is_flash: Callable[..., bool],
     config: Any = None,
     requested_attention_implementation: Any = None,
@@ -153,7 +155,7 @@ def _or_ours(
     transformers then neither switches the model nor makes a mask.
     """
     name = requested_attention_implementation or getattr(config, "_attn_implementation", None)
-    # a keyword asks for a certain version of flash-attn
+    # a keyword requests a version of flash-attn
     if name in NAMES:
         return not kwargs
     return is_flash(config, requested_attention_implementation, **kwargs)
@@ -231,7 +233,7 @@ def _with_pages(
 
 def _record_model(prepare: Callable[..., Any], self: Any) -> Any:
     """Create the batch processor of a manager, with a scheduler for query blocks on "cab"."""
-    ours, config = self._made_for in NAMES, self.continuous_batching_config
+    ours, config = self._cab_implementation in NAMES, self.continuous_batching_config
     named = config.scheduler_type
     if ours:
         from cab_hf.batching.scheduler import scheduler_type
@@ -291,7 +293,7 @@ def _with_our_mask(
     compute(self, model, batch_data)
 
 
-def _left_to_the_batch(
+def _defer_cache_update(
     update: Callable[..., Any],
     self: Any,
     key_states: Any,

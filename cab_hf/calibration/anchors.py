@@ -55,7 +55,7 @@ class View(NamedTuple):
 class Coverage(NamedTuple):
     """Attention of layer b in the blocks of layer a: float64 [L, L, H, H], [a, b, head, head]."""
 
-    mass: Tensor  # share of the attention of b's head in the blocks of a's head
+    mass: Tensor  # share of the attention of a head of b that falls into the blocks of a head of a
     needle: Tensor  # attention of b's head on needles in these blocks, mean over needle queries
     density: Tensor  # [L, H], share of all (query, key) pairs in the blocks of a
     importance: Tensor  # [L], change of the layer's input by the layer: 1 - cosine similarity

@@ -38,7 +38,7 @@ def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Te
     """
     pairs = block_pairs(call.ranges, config)
     rising = torch.tensor(THRESHOLDS[::-1], device=q.device)
-    found = torch.zeros(len(THRESHOLDS) + 2, dtype=torch.float64, device=q.device)
+    pairs_by_threshold = torch.zeros(len(THRESHOLDS) + 2, dtype=torch.float64, device=q.device)
     rank_of_heads = ranks(
         q,
         k,
@@ -51,10 +51,12 @@ def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Te
     )
     for rank in capped_ranks(rank_of_heads, call.ranges, config)[0]:
         # number of thresholds that a block reaches, plus one if it is kept at threshold 1
-        place = torch.bucketize(rank, rising, right=True) + (rank >= 1)
-        seen = rank >= 0
-        found += torch.bincount(place[seen], pairs[seen], len(found))
-    return (found.flip(0).cumsum(0) / (pairs.sum() * q.shape[1])).cpu()
+        num_reached = torch.bucketize(rank, rising, right=True) + (rank >= 1)
+        is_visible = rank >= 0
+        pairs_by_threshold += torch.bincount(
+            num_reached[is_visible], pairs[is_visible], len(pairs_by_threshold)
+        )
+    return (pairs_by_threshold.flip(0).cumsum(0) / (pairs.sum() * q.shape[1])).cpu()
 
 
 def block_pairs(ranges: KeyRanges, config: CabConfig) -> Tensor:

@@ -44,7 +44,7 @@ class ForwardState:
     # plans of layers that need gradients
     _predicted: dict[Any, list[BlockPlan]] = field(default_factory=dict)
 
-    def of_some_queries(self) -> ForwardState:
+    def for_some_queries(self) -> ForwardState:
         """Return the state for a part of the queries, with the same settings and configs."""
         return ForwardState(_parsed=self._parsed, _attended=self._attended)
 
@@ -112,18 +112,20 @@ class ForwardState:
         x = next((x for x in tensors if x.requires_grad), None)
         if torch.compiler.is_compiling() or x is None or is_captured(x):
             return predict()
-        kept = self._predicted.setdefault(layer, [])
+        saved_plans = self._predicted.setdefault(layer, [])
         if not in_backward_pass():
             plan = trimmed(predict())
             # stored on the host: the lists of all layers would increase the peak memory of the GPU
-            kept.append(narrowed(plan).map_tensors(_to_pinned_host))
+            saved_plans.append(narrowed(plan).map_tensors(_to_pinned_host))
             return plan
-        if len(kept) > 1:
+        if len(saved_plans) > 1:
             # it is not known which call of the layer this is
             self.shared.clear()
-        if len(kept) != 1:
+        if len(saved_plans) != 1:
             return predict()
-        return kept.pop().map_tensors(lambda part: part.to(x.device, non_blocking=True).int())
+        return saved_plans.pop().map_tensors(
+            lambda part: part.to(x.device, non_blocking=True).int()
+        )
 
 
 def in_backward_pass() -> bool:

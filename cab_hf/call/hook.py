@@ -14,8 +14,8 @@ from cab_hf.call.mask import (
     AHEAD,
     MaskDetails,
     MaskInfo,
+    not_a_padding_mask,
     not_causal,
-    of_another_kind,
     too_short,
 )
 from cab_hf.call.placeholder import MaskPlaceholder
@@ -64,7 +64,7 @@ def cab_mask(
     validate_tracing(attention_mask)
     validate_vmap("attention_mask", attention_mask)
     if attention_mask is not None and attention_mask.ndim != 2:
-        raise ValueError(of_another_kind(attention_mask))
+        raise ValueError(not_a_padding_mask(attention_mask))
     eager = not torch.compiler.is_compiling()
     chunk_size = getattr(config, "attention_chunk_size", None)
     is_chunked = local_size is not None and local_size == chunk_size
@@ -79,8 +79,8 @@ def cab_mask(
         )
     if isinstance(q_offset, Tensor):
         # the counter of a static cache changes in place
-        known = eager and (q_length > 1 or prompt is not None)
-        q_offset = int(q_offset) if known else q_offset.clone()
+        is_readable = eager and (q_length > 1 or prompt is not None)
+        q_offset = int(q_offset) if is_readable else q_offset.clone()
     first_slot = q_offset - kv_offset
     # a static cache has more slots than written keys
     written = None if isinstance(first_slot, Tensor) else min(kv_length, first_slot + q_length)
@@ -167,7 +167,7 @@ def _pattern(
         batch: batch rows.
         q_offset: position of the first query.
         q_length: number of queries.
-        is_complete: True if the call contains all keys that its queries see.
+        is_complete: True if the call contains all keys that are visible to its queries.
         window: argument ``local_size`` of the mask hook.
         is_chunked: True if ``window`` is the size of chunks.
         use_vmap: True if the caller has added mask functions.
@@ -231,7 +231,7 @@ def _documents(
 
     Args:
         ahead, starts: results of `packing.pattern_of`.
-        is_complete: True if the call contains all keys that its queries see.
+        is_complete: True if the call contains all keys that are visible to its queries.
         window: width of a sliding window in tokens, or None.
     """
     eager, unsupported, several = not torch.compiler.is_compiling(), None, True

@@ -190,15 +190,15 @@ class BlockLayout:
             return None
         if self.lengths is None:
             # upper bound, because reading the lengths would wait for the device
-            room = -(-max(queries, tokens) // query_block)
+            num_rows = -(-max(queries, tokens) // query_block)
         else:
             short = [
                 [x for x in row if x.queries < queries or x.tokens < tokens] for row in self.lengths
             ]
-            room = max(sum(-(-x.queries // query_block) for x in row) for row in short)
-        if room == 0:
+            num_rows = max(sum(-(-x.queries // query_block) for x in row) for row in short)
+        if num_rows == 0:
             return None
-        return _short_rows(self.ranges, *self.sizes, queries, tokens, query_block, room)
+        return _short_rows(self.ranges, *self.sizes, queries, tokens, query_block, num_rows)
 
     def queries(self, x: Tensor) -> Tensor:
         """Return x [B, H, N_q, D] in the order of the layout."""
@@ -360,7 +360,7 @@ def _in_window(ranges: KeyRanges, window: int | None) -> KeyRanges:
 
 
 def _windowed(ranges: KeyRanges, first: Tensor) -> KeyRanges:
-    """Return ``ranges`` in which no query sees a key before ``first`` [B, N_q]."""
+    """Return ``ranges`` in which no query attends to a key before ``first`` [B, N_q]."""
     return replace(ranges, start=torch.maximum(ranges.start, first), aligned=False)
 
 
@@ -376,8 +376,8 @@ def _invert(place: Tensor, real: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 def _aligned_documents(tokens: Tensor, doc_ids: Tensor, align: int) -> tuple[Tensor, Tensor]:
     """Return (start of each token's document, shift from index to place), int64 [B, N_k]."""
-    room = (tokens + align - 1) // align * align
-    starts, packed = (F.pad(x.cumsum(-1), (1, -1)) for x in (room, tokens))
+    padded = (tokens + align - 1) // align * align
+    starts, packed = (F.pad(x.cumsum(-1), (1, -1)) for x in (padded, tokens))
     doc_ids = doc_ids.to(torch.int64)
     first = starts.gather(1, doc_ids)
     return first, first - packed.gather(1, doc_ids)

@@ -1,6 +1,6 @@
 """`MaskInfo`: the object that layers receive in place of a 4-D mask tensor.
 
-It describes which tokens see which tokens, and builds the layout on the block grid. Its
+It describes which tokens attend to which tokens, and builds the layout on the block grid. Its
 `ForwardState` has the caches that the layers of one forward pass share.
 """
 
@@ -35,8 +35,8 @@ class MaskDetails:
         unsupported: error for layers that use the mask; None if the mask is supported. Models also
             build masks that no layer uses.
         parallel: `Parallel` of the ranks that share the sequence; None with one process.
-        non_causal: bool [], True if a token sees a later one, when only the device has the value.
-            The first layer that uses the mask then fails on the device. None if no token does.
+        non_causal: bool [], True if a token attends to a later one; set if only the device has
+            the value. The first layer that uses the mask then fails on the device. Else None.
         chunk_starts: int64 [B], slot from which chunks of a row are counted, for layers with
             chunked attention and without documents; None for other layers.
         position_ids: int [B or 1, N_q] that the model passes to its mask functions; None if it
@@ -107,8 +107,8 @@ class MaskInfo(MaskPlaceholder):
         start, stop, step = rows.indices(self.q_length)
         if (stop, step) != (self.q_length, 1) or start == stop:
             return super().__getitem__(index)
-        found = self.state.stored(PACKING)
-        mask = self if found is None else self._with_packing(found)
+        stored = self.state.stored(PACKING)
+        mask = self if stored is None else self._with_packing(stored)
         return mask.slice_queries(start, stop)
 
     def slice_queries(self, start: int, stop: int) -> MaskInfo:
@@ -124,7 +124,7 @@ class MaskInfo(MaskPlaceholder):
         if details.position_ids is not None:
             details = replace(details, position_ids=details.position_ids[..., start:stop])
         lengths = details.lengths or self.state.stored(LENGTHS)
-        state = self.state.of_some_queries()
+        state = self.state.for_some_queries()
         rest = replace(self, **changes, details=replace(details, lengths=lengths), state=state)
         if lengths is not None and self.doc_ids is None:
             # the number of queries of padded rows has changed
@@ -220,9 +220,9 @@ class MaskInfo(MaskPlaceholder):
     ) -> tuple[MaskInfo, Tensor | None]:
         """Return the mask with the packing and padding of the forward pass.
 
-        The first layer detects both from its arguments, and the other layers take its result.
+        The first layer detects both from its arguments, and the other layers reuse the result.
         Packed documents are found with a mask or a cache too, which transformers does not do. A
-        call that continues a cache sees the whole cache.
+        call that continues a cache attends to the whole cache.
 
         Args:
             position_ids: int [B or 1, N_q] of the layer; a document starts where they restart. If
@@ -240,11 +240,11 @@ class MaskInfo(MaskPlaceholder):
             ValueError: if ``cu_seqlens`` has another number of tokens.
             NotImplementedError: if ``cu_seqlens`` is set in a call that continues a cache.
         """
-        found, mixed = self.state.stored(PACKING), None
-        if found is None:
-            found, mixed = self._find_documents(position_ids, cu_seqlens, value)
-            self.state.store(PACKING, found)
-        return self._with_packing(found), mixed
+        stored, mixed = self.state.stored(PACKING), None
+        if stored is None:
+            stored, mixed = self._find_documents(position_ids, cu_seqlens, value)
+            self.state.store(PACKING, stored)
+        return self._with_packing(stored), mixed
 
     @property
     def _packing(self) -> Packing:
@@ -281,13 +281,13 @@ class MaskInfo(MaskPlaceholder):
             positions = cu_seqlens = None
         if not is_complete or self.batch == 1:
             value = None
-        found = mask._detect(positions, cu_seqlens, value)
-        self._warn_of_padding(found)
+        detected = mask._detect(positions, cu_seqlens, value)
+        self._warn_of_padding(detected)
         chunk_starts = self.details.chunk_starts
-        if chunk_starts is not None and found.doc_ids is not None:
-            doc_ids = packing.in_chunks(found.doc_ids, found.padding_mask, self.window)
-            found = found._replace(doc_ids=doc_ids, max_documents=None)
-        return found, mixed
+        if chunk_starts is not None and detected.doc_ids is not None:
+            doc_ids = packing.in_chunks(detected.doc_ids, detected.padding_mask, self.window)
+            detected = detected._replace(doc_ids=doc_ids, max_documents=None)
+        return detected, mixed
 
     def _detect(
         self,
@@ -332,7 +332,7 @@ class MaskInfo(MaskPlaceholder):
         return mixed if self.kv_length is not None else mixed & (self.q_offset == 0)
 
     def _failing_if_non_causal(self) -> MaskInfo:
-        """Return the mask with a tensor that fails on the device if a token sees a later one."""
+        """Return the mask with a tensor that fails on the device for non-causal attention."""
         is_refused, error = self.details.non_causal, not_causal(self.model, AHEAD)
         if self.doc_ids is not None:
             return replace(self, doc_ids=packing.raise_where(self.doc_ids, is_refused, error))
@@ -470,21 +470,21 @@ class MaskInfo(MaskPlaceholder):
         """
         query = self.q_offset + torch.arange(start, stop, device=device).unsqueeze(-1)
         key = torch.arange(low, high, device=device)
-        seen = key <= query
+        visible = key <= query
         if self.window is not None:
-            seen = seen & (key > query - self.window)
-        seen = seen.unsqueeze(0)
+            visible = visible & (key > query - self.window)
+        visible = visible.unsqueeze(0)
         if self.padding_mask is not None:
-            seen = seen & self.padding_mask[:, None, low:high].to(device)
+            visible = visible & self.padding_mask[:, None, low:high].to(device)
         if self.details.chunk_starts is not None and self.doc_ids is None:
             begin = self.details.chunk_starts.to(device).view(-1, 1, 1)
-            seen = seen & ((key - begin) // self.window == (query - begin) // self.window)
+            visible = visible & ((key - begin) // self.window == (query - begin) // self.window)
         if self.doc_ids is not None:
             document = self.doc_ids.to(device)
             own = document[:, self.q_offset + start : self.q_offset + stop, None]
-            seen = seen & (own == document[:, None, low:high])
-        # a padding query sees itself, because softmax over no keys is NaN
-        return (seen | (key == query)).unsqueeze(1)
+            visible = visible & (own == document[:, None, low:high])
+        # a padding query attends to itself, because softmax over no keys is NaN
+        return (visible | (key == query)).unsqueeze(1)
 
 
 AHEAD = "has a mask that lets tokens see later ones"
@@ -506,7 +506,7 @@ def too_short(tokens: int, keys: int | str) -> str:
     )
 
 
-def of_another_kind(mask: Any) -> str:
+def not_a_padding_mask(mask: Any) -> str:
     """Return the error for an attention_mask that is not a padding mask."""
     return (
         "attention_mask must be None or the 2-D padding mask [batch, tokens] of the tokenizer, got "

@@ -81,19 +81,19 @@ def detect_packing(
         max_documents = cu_seqlens.shape[0]
     elif doc_ids is None and position_ids is not None:
         starts = document_starts(position_ids, padding_mask)
-    found = Packing(padding_mask, doc_ids, max_documents=max_documents)
+    detected = Packing(padding_mask, doc_ids, max_documents=max_documents)
     if not may_wait:
-        return found
+        return detected
     has_values = value is not None and padding_mask is None and doc_ids is None
-    wanted = [] if starts is None else [starts.sum(-1).expand(batch)]
+    device_values = [] if starts is None else [starts.sum(-1).expand(batch)]
     if padding_mask is not None:
-        wanted += [padding_mask[:, queries].sum(-1), padding_mask.sum(-1)]
+        device_values += [padding_mask[:, queries].sum(-1), padding_mask.sum(-1)]
     if has_values:
-        wanted += [ends_in_equal_tokens(value).long()]
-    if not wanted:
-        return found
+        device_values += [ends_in_equal_tokens(value).long()]
+    if not device_values:
+        return detected
     # the model's tensors can be on several devices
-    counts = torch.stack([x.to(wanted[-1].device) for x in wanted], dim=-1).tolist()
+    counts = torch.stack([x.to(device_values[-1].device) for x in device_values], dim=-1).tolist()
     if starts is not None:
         max_documents = max(row[0] for row in counts)
         if max_documents > 1:
@@ -205,8 +205,10 @@ def documents_between(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
             Values are not read while compiling.
     """
     name, what = "cu_seq_lens_q", "non-decreasing cumulative lengths from 0, int [documents + 1]"
-    given = isinstance(cu_seq_lens, Tensor) and not cu_seq_lens.is_floating_point()
-    require(given and cu_seq_lens.ndim == 1 and len(cu_seq_lens) > 1, name, cu_seq_lens, what)
+    is_int_tensor = isinstance(cu_seq_lens, Tensor) and not cu_seq_lens.is_floating_point()
+    require(
+        is_int_tensor and cu_seq_lens.ndim == 1 and len(cu_seq_lens) > 1, name, cu_seq_lens, what
+    )
     slot = torch.arange(batch * length, device=cu_seq_lens.device)
     if not torch.compiler.is_compiling():
         ends = cu_seq_lens.tolist()
@@ -259,12 +261,12 @@ def pattern_of(
         device: device of the results.
 
     Returns:
-        (bool [], True if a token sees the token after it; bool [B, N_q], True for tokens that do
-        not see the token before them, which start documents).
+        (bool [], True if a token attends to the next one; bool [B, N_q], True for tokens that do
+        not attend to the previous token, which start documents).
     """
     slot = q_offset + torch.arange(q_length, device=device).unsqueeze(0)
-    ahead = _sees(mask_function, batch, slot[:, :-1], slot[:, 1:]).any()
-    starts = ~_sees(mask_function, batch, slot, (slot - 1).clamp(min=0)) & (slot > 0)
+    ahead = _attends(mask_function, batch, slot[:, :-1], slot[:, 1:]).any()
+    starts = ~_attends(mask_function, batch, slot, (slot - 1).clamp(min=0)) & (slot > 0)
     return ahead, starts
 
 
@@ -281,10 +283,10 @@ def parts_of(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]] | N
     made_with = inspect.getclosurevars(mask_function).nonlocals
     inner = [*made_with.get("mask_functions", ()), *filter(callable, made_with.values())]
     parts = {mask_function.__qualname__.partition(".")[0]: made_with}
-    for found in map(parts_of, inner):
-        if found is None:
+    for inner_parts in map(parts_of, inner):
+        if inner_parts is None:
             return None
-        parts |= found
+        parts |= inner_parts
     return parts
 
 
@@ -326,7 +328,7 @@ def mixed_by(model: str) -> str:
     )
 
 
-def _sees(mask_function: Any, batch: int, query: Tensor, key: Tensor) -> Tensor:
-    """Return bool [B, N], True if a query sees its key in the first head; both are int [1, N]."""
+def _attends(mask_function: Any, batch: int, query: Tensor, key: Tensor) -> Tensor:
+    """Return bool [B, N], True if a query attends to its key in head 0; both are int [1, N]."""
     row = torch.arange(batch, device=query.device).unsqueeze(-1)
     return mask_function(row, torch.zeros_like(row), query, key).expand(batch, query.shape[1])

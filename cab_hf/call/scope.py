@@ -38,8 +38,8 @@ class Prompt:
     Attributes:
         end: slot of the first token after the prompt.
         lengths: tokens of each batch row, without padding; None where no row has padding.
-        progress: cache that tells if calls have started after the prompt.
-        start: slot of the first token of the prompt that is not in the cache before the first call.
+    progress: cache whose length shows if calls have started after the prompt.
+    start: slot of the first token of the prompt that is not in the cache before the first call.
     """
 
     end: int

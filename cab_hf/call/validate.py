@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from transformers import Cache
 
 from cab_hf.call.forward_state import SETTINGS_CHANGED, in_backward_pass
-from cab_hf.call.mask import MaskInfo, of_another_kind, too_short
+from cab_hf.call.mask import MaskInfo, not_a_padding_mask, too_short
 from cab_hf.call.scope import validate_compiled
 from cab_hf.checks import short
 from cab_hf.hf.fit import name_of
@@ -268,7 +268,7 @@ def _validate_mask(mask: Any, keys: int, sliding_window: int | None) -> None:
     if not isinstance(mask, MaskInfo):
         if in_backward_pass():
             raise RuntimeError(SETTINGS_CHANGED)
-        raise ValueError(of_another_kind(mask))
+        raise ValueError(not_a_padding_mask(mask))
     details = mask.details
     if details.unsupported is not None:
         raise NotImplementedError(details.unsupported)

@@ -140,18 +140,18 @@ def with_copies(
     rng = random.Random(f"{seed}/{length}/{count}/{size}")
     # a statement is at most as long as the longest needle
     room = max(end - start for start, end in document.needles)
-    taken = [*document.needles, *((end - room, end + 1) for _, end in document.answers)]
+    excluded_spans = [*document.needles, *((end - room, end + 1) for _, end in document.answers)]
 
     def free(low: int, high: int) -> int | None:
         starts = [
             start
             for start in range(low, high - size)
-            if all(end <= start or start + size <= begin for begin, end in taken)
+            if all(end <= start or start + size <= begin for begin, end in excluded_spans)
         ]
         if not starts:
             return None
         start = rng.choice(starts)
-        taken.append((start, start + size))
+        excluded_spans.append((start, start + size))
         return start
 
     copies = []
@@ -215,13 +215,13 @@ def _named_keys(
     Raises:
         ValueError: ``keys`` exceeds the number of names.
     """
-    drawn = draw_keys(rng, keys)
+    drawn_keys = draw_keys(rng, keys)
     order = list(range(keys))
     while keys > 1 and order == sorted(order):
         rng.shuffle(order)
-    stated = [sentence_tokens(tokenizer, key.statement) for key in drawn]
-    repeated = [sentence_tokens(tokenizer, drawn[at].repeat) for at in order]
-    digits = {at: span_of(tokenizer, drawn[at].repeat, drawn[at].digits) for at in order}
+    stated = [sentence_tokens(tokenizer, key.statement) for key in drawn_keys]
+    repeated = [sentence_tokens(tokenizer, drawn_keys[at].repeat) for at in order]
+    digits = {at: span_of(tokenizer, drawn_keys[at].repeat, drawn_keys[at].digits) for at in order}
     return stated, repeated, digits
 
 

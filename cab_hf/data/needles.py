@@ -34,7 +34,7 @@ NAMES = (
 )
 NEEDLE = "The pass key{whose} is {key}. Remember it. {key} is the pass key{whose}."
 REPEAT = "As was said above, the pass key{whose} is {key}."
-# numbers that are no keys: a selector that looks for digits finds these as well
+# numbers that are no keys: a selector that looks for digits matches these as well
 DISTRACTOR_EVERY = 12
 DISTRACTORS = (
     "The locker number is {}.",
@@ -146,16 +146,16 @@ def fitted(pieces: Iterable[Tokens], room: int) -> list[Tokens]:
 
     The first piece may be cut at its start.
     """
-    taken, total, more = [], 0, iter(pieces)
+    fitting, total, more = [], 0, iter(pieces)
     while total < room:
-        taken.append(next(more))
-        total += len(taken[-1])
+        fitting.append(next(more))
+        total += len(fitting[-1])
     over = total - room
-    while over and over >= len(taken[0]):
-        over -= len(taken.pop(0))
+    while over and over >= len(fitting[0]):
+        over -= len(fitting.pop(0))
     if over:
-        taken[0] = taken[0][over:]
-    return taken
+        fitting[0] = fitting[0][over:]
+    return fitting
 
 
 def nearest(ascending: Sequence[int], target: float) -> int:

@@ -180,13 +180,13 @@ def statement(key: Key) -> str:
 
 def one_of(keys: list[Key], rng: random.Random, depth: float) -> Draft:
     """Draft a text that hides all ``keys`` and asks for the first one, which is at ``depth``."""
-    asked, *others = keys
+    asked_key, *others = keys
     return Draft(
         instruction=instruction(len(keys)),
-        question=QUESTION.format(whose=asked.whose),
-        begun=ANSWER.format(whose=asked.whose).rstrip(),
-        replies=(asked.digits,),
-        needed=[Fact(depth, statement(asked))],
+        question=QUESTION.format(whose=asked_key.whose),
+        begun=ANSWER.format(whose=asked_key.whose).rstrip(),
+        replies=(asked_key.digits,),
+        needed=[Fact(depth, statement(asked_key))],
         others=[Fact(rng.random(), statement(key)) for key in others],
     )
 
@@ -204,15 +204,15 @@ def alike_keys(rng: random.Random, depth: float) -> Draft:
 
     This is RULER's NIAH with distracting needles.
     """
-    asked = str(rng.choice(NUMBERS))
+    asked_number = str(rng.choice(NUMBERS))
     # a number must not start with 0
     changed = [
-        asked[:place] + digit + asked[place + 1 :]
-        for place in range(len(asked))
+        asked_number[:place] + digit + asked_number[place + 1 :]
+        for place in range(len(asked_number))
         for digit in "0123456789"
-        if digit != asked[place] and (place or digit != "0")
+        if digit != asked_number[place] and (place or digit != "0")
     ]
-    lockers = [asked, *rng.sample(changed, KEYS - 1)]
+    lockers = [asked_number, *rng.sample(changed, KEYS - 1)]
     # twice as many, because a key must not be a locker's number
     numbers = map(str, rng.sample(NUMBERS, 2 * KEYS))
     keys = (number for number in numbers if number not in lockers)
@@ -224,7 +224,7 @@ def several_values(rng: random.Random, depth: float) -> Draft:
 
     This is RULER's NIAH with several values, with a second name.
     """
-    asked, other = rng.sample(NAMES, 2)
+    asked_name, other = rng.sample(NAMES, 2)
     numbers = [str(number) for number in rng.sample(NUMBERS, 2 * VALUES)]
     depths = sorted([depth, *(rng.random() for _ in range(VALUES - 1))])
     values, more = tuple(numbers[:VALUES]), numbers[VALUES:]
@@ -234,10 +234,10 @@ def several_values(rng: random.Random, depth: float) -> Draft:
 
     return Draft(
         instruction=instruction(len(numbers)),
-        question=f"What are all the pass keys for {asked}, in the order of the text?",
-        begun=f"The pass keys for {asked} are",
+        question=f"What are all the pass keys for {asked_name}, in the order of the text?",
+        begun=f"The pass keys for {asked_name} are",
         replies=values,
-        needed=[fact(at, asked, it) for at, it in zip(depths, values, strict=True)],
+        needed=[fact(at, asked_name, it) for at, it in zip(depths, values, strict=True)],
         others=[fact(rng.random(), other, digits) for digits in more],
     )
 
@@ -415,8 +415,8 @@ def frequent_words(rng: random.Random, depth: float) -> Draft:
     zeta distribution of 2). The most frequent word is dots.
     """
     words = coined_words(rng)
-    asked = tuple(next(words) for _ in range(FREQUENT))
-    ranked = [DOTS, *asked]
+    asked_words = tuple(next(words) for _ in range(FREQUENT))
+    ranked = [DOTS, *asked_words]
 
     def fill(room: int, tokens_of: Callable[[str], Tokens]) -> list[Tokens] | None:
         def pieces(size: int) -> list[Tokens]:
@@ -444,7 +444,7 @@ def frequent_words(rng: random.Random, depth: float) -> Draft:
         instruction=f"The text below has coded words. Ignore the dots {DOTS} in it.",
         question=f"What are the {FREQUENT} most frequent words, the most frequent one first?",
         begun="The most frequent words are",
-        replies=asked,
+        replies=asked_words,
         filler=fill,
     )
 

@@ -48,7 +48,7 @@ class IndexedLayer(CacheLayerMixin):
     Subclasses define three methods:
 
     * `_append` writes new tokens and their index.
-    * `_hold` takes over the tensors of a plain layer.
+    * `_hold` sets the tensors of a plain layer.
     * `_change` applies a function to keys, values and index.
 
     Attributes:
@@ -106,11 +106,12 @@ class IndexedDynamicLayer(IndexedLayer, DynamicLayer):
             for buffer, x in zip(self._buffers, new, strict=True):
                 buffer[:, :, start:stop] = x
         else:
-            room = 0 if torch.is_grad_enabled() else (stop // ROOM + 1) * ROOM - stop
+            num_unused = 0 if torch.is_grad_enabled() else (stop // ROOM + 1) * ROOM - stop
             old = (self.keys, self.values, *self.index) if start else len(new) * (None,)
             with decode.as_they_are(keys):
                 self._buffers = tuple(
-                    _grown(before, after, room) for before, after in zip(old, new, strict=True)
+                    _grown(before, after, num_unused)
+                    for before, after in zip(old, new, strict=True)
                 )
         self._show(stop)
 
@@ -166,10 +167,12 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
-        parts = (x.repeat_interleave(self.max_cache_len, dim=2) for x in self._of_no_key())
+        parts = (
+            x.repeat_interleave(self.max_cache_len, dim=2) for x in self._index_of_empty_slot()
+        )
         self._point_to(Index._make(parts))
 
-    def _of_no_key(self) -> Index:
+    def _index_of_empty_slot(self) -> Index:
         """Return the index of an empty slot, [B, H_kv, 1, ...]."""
         return decode.index_keys(torch.zeros_like(self.keys[:, :, :1]), self.channels)
 
@@ -191,7 +194,7 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
     def reset(self) -> None:
         super().reset()
         if self.index is not None:
-            for x, empty in zip(self.index, self._of_no_key(), strict=True):
+            for x, empty in zip(self.index, self._index_of_empty_slot(), strict=True):
                 x.copy_(empty)
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -200,7 +203,7 @@ class IndexedStaticLayer(IndexedLayer, StaticLayer):
             self.index = Index._make(index)
 
 
-def _of_both(name: str) -> Callable[..., None]:
+def _for_states_and_keys(name: str) -> Callable[..., None]:
     """Return a method that applies ``name`` to the linear-attention states and to the keys."""
 
     def method(self: LinearAttentionLayer, *args: Any) -> None:
@@ -216,13 +219,13 @@ BOTH = ("offload", "prefetch", "reset", "reorder_cache", "crop")
 class IndexedHybridLayer(LinearAttentionAndFullAttentionLayer, IndexedDynamicLayer):
     """An `IndexedDynamicLayer` that also holds states of linear attention."""
 
-    offload, prefetch, reset, reorder_cache, crop = map(_of_both, BOTH)
+    offload, prefetch, reset, reorder_cache, crop = map(_for_states_and_keys, BOTH)
 
 
 class IndexedStaticHybridLayer(LinearAttentionAndStaticFullAttentionLayer, IndexedStaticLayer):
     """An `IndexedStaticLayer` that also holds states of linear attention."""
 
-    offload, prefetch, reset, reorder_cache, crop = map(_of_both, BOTH)
+    offload, prefetch, reset, reorder_cache, crop = map(_for_states_and_keys, BOTH)
 
     def lazy_initialization(self, *key_value: Tensor, **states: Any) -> None:
         # transformers' layer distinguishes keys and states in the same way
@@ -246,14 +249,14 @@ def indexed(layer: CacheLayerMixin, channels: tuple[int, ...]) -> CacheLayerMixi
     kind = KINDS.get(type(layer))
     if kind is None:
         return layer
-    made = kind.__new__(kind)
-    vars(made).update(vars(layer), channels=tuple(channels))
+    indexed = kind.__new__(kind)
+    vars(indexed).update(vars(layer), channels=tuple(channels))
     if layer.is_initialized and layer.keys.numel():
         # the tensors of an offloaded layer are on the CPU
-        made._hold(layer.keys.to(layer.device), layer.values.to(layer.device))
+        indexed._hold(layer.keys.to(layer.device), layer.values.to(layer.device))
         if layer.keys.device != layer.device:
-            made.offload()
-    return made
+            indexed.offload()
+    return indexed
 
 
 def _grown(old: Tensor | None, new: Tensor, room: int) -> Tensor:

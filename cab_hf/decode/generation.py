@@ -56,8 +56,8 @@ def index_cache(model: PreTrainedModel, cache: Cache | None = None) -> Cache:
 
 def has_index(cache: Cache, layer: int | None) -> bool:
     """Return whether the cache layer of an attention layer has an index."""
-    kept = [cache.layers[place] for place in _places(layer, cache)]
-    return any(isinstance(each, (IndexedDynamicLayer, IndexedStaticLayer)) for each in kept)
+    cache_layers = [cache.layers[place] for place in _places(layer, cache)]
+    return any(isinstance(each, (IndexedDynamicLayer, IndexedStaticLayer)) for each in cache_layers)
 
 
 def index_made(model: PreTrainedModel, cache: object) -> None:
@@ -139,14 +139,14 @@ def _makes_keys(kind: type[nn.Module]) -> bool:
         return False
     update = updates[-1]
     target = update.targets[0]
-    kept = ast.unparse(target.elts[0] if isinstance(target, ast.Tuple) else target)
-    behind = [x for x in nodes if getattr(x, "lineno", 0) > update.end_lineno]
+    keys_name = ast.unparse(target.elts[0] if isinstance(target, ast.Tuple) else target)
+    later_nodes = [x for x in nodes if getattr(x, "lineno", 0) > update.end_lineno]
     # calls of an attention function, whose first argument is the layer
-    calls = [x for x in behind if isinstance(x, ast.Call) and len(x.args) > 3]
+    calls = [x for x in later_nodes if isinstance(x, ast.Call) and len(x.args) > 3]
     calls = [x for x in calls if ast.unparse(x.args[0]) == "self"]
     if not calls:
         return False
     call = min(calls, key=lambda x: x.lineno)
-    names = [x for x in behind if isinstance(x, ast.Name) and x.lineno < call.lineno]
-    changed = any(x.id == kept and isinstance(x.ctx, ast.Store) for x in names)
-    return changed or ast.unparse(call.args[2]) != kept
+    names = [x for x in later_nodes if isinstance(x, ast.Name) and x.lineno < call.lineno]
+    changed = any(x.id == keys_name and isinstance(x.ctx, ast.Store) for x in names)
+    return changed or ast.unparse(call.args[2]) != keys_name

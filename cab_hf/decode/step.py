@@ -104,7 +104,7 @@ def why_dense(
         return "soft-capped logits (decode)"
     if not config.sparse_decode or mask.q_length != 1 or mask.doc_ids is not None:
         return f"fewer than query_block={config.query_block} queries (decode)"
-    # the host knows the slots of a static cache; only the device knows how many are written
+    # static caches: the host has the number of slots, and the device the number of written slots
     slots = mask.details.cache_length if mask.kv_length is None else mask.kv_length
     if slots is None or not decodes_sparsely(config, slots):
         short = slots is not None and slots < config.min_length
@@ -134,10 +134,10 @@ def decodes_sparsely(config: CabConfig, tokens: int) -> bool:
 
 def decode_from(config: CabConfig) -> int | None:
     """Return the smallest number of cached tokens for a sparse step; None if steps are dense."""
-    wanted = config.decode_tokens
-    if isinstance(wanted, int):
-        return max(config.min_length, DECODE_FROM * wanted)
-    return config.min_length if DECODE_FROM * wanted <= 1 else None
+    tokens = config.decode_tokens
+    if isinstance(tokens, int):
+        return max(config.min_length, DECODE_FROM * tokens)
+    return config.min_length if DECODE_FROM * tokens <= 1 else None
 
 
 def mapped_kv_heads(row: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:

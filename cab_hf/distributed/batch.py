@@ -41,7 +41,8 @@ def shard(
             * ``labels``: optional, int [B, N].
             * ``shift_labels``: instead of ``labels``, labels that are already shifted.
             * ``cu_seq_lens_q``: int [documents + 1], boundaries of packed documents.
-            * ``position_ids``: instead, int [1 or B, N], positions that restart at 0.
+            * ``position_ids``: instead of ``cu_seq_lens_q``, int [1 or B, N], positions that
+              restart at 0.
             * ``attention_mask``: optional, without padding.
 
             All rows have the same document boundaries.
@@ -79,8 +80,8 @@ def shard(
     ids = batch["input_ids"]
     lengths = _documents(batch)
     sharding = sharding_of(lengths, group.size(), block)
-    mine = {
-        "input_ids": _dealt(ids, sharding, group.rank(), 0),
+    result = {
+        "input_ids": _take_shard(ids, sharding, group.rank(), 0),
         "position_ids": sharding.positions[group.rank()].to(ids.device)[None],
         "cu_seq_lens_q": torch.tensor([0, *lengths], dtype=torch.int32, device=ids.device).cumsum(
             0, dtype=torch.int32
@@ -88,12 +89,16 @@ def shard(
     }
     shifted = _shifted(batch)
     if shifted is not None:
-        mine["labels"] = mine["shift_labels"] = _dealt(shifted, sharding, group.rank(), IGNORED)
-        mine["num_items_in_batch"] = (shifted != IGNORED).sum()
-    known = [ids] if shifted is None else [ids, shifted]
-    content = (x.to("cpu", torch.int64).contiguous().numpy() for x in known)
-    setattr(mine["cu_seq_lens_q"], CHECKSUM, reduce(lambda sum, x: zlib.crc32(x, sum), content, 1))
-    return mine
+        result["labels"] = result["shift_labels"] = _take_shard(
+            shifted, sharding, group.rank(), IGNORED
+        )
+        result["num_items_in_batch"] = (shifted != IGNORED).sum()
+    compared = [ids] if shifted is None else [ids, shifted]
+    content = (x.to("cpu", torch.int64).contiguous().numpy() for x in compared)
+    setattr(
+        result["cu_seq_lens_q"], CHECKSUM, reduce(lambda sum, x: zlib.crc32(x, sum), content, 1)
+    )
+    return result
 
 
 def unshard(
@@ -184,10 +189,10 @@ def _shifted(batch: Mapping[str, Tensor]) -> Tensor | None:
     return shifted if labels is None else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def _dealt(x: Tensor, sharding: Sharding, rank: int, padding: int) -> Tensor:
+def _take_shard(x: Tensor, sharding: Sharding, rank: int, padding: int) -> Tensor:
     """Return the tokens of a rank, [B, n], of x [B, N], with ``padding`` in padding slots."""
-    mine = x.index_select(1, sharding.slots[rank].to(x.device))
-    return mine.masked_fill(~sharding.real[rank].to(x.device), padding)
+    tokens = x.index_select(1, sharding.slots[rank].to(x.device))
+    return tokens.masked_fill(~sharding.real[rank].to(x.device), padding)
 
 
 def _documents(batch: Mapping[str, Tensor]) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from cab_hf.distributed.exchange import (
     withdraw_failure,
 )
 from cab_hf.distributed.kv_gather import KV_HEADS_TOGETHER
-from cab_hf.distributed.sequence_hooks import whole_text_hooks
+from cab_hf.distributed.sequence_hooks import install_sequence_hooks
 from cab_hf.distributed.sharded import ShardedMask
 from cab_hf.distributed.sharding import Sharding, lengths_between, sharding_of
 from cab_hf.distributed.zigzag import rank_facts, require_sizes
@@ -106,8 +106,8 @@ class Parallel:
         )
         return ShardedMask(
             batch=mask.batch,
-            q_length=sharding.text,
-            kv_length=sharding.text,
+            q_length=sharding.length,
+            kv_length=sharding.length,
             q_offset=0,
             window=mask.window,
             details=details,
@@ -122,12 +122,12 @@ class Parallel:
         if cu_seq_lens is not None:
             sharding = sharding_of(lengths_between(cu_seq_lens), self.group.size(), self.block)
         wrong = self._misplaced(sharding, tokens, position_ids)
-        known = rank_facts(call.q, call.k, call.v, sharding)
-        known["tokens at positions of another rank"] = wrong
-        known["settings (checksum)"] = _checksum(call.config)
-        # 0 if it is unknown
-        known["tokens or labels (checksum)"] = getattr(cu_seq_lens, CHECKSUM, 0)
-        require_equal(known, self.group, call.q.device)
+        facts = rank_facts(call.q, call.k, call.v, sharding)
+        facts["tokens at positions of another rank"] = wrong
+        facts["settings (checksum)"] = _checksum(call.config)
+        # 0 if cu_seq_lens_q has lost its checksum
+        facts["tokens or labels (checksum)"] = getattr(cu_seq_lens, CHECKSUM, 0)
+        require_equal(facts, self.group, call.q.device)
         if self.state.has_lengths and (position_ids is None or cu_seq_lens is None):
             raise NotImplementedError(
                 f"{self.model} does not pass position_ids and cu_seq_lens_q to its attention, "
@@ -145,7 +145,7 @@ class Parallel:
     def _misplaced(
         self, sharding: Sharding | None, tokens: int, position_ids: Tensor | None
     ) -> int:
-        """Return how many tokens have other positions than this rank's, or unknown positions."""
+        """Return the number of tokens whose positions are unknown or belong to another rank."""
         if sharding is None or position_ids is None or sharding.tokens != tokens:
             return tokens
         expected = sharding.positions[self.group.rank()].to(position_ids.device)
@@ -230,21 +230,21 @@ def context_parallel(
         regather_kv=regather_kv,
         model=name,
     )
-    listening = model.register_forward_pre_hook(parallel.state.listen, with_kwargs=True)
+    listener = model.register_forward_pre_hook(parallel.state.listen, with_kwargs=True)
     withdraw_failure(group)
     configs = _configs_of(modules)
     SHARDED.extend(configs)
     try:
-        with during_calls(model, parallel=parallel), whole_text_hooks(model, group, block):
+        with during_calls(model, parallel=parallel), install_sequence_hooks(model, group, block):
             yield model
     except BaseException as error:
         if not isinstance(error, RankLost):
             publish_failure(group, error)
         raise
     finally:
-        listening.remove()
+        listener.remove()
         parallel.state.is_over = True
-        SHARDED[:] = [each for each in SHARDED if not any(each is mine for mine in configs)]
+        SHARDED[:] = [each for each in SHARDED if not any(each is config for config in configs)]
 
 
 def _configs_of(modules: list[nn.Module]) -> list[Any]:

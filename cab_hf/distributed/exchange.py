@@ -53,9 +53,9 @@ def start_all_gather(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
 
 def start_reduce_scatter(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Work]:
     """Start a reduce-scatter of x [W * n, ...]; return (result [n, ...], work to wait for)."""
-    x, mine = x.contiguous(), x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    x, result = x.contiguous(), x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     with watched(group):
-        return mine, _collective("reduce_scatter_single")(mine, x, group=group, async_op=True)
+        return result, _collective("reduce_scatter_single")(result, x, group=group, async_op=True)
 
 
 def finish(work: Work, group: ProcessGroup) -> None:
@@ -85,11 +85,11 @@ def require_equal(facts: Mapping[str, int], group: ProcessGroup, device: torch.d
     Raises:
         ValueError: a fact differs. Every rank raises, with the values of all ranks.
     """
-    mine = torch.tensor([list(facts.values())], dtype=torch.int64, device=device)
-    values = all_gather(mine, group).tolist()
-    for name, seen in zip(facts, zip(*values, strict=True), strict=True):
-        if len(set(seen)) > 1:
-            text = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(seen))
+    own_values = torch.tensor([list(facts.values())], dtype=torch.int64, device=device)
+    values = all_gather(own_values, group).tolist()
+    for name, by_rank in zip(facts, zip(*values, strict=True), strict=True):
+        if len(set(by_rank)) > 1:
+            text = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(by_rank))
             raise ValueError(
                 f"{name} must be equal on all ranks, got {text}. Give every rank its shard of the "
                 "same batch, and the same model."

@@ -118,13 +118,13 @@ class KVGather:
             dv: gradient of the gathered values, [B, h, N', D_v].
         """
         self._regathered = None
-        place, padding = self.shard_map.local_index
-        both = _concat(dk, dv).index_select(0, place)
+        index, padding = self.shard_map.local_index
+        grads = _concat(dk, dv).index_select(0, index)
         if padding is not None:
-            both.index_fill_(0, padding, 0.0)
-        mine, work = start_reduce_scatter(both, self.group)
+            grads.index_fill_(0, padding, 0.0)
+        own_grads, work = start_reduce_scatter(grads, self.group)
         self._pending_grads.append(work)
-        return self._split(mine)
+        return self._split(own_grads)
 
     def _wait_slice(self, i: int) -> Tensor:
         """Return slice ``i`` of all ranks in the order of the ranks, [W * n, B, h, D + D_v]."""

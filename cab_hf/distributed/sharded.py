@@ -71,8 +71,8 @@ class ShardedLayout:
         if "summaries" not in needed:
             return predictor.choose(q, k, call)
         real = self.shard_map.sharding.real[self.group.rank()].to(k.device).expand(k.shape[0], -1)
-        mine = predictor.summary_of(k, real, call)
-        summary = predictor.merge(mine, call, heads, self)
+        own_summary = predictor.summary_of(k, real, call)
+        summary = predictor.merge(own_summary, call, heads, self)
         if "vectors" not in needed:
             return predictor.choose(q, summary, call)
         vectors = self.blocks(predictor.vectors(q, self.ranges), 2, predictor.config.query_block)
@@ -95,7 +95,7 @@ class ShardedLayout:
     def full_plan(self) -> BlockPlan:
         """Return the plan of all visible blocks of `Sharding.dense_block_size` tokens."""
         batch = self.ranges.start.shape[0]
-        ranges = self.shard_map.kept_spans(self.group.rank(), batch, window=self.window)
+        ranges = self.shard_map.cached_ranges(self.group.rank(), batch, window=self.window)
         return full_plan(ranges, self.shard_map.sharding.dense_block_size)
 
     def attend(
@@ -162,9 +162,9 @@ class ShardedLayout:
         return None if short is None else _short_rows(self.ranges, short, query_block)
 
     def blocks(self, x: Tensor, dim: int, size: int) -> Tensor:
-        """All-gather values per block of ``size`` tokens, in the order of the layout along ``dim``.
+        """All-gather x, which has one entry per block of ``size`` tokens in dimension ``dim``.
 
-        Blocks of the layout without tokens have zeros. The result has no gradient.
+        The result has the order of the layout, zeros for blocks without tokens, and no gradient.
         """
         source, filled = self.shard_map.blocks(size)
         values = all_gather(x.movedim(dim, 0), self.group)[source]
@@ -210,5 +210,5 @@ class ShardedMask(MaskInfo):
 @cached_per_ranges
 def _short_rows(ranges: Shard, short: Tensor, query_block: int) -> Tensor:
     """Return this rank's rows among the rows ``short`` of the whole sequence, int64 [B, R]."""
-    rows = ranges.taken(rows_grid(ranges.text, short, query_block)[:, 0], query_block)
+    rows = ranges.rank_rows(rows_grid(ranges.text, short, query_block)[:, 0], query_block)
     return named_rows(rows, rows.shape[1]).expand(ranges.start.shape[0], -1)

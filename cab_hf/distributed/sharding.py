@@ -1,6 +1,6 @@
 """The rank and the layout place of every token of a sharded sequence.
 
-Every document is padded to 2 W chunks of whole blocks, where W is the number of ranks. Rank r holds
+Every document is padded to 2 W chunks of whole blocks, where W is the number of ranks. Rank r has
 chunks r and 2 W - 1 - r of every document (zigzag). All ranks therefore have the same causal work.
 Gathered keys have no padding: their places are those of the `BlockLayout` of a single process, and
 plans use its key blocks.
@@ -19,8 +19,8 @@ from torch import Tensor
 from cab_hf.call.layout import BlockLayout, Length
 from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges
 
-# number of shardings, and of shard maps, that are cached: enough for a few batches in flight
-KEPT = 8
+# number of cached shardings, and of cached shard maps: enough for a few batches in flight
+NUM_CACHED = 8
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Sharding:
     block: int = DENSE_BLOCK_SIZE
 
     @property
-    def text(self) -> int:
+    def length(self) -> int:
         """Tokens of the whole sequence without padding, N."""
         return sum(self.lengths)
 
@@ -63,8 +63,8 @@ class Sharding:
         """Positions of each rank's tokens in their document, padding after them: int64 [W, n]."""
         early = torch.arange(self.world).unsqueeze(1)
         pair = early, 2 * self.world - 1 - early
-        held = [chunk * size + torch.arange(size) for size in self.chunks for chunk in pair]
-        return torch.cat(held, dim=1)
+        offsets = [chunk * size + torch.arange(size) for size in self.chunks for chunk in pair]
+        return torch.cat(offsets, dim=1)
 
     @cached_property
     def documents(self) -> Tensor:
@@ -90,15 +90,15 @@ class Sharding:
 
     @cached_property
     def owner(self) -> Tensor:
-        """Holder of each token of the sequence, rank * n + index on the rank: int64 [N]."""
-        return self._inverse(self.slots, self.text)
+        """Index of each token in the joined shards, rank * n + index on the rank: int64 [N]."""
+        return self._inverse(self.slots, self.length)
 
     def _inverse(self, place: Tensor, length: int) -> Tensor:
-        """Return the holder of each place, rank * n + index: int64 [length]; 0 if it is empty."""
-        holder = torch.zeros(length, dtype=torch.int64)
+        """Return rank * n + index of the token at each place, int64 [length]; 0 if empty."""
+        owner = torch.zeros(length, dtype=torch.int64)
         real = self.real.flatten()
-        holder[place.flatten()[real]] = real.nonzero().squeeze(1)
-        return holder
+        owner[place.flatten()[real]] = real.nonzero().squeeze(1)
+        return owner
 
     def shard_map(self, align: int, device: torch.device | str) -> ShardMap:
         """Return the map to a layout whose documents start at multiples of ``align`` tokens.
@@ -135,9 +135,9 @@ class ShardMap:
 
     @cached_property
     def local_index(self) -> tuple[Tensor, Tensor | None]:
-        """(flat `place` of all ranks, with 0 for padding; int64 indices of padding, or None).
+        """Flat `place` of all ranks with 0 for padding, and the int64 indices of padding.
 
-        The second element is None if no rank has padding.
+        The indices are None if no rank has padding.
         """
         place = self.place.flatten()
         padding = (place < 0).nonzero().squeeze(1)
@@ -151,31 +151,33 @@ class ShardMap:
         if len(lengths) > 1:
             sizes = torch.tensor(lengths, device=device)
             document = torch.arange(len(lengths), device=device).repeat_interleave(sizes)[None]
-        known = [[Length(length, length) for length in lengths]]
-        text = self.sharding.text
-        return BlockLayout.build(1, text, text, 0, None, document, self.align, device, known)
+        lengths_of_row = [[Length(length, length) for length in lengths]]
+        total = self.sharding.length
+        return BlockLayout.build(
+            1, total, total, 0, None, document, self.align, device, lengths_of_row
+        )
 
     def blocks(self, size: int) -> tuple[Tensor, Tensor]:
-        """Return (source block, whether it exists) for each block of the layout, [N' / size] each.
+        """Return (source block, True if it exists) for each block of the layout, [N' / size] each.
 
         The source block is rank * (blocks per rank) + block. If a block of the layout has any
         token, its first place has a token, and so has the first place of the rank's block.
         """
         return self.source[::size] // size, self.filled[::size]
 
-    def kept_spans(
+    def cached_ranges(
         self, rank: int, batch: int, causal: bool = True, window: int | None = None
     ) -> Shard:
-        """Return `ranges` as one cached object, for plans that keep all blocks."""
-        return _kept_spans(self.layout.ranges, self, rank, batch, causal, window)
+        """Return `ranges` as one cached object, for plans of all visible blocks."""
+        return _cached_ranges(self.layout.ranges, self, rank, batch, causal, window)
 
     def ranges(
         self, rank: int, batch: int, causal: bool = True, window: int | None = None
     ) -> Shard:
         """Return new ranges of the queries of a rank over the layout.
 
-        Everything that is computed from plans is cached in their ranges. New ranges per forward
-        pass keep these caches no longer than the pass.
+        Results that depend on the ranges only are cached in the ranges object. New ranges per
+        forward pass free these caches after the pass.
         """
         first, last = self.begins, self.place[rank]
         if window is not None:
@@ -188,7 +190,7 @@ class ShardMap:
         def rows(x: Tensor) -> Tensor:
             return x.to(torch.int32).expand(batch, -1)
 
-        text = self.layout.ranges
+        sequence = self.layout.ranges
         return Shard(
             rows(first),
             rows(last),
@@ -197,7 +199,9 @@ class ShardMap:
             consecutive=False,
             # a rank holds two chunks of each document
             documents=2 * len(self.sharding.lengths),
-            text=replace(text, **{name: getattr(text, name).expand(batch, -1) for name in TENSORS}),
+            text=replace(
+                sequence, **{name: getattr(sequence, name).expand(batch, -1) for name in TENSORS}
+            ),
             shard_map=self,
         )
 
@@ -207,7 +211,7 @@ TENSORS = ("start", "end", "key_valid")
 
 
 @cached_per_ranges
-def _kept_spans(
+def _cached_ranges(
     ranges: KeyRanges, shard_map: ShardMap, rank: int, batch: int, causal: bool, window: int | None
 ) -> Shard:
     return shard_map.ranges(rank, batch, causal, window)
@@ -215,7 +219,7 @@ def _kept_spans(
 
 @dataclass(frozen=True, eq=False)
 class Shard(KeyRanges):
-    """The ranges of one rank's queries; only the ranges of the whole sequence know where it ends.
+    """The ranges of one rank's queries; `tail` needs the ranges of the whole sequence.
 
     Attributes:
         text: the ranges of the whole sequence, in the same layout.
@@ -227,10 +231,10 @@ class Shard(KeyRanges):
 
     @cached_per_ranges
     def tail(self, tokens: int, query_block: int) -> Tensor:
-        return self.taken(self.text.tail(tokens, query_block), query_block)
+        return self.rank_rows(self.text.tail(tokens, query_block), query_block)
 
     @cached_per_ranges
-    def text_rows(self, query_block: int) -> Tensor:
+    def sequence_rows(self, query_block: int) -> Tensor:
         """Return the query block of the whole sequence for each block of this rank, int64 [m].
 
         Blocks of padding have -1.
@@ -240,11 +244,11 @@ class Shard(KeyRanges):
 
     def own(self, plan: BlockPlan) -> BlockPlan:
         """Return this rank's rows of a plan of the whole sequence."""
-        return plan.take_rows(self.text_rows(plan.query_block), self)
+        return plan.take_rows(self.sequence_rows(plan.query_block), self)
 
-    def taken(self, named: Tensor, query_block: int) -> Tensor:
+    def rank_rows(self, named: Tensor, query_block: int) -> Tensor:
         """Return this rank's part of a mask of query blocks: bool [B, M] -> bool [B, m]."""
-        rows = self.text_rows(query_block)
+        rows = self.sequence_rows(query_block)
         return named[:, rows.clamp(min=0)] & (rows >= 0)
 
 
@@ -276,13 +280,13 @@ def lengths_between(cu_seqlens: Tensor | Sequence[int]) -> tuple[int, ...]:
     return tuple([length for length in lengths if length])
 
 
-@lru_cache(KEPT)
+@lru_cache(NUM_CACHED)
 def sharding_of(lengths: tuple[int, ...], world: int, block: int = DENSE_BLOCK_SIZE) -> Sharding:
     """Return the `Sharding`; equal arguments return the same object."""
     return Sharding(lengths, world, block)
 
 
-@lru_cache(KEPT)
+@lru_cache(NUM_CACHED)
 def _shard_map(sharding: Sharding, align: int, device: torch.device) -> ShardMap:
     if sharding.block % align:
         raise ValueError(
@@ -290,8 +294,8 @@ def _shard_map(sharding: Sharding, align: int, device: torch.device) -> ShardMap
             f"{sharding.block}. Give block={math.lcm(sharding.block, align)} to shard and to "
             "context_parallel or zigzag_attention."
         )
-    room = [-(-length // align) * align for length in sharding.lengths]
-    starts = torch.tensor([0, *room]).cumsum(0)
+    padded_lengths = [-(-length // align) * align for length in sharding.lengths]
+    starts = torch.tensor([0, *padded_lengths]).cumsum(0)
     begins = starts[sharding.documents]
     place = (begins + sharding.offsets).masked_fill(~sharding.real, -1)
     length = int(starts[-2]) + sharding.lengths[-1]

@@ -157,7 +157,7 @@ def checked(
     align = sharding.dense_block_size if plan is None else max(plan.blocks)
     shard_map = sharding.shard_map(align, q.device)
     if plan is None:
-        ranges = shard_map.kept_spans(group.rank(), q.shape[0], causal)
+        ranges = shard_map.cached_ranges(group.rank(), q.shape[0], causal)
         plan = full_plan(ranges, align)
     else:
         _refuse_plan(plan, q, shard_map, causal)

@@ -190,8 +190,8 @@ def choose(name: str, work: Workload) -> Engine:
     elif name in ENGINES:
         candidates = ENGINES[name]
     else:
-        known = ", ".join(map(repr, ("auto", *ENGINES)))
-        raise ValueError(f"CabConfig.engine must be one of {known}, got {name!r}.")
+        names = ", ".join(map(repr, ("auto", *ENGINES)))
+        raise ValueError(f"CabConfig.engine must be one of {names}, got {name!r}.")
     for engine in candidates:
         reason = engine.unavailable(work)
         if reason is None:
@@ -226,7 +226,7 @@ def exact(
     return TRITON
 
 
-# constants of a compiled model: torch.compile cannot trace lookups of packages and devices
+# constants in a compiled graph: torch.compile cannot trace lookups of packages and devices
 @torch.compiler.assume_constant_result
 def _measured_here() -> bool:
     return torch.cuda.is_available() and capability()[0] >= HOPPER

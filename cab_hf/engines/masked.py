@@ -77,8 +77,10 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scale: floa
     batch, kv_heads = key.shape[:2]
     group, length = query.shape[1] // kv_heads, query.shape[2]
     folded = query.unflatten(1, (kv_heads, group)).flatten(2, 3)
-    seen = rows.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3).expand(batch, -1, -1, -1)
-    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=seen, scale=scale)
+    folded_mask = (
+        rows.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3).expand(batch, -1, -1, -1)
+    )
+    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=folded_mask, scale=scale)
     return out.unflatten(2, (group, length)).flatten(1, 2)
 
 

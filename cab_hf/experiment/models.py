@@ -217,7 +217,7 @@ def most_tokens(config: PreTrainedConfig, written: int = 0) -> int | None:
 
 
 def is_local(name_or_path: str) -> bool:
-    """Return True if all files of a model are in folders, including the base of an adapter."""
+    """Return True if a model, and the base of an adapter, are local folders."""
     folder = Path(_source(name_or_path))
     base = _base_of(folder)
     return folder.is_dir() and (base is None or is_local(base))

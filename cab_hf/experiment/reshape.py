@@ -81,7 +81,7 @@ def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> 
     step = head_dim / dim * math.log(base) / math.log(theta)
     pairs = torch.tensor([round(step * j) for j in range(dim // 2)])
     rotated = torch.cat([pairs, pairs + head_dim // 2])
-    made = _made(
+    wide_model = _build_model(
         "llama",
         model,
         heads=kv_heads * group,
@@ -113,8 +113,8 @@ def widened(model: PreTrainedModel, head_dim: int, group: int, theta: float) -> 
             o = torch.zeros(hidden, kv_heads, group, head_dim)
             o[:, :, :own, :dim] = before.view(hidden, kv_heads, own, dim)
             state[name] = o.flatten(1)
-    made.load_state_dict(state)
-    return made
+    wide_model.load_state_dict(state)
+    return wide_model
 
 
 def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
@@ -129,7 +129,7 @@ def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
     import torch
 
     config = model.config
-    made = _made(
+    norm_model = _build_model(
         "qwen3",
         model,
         heads=config.num_attention_heads,
@@ -156,11 +156,11 @@ def with_qk_norm(model: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
     for handle in handles:
         handle.remove()
     norms = {name: rms.expand(config.head_dim) for name, rms in measured.items()}
-    made.load_state_dict({**model.state_dict(), **norms})
-    return made
+    norm_model.load_state_dict({**model.state_dict(), **norms})
+    return norm_model
 
 
-def _made(
+def _build_model(
     kind: str, model: PreTrainedModel, heads: int, kv_heads: int, head_dim: int, theta: float
 ) -> PreTrainedModel:
     """Build a model of another class and shape, whose weights will be replaced."""

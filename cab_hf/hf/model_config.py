@@ -153,11 +153,11 @@ def _parsed(saved: Any, published: bool) -> CabConfig:
     known = _latest[0]
     # comparing tables is faster than hashing: Python compares numbers by identity first
     if known is None or known[0] != saved or known[1] != published:
-        known = _latest[0] = copy.deepcopy(saved), published, _of_fields(saved, published)
+        known = _latest[0] = copy.deepcopy(saved), published, _config_of_fields(saved, published)
     return known[2]
 
 
-def _of_fields(fields: dict[str, Any], published: bool) -> CabConfig:
+def _config_of_fields(fields: dict[str, Any], published: bool) -> CabConfig:
     """Return the config of a dict; ``published`` selects the defaults of the published method."""
     if published and "predictor" not in fields:
         return CabConfig.published(**fields)
@@ -186,4 +186,4 @@ def _plain(value: Any) -> Any:
 # torch.compile accepts only plain arguments for a constant result
 @torch.compiler.assume_constant_result
 def _constant(items: tuple[tuple[str, Any], ...], published: bool) -> CabConfig:
-    return _of_fields(dict(items), published)
+    return _config_of_fields(dict(items), published)

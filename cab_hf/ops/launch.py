@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cab_hf.capability import NAMED, NONE, capability
 
-# stands for the maximum of nothing: the difference of two infinities is NaN
+# maximum over no entries; finite, because the difference of two infinities is NaN
 LOWEST = tl.constexpr(-1.0e30)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD_DIM = 256

@@ -28,10 +28,10 @@ class Masks(NamedTuple):
 
     Attributes:
         rows: Slice of the queries.
-        keys: Slice of the keys that these queries can see.
+        keys: Slice of the keys that are visible to any of these queries.
         seen: bool [B or 1, H or 1, rows, keys], True where a query attends to a key.
         raised: Terms that are added to the logits, same shape as ``seen``; None for no terms.
-        sound: False if keys or values that these queries do not see may not be finite.
+        sound: False if keys or values that are invisible to these queries may not be finite.
     """
 
     rows: slice
@@ -94,13 +94,13 @@ def not_finite(k: Tensor, valid: Tensor) -> Tensor:
 def marked_blocks(marked: Tensor, key_block: int) -> Tensor:
     """Return which key blocks contain a key of `not_finite`, bool [B, H_kv, M_k].
 
-    Predictors select these blocks, because no score says how much attention such a key receives.
+    Predictors select these blocks, because their scores are NaN or infinite.
     """
     return F.pad(marked, (0, -marked.shape[2] % key_block)).unflatten(2, (-1, key_block)).any(-1)
 
 
-def sees_marked(marked: Tensor, bounds: Tensor) -> Tensor:
-    """Return whether a row sees a marked block that is not forced, bool [B, H_kv, M_q].
+def has_visible_marked(marked: Tensor, bounds: Tensor) -> Tensor:
+    """Return whether a marked block that is not forced is visible to a row, bool [B, H_kv, M_q].
 
     Args:
         marked: [B, H_kv, M_k], `marked_blocks`.
@@ -115,7 +115,7 @@ def most_of_rows(bounds: Tensor, max_density: float, marked: Tensor | None = Non
     """Return the largest number of blocks that a row may select, int32 [B, 1 or H_kv, M_q].
 
     The number is max(ceil(max_density * visible), forced). ``forced`` counts one more block if the
-    row sees a marked block that is not forced.
+    row has a visible marked block that is not forced.
 
     Args:
         bounds: `row_bounds`.
@@ -125,7 +125,7 @@ def most_of_rows(bounds: Tensor, max_density: float, marked: Tensor | None = Non
     blocks = last - first + 1
     forced = blocks - (local - sinks).clamp(min=0)
     if marked is not None:
-        forced = forced + sees_marked(marked, bounds).int()
+        forced = forced + has_visible_marked(marked, bounds).int()
     # 0.05 * 20 must not round up to 2
     return (blocks.double() * max_density - 1e-9).ceil().int().maximum(forced)
 
@@ -153,10 +153,10 @@ def row_bounds(
     1. the last visible block,
     2. the first block after the sinks,
     3. the first local block,
-    4. the first block that all queries of the row see completely,
-    5. the last block that all queries of the row see completely.
+    4. the first block that is completely visible to all queries of the row,
+    5. the last block that is completely visible to all queries of the row.
 
-    Blocks that contain positions of the row itself are local. Rows of padding see blocks 0 to -1.
+    Blocks that contain positions of the row itself are local. Rows of padding have blocks 0 to -1.
     """
     rows = ranges.rows(query_block)
     real = rows.queries > 0
@@ -196,11 +196,11 @@ def attention(
     """Compute attention under a plan, [B, H, N_q, D_v].
 
     The softmax of a query runs over the keys that the plan lists. Sampled blocks have
-    log(``plan.sample_period``) added to their logits. Queries that see nothing (padding, or no
-    listed block) get zeros. A plan may have fewer heads than q, see `BlockPlan.shared_by`.
+    log(``plan.sample_period``) added to their logits. The output is 0 for queries without keys
+    (padding, or no listed block). A plan may have fewer heads than q, see `BlockPlan.shared_by`.
 
     The op is differentiable. Token masks are built for `QUERY_CHUNK` queries at a time. A token
-    with NaN or an infinity does not affect query blocks that do not see the token. torch.compile
+    with NaN or an infinity does not affect query blocks that do not attend to it. torch.compile
     runs this function as one op, see `cab_hf.ops.attention.traced`.
 
     Args:
@@ -209,7 +209,7 @@ def attention(
 
     Returns:
         The output. With ``return_lse`` also the log-sum-exp (natural logarithm) [B, H, N_q]. It is
-        float32, or float64 for float64 inputs, and -inf where a query sees nothing.
+        float32, or float64 for float64 inputs, and -inf for a query without keys.
     """
     chunks = masks(q, k, v, plan)
     group = q.shape[1] // k.shape[1]
@@ -221,20 +221,22 @@ def attention(
             # neither an additive mask nor a weight of 0 removes a NaN
             unseen = ~mask.any(dim=-2).unsqueeze(-1)
             keys, values = (x.masked_fill(unseen, 0.0) for x in (keys, values))
-        # softmax over nothing is NaN: a blind query attends to everything, and its output is
+        # softmax over no keys is NaN: a query without keys attends to all, and its output is
         # dropped
         blind = ~mask.any(dim=-1, keepdim=True)
-        seen = mask | blind
+        safe_mask = mask | blind
         if return_lse or softcap is not None:
             logits = _logits(queries, keys, raised, scale, softcap)
         if softcap is not None:
-            p = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+            p = logits.masked_fill(~safe_mask, -torch.inf).softmax(-1)
             out = p @ values.to(p.dtype)
         else:
             if raised is not None:
-                seen = raised.masked_fill(~seen, -torch.inf)
+                safe_mask = raised.masked_fill(~safe_mask, -torch.inf)
                 queries, keys, values = (x.to(raised.dtype) for x in (queries, keys, values))
-            out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
+            out = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=safe_mask, scale=scale
+            )
         outs.append(out.to(q.dtype).masked_fill(blind, 0.0))
         if return_lse:
             sums.append(logits.masked_fill(~mask, -torch.inf).logsumexp(-1))
@@ -249,7 +251,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
     Args:
         out: [B, H, N_q, D_v], attention without sinks.
-        lse: [B, H, N_q], its log-sum-exp, -inf where a query sees nothing.
+        lse: [B, H, N_q], its log-sum-exp, -inf for a query without keys.
         sinks: [H], the additional logits, not multiplied by the scale.
     """
     share = (lse - sinks.to(lse.dtype).unsqueeze(-1)).sigmoid()
@@ -271,10 +273,10 @@ def masks(q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan) -> Iterator[Masks]:
         mask = plan.token_mask(start, stop, reach).repeat_interleave(sharing, dim=1)
         raised = None
         if sample is not None:
-            more = sample.token_mask(start, stop, reach).repeat_interleave(sharing, dim=1)
+            sampled = sample.token_mask(start, stop, reach).repeat_interleave(sharing, dim=1)
             # in float32, where log(sample_period) is not rounded to the dtype of q
             wide = torch.promote_types(q.dtype, torch.float32)
-            mask, raised = mask | more, more.to(wide) * math.log(plan.sample_period)
+            mask, raised = mask | sampled, sampled.to(wide) * math.log(plan.sample_period)
         yield Masks(slice(start, stop), slice(0, reach), mask, raised, sound)
 
 

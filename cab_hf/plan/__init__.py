@@ -69,13 +69,13 @@ class BlockPlan:
     ``sample_period`` blocks: log(sample_period) is added to the logits of its keys.
 
     Attributes:
-        full: blocks that every query of the row sees completely, so that they need no mask.
+        full: blocks that are completely visible to every query of the row, so they need no mask.
         partial: blocks cut by the diagonal, a document border or padding.
         ranges: the interval of keys that each query may attend to (token level).
         query_block, key_block: block sizes in tokens.
         dense_rows: int64 [B, R], query blocks that attend to everything, each named once; -1 for
             unused entries. None if there are none.
-        sampled: sampled blocks, which every query of the row sees completely; None without
+        sampled: sampled blocks, completely visible to every query of the row; None without
             sampling.
         sample_period: number of blocks that each sampled block represents.
     """
@@ -226,11 +226,11 @@ class BlockPlan:
         """Return the plan with a sample of the blocks that it does not list.
 
         Each row of each head draws one of every ``sample_period`` neighbouring blocks. The drawn
-        block is kept if it is not listed and all queries of the row see it completely. An unlisted
+        block is kept if it is unlisted and visible to all queries of the row. An unlisted
         block is therefore kept with probability 1 / ``sample_period``, and its weight is multiplied
         by ``sample_period``.
         In expectation, the sum of exp(logit) equals the sum over all blocks. The plan must list all
-        blocks that a row sees only in part. The predictors do so if documents start at block
+        blocks that are partly visible to a row. Predictors do so if documents start at block
         borders.
 
         Args:
@@ -241,18 +241,18 @@ class BlockPlan:
         runs = torch.arange(-(-self.kv_blocks // sample_period), device=device)
         shape = (*self.full.counts.shape, len(runs))
         place = torch.arange(math.prod(shape), device=device).view(shape)
-        drawn = runs * sample_period + _scattered(place + seed) % sample_period
+        drawn_blocks = runs * sample_period + _scattered(place + seed) % sample_period
         first, last, queries = (
             x[:, None, :, None] for x in (rows.max_first, rows.min_last, rows.queries)
         )
-        begins = drawn * self.key_block
-        kept = (begins >= first) & (begins + (self.key_block - 1) <= last) & (queries > 0)
-        inside = drawn.clamp(max=self.kv_blocks - 1)
-        kept &= ~self.full.to_dense(self.kv_blocks).gather(-1, inside)
+        begins = drawn_blocks * self.key_block
+        is_full = (begins >= first) & (begins + (self.key_block - 1) <= last) & (queries > 0)
+        inside = drawn_blocks.clamp(max=self.kv_blocks - 1)
+        is_full &= ~self.full.to_dense(self.kv_blocks).gather(-1, inside)
         dense = self.is_dense()
         if dense is not None:
-            kept &= ~dense.unsqueeze(-1)
-        sampled = BlockIndices.of(drawn.to(torch.int32), kept, len(runs))
+            is_full &= ~dense.unsqueeze(-1)
+        sampled = BlockIndices.of(drawn_blocks.to(torch.int32), is_full, len(runs))
         return replace(self, sampled=sampled, sample_period=sample_period)
 
     def on(self, ranges: KeyRanges) -> BlockPlan:
@@ -293,7 +293,7 @@ class BlockPlan:
 
         dense = self.dense_rows
         if dense is not None:
-            # the layers of a forward pass name the same rows
+            # all layers of a forward pass have the same dense rows
             dense = _taken(ranges, dense, rows, self.q_blocks)
         return self.map_lists(taken, ranges=ranges, dense_rows=dense)
 

@@ -24,9 +24,9 @@ def cached_per_ranges(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def shared(ranges: KeyRanges, *args: Any) -> Any:
         key = function, *args
-        if key not in ranges._made:
-            ranges._made[key] = function(ranges, *args)
-        return ranges._made[key]
+        if key not in ranges._cache:
+            ranges._cache[key] = function(ranges, *args)
+        return ranges._cache[key]
 
     return shared
 
@@ -61,7 +61,7 @@ class KeyRanges:
     documents: int | None = None
     sequence_end: int | Tensor | None = None
     # see `cached_per_ranges`
-    _made: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    _cache: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def causal(
@@ -120,7 +120,7 @@ class KeyRanges:
     def blocked(self, query_block: int) -> tuple[Tensor, Tensor]:
         """Return (first, last) per query block, int32 [B, M_q, query_block].
 
-        Entries after the last query see nothing.
+        Entries after the last query have no keys.
         """
         padding = -self.q_length % query_block
         first = F.pad(self.start, (0, padding)).unflatten(1, (-1, query_block))
@@ -202,15 +202,15 @@ def crossed_blocks(query_block: int, key_block: int) -> int:
 
 
 def block_visibility(ranges: KeyRanges, query_block: int, key_block: int) -> Tensor:
-    """Return bool [B, M_q, M_k], True if some query of a block sees some key of a block."""
+    """Return bool [B, M_q, M_k], True if any key of a block is visible to any query of a block."""
     return visibility(ranges.rows(query_block), key_block, ranges.kv_length)[0]
 
 
 def visibility(rows: BlockRanges, key_block: int, kv_length: int) -> tuple[Tensor, Tensor]:
     """Return two masks, both bool [B, M_q, M_k].
 
-    The first is True if some query of the row sees some key of the block. The second is True if all
-    queries of the row see all keys of the block.
+    The first is True if any key of the block is visible to any query of the row. The second is
+    True if all keys of the block are visible to all queries of the row.
     """
     start = torch.arange(0, kv_length, key_block, device=rows.max_last.device, dtype=torch.int32)
     end = start + (key_block - 1)

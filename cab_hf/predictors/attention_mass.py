@@ -64,7 +64,7 @@ def _tiles(x: Tensor, stride: int, backwards: bool = False) -> Tensor:
 
 
 def _visible_tiles(rows: BlockRanges, chunk: slice, tiles: int, stride: int) -> Tensor:
-    """Return bool [B, 1, rows, tiles]: True if some query of the row sees some key of the tile."""
+    """Return bool [B, 1, rows, tiles]: True if any key of the tile is visible to a query."""
     key = torch.arange(0, tiles * stride, stride, device=rows.max_last.device)
     begins = key <= rows.max_last[:, chunk, None]
     ends = key + (stride - 1) >= rows.min_first[:, chunk, None]

@@ -131,7 +131,7 @@ class Predictor(ABC):
         """
         return layout.blocks(summary, 2, self.config.key_block)
 
-    # an alias and not a call: ``super().join`` of a subclass must not return to the subclass
+    # an alias, because a method that calls ``merge`` would call the override of a subclass again
     summarise, gathers, join = encode_keys, required_inputs, merge
 
     @abstractmethod

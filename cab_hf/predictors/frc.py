@@ -203,7 +203,7 @@ def wanted_blocks(
     """Return the number of blocks that each row lists, int32 [B, H or 1, M_q].
 
     The number is the row's share, and at least the number of forced blocks. The minimum is one
-    higher if the row sees a marked block.
+    higher if the row has a visible marked block.
 
     Args:
         bounds: the result of `reference.row_bounds`.
@@ -218,7 +218,7 @@ def wanted_blocks(
     blocks = last - first + 1
     forced = blocks - (local - sinks).clamp(min=0)
     if marked is not None:
-        forced = forced + reference.sees_marked(marked, bounds).int()
+        forced = forced + reference.has_visible_marked(marked, bounds).int()
     dropped = sparsity[0] if len(sparsity) == 1 else _on_device(sparsity, bounds.device)
     # 0.05 * 20 must not round up to 2
     share, most = ((blocks.double() * x - 1e-9).ceil().int() for x in (1 - dropped, cap))
@@ -278,27 +278,29 @@ def _lists(
     forced = visible & ((column < sinks) | (column >= local))
     keys = keys.repeat_interleave(heads // keys.shape[1], dim=1)
     marked = keys[..., 0].isnan().unsqueeze(2)
-    kernels, kept, made = has_kernels(queries), [], _empty(queries, full_room, partial_room)
+    kernels, selected, buffers = has_kernels(queries), [], _empty(queries, full_room, partial_room)
     a_head = 4 * SCORES_OF_A_HEAD * batch * q_blocks * kv_blocks
     step = max(1, SCORE_BYTES_AT_A_TIME // a_head)
     # autocast would round the products
     with torch.autocast(queries.device.type, enabled=False):
         for start in range(0, heads, step):
-            mine = slice(start, start + step)
-            affinity = affinity_of(queries[:, mine], keys[:, mine], scale, visible)
+            head_slice = slice(start, start + step)
+            affinity = affinity_of(queries[:, head_slice], keys[:, head_slice], scale, visible)
             curved = is_curved(curvature, redundancy)
             hops = two_hop(affinity, places, query_block, key_block) if curved else None
             ranked = score(affinity, hops, visible, curvature, redundancy)
-            ranked = ranked.masked_fill(marked[:, mine], torch.inf)
+            ranked = ranked.masked_fill(marked[:, head_slice], torch.inf)
             if kernels:
                 from cab_hf.ops import top_k
 
-                top_k.select(ranked, bounds, wanted, start, made)
+                top_k.select(ranked, bounds, wanted, start, buffers)
             else:
-                kept.append(reference.best_of_rows(ranked, visible, forced, wanted[:, mine]))
+                selected.append(
+                    reference.best_of_rows(ranked, visible, forced, wanted[:, head_slice])
+                )
     if kernels:
-        return made
-    keep, complete = torch.cat(kept, dim=1), (column >= begin) & (column <= end)
+        return buffers
+    keep, complete = torch.cat(selected, dim=1), (column >= begin) & (column <= end)
     full = BlockIndices.from_dense(keep & complete, full_room)
     partial = BlockIndices.from_dense(keep & ~complete, partial_room)
     return full.counts, full.indices, partial.counts, partial.indices

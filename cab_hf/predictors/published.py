@@ -139,9 +139,9 @@ def generate_block_mask_from_frc(
 ) -> Tensor:
     """Return the mask of selected blocks, bool [B, H, M, M].
 
-    A row that sees n blocks keeps ceil((1 - sparsity) * n) blocks, the diagonal included. Ties keep
-    the lower index. Blocks with a curvature of NaN are kept first, and at least one such block is
-    kept.
+    A row with n visible blocks keeps ceil((1 - sparsity) * n) blocks, the diagonal included. Ties
+    keep the lower index. Blocks with a curvature of NaN are kept first, and at least one such block
+    is kept.
 
     Args:
         frc: curvature, [B, H, M, M].
@@ -258,7 +258,7 @@ class AdaptiveCurvaturePredictor(CoarseCurvaturePredictor):
 
     A row keeps blocks whose curvature is more than ``threshold`` standard deviations beyond the
     mean of the row. Beyond means below for ``"forman"`` and above for ``"additive"``. Mean and
-    (population) standard deviation are over the n blocks that the row sees. If all curvatures of a
+    (population) standard deviation are over the n visible blocks of the row. If all curvatures of a
     row are equal, no block passes a threshold of 0 or more.
 
     The number of blocks of a row stays between ceil(min_keep * n) and ceil(max_keep * n): the next
@@ -428,13 +428,13 @@ def estimate_flops(
     _require_recipe(sparsity=sparsity)
     blocks = -(-n // block_size)
     # rounded like `reference.share_of_row`
-    kept = [math.ceil((1 - sparsity) * seen - 1e-9) for seen in range(1, blocks + 1)]
-    pairs, every = kept[-1] * n * n // blocks, n * n
+    selected_per_row = [math.ceil((1 - sparsity) * seen - 1e-9) for seen in range(1, blocks + 1)]
+    pairs, every = selected_per_row[-1] * n * n // blocks, n * n
     if causal:
         sizes = [min(block_size, n - start) for start in range(0, n, block_size)]
         pairs = sum(
             size * (size + 1) // 2 + (count - 1) * size * block_size
-            for size, count in zip(sizes, kept, strict=True)
+            for size, count in zip(sizes, selected_per_row, strict=True)
         )
         every = n * (n + 1) // 2
     return FlopsEstimate(

@@ -141,7 +141,7 @@ def _is_capturing(x: Tensor) -> bool:
 def fill_lists(bits: Tensor, bounds: Tensor, full: BlockIndices, partial: BlockIndices) -> None:
     """Fill the lists of every row, [B, H, M_q], with the blocks whose bits are set, ascending.
 
-    Blocks that all queries of a row see completely are full, the others are partial.
+    Blocks that are completely visible to all queries of a row are full, others are partial.
 
     Args:
         bits: int32 [B, H, M_q, W]: bit j % 32 of word j // 32 is set if a row selects block j.
@@ -188,7 +188,7 @@ def _compact_kernel(
     plane = tl.num_programs(0) // heads
     low = tl.load(at)
     high = tl.load(at + plane)
-    # the blocks that all queries of the row see completely
+    # blocks that are completely visible to all queries of the row
     whole_low = tl.load(at + 4 * plane)
     whole_high = tl.load(at + 5 * plane)
     bits += row * words

@@ -112,13 +112,13 @@ def scores(
 
 @dataclass(frozen=True, eq=False)
 class _Slab:
-    """Some query blocks of a batch row, and the key blocks that they see.
+    """Some query blocks of a batch row, and their visible key blocks.
 
     Attributes:
         batch: Index of the batch row.
         rows: int64 [R], the query blocks.
-        first_block, end_block: Key blocks that some query of the rows sees.
-        first_full, end_full: Key blocks that all queries of the rows see completely.
+        first_block, end_block: Key blocks that are visible to any query of the rows.
+        first_full, end_full: Key blocks that are completely visible to all queries.
     """
 
     batch: int
@@ -228,7 +228,7 @@ def _block_maxima(
 
     Args:
         samples: float32 [H_kv, samples, C].
-        first, last: int32 [H_kv, samples], the tokens that each sample sees.
+        first, last: int32 [H_kv, samples], the first and last visible token of each sample.
         keys: float32 [H_kv, N, C], padded to whole blocks.
     """
     kv_heads, count, dim = samples.shape
@@ -271,7 +271,7 @@ def _softmax(largest: Tensor, sinks: Tensor | None, key_block: int) -> Tensor:
         sink = sinks.float() - torch.tensor(key_block, dtype=torch.float32).log()
         weighed = torch.cat([largest, sink[:, None, None].expand(-1, largest.shape[1], 1)], -1)
     share = weighed.softmax(-1)[..., : largest.shape[-1]]
-    # softmax over nothing is NaN
+    # softmax over no keys is NaN
     return share.masked_fill(largest == -torch.inf, 0.0)
 
 
@@ -288,10 +288,10 @@ def outlier_queries(q: Tensor, ranges: KeyRanges, query_block: int, count: int) 
         some = slice(start, start + step)
         part = q[:, :, start * query_block : (start + step) * query_block].float()
         part = F.pad(part, (0, 0, 0, -part.shape[2] % query_block)).unflatten(2, (-1, query_block))
-        mine = real[:, some].unsqueeze(1).expand(part.shape[:-1])
-        if not bool(mine.all()):
-            part = part.masked_fill(~mine.unsqueeze(-1), 0.0)
-        samples = _farthest_points(part.flatten(0, 2), mine.flatten(0, 2), count)
+        is_real = real[:, some].unsqueeze(1).expand(part.shape[:-1])
+        if not bool(is_real.all()):
+            part = part.masked_fill(~is_real.unsqueeze(-1), 0.0)
+        samples = _farthest_points(part.flatten(0, 2), is_real.flatten(0, 2), count)
         inside[:, :, some] = samples.view(inside[:, :, some].shape)
     start = torch.arange(0, q.shape[2], query_block, device=q.device)
     missing = ~real.unsqueeze(1).expand(-1, q.shape[1], -1, -1).gather(-1, inside)

@@ -122,8 +122,8 @@ class QuerySample(NamedTuple):
         scale: float32 [heads, M_q * count], factors from products to logits to base two. `score`
             multiplies the unit of 8-bit keys into them.
         lse: float32, same shape: the log-sum-exp to base two, which `score` writes.
-        start: int32, same shape: the first sampled key that a query sees.
-        end: int32, same shape: the last sampled key that a query sees, inclusive; -1 for none.
+        start: int32, same shape: the first visible sampled key of a query.
+        end: int32, same shape: the last visible sampled key of a query, inclusive; -1 for none.
         count: Samples per query block.
         key_stride: Distance in tokens of the keys that these queries are scored against. ``start``
             and ``end`` count in steps of it.
@@ -681,7 +681,7 @@ def _gather_queries_kernel(
     KEY_STRIDE: tl.constexpr,
     KEY_OFFSET: tl.constexpr,
 ):
-    """Gather, scale and round BLOCK_M sampled queries, and write the keys that they see."""
+    """Gather, scale and round BLOCK_M sampled queries, and write their visible keys."""
     # positions of the samples [BLOCK_M], -1 for none
     plane = tl.program_id(0).to(tl.int64)
     batch = (first_head + plane) // heads

@@ -30,8 +30,8 @@ from cab_hf.config import CabConfig, blocks_of, num_typical_queries
 from cab_hf.ops import reference as definitions
 from cab_hf.plan import KeyRanges, block_visibility
 
-# rows that see more keys than this spread their attention over more blocks: from here on, the mass
-# threshold is inversely proportional to the number of keys
+# rows with more visible keys than this spread their attention over more blocks: above this number,
+# the mass threshold is inversely proportional to the number of keys
 THRESHOLD_KEYS = 32768
 # resolution of cosine similarities: closer values are equal. A similarity fits a signed byte
 COSINE_STEPS = 127.0
@@ -155,7 +155,7 @@ def scores(
         q: [B, H, N_q, D].
         k: [B, H_kv, N_k, D], finite.
         scale, channels, sinks, softcap: See `block_shares`.
-        visible, forced: bool [B, M_q, M_k], blocks that rows see, and blocks that rows always
+        visible, forced: bool [B, M_q, M_k], visible blocks of rows, and blocks that rows always
             attend to.
     """
     group = q.shape[1] // k.shape[1]
@@ -223,7 +223,7 @@ def block_shares(
     Outliers are scored on ``channels`` of all keys, typical queries on all channels of every
     ``config.typical_key_stride``-th key.
 
-    A sample that sees no sampled key has weight 0.
+    A sample without visible sampled keys has weight 0.
 
     Args:
         q, k: [B, H, N_q, D], [B, H_kv, N_k, D].
@@ -281,7 +281,7 @@ def shares_of_samples(
     """Return the shares of attention that sampled queries give to key blocks.
 
     The logit of a query and a key block is the maximum over the sampled keys of the block. The
-    shares of a query are the softmax over the blocks that the query sees.
+    shares of a query are the softmax over the visible blocks of the query.
 
     A sink adds exp(sink) / ``key_block`` to the denominator, because one maximum represents up to
     ``key_block`` keys.
@@ -295,7 +295,7 @@ def shares_of_samples(
 
     Returns:
         maximum, total: float32 [B, H, M_q, M_k], maximum and sum of the shares over the samples.
-        num_samples: float32 [B, H, M_q], the number of samples that see a sampled key.
+        num_samples: float32 [B, H, M_q], the number of samples with a visible sampled key.
     """
     heads, kv_blocks = queries.shape[1], -(-keys.shape[2] // key_block)
     maximum, total = (queries.new_zeros(*queries.shape[:3], kv_blocks).float() for _ in range(2))
@@ -315,7 +315,7 @@ def shares_of_samples(
         unseen = (key < start_key.unsqueeze(-1)) | (key > end_key.unsqueeze(-1))
         logits = F.pad(logits.masked_fill(unseen, -torch.inf), (0, missing), value=-torch.inf)
         largest = logits.unflatten(-1, (kv_blocks, -1)).amax(-1)
-        # softmax over nothing is NaN: a query that sees no sampled key gives no share
+        # softmax over no keys is NaN: a query without visible sampled keys adds no share
         weighed = largest
         if sinks is not None:
             weighed = F.pad(largest, (0, 1))

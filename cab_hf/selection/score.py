@@ -1,14 +1,14 @@
 """Scores of sampled queries: the maximum logit per key block, and the log-sum-exp over blocks.
 
 `reference.shares_of_samples` is the definition. `score_samples` scores one kind of samples, typical
-queries (``typical_*``) or outliers (``outlier_*``), against all keys that they see. Shares are
+queries (``typical_*``) or outliers (``outlier_*``), against all visible keys. Shares are
 computed from both results in `threshold`.
 
 Layout of the scratch of one kind of samples, one logit per cell::
 
     scratch        | head 0             | head 1             | ...
     of a head      | tile b | tile b + 1 | ... | tile e - 1 |           tiles b to e of a part
-    of a tile      | step 0 | step 1 | ... | last step |                 steps that the tile sees
+    of a tile      | step 0 | step 1 | ... | last step |                 visible steps of the tile
     of a step      | row 0: blocks_per_step logits | row 1: ... | ...    [rows, blocks_per_step]
 
     row of a tile = query block in the tile * num_samples + sample
@@ -16,7 +16,7 @@ Layout of the scratch of one kind of samples, one logit per cell::
 
 A program writes one contiguous piece per step. If the queries are a whole sequence, the scratch of
 a tile has ``scratch_growth`` key blocks more than the scratch of the tile before it, because later
-tiles see more keys. Otherwise all tiles have ``all_columns`` key blocks.
+tiles have more visible keys. Otherwise all tiles have ``all_columns`` key blocks.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ def _by_block(
 ):  # fmt: skip
     """Return the maximum of a tile of products per key block, [ROWS, BLOCKS].
 
-    Rows see keys ``start`` to ``end``. In ``PART`` 1 they see all keys of a tile.
+    Keys ``start`` to ``end`` are visible to a row. In ``PART`` 1 all keys of a tile are visible.
     """
     if HAS_UNITS:
         qk *= unit[None, :]
@@ -314,7 +314,7 @@ def _added(m_i, l_i, block_max, qk_scale, softcap):
 
 @triton.jit
 def _log_sum_exp(m_i, l_i, real, sinks, head, TOKENS: tl.constexpr):
-    """Return the log-sum-exp of each row to base two; infinity for rows that see nothing."""
+    """Return the log-sum-exp of each row to base two; infinity for rows without keys."""
     m = tl.max(m_i, 1)
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
@@ -327,7 +327,7 @@ def _log_sum_exp(m_i, l_i, real, sinks, head, TOKENS: tl.constexpr):
 
 @triton.jit
 def _visible_steps(start, end, STEP: tl.constexpr):
-    """Return the range of steps that some row sees, and the range that all rows see completely."""
+    """Return the steps that are visible to any row, and the steps completely visible to all."""
     real = end >= 0
     last = tl.max(end, 0)
     first_step = tl.where(last < 0, 0, tl.min(tl.where(real, start, 2147483647), 0) // STEP)
@@ -431,7 +431,7 @@ def _score_kernel(
     # running maximum and sum [ROWS, BLOCKS]: lanes exchange nothing before the end
     m_i = tl.full((ROWS, BLOCKS), -1e30, tl.float32)
     l_i = tl.zeros((ROWS, BLOCKS), tl.float32)
-    # parts: steps that some rows do not see completely, complete steps, and the rest
+    # parts: steps before, inside of and after the range that is completely visible to all rows
     for PART in tl.static_range(3):
         begins = first_step if PART == 0 else whole_first if PART == 1 else whole_end
         ends = whole_first if PART == 0 else whole_end if PART == 1 else end_step

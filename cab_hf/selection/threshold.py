@@ -74,7 +74,7 @@ class Bitmap(NamedTuple):
 
     Attributes:
         bits: int32 [B, H, M_q, ceil(M_k / 32)]: bit j % 32 of word j // 32 is set if block j is
-            selected. Words of blocks that a query block does not see are undefined.
+            selected. Words of blocks that are invisible to a query block are undefined.
         counts: int32 [B, H, M_q], the number of selected blocks.
     """
 
@@ -232,7 +232,7 @@ def _shares(
         line: The query block.
         logits: Pointer to the logits of its samples, [steps, ROWS, BLOCKS].
         begins: The first of CHUNK key blocks.
-        first, last: Range of sampled keys that some sample sees. The scratch has no other steps.
+        first, last: Range of sampled keys visible to any sample. The scratch has no other steps.
 
     Returns:
         Two tensors [CHUNK], one number per key block.
@@ -245,17 +245,19 @@ def _shares(
         # [COUNT, CHUNK]: a lane holds neighbouring key blocks of several samples
         column = begins + tl.arange(0, CHUNK)
         step = column // BLOCKS
-        there = (step >= first // STEP) & (step <= last // STEP)
+        is_inside = (step >= first // STEP) & (step <= last // STEP)
         cell = step[None, :] * (ROWS * BLOCKS) + (column % BLOCKS)[None, :]
         cell += tl.arange(0, COUNT)[:, None] * BLOCKS
-        block_max = tl.load(logits + cell, mask=there[None, :], other=float("-inf")).to(tl.float32)
+        block_max = tl.load(logits + cell, mask=is_inside[None, :], other=float("-inf")).to(
+            tl.float32
+        )
         share = tl.exp2(capped(block_max * qk_scale[:, None], softcap) - lse[:, None])
         return tl.max(share, 0), tl.sum(share, 0)
     # [steps, COUNT * BLOCKS]: a lane holds samples of few key blocks
     step = begins // BLOCKS + tl.arange(0, CHUNK // BLOCKS)
-    there = (step >= first // STEP) & (step <= last // STEP)
+    is_inside = (step >= first // STEP) & (step <= last // STEP)
     cell = step[:, None] * (ROWS * BLOCKS) + tl.arange(0, COUNT * BLOCKS)[None, :]
-    block_max = tl.load(logits + cell, mask=there[:, None], other=float("-inf")).to(tl.float32)
+    block_max = tl.load(logits + cell, mask=is_inside[:, None], other=float("-inf")).to(tl.float32)
     block_max = tl.reshape(block_max, (step.shape[0], COUNT, BLOCKS))
     share = tl.exp2(capped(block_max * qk_scale[None, :, None], softcap) - lse[None, :, None])
     return tl.reshape(tl.max(share, 1), (CHUNK,)), tl.reshape(tl.sum(share, 1), (CHUNK,))
@@ -263,7 +265,7 @@ def _shares(
 
 @triton.jit
 def _seen_by(sample, line, COUNT: tl.constexpr):
-    """Return the first and last key that samples of a block see, and the number that see any."""
+    """Return the first and last visible key of the samples, and the number of samples with keys."""
     row = line * COUNT + tl.arange(0, COUNT)
     last = tl.load(sample.end + row)
     first = tl.where(last >= 0, tl.load(sample.start + row), 2147483647)

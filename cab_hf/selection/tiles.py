@@ -198,7 +198,7 @@ def plan_tiles(
         num_heads: Heads that are processed together, counted over batch rows and heads.
         num_kv_heads: All KV heads, counted over batch rows and heads.
         dtype: Dtype of the stored keys and of the gathered queries.
-        is_whole_sequence: True if queries see no key after their own position.
+        is_whole_sequence: True if no key after the position of a query is visible.
         has_descriptors: True if kernels read keys by tensor descriptors, see
             `launch.reads_by_descriptor`.
     """

@@ -269,14 +269,14 @@ if current_platform.is_cpu():
         slots = torch.arange(page)
         token = slots.view(-1, 1, 1).expand(-1, 1, dim)
         channel = torch.arange(dim).expand(page, 1, -1)
-        found = []
+        elements = []
         for number in (token, channel):
             # [1, H_kv, 2 * page, D], as the cache of one page
             cache = torch.zeros(1, 1, 2 * page, dim, dtype=dtype)
             written = number.to(bits).contiguous().view(dtype)
             ops.cpu_attn_reshape_and_cache(written, written, *cache.chunk(2, dim=2), slots, isa)
-            found.append(cache.view(bits).view(2, -1).long())
-        place = found[0] * dim + found[1]
+            elements.append(cache.view(bits).view(2, -1).long())
+        place = elements[0] * dim + elements[1]
         if not torch.equal(place.sort(-1).values, torch.arange(page * dim).expand(2, -1)):
             raise NotImplementedError(
                 f"KV cache must have a known layout, got an unknown layout for {isa!r} in {dtype}. "

@@ -33,9 +33,10 @@ logger = init_logger("vllm.cab_hf")
 
 
 def _drops_loads() -> bool:
-    """Return whether vLLM never starts an asynchronous load of a KV cache if it aligns chunks.
+    """Return True if aligned chunks prevent asynchronous loads of a KV cache in this vLLM.
 
-    The chunk of such a request is empty, and vLLM before 0.23 takes that for a failed alignment.
+    The chunk of such a request is empty. vLLM before 0.23 treats an empty chunk as a failed
+    alignment, and does not start the load.
     """
     return Version(__version__).release < (0, 23)
 
@@ -49,7 +50,7 @@ class BlockAligned:
         taken: tokens that this step computes, per request id.
         spared: tokens by which this step's chunk was shortened, per request id.
         tried: ids of requests for which this step asked for blocks of the KV cache.
-        refused: ids of requests whose shortened chunk the last step dropped before it did so.
+        refused: ids of requests whose shortened chunk the last step dropped before allocation.
         waited: requests that have waited once for a step with more tokens.
     """
 

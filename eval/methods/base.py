@@ -257,14 +257,14 @@ class Cab(Method):
         V), the mean over layers. Layers after an anchor read no index, and layers that decode
         densely read all tokens.
         """
-        config, wanted = self.config, self.config.decode_tokens
+        config, tokens = self.config, self.config.decode_tokens
         if not decodes_sparsely(config, length):
             return length
         with self.applied(model):
             cache = self.cache(model)
             ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
             read_on(model, ids, cache)
-        rows = wanted if isinstance(wanted, int) else wanted * length
+        rows = tokens if isinstance(tokens, int) else tokens * length
         layers = []
         for at, layer in enumerate(cache.layers):
             index = getattr(layer, "index", None)
@@ -330,9 +330,9 @@ def never_sparse(method: type[Method], samples: Sequence[Mapping[str, Any]]) -> 
 
     A method that only limits the cache reads prompts densely, and decodes sparsely.
     """
-    given = [s for s in samples if "sparse_density" in s]
+    measured_samples = [s for s in samples if "sparse_density" in s]
     dense = all(
         s["sparse_density"] is None and s.get("step_tokens", s.get("tokens")) == s.get("tokens")
-        for s in given
+        for s in measured_samples
     )
-    return issubclass(method, Cab) and bool(given) and dense
+    return issubclass(method, Cab) and bool(measured_samples) and dense

@@ -189,7 +189,7 @@ def block_means(x: Tensor, valid: Tensor, block: int) -> Tensor:
 
 
 def share_of_blocks(queries: Tensor, keys: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """Return the softmax of query block vectors over the key block vectors that they see.
+    """Return the softmax of query block vectors over the vectors of visible key blocks.
 
     Args:
         queries: [B, H, M_q, D].
@@ -327,7 +327,7 @@ class TriangleMix(Cab):
         triangle = {
             "predictor": Streaming.name,
             "sink_blocks": 1,
-            # counted back from the last query of a row; its first query sees the least
+            # counted from the last query of a row; the first query has the fewest keys
             "local_blocks": -(-(WINDOW + base.query_block - 1) // base.key_block),
             "dense_tail_blocks": -(-LAST_QUERIES // base.query_block),
             "dense_layers": tuple(sorted({*range(dense), *base.dense_layers})),

@@ -287,10 +287,10 @@ def columns_and_diagonals(
     key = torch.arange(k.shape[2], device=q.device)
     vertical, slash = torch.zeros(2, *q.shape[:2], k.shape[2], device=q.device)
     for start, rows in attention_rows(own, k, asked, scale):
-        seen = rows.shape[-1]
+        num_keys = rows.shape[-1]
         # [B, 1, R, T]: the key at each distance before a query
-        far = (last[:, start : start + rows.shape[2], None] - key[:seen]).unsqueeze(1)
-        vertical[..., :seen] += rows.sum(2)
+        far = (last[:, start : start + rows.shape[2], None] - key[:num_keys]).unsqueeze(1)
+        vertical[..., :num_keys] += rows.sum(2)
         by_distance = rows.gather(-1, far.clamp(min=0).expand_as(rows))
-        slash[..., :seen] += by_distance.masked_fill(far < 0, 0.0).sum(2)
+        slash[..., :num_keys] += by_distance.masked_fill(far < 0, 0.0).sum(2)
     return vertical, slash

@@ -118,11 +118,12 @@ def vertical_slash_scores(
     ends = torch.arange(key_block - 1, kv_length + key_block - 1, key_block, device=q.device)
     begins = rows.min_last.long().where(rows.queries > 0, 0)
     nearest = begins.unsqueeze(-1) - ends
-    # padding, because the smallest distance may be below zero
-    zeros = query_block + key_block - 2
-    window = (nearest + zeros).clamp(0, kv_length - 1 + zeros)
-    # entry t: the best of the distances t - zeros to t
-    best = F.max_pool1d(F.pad(slash, (zeros, zeros)), zeros + 1, stride=1)
+    # negative distances between queries and later keys have score 0
+    num_negative = query_block + key_block - 2
+    window = (nearest + num_negative).clamp(0, kv_length - 1 + num_negative)
+    # entry t: the maximum score of distances t - num_negative to t
+    padded = F.pad(slash, (num_negative, num_negative))
+    best = F.max_pool1d(padded, num_negative + 1, stride=1)
     place = window.flatten(1).unsqueeze(1).expand(-1, best.shape[1], -1)
     diagonals = best.gather(-1, place).unflatten(-1, window.shape[1:])
     return torch.maximum(columns, diagonals)
@@ -142,7 +143,7 @@ def pooled_last_block(
     mean = total / real.sum(2, keepdim=True).clamp(min=1)
     first, last = (x.gather(1, query.clamp(min=0)) for x in (ranges.start, ranges.end))
     start = torch.arange(0, ranges.kv_length, block, device=q.device)
-    # [B, 1, 1, M_k]: blocks that one of these queries sees
+    # [B, 1, 1, M_k]: blocks that are visible to any of these queries
     begun = (start <= last.amax(-1, keepdim=True)) & (start + block > first[:, :1])
     return share_of_blocks(mean, keys, begun[:, None, None], scale).squeeze(2)
 
@@ -161,10 +162,10 @@ def in_blocks(share: Tensor, size: int) -> Tensor:
 
 
 def counted_by_token(share: Tensor, wanted: Tensor, size: int) -> Tensor:
-    """Return bool [..., M]: the best blocks of ``size`` tokens, as many as the original keeps.
+    """Select the best blocks of ``size`` tokens, as many as the original: bool [..., M].
 
-    If n is the smallest number of tokens with more than ``wanted``, the number of blocks is n //
-    size + 1, and at least that of `MIN_TOKENS` tokens. All blocks are kept if ``wanted`` is 1.
+    If n is the smallest number of tokens whose shares exceed ``wanted``, the number of blocks is
+    n // size + 1, and at least that of `MIN_TOKENS` tokens. All blocks are kept if ``wanted`` is 1.
 
     Args:
         share: [..., N], sums to 1 over tokens.

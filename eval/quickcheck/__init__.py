@@ -183,10 +183,10 @@ def run(settings: Settings, started: float) -> list[dict[str, Any]]:
     identity = {"experiment": "quickcheck", **identity, "device": device_name(settings.device)}
     with Log(out / ROWS, identity, key=budget.KEY) as log:
         # the commit of the code that measures, even if the tree changes meanwhile
-        made = provenance(recorded, settings.device, log.started)
+        record = provenance(recorded, settings.device, log.started)
         skipped = _measure(measurements, scope, log, settings, started)
         rows = list(log.records)
-    made["finished"] = utc_now()
+    record["finished"] = utc_now()
     command = shlex.join([*PROG.split(), "quickcheck", *spelled(settings)])
     _write(
         settings,
@@ -194,7 +194,7 @@ def run(settings: Settings, started: float) -> list[dict[str, Any]]:
         rows=rows,
         notes=notes,
         skipped=skipped,
-        made=made,
+        made=record,
         command=command,
         model=model,
     )
@@ -266,7 +266,7 @@ def _measure(
         _say(f"{elapsed:.0f} s: {step}{shown}")
         try:
             with refusing("model"):
-                found = measurements.measure(step, log.records, deadline)
+                new_rows = measurements.measure(step, log.records, deadline)
         except (torch.cuda.OutOfMemoryError, RuntimeError, ValueError) as error:
             if isinstance(error, UsageError):
                 raise
@@ -274,7 +274,7 @@ def _measure(
             if measurements.is_cuda:
                 torch.cuda.empty_cache()
             continue
-        log.append({**step.fields, **found})
+        log.append({**step.fields, **new_rows})
         if seconds:
             took = time.perf_counter() - started - elapsed
             ratios.append(took * budget.slowdown(ratios) / seconds)
@@ -298,23 +298,23 @@ def _write(
 ) -> None:
     """Write report, figure and config, and print the table and the advice."""
     out, config, target = Path(settings.out), settings.cab_config, settings.kl
-    found = advice.verdict(rows, scope.threshold, target, config.query_block)
-    shown = advice.summaries(rows, scope.threshold, found.threshold)
-    told = advice.sentence(rows, found, shown, target, made["device"])
+    verdict = advice.verdict(rows, scope.threshold, target, config.query_block)
+    shown = advice.summaries(rows, scope.threshold, verdict.threshold)
+    sentence = advice.sentence(rows, verdict, shown, target, made["device"])
     tables = {
         "": report.table(rows, shown),
-        "Density by layer": report.layers(rows, found.threshold),
+        "Density by layer": report.layers(rows, verdict.threshold),
     }
     named = [f"{step}: {why}" for step, why in skipped.items()]
-    calibrated = advice.advised_config(config, found)
-    origin = origin_of(model.config, found.longest or scope.lengths[-1])
+    calibrated = advice.advised_config(config, verdict)
+    origin = origin_of(model.config, verdict.longest or scope.lengths[-1])
     with writing(out):
         if shown:
-            report.draw(out / FIGURE, rows, shown, found.threshold, target)
+            report.draw(out / FIGURE, rows, shown, verdict.threshold, target)
         replace(calibrated, origin=origin).save(out / CONFIG)
-        text = report.report(told, tables, notes, named, made, command)
+        text = report.report(sentence, tables, notes, named, made, command)
         write_atomically(out / REPORT, text)
-    print("\n\n".join([tables[""], *notes, told]))
+    print("\n\n".join([tables[""], *notes, sentence]))
     if skipped:
         print(f"\n{len(skipped)} steps were skipped; {out / REPORT} lists them.")
     print(f"\nsettings: {out / CONFIG}\nreport: {out / REPORT}")

@@ -197,16 +197,18 @@ def pass_seconds(rows: Sequence[Row], method: str, length: int, cost: Cost) -> f
     The slowest pass of the nearest measured length is scaled with the operations of a dense pass,
     and by `MARGIN` if the length differs.
     """
-    seen = [(r["length"], r["pass_seconds"][method]) for r in rows if method in r["pass_seconds"]]
-    if not seen:
+    measured = [
+        (r["length"], r["pass_seconds"][method]) for r in rows if method in r["pass_seconds"]
+    ]
+    if not measured:
         if method != FULL:
             return None
         by_cab, by_dense = (pass_seconds(rows, each, length, cost) for each in (CAB, DENSE))
         if by_cab is None:
             return None
         return max(FULL_OVER_CAB * by_cab, FULL_OVER_DENSE * (by_dense or 0.0))
-    nearest = min((at for at, _ in seen), key=lambda at: abs(log(at / length)))
-    slowest = max(seconds for at, seconds in seen if at == nearest)
+    nearest = min((at for at, _ in measured), key=lambda at: abs(log(at / length)))
+    slowest = max(seconds for at, seconds in measured if at == nearest)
     if nearest == length:
         return slowest
     return MARGIN * slowest * cost.work(length) / cost.work(nearest)

@@ -52,7 +52,7 @@ def cost_of(model: Any) -> Cost:
     text = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight.numel()
     parameters = sum(p.numel() for p in model.parameters()) - embedding
-    # experts: only the active ones are multiplied
+    # mixture of experts: a token is multiplied by the weights of active experts only
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     active = getattr(text, "num_experts_per_tok", None)
     if experts and active:

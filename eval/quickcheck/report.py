@@ -100,18 +100,18 @@ def draw(
     with figure(path, 1, 3, figsize=(11, 3.2)) as axes:
         times, kl, density = axes[0]
         for name, colour in styles.items():
-            some = [
+            drawn_rows = [
                 {"length": x.length, "s": x.ms / 1000} for x in shown if x.name == name and x.ms
             ]
-            charts.line(times, some, lambda row: row["s"], color=colour, label=name)
+            charts.line(times, drawn_rows, lambda row: row["s"], color=colour, label=name)
         charts.over_tokens(times, lengths, "time to the first token", "seconds")
         for length in lengths:
             points = points_of(rows, length, start)
-            some = [(p.threshold, p.kl) for p in points if p.kl > 0]
-            if some:
+            drawn_rows = [(p.threshold, p.kl) for p in points if p.kl > 0]
+            if drawn_rows:
                 kl.plot(
-                    [p for p, _ in some],
-                    [y for _, y in some],
+                    [p for p, _ in drawn_rows],
+                    [y for _, y in drawn_rows],
                     marker="o",
                     label=f"{length:,} tokens",
                 )

@@ -172,14 +172,14 @@ class Attention(Speed):
     @staticmethod
     def described(settings: Mapping[str, Any]) -> str:
         channels = ", ".join(map(str, settings["head_dims"]))
-        made = made_of(
+        record = made_of(
             f"Batch {settings['batch']}, {settings['heads']} query heads and "
             f"{settings['kv_heads']} KV heads of {channels} channels, {settings['dtype']}; inputs "
             f"are {INPUTS}, not those of a model",
             settings,
         )
         near = settings["dense_up_to"]
-        return f"{made}\n\n≈: extrapolated by N² beyond {near:,} tokens. {dense.BREAK_EVEN}"
+        return f"{record}\n\n≈: extrapolated by N² beyond {near:,} tokens. {dense.BREAK_EVEN}"
 
     def measure(self, case: Mapping[str, Any]) -> dict[str, Any]:
         sample, settings = super().measure(case), self.settings
@@ -270,18 +270,20 @@ class Attention(Speed):
     @classmethod
     def shown(cls, rows: Sequence[Row]) -> list[Row]:
         """Return one row per engine, with the length at which it becomes faster than dense."""
-        by_name, made = (*OF_ENGINES, "tflops"), []
+        by_name, derived = (*OF_ENGINES, "tflops"), []
         first = dict.fromkeys(("density", "ms", "baseline", "baseline_ms", "ratio"))
         for row in rows:
             for name, ms in _times(row).items():
                 own = {field: (row[field] or {}).get(name) for field in by_name}
                 ratio = row["baseline_ms"] and ms / row["baseline_ms"]
-                made.append({**first, **row, **own, "ms": ms, "ratio": ratio, "way": f"cab {name}"})
-        for alike in grouped(made, *GROUP, "way"):
+                derived.append(
+                    {**first, **row, **own, "ms": ms, "ratio": ratio, "way": f"cab {name}"}
+                )
+        for alike in grouped(derived, *GROUP, "way"):
             break_even = dense.break_even_shown(alike)
             for row in alike:
                 row["break_even"] = break_even
-        return made
+        return derived
 
     @staticmethod
     def readings(rows: Sequence[Row]) -> list[str]:

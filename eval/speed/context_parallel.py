@@ -189,7 +189,7 @@ class ContextParallel(Ranked):
         config = settings.budgeted(sample["length"])
         return BenchCase(scheme, length, ranks.group, config)
 
-    def find_on(self, sample: dict[str, Any], ranks: RankGroup) -> None:
+    def find_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
         settings, bench = self.settings, self.bench
         backward = sample["direction"] == BOTH
         # chunks of two blocks, the last one incomplete
@@ -234,7 +234,7 @@ class ContextParallel(Ranked):
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return rows by direction, length, ranks and scheme, with one-rank results."""
+        """Return rows sorted by direction, length, ranks and scheme, with efficiencies."""
         rows = [{**sample, "measured": True, **dict.fromkeys(DERIVED)} for sample in samples]
         rows.sort(key=lambda row: list(SCHEMES).index(row["scheme"]))
         rows.sort(key=lambda row: (DIRECTIONS.index(row["direction"]), row["length"], row["world"]))
@@ -271,7 +271,7 @@ EXPERIMENT = ContextParallel
 
 @dataclass(eq=False)
 class BenchCase:
-    """One scheme on a sequence of ``length`` tokens, as seen by this rank.
+    """One scheme on a sequence of ``length`` tokens, on this rank.
 
     Attributes:
         group: the ranks of the sequence; unused for one rank.

@@ -397,9 +397,13 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
 
     everything, choice = attend(choose(so_far)), choose()
     close(everything, expected, "with all keys selected")
-    kept = weights * choice.kept().unsqueeze(2)
+    kept_weights = weights * choice.kept().unsqueeze(2)
     alone = attend(choice.elsewhere(q.device))
-    close(alone, weighted(kept / kept.sum(-1, keepdim=True), v), "over the selected keys")
+    close(
+        alone,
+        weighted(kept_weights / kept_weights.sum(-1, keepdim=True), v),
+        "over the selected keys",
+    )
     # one sequence at a time, because a cache in float32 is twice the cache
     exact = [
         reference.attend(
@@ -415,7 +419,7 @@ def time_cab(step: Step, wanted: int, bench: Bench) -> dict[str, Any]:
         "choose": bench.time(choose),
         "attend": bench.time(partial(attend, choice)),
         "kept": count / (k.shape[0] * k.shape[1]),
-        "mass": float(kept.sum(-1).mean()),
+        "mass": float(kept_weights.sum(-1).mean()),
         "bytes": index.nbytes + count * step.bytes_a_key,
         "full_error": float((everything.float() - expected).norm() / expected.norm()),
     }

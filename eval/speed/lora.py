@@ -192,7 +192,7 @@ class LoraStep(Ranked):
             more["plans"] = plan_bytes(cost, settings.budgeted(length), length, cp=cp)
         return tile, fit(cost, length, room, settings.offload_layers, **more)
 
-    def find_on(self, sample: dict[str, Any], ranks: RankGroup) -> None:
+    def find_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
         """Add the results of a step of ``ranks`` to ``sample``."""
         settings, length, how = self.settings, sample["length"], sample["spread"]
         # hooks of an earlier distributed step live until it is collected
@@ -344,7 +344,7 @@ def training(
 
 @contextmanager
 def shared(settings: Settings, how: str, ranks: RankGroup) -> Iterator[Callable[[int], None]]:
-    """Return a function that makes this rank's gradients; `FSDP2` leaves the weights sharded."""
+    """Return a function that computes this rank's gradients; `FSDP2` leaves the weights sharded."""
     objective = wrapped = train_state(settings).objective
     batch, scale, inside = partial(batch_of, settings), 1, nullcontext()
     if how in (DDP, FSDP2):

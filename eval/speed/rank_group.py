@@ -254,7 +254,7 @@ class Ranked(Speed):
         try:
             run(self)
         except RankLost:
-            # no rank is left to inform
+            # all other ranks have stopped
             raise
         except Exception:
             self.ranks.from_rank_0(None)
@@ -270,15 +270,15 @@ class Ranked(Speed):
         return super().reported(error)
 
     def find(self, sample: dict[str, Any]) -> None:
-        """Call `find_on`; a case of one rank is measured by rank 0 while the others wait."""
+        """Call `find_on_ranks`; a case of one rank is measured by rank 0 while the others wait."""
         if sample["world"] > 1:
-            return self.find_on(sample, self.ranks)
+            return self.find_on_ranks(sample, self.ranks)
         try:
             if self.ranks.rank == 0:
-                self.find_on(sample, RankGroup())
+                self.find_on_ranks(sample, RankGroup())
         finally:
             self.ranks.from_rank_0(None)
 
     @abstractmethod
-    def find_on(self, sample: dict[str, Any], ranks: RankGroup) -> None:
+    def find_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
         """Add the results of the ranks of ``ranks`` to ``sample``; each rank calls it."""

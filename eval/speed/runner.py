@@ -170,14 +170,14 @@ class SpeedSettings:
         Raises:
             ValueError: ``--cab`` sets a field that is ``fixed`` elsewhere.
         """
-        given = dict(map(parse_assignment, self.cab))
-        twice = sorted(fixed.keys() & given.keys())
+        fields = dict(map(parse_assignment, self.cab))
+        twice = sorted(fixed.keys() & fields.keys())
         if twice:
             raise ValueError(
                 f"cab must not set {twice[0]}, which is another option or measured here. Use that "
                 "option."
             )
-        return known(CabConfig(**self.DEFAULTS).changed(**given, **fixed))
+        return known(CabConfig(**self.DEFAULTS).changed(**fields, **fixed))
 
     def option_by_length(self, name: str, parse: Callable[[str], Any]) -> dict[int | None, Any]:
         """Parse the option ``name``, written as in `densities`: length -> value, None for others.
@@ -340,20 +340,20 @@ class Speed(Experiment):
 
     @classmethod
     def tables(cls, rows: Sequence[Row]) -> dict[str, str]:
-        shown, made = cls.shown(rows), {}
+        shown, tables = cls.shown(rows), {}
         if cls.LONGEST_FIRST:
             most = max((row["length"] for row in shown), default=0)
             longest = [row for row in shown if row["length"] == most]
             if len(longest) < len(shown):
-                made["At the longest length"] = cls.table(longest)
-        made["All cases"] = cls.table(shown)
+                tables["At the longest length"] = cls.table(longest)
+        tables["All cases"] = cls.table(shown)
         if any(row.get("baselines") for row in rows):
             names = (*cls.DENSE, "length")
             once = [alike[0] for alike in grouped(rows, *names)]
             ways = [{name: row[name] for name in names} | row["baselines"] for row in once]
             same = [n for n in cls.ADDED if len({row.get(n) for row in rows}) == 1]
-            made["Dense attention, ms"] = table(ways, same)
-        return made | cls.remarks(rows)
+            tables["Dense attention, ms"] = table(ways, same)
+        return tables | cls.remarks(rows)
 
     @classmethod
     def table(cls, rows: Sequence[Row]) -> str:
@@ -386,13 +386,13 @@ class Speed(Experiment):
     @classmethod
     def lines(cls, rows: Sequence[Row]) -> list[Row]:
         """Return rows to draw: the shown ones, and one for each dense kernel."""
-        names, made = (*cls.DENSE, "length"), list(cls.shown(rows))
+        names, lines = (*cls.DENSE, "length"), list(cls.shown(rows))
         for first, *_ in grouped(rows, *names) if cls.OF_DENSE else ():
             place = dict.fromkeys(cls.BY.values()) | {field: first[field] for field in names}
             for way in first.get("baselines") or ():
                 values = {field: first[named].get(way) for field, named in cls.OF_DENSE.items()}
-                made.append({**place, "way": way, **values})
-        return made
+                lines.append({**place, "way": way, **values})
+        return lines
 
     @classmethod
     def draw(cls, path: Path, rows: Sequence[Row]) -> None:
@@ -400,9 +400,9 @@ class Speed(Experiment):
         lines = cls.lines(rows)
         panels = [panel for panel in cls.PANELS if panel.shows(lines)]
         # dense kernels have no blocks and no budget: missing fields do not separate panels
-        apart = varying(rows, {heading: cls.BY[heading] for heading in cls.APART})
+        panel_fields = varying(rows, {heading: cls.BY[heading] for heading in cls.APART})
         by = {h: name for h, name in varying(lines, cls.BY).items() if h not in cls.APART}
-        groups, across = grouped(rows, *apart.values()), max(1, len(panels))
+        groups, across = grouped(rows, *panel_fields.values()), max(1, len(panels))
         with charts.figure(
             path, len(groups), across, figsize=(5.5 * across, 4.6 * len(groups))
         ) as (axes):
@@ -411,7 +411,7 @@ class Speed(Experiment):
                 for axis, panel in zip(beside, panels, strict=False):
                     axis.set_visible(panel.shows(drawn))
                     cls.draw_lines(axis, panel, drawn, by)
-                    title = ", ".join([*named(some[0], apart), panel.title])
+                    title = ", ".join([*named(some[0], panel_fields), panel.title])
                     charts.over_tokens(axis, lengths, title, panel.unit, log=panel.log)
 
     @classmethod

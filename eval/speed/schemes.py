@@ -73,7 +73,7 @@ def _around(
 def _merged(*parts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Merge (out [B, H, N, D], log-sum-exp [B, H, N]) over the keys of two parts."""
     (one, first), (other, second) = parts
-    # a query that sees no keys has no weight; the mask keeps NaN out of gradients
+    # a query without keys has no weight; the mask keeps NaN out of gradients
     blind = (first == -torch.inf) & (second == -torch.inf)
     lse = torch.stack((first, second)).masked_fill(blind, 0.0)
     total = lse.logsumexp(0)

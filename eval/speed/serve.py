@@ -158,28 +158,37 @@ class Serve(runner.Speed):
     described = staticmethod(models.described)
 
     def find(self, sample: dict[str, Any]) -> None:
-        settings, way, longest = self.settings, sample["implementation"], sample["longest"]
+        settings, implementation, longest = (
+            self.settings,
+            sample["implementation"],
+            sample["longest"],
+        )
         counts = settings.counts
         few = {length: min(count, settings.warm_up) for length, count in counts.items()}
         # another seed: measured requests must not share a beginning with warm-up requests
         before = trace_of(few, settings.seed + 1, settings.vocab)
         trace = trace_of(counts, settings.seed, settings.vocab, settings.rate, settings.shared)
-        config = settings.budgeted(longest, way)
+        config = settings.budgeted(longest, implementation)
         if settings.engine == VLLM:
             from cab_hf.eval.speed import vllm
 
-            sample |= vllm.measured(settings, way, config, (before, WARM_UP_TOKENS), trace)
+            sample |= vllm.measured(
+                settings, implementation, config, (before, WARM_UP_TOKENS), trace
+            )
             return
         model, served = models.random_model(settings), []
-        with models.attending(model, way, config), managing(model, settings, way) as manager:
+        with (
+            models.attending(model, implementation, config),
+            managing(model, settings, implementation) as manager,
+        ):
             serve(manager, before, WARM_UP_TOKENS)
-            models.attended_by(model, longest, way, reset=True)
+            models.attended_by(model, longest, implementation, reset=True)
             given = manager, trace, settings.new_tokens
             _, sample["peak_gib"] = self.bench.walls(lambda: served.extend(serve(*given)), 1)
             used = manager.continuous_batching_config
             sample["batching"] = {field: getattr(used, field) for field in BATCHING}
             sample["cache_gib"] = settings.cache_gib(used.num_blocks * used.page_size)
-            sample |= {**models.attended_by(model, longest, way), "served": served}
+            sample |= {**models.attended_by(model, longest, implementation), "served": served}
 
     @staticmethod
     def rows(samples: Sequence[Row], settings: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -214,7 +214,7 @@ def in_a_sentence(error: BaseException) -> str:
         return f"{error.name} is not installed"
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     kind = type(error).__name__
-    # the name of a general error class says nothing
+    # the name of a general error class does not explain the error
     text = first if first and kind == "RuntimeError" else ": ".join(filter(None, (kind, first)))
     return (text if len(text) <= 160 else f"{text[:157]}...").rstrip(".")
 

@@ -29,9 +29,9 @@ from cab_hf.experiment.settings import by_device, flag, option, parse_length
 
 # tokens per rank and MLP call: half a million tokens make tensors of 14 GiB
 MLP_TOKENS = 2**16
-# tokens of the prompt that compiles all kernels if ranks share one
+# warm-up tokens that compile all kernels if ranks share a prompt
 WARM_UP_TOKENS = 2**17
-# tokens of the prompt that compiles all kernels for a prompt that is read once in a search
+# warm-up tokens that compile all kernels for the single prefills of a search
 SHORT_WARM_UP_TOKENS = 2**14
 # chunks that start a cache and continue one, so that the kernels of both are compiled
 WARM_UP_CHUNKS = 2
@@ -83,7 +83,7 @@ class Settings(models.LongestSettings):
     )
 
     def __post_init__(self) -> None:
-        asked = self.implementations
+        implementations = self.implementations
         super().__post_init__()
         self._set("variants", tuple(sorted(self.variants, key=VARIANTS.index)))
         alone = not by_torchrun() or self.variants == (PLAIN,)
@@ -92,7 +92,7 @@ class Settings(models.LongestSettings):
         known = (CAB_DENSE, *CAB)
         if not by_torchrun():
             known = (SDPA, *known, *dense.on(self.device))
-        elif not asked:
+        elif not implementations:
             self._set("implementations", known)
         self.check_choice("implementations", known)
         block = self.cab_config.query_block
@@ -174,32 +174,34 @@ class TimeToFirstToken(Ranked):
 
     def estimated(self, way: str) -> int:
         """Return the longest prompt by `cab_hf.eval.fits`; 0 if the memory is unknown."""
-        settings, room = self.settings, self.bench.room()
-        if room is None:
+        settings, room_gib = self.settings, self.bench.room()
+        if room_gib is None:
             return 0
         prompts = replace(prompts_of(settings), config=settings.cab_config)
         if way not in CAB:
             # no blocks are selected
             prompts = replace(prompts, heads=frozenset())
         cache = STATIC if settings.chunk else DYNAMIC
-        return prompts.longest(room * GIB, settings.chunk or None, cache)
+        return prompts.longest(room_gib * GIB, settings.chunk or None, cache)
 
-    def find_on(self, sample: dict[str, Any], ranks: RankGroup) -> None:
+    def find_on_ranks(self, sample: dict[str, Any], ranks: RankGroup) -> None:
         settings, bench = self.settings, self.bench
-        length, way, behind = sample["length"], sample["implementation"], settings.behind
+        length, implementation, behind = sample["length"], sample["implementation"], settings.behind
         runs = 1 if sample["sought"] else settings.runs
         if ranks.size > 1:
             ranks.together(bench.settle)
             # a shorter prompt has warmed it up, so that the first call counts
-            prefill, warm_up = prefilling_across(settings, length, way, ranks), 0.0
+            prefill, warm_up = prefilling_across(settings, length, implementation, ranks), 0.0
         else:
             variant, warm_up = sample["variant"], inf
             if sample["sought"]:
                 short = WARM_UP_CHUNKS * settings.chunk or SHORT_WARM_UP_TOKENS
-                read_once(settings, min(length, short), way, variant)
+                read_once(settings, min(length, short), implementation, variant)
                 warm_up = 0.0
-            sample |= self.memory(length, way, variant)
-            prefill = models.prefilling(settings, length, way, settings.chunk, behind, variant)
+            sample |= self.memory(length, implementation, variant)
+            prefill = models.prefilling(
+                settings, length, implementation, settings.chunk, behind, variant
+            )
         with prefill as (call, known, crop):
             ms, peak, *_ = ranks.time_slowest(bench, call, runs, warm_up=warm_up, before=crop)
             sample |= known()
@@ -244,14 +246,14 @@ def speed_ups(rows: Sequence[Row]) -> list[str]:
         for row in rows
         if row["ratio"] is not None and row["implementation"] in CAB
     ]
-    for some in grouped(ours, "where", "implementation"):
-        last = some[-1]
+    for group in grouped(ours, "where", "implementation"):
+        last = group[-1]
         parts.append(
             f"At {last['length']:,} tokens{last['where']} {last['implementation']} is "
             f"{TIMES(last['over_best'])} as fast as {last['baseline']}, the fastest dense "
             f"attention. Attending {percent(last['density'])} of the pairs can make it at "
             f"most {TIMES(last['ceiling'])} as fast. It is faster "
-            f"{dense.break_even_shown(some)}."
+            f"{dense.break_even_shown(group)}."
         )
     return parts
 
@@ -262,7 +264,7 @@ def prompts_of(settings: Settings) -> Prompts:
     return Prompts.of(models.llama_config(settings))
 
 
-# once per process, because compiled kernels stay
+# once per process, because compiled kernels are cached
 @lru_cache
 def read_once(settings: Settings, length: int, way: str, variant: str) -> None:
     """Read a prompt, so that all kernels are compiled."""
@@ -325,13 +327,13 @@ def reading(model: nn.Module, prompt: Tensor, ranks: RankGroup, block: int) -> C
     """
     from cab_hf.distributed import shard
 
-    mine = shard({"input_ids": prompt}, ranks.group, block)
+    own_shard = shard({"input_ids": prompt}, ranks.group, block)
     # later padding has the same position
-    last = torch.where(mine["position_ids"][0] == prompt.shape[1] - 1)[0][:1]
+    last = torch.where(own_shard["position_ids"][0] == prompt.shape[1] - 1)[0][:1]
 
     @torch.inference_mode()
     def call() -> Any:
-        return model(**mine, use_cache=True, logits_to_keep=last)
+        return model(**own_shard, use_cache=True, logits_to_keep=last)
 
     return call
 

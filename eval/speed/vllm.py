@@ -63,12 +63,12 @@ def engine_of(settings: Settings, way: str, config: CabConfig) -> LLMEngine:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if way in CAB:
-        given["additional_config"] = {"cab": config.to_dict()}
+        options["additional_config"] = {"cab": config.to_dict()}
     if settings.device != "cpu":
-        given["attention_backend"] = CUSTOM if way in CAB else OWN
-        given["gpu_memory_utilization"] = settings.memory
+        options["attention_backend"] = CUSTOM if way in CAB else OWN
+        options["gpu_memory_utilization"] = settings.memory
     longest = settings.longest + settings.new_tokens
     with TemporaryDirectory() as folder:
         model = llama_config(settings)
@@ -86,7 +86,7 @@ def engine_of(settings: Settings, way: str, config: CabConfig) -> LLMEngine:
             max_num_seqs=sum(settings.counts.values()),
             num_gpu_blocks_override=settings.blocks,
             enable_prefix_caching=settings.shared > 0,
-            **given,
+            **options,
         ).llm_engine
 
 

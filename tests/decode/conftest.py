@@ -21,7 +21,7 @@ def steps(monkeypatch):
 @pytest.fixture
 def from_anywhere(monkeypatch):
     """Make decode steps sparse at every length, also if the prompt is too short."""
-    # what takes the name from there is imported before it is patched
+    # import modules that copy the name before it is patched
     import cab_hf.patches  # noqa: F401
     from cab_hf.decode import step
 

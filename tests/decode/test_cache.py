@@ -1,4 +1,4 @@
-"""Cache layers with an index: every change of the keys changes the index alike."""
+"""Cache layers with an index: every change of the keys also changes the index."""
 
 import copy
 import pickle
@@ -143,7 +143,7 @@ def test_step_writes_one_token_in_place(monkeypatch):
     for seed in range(12):
         layer.update(*key_value(1, seed))
         places.append([x.data_ptr() for x in (layer.keys, layer.values, *layer.index)])
-    # 15 are written, there is room for 16, then for 24
+    # 15 tokens are written; the buffer has 16 slots, and then 24
     assert [places.index(place) for place in places] == [0] + 8 * [1] + 3 * [9]
 
 

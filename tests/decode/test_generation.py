@@ -28,9 +28,9 @@ from cab_hf.decode.cache import IndexedDynamicLayer, IndexedStaticLayer
 from cab_hf.decode.step import decode_from
 from cab_hf.ops import decode
 
-# prompts attend to everything
+# prompts below min_length use dense attention
 DENSELY = CabConfig(min_length=2000)
-# so large a share of a short text, rounded up, is all of it
+# rounded up, this share of a short sequence is every token
 ALL = {"sparse_decode": True, "decode_tokens": 0.9999}
 FEW = {"sparse_decode": True, "decode_tokens": 128}
 pytestmark = pytest.mark.usefixtures("from_anywhere")
@@ -51,7 +51,7 @@ def own_cache(model, kind, slots):
     )
 
 
-def made_from_scratch(cache):
+def index_equals_rebuilt_index(cache):
     return all(
         all(map(torch.equal, layer.index, decode.index_keys(layer.keys, layer.channels)))
         for layer in cache.layers
@@ -90,37 +90,41 @@ def opt(dim):
     return OPTForCausalLM(OPTConfig(**sizes, hidden_size=4 * dim)).eval()
 
 
-def where_all_is_read():
-    """(how a model is made, options of generate, fields, padding, layers that make sparse steps or
-    None for any) by name."""
+def cases_reading_all_keys():
+    """Yield (model factory, generate options, config fields, padding, layers with sparse steps).
+
+    The layers are None if any layers are allowed.
+    """
     layers, slow = (0, 1, 2), pytest.mark.slow
     for path, options in PATHS.items():
         yield pytest.param(tiny_model, options, {}, 21, layers, id=f"{path}-padded")
         yield pytest.param(tiny_model, options, {}, 0, layers, id=path, marks=slow)
     for cache, options in {"dynamic": {}, "static": STATIC}.items():
         for name, shape in SHAPES.items():
-            made = partial(tiny_model, **shape)
-            yield pytest.param(made, options, {}, 0, layers, id=f"{name}-{cache}")
+            make = partial(tiny_model, **shape)
+            yield pytest.param(make, options, {}, 0, layers, id=f"{name}-{cache}")
         for name, fields in SHARED.items():
             yield pytest.param(tiny_model, options, fields, 0, layers, id=f"{name}-{cache}")
         for dim in (33, 17):
             yield pytest.param(partial(opt, dim), options, {}, 0, (0, 1), id=f"odd-{dim}-{cache}")
         # hybrid models with linear attention, without an index; a model that creates its own cache
         for kind in ("falcon_h1", "zamba", "zamba2", "minimax"):
-            # that takes no cache but its own
+            # minimax accepts its own cache only
             if kind != "minimax" or not options:
                 more = UNENDING | options | ({"disable_compile": True} if options else {})
                 marks = () if kind in ("zamba", "minimax") else slow
-                made = partial(tiny_type, kind)
-                yield pytest.param(made, more, {}, 0, None, id=f"{kind}-{cache}", marks=marks)
+                make = partial(tiny_type, kind)
+                yield pytest.param(make, more, {}, 0, None, id=f"{kind}-{cache}", marks=marks)
     for family in ("qwen3", "mistral", "mixtral", "smollm3"):
         marks = () if family == "qwen3" else slow
         yield pytest.param(partial(tiny_model, family), {}, {}, 0, None, id=family, marks=marks)
-    made = partial(tiny_model, "qwen3-some-sliding")
-    yield pytest.param(made, {}, {}, 0, (0,), id="layers-under-a-window-stay-what-they-are")
+    make = partial(tiny_model, "qwen3-some-sliding")
+    yield pytest.param(make, {}, {}, 0, (0,), id="sliding-window-layers-stay-dense")
 
 
-@pytest.mark.parametrize(("make", "options", "fields", "padding", "layers"), where_all_is_read())
+@pytest.mark.parametrize(
+    ("make", "options", "fields", "padding", "layers"), cases_reading_all_keys()
+)
 def test_reading_all_keys_generates_dense_tokens(make, options, fields, padding, layers, steps):
     model, ids = make(), tokens(2, 130)
     if padding:
@@ -159,13 +163,13 @@ def test_padded_row_equals_single_row(fields, path, monkeypatch):
 @since("5.24", "phi3 makes it where no index is made")
 @pytest.mark.parametrize("length", [130, 98])
 def test_recreated_cache_is_indexed_again(length, steps):
-    # the new one is made where a text of more than these positions is read, or becomes so long
+    # the model creates a new cache when the sequence exceeds these positions
     model, ids = tiny_type("phi3", original_max_position_embeddings=100), tokens(1, length)
     options = UNENDING | {"max_new_tokens": 8}
     expected = generate(model, ids, **options)
     cab_hf.apply_cab(model, DENSELY, **ALL)
     assert torch.equal(generate(model, ids, **options), expected)
-    # that call is no step
+    # the call that creates the cache is not a decode step
     assert len(steps) == (7 if length == 130 else 6) * 4
 
 
@@ -206,14 +210,14 @@ def test_assisted_decoding_crops_index_and_generates_dense_tokens(way):
     model, ids = tiny_model(), tokens(1, 40).repeat(1, 3)
     options = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 20}
     if way == "assistant":
-        # of other weights: some of its tokens are taken back
+        # a draft model with other weights: some drafted tokens are rejected
         assistant = tiny_model(num_hidden_layers=1)
         options = {"assistant_model": assistant, "max_new_tokens": 20}
     expected = generate(model, ids, **options)
     cab_hf.apply_cab(model, DENSELY, **ALL)
     cache = cab_hf.index_cache(model)
     actual = generate(model, ids, past_key_values=cache, **options)
-    assert torch.equal(actual, expected) and made_from_scratch(cache)
+    assert torch.equal(actual, expected) and index_equals_rebuilt_index(cache)
 
 
 @torch.no_grad()
@@ -238,9 +242,9 @@ def test_filled_cache_gets_index_of_its_keys(kind, steps):
     cache = own_cache(model, kind, 150)
     cab_hf.apply_cab(model, DENSELY, **ALL)
     model(ids[:, :130], past_key_values=cache)
-    assert cab_hf.index_cache(model, cache) is cache and made_from_scratch(cache)
+    assert cab_hf.index_cache(model, cache) is cache and index_equals_rebuilt_index(cache)
     assert torch.equal(generate(model, ids, past_key_values=cache), expected)
-    assert len(steps) == 4 * 3 and made_from_scratch(cache)
+    assert len(steps) == 4 * 3 and index_equals_rebuilt_index(cache)
 
 
 @torch.no_grad()
@@ -252,7 +256,7 @@ def test_reset_cache_equals_new_cache(kind):
     fresh = generate(model, ids, past_key_values=cache)
     cache.reset()
     assert torch.equal(generate(model, ids, past_key_values=cache), fresh)
-    assert made_from_scratch(cache)
+    assert index_equals_rebuilt_index(cache)
 
 
 def test_user_cache_without_index_is_dense(steps):
@@ -293,14 +297,14 @@ def test_index_after_generate_equals_rebuilt_index(kind, count, steps):
     }
     cache = generate(model, ids, return_dict_in_generate=True, **options).past_key_values
     assert cache.get_seq_length() == 140 + count - 1
-    assert made_from_scratch(cache) and len(steps) == 2 * (count - 1)
+    assert index_equals_rebuilt_index(cache) and len(steps) == 2 * (count - 1)
 
 
-def graphs_of(made, backend):
-    """Return a backend for torch.compile that appends its graphs to ``made``."""
+def graphs_of(graphs, backend):
+    """Return a backend for torch.compile that appends its graphs to ``graphs``."""
 
     def compile_then_keep(graph, inputs):
-        made.append(graph)
+        graphs.append(graph)
         return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
     return compile_then_keep
@@ -373,7 +377,7 @@ def test_nan_row_does_not_change_other_rows(kind, value, steps):
         model(ids, past_key_values=cache)
         rows = model.get_input_embeddings()(ids[:, :1])
         rows[0] *= factor
-        # in the second step it stands in the cache
+        # the NaN is in the cache from the second step on
         outputs.append([model(inputs_embeds=rows, past_key_values=cache).logits for _ in range(2)])
     for expected, actual in zip(*outputs, strict=True):
         assert torch.equal(actual[1], expected[1]) and actual[0].isnan().all()
@@ -383,7 +387,7 @@ def test_nan_row_does_not_change_other_rows(kind, value, steps):
 @since("5.24", "a static cache is of the model's dtype under autocast")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_dynamic_cache_equals_static_cache(dtype, steps, monkeypatch):
-    # it grows in a step as well
+    # the dynamic cache also grows in decode steps
     monkeypatch.setattr(cache_layers, "ROOM", 2)
     model, ids = tiny_model(), tokens(2, 300)
     cab_hf.apply_cab(model, DENSELY, **FEW)
@@ -391,7 +395,7 @@ def test_autocast_dynamic_cache_equals_static_cache(dtype, steps, monkeypatch):
     with torch.autocast("cpu", dtype):
         grown = generate(model, ids, **options)
         static = generate(model, ids, cache_implementation="static", **options)
-    assert made_from_scratch(grown.past_key_values) and len(steps) == 2 * 4 * 3
+    assert index_equals_rebuilt_index(grown.past_key_values) and len(steps) == 2 * 4 * 3
     torch.testing.assert_close(grown.logits, static.logits, atol=0.1, rtol=0.1)
 
 

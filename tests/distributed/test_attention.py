@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from shards import BLOCK, TEXTS, shard_of, sharding_for, together
+from shards import BLOCK, BOUNDARIES, shard_of, sharding_for, together
 from tiny import qkv
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -19,24 +19,24 @@ SCHEMES = {
 }
 
 
-def full_text(sharding, group, kv_heads, dim=16):
+def full_sequence(sharding, group, kv_heads, dim=16):
     """Return q, k, v and the output gradient for the real tokens of the sequence."""
-    q, k, v = qkv(2, kv_heads * group, kv_heads, sharding.text, dim=dim)
-    grad = qkv(2, kv_heads * group, kv_heads, sharding.text, dim=dim, seed=9)[0]
+    q, k, v = qkv(2, kv_heads * group, kv_heads, sharding.length, dim=dim)
+    grad = qkv(2, kv_heads * group, kv_heads, sharding.length, dim=dim, seed=9)[0]
     return q, k, v, grad
 
 
 def on_a_rank(process_group, scheme, ends, group, kv_heads, settings):
     """Return {"out", "lse", "dq", "dk", "dv"} of a rank."""
     sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
-    *inputs, grad = (shard_of(x, sharding, rank) for x in full_text(sharding, group, kv_heads))
+    *inputs, grad = (shard_of(x, sharding, rank) for x in full_sequence(sharding, group, kv_heads))
     leaves = [x.requires_grad_() for x in inputs]
-    # slices of few heads, so that one travels while another is attended
+    # small slices, so that an all-gather overlaps with attention over another slice
     settings = {"heads_k_stride": 1, **settings}
     out, lse = SCHEMES[scheme](
         *leaves, group=process_group, cu_seqlens=ends, block=BLOCK, engine="reference", **settings
     )
-    # the loss of a padding query counts nothing
+    # padding queries do not contribute to the loss
     grad = grad * sharding.real[rank][:, None]
     gradients = torch.autograd.grad(out, leaves, grad)
     result = dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
@@ -44,14 +44,14 @@ def on_a_rank(process_group, scheme, ends, group, kv_heads, settings):
 
 
 def in_one_process(sharding, group, kv_heads, causal=True):
-    q, k, v, grad = full_text(sharding, group, kv_heads)
+    q, k, v, grad = full_sequence(sharding, group, kv_heads)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     document = torch.arange(len(sharding.lengths)).repeat_interleave(torch.tensor(sharding.lengths))
-    seen = document[:, None] == document
+    mask = document[:, None] == document
     if causal:
-        seen = seen.tril()
+        mask = mask.tril()
     keys, values = (x.repeat_interleave(group, dim=1) for x in leaves[1:])
-    logits = (leaves[0] @ keys.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, -torch.inf)
+    logits = (leaves[0] @ keys.mT / math.sqrt(q.shape[-1])).masked_fill(~mask, -torch.inf)
     out = logits.softmax(-1) @ values
     gradients = torch.autograd.grad(out, leaves, grad)
     lse = logits.logsumexp(-1).detach()
@@ -72,21 +72,21 @@ CASES = {
     **{f"shared-keys-{world}": (world, "zigzag", 2, 4, {}) for world in (1, 2, 4, 8)},
     "ring": (4, "ring", 3, 2, {}),
     "two-heads-at-a-time": (4, "zigzag", 3, 2, {"heads_k_stride": 2}),
-    "more-heads-than-there-are": (4, "zigzag", 3, 2, {"heads_k_stride": 5}),
-    "kept-for-backward": (4, "zigzag", 3, 2, {"regather_kv": False}),
-    # documents see all of themselves
+    "stride-above-kv-heads": (4, "zigzag", 3, 2, {"heads_k_stride": 5}),
+    "saved-for-backward": (4, "zigzag", 3, 2, {"regather_kv": False}),
+    # bidirectional attention within each document
     "not-causal": (2, "zigzag", 2, 2, {"causal": False}),
 }
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("boundaries", BOUNDARIES)
 @pytest.mark.parametrize(
     ("world", "scheme", "kv_heads", "group", "settings"), CASES.values(), ids=CASES
 )
 def test_every_sharding_equals_single_process(
-    ranks, world, scheme, kv_heads, group, settings, text
+    ranks, world, scheme, kv_heads, group, settings, boundaries
 ):
-    ends, sharding = TEXTS[text], sharding_for(world, TEXTS[text])
+    ends, sharding = BOUNDARIES[boundaries], sharding_for(world, BOUNDARIES[boundaries])
     actual = ranks.run(world, on_a_rank, scheme, ends, group, kv_heads, settings)
     causal = settings.get("causal", True)
     assert_same(actual, sharding, in_one_process(sharding, group, kv_heads, causal))
@@ -100,9 +100,9 @@ def checkpointed(attend, *leaves):
     return checkpoint(attend, *leaves, use_reentrant=False)
 
 
-def checkpointed_but_for_matrices(attend, *leaves):
-    kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.index_select.default])
-    return checkpoint(attend, *leaves, use_reentrant=False, context_fn=kept)
+def checkpointed_except_gathers(attend, *leaves):
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.index_select.default])
+    return checkpoint(attend, *leaves, use_reentrant=False, context_fn=contexts)
 
 
 def offloaded(attend, *leaves):
@@ -112,41 +112,41 @@ def offloaded(attend, *leaves):
 
 def copied_later(attend, *leaves):
     """Create saved-tensor hooks that copy tensors after the forward pass."""
-    given = []
+    saved = []
 
-    def unpack(place):
-        given[:] = [x.clone() for x in given]
-        return given[place]
+    def unpack(index):
+        saved[:] = [x.clone() for x in saved]
+        return saved[index]
 
-    with saved_tensors_hooks(lambda x: given.append(x) or len(given) - 1, unpack):
+    with saved_tensors_hooks(lambda x: saved.append(x) or len(saved) - 1, unpack):
         return attend(*leaves)
 
 
-WAYS = {
+AUTOGRAD_MODES = {
     "plainly": plainly,
     "checkpointed": checkpointed,
-    "some-checkpointed": checkpointed_but_for_matrices,
+    "some-checkpointed": checkpointed_except_gathers,
     "offloaded": offloaded,
     "copied-later": copied_later,
 }
 
 
 def backward_on_a_rank(process_group, way, group, settings):
-    """Return a rank's gradients of two backward passes of one forward pass, if torch allows it."""
+    """Return gradients of two backward passes, or of one under selective checkpointing."""
     sharding, rank = sharding_for(process_group.size(), None), process_group.rank()
-    *inputs, grad = (shard_of(x, sharding, rank) for x in full_text(sharding, group, 3))
+    *inputs, grad = (shard_of(x, sharding, rank) for x in full_sequence(sharding, group, 3))
     leaves = [x.requires_grad_() for x in inputs]
-    ours = {"group": process_group, "block": BLOCK, "engine": "reference", "heads_k_stride": 1}
-    attend = partial(zigzag_attention, **ours, **settings)
-    out = WAYS[way](lambda *x: attend(*x)[0], *leaves)
+    fixed = {"group": process_group, "block": BLOCK, "engine": "reference", "heads_k_stride": 1}
+    attend = partial(zigzag_attention, **fixed, **settings)
+    out = AUTOGRAD_MODES[way](lambda *x: attend(*x)[0], *leaves)
     passes = 1 if way == "some-checkpointed" else 2
     found = [torch.autograd.grad(out, leaves, grad, retain_graph=i == 0) for i in range(passes)]
     return [dict(zip(("dq", "dk", "dv"), each, strict=True)) for each in found]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", AUTOGRAD_MODES)
 @pytest.mark.parametrize("group", [1, 2], ids=["own-keys", "shared-keys"])
-@pytest.mark.parametrize("settings", [{}, {"regather_kv": False}], ids=["regathered", "kept"])
+@pytest.mark.parametrize("settings", [{}, {"regather_kv": False}], ids=["regathered", "saved"])
 def test_gradients_are_equal_under_checkpointing_and_offloading(ranks, way, group, settings):
     actual = ranks.run(2, backward_on_a_rank, way, group, settings)
     sharding = sharding_for(2, None)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from shards import BLOCK, TEXTS, layout_of, shard_of, sharding_for
+from shards import BLOCK, BOUNDARIES, layout_of, shard_of, sharding_for
 from tiny import qkv
 from torch.nn import functional as F
 from valid_plan import require_valid
@@ -13,7 +13,7 @@ from valid_plan import require_valid
 from cab_hf import CabConfig, distributed
 from cab_hf.distributed import sharded
 from cab_hf.distributed.sharded import ShardedLayout
-from cab_hf.eval import methods  # noqa: F401  it registers rivals
+from cab_hf.eval import methods  # noqa: F401  registers predictors of other methods
 from cab_hf.ops import reference
 from cab_hf.plan import BlockPlan, block_visibility
 from cab_hf.predictors import (
@@ -25,7 +25,7 @@ from cab_hf.predictors import (
 )
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
-# the half of 64 channels that LLaMA turns slowest
+# the half of 64 channels with the lowest rotary frequencies in LLaMA
 SLOW = (*range(16, 32), *range(48, 64))
 SMALL = CabConfig(32, 16, mass_threshold=0.05, share_threshold=0.3, min_length=0, outlier_queries=8)
 CONFIGS = {
@@ -69,7 +69,7 @@ class LoudBlocks(Predictor):
 
 
 class HalfAMass(RowsPredictor):
-    """CAB with another threshold; it declares no inputs from other ranks."""
+    """CAB with half of the mass threshold; inherits the required inputs of `RowsPredictor`."""
 
     def choose(self, q, summary, call):
         half = replace(self.config, mass_threshold=self.config.mass_threshold / 2)
@@ -80,16 +80,16 @@ register_predictor("loud-blocks", LoudBlocks)
 register_predictor("half-a-mass", HalfAMass)
 
 
-def full_text(sharding, dim=DIM):
+def full_sequence(sharding, dim=DIM):
     """Return q and k in which some blocks have more attention mass than others."""
-    q, k, v = qkv(1, HEADS, KV_HEADS, sharding.text, dim=dim)
+    q, k, v = qkv(1, HEADS, KV_HEADS, sharding.length, dim=dim)
     return 2 * q, 2 * k, v
 
 
 def on_a_rank(process_group, config, ends):
     """Return the lists and complete rows of this rank's plan, and their rows of the sequence."""
     sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
-    q, k, _ = (shard_of(x, sharding, rank) for x in full_text(sharding))
+    q, k, _ = (shard_of(x, sharding, rank) for x in full_sequence(sharding))
     plan = distributed.predict(
         q, k, group=process_group, config=config, layer=0, cu_seqlens=ends, block=BLOCK
     )
@@ -101,42 +101,42 @@ def parts_of(plan):
     return (
         plan.to_dense(),
         plan.is_dense(),
-        plan.ranges.text_rows(plan.query_block),
+        plan.ranges.sequence_rows(plan.query_block),
     )
 
 
 def in_one_process(config, sharding, dim=DIM, channels=()):
-    q, k, _ = full_text(sharding, dim)
+    q, k, _ = full_sequence(sharding, dim)
     layout = layout_of(sharding, max(config.query_block, config.key_block))
     call = LayerContext(layout.ranges, DIM**-0.5, 0, channels=channels)
     return make_predictor(config)(layout.queries(q), layout.keys(k), call)
 
 
 def assert_rows_of(actual, plan):
-    seen = torch.zeros(plan.q_blocks, dtype=torch.int64)
+    num_ranks = torch.zeros(plan.q_blocks, dtype=torch.int64)
     for dense, complete, rows in actual:
-        mine = rows >= 0
-        assert torch.equal(dense[:, :, mine], plan.to_dense()[:, :, rows[mine]])
-        assert not dense[:, :, ~mine].any()
+        is_real = rows >= 0
+        assert torch.equal(dense[:, :, is_real], plan.to_dense()[:, :, rows[is_real]])
+        assert not dense[:, :, ~is_real].any()
         if plan.is_dense() is not None:
-            assert torch.equal(complete[:, :, mine], plan.is_dense()[:, :, rows[mine]])
-        seen[rows[mine]] += 1
-    # no rank has a row that consists of padding between documents
-    inhabited = plan.ranges.rows(plan.query_block).queries[0] > 0
-    assert torch.equal(seen, inhabited.long())
+            assert torch.equal(complete[:, :, is_real], plan.is_dense()[:, :, rows[is_real]])
+        num_ranks[rows[is_real]] += 1
+    # exactly one rank has each row, except rows of padding between documents
+    has_queries = plan.ranges.rows(plan.query_block).queries[0] > 0
+    assert torch.equal(num_ranks, has_queries.long())
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("boundaries", BOUNDARIES)
 @pytest.mark.parametrize("config", CONFIGS)
-def test_rank_plans_are_rows_of_single_process_plan(ranks, config, text):
-    actual = ranks.run(4, on_a_rank, CONFIGS[config], TEXTS[text])
-    assert_rows_of(actual, in_one_process(CONFIGS[config], sharding_for(4, TEXTS[text])))
+def test_rank_plans_are_rows_of_single_process_plan(ranks, config, boundaries):
+    actual = ranks.run(4, on_a_rank, CONFIGS[config], BOUNDARIES[boundaries])
+    assert_rows_of(actual, in_one_process(CONFIGS[config], sharding_for(4, BOUNDARIES[boundaries])))
 
 
 def gathered_on_a_rank(process_group, config, layer):
-    """Return how many numbers this rank receives from every other rank to select blocks."""
+    """Return the number of elements of each all-gather that selection on this rank starts."""
     sharding, rank = sharding_for(process_group.size(), None), process_group.rank()
-    q, k, _ = (shard_of(x, sharding, rank) for x in full_text(sharding))
+    q, k, _ = (shard_of(x, sharding, rank) for x in full_sequence(sharding))
     fields = {"group": process_group, "config": config, "layer": layer, "block": BLOCK}
     received = []
     with pytest.MonkeyPatch.context() as patch:
@@ -145,12 +145,12 @@ def gathered_on_a_rank(process_group, config, layer):
             sharded, "all_gather", lambda x, g: received.append(x.numel()) or all_gather(x, g)
         )
         with contextlib.suppress(ValueError):
-            # a layer whose anchor did not run sparsely
+            # the second layer of a cascade raises, because its anchor did not run
             distributed.predict(q, k, **fields)
     return sorted(received)
 
 
-# of 128 tokens of a rank: q and k
+# elements of q and of k of one rank, for 128 tokens
 Q, K = 4 * 128 * 16, 2 * 128 * 16
 
 
@@ -172,33 +172,33 @@ def test_ranks_gather_inputs_declared_by_predictor(ranks, config, layer, receive
 
 def on_a_rank_by_slow_channels(process_group, config, ends):
     sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
-    q, k, _ = (shard_of(x, sharding, rank) for x in full_text(sharding, 64))
+    q, k, _ = (shard_of(x, sharding, rank) for x in full_sequence(sharding, 64))
     shard_map = sharding.shard_map(max(config.query_block, config.key_block), q.device)
     layout = ShardedLayout(shard_map, process_group, shard_map.ranges(rank, 1))
     call = LayerContext(layout.ranges, DIM**-0.5, 0, channels=SLOW)
     return parts_of(layout.choose(make_predictor(config), q, k, call))
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("boundaries", BOUNDARIES)
 @pytest.mark.parametrize("config", ["exact", "cascade"])
-def test_slow_channels_select_rows_of_single_process_plan(ranks, config, text):
+def test_slow_channels_select_rows_of_single_process_plan(ranks, config, boundaries):
     config = CONFIGS[config]
-    actual = ranks.run(4, on_a_rank_by_slow_channels, config, TEXTS[text])
-    sharding = sharding_for(4, TEXTS[text])
+    actual = ranks.run(4, on_a_rank_by_slow_channels, config, BOUNDARIES[boundaries])
+    sharding = sharding_for(4, BOUNDARIES[boundaries])
     plan = in_one_process(config, sharding, 64, SLOW)
     assert_rows_of(actual, plan)
-    # and they are other rows than all of them choose
+    # all channels select other blocks than the slow channels
     assert not torch.equal(plan.to_dense(), in_one_process(config, sharding, 64).to_dense())
 
 
 def test_one_rank_equals_single_process(ranks):
-    actual = ranks.run(1, on_a_rank, SMALL, TEXTS["packed"])
-    assert_rows_of(actual, in_one_process(SMALL, sharding_for(1, TEXTS["packed"])))
+    actual = ranks.run(1, on_a_rank, SMALL, BOUNDARIES["packed"])
+    assert_rows_of(actual, in_one_process(SMALL, sharding_for(1, BOUNDARIES["packed"])))
 
 
 def attended_on_a_rank(process_group, config, ends):
     sharding, rank = sharding_for(process_group.size(), ends), process_group.rank()
-    q, k, v = (shard_of(x, sharding, rank).requires_grad_() for x in full_text(sharding))
+    q, k, v = (shard_of(x, sharding, rank).requires_grad_() for x in full_sequence(sharding))
     shared = {"group": process_group, "cu_seqlens": ends, "block": BLOCK}
     plan = distributed.predict(q, k, config=config, layer=0, **shared)
     out, lse = distributed.zigzag_attention(q, k, v, plan=plan, engine="reference", **shared)
@@ -206,39 +206,39 @@ def attended_on_a_rank(process_group, config, ends):
     return out.detach(), lse, *torch.autograd.grad(loss, (q, k, v))
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("boundaries", BOUNDARIES)
 @pytest.mark.parametrize("config", ["typical", "exact"])
-def test_sparse_attention_equals_single_process(ranks, config, text):
-    config, ends = CONFIGS[config], TEXTS[text]
+def test_sparse_attention_equals_single_process(ranks, config, boundaries):
+    config, ends = CONFIGS[config], BOUNDARIES[boundaries]
     sharding = sharding_for(4, ends)
     outcome = ranks.run(4, attended_on_a_rank, config, ends)
     plan = in_one_process(config, sharding)
     layout = layout_of(sharding, 32)
-    leaves = [x.requires_grad_() for x in full_text(sharding)]
+    leaves = [x.requires_grad_() for x in full_sequence(sharding)]
     inputs = layout.queries(leaves[0]), *map(layout.keys, leaves[1:])
     out, lse = reference.attention(*inputs, plan, DIM**-0.5, return_lse=True)
     out = layout.restore(out)
     gradients = torch.autograd.grad(out.square().sum(), leaves)
     if layout.query_order is not None:
         lse = lse[:, :, layout.query_order.place]
-    for parts, meant in zip(zip(*outcome, strict=True), (out, lse, *gradients), strict=True):
+    for parts, expected in zip(zip(*outcome, strict=True), (out, lse, *gradients), strict=True):
         result = torch.cat(parts, dim=2)[:, :, sharding.owner]
-        assert (result - meant).abs().max() <= 1e-5 * meant.abs().max()
+        assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_union_of_needed_blocks_of_handwritten_plans(ranks):
+def test_union_contains_blocks_of_all_queries_of_a_rank(ranks):
     config = replace(SMALL, mass_threshold=0.08, dense_tail_blocks=0, local_blocks=1)
     sharding = sharding_for(4, None)
     for rank, needed in enumerate(ranks.run(4, needed_on_a_rank, config)):
         rows = in_one_process(config, sharding).to_dense()
-        mine = rows[:, :, sharding.slots[rank][::32] // 32].any(2)
-        assert torch.equal(needed, mine.unflatten(1, (KV_HEADS, -1)).any(2))
+        expected = rows[:, :, sharding.slots[rank][::32] // 32].any(2)
+        assert torch.equal(needed, expected.unflatten(1, (KV_HEADS, -1)).any(2))
         assert 0 < needed.float().mean() < 1
 
 
 def needed_on_a_rank(process_group, config):
     sharding = sharding_for(process_group.size(), None)
-    q, k, _ = (shard_of(x, sharding, process_group.rank()) for x in full_text(sharding))
+    q, k, _ = (shard_of(x, sharding, process_group.rank()) for x in full_sequence(sharding))
     plan = distributed.predict(q, k, group=process_group, config=config, block=BLOCK)
     return distributed.union(plan, KV_HEADS)
 
@@ -249,10 +249,10 @@ def test_layers_share_key_ranges(ranks):
 
 
 def twice_on_a_rank(process_group):
-    sharding = sharding_for(2, TEXTS["packed"])
-    q, k, _ = (shard_of(x, sharding, process_group.rank()) for x in full_text(sharding))
+    sharding = sharding_for(2, BOUNDARIES["packed"])
+    q, k, _ = (shard_of(x, sharding, process_group.rank()) for x in full_sequence(sharding))
     fields = {"group": process_group, "config": SMALL, "block": BLOCK}
-    ends = {"cu_seqlens": TEXTS["packed"]}
+    ends = {"cu_seqlens": BOUNDARIES["packed"]}
     first = distributed.predict(q, k, **fields, **ends)
     again = distributed.predict(q, k, **fields, **ends, ranges=first.ranges)
     same = again.ranges is first.ranges and torch.equal(again.to_dense(), first.to_dense())

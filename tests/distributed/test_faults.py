@@ -1,4 +1,4 @@
-"""Inconsistent, misplaced or dead ranks: every rank raises, at the right time."""
+"""Inconsistent, misplaced or dead ranks: every rank raises."""
 
 import os
 import re
@@ -132,7 +132,7 @@ def test_different_batches_raise_on_all_ranks(ranks, changed, place):
 def computed(group, wrong):
     """Return the error of zigzag against one process after an intentional misplacement."""
     sharding, rank = sharding_for(group.size(), [0, 300]), group.rank()
-    q, k, v = qkv(1, 4, 2, sharding.text)
+    q, k, v = qkv(1, 4, 2, sharding.length)
     shard_map = shardings._shard_map.__wrapped__(
         sharding, sharding.dense_block_size, torch.device("cpu")
     )
@@ -174,7 +174,7 @@ def dies(group, how):
                 raise MemoryError("the third layer did not fit")
             distributed.zigzag_attention(q, k, v, group=group, block=BLOCK)
     except MemoryError:
-        # a process that ends takes its connections with it
+        # the end of a process closes its connections
         os._exit(1)
     except distributed.RankLost as error:
         return str(error), time.monotonic() - start

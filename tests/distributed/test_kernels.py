@@ -1,9 +1,9 @@
-"""The kernels under the ranges of a shard, in Triton's interpreter: early and late rows."""
+"""Kernels with the key ranges of a shard (an early and a late chunk), in the interpreter."""
 
 import pytest
 import torch
 from attention_cases import assert_engine_within_budget, random_plan
-from selecting import by_kernels, loud, on_the_cpu
+from selecting import loud, plan_by_kernels, plan_by_reference
 from shards import shard_of, sharding_for
 from tiny import qkv
 
@@ -23,17 +23,19 @@ def shard_spans(ends, rank):
 
 def test_kernel_attention_under_shard_ranges():
     sharding, shard_map, ranges = shard_spans([0, 33, 150], 1)
-    q, k, v = qkv(q_length=sharding.text, **SHAPE)
+    q, k, v = qkv(q_length=sharding.length, **SHAPE)
     q, grad = shard_of(q, sharding, 1), shard_of(q.flip(2), sharding, 1)
     k, v = shard_map.layout.keys(k), shard_map.layout.keys(v)
     plan = random_plan(q, k, (32, 16), ranges=ranges)
     assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.25)
 
 
-@pytest.mark.parametrize("ends", [[0, 221], [0, 33, 210]], ids=["one-text", "packed"])
+@pytest.mark.parametrize("ends", [[0, 221], [0, 33, 210]], ids=["one-document", "packed"])
 def test_kernel_selection_under_shard_ranges(ends):
     sharding, shard_map, ranges = shard_spans(ends, 0)
-    q, k = loud(q_length=sharding.text, **SHAPE)
+    q, k = loud(q_length=sharding.length, **SHAPE)
     q, k = shard_of(q, sharding, 0), shard_map.layout.keys(k)
-    actual, meant = (choose(SMALL, q, k, ranges) for choose in (by_kernels, on_the_cpu))
-    assert torch.equal(actual.to_dense(), meant.to_dense())
+    actual, expected = (
+        choose(SMALL, q, k, ranges) for choose in (plan_by_kernels, plan_by_reference)
+    )
+    assert torch.equal(actual.to_dense(), expected.to_dense())

@@ -65,7 +65,7 @@ def batch_of(length, ends=None, rows=2):
 def step(model, inputs):
     """Return (loss, logits, gradients of all parameters by name)."""
     result = model(**inputs, use_cache=False)
-    # in a thread of its own, as on a GPU
+    # in a separate thread, as autograd on a GPU
     with ThreadPoolExecutor(1) as autograd:
         autograd.submit(result.loss.backward).result()
     gradients = {name: weight.grad for name, weight in model.named_parameters()}
@@ -104,7 +104,7 @@ def assert_same_step(actual, expected):
     assert_same_gradients([each[2] for each in actual], gradients)
 
 
-@pytest.mark.parametrize("ends", [None, PACKED], ids=["one-text", "packed"])
+@pytest.mark.parametrize("ends", [None, PACKED], ids=["one-document", "packed"])
 @pytest.mark.parametrize("config", slow_but(CONFIGS, 0, 2, 3, 7))
 def test_training_step_equals_single_process(ranks, config, ends):
     batch, build = batch_of(655, ends), (("cab", CONFIGS[config]), {})
@@ -128,7 +128,7 @@ def test_training_step_equals_single_process(ranks, config, ends):
             (("cab", CONFIGS["cascade"]), {}), {"checkpointing": True}, 2, id="cascade-checkpointed"
         ),
         pytest.param((("cab", SPARSE), {}), {"heads_k_stride": 2}, 2, id="both-heads-at-once"),
-        # ranks draw for themselves, but where all is drawn
+        # ranks draw different samples, except if all blocks are sampled
         pytest.param((("cab", replace(SPARSE, sampled_one_in=1)), {}), {}, 2, id="all-sampled"),
         pytest.param((("cab", SPARSE), {}), {}, 1, id="alone"),
         pytest.param(
@@ -145,7 +145,7 @@ def test_training_step_equals_single_process(ranks, config, ends):
         pytest.param(
             (("cab", FULL), ROUTED), {"ends": [0, 70, 71, 300, 400]}, 2, id="a-router-loss-packed"
         ),
-        # frequencies are those of the longest document
+        # the frequencies depend on the longest document
         pytest.param(
             (("cab", FULL), DYNAMIC), {"ends": [0, 70, 71, 200, 400]}, 4, id="dynamic-rope-packed"
         ),
@@ -167,7 +167,7 @@ def made_after_each_pass(group, batch):
         with torch.no_grad(), cab_hf.context_parallel(model, group, block=BLOCK):
             model(**distributed.shard(batch, group, BLOCK), use_cache=False)
         gc.collect()
-        alive.append(sum(len(x._made) for x in gc.get_objects() if isinstance(x, KeyRanges)))
+        alive.append(sum(len(x._cache) for x in gc.get_objects() if isinstance(x, KeyRanges)))
     return alive
 
 
@@ -217,7 +217,7 @@ def test_shard_of_handwritten_batch(ranks):
     batch["position_ids"] = torch.cat((torch.arange(5), torch.arange(40)))[None]
     first, second = ranks.run(2, sharded, batch)
     assert first["input_ids"][0, :6].tolist() == [10, 11, 12, 13, 14, 0]
-    # what follows the last token of a document is what followed it in the row
+    # the label of the last token of a document is the next token of the row
     assert first["shift_labels"][0, :6].tolist() == [11, 12, 13, 14, 15, -100]
     assert second["labels"][0, 48:].tolist() == [*range(48, 55), *[-100] * 9]
     assert first["num_items_in_batch"] == 44
@@ -240,7 +240,7 @@ def wrapped_step_on_a_rank(group, batches, wrap):
     batch, ranks = batches[mesh.get_local_rank("dp")], mesh.get_group("cp")
     with cab_hf.context_parallel(model, ranks, block=BLOCK):
         inputs = distributed.shard(batch, ranks, BLOCK)
-        # gradients are averaged over four ranks, of which two share a text
+        # gradients are averaged over four ranks; two ranks share one sequence
         loss = 2 * model(**inputs, use_cache=False).loss
         loss.backward()
     complete = {name: weight.grad for name, weight in model.named_parameters()}

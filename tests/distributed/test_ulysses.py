@@ -21,8 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from cab_hf import CabConfig
 
 LENGTH = 512
-# documents of the text; a rank's shard begins in the middle of one
-TEXTS = {"one-text": (LENGTH,), "packed": (150, 1, 230, 131)}
+# document lengths by name; a rank's shard starts inside of a document
+DOCUMENT_LENGTHS = {"one-document": (LENGTH,), "packed": (150, 1, 230, 131)}
 CASES = {"cab_dense": ("cab_dense", None), "cab": ("cab", SPARSE)}
 
 
@@ -108,10 +108,10 @@ def assert_same_step(actual, build, inputs, labels):
     assert_same_gradients([mine for _, mine in actual], gradients)
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", DOCUMENT_LENGTHS)
 @pytest.mark.parametrize("case", CASES)
-def test_training_step_equals_single_process(ranks, case, text):
-    step_of = (CASES[case], *batch_of(TEXTS[text]))
+def test_training_step_equals_single_process(ranks, case, name):
+    step_of = (CASES[case], *batch_of(DOCUMENT_LENGTHS[name]))
     assert_same_step(ranks.run(2, step_on_a_rank, "torch", *step_of), *step_of)
 
 
@@ -125,7 +125,7 @@ def two(processes):
 
 @pytest.mark.parametrize("case", CASES)
 def test_deepspeed_training_step_equals_single_process(two, case):
-    step_of = (CASES[case], *batch_of(TEXTS["packed"]))
+    step_of = (CASES[case], *batch_of(DOCUMENT_LENGTHS["packed"]))
     assert_same_step(two.run(2, step_on_a_rank, "deepspeed", *step_of), *step_of)
 
 
@@ -140,7 +140,7 @@ def logits_by_accelerate(group, build, inputs):
     )
 
     handler = DeepSpeedSequenceParallelConfig()
-    # its own check knows no name but those of transformers
+    # the constructor accepts implementation names of transformers only
     handler.sp_attn_implementation = build[0]
     result = ParallelismConfig(sp_backend="deepspeed", sp_size=group.size(), sp_handler=handler)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
@@ -153,16 +153,16 @@ def logits_by_accelerate(group, build, inputs):
 
 
 def test_accelerate_passes_implementation_to_deepspeed(two):
-    build, (inputs, _) = CASES["cab"], batch_of(TEXTS["packed"])
+    build, (inputs, _) = CASES["cab"], batch_of(DOCUMENT_LENGTHS["packed"])
     actual = torch.cat(two.run(2, logits_by_accelerate, build, inputs), dim=1)
-    meant = model_of(*build).train()(**inputs, use_cache=False).logits
-    assert (actual - meant).abs().max() <= 1e-5 * meant.abs().max()
+    expected = model_of(*build).train()(**inputs, use_cache=False).logits
+    assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_per_head_budgets_raise(ranks):
     """A rank has some of the heads, but a table has an entry per head."""
     tables = CabConfig.published(((0.3, 0.4, 0.5, 0.6, 0.7, 0.8),) * 2, min_length=0)
-    step_of = (("cab", tables), *batch_of(TEXTS["one-text"]))
+    step_of = (("cab", tables), *batch_of(DOCUMENT_LENGTHS["one-document"]))
     for outcome in ranks.outcomes(2, step_on_a_rank, "torch", *step_of):
         assert isinstance(outcome, Failure) and outcome.kind == "ValueError"
         assert "layer 0 with 3 heads, got a table of 2 layers of 6 heads" in outcome.sentence

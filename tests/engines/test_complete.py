@@ -1,4 +1,4 @@
-"""What a plan names instead of listing: it means the same, and engines compute it."""
+"""Dense rows of a plan: rows that attend to all visible keys and have no block lists."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ CASES = [
     pytest.param(
         TWO | {"q_length": 75, "batch": 2, "dense_rows": [[-1, 2, 0], [-1, -1, -1]]},
         (32, 16),
-        id="rows-of-one-text-alone",
+        id="rows-of-one-sequence",
     ),
     pytest.param(
         TWO | TAIL | {"q_length": 75, "layout": "padded", "batch": 2},
@@ -58,7 +58,7 @@ cases = pytest.mark.parametrize(("shape", "blocks"), CASES)
 
 
 def listed(plan):
-    """The same attention, every block of it in a list."""
+    """Return a plan of the same attention whose lists contain every block."""
     return BlockPlan.from_dense(
         plan.to_dense(), plan.ranges, query_block=plan.query_block, key_block=plan.key_block
     )
@@ -66,14 +66,14 @@ def listed(plan):
 
 @pytest.fixture
 def plan():
-    """Six queries over six keys, two heads, blocks of 2 x 2; only the diagonal is kept."""
+    """Return a plan of 6 queries and keys, 2 heads and 2 x 2 blocks, with diagonal blocks only."""
     keep = torch.eye(3, dtype=torch.bool)[None, None].expand(1, 2, -1, -1)
     ranges = KeyRanges.causal(1, 6, 6, "cpu")
     rows = torch.tensor([[2, -1]])
     return BlockPlan.from_dense(keep, ranges, query_block=2, key_block=2, dense_rows=rows)
 
 
-def test_what_is_named_is_attended_and_not_listed(plan):
+def test_dense_rows_are_attended_without_lists(plan):
     require_valid(plan)
     assert plan.partial.counts.tolist() == [[[1, 1, 0], [1, 1, 0]]]
     assert plan.full.counts.sum() == 0
@@ -83,7 +83,7 @@ def test_what_is_named_is_attended_and_not_listed(plan):
 
 
 @cases
-def test_the_meaning_is_that_of_lists(shape, blocks):
+def test_dense_rows_equal_listed_blocks(shape, blocks):
     *_, plan = case("cpu", torch.float32, blocks, **shape)
     plain = listed(plan)
     assert torch.equal(plan.token_mask(), plain.token_mask())
@@ -91,7 +91,7 @@ def test_the_meaning_is_that_of_lists(shape, blocks):
     assert tuple(map(int, plan.pairs())) == tuple(map(int, plain.pairs()))
 
 
-def test_parts_of_the_keys_end_at_key_blocks():
+def test_split_keys_end_at_key_block_borders():
     """The chunk starts inside of a block, and key blocks are larger than those of a full plan."""
     ranges = KeyRanges.causal(1, 128, 9788, "cpu")
     rows = ranges.tail_rows(128, 128)
@@ -100,24 +100,24 @@ def test_parts_of_the_keys_end_at_key_blocks():
 
 
 @cases
-def test_the_reference_attends_it(shape, blocks):
+def test_reference_computes_dense_rows(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
     actual = with_gradients(engines.REFERENCE.attention, (q, k, v), grad, plan, 0.2)
-    for name, meant in with_gradients(
+    for name, expected in with_gradients(
         reference.attention, (q, k, v), grad, listed(plan), 0.2
     ).items():
-        assert torch.equal(actual[name], meant), name
+        assert torch.equal(actual[name], expected), name
 
 
 @pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 0, 1, 3, 6, 8))
-def test_kernels_attend_it(shape, blocks):
+def test_kernels_compute_dense_rows(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
     assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, 0.2)
 
 
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize(("shape", "blocks"), [CASES[0], CASES[4], CASES[5]])
-def test_without_gradient_it_is_put_in_place(shape, blocks, return_lse):
+def test_inference_output_equals_training_output(shape, blocks, return_lse):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
     trained = engines.TRITON.attention(q.requires_grad_(), k, v, plan, 0.2, return_lse)
     with torch.inference_mode():
@@ -130,8 +130,8 @@ def test_without_gradient_it_is_put_in_place(shape, blocks, return_lse):
 @pytest.mark.parametrize(
     ("shape", "blocks"), [case for case in CASES if "dim" not in case.values[0]]
 )
-def test_rows_may_walk_the_keys_in_parts(shape, blocks, return_lse, monkeypatch):
-    """Long texts: few rows that walk all keys would leave a GPU waiting."""
+def test_split_keys_of_dense_rows_equal_reference(shape, blocks, return_lse, monkeypatch):
+    """Few rows over all keys of a long sequence would leave most multiprocessors idle."""
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
     monkeypatch.setattr(complete, "JOINED_ON", ("cpu",))
     monkeypatch.setattr(complete, "SPLIT_KEYS", 16)
@@ -140,8 +140,8 @@ def test_rows_may_walk_the_keys_in_parts(shape, blocks, return_lse, monkeypatch)
     gathered = complete._gathered
     monkeypatch.setattr(complete, "_gathered", lambda *a: splits.append(a[3]) or gathered(*a))
     actual = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse)
-    meant = reference.attention(q, k, v, listed(plan), 0.2, return_lse)
-    for a, b in zip(*((x if return_lse else (x,)) for x in (actual, meant)), strict=True):
+    expected = reference.attention(q, k, v, listed(plan), 0.2, return_lse)
+    for a, b in zip(*((x if return_lse else (x,)) for x in (actual, expected)), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     assert all(number > 1 for number in splits)
     assert bool(splits) == (plan.dense_rows is not None)
@@ -149,38 +149,38 @@ def test_rows_may_walk_the_keys_in_parts(shape, blocks, return_lse, monkeypatch)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "blocks"), CASES[5:6])
-def test_flex_attends_it(shape, blocks):
+def test_flex_computes_dense_rows(shape, blocks):
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
     with torch.no_grad():
         actual = engines.FLEX.attention(q, k, v, plan, 0.2)
-    seen = (plan.ranges.end >= 0)[:, None, :, None]
-    meant = reference.attention(q, k, v, plan, 0.2)
-    torch.testing.assert_close(actual.where(seen, 0), meant, atol=1e-5, rtol=1e-4)
+    has_keys = (plan.ranges.end >= 0)[:, None, :, None]
+    expected = reference.attention(q, k, v, plan, 0.2)
+    torch.testing.assert_close(actual.where(has_keys, 0), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_layers_share_the_plans_of_what_is_not_listed(monkeypatch):
+def test_layers_share_the_plan_of_dense_rows(monkeypatch):
     q, k, v = qkv(q_length=60, **FOUR)
     ranges = KeyRanges.causal(1, 60, 60, "cpu")
-    made = []
+    built_plans = []
     causal = BlockPlan.causal
-    monkeypatch.setattr(BlockPlan, "causal", lambda *a: made.append(a) or causal(*a))
+    monkeypatch.setattr(BlockPlan, "causal", lambda *a: built_plans.append(a) or causal(*a))
     keep = torch.zeros(1, 4, 2, 4, dtype=torch.bool)
     for _ in range(3):
         rows = ranges.tail_rows(32, 32)
         plan = BlockPlan.from_dense(keep, ranges, query_block=32, key_block=16, dense_rows=rows)
         engines.TRITON.attention(q, k, v, plan, 0.2)
-    assert len(made) == 1
+    assert len(built_plans) == 1
 
 
-def test_a_plan_that_lists_everything_runs_as_it_did():
+def test_plan_without_dense_rows_is_passed_unchanged():
     q, k, v = qkv(q_length=70)
     plan = random_plan(q, k, (32, 16))
-    seen = []
-    complete.attention(lambda *a: seen.append(a) or a[0], q, k, v, plan, 0.2)
-    assert len(seen) == 1 and seen[0][0] is q and seen[0][3] is plan
+    calls = []
+    complete.attention(lambda *a: calls.append(a) or a[0], q, k, v, plan, 0.2)
+    assert len(calls) == 1 and calls[0][0] is q and calls[0][3] is plan
 
 
-def test_rows_of_a_tail_are_counted_without_looking():
+def test_tail_rows_follow_from_lengths():
     assert KeyRanges.causal(2, 100, 130, "cpu").tail_rows(32, 32).tolist() == [[2, 3]] * 2
     assert KeyRanges.causal(1, 96, 96, "cpu").tail_rows(32, 32).tolist() == [[2, -1]]
     assert KeyRanges.causal(1, 31, 96, "cpu").tail_rows(32, 32) is None
@@ -188,6 +188,6 @@ def test_rows_of_a_tail_are_counted_without_looking():
     padded = laid_out("padded", 2, 100, 100, 32, "cpu").ranges
     assert padded.tail_rows(32, 32).tolist() == [[1, 2], [2, 3]]
     packed = laid_out("packed", 1, 100, 100, 32, "cpu").ranges
-    # 33 and 67 tokens, from one border to the next
+    # documents of 33 and 67 tokens: the tail rows of each document
     assert packed.tail_rows(32, 32).tolist() == [[0, 1, 3, 4]]
     assert replace(packed, documents=None).tail_rows(32, 32) is None

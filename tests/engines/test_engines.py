@@ -1,4 +1,4 @@
-"""Every engine computes what the reference defines, and the reference what the plan means."""
+"""Engines compared with the reference, and the reference compared with a loop."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ def block_mask(plan, device, training=False):
 
 
 def by_definition(q, k, v, plan, scale):
-    """(out, log-sum-exp) over the kept keys, one head and query at a time, in float64."""
+    """Return (output, log-sum-exp) by a loop over heads and queries, in float64."""
     q, k, v = (x.double() for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     sharing = q.shape[1] // plan.heads
@@ -62,26 +62,26 @@ def by_definition(q, k, v, plan, scale):
     ],
     ids=str,
 )
-def test_reference_is_the_definition(shape, blocks, heads):
-    """A head of the plan may be that of several heads of q."""
+def test_reference_equals_loop_over_queries(shape, blocks, heads):
+    """One head of the plan may apply to several query heads."""
     q, k, v = qkv(**shape)
     plan = random_plan(q, k, blocks, heads=heads)
     require_valid(plan)
     actual = engines.REFERENCE.attention(q, k, v, plan, 0.3, return_lse=True)
-    meant = by_definition(q, k, v, plan, 0.3)
-    for part, exact in zip(actual, meant, strict=True):
+    expected = by_definition(q, k, v, plan, 0.3)
+    for part, exact in zip(actual, expected, strict=True):
         torch.testing.assert_close(part.double(), exact, atol=1e-5, rtol=1e-4)
 
 
-def test_a_plan_whose_heads_do_not_divide_those_of_q_is_refused():
+def test_plan_heads_that_do_not_divide_query_heads_raise():
     q, k, v = qkv(q_length=63)
     plan = random_plan(q, k, (32, 16), heads=4)
     with pytest.raises(ValueError, match="divides the 6 heads of q, got 4"):
         reference.attention(q, k, v, plan, 0.3)
 
 
-def test_queries_that_see_nothing_get_zeros_and_no_mass():
-    """Either the key range of a query is empty, or its row of blocks."""
+def test_queries_without_keys_have_zero_output_and_empty_log_sum_exp():
+    """A query has no keys if its key range is empty, or if its row lists no blocks."""
     q, k, v = qkv(q_length=96)
     ranges = KeyRanges.causal(1, 96, 96, q.device)
     ranges = replace(ranges, end=ranges.end.masked_fill(torch.arange(96) < 5, -1))
@@ -90,11 +90,11 @@ def test_queries_that_see_nothing_get_zeros_and_no_mass():
     keep[:, 1, 2] = False
     plan = BlockPlan.from_dense(keep, ranges, query_block=32, key_block=32)
     out, lse = reference.attention(q, k, v, plan, 0.3, return_lse=True)
-    blind = torch.zeros(q.shape[:3], dtype=torch.bool)
-    blind[:, :, :5] = True
-    blind[:, 1, 64:] = True
-    assert torch.equal(lse == -torch.inf, blind)
-    assert torch.equal((out == 0).all(-1), blind)
+    is_empty = torch.zeros(q.shape[:3], dtype=torch.bool)
+    is_empty[:, :, :5] = True
+    is_empty[:, 1, 64:] = True
+    assert torch.equal(lse == -torch.inf, is_empty)
+    assert torch.equal((out == 0).all(-1), is_empty)
     assert out.isfinite().all()
 
 
@@ -103,8 +103,8 @@ KINDS = ["plain", "named", "sampled", "of-groups", "not-finite", "softcap"]
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_op_of_the_reference_is_the_reference(kind, shape):
-    """torch.compile takes it in the reference's place, forward and backward."""
+def test_traced_op_equals_reference(kind, shape):
+    """The traced op replaces the reference under torch.compile, forward and backward."""
     q, k, v = qkv(**shape)
     named = {"dense_rows": torch.tensor([[0, -1]] * len(q))}
     heads = k.shape[1] if kind == "of-groups" else None
@@ -112,7 +112,7 @@ def test_the_op_of_the_reference_is_the_reference(kind, shape):
     if kind == "sampled":
         plan = plan.with_sample(3, torch.tensor(5))
     if kind == "not-finite":
-        # in a block that some heads list for some rows
+        # the NaN key is in a block that some heads list for some rows
         k[:, :, 20] = torch.nan
     found = []
     for attend in (traced.attention, reference.attention):
@@ -121,30 +121,30 @@ def test_the_op_of_the_reference_is_the_reference(kind, shape):
         out, lse = attend(*leaves, plan, 0.3, return_lse=True, softcap=softcap)
         gradients = torch.autograd.grad(out, leaves, qkv(**shape, seed=9)[0])
         if kind == "not-finite":
-            # what a row that sees it does to keys is nothing that anybody relies on
+            # gradients of k and v are undefined for rows that attend to the NaN key
             gradients = [gradients[0].where(out.isfinite(), 0.0)]
         found.append((out.detach(), lse.detach(), *gradients))
-    for actual, meant in zip(*found, strict=True):
-        torch.testing.assert_close(actual, meant, atol=1e-5, rtol=1e-4, equal_nan=True)
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4, equal_nan=True)
 
 
-def test_the_op_of_the_reference_is_one_of_torch():
-    """Shapes, strides and gradients that torch.compile plans with."""
+def test_traced_op_passes_opcheck():
+    """Check the shapes, strides and gradients that torch.compile relies on."""
     q, k, v = (x.requires_grad_() for x in qkv(q_length=63, kv_length=111))
     plan = random_plan(q, k, (32, 16))
-    given = []
+    calls = []
     op = traced._attention_op
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(traced, "_attention_op", lambda *known: given.append(known) or op(*known))
+        patch.setattr(traced, "_attention_op", lambda *known: calls.append(known) or op(*known))
         traced.attention(q, k, v, plan, 0.3, return_lse=True)
-    torch.library.opcheck(op, given[0])
+    torch.library.opcheck(op, calls[0])
 
 
 @pytest.mark.parametrize("heads", slow_but([None, 1, 2, 3], 0))
 @pytest.mark.parametrize("blocks", slow_but(BLOCKS, 0))
 @pytest.mark.parametrize("shape", slow_but(SHAPES, 0))
 def test_flex_computes_what_the_reference_defines(shape, blocks, heads):
-    """Catches lists that are ignored: uncompiled flex would compute dense attention."""
+    """Detect ignored lists: uncompiled FlexAttention computes dense attention."""
     q, k, v = qkv(**shape)
     if heads is not None and q.shape[1] % heads:
         pytest.skip("heads of a plan divide those of q")
@@ -182,13 +182,13 @@ def test_flex_with_padding_and_documents():
     require_valid(plan)
     with torch.no_grad():
         actual = flex.attention(q, k, v, plan, 0.3)
-    seen = (layout.ranges.end >= 0)[:, None, :, None]
+    has_keys = (layout.ranges.end >= 0)[:, None, :, None]
     expected = reference.attention(q, k, v, plan, 0.3)
-    torch.testing.assert_close(actual.where(seen, 0), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(actual.where(has_keys, 0), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_uncompiled_flex_really_ignores_the_lists():
-    """The trap this engine closes; when PyTorch closes it, this test may go."""
+def test_uncompiled_flex_attention_ignores_block_lists():
+    """The engine therefore always compiles. Remove this test when PyTorch fixes the error."""
     q, k, v = qkv(q_length=256)
     plan = random_plan(q, k, (64, 32), share=0.0)
     plain = block_mask(plan, torch.device("meta"))
@@ -203,7 +203,7 @@ def test_uncompiled_flex_really_ignores_the_lists():
 
 
 @pytest.mark.slow
-def test_flex_fails_rather_than_running_uncompiled_past_the_recompile_limit(monkeypatch):
+def test_flex_raises_at_recompile_limit(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(flex, "RECOMPILE_LIMIT", 1)
     with torch.no_grad(), pytest.raises(Exception, match="(?i)recompile"):
@@ -214,7 +214,7 @@ def test_flex_fails_rather_than_running_uncompiled_past_the_recompile_limit(monk
 
 
 def test_block_mask_lists_have_one_width():
-    """torch 2.11 walks the full lists with the strides of the partial lists."""
+    """torch 2.11 reads the full lists with the strides of the partial lists."""
     q, k, _ = qkv(q_length=256)
     mask = block_mask(random_plan(q, k, (64, 32)), q.device, training=True)
     assert mask.kv_indices.stride() == mask.full_kv_indices.stride()
@@ -237,7 +237,7 @@ def test_block_mask_transpose_lists_every_attending_query_block():
 
 
 def test_blocks_merged_for_training_attend_the_same_tokens():
-    """No backward kernel takes key blocks of 64: they are merged, and the mask decides inside."""
+    """Backward kernels reject key blocks of 64: blocks are merged, and mask_mod selects pairs."""
     q, k, _ = qkv(q_length=300)
     plan = random_plan(q, k, (64, 32), share=0.9)
     mask = block_mask(plan, q.device, training=True)
@@ -256,7 +256,7 @@ def test_blocks_merged_for_training_attend_the_same_tokens():
     assert full.any() and partial.any()
 
 
-def test_the_ragged_last_block_is_partial():
+def test_incomplete_last_block_is_partial():
     q, k, _ = qkv(q_length=205)
     plan = random_plan(q, k, (64, 32), share=1.0)
     last = plan.kv_blocks - 1
@@ -277,7 +277,7 @@ def test_the_ragged_last_block_is_partial():
         pytest.param({"device": "mps"}, "not on mps", "reference", id="device"),
     ],
 )
-def test_an_engine_asked_for_by_name_never_falls_back(work, reason, instead):
+def test_unavailable_engine_by_name_raises_and_auto_falls_back(work, reason, instead):
     work = workload(**{"device": "cpu", "head_dim": 64, "dtype": torch.float32, **work})
     with pytest.raises(ValueError, match=reason):
         engines.choose("flex", work)
@@ -317,23 +317,23 @@ HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
         pytest.param(HOPPER, {"device": "cpu"}, "CPU", id="cpu"),
     ],
 )
-def test_flex_takes_flash_where_it_can(monkeypatch, capability, work, expected):
+def test_flex_selects_flash_backend_by_capability(monkeypatch, capability, work, expected):
     pretend(monkeypatch, capability)
     work = workload(**work)
     assert f"({expected}" in engines.choose("flex", work).label(work)
 
 
 @pytest.mark.parametrize("other", ["4.0.0b1", "4.0.0b37", "4.0.0"])
-def test_flash_needs_a_package_that_was_tried(monkeypatch, other):
+def test_untested_flash_attn_version_is_unavailable(monkeypatch, other):
     missing = flash._missing.__wrapped__
     pretend(monkeypatch, HOPPER)
     monkeypatch.setattr(flash, "version", lambda name: other)
     monkeypatch.setattr(flash, "_missing", missing)
-    said = f"4.0.0b36 or later, below 4.0.0b37, not {other}"
-    assert said in flash.unavailable(128, torch.bfloat16, 128, 64)
+    message = f"4.0.0b36 or later, below 4.0.0b37, not {other}"
+    assert message in flash.unavailable(128, torch.bfloat16, 128, 64)
 
 
-def test_the_extra_installs_the_flash_that_was_tried():
+def test_flash_extra_pins_the_tested_version():
     setup = (Path(__file__).parents[2] / "setup.cfg").read_text()
     bounds = f"flash = flash-attn-4>={flash.LEAST_VERSION},<{flash.UNTRIED_VERSION}\n"
     assert bounds in setup
@@ -362,7 +362,7 @@ def test_the_extra_installs_the_flash_that_was_tried():
         ),
     ],
 )
-def test_the_label_says_what_runs(monkeypatch, name, work, expected):
+def test_label_names_engine_and_backend(monkeypatch, name, work, expected):
     pretend(monkeypatch, HOPPER)
     work = workload(**work)
     assert engines.choose(name, work).label(work) == expected
@@ -381,13 +381,13 @@ def test_the_label_says_what_runs(monkeypatch, name, work, expected):
         pytest.param({"head_dim": 512, "device": "cpu"}, 4096, "sdpa", id="cpu"),
     ],
 )
-def test_what_computes_exact_attention(monkeypatch, work, length, expected):
+def test_exact_engine_by_head_dim_and_length(monkeypatch, work, length, expected):
     pretend(monkeypatch, HOPPER)
     monkeypatch.setattr(ffpa, "_missing", lambda: None)
     assert engines.exact(workload(**work), length).name == expected
 
 
-def test_gpus_that_nothing_was_measured_on_keep_to_pytorch(monkeypatch):
+def test_unmeasured_gpu_uses_pytorch_engines(monkeypatch):
     pretend(monkeypatch, AMPERE)
     assert engines.choose("auto", workload()) is engines.FLEX
     assert engines.exact(workload(), None) is engines.SDPA
@@ -395,7 +395,7 @@ def test_gpus_that_nothing_was_measured_on_keep_to_pytorch(monkeypatch):
     assert engines.choose("triton", workload()) is engines.TRITON
 
 
-def test_ffpa_is_left_alone_where_it_is_not_installed(monkeypatch):
+def test_missing_ffpa_is_not_selected(monkeypatch):
     pretend(monkeypatch, HOPPER)
     monkeypatch.setattr(ffpa, "find_spec", lambda name: None)
     monkeypatch.setattr(ffpa, "_missing", ffpa._missing.__wrapped__)
@@ -407,30 +407,30 @@ LONG = 16384
 
 
 def measured(folder):
-    """The rows of a committed speed run of the lengths that engines are chosen for."""
+    """Return the rows of a committed speed run with at least `LONG` tokens."""
     path = Path(__file__).parents[2] / "eval" / "results" / folder / "results.json"
     rows = json.loads(read_file(path))["rows"]
-    kept = [row for row in rows if row["length"] >= LONG and not row["error"]]
-    assert kept
-    return kept
+    long_rows = [row for row in rows if row["length"] >= LONG and not row["error"]]
+    assert long_rows
+    return long_rows
 
 
 @pytest.mark.parametrize(
     ("backend", "folder"),
     [("FLASH", "speed-attention"), ("TRITON", "speed-attention-without-flash")],
 )
-def test_auto_takes_what_was_measured_fastest(backend, folder):
+def test_auto_order_matches_committed_times(backend, folder):
     lacking = engines.FLASH if backend == "TRITON" else None
     order = [e.name for e in engines.FASTEST if e not in (lacking, engines.REFERENCE)]
     first, *others = dict.fromkeys(order)
     for row in measured(folder):
         times = row["attend_ms"]
         assert backend in row["labels"]["flex"]
-        # two engines may run the same kernel: runs differ by this much
+        # two engines may run the same kernel, and runs of one kernel differ by up to 2%
         assert times[first] <= 1.02 * min(times[name] for name in others), row
 
 
-def test_ffpa_is_used_where_it_was_measured_faster():
+def test_ffpa_head_dims_match_committed_times():
     for row in measured("speed-attention-wide"):
         if row["direction"] == "forward" and row["budget"] == 1:
             faster = row["baselines"]["ffpa CuTe"] < 0.98 * row["attend_ms"]["triton"]
@@ -442,33 +442,35 @@ def workload(**changes):
 
 
 def pretend(monkeypatch, capability):
-    """A CUDA device of this capability, with flash-attn-4 installed."""
+    """Patch torch to report a CUDA device of this capability, with flash-attn-4 installed."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(flash, "_missing", lambda: None)
 
 
-def test_flex_needs_a_compiler_on_cpu(monkeypatch):
+def test_flex_without_compiler_is_unavailable_on_cpu(monkeypatch):
     monkeypatch.setattr(flex.shutil, "which", lambda name: None)
     assert "C++ compiler" in flex.unavailable("cpu", 64, torch.float32, False, 128, 64)
 
 
-def test_unknown_engine_is_refused():
+def test_unknown_engine_raises():
     work = engines.Workload("cpu", 64, torch.float32, False, 128, 64)
     with pytest.raises(ValueError, match="'reference', 'gather', 'flex', 'triton', got 'fastest'"):
         engines.choose("fastest", work)
 
 
-def test_flex_is_compiled_for_a_cap_where_lengths_are_symbols(monkeypatch):
+def test_flex_with_soft_cap_compiles_for_dynamic_lengths(monkeypatch):
     """FlexAttention on a GPU accepts a soft cap only as a constant."""
     compiled = torch.compile(flex._attend, dynamic=True, backend="aot_eager")
     monkeypatch.setattr(flex, "_compiled", lambda _: compiled)
     for length in (96, 160):
         q, k, v = qkv(q_length=length, kv_length=length)
         plan = random_plan(q, k, (32, 16))
-        seen = (plan.ranges.end >= 0)[:, None, :, None]
+        has_keys = (plan.ranges.end >= 0)[:, None, :, None]
         with torch.no_grad():
             out = flex.attention(q, k, v, plan, 0.3, softcap=3.0)
-        meant = reference.attention(q, k, v, plan, 0.3, softcap=3.0)
-        torch.testing.assert_close(out.where(seen, 0), meant.where(seen, 0), atol=1e-5, rtol=1e-4)
+        expected = reference.attention(q, k, v, plan, 0.3, softcap=3.0)
+        torch.testing.assert_close(
+            out.where(has_keys, 0), expected.where(has_keys, 0), atol=1e-5, rtol=1e-4
+        )

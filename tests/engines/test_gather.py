@@ -1,4 +1,4 @@
-"""The engine of CPUs: what the reference defines, over the keys that are listed."""
+"""The gather engine for CPUs: attention over the gathered keys of listed blocks."""
 
 import pytest
 import torch
@@ -27,17 +27,17 @@ CASES = [
 
 @pytest.mark.parametrize("at_a_time", [1, 4096, gather.LOGITS_AT_A_TIME])
 @pytest.mark.parametrize(("shape", "blocks"), CASES)
-def test_it_computes_what_the_reference_defines(monkeypatch, shape, blocks, at_a_time):
+def test_output_and_log_sum_exp_equal_reference(monkeypatch, shape, blocks, at_a_time):
     monkeypatch.setattr(gather, "LOGITS_AT_A_TIME", at_a_time)
     q, k, v, _, plan = case("cpu", torch.float32, blocks, **shape)
-    meant = reference.attention(q, k, v, plan, 0.2, return_lse=True)
+    expected = reference.attention(q, k, v, plan, 0.2, return_lse=True)
     actual = engines.GATHER.attention(q, k, v, plan, 0.2, return_lse=True)
-    for a, b in zip(actual, meant, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     assert torch.equal(engines.GATHER.attention(q, k, v, plan, 0.2), actual[0])
 
 
-def test_products_of_narrow_dtypes_are_added_up_in_float32():
+def test_bfloat16_products_accumulate_in_float32():
     q, k, v, _, plan = case("cpu", torch.bfloat16, BLOCKS, **FOUR, q_length=205)
     exact = reference.attention(*(x.double() for x in (q, k, v)), plan, 0.2)
     actual = gather.attention(q, k, v, plan, 0.2)
@@ -46,15 +46,15 @@ def test_products_of_narrow_dtypes_are_added_up_in_float32():
     assert error <= 2 * (reference.attention(q, k, v, plan, 0.2).double() - exact).abs().max()
 
 
-def test_rows_that_list_nothing_see_nothing():
+def test_empty_rows_have_zero_output():
     q, k, v, _, plan = case("cpu", torch.float32, BLOCKS, **FOUR, q_length=130)
     keep = plan.to_dense()
     keep[:, 1, 2] = False
     plan = type(plan).from_dense(keep, plan.ranges, query_block=BLOCKS[0], key_block=BLOCKS[1])
-    meant = reference.attention(q, k, v, plan, 0.2, return_lse=True)
+    expected = reference.attention(q, k, v, plan, 0.2, return_lse=True)
     actual = gather.attention(q, k, v, plan, 0.2, return_lse=True)
     assert (actual[0][:, 1, 64:96] == 0).all() and (actual[1][:, 1, 64:96] == -torch.inf).all()
-    for a, b in zip(actual, meant, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
@@ -72,7 +72,7 @@ def workload(**changes):
         pytest.param({"query_block": 32, "key_block": 16}, engines.REFERENCE, id="small-blocks"),
     ],
 )
-def test_a_cpu_takes_it_for_prompts(changes, expected):
+def test_auto_selects_gather_on_cpu_for_inference(changes, expected):
     assert engines.choose("auto", workload(**changes)) is expected
 
 
@@ -80,12 +80,12 @@ def test_a_cpu_takes_it_for_prompts(changes, expected):
     ("changes", "reason"),
     [({"device": "cuda"}, "runs on a CPU, not on cuda"), ({"training": True}, "has no backward")],
 )
-def test_asked_for_by_name_it_says_why_it_cannot(changes, reason):
+def test_unavailable_gather_raises_with_reason(changes, reason):
     with pytest.raises(ValueError, match=f"engine is 'gather', which {reason}"):
         engines.choose("gather", workload(**changes))
 
 
-def test_a_model_attends_by_it():
+def test_model_logits_equal_reference_engine():
     model, ids = tiny_model(), tokens(1, 300)
     logits = []
     for engine in ("reference", "gather"):

@@ -1,4 +1,4 @@
-"""What a plan samples in training: it stands for what is not listed, and engines compute it."""
+"""Blocks that a plan samples in training, as an estimate of all unlisted blocks."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def sampled_case(shape, blocks, sample_period):
     return case("cpu", torch.float32, blocks, share=0.2, sample_period=sample_period, **shape)
 
 
-def test_a_sample_is_refused_where_our_kernels_do_not_run(monkeypatch):
+def test_sampled_one_in_without_triton_kernel_raises(monkeypatch):
     monkeypatch.setattr(capability, "NAMED", (8, 0))
     work = engines.Workload("cuda", 256, torch.float32, True, 128, 64)
     with pytest.raises(
@@ -57,45 +57,44 @@ def test_kernels_compute_what_the_reference_defines(shape, blocks):
     assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, 0.2)
 
 
-def test_kernels_cap_logits_of_both():
+def test_soft_cap_applies_to_listed_and_sampled_blocks():
     q, k, v, grad, plan = sampled_case(FOUR | {"q_length": 150, "dense_rows": "tail"}, (32, 16), 3)
-    given = engines.TRITON.attention, q, k, v, grad, plan, 0.2
-    assert_engine_within_budget(*given, softcap=3.0)
+    assert_engine_within_budget(engines.TRITON.attention, q, k, v, grad, plan, 0.2, softcap=3.0)
 
 
 @pytest.mark.parametrize(("shape", "blocks"), CASES)
-def test_one_of_one_is_everything(shape, blocks):
+def test_sample_period_1_equals_dense_attention(shape, blocks):
     """Partial blocks are cut by the diagonal or a document border; lists contain them."""
     q, k, v, grad, plan = sampled_case(shape, blocks, sample_period=1)
     dense = BlockPlan.causal(plan.ranges, 1, *blocks)
     expected = with_gradients(reference.attention, (q, k, v), grad, dense, 0.2)
     actual = with_gradients(reference.attention, (q, k, v), grad, plan, 0.2)
-    seen = (plan.ranges.end >= 0)[:, None, :, None]
+    has_keys = (plan.ranges.end >= 0)[:, None, :, None]
     for name, meant in expected.items():
         result = actual[name]
         if name in ("out", "dq"):
-            result, meant = result * seen, meant * seen
+            result, meant = result * has_keys, meant * has_keys
         torch.testing.assert_close(result, meant, atol=1e-5, rtol=1e-5)
     assert plan.density() == dense.density()
 
 
-def test_each_block_that_is_not_listed_is_drawn_as_often_as_any():
+def test_unlisted_blocks_are_sampled_with_equal_probability():
     *_, plan = sampled_case(FOUR | {"q_length": 640}, (32, 16), sample_period=4)
     draws = [plan.with_sample(4, seed) for seed in seeds(300)]
-    often = sum(x.of_sampled().to_dense().float() for x in draws) / len(draws)
+    frequency = sum(x.of_sampled().to_dense().float() for x in draws) / len(draws)
     visible = BlockPlan.causal(plan.ranges, 1, 32, 16).to_dense()
     free = visible & ~plan.to_dense()
-    # by rows, heads and columns: 300 draws of many blocks
-    assert (often[~free] == 0).all()
+    # mean frequency per column, per row and per head, over 300 draws
+    assert (frequency[~free] == 0).all()
     for dims in ((0, 1, 2), (0, 1, 3), (0, 2, 3)):
-        mean = (often * free).sum(dims) / free.sum(dims).clamp(min=1)
+        mean = (frequency * free).sum(dims) / free.sum(dims).clamp(min=1)
         assert (mean[free.sum(dims) > 20] - 0.25).abs().max() < 0.03
-    together = torch.stack([x.of_sampled().to_dense() for x in draws]).float()
-    pair = together[:, 0, :, 19, 4]
-    assert pair[:, 0].mul(pair[:, 1]).mean() < 0.12, "heads draw for themselves"
+    sampled = torch.stack([x.of_sampled().to_dense() for x in draws]).float()
+    pair = sampled[:, 0, :, 19, 4]
+    assert pair[:, 0].mul(pair[:, 1]).mean() < 0.12, "samples of heads are not independent"
 
 
-def test_what_is_drawn_is_on_average_what_is_left_out():
+def test_sampled_estimate_of_softmax_sum_is_unbiased():
     q, k, v, _, plan = sampled_case(FOUR | {"q_length": 200}, (32, 16), sample_period=4)
     dense = BlockPlan.causal(plan.ranges, 1, 32, 16)
     expected = reference.attention(q, k, v, dense, 0.2, return_lse=True)[1].exp()
@@ -104,7 +103,7 @@ def test_what_is_drawn_is_on_average_what_is_left_out():
     assert (sum(sums) / len(sums) / expected).mean() == pytest.approx(1.0, abs=0.01)
 
 
-def test_a_plan_keeps_what_it_samples_through_every_change():
+def test_sampled_blocks_survive_plan_changes():
     *_, plan = sampled_case(FOUR | {"q_length": 200}, (32, 16), sample_period=3)
     drawn = plan.of_sampled().to_dense()
     for changed, expected in (
@@ -123,7 +122,7 @@ def gradients(model, ids, **checkpointing):
     model.train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False, **checkpointing})
-        # a layer of frozen weights takes inputs without gradients
+        # the inputs of a layer with frozen weights need no gradients
         model.disable_input_require_grads()
     torch.manual_seed(0)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -133,11 +132,11 @@ def gradients(model, ids, **checkpointing):
 def density(model, ids):
     attended.clear()
     gradients(model, ids)
-    seen, causal = sum(attended.values()).tolist()
-    return seen / causal
+    num_attended, num_causal = sum(attended.values()).tolist()
+    return num_attended / num_causal
 
 
-def test_training_on_one_of_one_is_dense_training():
+def test_gradients_with_sample_period_1_equal_dense_gradients():
     ids = tokens(2, 200)
     model = cab_hf.apply_cab(tiny_model(), replace(SPARSE, sampled_one_in=1))
     assert density(model, ids) == 1.0
@@ -147,7 +146,7 @@ def test_training_on_one_of_one_is_dense_training():
         torch.testing.assert_close(result, meant, atol=1e-5, rtol=1e-3)
 
 
-def test_a_layer_computed_again_attends_what_it_drew_before():
+def test_recompute_attends_to_the_same_sample():
     ids = tokens(2, 200)
     sampling, sparse = (cab_hf.apply_cab(tiny_model(), x) for x in (SAMPLING, SPARSE))
     assert density(sampling, ids) > density(sparse, ids)
@@ -158,7 +157,7 @@ def test_a_layer_computed_again_attends_what_it_drew_before():
         torch.testing.assert_close(result, meant)
 
 
-def test_a_plan_is_kept_where_keys_or_values_alone_have_gradients():
+def test_recompute_reuses_plan_if_only_values_have_gradients():
     ids, found = tokens(2, 200), []
     for checkpointing in ({}, {"preserve_rng_state": False}):
         model = cab_hf.apply_cab(tiny_model(), SAMPLING)
@@ -169,7 +168,7 @@ def test_a_plan_is_kept_where_keys_or_values_alone_have_gradients():
         torch.testing.assert_close(again, first)
 
 
-def test_a_config_that_samples_compiles_where_nothing_is_trained():
+def test_sampling_config_compiles_for_inference():
     model, ids = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SAMPLING), tokens(1, 130)
     torch._dynamo.reset()
     with torch.no_grad():
@@ -177,8 +176,8 @@ def test_a_config_that_samples_compiles_where_nothing_is_trained():
         torch.testing.assert_close(compiled(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_documents_that_share_blocks_are_not_sampled():
-    """A compiled model leaves documents unaligned, so that they share blocks."""
+def test_sampling_with_unaligned_documents_raises():
+    """A compiled model does not align documents to blocks: one block has several documents."""
     model, ids = cab_hf.apply_cab(tiny_model(num_hidden_layers=1), SAMPLING).train(), tokens(1, 400)
     positions = torch.cat([torch.arange(90), torch.arange(310)])[None]
     torch._dynamo.reset()
@@ -187,7 +186,7 @@ def test_documents_that_share_blocks_are_not_sampled():
         compiled(input_ids=ids, position_ids=positions, use_cache=False)
 
 
-def test_a_forward_pass_without_gradients_is_not_computed_again_with_some():
+def test_reentrant_checkpointing_with_sampling_raises():
     model, ids = cab_hf.apply_cab(tiny_model(), SAMPLING).train(), tokens(1, 200)
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
@@ -196,7 +195,7 @@ def test_a_forward_pass_without_gradients_is_not_computed_again_with_some():
         loss.backward()
 
 
-def test_nothing_is_drawn_without_gradients():
+def test_sampling_is_off_without_gradients():
     ids = tokens(1, 200)
     model = cab_hf.apply_cab(tiny_model(), SAMPLING)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A logit of each head that no key has: every engine gives its share, and gradients, as defined."""
+"""Attention sinks: one logit per head in the softmax, without a key and with value 0."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from cab_hf.ops.attention import complete, traced
 SINKS = (-2.0, 0.0, 3.0, 40.0)
 SHAPE = {"heads": 4, "kv_heads": 2}
 CASES = [
-    pytest.param({"q_length": 105, "dense_rows": "tail"}, id="rows-apart"),
+    pytest.param({"q_length": 105, "dense_rows": "tail"}, id="dense-rows"),
     pytest.param({"q_length": 75, "layout": "padded", "batch": 2}, id="padded"),
     pytest.param({"q_length": 130, "sample_period": 3, "share": 0.2}, id="sampled"),
     pytest.param({"q_length": 50, "dim": 264}, id="split"),
@@ -27,60 +27,62 @@ ENGINES = {
 
 
 def by_hand(q, k, v, sinks, plan, scale):
-    """Softmax over the keys of the plan and one more, of which the value is 0."""
+    """Return the softmax over the keys of the plan and one sink column with value 0."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     logits = q @ k.mT * scale
-    seen = plan.token_mask().expand(logits.shape)
+    mask = plan.token_mask().expand(logits.shape)
     if plan.sampled is not None:
         more = plan.of_sampled().token_mask().expand(logits.shape)
-        logits, seen = logits + more * torch.log(torch.tensor(plan.sample_period)), seen | more
-    logits = logits.masked_fill(~seen, -torch.inf)
+        logits, mask = logits + more * torch.log(torch.tensor(plan.sample_period)), mask | more
+    logits = logits.masked_fill(~mask, -torch.inf)
     column = sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
     return torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1] @ v
 
 
 @pytest.mark.parametrize("shape", slow_but(CASES, 0, 1))
 @pytest.mark.parametrize("engine", ENGINES)
-def test_output_and_gradients_are_those_of_one_more_logit(engine, shape):
+def test_output_and_gradients_equal_softmax_with_sink_column(engine, shape):
     q, k, v, grad, plan = case("cpu", torch.float32, (32, 16), **SHAPE, **shape)
     layout = BlockLayout(plan.ranges, k.shape[2])
-    given = [q, k, v, torch.tensor(SINKS)]
+    inputs = [q, k, v, torch.tensor(SINKS)]
 
     class Attention:
         attention = staticmethod(ENGINES[engine])
 
     def results(attend, tensors):
         leaves = [x.detach().requires_grad_() for x in tensors]
-        seen = (plan.ranges.end >= 0)[:, None, :, None]
-        out = attend(*leaves) * seen
+        has_keys = (plan.ranges.end >= 0)[:, None, :, None]
+        out = attend(*leaves) * has_keys
         return out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))
 
     def expected(*tensors):
         return results(lambda *x: by_hand(*x, plan, 0.1), tensors)
 
-    actual = results(lambda q, k, v, s: layout.attend(Attention, q, k, v, plan, 0.1, s), given)
+    actual = results(lambda q, k, v, s: layout.attend(Attention, q, k, v, plan, 0.1, s), inputs)
     for part, result in enumerate(actual):
-        assert_within_budget(result, lambda *x, part=part: expected(*x)[part], *given)
+        assert_within_budget(result, lambda *x, part=part: expected(*x)[part], *inputs)
 
 
 @pytest.mark.parametrize("order", ["heads first", "tokens first"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_gradients_a_kernel_gives_their_share(dtype, order, monkeypatch):
+def test_inference_kernel_applies_sinks(dtype, order, monkeypatch):
     monkeypatch.setattr(complete, "JOINED_ON", ("cpu",))
     shape = (2, 4, 150, 80) if order == "heads first" else (2, 150, 4, 80)
     out = torch.randn(shape).to(dtype)
     out = out if order == "heads first" else out.transpose(1, 2)
     lse = 4 * torch.randn(2, 4, 150)
-    # a query that sees nothing
+    # a query without keys
     lse[0, 1, 7], out[0, 1, 7] = -torch.inf, 0.0
     sinks = torch.tensor(SINKS, dtype=dtype)
-    meant = reference.with_sinks(out.double(), lse.double(), sinks)
+    expected = reference.with_sinks(out.double(), lse.double(), sinks)
     actual = complete.with_sinks(out.clone(memory_format=torch.preserve_format), lse, sinks)
     assert actual.stride() == out.stride()
-    torch.testing.assert_close(actual.double(), meant, atol=1e-6, rtol=2 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        actual.double(), expected, atol=1e-6, rtol=2 * torch.finfo(dtype).eps
+    )
 
 
-def test_what_learns_is_left_as_it_was(monkeypatch):
+def test_training_does_not_change_output_in_place(monkeypatch):
     monkeypatch.setattr(complete, "JOINED_ON", ("cpu",))
     out, lse = torch.randn(1, 4, 30, 16), torch.randn(1, 4, 30)
     sinks = torch.tensor(SINKS, requires_grad=True)

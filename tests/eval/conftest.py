@@ -1,4 +1,4 @@
-"""What stands in for libraries that are not here."""
+"""Fixtures that replace libraries that are not installed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The calibrate command: config files, and what layers attend by them."""
+"""The calibrate command: config files, and the densities that they reach."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from cab_hf.eval import calibrate
 from cab_hf.eval.__main__ import main
 from cab_hf.patches import calibration as of_models
 
-# of few blocks, each of which has more of the attention than one among many
+# higher than the defaults: a short sequence has few blocks, each with a large share of the mass
 THRESHOLDS = (0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01)
 SMALL = ("query_block=16", "key_block=16", "share_threshold=1.0")
 
@@ -37,7 +37,7 @@ def command(model_folder, book, out, *more):
     return main(["calibrate", *map(str, (*given, *more))])
 
 
-def test_it_writes_a_config_for_every_density(model_folder, book, tmp_path, capsys):
+def test_calibrate_writes_config_per_target_density(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
     assert command(model_folder, book, out, "--target-densities", "0.6,0.9") == 0
     low, high = (CabConfig.calibrated(out / f"cab_config-{x}.json") for x in (0.6, 0.9))
@@ -45,10 +45,10 @@ def test_it_writes_a_config_for_every_density(model_folder, book, tmp_path, caps
     assert low.origin == Origin(Path(model_folder).name, 2, 6, 2, 300)
     assert low.query_block == 16 and low.min_length == CabConfig().min_length
     assert (out / "figure.png").stat().st_size > 3_000
-    # what layers attend is measured by reading the text itself
+    # the printed densities, measured on the calibration text, reach the targets
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "config-" in line]
     assert [float(row[2]) for row in rows] == pytest.approx([0.6, 0.9], abs=0.1)
-    # and the library finds the same
+    # cab_hf.calibrate returns the same config as the command
     model, tokenizer = (
         x.from_pretrained(model_folder) for x in (AutoModelForCausalLM, AutoTokenizer)
     )
@@ -57,7 +57,7 @@ def test_it_writes_a_config_for_every_density(model_folder, book, tmp_path, caps
 
 
 @pytest.mark.parametrize("more", [(), ("--anchors", 1)], ids=["threshold", "anchors"])
-def test_a_density_out_of_reach_is_refused_before_the_model_is_opened(
+def test_unreachable_density_is_refused_before_model_load(
     model_folder, book, tmp_path, capsys, monkeypatch, more
 ):
     monkeypatch.setattr("cab_hf.eval.calibrate.load_model", None)
@@ -68,7 +68,7 @@ def test_a_density_out_of_reach_is_refused_before_the_model_is_opened(
     assert not (tmp_path / "run").exists()
 
 
-def test_every_target_is_checked_against_max_density(model_folder, book, tmp_path, capsys):
+def test_target_above_max_density_is_refused(model_folder, book, tmp_path, capsys):
     out, option = tmp_path / "run", "--target-densities"
     assert command(model_folder, book, out, option, "0.6,0.9", "--cab", "max_density=0.7") == 2
     shown = capsys.readouterr().err
@@ -76,21 +76,21 @@ def test_every_target_is_checked_against_max_density(model_folder, book, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_measured_by_default_is_of_a_models_own_blocks_and_can_be_reached_on_a_cpu():
+def test_calibrate_defaults_use_default_config_and_reachable_targets():
     settings = calibrate.Settings(model="tiny", device="cpu")
     require_target(settings.cab_config, min(settings.target_densities), settings.length)
     assert settings.cab_config == CabConfig()
     assert "small" not in calibrate.Settings.__dataclass_fields__["cab"].metadata["help"]
 
 
-def test_anchors_are_found_and_saved_with_their_map(model_folder, book, tmp_path, capsys):
+def test_calibrate_saves_anchors_and_head_map(model_folder, book, tmp_path, capsys):
     out, words = tmp_path / "run", ("--target-densities", "0.8", "--anchors")
     assert command(model_folder, book, out, *words, 1) == 0
     config = CabConfig.calibrated(out / "cab_config-0.8.json")
     assert (config.predictor, config.anchors, config.max_density) == ("cascade", (0,), 1.0)
     assert THRESHOLDS[-1] <= config.mass_threshold <= THRESHOLDS[0]
     assert config.head_map[0] == tuple(range(6)) and len(config.head_map) == 2
-    # heads of the second layer attend what heads of the first chose, whichever they like
+    # heads of the second layer use the blocks of heads of the first layer
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if "config-" in line]
     assert float(rows[0][2]) == pytest.approx(0.8, abs=0.05) and 0.5 < float(rows[0][3]) < 0.95
     assert command(model_folder, book, out, *words, 2) == 0
@@ -100,14 +100,14 @@ def test_anchors_are_found_and_saved_with_their_map(model_folder, book, tmp_path
     assert not (tmp_path / "too-many").exists()
 
 
-def test_what_a_layer_changes_is_one_less_the_cosine(model_folder):
+def test_layer_importance_is_one_minus_cosine(model_folder):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     ids = torch.arange(3, 40)[None]
     with torch.no_grad(), of_models._changes(model) as actual:
         states = model(ids, output_hidden_states=True).hidden_states
     cosine = torch.cosine_similarity(states[0], states[1], dim=-1).mean()
     assert sorted(actual) == [0, 1] and actual[0] == pytest.approx(float(1 - cosine), abs=1e-6)
-    # nothing is watched any longer
+    # the hooks are removed
     actual.clear()
     model(ids)
     assert not actual

@@ -1,4 +1,4 @@
-"""The runner: what it measures, writes and prints, and that it goes on where it stopped."""
+"""The experiment runner: measuring, output files, printed text and resuming."""
 
 import csv
 import errno
@@ -33,7 +33,7 @@ class Settings:
 
 
 class Powers(Experiment):
-    """Raises lengths to a power, then one more: that after the longest."""
+    """Experiment that raises lengths, and then the longest length + 1, to a power."""
 
     name = "powers"
     purpose = "raise lengths to a power"
@@ -91,7 +91,7 @@ def read(out):
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
-def test_a_run_leaves_five_files_and_says_where(tmp_path, capsys):
+def test_run_writes_five_files_and_prints_paths(tmp_path, capsys):
     rows = start(tmp_path)
     assert [(row["length"], row["value"]) for row in rows] == [(1, 1), (2, 4), (3, 9)]
     assert read(tmp_path).keys() == FILES
@@ -109,7 +109,7 @@ def test_a_run_leaves_five_files_and_says_where(tmp_path, capsys):
     assert str(tmp_path / "figure.png") in printed and str(tmp_path / "report.md") in printed
 
 
-def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch):
+def test_interrupted_run_continues(tmp_path, monkeypatch):
     def stopping(powers, case):
         if case["length"] == 2:
             raise KeyboardInterrupt
@@ -139,7 +139,7 @@ class Tried(Powers):
         return super().sample(case)
 
 
-def test_a_case_that_failed_is_passed_over_named_and_tried_again(tmp_path, monkeypatch, capsys):
+def test_failed_case_is_reported_and_retried(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Tried, "full", (2,))
     settings = Settings(out=str(tmp_path / "out"), lengths=(1, 2, 3))
     rows = run(Tried(settings))
@@ -156,7 +156,7 @@ def test_a_case_that_failed_is_passed_over_named_and_tried_again(tmp_path, monke
     assert MEASURED == [1, 3, 4, 2] and [row["length"] for row in rows] == [1, 2, 3, 4]
     report = (tmp_path / "out" / "report.md").read_text()
     assert "Not measured yet" not in report and render(tmp_path / "out") == rows
-    # where every case failed there is nothing to report
+    # a run without any successful case writes no report
     monkeypatch.setattr(Tried, "full", (1, 2))
     monkeypatch.setattr(Tried, "cases", lambda *_: [{"length": 1}, {"length": 2}])
     with pytest.raises(UsageError, match="no case could be measured: out of memory. Give shorter"):
@@ -164,7 +164,7 @@ def test_a_case_that_failed_is_passed_over_named_and_tried_again(tmp_path, monke
     assert read(tmp_path / "none").keys() == {"samples.jsonl"}
 
 
-def test_a_sample_without_a_field_that_rows_need_is_refused(tmp_path, monkeypatch):
+def test_sample_without_field_of_rows_is_refused(tmp_path, monkeypatch):
     start(tmp_path)
     path = tmp_path / "samples.jsonl"
     path.write_text(path.read_text().replace('"value": 4', '"worth": 4'))
@@ -180,13 +180,13 @@ def test_a_sample_without_a_field_that_rows_need_is_refused(tmp_path, monkeypatc
         start(tmp_path)
 
 
-def test_nothing_is_measured_twice_and_its_provenance_stays(tmp_path, monkeypatch):
+def test_repeated_run_keeps_samples_and_provenance(tmp_path, monkeypatch):
     start(tmp_path)
     before = read(tmp_path)
     monkeypatch.setattr(provenance, "utc_now", lambda: "later")
     start(tmp_path)
     assert MEASURED == [1, 2, 3] and read(tmp_path) == before
-    # where the samples are packed as well
+    # packed samples are read as well
     pack(tmp_path / "samples.jsonl")
     (tmp_path / "results.csv").unlink()
     render(tmp_path)
@@ -195,7 +195,7 @@ def test_nothing_is_measured_twice_and_its_provenance_stays(tmp_path, monkeypatc
     assert MEASURED == [1, 2, 3] and read(tmp_path) == before
 
 
-def test_a_run_grows_and_its_command_with_it(tmp_path, monkeypatch):
+def test_extended_run_updates_command(tmp_path, monkeypatch):
     start(tmp_path)
     bars = []
 
@@ -206,7 +206,7 @@ def test_a_run_grows_and_its_command_with_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(experiment, "tqdm", Bar)
     rows = start(tmp_path, lengths=(1, 2, 5))
-    # two of four are there already, and take nothing of the time that is left
+    # two of four cases are in the log, and do not count in the estimate of the remaining time
     assert bars[0] == (4, 2, 0)
     assert [row["length"] for row in rows] == [1, 2, 3, 5, 6] and MEASURED == [1, 2, 3, 5, 6]
     assert "powers --lengths 1,2,5\n" in (tmp_path / "report.md").read_text()
@@ -214,7 +214,7 @@ def test_a_run_grows_and_its_command_with_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("of", ["measure", "rows"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_number_that_json_does_not_know_is_not_written(tmp_path, monkeypatch, of, value):
+def test_nonfinite_number_is_not_written(tmp_path, monkeypatch, of, value):
     result = {"value": value, "sought": False}
     monkeypatch.setattr(Powers, of, lambda *_: [result] if of == "rows" else result)
     with pytest.raises(LogError, match="must contain finite numbers only"):
@@ -224,7 +224,7 @@ def test_a_number_that_json_does_not_know_is_not_written(tmp_path, monkeypatch, 
     assert "Infinity" not in content
 
 
-def test_what_repeats_is_said_by_the_report_of_all_runs(tmp_path, monkeypatch, capsys):
+def test_report_lists_repeated_texts_of_all_runs(tmp_path, monkeypatch, capsys):
     said, made = [], Powers.provenance
     monkeypatch.setattr(Powers, "provenance", lambda *_: {**made(*_), "repeated": list(said)})
     for length in (1, 5):
@@ -235,7 +235,7 @@ def test_what_repeats_is_said_by_the_report_of_all_runs(tmp_path, monkeypatch, c
     assert "texts of 1 tokens repeat it." in report and "texts of 5 tokens repeat it." in report
 
 
-def test_what_cannot_be_measured_here_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+def test_conflicting_folder_is_refused_before_writing(tmp_path, monkeypatch):
     class Roots(Powers):
         name = "roots"
 
@@ -262,7 +262,7 @@ def test_what_cannot_be_measured_here_is_refused_before_anything_is_written(tmp_
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"provenance": {}}', "\0"])
-def test_results_that_are_none_are_refused_before_anything_is_measured(tmp_path, content):
+def test_invalid_results_file_is_refused_before_measuring(tmp_path, content):
     start(tmp_path)
     MEASURED.clear()
     (tmp_path / "results.json").write_text(content)
@@ -272,7 +272,7 @@ def test_results_that_are_none_are_refused_before_anything_is_measured(tmp_path,
     assert not MEASURED
 
 
-def test_results_that_cannot_be_written_are_told_by_their_folder(tmp_path, monkeypatch):
+def test_write_error_names_the_folder(tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -297,7 +297,7 @@ def test_results_that_cannot_be_written_are_told_by_their_folder(tmp_path, monke
     ],
     ids=["refused", "full disk", "log", "bug", "bug with files"],
 )
-def test_a_user_gets_a_line_and_a_bug_its_traceback(monkeypatch, capsys, error, message):
+def test_usage_error_prints_one_line_and_bug_raises(monkeypatch, capsys, error, message):
     def fail(words):
         raise error
 
@@ -310,7 +310,7 @@ def test_a_user_gets_a_line_and_a_bug_its_traceback(monkeypatch, capsys, error, 
     assert capsys.readouterr().err == f"python -m cab_hf.eval: readme: {message}\n"
 
 
-def test_listing_commands_imports_none():
+def test_listing_commands_does_not_import_torch():
     code = (
         "import sys; from cab_hf.eval.__main__ import main;"
         "main(['--help']); main(['speed', '-h']);"
@@ -320,7 +320,7 @@ def test_listing_commands_imports_none():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_commands_are_listed_and_others_refused(capsys):
+def test_commands_are_listed_and_unknown_ones_refused(capsys):
     for name in ("fidelity", "passkey", *(f"speed {op}" for op in speed.COMMANDS)):
         kind = experiment.named(name)
         assert __main__._purpose(kind.__module__) == kind.purpose

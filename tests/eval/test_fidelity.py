@@ -1,4 +1,4 @@
-"""The fidelity command: its settings, what it reads and writes, and that it can be resumed."""
+"""The fidelity command: settings, probes, output files and resuming."""
 
 import json
 from functools import cache, partial
@@ -35,7 +35,7 @@ def book(tmp_path):
 # --- settings
 
 
-def test_configurations_are_told_apart(tmp_path):
+def test_variants_are_parsed_into_configs(tmp_path):
     plain, complete = tmp_path / "plain.json", tmp_path / "whole.json"
     plain.write_text(json.dumps({"mass_threshold": 0.7}))
     complete.write_text(
@@ -57,7 +57,7 @@ def test_configurations_are_told_apart(tmp_path):
     assert str(tmp_path) not in json.dumps(recorded)
 
 
-def test_the_variants_of_the_examples_are_configurations():
+def test_example_variants_file_is_valid():
     file = Path(__file__).parents[2] / "examples" / "variants.yaml"
     configs = Settings(variant=(str(file),)).configs
     assert len(configs) == 10 and configs["cab:rows-128-keys"].key_block == 128
@@ -67,7 +67,7 @@ def test_the_variants_of_the_examples_are_configurations():
 # --- the command
 
 
-def test_the_command_writes_its_files(model_folder, tmp_path, book, capsys, monkeypatch):
+def test_fidelity_command_writes_expected_rows(model_folder, tmp_path, book, capsys, monkeypatch):
     monkeypatch.setattr(probes, "BORDER", 32)
     more = ("--texts", f"noise,{book}", "--budgets", "match,0.5", "--variant", f"wide={SMALL}")
     more += ("--probes", "pass,recall,recall_border,perplexity,perplexity_border")
@@ -80,7 +80,7 @@ def test_the_command_writes_its_files(model_folder, tmp_path, book, capsys, monk
     assert cells == [(text, *arm) for text in ("noise", "book") for arm in arms]
     for dense, cab, wide, matched, half, full, hidden in (rows[:7], rows[7:]):
         assert dense["density"] == full["density"] == 1
-        # times of a CPU mean nothing
+        # a CPU is not timed
         assert dense["attend_ms"] is cab["over_dense"] is None
         assert cab["density"] < wide["density"] < 1
         assert matched["fitted"] == pytest.approx(cab["density"])
@@ -106,11 +106,12 @@ def test_the_command_writes_its_files(model_folder, tmp_path, book, capsys, monk
 
 
 @pytest.mark.parametrize("probe", ["recall", "recall_border"])
-def test_only_at_borders_nothing_behind_takes_part(model_folder, monkeypatch, probe):
+def test_predictions_at_block_borders_ignore_later_tokens(model_folder, monkeypatch, probe):
     monkeypatch.setattr(probes, "BORDER", 32)
-    third = (*SPARSE_WORDS, "mass_threshold=0", "max_density=0.3")
-    given = {"device": "cpu", "lengths": (900,), "keys": 2, "cab": third, "methods": ("cab",)}
-    measured = Fidelity(Settings(model=str(model_folder), **given))
+    sparse_words = (*SPARSE_WORDS, "mass_threshold=0", "max_density=0.3")
+    options = {"device": "cpu", "lengths": (900,), "keys": 2}
+    options |= {"cab": sparse_words, "methods": ("cab",)}
+    measured = Fidelity(Settings(model=str(model_folder), **options))
     reading = measured.reading("noise", 900, probe, None, 0)
     case = {"method": "cab", "text": "noise", "length": 900, "budget": None, "fitted": None}
 
@@ -136,7 +137,7 @@ TURNS = (
     *("--probes", "turns", "--lengths", 900, "--documents", 2, "--budgets", "0.05"),
     *("--variant", TIGHT, "--cab", "mass_threshold=0.2"),
 )
-# 4 times 128 tokens have room in 640
+# sparse decoding starts at 4 x 128 tokens, and 640 exceed them
 DECODING = (
     *("--probes", "decode,decode_asked,greedy", "--lengths", 640, "--documents", 2, "--asked", 2),
     *("--decoded", 24, "--written", 8, "--continuations", 3, "--match", "cab:sparse"),
@@ -147,7 +148,7 @@ DECODING = (
 
 @pytest.fixture(scope="module")
 def complete(model_folder, tmp_path_factory):
-    """Words of a run -> its rows by method, of several methods; run once."""
+    """Return a cached function: command words of a run -> rows by method."""
 
     @cache
     def rows(words):
@@ -161,7 +162,7 @@ def complete(model_folder, tmp_path_factory):
     return rows
 
 
-def test_what_follows_a_prompt_is_held_against_dense(complete):
+def test_continuation_is_compared_with_dense(complete):
     rows = complete(BEHIND)
     behind = {name: row["continuation"] for name, row in rows.items()}
     # an eighth of 640 tokens, of two documents
@@ -177,7 +178,7 @@ def test_what_follows_a_prompt_is_held_against_dense(complete):
     assert {row["asked"]["n"] for row in rows.values()} == {4}
 
 
-def test_turns_are_held_against_dense(complete):
+def test_turns_are_compared_with_dense(complete):
     rows = complete(TURNS)
     turns = {name: row["turns"]["turns"] for name, row in rows.items()}
     # an eighth of 180 tokens, of two documents
@@ -197,7 +198,7 @@ def test_turns_are_held_against_dense(complete):
         assert result["growth_low"] <= result["growth"] <= result["growth_high"]
 
 
-def test_what_follows_a_prompt_is_read_exactly_but_by_what_has_no_keys_left(model_folder):
+def test_continuation_is_exact_except_with_evicted_keys(model_folder):
     given = {"device": "cpu", "lengths": (640,), "cab": SPARSE_WORDS, "methods": ("cab",)}
     measured = Fidelity(Settings(model=str(model_folder), **given))
     reading = measured.reading("noise", 640, "continuation", None, 0)
@@ -208,7 +209,7 @@ def test_what_follows_a_prompt_is_read_exactly_but_by_what_has_no_keys_left(mode
         case = {"method": name, "budget": None, **place}
         method = measured.method(case)
         with method.applied(measured.model):
-            # nothing but its cache makes a method forget what it has read
+            # only the cache of a method can drop keys of the prompt
             complete = distributions(measured.model, reading, chunk=measured.settings.chunk)
             measured.dense_of(case)
             likely[name] = measured.read(case, reading, method)["nll"]
@@ -216,7 +217,7 @@ def test_what_follows_a_prompt_is_read_exactly_but_by_what_has_no_keys_left(mode
         assert (likely[name] == pytest.approx(exact, abs=1e-3)) == (name == "cab")
 
 
-def test_decoding_is_held_against_dense(complete):
+def test_decode_is_compared_with_dense(complete):
     rows = complete(DECODING)
     caches = ("streaming", "h2o", "snapkv")
     assert list(rows) == ["dense", "cab:sparse", "cab:dense", *caches, "full"]
@@ -237,15 +238,13 @@ def test_decoding_is_held_against_dense(complete):
     assert decode["full"]["kl"] == pytest.approx(0, abs=1e-7)
     for name in ("cab:sparse", *caches):
         assert decode[name]["kl"] > 1e-6 > abs(decode["full"]["kl"])
-    # by one prefill
+    # both use the same prefill, so the difference comes from decode steps
     assert decode["cab:sparse"]["kl"] != pytest.approx(decode["cab:dense"]["kl"], rel=1e-2)
     assert (rows["full"]["greedy"]["equal"], rows["full"]["greedy"]["prefix"]) == (3, 8)
     assert "equal" not in rows["dense"]["greedy"]
 
 
-def test_texts_that_are_decoded_side_by_side_are_those_decoded_alone(
-    model_folder, tmp_path, monkeypatch, complete
-):
+def test_batched_decode_equals_single_decode(model_folder, tmp_path, monkeypatch, complete):
     # two continuations and documents at once, then one
     monkeypatch.setattr(fidelity, "TOKENS_AT_ONCE", 640)
     for alone in command(model_folder, tmp_path, *DECODING, methods="dense,h2o")["rows"]:
@@ -257,7 +256,7 @@ def test_texts_that_are_decoded_side_by_side_are_those_decoded_alone(
 
 @pytest.fixture
 def kill(monkeypatch):
-    """(n) -> the cases that are measured from now on; the n-th is killed, if n is a number."""
+    """Return a function (n) -> list of cases measured later; the n-th case is interrupted."""
     measure = Fidelity.measure
 
     def kill(n):
@@ -283,7 +282,7 @@ def kill(monkeypatch):
         pytest.param(DECODING, 2, id="decoding, the second of two read together"),
     ],
 )
-def test_a_killed_run_ends_as_a_whole_one(model_folder, tmp_path, kill, complete, words, at):
+def test_resumed_run_equals_uninterrupted_run(model_folder, tmp_path, kill, complete, words, at):
     methods = "dense" if words is DECODING else "dense,cab"
     kill(at)
     with pytest.raises(KeyboardInterrupt):
@@ -296,7 +295,7 @@ def test_a_killed_run_ends_as_a_whole_one(model_folder, tmp_path, kill, complete
 
 
 class CountingBench(Bench):
-    """Says that a call took as many ms as calls came before it."""
+    """Clock whose n-th call takes n milliseconds."""
 
     def __init__(self):
         super().__init__("cpu")
@@ -308,7 +307,7 @@ class CountingBench(Bench):
         return Timing(float(self.calls))
 
 
-def test_layers_are_timed_apart_and_summed(model_folder):
+def test_layer_times_are_summed(model_folder):
     model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
     clock, tokens = AttentionClock(CountingBench()), tuple(range(3, 63)) * 10
     dense = clock.time(model, tokens, None)
@@ -318,7 +317,7 @@ def test_layers_are_timed_apart_and_summed(model_folder):
     result = clock.time(model, tokens, config)
     assert (result["predict_ms"], result["attend_ms"], result["dense_ms"]) == (2 + 4, 3 + 5, 2)
     assert "predict_reported" not in result
-    # an exact layer takes what dense attention does
+    # an exact layer takes the time of dense attention
     result = clock.time(model, tokens, CabConfig(min_length=0, dense_layers=(0,)))
     assert (result["predict_ms"], result["attend_ms"]) == (6, 1 + 7)
     cascade = CabConfig(min_length=0, predictor="cascade", anchors=(0,))
@@ -327,7 +326,7 @@ def test_layers_are_timed_apart_and_summed(model_folder):
 
 
 @pytest.mark.parametrize(("name", "share"), [("xattention", 9.3 / 73.8), ("streaming", 0.0)])
-def test_what_choosing_takes_is_what_authors_report(name, share, model_folder):
+def test_selection_time_uses_share_reported_by_authors(name, share, model_folder):
     model = Fidelity(Settings(model=str(model_folder), device="cpu")).model
     config = CabConfig(min_length=0, query_block=32, key_block=16, predictor=name)
     result = AttentionClock(CountingBench()).time(model, tuple(range(3, 63)) * 10, config)
@@ -337,13 +336,13 @@ def test_what_choosing_takes_is_what_authors_report(name, share, model_folder):
     assert result["attend_ms"] == 2 + 3
 
 
-def test_all_that_chooses_without_a_kernel_has_a_share():
+def test_rivals_without_kernel_have_reported_share():
     rivals = {method.predictor for method in METHODS.values() if issubclass(method, Chosen)}
     rivals |= {"streaming"}
     assert set(attention_time.REPORTED) == rivals
 
 
-def test_times_stand_beside_quality(model_folder, tmp_path, monkeypatch):
+def test_rows_contain_times_and_quality(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: CountingBench())
     results = command(model_folder, tmp_path, "--probes", "continuation", drawn=True)
     dense, cab, random = results["rows"]
@@ -353,10 +352,10 @@ def test_times_stand_beside_quality(model_folder, tmp_path, monkeypatch):
     assert (random["predict_ms"], random["predict_reported"]) == (0, 0)
 
 
-def test_a_cpu_is_not_timed():
+def test_cpu_is_timed_only_for_equal_time():
     assert attention_time.layer_bench("cpu") is None
     assert Fidelity(Settings(device="cpu")).clock is None
-    # but where times are asked for
+    # equal time needs a clock on every device
     assert type(Fidelity(Settings(device="cpu", equal="time")).clock.bench) is Bench
 
 
@@ -366,9 +365,9 @@ RIVALS = (
 TIMED = ("--probes", "continuation", "--lengths", "900", "--equal", "time")
 
 
-def test_times_are_matched(model_folder, tmp_path, monkeypatch):
+def test_fitted_budget_matches_attention_time(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
-    # of which so short a text has too little to leave out
+    # a lower minimum, because FlexPrefill would select all blocks of such a short sequence
     monkeypatch.setattr(last_queries, "MIN_TOKENS", 32)
     results = command(model_folder, tmp_path, *TIMED, methods=f"dense,cab,{RIVALS}")
     rows = {row["method"]: row for row in results["rows"]}
@@ -383,11 +382,11 @@ def test_times_are_matched(model_folder, tmp_path, monkeypatch):
     assert "over_match" not in rows["dense"] and "over_match" not in rows["cab"]
 
 
-def test_a_killed_run_goes_on_with_what_it_fitted(model_folder, tmp_path, monkeypatch, kill):
-    """Though times are others by then."""
+def test_resumed_run_reuses_fitted_budgets(model_folder, tmp_path, monkeypatch, kill):
+    """The second part of the run measures other times, but does not fit again."""
     monkeypatch.setattr(fidelity, "layer_bench", lambda device: DensityBench())
     more = (*TIMED, "--probes", "continuation,recall", "--documents", "2")
-    # of the third method the second sample
+    # the second sample of the third method
     calls = kill(12)
     with pytest.raises(KeyboardInterrupt):
         command(model_folder, tmp_path, *more)
@@ -399,18 +398,18 @@ def test_a_killed_run_goes_on_with_what_it_fitted(model_folder, tmp_path, monkey
     assert len({each["density"] for each in ours if each["probe"] == "recall"}) == 1
 
 
-def test_every_method_is_read(model_folder, tmp_path, halved_for_fp8):
-    # some are dense where nothing is decoded
+def test_every_method_has_rows(model_folder, tmp_path, halved_for_fp8):
+    # methods with dense prefill are dense without decoding
     names = [name for name, method in METHODS.items() if not method.dense_prefill]
     more = ("--probes", "continuation", "--lengths", "600", "--budgets", "0.5")
     rows = command(model_folder, tmp_path, *more, methods=",".join(names))["rows"]
-    # no_needle has nothing to hide here
+    # documents have no needle, so no_needle has no rows
     assert [row["method"] for row in rows] == [name for name in names if name != "no_needle"]
     densities = {row["method"]: row["density"] for row in rows}
     assert densities["mean_pooled"] == pytest.approx(0.5, abs=0.06)
 
 
-def test_a_run_grows(model_folder, tmp_path, kill, capsys):
+def test_run_is_extended_by_more_cases(model_folder, tmp_path, kill, capsys):
     command(model_folder, tmp_path)
     calls = kill(None)
     grown = command(model_folder, tmp_path, "--documents", "2", methods="dense")

@@ -1,4 +1,4 @@
-"""Memory of prompts, against the bytes of real models and against committed measurements."""
+"""Estimated memory of prompts, compared with real models and committed measurements."""
 
 import dataclasses
 from pathlib import Path
@@ -52,7 +52,7 @@ def rows(name):
 @pytest.mark.parametrize(
     "model_type", ["llama", "gemma3_text", "gemma4_text", "deepseek_v3", "qwen3_next", "mixtral"]
 )
-def test_weights_and_cache_are_those_of_a_real_model(model_type):
+def test_estimated_weights_and_cache_equal_real_model(model_type):
     config = tiny_config(model_type)
     prompts = fits.Prompts.of(config)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
@@ -61,13 +61,13 @@ def test_weights_and_cache_are_those_of_a_real_model(model_type):
     read_on(model, tokens(1, LENGTH), cache)
     kept = [x for x in cache.layers if isinstance(getattr(x, "keys", None), torch.Tensor)]
     expected = sum(x.keys.nbytes + x.values.nbytes for x in kept if x.keys.ndim == 4)
-    # a layer with a window caches all that it shows but the token at hand
+    # a sliding-window layer caches its window without the current token
     spare = sum(size for size, window in prompts.layers if window)
     actual = prompts.needed(LENGTH, None, fits.DYNAMIC).cache
     assert expected > 0 and actual in (expected, expected + spare)
 
 
-def test_a_static_cache_of_the_same_length_has_as_many_bytes(llama):
+def test_estimated_cache_bytes_equal_static_cache(llama):
     cache = StaticCache(config=LLAMA, max_cache_len=LENGTH)
     cache.early_initialization(1, 8, 128, torch.bfloat16, "meta")
     size = sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
@@ -83,7 +83,7 @@ def test_a_static_cache_of_the_same_length_has_as_many_bytes(llama):
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_prompt_in_chunks_takes_what_was_measured(llama, chunk):
+def test_chunked_prompt_estimate_matches_measurement(llama, chunk):
     for row in rows(f"speed-prefill-chunk-{chunk}"):
         needed = llama.needed(row["length"], chunk, fits.STATIC)
         assert needed.weights / GIB == pytest.approx(row["weights_gib"])
@@ -91,7 +91,7 @@ def test_a_prompt_in_chunks_takes_what_was_measured(llama, chunk):
         assert needed.workspace / GIB == pytest.approx(row["rest_gib"], rel=0.1)
 
 
-def test_a_whole_prompt_takes_what_was_measured(llama):
+def test_whole_prompt_estimate_matches_measurement(llama):
     for row in rows("speed-ttft"):
         if row["implementation"] == "cab":
             needed = llama.needed(row["length"], None, fits.DYNAMIC)
@@ -99,14 +99,14 @@ def test_a_whole_prompt_takes_what_was_measured(llama):
             assert needed.workspace == pytest.approx(rest, rel=0.1)
 
 
-def test_choosing_takes_what_was_measured(llama):
+def test_selection_memory_estimate_matches_measurement(llama):
     for row in rows("speed-predictor"):
         length = row["length"]
         actual = llama.choosing(32, 8, 128, length, length)
         assert actual / 2**20 == pytest.approx(row["peak_mib"], rel=0.1)
 
 
-def test_the_longest_prompt_is_near_the_one_that_was_found(llama):
+def test_longest_prompt_estimate_matches_search(llama):
     found = [row for row in rows("speed-prefill") if row["fits"]][-1]
     longest = llama.longest(found["room_gib"] * GIB, 32_768, fits.STATIC)
     assert longest == pytest.approx(found["length"], rel=0.1)
@@ -114,8 +114,8 @@ def test_the_longest_prompt_is_near_the_one_that_was_found(llama):
 
 @pytest.mark.parametrize("gib", [24, 48, 80])
 @pytest.mark.parametrize("chunk", [0, 8192])
-def test_the_longest_prompt_on_a_small_gpu_is_near_the_one_that_was_found(llama, gib, chunk):
-    """Beside both what tensors get there and the whole memory."""
+def test_longest_prompt_estimate_matches_search_on_small_gpus(llama, gib, chunk):
+    """``room`` is the whole memory of the GPU, or the part that tensors can use."""
     for way in ("cab_dense", "cab"):
         ran = rows(f"speed-prefill-{gib}-{'chunks' if chunk else 'whole'}")
         found = [row for row in ran if row["fits"] and row["implementation"] == way][-1]
@@ -129,7 +129,7 @@ def test_the_longest_prompt_on_a_small_gpu_is_near_the_one_that_was_found(llama,
 # --- the command
 
 
-def test_the_longest_fits_and_the_next_does_not(llama):
+def test_longest_prompt_fits_and_next_step_does_not(llama):
     room = 20 * GIB
     for chunk in (None, 8192):
         for cache in fits.CACHES:
@@ -138,12 +138,12 @@ def test_the_longest_fits_and_the_next_does_not(llama):
             assert llama.needed(longest + fits.STEP, chunk, cache).total > room
 
 
-def test_a_type_that_cannot_be_called_is_refused():
+def test_model_type_without_meta_support_is_refused():
     with pytest.raises(UsageError, match="model type dbrx cannot be called on torch's meta device"):
         fits.Prompts.of(tiny_config("dbrx"))
 
 
-def test_the_command_prints_a_table_of_a_config(tmp_path, capsys):
+def test_fits_command_prints_table(tmp_path, capsys):
     LLAMA.save_pretrained(tmp_path)
     assert main(["fits", "--model", str(tmp_path), "--gpu-gib", "24", "--chunk", "4k"]) == 0
     shown = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Intervals, by hand and by table."""
+"""Confidence intervals, compared with hand calculations and tables."""
 
 import math
 from statistics import NormalDist, stdev
@@ -35,9 +35,9 @@ def paired(both, only_ours, only_base, neither, turned=False):
     [
         # both perfect: no correlation can be seen, the two intervals join at a right angle
         ((10, 0, 0, 0), 0.0, -Z2 / (10 + Z2), Z2 / (10 + Z2)),
-        # always agreeing: phi = (25 - 10 / 2) / 25 = 0.8, so the width is half² (1 + 1 - 1.6)
+        # the methods always agree: phi = (25 - 10 / 2) / 25 = 0.8; width² is half² (1 + 1 - 1.6)
         ((5, 0, 0, 5), 0.0, -HALF * math.sqrt(0.4), HALF * math.sqrt(0.4)),
-        # never: phi = -25 / 25, and the half widths add up
+        # the methods never agree: phi = -25 / 25, and the half widths add up
         ((0, 5, 5, 0), 0.0, -2 * HALF, 2 * HALF),
         # every sample only ours: 1 - 0, and each end from its own side
         ((0, 10, 0, 0), 1.0, 1 - math.sqrt(2) * Z2 / (10 + Z2), 1.0),
@@ -47,13 +47,13 @@ def test_paired_difference_by_hand(table, difference, low, high):
     assert paired(*table) == pytest.approx((difference, low, high), abs=2e-6)
 
 
-def test_paired_difference_turns_with_the_pair():
+def test_paired_difference_is_antisymmetric():
     difference, low, high = paired(11, 2, 5, 3)
     assert paired(11, 2, 5, 3, turned=True) == pytest.approx((-difference, -high, -low))
     assert low < difference < high
 
 
-def test_what_is_no_share_and_no_pairs_is_refused():
+def test_invalid_counts_and_unequal_pairs_raise():
     for correct, n in ((1, 0), (-1, 5), (6, 5)):
         with pytest.raises(ValueError, match="correct must be 0 to n"):
             wilson(correct, n)
@@ -78,7 +78,7 @@ def test_student_quantile_by_table(level, freedom, quantile):
     assert high - mean == pytest.approx(mean - low)
 
 
-def test_means_of_pairs_and_of_intervals_by_hand():
+def test_paired_mean_and_mean_of_intervals_by_hand():
     # differences 0, 0.1, 0.2: mean 0.1, deviation 0.1, t(0.95, 2) = 4.302653
     spread = 4.302653 * 0.1 / math.sqrt(3)
     actual = mean_interval([0.5, 0.6, 0.9], [0.5, 0.5, 0.7], 0.95)

@@ -1,4 +1,4 @@
-"""Long runs: what is ahead, memory that runs out, shards, models and texts."""
+"""Long runs: dry runs, out-of-memory errors, shards, models and texts."""
 
 import json
 import re
@@ -33,7 +33,7 @@ by_name = pytest.mark.parametrize("name", NAMES)
 
 @pytest.fixture(scope="module")
 def complete(model_folder, tmp_path_factory):
-    """Name -> a run to its end: its ``folder``, ``results`` and what was ``printed``."""
+    """Return finished runs by name, each with ``folder``, ``results`` and ``printed`` text."""
     runs = {}
     for name in NAMES:
         folder, printed = tmp_path_factory.mktemp("complete") / name, StringIO()
@@ -49,9 +49,7 @@ def on_passkey(model_folder, tmp_path):
 
 
 @by_name
-def test_a_run_says_what_is_ahead_and_a_dry_one_ends_there(
-    model_folder, complete, tmp_path, capsys, name
-):
+def test_dry_run_prints_number_of_cases(model_folder, complete, tmp_path, capsys, name):
     assert command(name, model_folder, tmp_path / "out", "--dry-run") is None
     assert not (tmp_path / "out").exists()
     (line,) = capsys.readouterr().out.splitlines()
@@ -60,7 +58,7 @@ def test_a_run_says_what_is_ahead_and_a_dry_one_ends_there(
     going_on = partial(command, name, model_folder, complete[name].folder, "--dry-run")
     going_on()
     assert capsys.readouterr().out == "nothing is left to measure\n"
-    # of two more lengths
+    # two additional lengths
     going_on("--lengths", {"passkey": "400,300,420", "fidelity": "300,400,420"}[name])
     assert capsys.readouterr().out == f"{2 * CASES[name]} cases ({CASES[name]} are measured)\n"
 
@@ -72,9 +70,7 @@ def test_a_run_says_what_is_ahead_and_a_dry_one_ends_there(
         pytest.param(Fidelity, [*WIDE, "--texts"], id="fidelity"),
     ],
 )
-def test_a_report_is_made_from_the_files_alone_and_says_its_command(
-    model_folder, tmp_path, kind, words
-):
+def test_report_renders_from_files_and_contains_command(model_folder, tmp_path, kind, words):
     (book := tmp_path / "book.txt").write_text(TEXT)
     folder = tmp_path / "out"
     results = command(kind.name, model_folder, folder, *words, book, methods="dense,cab")
@@ -90,7 +86,7 @@ def test_a_report_is_made_from_the_files_alone_and_says_its_command(
     assert f"python -m cab_hf.eval {kind.name} {shlex.join(given)}" in report
     for name, config in settings.get("cab_configs", {"cab": settings.get("cab_config")}).items():
         assert f"Config of {name}: `{json.dumps(unlike_default(config))}`, other fields" in report
-    # no result has the paths of files
+    # results contain file names, but no paths
     for option, path in (("--model", model_folder), (words[-1], book)):
         given[given.index(option) + 1] = str(path)
     again = kind(read_settings(kind.Settings, given, kind.name))
@@ -104,7 +100,7 @@ def full(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
 
 
-def test_what_is_matched_to_a_method_without_memory_waits_for_it(
+def test_matched_method_waits_for_method_out_of_memory(
     model_folder, complete, monkeypatch, tmp_path
 ):
     read = Fidelity.read
@@ -114,7 +110,7 @@ def test_what_is_matched_to_a_method_without_memory_waits_for_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(Fidelity, "read", scarce)
-        # of all that a session of tests holds it takes longer than the cases do
+        # garbage collection of a whole test session takes longer than the cases
         patch.setattr("cab_hf.eval.long_run.gc.collect", lambda: 0)
         results = command("fidelity", model_folder, tmp_path)
     assert {row["method"] for row in results["rows"]} == {"dense"}
@@ -138,11 +134,11 @@ def experiment_of(name, shard=None, **fields):
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @by_name
-def test_every_case_is_of_one_shard_and_a_question_is_asked_by_it_of_all(name, parts):
+def test_shards_partition_cases_by_question(name, parts):
     experiments = [experiment_of(name, f"{part}/{parts}") for part in range(1, parts + 1)]
     free = [case for case in experiments[0].planned() if not experiments[0].waits(case)]
     waiting = [case for case in experiments[0].planned() if experiments[0].waits(case)]
-    # some are there, of which the others are not to depend
+    # shards must not depend on the cases that are already measured
     for known, cases in ((free[:4], free[4:]), (free, waiting)):
         shares = [each.share(known) for each in experiments]
         assert sorted(map(str, cases)) == sorted(str(case) for mine in shares for case in mine)
@@ -150,7 +146,7 @@ def test_every_case_is_of_one_shard_and_a_question_is_asked_by_it_of_all(name, p
         assert sum(map(len, questions)) == len(set().union(*questions))
 
 
-def test_what_is_timed_or_fitted_by_time_is_of_no_shard(monkeypatch):
+def test_timed_cases_belong_to_no_shard(monkeypatch):
     experiment = experiment_of("fidelity", "1/1", equal="time")
     free = [case for case in experiment.planned() if not experiment.waits(case)]
     assert experiment.share([]) and not experiment.share(free)
@@ -160,7 +156,7 @@ def test_what_is_timed_or_fitted_by_time_is_of_no_shard(monkeypatch):
     assert "recall" not in {case["probe"] for mine in shares for case in mine}
 
 
-def test_a_run_that_stops_has_asked_all_methods_alike():
+def test_cases_alternate_methods_per_question():
     experiment = experiment_of("fidelity")
     cases = list(experiment.planned())
     free = [case for case in cases if not experiment.waits(case)]
@@ -173,16 +169,14 @@ def test_a_run_that_stops_has_asked_all_methods_alike():
 
 
 @by_name
-def test_processes_that_a_launcher_starts_are_refused(
-    model_folder, tmp_path, monkeypatch, capsys, name
-):
+def test_world_size_above_1_is_refused(model_folder, tmp_path, monkeypatch, capsys, name):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="2"):
         start(name, model_folder, tmp_path)
     assert "--shard 1/2" in capsys.readouterr().err
 
 
-def test_shards_find_what_one_process_finds(
+def test_merged_shards_equal_one_process(
     on_passkey, complete, monkeypatch, model_folder, tmp_path, capsys
 ):
     answer, answered, out = Passkey.answer, [], tmp_path / "out"
@@ -192,7 +186,7 @@ def test_shards_find_what_one_process_finds(
         return answer(self, prompt, method)
 
     monkeypatch.setattr(Passkey, "answer", counted)
-    # those that match another method are left to the second time
+    # methods that match another method are measured by the second start
     for methods in ({"dense", "cab"}, {"random"}):
         answered.clear()
         for shard in ("1/2", "2/2"):
@@ -214,9 +208,7 @@ def test_shards_find_what_one_process_finds(
 # --- models, texts and configs
 
 
-def test_a_run_grows_with_one_model_and_not_with_another_of_its_name(
-    on_passkey, model_folder, tmp_path, capsys
-):
+def test_run_continues_only_with_model_of_same_hash(on_passkey, model_folder, tmp_path, capsys):
     other, same = (shutil.copytree(model_folder, tmp_path / x / model_folder.name) for x in "ab")
     shown = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**shown, "rms_norm_eps": 0.5}))
@@ -240,8 +232,8 @@ def test_a_run_grows_with_one_model_and_not_with_another_of_its_name(
         (("predictor=random",), {"predictor": "random"}),
     ],
 )
-def test_what_is_set_comes_in_the_place_of_small_blocks(kind, assignments, expected):
-    """A given predictor need not read the fields that small blocks set in addition to sizes."""
+def test_given_fields_replace_small_block_defaults(kind, assignments, expected):
+    """Another predictor may not use the fields that the small-block defaults set."""
     settings = kind.Settings(device="cpu", cab=assignments)
     chosen = settings.cab_config if kind is passkey else settings.configs["cab"]
     assert chosen == CabConfig(min_length=0, **expected)
@@ -251,24 +243,22 @@ def test_what_is_set_comes_in_the_place_of_small_blocks(kind, assignments, expec
     ("name", "words"),
     [("fidelity", "--texts a.txt,b.txt"), ("passkey", "--filler text --haystack a.txt")],
 )
-def test_a_text_is_read_without_its_byte_order_mark_and_named_if_it_is_short(
-    model_folder, tmp_path, monkeypatch, name, words
-):
+def test_short_text_is_reported_as_repeated(model_folder, tmp_path, monkeypatch, name, words):
     monkeypatch.chdir(tmp_path)
-    # of 400 and 1,200 tokens
+    # a.txt has 400 tokens and a byte order mark; b.txt has 1,200 tokens
     Path("a.txt").write_text("So it goes. " * 100, "utf-8-sig")
     Path("b.txt").write_text("So it goes. " * 300)
     given = f"--model {model_folder} --device cpu {words} --lengths 400,900,1200"
     opened = named(name)(read_settings(named(name).Settings, given.split(), name, ""))
-    said = "a.txt has 400 tokens, so that it repeats in texts of 900 and 1,200 tokens."
-    assert opened.provenance("now")["repeated"] == [said]
+    message = "a.txt has 400 tokens, so that it repeats in texts of 900 and 1,200 tokens."
+    assert opened.provenance("now")["repeated"] == [message]
     assert set(opened.running()["a.txt"]) == {"So it goes."}
 
 
 @pytest.mark.parametrize(
     ("folder", "name"), [("runs/mine/model", "mine"), ("runs/mine", "mine"), ("model", "here")]
 )
-def test_a_model_that_a_run_has_trained_is_called_as_the_run(folder, name, tmp_path, monkeypatch):
+def test_trained_model_has_name_of_its_run(folder, name, tmp_path, monkeypatch):
     (tmp_path / "here" / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(Fidelity, "content", "its hash")
@@ -278,7 +268,7 @@ def test_a_model_that_a_run_has_trained_is_called_as_the_run(folder, name, tmp_p
 
 
 @by_name
-def test_a_sample_without_a_measured_field_is_refused(
+def test_log_sample_without_required_field_is_refused(
     complete, name, tmp_path, model_folder, capsys
 ):
     samples = (complete[name].folder / "samples.jsonl").read_text().splitlines()

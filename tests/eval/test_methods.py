@@ -1,4 +1,4 @@
-"""Baselines: how they match a budget, what their caches keep, and that they leave no trace."""
+"""Baselines: fitted budgets, evicted keys, and restored models."""
 
 from dataclasses import replace
 
@@ -16,8 +16,7 @@ from cab_hf.predictors import LayerContext, make_predictor
 
 LENGTH = 600
 CELL = Cell(SMALL, 0.4, LENGTH)
-# of the fit of top-p, whose density depends on the text: a share that pays for itself; and of a
-# model of two layers
+# cell of top-p methods in a model of two layers: the realised density equals the share
 SHARED = replace(CELL, realised=lambda config: float(config.predictor.partition(":")[2]), layers=2)
 MATCHED = [name for name, method in METHODS.items() if method.matched]
 
@@ -66,19 +65,20 @@ class Decoding:
         out, _ = self.method.attend(self.kept, self.shares, self.module, *given, None, 0.25)
         return out
 
-    def walk(self, alive, after):
-        """Compare every step; ``after(head, seen, weights)`` says which keys it leaves."""
+    def check_steps(self, alive, after):
+        """Compare every step; ``after(head, positions, weights)`` returns the keys that remain."""
         for at in range(self.prompt, self.prompt + self.steps):
             out = self.attend(slice(at, at + 1), at + 1)
             for head in range(2):
-                seen, group = [*alive[head], at], slice(3 * head, 3 * head + 3)
-                weights = (self.q[0, group, at] @ self.k[0, head, seen].T * 0.25).softmax(-1)
-                torch.testing.assert_close(out[0, 0, group], weights @ self.v[0, head, seen])
-                alive[head] = after(head, seen, weights)
+                positions, group = [*alive[head], at], slice(3 * head, 3 * head + 3)
+                keys, values = self.k[0, head, positions], self.v[0, head, positions]
+                weights = (self.q[0, group, at] @ keys.T * 0.25).softmax(-1)
+                torch.testing.assert_close(out[0, 0, group], weights @ values)
+                alive[head] = after(head, positions, weights)
 
 
-def test_h2o_evicts_at_every_step_what_received_least():
-    """Against sets of keys, one a KV head, over complete attention probabilities."""
+def test_h2o_evicts_keys_with_least_attention():
+    """Compare with evicted sets of keys per KV head, from complete attention probabilities."""
     tokens, prompt = 11, 40
     decoding = Decoding(caches.H2O(tokens), prompt, steps=12)
     received = decoding.probabilities.sum(2).unflatten(1, (2, 3)).sum(2)[0].tolist()
@@ -89,18 +89,18 @@ def test_h2o_evicts_at_every_step_what_received_least():
             alive.remove(min(old, key=received[head].__getitem__))
         return alive
 
-    def after(head, seen, weights):
+    def after(head, positions, weights):
         received[head].append(0.0)
-        for place, more in zip(seen, weights.sum(0).tolist(), strict=True):
-            received[head][place] += more
-        return evict(head, seen)
+        for position, mass in zip(positions, weights.sum(0).tolist(), strict=True):
+            received[head][position] += mass
+        return evict(head, positions)
 
-    decoding.walk([evict(head, list(range(prompt))) for head in range(2)], after)
+    decoding.check_steps([evict(head, list(range(prompt))) for head in range(2)], after)
 
 
 @pytest.mark.parametrize(("tokens", "prompt"), [(45, 100), (20, 100), (90, 40)])
-def test_snapkv_keeps_what_the_end_of_a_prompt_attends(tokens, prompt):
-    """Against sets of keys, one a KV head, over complete attention probabilities."""
+def test_snapkv_keeps_keys_attended_by_prompt_end(tokens, prompt):
+    """Compare with evicted sets of keys per KV head, from complete attention probabilities."""
     decoding = Decoding(caches.SnapKV(tokens), prompt, steps=3)
     expected = decoding.probabilities @ decoding.v[:, :, :prompt].repeat_interleave(3, dim=1)
     torch.testing.assert_close(decoding.out.transpose(1, 2), expected)
@@ -109,20 +109,20 @@ def test_snapkv_keeps_what_the_end_of_a_prompt_attends(tokens, prompt):
     given = decoding.probabilities[0, :, -window:, : prompt - window].sum(1)
     alive = []
     for row in given.unflatten(0, (2, 3)).sum(1).tolist():
-        # the mean over five, of which those beyond the edges are zeros
+        # mean over five neighbours, with zeros outside of the row
         pooled = [sum(row[max(0, at - 2) : at + 3]) / 5 for at in range(len(row))]
         best = sorted(range(len(row)), key=lambda at: -pooled[at])[: max(0, tokens - window)]
         alive.append([*sorted(best), *range(prompt - window, prompt)])
-    # what is decoded stays
-    decoding.walk(alive, lambda head, seen, weights: seen)
+    # SnapKV evicts no decoded tokens
+    decoding.check_steps(alive, lambda head, positions, weights: positions)
 
 
 @pytest.mark.parametrize(
     ("method", "sinks", "tokens"),
     [(caches.StreamingCache(50), 4, 50), (caches.StreamingCache(LENGTH), 0, LENGTH)],
-    ids=["behind a dense prefill", "everything"],
+    ids=["after a dense prefill", "all keys"],
 )
-def test_streaming_decodes_over_sinks_and_the_latest(model, ids, method, sinks, tokens):
+def test_streaming_decode_attends_to_sinks_and_window(model, ids, method, sinks, tokens):
     prompt = 560
     with method.applied(model):
         steps = after_prompt(model, ids, prompt, cache=method.cache(model))
@@ -133,19 +133,19 @@ def test_streaming_decodes_over_sinks_and_the_latest(model, ids, method, sinks, 
     torch.testing.assert_close(steps, complete[:, prompt - 1 : -1], atol=1e-4, rtol=1e-4)
 
 
-def test_streaming_forgets_in_decode_what_its_prefill_does_not_see(model, ids):
+def test_streaming_cache_drops_keys_outside_prefill_window(model, ids):
     streaming = methods.Streaming.fit(replace(CELL, budget=0.2))
     cache = streaming.cache(model)
     with streaming.applied(model):
         after_prompt(model, ids, 560, cache=cache)
     kept = (streaming.config.local_blocks + 1) * streaming.config.key_block
     assert {layer.keys.shape[2] for layer in cache.layers} == {kept}
-    # of the last token nothing is read but its logits
+    # the last token is not fed to the model: only its logits are compared
     assert cache.get_seq_length() == LENGTH - 1
 
 
-def test_a_step_is_counted_in_tokens_of_the_same_bytes(model):
-    """An index row has a number of channels; keys and values have 2 * 16."""
+def test_step_tokens_count_index_bytes(model):
+    """Bytes of an index row are converted to tokens: K and V of a token have 2 * 16 channels."""
     config = SMALL.changed(sparse_decode=True, decode_tokens=128)
     sparse = methods.Cab(config)
     with sparse.applied(model):
@@ -154,7 +154,7 @@ def test_a_step_is_counted_in_tokens_of_the_same_bytes(model):
     index = cache.layers[0].index
     a_token = index.nbytes / index.scales.numel() / (2 * 16 * 4)
     assert sparse.step_tokens(model, LENGTH) == 128 + LENGTH * a_token
-    # a text of less than four times as many is read whole
+    # a sequence below 4 * decode_tokens is decoded densely
     assert sparse.step_tokens(model, 511) == 511
     share = methods.Cab(config.changed(decode_tokens=0.1))
     assert share.step_tokens(model, LENGTH) == pytest.approx(60 + LENGTH * a_token)
@@ -169,7 +169,7 @@ KEEPS_SOME = [name for name, method in METHODS.items() if method.dense_prefill]
 
 
 @pytest.mark.parametrize("name", KEEPS_SOME)
-def test_a_cache_prefills_densely_and_decodes_what_it_kept(name, model, ids):
+def test_eviction_cache_has_dense_prefill_and_sparse_decode(name, model, ids):
     before = logits(model, ids)
     text = generate(model, ids)
     with METHODS[name](2 * LENGTH).applied(model):
@@ -188,7 +188,7 @@ def test_a_cache_prefills_densely_and_decodes_what_it_kept(name, model, ids):
 
 
 @pytest.mark.parametrize("name", KEEPS_SOME)
-def test_a_cache_refuses_a_mask_and_a_second_chunk(name, model, ids):
+def test_eviction_cache_with_padding_or_chunks_raises(name, model, ids):
     mask = torch.ones_like(ids)
     mask[:, :5] = 0
     with METHODS[name](300).applied(model), torch.no_grad():
@@ -202,14 +202,14 @@ def test_a_cache_refuses_a_mask_and_a_second_chunk(name, model, ids):
 # --- all of them
 
 
-def test_fp8_is_refused_without_torchao(monkeypatch):
+def test_fp8_without_torchao_raises(monkeypatch):
     monkeypatch.setattr(base, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match="torchao is not installed"):
         METHODS["fp8"].fit(CELL)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_leaves_the_model_as_it_was(name, model, ids, halved_for_fp8):
+def test_method_restores_model_after_error(name, model, ids, halved_for_fp8):
     before = logits(model, ids)
     with (
         pytest.raises(RuntimeError, match="in the middle"),
@@ -224,11 +224,11 @@ def test_a_method_leaves_the_model_as_it_was(name, model, ids, halved_for_fp8):
 
 
 @pytest.mark.parametrize("name", MATCHED)
-def test_matched_methods_realise_the_budget(name, model, ids):
+def test_matched_method_reaches_budget(name, model, ids):
     budget = 0.3
-    # the published recipe has blocks of 64: fewer of them, and so coarser steps
+    # the published recipe has blocks of 64 tokens, so its density has coarser steps
     tolerance = 0.06 if name == "published" else 0.03
-    # without what is forced at the end of so short a text
+    # without dense tail rows, which would exceed the budget of such a short sequence
     cell = replace(CELL, config=replace(CELL.config, dense_tail_blocks=0), budget=budget)
     cell = replace(cell, realised=methods.realised_on(model, ids[0].tolist()))
     with METHODS[name].fit(cell).applied(model) as densities:
@@ -239,7 +239,7 @@ def test_matched_methods_realise_the_budget(name, model, ids):
 
 
 @pytest.mark.parametrize("name", ["xattention_fitted", "flexprefill_fitted", "mean_pooled"])
-def test_a_share_is_fitted_on_a_text_and_read_from_a_log(name):
+def test_fitted_share_is_restored_from_log(name):
     config = METHODS[name].fit(SHARED).config
     predictor = name.removesuffix("_fitted")
     assert config.predictor == f"{predictor}:0.4"
@@ -250,16 +250,16 @@ def test_a_share_is_fitted_on_a_text_and_read_from_a_log(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_dense_tail_is_cabs_and_of_those_matched_by_its_blocks(name, halved_for_fp8):
+def test_dense_tail_applies_to_methods_matched_by_blocks(name, halved_for_fp8):
     cell = replace(SHARED, config=replace(SMALL, dense_tail_blocks=3))
     config = getattr(METHODS[name].fit(cell), "config", None)
-    if config is None or name == "trianglemix":  # whose last queries are its own
+    if config is None or name == "trianglemix":  # TriangleMix has its own last queries
         return
-    alone = ("streaming", "published", "xattention", "xattention_16", "flexprefill")
-    assert config.dense_tail_blocks == (0 if name in alone else 3)
+    without_tail = ("streaming", "published", "xattention", "xattention_16", "flexprefill")
+    assert config.dense_tail_blocks == (0 if name in without_tail else 3)
 
 
-def test_trianglemix_is_dense_and_then_a_triangle(model, ids, monkeypatch):
+def test_trianglemix_has_dense_and_triangle_layers(model, ids, monkeypatch):
     monkeypatch.setattr(blocks, "WINDOW", 70)
     monkeypatch.setattr(blocks, "LAST_QUERIES", 40)
     method = blocks.TriangleMix.fit(SHARED)
@@ -271,8 +271,8 @@ def test_trianglemix_is_dense_and_then_a_triangle(model, ids, monkeypatch):
     call = LayerContext(KeyRanges.causal(1, 320, 320, "cpu"), 0.25, layer=1)
     plan = make_predictor(method.config)(*random_qk(320), call)
     rows, block = torch.arange(10)[:, None], torch.arange(20)
-    # blocks of 16 keys, seven of which hold 70 before and with each of 32 queries; the last 40
-    # queries are in two blocks of 32
+    # a window of 70 tokens for every query of a 32-query block covers seven blocks of 16 keys; the
+    # last 40 queries are in two query blocks
     expected = (block == 0) | (block > 2 * rows + 1 - 7) | (rows >= 8)
     expected &= block <= 2 * rows + 1
     assert torch.equal(plan.to_dense()[0], expected.expand(6, -1, -1))
@@ -280,14 +280,14 @@ def test_trianglemix_is_dense_and_then_a_triangle(model, ids, monkeypatch):
     window = (key <= query) & (key > query - 70)
     kept = plan.to_dense()[0, 0].repeat_interleave(32, 0).repeat_interleave(16, 1)
     assert kept[window].all()
-    # dense layers of all methods are so in this one too
+    # dense_layers of the config are added
     cell = replace(SHARED, config=replace(SMALL, dense_layers=(5,)), layers=7)
     assert blocks.TriangleMix.fit(cell).config.dense_layers == (0, 1, 2, 5)
     with pytest.raises(ValueError, match="cell must contain the number of layers"):
         blocks.TriangleMix.fit(CELL)
 
 
-def test_densities_start_afresh_for_every_sample(model, ids):
+def test_densities_are_reset_per_sample(model, ids):
     with METHODS["random"].fit(CELL).applied(model) as densities:
         logits(model, ids)
         first = densities()

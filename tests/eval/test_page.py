@@ -1,4 +1,4 @@
-"""The HTML page of results: its content, and that it loads nothing from elsewhere."""
+"""The HTML page of results: content, and no external resources."""
 
 import base64
 import json
@@ -22,8 +22,8 @@ def found(pattern, text):
     return [unescape(each) for each in re.findall(pattern, text, re.DOTALL)]
 
 
-class Told(Passkey):
-    """Experiment whose tables and sentences are the ones given."""
+class FixedReport(Passkey):
+    """Experiment with fixed tables and sentences."""
 
     title, caption = "Told <i>", "seen & <drawn>"
 
@@ -56,7 +56,7 @@ def write(folder, rows, **made):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(result_folders, "kind_of", lambda made, _: Told)
+    monkeypatch.setattr(result_folders, "kind_of", lambda made, _: FixedReport)
     rows = [{"name": HOSTILE, "value": 0.5}, {"name": "b", "value": None}]
     write(tmp_path / "runs" / "told", rows)
     return tmp_path / "runs" / "told"
@@ -72,10 +72,10 @@ def committed():
     return made(RESULTS)
 
 
-# --- what is on it
+# --- content
 
 
-def test_a_section_has_all_parts_of_a_report_and_escapes_their_text(folder):
+def test_section_has_report_parts_and_escapes_html(folder):
     text = made(folder)
     assert found("<h2><a[^>]*>(.*?)</a></h2>", text) == ["Told <i>: told"]
     assert found("<summary>(.*?)</summary>", text) == [
@@ -94,10 +94,10 @@ def test_a_section_has_all_parts_of_a_report_and_escapes_their_text(folder):
     assert "<script" not in text and "<i>" not in text
 
 
-def test_contents_link_to_every_section_and_nothing_is_loaded_from_elsewhere(committed):
+def test_page_links_sections_and_loads_no_external_resource(committed):
     links = found(r'href="#([^"]+)"', committed)
     names = [path.parent.name for path in RESULTS.glob("*/results.json*")]
-    # a link in the contents and one in the heading, and a link back
+    # per section: a link in the contents, a link in the heading and a link to the top
     assert sorted(links) == sorted([*names, *names, *["top"] * len(names)])
     assert sorted(found(r'<section id="([^"]+)"', committed)) == sorted(names)
     loading = {"script", "link", "iframe", "object", "embed", "base", "video"}
@@ -110,12 +110,12 @@ def test_contents_link_to_every_section_and_nothing_is_loaded_from_elsewhere(com
 
 
 @pytest.mark.parametrize("name", ["speed-ttft", "families", "smollm2-8192-1key"])
-def test_a_section_is_the_report_with_its_figure_and_command(name):
+def test_section_equals_report_with_figure_and_command(name):
     complete = (RESULTS / name / "report.md").read_text()
     result, text = result_folders.read_results(RESULTS / name), made(RESULTS / name)
     lines = [line for line in complete.splitlines() if line.startswith("| ")]
     rows = [re.split(r" (?<!\\)\| ", line[2:-2]) for line in lines if "| --- |" not in line]
-    # as text, without the marks of Markdown
+    # cells as plain text, without Markdown
     plain = [[re.sub(r"\\(\|)|`|\*\*", r"\1", cell) for cell in row] for row in rows]
     cells = found(r"<t[hd][ >](.*?)</t[hd]>", text)
     cells = [re.sub(r"^[^<>]*\">|^>?|<[^>]+>", "", cell) for cell in cells]
@@ -131,7 +131,7 @@ def test_a_section_is_the_report_with_its_figure_and_command(name):
     assert said == f"{result.kind.caption}\n{command.strip('`').strip()}"
 
 
-def test_folders_count_once_and_those_of_one_name_go_by_their_paths(folder, tmp_path):
+def test_folders_are_deduplicated_and_named_by_path(folder, tmp_path):
     write(folder.parent / "other", [{"name": "a", "value": 1.0}], settings={"keys": 1})
     results = page.read_all([folder.parent, folder])
     assert [each.name for each in results] == ["other", "told"]
@@ -143,7 +143,7 @@ def test_folders_count_once_and_those_of_one_name_go_by_their_paths(folder, tmp_
     assert len(set(found(r'<section id="([^"]+)"', text))) == 2
 
 
-# --- the command, and what it refuses
+# --- the command
 
 
 def run(capsys, *words):
@@ -155,7 +155,7 @@ def run(capsys, *words):
     return status, capsys.readouterr().err
 
 
-def test_the_command_writes_one_file(folder, tmp_path, capsys):
+def test_page_command_writes_one_file(folder, tmp_path, capsys):
     out = tmp_path / "a" / "page"
     assert run(capsys, folder, "--out", out)[0] == 0
     assert [path.name for path in out.iterdir()] == ["index.html"]
@@ -166,7 +166,7 @@ def rows_of_another_kind(folder):
     return json.dumps({**json.loads((folder / "results.json").read_text()), "rows": [3]})
 
 
-# a file and what is in it instead, None where it is missing
+# (file, other content, error); None removes the file
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -179,7 +179,7 @@ def rows_of_another_kind(folder):
     ],
     ids=["gone", "no results", "broken", "rows", "no figure", "figure"],
 )
-def test_a_folder_that_cannot_be_shown_is_refused(folder, tmp_path, capsys, name, content, message):
+def test_folder_without_results_is_refused(folder, tmp_path, capsys, name, content, message):
     path = folder / name
     if content is not None:
         path.write_text(content(folder) if callable(content) else content)
@@ -192,7 +192,7 @@ def test_a_folder_that_cannot_be_shown_is_refused(folder, tmp_path, capsys, name
     assert said.startswith("python -m cab_hf.eval: report: ") and message in said
 
 
-def test_words_without_folders_and_a_place_that_is_a_file_are_refused(folder, tmp_path, capsys):
+def test_missing_folders_or_file_as_output_are_refused(folder, tmp_path, capsys):
     status, said = run(capsys, "--out", tmp_path / "out")
     assert status == 2 and "folders must be result folders, got none" in said
     status, said = run(capsys, folder, "--out", folder / "figure.png")

@@ -1,4 +1,4 @@
-"""The passkey command: its prompts, its scoring, its files, and models of other wishes."""
+"""The passkey command: prompts, scoring, output files and generation configs."""
 
 import json
 import shutil
@@ -37,29 +37,30 @@ def text_file(tmp_path):
 @pytest.mark.parametrize("filler", haystack.FILLERS)
 @pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
 @pytest.mark.parametrize("depth", [0.0, 0.3, 1.0])
-def test_prompts_fit_and_hold_the_needle_at_its_depth(chat, filler, keys, depth, text_file):
+def test_prompt_has_needle_at_depth_and_fits_length(chat, filler, keys, depth, text_file):
     tokenizer = make_tokenizer(chat)
     hay = Haystack(tokenizer, filler, keys, text_file if filler == "text" else None)
     for length in (250, 611):
         prompt = hay.prompt(length, depth, index=0)
-        # the gap is less than a word, and a number is a word of five tokens here
+        # a missing word has at most five tokens (a number) with this tokenizer
         assert length - 5 < len(prompt.tokens) <= length
         start, end = prompt.needle
         needle = tokenizer.decode(prompt.tokens[start:end]).replace(" ", "")
         assert needle.startswith("Thepasskey")
         assert needle.count(prompt.key) == 2
-        # the haystack lies between instruction and question; other needles move it a little
-        room = length - 40 * keys
-        assert start / room == pytest.approx(depth, abs=(20 + 30 * keys) / room)
+        # the haystack is between instruction and question; other needles shift the depth slightly
+        haystack_tokens = length - 40 * keys
+        tolerance = (20 + 30 * keys) / haystack_tokens
+        assert start / haystack_tokens == pytest.approx(depth, abs=tolerance)
         question = tokenizer.decode(prompt.tokens[prompt.asking :]).replace(" ", "")
         assert question.startswith("Whatisthepasskey")
         assert prompt.asking >= end
 
 
-def test_needles_stand_at_sentence_borders(tokenizer):
+def test_needles_are_at_sentence_borders(tokenizer):
     render, needles = Haystack(tokenizer).render, [(0.5, "HERE."), (0.9, "THERE.")]
     sentences = ["The grass is green."] * 10
-    # all of one size, so that half of them come after the fifth
+    # all sentences have equal length, so depth 0.5 is after the fifth of ten
     expected = [*sentences[:5], "HERE.", *sentences[5:9], "THERE.", *sentences[9:]]
     assert " ".join(expected) in render("", needles, sentences)
     assert "HERE" not in render("", [], sentences)
@@ -68,20 +69,20 @@ def test_needles_stand_at_sentence_borders(tokenizer):
 @pytest.mark.parametrize(
     "change", [{"index": 1}, {"depth": 0.25}, {"length": 301}, {"seed": 1}], ids=str
 )
-def test_a_prompt_is_a_function_of_its_place(tokenizer, change):
+def test_prompt_depends_on_length_depth_index_and_seed(tokenizer, change):
     place = {"length": 300, "depth": 0.5, "index": 0, "seed": 0}
     prompt = Haystack(tokenizer).prompt(**place)
     assert Haystack(tokenizer).prompt(**place) == prompt
     assert Haystack(tokenizer).prompt(**{**place, **change}).key != prompt.key
 
 
-def test_samples_start_at_places_of_their_own(tokenizer, text_file):
+def test_samples_start_at_different_sentences(tokenizer, text_file):
     for hay in (Haystack(tokenizer), Haystack(tokenizer, "text", file=text_file)):
         starts = {hay.prompt(300, 1.0, index).tokens[:30] for index in range(12)}
         assert len(starts) > 2
 
 
-def test_no_needle_leaves_out_every_key_and_nothing_else(tokenizer):
+def test_hide_needle_removes_keys_only(tokenizer):
     hay = Haystack(tokenizer, keys=4)
     shown, hidden = (hay.prompt(400, 0.5, 0, hide_needle=hide) for hide in (False, True))
     assert hidden.key == shown.key
@@ -94,11 +95,11 @@ def test_no_needle_leaves_out_every_key_and_nothing_else(tokenizer):
     )
 
 
-def test_keys_differ_and_distractors_are_none_of_them(tokenizer):
+def test_keys_are_distinct_from_distractors(tokenizer):
     hay = Haystack(tokenizer, "distractors", keys=8)
     text = tokenizer.decode(hay.prompt(1200, 0.5, 0).tokens).replace(" ", "")
     counts = sorted(text.count(f"passkeyfor{name}is") for name in needles.NAMES)
-    # once in each needle, once more where the answer is begun
+    # once in each needle, and once more in the beginning of the answer
     assert counts[-9:] == [0, 1, 1, 1, 1, 1, 1, 1, 2]
     assert "number" in text
 
@@ -108,14 +109,14 @@ def test_sentences_keep_their_quotes():
     assert needles.split_sentences(TEXT) == [*sentences, "So it was, and so."]
 
 
-def test_decoded_text_is_scored():
+def test_answers_are_scored_by_exact_number():
     for answer in ("48213.", " The key is 48213, not 11111", "7 times: 48213"):
         assert answered(answer, "48213")
     for answer in ("11111 or 48213", "48214", "482133", "4821", "48 213", ""):
         assert not answered(answer, "48213")
 
 
-def test_depths_are_a_number_of_places_or_the_places():
+def test_depths_are_parsed_as_count_or_list():
     assert passkey.parse_depths("5") == (0, 0.25, 0.5, 0.75, 1)
     assert passkey.parse_depths("0.1,1") == (0.1, 1.0)
 
@@ -123,8 +124,8 @@ def test_depths_are_a_number_of_places_or_the_places():
 # --- the command
 
 
-def test_the_command_writes_its_files_and_asks_every_method_the_same(model_folder, tmp_path):
-    # with a tail the question itself sees everything, outside of any window
+def test_passkey_command_asks_all_methods_the_same_prompts(model_folder, tmp_path):
+    # without a dense tail, because tail rows attend to all keys outside of the window
     more = ("--cab", "dense_tail_blocks=0", "--controls", "1", "--trust-remote-code")
     methods = ["dense", "cab", *MATCHED]
     results = command(
@@ -140,7 +141,7 @@ def test_the_command_writes_its_files_and_asks_every_method_the_same(model_folde
     assert rows["full"]["density"] == rows["dense"]["density"] == 1.0
     for name in MATCHED:
         assert rows[name]["budget"] == pytest.approx(rows["cab"]["density"])
-        # published has blocks of 64 tokens, few of them in so short a prompt
+        # published has blocks of 64 tokens, so the density of a short prompt has coarse steps
         tolerance = 0.15 if name == "published" else 0.05
         assert rows[name]["density"] == pytest.approx(rows[name]["budget"], abs=tolerance)
     assert rows["streaming"]["outside_n"] == 2
@@ -156,7 +157,7 @@ def test_the_command_writes_its_files_and_asks_every_method_the_same(model_folde
     assert [len(questions) for questions in asked.values()] == [1, 1, 1]
 
 
-def test_both_stages_are_sparse_when_asked(model_folder, tmp_path, monkeypatch):
+def test_stage_both_uses_sparse_decode(model_folder, tmp_path, monkeypatch):
     steps, attend = [], decode.attend
 
     def attending(q, k, v, choice, *told, **more):
@@ -170,17 +171,17 @@ def test_both_stages_are_sparse_when_asked(model_folder, tmp_path, monkeypatch):
         results = command("passkey", model_folder, out, *more, methods="cab,random,streaming")
         # two layers, and several tokens after the first for each of three prompts
         assert bool(steps) == (stage == "both") and len(steps) % 2 == 0
-    # what is always read is more than an eighth of so short a text
+    # sinks and local tokens are more than an eighth of such a short sequence
     kept = torch.cat([choice.counts.flatten() for choice in steps])
     assert LENGTH // 8 < SINKS + LOCAL and set(kept.tolist()) == {SINKS + LOCAL}
     assert "decoded" not in (tmp_path / "prefill" / "report.md").read_text()
     lines = Passkey.tables(results["rows"])["Accuracy"].splitlines()[2:]
-    said = [line.strip("| ").split(" | ")[-1] for line in lines]
-    # cab, streaming and random
-    assert said == ["sparsely", "sinks and window", "densely"]
+    decoded = [line.strip("| ").split(" | ")[-1] for line in lines]
+    # values of cab, streaming and random
+    assert decoded == ["sparsely", "sinks and window", "densely"]
 
 
-RATHER = {
+OWN_OPTIONS = {
     "logits": {
         **{"repetition_penalty": 5.0, "no_repeat_ngram_size": 1, "guidance_scale": 5.0},
         **{"encoder_repetition_penalty": 9.0, "encoder_no_repeat_ngram_size": 1},
@@ -204,7 +205,7 @@ RATHER = {
 
 @pytest.fixture(scope="module")
 def answers(model_folder, tmp_path_factory):
-    """(fields) -> what a model answers whose generation config has these fields."""
+    """Return a function (generation config fields) -> answers of the model."""
 
     def answers(**fields):
         folder = shutil.copytree(model_folder, tmp_path_factory.mktemp("own") / "model")
@@ -221,12 +222,12 @@ def plain(answers):
     return answers()
 
 
-@pytest.mark.parametrize("fields", RATHER.values(), ids=RATHER)
-def test_answers_are_greedy_whatever_the_model_would_rather(answers, plain, fields):
+@pytest.mark.parametrize("fields", OWN_OPTIONS.values(), ids=OWN_OPTIONS)
+def test_generation_config_does_not_change_greedy_answers(answers, plain, fields):
     assert answers(**fields) == plain and all(plain)
 
 
-def test_the_config_of_a_model_is_put_back(model_folder):
+def test_greedily_restores_generation_config(model_folder):
     model, _ = models.load_model(str(model_folder), "cpu", "float32")
     own = model.generation_config
     with pytest.raises(KeyboardInterrupt), models.greedily(model, 8):

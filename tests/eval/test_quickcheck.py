@@ -69,7 +69,7 @@ def recall_row(length, method, threshold, right):
 
 @pytest.mark.parametrize("target", [0.002, 0.01, 0.02, 0.09])
 @pytest.mark.parametrize("slope", [0.5, 0.75, 1.2])
-def test_the_search_finds_a_threshold_on_a_power_law(target, slope):
+def test_search_finds_threshold_of_power_law(target, slope):
     measured = [Point(START, 0.02)]
     while (found := advice.next_threshold(sorted(measured), target)) is not None:
         measured.append(Point(found, 0.02 * (found / START) ** slope))
@@ -91,19 +91,19 @@ def test_the_search_finds_a_threshold_on_a_power_law(target, slope):
         ([(0.1, 0.5), (0.2, 0.6), (0.3, 0.7), (0.4, 0.8), (0.5, 0.9)], None),  # enough points
     ],
 )
-def test_the_next_threshold(points, found):
+def test_next_threshold_by_hand(points, found):
     assert (
         advice.next_threshold([Point(threshold, kl) for threshold, kl in points], TARGET) == found
     )
 
 
-def test_without_a_threshold_within_the_target_the_least_kl_is_chosen():
+def test_unreachable_target_selects_threshold_with_least_kl():
     points = [Point(0.001, 0.03), Point(0.002, 0.05)]
     assert advice.chosen_threshold(points, TARGET) == 0.001
     assert advice.chosen_threshold([*points, Point(0.0005, 0.01)], TARGET) == 0.0005
 
 
-def test_a_threshold_counts_only_if_all_documents_were_read():
+def test_threshold_needs_kl_of_all_documents():
     rows = [kl_row(8192, START, 0.01, index) for index in (0, 1)]
     rows += [kl_row(8192, 0.005, 0.02, 0)]
     assert advice.points_of(rows, 8192, START) == [(START, pytest.approx(0.01))]
@@ -125,14 +125,14 @@ def test_a_threshold_counts_only_if_all_documents_were_read():
         ([(32768, 1.3), (8192, 1.02)], 8192),
     ],
 )
-def test_the_length_from_which_it_pays(gains, found):
+def test_break_even_length(gains, found):
     assert advice.pays_from(gains, step=128) == found
 
 
 # --- budget
 
 
-def test_an_estimate_grows_with_the_work_of_a_longer_prompt():
+def test_time_estimate_grows_with_length():
     rows = [time_row(8192, START, 1000, 500)]
     step = Step(TTFT, 32768, CAB, START)
     passes = budget.passes_of(step, runs=3, warm_ups=1, kernels=1, is_cached=False)
@@ -146,7 +146,7 @@ def test_an_estimate_grows_with_the_work_of_a_longer_prompt():
 @pytest.mark.parametrize(
     ("cab_ms", "seconds"), [(500, budget.FULL_OVER_DENSE), (2000, 2 * budget.FULL_OVER_CAB)]
 )
-def test_a_pass_with_every_block_is_estimated_from_others(cab_ms, seconds):
+def test_full_budget_pass_is_estimated_from_other_passes(cab_ms, seconds):
     rows = [time_row(8192, START, 1000, cab_ms)]
     assert budget.pass_seconds(rows, FULL, 8192, COST) == seconds
     assert budget.pass_seconds([], FULL, 8192, COST) is None
@@ -154,8 +154,8 @@ def test_a_pass_with_every_block_is_estimated_from_others(cab_ms, seconds):
 
 @pytest.mark.parametrize("minutes", [0.5, 2, 10, 30])
 @pytest.mark.parametrize("speed", [2e9, 2e10, 4e12])
-def test_a_run_keeps_within_its_minutes(minutes, speed):
-    """Passes take up to 30 % more or less than their work says."""
+def test_run_stays_within_its_minutes(minutes, speed):
+    """The time of a pass differs from its work by up to 30%."""
     scope = Scope((8192, 32768, 131072), START, TARGET, documents=2, kernels=3)
     rows, skipped, elapsed, draw = [], {}, 10.0, count()
     while (step := next_step(scope, rows, skipped)) is not None:
@@ -176,7 +176,7 @@ def test_a_run_keeps_within_its_minutes(minutes, speed):
     assert all("were left" in why for why in skipped.values())
 
 
-def test_the_schedule_measures_the_found_threshold_and_ends():
+def test_schedule_measures_selected_threshold_and_ends():
     scope, rows = Scope((512, 1024), START, TARGET), []
     while (step := next_step(scope, rows)) is not None:
         rows.append(
@@ -193,11 +193,11 @@ def test_the_schedule_measures_the_found_threshold_and_ends():
     for length in scope.lengths:
         assert (TTFT, length, found.threshold) in steps
         assert (RECALL, length, found.threshold) in steps
-    # the shortest way to an answer comes first
+    # steps that are necessary for advice come first
     assert [x[0] for x in steps[:4]] == ["probe", "probe", TTFT, TTFT]
 
 
-def test_a_skipped_search_step_leaves_the_measured_thresholds():
+def test_skipped_search_step_keeps_measured_thresholds():
     scope, skipped = Scope((512,), START, TARGET), {}
     done = [Step("probe", 512, DENSE), Step("probe", 512, CAB, START), Step(TTFT, 512, CAB, START)]
     rows = [{**step.fields, "pass_seconds": {DENSE: 9.0, CAB: 9.0}} for step in done]
@@ -213,11 +213,11 @@ def test_a_skipped_search_step_leaves_the_measured_thresholds():
 @pytest.mark.parametrize(
     ("length", "border", "keys"), [(131072, 128, 16), (1024, 32, 5), (64, 1, 1)]
 )
-def test_the_number_of_keys_fits_into_a_document(length, border, keys):
+def test_number_of_keys_fits_into_document(length, border, keys):
     assert num_keys(length, border) == keys
 
 
-def test_kernels_are_ranked_at_the_nearest_length():
+def test_kernels_are_ranked_at_nearest_length():
     rows = [
         {"measure": "kernels", "length": 512, "kernel_ms": {"a": 1.0, "b": 2.0, "c": 3.0}},
         {"measure": "kernels", "length": 4096, "kernel_ms": {"b": 4.0, "a": 5.0}},
@@ -261,40 +261,40 @@ LOWER = [kl_row(32768, START / 2**at, 0.01) for at in range(1, 5)]
     ],
     ids=["pays", "all", "slow", "kl", "search", "no time"],
 )
-def test_the_advice_is_one_sentence(rows, target, said, least):
+def test_advice_is_one_sentence(rows, target, said, least):
     found, sentence = advised(rows, target)
     assert said in sentence and sentence.count(". ") == 0 and sentence.endswith(".")
     config = advice.advised_config(CabConfig(), found)
     assert config.min_length == pytest.approx(least, rel=0.05)
 
 
-def test_the_advice_names_what_was_measured():
+def test_advice_states_speed_kl_and_recall():
     _, sentence = advised(FAST)
     assert "1.25 times as fast as with sdpa" in sentence
     assert "KL is 0.018 (target 0.02, noise 0.0018)" in sentence
     assert "2 (dense 3) of 3 keys in running text" in sentence
 
 
-def test_the_time_of_another_threshold_is_named():
+def test_advice_states_threshold_of_the_time():
     _, sentence = advised([*FAST, kl_row(32768, 0.0029, 0.0199)])
     assert "with mass_threshold=0.0029 for" in sentence
     assert "1.25 times as fast as with sdpa (with mass_threshold=0.0027)" in sentence
 
 
-def test_a_length_without_a_time_of_the_advised_threshold_counts():
+def test_lengths_timed_at_another_threshold_count():
     rows = [*FAST, kl_row(32768, 0.0029, 0.0199), time_row(8192, 0.0029, 100, 90)]
     found, _ = advised(rows)
     assert (found.threshold, found.longest, found.pays_from) == (0.0029, 32768, 8192)
 
 
-def test_without_a_target_the_threshold_stays():
+def test_target_0_keeps_configured_threshold():
     assert advice.next_threshold([Point(START, 0.5)], 0.0) is None
     found, sentence = advised(FAST, 0.0)
     assert found.threshold == START and "use CAB with mass_threshold=0.0027" in sentence
     assert "KL is 0.018 (noise 0.0018)" in sentence
 
 
-def test_a_shorter_length_with_a_larger_kl_counts():
+def test_advice_considers_larger_kl_at_shorter_length():
     found, sentence = advised([*FAST, kl_row(8192, START, 0.05)])
     assert not found.is_close_enough and "keep dense attention" in sentence
 
@@ -302,17 +302,17 @@ def test_a_shorter_length_with_a_larger_kl_counts():
 # --- runs
 
 
-def test_the_page_shows_the_committed_report():
+def test_quickcheck_page_equals_committed_report():
     docs = EXAMPLES.parent / "docs"
     text = (docs / "quickcheck-smollm2-cpu" / REPORT).read_text()
-    _, told, table, *_ = text.split("\n\n")
+    _, sentence, table, *_ = text.split("\n\n")
     page = (docs / "quickcheck.md").read_text()
-    assert told in page and table in page
+    assert sentence in page and table in page
 
 
 @pytest.fixture
 def without_figure(monkeypatch):
-    """No figure is drawn, which takes longer than all measurements of a tiny model."""
+    """Figures are off, because drawing takes longer than the measurements of a tiny model."""
     monkeypatch.setattr(report, "draw", lambda *_: None)
 
 
@@ -324,18 +324,18 @@ def book(tmp_path):
 
 
 def words(model, book, out, *more):
-    given = ["--model", model, "--texts", book, "--out", out, "--lengths", "160,320"]
-    given += ["--device", "cpu", "--runs", 1]
+    command = ["--model", model, "--texts", book, "--out", out, "--lengths", "160,320"]
+    command += ["--device", "cpu", "--runs", 1]
     for word in more:
-        given += word if isinstance(word, (list, tuple)) else [word]
-    return ["quickcheck", *map(str, given)]
+        command += word if isinstance(word, (list, tuple)) else [word]
+    return ["quickcheck", *map(str, command)]
 
 
 def rows_of(out):
     return [json.loads(line) for line in (out / ROWS).read_text().splitlines()[1:]]
 
 
-def test_a_run_writes_rows_report_figure_and_a_config(model_folder, book, tmp_path, capsys):
+def test_quickcheck_writes_rows_report_figure_and_config(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(words(model_folder, book, out)) == 0
     shown = capsys.readouterr().out
@@ -355,7 +355,7 @@ def test_a_run_writes_rows_report_figure_and_a_config(model_folder, book, tmp_pa
 
 
 @pytest.mark.usefixtures("without_figure")
-def test_a_killed_run_continues(model_folder, book, tmp_path, monkeypatch):
+def test_interrupted_quickcheck_continues(model_folder, book, tmp_path, monkeypatch):
     out, measure, steps = tmp_path / "run", Measurements.measure, []
 
     def dies(self, step, rows, deadline):
@@ -378,7 +378,7 @@ def test_a_killed_run_continues(model_folder, book, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("without_figure")
-def test_settings_of_the_amount_may_change_and_others_not(model_folder, book, tmp_path, capsys):
+def test_only_budget_settings_may_change_in_a_resumed_run(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(words(model_folder, book, out)) == 0
     assert main(words(model_folder, book, out, "--lengths", "160", "--kl", 0.1)) == 0
@@ -387,7 +387,7 @@ def test_settings_of_the_amount_may_change_and_others_not(model_folder, book, tm
 
 
 @pytest.mark.usefixtures("without_figure")
-def test_steps_that_do_not_fit_are_skipped_and_named(model_folder, book, tmp_path, capsys):
+def test_steps_over_budget_are_skipped_and_reported(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(words(model_folder, book, out, "--minutes", 0.001)) == 0
     text = (out / REPORT).read_text()
@@ -401,9 +401,7 @@ def test_steps_that_do_not_fit_are_skipped_and_named(model_folder, book, tmp_pat
 
 
 @pytest.mark.usefixtures("without_figure")
-def test_a_failed_step_is_named_and_the_others_are_measured(
-    model_folder, book, tmp_path, monkeypatch
-):
+def test_failed_step_is_reported_and_others_run(model_folder, book, tmp_path, monkeypatch):
     def fails(self, step):
         raise RuntimeError("CUDA out of memory")
 
@@ -415,11 +413,11 @@ def test_a_failed_step_is_named_and_the_others_are_measured(
 
 
 @pytest.mark.usefixtures("without_figure")
-def test_texts_shorter_than_a_length_leave_it_out(model_folder, book, tmp_path, capsys):
+def test_lengths_beyond_texts_are_skipped(model_folder, book, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(words(model_folder, book, out, "--lengths", "160,2k")) == 0
-    told = "so that 2,048 tokens are left out."
-    assert told in capsys.readouterr().out and told in (out / REPORT).read_text()
+    message = "so that 2,048 tokens are left out."
+    assert message in capsys.readouterr().out and message in (out / REPORT).read_text()
     assert {row["length"] for row in rows_of(out)} == {160}
 
 
@@ -449,7 +447,7 @@ def bert(tmp_path):
     ids=lambda each: "-".join(each) if isinstance(each, list) else "",
 )
 @pytest.mark.usefixtures("without_figure")
-def test_bad_input_is_refused_in_one_sentence(
+def test_invalid_input_is_refused_in_one_sentence(
     model_folder, book, tmp_path, capsys, monkeypatch, more, said
 ):
     monkeypatch.chdir(tmp_path)
@@ -463,7 +461,7 @@ def test_bad_input_is_refused_in_one_sentence(
 
 
 @pytest.mark.usefixtures("without_figure")
-def test_a_model_that_is_not_causal_is_refused(bert, book, tmp_path, capsys):
+def test_noncausal_model_is_refused(bert, book, tmp_path, capsys):
     assert main(words(bert, book, tmp_path / "run")) == 2
     assert (
         "model must be a causal LM with attention that CAB can compute" in capsys.readouterr().err
@@ -480,7 +478,7 @@ def test_default_lengths_fit_the_model():
 
 
 @pytest.mark.usefixtures("without_figure")
-def test_the_command_of_a_report_repeats_the_run(model_folder, book, tmp_path, monkeypatch):
+def test_command_in_report_repeats_the_run(model_folder, book, tmp_path, monkeypatch):
     out = tmp_path / "run"
     assert main(words(model_folder, book, out, CAB_WORDS)) == 0
     line = re.findall(r"^python -m cab_hf.eval quickcheck (.*)$", (out / REPORT).read_text(), re.M)
@@ -490,7 +488,7 @@ def test_the_command_of_a_report_repeats_the_run(model_folder, book, tmp_path, m
 
 
 @pytest.mark.slow
-def test_smollm2_on_a_cpu(tmp_path):
+def test_quickcheck_of_smollm2_on_cpu(tmp_path):
     out = tmp_path / "run"
     given = ["--model", "smollm2", "--device", "cpu", "--out", str(out), "--minutes", "3"]
     assert main(["quickcheck", *given]) == 0
@@ -499,7 +497,7 @@ def test_smollm2_on_a_cpu(tmp_path):
 
 
 @pytest.mark.usefixtures("without_figure")
-def test_a_shape_without_weights_is_timed_at_a_fixed_density(book, tmp_path, monkeypatch):
+def test_random_weights_are_timed_at_max_density(book, tmp_path, monkeypatch):
     out, folder = tmp_path / "run", tmp_path / "random"
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 258}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -516,7 +514,7 @@ def test_a_shape_without_weights_is_timed_at_a_fixed_density(book, tmp_path, mon
 
 @pytest.fixture
 def flash(monkeypatch):
-    """A module that stands for FlashAttention-3, and one for a broken FlashAttention-2."""
+    """Install a fake FlashAttention-3 module, and a broken FlashAttention-2 module."""
 
     def attend(q, k, v, softmax_scale, causal):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -549,7 +547,7 @@ def test_dense_kernels_are_compared_and_checked(flash):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_windows_are_not_timed_by_a_kernel_without_them(flash):
+def test_kernel_without_windows_raises_for_sliding_window(flash):
     model = tiny_model("mistral-sliding")
     with (
         pytest.raises(NotImplementedError),
@@ -559,7 +557,7 @@ def test_windows_are_not_timed_by_a_kernel_without_them(flash):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_step_is_stopped_at_the_deadline():
+def test_step_stops_at_deadline():
     tokenizer = make_tokenizer()
     model = tiny_model(vocab_size=len(tokenizer))
     measurements = Measurements(model, tokenizer, [TEXT], SMALL, seed=0, runs=1)

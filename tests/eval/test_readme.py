@@ -1,4 +1,4 @@
-"""Pages show the committed results, and the command that writes pages checks its input."""
+"""Tables of pages equal the committed results; the readme command checks its input."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from cab_hf.experiment import loading
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "eval" / "results"
 SHORT, LONG = pages.DEFAULT
-# methods of a run of `fidelity`, and what the first table calls them
+# methods of a fidelity run -> labels in the default table
 CONFIGURATIONS = {"dense": "dense", "cab": "default"}
 PAGE = "a\n<!-- table: default -->\nstale\n<!-- end -->\nb\n"
 
@@ -71,10 +71,10 @@ def results(tmp_path):
     return tmp_path
 
 
-# --- what is committed
+# --- committed results
 
 
-def test_the_pages_show_the_committed_results():
+def test_committed_pages_equal_rendered_tables():
     shown = ""
     for path in (ROOT / "README.md", ROOT / "finetune" / "README.md", *ROOT.glob("docs/*.md")):
         page = path.read_text()
@@ -88,28 +88,28 @@ def test_the_pages_show_the_committed_results():
     assert set(re.findall(r"\]\((\S+)/report.md\)", page)) == folders
 
 
-def test_every_report_is_what_is_made_of_its_rows():
+def test_committed_reports_equal_rendered_rows():
     for result in all_results(RESULTS):
         made = experiment.report_text(result.kind, result.rows, result.provenance)
         assert made == (result.folder / "report.md").read_text(), result.name
 
 
-def test_results_are_small_enough_for_a_repository():
+def test_committed_results_stay_below_size_limit():
     for place, most in ((RESULTS, 5_000_000), (ROOT / "cab_hf" / "adapters", 10_000_000)):
         files = [path for path in place.rglob("*") if path.is_file()]
-        # what renders a copy in place writes tables that git ignores
+        # rendering a copy in place writes results.csv files, which git ignores
         assert sum(path.stat().st_size for path in files if path.suffix != ".csv") < most
     assert not list(RESULTS.rglob("*.jsonl")) and len(list(RESULTS.glob("*/samples.jsonl.xz"))) > 9
 
 
-# --- what is shown
+# --- tables
 
 
-def test_results_of_each_method_are_shown_side_by_side():
+def test_methods_are_merged_into_one_row():
     rows = [("cab", 1500.0, 0.5), ("cab", 2500.0, None), ("sdpa", 4000.0, 0.25)]
     rows = pandas.DataFrame(rows, columns=["way", "ms", "kl"]).assign(length=4096)
     wide = frames.side_by_side(frames.with_seconds(rows), "cab", "way", ["length"])
-    # means are over what was measured
+    # means ignore missing values
     wide["pair"] = frames.both(wide, "kl", "sdpa.kl", report.digits)
     wide["half"] = frames.both(wide, "kl", "none.kl", report.digits)
     shown = frames.show(wide, "length sdpa.seconds seconds none pair half", seconds="CAB, s")
@@ -118,14 +118,14 @@ def test_results_of_each_method_are_shown_side_by_side():
     assert text[2:] == ["| 4,096 | 4.00 | 2.00 | – | 0.500 (0.250) | – |"]
 
 
-def test_an_extrapolated_time_is_marked():
+def test_extrapolated_time_has_an_approximation_sign():
     rows = [(13.4, "FA3", False), (842.0, "FA3", True), (None, None, None)]
     rows = pandas.DataFrame(rows, columns=["baseline_ms", "baseline", "extrapolated"])
     shown = frames.with_fastest(rows)["fastest"]
     assert shown[:2].tolist() == ["13.4 FA3", "≈ 842 FA3"] and pandas.isna(shown[2])
 
 
-def test_rows_are_chosen_in_the_order_of_their_labels():
+def test_rows_follow_the_order_of_labels():
     rows = pandas.DataFrame({"method": ["a", "b", "c", "a"], "n": range(4)})
     chosen = frames.in_order(rows, "method", {"c": "C", "a": "A"})
     assert chosen[["label", "n"]].to_numpy().tolist() == [["C", 2], ["A", 0], ["A", 3]]
@@ -133,7 +133,7 @@ def test_rows_are_chosen_in_the_order_of_their_labels():
         frames.in_order(rows, "method", {"d": "D"})
 
 
-def test_the_first_table_shows_speed_and_quality_of_one_configuration(results):
+def test_default_table_shows_speed_and_quality_of_one_config(results):
     page = readme.page_with_tables(PAGE, results)
     assert page.startswith("a\n<!--") and page.endswith("<!-- end -->\nb\n") and "stale" not in page
     assert readme.page_with_tables(page, results) == page
@@ -146,20 +146,20 @@ def test_the_first_table_shows_speed_and_quality_of_one_configuration(results):
     assert long[:3] == ["131,072", "default", f"{threshold / 4:g}"]
 
 
-def test_committed_rows_of_the_first_table_come_from_clean_commits():
+def test_default_table_results_have_clean_commits():
     for name in pages.DEFAULT:
         commit = read_results(RESULTS / name).provenance["commit"]
         assert re.fullmatch("[0-9a-f]{40}", commit), name
 
 
-def test_a_sentence_has_the_number_of_one_row(results):
+def test_sentence_needs_exactly_one_row(results):
     assert "128k prompt comes 2.5 × sooner" in TABLES["headline"](results)
     rows = frames.rows_of([read_results(results / picture.TIMES)])
     with pytest.raises(ValueError, match="must have one row for a number, got 2"):
         frames.one_row(rows, implementation="cab")
 
 
-def test_the_plan_of_the_picture_is_computed_and_drawn(results, monkeypatch, tmp_path):
+def test_picture_command_writes_plan_and_image(results, monkeypatch, tmp_path):
     small = CabConfig(query_block=16, key_block=16, min_length=0)
     load = loading.load_model
     monkeypatch.setattr(loading, "load_model", lambda name, device: load(name, cab_config=small))
@@ -177,7 +177,7 @@ def test_the_plan_of_the_picture_is_computed_and_drawn(results, monkeypatch, tmp
 
 
 def fidelity_run(folder, config, model="a", **settings):
-    """A run of the default, or of another config, on two texts."""
+    """Write a fidelity run of ``config`` with two texts."""
     asked = {"recall": {"ratio": 0.9}, "tasks": {"delta": -0.013}}
     rows = [
         {"text": text, "length": 32768, "method": "cab", "density": 0.2, "over_dense": 0.5}
@@ -189,7 +189,7 @@ def fidelity_run(folder, config, model="a", **settings):
     write(folder, [*rows, full], experiment="fidelity", settings=settings)
 
 
-def test_runs_of_a_training_are_pooled():
+def test_runs_of_one_training_are_pooled():
     values = {"density": 0.25, "folder": "first", "recall_border.correct": None}
     values |= {"recall_border.n": None, "perplexity_border.value": [2.0, None]}
     counts = {"recall.correct": [3, 1], "recall.n": [4, 6], "perplexity.value": [2.0, 8.0]}
@@ -209,12 +209,12 @@ def test_runs_of_a_training_are_pooled():
     ],
     ids=["all layers", "some layers", "windows", "refused"],
 )
-def test_a_model_type_is_sparse_exact_or_refused_as_measured(row, sparse, exact, error):
+def test_model_type_row_states_sparse_exact_or_refused(row, sparse, exact, error):
     row = {"verdict": "exact", "layers": 4, "sparse": 4, "said": None, **row}
     assert pages.layer_kinds(row) == {"sparse": sparse, "exact": exact, "error": error}
 
 
-def test_models_are_shown_that_the_default_has_read(results):
+def test_models_table_lists_models_of_default_runs(results):
     default = json.loads(json.dumps(asdict(CabConfig(min_length=0))))
     for name in ("here", "of other weights"):
         fidelity_run(results / name, default, model_sha256=name)
@@ -243,7 +243,7 @@ def words(results, tmp_path_factory, monkeypatch):
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
-def test_a_run_is_added_once_or_not_at_all(results, words, tmp_path_factory, capsys):
+def test_add_run_is_idempotent_or_refused(results, words, tmp_path_factory, capsys):
     page = Path(words[1])
     page.write_text(f"{PAGE}<!-- table: models -->\n<!-- end -->\n")
     run = tmp_path_factory.mktemp("runs") / "fidelity-mine"
@@ -259,7 +259,7 @@ def test_a_run_is_added_once_or_not_at_all(results, words, tmp_path_factory, cap
     run = run.rename(run.with_name("fidelity-small-blocks"))
     assert readme.main([*words, "--add", str(run)]) == 0
     assert "in the table" not in capsys.readouterr().out
-    # nothing is added where a page cannot be written
+    # a run is not added if a page cannot be written
     page.write_text("<!-- table: other -->\n<!-- end -->\n")
     run = run.rename(run.with_name("fidelity-of-an-hour"))
     assert readme.main([*words, "--add", str(run)]) == 2
@@ -268,7 +268,7 @@ def test_a_run_is_added_once_or_not_at_all(results, words, tmp_path_factory, cap
     assert f"{page.parent} has no results.json" in capsys.readouterr().err
 
 
-def test_all_pages_are_written_and_large_files_packed(results, words, monkeypatch):
+def test_command_writes_pages_and_packs_large_files(results, words, monkeypatch):
     folder = results / picture.TIMES
     (folder / "samples.jsonl").write_text("{}")
     assert readme.main(words) == 0
@@ -296,7 +296,7 @@ def test_all_pages_are_written_and_large_files_packed(results, words, monkeypatc
     ],
     ids=["no results", "no experiment", "marker", "unknown table"],
 )
-def test_what_is_missing_is_refused_and_no_page_written(
+def test_missing_results_raise_before_pages_are_written(
     results, words, capsys, results_of, page, message
 ):
     path = results / SHORT / "results.json"

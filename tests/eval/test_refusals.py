@@ -1,4 +1,4 @@
-"""What a user gets wrong: one line on stderr, exit status 2, and nothing left in the folder."""
+"""Invalid input: commands print one line to stderr, exit with status 2 and write no files."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from cab_hf import dispatch
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.passkey import Passkey
 
-# of each command on a model, what is small enough to run here
+# options that keep each command small
 SMALL = {
     "passkey": "--methods dense,cab --lengths 300 --depths 1 --samples 1 --controls 0",
     "fidelity": "--methods dense --lengths 900 --pass-samples 1 --documents 1 --keys 2",
@@ -39,7 +39,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny model, and files that are nothing to read."""
+    """Return a folder with a tiny model and with invalid input files."""
     folder = tmp_path_factory.mktemp("given")
     save_llama(folder / "own")
     for name in ("a", "folder"):
@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def refused(folder, tmp_path, capsys, monkeypatch):
-    """(command, words) -> what it says; the files are in the working directory."""
+    """Return a function (command, words) -> error text, in a directory with `FILES`."""
     monkeypatch.chdir(folder)
     out = tmp_path / "out"
 
@@ -74,7 +74,7 @@ def refused(folder, tmp_path, capsys, monkeypatch):
 
 
 def table(lines):
-    """The cases of ``option=value ... > said ; ...``; said is a name, else the last option's."""
+    """Yield the cases of ``option=value ... > message ; ...``; the default is the last option."""
     for case in re.split(r" ; |\n", lines.strip()):
         words, _, said = case.partition(" > ")
         words = [f"--{word}" for word in words.split()]
@@ -84,7 +84,7 @@ def table(lines):
 
 
 LENGTH = {"passkey": "lengths", "fidelity": "lengths", "calibrate": "length"}
-# by commands, each that and all that know it
+# cases by the commands that accept these options
 TABLES = {
     "passkey fidelity calibrate": """
 model=no/such/model > model 'no/such/model' does not exist
@@ -177,14 +177,14 @@ shared=256 ; memory=2 ; page-size=2 ; warm-up=0 ; batch-tokens=0 ; blocks=0
         for command in ([commands] if "speed" in commands else commands.split())
         for case in table(
             lines.replace("LENGTH", LENGTH.get(command, "")).replace(
-                # what a command writes first
+                # the first file that a command writes
                 "/FIRST",
                 "" if command == "calibrate" else "/samples.jsonl",
             )
         )
     ],
 )
-def test_a_setting_is_refused(refused, command, words, message):
+def test_invalid_setting_is_refused_in_one_line(refused, command, words, message):
     device = "--device cpu " if "speed" in command and "--device" not in words else ""
     assert re.search(message, refused(command, device + words))
 
@@ -199,7 +199,7 @@ def test_a_setting_is_refused(refused, command, words, message):
         *(("folder", None), ("none.txt", None)),
     ],
 )
-def test_a_text_is_refused(refused, command, file, kind):
+def test_invalid_text_file_is_refused_in_one_line(refused, command, file, kind):
     command, words = command.split(maxsplit=1)
     message = f"UTF-8 text file, got '{file}' ({kind})" if kind else "must be"
     assert message in refused(command, f"{words} {file}")
@@ -208,7 +208,7 @@ def test_a_text_is_refused(refused, command, file, kind):
 @pytest.mark.parametrize(
     "words", ["--results none", "--results book.txt", "--page none.md", "--page folder"]
 )
-def test_a_page_is_refused(folder, monkeypatch, capsys, words):
+def test_invalid_page_arguments_are_refused_in_one_line(folder, monkeypatch, capsys, words):
     monkeypatch.chdir(folder)
     assert main(["readme", *words.split()]) == 2
     said = capsys.readouterr().err
@@ -217,7 +217,7 @@ def test_a_page_is_refused(folder, monkeypatch, capsys, words):
 
 @pytest.fixture
 def run(folder, tmp_path, capsys):
-    """(command, model) -> its status and the last line on stderr; methods are dense and cab."""
+    """Return a function (command, model) -> (status, last line on stderr)."""
 
     def run(command, model=folder / "own"):
         words = f"{command} --model {model} {SMALL[command]} --device cpu --out {tmp_path}/out"
@@ -241,7 +241,7 @@ NAN = "model.embed_tokens.weight", float("nan")
     [*((command, *NAN) for command in SMALL), ("passkey", "lm_head.weight", float("inf"))],
     ids=[*SMALL, "infinite-outputs"],
 )
-def test_a_model_that_is_not_finite_is_refused(folder, tmp_path, run, command, weights, damage):
+def test_nonfinite_model_is_refused(folder, tmp_path, run, command, weights, damage):
     model = LlamaForCausalLM.from_pretrained(folder / "own")
     model.get_parameter(weights).data[:] = damage
     status, said = run(command, saved(model, tmp_path / "damaged"))
@@ -251,8 +251,8 @@ def test_a_model_that_is_not_finite_is_refused(folder, tmp_path, run, command, w
 
 
 @pytest.mark.parametrize("command", ["passkey", "fidelity"])
-def test_what_cab_does_not_compute_is_refused(tmp_path, run, command):
-    """A refusal of the library, in the middle of a forward pass."""
+def test_unsupported_model_is_refused(tmp_path, run, command):
+    """The library raises in a forward pass."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 1}
     masking = DogeForCausalLM(DogeConfig(**sizes, vocab_size=len(make_tokenizer())))
@@ -260,34 +260,32 @@ def test_what_cab_does_not_compute_is_refused(tmp_path, run, command):
     assert status == 2 and "model: doge computes with its attention mask" in said
 
 
-def test_outputs_that_are_not_finite_under_one_method_are_refused_by_its_attention(
-    run, monkeypatch
-):
+def test_nonfinite_outputs_of_one_method_name_its_attention(run, monkeypatch):
     monkeypatch.setattr(dispatch, "sparse", lambda call, *_: call.q * float("nan"))
     status, said = run("passkey")
     assert status == 2 and "not finite (NaN or infinite) under cab attention" in said
 
 
 @pytest.mark.parametrize("error", [ValueError("of a builtin"), KeyError("lost"), RuntimeError()])
-def test_a_bug_is_no_refusal(run, monkeypatch, error):
+def test_bug_raises_its_exception(run, monkeypatch, error):
     def broken(self, prompt, method):
         raise error
 
-    # raised here, by no statement of cab_hf
+    # raised in the test, outside of cab_hf
     monkeypatch.setattr(Passkey, "answer", broken)
     with pytest.raises(type(error)):
         run("passkey")
 
 
-def test_a_length_beyond_the_positions_is_refused_with_what_is_written_behind(tmp_path, refused):
-    """The last answer would have no position, where these are learned."""
+def test_length_beyond_positions_includes_generated_tokens(tmp_path, refused):
+    """Learned positions must include the generated tokens."""
     sizes = {"n_embd": 16, "n_head": 2, "n_layer": 1, "n_positions": 300, "eos_token_id": 1}
     model = GPT2LMHeadModel(GPT2Config(**sizes, vocab_size=len(make_tokenizer())))
     shown = "lengths must be at most 292, the positions"
     assert shown in refused("passkey", "--lengths 293", str(saved(model, tmp_path / "gpt2")))
 
 
-def test_lengths_up_to_the_positions_are_not_refused(tmp_path, run):
+def test_length_up_to_positions_is_accepted(tmp_path, run):
     sizes = {"vocab_size": len(make_tokenizer()), "eos_token_id": 1, "pad_token_id": 1}
     model = tiny_model(num_hidden_layers=1, max_position_embeddings=300, **sizes)
     status, _ = run("passkey", saved(model, tmp_path / "tiny"))

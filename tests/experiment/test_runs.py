@@ -86,7 +86,7 @@ def test_new_key_fields_have_defaults_in_old_records(path):
     with pytest.raises(LogError, match="line 2 has no 'world'"):
         Log(path, IDENTITY, key)
     with Log(path, IDENTITY, key, added) as opened:
-        # what a record has is its own
+        # fields of a record override the defaults
         assert opened.records == [
             record(0, needle=[1, 2], world=1),
             record(1, world=1, needle=None),
@@ -176,7 +176,7 @@ def test_full_disk_leaves_log_unchanged(path, monkeypatch):
 def test_removed_or_replaced_log_is_not_appended(path, taken):
     with Log(path, IDENTITY, KEY) as first:
         taken(path)
-        # another run may own the folder now, and says so itself
+        # another run may write to the folder now
         with Log(path, IDENTITY, KEY) as second:
             with pytest.raises(LogError, match="was removed or replaced while this run wrote it"):
                 first.append(record(2))
@@ -221,7 +221,7 @@ def test_second_writer_raises(path):
         first.append(record(2))
     with pytest.raises(LogError):
         Log(path, {}, KEY)
-    # what was refused has let go of the file too
+    # a refused log has released its lock
     with open(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert list(path.parent.iterdir()) == [path]

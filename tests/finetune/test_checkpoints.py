@@ -82,7 +82,7 @@ def test_incomplete_checkpoint_is_ignored(kept, monkeypatch, where, left, newest
     assert kept.newest().name == f"step-{newest:08d}"
     assert kept.load(kept.newest())[0]["step"] == newest
     save(kept, 4)
-    # what was left of the kill is gone
+    # the incomplete folder of the killed run is removed
     assert names(kept) == [f"step-{newest:08d}", "step-00000004"]
 
 
@@ -107,7 +107,7 @@ def test_full_disk_error_is_the_same_for_all_libraries(kept, part):
         save_file(large if part == "adapter" else small, folder / "adapter.safetensors")
 
     given = [large if part == name else small for name in ("shared", "mine")]
-    # as a full disk does it, the system refuses to write what is longer, in bytes
+    # simulate a full disk: the system refuses to write files above this size in bytes
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 from accelerate.utils import DistributedType
-from held import Held
 from marks import since
+from tensor_bytes import TensorBytes
 from tiny import SIZES, tiny_model, tokens
 from tiny_types import tiny_model as tiny_type
 from torch.utils.flop_counter import FlopCounterMode
@@ -37,13 +37,13 @@ def adapted(**overrides):
 def test_flops_equal_torch_flop_counter():
     length = 64
     model = adapted().train()
-    # otherwise the first layer has no gradient to hand on
+    # otherwise the first layer has no input gradient, and fewer operations
     model.enable_input_require_grads()
     counter = FlopCounterMode(display=False)
     with counter:
         Objective(model)(batch(length)).backward()
     cost = cost_model.Cost.of(model)
-    # eager attention computes what causality forbids as well
+    # eager attention also computes the pairs above the diagonal
     expected = cost.products(length) + sum(cost.attention([length**2] * 3))
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.01)
 
@@ -87,7 +87,7 @@ def test_pairs_respect_documents_rows_and_windows():
     for pairs, positions in documents.items():
         assert cost.pairs(torch.tensor(positions)) == (pairs,) * 3
     cost = cost_model.Cost.of(tiny_model("mistral-sliding"))
-    # 40 + 39 + ... + 1 at the start, 40 for each of the others
+    # 40 + 39 + ... + 1 pairs for the first 40 tokens, and 40 for each later token
     assert cost.pairs(torch.arange(60)[None]) == (820 + 20 * 40,) * 3
     some = cost_model.Cost.of(tiny_model("qwen3-some-sliding"))
     assert sorted(some.pairs(torch.arange(60)[None])) == [1620, 1620, 1830]
@@ -133,12 +133,12 @@ def test_memory_estimate_is_close_to_measurement(vocabulary, dtype, checkpointin
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
-    with Held(*model.parameters(), *model.buffers()) as held:
+    with TensorBytes(*model.parameters(), *model.buffers()) as tensor_bytes:
         Objective(model)(batch(512)).backward()
         optimizer.step()
     fields = {"itemsize": dtype.itemsize, "checkpointing": checkpointing, "loss_tokens": 2**26}
     estimate = cost_model.memory(cost_model.Cost.of(model), 512, **fields)
-    assert estimate.total == pytest.approx(held.peak, rel=0.15)
+    assert estimate.total == pytest.approx(tensor_bytes.peak, rel=0.15)
 
 
 @pytest.mark.parametrize("offloaded", [0, 3])
@@ -151,14 +151,14 @@ def test_memory_estimate_includes_tiles_and_offloading(vocabulary, offloaded):
     # chunks of the size of a checkpoint
     offload = Offload(offloaded, torch.device("cpu"), length * 128 * 4)
     offload.enable(model)
-    with Held(*model.parameters(), *model.buffers()) as held:
+    with TensorBytes(*model.parameters(), *model.buffers()) as tensor_bytes:
         Objective(model)(batch(length)).backward()
     cost = cost_model.Cost.of(model)
     estimate = cost_model.memory(
         cost, length, itemsize=4, loss_tokens=2**26, tile=tile, offloaded=offloaded
     )
     # before the first optimizer step
-    actual = held.peak - offload.host_bytes + estimate.optimizer
+    actual = tensor_bytes.peak - offload.host_bytes + estimate.optimizer
     assert estimate.total == pytest.approx(actual, rel=0.05)
     # in pieces of 256 MiB
     assert estimate.host == estimate.checkpoints == offloaded * 2**28
@@ -268,7 +268,7 @@ def test_4_bit_weights_are_counted_at_stored_size(large):
         for dry in (False, True)
     )
     assert run == large.weight_bytes
-    # 4 bits of 16 and their scales, but for embeddings and head
+    # weights have 4 bits and scales instead of 16 bits, except for embeddings and head
     assert 0.3 * run < skeleton < 0.45 * run
 
 
@@ -329,7 +329,7 @@ def test_host_weights_reduce_memory_for_checkpoints(large):
     there = cost_model.memory(large, 2**19, tile=2**13, shards=2, weights_on_host=True)
     moved = (large.weight_bytes + 16 * large.trained_parameters) / 2
     assert here.total - there.total == pytest.approx(there.host) == pytest.approx(moved)
-    # of all weights what two layers need
+    # the device has the weights that two layers need
     assert there.weights == pytest.approx(large.weight_bytes / 16)
 
 

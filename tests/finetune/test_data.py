@@ -202,7 +202,7 @@ def test_killed_run_continues_at_same_sequence(tmp_path, ending, streaming, mixt
         items.append(next(packed))
     assert len(items) < 80
     for at in range(0, len(items), 3):
-        # what has read on goes back as well
+        # a state also rewinds an iterator that is further ahead
         again = opened() if at % 2 else packed
         again.load_state_dict(json.loads(states[at]))
         assert json.dumps(again.state_dict()) == states[at]
@@ -239,7 +239,7 @@ def test_order_is_independent_of_world_size(world):
         assert_same(list(map(next, ranks)), alone[round_ * world : (round_ + 1) * world])
         states = [json.dumps(rank.state_dict()) for rank in ranks]
         assert len(set(states)) == 1
-    # and goes on in another
+    # and the state of one rank continues in another world size
     packed = Packed(TOKENIZER, mixed(), 280, 0)
     firsts(ranks[0], 4)
     packed.load_state_dict(ranks[0].state_dict())
@@ -258,7 +258,7 @@ def test_prefetching_keeps_sequences_and_state(world, workers):
     items, states = zip(*firsts(ahead, 4), strict=True)
     assert_same(items, expected[:4])
     assert torch.equal(torch.get_rng_state(), drawn)
-    # without a worker it goes on where one was
+    # the state with a worker continues without a worker, and vice versa
     packed = opened()
     packed.load_state_dict(json.loads(json.dumps(states[-1])))
     assert packed.state_dict() == states[-1]
@@ -290,14 +290,14 @@ def test_training_excludes_held_out_documents(tmp_path, streaming):
         trained = []
         while packed.epoch < 2:
             trained.append(next(packed))
-        apart = {str(1000 + number) for number in range(0, 60, 10)}
-        assert numbers_in(kept) == apart
-        # of those documents once, and at most a sequence of them twice
+        every_tenth = {str(1000 + number) for number in range(0, 60, 10)}
+        assert numbers_in(kept) == every_tenth
+        # each held-out document occurs once, except for at most one repeated sequence
         assert len(kept) < 8
-        assert numbers_in(trained) == {str(1000 + number) for number in range(60)} - apart
+        assert numbers_in(trained) == {str(1000 + number) for number in range(60)} - every_tenth
         assert_same(held_out(TOKENIZER, [(source, 1)], LENGTH, 99, seed, hold_out=10), kept)
         assert_same(held_out(TOKENIZER, [(source, 1)], LENGTH, 2, seed, hold_out=10), kept[:2])
-    # a source of its own is held out as a whole
+    # hold_out=1 holds out the whole source
     complete = held_out(TOKENIZER, [(source, 1)], LENGTH, 99, hold_out=1)
     assert numbers_in(complete) == {str(1000 + number) for number in range(60)}
 
@@ -309,7 +309,7 @@ def test_first_non_empty_document_is_held_out(tmp_path, ending, streaming, empty
     numbered = [text(1000 + number) for number in range(25)]
     name = written(tmp_path, ending, [*empty, *numbered])
     source = make_source(name, streaming=streaming)
-    # of 4 documents one is held out
+    # one of 4 documents is held out
     first = len(empty) % 4
     apart = {str(1000 + number) for number in range(25) if (number + len(empty)) % 4 == first}
     kept = held_out(TOKENIZER, [(source, 1)], LENGTH, 99, hold_out=4)
@@ -360,7 +360,7 @@ def test_token_outside_of_vocabulary_raises(added):
     with pytest.raises(UsageError, match=rf"data must .*, got token {more} \('<more>'\)"):
         next(packed)
     next(Packed(tokenizer, known, 8, 0, hold_out=0, vocabulary=more + 1))
-    # padding is a token that it knows
+    # padding uses a token of the vocabulary
     tokenizer = letters()
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     padded = [(make_source("retrieval:keys:70"), 1)]
@@ -512,7 +512,7 @@ def test_local_files_make_no_network_request(tmp_path, monkeypatch, ending, stre
         asked.append(host)
         raise socket.gaierror
 
-    # as they are where a user has said nothing
+    # the defaults without environment variables
     monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)

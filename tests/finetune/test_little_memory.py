@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from held import Held
+from tensor_bytes import TensorBytes
 from tiny import SIZES, tiny_model
 from trained import adapted, batch, left_halfway, train_step
 from transformers import (
@@ -70,7 +70,7 @@ def test_batch_rows_share_tiles():
 
 
 def test_recompute_repeats_dropout():
-    # the gradient of a loss whose dropout is drawn alike is its slope
+    # with repeated dropout masks, the gradient equals the slope of the loss
     model = tiled(dropout=0.3).double()
     compute_in_tiles(model, TILE_TOKENS)
     before = step(model)
@@ -94,9 +94,9 @@ def test_tiles_limit_largest_mlp_tensor(monkeypatch):
 
     def largest(tile):
         compute_in_tiles(model, tile)
-        with Held(*model.parameters()) as held:
+        with TensorBytes(*model.parameters()) as tensor_bytes:
             Objective(model)(batch(length)).backward()
-        return held.largest
+        return tensor_bytes.largest
 
     assert largest(length) >= length * inner * 2
     # q is the largest then: not float32, not of inner channels, not of the vocabulary
@@ -159,7 +159,7 @@ def test_offloaded_step_is_bit_identical(layers, dropout):
     model = four_layers(dropout)
     expected = step(model).values()
     Offload(layers, CPU, CHUNK).enable(model)
-    # the second step takes the memory of the first
+    # the second step reuses the memory of the first
     for _ in range(2):
         assert all(map(torch.equal, step(model).values(), expected))
 
@@ -190,7 +190,7 @@ def test_two_checkpoints_at_most_are_on_the_device():
 
     def unpacking(made):
         result = unpack(made)
-        # torch may save more than what comes in
+        # torch also saves tensors other than checkpoints
         if not isinstance(made, torch.Tensor):
             most.append(on_device())
         return result

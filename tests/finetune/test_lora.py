@@ -47,7 +47,7 @@ def two_machines(folder, name):
 
 @pytest.mark.slow
 def test_two_processes_resume_after_kill_and_stop(tmp_path):
-    """One test covers everything that needs a launcher, because launches are slow."""
+    """One test covers all behaviour of two processes, because launches are slow."""
     (script := tmp_path / "meddled.py").write_text(MEDDLED)
     words = {
         name: " ".join([*TRAIN[1:], "--out", str(tmp_path / name)])
@@ -56,7 +56,7 @@ def test_two_processes_resume_after_kill_and_stop(tmp_path):
     words["spoilt-source-d"] += f" --data {two_machines(tmp_path, 'data')}"
     words["spoilt-source-v"] += f" --validation {two_machines(tmp_path, 'validation')}"
     words["two"] = " ".join([*SMALL, "--dropout", "0", "--out", str(tmp_path / "two")])
-    # the second time it is asked to stop at step 3, it has gone past that
+    # the second "stopped" run resumes after step 3, so it does not stop again
     series = " / ".join(words[name] for name in ("whole", "two", *SPOILT, "stopped", "stopped"))
     done = launched([*LAUNCH, str(script), series])
     assert done.returncode == 0, done.stderr[-3000:]
@@ -74,27 +74,27 @@ def test_two_processes_resume_after_kill_and_stop(tmp_path):
         assert later.returncode == 0, later.stderr[-3000:]
     assert (tmp_path / "merged" / "model.safetensors").exists()
 
-    # a killed run goes on to the last bit
+    # a killed run continues bit-identically
     assert steps(tmp_path / "whole", "step") == [1, 2, 3, 4, 5, 6]
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
-    # all processes stop where one is asked to; of eight runs
+    # both processes stop if one receives SIGTERM; exit statuses of eight runs
     assert done.stdout.count("stopped at step 3 on request; the same command continues.") == 1
     assert [(tmp_path / f"meddled.py.{rank}").read_text() for rank in (0, 1)] == ["00222200"] * 2
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
     kept = sorted(path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir())
     assert kept == ["step-00000004", "step-00000006"]
-    # two processes learn what one does in two turns, and no two steps are alike
+    # two processes equal one process with two accumulation steps; every step differs
     for field in ("density", "grad_norm", "loss"):
         alone, together = steps(tmp_path / "one", field), steps(tmp_path / "two", field)
         assert alone == pytest.approx(together, rel=1e-5)
     assert len(set(alone)) == len(alone) == 4
-    # all stop where one would learn nothing; both name what one of them knows
+    # both processes stop if one has a NaN gradient, and both name the parameter
     message = "step 3 has a gradient that is not finite, the first in base_model"
     assert done.stderr.count(message) == 2
     assert [step for _, step, _ in losses(tmp_path / "spoilt")] == [1, 2]
     (kept,) = (tmp_path / "spoilt" / "checkpoints").iterdir()
     assert kept.name == "step-00000002"
-    # processes that differ learn nothing
+    # processes with different weights or data stop before the first step
     weight = "weight base_model.model.model.layers.1.mlp.up_proj.weight"
     sources = [f"the content of source 1 of --{setting}" for setting in ("data", "validation")]
     for what in (weight, *sources):
@@ -105,7 +105,7 @@ def test_two_processes_resume_after_kill_and_stop(tmp_path):
 
 def run(tmp_path, *words, name="run", drawn=False):
     with pytest.MonkeyPatch.context() as patch:
-        # which takes as long as the steps
+        # drawing takes as long as the steps
         if not drawn:
             patch.setattr(train.curve, "draw", lambda *_: None)
         return lora.main([*SMALL, *words, "--out", str(tmp_path / name)])
@@ -270,7 +270,7 @@ def test_checkpoint_of_another_run_raises(tmp_path, capsys, finished, torn):
         (out / train.LOG).write_text(text[:30])
     assert run(tmp_path, "--lr", "1e-3") == 2
     assert "checkpoints/step-00000002 was made with lr 0.002" in refusal(capsys)
-    # and the run itself goes on
+    # the original settings continue the run
     assert run(tmp_path) == 0
     assert "log.jsonl has 0 of the 2 steps that were made before." in capsys.readouterr().out
     assert losses(out) == losses(finished)[2:]
@@ -281,15 +281,15 @@ def test_finished_run_is_unchanged_and_cleaned_up(finished, capsys):
     before = (finished / train.LOG).read_bytes()
     left.mkdir()
     assert run(finished.parent) == 0 and not left.exists()
-    # other settings do not go on with it
+    # other settings do not continue the run
     assert run(finished.parent, "--lr", "1e-3") == 2
     assert "log.jsonl was made with lr 0.002, this run has 0.001" in refusal(capsys)
     assert (finished / train.LOG).read_bytes() == before
 
 
-# and none of what the config sets for LoRA
+# full training, with defaults in place of the LoRA settings of the config
 ALL = ["--train", "all", "--dropout", "0", "--rank", "16", "--alpha", "32"]
-# what is dropped is drawn after what is sampled
+# dropout masks are drawn after samples of blocks
 SAMPLED = ["--cab", "sampled_one_in=3", "--dropout", "0.1", "--checkpointing", "true"]
 
 
@@ -480,6 +480,6 @@ def test_run_starts_from_adapter_of_another_run(tmp_path, finished):
     for words in (["--rank", "3"], ["--targets", "q_proj"]):
         with pytest.raises(UsageError, match="does not fit .*. Use the base .* rank, alpha"):
             begun(*words)
-    # a run goes on only with the same
+    # a run continues only with the same adapter
     assert run(tmp_path, *adapter) == 0
     assert run(tmp_path, "--adapter", str(tmp_path / "run" / "adapter")) == 2

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from held import Held
+from tensor_bytes import TensorBytes
 from torch import nn
 from torch.nn import functional as F
 
@@ -109,10 +109,10 @@ def test_largest_tensor_is_one_chunk_of_logits(trained):
     hidden, weight, labels = made(1, 640, dtype=torch.float32)
     weight.requires_grad_(trained)
     # 640 x 51 logits would be the largest of all
-    with Held(hidden, weight) as held:
+    with TensorBytes(hidden, weight) as tensor_bytes:
         linear_cross_entropy(hidden, weight, labels, chunk_tokens=32).backward()
     assert hidden.grad.abs().sum() > 0
-    assert held.largest == 4 * max(hidden.numel(), 32 * VOCABULARY) == 4 * 640 * CHANNELS
+    assert tensor_bytes.largest == 4 * max(hidden.numel(), 32 * VOCABULARY) == 4 * 640 * CHANNELS
 
 
 class Head(nn.Module):

@@ -77,7 +77,7 @@ def test_merged_model_equals_base_with_adapter(bases, tmp_path, base, options):
     off = 1e-4 if merged.dtype == torch.float32 else 0.1
     assert difference < off * expected.abs().max()
     assert (actual - expected).abs().max() < off * expected.abs().max()
-    # and the adapter had something to say
+    # the adapter changes the logits by more than the tolerance
     assert (plain - expected).abs().max() > 3 * off * expected.abs().max()
     assert merged.config.rope_parameters["factor"] == 2.0
     assert merged.config.tie_word_embeddings == (base == "tied")

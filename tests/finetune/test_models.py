@@ -115,7 +115,7 @@ def test_chunked_loss_equals_loss_of_logits(make):
     ours, theirs = (torch.autograd.grad(x, parameters) for x in (actual, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     assert all(x.abs().sum() > 0 for x in ours)
-    # and the head gives logits again
+    # without labels, the head returns logits again
     assert model(batch["input_ids"]).logits.shape[-1] == 64
 
 

@@ -34,7 +34,7 @@ TILED = ["--tile-tokens", "100", "--offload-layers", "1"]
 RUNS = {
     "cab": [],
     "little": TILED,
-    # processes draw for themselves, but where all is drawn
+    # processes draw different samples, except if all blocks are sampled
     "all-sampled": ["--cab", "sampled_one_in=1"],
     "cab_dense": ["--attention", "cab_dense", "--checkpointing", "false"],
     "turns": ["--micro-batch", "2", "--tokens-per-step", "2048"],
@@ -81,7 +81,7 @@ def four(tmp_path_factory):
 
 @pytest.mark.slow
 def test_sequence_parallel_training_equals_one_process(tmp_path):
-    """All that takes a launcher, in as few launches as that takes."""
+    """One test covers all runs that need a launcher, because launches are slow."""
     script = tmp_path / "meddled.py"
     script.write_text(SHARDED + MEDDLED)
 
@@ -103,12 +103,12 @@ def test_sequence_parallel_training_equals_one_process(tmp_path):
 
     for name, own in runs.items():
         assert lora.main([*WORDS, *own, "--out", str(tmp_path / f"{name}-of-one")]) == 0
-        check_that_they_are_the_same(tmp_path / f"{name}-of-two", tmp_path / f"{name}-of-one")
-    check_that_they_are_the_same(tmp_path / "fsdp2", tmp_path / "cab-of-one")
-    check_that_they_are_the_same(tmp_path / "grid", tmp_path / "replicas")
-    # what replicas learn at once, one process learns in turns
+        assert_runs_are_close(tmp_path / f"{name}-of-two", tmp_path / f"{name}-of-one")
+    assert_runs_are_close(tmp_path / "fsdp2", tmp_path / "cab-of-one")
+    assert_runs_are_close(tmp_path / "grid", tmp_path / "replicas")
+    # one process with accumulation steps equals two replicas
     assert lora.main([*WORDS, "--tokens-per-step", "1024", "--out", str(tmp_path / "one")]) == 0
-    check_that_they_are_the_same(tmp_path / "grid", tmp_path / "one")
+    assert_runs_are_close(tmp_path / "grid", tmp_path / "one")
 
 
 def few_positions(folder):
@@ -120,7 +120,7 @@ def few_positions(folder):
     return str(folder)
 
 
-def check_that_they_are_the_same(actual, meant):
+def assert_runs_are_close(actual, meant):
     for field in ("loss", "grad_norm"):
         assert steps(actual, field) == pytest.approx(steps(meant, field), rel=1e-5), field
     # counted once, wherever it was computed
@@ -216,20 +216,20 @@ def test_passkey_counts_when_all_ranks_predict_their_part(four):
     everyone = four.run(4, passkeys_on_a_process, ())
     assert [result for result, _ in everyone] == [{"300": 1.0, "1024": 1.0}] * 4
     # the second process of each replica errs
-    meant = {}
+    expected = {}
     for length in (300, 1024):
         sharding = sharding_of((length,), 2)
         documents = {**everyone[0][1][length], **everyone[2][1][length]}
-        # as many of each replica
+        # each replica has four documents of every length
         assert sorted(documents) == list(range(8))
         starts = [document.answers[0] for document in documents.values()]
         first = [
             bool((sharding.owner[start - 1 : end - 1] < sharding.tokens).all())
             for start, end in starts
         ]
-        meant[str(length)] = sum(first) / 8
-    assert 0 < meant["1024"] < 1
-    assert [result for result, _ in four.run(4, passkeys_on_a_process, (1, 3))] == [meant] * 4
+        expected[str(length)] = sum(first) / 8
+    assert 0 < expected["1024"] < 1
+    assert [result for result, _ in four.run(4, passkeys_on_a_process, (1, 3))] == [expected] * 4
 
 
 def test_dry_run_divides_memory_by_ranks(tmp_path):
@@ -241,7 +241,7 @@ def test_dry_run_divides_memory_by_ranks(tmp_path):
     room = cost_model.Room(2**40, 2**40)
     alone, shared = (dry_run.fit(each, cost, {}, room).memory for each in (one, four))
     assert shared.layers == alone.layers / 4 and shared.weights == alone.weights
-    # keys and values of all of it come by
+    # every rank gathers keys and values of the whole sequence
     assert alone.working / 4 < shared.working < alone.working
 
 
@@ -264,7 +264,7 @@ def stopping(group, error):
             raise error
         while not failures_of_others(torch.distributed.group.WORLD):
             time.sleep(0.01)
-        # as gloo says it
+        # the error of gloo
         raise RuntimeError("Connection closed by peer [127.0.0.1]:21654.")
 
 

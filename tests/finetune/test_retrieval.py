@@ -92,11 +92,11 @@ def test_repetitions_are_reordered(length):
     for needle, answer in zip(document.needles, document.answers, strict=True):
         assert needle[1] <= length // 2 < answer[0]
         stated, labelled = (document.tokens[slice(*span)] for span in (needle, answer))
-        # what tells what is said stands right before what is labelled
+        # the words that identify a statement directly precede its labelled answer
         key = re.fullmatch(r"Thepasskeyfor(\w+)is(\d{5})\.", text_of(stated))
-        told = len(stated) - 6 if key else 3
-        end = answer[0] + len(stated) - told
-        assert document.tokens[answer[0] - told : end] == stated
+        num_identifying = len(stated) - 6 if key else 3
+        end = answer[0] + len(stated) - num_identifying
+        assert document.tokens[answer[0] - num_identifying : end] == stated
         if key:
             keys.append(key[1])
             assert text_of(labelled) == key[2]

@@ -25,7 +25,7 @@ def settings(**given):
 @pytest.mark.parametrize("path", sorted((FOLDER / "configs").iterdir()), ids=lambda path: path.stem)
 def test_shipped_configs_are_valid(path):
     actual = read(["--config", str(path)])
-    # those of LLaMA are for eight GPUs
+    # the LLaMA configs are for eight GPUs
     assert actual.data and actual.accumulation(8 if "llama3" in path.stem else 1) >= 1
     CabConfig.from_dict(actual.cab_config())
     given = yaml.safe_load(path.read_text())
@@ -91,7 +91,7 @@ def test_accumulation_steps_follow_tokens_per_step():
     assert settings(**fields, tokens_per_step=2**16).accumulation(4) == 8
     with pytest.raises(UsageError, match="tokens_per_step must be a multiple of 6144"):
         settings(**fields, tokens_per_step=2**16).accumulation(3)
-    # groups of processes, and not processes, have sequences
+    # with context parallelism, each group of cp processes has one sequence
     shared = settings(length=1024, tokens_per_step=8192, cp=2)
     assert shared.accumulation(4) == 4
     with pytest.raises(UsageError, match="tokens_per_step must be a multiple of 6144"):

@@ -88,7 +88,7 @@ def test_softcap_matches_reference(gpu, name, dim):
     q, k, v, grad, plan = case(gpu, torch.bfloat16, (128, 64), **shape, layout="packed")
     work = engines.Workload("cuda", dim, q.dtype, True, 128, 64, softcap=True)
     attend = engines.choose(name, work).attention
-    # the cap is what logits reach
+    # this scale makes logits reach the cap
     assert_engine_within_budget(attend, q, k, v, grad, plan, 4 * dim**-0.5, softcap=3.0)
 
 
@@ -138,10 +138,10 @@ def test_attention_compiles_without_graph_break(gpu):
 def test_transpose_matches_reference(gpu):
     chosen = torch.rand(2, 8, 1000, 2000, device=gpu) < 0.05
     lists = BlockIndices.from_dense(chosen)
-    meant = chosen.transpose(2, 3)
-    assert torch.equal(transpose.transpose(lists, 2000).to_dense(1000), meant)
+    expected = chosen.transpose(2, 3)
+    assert torch.equal(transpose.transpose(lists, 2000).to_dense(1000), expected)
     packed = transpose.pack_columns(lists, 2000, placed=True)
-    assert torch.equal(packed.counts, meant.sum(-1, dtype=torch.int32))
+    assert torch.equal(packed.counts, expected.sum(-1, dtype=torch.int32))
     plane, row = 3, int(packed.rows[int(packed.starts[0, 3, 77])])
     slot = int(packed.slots[int(packed.starts[0, 3, 77])])
     assert int(lists.indices[0, plane, row, slot]) == 77

@@ -4,10 +4,10 @@ import pytest
 import torch
 from decode_cases import (
     CASES,
-    require_as_reference,
-    require_step_as_by_rows,
+    masks_of_a_step,
+    require_dense_step_equals_sdpa,
+    require_step_equals_reference,
     step_of,
-    texts_of_a_step,
 )
 from tiny import tiny_model, tokens
 from transformers import StaticCache
@@ -28,20 +28,20 @@ LARGE = CASES | LONG
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", LARGE.values(), ids=LARGE)
 def test_step_matches_reference(gpu, case, dtype):
-    require_as_reference(case, dtype, gpu)
+    require_step_equals_reference(case, dtype, gpu)
 
 
 def test_captured_step_follows_growing_cache(gpu):
-    q, k, v, told = step_of(LONG["long"], torch.bfloat16, gpu)
-    scale, length, wanted, channels, *_ = told
+    q, k, v, choose_args = step_of(LONG["long"], torch.bfloat16, gpu)
+    scale, length, wanted, channels, *_ = choose_args
     index = kernels.index_keys(k, channels)
-    held = torch.empty_like(q)
+    static_q = torch.empty_like(q)
 
     def compute():
-        # a copy and no kernel stands before the first launch
-        held.copy_(q)
-        choice = decode.choose(held, index, scale, length, wanted, channels)
-        return decode.attend(held, k, v, choice, scale, length)
+        # a copy precedes the first launch: programmatic dependent launch must not skip the copy
+        static_q.copy_(q)
+        choice = decode.choose(static_q, index, scale, length, wanted, channels)
+        return decode.attend(static_q, k, v, choice, scale, length)
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -60,19 +60,20 @@ def test_captured_step_follows_growing_cache(gpu):
 
 
 def test_steps_are_deterministic(gpu):
-    q, k, v, told = step_of(LONG["longer-of-3"], torch.bfloat16, gpu)
-    index = kernels.index_keys(k, told[3])
-    valid = told[4]
+    q, k, v, choose_args = step_of(LONG["longer-of-3"], torch.bfloat16, gpu)
+    index = kernels.index_keys(k, choose_args[3])
+    valid = choose_args[4]
     outs = [
-        kernels.attend(q, k, v, kernels.choose(q, index, *told), *told[:2], valid) for _ in range(3)
+        kernels.attend(q, k, v, kernels.choose(q, index, *choose_args), *choose_args[:2], valid)
+        for _ in range(3)
     ]
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("text", texts_of_a_step())
-def test_dense_step_matches_rowwise_attention(gpu, monkeypatch, text, dtype):
-    require_step_as_by_rows(texts_of_a_step(gpu)[text], monkeypatch, dtype, gpu)
+@pytest.mark.parametrize("name", masks_of_a_step())
+def test_dense_step_matches_rowwise_attention(gpu, monkeypatch, name, dtype):
+    require_dense_step_equals_sdpa(masks_of_a_step(gpu)[name], monkeypatch, dtype, gpu)
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
@@ -101,5 +102,5 @@ def test_compiled_step_is_one_graph_and_equals_eager_step(gpu):
 
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
     eager = logits(model)
-    # a key more or less is read where a score is rounded otherwise
+    # kernels may round a score differently, and then select one key more or less
     assert (logits(compiled) - eager).norm() < 1e-3 * eager.norm()

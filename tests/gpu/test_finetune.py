@@ -109,7 +109,7 @@ def test_aborted_backward_does_not_change_next_step(gpu):
     expected, _ = train_step(model, gpu)
     with left_halfway(model, 4):
         train_step(model, gpu)
-    # what the copy under way would write into
+    # tensors that reuse memory into which an unfinished copy could write
     others = [torch.zeros(LENGTH * 48, device=gpu, dtype=torch.bfloat16) for _ in range(8)]
     torch.cuda.synchronize()
     assert not any(other.any() for other in others)

@@ -119,10 +119,10 @@ def test_expanded_output_gradient_is_supported(hopper):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         return torch.autograd.grad(attend(*leaves, plan, 0.1).sum(), leaves)
 
-    for actual, meant in zip(
+    for actual, expected in zip(
         gradients(FLASH.attention), gradients(reference.attention), strict=True
     ):
-        torch.testing.assert_close(actual, meant, atol=0.05, rtol=0.05)
+        torch.testing.assert_close(actual, expected, atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("shape", [model(), model(plan_heads=2)], ids=["per-head", "shared"])
@@ -130,8 +130,8 @@ def test_flash_compiles_without_graph_break(hopper, shape):
     q, k, v, grad, plan = case(hopper, torch.bfloat16, WIDE, **shape)
     compiled = torch.compile(FLASH.attention, fullgraph=True)
     actual = with_gradients(compiled, (q, k, v), grad, plan, 0.1)
-    meant = with_gradients(FLASH.attention, (q, k, v), grad, plan, 0.1)
-    for name, value in meant.items():
+    expected = with_gradients(FLASH.attention, (q, k, v), grad, plan, 0.1)
+    for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, atol=0.02, rtol=0.02)
 
 
@@ -158,13 +158,13 @@ def test_flash_runs_in_cuda_graph(hopper, blocks):
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        meant = [x.clone() for x in step()]
+        expected = [x.clone() for x in step()]
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         actual = step()
     graph.replay()
-    for captured, usual in zip(actual, meant, strict=True):
+    for captured, usual in zip(actual, expected, strict=True):
         torch.testing.assert_close(captured, usual, atol=0.02, rtol=0.02)
 
 

@@ -39,9 +39,9 @@ def both(monkeypatch, config, q, k, call):
 def test_kernels_select_same_blocks_as_pytorch(gpu, config, shape, monkeypatch):
     q, k = heads_on(gpu, **shape)
     call = LayerContext(KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], gpu), 0.1, 0)
-    actual, meant = both(monkeypatch, config, q, k, call)
+    actual, expected = both(monkeypatch, config, q, k, call)
     # two tokens may be of norms that differ by rounding
-    assert (actual != meant).sum() <= 0.001 * meant.sum()
+    assert (actual != expected).sum() <= 0.001 * expected.sum()
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "chunk"])
@@ -51,8 +51,8 @@ def test_kernels_select_same_blocks_in_every_layout(gpu, layout, monkeypatch):
     laid = laid_out(layout, 2, length, 2000, 64, gpu)
     call = LayerContext(laid.ranges, 0.1, 0)
     parts = laid.queries(q), laid.keys(k), call
-    actual, meant = both(monkeypatch, CabConfig.published(0.8), *parts)
-    assert (actual != meant).sum() <= 0.001 * meant.sum()
+    actual, expected = both(monkeypatch, CabConfig.published(0.8), *parts)
+    assert (actual != expected).sum() <= 0.001 * expected.sum()
 
 
 def test_compiled_layers_select_same_blocks(gpu):

@@ -18,11 +18,11 @@ CHUNK = 2**15
 UNWRITTEN = 4096
 HEADS, KV_HEADS, DIM = 32, 8, 128
 SCALE = DIM**-0.5
-# those that RoPE turns slowest
+# channels with the lowest RoPE frequencies
 SLOW = (*range(32, 64), *range(96, 128))
 # random heads are flat: every row of blocks fills its budget
 CONFIG = CabConfig(mass_threshold=1e-4, max_density=0.02, dense_tail_blocks=0)
-# rows of a plan that one comparison looks at: their masks are as long as the prompt
+# plan rows per comparison, few because their masks have the length of the prompt
 ROWS = 8
 
 
@@ -68,6 +68,6 @@ def test_layer_attends_one_million_tokens(gpu, q_length, gib):
             def exact(q, k, v, seen=mask[:, mine]):
                 return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=SCALE)
 
-            # the queries of a group are heads of their own, over the same keys
+            # query heads of a group share one KV head
             keys, values = (x[:, kv_head : kv_head + 1].expand(-1, group, -1, -1) for x in (k, v))
             assert_within_budget(out[:, mine, rows], exact, q[:, mine, rows], keys, values)

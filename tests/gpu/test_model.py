@@ -40,7 +40,7 @@ SHAPES = [
 
 
 def on(device, tensors, dtype):
-    # transposed again, so that q stays the strided view a model hands over
+    # keep the strides of a model: q is a transposed view
     return [x.transpose(1, 2).to(device, dtype).transpose(1, 2) for x in tensors]
 
 
@@ -169,7 +169,7 @@ def test_memory_at_131072_tokens_is_below_12_gib(gpu):
     assert (torch.cuda.max_memory_allocated() - inputs) / 2**30 < 12
 
 
-# --- what is scored in 8 bits
+# --- 8-bit scores
 
 SLOW = (*range(32, 64), *range(96, 128))
 
@@ -182,7 +182,7 @@ def test_fp8_score_sums_are_finite_at_any_norm(gpu, loudness):
     """
     q = torch.full((1, 2, 512, 128), loudness, device=gpu, dtype=torch.bfloat16)
     k = q[:, :1].clone()
-    # one block is twice as loud
+    # keys of one block have twice the norm
     k[:, :, 128:192] *= 1.15
     ranges = KeyRanges.causal(1, 512, 512, gpu)
     config = CabConfig(dense_tail_blocks=0, sink_blocks=0, local_blocks=1, mass_threshold=0.08)
@@ -207,7 +207,7 @@ def needles_on(device, length=16384):
     one[:, SLOW] = 3 * torch.randn(NEEDLES, 64, device=device, generator=generator).sign()
     index = torch.arange(NEEDLES, device=device)
     heads = index % q.shape[1]
-    # in blocks of one theme, where nothing else is an outlier
+    # query blocks with one topic, so that the needle query is the only outlier
     starts = torch.arange(length // 2, length - 256, 128, device=device)
     starts = starts[starts // 300 == (starts + 127) // 300]
     rows = starts[index // 2 % len(starts)] + index
@@ -227,15 +227,15 @@ def test_keys_of_any_magnitude_are_selected_at_equal_density(gpu, dtype):
         plan = RowsPredictor(config)((q / factor).to(dtype), (k * factor).to(dtype), call)
         return plan.to_dense()[0]
 
-    meant = chosen(1.0)
-    assert meant[cells].all()
+    expected = chosen(1.0)
+    assert expected[cells].all()
     for factor in (1e-4, 1e-3, 1e3, 1e4):
         actual = chosen(factor)
         assert actual[cells].all(), factor
-        assert int(actual.sum()) == pytest.approx(int(meant.sum()), rel=0.03)
+        assert int(actual.sum()) == pytest.approx(int(expected.sum()), rel=0.03)
     # by powers of two not a bit is another
     for factor in (2.0**-13, 2.0**13) if dtype == torch.bfloat16 else ():
-        assert torch.equal(chosen(factor), meant)
+        assert torch.equal(chosen(factor), expected)
 
 
 # --- whole models

@@ -41,16 +41,16 @@ def plan_of(config, q, k):
 def test_blocks_with_nan_key_are_selected(gpu, config, dtype, value):
     q, k = heads_on(gpu, length=4000, dtype=dtype)
     at = 1000
-    meant = plan_of(config, q, k)
+    expected = plan_of(config, q, k)
     k[:, 1, at, 5] = value
     actual = plan_of(config, q, k)
     row, column = at // config.query_block, at // config.key_block
     assert actual[:, 4:, row:, column].all()
     # no other KV head, and no query block before it
-    assert torch.equal(actual[:, :4], meant[:, :4])
-    assert torch.equal(actual[:, :, :row], meant[:, :, :row])
+    assert torch.equal(actual[:, :4], expected[:, :4])
+    assert torch.equal(actual[:, :, :row], expected[:, :, :row])
     if config is not CONFIGS["published"]:
-        assert actual.float().mean() < meant.float().mean() + 0.1
+        assert actual.float().mean() < expected.float().mean() + 0.1
 
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
@@ -58,14 +58,14 @@ def test_blocks_with_nan_key_are_selected(gpu, config, dtype, value):
 def test_nan_scored_query_selects_all_blocks(gpu, dtype, value):
     q, k = heads_on(gpu, length=4000, dtype=dtype)
     config = replace(ROWS, outlier_queries=0)
-    meant = plan_of(config, q, k)
+    expected = plan_of(config, q, k)
     apart = config.query_block // config.typical_queries
     row = 2000 // config.query_block
     q[:, 3, row * config.query_block + apart // 2, 9] = value
     actual = plan_of(config, q, k)
     assert actual[:, 3, row, : row * config.query_block // config.key_block].all()
-    meant[:, 3, row] = actual[:, 3, row]
-    assert torch.equal(actual, meant)
+    expected[:, 3, row] = actual[:, 3, row]
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("spoil", ["q", "k", "v"])
@@ -83,11 +83,11 @@ def test_nan_token_reaches_all_later_logits(gpu, config, dtype, spoil):
 
     layer = model.model.layers[0].self_attn
     with torch.no_grad():
-        meant = model(ids, use_cache=False).logits
+        expected = model(ids, use_cache=False).logits
         getattr(layer, f"{spoil}_proj").register_forward_hook(spoilt)
         actual = model(ids, use_cache=False).logits
     begin = 600 // settings.query_block * settings.query_block
-    torch.testing.assert_close(actual[:, :begin], meant[:, :begin])
+    torch.testing.assert_close(actual[:, :begin], expected[:, :begin])
     assert actual[:, 600].isnan().all()
     # the query makes a NaN of the hidden state, which the second layer has as a key
     if spoil != "v" or config == "full":

@@ -60,19 +60,19 @@ def compared(config, q, k, call):
     )
     sizes = {"query_block": config.query_block, "key_block": config.key_block}
     tail = config.dense_tail_blocks * config.query_block, config.query_block
-    meant = BlockPlan.from_dense(
+    expected = BlockPlan.from_dense(
         keep, call.ranges, dense_rows=call.ranges.tail_rows(*tail), **sizes
     )
-    return plan.to_dense(), meant.to_dense()
+    return plan.to_dense(), expected.to_dense()
 
 
 @pytest.mark.parametrize(("fields", "shape"), CASES)
 def test_kernels_select_same_blocks_as_reference(gpu, fields, shape):
     q, k = heads_on(gpu, **shape)
-    actual, meant = compared(replace(ROWS, **fields), q, k, call_of(q, k))
+    actual, expected = compared(replace(ROWS, **fields), q, k, call_of(q, k))
     # 16 bits are scored in 8 where the device has them
     allowed = 0.001 if q.dtype == torch.float32 else 0.03
-    assert (actual != meant).sum() <= allowed * meant.sum()
+    assert (actual != expected).sum() <= allowed * expected.sum()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -81,11 +81,11 @@ def test_scores_include_sinks_and_softcap(gpu, logits, dtype):
     q, k = heads_on(gpu, dtype=dtype)
     sinks = torch.linspace(0.0, 24.0, q.shape[1], device=gpu)
     call = call_of(q, k, **{logits: sinks if logits == "sinks" else 4.0})
-    actual, meant = compared(ROWS, q, k, call)
+    actual, expected = compared(ROWS, q, k, call)
     allowed = 0.001 if dtype == torch.float32 else 0.03
-    assert (actual != meant).sum() <= allowed * meant.sum()
+    assert (actual != expected).sum() <= allowed * expected.sum()
     _, plain = compared(ROWS, q, k, call_of(q, k))
-    assert (plain != meant).sum() > 0.05 * meant.sum()
+    assert (plain != expected).sum() > 0.05 * expected.sum()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -95,17 +95,19 @@ def test_kernels_select_same_blocks_in_every_layout(gpu, layout, dtype):
     q, k = heads_on(gpu, length=2000, q_length=length, batch=2, dtype=dtype)
     laid = laid_out(layout, 2, length, 2000, 128, gpu)
     q, k = laid.queries(q), laid.keys(k)
-    actual, meant = compared(ROWS, q, k, call_of(q, k, laid.ranges))
-    assert (actual != meant).sum() <= (0.001 if dtype == torch.float32 else 0.03) * meant.sum()
+    actual, expected = compared(ROWS, q, k, call_of(q, k, laid.ranges))
+    assert (actual != expected).sum() <= (
+        0.001 if dtype == torch.float32 else 0.03
+    ) * expected.sum()
 
 
 @pytest.mark.parametrize("factor", [1e-4, 1e-3, 1e3, 1e4])
 def test_key_magnitude_does_not_change_density(gpu, factor):
     q, k = heads_on(gpu)
-    meant = RowsPredictor(ROWS)(q, k, call_of(q, k)).to_dense()
+    expected = RowsPredictor(ROWS)(q, k, call_of(q, k)).to_dense()
     scaled = (q.float() / factor).bfloat16(), (k.float() * factor).bfloat16()
     actual = RowsPredictor(ROWS)(*scaled, call_of(q, k)).to_dense()
-    assert int(actual.sum()) == pytest.approx(int(meant.sum()), rel=0.03)
+    assert int(actual.sum()) == pytest.approx(int(expected.sum()), rel=0.03)
 
 
 def test_chunked_scratch_and_lists_give_same_plan(gpu, monkeypatch):

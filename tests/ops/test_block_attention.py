@@ -1,4 +1,4 @@
-"""Our attention kernels, in Triton's interpreter: each against the op it stands for."""
+"""Block attention kernels in Triton's interpreter, compared with the reference op."""
 
 import pytest
 import torch
@@ -57,39 +57,39 @@ def test_kernels_compute_what_the_reference_defines(shape, blocks):
 
 
 @pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 1, 11))
-def test_kernels_that_read_by_pointers_do(shape, blocks, by_pointers):
+def test_pointer_kernels_compute_what_the_reference_defines(shape, blocks, by_pointers):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
     assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2)
 
 
-def test_float32_of_large_heads_is_refused_where_tiles_do_not_fit(by_pointers):
+def test_large_float32_head_dim_is_unavailable(by_pointers):
     assert block.unavailable("cuda", 128, torch.float32) is None
     assert block.unavailable("cuda", 256, torch.bfloat16) is None
     assert "16 to 128" in block.unavailable("cuda", 256, torch.float32)
 
 
 @pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 1, 10))
-def test_a_loss_may_read_the_log_sum_exp(shape, blocks):
+def test_gradients_flow_through_log_sum_exp(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
     assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2, through_lse=True)
 
 
 @pytest.mark.parametrize(("shape", "blocks"), slow_but(CASES, 1, 10))
-def test_soft_capped_logits(shape, blocks):
+def test_soft_cap_equals_reference(shape, blocks):
     q, k, v, grad, plan = case("cpu", torch.float32, blocks, **shape)
     assert_engine_within_budget(block.attention, q, k, v, grad, plan, 0.2, softcap=3.0)
 
 
 @pytest.mark.parametrize("dim", [16, 264], ids=["fused", "split"])
-def test_half_precision(dim):
+def test_float16_is_within_error_budget(dim):
     shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": dim}
     q, k, v, grad, plan = case("cpu", torch.float16, (32, 16), **shape)
     assert_engine_within_budget(block.attention, q, k, v, grad, plan, dim**-0.5)
 
 
 @pytest.mark.slow
-def test_pieces_of_a_small_workspace_add_up(monkeypatch):
-    """Above 256 channels query blocks are taken a few at a time; dk and dv are sums over them."""
+def test_small_workspace_equals_one_pass(monkeypatch):
+    """Above 256 channels, the kernels process groups of query blocks and add up dk and dv."""
     shape = {"q_length": 50, "heads": 2, "kv_heads": 1, "dim": 264}
     q, k, v, grad, plan = case("cpu", torch.float32, (16, 16), **shape)
     complete = with_gradients(block.attention, (q, k, v), grad, plan, 0.1)
@@ -100,21 +100,21 @@ def test_pieces_of_a_small_workspace_add_up(monkeypatch):
 
 
 @pytest.mark.parametrize("dim", [16, 264], ids=["fused", "split"])
-def test_nothing_is_read_that_the_plan_leaves_out(dim):
-    """Keys and values outside of the lists are NaN: not one may reach the output."""
+def test_nan_in_unlisted_blocks_does_not_reach_output(dim):
+    """Keys and values outside of the lists are NaN."""
     q, k, v = qkv(q_length=96, heads=2, kv_heads=1, dim=dim)
     plan = random_plan(q, k, (32, 16), share=0.0)
     lists = plan.to_dense()[0].any(0).any(0).repeat_interleave(16)[:96]
     expected = reference.attention(q, k, v, plan, 0.2)
-    spoilt = plan.to_dense()[0, :, -1].any(0).repeat_interleave(16)[:96]
-    k, v = (x.masked_fill(~spoilt[:, None], torch.nan) for x in (k, v))
+    is_nan = plan.to_dense()[0, :, -1].any(0).repeat_interleave(16)[:96]
+    k, v = (x.masked_fill(~is_nan[:, None], torch.nan) for x in (k, v))
     actual = block.attention(q, k, v, plan, 0.2)
-    assert lists.all() and not spoilt.all()
+    assert lists.all() and not is_nan.all()
     torch.testing.assert_close(actual[:, :, 64:], expected[:, :, 64:], atol=1e-5, rtol=1e-4)
 
 
-def test_descriptors_take_what_is_not_aligned():
-    """A view that starts at an odd address, and one whose channels are not contiguous."""
+def test_unaligned_and_strided_tensors_are_accepted():
+    """One view starts at an unaligned address; the channels of another are not contiguous."""
     q, k, v = qkv(q_length=40, dim=16)
     plan = random_plan(q, k, (32, 16))
     expected = reference.attention(q, k, v, plan, 0.2)
@@ -125,17 +125,17 @@ def test_descriptors_take_what_is_not_aligned():
 
 
 @pytest.mark.parametrize("dims", [(24, 16), (16, 24)], ids=["narrow-values", "wide-values"])
-def test_values_may_have_a_head_dim_of_their_own(dims):
+def test_value_head_dim_may_differ(dims):
     q, k, _ = qkv(q_length=40, dim=dims[0])
     v = qkv(q_length=40, dim=dims[1])[2]
     plan = random_plan(q, k, (32, 16), dense_rows=torch.tensor([[1]]))
-    meant = engines.REFERENCE.attention(q, k, v, plan, 0.2, return_lse=True)
+    expected = engines.REFERENCE.attention(q, k, v, plan, 0.2, return_lse=True)
     actual = engines.TRITON.attention(q, k, v, plan, 0.2, return_lse=True)
-    for a, b in zip(actual, meant, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def test_registered_op():
+def test_registered_op_passes_opcheck():
     q, k, v = (x.requires_grad_() for x in qkv(q_length=40))
     plan = random_plan(q.detach(), k.detach(), (32, 16))
     torch.library.opcheck(
@@ -145,7 +145,7 @@ def test_registered_op():
     )
 
 
-def test_an_empty_plan_attends_nothing():
+def test_empty_plan_has_zero_output_and_gradients():
     q, k, v = (x.requires_grad_() for x in qkv(q_length=40))
     ranges = KeyRanges.causal(1, 40, 40, "cpu")
     keep = torch.zeros(1, 6, 2, 3, dtype=torch.bool)
@@ -156,32 +156,32 @@ def test_an_empty_plan_attends_nothing():
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(5, 7), (33, 16), (270, 3)])
-def test_transposes_are_those_of_the_definition(rows, columns, monkeypatch):
+def test_transposed_lists_equal_reference(rows, columns, monkeypatch):
     generator = torch.Generator().manual_seed(rows)
     chosen = torch.rand(1, 2, rows, columns, generator=generator) < 0.3
     chosen[0, 0] = False
     lists = BlockIndices.from_dense(chosen)
-    meant = lists.transpose(columns)
+    expected = lists.transpose(columns)
     for widest in (transpose.WIDE_LISTS, 0):
         monkeypatch.setattr(transpose, "WIDE_LISTS", widest)
         actual = transpose.transpose(lists, columns)
-        assert torch.equal(actual.to_dense(rows), meant.to_dense(rows))
-        assert actual.width == (rows if widest else int(meant.counts.max()))
+        assert torch.equal(actual.to_dense(rows), expected.to_dense(rows))
+        assert actual.width == (rows if widest else int(expected.counts.max()))
     packed = transpose.pack_columns(lists, columns, placed=True)
-    assert torch.equal(packed.counts, meant.counts)
-    for b, p, c in meant.counts.nonzero().tolist():
+    assert torch.equal(packed.counts, expected.counts)
+    for b, p, c in expected.counts.nonzero().tolist():
         start, count = int(packed.starts[b, p, c]), int(packed.counts[b, p, c])
         listing = packed.rows[start : start + count]
         assert listing.tolist() == chosen[b, p, :, c].nonzero().flatten().tolist()
         slots = packed.slots[start : start + count].long()
         assert (lists.indices[b, p, listing.long(), slots] == c).all()
-    plain, there = transpose.pack_columns(lists, columns), int(meant.counts.sum())
+    plain, there = transpose.pack_columns(lists, columns), int(expected.counts.sum())
     assert torch.equal(plain.rows[:there], packed.rows[:there])
     assert all(map(torch.equal, plain[:2], packed[:2]))
 
 
-def test_lists_of_one_block_are_widened():
-    """Triton 3.6, which compiles for GPUs, loses a 1 inside the plan; the interpreter does not."""
+def test_lists_of_width_1_are_widened():
+    """Compiled Triton 3.6 drops a width of 1 inside the plan tuple; the interpreter does not."""
     lists = BlockIndices(torch.ones(1, 2, 3, dtype=torch.int32), torch.full((1, 2, 3, 1), 7).int())
     widened = Lists.of(lists)
     assert widened.width == widened.indices.shape[-1] == 2

@@ -1,26 +1,26 @@
-"""The kernels of a decode step, in Triton's interpreter, against the reference."""
+"""Decode kernels in Triton's interpreter, compared with the reference."""
 
 import pytest
 import torch
-from decode_cases import CASES, require_as_reference, step_of
+from decode_cases import CASES, require_step_equals_reference, step_of
 from marks import slow_but
 
 from cab_hf.ops.decode import attend_kernels, kernels, reference
 
-# of a sample an eighth as large, as the interpreter takes a second for a few thousand keys; on a
-# GPU they are as large as the sample that a cache has
+# keys of a sample, an eighth of the number on a GPU: the interpreter needs a second for a few
+# thousand keys
 SAMPLED = 1024
 SAMPLES = {
     "a-sample": (8, 2, 4400, 4313, 64, 64, 250, {}),
     "a-sample-of-padding": (3, 3, 4400, 4313, 64, 64, 250, {"padding": 1130}),
     "little-of-a-sample": (6, 2, 8800, 900, 64, 64, 200, {}),
 }
-# what `make test` runs: groups, padding, another width of channels, a sample, few slots, sinks
+# cases of `make test`: head groups, padding, odd head dim, a sample, few slots, sinks
 OFTEN = ("group-of-3", "padding", "odd-heads", "a-sample", "few-slots", "sinks")
 
 
 @pytest.fixture(autouse=True)
-def _empty_tensors_are_full_of_anything():
+def _fill_empty_tensors():
     """Fill empty tensors with NaN and the largest numbers, to detect reads of unwritten memory."""
     torch.use_deterministic_algorithms(True)
     yield
@@ -29,7 +29,7 @@ def _empty_tensors_are_full_of_anything():
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch):
-    """A GPU has many multiprocessors, and the interpreter one program at a time."""
+    """Launch few programs, because the interpreter runs one program at a time."""
     monkeypatch.setattr(attend_kernels, "READING_PROGRAMS", 24)
 
 
@@ -39,32 +39,32 @@ def require_same(choice, expected):
 
 
 @pytest.mark.parametrize("name", slow_but(CASES, *map(list(CASES).index, OFTEN)))
-def test_a_step_is_the_references(name, monkeypatch):
+def test_decode_step_equals_reference(name, monkeypatch):
     if name in SAMPLES:
         monkeypatch.setattr(reference, "SAMPLED", SAMPLED)
-    require_as_reference(SAMPLES.get(name, CASES[name]))
+    require_step_equals_reference(SAMPLES.get(name, CASES[name]))
 
 
-def test_a_step_that_many_programs_read_is_the_references(monkeypatch):
-    # more than are merged at a time
+def test_decode_step_of_many_programs_equals_reference(monkeypatch):
+    # more programs than one merge step combines
     monkeypatch.setattr(attend_kernels, "READING_PROGRAMS", 280)
     assert attend_kernels.MERGED_AT_A_TIME < 280 // 4
-    require_as_reference(CASES["few-slots"])
+    require_step_equals_reference(CASES["few-slots"])
 
 
-def test_a_cache_with_room_behind_what_is_written():
-    q, k, v, told = step_of(CASES["group-of-3"])
-    index = kernels.index_keys(k, told[3])
-    choice = kernels.choose(q, index, *told)
-    roomy = [torch.cat((x, x[:, :, :300]), dim=2)[:, :, :1500] for x in (k, v, *index)]
-    assert not roomy[0].is_contiguous()
-    other = kernels.choose(q, reference.Index(*roomy[2:]), *told)
+def test_unused_cache_slots_do_not_change_strided_step():
+    q, k, v, choose_args = step_of(CASES["group-of-3"])
+    index = kernels.index_keys(k, choose_args[3])
+    choice = kernels.choose(q, index, *choose_args)
+    larger_buffers = [torch.cat((x, x[:, :, :300]), dim=2)[:, :, :1500] for x in (k, v, *index)]
+    assert not larger_buffers[0].is_contiguous()
+    other = kernels.choose(q, reference.Index(*larger_buffers[2:]), *choose_args)
     require_same(other, choice)
-    expected = kernels.attend(q, k, v, choice, *told[:2])
-    assert torch.equal(kernels.attend(q, *roomy[:2], other, *told[:2]), expected)
+    expected = kernels.attend(q, k, v, choice, *choose_args[:2])
+    assert torch.equal(kernels.attend(q, *larger_buffers[:2], other, *choose_args[:2]), expected)
 
 
-def test_sequences_that_share_a_cache_read_their_own_slots():
+def test_sequences_in_a_shared_cache_read_their_own_slots():
     """Continuous batching has one cache and a list of slots for each sequence."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(3, 6, 1, 64, generator=generator)
@@ -73,36 +73,36 @@ def test_sequences_that_share_a_cache_read_their_own_slots():
     slots = torch.stack([torch.randperm(400, generator=generator)[:90] for _ in range(3)])
     slots = slots.to(torch.int32).unsqueeze(1).expand(-1, 2, -1)
     counts = torch.tensor([90, 1, 33], dtype=torch.int32).unsqueeze(1).expand(-1, 2)
-    seen = reference.Choice(slots, counts, None)
-    expected = reference.attend(q, k, v, seen, 0.125)
-    torch.testing.assert_close(kernels.attend(q, k, v, seen, 0.125), expected)
+    choice = reference.Choice(slots, counts, None)
+    expected = reference.attend(q, k, v, choice, 0.125)
+    torch.testing.assert_close(kernels.attend(q, k, v, choice, 0.125), expected)
     own = slots[2, 0, :33].long()
     group = (q[2].view(2, 3, 64) @ k[2, :, own].mT * 0.125).softmax(-1) @ v[2, :, own]
     torch.testing.assert_close(expected[2, :, 0], group.flatten(0, 1))
 
 
-def test_what_is_not_written_yet_changes_nothing():
-    q, k, v, told = step_of(CASES["group-of-3"])
-    index = kernels.index_keys(k, told[3])
-    choice = kernels.choose(q, index, *told)
-    out = kernels.attend(q, k, v, choice, *told[:2])
+def test_nan_in_unwritten_slots_does_not_change_step():
+    q, k, v, choose_args = step_of(CASES["group-of-3"])
+    index = kernels.index_keys(k, choose_args[3])
+    choice = kernels.choose(q, index, *choose_args)
+    out = kernels.attend(q, k, v, choice, *choose_args[:2])
     for x in (k, v):
         x[:, :, 1300:] = float("nan")
     index.codes[:, :, 1300:], index.scales[:, :, 1300:] = 255, float("inf")
-    other = kernels.choose(q, index, *told)
+    other = kernels.choose(q, index, *choose_args)
     require_same(other, choice)
-    assert torch.equal(kernels.attend(q, k, v, other, *told[:2]), out)
+    assert torch.equal(kernels.attend(q, k, v, other, *choose_args[:2]), out)
 
 
 @pytest.mark.parametrize("ops", [kernels, reference])
 @pytest.mark.parametrize("what", slow_but(["query", "key"], 0))
-def test_a_row_that_is_not_a_number_leaves_the_others_what_they_are(ops, what):
+def test_nan_row_does_not_change_other_rows(ops, what):
     outputs = []
     for factor in (1.0, float("nan")):
-        q, k, v, told = step_of(CASES["few-slots"])
+        q, k, v, choose_args = step_of(CASES["few-slots"])
         (q if what == "query" else k[:, :, 50])[0] *= factor
-        choice = ops.choose(q, ops.index_keys(k, told[3]), *told)
-        outputs.append((choice.kept()[1], ops.attend(q, k, v, choice, *told[:2])))
+        choice = ops.choose(q, ops.index_keys(k, choose_args[3]), *choose_args)
+        outputs.append((choice.kept()[1], ops.attend(q, k, v, choice, *choose_args[:2])))
     (kept, expected), (other_kept, actual) = outputs
     assert torch.equal(other_kept, kept) and torch.equal(actual[1], expected[1])
     assert actual[0].isnan().all() or what == "key"
@@ -111,36 +111,36 @@ def test_a_row_that_is_not_a_number_leaves_the_others_what_they_are(ops, what):
 @pytest.mark.parametrize("ops", [kernels, reference])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("channel", [20, 3], ids=["scored", "other-channel"])
-def test_a_key_that_is_not_finite_is_read(ops, value, channel):
-    q, k, v, told = step_of(CASES["few-in-sight"][:3] + (300, *CASES["few-in-sight"][4:]))
-    assert (3 in told[3]) != (20 in told[3])
-    meant = ops.choose(q, ops.index_keys(k, told[3]), *told)
-    slot = int((~meant.kept()[1, 0, :300]).nonzero()[0])
+def test_nonfinite_key_is_always_selected(ops, value, channel):
+    q, k, v, choose_args = step_of(CASES["few-written"][:3] + (300, *CASES["few-written"][4:]))
+    assert (3 in choose_args[3]) != (20 in choose_args[3])
+    expected = ops.choose(q, ops.index_keys(k, choose_args[3]), *choose_args)
+    slot = int((~expected.kept()[1, 0, :300]).nonzero()[0])
     k[1, 0, slot, channel] = value
-    choice = ops.choose(q, ops.index_keys(k, told[3]), *told)
+    choice = ops.choose(q, ops.index_keys(k, choose_args[3]), *choose_args)
     assert choice.kept()[1, 0, slot] and not choice.kept()[..., 300:].any()
-    assert torch.equal(choice.kept()[0], meant.kept()[0])
-    assert torch.equal(choice.kept()[1, 1], meant.kept()[1, 1])
-    assert choice.kept()[1, 0].sum() <= meant.counts[1, 0] + 8
-    out = ops.attend(q, k, v, choice, *told[:2])
+    assert torch.equal(choice.kept()[0], expected.kept()[0])
+    assert torch.equal(choice.kept()[1, 1], expected.kept()[1, 1])
+    assert choice.kept()[1, 0].sum() <= expected.counts[1, 0] + 8
+    out = ops.attend(q, k, v, choice, *choose_args[:2])
     assert out[1, 3:].isfinite().all()
     logits = q[1, :3, 0, channel] * value
     assert torch.equal(out[1, :3, 0].isfinite().all(-1), logits == -torch.inf)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
-def test_a_query_that_is_not_finite_leaves_the_choice_to_its_group(value):
-    q, k, v, told = step_of(CASES["few-in-sight"][:3] + (300, *CASES["few-in-sight"][4:]))
-    q[1, 1, 0, told[3][0]] = value
-    index = kernels.index_keys(k, told[3])
-    choice, expected = (ops.choose(q, index, *told) for ops in (kernels, reference))
+def test_nonfinite_query_does_not_change_selection_of_its_group(value):
+    q, k, v, choose_args = step_of(CASES["few-written"][:3] + (300, *CASES["few-written"][4:]))
+    q[1, 1, 0, choose_args[3][0]] = value
+    index = kernels.index_keys(k, choose_args[3])
+    choice, expected = (ops.choose(q, index, *choose_args) for ops in (kernels, reference))
     assert torch.equal(choice.kept(), expected.kept())
     assert choice.counts[1, 0] > 150
-    out = kernels.attend(q, k, v, choice, *told[:2])
+    out = kernels.attend(q, k, v, choice, *choose_args[:2])
     assert not out[1, 1].isfinite().any() and out[1, [0, 2, 3, 4, 5]].isfinite().all()
 
 
-def test_a_mask_may_be_wider_than_what_is_written():
+def test_mask_may_cover_unwritten_slots():
     q, k, v, (scale, length, wanted, channels, valid, _) = step_of(CASES["padding"])
     index = kernels.index_keys(k, channels)
     choice = kernels.choose(q, index, scale, length, wanted, channels, valid)
@@ -151,7 +151,7 @@ def test_a_mask_may_be_wider_than_what_is_written():
     assert torch.equal(kernels.attend(q, k, v, other, scale, length, wide), out)
 
 
-def test_registered_ops_are_as_they_are_described():
+def test_registered_ops_pass_opcheck():
     q, k, v, (scale, length, wanted, channels, valid, _) = step_of(CASES["padding"])
     ops, channels = torch.ops.cab_hf, list(channels)
     index = kernels.index_keys(k, channels)

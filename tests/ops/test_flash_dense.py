@@ -43,15 +43,15 @@ def test_installed_flash_attn_computes_causal_calls_and_last_queries(installed):
         pytest.param({}, 64, id="few-queries"),
     ],
 )
-def test_other_calls_are_left_to_other_kernels(installed, fields, queries):
+def test_unsupported_calls_are_unavailable(installed, fields, queries):
     assert flash_dense.unavailable(workload(**fields), queries) is not None
 
 
-def test_masked_calls_are_left_to_other_kernels(installed):
+def test_masked_calls_do_not_use_flash_attn(installed):
     assert engines.exact(workload(), None) is not engines.FLASH_ATTN
 
 
-def test_gpus_before_hopper_and_missing_packages_are_left_to_other_kernels(installed):
+def test_flash_attn_needs_hopper_and_package(installed):
     installed.setattr(flash_dense, "capability", lambda: (HOPPER - 1, 0))
     assert flash_dense.unavailable(workload(), 512) is not None
     installed.setattr(flash_dense, "capability", lambda: (HOPPER, 0))
@@ -60,7 +60,7 @@ def test_gpus_before_hopper_and_missing_packages_are_left_to_other_kernels(insta
 
 
 @pytest.mark.parametrize("returns_lse", [False, True])
-def test_tensors_are_passed_as_tokens_by_heads(monkeypatch, returns_lse):
+def test_flash_attn_receives_token_major_tensors(monkeypatch, returns_lse):
     def flash_attn_func(q, k, v, softmax_scale, causal):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)

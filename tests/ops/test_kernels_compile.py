@@ -1,4 +1,4 @@
-"""Every kernel compiles for GPUs that nothing was run on, and fits them."""
+"""Check that every kernel compiles for untested GPUs and fits into their shared memory."""
 
 import json
 import os
@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# the shared memory that one program may have, in KiB, by compute capability or AMD's name
+# maximum shared memory per program, in KiB, by compute capability or AMD's GPU name
 CHIPS = {
     **{"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99},
     "gfx942": 64,
 }
-# bytes of stack a thread that is all it may spill: 32 of its 255 registers. More in the sweep in 8
-# bits, whose registers are bounded so that three programs share a multiprocessor; and on 10.0,
-# which has tiles of 9.0 and none of its own
+# limits of the stack per thread, in bytes: 128 bytes are 32 spilled registers of 255. The 8-bit
+# sweep spills more, because three of its programs share a multiprocessor. So does 10.0, which
+# uses the tile sizes of 9.0
 STACK, SWEEP_STACK, BLACKWELL_STACK = 128, 384, 768
 FRC = {"predictor": "frc", "query_block": 64, "curvature": "forman"}
 # (what `SCRIPT` launches, settings, dtype, head dim)
@@ -29,7 +29,7 @@ CASES = [
     ("decode", {}, "float16", 80),
     *(("attend", {}, "bfloat16", dim) for dim in (64, 80, 96, 128, 192, 256, 512)),
 ]
-# of which the memory counts: their registers spill, of most on every GPU
+# cases that check shared memory only: most of these kernels spill registers on every GPU
 WIDE = [
     ("choose", {"query_block": 64, "key_block": 128, "outlier_queries": 0}, "float16", 256),
     ("choose", {}, "float32", 256),
@@ -39,8 +39,8 @@ WIDE = [
     ("choose", {}, "bfloat16", 128, [[1024, 1024]], 30.0),
     *(("attend", {}, "bfloat16", dim, 30.0) for dim in (128, 256, 512)),
 ]
-# (queries, keys) whose numbers of query blocks, key blocks and rows Triton would tell apart: 1,
-# multiples of 16, and others
+# (queries, keys): Triton specialises on integers that are 1 or multiples of 16, so block counts
+# and rows cover 1, multiples of 16 and other numbers
 LENGTHS = [(2048, 4096), (1920, 4000), (128, 4032), (160, 2500)]
 SCRIPT = ROOT / "tests" / "shared" / "compiling.py"
 
@@ -71,7 +71,7 @@ def require_registers(chip, compiled):
     assert not {name: x for name, x in spilled.items() if x > bounds.get(name, bound)}
 
 
-def test_choosing_and_decode_compile_for_hopper():
+def test_selection_and_decode_compile_for_hopper():
     compiled = compiling("9.0", *USUAL)
     require_room("9.0", compiled)
     require_registers("9.0", compiled)
@@ -79,7 +79,7 @@ def test_choosing_and_decode_compile_for_hopper():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", CHIPS)
-def test_every_kernel_compiles_and_fits(chip):
+def test_every_kernel_compiles_and_fits_into_shared_memory(chip):
     compiled = compiling(chip, *CASES)
     sources = [path.read_text() for path in (ROOT / "cab_hf").rglob("*.py")]
     defined = {
@@ -92,20 +92,20 @@ def test_every_kernel_compiles_and_fits(chip):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", ["8.6", "9.0", "gfx942"])
-def test_large_heads_float32_and_soft_caps_fit(chip):
+def test_large_head_dims_and_soft_caps_fit_into_shared_memory(chip):
     require_room(chip, compiling(chip, *WIDE))
 
 
-def test_no_length_is_compiled_for():
+def test_lengths_do_not_recompile_kernels():
     compiled = compiling("9.0", ("choose", {}, "bfloat16", 128, LENGTHS))
     times = {name: count for name, (count, *_) in compiled.items()}
-    # outliers and typical queries differ in channels and keys; plans name rows, or sample
+    # two variants each: outliers or typical queries; plans with dense rows or samples
     for name in ("_gather_queries_kernel", "_score_kernel", "_pairs_kernel"):
         assert times.pop(name) <= 2
     assert set(times.values()) == {1}, times
 
 
-def test_frc_is_compiled_for_rows_of_few_columns_and_of_many():
+def test_frc_compiles_for_few_and_many_columns():
     compiled = compiling("9.0", ("choose_by_frc", FRC, "bfloat16", 128, LENGTHS))
     assert compiled.keys() == {"_largest_kernel", "_select_kernel"}
     require_room("9.0", compiled)

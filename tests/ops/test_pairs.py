@@ -1,4 +1,4 @@
-"""Pairs counted by the kernel, in the interpreter, are those of the definition."""
+"""The kernel that counts attended pairs, in the interpreter, compared with `BlockPlan.pairs`."""
 
 import pytest
 import torch
@@ -26,18 +26,18 @@ def pairs(plan):
 
 
 @pytest.mark.parametrize(("shape", "blocks"), SHAPES)
-def test_pairs_are_those_of_the_plan(shape, blocks):
+def test_counted_pairs_equal_plan_pairs(shape, blocks):
     *_, plan = case("cpu", torch.float32, blocks, **shape)
     expected = pairs(plan)
     once = add_pairs(plan)
     assert once.dtype == torch.int64
     assert torch.equal(once, expected)
-    # what was counted before stays as it is
+    # earlier counts are added, and their tensor is not changed
     assert torch.equal(add_pairs(plan, once), 2 * expected)
     assert torch.equal(once, expected)
 
 
-def test_sampled_blocks_count():
+def test_counted_pairs_include_sampled_blocks():
     *_, plan = case("cpu", torch.float32, (32, 16), q_length=300)
     sampled = plan.with_sample(2, torch.tensor(5))
     assert pairs(sampled)[0] > pairs(plan)[0]

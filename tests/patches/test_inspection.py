@@ -115,7 +115,7 @@ def test_describe_with_invalid_arguments_raises(model, given):
 
 def test_describe_reports_unsupported_layers():
     model = cab_hf.apply_cab(tiny_model(), {})
-    # as of a layer that takes what the indexer of another has chosen
+    # as in a layer that reuses the keys selected by the indexer of another layer
     model.model.layers[1].self_attn.skip_topk = True
     lines = cab_hf.describe(model, tokens=200).splitlines()[1:]
     assert lines[0] == "  layer 0: dense, input shorter than min_length=16384"
@@ -187,7 +187,7 @@ def test_model_that_is_always_dense_warns_once(model, said, turn_on):
     for again in WAYS_ON:
         again(model, 8192)
     assert len(said("positions")) == 1
-    # other settings are other news
+    # other settings warn again
     turn_on(model, 4096)
     assert len(said("positions")) == 2
 

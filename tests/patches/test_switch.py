@@ -28,7 +28,7 @@ from cab_hf.hf import model_config
 from cab_hf.patches import calibration
 
 PLAIN = ("sdpa", None)
-# what has a number for every head
+# settings with one number per head
 BY_HEAD = {"predictor": "frc"}
 OWN = Origin("somebody's", layers=3, heads=6, kv_heads=2, length=4096)
 
@@ -130,7 +130,7 @@ def test_cab_blocks_can_end_in_any_order(model, first_to_end, find):
     for block in blocks:
         block.__enter__()
     blocks.pop(first_to_end).__exit__(None, None, None)
-    # the block that began last of those still open is the one that holds
+    # the settings of the innermost open block apply
     assert state(model)[1]["mass_threshold"] == (0.6 if first_to_end == 2 else 0.7)
     for block in blocks:
         block.__exit__(None, None, None)
@@ -270,7 +270,7 @@ def test_apply_cab_to_other_objects_raises(function, nothing):
         getattr(cab_hf, function)(nothing, *more)
 
 
-# --- settings as they are given
+# --- forms of settings
 
 
 @pytest.mark.parametrize("kind", [dict, str, Path])
@@ -282,10 +282,10 @@ def test_apply_cab_accepts_dict_or_file(model, tmp_path, kind):
         assert state(model) == ("cab", dataclasses.replace(chosen, mass_threshold=0.05).to_dict())
     cab_hf.apply_cab(model, fields)
     assert state(model) == ("cab", chosen.to_dict())
-    # what is saved with a model needs no other file
+    # settings saved with a model need no calibration file
     given = {"attn_implementation": "cab", "cab_config": fields}
     assert state(loaded(tiny_model(), tmp_path / "model", **given)) == ("cab", chosen.to_dict())
-    # a dict is all there is
+    # a dict replaces all settings
     cab_hf.apply_cab(model, {"mass_threshold": 0.08})
     assert state(model)[1] == CabConfig(mass_threshold=0.08).to_dict()
 
@@ -347,7 +347,7 @@ def test_assigning_settings_of_another_model_raises(model):
         with pytest.raises(ValueError, match=sentence):
             model.config.cab_config = config
     assert model.config.cab_config == SPARSE.to_dict()
-    # a model on "sdpa" takes any, until it is switched
+    # a model on "sdpa" accepts any settings until it is switched
     cab_hf.remove_cab(model)
     model.config.cab_config = DEEP
 
@@ -436,7 +436,7 @@ def test_recompute_with_other_settings_raises(implementation, padded, change, re
     with pytest.raises(RuntimeError, match="was left or entered in between"):
         loss.backward()
     model.zero_grad()
-    # an error leaves no state, and equal settings are not different ones
+    # an error leaves no state, and equal settings do not raise
     loss = loss_of(applied(model), padded)
     assert torch.equal(gradient_of(loss, applied(model)), inside)
 

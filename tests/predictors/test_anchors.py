@@ -1,4 +1,4 @@
-"""Which layers decide for which: the dynamic program, maps of heads, and what is measured."""
+"""Anchor layers: the dynamic program, head maps, and measured coverage."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -24,7 +24,7 @@ from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 LENGTH = 400
-# of few blocks, each of which has more of the attention than one among many
+# higher than the defaults: a short sequence has few blocks, each with a large share of the mass
 THRESHOLDS = (0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01)
 SMALL = replace(SPARSE, share_threshold=1.0, dense_tail_blocks=0)
 NEEDLES = Needles(torch.tensor([140, 150]), torch.tensor([40, 90]), torch.tensor([44, 94]))
@@ -40,7 +40,7 @@ def total_of(value, anchors):
 
 
 @pytest.mark.parametrize("layers", range(1, 11))
-def test_the_dynamic_program_finds_what_trying_all_finds(layers):
+def test_best_anchors_equal_exhaustive_search(layers):
     for seed in range(5):
         torch.manual_seed(seed)
         value = torch.randn(layers, layers).double().tolist()
@@ -57,14 +57,14 @@ def test_anchors_by_hand():
     value = [[1, 0.9, 0.1, 0.1], [0, 1, 0.2, 0.2], [0, 0, 1, 0.9], [0, 0, 0, 1]]
     assert best_anchors(value, 1) == (0,)
     assert best_anchors(value, 2) == (0, 2)
-    # of two that are worth the same the first
+    # ties select the earlier layer
     assert best_anchors([[1.0] * 4] * 4, 3) == (0, 1, 2)
     with pytest.raises(ValueError, match="anchors must be 1 to 4, .*, got 5"):
         best_anchors(value, 5)
 
 
 def kept_of(config, layers, importance=None):
-    """`Coverage` at each threshold, of layers of q and k [1, H, N, D] each."""
+    """Return `Coverage` at each threshold for layers with q and k [1, H, N, D]."""
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
     views = [
         viewed(q, k, LayerContext(ranges, 0.25, layer), config, NEEDLES)
@@ -85,10 +85,10 @@ def loud(seed, heads=4):
 
 
 @pytest.mark.parametrize("outlier_queries", [0, 4])
-def test_a_planted_permutation_of_heads_is_recovered(outlier_queries):
+def test_permuted_heads_are_mapped_back(outlier_queries):
     config = replace(SMALL, outlier_queries=outlier_queries)
     q, k = loud(0)
-    # tokens of a block are alike, so that the estimate is as good as the truth
+    # equal tokens within a block make the sampled estimate exact
     q, k = (
         x[:, :, ::size].repeat_interleave(size, 2)[:, :, :LENGTH] for x, size in ((q, 32), (k, 16))
     )
@@ -96,39 +96,39 @@ def test_a_planted_permutation_of_heads_is_recovered(outlier_queries):
     kept = kept_of(config, [(q, k), (q[:, order], k[:, order])])
     at = kept[4]
     assert assign_anchors(gains(at), (0,)).sources.tolist() == [[0, 1, 2, 3], order]
-    # and nothing is lost by it
+    # the mapped heads cover as much mass as the heads of the anchor
     mass = at.mass[0, 1, order, range(4)].mean()
     torch.testing.assert_close(mass, at.mass[0, 0].diagonal().mean())
     assert cascaded(config, kept, (0, 1), 2, 1, 0.5).head_map[1] == tuple(order)
 
 
-def test_what_is_kept_by_hand():
+def test_coverage_by_hand():
     (q, k), (other_q, other_k) = loud(0, heads=2), loud(1, heads=2)
     kept = kept_of(SMALL, [(q, k), (other_q, other_k)])[3]
     plan = plan_of(replace(SMALL, mass_threshold=THRESHOLDS[3]), q, k)
     tokens = plan.token_mask()[0, 1]
     logits = other_q[0, 0] @ other_k[0, 0].T * 0.25
-    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    shares = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-    # head 1 of layer 0 for head 0 of layer 1
-    meant = (shares * tokens).sum(-1).mean()
-    assert float(kept.mass[0, 1, 1, 0]) == pytest.approx(float(meant), abs=1e-5)
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    shares = logits.masked_fill(~causal, -torch.inf).softmax(-1)
+    # head 0 of layer 1 with the blocks of head 1 of layer 0
+    expected = (shares * tokens).sum(-1).mean()
+    assert float(kept.mass[0, 1, 1, 0]) == pytest.approx(float(expected), abs=1e-5)
     actual = [(shares * tokens)[140, 40:44].sum(), (shares * tokens)[150, 90:94].sum()]
     assert float(kept.needle[0, 1, 1, 0]) == pytest.approx(float(sum(actual) / 2), abs=1e-6)
-    assert float(kept.density[0, 1]) == pytest.approx(float(tokens.sum() / seen.sum()))
+    assert float(kept.density[0, 1]) == pytest.approx(float(tokens.sum() / causal.sum()))
 
 
-def test_a_threshold_of_0_keeps_everything(monkeypatch):
+def test_threshold_0_covers_all_mass(monkeypatch):
     monkeypatch.setattr(of_anchors, "THRESHOLDS", (0.0,))
     (kept,) = kept_of(SMALL, [loud(0), loud(1)], [0.5, 0.25])
     torch.testing.assert_close(kept.mass, torch.ones(2, 2, 4, 4, dtype=torch.float64))
-    # whichever heads choose
+    # needle coverage does not depend on the anchor head
     torch.testing.assert_close(kept.needle, kept.needle[:1, :, :1].expand_as(kept.needle))
     assert kept.importance.tolist() == [0.5, 0.25]
 
 
-def test_what_layers_change_weighs():
-    """Layer 2 is like neither; whether it decides is a matter of how much layers 1 and 2 do."""
+def test_anchors_are_weighted_by_importance():
+    """The second anchor is layer 1 or 2, whichever has the higher importance."""
     mass = torch.ones(3, 3, 1, 1, dtype=torch.float64)
     mass[0, 1], mass[0, 2], mass[1, 2] = 0.5, 0.6, 0.55
 
@@ -140,9 +140,9 @@ def test_what_layers_change_weighs():
 
 
 def test_heads_and_densities_by_hand():
-    """Heads of an anchor have their own blocks, others those that keep most for them."""
+    """Anchor heads use their own blocks; other heads use the anchor head with most coverage."""
     mass = torch.tensor([[[0.9, 0.1], [0.95, 0.5]], [[0.9, 0.2], [0.4, 0.9]]]).double()
-    # [a, b, head of a, head of b]; a layer that chooses has its own blocks, whatever others keep
+    # [a, b, head of a, head of b]; an anchor uses its own blocks even if another head covers more
     gain = torch.stack([mass, mass.flip(1)])
     actual = assign_anchors(gain, (0,))
     assert actual.of_layer == (0, 0) and actual.sources.tolist() == [[0, 1], [0, 1]]
@@ -158,40 +158,40 @@ def test_heads_and_densities_by_hand():
 
 
 @pytest.mark.parametrize("target", [0.45, 0.5, 0.6])
-def test_the_target_is_met(target):
+def test_cascade_reaches_target_density(target):
     layers = [loud(0), loud(1), loud(2)]
     config = cascaded(SMALL, kept_of(SMALL, layers), (0, 1, 2), 3, 2, target)
     assert THRESHOLDS[-1] <= config.mass_threshold <= THRESHOLDS[0]
     predictor, shared_state = make_predictor(config), {}
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
-    spent = [
+    layer_densities = [
         predictor(q, k, LayerContext(ranges, 0.25, layer, shared_state)).density()
         for layer, (q, k) in enumerate(layers)
     ]
-    assert sum(spent) / 3 == pytest.approx(target, abs=0.02)
+    assert sum(layer_densities) / 3 == pytest.approx(target, abs=0.02)
 
 
-def test_a_target_below_what_is_forced_is_refused():
+def test_target_below_forced_density_raises():
     kept = kept_of(SMALL, [loud(0), loud(1)])
     with pytest.raises(ValueError, match=r"target_density must be at least 0\.\d+, .*, got 0\.01"):
         cascaded(SMALL, kept, (0, 1), 2, 1, 0.01)
-    # and all may have the most
+    # target density 1 selects the lowest threshold
     assert cascaded(SMALL, kept, (0, 1), 2, 1, 1.0).mass_threshold == THRESHOLDS[-1]
 
 
 @pytest.mark.parametrize("fields", [{}, {"outlier_queries": 0}, {"share_threshold": 0.9}], ids=str)
-def test_the_blocks_that_were_measured_are_those_that_an_anchor_attends(fields):
+def test_coverage_density_equals_plan_density(fields):
     config, layers = replace(SMALL, **fields), [loud(0), loud(1)]
     kept = kept_of(config, layers)
     for threshold, of_all in zip(THRESHOLDS, kept, strict=True):
         anchors = config.changed(predictor="cascade", anchors=(0, 1), mass_threshold=threshold)
         for layer, (q, k) in enumerate(layers):
             keep = plan_of(anchors, q, k, layer).token_mask()[0].sum((1, 2))
-            meant = of_all.density[layer] * LENGTH * (LENGTH + 1) / 2
-            torch.testing.assert_close(keep.double(), meant)
+            expected = of_all.density[layer] * LENGTH * (LENGTH + 1) / 2
+            torch.testing.assert_close(keep.double(), expected)
 
 
-def test_the_saved_cascade_is_a_config():
+def test_cascade_config_survives_serialisation():
     kept = kept_of(SMALL, [loud(0), loud(1)])
     config = cascaded(SMALL, kept, (0, 2), 4, 2, 0.5)
     assert CabConfig.from_dict(config.to_dict()) == config

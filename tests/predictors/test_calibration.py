@@ -1,4 +1,4 @@
-"""One threshold for a model: what it would attend at each, and the one that meets a density."""
+"""Calibration: the density at each threshold, and the threshold for a target density."""
 
 import copy
 import re
@@ -17,19 +17,19 @@ from cab_hf import CabConfig
 from cab_hf.calibration import anchors as of_anchors
 from cab_hf.calibration.density import THRESHOLDS, densities, fitted, least_density, most_density
 from cab_hf.config import Origin
-from cab_hf.eval import methods  # noqa: F401  it registers rivals
+from cab_hf.eval import methods  # noqa: F401  registers predictors of other methods
 from cab_hf.patches import calibration as of_models
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
 
 SMALL = {"query_block": 16, "key_block": 16, "min_length": 0}
-# of few blocks nearly every one has a share that a query needs
+# share_threshold 1.0, because in short sequences nearly every block has a large share
 CALIBRATED = CabConfig(**SMALL, share_threshold=1.0)
 BY_MASS = SPARSE.changed(share_threshold=1.0, dense_tail_blocks=1)
 
 
 def measured(config, length=400):
-    """(q, k, call, densities) of one layer."""
+    """Return (q, k, call, densities) of one layer."""
     q, k = loud(q_length=length, heads=4, kv_heads=2)
     call = LayerContext(KeyRanges.causal(1, length, length, "cpu"), 0.25, 0)
     return q, k, call, densities(q, k, call, config)
@@ -40,7 +40,7 @@ def measured(config, length=400):
     [{}, {"share_threshold": 0.9}, {"dense_tail_blocks": 0}, {"max_density": 0.7}],
     ids=str,
 )
-def test_densities_are_those_of_the_plans(fields):
+def test_densities_equal_plan_densities(fields):
     config = BY_MASS.changed(**fields)
     q, k, call, actual = measured(config)
     for at in range(0, len(THRESHOLDS), 5):
@@ -51,17 +51,17 @@ def test_densities_are_those_of_the_plans(fields):
     assert float(actual[-1]) == pytest.approx(most_density(config, 400))
 
 
-def test_the_least_density_is_that_of_forced_blocks():
+def test_least_density_equals_forced_blocks():
     assert float(measured(BY_MASS)[3][0]) == pytest.approx(least_density(BY_MASS, 400))
 
 
 @pytest.mark.parametrize("target", [0.55, 0.6, 0.8])
-def test_the_threshold_found_meets_the_target(target):
+def test_fitted_threshold_reaches_target(target):
     q, k, call, of_layer = measured(BY_MASS)
     config = fitted(BY_MASS, [{0: of_layer}], target)
     assert make_predictor(config)(q, k, call).density() == pytest.approx(target, abs=0.03)
     assert fitted(BY_MASS, [{0: of_layer}] * 2, target) == config
-    # of another layer that attends nothing more than this one, in the mean
+    # the mean with a layer of constant density needs a lower threshold
     other = torch.full_like(of_layer, float(of_layer[0]))
     assert fitted(BY_MASS, [{0: of_layer, 1: other}], target).mass_threshold < config.mass_threshold
 
@@ -70,28 +70,28 @@ def test_the_threshold_found_meets_the_target(target):
     ("at_zero", "target", "threshold"),
     [(1.0, 1.0, 0.0), (0.9, 0.85, 0.0), (0.9, 0.72, THRESHOLDS[-1]), (0.7, 0.8, 0.0)],
 )
-def test_a_target_above_the_lowest_threshold_takes_the_nearest_density(at_zero, target, threshold):
+def test_unreachable_target_selects_nearest_density(at_zero, target, threshold):
     at_thresholds = torch.linspace(0.3, 0.7, len(THRESHOLDS) + 1)
     of_layer = torch.cat((at_thresholds, torch.tensor([at_zero]))).double()
     found = fitted(BY_MASS, [{0: of_layer}], target).mass_threshold
     assert found == pytest.approx(threshold, rel=0.01)
 
 
-def test_layers_of_a_cascade_count_what_their_anchor_chooses():
+def test_cascade_layers_count_the_density_of_their_anchor():
     of_layer = measured(BY_MASS)[3]
     config = BY_MASS.changed(predictor="cascade", anchors=(0,))
     both = {0: of_layer, 1: torch.ones_like(of_layer)}
     assert fitted(config, [both], 0.6) == fitted(config, [{0: of_layer}], 0.6)
 
 
-def test_everything_is_kept_where_everything_may_be():
+def test_target_density_1_selects_threshold_0():
     assert fitted(BY_MASS, [{0: measured(BY_MASS)[3]}], 1.0).mass_threshold == 0
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(of_models, "KEYS", 2)
-    # of few blocks each has more of the attention than one among many
+    # higher than the defaults: a short sequence has few blocks, each with a large share of the mass
     monkeypatch.setattr(of_anchors, "THRESHOLDS", (1.0, 0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01))
 
 
@@ -114,17 +114,17 @@ def state(model):
 
 @torch.no_grad()
 def attended(model):
-    """The mean density of the layers of a model on some text."""
+    """Return the mean density of the layers of a model for `IDS`."""
     cab_hf.stats(model, reset=True)
     model(IDS)
     densities = [layer["density"] for layer in cab_hf.stats(model)]
     return sum(densities) / len(densities)
 
 
-def test_a_model_is_calibrated_and_saved(tmp_path):
+def test_calibrate_sets_and_saves_config(tmp_path):
     model = made()
     given = calibrated(model)
-    # it attends by what was found
+    # the model uses the calibrated config
     assert state(model) == ("cab", given.to_dict())
     assert given.origin == Origin("llama", layers=3, heads=6, kv_heads=2, length=300)
     given.save(tmp_path / "own.json")
@@ -135,7 +135,7 @@ def test_a_model_is_calibrated_and_saved(tmp_path):
     assert calibrated(model, ["So it goes."]) == given
 
 
-def test_two_models_are_calibrated_at_a_time():
+def test_calibrating_one_model_leaves_another_unchanged():
     one = made(num_hidden_layers=1)
     # of the same config, and switched alone
     other = type(one)(one.config).eval()
@@ -145,7 +145,7 @@ def test_two_models_are_calibrated_at_a_time():
         assert list(threads.map(calibrated, (one, other))) == alone
 
 
-def test_a_model_in_training_is_read_as_in_eval_mode_and_left_training():
+def test_calibrate_uses_eval_mode_and_restores_training_mode():
     torch.manual_seed(0)
     shape = {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 512}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=len(TOKENIZER), resid_pdrop=0.5, **shape))
@@ -158,7 +158,7 @@ def test_a_model_in_training_is_read_as_in_eval_mode_and_left_training():
 
 
 @pytest.mark.parametrize("anchors", [None, 1])
-def test_a_density_that_cannot_be_reached_is_refused_before_anything_is_measured(anchors):
+def test_unreachable_density_raises_before_forward_pass(anchors):
     model = made()
     model.forward = None
     with pytest.raises(
@@ -171,14 +171,14 @@ def test_a_density_that_cannot_be_reached_is_refused_before_anything_is_measured
 
 
 @pytest.mark.parametrize("anchors", [None, 1])
-def test_max_density_counts(anchors):
+def test_max_density_is_part_of_calibration(anchors):
     model, config = made(), CALIBRATED.changed(max_density=0.75)
     calibrated(model, target_density=0.65, config=config, anchors=anchors)
     assert attended(model) == pytest.approx(0.65, abs=0.05)
 
 
 @pytest.mark.parametrize("anchors", [None, 1])
-def test_a_target_that_max_density_excludes_is_refused_before_anything_is_measured(anchors):
+def test_target_above_max_density_raises_before_forward_pass(anchors):
     model, config = made(), CALIBRATED.changed(max_density=0.6)
     model.forward = None
     with pytest.raises(
@@ -191,7 +191,7 @@ def test_a_target_that_max_density_excludes_is_refused_before_anything_is_measur
     assert attended(model) == pytest.approx(most, abs=0.03)
 
 
-def test_a_cascade_meets_a_target_below_the_thresholds_of_anchors(monkeypatch):
+def test_cascade_reaches_density_below_anchor_thresholds(monkeypatch):
     monkeypatch.setattr(of_anchors, "THRESHOLDS", (1.0, 0.5))
     model = made()
     given = calibrated(model, anchors=1)
@@ -199,7 +199,7 @@ def test_a_cascade_meets_a_target_below_the_thresholds_of_anchors(monkeypatch):
     assert attended(model) == pytest.approx(0.7, abs=0.1)
 
 
-def test_a_config_may_be_a_dict_or_a_file(tmp_path):
+def test_calibrate_accepts_dict_or_file(tmp_path):
     CALIBRATED.save(tmp_path / "own.json")
     path = tmp_path / "own.json"
     by_config = calibrated(made())
@@ -211,14 +211,14 @@ sliding = pytest.mark.parametrize(("kind", "layers"), [("llama", 3), ("qwen3-som
 
 
 @sliding
-def test_how_far_it_is_is_shown(kind, layers, capfd):
+def test_calibrate_shows_progress_per_layer(kind, layers, capfd):
     calibrated(made(kind))
     shown = capfd.readouterr().err
     assert "calibrate: 100%" in shown and f"{layers}/{layers}" in shown
 
 
 @sliding
-def test_more_anchors_than_sparse_layers_are_refused_before_anything_is_measured(kind, layers):
+def test_too_many_anchors_raise_before_forward_pass(kind, layers):
     model = made(kind)
     model.forward = None
     with pytest.raises(
@@ -232,11 +232,11 @@ def test_more_anchors_than_sparse_layers_are_refused_before_anything_is_measured
     ("weights", "damage"),
     [
         pytest.param("model.embed_tokens.weight", float("nan"), id="not-a-number"),
-        # of the last layer, which no q or k shows
+        # weights of the last MLP, which do not change any q or k
         pytest.param("model.layers.2.mlp.down_proj.weight", float("inf"), id="infinite"),
     ],
 )
-def test_a_model_that_is_not_finite_is_refused(anchors, weights, damage):
+def test_nonfinite_model_raises(anchors, weights, damage):
     model = made()
     model.get_parameter(weights).data[:] = damage
     with pytest.raises(ValueError, match=r"outputs are not finite \(NaN or infinite\) under dense"):
@@ -244,13 +244,13 @@ def test_a_model_that_is_not_finite_is_refused(anchors, weights, damage):
     assert state(model) == ("sdpa", None)
 
 
-def test_a_model_is_given_a_cascade():
+def test_calibrate_with_anchors_sets_cascade_config():
     model = made()
     given = calibrated(model, documents=2, anchors=2)
     assert given.predictor == "cascade" and len(given.anchors) == 2 and given.anchors[0] == 0
     assert state(model) == ("cab", given.to_dict())
     assert 0.5 < attended(model) < 0.8
-    # another threshold for the anchors that were found, which stay
+    # a second calibration changes the threshold only
     again = calibrated(model, target_density=0.6, config=given)
     assert (again.anchors, again.head_map) == (given.anchors, given.head_map)
     assert again.mass_threshold > given.mass_threshold
@@ -261,10 +261,10 @@ def test_a_model_is_given_a_cascade():
     [
         pytest.param("longcat_flash", 8, None, id="two attentions a layer", marks=pytest.mark.slow),
         pytest.param("longcat_flash", 8, 2, id="two attentions a layer, anchors"),
-        pytest.param("laguna", 4, 2, id="heads are told by layer", marks=pytest.mark.slow),
+        pytest.param("laguna", 4, 2, id="head numbers per layer", marks=pytest.mark.slow),
     ],
 )
-def test_layers_of_another_making_are_calibrated(kind, layers, anchors):
+def test_unusual_layer_structures_are_calibrated(kind, layers, anchors):
     model = tiny_type(kind).eval()
     given = calibrated(model, ["Nobody knows. So it goes."], 0.8, anchors=anchors)
     assert given.predictor == ("cascade" if anchors else "rows")
@@ -274,7 +274,7 @@ def test_layers_of_another_making_are_calibrated(kind, layers, anchors):
 
 
 @pytest.mark.parametrize("anchors", [None, 2])
-def test_a_layer_without_an_index_has_no_place_in_a_table(anchors):
+def test_shared_attention_module_raises(anchors):
     with pytest.raises(
         ValueError, match="one attention module per layer, got .*, which serves several"
     ):
@@ -308,21 +308,21 @@ def test_a_layer_without_an_index_has_no_place_in_a_table(anchors):
         ),
     ],
 )
-def test_what_cannot_be_calibrated_is_refused(bad, message):
+def test_invalid_calibrate_arguments_raise(bad, message):
     model = made()
     with pytest.raises(ValueError, match=message):
         calibrated(model, **bad)
     assert state(model) == ("sdpa", None)
 
 
-def test_the_tokenizer_of_another_model_is_refused():
+def test_tokenizer_of_another_model_raises():
     with pytest.raises(
         ValueError, match=r"tokenizer must produce tokens below 8, .*, got token \d+"
     ):
         calibrated(made(vocab_size=8))
 
 
-def test_what_is_no_file_is_refused(tmp_path):
+def test_calibrated_config_from_invalid_file_raises(tmp_path):
     with pytest.raises(ValueError, match="'gpt-5' is not a file. Pass a file written by"):
         CabConfig.calibrated("gpt-5")
     (tmp_path / "own.json").write_text("mass: 0.5")

@@ -23,7 +23,7 @@ LENGTH = 205
 
 
 def layers_of(config, count=4, length=LENGTH, ranges=None, **shape):
-    """The plans of some layers of one forward pass, each with q and k of its own."""
+    """Return the plans of the layers of one forward pass, each with its own q and k."""
     predictor, shared_state, plans = make_predictor(config), {}, []
     for layer in range(count):
         q, k = loud(q_length=length, seed=layer, **{"heads": 4, "kv_heads": 2, **shape})
@@ -33,11 +33,11 @@ def layers_of(config, count=4, length=LENGTH, ranges=None, **shape):
     return plans
 
 
-# --- what is handed on
+# --- shared plans
 
 
 @pytest.mark.parametrize("config", [CASCADE, TYPICAL], ids=["rows", "typical"])
-def test_layers_attend_what_the_anchor_before_them_chose(config):
+def test_layers_reuse_the_plan_of_the_previous_anchor(config):
     plans = [plan.to_dense() for plan in layers_of(config)]
     assert torch.equal(plans[0], plans[1]) and torch.equal(plans[2], plans[3])
     assert not torch.equal(plans[0], plans[2])
@@ -48,7 +48,7 @@ def test_layers_attend_what_the_anchor_before_them_chose(config):
     [{}, {"max_density": 0.4}, {"outlier_queries": 0}],
     ids=["rows", "capped", "typical"],
 )
-def test_as_many_anchors_as_layers_are_no_cascade(fields):
+def test_all_layers_as_anchors_equal_rows_predictor(fields):
     plain = SPARSE.changed(**fields)
     config = replace(plain, predictor="cascade", anchors=(0, 1, 2, 3))
     for one, other in zip(layers_of(config), layers_of(plain), strict=True):
@@ -58,14 +58,14 @@ def test_as_many_anchors_as_layers_are_no_cascade(fields):
         assert torch.equal(one.dense_rows, other.dense_rows)
 
 
-def test_a_head_attends_what_its_row_of_the_map_says():
+def test_heads_follow_head_map():
     row = (2, 0, 0, 3)
     config = replace(CASCADE, anchors=(0,), head_map=((0,) * 4, row))
     anchor, reuse = layers_of(config, 2)
     assert torch.equal(reuse.to_dense(), anchor.to_dense()[:, list(row)])
 
 
-def test_a_layer_that_reuses_reads_neither_q_nor_k():
+def test_reused_plan_does_not_read_q_and_k():
     shared_state, predictor = {}, make_predictor(CASCADE)
     q, k = loud(q_length=64)
     ranges = KeyRanges.causal(1, 64, 64, "cpu")
@@ -76,7 +76,7 @@ def test_a_layer_that_reuses_reads_neither_q_nor_k():
 
 
 @pytest.mark.parametrize("config", [CASCADE, TYPICAL], ids=["rows", "typical"])
-def test_no_earlier_row_feels_the_future(config):
+def test_later_tokens_do_not_change_earlier_rows(config):
     predictor = make_predictor(replace(config, anchors=(0,), dense_tail_blocks=0))
     call = LayerContext(KeyRanges.causal(1, 150, 150, "cpu"), 0.25, 0)
     q, k = loud(q_length=150)
@@ -88,27 +88,27 @@ def test_no_earlier_row_feels_the_future(config):
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_rows_of_a_batch_and_documents_choose_alone(layout):
+def test_padded_rows_and_documents_select_as_single_sequences(layout):
     q, k = loud(q_length=111, batch=2, heads=2, kv_heads=1)
     laid = laid_out(layout, 2, 111, 111, 32, "cpu")
     predictor = make_predictor(replace(CASCADE, anchors=(0,)))
     call = LayerContext(laid.ranges, 0.25, 0)
     together = predictor(laid.queries(q), laid.keys(k), call)
     require_valid(together)
-    # of the second batch row, the part that stands alone; its blocks begin where documents do
+    # compare with the second row alone, from the start of its last document
     begin = 111 // 3 if layout == "packed" else 0
     q, k = q[1:, :, begin:], k[1:, :, begin:]
     alone = predictor(
         q, k, LayerContext(KeyRanges.causal(1, 111 - begin, 111 - begin, "cpu"), 0.25, 0)
     )
-    actual, meant = together.to_dense()[1:], alone.to_dense()
-    rows, columns = meant.shape[2:]
+    actual, expected = together.to_dense()[1:], alone.to_dense()
+    rows, columns = expected.shape[2:]
     actual = actual[:, :, -rows:] if layout == "packed" else actual[:, :, :rows]
     actual = actual[..., -columns:] if layout == "packed" else actual[..., :columns]
-    assert torch.equal(actual, meant)
+    assert torch.equal(actual, expected)
 
 
-# --- what is refused
+# --- errors
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_rows_of_a_batch_and_documents_choose_alone(layout):
         ({"head_map": ((0, 1), (0,))}, "head_map must be .*rows of one length"),
     ],
 )
-def test_what_no_cascade_can_be_is_refused(fields, message):
+def test_invalid_cascade_fields_raise(fields, message):
     with pytest.raises(ValueError, match=message):
         replace(CASCADE, **fields)
 
@@ -142,14 +142,14 @@ def test_what_no_cascade_can_be_is_refused(fields, message):
         ),
     ],
 )
-def test_what_does_not_fit_a_model_is_refused(fields, message):
+def test_cascade_fields_that_do_not_fit_the_model_raise(fields, message):
     model = tiny_model()
     with pytest.raises(ValueError, match=message):
         cab_hf.apply_cab(model, replace(CASCADE, **fields))
         model(tokens(1, 80))
 
 
-def test_a_layer_that_nothing_is_handed_to_is_refused():
+def test_layer_without_anchor_plan_raises():
     q, k = loud(q_length=64)
     ranges, predictor = KeyRanges.causal(1, 64, 64, "cpu"), CascadePredictor(CASCADE)
     with pytest.raises(
@@ -160,7 +160,7 @@ def test_a_layer_that_nothing_is_handed_to_is_refused():
         predictor(q, k, LayerContext(ranges, 0.25))
     shared_state = {}
     predictor(q, k, LayerContext(ranges, 0.25, 0, shared_state))
-    # the anchor in between was never asked
+    # anchor layer 2 did not run
     with pytest.raises(ValueError, match="Layer 3 needs the plan of anchor layer 2"):
         predictor(q, k, LayerContext(ranges, 0.25, 3, shared_state))
     with pytest.raises(ValueError, match="layer 1 has 3 query heads and 2 KV heads, its anchor"):
@@ -176,16 +176,16 @@ def logits_of(model, config, ids, **message):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-some-sliding", "smollm3"])
-def test_a_full_budget_is_dense(family):
+def test_full_budget_cascade_equals_dense_attention(family):
     model, ids = tiny_model(family), tokens(2, 150)
     anchors = (0, 2) if family != "qwen3-some-sliding" else (0,)
     config = replace(FULL, predictor="cascade", anchors=anchors)
     with torch.no_grad():
-        meant = model(ids).logits
-    torch.testing.assert_close(logits_of(model, config, ids), meant, atol=1e-4, rtol=1e-4)
+        expected = model(ids).logits
+    torch.testing.assert_close(logits_of(model, config, ids), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_dense_layer_is_never_asked():
+def test_dense_layer_before_anchor_has_no_plan():
     model, ids = tiny_model(), tokens(1, 200)
     config = replace(CASCADE, anchors=(1,), dense_layers=(0,), mass_threshold=0.3)
     with cab_hf.cab(model, config), torch.no_grad():
@@ -196,8 +196,8 @@ def test_a_dense_layer_is_never_asked():
 
 
 @pytest.mark.parametrize("config", [CASCADE, TYPICAL], ids=["rows", "typical"])
-def test_every_chunk_of_a_prefill_has_anchors_of_its_own(config):
-    """The last chunk attends under the plans that its own queries have made."""
+def test_anchors_select_again_for_every_chunk(config):
+    """The last chunk uses plans that anchors select for its own queries."""
     model, ids = tiny_model(), tokens(1, 256)
     config = replace(config, anchors=(0,), dense_tail_blocks=0)
     with cab_hf.cab(model, config), torch.no_grad():
@@ -208,7 +208,7 @@ def test_every_chunk_of_a_prefill_has_anchors_of_its_own(config):
 
 
 @pytest.mark.parametrize("config", [CASCADE, TYPICAL], ids=["rows", "typical"])
-def test_checkpointed_gradients_are_the_same(config):
+def test_checkpointed_gradients_are_equal(config):
     ids, model = tokens(1, 200), cab_hf.apply_cab(tiny_model().train(), config)
     expected = gradients(model, ids)
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -216,7 +216,7 @@ def test_checkpointed_gradients_are_the_same(config):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
-def test_reentrant_checkpointing_never_takes_another_anchors_plan():
+def test_reentrant_checkpointing_with_several_anchors_raises():
     model, ids = tiny_model().train(), tokens(1, 200)
     cab_hf.apply_cab(model, replace(CASCADE, anchors=(0, 2)))
     model.gradient_checkpointing_enable({"use_reentrant": True})
@@ -226,7 +226,7 @@ def test_reentrant_checkpointing_never_takes_another_anchors_plan():
         loss.backward()
 
 
-def test_a_layer_called_several_times_is_not_computed_again_under_another_calls_plan():
+def test_checkpointing_a_layer_called_several_times_raises():
     model, ids = tiny_model().train(), tokens(1, 200)
     first, second = model.model.layers[:2]
     model.model.layers = nn.ModuleList([first, second, first, second])
@@ -242,7 +242,7 @@ def test_a_layer_called_several_times_is_not_computed_again_under_another_calls_
 @pytest.mark.parametrize(
     "fields", slow_but([{"head_map": ((3,) * 6,) * 3}, {"outlier_queries": 4}], 0)
 )
-def test_it_compiles_without_a_graph_break(fields):
+def test_cascade_compiles_without_graph_break(fields):
     model, ids = tiny_model(), tokens(1, 150)
     config = replace(CASCADE, anchors=(0,), engine="reference", **fields)
     expected = logits_of(model, config, ids, use_cache=False)
@@ -253,14 +253,14 @@ def test_it_compiles_without_a_graph_break(fields):
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_all_layers_as_anchors_give_the_logits_of_cab():
+def test_all_layers_as_anchors_give_logits_of_rows_predictor():
     model, ids = tiny_model(), tokens(2, 300)
     config = replace(CASCADE, anchors=(0, 1, 2))
     assert torch.equal(logits_of(model, config, ids), logits_of(model, SPARSE, ids))
     assert not torch.equal(logits_of(model, CASCADE, ids), logits_of(model, SPARSE, ids))
 
 
-def test_it_survives_json(tmp_path):
+def test_head_map_survives_json(tmp_path):
     config = replace(CASCADE, head_map=((0, 1), (1, 0), (0, 0)))
     config.save(tmp_path / "own.json")
     assert CabConfig.calibrated(tmp_path / "own.json") == config

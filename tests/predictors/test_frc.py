@@ -1,11 +1,11 @@
-"""Predictor "frc": its steps by hand, what rows keep, and its kernels against PyTorch."""
+"""Predictor "frc": steps by hand, properties of its plans, and kernels against the reference."""
 
 import math
 
 import pytest
 import torch
 from marks import slow_but
-from selecting import by_kernels, laid_in, loud, on_the_cpu
+from selecting import laid_in, loud, plan_by_kernels, plan_by_reference
 from tiny import qkv
 
 from cab_hf import CabConfig
@@ -15,13 +15,13 @@ from cab_hf.plan import KeyRanges
 from cab_hf.predictors import FrcPredictor, LayerContext, frc, make_predictor
 
 GRID = {"query_block": 16, "key_block": 16}
-# what rows of three blocks weigh: the third row sees columns 0 to 2
+# affinity of three query and key blocks; the third row has columns 0 to 2
 AFFINITY = torch.tensor([[1.0, 0, 0], [2, 3, 0], [0, 1, 2]])[None, None]
 LOWER = torch.ones(3, 3, dtype=torch.bool).tril()
 
 
 def of_blocks(logits):
-    """q and k of one token in 16 that is not zero, whose logits at scale 1/4 are these."""
+    """Return q and k with one nonzero token per block, whose logits at scale 1/4 are ``logits``."""
     logits = torch.tensor(logits, dtype=torch.float32)
     blocks = len(logits)
     q, k = torch.zeros(2, 1, 1, blocks, 16, 16)
@@ -33,16 +33,16 @@ def of_blocks(logits):
 # --- by hand
 
 
-def test_the_token_of_largest_norm_by_hand():
+def test_largest_tokens_by_hand():
     x = torch.tensor([[1.0, 1], [0, -3], [2, 0], [0, 2], [0.5, 0]])[None, None]
     valid = torch.tensor([[True, True, True, True, False]])
-    # the first of equals, and padding where there is nothing else
+    # ties select the first token; a block of padding selects a padding token
     assert frc.largest_tokens(x, valid, 2).tolist() == [[[[0, -3], [2, 0], [0.5, 0]]]]
     valid[0, 1] = False
     assert frc.largest_tokens(x, valid, 2)[0, 0, 0].tolist() == [1, 1]
 
 
-def test_edges_are_rectified_logits_of_what_is_seen():
+def test_affinity_is_rectified_visible_logits():
     q = torch.tensor([[1.0, 9, 9], [2, 3, 9], [-5, math.nan, 2]])[None, None]
     actual = frc.affinity_of(q, torch.eye(3)[None, None], 0.5, LOWER)
     assert (2 * actual)[0, 0, :2].tolist() == [[1, 0, 0], [2, 3, 0]]
@@ -52,24 +52,26 @@ def test_edges_are_rectified_logits_of_what_is_seen():
 def test_two_hops_by_hand():
     hops = frc.two_hop(AFFINITY, torch.arange(3)[None], 16, 16)
     assert hops.tolist() == [[[[1, 0, 0], [8, 9, 0], [2, 5, 4]]]]
-    # key blocks are summed to the query grid, and their paths spread back
+    # narrow key blocks are summed to the query grid, and the result is repeated
     narrow = torch.tensor([[0.25, 0.75, 0, 0], [0.1, 0.2, 0.3, 0.4]])[None, None]
     coarse = torch.tensor([[1.0, 0], [0.3, 0.7]])
     expected = (coarse @ coarse).repeat_interleave(2, -1)
     torch.testing.assert_close(frc.two_hop(narrow, torch.arange(2)[None], 32, 16)[0, 0], expected)
-    # and wide ones are parted: what two query blocks see of the same one comes together again
+    # wide key blocks are divided by the query grid, and the parts are summed again
     wide = torch.tensor([[1.0], [3.0]])[None, None]
     assert frc.two_hop(wide, torch.arange(2)[None], 16, 32).flatten().tolist() == [2, 6]
 
 
-def test_paths_walk_through_the_rows_at_hand():
+def test_two_hop_of_some_rows_uses_these_rows_only():
     complete = torch.rand(1, 1, 8, 8).tril()
-    held = torch.tensor([1, 6, 7])
-    rows = complete[..., held, :]
-    torch.testing.assert_close(frc.two_hop(rows, held[None], 16, 16), rows[..., held] @ rows)
+    row_indices = torch.tensor([1, 6, 7])
+    rows = complete[..., row_indices, :]
+    torch.testing.assert_close(
+        frc.two_hop(rows, row_indices[None], 16, 16), rows[..., row_indices] @ rows
+    )
 
 
-def test_what_is_not_finite_weighs_nothing_in_paths():
+def test_two_hop_ignores_nonfinite_edges():
     affinity = AFFINITY.clone()
     affinity[..., 2, 2] = math.inf
     hops = frc.two_hop(affinity, torch.arange(3)[None], 16, 16)
@@ -78,7 +80,7 @@ def test_what_is_not_finite_weighs_nothing_in_paths():
 
 def test_forman_curvature_by_hand():
     hops = AFFINITY @ AFFINITY
-    # 4 A - row strength - column strength down to the row + 3 A A
+    # 4 A - row strength - column strength of rows up to this row + 3 A A
     first = [4 - 1 - 1 + 3, -1 - 0, -1 - 0]
     second = [8 - 5 - 3 + 24, 12 - 5 - 3 + 27, -5 - 0]
     third = [0 - 3 - 3 + 6, 4 - 3 - 4 + 15, 8 - 3 - 2 + 12]
@@ -106,18 +108,18 @@ def test_scores_by_hand():
         pytest.param("none", [2, 3], id="magnitude"),
     ],
 )
-def test_a_row_keeps_its_lowest_curvature_by_hand(curvature, kept):
+def test_forman_selects_lowest_curvature_by_hand(curvature, kept):
     logits = [[2.0, 9, 9, 9], [2, 3, 9, 9], [5, 4, 2, 9], [0, 1, 5, 4]]
     affinity = torch.tensor(logits).tril()
     assert (affinity @ affinity)[3].tolist() == [27, 27, 30, 16]
     config = CabConfig.published(0.5, curvature, **GRID)
     q, k = of_blocks(logits)
-    for select in (on_the_cpu, by_kernels):
+    for select in (plan_by_reference, plan_by_kernels):
         plan = select(config, q, k, KeyRanges.causal(1, 64, 64, "cpu"))
         assert plan.to_dense()[0, 0, 3].nonzero().flatten().tolist() == kept
 
 
-def test_ties_go_to_the_lower_index_and_forced_blocks_first():
+def test_ties_select_lower_index_after_forced_blocks():
     score = torch.tensor([[1.0, 2, 2, 2, math.inf, 0]])[None, None]
     visible = torch.ones(6, dtype=torch.bool)
     visible[4] = False
@@ -130,14 +132,14 @@ def test_ties_go_to_the_lower_index_and_forced_blocks_first():
     assert [kept(n) for n in range(5)] == [[], [5], [1, 5], [1, 2, 5], [1, 2, 3, 5]]
 
 
-def test_what_rows_see_and_must_keep_by_hand():
+def test_row_bounds_and_wanted_blocks_by_hand():
     # the last 48 of 112 tokens
     ranges = KeyRanges.causal(1, 48, 112, "cpu")
     bounds = reference.row_bounds(ranges, 32, 16, 1, 3)[:, 0]
     assert bounds[:4].tolist() == [[0, 0], [5, 6], [1, 1], [3, 4]]
     assert bounds[4:].tolist() == [[0, 0], [3, 5]]
     wanted = frc.wanted_blocks(reference.row_bounds(ranges, 32, 16, 1, 3), None, False, (0.5,), 1.0)
-    # ceil(6 / 2) and ceil(7 / 2), and what is forced: a sink and three
+    # max(ceil(6 / 2), 4) and max(ceil(7 / 2), 4): a sink and three local blocks are forced
     assert wanted.flatten().tolist() == [4, 4]
     tail = torch.tensor([[False, True]])
     for listed, last in ((True, 7), (False, 0)):
@@ -148,54 +150,56 @@ def test_what_rows_see_and_must_keep_by_hand():
         assert own.tolist() == [[[3, last], [3, last]]]
 
 
-# --- promises
+# --- properties of plans
 
 
 @pytest.mark.parametrize("curvature", ["additive", "forman"])
-def test_curvature_does_something_and_without_redundancy_nothing(curvature):
+def test_curvature_changes_selection_unless_redundancy_is_0(curvature):
     q, k, _ = qkv(q_length=500)
     config = CabConfig.published(0.7, curvature, **GRID, redundancy=1.0)
-    plain = on_the_cpu(config.changed(curvature="none", redundancy=0.3), q, k).to_dense()
-    assert not torch.equal(on_the_cpu(config, q, k).to_dense(), plain)
-    assert torch.equal(on_the_cpu(config.changed(redundancy=0.0), q, k).to_dense(), plain)
+    plain = plan_by_reference(config.changed(curvature="none", redundancy=0.3), q, k).to_dense()
+    assert not torch.equal(plan_by_reference(config, q, k).to_dense(), plain)
+    assert torch.equal(plan_by_reference(config.changed(redundancy=0.0), q, k).to_dense(), plain)
 
 
-def test_each_row_keeps_its_share_and_each_head_its_own():
+def test_rows_keep_the_share_of_their_head():
     q, k, _ = qkv(q_length=640)
     sparsities = (0.0, 0.2, 0.5, 0.75, 0.9, 0.95)
-    plan = on_the_cpu(CabConfig.published((sparsities,), query_block=32, key_block=32), q, k)
+    plan = plan_by_reference(CabConfig.published((sparsities,), query_block=32, key_block=32), q, k)
     kept = plan.to_dense().sum(-1)[0]
     for head, sparsity in enumerate(sparsities):
         share = round((1 - sparsity) * 100)
         assert kept[head].tolist() == [-(-share * (row + 1) // 100) for row in range(20)]
-    assert on_the_cpu(CabConfig.published(0.0), q, k).density() == 1
+    assert plan_by_reference(CabConfig.published(0.0), q, k).density() == 1
 
 
-def test_earlier_rows_do_not_see_the_future():
+def test_later_tokens_change_no_earlier_row():
     q, k, _ = qkv(q_length=320)
     config = CabConfig.published(0.6, **GRID)
-    meant = on_the_cpu(config, q, k).to_dense()
+    expected = plan_by_reference(config, q, k).to_dense()
     q[:, :, 160:], k[:, :, 160:] = -q[:, :, 160:], 3 * k[:, :, 160:]
-    actual = on_the_cpu(config, q, k).to_dense()
-    assert torch.equal(actual[:, :, :10], meant[:, :, :10]) and not torch.equal(actual, meant)
+    actual = plan_by_reference(config, q, k).to_dense()
+    assert torch.equal(actual[:, :, :10], expected[:, :, :10]) and not torch.equal(actual, expected)
 
 
-def test_an_autocast_changes_nothing():
+def test_autocast_does_not_change_selection():
     q, k, _ = qkv(q_length=400)
-    meant = on_the_cpu(CabConfig.published(0.7, **GRID), q, k).to_dense()
+    expected = plan_by_reference(CabConfig.published(0.7, **GRID), q, k).to_dense()
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(on_the_cpu(CabConfig.published(0.7, **GRID), q, k).to_dense(), meant)
+        assert torch.equal(
+            plan_by_reference(CabConfig.published(0.7, **GRID), q, k).to_dense(), expected
+        )
 
 
 @pytest.mark.parametrize("name", ["q", "k"])
-def test_what_is_not_finite_is_refused_by_name(name):
+def test_check_finite_error_names_the_tensor(name):
     given = dict(zip("qk", qkv(q_length=64), strict=False))
     given[name][0, 0, 5, 3] = math.nan
     with pytest.raises(ValueError, match=f"^{name} must be finite, got infinite or NaN"):
-        on_the_cpu(CabConfig.published(check_finite=True), given["q"], given["k"])
+        plan_by_reference(CabConfig.published(check_finite=True), given["q"], given["k"])
 
 
-def test_it_is_a_predictor_of_shares():
+def test_subclass_of_frc_requires_queries_and_keys():
     predictor = make_predictor(CabConfig.published())
     assert type(predictor) is FrcPredictor
     call = LayerContext(KeyRanges.causal(1, 64, 64, "cpu"), 0.25)
@@ -224,17 +228,17 @@ CONFIGS = [
 
 @pytest.mark.parametrize("length", [5, 63, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_kernels_take_the_tokens_of_largest_norm(length, dtype):
+def test_kernels_select_largest_tokens_of_reference(length, dtype):
     x = qkv(q_length=length, heads=4, dim=24, batch=2, dtype=dtype)[0]
     valid = torch.ones(2, length, dtype=torch.bool)
     valid[1, 3:40] = False
-    # a block of nothing but padding among them
+    # some blocks contain padding only
     for block in (16, 48):
         actual = kernels.largest_tokens(x, valid, block)
         assert torch.equal(actual, frc.largest_tokens(x, valid, block))
 
 
-def test_blocks_with_a_key_that_is_not_finite_are_marked():
+def test_blocks_with_nonfinite_key_are_marked():
     x = qkv(q_length=100, heads=2, dim=24, batch=2)[0]
     valid = torch.ones(2, 100, dtype=torch.bool)
     valid[1, 40] = False
@@ -251,60 +255,65 @@ def test_blocks_with_a_key_that_is_not_finite_are_marked():
     "change",
     [
         pytest.param(lambda q, k: (q, k), id="as-they-are"),
-        # whole numbers, whose products are exact: equal keys give equal scores
+        # integers have exact products, so that equal keys have equal scores
         pytest.param(lambda q, k: (q.round(), k[:, :, :1].round().expand_as(k)), id="equal-keys"),
         pytest.param(lambda q, k: (torch.zeros_like(q), k), id="nothing-at-all"),
     ],
 )
-def test_kernels_select_what_pytorch_does(config, change, uninitialised_is_nan):
+def test_kernels_select_blocks_of_reference(config, change, uninitialised_is_nan):
     q, k = change(*loud(**SHAPE))
     ranges = KeyRanges.causal(1, 136, 136, "cpu")
-    actual, meant = by_kernels(config, q, k, ranges), on_the_cpu(config, q, k, ranges)
-    assert torch.equal(actual.full.counts, meant.full.counts)
-    assert torch.equal(actual.to_dense(), meant.to_dense())
+    actual, expected = (
+        plan_by_kernels(config, q, k, ranges),
+        plan_by_reference(config, q, k, ranges),
+    )
+    assert torch.equal(actual.full.counts, expected.full.counts)
+    assert torch.equal(actual.to_dense(), expected.to_dense())
 
 
 @pytest.mark.parametrize("shape", [{"q_length": 7}, {"kv_length": 250}, {"batch": 2, "dim": 24}])
-def test_kernels_select_it_for_every_shape(shape):
+def test_kernels_select_blocks_of_reference_for_every_shape(shape):
     q, k = loud(**SHAPE | shape)
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
-    actual, meant = (f(CONFIGS[0].values[0], q, k, ranges) for f in (by_kernels, on_the_cpu))
-    assert torch.equal(actual.to_dense(), meant.to_dense())
+    actual, expected = (
+        f(CONFIGS[0].values[0], q, k, ranges) for f in (plan_by_kernels, plan_by_reference)
+    )
+    assert torch.equal(actual.to_dense(), expected.to_dense())
 
 
 @pytest.mark.parametrize("layout", slow_but(["in-place", "padded", "packed", "chunk"], 0))
-def test_kernels_select_it_in_every_layout(layout):
+def test_kernels_select_blocks_of_reference_in_every_layout(layout):
     config = CabConfig.published(0.5, **GRID, dense_tail_blocks=1)
     given = loud(**SHAPE, batch=2, kv_length=200) if layout == "chunk" else loud(**SHAPE, batch=2)
     q, k, ranges = laid_in(layout, *given, 16)
-    actual, meant = (f(config, q, k, ranges) for f in (by_kernels, on_the_cpu))
-    assert torch.equal(actual.to_dense(), meant.to_dense())
+    actual, expected = (f(config, q, k, ranges) for f in (plan_by_kernels, plan_by_reference))
+    assert torch.equal(actual.to_dense(), expected.to_dense())
 
 
-def test_heads_in_turns_select_the_same(monkeypatch):
+def test_selection_head_by_head_equals_all_heads(monkeypatch):
     q, k = loud(q_length=90, heads=4, kv_heads=2, batch=2)
     ranges, config = KeyRanges.causal(2, 90, 90, "cpu"), CabConfig.published(0.7, **GRID)
-    together = on_the_cpu(config, q, k, ranges).to_dense()
+    together = plan_by_reference(config, q, k, ranges).to_dense()
     monkeypatch.setattr(frc, "SCORE_BYTES_AT_A_TIME", 1)
-    assert torch.equal(on_the_cpu(config, q, k, ranges).to_dense(), together)
-    assert torch.equal(by_kernels(config, q, k, ranges).to_dense(), together)
+    assert torch.equal(plan_by_reference(config, q, k, ranges).to_dense(), together)
+    assert torch.equal(plan_by_kernels(config, q, k, ranges).to_dense(), together)
 
 
-def test_nan_selects_something_and_ends():
+def test_nan_query_gives_a_valid_plan():
     q, k = loud(**SHAPE)
     q[0, 0, 40] = math.nan
-    # which validates the plan
-    by_kernels(CONFIGS[0].values[0], q, k, KeyRanges.causal(1, 136, 136, "cpu"))
+    # plan_by_kernels validates the plan
+    plan_by_kernels(CONFIGS[0].values[0], q, k, KeyRanges.causal(1, 136, 136, "cpu"))
 
 
-def test_lists_of_a_share_are_narrow():
+def test_list_width_follows_sparsity():
     q, k = loud(**SHAPE)
-    for select in (on_the_cpu, by_kernels):
+    for select in (plan_by_reference, plan_by_kernels):
         plan = select(CONFIGS[0].values[0], q, k, KeyRanges.causal(1, 136, 136, "cpu"))
         assert (plan.full.width, plan.partial.width) == (4, 2)
 
 
-def test_the_registered_ops_keep_their_promises():
+def test_registered_ops_pass_opcheck():
     q, k, _ = qkv(q_length=64)
     ranges = KeyRanges.causal(1, 64, 64, "cpu")
     checks = {"test_utils": ("test_schema", "test_faketensor")}

@@ -63,7 +63,7 @@ def test_subclass_with_old_method_names_works_with_one_warning():
     assert torch.equal(actual.to_dense(), RowsPredictor(CONFIG)(q, k, CALL).to_dense())
 
 
-def test_mixin_with_an_old_method_name_overrides_the_new_one():
+def test_mixin_with_old_method_name_overrides_new_method():
     class Mixin:
         def join(self, summary, call, heads, layout):
             return "joined"
@@ -76,7 +76,7 @@ def test_mixin_with_an_old_method_name_overrides_the_new_one():
     assert Own(CONFIG).merge(None, CALL, (4, 2), None) == "joined"
 
 
-def test_subclass_with_new_method_names_warns_of_nothing():
+def test_subclass_with_new_method_names_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
 

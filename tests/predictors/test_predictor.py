@@ -1,4 +1,4 @@
-"""What is selected: by hand where that is possible, and the promises every recipe keeps."""
+"""Selection: row places and forced blocks by hand, and properties of every predictor."""
 
 import runpy
 from dataclasses import replace
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from selecting import on_the_cpu
+from selecting import plan_by_reference
 from tiny import qkv
 
 from cab_hf import CabConfig
@@ -30,10 +30,10 @@ def changed(config, **fields):
     return CabConfig.from_dict({**config.to_dict(), **fields})
 
 
-# --- places, by hand
+# --- row places, by hand
 
 
-def test_rows_stand_where_their_first_query_does():
+def test_row_places_follow_first_query():
     ranges = KeyRanges.causal(2, 40, 72, "cpu")
     assert ranges.rows(16).places(16).tolist() == [[2, 3, 4]] * 2
     padded = replace(ranges, end=ranges.end.masked_fill(torch.arange(40) >= 32, -1))
@@ -43,7 +43,7 @@ def test_rows_stand_where_their_first_query_does():
 # --- selection, by hand
 
 
-def test_a_share_is_rounded_up_but_not_by_rounding_error():
+def test_share_rounds_up_without_floating_point_error():
     visible = torch.ones(1, 60, dtype=torch.bool)
     assert [reference.share_of_row(visible, x).item() for x in (0.05, 0.1, 0.11)] == [3, 6, 7]
 
@@ -74,7 +74,7 @@ def test_forced_blocks_by_hand():
         pytest.param(31, 1, [], id="fewer-than-a-block"),
     ],
 )
-def test_the_tail_is_forced(length, tail, rows):
+def test_dense_tail_rows_are_forced(length, tail, rows):
     ranges = KeyRanges.causal(2, length, length + 64, "cpu")
     config = CabConfig(query_block=32, key_block=16, dense_tail_blocks=tail)
     visible = block_visibility(ranges, 32, 16)
@@ -85,7 +85,7 @@ def test_the_tail_is_forced(length, tail, rows):
     assert complete[0, rows].all() and not complete[0, others].any()
 
 
-def test_every_document_has_a_tail_of_its_own_real_tokens():
+def test_every_document_has_a_dense_tail():
     valid = torch.ones(2, 150, dtype=torch.bool)
     valid[0, :23] = False
     valid[1, 140:] = False
@@ -107,7 +107,7 @@ def test_every_document_has_a_tail_of_its_own_real_tokens():
 
 
 @pytest.mark.parametrize("name", ["antidiagonal", "oracle", "random", "rows", "streaming"])
-def test_every_predictor_has_a_tail(name):
+def test_every_predictor_applies_dense_tail(name):
     q, k, _ = qkv(q_length=300)
     fields = {"mass_threshold": 0.2, "share_threshold": 1.0} if name == "rows" else {}
     config = CabConfig(query_block=32, key_block=16, predictor=name, **fields)
@@ -125,7 +125,7 @@ def test_every_predictor_has_a_tail(name):
 @pytest.mark.parametrize("heads", [(1, 1), (9, 3), (4, 4)], ids=str)
 def test_any_length_and_group_gives_a_valid_plan(config, length, heads):
     q, k, _ = qkv(batch=2, heads=heads[0], kv_heads=heads[1], q_length=length)
-    plan = on_the_cpu(config, q, k)
+    plan = plan_by_reference(config, q, k)
     diagonal = torch.arange(length)
     assert plan.token_mask()[:, :, diagonal, diagonal].all(), "a query must see itself"
 
@@ -136,7 +136,7 @@ def test_full_budget_keeps_every_block(config):
     full = changed(
         config, **({"sparsity": 0} if config.predictor == "frc" else {"mass_threshold": 0})
     )
-    assert on_the_cpu(full, q, k).density() == 1
+    assert plan_by_reference(full, q, k).density() == 1
 
 
 @recipes
@@ -147,33 +147,35 @@ def test_max_density_caps_every_row(config, cap):
     visible = block_visibility(ranges, config.query_block, config.key_block)
     forced = reference.forced_blocks(visible, ranges, config).sum(-1)
     allowed = torch.maximum(forced, reference.share_of_row(visible, cap).squeeze(-1))
-    kept = on_the_cpu(changed(config, max_density=cap), q, k).to_dense().sum(-1)
+    kept = plan_by_reference(changed(config, max_density=cap), q, k).to_dense().sum(-1)
     assert (kept <= allowed.unsqueeze(1)).all()
 
 
 @recipes
-def test_the_same_inputs_give_the_same_plan(config):
+def test_plans_are_deterministic(config):
     q, k, _ = qkv(q_length=300)
-    assert torch.equal(on_the_cpu(config, q, k).to_dense(), on_the_cpu(config, q, k).to_dense())
+    assert torch.equal(
+        plan_by_reference(config, q, k).to_dense(), plan_by_reference(config, q, k).to_dense()
+    )
 
 
-def test_no_gradient_flows_through_a_plan():
+def test_plans_have_no_gradient():
     q, k, _ = qkv(q_length=100)
-    plan = on_the_cpu(CabConfig(32, 16), q.requires_grad_(), k.requires_grad_())
+    plan = plan_by_reference(CabConfig(32, 16), q.requires_grad_(), k.requires_grad_())
     assert not plan.full.counts.requires_grad
 
 
 # --- names
 
 
-def test_the_example_of_an_own_predictor_runs(capsys):
+def test_own_predictor_example_runs(capsys):
     runpy.run_path(str(EXAMPLE))["main"]()
     described, *given = capsys.readouterr().out.split("\nlayer ")
     assert "predictor loudest" in described and "layers 0-1: sparse" in described
     assert [line.split(":")[1].strip()[:5] for line in given] == ["0.414", "0.414"]
 
 
-def test_a_predictor_is_registered_by_name():
+def test_predictor_is_registered_by_name():
     register_predictor("test-again", RowsPredictor)
     register_predictor("test-again", RowsPredictor)
     assert isinstance(make_predictor(CabConfig(predictor="test-again")), RowsPredictor)

@@ -1,4 +1,4 @@
-"""The published classes: their formulas by hand, and that they are the published config."""
+"""The published classes: formulas by hand, and equality with `CabConfig.published`."""
 
 import builtins
 import math
@@ -30,7 +30,7 @@ both_ways = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bid
 
 
 def coarse_tokens(logits):
-    """q and k whose logits are these: k is the identity times sqrt(D)."""
+    """Return q and k with the given logits: k is the identity times sqrt(D)."""
     logits = torch.tensor(logits, dtype=torch.float32)
     blocks = len(logits)
     q, k = torch.zeros(2, 1, 1, blocks, 4)
@@ -39,8 +39,8 @@ def coarse_tokens(logits):
     return q, k
 
 
-def kept_by(frc, *arguments, **settings):
-    """The kept columns of each row of one head."""
+def blocks_selected_by(frc, *arguments, **settings):
+    """Return the selected columns of each row of one head."""
     mask = generate_block_mask_from_frc(torch.tensor(frc)[None, None], *arguments, **settings)
     return [row.nonzero().flatten().tolist() for row in mask[0, 0]]
 
@@ -54,10 +54,10 @@ def published_plan(q, k, sparsity, formula, block, **overrides):
 # --- coarsening, by hand
 
 
-def test_the_loudest_token_of_each_block_by_hand():
+def test_largest_token_of_each_block_by_hand():
     q = torch.tensor([[1.0, 1], [0, -3], [2, 0], [0, 2], [0.1, 0]])[None, None]
     q_coarse, k_coarse = coarsen_qk_max_l2(q, q.flip(2), 2)
-    # the first of equals; the last block is ragged
+    # ties select the first token; the last block is incomplete
     assert torch.equal(q_coarse, torch.tensor([[[[0, -3], [2, 0], [0.1, 0]]]]))
     assert k_coarse.tolist() == [[[[0, 2], [0, -3], [1, 1]]]]
 
@@ -76,7 +76,7 @@ def test_curvature_by_hand():
     actual = compute_block_frc(*coarse_tokens(LOGITS), formula="forman")
     assert actual.affinity.tolist() == [[[[1, 0, 0], [2, 3, 0], [0, 1, 2]]]]
     assert actual.triangles.tolist() == [[[[1, 0, 0], [8, 9, 0], [2, 5, 4]]]]
-    # 4 A - row strength - column strength down to the row + 3 A A
+    # 4 A - row strength - column strength of rows up to this row + 3 A A
     first = [4 - 1 - 1 + 3, 0, 0]
     second = [8 - 5 - 3 + 24, 12 - 5 - 3 + 27, 0]
     third = [0 - 3 - 3 + 6, 4 - 3 - 4 + 15, 8 - 3 - 2 + 12]
@@ -90,14 +90,14 @@ def test_curvature_by_hand():
 def test_bidirectional_forman_by_hand():
     actual = compute_block_frc(*coarse_tokens([[1.0, 1], [-3, 2]]), causal=False)
     assert actual.triangles.tolist() == [[[[1, 3], [0, 4]]]]
-    # both rows have strength 2, the columns 1 and 3, all of each column counted
+    # both rows have strength 2; the columns have strengths 1 and 3 over all rows
     first = [4 - 2 - 1 + 3, 4 - 2 - 3 + 9]
     second = [0 - 2 - 1 + 0, 8 - 2 - 3 + 12]
     assert actual.frc.tolist() == [[[first, second]]]
 
 
-def test_forman_of_an_edge_grows_with_its_own_weight():
-    """Why the lowest curvature is not a strong edge."""
+def test_forman_curvature_grows_with_edge_weight():
+    """A strong edge therefore does not have the lowest curvature."""
     curvature = [
         compute_block_frc(*coarse_tokens([[1.0, 0, 0], [1, 1, 0], [1, own, 1]])).frc[0, 0, 2, 1]
         for own in (0, 1, 8)
@@ -122,13 +122,13 @@ FRC = [[0.0, 9, 9, 9], [1, 2, 9, 9], [3, 1, 2, 9], [1, 2, 3, 4]]
         pytest.param(0.7, {}, [[0], [1], [2], [0, 3]], id="rounded-up"),
     ],
 )
-def test_the_mask_by_hand(sparsity, settings, kept):
-    assert kept_by(FRC, sparsity, **settings) == kept
+def test_block_mask_by_hand(sparsity, settings, kept):
+    assert blocks_selected_by(FRC, sparsity, **settings) == kept
 
 
 @pytest.mark.parametrize("keep", ["lowest", "highest"])
 def test_ties_go_to_the_lower_index(keep):
-    assert kept_by([[1.0] * 4] * 4, 0.5, keep=keep)[3] == [0, 3]
+    assert blocks_selected_by([[1.0] * 4] * 4, 0.5, keep=keep)[3] == [0, 3]
 
 
 # --- the predictor is the published config
@@ -137,14 +137,14 @@ def test_ties_go_to_the_lower_index(keep):
 @formulas
 @pytest.mark.parametrize("length", [1, 31, 32, 63, 65, 205, 640, 1024], ids=str)
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.7, 0.95], ids=str)
-def test_it_keeps_the_plan_of_the_published_config(formula, length, sparsity):
+def test_predictor_class_equals_plan_of_published_config(formula, length, sparsity):
     q, k, _ = qkv(batch=2, q_length=length)
     kept = CoarseCurvaturePredictor(32, sparsity, formula=formula)(q, k)
     assert torch.equal(kept, published_plan(q, k, sparsity, formula, 32).to_dense())
 
 
 @pytest.mark.parametrize("redundancy", [0.1, 1.0])
-def test_redundancy_is_that_of_the_config(redundancy):
+def test_redundancy_equals_config_field(redundancy):
     q, k, _ = qkv(q_length=640)
     kept = CoarseCurvaturePredictor(32, 0.7, formula="additive", redundancy=redundancy)(q, k)
     plan = published_plan(q, k, 0.7, "additive", 32, redundancy=redundancy)
@@ -152,7 +152,7 @@ def test_redundancy_is_that_of_the_config(redundancy):
 
 
 @formulas
-def test_diagnostics_are_what_it_chose_by(formula):
+def test_selection_follows_from_returned_diagnostics(formula):
     q, k, _ = qkv(q_length=500)
     predictor = CoarseCurvaturePredictor(32, 0.7, formula=formula)
     kept, diagnostics = predictor(q, k, return_diagnostics=True)
@@ -178,7 +178,7 @@ def test_later_blocks_change_no_earlier_row(formula):
 
 
 @formulas
-def test_bidirectional_rows_keep_their_share_of_all_blocks(formula):
+def test_bidirectional_rows_keep_share_of_all_blocks(formula):
     q, k, _ = qkv(q_length=320)
     kept = CoarseCurvaturePredictor(32, 0.75, formula=formula, causal=False)(q, k)
     assert (kept.sum(-1) == 3).all()
@@ -187,7 +187,7 @@ def test_bidirectional_rows_keep_their_share_of_all_blocks(formula):
 
 
 @pytest.mark.parametrize("kind", [CoarseCurvaturePredictor, AdaptiveCurvaturePredictor])
-def test_no_gradient_flows_through_a_predictor(kind):
+def test_predictor_outputs_have_no_gradient(kind):
     q, k, _ = qkv(q_length=100)
     _, diagnostics = kind(32)(q.requires_grad_(), k.requires_grad_(), return_diagnostics=True)
     assert not any(part.requires_grad for part in diagnostics)
@@ -202,7 +202,7 @@ def adaptive_rows(frc, **settings):
     return [row.nonzero().flatten().tolist() for row in kept[0, 0]]
 
 
-# the last row: mean 0, deviation sqrt(2); the diagonal lies on the mean
+# the last row has mean 0, standard deviation sqrt(2), and the mean on its diagonal
 UNEVEN = [[0.0] * 5, [0.0] * 5, [0.0] * 5, [0.0] * 5, [-2.0, -1, 1, 2, 0]]
 
 
@@ -219,27 +219,27 @@ UNEVEN = [[0.0] * 5, [0.0] * 5, [0.0] * 5, [0.0] * 5, [-2.0, -1, 1, 2, 0]]
         pytest.param({"threshold": -9.0}, [0, 1, 2, 3, 4], id="everything"),
     ],
 )
-def test_a_row_keeps_what_stands_out_by_hand(settings, last_row):
+def test_adaptive_row_by_hand(settings, last_row):
     assert adaptive_rows(UNEVEN, **settings)[-1] == last_row
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1234.5])
-def test_in_a_row_of_equals_nothing_stands_out(value):
+def test_constant_row_keeps_diagonal_only(value):
     assert adaptive_rows([[value] * 7] * 7, threshold=0.0) == [[row] for row in range(7)]
 
 
 @formulas
 @both_ways
-def test_adaptive_rows_stay_between_their_shares(formula, causal):
+def test_adaptive_rows_stay_between_min_and_max_keep(formula, causal):
     q, k, _ = qkv(q_length=1000)
     predictor = AdaptiveCurvaturePredictor(
         32, threshold=0.5, min_keep=0.2, max_keep=0.4, formula=formula, causal=causal
     )
     kept = predictor(q, k).sum(-1)
-    seen = torch.arange(1, 33) if causal else torch.full((32,), 32)
-    assert (kept >= (seen * 0.2).ceil()).all()
-    assert (kept <= (seen * 0.4).ceil()).all()
-    # the rows differ, which is the point
+    num_visible = torch.arange(1, 33) if causal else torch.full((32,), 32)
+    assert (kept >= (num_visible * 0.2).ceil()).all()
+    assert (kept <= (num_visible * 0.4).ceil()).all()
+    # rows select different numbers of blocks
     assert kept[..., -1].unique().numel() > 1
 
 
@@ -252,7 +252,7 @@ def diagnostics():
     return CoarseCurvaturePredictor(32)(q, k, return_diagnostics=True)[1]
 
 
-def test_the_figure_is_a_png_of_several_panels_and_leaves_pyplot_alone(diagnostics, tmp_path):
+def test_figure_is_png_and_opens_no_pyplot_window(diagnostics, tmp_path):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     before = pyplot.get_fignums()
     figure = visualize_frc_statistics(*diagnostics, path=tmp_path / "frc.png")
@@ -263,14 +263,14 @@ def test_the_figure_is_a_png_of_several_panels_and_leaves_pyplot_alone(diagnosti
 
 
 @both_ways
-def test_the_histogram_counts_the_blocks_a_row_sees(diagnostics, causal):
+def test_histogram_counts_visible_blocks(diagnostics, causal):
     figure = visualize_frc_statistics(diagnostics.frc, causal=causal)
     counted = sum(bar.get_height() for bar in figure.axes[0].patches)
     assert counted == 6 * (10 * 11 // 2 if causal else 10 * 10)
     assert not any("against" in axes.get_title() for axes in figure.axes)
 
 
-def test_without_matplotlib_it_says_what_to_install(diagnostics, monkeypatch):
+def test_missing_matplotlib_error_names_package(diagnostics, monkeypatch):
     real = builtins.__import__
 
     def without(name, *arguments, **settings):
@@ -295,7 +295,7 @@ def test_operations_by_hand():
 
 @pytest.mark.parametrize("length", [64, 100, 640, 1000])
 @pytest.mark.parametrize("sparsity", [0.0, 0.7, 0.95])
-def test_causal_pairs_are_those_of_the_plan(length, sparsity):
+def test_causal_pairs_equal_plan_pairs(length, sparsity):
     q, k, _ = qkv(q_length=length)
     attended, causal = published_plan(q, k, sparsity, "forman", 32).pairs()
     actual = estimate_flops(length, 16, heads=6, block_size=32, sparsity=sparsity)
@@ -303,13 +303,13 @@ def test_causal_pairs_are_those_of_the_plan(length, sparsity):
 
 
 @both_ways
-def test_without_sparsity_attention_is_dense(causal):
+def test_sparsity_0_counts_dense_attention(causal):
     actual = estimate_flops(1000, 64, sparsity=0.0, causal=causal)
     assert actual.attention == actual.dense
     assert actual.saving < 1
 
 
-# --- refusals
+# --- errors
 
 ONE = torch.zeros(1, 6, 64, 16)
 FOUR, NINE, SQUARE = ONE[:, :4], ONE[:, :, :9], ONE[..., :16, :]
@@ -360,7 +360,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("function", "given", "fields", "message"), REFUSED)
-def test_what_is_refused(function, given, fields, message):
+def test_invalid_arguments_of_published_classes_raise(function, given, fields, message):
     with pytest.raises(ValueError, match=message):
         function(*given, **fields)
 
@@ -368,7 +368,7 @@ def test_what_is_refused(function, given, fields, message):
 # --- the example
 
 
-def test_the_example_runs(tmp_path, capsys):
+def test_published_classes_example_runs(tmp_path, capsys):
     figure = tmp_path / "new" / "published.png"
     runpy.run_path(str(EXAMPLE))["main"](["--out", str(figure)])
     lines = capsys.readouterr().out.splitlines()
@@ -379,7 +379,7 @@ def test_the_example_runs(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 205])
-def test_coarse_tokens_are_tokens_of_their_block(length):
+def test_coarse_tokens_belong_to_their_block(length):
     q, k, _ = qkv(batch=2, heads=4, kv_heads=2, q_length=length)
     coarse = coarsen_qk_max_l2(q, k, 64)
     for x, actual in zip((q, k), coarse, strict=True):
@@ -390,7 +390,7 @@ def test_coarse_tokens_are_tokens_of_their_block(length):
 
 
 @formulas
-def test_a_group_of_heads_shares_its_keys(formula):
+def test_head_groups_share_keys(formula):
     q, k, _ = qkv(heads=6, kv_heads=2, q_length=8)
     grouped = compute_block_frc(q, k, formula=formula)
     repeated = compute_block_frc(q, k.repeat_interleave(3, dim=1), formula=formula)

@@ -18,7 +18,7 @@ CONFIG = CabConfig(
     mass_threshold=0.05,
 )
 LAYOUTS = ("causal", "padded", "packed", "chunk", "in-place")
-# blocks that may differ: a cosine or a share on the border of a step
+# share of blocks that may differ, because a cosine or a mass share is close to a threshold
 TIES = 1e-3
 
 
@@ -42,32 +42,32 @@ def both(q, k, ranges, config, **logits):
         pytest.param({"key_block": 32}, {}, id="wide-keys"),
     ],
 )
-def test_the_blocks_of_the_reference_are_selected(layout, fields, logits):
+def test_cpu_scores_select_blocks_of_reference(layout, fields, logits):
     shape = {"length": 740 if layout == "chunk" else 640, "heads": 6, "kv_heads": 2, "dim": 16}
     q, k = heads_on("cpu", q_length=640, batch=2, dtype=torch.float32, **shape)
-    meant, actual = both(*laid_in(layout, q, k, 32), replace(CONFIG, **fields), **logits)
-    assert 0.05 < meant.float().mean() < 0.9
-    assert (meant != actual).float().mean() <= TIES
+    expected, actual = both(*laid_in(layout, q, k, 32), replace(CONFIG, **fields), **logits)
+    assert 0.05 < expected.float().mean() < 0.9
+    assert (expected != actual).float().mean() <= TIES
 
 
 @pytest.mark.parametrize("constant", ["LOGITS_AT_A_TIME", "SAMPLES_AT_A_TIME", "GRAMS_AT_A_TIME"])
-def test_sizes_of_slabs_change_no_block(monkeypatch, constant):
+def test_slab_sizes_do_not_change_selection(monkeypatch, constant):
     monkeypatch.setattr(cpu, constant, 1)
     q, k = heads_on("cpu", 640, heads=6, kv_heads=2, dim=16, dtype=torch.float32)
-    meant, actual = both(q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG)
-    assert (meant != actual).float().mean() <= TIES
+    expected, actual = both(q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG)
+    assert (expected != actual).float().mean() <= TIES
 
 
 @pytest.mark.parametrize("length", [205, 256, 31])
 @pytest.mark.parametrize("count", [4, 32])
-def test_outliers_are_those_of_the_reference(length, count):
+def test_outliers_equal_reference(length, count):
     q, _ = loud(q_length=length, heads=2, kv_heads=1)
     ranges = KeyRanges.causal(1, length, length, "cpu")
-    meant = reference.outlier_queries(q, ranges, 32, count)
-    assert torch.equal(cpu.outlier_queries(q, ranges, 32, count), meant)
+    expected = reference.outlier_queries(q, ranges, 32, count)
+    assert torch.equal(cpu.outlier_queries(q, ranges, 32, count), expected)
 
 
 def test_bfloat16_is_scored_in_float32():
     q, k = heads_on("cpu", 640, heads=6, kv_heads=2, dim=16)
-    meant, actual = both(q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG)
-    assert (meant != actual).float().mean() <= TIES
+    expected, actual = both(q, k, KeyRanges.causal(1, 640, 640, "cpu"), CONFIG)
+    assert (expected != actual).float().mean() <= TIES

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from marks import slow_but
-from selecting import laid_in, loud, on_the_cpu, rows_by_kernels
+from selecting import laid_in, loud, plan_by_reference, rows_plan_by_kernels
 
 from cab_hf import CabConfig
 from cab_hf.plan import KeyRanges
@@ -76,8 +76,8 @@ def test_any_setting_gives_lists_of_the_reference(
     config = replace(SMALL, **fields)
     q, k = loud(**{**SHAPE, **shape})
     q, k, ranges = laid_in(layout, q, k, config.query_block)
-    expected = on_the_cpu(config, q, k, ranges, channels=channels)
-    assert_same(rows_by_kernels(config, q, k, ranges, channels=channels), expected)
+    expected = plan_by_reference(config, q, k, ranges, channels=channels)
+    assert_same(rows_plan_by_kernels(config, q, k, ranges, channels=channels), expected)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_any_setting_gives_lists_of_the_reference(
 def test_keys_read_by_pointers_give_lists_of_the_reference(fields, layout, channels, by_pointers):
     config = replace(SMALL, **fields)
     q, k, ranges = laid_in(layout, *loud(**SHAPE, batch=2), config.query_block)
-    expected = on_the_cpu(config, q, k, ranges, channels=channels)
-    assert_same(rows_by_kernels(config, q, k, ranges, channels=channels), expected)
+    expected = plan_by_reference(config, q, k, ranges, channels=channels)
+    assert_same(rows_plan_by_kernels(config, q, k, ranges, channels=channels), expected)
 
 
 LOGITS = {
@@ -109,43 +109,43 @@ def test_sinks_and_softcap_give_lists_of_the_reference(logits):
     q, k = loud(**SHAPE)
     ranges = KeyRanges.causal(1, q.shape[2], q.shape[2], "cpu")
     given = {"channels": HALF, **logits}
-    expected = on_the_cpu(SMALL, q, k, ranges, **given)
-    assert_same(rows_by_kernels(SMALL, q, k, ranges, **given), expected)
-    plain = on_the_cpu(SMALL, q, k, ranges, channels=HALF)
+    expected = plan_by_reference(SMALL, q, k, ranges, **given)
+    assert_same(rows_plan_by_kernels(SMALL, q, k, ranges, **given), expected)
+    plain = plan_by_reference(SMALL, q, k, ranges, channels=HALF)
     assert abs(expected.density() - plain.density()) > 0.02
 
 
 def test_transposed_views_give_the_same_lists():
     q, k = loud(**ONE_GROUP)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = rows_by_kernels(SMALL, q, k, ranges)
+    expected = rows_plan_by_kernels(SMALL, q, k, ranges)
     q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
-    assert_same(rows_by_kernels(SMALL, q, k, ranges), expected)
+    assert_same(rows_plan_by_kernels(SMALL, q, k, ranges), expected)
 
 
 def test_small_scratch_gives_the_same_lists_part_by_part(monkeypatch):
     q, k = loud(**ONE_GROUP)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = rows_by_kernels(SMALL, q, k, ranges)
+    expected = rows_plan_by_kernels(SMALL, q, k, ranges)
     monkeypatch.setattr(tiles, "SCRATCH_BYTES", 1)
     monkeypatch.setattr(tiles, "MIN_ROWS_FLOAT32", 8)
-    assert_same(rows_by_kernels(SMALL, q, k, ranges), expected)
+    assert_same(rows_plan_by_kernels(SMALL, q, k, ranges), expected)
 
 
 def test_small_score_memory_gives_the_same_capped_lists(monkeypatch):
     q, k = loud(**ONE_GROUP)
     ranges, config = KeyRanges.causal(1, 300, 300, "cpu"), replace(SMALL, max_density=0.3)
-    expected = rows_by_kernels(config, q, k, ranges)
+    expected = rows_plan_by_kernels(config, q, k, ranges)
     monkeypatch.setattr(compact, "SCORE_BYTES", 1)
-    assert_same(rows_by_kernels(config, q, k, ranges), expected)
+    assert_same(rows_plan_by_kernels(config, q, k, ranges), expected)
 
 
 def test_lists_over_the_memory_bound_get_the_width_of_the_longest_row(monkeypatch):
     q, k = loud(**ONE_GROUP)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = rows_by_kernels(SMALL, q, k, ranges)
+    expected = rows_plan_by_kernels(SMALL, q, k, ranges)
     monkeypatch.setattr(compact, "LIST_BYTES", 1)
-    actual = rows_by_kernels(SMALL, q, k, ranges)
+    actual = rows_plan_by_kernels(SMALL, q, k, ranges)
     assert_same(actual, expected)
     kept = (expected.full.counts + expected.partial.counts).max()
     assert actual.full.width == kept < expected.full.width
@@ -174,8 +174,8 @@ def dequantized(k):
 def test_8_bit_keys_select_nearly_the_blocks_of_the_reference(change, uninitialised_is_nan):
     q, k = loud(**SHAPE)
     k, ranges = change(k), KeyRanges.causal(1, 300, 300, "cpu")
-    expected = on_the_cpu(SMALL, q, dequantized(k), ranges).to_dense()
-    actual = rows_by_kernels(SMALL, q, k, ranges, dtype=tiles.FP8).to_dense()
+    expected = plan_by_reference(SMALL, q, dequantized(k), ranges).to_dense()
+    actual = rows_plan_by_kernels(SMALL, q, k, ranges, dtype=tiles.FP8).to_dense()
     # queries are rounded as well
     assert (actual != expected).sum() <= 0.06 * expected.sum()
 
@@ -185,16 +185,16 @@ def test_8_bit_keys_select_nearly_the_blocks_of_the_reference(change, uninitiali
 def test_8_bit_selection_does_not_depend_on_the_magnitude_of_keys(power, change):
     q, k = loud(**ONE_GROUP)
     ranges = KeyRanges.causal(1, 300, 300, "cpu")
-    expected = rows_by_kernels(SMALL, q, change(k), ranges, dtype=tiles.FP8)
+    expected = rows_plan_by_kernels(SMALL, q, change(k), ranges, dtype=tiles.FP8)
     q, k = q * 2.0**-power, change(k) * 2.0**power
-    assert_same(rows_by_kernels(SMALL, q, k, ranges, dtype=tiles.FP8), expected)
+    assert_same(rows_plan_by_kernels(SMALL, q, k, ranges, dtype=tiles.FP8), expected)
 
 
 def test_later_8_bit_key_of_another_magnitude_changes_no_earlier_row():
     q, k = loud(**ONE_GROUP)
     ranges, config = KeyRanges.causal(1, 300, 300, "cpu"), replace(SMALL, dense_tail_blocks=0)
-    before = rows_by_kernels(config, q, k, ranges, dtype=tiles.FP8).to_dense()
+    before = rows_plan_by_kernels(config, q, k, ranges, dtype=tiles.FP8).to_dense()
     k[:, :, 260:] *= 2.0**11
-    after = rows_by_kernels(config, q, k, ranges, dtype=tiles.FP8).to_dense()
+    after = rows_plan_by_kernels(config, q, k, ranges, dtype=tiles.FP8).to_dense()
     assert torch.equal(after[:, :, :8], before[:, :, :8])
     assert not torch.equal(after[:, :, 8:], before[:, :, 8:])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import laid_out
-from selecting import loud, on_the_cpu
+from selecting import loud, plan_by_reference
 from torch.nn import functional as F
 
 from cab_hf import CabConfig
@@ -34,7 +34,7 @@ def test_typical_queries_are_in_the_middle_of_equal_steps():
 
 
 def test_outliers_weigh_one_and_typical_queries_share_the_rest():
-    """Four of 32 queries look at the second key block; one of them is an outlier."""
+    """Four of 32 queries attend to the second key block; one of these queries is an outlier."""
     q = torch.zeros(1, 1, 64, 2)
     q[..., 0] = 1.0
     q[0, 0, [33, 40, 47, 55]] = torch.tensor([0.0, 1.0])
@@ -117,7 +117,7 @@ def test_channels_apply_to_outliers_only():
     assert torch.equal(*(shares_of(q, k, typical, x)[0] for x in ((), (8, 9, 10, 11))))
     every = replace(SMALL, outlier_queries=32)
     seen, unseen = (shares_of(q, x, every, tuple(range(8, 16)))[0] for x in (k, blind))
-    # typical queries weigh nothing where every query is an outlier
+    # typical queries have weight 0 if every query is an outlier
     torch.testing.assert_close(seen, unseen)
 
 
@@ -129,7 +129,7 @@ def test_selection_compares_shares_with_both_thresholds():
     visible = block_visibility(ranges, 32, 16)
     forced = definitions.forced_blocks(visible, ranges, config)
     expected = visible & (forced | (mean_share >= 0.08) | (max_share >= 0.3))
-    actual = on_the_cpu(config, q, k, ranges).to_dense()
+    actual = plan_by_reference(config, q, k, ranges).to_dense()
     assert torch.equal(actual, expected)
     assert 0.2 < actual.float().mean() / visible.float().mean() < 0.8
 
@@ -142,7 +142,7 @@ def test_outliers_find_a_key_that_one_query_attends():
     k[..., :96, 0], k[..., 200, 1] = 1.0, 4.0
     config = replace(SMALL, dense_tail_blocks=0, mass_threshold=0.2)
     for count, found in ((4, True), (0, False)):
-        kept = on_the_cpu(
+        kept = plan_by_reference(
             replace(config, outlier_queries=count), q, k, KeyRanges.causal(1, 512, 512, "cpu"), 1.0
         )
         assert bool(kept.to_dense()[0, 0, 15, 200 // 16]) == found
@@ -150,17 +150,17 @@ def test_outliers_find_a_key_that_one_query_attends():
 
 
 @pytest.mark.parametrize("cap", [0.2, 0.5])
-def test_max_density_caps_every_row_and_keeps_the_best(cap):
+def test_max_density_caps_rows_to_best_blocks(cap):
     q, k = loud(q_length=900)
     ranges, config = KeyRanges.causal(1, 900, 900, "cpu"), replace(SMALL, dense_tail_blocks=0)
-    whole = on_the_cpu(config, q, k, ranges).to_dense()
-    capped = on_the_cpu(replace(config, max_density=cap), q, k, ranges).to_dense()
+    whole = plan_by_reference(config, q, k, ranges).to_dense()
+    capped = plan_by_reference(replace(config, max_density=cap), q, k, ranges).to_dense()
     visible = block_visibility(ranges, 32, 16)
     forced = definitions.forced_blocks(visible, ranges, config)
     cap_of_rows = definitions.share_of_row(visible, cap).squeeze(-1).maximum(forced.sum(-1))
     assert torch.equal(capped.sum(-1), whole.sum(-1).minimum(cap_of_rows))
     assert (whole | ~capped).all()
-    # what is left out has less than what is kept
+    # every unselected block has a lower rank than every selected block
     mean_share, max_share = reference.block_shares(q, k, ranges, config, scale=0.25)
     rank = torch.where(max_share >= 0.3, 1 + max_share, mean_share).masked_fill(forced, torch.inf)
     least = rank.masked_fill(~capped, torch.inf).amin(-1)
@@ -170,7 +170,7 @@ def test_max_density_caps_every_row_and_keeps_the_best(cap):
 def test_zero_threshold_with_max_density_fills_every_row():
     q, k = loud(q_length=640)
     config = replace(SMALL, mass_threshold=0.0, max_density=0.25, dense_tail_blocks=0)
-    plan = on_the_cpu(config, q, k, KeyRanges.causal(1, 640, 640, "cpu"))
+    plan = plan_by_reference(config, q, k, KeyRanges.causal(1, 640, 640, "cpu"))
     kept, rows = plan.to_dense().sum(-1), 2 * torch.arange(1, 21)
     assert torch.equal(kept, (rows / 4).ceil().long().maximum(rows.clamp(max=4)).expand_as(kept))
 
@@ -179,19 +179,19 @@ def test_later_tokens_change_no_earlier_row():
     q, k = loud(q_length=256)
     ranges = KeyRanges.causal(1, 256, 256, "cpu")
     config = replace(SMALL, dense_tail_blocks=0)
-    before = on_the_cpu(config, q, k, ranges).to_dense()[:, :, :4]
+    before = plan_by_reference(config, q, k, ranges).to_dense()[:, :, :4]
     for x in (q, k):
         x[:, :, 128:] = -3 * x[:, :, 128:]
-    assert torch.equal(on_the_cpu(config, q, k, ranges).to_dense()[:, :, :4], before)
+    assert torch.equal(plan_by_reference(config, q, k, ranges).to_dense()[:, :, :4], before)
 
 
 def test_chunks_of_whole_query_blocks_give_the_rows_of_one_call():
     q, k = loud(q_length=320)
     config = replace(SMALL, dense_tail_blocks=0)
-    whole = on_the_cpu(config, q, k, KeyRanges.causal(1, 320, 320, "cpu")).to_dense()
+    whole = plan_by_reference(config, q, k, KeyRanges.causal(1, 320, 320, "cpu")).to_dense()
     for start, stop in ((0, 96), (96, 224), (224, 320)):
         ranges = KeyRanges.causal(1, stop - start, stop, "cpu")
-        part = on_the_cpu(config, q[:, :, start:stop], k[:, :, :stop], ranges).to_dense()
+        part = plan_by_reference(config, q[:, :, start:stop], k[:, :, :stop], ranges).to_dense()
         expected = whole[:, :, start // 32 : -(-stop // 32), : stop // 16]
         assert torch.equal(part, expected)
 
@@ -200,8 +200,10 @@ def test_left_padding_gives_the_plan_without_padding():
     q, k = loud(q_length=200, batch=2)
     layout = laid_out("padded", 2, 200, 200, 32, "cpu")
     alone = KeyRanges.causal(1, 160, 160, "cpu")
-    expected = on_the_cpu(SMALL, q[:1, :, 40:], k[:1, :, 40:], alone).token_mask()
-    padded = on_the_cpu(SMALL, layout.queries(q), layout.keys(k), layout.ranges).token_mask()[:1]
+    expected = plan_by_reference(SMALL, q[:1, :, 40:], k[:1, :, 40:], alone).token_mask()
+    padded = plan_by_reference(
+        SMALL, layout.queries(q), layout.keys(k), layout.ranges
+    ).token_mask()[:1]
     real, keys = layout.ranges.end[0] >= 0, layout.ranges.key_valid[0]
     assert torch.equal(padded[:, :, real][..., keys], expected)
 
@@ -209,12 +211,14 @@ def test_left_padding_gives_the_plan_without_padding():
 def test_packed_documents_give_the_plans_of_single_documents():
     q, k = loud(q_length=192)
     layout = laid_out("packed", 1, 192, 192, 32, "cpu")
-    packed = on_the_cpu(SMALL, layout.queries(q), layout.keys(k), layout.ranges).token_mask()
+    packed = plan_by_reference(SMALL, layout.queries(q), layout.keys(k), layout.ranges).token_mask()
     real, keys = layout.ranges.end[0] >= 0, layout.ranges.key_valid[0]
     mask = packed[:, :, real][..., keys]
     for start, stop in ((0, 64), (64, 192)):
         alone = KeyRanges.causal(1, stop - start, stop - start, "cpu")
-        part = on_the_cpu(SMALL, q[:, :, start:stop], k[:, :, start:stop], alone).token_mask()
+        part = plan_by_reference(
+            SMALL, q[:, :, start:stop], k[:, :, start:stop], alone
+        ).token_mask()
         assert torch.equal(mask[:, :, start:stop, start:stop], part)
 
 

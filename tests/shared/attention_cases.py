@@ -13,7 +13,7 @@ from cab_hf.plan import KeyRanges
 def random_plan(q, k, blocks, share=0.4, ranges=None, heads=None, **complete):
     """Return a plan with every diagonal block and each other block with probability ``share``.
 
-    ``complete`` names what attends everything, as `BlockPlan.from_dense` has it.
+    ``complete`` may have ``dense_rows``, see `BlockPlan.from_dense`.
     """
     query_block, key_block = blocks
     ranges = ranges or KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
@@ -33,9 +33,9 @@ def seeds(count):
 
 
 def laid_out(layout, batch, length, kv_length, align, device):
-    """The `BlockLayout` of causal, left-padded or packed inputs, or of a chunk inside of a text.
+    """Return the `BlockLayout` of causal, left-padded or packed inputs, or of a chunk.
 
-    The chunk begins inside of a query block, and ``align`` tokens of its text follow.
+    The chunk begins inside of a query block, and ``align`` later tokens of its sequence follow.
     """
     valid = torch.ones(batch, kv_length, dtype=torch.bool)
     document = None
@@ -84,8 +84,8 @@ def case(
 ):
     """Return (q, k, v, gradient, plan) of one case.
 
-    ``dense_rows`` are lists of rows, one for each batch row, or "tail". ``sample_period``: one of
-    that many blocks that are not listed is sampled.
+    ``dense_rows`` is one list of rows per batch row, or "tail". One of ``sample_period`` unlisted
+    blocks is sampled.
     """
     q, k, v, grad = draw(device, dtype, **shape)
     batch, kv_length = q.shape[0], k.shape[2]
@@ -104,13 +104,13 @@ def case(
 
 
 def with_gradients(attend, inputs, grad, plan, scale, through_lse=False, **logits):
-    """Return {"out", "lse", "dq", "dk", "dv"} of an engine; the loss uses the log-sum-exp too."""
+    """Return {"out", "lse", "dq", "dk", "dv"}; with ``through_lse``, the loss reads lse too."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     results = out, lse = attend(*leaves, plan, scale, return_lse=True, **logits)
-    seen = (plan.ranges.end >= 0)[:, None, :, None]
-    grads = [grad.to(out.dtype) * seen, (grad * seen).sum(-1).to(lse.dtype)]
-    some = 2 if through_lse else 1
-    gradients = torch.autograd.grad(results[:some], leaves, grads[:some])
+    has_keys = (plan.ranges.end >= 0)[:, None, :, None]
+    grads = [grad.to(out.dtype) * has_keys, (grad * has_keys).sum(-1).to(lse.dtype)]
+    num_outputs = 2 if through_lse else 1
+    gradients = torch.autograd.grad(results[:num_outputs], leaves, grads[:num_outputs])
     return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True))
 
 
@@ -118,19 +118,23 @@ def assert_engine_within_budget(attend, q, k, v, grad, plan, scale, **how):
     """Assert that output, log-sum-exp and gradients have at most twice PyTorch's error."""
     actual = with_gradients(attend, (q, k, v), grad, plan, scale, **how)
     plain = with_gradients(reference.attention, (q, k, v), grad, plan, scale, **how)
-    wide = [x.double() for x in (q, k, v)]
-    exact = with_gradients(reference.attention, wide, grad.double(), plan, scale, **how)
-    seen = (plan.ranges.end >= 0)[:, None]
+    double_inputs = [x.double() for x in (q, k, v)]
+    exact = with_gradients(reference.attention, double_inputs, grad.double(), plan, scale, **how)
+    has_keys = (plan.ranges.end >= 0)[:, None]
     for name in actual:
-        result, usual, meant = (x[name].detach().double() for x in (actual, plain, exact))
+        result, usual, expected = (x[name].detach().double() for x in (actual, plain, exact))
         if name == "lse":
-            blind = meant == -torch.inf
-            assert torch.equal((result == -torch.inf) & seen, blind & seen)
-            result, usual, meant = (x.masked_fill(blind, 0.0) for x in (result, usual, meant))
+            is_empty = expected == -torch.inf
+            assert torch.equal((result == -torch.inf) & has_keys, is_empty & has_keys)
+            result, usual, expected = (
+                x.masked_fill(is_empty, 0.0) for x in (result, usual, expected)
+            )
         # outputs of padding queries are not used
         elif name in ("out", "dq"):
-            result, usual, meant = (x * seen.unsqueeze(-1) for x in (result, usual, meant))
-        error = (result - meant).abs().max()
-        eps = EPS[q.dtype] * meant.abs().max()
-        allowed = 2 * ((usual - meant).abs().max() + eps)
+            result, usual, expected = (
+                x * has_keys.unsqueeze(-1) for x in (result, usual, expected)
+            )
+        error = (result - expected).abs().max()
+        eps = EPS[q.dtype] * expected.abs().max()
+        allowed = 2 * ((usual - expected).abs().max() + eps)
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"

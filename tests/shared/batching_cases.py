@@ -59,11 +59,11 @@ def managed(model):
 
 def routed(monkeypatch):
     """Return a list that receives (mask, route) of every sequence that is served."""
-    seen, before = [], dispatch.route
+    routes, original = [], dispatch.route
 
-    def watched(mask, *given, **options):
-        seen.append((mask, before(mask, *given, **options)))
-        return seen[-1][1]
+    def watched(mask, *arguments, **options):
+        routes.append((mask, original(mask, *arguments, **options)))
+        return routes[-1][1]
 
     monkeypatch.setattr(dispatch, "route", watched)
-    return seen
+    return routes

@@ -1,4 +1,4 @@
-"""Fast runs of speed commands, and a fake bench with the answers of a GPU."""
+"""Fast runs of speed commands, and fake benches."""
 
 import json
 import os
@@ -15,9 +15,9 @@ from cab_hf.eval.speed.timing import Bench, Timing
 from cab_hf.plan import BlockPlan
 
 ROOT = Path(__file__).parents[2]
-# standalone: several may run at once
+# standalone: each launch has its own rendezvous, so that launches may run at once
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-# a model for ops on whole ones, and blocks so few that a hundred tokens have some to leave out
+# a model for commands that run whole models; small blocks, so that short prompts have unlisted ones
 TINY = {"layers": 2, "hidden": 24, "intermediate": 40, "heads": 4, "kv_heads": 2, "head_dim": 8}
 BLOCKS = ("query_block=32", "key_block=16", "local_blocks=1", "dense_tail_blocks=1")
 FILES = ["figure.png", "report.md", "results.csv", "results.json", "samples.jsonl"]
@@ -66,7 +66,7 @@ def shown(kind, rows):
 
 
 class FakeBench(timing.Bench):
-    """A clock with the results of a GPU: 2 ms of a CUDA graph, 3 ms from Python."""
+    """Fake bench of a GPU: every call takes 2 ms in a CUDA graph and 3 ms from Python."""
 
     def __init__(self, why_not=None):
         super().__init__("cpu")

@@ -15,14 +15,14 @@ def left_padded(ids, padding):
     return ids, (torch.arange(ids.shape[1]) >= padding).long().expand(ids.shape[0], -1)
 
 
-def _padded(where):
+def _padded(padding):
     ids = tokens(2, 150)
     mask = torch.ones_like(ids)
-    mask[0, where] = 0
+    mask[0, padding] = 0
     return {"input_ids": ids, "attention_mask": mask}, mask.bool()
 
 
-def _alone(length):
+def _single(length):
     return {"input_ids": tokens(2, length)}, slice(None)
 
 
@@ -31,11 +31,11 @@ def _packed():
     return {"input_ids": tokens(1, 150), "position_ids": positions, "use_cache": False}, slice(None)
 
 
-# (inputs of a model, where their real tokens are)
+# (inputs of a model, index of their real tokens)
 CALLS = {
-    "one-token": _alone(1),
-    "less-than-a-block": _alone(31),
-    "plain": _alone(200),
+    "one-token": _single(1),
+    "less-than-a-block": _single(31),
+    "plain": _single(200),
     "left": _padded(slice(0, 37)),
     "right": _padded(slice(-37, None)),
     "packed": _packed(),

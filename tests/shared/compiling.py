@@ -1,7 +1,7 @@
 """Compile every kernel as its launcher does, for a GPU that this machine does not have.
 
-Triton's interpreter runs what its compiler refuses: names that change their type, tiles that no
-multiprocessor has room for. Run as a script, in an environment of its own: whether kernels are
+Triton's interpreter runs kernels that its compiler rejects: names that change their type, tiles
+that exceed shared memory. Run as a script, in an environment of its own: whether kernels are
 interpreted, and which GPU they are chosen for, is fixed at import.
 """
 

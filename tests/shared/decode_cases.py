@@ -12,7 +12,7 @@ from cab_hf.hf.rotary import llama_channels
 from cab_hf.ops import Workload, decode
 from cab_hf.ops.decode import kernels, reference
 
-# heads, KV heads, slots, written, D, D_v, wanted, and what else
+# heads, KV heads, slots, written slots, D, D_v, tokens to select, other options
 CASES = {
     "group-of-3": (6, 2, 1500, 1300, 64, 64, 200, {}),
     "padding": (6, 2, 1500, 1300, 64, 64, 200, {"padding": 100}),
@@ -22,16 +22,16 @@ CASES = {
     "values-of-32": (8, 2, 1300, 1300, 64, 32, 200, {}),
     "a-group-of-16": (16, 1, 1300, 1200, 64, 64, 150, {}),
     "large-heads": (4, 2, 1300, 1200, 256, 256, 150, {}),
-    "everything": (8, 2, 1300, 1200, 128, 128, 4000, {}),
-    "no-more-than-always": (6, 2, 1500, 1300, 64, 64, 80, {}),
+    "all-keys": (8, 2, 1300, 1200, 128, 128, 4000, {}),
+    "sinks-and-local-tokens-only": (6, 2, 1500, 1300, 64, 64, 80, {}),
     "far-from-zero": (6, 2, 1500, 1300, 64, 64, 200, {"shift": 40.0}),
-    "few-in-sight": (6, 2, 1500, 40, 64, 64, 200, {}),
+    "few-written": (6, 2, 1500, 40, 64, 64, 200, {}),
     "a-sample": (8, 2, 35000, 34321, 64, 64, 2000, {}),
     "a-sample-of-padding": (3, 3, 35000, 34321, 64, 64, 2000, {"padding": 9000}),
     "little-of-a-sample": (6, 2, 70000, 900, 64, 64, 200, {}),
     "few-slots": (6, 2, 100, 97, 64, 64, 85, {}),
     "sinks": (6, 2, 1500, 1300, 64, 64, 200, {"sinks": (0.0, 9.0, -3.0, 5.0, 5.0, 40.0)}),
-    "a-row-that-reads-everything": (6, 2, 1500, 1300, 64, 64, (2**31 - 1, 200), {"padding": 100}),
+    "one-row-reads-all-keys": (6, 2, 1500, 1300, 64, 64, (2**31 - 1, 200), {"padding": 100}),
 }
 
 
@@ -40,53 +40,55 @@ def step_of(case, dtype=torch.float32, device="cpu", batch=2):
 
     These arguments are scale, length, wanted, channels, valid and sinks.
     """
-    heads, kv_heads, slots, written, dim, values, wanted, more = case
+    heads, kv_heads, slots, written, dim, value_dim, wanted, options = case
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape):
         return torch.randn(*shape, generator=generator)
 
     q = 2 * noise(batch, heads, 1, dim)
-    k, v = noise(batch, kv_heads, slots, dim), noise(batch, kv_heads, slots, values)
-    # all logits of a head are as far from zero
-    k = k + more.get("shift", 0.0) * q.unflatten(1, (kv_heads, -1)).mean(2) / 4
+    k, v = noise(batch, kv_heads, slots, dim), noise(batch, kv_heads, slots, value_dim)
+    # shift all logits of a head by about the same amount
+    k = k + options.get("shift", 0.0) * q.unflatten(1, (kv_heads, -1)).mean(2) / 4
     q, k, v = (x.to(device, dtype) for x in (q, k, v))
     valid = None
-    if "padding" in more:
+    if "padding" in options:
         valid = torch.ones(batch, written, dtype=torch.bool, device=device)
-        valid[0, : more["padding"]] = False
-    channels = more.get("channels", llama_channels(dim))
+        valid[0, : options["padding"]] = False
+    channels = options.get("channels", llama_channels(dim))
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-    numbers = torch.tensor([written]), torch.tensor(wanted, dtype=torch.int32)
-    numbers = [x.to(device) for x in numbers]
-    sinks = torch.tensor(more["sinks"], device=device) if "sinks" in more else None
-    return q, k, v, (dim**-0.5, *numbers, channels, valid, sinks)
+    length = torch.tensor([written], device=device)
+    wanted = torch.tensor(wanted, dtype=torch.int32, device=device)
+    sinks = torch.tensor(options["sinks"], device=device) if "sinks" in options else None
+    return q, k, v, (dim**-0.5, length, wanted, channels, valid, sinks)
 
 
-def require_as_reference(case, dtype=torch.float32, device="cpu"):
+def require_step_equals_reference(case, dtype=torch.float32, device="cpu"):
     """Assert that index, selection and attention of the kernels match the reference."""
-    q, k, v, told = step_of(case, dtype, device)
-    index, meant = (ops.index_keys(k, told[3]) for ops in (kernels, reference))
+    q, k, v, choose_args = step_of(case, dtype, device)
+    index, meant = (ops.index_keys(k, choose_args[3]) for ops in (kernels, reference))
     for actual, expected in zip(index, meant, strict=True):
         assert torch.equal(actual, expected)
-    scale, length, wanted, channels, valid, sinks = told
-    choice, expected = (ops.choose(q, index, *told) for ops in (kernels, reference))
+    scale, length, wanted, channels, valid, sinks = choose_args
+    choice, expected = (ops.choose(q, index, *choose_args) for ops in (kernels, reference))
     _, *ranks = reference.ranked(q, index, scale, length, channels, valid, sinks)
     steps, limit = ranks[0], reference.limit_of(*ranks, length, wanted)
     kept = choice.kept()
     assert torch.equal(kept.sum(-1), choice.counts)
-    # sums are added in another order, which moves all keys of a head by a step or none
+    # kernels add sums in another order, which may shift the rounded shares of a head by one step
     assert ((kept == (steps <= limit)) | ((steps - limit).abs() <= 2)).all()
     assert (kept == expected.kept()).float().mean() > 0.999
     torch.testing.assert_close(choice.unread, expected.unread, rtol=1e-2, atol=0.1)
     close = 1e-4 if dtype == torch.float32 else 2e-2
-    for some in (choice, choice.elsewhere(q.device)):
-        given = q, k, v, some, scale, length, valid, sinks
-        out, meant = (ops.attend(*given) for ops in (kernels, reference))
+    for selected in (choice, choice.elsewhere(q.device)):
+        out, meant = (
+            ops.attend(q, k, v, selected, scale, length, valid, sinks)
+            for ops in (kernels, reference)
+        )
         torch.testing.assert_close(out, meant, rtol=close, atol=close)
 
 
-def texts_of_a_step(device="cpu"):
+def masks_of_a_step(device="cpu"):
     """Return {name: mask of one query on 300 slots of a batch of 2}."""
     valid = torch.ones(2, 300, dtype=torch.bool, device=device)
     valid[0, :77] = False
@@ -104,13 +106,13 @@ def texts_of_a_step(device="cpu"):
     return {name: MaskInfo(2, 1, **case) for name, case in cases.items()}
 
 
-def require_step_as_by_rows(text, monkeypatch, dtype=torch.float32, device="cpu"):
+def require_dense_step_equals_sdpa(mask, monkeypatch, dtype=torch.float32, device="cpu"):
     """Assert that the dense step kernel equals SDPA under the mask."""
     q, k, v = (x.to(device, dtype) for x in qkv(2, q_length=1, kv_length=300, dim=32))
     config = CabConfig()
     work = Workload.of(q, k, v, blocks_of(config))
     call = Call(
-        q=q, k=k, v=v, scale=0.2, layer=None, config=config, sparse=False, work=work, mask=text
+        q=q, k=k, v=v, scale=0.2, layer=None, config=config, sparse=False, work=work, mask=mask
     )
     actual = dense_masked(call)
     monkeypatch.setattr(decode, "has_kernels", lambda *tensors: False)

@@ -19,7 +19,7 @@ SMALL = [
     *("--data", "retrieval:passkey:256", "--length", "256", "--steps", "4", "--save-every", "9"),
     *("--eval-every", "0", "--held-out", "0", "--passkey-lengths", "256"),
 ]
-# the same program, with a few words to each of its processes
+# training program that injects faults, chosen by the name of the output folder
 MEDDLED = """
 import os, signal, sys
 from dataclasses import replace
@@ -28,7 +28,7 @@ from cab_hf.finetune import lora, train
 rank, step = int(os.environ["RANK"]), train.Run._step
 
 def meddled(run, at, asked):
-    # not when it goes on
+    # not in the resumed run
     if run.out.name == "killed" and at == 3 and not run.done:
         os.kill(os.getpid(), signal.SIGKILL)
     if run.out.name == "stopped" and at == 3 and rank == 1:
@@ -38,7 +38,7 @@ def meddled(run, at, asked):
     return step(run, at, asked)
 
 def spoil(model):
-    # in one process, after gradients were averaged
+    # on one rank, after gradients were averaged
     parameter = next(each for each in model.parameters() if each.requires_grad)
     parameter.grad[0, 0] = float("nan")
     return float("nan")
@@ -52,22 +52,22 @@ def built(settings, device):
         model.get_base_model().model.layers[1].mlp.up_proj.weight.data[3, 3] += 1e-3
     return model, tokenizer
 
-def opened(settings, *told):
+def opened(settings, *arguments):
     if "spoilt-source" in settings.out and rank == 1:
-        # of another machine
+        # the data path of another machine
         fields = {name: getattr(settings, name) for name in ("data", "validation")}
         moved = {name: [each.replace("/0/", "/1/") for each in x] for name, x in fields.items()}
         settings = replace(settings, **moved)
-    return open_data(settings, *told)
+    return open_data(settings, *arguments)
 
 train.build, train.open_data = built, opened
-# several runs of the same processes
+# the same processes start several runs
 train.Accelerator.end_training = lambda self: None
 for words in sys.argv[1].split(" / "):
     status = lora.main(words.split())
-    # not printed: what two processes print gets mixed
-    with open(f"{sys.argv[0]}.{rank}", "a") as told:
-        told.write(str(status))
+    # a file per rank, because printed text of two processes gets mixed
+    with open(f"{sys.argv[0]}.{rank}", "a") as file:
+        file.write(str(status))
     if status and "spoilt" not in words:
         raise SystemExit(status)
 """
@@ -77,7 +77,7 @@ def launched(words):
     """Run a command of this Python or its accelerate and return the finished process."""
     module = ["-m", "accelerate.commands.launch"] if words[0] == "accelerate" else []
     command = [sys.executable, *module, *words[2 if module else 1 :]]
-    # as on a user's CPU: without a GPU nothing is interpreted, for that is slow
+    # without Triton's interpreter, which is slow and off for users
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300

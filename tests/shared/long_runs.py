@@ -18,13 +18,13 @@ FILES = {"samples.jsonl", "results.json", "results.csv", "report.md", "figure.pn
 
 def start(name, model, out, *more, methods="dense,cab,random", drawn=False):
     """Run a command in the folder ``out`` and return its exit status."""
-    given = [name, *FIXED[name].split(), "--device", "cpu", "--model", model, "--out", out]
-    given += [word for assignment in SPARSE_WORDS for word in ("--cab", assignment)]
+    words = [name, *FIXED[name].split(), "--device", "cpu", "--model", model, "--out", out]
+    words += [word for assignment in SPARSE_WORDS for word in ("--cab", assignment)]
     with pytest.MonkeyPatch.context() as patch:
-        # which takes longer than the rest
+        # drawing takes longer than the rest of a run
         if not drawn:
             patch.setattr(named(name), "draw", lambda *_: None)
-        return main([str(word) for word in (*given, "--methods", methods, *more)])
+        return main([str(word) for word in (*words, "--methods", methods, *more)])
 
 
 def command(name, model, out, *more, **kind):

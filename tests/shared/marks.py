@@ -23,10 +23,10 @@ def slow_but(cases, *fast):
 
     A case is a `pytest.param`, a tuple of several arguments, or the one argument.
     """
-    made = []
+    params = []
     for index, case in enumerate(cases):
         if not hasattr(case, "marks"):
             case = pytest.param(*case) if isinstance(case, tuple) else pytest.param(case)
         marks = [*case.marks, *([] if index in fast else [pytest.mark.slow])]
-        made.append(pytest.param(*case.values, id=case.id, marks=marks))
-    return made
+        params.append(pytest.param(*case.values, id=case.id, marks=marks))
+    return params

@@ -70,7 +70,7 @@ BLOCK = 32
 PRELOADED = ["cab_hf.eval.families", "cab_hf.patches", "torch.multiprocessing"]
 PRELOADED += ["transformers.models.auto.modeling_auto", "transformers.masking_utils"]
 SAMPLE = "sample.json"  # file with the result of the processes of a type
-# settings of types with routers: their loss is added to the others
+# settings of types with routers, whose auxiliary loss is part of the loss
 ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 # fewer positions than a test has, with frequencies that depend on the longest position
 DYNAMIC = {
@@ -175,7 +175,7 @@ def built(model_type: str, **values: Any) -> tuple[PreTrainedModel, dict[str, Te
         with separate_documents(model):
             separate = logits(model, **packed_inputs()[PACKED])
     except Exception:
-        # the type has no use for position ids
+        # the type does not accept position ids
         return model, expected, read
     return model, expected | dict.fromkeys(packed_inputs(), separate), read
 
@@ -183,8 +183,7 @@ def built(model_type: str, **values: Any) -> tuple[PreTrainedModel, dict[str, Te
 def inputs(padding: int | None = None) -> dict[str, dict[str, Any]]:
     """Return arguments of a model by name: two rows of tokens, the first one padded.
 
-    The tokens in the place of padding are random, or ``padding``. They change nothing in a model
-    that applies its mask.
+    Padding tokens are random, or ``padding``. They do not change a model that applies its mask.
     """
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(FIRST_TOKEN, VOCABULARY, (2, TOKENS), generator=generator)
@@ -201,7 +200,7 @@ def inputs(padding: int | None = None) -> dict[str, dict[str, Any]]:
 def packed_inputs() -> dict[str, dict[str, Any]]:
     """Return arguments of a model by name: the tokens of `inputs`, packed as `DOCUMENTS`.
 
-    A mask and a cache must change nothing.
+    A mask and a cache must not change the logits.
     """
     alone = packed(inputs()["plain"]) | {"use_cache": False}
     mask = {"attention_mask": torch.ones_like(alone["input_ids"])}
@@ -214,7 +213,7 @@ def packed_inputs() -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def separate_documents(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, ``model`` masks other `DOCUMENTS` in its own attention, whatever its masks are."""
+    """Mask other `DOCUMENTS` in the model's own attention inside the ``with`` block."""
     name = model.config.get_text_config()._attn_implementation
     make = ALL_MASK_ATTENTION_FUNCTIONS[name]
     lengths = torch.tensor(DOCUMENTS)
@@ -271,17 +270,17 @@ def compare(
     """Return the outcome of every input, and the numbers of layers that ran by cab and sparsely."""
     with counted("cab") as layers:
         try:
-            switched = switch(model)
+            cab_model = switch(model)
         except Exception as error:
             every = dict.fromkeys(expected, outcome(error))
             return {"inputs": every, "layers": 0, "sparse": 0}
         result = {}
-        for name, given in (inputs() | packed_inputs()).items():
+        for name, arguments in (inputs() | packed_inputs()).items():
             if name not in expected:
                 continue
             try:
                 result[name] = {
-                    "difference": _difference(logits(switched, **given), expected[name])
+                    "difference": _difference(logits(cab_model, **arguments), expected[name])
                 }
             except Exception as error:
                 result[name] = outcome(error)
@@ -345,8 +344,8 @@ class Step(NamedTuple):
 def examine_over_ranks(model_type: str) -> dict[str, Any]:
     """Return the outcome of a type in each build of `builds`, or ``{"not_built": why}``.
 
-    All ranks must call it. Every rank finds the same, and computes the step of one process for
-    itself.
+    All ranks must call this, and return the same. Each rank also computes the step of a single
+    process.
     """
     try:
         given = builds(model_type)
@@ -389,11 +388,11 @@ def step_of_build(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         model = tiny_model(model_type, **fields)
     except Exception as error:
         return {"not_built": _last_line(error)}
-    known = {"model": type(model).__name__}
+    fields_of_model = {"model": type(model).__name__}
     try:
         apply_cab(model, FULL)
     except Exception as error:
-        return {**known, "inputs": dict.fromkeys((TEXT, PACKED), outcome(error))}
+        return {**fields_of_model, "inputs": dict.fromkeys((TEXT, PACKED), outcome(error))}
     try:
         alone, mode, expected = in_one_process(model_type, fields)
         apply_cab(alone, FULL)
@@ -407,7 +406,7 @@ def step_of_build(model_type: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         result[PACKED] = outcome(error)
     else:
         result[PACKED] = over_ranks(model, packed(texts()), mode, expected)
-    return {**known, "dtype": mode.dtype, "inputs": result}
+    return {**fields_of_model, "dtype": mode.dtype, "inputs": result}
 
 
 def in_one_process(
@@ -427,7 +426,7 @@ def in_one_process(
 
 
 def texts() -> dict[str, Tensor]:
-    """Return two rows of tokens, the first few of which are not to be learnt."""
+    """Return two rows of tokens; the first seven labels of a row are ignored."""
     ids = inputs()["plain"]["input_ids"]
     labels = ids.clone()
     labels[:, :7] = -100
@@ -473,12 +472,12 @@ def over_ranks(
     model: PreTrainedModel, batch: Mapping[str, Tensor], mode: StepMode, expected: Step
 ) -> dict[str, Any]:
     """Return the error of a step over ranks relative to ``expected``, or why there was no step."""
-    mine, why = None, None
+    own_step, why = None, None
     with counted("cab") as layers:
         try:
             with cab_hf.context_parallel(model, block=BLOCK):
                 inputs = distributed.shard(batch, block=BLOCK)
-                mine = step(model, inputs, mode)
+                own_step = step(model, inputs, mode)
         except distributed.RankLost:
             raise
         except Exception as error:
@@ -488,16 +487,16 @@ def over_ranks(
     if any(reasons):
         same = len({tuple(each or ()) for each in reasons}) == 1
         return why if same else {"failed": f"ranks differ: {reasons}"}
-    logits = distributed.unshard(mine.logits, inputs["cu_seq_lens_q"], block=BLOCK)
-    for summed in (mine.loss, *mine.gradients.values()):
+    logits = distributed.unshard(own_step.logits, inputs["cu_seq_lens_q"], block=BLOCK)
+    for summed in (own_step.loss, *own_step.gradients.values()):
         dist.all_reduce(summed)
     largest = max(float(x.abs().max()) for x in expected.gradients.values())
     gradients = (
-        _relative(mine.gradients[name], meant, LEAST_SCALE * largest)
+        _relative(own_step.gradients[name], meant, LEAST_SCALE * largest)
         for name, meant in expected.gradients.items()
     )
     off = {
-        "loss": _relative(mine.loss, expected.loss),
+        "loss": _relative(own_step.loss, expected.loss),
         "logits": _relative(logits, expected.logits),
         "gradients": max(gradients),
     }

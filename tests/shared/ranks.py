@@ -20,7 +20,7 @@ PRELOADED = [
     ),
     "transformers.models.smollm3.modeling_smollm3",
 ]
-# seconds after which what a process was asked counts as hanging
+# seconds after which a call counts as hanging
 PATIENCE = 120
 
 

@@ -29,7 +29,7 @@ def config_of(name, share=None, **fields):
     return config if share is None else blocks.at_share(config, share)
 
 
-def kept_by(config, q, k):
+def blocks_selected_by(config, q, k):
     """Return the blocks that a predictor selects under causal attention, bool [B, H, M_q, M_k]."""
     ranges = KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], "cpu")
     plan = make_predictor(config)(q, k, LayerContext(ranges, 0.25))
@@ -37,7 +37,7 @@ def kept_by(config, q, k):
     return plan.to_dense()
 
 
-# with what makes them keep less than everything
+# configs with budgets below the density of dense attention
 RIVALS = {
     "streaming": config_of("streaming", local_blocks=2),
     **{
@@ -49,5 +49,5 @@ RIVALS = {
         for name in ("flexprefill", "mean_pooled", "xattention", "xattention_16")
     },
 }
-# what a row keeps depends on the end of the text, as in the original
-BY_THE_END = ("flexprefill", "random", "vertical_slash")
+# the selection of every row depends on the last queries of the sequence, as in the original
+USES_LAST_QUERIES = ("flexprefill", "random", "vertical_slash")

@@ -13,7 +13,7 @@ from cab_hf.predictors import LayerContext, frc, make_predictor
 from cab_hf.selection import QuantizedKeys, api, gather
 
 
-def on_the_cpu(config, q, k, ranges=None, scale=0.25, channels=(), **logits):
+def plan_by_reference(config, q, k, ranges=None, scale=0.25, channels=(), **logits):
     """Return the plan of the config's predictor by the reference implementation."""
     ranges = ranges or KeyRanges.causal(q.shape[0], q.shape[2], k.shape[2], q.device)
     context = LayerContext(ranges, scale, 0, channels=channels, **logits)
@@ -22,24 +22,24 @@ def on_the_cpu(config, q, k, ranges=None, scale=0.25, channels=(), **logits):
     return plan
 
 
-def by_kernels(config, q, k, ranges, scale=0.25, channels=()):
+def plan_by_kernels(config, q, k, ranges, scale=0.25, channels=()):
     """Return the plan of the kernels in the interpreter."""
     if config.predictor == "rows":
-        return rows_by_kernels(config, q, k, ranges, scale, channels)
+        return rows_plan_by_kernels(config, q, k, ranges, scale, channels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frc, "has_kernels", lambda x: True)
-        return on_the_cpu(config, q, k, ranges, scale)
+        return plan_by_reference(config, q, k, ranges, scale)
 
 
-def rows_by_kernels(config, q, k, ranges, scale=0.25, channels=(), dtype=None, **logits):
+def rows_plan_by_kernels(config, q, k, ranges, scale=0.25, channels=(), dtype=None, **logits):
     """Return the plan of `RowsPredictor` by the kernels in the interpreter; keys as ``dtype``."""
     keys = QuantizedKeys(*gather.quantize(k, channels, dtype or k.dtype))
-    given = {"sinks": None, "softcap": None, **logits}
-    chosen = api._select_by_kernels(
-        q, keys, ranges, config, scale=scale, channels=channels, **given
+    options = {"sinks": None, "softcap": None, **logits}
+    lists = api._select_by_kernels(
+        q, keys, ranges, config, scale=scale, channels=channels, **options
     )
     plan = BlockPlan(
-        *chosen, ranges, *blocks_of(config), dense_rows=ranges.tail_rows(*tail_of(config))
+        *lists, ranges, *blocks_of(config), dense_rows=ranges.tail_rows(*tail_of(config))
     )
     require_valid(plan)
     return plan
@@ -55,7 +55,7 @@ def laid_in(layout, q, k, align):
     """Return (q, k, ranges) in a layout."""
     batch, length = q.shape[0], q.shape[2]
     if layout == "in-place":
-        # what torch.compile sees: borders inside of blocks
+        # without the block layout, as under torch.compile: sequences start inside of blocks
         last = torch.arange(length, dtype=torch.int32).expand(batch, -1)
         first = ((last >= 37).int() * 37).contiguous()
         return q, k, KeyRanges(first, last, torch.ones(batch, length, dtype=torch.bool))
@@ -77,10 +77,10 @@ def heads_on(
     """Return q and k with the strides of a model and runs of similar tokens, as in text."""
     generator = torch.Generator(device).manual_seed(0)
     like = {"device": device, "generator": generator}
-    theme = torch.randn(topics, dim, **like)
-    theme *= 0.8 * dim**0.5 / theme.norm(dim=-1, keepdim=True)
+    topic_keys = torch.randn(topics, dim, **like)
+    topic_keys *= 0.8 * dim**0.5 / topic_keys.norm(dim=-1, keepdim=True)
     runs = torch.randint(topics, (length // 300 + 1,), **like).repeat_interleave(300)[:length]
-    k = torch.randn(batch, length, kv_heads, dim, **like) + theme[runs][:, None]
-    q = torch.randn(batch, length, heads, dim, **like) + theme[runs][:, None]
+    k = torch.randn(batch, length, kv_heads, dim, **like) + topic_keys[runs][:, None]
+    q = torch.randn(batch, length, heads, dim, **like) + topic_keys[runs][:, None]
     q = q[:, length - (q_length or length) :]
     return q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2)

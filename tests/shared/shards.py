@@ -7,8 +7,8 @@ from cab_hf.call.layout import BlockLayout, Length
 from cab_hf.distributed.sharding import lengths_between, sharding_of
 
 BLOCK = 32
-# where documents begin and end; None is a text that fills all ranks
-TEXTS = {
+# document boundaries by name; None is one document that fills all ranks
+BOUNDARIES = {
     "causal": None,
     "padded": [0, 461],
     "packed": [0, 70, 71, 300, 655],
@@ -22,9 +22,9 @@ def sharding_for(world, ends):
 
 def shard_of(x, sharding, rank):
     """Return a rank's shard of [B, H, N, D]; padding has values that must not matter."""
-    held = x[:, :, sharding.slots[rank]].clone()
-    held[:, :, ~sharding.real[rank]] = 7.0
-    return held
+    shard = x[:, :, sharding.slots[rank]].clone()
+    shard[:, :, ~sharding.real[rank]] = 7.0
+    return shard
 
 
 def together(shards, sharding):
@@ -37,8 +37,10 @@ def layout_of(sharding, align):
     document = torch.arange(len(sharding.lengths)).repeat_interleave(torch.tensor(sharding.lengths))
     document = document[None] if len(sharding.lengths) > 1 else None
     lengths = [[Length(length, length) for length in sharding.lengths]]
-    text = sharding.text
-    return BlockLayout.build(1, text, text, 0, None, document, align, torch.device("cpu"), lengths)
+    total = sharding.length
+    return BlockLayout.build(
+        1, total, total, 0, None, document, align, torch.device("cpu"), lengths
+    )
 
 
 def model_of(implementation, config=None, **settings):
@@ -53,5 +55,5 @@ def model_of(implementation, config=None, **settings):
 def assert_same_gradients(actual, expected):
     """Assert that the summed gradients of all ranks equal those of one process, by name."""
     for name, meant in expected.items():
-        total = sum(mine[name] for mine in actual)
+        total = sum(gradients[name] for gradients in actual)
         assert (total - meant).abs().max() <= 1e-4 * meant.abs().max(), name

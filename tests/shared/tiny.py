@@ -84,7 +84,7 @@ FAMILIES = {
         },
     ),
 }
-# blocks small enough that a few hundred tokens are many of them
+# small blocks, so that a few hundred tokens have many blocks
 SMALL = CabConfig(query_block=32, key_block=16, min_length=0)
 FULL = CabConfig(query_block=32, key_block=16, min_length=0, mass_threshold=0.0)
 SPARSE = replace(

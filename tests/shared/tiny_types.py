@@ -24,8 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 # smaller ids are special tokens
 FIRST_TOKEN = 32
-# a size, and the fields with it; windows are shorter than the tests, so that errors outside of them
-# are found
+# size -> config fields; windows are shorter than test sequences, to detect errors outside of them
 SIZE_TABLE = """
 64 hidden_size d_model n_embd emb_dim embedding_dim embedding_size input_embedding_size
 64 output_embedding_size word_embed_proj_dim lru_width hidden_size_global backbone_hidden_size
@@ -75,7 +74,7 @@ SIZES = {
 LAYERS, HEADS = SIZES["num_hidden_layers"], SIZES["num_attention_heads"]
 KV_HEADS, HEAD_DIM, HIDDEN = SIZES["num_key_value_heads"], SIZES["head_dim"], SIZES["hidden_size"]
 VOCABULARY, WINDOW = SIZES["vocab_size"], SIZES["sliding_window"]
-# sizes that a type leaves open and its model needs
+# sizes without default that the model of a type needs
 ALWAYS = ("head_dim", "num_key_value_heads")
 KINDS = ("sliding_attention", "full_attention")
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0}

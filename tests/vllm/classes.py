@@ -1,4 +1,4 @@
-"""Sort the model classes of vLLM by what "cab" does with their attention layers.
+"""Classify the model classes of vLLM by the support for their attention layers.
 
 Run ``python tests/vllm/classes.py`` in the environment of vLLM to write the table in
 docs/serving.md again. `verdict` reads the source of a class, and `layers_of` builds its layers
@@ -34,7 +34,7 @@ PREFIX = {"PrefillPrefixLMAttention"}
 
 
 class Verdict(NamedTuple):
-    """The way in which the prompts of a model class are computed.
+    """The support for sparse prompts of one model class.
 
     Attributes:
         prompts: "sparse", "dense", "refused", or two of these words.

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-# engines in this process, where a test can look at them
+# run engines in this process, so that tests can inspect them
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -22,7 +22,7 @@ def registered():
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory):
-    """A tiny model whose answers depend on what is attended."""
+    """Return a tiny model whose answers depend on the attended keys."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

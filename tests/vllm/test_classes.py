@@ -23,17 +23,17 @@ def inspected_here():
         yield
 
 
-def test_docs_have_the_table_of_model_classes():
+def test_docs_table_lists_model_classes():
     """``python tests/vllm/classes.py`` writes it."""
     assert classes.DOCS.read_text("utf-8") == classes.written()
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_classes_that_are_served_sparsely_are_sorted_so(name):
+def test_sparse_model_classes_are_classified_as_sparse(name):
     assert classes.verdicts()[MODELS[name][0]].prompts == "sparse"
 
 
-def test_layers_that_vllm_builds_agree_with_the_table():
+def test_layers_built_by_vllm_match_table():
     """Every class with a config in transformers, except for those that need more than a CPU."""
     built = {}
     for name in classes.verdicts():

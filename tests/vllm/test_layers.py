@@ -1,4 +1,4 @@
-"""Layers and KV caches that vLLM lays out or batches in another way than plain attention."""
+"""Layers and KV caches whose layout or batching in vLLM differs from plain attention."""
 
 from random import Random
 from types import SimpleNamespace
@@ -49,7 +49,7 @@ FULL = {"query_block": 32, "key_block": 16, "min_length": 0, "mass_threshold": 0
 
 
 def saved(folder, kind, config, **fields):
-    """Save a random model, whose answers depend on what is attended, and return its folder."""
+    """Save a random model whose answers depend on the attended keys; return its folder."""
     torch.manual_seed(0)
     model = getattr(transformers, kind)(getattr(transformers, config)(**fields))
     for weight in model.parameters():
@@ -87,7 +87,7 @@ def prompt_of(length, seed=0):
     return [draw.randrange(3, 510) for _ in range(length)]
 
 
-def test_layers_with_chunked_attention_are_vllms(engine, tmp_path):
+def test_chunked_attention_layers_stay_dense(engine, tmp_path):
     folder = saved(tmp_path, "Llama4ForCausalLM", "Llama4TextConfig", **LLAMA4)
     prompts = [prompt_of(300), prompt_of(700, 1)]
     attended.clear()
@@ -97,7 +97,7 @@ def test_layers_with_chunked_attention_are_vllms(engine, tmp_path):
     assert_same(found, served(engine(None, folder, max_num_batched_tokens=2048), prompts))
 
 
-def test_builders_that_vllm_derives_have_no_sparse_prompts(monkeypatch):
+def test_derived_builders_are_dense(monkeypatch):
     def begin(self, spec):
         self.kv_cache_spec, self.device = spec, torch.device("cpu")
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
@@ -118,7 +118,7 @@ def test_builders_that_vllm_derives_have_no_sparse_prompts(monkeypatch):
         assert CabBuilder(SimpleNamespace(**plain, **local)).cab is None
 
 
-def test_a_hybrid_reuses_the_states_of_prompts_in_chunks(engine, tmp_path):
+def test_hybrid_model_reuses_cached_mamba_states(engine, tmp_path):
     folder = saved(tmp_path, "Lfm2ForCausalLM", "Lfm2Config", **LFM2)
     options = {"max_num_batched_tokens": 512, "block_size": 96, "enable_prefix_caching": True}
     cab = FULL | {"query_block": 128, "key_block": 64}
@@ -152,10 +152,10 @@ def test_a_hybrid_reuses_the_states_of_prompts_in_chunks(engine, tmp_path):
         ("amx", torch.bfloat16, 96, 32),
     ],
 )
-def test_gather_reads_what_vllm_wrote(isa, dtype, page, dim):
+def test_gather_reads_pages_in_vllm_layout(isa, dtype, page, dim):
     current_platform.import_kernels()
     generator = torch.Generator().manual_seed(0)
-    # two pages and a half, in an order of their own
+    # two and a half pages, not in order
     pages, count = torch.tensor([3, 0, 4]), 2 * page + page // 2
     key, value = (torch.randn(count, 2, dim, generator=generator).to(dtype) for _ in "kv")
     token = torch.arange(count)
@@ -163,15 +163,15 @@ def test_gather_reads_what_vllm_wrote(isa, dtype, page, dim):
     cache = torch.full((5, 2, page, 2 * dim), torch.nan, dtype=dtype)
     keys, values = cache.view(5, 2, 2 * page, dim).chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(key, value, keys, values, slots, isa)
-    # vLLM 0.22 has keys and values apart
-    apart = torch.stack([x.reshape(5, 2, page, dim) for x in (keys, values)])
-    for each in (cache, apart):
+    # vLLM 0.22 has separate tensors for keys and values
+    separate = torch.stack([x.reshape(5, 2, page, dim) for x in (keys, values)])
+    for each in (cache, separate):
         found = gather(each, pages, isa)
         for got, wanted in zip(found, (key, value), strict=True):
             assert torch.equal(got[:, :count], wanted.transpose(0, 1))
 
 
-def test_an_unknown_layout_of_the_kv_cache_is_refused(monkeypatch):
+def test_unknown_kv_cache_layout_raises(monkeypatch):
     monkeypatch.setattr(ops, "cpu_attn_reshape_and_cache", lambda *_: None)
     with pytest.raises(NotImplementedError, match="'unknown'.*float32"):
         elements_of("unknown", torch.bfloat16, 32, 64)

@@ -1,4 +1,4 @@
-"""Sparse prompts of many architectures inside vLLM: as "cab" under transformers answers them."""
+"""Sparse prompts of many architectures in vLLM, compared with "cab" in transformers."""
 
 import re
 from functools import partial
@@ -66,7 +66,7 @@ def prompt(length, seed=0):
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """(model class, config class, fields) -> the folder of a tiny model."""
+    """Return a function (model class, config class, fields) -> folder of a tiny model."""
     # vLLM shares embeddings between models, and ERNIE changes its own
     monkeypatch.setattr("vllm.model_executor.layers.rotary_embedding._ROPE_DICT", {})
 
@@ -88,7 +88,7 @@ def once(engine):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sparse_prompts_of_an_architecture_are_those_of_transformers(name, made, once, said):
+def test_sparse_answers_of_architecture_equal_transformers(name, made, once, said):
     kind, config, fields, sparse = MODELS[name]
     folder = made(kind, config, fields)
     settings = SPARSE | {"mass_threshold": 0.05}
@@ -101,8 +101,8 @@ def test_sparse_prompts_of_an_architecture_are_those_of_transformers(name, made,
     assert_same(got, wanted, 1e-3)
 
 
-def test_layers_that_share_keys_and_values_are_served(made, once):
-    """Gemma 3n hands no keys and values to its last layers."""
+def test_kv_sharing_layers_equal_reference(made, once):
+    """The last layers of Gemma 3n read keys and values of earlier layers."""
     fields = {
         "num_hidden_layers": 6,
         "num_kv_shared_layers": 2,
@@ -121,7 +121,7 @@ def test_layers_that_share_keys_and_values_are_served(made, once):
     assert_same(served(once(FULL | {"min_length": 150}, folder, **options), prompts), wanted, 1e-4)
 
 
-def test_a_cascade_shares_its_plan_between_kv_cache_groups(made, once):
+def test_cascade_shares_plans_between_kv_cache_groups(made, once):
     """Four layers with full attention are two KV cache groups if two layers have windows."""
     kinds = [WINDOW, GLOBAL, GLOBAL, WINDOW, GLOBAL, GLOBAL]
     fields = {"num_hidden_layers": 6, "layer_types": kinds, "sliding_window": 64}
@@ -134,8 +134,8 @@ def test_a_cascade_shares_its_plan_between_kv_cache_groups(made, once):
     assert_same(served(ours, prompts), wanted, 1e-3)
 
 
-def test_prompts_without_images_are_sparse_and_those_with_images_dense(engine, llama, monkeypatch):
-    """vLLM hands {0: []} to the backend of a multimodal class for a prompt of text."""
+def test_only_prompts_without_images_are_sparse(engine, llama, monkeypatch):
+    """vLLM passes {0: []} to the backend of a multimodal model for a prompt without images."""
     ours, metadata = engine(SPARSE), gpu_model_runner.CommonAttentionMetadata
     prompts = [prompt(300), prompt(280, 1)]
     sparse = [Reference(llama, SPARSE)(x) for x in prompts]
@@ -153,7 +153,7 @@ def test_prompts_without_images_are_sparse_and_those_with_images_dense(engine, l
     assert_same(answers({0: [], 1: [(40, 60)]}), [sparse[0], dense[1]])
 
 
-def test_a_draft_model_needs_no_settings(engine, llama, tmp_path):
+def test_speculative_draft_model_needs_no_settings(engine, llama, tmp_path):
     """Settings name layers that the draft model does not have."""
     config = transformers.LlamaConfig.from_pretrained(llama, num_hidden_layers=1)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
@@ -164,7 +164,7 @@ def test_a_draft_model_needs_no_settings(engine, llama, tmp_path):
     assert_same(served(ours, prompts, prompt_too=False), wanted, 1e-4)
 
 
-def test_an_anchor_that_is_dense_in_vllm_is_refused():
+def test_dense_anchor_layer_raises():
     config = CabConfig(predictor="cascade", anchors=(0, 2))
     layers._require_anchors(config, [0, 1, 2])
     with pytest.raises(ValueError, match="anchors must be layers that vLLM attends sparsely"):
@@ -180,15 +180,15 @@ def test_an_anchor_that_is_dense_in_vllm_is_refused():
         ({"cab_reason": None}, "cab_hf.vllm.backend", None),
     ],
 )
-def test_layers_that_are_dense_say_why(impl, builder, reason):
+def test_dense_layers_report_reasons(impl, builder, reason):
     kind = type("Builder", (), {"__module__": builder})
     backend = SimpleNamespace(get_builder_cls=lambda: kind)
     attention = SimpleNamespace(impl=SimpleNamespace(**impl), attn_backend=backend)
     assert layers.why_dense(attention) == reason
 
 
-def test_conditions_of_rotary_embeddings_in_vllm_are_known():
-    """Every attribute by which a layer of vLLM decides whether to rotate is in a table here."""
+def test_rotary_embedding_conditions_of_vllm_are_covered():
+    """Two tables in `layers` list every attribute that decides whether a vLLM layer rotates."""
     known = {*layers.SWITCHES, *(x for names in layers.APPLIED_IF.values() for x in names)}
     found = set()
     for file in Path(models.__file__).parent.glob("*.py"):
@@ -198,5 +198,5 @@ def test_conditions_of_rotary_embeddings_in_vllm_are_known():
             found |= {(file.stem, x) for x in re.findall(r"self\.([\w.]+)", condition)}
     assert len(found) > 5
     unknown = {x for x in found if x[1] not in known | {"rotary_emb", "config.use_mem_rope"}}
-    # norms of heads, with which the rotation has nothing to do
+    # norms of heads do not change whether a layer rotates
     assert unknown <= {("molmo", "q_norm"), ("molmo", "k_norm")}

@@ -25,7 +25,7 @@ LLM(
 """
 
 
-def test_an_engine_without_the_plugin_does_not_start_with_its_scheduler(llama):
+def test_scheduler_without_plugin_raises(llama):
     """Without the scheduler, vLLM on a CPU starts and never imports this library."""
     environment = os.environ | {"VLLM_PLUGINS": "other"}
     command = [sys.executable, "-c", START, str(llama)]

@@ -253,7 +253,7 @@ def borders(setup, start, end):
 
 
 @pytest.mark.parametrize("first", range(0, 300, 100))
-def test_every_request_finishes_and_chunks_end_at_block_borders(vllm_config, first):
+def test_requests_finish_and_chunks_end_at_block_borders(vllm_config, first):
     for seed in range(first, first + 100):
         draw = Random(seed)
         setup, arrivals = draw_setup(draw), draw_arrivals(draw)
@@ -292,12 +292,12 @@ def ends(trace, name):
         pytest.param({"min_length": 300}, 250, [160, 250], id="dense-prompt"),
     ],
 )
-def test_a_small_budget_cuts_blocks_and_the_prompt_finishes(vllm_config, setup, length, wanted):
+def test_budget_below_block_size_lets_prompt_finish(vllm_config, setup, length, wanted):
     setup = Setup(**setup)
     assert ends(run(scheduler_of(vllm_config, setup), setup, prompts(length)), "0") == wanted
 
 
-def test_a_threshold_below_a_block_lets_prompts_finish(vllm_config):
+def test_threshold_below_block_size_lets_prompts_finish(vllm_config):
     """vLLM applies ``long_prefill_token_threshold`` if there is more than one request."""
     setup = Setup(threshold=12)
     trace = run(scheduler_of(vllm_config, setup), setup, prompts(40, 40))
@@ -314,9 +314,7 @@ def test_a_threshold_below_a_block_lets_prompts_finish(vllm_config):
         (64, 512, 1000, [512, 896, 960, 1000]),
     ],
 )
-def test_hybrid_chunks_end_at_states_that_vllm_caches(
-    vllm_config, block_size, budget, length, wanted
-):
+def test_hybrid_chunks_end_at_cached_mamba_states(vllm_config, block_size, budget, length, wanted):
     setup = Setup(
         budget=budget,
         query_block=128,
@@ -328,12 +326,12 @@ def test_hybrid_chunks_end_at_states_that_vllm_caches(
     arrivals = [(0, prompt, 1), (20, [*prompt[:-5], 1, 2], 1)]
     trace = run(scheduler, setup, arrivals)
     assert ends(trace, "0") == wanted
-    # the second prompt begins at the last state that the first has left
+    # the second prompt continues from the last cached Mamba state of the first prompt
     assert trace.chunks["1"][0][1] == wanted[-2]
     assert not trace.outside
 
 
-def test_a_prompt_that_waits_lets_shorter_prompts_pass(vllm_config):
+def test_waiting_prompt_does_not_block_shorter_prompts(vllm_config):
     setup = Setup(budget=150)
     trace = run(scheduler_of(vllm_config, setup), setup, prompts(300, 300, 20))
     assert trace.chunks["0"][0] == (0, 0, 128)
@@ -341,22 +339,20 @@ def test_a_prompt_that_waits_lets_shorter_prompts_pass(vllm_config):
     assert trace.chunks["1"][0][1:] == (0, 96)
 
 
-def test_decode_steps_that_leave_less_than_a_block_do_not_stop_a_prompt(vllm_config):
+def test_decode_steps_with_small_remaining_budget_do_not_stall_prompt(vllm_config):
     setup = Setup(budget=34, num_seqs=7)
     answers = [(0, [n + 3] * 4, 200) for n in range(5)]
     trace = run(scheduler_of(vllm_config, setup), setup, [*answers, (2, [9] * 100, 1)])
     first, last = (trace.chunks["5"][at] for at in (0, -1))
-    # it waits once, and takes two steps for each of the four blocks
+    # the prompt waits for one step, and computes each of its four blocks in two steps
     assert last[0] - 2 <= 1 + 2 * 4
     assert (first[2], last[2]) == (29, 100)
 
 
-# where an image begins, and how many tokens vLLM leaves a chunk before it
+# (tokens of the chunk before an image, tokens after alignment)
 @pytest.mark.parametrize(("tokens", "wanted"), [(20, 20), (31, 31), (32, 32), (50, 32)])
-def test_a_chunk_before_an_image_is_not_empty_with_a_full_encoder_cache(
-    vllm_config, tokens, wanted
-):
-    # vLLM 0.22 to 0.26 ends a chunk before the image first, and aligns what is left
+def test_full_encoder_cache_leaves_nonempty_chunk_before_image(vllm_config, tokens, wanted):
+    # vLLM 0.22 to 0.26 first ends the chunk before the image, and then aligns the shorter chunk
     scheduler = scheduler_of(vllm_config, Setup())
     request = request_of("0", [5] * 300, Setup())
     scheduler.schedule()
@@ -366,7 +362,7 @@ def test_a_chunk_before_an_image_is_not_empty_with_a_full_encoder_cache(
 
 
 @pytest.mark.parametrize(("is_whole", "wanted"), [(True, 32), (False, 96)])
-def test_an_image_that_must_stay_whole_is_not_divided(vllm_config, is_whole, wanted):
+def test_indivisible_image_is_not_split(vllm_config, is_whole, wanted):
     scheduler = scheduler_of(vllm_config, Setup())
     scheduler.scheduler_config.disable_chunked_mm_input = is_whole
     request = request_of("0", [5] * 300, Setup())
@@ -377,7 +373,7 @@ def test_an_image_that_must_stay_whole_is_not_divided(vllm_config, is_whole, wan
     assert scheduler._mamba_block_aligned_split(request, 110) == wanted
 
 
-def test_vllm_ends_a_chunk_that_it_has_dropped_when_shortened(vllm_config):
+def test_dropped_short_chunk_is_scheduled_without_alignment(vllm_config):
     scheduler = scheduler_of(vllm_config, Setup())
     request = request_of("0", [5] * 300, Setup())
     found = []
@@ -409,18 +405,18 @@ class LoadsFirst:
         return self.kv_cache_manager.allocate_slots(request, tokens)
 
 
-def test_an_asynchronous_load_begins_in_vllm_0_22(vllm_config, monkeypatch):
+def test_async_kv_load_starts_in_vllm_0_22(vllm_config, monkeypatch):
     monkeypatch.setattr("cab_hf.vllm.scheduler.__version__", "0.22.1")
     scheduler = type("Old", (BlockAligned, LoadsFirst), {})(vllm_config)
     assert scheduler.schedule(request_of("0", [5] * 300, Setup())) == []
 
 
-def test_chunks_beside_a_connector_are_aligned_from_vllm_0_23_on(vllm_config, monkeypatch):
+def test_connector_chunks_are_aligned_since_vllm_0_23(vllm_config, monkeypatch):
     monkeypatch.setattr("cab_hf.vllm.scheduler.__version__", "0.23.0")
     assert type("New", (BlockAligned, LoadsFirst), {})(vllm_config).need_mamba_block_aligned_split
 
 
-def test_vllm_0_24_passes_a_common_prefix_as_well(vllm_config):
+def test_mamba_split_accepts_common_prefix_of_vllm_0_24(vllm_config):
     scheduler = scheduler_of(vllm_config, Setup())
     scheduler.schedule()
     request = request_of("0", [5] * 300, Setup())

@@ -1,4 +1,4 @@
-"""Settings, switches and figures of the plugin, as a user of vLLM meets them."""
+"""Settings, request options and metrics of the vLLM plugin."""
 
 import re
 from collections import Counter
@@ -28,7 +28,7 @@ START = {"skip_tokenizer_init": True, "max_model_len": 64}
 
 
 def config_of(cache=(), backend=None, extra=None, instance_id="", **model):
-    """A stand-in of `VllmConfig` with what the plugin reads."""
+    """Return a stand-in for `VllmConfig` with the fields that the plugin reads."""
     text = SimpleNamespace(num_hidden_layers=4)
     usual = {"runner_type": "generate", "max_model_len": 32768, "use_mla": False}
     return SimpleNamespace(
@@ -40,7 +40,7 @@ def config_of(cache=(), backend=None, extra=None, instance_id="", **model):
     )
 
 
-def test_the_path_of_a_calibration_has_the_settings(tmp_path):
+def test_settings_are_read_from_calibration_file(tmp_path):
     file = tmp_path / "calibration.json"
     CabConfig(mass_threshold=0.01).save(file)
     assert settings_of(config_of(extra={"cab": str(file)})).mass_threshold == 0.01
@@ -61,31 +61,31 @@ def test_the_path_of_a_calibration_has_the_settings(tmp_path):
         ({"max_model_len": 8192}, "min_length is 16,384 and max_model_len 8,192"),
     ],
 )
-def test_an_engine_without_sparse_prompts_says_why(fields, named):
+def test_never_sparse_returns_the_reason(fields, named):
     reason = never_sparse(CabConfig(), config_of(**fields))
     assert reason is None if named is None else named in reason
 
 
-def test_the_log_promises_nothing_where_nothing_is_sparse(engine, llama, said):
+def test_dense_engine_logs_reason_and_no_sparse_layers(engine, llama, said):
     engine({"min_length": 2000})
     assert "min_length is 2,000 and max_model_len 1,024" in " ".join(said)
     assert "layers are sparse" not in " ".join(said)
 
 
-def test_the_extra_installs_a_supported_version():
-    words = (Path(__file__).parents[2] / "setup.cfg").read_text()
-    oldest, below = re.search(r"^vllm = vllm>=([\d.]+),<([\d.]+)$", words, re.M).groups()
+def test_vllm_extra_pins_supported_versions():
+    setup = (Path(__file__).parents[2] / "setup.cfg").read_text()
+    oldest, below = re.search(r"^vllm = vllm>=([\d.]+),<([\d.]+)$", setup, re.M).groups()
     major, minor = map(int, cab_hf.vllm.NEWEST.split("."))
     assert (oldest, below) == (cab_hf.vllm.OLDEST, f"{major}.{minor + 1}")
 
 
 @pytest.mark.parametrize(("version", "runs"), [("0.33.0", True), ("0.34.0", False)])
-def test_versions_up_to_the_newest_are_supported(version, runs, monkeypatch):
+def test_newest_version_is_supported_and_next_is_not(version, runs, monkeypatch):
     monkeypatch.setattr("vllm.__version__", version)
     assert (cab_hf.vllm._unsupported() is None) == runs
 
 
-def test_vllm_has_the_options_that_its_recipes_name():
+def test_options_in_serving_recipes_exist_in_vllm():
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text("utf-8")
     serve = [code for code in page.split("```")[1::2] if "vllm serve" in code]
     named = set(re.findall(r"(?<!\S)--[a-z-]+", " ".join(serve)))
@@ -96,18 +96,18 @@ def test_vllm_has_the_options_that_its_recipes_name():
     assert {name for name in named if f'"{name}"' not in source} == set()
 
 
-def test_custom_on_a_cpu_turns_it_on():
+def test_custom_backend_on_cpu_enables_default_config():
     assert settings_of(config_of(backend="CUSTOM")) == CabConfig()
     assert settings_of(config_of()) is None
 
 
-def test_an_engine_on_a_cpu_takes_the_name_of_the_backend(engine):
+def test_engine_with_custom_backend_uses_cab_scheduler(engine):
     ours = engine(None, attention_backend="CUSTOM").llm_engine
     assert ours.vllm_config.additional_config["cab"] == settings_of(ours.vllm_config).to_dict()
     assert "Cab" in type(ours.engine_core.engine_core.scheduler).__name__
 
 
-def test_a_process_without_the_plugin_refuses_the_settings(monkeypatch):
+def test_settings_without_registered_plugin_raise(monkeypatch):
     monkeypatch.setattr(cab_hf.vllm, "_registered", False)
     with pytest.raises(ValueError, match="VLLM_PLUGINS must contain cab_hf"):
         settings_of(config_of(extra={"cab": {}}))
@@ -122,7 +122,7 @@ def test_a_process_without_the_plugin_refuses_the_settings(monkeypatch):
     ],
     ids=["gpu", "gpu-with-a-backend-per-kind", "cpu"],
 )
-def test_latent_attention_is_refused_on_a_gpu(monkeypatch, backend, per_kind, is_refused):
+def test_latent_attention_on_gpu_raises(monkeypatch, backend, per_kind, is_refused):
     monkeypatch.setattr(cab_hf.vllm, "backend_name", lambda: backend)
     config = config_of(use_mla=True)
     config.attention_config.backend_per_kind = per_kind
@@ -132,10 +132,10 @@ def test_latent_attention_is_refused_on_a_gpu(monkeypatch, backend, per_kind, is
     assert ("latent attention, got CUSTOM" in (refusal or "")) == is_refused
 
 
-def test_a_draft_model_has_no_settings():
+def test_draft_model_has_no_settings():
     extra = {"cab": {"dense_layers": [3]}}
     assert settings_of(config_of(extra=extra, runner_type="draft")) is None
-    # nor has a config for which vLLM chooses a backend again, where there are several
+    # a config for which vLLM selects a backend a second time has no settings either
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cab_hf.vllm, "backend_name", lambda: "CUSTOM")
         with pytest.raises(ValueError, match="--attention-backend CUSTOM"):
@@ -156,12 +156,12 @@ def test_a_draft_model_has_no_settings():
         ),
     ],
 )
-def test_what_cannot_be_computed_is_refused_at_the_start(llama, cab, options, named):
+def test_unsupported_options_raise_at_start(llama, cab, options, named):
     with pytest.raises((ValueError, RuntimeError), match=named):
         LLM(str(llama), additional_config={"cab": cab}, **START | options)
 
 
-def test_what_is_cached_is_keyed_by_the_settings():
+def test_prefix_cache_salt_depends_on_settings():
     sparse, dense = SamplingParams(), SamplingParams(extra_args={"cab": False})
     one, other = CabConfig(), CabConfig(mass_threshold=0.01)
     salts = [salt_of(one, sparse, None), salt_of(other, sparse, None), salt_of(one, dense, None)]
@@ -171,7 +171,7 @@ def test_what_is_cached_is_keyed_by_the_settings():
     assert salts[2] == salt_of(other, dense, None)
 
 
-def test_a_request_is_read_densely_and_shares_no_cache(engine, llama):
+def test_dense_request_does_not_share_sparse_prefix_cache(engine, llama):
     ours, prompts = engine(SPARSE), [prompt(400, 5)]
 
     def answer(value):
@@ -193,7 +193,7 @@ def test_a_request_is_read_densely_and_shares_no_cache(engine, llama):
         answer("maybe")
 
 
-def test_prompts_and_pairs_are_counted(engine, said):
+def test_metrics_count_sparse_prompts_and_pairs(engine, said):
     ours = engine(SPARSE)
     meter = metrics.METERS[ours.llm_engine.vllm_config.instance_id]
     meter.publish()
@@ -208,7 +208,7 @@ def test_prompts_and_pairs_are_counted(engine, said):
     assert new["possible_pairs"] == pairs
     assert "2 sparse prompts, density 0." in " ".join(said[messages:])
     page = generate_latest(REGISTRY).decode()
-    # other engines of this module have published theirs
+    # other engines of this module have published counters too
     totals = Counter()
     for each in metrics.METERS.values():
         totals.update(each.logged if each.file.exists() else {})
@@ -221,7 +221,7 @@ def shown_in(page):
     return {name: int(float(value)) for name, value in found}
 
 
-def test_api_servers_that_vllm_aggregates_have_the_counters(tmp_path, monkeypatch):
+def test_aggregated_api_servers_sum_counters(tmp_path, monkeypatch):
     """Several API servers show the files in PROMETHEUS_MULTIPROC_DIR, of all processes."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     monkeypatch.setattr(metrics, "_totals", None)

@@ -9,7 +9,7 @@ from bench import BLOCKS, speed_run
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 
-def test_a_trace_is_served_with_and_without_sparse_prompts(tmp_path):
+def test_speed_run_serves_trace_dense_and_sparse(tmp_path):
     words = ["--engine", "vllm", "--lengths", "96,192", "--requests", "2", "--head-dim", "64"]
     words += ["--warm-up", "1", "--page-size", "32", "--max-density", "0.5"]
     cab = [x for field in (*BLOCKS, "min_length=0") for x in ("--cab", field)]

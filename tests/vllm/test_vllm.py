@@ -1,4 +1,4 @@
-"""The backend inside vLLM on a CPU: `make vllm-test` runs these in an environment of their own."""
+"""The vLLM backend on a CPU. `make vllm-test` runs these tests in a separate environment."""
 
 import json
 import random
@@ -29,7 +29,7 @@ def prompts_of(seed, most=5, longest=600):
 
 
 def served(engine, prompts, prompt_too=True):
-    """(tokens, log-probabilities of the prompt's and of the answer's tokens) of every prompt."""
+    """Return (answer tokens, log-probabilities of prompt and answer tokens) of every prompt."""
     sampling = SamplingParams(
         temperature=0,
         max_tokens=ANSWER,
@@ -38,14 +38,16 @@ def served(engine, prompts, prompt_too=True):
         logprobs=0,
         prompt_logprobs=0 if prompt_too else None,
     )
-    given = [{"prompt_token_ids": x} for x in prompts]
-    return [read(x) for x in engine.generate(given, sampling, use_tqdm=False)]
+    requests = [{"prompt_token_ids": x} for x in prompts]
+    return [read(x) for x in engine.generate(requests, sampling, use_tqdm=False)]
 
 
 def read(answer):
-    of = [next(iter(x.values())).logprob for x in (answer.prompt_logprobs or [None])[1:]]
+    numbers_of_prompt = [
+        next(iter(x.values())).logprob for x in (answer.prompt_logprobs or [None])[1:]
+    ]
     tokens, numbers = answer.outputs[0].token_ids, answer.outputs[0].logprobs
-    return list(tokens), [*of, *(next(iter(x.values())).logprob for x in numbers)]
+    return list(tokens), [*numbers_of_prompt, *(next(iter(x.values())).logprob for x in numbers)]
 
 
 class Reference:
@@ -92,23 +94,27 @@ def density():
     return float(sum(x[0] for x in pairs) / sum(x[1] for x in pairs))
 
 
-@pytest.mark.parametrize(("room", "first"), [(2048, 0), (160, 100)], ids=["whole", "in-chunks"])
-def test_full_budget_is_vllm_itself(engine, room, first):
+@pytest.mark.parametrize(
+    ("token_budget", "first_seed"), [(2048, 0), (160, 100)], ids=["whole", "in-chunks"]
+)
+def test_full_budget_equals_vllm_dense_attention(engine, token_budget, first_seed):
     attended.clear()
     theirs, ours = (
         engine(None, max_num_batched_tokens=2048),
-        engine(FULL, max_num_batched_tokens=room),
+        engine(FULL, max_num_batched_tokens=token_budget),
     )
-    for seed in range(first, first + 100):
+    for seed in range(first_seed, first_seed + 100):
         prompts = prompts_of(seed)
         assert_same(served(ours, prompts), served(theirs, prompts))
     assert density() == 1
 
 
-@pytest.mark.parametrize(("room", "first"), [(2048, 0), (160, 100)], ids=["whole", "in-chunks"])
-def test_sparse_prompts_are_those_of_transformers(engine, reference, room, first):
-    ours = engine(SPARSE, max_num_batched_tokens=room)
-    traces = [prompts_of(seed) for seed in range(first, first + 100)]
+@pytest.mark.parametrize(
+    ("token_budget", "first_seed"), [(2048, 0), (160, 100)], ids=["whole", "in-chunks"]
+)
+def test_sparse_answers_equal_transformers(engine, reference, token_budget, first_seed):
+    ours = engine(SPARSE, max_num_batched_tokens=token_budget)
+    traces = [prompts_of(seed) for seed in range(first_seed, first_seed + 100)]
     attended.clear()
     got = [served(ours, prompts) for prompts in traces]
     assert density() < 0.8
@@ -125,7 +131,7 @@ def test_sparse_prompts_are_those_of_transformers(engine, reference, room, first
     ],
     ids=["batch", "threshold", "scheduled"],
 )
-def test_chunks_below_a_query_block_are_computed(engine, options):
+def test_chunks_smaller_than_query_block_equal_dense(engine, options):
     """Every query block is cut, and its parts select key blocks separately."""
     prompts = prompts_of(3, most=3, longest=200)
     small = {"num_gpu_blocks_override": 64}
@@ -135,7 +141,7 @@ def test_chunks_below_a_query_block_are_computed(engine, options):
     assert attended
 
 
-def test_a_cached_prefix_is_read_once(engine, reference):
+def test_cached_prefix_is_not_recomputed(engine, reference):
     ours = engine(SPARSE, max_num_batched_tokens=160)
     prefix = [(7 * i * i + 3) % 500 + 3 for i in range(256)]
     prompts = [prefix + x for x in ([5, 6] * 90, [9, 8, 7] * 70, [11] * 150)]
@@ -147,23 +153,23 @@ def test_a_cached_prefix_is_read_once(engine, reference):
         assert_same(served(ours, [prompt], prompt_too=False), [answer])
 
 
-def test_requests_that_give_way_are_read_again(engine, reference, monkeypatch):
+def test_preempted_requests_are_recomputed(engine, reference, monkeypatch):
     ours = engine(
         SPARSE, max_num_batched_tokens=2048, num_gpu_blocks_override=10, enable_prefix_caching=False
     )
     # three pages of 128 tokens each, of nine; the answers need a fourth
     prompts = [[(i * n) % 500 + 3 for i in range(383)] for n in (3, 7, 11)]
     scheduler, preempted = ours.llm_engine.engine_core.engine_core.scheduler, []
-    give_way = scheduler._preempt_request
+    preempt = scheduler._preempt_request
     monkeypatch.setattr(
-        scheduler, "_preempt_request", lambda *x, **y: (preempted.append(x), give_way(*x, **y))[1]
+        scheduler, "_preempt_request", lambda *x, **y: (preempted.append(x), preempt(*x, **y))[1]
     )
     got = served(ours, prompts, prompt_too=False)
     assert preempted
     assert_same(got, [reference(x, prompt_too=False) for x in prompts])
 
 
-def test_a_cancelled_request_leaves_the_others_alone(engine, reference):
+def test_aborted_request_does_not_change_others(engine, reference):
     ours = engine(SPARSE, max_num_batched_tokens=160).llm_engine
     prompts = [[(i * n) % 500 + 3 for i in range(400)] for n in (3, 7, 11)]
     sampling = SamplingParams(
@@ -180,7 +186,7 @@ def test_a_cancelled_request_leaves_the_others_alone(engine, reference):
     assert_same([read(done[name]) for name in "ac"], wanted)
 
 
-def test_short_prompts_are_the_parents(engine):
+def test_prompts_below_min_length_use_dense_backend(engine):
     attended.clear()
     prompts = prompts_of(7, 5, 300)
     ours = engine(SPARSE | {"min_length": 400})
@@ -188,7 +194,7 @@ def test_short_prompts_are_the_parents(engine):
     assert not attended
 
 
-def test_a_batch_is_shared_with_the_parent(engine, llama):
+def test_batch_with_short_and_long_prompts_equals_reference(engine, llama):
     config = SPARSE | {"min_length": 300}
     prompts = prompts_of(8, 5, 250) + prompts_of(9, 3, 600)
     ours, alone = engine(config, max_num_batched_tokens=2048), Reference(llama, config)
@@ -196,13 +202,13 @@ def test_a_batch_is_shared_with_the_parent(engine, llama):
     assert_same(served(ours, prompts), [alone(x) for x in prompts])
 
 
-def test_two_processes_have_their_heads_each(engine, reference):
+def test_tensor_parallel_ranks_equal_reference(engine, reference):
     ours = engine(SPARSE, max_num_batched_tokens=160, tensor_parallel_size=2)
     prompts = prompts_of(10, 3)
     assert_same(served(ours, prompts), [reference(x) for x in prompts])
 
 
-def test_a_model_brings_its_settings(engine, llama, tmp_path):
+def test_cab_config_of_model_is_used(engine, llama, tmp_path):
     for file in llama.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())
@@ -213,13 +219,13 @@ def test_a_model_brings_its_settings(engine, llama, tmp_path):
     got = served(engine({}, tmp_path), prompts)
     assert sorted(x.layer_idx for x in attended) == [1, 2]
     assert_same(got, [Reference(tmp_path, saved)(x) for x in prompts])
-    # another engine has another's
+    # an engine of another model has its own settings
     assert_same(
         served(engine(FULL), prompts), served(engine(None, max_num_batched_tokens=2048), prompts)
     )
 
 
-def test_guessed_tokens_are_checked_by_the_parent(engine, reference):
+def test_speculative_decoding_equals_reference(engine, reference):
     guesses = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     ours = engine(SPARSE, max_num_batched_tokens=160, speculative_config=guesses)
     prompts = [[(i * i) % 11 + 3 for i in range(n)] for n in (300, 170)]
@@ -237,13 +243,13 @@ def test_guessed_tokens_are_checked_by_the_parent(engine, reference):
         ("sparse", {}, "sparse"),
     ],
 )
-def test_settings_are_refused_before_anything_runs(llama, cab, options, named):
+def test_invalid_settings_raise_at_start(llama, cab, options, named):
     given = {"skip_tokenizer_init": True, "max_model_len": 64} | options
     with pytest.raises(ValueError, match=named):
         LLM(str(llama), additional_config={"cab": cab}, **given)
 
 
-def test_other_versions_are_refused(llama, monkeypatch):
+def test_unsupported_vllm_version_raises(llama, monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.34.0")
     with pytest.raises(ValueError, match="vLLM must be .*, got 0.34.0"):
         LLM(str(llama), skip_tokenizer_init=True, additional_config={"cab": {}})

@@ -63,7 +63,7 @@ def attention(
     """Compute attention under ``plan``, [B, H, N_q, D]; `reference.attention` is the definition.
 
     With ``return_lse`` also return the log-sum-exp of the logits of each query. It is float32 [B,
-    H, N_q], and -inf for a query that sees nothing.
+    H, N_q], and -inf for a query without keys.
     """
     out, lse = forward_op(q, k, v, *flattened(plan, scale, softcap))
     return (out, lse) if return_lse else out
@@ -108,14 +108,14 @@ def register_gradients(forward_op: CustomOpDef, backward_for: Callable[..., Cust
         q, *others = ctx.saved_tensors
         work = q.shape[3], *ctx.settings[:2]
         backward = backward_for(*work) if grads[1] is None else backward_op
-        gradients = backward(*of_both(grads, others[2]), q, *others, *ctx.settings)
+        gradients = backward(*filled_gradients(grads, others[2]), q, *others, *ctx.settings)
         return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
 
     forward_op.register_fake(shapes)
     forward_op.register_autograd(differentiate, setup_context=save)
 
 
-def of_both(grads: tuple[Tensor | None, ...], out: Tensor) -> tuple[Tensor, Tensor | None]:
+def filled_gradients(grads: tuple[Tensor | None, ...], out: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of output and log-sum-exp; a missing gradient of the output is zeros."""
     grad, grad_lse = grads
     return torch.zeros_like(out) if grad is None else grad, grad_lse

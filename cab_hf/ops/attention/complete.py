@@ -45,10 +45,10 @@ def attention(
     """
     capped = {} if softcap is None else {"softcap": softcap}
     attend = partial(attend, **capped)
-    wanted = v.shape[-1]
-    if wanted != q.shape[-1]:
+    value_dim = v.shape[-1]
+    if value_dim != q.shape[-1]:
         # kernels support one head dim; channels of zeros change neither logits nor values
-        widest = max(wanted, q.shape[-1])
+        widest = max(value_dim, q.shape[-1])
         q, k, v = (F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
     lists = attend
     if plan.sampled is not None:
@@ -61,9 +61,9 @@ def attention(
         result = lists(q, k, v, replace(plan, dense_rows=None), scale, return_lse)
         result = _with_rows(attend, result if return_lse else (result,), q, k, v, plan, scale)
         result = tuple(result) if return_lse else result[0]
-    if wanted == v.shape[-1]:
+    if value_dim == v.shape[-1]:
         return result
-    return (result[0][..., :wanted], result[1]) if return_lse else result[..., :wanted]
+    return (result[0][..., :value_dim], result[1]) if return_lse else result[..., :value_dim]
 
 
 def _with_rows(attend, result, q, k, v, plan, scale) -> list[Tensor]:
@@ -73,19 +73,19 @@ def _with_rows(attend, result, q, k, v, plan, scale) -> list[Tensor]:
     splits = 1 if trained or not _joined_by_kernels(q) else _splits(plan.kv_length)
     query, taken, real, rows = _gathered(plan.ranges, plan.dense_rows, plan.blocks, splits)
     index = taken[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
-    apart = attend(q.gather(2, index), k, v, rows, scale, splits > 1 or len(result) > 1)
+    dense_part = attend(q.gather(2, index), k, v, rows, scale, splits > 1 or len(result) > 1)
     if splits > 1:
         from cab_hf.ops.attention.merge import write_merged
 
-        write_merged(result[0], result[1] if len(result) > 1 else None, *apart, query, real)
+        write_merged(result[0], result[1] if len(result) > 1 else None, *dense_part, query, real)
         return list(result)
-    apart = apart if len(result) > 1 else (apart,)
+    dense_part = dense_part if len(result) > 1 else (dense_part,)
     # these rows list nothing, so their output is 0 and their log-sum-exp is -inf. Rows named -1 are
     # mapped to query 0, where adding zeros changes nothing
-    target, source = result[0], apart[0].masked_fill(~real[:, None, :, None], 0.0)
+    target, source = result[0], dense_part[0].masked_fill(~real[:, None, :, None], 0.0)
     add = target.scatter_add if trained else target.scatter_add_
     together = [add(2, query[:, None, :, None].expand_as(source), source)]
-    for target, source in zip(result[1:], apart[1:], strict=False):
+    for target, source in zip(result[1:], dense_part[1:], strict=False):
         source = source.masked_fill(~real[:, None], -torch.inf)
         raised = target.scatter_reduce if trained else target.scatter_reduce_
         together.append(raised(2, query[:, None].expand_as(source), source, "amax"))

@@ -124,8 +124,8 @@ def _attend(
         how["score_mod"] = lambda score, *place: capped(score, softcap)
     if not return_lse:
         return flex_attention(q, k, v, **how)
-    out, more = flex_attention(q, k, v, **how, return_aux=AuxRequest(lse=True))
-    return out, more.lse
+    out, aux = flex_attention(q, k, v, **how, return_aux=AuxRequest(lse=True))
+    return out, aux.lse
 
 
 class BlockTables(NamedTuple):

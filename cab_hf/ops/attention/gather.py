@@ -53,7 +53,7 @@ def _by_fused_kernel(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, M_q, query_block, D] and the log-sum-exp by PyTorch's kernel."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    # the last block is padded: no query sees padding
+    # the last block is padded: no query attends to padding
     queries = F.pad(q, (0, 0, 0, -q.shape[2] % plan.query_block)).to(wide)
     queries = queries.unflatten(2, (-1, plan.query_block)).transpose(1, 2).contiguous()
     keys, values = (
@@ -98,12 +98,12 @@ def _attend_full(
     q, out, lse = (x.unflatten(2, (-1, together)).flatten(0, 2) for x in (q, out, lse))
     counts, order = counts.sort(stable=True)
     per_block = together * plan.query_block * plan.key_block
-    for some, count in _alike(counts.tolist(), per_block):
-        unit = order[some]
+    for unit_slice, count in _alike(counts.tolist(), per_block):
+        unit = order[unit_slice]
         blocks = indices.index_select(0, lists[unit])[:, :count] + base[unit].unsqueeze(1)
         listed_k, listed_v = (_taken_blocks(x, blocks, q.shape[3]) for x in (k, v))
-        mine = q.index_select(0, unit)
-        part, sums = _fused(mine, listed_k.unsqueeze(1), listed_v.unsqueeze(1), scale)
+        unit_queries = q.index_select(0, unit)
+        part, sums = _fused(unit_queries, listed_k.unsqueeze(1), listed_v.unsqueeze(1), scale)
         out.index_copy_(0, unit, part)
         lse.index_copy_(0, unit, sums)
 
@@ -136,18 +136,20 @@ def _add_partial(
     width = max(1, int(counts.max()))
     step = max(1, LOGITS_AT_A_TIME // (heads * plan.query_block * plan.key_block * width))
     for start in range(0, batch * rows, step):
-        some = slice(start, start + step)
-        width = int(counts[some].max())
+        row_slice = slice(start, start + step)
+        width = int(counts[row_slice].max())
         if not width:
             continue
-        blocks = indices[some, :, :width]
-        listed_k, listed_v = (_taken_blocks(x, blocks + base[some], q.shape[3]) for x in (k, v))
-        mine, listed = (x[some, :1] if shared else x[some] for x in (indices, counts))
+        blocks = indices[row_slice, :, :width]
+        listed_k, listed_v = (
+            _taken_blocks(x, blocks + base[row_slice], q.shape[3]) for x in (k, v)
+        )
+        mine, listed = (x[row_slice, :1] if shared else x[row_slice] for x in (indices, counts))
         # [rows, 1 or units, 1, keys]
         key = (mine[..., :width, None] * plan.key_block + within).flatten(2).unsqueeze(2)
         absent = torch.arange(width, device=q.device) >= listed.unsqueeze(2)
         absent = absent.repeat_interleave(plan.key_block, 2).unsqueeze(2)
-        unseen = (key < first[some]) | (key > last[some]) | absent
+        unseen = (key < first[row_slice]) | (key > last[row_slice]) | absent
         mask = q.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
         blind = unseen.all(-1)
         if not shared:
@@ -156,14 +158,14 @@ def _add_partial(
             )
         elif together > 1:
             listed_k, listed_v = (x.repeat_interleave(together, 1) for x in (listed_k, listed_v))
-        part, sums = _fused(q[some], listed_k, listed_v, scale, mask)
+        part, sums = _fused(q[row_slice], listed_k, listed_v, scale, mask)
         if bool(blind.any()):
             part = part.masked_fill(blind.unsqueeze(-1), 0.0)
             sums = sums.masked_fill(blind, -torch.inf)
-        # both log-sum-exps are -inf for a query that sees nothing
-        weight = (sums - lse[some]).sigmoid().nan_to_num_(nan=0.0).unsqueeze(-1)
-        torch.lerp(out[some], part, weight, out=out[some])
-        torch.logaddexp(lse[some], sums, out=lse[some])
+        # both log-sum-exps are -inf for a query without keys
+        weight = (sums - lse[row_slice]).sigmoid().nan_to_num_(nan=0.0).unsqueeze(-1)
+        torch.lerp(out[row_slice], part, weight, out=out[row_slice])
+        torch.logaddexp(lse[row_slice], sums, out=lse[row_slice])
 
 
 def _units(plan: BlockPlan, heads: int, kv_heads: int) -> tuple[int, Tensor, Tensor]:
@@ -222,7 +224,7 @@ def _by_products(
     wide = torch.promote_types(q.dtype, torch.float32)
     sharing, group = plan.shared_by(q.shape[1]), q.shape[1] // k.shape[1]
     sound = all(bool(x.isfinite().all()) for x in (k, v))
-    # the last block is padded with queries that see nothing
+    # the last block is padded with queries without keys
     blocks = F.pad(q, (0, 0, 0, -q.shape[2] % plan.query_block)) * scale
     blocks = blocks.unflatten(2, (-1, plan.query_block))
     first, last = plan.ranges.blocked(plan.query_block)
@@ -287,7 +289,7 @@ def _listed(
         return keys.flatten(1), ~real.repeat_interleave(plan.key_block, dim=1)
 
     (full, absent), (partial, lacking) = tokens(plan.full), tokens(plan.partial)
-    # every query that sees any key sees all keys of full blocks
+    # all keys of full blocks are visible to every query that has keys
     blind = (first > last).unsqueeze(2)
     cut = partial.unsqueeze(1)
     cut = (cut < first.unsqueeze(2)) | (cut > last.unsqueeze(2)) | lacking.unsqueeze(1)
@@ -317,6 +319,6 @@ def _attend(
     p = capped(q.flatten(1, 2) @ k.transpose(1, 2), softcap).unflatten(1, q.shape[1:3])
     p.masked_fill_(unseen.unsqueeze(1), -torch.inf)
     lse = p.logsumexp(-1, keepdim=True)
-    # a query that sees nothing has weights of 0
+    # a query without keys has weights of 0
     p = p.sub_(lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
     return (p.flatten(1, 2) @ v).unflatten(1, q.shape[1:3]), lse.squeeze(-1)

@@ -128,7 +128,7 @@ def _merge_rows_kernel(
         place = part * rows + row
         own = tl.load(sums + plane * parts_count * rows + place, mask=there, other=float("-inf"))
         m_new = tl.maximum(m_i, own)
-        # some parts may see nothing, or all of them
+        # some parts, or all parts, may have no keys
         shift = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha, p = tl.exp(m_i - shift), tl.exp(own - shift)
         x = tl.load(vectors_at(parts, batch, head, place) + channel, mask=mask, other=0.0)

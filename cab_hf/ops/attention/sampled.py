@@ -54,13 +54,13 @@ def attention(
 
 @torch.library.custom_op("cab_hf::sampled_attention", mutates_args=(), schema=FORWARD)
 def _forward_op(q, k, v, listed_out, listed_lse, counts, indices, sample_period, *plan):
-    more, sums = block.forward_op(q, k, v, *_of_sampled(counts, indices, plan))
+    sampled_out, sums = block.forward_op(q, k, v, *_sampled_plan(counts, indices, plan))
     sums = sums + math.log(sample_period)
     # the weight of the sampled part; 0 if nothing is sampled, also for padding queries
     share = (sums - listed_lse).sigmoid().masked_fill(sums == -torch.inf, 0.0)
     out = like(q, v.shape[3])
     # one pass over both parts, without a concatenated copy
-    torch.lerp(listed_out, more, share.unsqueeze(-1).to(more.dtype), out=out)
+    torch.lerp(listed_out, sampled_out, share.unsqueeze(-1).to(sampled_out.dtype), out=out)
     return out, torch.logaddexp(listed_lse, sums)
 
 
@@ -69,7 +69,7 @@ def _backward_op(grad, grad_lse, q, k, v, out, lse, counts, indices, sample_peri
     given = grad, grad_lse, q, k, v, out
     gradients = block.backward_op(*given, lse, *plan)
     lse = lse - math.log(sample_period)
-    more = block.backward_op(*given, lse, *_of_sampled(counts, indices, plan))
+    more = block.backward_op(*given, lse, *_sampled_plan(counts, indices, plan))
     return tuple(x.add_(y) for x, y in zip(gradients, more, strict=True))
 
 
@@ -84,7 +84,7 @@ def _differentiate(ctx, *grads):
     q, k, v, out, lse, counts, indices, *lists = ctx.saved_tensors
     sample_period, *settings = ctx.settings
     sampled = counts, indices, sample_period
-    grads = block.of_both(grads, out)
+    grads = block.filled_gradients(grads, out)
     gradients = _backward_op(*grads, q, k, v, out, lse, *sampled, *lists, *settings)
     return *gradients, *(None,) * (len(ctx.needs_input_grad) - len(gradients))
 
@@ -94,7 +94,7 @@ _forward_op.register_autograd(_differentiate, setup_context=_save)
 _backward_op.register_fake(block.gradient_shapes)
 
 
-def _of_sampled(counts: Tensor, indices: Tensor, plan: tuple) -> tuple:
+def _sampled_plan(counts: Tensor, indices: Tensor, plan: tuple) -> tuple:
     """Return `block.PLAN` with the sampled blocks as its lists, as `BlockPlan.of_sampled` does."""
     none = torch.zeros_like(counts)
     return counts, indices, none, none.unsqueeze(-1), *plan[4:]

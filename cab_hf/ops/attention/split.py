@@ -150,14 +150,14 @@ def backward(
 def _pieces(q: Tensor, k: Tensor, rows: PlanTensors, matrices: int) -> Iterator[Piece]:
     """Yield the plan in pieces whose ``matrices`` of weights fit in `WORKSPACE`."""
     block = rows.query_block
-    room = WORKSPACE // (matrices * q.shape[0] * q.shape[1] * block * q.element_size())
+    num_rows = WORKSPACE // (matrices * q.shape[0] * q.shape[1] * block * q.element_size())
     # with twice the bytes per element, half the elements
     stretch = STRETCH * 2 // max(2, q.element_size())
     longest = [_padded(max(1, keys), stretch) for keys in _longest(rows)]
     begin = 0
     while begin < len(longest):
         end, keys = begin + 1, longest[begin]
-        while end < len(longest) and (end + 1 - begin) * max(keys, longest[end]) <= room:
+        while end < len(longest) and (end + 1 - begin) * max(keys, longest[end]) <= num_rows:
             keys = max(keys, longest[end])
             end += 1
         # contiguous() copies nothing if there is only one piece

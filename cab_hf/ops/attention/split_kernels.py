@@ -117,7 +117,7 @@ def block_attention_split_p_kernel(
         key, taken = _listed_keys(plan, plan_row, column + tl.arange(0, STRETCH), KEY_BLOCK)
         first_key, _ = _listed_keys(plan, plan_row, column, KEY_BLOCK)
         start = sizes.begin + row
-        # keys past the last one are masked, because no query sees them
+        # keys past the last one are masked, because no query attends to them
         cell = Cell(batch, head, kv_head, start, tl.minimum(key, kv_length - 1), first_key)
         # [BLOCK_M, STRETCH]
         qk = _products(desc_q, desc_k, k, cell, BLOCK_M, STRETCH, KEY_BLOCK, D, DEPTH, PRECISION)

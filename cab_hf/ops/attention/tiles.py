@@ -108,7 +108,7 @@ class BackwardStats(NamedTuple):
     """Statistics of every query that the backward pass needs, float32 [B, H, room] each.
 
     Attributes:
-        lse: Log-sum-exp to base two. It is +inf if a query sees nothing or does not exist, so that
+        lse: Log-sum-exp to base two. It is +inf if a query has no keys or does not exist, so that
             its weights vanish.
         delta: sum_d grad * out - grad_lse.
         room: N_q rounded up to `WHOLE_TILE`.
@@ -295,7 +295,7 @@ def _tile_at(x, batch, head, token, channel, TOKENS: tl.constexpr, CHANNELS: tl.
 
 @triton.jit
 def load_spans(plan, batch, query, q_length):
-    """Return the (first, last) key that each query sees; an empty range past the last query."""
+    """Return the (first, last) visible key of each query; an empty range past the last query."""
     inside = query < q_length
     batch = batch.to(tl.int64)
     first = tl.load(plan.first + batch * plan.first_stride + query, mask=inside, other=0)
@@ -310,7 +310,7 @@ def seen_between(key, first, last):
 
 @triton.jit
 def only_seen(x, key, first, last):
-    """Return the rows of ``x`` whose key is in the range that the queries see, zeros elsewhere.
+    """Return the rows of ``x`` whose key is visible to the queries, zeros elsewhere.
 
     A weight of 0 does not remove a NaN.
     """
@@ -321,7 +321,7 @@ def only_seen(x, key, first, last):
 
 @triton.jit
 def finite(m):
-    """Return the maximum, or 0 for a row that has seen nothing and has no finite maximum."""
+    """Return the maximum, or 0 for a row without keys, which has no finite maximum."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 

@@ -53,7 +53,7 @@ def register(
     """Register the op ``cab_hf::name`` of (q, k, v, scale, softcap, others), with gradients.
 
     Args:
-        schema: Schema of the others. The last one says if the log-sum-exp is returned.
+        schema: Schema of the others. The last argument is True if the log-sum-exp is returned.
         attend: Computes the output [B, H, N_q, D_v] and the log-sum-exp, empty if not requested.
         masks: Maps (q, k, v, others) to the masks of the queries.
     """

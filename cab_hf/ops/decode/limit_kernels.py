@@ -19,7 +19,7 @@ NEIGHBOURS = tl.constexpr(reference.NEIGHBOURS)
 SINKS, LOCAL = tl.constexpr(reference.SINKS), tl.constexpr(reference.LOCAL)
 LOG_UNREAD_SHARE = tl.constexpr(math.log2(reference.UNREAD_SHARE))
 STEP_BITS = tl.constexpr(reference.LEAST.bit_length())
-# stands for the logit of a key that is not counted
+# logit of a key that is not counted
 UNCOUNTED = tl.constexpr(-32768)
 
 
@@ -108,14 +108,14 @@ def sample_kernel(
     there = (slot + behind >= 0) & (slot + behind < end) & (inner < SIZE)
     y = codes.data + batch * codes.batch + head * codes.head
     y = tl.load(y + slot.to(tl.int64) * SIZE + (behind * SIZE + inner), mask=there, other=0)
-    own = scales.data + batch * scales.batch + head * scales.head
-    own = tl.load(own + token, mask=counted, other=0.0)
+    key_scale = scales.data + batch * scales.batch + head * scales.head
+    key_scale = tl.load(key_scale + token, mask=counted, other=0.0)
     # keys that are not finite are always read
-    counted = counted & (own < float("inf"))
+    counted = counted & (key_scale < float("inf"))
     low, high, offset, unit = queries_of(
         q, batch, head, qk_scale, GROUP, ROOM, PACK, FIRST, STEP, SIZE, BLOCK_C
     )
-    s = scores_of(y, own, low, high, offset, PACKED) * a_column(unit, PACK, ROOM)
+    s = scores_of(y, key_scale, low, high, offset, PACKED) * a_column(unit, PACK, ROOM)
     if sampling:
         steps = tl.maximum(_in_steps(s, PACKED), UNCOUNTED + 1)
         steps = tl.where(counted, steps, UNCOUNTED).to(tl.int16)

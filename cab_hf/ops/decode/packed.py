@@ -31,14 +31,14 @@ def packing(group: int, width: int, most: int) -> tuple[int, int, int, int]:
         The neighbouring keys in a row, the columns per key, the bytes per key with padding, and the
         keys of a product.
     """
-    room, alone = triton.next_power_of_2(group), triton.next_power_of_2(width)
-    pack = max(LEAST_COLUMNS // room, LEAST_BYTES // width, 1)
+    padded_group, alone = triton.next_power_of_2(group), triton.next_power_of_2(width)
+    pack = max(LEAST_COLUMNS // padded_group, LEAST_BYTES // width, 1)
     if alone != width or pack > most and most * width < LEAST_BYTES:
         pack = 1
     pack = min(pack, most)
     columns = max(alone, LEAST_BYTES // pack)
     at_a_time = pack * max(LEAST_ROWS, SCORED_BYTES // (pack * columns))
-    return pack, max(room, LEAST_COLUMNS // pack), columns, at_a_time
+    return pack, max(padded_group, LEAST_COLUMNS // pack), columns, at_a_time
 
 
 @triton.jit

@@ -185,11 +185,11 @@ def choose(
     """
     logits, *ranks = ranked(q, index, scale, length, channels, valid, sinks)
     steps, sampled, _ = ranks
-    kept = steps <= limit_of(*ranks, length, wanted)
-    gone = (sampled & ~kept & (steps < HIDDEN)).unsqueeze(2)
-    unread = (logits / (STEPS_AN_OCTAVE * LOG2_E)).masked_fill(~gone, float("-inf"))
+    selected = steps <= limit_of(*ranks, length, wanted)
+    unselected = (sampled & ~selected & (steps < HIDDEN)).unsqueeze(2)
+    unread = (logits / (STEPS_AN_OCTAVE * LOG2_E)).masked_fill(~unselected, float("-inf"))
     unread = unread.logsumexp(-1) * LOG2_E + math.log2(spread_of(steps.shape[2]) * UNREAD_SHARE)
-    return Choice.of(kept, unread.flatten(1, 2))
+    return Choice.of(selected, unread.flatten(1, 2))
 
 
 def ranked(
@@ -213,12 +213,12 @@ def ranked(
     """
     kv_heads, slots = index.scales.shape[1:]
     group = q.shape[1] // kv_heads
-    seen, always = (x.unsqueeze(1) for x in _visible(slots, length, valid, q.device))
+    visible, always = (x.unsqueeze(1) for x in _visible(slots, length, valid, q.device))
     # keys that are not finite are read, but not counted
-    marked = index.scales.isinf() & seen
+    marked = index.scales.isinf() & visible
     always = always & ~marked
     spread, slot = spread_of(slots), torch.arange(slots, device=q.device)
-    sampled = seen & ~always & ~marked & (slot // NEIGHBOURS % spread == 0)
+    sampled = visible & ~always & ~marked & (slot // NEIGHBOURS % spread == 0)
     some = picked(q, channels).unflatten(1, (kv_heads, group)).squeeze(3)
     some = some.masked_fill(~some.isfinite().all(-1, keepdim=True), torch.nan)
     unit = (some.abs().amax(-1, keepdim=True) * (1 / LARGEST_QUERY)).clamp(min=LEAST_SCALE)
@@ -239,7 +239,7 @@ def ranked(
     # a query that is not finite leaves the selection to the other heads of its group, and its
     # output is NaN
     steps = (whole - logits).nan_to_num(nan=LEAST).amin(2).clamp(ALWAYS + 1, LEAST).long()
-    steps = steps.masked_fill(always | marked, ALWAYS).masked_fill(~seen, HIDDEN)
+    steps = steps.masked_fill(always | marked, ALWAYS).masked_fill(~visible, HIDDEN)
     return logits, steps, sampled, always
 
 
@@ -265,10 +265,10 @@ def limit_of(
     fits = total[..., :LEAST] <= wanted
     fits[..., ALWAYS] = True
     fitting = fits.sum(-1)
-    taken = (total[..., :LEAST] * fits).amax(-1)
-    more = (2 * taken < wanted.squeeze(-1)) & (fitting < LEAST)
+    num_read = (total[..., :LEAST] * fits).amax(-1)
+    takes_one_more = (2 * num_read < wanted.squeeze(-1)) & (fitting < LEAST)
     everything = (total[..., -1:] <= wanted).squeeze(-1) | (length <= wanted.squeeze(-1))
-    return (fitting - 1 + more.long()).masked_fill(everything, LEAST).unsqueeze(-1)
+    return (fitting - 1 + takes_one_more.long()).masked_fill(everything, LEAST).unsqueeze(-1)
 
 
 def spread_of(slots: int) -> int:
@@ -303,9 +303,9 @@ def attend(
     exact = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(exact).unflatten(1, (kv_heads, -1)).squeeze(3)
     logits = capped(grouped @ k.to(exact).transpose(-1, -2) * scale, softcap)
-    kept = choice.kept(slots).unsqueeze(2)
-    logits, values = logits.masked_fill(~kept, float("-inf")), v.to(exact)
-    values = values.masked_fill(~kept.any(2).unsqueeze(-1), 0)
+    selected = choice.kept(slots).unsqueeze(2)
+    logits, values = logits.masked_fill(~selected, float("-inf")), v.to(exact)
+    values = values.masked_fill(~selected.any(2).unsqueeze(-1), 0)
     if choice.unread is not None:
         mean, share = _mean_value(v, length, valid)
         unread = choice.unread.to(exact).unflatten(1, (kv_heads, -1)).unsqueeze(-1) / LOG2_E
@@ -345,12 +345,12 @@ def _visible(
 ) -> tuple[Tensor, Tensor]:
     """Return the visible keys, and the visible keys that are always read, bool [B or 1, N]."""
     slot = torch.arange(slots, device=device)
-    seen = (slot < length).unsqueeze(0)
+    visible = (slot < length).unsqueeze(0)
     if valid is not None:
         padded = torch.zeros(valid.shape[0], slots, dtype=torch.bool, device=device)
         width = min(slots, valid.shape[1])
         padded[:, :width] = valid[:, :width]
-        seen = seen & padded
-    first = seen.int().argmax(-1, keepdim=True)
-    always = seen & ((slot < first + SINKS) | (slot >= length - LOCAL))
-    return seen, always
+        visible = visible & padded
+    first = visible.int().argmax(-1, keepdim=True)
+    always = visible & ((slot < first + SINKS) | (slot >= length - LOCAL))
+    return visible, always

@@ -1,4 +1,4 @@
-"""``speed attention``: its rows by hand, what it refuses to time, and what it says."""
+"""``speed attention``: rows by hand, rejected kernels, and report sentences."""
 
 import sys
 from functools import partial
@@ -49,7 +49,7 @@ def row_of(length, ms, baselines=None, direction="forward", budget=0.1, **more):
 
 
 def test_pairs_and_density_by_hand():
-    # 80 queries in blocks of 32, 16 and 16 key blocks of 16: rows end after 2, 4 and 5 of them
+    # 80 queries in blocks of 32, 32 and 16; the rows list 2, 4 and 5 key blocks of 16
     plan = BlockPlan.causal(KeyRanges.causal(1, 80, 80, "cpu"), 2, 32, 16)
     counted = attention.counted(plan, heads=4)
     assert counted["density"] == 1
@@ -80,7 +80,7 @@ def test_dense_attention_is_measured_once_for_all_budgets(monkeypatch):
     assert calls == [False, True]
 
 
-def test_a_graph_that_fails_is_told():
+def test_graph_capture_error_is_reported():
     row = measured(KEY, FakeBench("it waits"))
     assert set(row["without_graph"]) >= {"predicting", "reference", "predicting and reference"}
     said = "| no CUDA graph, so its time is eager | it waits | 192 | predicting, reference"
@@ -88,7 +88,7 @@ def test_a_graph_that_fails_is_told():
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_sinks_are_part_of_what_is_timed(monkeypatch, direction):
+def test_sinks_are_included_in_time(monkeypatch, direction):
     seen = []
 
     def with_sinks(out, lse, sinks):
@@ -102,7 +102,7 @@ def test_sinks_are_part_of_what_is_timed(monkeypatch, direction):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_an_engine_made_of_parts_is_timed(monkeypatch, direction):
+def test_composite_engine_is_timed(monkeypatch, direction):
     """Engines of a GPU consist of kernels and the code around them."""
     made = partial(lambda kernel, *given, **more: kernel(*given, **more), reference.attention)
     engine = REFERENCE._replace(load=lambda: made)
@@ -111,7 +111,7 @@ def test_an_engine_made_of_parts_is_timed(monkeypatch, direction):
     assert row["attend_ms"] and not row["not_measured"]
 
 
-# --- what is not timed
+# --- rejected kernels
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_an_engine_made_of_parts_is_timed(monkeypatch, direction):
     ],
     ids=["zeros", "other heads", "nan"],
 )
-def test_a_wrong_engine_is_not_timed(monkeypatch, garbage, why):
+def test_wrong_output_is_not_timed(monkeypatch, garbage, why):
     attend = reference.attention
     monkeypatch.setattr(reference, "attention", lambda *q, **x: garbage(attend(*q, **x)))
     row = measured(KEY)
@@ -132,7 +132,7 @@ def test_a_wrong_engine_is_not_timed(monkeypatch, garbage, why):
     assert row["baselines"] == {"SDPA": 2.0}
 
 
-def test_an_engine_with_a_wrong_gradient_is_not_timed(monkeypatch):
+def test_wrong_gradient_is_not_timed(monkeypatch):
     class Wrong(torch.autograd.Function):
         @staticmethod
         def forward(ctx, out):
@@ -145,7 +145,7 @@ def test_an_engine_with_a_wrong_gradient_is_not_timed(monkeypatch):
     attend = reference.attention
 
     def wrong(*known, **logits):
-        # what it is compared with runs in float32 too: only the one under test is wrong
+        # calls 1 and 2 are the engine under test; later calls are the float32 reference
         wrong.calls += 1
         out = attend(*known, **logits)
         return Wrong.apply(out) if wrong.calls < 3 else out
@@ -157,7 +157,7 @@ def test_an_engine_with_a_wrong_gradient_is_not_timed(monkeypatch):
     assert "in the gradient of q" in row["not_measured"]["reference"]
 
 
-def test_some_rows_are_compared_exactly():
+def test_exact_rows_equal_full_output():
     settings = tiny()
     q, k, v = settings.random_heads(300, 16, torch.device("cpu"), "qkv")
     plan = settings.planner(KEY)(q, k, KeyRanges.causal(1, 300, 300, "cpu"))
@@ -179,7 +179,7 @@ def times_of(baselines, backward=False, head_dim=16):
     return dense.measure(q, k, v, head_dim**-0.5, FakeBench(), backward, baselines)
 
 
-def test_a_head_dim_that_is_not_taken_is_a_reason():
+def test_unsupported_head_dim_is_reported():
     narrow = dense.Baseline(lambda: None, head_dims=dense.FLASH_DIMS)
     measured = times_of({"FA3": narrow, "SDPA": SDPA}, head_dim=320)
     assert measured["not_measured"] == {"FA3": "it supports head dims 1 to 256, not 320"}
@@ -187,7 +187,7 @@ def test_a_head_dim_that_is_not_taken_is_a_reason():
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_heads_are_repeated_for_kernels_that_do_not_group(backward):
+def test_kv_heads_are_repeated_for_kernels_without_gqa(backward):
     seen = []
 
     def attend(q, k, v, scale):
@@ -198,7 +198,7 @@ def test_heads_are_repeated_for_kernels_that_do_not_group(backward):
     assert measured["not_measured"] == {} and set(seen) == {(4, 4)}
 
 
-def test_a_baseline_with_a_wrong_gradient_is_not_timed():
+def test_baseline_with_wrong_gradient_is_not_timed():
     def attend(q, k, v, scale):
         return SDPA.load()(q, k, v.detach(), scale) + 0 * v.repeat_interleave(2, 1)
 
@@ -209,7 +209,7 @@ def test_a_baseline_with_a_wrong_gradient_is_not_timed():
 
 
 @pytest.mark.parametrize("hands_over", [False, True])
-def test_ffpa_is_measured_only_where_it_computes_itself(monkeypatch, hands_over):
+def test_ffpa_fallback_is_not_measured(monkeypatch, hands_over):
     def attend(q, k, v, is_causal, scale, enable_gqa, backend):
         assert is_causal and enable_gqa and backend == "cutedsl"
         return SDPA.load()(q, k, v, scale)
@@ -241,13 +241,13 @@ def test_ffpa_is_measured_only_where_it_computes_itself(monkeypatch, hands_over)
     ],
     ids=["between", "the last time", "at one", "always", "never"],
 )
-def test_break_even(points, length, message):
+def test_break_even_length_is_interpolated(points, length, message):
     assert dense.break_even(points) == (None if length is None else pytest.approx(length))
     rows = [{"length": length, "ratio": ratio} for length, ratio in points]
     assert message in dense.break_even_shown(rows)
 
 
-def test_a_budget_is_filled():
+def test_budgeted_config_has_max_density_and_zero_threshold():
     config = tiny().budgeted(KEY)
     assert (config.max_density, config.mass_threshold, config.min_length) == (0.2, 0.0, 0)
     assert (config.query_block, config.key_block) == (32, 16)

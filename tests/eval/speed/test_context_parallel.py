@@ -1,4 +1,4 @@
-"""``speed context-parallel``: two processes, killed and resumed, and its parts by hand."""
+"""``speed context-parallel``: a killed and resumed run of two processes, and rows by hand."""
 
 import json
 
@@ -42,7 +42,7 @@ def settings_of(**more):
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on(tmp_path):
+def test_killed_run_continues(tmp_path):
     script, folder = tmp_path / "killed.py", tmp_path / "run"
     script.write_text(KILLED)
     words = ["speed", "context-parallel", *QUICK, "--out", str(folder)]
@@ -86,7 +86,7 @@ def bad_output(group, patch):
 
 
 def bad_gradient(group, patch):
-    """Attention whose gradient is half of what it should be."""
+    """Attention with half of the correct gradient."""
     meddle_with_grouped(patch, lambda out: out / 2 + out.detach() / 2)
 
 
@@ -121,13 +121,13 @@ def no_room(group, patch):
         pytest.param("grouped", FORWARD, no_room, "out of memory", id="memory"),
     ],
 )
-def test_what_is_wrong_or_does_not_fit_is_not_timed(ranks, scheme, direction, meddle, why):
+def test_wrong_or_out_of_memory_case_is_not_timed(ranks, scheme, direction, meddle, why):
     for sample in ranks.run(2, sample_on, scheme, direction, meddle):
         assert sample["ms"] is None and why in sample["error"]
 
 
 class Paced(Bench):
-    """A clock by which rank r takes r + 1 ms the first time, and 10 (2 - r) ms after that."""
+    """Clock of rank r: r + 1 ms for the first run, and 10 (2 - r) ms for later runs."""
 
     def __init__(self, rank):
         super().__init__("cpu")
@@ -156,7 +156,7 @@ def paced(group, *how):
 @pytest.mark.parametrize(
     ("how", "meant"),
     [
-        # the first timed run is 2 ms by rank 1, the others 20 by rank 0
+        # the slowest rank is rank 1 in the first run (2 ms) and rank 0 later (20 ms)
         pytest.param((3, 0.0), (20.0, 3, 1, 4), id="slowest"),
         pytest.param((1, 0.0101), (20.0, 5, 1, 6), id="as-many-as-there-is-time-for"),
         pytest.param((3, 0.0, 5), (20.0 / 5, 3, 5, 2 + 3 * 5), id="in-a-row"),
@@ -164,7 +164,7 @@ def paced(group, *how):
         pytest.param((1, 0.0, 1, 0.5), (1000.0, 1, 1, 1), id="long-first-call-counts"),
     ],
 )
-def test_the_slowest_rank_of_each_run_counts(ranks, how, meant):
+def test_time_is_that_of_slowest_rank(ranks, how, meant):
     for result in ranks.run(2, paced, *how):
         assert result == (*meant, 4.0)
 
@@ -191,7 +191,7 @@ def together(group, failing):
         ((0, 1), ["ValueError: no room"] * 2),
     ],
 )
-def test_a_rank_that_fails_takes_the_others_along(ranks, failing, actual):
+def test_failing_rank_fails_all_ranks(ranks, failing, actual):
     assert ranks.run(2, together, failing) == actual
 
 
@@ -215,7 +215,7 @@ def test_rows_by_hand():
     assert "1,024" not in first and "out of memory" in shown(ContextParallel, rows)
 
 
-def test_one_rank_measures_what_more_are_held_against(one_process, tmp_path):
+def test_single_rank_measures_baselines(one_process, tmp_path):
     settings = settings_of(out=str(tmp_path), schemes=("grouped", "grouped+cab"))
     ContextParallel(settings, RankGroup(dist.group.WORLD)).over_ranks()
     results = json.loads((tmp_path / "results.json").read_text())
@@ -226,7 +226,7 @@ def test_one_rank_measures_what_more_are_held_against(one_process, tmp_path):
     assert all(row["ms"] > 0 for row in results["rows"])
 
 
-def test_a_long_text_is_warmed_up_by_a_shorter_one(monkeypatch):
+def test_long_sequence_is_warmed_up_with_shorter_sequence(monkeypatch):
     monkeypatch.setattr("cab_hf.eval.speed.context_parallel.WARM_UP_TOKENS", 256)
     seen = []
     attend = context_parallel.BenchCase.attend
@@ -239,5 +239,5 @@ def test_a_long_text_is_warmed_up_by_a_shorter_one(monkeypatch):
     measured = ContextParallel(settings_of(), RankGroup())
     case = {"world": 1, "length": 600, "direction": FORWARD, "scheme": "alone"}
     assert measured.measure(case)["error"] is None
-    # checked, warmed up, called once more since it takes no seconds, how many, timed
+    # lengths of calls: check, warm-up, second warm-up, count of calls, timed runs
     assert seen[:3] == [4 * 128 - 37, 256, 600] and set(seen[2:]) == {600}

@@ -1,4 +1,4 @@
-"""``speed decode``: keys read per step, rows next to dense ones, and what is not timed."""
+"""``speed decode``: bytes per step, rows compared with dense ones, and rejected kernels."""
 
 import sys
 from types import ModuleType
@@ -30,7 +30,7 @@ def step_of(settings):
 
 
 @pytest.mark.parametrize("name", ["SDPA", "transformers", "flash"])
-def test_dense_ways_that_a_cpu_has_are_timed(name):
+def test_dense_baselines_of_cpu_are_timed(name):
     step = step_of(tiny())
     result = F.scaled_dot_product_attention(*step[:3], enable_gqa=True)
     torch.testing.assert_close(step.expected, result)
@@ -57,7 +57,7 @@ def test_flash_attn_gets_token_major_views_and_lengths(monkeypatch):
     torch.testing.assert_close(decode.DENSE["FA3"](step)(), step.expected)
 
 
-def test_a_wrong_kernel_is_a_row_with_its_reason(monkeypatch):
+def test_wrong_kernel_has_error_row(monkeypatch):
     def zeros(step):
         return lambda: torch.zeros_like(step.expected)
 
@@ -66,7 +66,7 @@ def test_a_wrong_kernel_is_a_row_with_its_reason(monkeypatch):
     assert row["ms"] is None and "wrong by 1" in row["error"]
 
 
-def test_what_a_step_of_cab_reads_by_hand():
+def test_bytes_of_cab_step_by_hand():
     settings = tiny(lengths=(600,))
     row = sample_of(Decode, settings, CASE)
     assert row["error"] is None and row["full_error"] < 1e-5
@@ -75,14 +75,14 @@ def test_what_a_step_of_cab_reads_by_hand():
     step = step_of(settings)
     channels = decode.llama_channels(16)
     index = ops.index_keys(step.k, channels).nbytes
-    # the index, K and V of what is kept
+    # the index, and K and V of the selected keys
     rows = 2 * 2
     assert row["bytes"] == index + rows * row["kept"] * 2 * 16 * 4
     everything = sample_of(Decode, settings, CASE | {"budget": 600})
     assert everything["kept"] == 600 and everything["mass"] == pytest.approx(1)
 
 
-def test_the_index_of_the_new_key_is_made_and_written(monkeypatch):
+def test_step_writes_index_of_new_key(monkeypatch):
     written, write_index = [], ops.write_index
 
     def counted(index, k, channels, start):
@@ -97,11 +97,11 @@ def test_the_index_of_the_new_key_is_made_and_written(monkeypatch):
     assert decode.tokens_of(0.25, 600) == 150 and decode.tokens_of(128, 600) == 128
 
 
-def test_a_step_of_cab_that_computes_something_else_is_not_timed(monkeypatch):
+def test_wrong_cab_step_is_not_timed(monkeypatch):
     attend = ops.attend
 
     def wrong(q, k, v, choice, *told):
-        # right where everything is chosen
+        # correct only if all keys are selected
         everything = choice.kept().all()
         return attend(q, k, v if everything else v.roll(1, dims=2), choice, *told)
 
@@ -111,7 +111,7 @@ def test_a_step_of_cab_that_computes_something_else_is_not_timed(monkeypatch):
 
 
 @torch.no_grad()
-def test_steps_write_their_tokens_and_are_alike_in_every_cache():
+def test_steps_write_tokens_and_match_between_caches():
     model = random_model(tiny())
     caches = []
     for static in (True, False):
@@ -128,7 +128,7 @@ def test_steps_write_their_tokens_and_are_alike_in_every_cache():
 
 
 @pytest.mark.parametrize("mode", ["static", "dynamic"])
-def test_a_model_is_timed_with_its_cache_and_index(mode, monkeypatch):
+def test_model_row_counts_cache_and_index(mode, monkeypatch):
     settings, choices, choose = tiny(), [], ops.choose
     monkeypatch.setattr(
         ops, "choose", lambda *args, **kwargs: choices.append(args) or choose(*args, **kwargs)
@@ -139,7 +139,7 @@ def test_a_model_is_timed_with_its_cache_and_index(mode, monkeypatch):
     for row in (dense, sparse):
         assert row["ms"] > 0
         assert row["tokens_s"] == pytest.approx(2 / row["ms"] * 1e3)
-        # the prompt, the steps that warm up and those that are timed; slots are aligned
+        # slots for the prompt, warm-up steps and timed steps, aligned
         tokens = 640 if mode == "static" else 600 + decode.WARM_UP_STEPS + 3
         assert row["cache_gib"] * 2**30 == 2 * 2 * 2 * 2 * tokens * 16 * 4
     assert dense["index_gib"] is None and dense["ran_as"] is None
@@ -152,7 +152,7 @@ def test_a_model_is_timed_with_its_cache_and_index(mode, monkeypatch):
     assert len(choices) == 2 * (decode.WARM_UP_STEPS + 3)
 
 
-def test_cab_is_held_against_the_fastest_dense_way():
+def test_cab_is_compared_with_fastest_dense_kernel():
     def sample(way, ms, budget=None, mode=None, batch=1):
         part = "model" if mode else "attention"
         case = {"part": part, "length": 1000, "batch": batch, "way": way, "mode": mode}
@@ -185,7 +185,7 @@ def test_cab_is_held_against_the_fastest_dense_way():
 
 
 @pytest.mark.gpu
-def test_a_gpu_has_graphs_kernels_and_compiled_steps(gpu, tmp_path):
+def test_gpu_uses_cuda_graphs_and_compiled_steps(gpu, tmp_path):
     shape = {"layers": 2, "hidden": 256, "intermediate": 256, "heads": 8, "kv_heads": 2}
     settings = Settings(
         **shape, vocab=512, lengths=(8192,), batches=(2,), budgets=(512,), steps=4, seconds=0.0
@@ -202,7 +202,7 @@ def test_a_gpu_has_graphs_kernels_and_compiled_steps(gpu, tmp_path):
             assert row["peak_gib"] > row["cache_gib"] > row["index_gib"] > 0
 
 
-def test_a_whole_run(tmp_path):
+def test_decode_run_writes_all_rows(tmp_path):
     words = ("--lengths", "512,640", "--batches", "1,2", "--kernels", "SDPA,FA3")
     rows = speed_run("decode", tmp_path, *WORDS, *words, drawn=True)["rows"]
     # two lengths and batches: two kernels and cab; three modes of sdpa and cab

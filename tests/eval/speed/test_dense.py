@@ -22,7 +22,7 @@ def tiny(**more):
     return Settings(device="cpu", heads=4, kv_heads=2, head_dims=(16,), seconds=0.0, **more)
 
 
-def test_the_first_error_of_a_capture_is_the_reason():
+def test_first_capture_error_is_reported():
     class Broken(timing.GpuBench):
         def __init__(self):
             pass
@@ -46,7 +46,7 @@ def test_inputs_have_the_memory_layout_of_transformers():
     assert q.transpose(1, 2).is_contiguous() and k.transpose(1, 2).is_contiguous()
 
 
-def test_a_baseline_is_extrapolated_from_the_longest_measured():
+def test_baseline_is_extrapolated_from_longest_length():
     rows = [
         {"length": 100, "ms": 1.0, "baselines": {"FA3": 1.0, "cuDNN": 0.5}},
         {"length": 200, "ms": 1.5, "baselines": {"FA3": 3.0, "cuDNN": 9.0}},
@@ -69,11 +69,11 @@ def test_a_baseline_is_extrapolated_from_the_longest_measured():
         ({}, None),
     ],
 )
-def test_a_ratio_uses_a_preferred_or_the_fastest_baseline(measured, name):
+def test_ratio_uses_preferred_or_fastest_baseline(measured, name):
     assert dense.against(measured) == name
 
 
-def test_a_wrong_kernel_is_not_measured(monkeypatch):
+def test_wrong_dense_kernel_is_not_measured(monkeypatch):
     def swapped(q, k, v, scale):
         return attend(q, v.expand_as(k), k, scale)
 
@@ -110,7 +110,7 @@ def test_flash_attn_functions_get_token_major_views(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_gpu_has_graphs_peaks_and_baselines(gpu, tmp_path):
+def test_attention_run_on_gpu_has_graphs_peaks_and_baselines(gpu, tmp_path):
     out = ["--out", str(tmp_path), "--lengths", "1024,4096", "--directions", "forward"]
     assert main(["speed", "attention", *out]) == 0
     for row in json.loads((tmp_path / "results.json").read_text())["rows"]:

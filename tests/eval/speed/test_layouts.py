@@ -12,7 +12,7 @@ from cab_hf.eval.speed.attention import Attention, Settings
 from cab_hf.eval.speed.layouts import LAYOUTS, PACKED, PADDED, WHOLE, Sequences
 from cab_hf.ops import reference
 
-# so small that 192 tokens have blocks to leave out
+# small blocks, so that 192 tokens have blocks to skip
 BLOCKS = ("local_blocks=1", "dense_tail_blocks=0")
 
 
@@ -44,7 +44,7 @@ def test_sequences_have_half_to_all_of_the_length(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_mask_agrees_with_the_ranges(layout):
+def test_mask_equals_key_ranges(layout):
     sequences = Sequences.drawn(layout, 2, 40, 0, "cpu")
     seen = sequences.mask().dense_rows(0, sequences.slots, 0, sequences.slots, "cpu")[:, 0]
     key, ranges = torch.arange(sequences.slots), sequences.ranges
@@ -54,7 +54,7 @@ def test_the_mask_agrees_with_the_ranges(layout):
 
 
 def flash_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
-    """Compute what flash-attn computes, one sequence at a time."""
+    """Compute varlen attention as in flash-attn, one sequence at a time."""
     assert max_seqlen_q == max_seqlen_k and options.pop("causal")
     out = torch.empty_like(q)
     borders = cu_seqlens_q.tolist()
@@ -82,7 +82,7 @@ def test_varlen_kernels_attend_within_sequences(monkeypatch, layout):
         sequences.check(across, q, k, v, backward=False)
 
 
-def test_a_kernel_that_attends_across_sequences_is_not_timed(monkeypatch):
+def test_kernel_attending_across_sequences_is_not_timed(monkeypatch):
     wrong = dense.on("cpu")["SDPA"].load()
     monkeypatch.setattr(layouts, "_masked", lambda *_: wrong)
     row = measured(PACKED, length=160)
@@ -90,7 +90,7 @@ def test_a_kernel_that_attends_across_sequences_is_not_timed(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_selecting_and_attending_are_timed_in_every_layout(layout):
+def test_selection_and_attention_are_timed_in_every_layout(layout):
     row = measured(layout)
     assert row["error"] is None and row["not_measured"] == {}
     assert row["predict_ms"] == row["attend_ms"]["reference"] == 2.0
@@ -101,7 +101,7 @@ def test_selecting_and_attending_are_timed_in_every_layout(layout):
     assert shown["ratio"] == 1.0
 
 
-def test_a_wrong_engine_is_not_timed_with_padding(monkeypatch):
+def test_wrong_engine_with_padding_is_not_timed(monkeypatch):
     attend = reference.attention
     monkeypatch.setattr(reference, "attention", lambda *known: attend(*known).roll(1, dims=1))
     row = measured(PADDED)

@@ -47,7 +47,7 @@ def settings_of(length, implementations=("cab-always",), **more):
 
 
 def search(tmp_path, monkeypatch, bench, *words, implementations="cab-always", estimate=0, **how):
-    """Return the rows of a run on ``bench``, including those of the search; no prompt is read."""
+    """Return the rows of a run on ``bench``, including searched lengths; no model runs."""
 
     @contextmanager
     def prefilling(settings, length, *_, **more):
@@ -63,7 +63,7 @@ def search(tmp_path, monkeypatch, bench, *words, implementations="cab-always", e
 
 
 @pytest.mark.parametrize("length", [192, 200])
-def test_a_prompt_in_chunks_gives_the_logits_of_the_whole_prompt(length):
+def test_chunked_prompt_logits_equal_whole_prompt(length):
     settings = settings_of(length, max_density=("1.0",))
     with model.prefilling(settings, length, "sdpa") as (call, *_):
         expected = call().logits
@@ -77,7 +77,7 @@ def test_a_prompt_in_chunks_gives_the_logits_of_the_whole_prompt(length):
     assert settings.cache_gib(length) == held / 2**30
 
 
-def test_there_is_one_model_however_it_is_asked_for():
+def test_random_model_is_cached():
     settings, memory = settings_of(192), Device()
     kept = []
     memory.room = lambda: kept.append(model.random_model(settings)) or 500.0 / 1024
@@ -88,7 +88,7 @@ def test_there_is_one_model_however_it_is_asked_for():
     assert len({id(each) for each in kept}) == 1
 
 
-def test_a_row_by_hand():
+def test_longest_row_by_hand():
     settings = settings_of(192)
     case = case_of(192)
     (row,) = Ttft.rows([sample_of(Ttft, settings, case, Device())], {})
@@ -108,7 +108,7 @@ def test_a_row_by_hand():
         pytest.param(430.0, {640: True, 704: False, 768: False, 1024: False}, id="660"),
     ],
 )
-def test_the_longest_length_is_run(tmp_path, monkeypatch, limit, tried):
+def test_search_runs_longest_length(tmp_path, monkeypatch, limit, tried):
     rows = search(tmp_path, monkeypatch, Device(limit), drawn=limit == 430.0)
     assert {row["length"]: row["fits"] for row in rows if row["sought"]} == tried
     assert [row["length"] for row in rows] == sorted({256, 512, *tried})
@@ -120,11 +120,11 @@ def test_the_longest_length_is_run(tmp_path, monkeypatch, limit, tried):
         said.startswith(f"{fits} tokens are the longest")
         and f"{fits + 64} tokens do not fit" in said
     )
-    # nothing is left to do
+    # the second run measures nothing
     assert search(tmp_path, monkeypatch, None) == rows
 
 
-def test_a_search_begins_around_its_estimate(tmp_path, monkeypatch):
+def test_search_starts_near_estimate(tmp_path, monkeypatch):
     rows = search(tmp_path, monkeypatch, Device(), estimate=900, drawn=False)
     # nine and eleven tenths of it, in chunks of 64
     assert [row["length"] for row in rows if row["sought"]] == [768, 832, 960]
@@ -132,7 +132,7 @@ def test_a_search_begins_around_its_estimate(tmp_path, monkeypatch):
     assert said.endswith("832 tokens do not fit; estimated: 900.")
 
 
-def test_a_whole_prompt_is_one_chunk_and_its_estimate_is_that_of_fits():
+def test_whole_prompt_estimate_equals_fits():
     settings = settings_of(200, max_density=("1.0",))
     whole = replace(settings, chunk=0, longest=True, implementations=("sdpa", "cab"))
     experiment = Ttft(whole)
@@ -145,7 +145,7 @@ def test_a_whole_prompt_is_one_chunk_and_its_estimate_is_that_of_fits():
     assert row["estimate"] == experiment.estimated("cab") and row["error"] is None
 
 
-def test_the_longest_is_sought_for_each_way_to_attend(tmp_path, monkeypatch):
+def test_search_covers_every_implementation(tmp_path, monkeypatch):
     ways = ["cab_dense", "cab"]
     both = ",".join(ways)
     rows = search(tmp_path, monkeypatch, Device(), implementations=both, drawn=False)
@@ -156,7 +156,7 @@ def test_the_longest_is_sought_for_each_way_to_attend(tmp_path, monkeypatch):
         assert line.startswith(f"768 tokens are the longest that fit for {way}: ")
 
 
-def test_what_fails_otherwise_ends_the_search(tmp_path, monkeypatch):
+def test_other_errors_end_the_search(tmp_path, monkeypatch):
     class Broken(Device):
         def walls(self, call, runs, before=None):
             ms, peak = super().walls(call, runs)

@@ -1,4 +1,4 @@
-"""``speed lora``: a step learns, its operations by hand, ranks, lengths that are sought."""
+"""``speed lora``: training steps, FLOPs by hand, ranks, and searched lengths."""
 
 import json
 import weakref
@@ -26,7 +26,7 @@ def tiny(**more):
     return Settings(device="cpu", **{**TINY, **more})
 
 
-def test_a_step_learns_and_its_gradients_are_gone_behind_it():
+def test_step_lowers_loss_and_clears_gradients():
     settings = tiny(lengths=(64,), vocab=32)
     train_state, batch = lora.train_state(settings), lora.batch_of(settings, 64)
     with lora.training(settings, 64, "sdpa") as (call, _):
@@ -50,7 +50,7 @@ def test_operations_by_hand():
     assert lora.step_flops(cost, 64) - lora.step_flops(cost, 64, 0.25) == 0.75 * attention
 
 
-def test_a_row_has_its_ceiling_by_hand(monkeypatch):
+def test_lora_row_by_hand(monkeypatch):
     settings = tiny(lengths=(192,), cab=SMALL)
     row = sample_of(LoraStep, settings, CASE, Clock())
     cost = lora.train_state(settings).cost
@@ -59,20 +59,20 @@ def test_a_row_has_its_ceiling_by_hand(monkeypatch):
     done = lora.step_flops(cost, 192, row["density"])
     assert row["ceiling"] == pytest.approx(lora.step_flops(cost, 192) / done)
     assert row["tflops"] == pytest.approx(done / 0.5 / 1e12)
-    # what warms up does not count
+    # warm-up steps do not count
     monkeypatch.setattr(lora, "WARM_UP_TOKENS", 16)
     again = sample_of(LoraStep, settings, CASE, Clock())
     assert again["density"] == pytest.approx(row["density"])
 
 
-def test_a_long_step_is_computed_in_tiles_with_offloaded_checkpoints():
+def test_long_step_uses_tiles_and_offload():
     settings = tiny(lengths=(192,), runs=1, cab=SMALL, tile_tokens=50, offload_layers=1)
     calls = []
     mlp = model.random_model(settings).model.layers[0].mlp
     handle = mlp.act_fn.register_forward_hook(lambda _, given, __: calls.append(given[0].shape[1]))
     row = sample_of(LoraStep, settings, CASE, Clock())
     assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (50, 1, 0.25)
-    # forward and backward, of what warms up and of what is timed
+    # forward and recompute, in the warm-up and in the timed step
     assert sorted(calls) == sorted([50, 50, 50, 42] * 4)
     # the next row is described again
     settings = tiny(lengths=(192,), cab=SMALL, tile_tokens=0, offload_layers=0)
@@ -81,7 +81,7 @@ def test_a_long_step_is_computed_in_tiles_with_offloaded_checkpoints():
     assert (row["tile_tokens"], row["offloaded"], row["host_gib"]) == (0, 0, 0.0)
 
 
-def test_a_step_gives_its_pinned_memory_back_before_the_next_takes_its_own(monkeypatch):
+def test_pinned_memory_is_freed_before_next_step(monkeypatch):
     settings, owners, seen = tiny(lengths=(192,)), weakref.WeakSet(), []
     pinned = Offload._pinned
 
@@ -97,7 +97,7 @@ def test_a_step_gives_its_pinned_memory_back_before_the_next_takes_its_own(monke
     lora.save_memory(settings, 192, 0, 0)
 
 
-def test_a_kernel_without_gradients_is_a_row_with_its_reason(monkeypatch):
+def test_kernel_without_backward_has_error_row(monkeypatch):
     def forward_only(q, k, v, scale):
         with torch.no_grad():
             return torch.nn.functional.scaled_dot_product_attention(
@@ -110,7 +110,7 @@ def test_a_kernel_without_gradients_is_a_row_with_its_reason(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks(tmp_path):
+def test_lora_run_of_two_ranks(tmp_path):
     sizes = [word for name, x in TINY.items() for word in ("--" + name.replace("_", "-"), str(x))]
     words = [*sizes, "--device", "cpu", "--lengths", "600", "--runs", "1", "--max-density", "0.2"]
     words += [word for each in SMALL for word in ("--cab", each)]
@@ -121,7 +121,7 @@ def test_a_run_of_two_ranks(tmp_path):
     rows = results["rows"]
     assert results["provenance"]["settings"]["worlds"] == [2]
     ways = ("sdpa", "cab_dense", "cab")
-    # a sequence that is sharded is attended by what knows of ranks
+    # a sharded sequence needs an implementation with context parallelism
     asked = [(how, way) for how in SPREADS for way in (ways[1:] if how == "cp" else ways)]
     assert [(row["spread"], row["implementation"]) for row in rows] == asked
     assert [row["world"] for row in rows] == [1] * 3 + [2] * 8
@@ -129,7 +129,7 @@ def test_a_run_of_two_ranks(tmp_path):
     for row in rows:
         assert row["error"] is None and row["ms"] > 0 and row["fits"]
         one = alone[row["implementation"]]
-        # one half of a text, or a text of its own
+        # per rank: half of a sequence, or its own sequence
         share = 0.5 if row["spread"] == "cp" else 1.0
         assert row["tokens_s"] == pytest.approx(share * 600 / row["ms"] * 1e3)
         assert row["efficiency"] == pytest.approx(share * one["ms"] / row["ms"])
@@ -142,13 +142,13 @@ def test_a_run_of_two_ranks(tmp_path):
     assert sharded["density"] == pytest.approx(alone["cab"]["density"], rel=1e-6)
 
 
-def test_one_rank_is_refused(one_process, tmp_path):
+def test_single_rank_is_refused(one_process, tmp_path):
     measured = LoraStep(tiny(spread=SPREADS, out=str(tmp_path)), RankGroup(dist.group.WORLD))
     with pytest.raises(ValueError, match="torchrun started 1; give it --nproc_per_node=2"):
         measured.over_ranks()
 
 
-def test_efficiency_is_over_the_same_way_and_length_alone():
+def test_efficiency_compares_with_one_rank_of_same_length():
     def sample(length, way, how, world, ms):
         place = {"length": length, "implementation": way, "spread": how, "world": world}
         return {**LoraStep.ADDED, **place, "ms": ms, "density": 1.0, "ceiling": 1.0}
@@ -181,7 +181,7 @@ def test_efficiency_is_over_the_same_way_and_length_alone():
 @pytest.mark.parametrize("limit", [0, 63, 64, 200, 1000, 6399, 6400, 100_000])
 @pytest.mark.parametrize("asked", [(), (100,), (100, 3000)])
 @pytest.mark.parametrize("likely", [(), (30, 60), (900, 1100)])
-def test_the_longest_that_fits_is_found(limit, asked, likely):
+def test_next_length_finds_longest_that_fits(limit, asked, likely):
     tried = {length: length <= limit for length in asked}
     for _ in range(40):
         length = next_length(tried, 64, likely)
@@ -194,8 +194,8 @@ def test_the_longest_that_fits_is_found(limit, asked, likely):
     assert max(fitting, default=0) // 64 == limit // 64
 
 
-def test_the_longest_is_sought_by_every_way(monkeypatch):
-    """Search for the longest step on a GPU that has room for 300 tokens."""
+def test_step_search_covers_every_implementation(monkeypatch):
+    """Search for the longest step on a GPU that fits 300 tokens."""
     monkeypatch.setattr(lora, "LONGEST", 0)
     experiment = LoraStep(tiny(lengths=(96,), implementations=("sdpa", "cab"), longest=True))
     experiment.bench = SimpleNamespace(room=lambda: 1.0)
@@ -207,7 +207,7 @@ def test_the_longest_is_sought_by_every_way(monkeypatch):
         assert tried == {96: False, 128: True, 256: True, 512: True, 384: True, 320: True}
 
 
-def test_a_search_begins_below_the_longest_step_that_is_estimated_to_fit():
+def test_step_search_starts_below_estimate():
     experiment = LoraStep(tiny(lengths=(96,), implementations=("cab",), longest=True))
     experiment.bench = SimpleNamespace(room=lambda: 0.25)
     here = {"spread": "alone", "world": 1, "implementation": "cab"}
@@ -219,14 +219,14 @@ def test_a_search_begins_below_the_longest_step_that_is_estimated_to_fit():
     assert sought["length"] == int(0.9 * estimate) // 64 * 64
 
 
-def test_weights_in_four_bits_learn_what_they_are():
+def test_qlora_step_packs_weights_in_four_bits():
     functional = pytest.importorskip("bitsandbytes.functional")
     settings = tiny(lengths=(96,), cab=SMALL, hidden=64, intermediate=128, qlora=True)
     plain = model.random_model(replace(settings, qlora=False)).model.layers[0].mlp.down_proj
     first = lora.train_state(settings).objective.model.get_base_model().model.layers[0]
     packed = first.mlp.down_proj.weight
     assert packed.numel() * packed.element_size() == plain.weight.numel() // 2
-    # what NF4 leaves of a weight
+    # weights after rounding to NF4
     unpacked = functional.dequantize_4bit(packed.data, packed.quant_state)
     assert (unpacked - plain.weight).abs().max() < 0.2 * plain.weight.abs().max()
     row = sample_of(LoraStep, settings, CASE | {"length": 96}, Clock())
@@ -235,7 +235,7 @@ def test_weights_in_four_bits_learn_what_they_are():
     model.forget_model()
 
 
-def test_what_does_not_fit_leaves_no_gradients(monkeypatch):
+def test_out_of_memory_step_leaves_no_gradients(monkeypatch):
     def full(backward, trainable, optimizer, tokens):
         # a step that has begun
         for parameter in trainable:

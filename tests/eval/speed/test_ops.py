@@ -25,7 +25,7 @@ from cab_hf.experiment.settings import read_settings
 RESULTS = Path(__file__).parents[3] / "eval" / "results"
 SDPA = dense.ON_CPU["SDPA"].load
 HEADS = "--heads 4 --kv-heads 2"
-# so few that a hundred tokens have blocks to leave out
+# few local and tail blocks: a sequence of 192 tokens must have blocks to skip
 BLOCKS = "--cab query_block=32 --cab key_block=16 --cab local_blocks=1 --cab dense_tail_blocks=1"
 
 
@@ -87,25 +87,25 @@ def by_serve(rows):
         ),
     ],
 )
-def test_a_run_of_every_op(op, words, check, cases, tmp_path):
+def test_every_op_runs(op, words, check, cases, tmp_path):
     rows = speed_run(op, tmp_path, *words.split(), drawn=True)["rows"]
     assert len(rows) == cases and all(row["error"] is None for row in rows)
     assert all(row["ms"] > 0 for row in rows if "ms" in row)
     check(rows)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    # nothing is left to do
+    # the second run measures nothing
     assert speed_run(op, tmp_path, *words.split())["rows"] == rows
 
 
 @pytest.mark.parametrize("op", list(COMMANDS))
-def test_without_a_gpu_every_op_says_so(op, tmp_path, monkeypatch, capsys):
+def test_ops_without_gpu_raise(op, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     said = refused(capsys, op, "--out", str(tmp_path / "none"))
     assert "device must be a CUDA device, got 'cuda'" in said
     assert not (tmp_path / "none").exists()
 
 
-def test_ops_are_listed_and_others_refused(capsys):
+def test_ops_are_listed_and_unknown_ones_refused(capsys):
     assert main(["speed", "--help"]) == 0
     shown = capsys.readouterr().out
     assert all(f"\n  {op:16}  " in shown for op in COMMANDS)
@@ -127,7 +127,7 @@ def test_ops_are_listed_and_others_refused(capsys):
     ],
     ids=["commit", "device", "versions", "baselines"],
 )
-def test_a_run_is_extended_unless_it_is_of_another_making(
+def test_run_with_other_settings_is_not_extended(
     tmp_path, monkeypatch, capsys, where, name, value, told
 ):
     words = f"{HEADS} --head-dims 16 --seconds 0 --directions forward --densities 0.2 --lengths"
@@ -143,10 +143,10 @@ def test_a_run_is_extended_unless_it_is_of_another_making(
     assert f"made with {told}" in capsys.readouterr().err
 
 
-# options that have gone -> what all runs had
+# removed options -> their value in all committed runs
 GONE = {"budgets": [], "inputs": "topics", "batch": 1, "heads_k_stride": 4, "turns": 8}
 GONE |= {"rope_theta": 500_000.0, "host_gib": 0.0, "gpu_gib": 0.0}
-# the defaults when the runs were made whose commands do not say
+# former defaults, for committed runs whose commands do not contain the option
 EARLIER_DEFAULTS = {"min_length": 8192, "predictor": "curvature", "top_p": 0.999}
 EARLIER_DEFAULTS |= {"dense_tail_blocks": 1, "typical_queries": 8, "mass_threshold": 0.0025}
 EARLIER_DEFAULTS |= {"share_threshold": 0.05}
@@ -161,7 +161,7 @@ FOLDERS = {
 @pytest.mark.parametrize(
     "folder", sorted(x for x in FOLDERS if not FOLDERS[x]), ids=lambda path: path.name
 )
-def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
+def test_committed_results_equal_rows_of_samples(folder, monkeypatch):
     content = json.loads(read_file(folder / "results.json"))
     made, rows = content["provenance"], content["rows"]
     kind = named(made["experiment"])
@@ -173,17 +173,17 @@ def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
         ("implementation", "total_s") if made["experiment"] == "speed serve" else ("length", "ms")
     )
     assert list(map(itemgetter(*told), again)) == list(map(itemgetter(*told), rows))
-    # the commands that are printed, one a number of ranks, give the settings that are recorded
+    # the printed commands, one per number of ranks, parse to the recorded settings
     printed = (folder / "report.md").read_text().split("```\n")[1].splitlines()
     (words,) = {command.partition(kind.name)[2] for command in printed}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     given = read_settings(kind.Settings, shlex.split(words), kind.name)
     recorded = {"worlds": [], **json.loads(json.dumps(kind(given).recorded()))}
-    # options that have gone since, which none was given
+    # removed options that no run set
     for name, default in GONE.items():
         if name not in recorded:
             assert made["settings"].pop(name, default) == default
-    # a run knows nothing of the options and fields that came after it, and some have gone since
+    # older runs lack newer options and fields, and have removed ones
     recorded = {name: recorded[name] for name in made["settings"]}
     known, today = made["settings"]["cab_config"], recorded["cab_config"]
     both = set.intersection(*map(set, (known, today)))
@@ -193,7 +193,7 @@ def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
         name: known[name] if known[name] == EARLIER_DEFAULTS.get(name) else today[name]
         for name in both
     }
-    # words change, what they say does not; how many ranks there are is torchrun's to say
+    # compare parsed values, not words; torchrun sets the number of ranks
     blank = {"method": "", "worlds": []}
     assert {**recorded, **blank} == {**made["settings"], **blank}
 
@@ -201,7 +201,7 @@ def test_committed_results_are_those_of_their_samples(folder, monkeypatch):
 @pytest.mark.parametrize(
     "folder", sorted(x for x in FOLDERS if FOLDERS[x]), ids=lambda path: path.name
 )
-def test_archived_results_are_shown_as_their_report(folder):
+def test_archived_results_render_their_report(folder):
     made, report = read_provenance(folder), (folder / "report.md").read_text()
     kind = kind_of(made, folder)
     assert report.startswith(f"# {kind.title}\n") and kind.title.endswith("(archived)")
@@ -217,7 +217,7 @@ def test_archived_results_are_shown_as_their_report(folder):
 # --- words
 
 
-def test_which_errors_are_of_memory():
+def test_out_of_memory_errors_are_detected():
     errors = {
         torch.OutOfMemoryError("CUDA out of memory"): True,
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"): True,
@@ -228,6 +228,6 @@ def test_which_errors_are_of_memory():
     assert {error: ran_out(error) for error in errors} == errors
 
 
-def test_three_digits_count():
+def test_numbers_have_three_significant_digits():
     values = {0.0: "0", 0.0123456: "0.0123", 1.0: "1.00", 98.76: "98.8", 13_312.4: "13,312"}
     assert digits(None) is None and {value: digits(value) for value in values} == values

@@ -1,4 +1,4 @@
-"""``speed serve``: the trace, percentiles by hand, runs on a tiny model, what fails is a row."""
+"""``speed serve``: the trace, percentiles by hand, runs of a tiny model, and error rows."""
 
 import operator
 import queue
@@ -27,7 +27,7 @@ def took(length, arrived, first, last):
     return {"length": length, **times, "preempted": False}
 
 
-def test_a_trace_has_all_requests_and_is_that_of_its_seed():
+def test_trace_depends_on_seed():
     counts = {100: 30, 300: 3}
     made = trace_of(counts, 5, 1000, rate=2.0)
     assert made == trace_of(counts, 5, 1000, rate=2.0) != trace_of(counts, 6, 1000, rate=2.0)
@@ -38,14 +38,14 @@ def test_a_trace_has_all_requests_and_is_that_of_its_seed():
 
 
 @pytest.mark.parametrize("shared", [0, 7])
-def test_prompts_share_as_many_first_tokens_as_they_are_told_to(shared):
+def test_prompts_share_prefix_of_given_length(shared):
     prompts = [each.prompt for each in trace_of({20: 1, 50: 1, 30: 1}, 3, 1000, shared=shared)]
     assert len({tuple(prompt[:shared]) for prompt in prompts}) == 1
     assert len({prompt[shared] for prompt in prompts}) == 3
     assert all(0 <= token < 1000 for prompt in prompts for token in prompt)
 
 
-def test_a_summary_by_hand():
+def test_summary_by_hand():
     served = [took(100, 0.0, 1.0, 3.0), took(300, 1.0, 4.0, 5.0)]
     summary = summary_of(served, new_tokens=5)
     assert (summary["total_s"], summary["prompt_tokens_s"], summary["output_tokens_s"]) == (
@@ -59,7 +59,7 @@ def test_a_summary_by_hand():
 
 
 class Manager:
-    """Has all tokens of a request when it is handed in, each a second after the last one."""
+    """Manager that returns all tokens of a request immediately, with times one second apart."""
 
     def __init__(self):
         self.outputs = queue.Queue()
@@ -81,7 +81,7 @@ class Manager:
         return True
 
 
-def test_tokens_have_the_time_at_which_they_came_out():
+def test_token_times_are_recorded():
     requests = [Request(0.0, [1, 2]), Request(0.05, [1, 2, 3])]
     first, second = serve(Manager(), requests, 3)
     assert (first["length"], second["length"]) == (2, 3)
@@ -93,7 +93,7 @@ def test_tokens_have_the_time_at_which_they_came_out():
 
 
 @SERVING
-def test_requests_that_are_read_again_are_counted():
+def test_preempted_requests_are_counted():
     settings = tiny(blocks=26, new_tokens=40, implementations=("cab",))
     (row,) = Serve.rows([sample_of(Serve, settings, settings.asked()[0])], {})
     assert row["error"] is None and 0 < row["preempted"] < 4
@@ -101,7 +101,7 @@ def test_requests_that_are_read_again_are_counted():
     assert all(each["first"] < each["last"] for each in row["served"])
 
 
-def test_rows_are_beside_the_fastest_dense_way():
+def test_rows_are_compared_with_fastest_dense():
     def sample(way, served, error=None):
         fixed = {"new_tokens": 5, "longest": 300, "ran_as": None, "error": error}
         fixed |= dict.fromkeys(("density", "peak_gib", "cache_gib")) | {"batching": {}}
@@ -122,7 +122,7 @@ def test_rows_are_beside_the_fastest_dense_way():
 
 
 @SERVING
-def test_what_ends_the_generation_is_the_reason_of_a_row(monkeypatch):
+def test_generation_error_is_row_error(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB. GPU 0")
 

@@ -1,4 +1,4 @@
-"""``speed ttft``: the model and its operations, rows by hand, questions after a cache, ranks."""
+"""``speed ttft``: FLOPs of the model, rows by hand, questions after a cache, and ranks."""
 
 import json
 from dataclasses import replace
@@ -45,7 +45,7 @@ def test_operations_by_hand_are_those_of_the_model():
 
 
 @pytest.mark.parametrize("way", ["sdpa", "SDPA", "cab-always"])
-def test_every_way_to_attend_gives_the_same_logits(way):
+def test_implementations_have_equal_logits(way):
     settings = tiny(lengths=(70,), cab=(*BLOCKS[:2], "mass_threshold=0.0"), max_density=("1.0",))
     with model.prefilling(settings, 70, "sdpa") as (call, *_):
         expected = call().logits
@@ -58,7 +58,7 @@ def test_every_way_to_attend_gives_the_same_logits(way):
     assert model.random_model(settings).config._attn_implementation == "sdpa"
 
 
-def test_a_budget_for_every_length():
+def test_max_density_per_length():
     settings = Settings(device="cpu", lengths=(256, 512), max_density=("0.1", "512:0.05"))
     assert settings.budgeted(256).max_density == 0.1
     config = settings.budgeted(512, "cab-always")
@@ -74,7 +74,7 @@ def test_a_budget_for_every_length():
         pytest.param(96, 500, 52 / 96, 0.7, id="question"),
     ],
 )
-def test_a_row_has_its_ceiling_by_hand(length, behind, least, most):
+def test_ttft_row_by_hand(length, behind, least, most):
     settings = tiny(lengths=(length,), behind=behind, cab=BLOCKS)
     case = {"variant": "plain", "length": length, "implementation": "cab-always", "world": 1}
     row = sample_of(Ttft, settings, case | {"sought": False}, Clock())
@@ -95,7 +95,7 @@ def test_question_after_cache_is_routed_by_its_own_length(least, is_dense, monke
         assert (known()["density"] == 1.0) is is_dense
 
 
-def test_a_kernel_that_is_missing_or_wrong_is_a_row_with_its_reason(monkeypatch):
+def test_missing_or_wrong_kernel_has_error_row(monkeypatch):
     def load():
         import no_such_kernels  # noqa: F401
 
@@ -113,7 +113,7 @@ def test_a_kernel_that_is_missing_or_wrong_is_a_row_with_its_reason(monkeypatch)
     assert said in shown(Ttft, rows) and Ttft.readings(rows) == []
 
 
-def test_gains_are_over_sdpa_and_over_the_fastest_dense_way():
+def test_speed_ups_over_sdpa_and_fastest_dense():
     samples = [
         made_sample(1000, "sdpa", 8.0),
         made_sample(1000, "FA3", 4.0),
@@ -129,7 +129,7 @@ def test_gains_are_over_sdpa_and_over_the_fastest_dense_way():
     assert "from about 2,000 tokens on" in said
 
 
-def test_a_gain_is_over_dense_attention_in_the_same_variant():
+def test_speed_up_compares_with_dense_of_same_variant():
     samples = [
         made_sample(1000, way, ms, variant=variant)
         for variant, dense_ms, ours in (("plain", 9.0, 6.0), ("fp8", 8.0, 4.0))
@@ -142,7 +142,7 @@ def test_a_gain_is_over_dense_attention_in_the_same_variant():
     assert "At 1,000 tokens with fp8 cab is 2.00" in fp8
 
 
-def test_variants_are_made_in_the_order_of_a_run(tmp_path, monkeypatch):
+def test_variants_follow_the_order_of_the_run(tmp_path, monkeypatch):
     made = []
     for name in ("fp8", "liger"):
         monkeypatch.setitem(model.HASTENED, name, lambda _, name=name: made.append(name))
@@ -157,7 +157,7 @@ def test_variants_are_made_in_the_order_of_a_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["sdpa", "cab_dense", "cab-always"])
-def test_a_question_continues_the_same_cache_again_and_again(way):
+def test_question_reuses_cropped_cache(way):
     config = (*BLOCKS, "mass_threshold=0.0")
     settings = tiny(lengths=(70,), behind=90, cab=config, max_density=("1.0",))
     made = model.random_model(settings)
@@ -175,7 +175,7 @@ def test_a_question_continues_the_same_cache_again_and_again(way):
         assert known()["density"] == 1
 
 
-def test_a_kernel_that_continues_no_cache_is_a_row_with_its_reason(monkeypatch):
+def test_kernel_without_cache_support_has_error_row(monkeypatch):
     first = dense.ON_CPU["SDPA"]
     both = {"SDPA": first, "FA3": replace(first, continues=True)}
     monkeypatch.setattr(dense, "ON_CPU", both)
@@ -185,11 +185,11 @@ def test_a_kernel_that_continues_no_cache_is_a_row_with_its_reason(monkeypatch):
     ]
     said = "SDPA cannot continue a cache: it takes queries for the first tokens"
     assert rows[0]["error"] == said
-    # what says that it can is looked at
+    # check that a kernel which claims cache support computes it
     assert rows[1]["error"].startswith("ArithmeticError: wrong by ")
 
 
-def test_a_run_behind_a_cache(tmp_path):
+def test_run_after_a_cache(tmp_path):
     words = ("--layers", "1", "--lengths", "64,128", "--behind", "256", "--runs", "1", *WORDS)
     rows = speed_run("ttft", tmp_path, *words, drawn=True)["rows"]
     assert {row["behind"] for row in rows} == {256}
@@ -201,13 +201,13 @@ def test_a_run_behind_a_cache(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks(tmp_path):
+def test_ttft_run_of_two_ranks(tmp_path):
     words = ["--device", "cpu", "--lengths", "600", "--runs", "1", "--max-density", "0.2", *WORDS]
     done = torchrun("-m", "cab_hf.eval", "speed", "ttft", *words, "--out", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     rows = results["rows"]
-    # what knows of ranks
+    # implementations with context parallelism
     assert [row["implementation"] for row in rows] == ["cab_dense", "cab", "cab-always"]
     assert results["provenance"]["settings"]["worlds"] == [2]
     for row in rows:
@@ -235,7 +235,7 @@ def read_on(group, way, length):
 
 @pytest.mark.parametrize("length", [600, 1024])
 @pytest.mark.parametrize("way", ["cab_dense", "cab-always"])
-def test_the_last_token_has_the_logits_of_one_process(ranks, way, length):
+def test_last_logits_equal_one_process(ranks, way, length):
     settings = tiny(lengths=(length,), max_density=("0.2",), cab=BLOCKS)
     with model.prefilling(settings, length, way) as (call, known, _):
         expected, density = call().logits, known()["density"]
@@ -249,7 +249,7 @@ def test_the_last_token_has_the_logits_of_one_process(ranks, way, length):
         assert share == pytest.approx(density, rel=1e-6)
 
 
-def test_ranks_take_what_knows_of_them(monkeypatch):
+def test_ranks_allow_cab_implementations_only(monkeypatch):
     assert tiny().implementations[0] == "sdpa"
     monkeypatch.setenv("RANK", "0")
     assert tiny().implementations == ("cab_dense", "cab", "cab-always")

@@ -7,33 +7,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Held(TorchDispatchMode):
-    """Dispatch mode that counts bytes: of living tensors, their peak, and the largest tensor."""
+class TensorBytes(TorchDispatchMode):
+    """Dispatch mode that counts tensor bytes: now, at the peak, and of the largest new tensor."""
 
-    def __init__(self, *there):
+    def __init__(self, *existing):
         super().__init__()
         self.now = self.peak = self.largest = 0
-        self._seen = {}
-        for tensor in there:
-            self._see(tensor)
+        self._storages = {}
+        for tensor in existing:
+            self._count(tensor)
         self.largest = 0
 
-    def _see(self, tensor):
+    def _count(self, tensor):
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
-        if key not in self._seen:
-            self._seen[key] = weakref.ref(storage, lambda _: self._gone(key, size))
+        if key not in self._storages:
+            self._storages[key] = weakref.ref(storage, lambda _: self._freed(key, size))
             self.now += size
             self.peak = max(self.peak, self.now)
             self.largest = max(self.largest, size)
 
-    def _gone(self, key, size):
-        del self._seen[key]
+    def _freed(self, key, size):
+        del self._storages[key]
         self.now -= size
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        for each in tree_leaves(made):
+        result = function(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
             if isinstance(each, torch.Tensor):
-                self._see(each)
-        return made
+                self._count(each)
+        return result
