@@ -41,14 +41,14 @@ def attention(
     # a sum is faster than isfinite; a sum that overflows only selects the slower function
     is_finite = all(math.isfinite(float(x.sum(dtype=torch.float32))) for x in (q, k, v))
     if softcap is None and is_finite and q.shape[3] == v.shape[3]:
-        out, lse = _by_fused_kernel(q, k, v, plan, scale)
+        out, lse = _fused_attention(q, k, v, plan, scale)
     else:
         out, lse = _by_products(q, k, v, plan, scale, softcap)
     out, lse = (x.flatten(2, 3)[:, :, : q.shape[2]] for x in (out, lse))
     return (out, lse) if return_lse else out
 
 
-def _by_fused_kernel(
+def _fused_attention(
     q: Tensor, k: Tensor, v: Tensor, plan: BlockPlan, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, M_q, query_block, D] and the log-sum-exp by PyTorch's kernel."""
