@@ -19,6 +19,7 @@ from words import TEXT, make_tokenizer
 
 import cab_hf
 from cab_hf import CabConfig
+from cab_hf.eval import on_model
 from cab_hf.eval.__main__ import main
 from cab_hf.eval.quickcheck import (
     CONFIG,
@@ -324,10 +325,14 @@ def book(tmp_path):
 
 
 def words(model, book, out, *more):
+    """Return the words of a command, with small blocks unless ``more`` has --cab."""
     command = ["--model", model, "--texts", book, "--out", out, "--lengths", "160,320"]
     command += ["--device", "cpu", "--runs", 1]
     for word in more:
         command += word if isinstance(word, (list, tuple)) else [word]
+    if "--cab" not in command:
+        fields = [f"{name}={value}" for name, value in on_model.SMALL.items()]
+        command += [word for field in fields for word in ("--cab", field)]
     return ["quickcheck", *map(str, command)]
 
 

@@ -86,3 +86,11 @@ def said(monkeypatch):
     for name in ("info", "warning"):
         monkeypatch.setattr(log, name, lambda text, *args: messages.append(text % args))
     return messages
+
+
+def pytest_collection_modifyitems(items):
+    """Run the tests that build model classes last.
+
+    These classes import numba, and vLLM 0.32 cannot start an engine on a CPU after that.
+    """
+    items.sort(key=lambda item: "test_classes.py" in item.nodeid)
