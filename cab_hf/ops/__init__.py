@@ -63,8 +63,16 @@ class Workload:
         """
         training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         value_dim = None if v.shape[-1] == q.shape[-1] else v.shape[-1]
+        query_block, key_block = blocks
         return cls(
-            q.device.type, q.shape[-1], q.dtype, training, *blocks, value_dim=value_dim, **features
+            device=q.device.type,
+            head_dim=q.shape[-1],
+            dtype=q.dtype,
+            training=training,
+            query_block=query_block,
+            key_block=key_block,
+            value_dim=value_dim,
+            **features,
         )
 
     @property
