@@ -88,9 +88,8 @@ class MaskInfo(MaskPlaceholder):
     doc_ids: Tensor | None = None
     window: int | None = None
     prompt: Prompt | None = None
-    # a default value, which a copy of the mask has before its fields are set
-    details: MaskDetails = MaskDetails()
-    # a lambda, because torch.compile does not trace a class as a factory
+    # lambdas: torch.compile does not trace a class as a factory, nor an object as a default
+    details: MaskDetails = field(default_factory=lambda: MaskDetails())
     state: ForwardState = field(default_factory=lambda: ForwardState())
 
     @property

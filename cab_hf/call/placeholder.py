@@ -51,6 +51,9 @@ class MaskPlaceholder:
         return shape
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__setstate__":
+            # copy and pickle look this up before they set the fields
+            raise AttributeError(name)
         raise used_as_tensor(self.model, name)
 
     @classmethod
