@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cab_hf.call import packing
 from cab_hf.call.forward_state import ForwardState
-from cab_hf.call.layout import BlockLayout
+from cab_hf.call.layout import BlockLayout, LayoutOptions
 from cab_hf.call.packing import CONSTANT_END, Length, Packing, detect_packing, whole_documents
 from cab_hf.call.placeholder import MaskPlaceholder
 from cab_hf.call.scope import Prompt
@@ -393,16 +393,22 @@ class MaskInfo(MaskPlaceholder):
                 doc_ids=doc_ids,
                 align=max(query_block, key_block),
                 device=device,
-                lengths=self.lengths,
-                ahead=self._ahead(query_block) if from_start else 0,
-                sequence_end=self._sequence_end(device),
-                window=self.window,
+                options=LayoutOptions(
+                    lengths=self.lengths,
+                    block_offset=self._block_offset(query_block) if from_start else 0,
+                    sequence_end=self._sequence_end(device),
+                    window=self.window,
+                ),
             )
 
         return self.state.cached(("layout", query_block, key_block, device, from_start), build)
 
-    def _ahead(self, query_block: int) -> int | list[int]:
-        """Return the tokens of each row before this call in the query block of its first query."""
+    def _block_offset(self, query_block: int) -> int | list[int]:
+        """Return the position of the first query in its query block, in tokens.
+
+        Blocks are counted from the first token of the sequence. The result is one number for all
+        rows, or one number per row.
+        """
         if self.doc_ids is not None or isinstance(self.q_offset, Tensor):
             return 0
         if self.padding_mask is None:
@@ -410,8 +416,8 @@ class MaskInfo(MaskPlaceholder):
         lengths = self.details.lengths
         if lengths is None:
             return 0
-        before = [(row[0].tokens - row[0].queries) % query_block for row in lengths]
-        return before if any(before) else 0
+        offsets = [(row[0].tokens - row[0].queries) % query_block for row in lengths]
+        return offsets if any(offsets) else 0
 
     def _sequence_end(self, device: torch.device) -> int | Tensor | None:
         """Return the prompt length, int or int32 [B, 1]; None if documents end with the call."""
