@@ -96,7 +96,7 @@ def test_plan_saved_for_recompute_has_narrow_indices(monkeypatch):
     with cab_hf.cab(model, SPARSE):
         expected = gradients(model, ids)
         monkeypatch.setattr(forward_state, "narrowed", watched)
-        monkeypatch.setattr(forward_state, "MEASURED_FROM", 0)
+        monkeypatch.setattr(forward_state, "MIN_TRIMMED_BYTES", 0)
         assert all(map(torch.equal, gradients(model, ids), expected))
     assert len(saved) == model.config.num_hidden_layers
     for plan, small in saved:

@@ -123,7 +123,7 @@ class Call:
             _raise_outside(self.layer)
         mask, mixed = self.mask.with_documents(position_ids, cu_seq_lens, self.v)
         if mixed is not None:
-            q = packing.raise_where(q, mixed, packing.mixed_by(mask.model))
+            q = packing.raise_where(q, mixed, packing.mixed_documents_error(mask.model))
         if self.sparse:
             _warn_of_a_short_prompt(self.layer, mask, self.config)
         return replace(self, q=q, mask=mask)

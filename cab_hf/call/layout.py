@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cab_hf.call.packing import Length, begins, document_lengths, whole_documents
+from cab_hf.call.packing import Length, document_lengths, first_tokens, read_document_lengths
 from cab_hf.ops.attention.complete import with_sinks
 from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges, named_rows
 from cab_hf.predictors import LayerContext, Predictor
@@ -99,13 +99,7 @@ class BlockLayout:
         """
         options = LayoutOptions() if options is None else options
         if padding_mask is None and doc_ids is None:
-            ranges = KeyRanges.causal(
-                batch=batch,
-                q_length=q_length,
-                kv_length=kv_length,
-                device=device,
-                q_slot=q_offset,
-            )
+            ranges = KeyRanges.causal(batch, q_length, kv_length, device=device, q_slot=q_offset)
             return cls._unmoved(ranges, kv_length, options)
         if doc_ids is not None and torch.compiler.is_compiling():
             ranges = _ranges_without_layout(doc_ids, padding_mask)
@@ -181,12 +175,13 @@ class BlockLayout:
         query_source, has_query = _invert(positions.queries, is_real_query, positions.num_queries)
 
         def by_query(values: Tensor, fill: int) -> Tensor:
-            moved = values.gather(1, query_source).masked_fill(~has_query, fill)
-            return moved.to(torch.int32)
+            """Return int32 [B, N'_q] from one value per slot, with ``fill`` without a query."""
+            moved = values.expand(-1, kv_length)[:, query_slots].gather(1, query_source)
+            return moved.masked_fill(~has_query, fill).to(torch.int32)
 
         ranges = KeyRanges(
-            start=by_query(positions.document_start[:, query_slots], 0),
-            end=by_query(positions.keys[:, query_slots], -1),
+            start=by_query(positions.document_start, 0),
+            end=by_query(positions.keys, -1),
             key_valid=has_key,
             aligned=True,
             documents=positions.num_documents,
@@ -196,12 +191,7 @@ class BlockLayout:
         if window is not None:
             # positions of the first key inside the window of each slot
             window_start = F.pad(is_real.cumsum(-1), (window, 0))[:, :kv_length] + positions.shift
-            ranges = _windowed(ranges, by_query(window_start[:, query_slots], 0))
-        # a list, because torch.compile does not trace a generator here
-        document_queries, document_tokens = [
-            by_query(count.expand(-1, kv_length)[:, query_slots], 0)
-            for count in (positions.document_queries, positions.document_tokens)
-        ]
+            ranges = _windowed(ranges, by_query(window_start, 0))
         return cls(
             ranges=ranges,
             kv_length=kv_length,
@@ -217,8 +207,8 @@ class BlockLayout:
                 target=positions.keys,
                 real=is_real if has_padding else None,
             ),
-            document_queries=document_queries,
-            document_tokens=document_tokens,
+            document_queries=by_query(positions.document_queries, 0),
+            document_tokens=by_query(positions.document_tokens, 0),
             lengths=options.lengths,
         )
 
@@ -448,7 +438,7 @@ def _positions_of_documents(
         align: larger one of the two block sizes, in tokens.
     """
     if lengths is None:
-        lengths = whole_documents(is_real, doc_ids)
+        lengths = read_document_lengths(is_real, doc_ids)
     num_tokens = document_lengths(is_real, doc_ids, len(lengths[0]))
     document_start, shift = _aligned_documents(num_tokens, doc_ids, align)
     keys = is_real.cumsum(-1) - 1 + shift
@@ -547,7 +537,7 @@ def _ranges_without_layout(doc_ids: Tensor, padding_mask: Tensor | None) -> KeyR
         )
     slot = torch.arange(doc_ids.shape[1], device=doc_ids.device, dtype=torch.int32)
     slot = slot.expand_as(doc_ids)
-    first_slot = slot.masked_fill(~begins(doc_ids), 0).cummax(-1).values
+    first_slot = slot.masked_fill(~first_tokens(doc_ids), 0).cummax(-1).values
     return KeyRanges(first_slot, slot, torch.ones_like(doc_ids, dtype=torch.bool))
 
 

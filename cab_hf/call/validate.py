@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from transformers import Cache
 
 from cab_hf.call.forward_state import SETTINGS_CHANGED, in_backward_pass
-from cab_hf.call.mask import MaskInfo, not_a_padding_mask, too_short
+from cab_hf.call.mask import MaskInfo, padding_mask_error, too_short_error
 from cab_hf.call.scope import validate_compiled
 from cab_hf.checks import short
 from cab_hf.hf.fit import name_of
@@ -268,14 +268,14 @@ def _validate_mask(mask: Any, keys: int, sliding_window: int | None) -> None:
     if not isinstance(mask, MaskInfo):
         if in_backward_pass():
             raise RuntimeError(SETTINGS_CHANGED)
-        raise ValueError(not_a_padding_mask(mask))
+        raise ValueError(padding_mask_error(mask))
     details = mask.details
     if details.unsupported is not None:
         raise NotImplementedError(details.unsupported)
     if details.cache_length is not None and details.cache_length != keys:
         # without a cache, all keys belong to this call
         if keys == mask.q_length and isinstance(mask.q_offset, int) and mask.q_offset == 0:
-            raise ValueError(too_short(details.cache_length, keys))
+            raise ValueError(too_short_error(details.cache_length, keys))
         raise ValueError(
             f"key has {keys} tokens, and with its cache the sequence has "
             f"{details.cache_length}: "
