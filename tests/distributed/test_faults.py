@@ -242,7 +242,7 @@ def refused(group, what):
         ("mask", "attention_mask must have no padding inside context_parallel"),
         ("unsharded", "position_ids and cu_seq_lens_q must describe the 256 tokens"),
         ("cache", "past_key_values must be empty inside context_parallel, got 256 tokens"),
-        ("layer", "LlamaAttention is inside context_parallel, and its mask was made outside"),
+        ("layer", "LlamaAttention is inside context_parallel, and its mask was built outside"),
     ],
 )
 def test_unsupported_arguments_raise(ranks, what, sentence):
