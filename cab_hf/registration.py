@@ -161,14 +161,14 @@ def _prepare_then_index(
     text = model.config.get_text_config()
     if text._attn_implementation not in NAMES or model.config.is_encoder_decoder:
         return result
-    from cab_hf.call.scope import FORWARD_CONTEXT, prompt_given
+    from cab_hf.call.scope import FORWARD_CONTEXT, prompt_of_generate
 
     cache = _cache_in(model_kwargs)
     generation = FORWARD_CONTEXT.get().generation
     if generation is not None:
         _wrap_preparation(type(model))
         is_compiled = getattr(cache, "is_compileable", False)
-        generation.begin(prompt_given(generation_config, model_kwargs), is_compiled)
+        generation.begin(prompt_of_generate(generation_config, model_kwargs), is_compiled)
     if user_cache is None:
         _index(model, cache)
     return result
@@ -239,9 +239,9 @@ def _as_foreign(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
-    from cab_hf.call.scope import foreign
+    from cab_hf.call.scope import without_prompt
 
-    with foreign():
+    with without_prompt():
         return function(*args, **kwargs)
 
 
