@@ -85,7 +85,7 @@ def wrap_masks() -> None:
     wrap(sys.modules[MASKING], "_preprocess_mask_arguments", _record_positions)
 
 
-def _record_positions(preprocess: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _record_positions(prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Record position ids, then run transformers' preprocessing of mask arguments."""
     # keywords or positions: models also call this function, and names differ between versions
     config = kwargs["config"] if "config" in kwargs else args[0]
@@ -94,7 +94,7 @@ def _record_positions(preprocess: Callable[..., Any], *args: Any, **kwargs: Any)
 
         position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[4]
         record_positions(_positions_of_caller() if position_ids is None else position_ids)
-    return preprocess(*args, **kwargs)
+    return prepare(*args, **kwargs)
 
 
 def _positions_of_caller() -> Any:
