@@ -204,9 +204,15 @@ def mean_coverage(coverages: Sequence[Sequence[Coverage]]) -> list[Coverage]:
     Args:
         coverages: for each document, the `Coverage` at each of `THRESHOLDS`.
     """
+    by_threshold = [[document[i] for document in coverages] for i in range(len(coverages[0]))]
     return [
-        Coverage._make(torch.stack(values).mean(0) for values in zip(*documents, strict=True))
-        for documents in zip(*coverages, strict=True)
+        Coverage(
+            mass=torch.stack([coverage.mass for coverage in documents]).mean(0),
+            needle=torch.stack([coverage.needle for coverage in documents]).mean(0),
+            density=torch.stack([coverage.density for coverage in documents]).mean(0),
+            importance=torch.stack([coverage.importance for coverage in documents]).mean(0),
+        )
+        for documents in by_threshold
     ]
 
 
