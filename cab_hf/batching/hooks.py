@@ -87,8 +87,8 @@ def require_batching(model: PreTrainedModel) -> None:
     if reason is not None:
         raise NotImplementedError(
             f"{type(model).__name__} has attn_implementation={implementation!r}, which continuous "
-            f"batching does not serve: {reason}. Load the model with another attn_implementation, such as "
-            "'sdpa'."
+            f"batching does not serve: {reason}. Load the model with another attn_implementation, "
+            "such as 'sdpa'."
         )
 
 
