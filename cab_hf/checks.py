@@ -12,17 +12,17 @@ MOST = 2**31 - 1
 _warned: set[tuple[Any, ...]] = set()
 
 
-def require(accepted: object, name: str, value: Any, what: str) -> None:
+def require(accepted: object, name: str, value: Any, expected: str) -> None:
     """Raise a ValueError for an argument whose value is not valid.
 
     Args:
         accepted: True if the value is valid.
         name: name of the argument.
         value: value of the argument.
-        what: description of valid values, for the message.
+        expected: description of valid values, for the message.
     """
     if not accepted:
-        raise ValueError(f"{name} must be {what}, got {short(value)}.")
+        raise ValueError(f"{name} must be {expected}, got {short(value)}.")
 
 
 def require_finite(outputs: Any, attention: str) -> None:
@@ -54,9 +54,9 @@ def short(value: Any) -> str:
     return description if len(description) <= 80 else f"{description[:77]}..."
 
 
-def is_whole(value: Any, least: int = 1) -> bool:
-    """Return True for an int (not a bool) of at least ``least``."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_whole(value: Any, minimum: int = 1) -> bool:
+    """Return True for an int (not a bool) of at least ``minimum``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def is_count(value: Any) -> bool:

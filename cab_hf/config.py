@@ -145,13 +145,14 @@ class CabConfig:
             ends a prompt, so a prompt that is read in chunks has a dense tail in every chunk. Calls
             with fewer than ``query_block`` queries have no tail. Default 2.
         outlier_queries: Queries per block that are selected by farthest-point sampling
-            (`reference.outlier_queries`) and scored on half of the channels of every key. They
-            detect keys that only single queries need. 0, or a power of two that divides
-            ``query_block``. Default 16.
+            (`reference.outlier_queries`) and scored on half of the channels of every key.
+            Outlier queries detect keys that only single queries need. 0, or a power of two that
+            divides ``query_block``. Default 16.
         typical_queries: Queries per block that are sampled at equal steps and scored on all
-            channels of every ``typical_key_stride``-th key. They represent the queries that are not
-            outliers. A power of two that divides ``query_block``. The default also works with other
-            blocks, which use the largest power of two that divides the block. Default 32.
+            channels of every ``typical_key_stride``-th key. Typical queries represent the queries
+            that are not outliers. A power of two that divides ``query_block``. The default also
+            works with other blocks, which use the largest power of two that divides the block.
+            Default 32.
         typical_key_stride: Distance between the keys that typical queries are scored on, in tokens.
             A power of two that divides ``key_block``; 1 scores every key. Default 4.
         mass_threshold: Least share of attention, averaged over the scored queries of a row, for
@@ -174,9 +175,9 @@ class CabConfig:
         sampled_one_in: Sampling of blocks in training: each row of each head samples one of every
             ``sampled_one_in`` neighbouring key blocks. A sampled block that is not selected is
             attended to with ``sampled_one_in`` times its weight, to represent the blocks that are
-            not selected. Gradients are then closer to those of dense attention, and the trained
-            model also works with dense attention. Nothing is sampled without gradients. 0 disables
-            sampling. Default 0.
+            not selected. Gradients are then closer to the gradients of dense attention, and the
+            trained model also works with dense attention. Nothing is sampled without gradients. 0
+            disables sampling. Default 0.
         dense_layers: Indices of the layers that compute exact attention. Default ().
         min_length: Length below which a sequence is computed with exact attention, in tokens. The
             length includes the cache, so the first chunks of a long prompt are exact too. Calls
@@ -185,12 +186,12 @@ class CabConfig:
             Prompts with few tokens after a long cache are exact where dense attention was measured
             to be faster (`cab_hf.break_even`). 0 disables both rules: every call with at least
             ``query_block`` queries is sparse, even where dense attention is faster. Default 16384.
-        engine: Engine that computes attention over the selected blocks: ``"auto"`` (the fastest one
-            that supports the call), ``"flex"``, ``"triton"``, ``"gather"`` (on a CPU) or
+        engine: Engine that computes attention over the selected blocks: ``"auto"`` (the fastest
+            engine that supports the call), ``"flex"``, ``"triton"``, ``"gather"`` (on a CPU) or
             ``"reference"``. A named engine never falls back to another. Default ``"auto"``.
         predictor: Name of the registered predictor that selects blocks: ``"rows"``, ``"cascade"``
             (the same method, in the layers ``anchors`` only), ``"frc"`` (the published method, see
-            `published`), or one of your own. Default ``"rows"``.
+            `published`), or a predictor of your own. Default ``"rows"``.
         anchors: Indices of the layers that select blocks, ascending. Predictor ``"cascade"`` only.
             Each other sparse layer reuses the selection of the last anchor before it. The first
             sparse layer must be an anchor. Default ().
@@ -207,8 +208,8 @@ class CabConfig:
             ``min_length`` or than four times the keys to read: a share above 1/4 saves nothing.
             Default 4096.
         check_finite: If True, raise an error for queries and keys that contain infinities or NaN.
-            Costs a pass over both and a wait for the device in every sparse layer. Ignored under
-            CUDA graphs. Default False.
+            The check costs a pass over q and k and a wait for the device in every sparse layer.
+            CUDA graphs ignore the check. Default False.
         origin: Model and length of the calibration, an `Origin` or a dict of its fields. A model
             with other layers or heads raises an error. None for settings without a calibration.
             Default None.
@@ -378,7 +379,7 @@ class CabConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-compatible values, ready for ``model.config.cab_config``."""
-        fields = {name: _thawed(value) for name, value in vars(self).items()}
+        fields = {name: _json_value(value) for name, value in vars(self).items()}
         if self.origin is None:
             del fields["origin"]
         return fields
@@ -459,26 +460,26 @@ class CabConfig:
                 "both. Remove it from one of the two fields."
             )
 
-    def _freeze_table(self, name: str, accepts: Callable[[Any], bool], what: str) -> None:
+    def _freeze_table(self, name: str, accepts: Callable[[Any], bool], expected: str) -> None:
         """Check a field that is one value or a table of values, and turn lists into tuples.
 
         Args:
             name: name of the field.
             accepts: function that returns True for a valid value.
-            what: description of valid values, for the error.
+            expected: description of valid values, for the error.
 
         Raises:
             ValueError: if the field is neither a valid value nor a table of valid values.
         """
         value = getattr(self, name)
         if not isinstance(value, (tuple, list)):
-            self._require((name,), accepts, f"{what}, or a table")
+            self._require((name,), accepts, f"{expected}, or a table")
             return
         rows = tuple(tuple(row) if isinstance(row, (tuple, list)) else () for row in value)
         is_rectangular = len({len(row) for row in rows}) == 1 and rows[0] != ()
         if not is_rectangular or not all(accepts(number) for row in rows for number in row):
             raise ValueError(
-                f"CabConfig.{name} must be {what}, or a table [layers][heads] of such numbers "
+                f"CabConfig.{name} must be {expected}, or a table [layers][heads] of such numbers "
                 f"with rows of one length, got {short(value)}."
             )
         # JSON has lists in place of tuples, and a frozen dataclass must be hashable
@@ -488,17 +489,19 @@ class CabConfig:
         """Return True if ``x`` is a power of two that divides ``query_block``."""
         return is_whole(x, 1) and x & (x - 1) == 0 and self.query_block % x == 0
 
-    def _require(self, names: tuple[str, ...], accepts: Callable[[Any], bool], what: str) -> None:
+    def _require(
+        self, names: tuple[str, ...], accepts: Callable[[Any], bool], expected: str
+    ) -> None:
         """Raise a ValueError for the first field whose value is not accepted.
 
         Args:
             names: names of the fields.
             accepts: function that returns True for a valid value.
-            what: description of valid values, for the error.
+            expected: description of valid values, for the error.
         """
         for name in names:
             value = getattr(self, name)
-            require(accepts(value), f"CabConfig.{name}", value, what)
+            require(accepts(value), f"CabConfig.{name}", value, expected)
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(CabConfig)}
@@ -586,13 +589,12 @@ def _require_known(settings: Mapping[str, Any]) -> None:
     """Raise a ValueError that names every unknown field and lists the known fields."""
     unknown = [repr(name) for name in settings if name not in FIELDS]
     if unknown:
-        *first, last = unknown
-        named = f"{', '.join(first)} or {last}" if first else last
-        raise ValueError(f"CabConfig has no field {named}; its fields are {', '.join(FIELDS)}.")
+        names = " or ".join(filter(None, (", ".join(unknown[:-1]), unknown[-1])))
+        raise ValueError(f"CabConfig has no field {names}; its fields are {', '.join(FIELDS)}.")
 
 
-def _thawed(value: Any) -> Any:
-    """Return ``value`` with lists for tuples and a dict for an `Origin`."""
+def _json_value(value: Any) -> Any:
+    """Return the value of a field for JSON: a tuple as a list, an `Origin` as a dict."""
     if isinstance(value, Origin):
         return value._asdict()
-    return [_thawed(item) for item in value] if isinstance(value, tuple) else value
+    return [_json_value(element) for element in value] if isinstance(value, tuple) else value

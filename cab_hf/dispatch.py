@@ -83,7 +83,7 @@ def sparse(call: Call, engine: Engine, config: CabConfig) -> Tensor:
 
     def predict() -> BlockPlan:
         """Return the plan of the layer, with sampled blocks if the settings sample blocks."""
-        plan = select_blocks(call, layout, q, k, config)
+        plan = select_blocks(call, layout, q=q, k=k, config=config)
         return plan if seed is None else plan.with_sample(sample_period, seed)
 
     plan = call.mask.state.plan_for_recompute(call.layer, (call.q, call.k, call.v), predict)
@@ -181,8 +181,8 @@ def dense_blockwise(call: Call, engine: Engine) -> Tensor:
 def dense_masked(call: Call) -> Tensor:
     """Compute exact attention by SDPA, with a mask tensor for each chunk of queries.
 
-    For a single query, the sparse decode kernel computes attention over all visible keys. SDPA is
-    slower there: SDPA runs only one program per batch row and head, and reads unwritten slots of a
+    For a single query, the sparse decode kernel computes attention over all visible keys. SDPA
+    would be slower: it runs only one program per batch row and head, and reads unwritten slots of a
     static cache. SDPA also supports neither sinks nor soft caps.
 
     Returns [B, H, N_q, D_v].
@@ -194,7 +194,7 @@ def dense_masked(call: Call) -> Tensor:
         return decode.attend(
             q, k, v, choice=visible, scale=call.scale, sinks=call.sinks, softcap=call.softcap
         )
-    return masked.attention(q, k, v, call.mask, call.scale)
+    return masked.attention(q, k, v, mask=call.mask, scale=call.scale)
 
 
 def validate_sample(work: Workload, sample_period: int = 1, is_aligned: bool = True) -> None:

@@ -391,7 +391,7 @@ def _accepting_cab_config(make: Any) -> classmethod:
 
 
 def refuse_unreachable(model: type) -> None:
-    """Refuse a model class that does not call registered attention functions.
+    """Raise an error for a model class that does not call registered attention functions.
 
     Such a class ignores registered names, or fails in a dict of its own attention classes. A class
     whose source is not available is accepted.
@@ -409,7 +409,7 @@ def refuse_unreachable(model: type) -> None:
 
 
 def refuse_misplaced(config: Any) -> None:
-    """Refuse a ``cab_config`` on a composite config whose text config has none.
+    """Raise an error for a ``cab_config`` on a composite config whose text config has none.
 
     Raises:
         ValueError: if layers would ignore the setting. The message says where to set it.

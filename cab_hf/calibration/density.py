@@ -110,11 +110,11 @@ def require_target(config: CabConfig, target: float, length: int) -> None:
             "which does not select blocks by mass. Change the predictor before you calibrate."
         )
     require_reachable(target, least_density(config, length))
-    most = most_density(config, length)
-    if target > most + 1e-6:
+    largest = most_density(config, length)
+    if target > largest + 1e-6:
         # rounded down, so that the density in the message is accepted as a target
         raise ValueError(
-            f"target_density must be at most {floor(1000 * most + 1e-6) / 1000:.3f} with "
+            f"target_density must be at most {floor(1000 * largest + 1e-6) / 1000:.3f} with "
             f"max_density={config.max_density:g} at this length, got {target:g}. Raise "
             "max_density or lower target_density."
         )

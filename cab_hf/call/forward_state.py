@@ -59,7 +59,7 @@ class ForwardState:
         self._cache[key] = value
 
     def stored(self, key: Any) -> Any:
-        """Return the value that is cached under ``key``; None if there is none."""
+        """Return the value that is cached under ``key``; None without a value."""
         return self._cache.get(key)
 
     def parsed(self, config: Any, parse: Callable[[Any], Any]) -> Any:
@@ -151,7 +151,7 @@ def trimmed(plan: BlockPlan) -> BlockPlan:
 
 
 def _trimmed_lists(lists: BlockIndices) -> BlockIndices:
-    """Return ``lists``, cut to the length of the longest list if they are large."""
+    """Return large ``lists`` cut to the length of the longest list; return others unchanged."""
     if lists.indices.nbytes <= MIN_TRIMMED_BYTES:
         return lists
     width = max(1, int(lists.counts.max()))

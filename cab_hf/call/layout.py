@@ -23,8 +23,7 @@ class LayoutOptions(NamedTuple):
         lengths: `Length` of every document of each batch row, on the host; None if reading the
             lengths would wait for the device.
         block_offset: position of the first query in its query block, in tokens: one number for all
-            rows, or one number per row. The
-            layout starts with this number of vacant positions.
+            rows, or one number per row. The layout starts with this number of vacant positions.
         sequence_end: see `KeyRanges`.
         window: width of a sliding window, in slots; None without a window.
     """
@@ -461,7 +460,7 @@ def _positions_of_documents(
 
 
 def _in_window(ranges: KeyRanges, window: int | None) -> KeyRanges:
-    """Return ``ranges`` of consecutive keys, restricted to a sliding window if there is one."""
+    """Return ``ranges`` of consecutive keys, restricted to a ``window`` that is not None."""
     return ranges if window is None else _windowed(ranges, ranges.end - (window - 1))
 
 

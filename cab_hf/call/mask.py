@@ -193,10 +193,11 @@ class MaskInfo(MaskPlaceholder):
 
     @property
     def lengths(self) -> list[list[Length]] | None:
-        """`Length` of each document of each row; of the complete prompt if its end is known.
+        """Length of each document, as one list of `Length` per row.
 
-        None if each row is one sequence without padding, or if waiting for the device is not
-        allowed.
+        In a prompt whose end is known, each row is one document, and its length is the length of
+        the complete prompt. None if each row is one sequence without padding, or if waiting for the
+        device is not allowed.
         """
         if self.is_prefill and self.doc_ids is None:
             lengths = self.prompt.lengths
@@ -216,7 +217,10 @@ class MaskInfo(MaskPlaceholder):
 
     @property
     def longest(self) -> Length | None:
-        """Largest numbers of queries and of tokens of a document; None for those of the call."""
+        """Largest numbers of queries and of tokens of a document.
+
+        None if every row is one document without padding, which is as long as the call.
+        """
         if self.is_prefill and self.doc_ids is None:
             return Length(self.prompt.longest, self.prompt.longest)
         if self.lengths is None:
@@ -376,7 +380,9 @@ class MaskInfo(MaskPlaceholder):
         return replace(self, padding_mask=packing.raise_where(padding_mask, is_refused, error))
 
     def _one_dimensional_positions(self, position_ids: Tensor | None) -> Tensor | None:
-        """Return position ids with one integer per token, int [B or 1, N_q]; None without these.
+        """Return position ids with one integer per token, int [B or 1, N_q].
+
+        Returns None without such position ids.
 
         Models with images have position ids with several numbers per token.
 

@@ -48,7 +48,9 @@ class _ShapeWithoutSizes(tuple[int, ...]):
 
 
 class MaskPlaceholder:
-    """An object in place of a mask tensor [B, 1, N_q, N_k]; computing with it raises an error.
+    """An object that replaces a mask tensor [B, 1, N_q, N_k].
+
+    A model that computes with the object raises an error.
 
     Attributes:
         ndim: number of dimensions. By this number, models and transformers distinguish attention
@@ -83,17 +85,17 @@ class MaskPlaceholder:
         return self
 
 
-def used_as_tensor(model: str, what: str) -> UsedAsTensor:
+def used_as_tensor(model: str, feature: str) -> UsedAsTensor:
     """Return the error for a model that computes with its mask.
 
     Args:
         model: name of the model.
-        what: attribute, operator or function that the model uses.
+        feature: attribute, operator or function that the model uses.
     """
     if in_backward_pass():
         return UsedAsTensor(SETTINGS_CHANGED)
     return UsedAsTensor(
-        f"{model} computes with its attention mask (reads its {what!r}), for which 'cab' "
+        f"{model} computes with its attention mask (reads its {feature!r}), for which 'cab' "
         "provides no mask tensor. Load it with attn_implementation='eager'."
     )
 

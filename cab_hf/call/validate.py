@@ -23,7 +23,7 @@ from cab_hf.checks import short
 from cab_hf.hf.fit import name_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# arguments with a check of their own
+# arguments that a separate check reads
 CHECKED = frozenset({"cu_seq_lens_q", "is_causal", "output_attentions"})
 # arguments that attention functions receive and may ignore: the cache is already updated, lengths
 # follow from cu_seq_lens_q, and the other arguments are for other modules of the model
@@ -125,7 +125,7 @@ class LayerArguments:
     def of(
         cls, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **keywords: Any
     ) -> LayerArguments:
-        """Build the arguments from those of an attention function; see `LayerArguments`."""
+        """Build an object from the arguments of an attention function; see `LayerArguments`."""
         fields = {name: keywords.pop(name) for name in KEYWORDS if name in keywords}
         return cls(module=module, query=query, key=key, value=value, others=keywords, **fields)
 
@@ -368,11 +368,11 @@ def validate_tracing(*tensors: Any) -> None:
         )
 
 
-def validate_vmap(what: str, *tensors: Any) -> None:
+def validate_vmap(description: str, *tensors: Any) -> None:
     """Raise an error for tensors that are batched by `torch.vmap`.
 
     Args:
-        what: noun phrase for the tensors, for the message.
+        description: noun phrase for the tensors, for the message.
         tensors: tensors to check; other values are ignored.
 
     Raises:
@@ -382,8 +382,8 @@ def validate_vmap(what: str, *tensors: Any) -> None:
         return
     if any(isinstance(x, Tensor) and _is_batched(x) for x in tensors):
         raise NotImplementedError(
-            f"torch.vmap batches {what}, and 'cab' reads its values. Loop over the samples, or "
-            "set attn_implementation='sdpa'."
+            f"torch.vmap batches {description}, and 'cab' reads its values. Loop over the samples, "
+            "or set attn_implementation='sdpa'."
         )
 
 
