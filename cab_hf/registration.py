@@ -365,7 +365,7 @@ def _validate(
 
 
 def _accepting_cab_config(make: Any) -> classmethod:
-    """Return the class method ``make``, which then accepts a ``cab_config`` next to a config.
+    """Return a class method that calls ``make``, and accepts both a config and a ``cab_config``.
 
     transformers accepts fields of a config as arguments only if the caller passes no config.
 

@@ -86,7 +86,7 @@ class Generation:
     processor, a stopping criterion, a streamer or a hook.
 
     Module hooks mark the call, because hooks work with PEFT, accelerate and compiled functions, and
-    torch.compile ignores hooks. A wrapper around ``forward`` would not work there.
+    torch.compile ignores hooks. A wrapper around ``forward`` would not work in these cases.
 
     The prompt applies only to layers with a config of the language model. Another model that a hook
     calls inside the forward pass has another config, and so do encoders of a composite model.
@@ -328,7 +328,7 @@ def recorded_positions() -> Tensor | None:
 
 @contextmanager
 def generating(model: nn.Module) -> Iterator[None]:
-    """Make the context one call of `generate`, whose prompt `Generation.begin` sets."""
+    """Run one call of `generate` inside the context; `Generation.begin` sets its prompt."""
     generation = Generation(model)
     token = FORWARD_CONTEXT.set(replace(FORWARD_CONTEXT.get(), prompt=None, generation=generation))
     try:
