@@ -24,8 +24,8 @@ class LayoutOptions(NamedTuple):
             lengths would wait for the device.
         block_offset: position of the first query in its query block, in tokens: one number for all
             rows, or one number per row. The layout starts with this number of vacant positions.
-        sequence_end: length of the prompt in tokens, int or int32 [B, 1]; None if sequences end with
-            this call.
+        sequence_end: length of the prompt in tokens, int or int32 [B, 1]; None if sequences end
+            with this call.
         window: width of a sliding window, in slots; None without a window.
     """
 

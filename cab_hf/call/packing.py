@@ -213,8 +213,8 @@ def counted_lengths(position_ids: Tensor) -> tuple[int, ...]:
     expected = torch.arange(tokens, device=starts.device) - starts.repeat_interleave(lengths)
     if not bool((position_ids == expected).all()):
         raise ValueError(
-            "position_ids do not count from 0 in every document, equally in all rows. Leave them "
-            "out, or pass the cumulative lengths of documents as cu_seq_lens_q."
+            "position_ids must count from 0 in every document, equally in all rows. Leave out "
+            "position_ids, or pass the cumulative lengths of documents as cu_seq_lens_q."
         )
     return tuple(lengths.tolist())
 

@@ -291,7 +291,7 @@ def validate_compiled(config: Any = None) -> None:
     if torch.compiler.is_compiling() and (config is None or is_sharded(config)):
         raise NotImplementedError(
             "the model is compiled, and torch.compile does not trace the state that "
-            "context_parallel and calibrate set. Leave out torch.compile there."
+            "context_parallel and calibrate set. Leave out torch.compile for these functions."
         )
 
 

@@ -167,7 +167,7 @@ def validate_arguments(arguments: LayerArguments, mask: Any) -> None:
         _validate_mask(mask, num_keys, arguments.sliding_window)
     if arguments.dropout:
         raise ValueError(
-            f"dropout is {arguments.dropout}; 'cab' has no attention dropout. "
+            f"dropout must be 0, got {arguments.dropout}: 'cab' has no attention dropout. "
             f"{_remedy_for_dropout(module, arguments.dropout)}"
         )
     if query.dtype not in DTYPES:
@@ -247,14 +247,15 @@ def _validate_directions(
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not is_causal:
         raise ValueError(
-            f"is_causal is False in {type(module).__name__}; 'cab' computes causal self-attention "
-            "only. Use attn_implementation='sdpa' for bidirectional and cross attention, "
-            "{'text_config': 'cab'} where the language model is one part of several."
+            f"is_causal must be True, got False in {type(module).__name__}: 'cab' computes causal "
+            "self-attention only. Use attn_implementation='sdpa' for bidirectional and cross "
+            "attention, {'text_config': 'cab'} where the language model is one part of several."
         )
     if num_keys < num_queries:
         raise ValueError(
-            f"key has {num_keys} tokens and query {num_queries}; 'cab' computes causal "
-            "self-attention, which needs a key for every query."
+            f"key must have at least the {num_queries} tokens of query, got {num_keys}: 'cab' "
+            "computes causal self-attention, which needs a key for every query. Use "
+            "attn_implementation='sdpa' for cross attention."
         )
 
 
@@ -268,33 +269,35 @@ def _validate_keywords(model: str, keywords: dict[str, Any]) -> None:
     cache = keywords.get("cache")
     if isinstance(cache, Cache):
         raise ValueError(
-            f"cache is a {type(cache).__name__}, which {model} does not read. Before transformers "
-            "5.24, pass the cache as past_key_values."
+            f"cache must be None, got a {type(cache).__name__}, which {model} does not read. "
+            "Before transformers 5.24, pass the cache as past_key_values."
         )
     if cache is not None:
         raise NotImplementedError(
-            "cache is a paged cache (continuous batching); 'cab' does not read one. "
-            "Use attn_implementation='sdpa' for generate_batch."
+            "cache must be None, got a paged cache (continuous batching), which 'cab' does not "
+            "read. Use attn_implementation='sdpa' for generate_batch."
         )
     if keywords.get("softmax_scale") is not None:
         raise ValueError(
-            f"softmax_scale is {short(keywords['softmax_scale'])}; pass it as scaling, the "
-            "name that transformers uses."
+            f"softmax_scale must be None, got {short(keywords['softmax_scale'])}. Pass the factor "
+            "as scaling, the name that transformers uses."
         )
     for name, value in keywords.items():
         if value is None or name in CHECKED or name in HARMLESS:
             continue
         if name in MEANINGS:
             raise NotImplementedError(
-                f"{name} is set ({MEANINGS[name]}); 'cab' does not compute that. "
+                f"{name} must be None: 'cab' does not compute {MEANINGS[name]}. "
                 f"Use attn_implementation='eager' for {model}."
             )
         raise ValueError(
-            f"{name} is {short(value)}; 'cab' does not support this argument and would ignore it. "
-            f"Leave it out, or use attn_implementation='eager' for {model}."
+            f"{name} must be None, got {short(value)}: 'cab' would ignore this argument. "
+            f"Leave out {name}, or use attn_implementation='eager' for {model}."
         )
     if keywords.get("cu_seq_lens_k") is not None and keywords.get("cu_seq_lens_q") is None:
-        raise ValueError("cu_seq_lens_k is set, but cu_seq_lens_q is None. Pass cu_seq_lens_q too.")
+        raise ValueError(
+            "cu_seq_lens_k must be None if cu_seq_lens_q is None. Pass cu_seq_lens_q too."
+        )
 
 
 def _validate_mask(mask: Any, num_keys: int, sliding_window: int | None) -> None:
@@ -324,8 +327,8 @@ def _validate_mask(mask: Any, num_keys: int, sliding_window: int | None) -> None
     # "eager" and "sdpa" read the mask, and kernels without a mask read the argument
     if mask.window is None and sliding_window is not None and sliding_window < num_keys:
         raise NotImplementedError(
-            f"sliding_window is {sliding_window}, and the mask of this layer has none; 'cab' "
-            f"does not know which of the two {mask.model} needs. Use attn_implementation='sdpa'."
+            f"sliding_window must be None for a mask without a window, got {sliding_window}: the "
+            f"argument and the mask of {mask.model} disagree. Use attn_implementation='sdpa'."
         )
 
 
