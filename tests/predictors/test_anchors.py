@@ -73,7 +73,7 @@ def kept_of(config, layers, importance=None):
     weights = importance or [1.0] * len(layers)
     return [
         coverage_of_layers([layer[i] for layer in measured], weights)
-        for i in range(len(THRESHOLDS))
+        for i in range(len(measured[0]))
     ]
 
 
