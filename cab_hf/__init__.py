@@ -37,6 +37,7 @@ __all__ = [
     "stats",
 ]
 
+# public name -> module that defines the name
 _HOME = {
     "BlockPlan": "cab_hf.plan",
     "CabConfig": "cab_hf.config",
@@ -53,7 +54,7 @@ register_when_imported()
 
 
 def __getattr__(name: str) -> object:
-    # importing cab_hf stays fast: the first use of a name imports torch (PEP 562)
+    # lazy imports (PEP 562): importing cab_hf does not import torch, so that it is fast
     if name not in _HOME:
         raise AttributeError(f"module 'cab_hf' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)

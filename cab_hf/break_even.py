@@ -1,9 +1,9 @@
 """`pays`: measured break-even points between sparse and dense attention, by device type.
 
-`CabConfig.min_length` decides for whole prompts. A prompt that continues a long cache, such as a
-question about a document, can have too few queries for sparse attention to pay: the keys of the
-whole cache are scored for a few query blocks. The points are in break_even.json.
-`python -m cab_hf.eval.break_even` measures and writes them.
+`CabConfig.min_length` decides for prompts without a cache. A prompt that continues a long cache,
+such as a question about a document, can have too few queries for sparse attention to be faster:
+selection scores all cached keys for a few query blocks. The file break_even.json contains the
+measured points, and `python -m cab_hf.eval.break_even` measures and writes the file.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+# file with the measured points
 PATH = Path(__file__).with_suffix(".json")
-# device type -> ascending (keys, least queries for which sparse attention is not slower), in tokens
+# device type -> pairs (keys, least queries for which sparse attention is not slower), in tokens,
+# ascending by keys
 POINTS: dict[str, tuple[tuple[int, int], ...]] = {
     device: tuple((keys, queries) for keys, queries in measured["points"])
     for device, measured in json.loads(PATH.read_text("utf-8")).items()
@@ -23,9 +25,9 @@ def pays(q_length: int, kv_length: int, device_type: str) -> bool:
     """Return True unless measurements say that dense attention is faster.
 
     Args:
-        q_length: Queries of the prompt, in tokens.
-        kv_length: Keys, cache included, in tokens.
-        device_type: Torch device type, e.g. ``"cuda"``.
+        q_length: queries of the prompt, in tokens.
+        kv_length: keys, including the cache, in tokens.
+        device_type: torch device type, such as "cuda".
     """
     return q_length >= least_queries(kv_length, device_type)
 
@@ -33,11 +35,15 @@ def pays(q_length: int, kv_length: int, device_type: str) -> bool:
 def least_queries(kv_length: int, device_type: str) -> int:
     """Return the least number of queries for which sparse attention is not slower than dense.
 
-    The number is that of the last measured length that is not above ``kv_length``. It is 0 if no
-    such length was measured.
+    The result is the number at the longest measured length up to ``kv_length``, or 0 if all
+    measured lengths are longer.
+
+    Args:
+        kv_length: keys, including the cache, in tokens.
+        device_type: torch device type, such as "cuda".
     """
-    least = 0
-    for keys, queries in POINTS.get(device_type, ()):
-        if keys <= kv_length:
-            least = queries
-    return least
+    min_queries = 0
+    for num_keys, num_queries in POINTS.get(device_type, ()):
+        if num_keys <= kv_length:
+            min_queries = num_queries
+    return min_queries

@@ -1,4 +1,4 @@
-"""The compute capability for which kernels and engines are selected."""
+"""The compute capability of the GPU, which decides between kernels and engines."""
 
 from __future__ import annotations
 
@@ -12,29 +12,33 @@ from cab_hf.checks import require
 VARIABLE = "CAB_HF_CAPABILITY"
 # capability of a GPU that is not from NVIDIA
 NONE = (0, 0)
-# lowest capability with products in 8-bit floats
+# lowest capability with matrix products in 8-bit floats
 FP8 = (8, 9)
-# major capability of the GPUs on which times were measured
+# major capability of Hopper GPUs, on which the times in this package were measured
 HOPPER = 9
 
 
 def _parsed(value: str | None) -> tuple[int, int] | None:
+    """Return (major, minor) from a string such as "8.0"; None for None or an empty string."""
     if not value:
         return None
     parts = value.split(".")
-    known = len(parts) == 2 and all(map(str.isdecimal, parts))
-    require(
-        known, VARIABLE, value, "a capability such as 8.0, or 0.0 for a GPU that is not from NVIDIA"
-    )
+    is_capability = len(parts) == 2 and all(map(str.isdecimal, parts))
+    accepted = "a capability such as 8.0, or 0.0 for a GPU that is not from NVIDIA"
+    require(is_capability, VARIABLE, value, accepted)
     return int(parts[0]), int(parts[1])
 
 
-# read once, so that torch.compile does not trace the environment
+# capability in `VARIABLE`; read once, because torch.compile does not trace the environment
 NAMED = _parsed(os.environ.get(VARIABLE))
 
 
 def capability(device: torch.device | str = "cuda") -> tuple[int, int]:
-    """Return (major, minor) of an NVIDIA GPU, or of `VARIABLE` if it is set; otherwise `NONE`."""
+    """Return the compute capability (major, minor) of a device.
+
+    The environment variable `VARIABLE` overrides the device. The result is `NONE` for a device that
+    is not an NVIDIA GPU.
+    """
     if NAMED is not None:
         return NAMED
     # capabilities of ROCm devices have another meaning

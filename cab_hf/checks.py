@@ -1,4 +1,4 @@
-"""Checks of values, with error messages, and warnings that appear once."""
+"""Checks of argument values with error messages, and warnings that appear once per process."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import math
 import warnings
 from typing import Any
 
-# blocks and tokens are counted in int32
+# largest number of blocks or tokens, because kernels count in int32
 MOST = 2**31 - 1
-# keys of the warnings of this process
+# keys of the warnings that this process has shown
 _warned: set[tuple[Any, ...]] = set()
 
 
-def require(accepted: object, name: str, value: Any, what: str) -> None:
-    """Raise a ValueError for the ``value`` of an argument unless it is ``accepted``.
+def require(accepted: object, name: str, value: Any, expected: str) -> None:
+    """Raise a ValueError for an argument whose value is not valid.
 
     Args:
         accepted: True if the value is valid.
         name: name of the argument.
         value: value of the argument.
-        what: description of valid values, for the message.
+        expected: description of valid values, for the message.
     """
     if not accepted:
-        raise ValueError(f"{name} must be {what}, got {short(value)}.")
+        raise ValueError(f"{name} must be {expected}, got {short(value)}.")
 
 
 def require_finite(outputs: Any, attention: str) -> None:
@@ -35,25 +35,28 @@ def require_finite(outputs: Any, attention: str) -> None:
     Raises:
         ValueError: if a number is infinite or NaN.
     """
-    # one pass that allocates nothing: logits can take most of the memory
+    # aminmax allocates no mask: logits can already take most of the memory
     if not all(map(math.isfinite, outputs.detach().aminmax())):
         raise ValueError(
             f"The model's outputs are not finite (NaN or infinite) under {attention} attention, so "
-            "that nothing can be measured; give a model whose weights are sound, or another dtype."
+            "nothing can be measured. Pass a model with finite outputs, or use another dtype."
         )
 
 
 def short(value: Any) -> str:
-    """Return a value as text of at most 80 characters, for a message."""
-    # a scalar of numpy or torch has an empty shape and is shown by value
+    """Return a description of a value with at most 80 characters, for a message.
+
+    The description is the shape of a tensor or array, or the repr of any other value.
+    """
+    # empty for scalars of numpy and torch, whose repr is short
     shape = getattr(value, "shape", None)
-    text = f"a tensor of shape {tuple(shape)}" if shape else repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    description = f"a tensor of shape {tuple(shape)}" if shape else repr(value)
+    return description if len(description) <= 80 else f"{description[:77]}..."
 
 
-def is_whole(value: Any, least: int = 1) -> bool:
-    """Return True for an int (not a bool) of at least ``least``."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_whole(value: Any, minimum: int = 1) -> bool:
+    """Return True for an int (not a bool) of at least ``minimum``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def is_count(value: Any) -> bool:
@@ -63,8 +66,8 @@ def is_count(value: Any) -> bool:
 
 def is_number(value: Any) -> bool:
     """Return True for a finite int or float (not a bool)."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value)
+    is_real_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_real_number and math.isfinite(value)
 
 
 def is_share(value: Any) -> bool:
@@ -73,12 +76,12 @@ def is_share(value: Any) -> bool:
 
 
 def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
-    """Warn that a public name is the old one of ``new``.
+    """Warn that a public name has been renamed.
 
     Args:
-        old: name that the user's code has.
-        new: name to use instead.
-        stacklevel: as for `warnings.warn`, counted from this function.
+        old: name that the user's code uses.
+        new: current name.
+        stacklevel: argument of `warnings.warn`, counted from this function.
     """
     warnings.warn(
         f"{old} is an old name that the next version removes. Use {new}.",
@@ -88,7 +91,12 @@ def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
 
 
 def warn_once(key: tuple[Any, ...], sentence: str) -> None:
-    """Warn with ``sentence``, once per process and ``key``."""
+    """Show a warning once per process and key.
+
+    Args:
+        key: identifies the warning; a second call with an equal key shows nothing.
+        sentence: message of the warning.
+    """
     if key not in _warned:
         _warned.add(key)
         warnings.warn(sentence, UserWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""`CabConfig`: the settings of a user, one frozen dataclass, saved as a dict in a model config."""
+"""`CabConfig`: the settings of block-sparse attention, which a model config saves as a dict."""
 
 from __future__ import annotations
 
@@ -13,32 +13,40 @@ from typing import Any, NamedTuple, TypeVar
 
 from cab_hf.checks import MOST, is_count, is_number, is_share, is_whole, require, short, warn_once
 
-# names registered with transformers: sparse attention with any predictor, sparse attention with the
-# published predictor, and exact attention in every layer
+# attention implementation with the published predictor
 CAB_FRC = "cab_frc"
+# attention implementations that are sparse
 SPARSE = ("cab", CAB_FRC)
+# all attention implementations; "cab_dense" computes exact attention in every layer
 NAMES = (*SPARSE, "cab_dense")
 
 CURVATURE = ("none", "additive", "forman")
-# fields that take a table of layers and heads
+# fields that accept a `Table`
 TABLES = ("sparsity", "head_map")
 ENGINES = ("auto", "flex", "triton", "gather", "reference")
+# field -> accepted strings
 CHOICES = {"curvature": CURVATURE, "engine": ENGINES}
 # one number per head of each layer, [layers][heads]
 Table = tuple[tuple[float, ...], ...]
 
-# names of the predictors in cab_hf; a predictor of a user may read any field
-CAB, FRC = ("rows", "cascade"), "frc"
+# predictors that select blocks by attention mass
+CAB = ("rows", "cascade")
+# predictor of the published method
+FRC = "frc"
+# all predictors of cab_hf; a predictor of a user may read any field
 SHIPPED = (*CAB, FRC)
-# the name of outlier_queries in earlier versions
+# name of the field outlier_queries in earlier versions
 OLD_OUTLIERS = "exact_queries"
 Class = TypeVar("Class", bound=type)
 
 
 def _read_by(predictors: tuple[str, ...], default: Any, off: Any = dataclasses.MISSING) -> Any:
-    """Return a field that only ``predictors`` read.
+    """Return a dataclass field that only some predictors of cab_hf read.
 
-    The other predictors accept only the ``default`` and ``off``, the value that disables the field.
+    Args:
+        predictors: names of the predictors that read the field.
+        default: default of the field.
+        off: value that disables the field. The other predictors accept ``default`` and ``off``.
     """
     return dataclasses.field(default=default, metadata={"predictors": predictors, "off": off})
 
@@ -61,19 +69,22 @@ class Origin(NamedTuple):
     length: int
 
     @classmethod
-    def of(cls, given: Any) -> Origin:
-        """Return the origin with these fields by name, for example parsed from JSON.
+    def of(cls, value: Any) -> Origin:
+        """Return the origin that a value describes.
+
+        Args:
+            value: an `Origin`, a dict of its fields, or a tuple of (name, field) pairs.
 
         Raises:
             ValueError: if a field is missing, unknown or of a wrong type.
         """
-        if isinstance(given, Origin):
-            return given
+        if isinstance(value, Origin):
+            return value
         # under torch.compile a dict arrives as a tuple of pairs
-        pairs = isinstance(given, tuple) and all(
-            isinstance(x, tuple) and len(x) == 2 for x in given
+        is_pairs = isinstance(value, tuple) and all(
+            isinstance(x, tuple) and len(x) == 2 for x in value
         )
-        fields = dict(given) if pairs or isinstance(given, Mapping) else {}
+        fields = dict(value) if is_pairs or isinstance(value, Mapping) else {}
         if set(fields) == set(cls._fields):
             origin = cls(**fields)
             counts = [x for x in origin[1:4] if x is not None] + [origin.length]
@@ -81,18 +92,22 @@ class Origin(NamedTuple):
                 return origin
         raise ValueError(
             f"CabConfig.origin must be None or a dict of {', '.join(cls._fields)}, got "
-            f"{str(given)[:80]!r}."
+            f"{str(value)[:80]!r}."
         )
 
     @property
     def shape(self) -> str:
-        """Return the known numbers of layers and heads, such as "30 layers, 9 heads"."""
-        parts = zip(self[1:4], ("layers", "heads", "KV heads"), strict=True)
-        return ", ".join([f"{count} {what}" for count, what in parts if count is not None])
+        """The numbers of layers and heads that are not None, such as "30 layers, 9 heads"."""
+        counts = zip(self[1:4], ("layers", "heads", "KV heads"), strict=True)
+        return ", ".join([f"{count} {unit}" for count, unit in counts if count is not None])
 
 
 def _refuse_unknown_fields(config_class: Class) -> Class:
-    """Make the constructor of a dataclass reject unknown fields, as `CabConfig.from_dict` does."""
+    """Make the constructor of a dataclass raise the errors of `CabConfig.from_dict`.
+
+    The errors name unknown fields and list the known fields. The constructor of a dataclass raises
+    a TypeError that does not list the fields.
+    """
     init = config_class.__init__
 
     @functools.wraps(init)
@@ -130,13 +145,14 @@ class CabConfig:
             ends a prompt, so a prompt that is read in chunks has a dense tail in every chunk. Calls
             with fewer than ``query_block`` queries have no tail. Default 2.
         outlier_queries: Queries per block that are selected by farthest-point sampling
-            (`reference.outlier_queries`) and scored on half of the channels of every key. They
-            detect keys that only single queries need. 0, or a power of two that divides
-            ``query_block``. Default 16.
+            (`reference.outlier_queries`) and scored on half of the channels of every key.
+            Outlier queries detect keys that only single queries need. 0, or a power of two that
+            divides ``query_block``. Default 16.
         typical_queries: Queries per block that are sampled at equal steps and scored on all
-            channels of every ``typical_key_stride``-th key. They represent the queries that are not
-            outliers. A power of two that divides ``query_block``. The default also works with other
-            blocks, which use the largest power of two that divides the block. Default 32.
+            channels of every ``typical_key_stride``-th key. Typical queries represent the queries
+            that are not outliers. A power of two that divides ``query_block``. The default also
+            works with other blocks, which use the largest power of two that divides the block.
+            Default 32.
         typical_key_stride: Distance between the keys that typical queries are scored on, in tokens.
             A power of two that divides ``key_block``; 1 scores every key. Default 4.
         mass_threshold: Least share of attention, averaged over the scored queries of a row, for
@@ -159,9 +175,9 @@ class CabConfig:
         sampled_one_in: Sampling of blocks in training: each row of each head samples one of every
             ``sampled_one_in`` neighbouring key blocks. A sampled block that is not selected is
             attended to with ``sampled_one_in`` times its weight, to represent the blocks that are
-            not selected. Gradients are then closer to those of dense attention, and the trained
-            model also works with dense attention. Nothing is sampled without gradients. 0 disables
-            sampling. Default 0.
+            not selected. Gradients are then closer to the gradients of dense attention, and the
+            trained model also works with dense attention. Nothing is sampled without gradients. 0
+            disables sampling. Default 0.
         dense_layers: Indices of the layers that compute exact attention. Default ().
         min_length: Length below which a sequence is computed with exact attention, in tokens. The
             length includes the cache, so the first chunks of a long prompt are exact too. Calls
@@ -170,12 +186,12 @@ class CabConfig:
             Prompts with few tokens after a long cache are exact where dense attention was measured
             to be faster (`cab_hf.break_even`). 0 disables both rules: every call with at least
             ``query_block`` queries is sparse, even where dense attention is faster. Default 16384.
-        engine: Engine that computes attention over the selected blocks: ``"auto"`` (the fastest one
-            that supports the call), ``"flex"``, ``"triton"``, ``"gather"`` (on a CPU) or
+        engine: Engine that computes attention over the selected blocks: ``"auto"`` (the fastest
+            engine that supports the call), ``"flex"``, ``"triton"``, ``"gather"`` (on a CPU) or
             ``"reference"``. A named engine never falls back to another. Default ``"auto"``.
         predictor: Name of the registered predictor that selects blocks: ``"rows"``, ``"cascade"``
             (the same method, in the layers ``anchors`` only), ``"frc"`` (the published method, see
-            `published`), or one of your own. Default ``"rows"``.
+            `published`), or a predictor of your own. Default ``"rows"``.
         anchors: Indices of the layers that select blocks, ascending. Predictor ``"cascade"`` only.
             Each other sparse layer reuses the selection of the last anchor before it. The first
             sparse layer must be an anchor. Default ().
@@ -192,8 +208,8 @@ class CabConfig:
             ``min_length`` or than four times the keys to read: a share above 1/4 saves nothing.
             Default 4096.
         check_finite: If True, raise an error for queries and keys that contain infinities or NaN.
-            Costs a pass over both and a wait for the device in every sparse layer. Ignored under
-            CUDA graphs. Default False.
+            The check costs a pass over q and k and a wait for the device in every sparse layer.
+            CUDA graphs ignore the check. Default False.
         origin: Model and length of the calibration, an `Origin` or a dict of its fields. A model
             with other layers or heads raises an error. None for settings without a calibration.
             Default None.
@@ -230,69 +246,38 @@ class CabConfig:
     origin: Origin | None = None
 
     def __post_init__(self) -> None:
-        blocks = ("query_block", "key_block")
-        accepted = f"a whole number from 16 to {MOST}, a multiple of 16"
-        self._require(blocks, lambda size: is_count(size) and size and size % 16 == 0, accepted)
-        fits = max(self.query_block, self.key_block) % min(self.query_block, self.key_block) == 0
-        of_rows = f"a divisor or a multiple of query_block={self.query_block}"
-        self._require(("key_block",), lambda _: fits, of_rows)
+        self._check_blocks()
         counts = ("sink_blocks", "local_blocks", "dense_tail_blocks")
         counts += ("sampled_one_in", "min_length")
         self._require(counts, is_count, f"a whole number from 0 to {MOST}")
         for name, choices in CHOICES.items():
             self._require((name,), choices.__contains__, "one of " + ", ".join(map(repr, choices)))
-        power = f"a power of two that divides query_block={self.query_block}"
-        default = FIELDS["typical_queries"].default
-        self._require(
-            ("typical_queries",),
-            lambda x: self._is_power(x) or (is_whole(x, 1) and x == default),
-            power,
-        )
-        self._require(
-            ("typical_key_stride",),
-            lambda x: is_whole(x, 1) and x & (x - 1) == 0 and self.key_block % x == 0,
-            f"a power of two that divides key_block={self.key_block}",
-        )
-        none = f"0 or {power}"
-        self._require(
-            ("outlier_queries",), lambda x: self._is_power(x) or (is_count(x) and x == 0), none
-        )
+        self._check_sampled_queries()
         self._require(("mass_threshold",), is_share, "in [0, 1]")
         self._require(("share_threshold",), lambda x: is_share(x) and x > 0, "in (0, 1]")
-        every_row = "in [0, 1) so that every row keeps at least one block"
-        self._freeze_table("sparsity", lambda x: is_share(x) and x < 1, every_row)
+        self._freeze_table(
+            "sparsity",
+            lambda x: is_share(x) and x < 1,
+            "in [0, 1) so that every row keeps at least one block",
+        )
         self._require(("max_density",), lambda x: is_share(x) and x > 0, "in (0, 1]")
         self._require(("redundancy",), is_share, "in [0, 1]")
         self._require(("predictor",), lambda x: isinstance(x, str) and x, "a name (str)")
         switches = ("sparse_decode", "check_finite")
         self._require(switches, lambda x: isinstance(x, bool), "True or False")
 
-        def some_keys(x: Any) -> bool:
-            return (is_count(x) and x >= 128) or (is_number(x) and 0 < x < 1)
-
-        self._require(("decode_tokens",), some_keys, "a whole number >= 128, or a share in (0, 1)")
-
-        def indices(layers: Any) -> bool:
-            return isinstance(layers, (tuple, list)) and all(is_count(i) for i in layers)
-
-        self._require(("dense_layers", "anchors"), indices, "a tuple of layer indices >= 0")
-        # JSON has lists instead of tuples; a frozen value must be hashable
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
-        object.__setattr__(self, "anchors", tuple(self.anchors))
-        # a single number for all heads is not accepted here
-        same_heads = "() for the same heads"
-        a_table = f"a table [layers][heads], or {same_heads}"
-        self._require(("head_map",), lambda x: isinstance(x, (tuple, list)), a_table)
-        if self.head_map:
-            self._freeze_table("head_map", is_count, same_heads)
-        else:
-            object.__setattr__(self, "head_map", ())
+        self._require(
+            ("decode_tokens",),
+            lambda x: (is_count(x) and x >= 128) or (is_number(x) and 0 < x < 1),
+            "a whole number >= 128, or a share in (0, 1)",
+        )
+        self._check_layers_and_heads()
         if self.origin is not None:
             object.__setattr__(self, "origin", Origin.of(self.origin))
-        for name, reader in unread(vars(self)).items():
+        for name, setting in unread(vars(self)).items():
             raise ValueError(
-                f"CabConfig.{name} is {short(getattr(self, name))}, which {reader} does not read. "
-                f"Leave it at {FIELDS[name].default!r}{_others(name)}."
+                f"CabConfig.{name} is {short(getattr(self, name))}, which {setting} does not read. "
+                f"Leave it at {FIELDS[name].default!r}{_remedy_for_unread(name)}."
             )
         if self.predictor == "cascade":
             self._check_cascade()
@@ -307,8 +292,8 @@ class CabConfig:
             sparsity: Share of the blocks of a row that is dropped, in [0, 1).
             curvature: ``"forman"`` (with ``redundancy=1``, which keeps the lowest Forman-Ricci
                 curvature), ``"additive"`` or ``"none"``.
-            overrides: Any other field. Fields of the recipe that are then not read return to their
-                defaults.
+            overrides: Any other field. A field of the recipe returns to its default if the new
+                predictor does not read the field.
         """
         recipe = {
             "query_block": 64,
@@ -323,7 +308,10 @@ class CabConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> CabConfig:
-        """Return the config with some fields by name, or the config that `to_dict` saved.
+        """Return the config with these fields, for example the result of `to_dict`.
+
+        Args:
+            settings: fields by name; other fields have their defaults.
 
         Raises:
             ValueError: if ``settings`` is not a dict, has an unknown field, or sets a field that
@@ -340,14 +328,21 @@ class CabConfig:
 
     @classmethod
     def reading(cls, fields: Mapping[str, Any]) -> CabConfig:
-        """Return a config with those of the ``fields`` that are read, and defaults for the rest."""
-        idle = unread(fields)
-        return cls(**{name: value for name, value in fields.items() if name not in idle})
+        """Return a config that ignores the fields that its other settings do not read.
+
+        Args:
+            fields: fields by name.
+        """
+        ignored = unread(fields)
+        return cls(**{name: value for name, value in fields.items() if name not in ignored})
 
     def changed(self, /, **fields: Any) -> CabConfig:
-        """Return this config with other values for ``fields``.
+        """Return this config with other values for some fields.
 
-        Other fields that the new config does not read return to their defaults.
+        Any other field returns to its default if the new config does not read the field.
+
+        Args:
+            fields: new values, by name.
 
         Raises:
             ValueError: as in `from_dict`; the new config must read all ``fields``.
@@ -360,6 +355,9 @@ class CabConfig:
     @classmethod
     def calibrated(cls, path: str | Path) -> CabConfig:
         """Return the config in a file that `save` wrote, for example after a calibration.
+
+        Args:
+            path: JSON file.
 
         Raises:
             ValueError: if the file does not exist or contains no config.
@@ -381,18 +379,80 @@ class CabConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON-compatible values, ready for ``model.config.cab_config``."""
-        fields = {name: _thawed(value) for name, value in vars(self).items()}
+        fields = {name: _json_value(value) for name, value in vars(self).items()}
         if self.origin is None:
             del fields["origin"]
         return fields
 
+    def _check_blocks(self) -> None:
+        """Raise a ValueError for block sizes that are invalid or do not fit each other."""
+        self._require(
+            ("query_block", "key_block"),
+            lambda size: is_count(size) and size and size % 16 == 0,
+            f"a whole number from 16 to {MOST}, a multiple of 16",
+        )
+        smaller, larger = sorted((self.query_block, self.key_block))
+        self._require(
+            ("key_block",),
+            lambda _: larger % smaller == 0,
+            f"a divisor or a multiple of query_block={self.query_block}",
+        )
+
+    def _check_sampled_queries(self) -> None:
+        """Raise a ValueError for numbers of sampled queries or keys that do not fit the blocks."""
+        default = FIELDS["typical_queries"].default
+        accepted = f"a power of two that divides query_block={self.query_block}"
+        self._require(
+            ("typical_queries",),
+            lambda x: self._is_power(x) or (is_whole(x, 1) and x == default),
+            accepted,
+        )
+        self._require(
+            ("typical_key_stride",),
+            lambda x: is_whole(x, 1) and x & (x - 1) == 0 and self.key_block % x == 0,
+            f"a power of two that divides key_block={self.key_block}",
+        )
+        self._require(
+            ("outlier_queries",),
+            lambda x: self._is_power(x) or (is_count(x) and x == 0),
+            f"0 or {accepted}",
+        )
+
+    def _check_layers_and_heads(self) -> None:
+        """Check indices of layers and the table of heads, and turn lists into tuples.
+
+        JSON has lists in place of tuples, and a frozen dataclass must be hashable.
+
+        Raises:
+            ValueError: if ``dense_layers``, ``anchors`` or ``head_map`` has a bad value.
+        """
+        self._require(
+            ("dense_layers", "anchors"),
+            lambda x: isinstance(x, (tuple, list)) and all(is_count(layer) for layer in x),
+            "a tuple of layer indices >= 0",
+        )
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        object.__setattr__(self, "anchors", tuple(self.anchors))
+        # checked before `_freeze_table`, which also accepts a single number for all heads
+        default = "() for the same heads"
+        self._require(
+            ("head_map",),
+            lambda x: isinstance(x, (tuple, list)),
+            f"a table [layers][heads], or {default}",
+        )
+        if self.head_map:
+            self._freeze_table("head_map", is_count, default)
+        else:
+            object.__setattr__(self, "head_map", ())
+
     def _check_cascade(self) -> None:
         """Raise a ValueError if the fields do not define a cascade."""
 
-        def ascending(layers: tuple[int, ...]) -> bool:
-            return layers != () and list(layers) == sorted(set(layers))
-
-        self._require(("anchors",), ascending, "ascending layer indices, at least one")
+        self._require(
+            ("anchors",),
+            lambda layers: layers != () and list(layers) == sorted(set(layers)),
+            "ascending layer indices, at least one",
+        )
         dense = sorted(set(self.anchors) & set(self.dense_layers))
         if dense:
             raise ValueError(
@@ -400,100 +460,118 @@ class CabConfig:
                 "both. Remove it from one of the two fields."
             )
 
-    def _freeze_table(self, name: str, accepts: Callable[[Any], bool], what: str) -> None:
+    def _freeze_table(self, name: str, accepts: Callable[[Any], bool], expected: str) -> None:
         """Check a field that is one value or a table of values, and turn lists into tuples.
 
         Args:
             name: name of the field.
-            accepts: returns True for a valid value.
-            what: description of valid values, for the error.
+            accepts: function that returns True for a valid value.
+            expected: description of valid values, for the error.
 
         Raises:
             ValueError: if the field is neither a valid value nor a table of valid values.
         """
         value = getattr(self, name)
         if not isinstance(value, (tuple, list)):
-            self._require((name,), accepts, f"{what}, or a table")
+            self._require((name,), accepts, f"{expected}, or a table")
             return
         rows = tuple(tuple(row) if isinstance(row, (tuple, list)) else () for row in value)
-        even = len({len(row) for row in rows}) == 1 and rows[0] != ()
-        if not even or not all(accepts(each) for row in rows for each in row):
+        is_rectangular = len({len(row) for row in rows}) == 1 and rows[0] != ()
+        if not is_rectangular or not all(accepts(number) for row in rows for number in row):
             raise ValueError(
-                f"CabConfig.{name} must be {what}, or a table [layers][heads] of such numbers "
+                f"CabConfig.{name} must be {expected}, or a table [layers][heads] of such numbers "
                 f"with rows of one length, got {short(value)}."
             )
-        # JSON has lists instead of tuples, as for dense_layers
+        # JSON has lists in place of tuples, and a frozen dataclass must be hashable
         object.__setattr__(self, name, rows)
 
     def _is_power(self, x: Any) -> bool:
         """Return True if ``x`` is a power of two that divides ``query_block``."""
         return is_whole(x, 1) and x & (x - 1) == 0 and self.query_block % x == 0
 
-    def _require(self, names: tuple[str, ...], accepts: Callable[[Any], bool], what: str) -> None:
+    def _require(
+        self, names: tuple[str, ...], accepts: Callable[[Any], bool], expected: str
+    ) -> None:
+        """Raise a ValueError for the first field whose value is not accepted.
+
+        Args:
+            names: names of the fields.
+            accepts: function that returns True for a valid value.
+            expected: description of valid values, for the error.
+        """
         for name in names:
             value = getattr(self, name)
-            require(accepts(value), f"CabConfig.{name}", value, what)
+            require(accepts(value), f"CabConfig.{name}", value, expected)
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(CabConfig)}
 
 
-# functions and not properties: torch.compile does not trace properties of constants
+# functions in place of properties, because torch.compile does not trace properties of constants
 def blocks_of(config: CabConfig) -> tuple[int, int]:
     """Return the sizes of (query, key) blocks, in tokens."""
     return config.query_block, config.key_block
 
 
 def num_typical_queries(config: CabConfig) -> int:
-    """Return the number of typical queries per block: a power of two that divides the block."""
+    """Return the number of typical queries per block, a power of two that divides the block."""
     return gcd(config.typical_queries, config.query_block)
 
 
 def tail_of(config: CabConfig) -> tuple[int, int]:
-    """Return the arguments of `KeyRanges.tail`: tokens of the dense tail, and of a query block."""
+    """Return the length of the dense tail and the size of a query block, both in tokens.
+
+    `KeyRanges.tail` has these arguments.
+    """
     return config.dense_tail_blocks * config.query_block, config.query_block
 
 
 def unread(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fields that are set and not read, each with the setting that does not read it.
+    """Return the fields that have no effect.
 
-    Missing fields have their defaults. `CabConfig` checks the values.
+    Args:
+        settings: fields by name, with values of any type; missing fields have their defaults.
+
+    Returns:
+        A dict from each such field to the setting that does not read the field, for example
+        {"decode_tokens": "sparse_decode=False"}.
     """
     predictor = settings.get("predictor", FIELDS["predictor"].default)
-    idle = {}
+    ignored = {}
     decode_tokens = settings.get("decode_tokens", CabConfig.decode_tokens)
     if decode_tokens != CabConfig.decode_tokens and not settings.get("sparse_decode", False):
-        idle["decode_tokens"] = "sparse_decode=False"
+        ignored["decode_tokens"] = "sparse_decode=False"
     if predictor not in SHIPPED:
-        return idle
+        return ignored
     for name, value in settings.items():
         metadata = FIELDS[name].metadata
         if not metadata or value == FIELDS[name].default or value == metadata["off"]:
             continue
         if predictor not in metadata["predictors"]:
-            idle[name] = f"predictor={predictor!r}"
-    return idle
+            ignored[name] = f"predictor={predictor!r}"
+    return ignored
 
 
-def _others(name: str) -> str:
-    """Return the remedy for an unread field, as the end of a sentence."""
+def _remedy_for_unread(name: str) -> str:
+    """Return the remedy for a field that has no effect, as the end of a sentence."""
     if name == "decode_tokens":
-        return ", or give sparse_decode=True"
-    parts = [f"predictor={x!r}" for x in FIELDS[name].metadata["predictors"]]
-    return f", or select a predictor that reads it ({', '.join(parts)})"
+        return ", or set sparse_decode=True"
+    predictors = [f"predictor={x!r}" for x in FIELDS[name].metadata["predictors"]]
+    return f", or select a predictor that reads it ({', '.join(predictors)})"
 
 
 def _renamed(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``settings`` with current field names, and warn once about an old name.
 
-    A config with the old name scored typical queries on every key, so its stride is 1.
+    In a config with an old name, ``typical_key_stride`` is 1: earlier versions scored typical
+    queries on every key.
     """
     settings = dict(settings)
     if OLD_OUTLIERS not in settings:
         return settings
     if "outlier_queries" in settings:
         raise ValueError(
-            f"CabConfig.{OLD_OUTLIERS} is the old name of outlier_queries, got both. Remove "
+            f"CabConfig.{OLD_OUTLIERS} is the old name of outlier_queries, got both names. Remove "
             f"{OLD_OUTLIERS}."
         )
     warn_once(
@@ -511,13 +589,12 @@ def _require_known(settings: Mapping[str, Any]) -> None:
     """Raise a ValueError that names every unknown field and lists the known fields."""
     unknown = [repr(name) for name in settings if name not in FIELDS]
     if unknown:
-        *first, last = unknown
-        named = f"{', '.join(first)} or {last}" if first else last
-        raise ValueError(f"CabConfig has no field {named}; its fields are {', '.join(FIELDS)}.")
+        names = " or ".join(filter(None, (", ".join(unknown[:-1]), unknown[-1])))
+        raise ValueError(f"CabConfig has no field {names}; its fields are {', '.join(FIELDS)}.")
 
 
-def _thawed(value: Any) -> Any:
-    """Return ``value`` with lists for tuples and a dict for an `Origin`."""
+def _json_value(value: Any) -> Any:
+    """Return the value of a field for JSON: a tuple as a list, an `Origin` as a dict."""
     if isinstance(value, Origin):
         return value._asdict()
-    return [_thawed(item) for item in value] if isinstance(value, tuple) else value
+    return [_json_value(element) for element in value] if isinstance(value, tuple) else value

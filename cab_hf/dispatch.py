@@ -1,10 +1,10 @@
-"""`dispatch`: compute one call by one of five functions.
+"""`dispatch`: computes attention of one call by one of five functions.
 
 * `sparse`: an engine computes attention under the plan of a predictor.
-* `sparse_decode`: single queries attend to the keys that an index selects.
+* `sparse_decode`: a decode step attends to the keys that an index selects.
 * `dense`: a dense kernel computes a plain causal call.
 * `dense_blockwise`: an engine computes exact attention under a plan of all blocks.
-* `dense_masked`: SDPA computes exact attention under mask tensors of few rows.
+* `dense_masked`: SDPA computes exact attention in chunks of queries, each with a mask tensor.
 
 `route.route` chooses the function and its engine.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from cab_hf.call.call import Call
 from cab_hf.call.mask import MaskInfo
 from cab_hf.call.validate import validate_vmap
-from cab_hf.config import CabConfig, blocks_of
+from cab_hf.config import CabConfig
 from cab_hf.decode import step
 from cab_hf.engines import TRITON, DenseKernel, Engine, masked
 from cab_hf.hf.fit import layer_index
@@ -30,13 +30,13 @@ from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan
 from cab_hf.predictors import make_predictor
 from cab_hf.route import route
 
-# (query, key) pairs that each layer attended in sparse calls, and all causal pairs: int64 [2], on
-# the device of the layer
+# attention module -> int64 [2] on its device: the attended (query, key) pairs of its sparse calls,
+# and all causal pairs of these calls
 attended: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 
 
 def dispatch(call: Call) -> Tensor:
-    """Return the output [B, H, N_q, D_v] of a call.
+    """Return the attention output of a call, [B, H, N_q, D_v].
 
     Raises:
         ValueError: if a named engine does not support the call.
@@ -65,46 +65,59 @@ def dispatch(call: Call) -> Tensor:
 
 
 def sparse(call: Call, engine: Engine, config: CabConfig) -> Tensor:
-    """Compute attention under the plan of a predictor.
+    """Compute attention under the plan of a predictor, and return the output [B, H, N_q, D_v].
 
     Args:
-        call: queries, keys and mask of a layer.
+        call: inputs of the layer.
         engine: engine that computes attention under the plan.
         config: settings of the call, see `route.Route`.
     """
     validate_vmap("the input of sparse attention", call.q, call.k, call.v)
-    layout = call.mask.layout(*blocks_of(config), call.q.device)
+    layout = call.mask.layout(config.query_block, config.key_block, call.q.device)
     q, k, v = layout.queries(call.q), layout.keys(call.k), layout.keys(call.v)
     sample_period, seed = call.sampled_one_in, None
     if sample_period:
         validate_sample(call.work, sample_period, layout.ranges.aligned)
-        # drawn even if a layer is recomputed, so that dropout after it draws the same numbers
+        # also drawn in a recomputation, so that later dropout layers draw the same numbers
         seed = torch.randint(2**62, (), device=q.device)
 
     def predict() -> BlockPlan:
-        plan = select_blocks(call, layout, q, k, config)
+        """Return the plan of the layer, with sampled blocks if the settings sample blocks."""
+        plan = select_blocks(call, layout, q=q, k=k, config=config)
         return plan if seed is None else plan.with_sample(sample_period, seed)
 
     plan = call.mask.state.plan_for_recompute(call.layer, (call.q, call.k, call.v), predict)
     out = layout.attend(
-        engine, q, k, v, plan, scale=call.scale, sinks=call.sinks, softcap=call.softcap
+        engine, q, k, v, plan=plan, scale=call.scale, sinks=call.sinks, softcap=call.softcap
     )
     if not torch.compiler.is_compiling():
-        _count(call.layer, plan)
+        _count_pairs(call.layer, plan)
     return layout.restore(out)
 
 
 def select_blocks(call: Call, layout: Any, q: Tensor, k: Tensor, config: CabConfig) -> BlockPlan:
-    """Return the plan that the predictor of ``config`` makes for q and k in a ``layout``."""
+    """Return the plan that the predictor of the settings selects.
+
+    Short documents are dense in the plan, because they would be dense if they were not packed.
+
+    Args:
+        call: inputs of the layer.
+        layout: `BlockLayout` or `ShardedLayout` of the call.
+        q: queries in the order of ``layout``.
+        k: keys in the order of ``layout``.
+        config: settings of the call.
+    """
     context = call.context(layout.ranges, call.mask.state.shared)
     plan = layout.choose(make_predictor(config), q, k, context)
     rows = layout.rows_below_min_length(config.query_block, config.min_length, plan.query_block)
-    # documents that would be dense if they were not packed
     return plan if rows is None else plan.with_dense_rows(rows)
 
 
 def sparse_decode(call: Call) -> Tensor:
-    """Compute attention of one query per head over the keys that its KV head selects."""
+    """Compute attention of one query per head over the keys that its KV head selects.
+
+    Returns [B, H, 1, D_v].
+    """
     q, mask = call.q, call.mask
     validate_vmap("the input of a sparse decode step", q, call.k, call.v)
     length, num_keys = mask.decode_budget(
@@ -128,8 +141,8 @@ def sparse_decode(call: Call) -> Tensor:
         q,
         call.k,
         call.v,
-        choice,
-        call.scale,
+        choice=choice,
+        scale=call.scale,
         length=length,
         valid=padding_mask,
         sinks=call.sinks,
@@ -137,12 +150,19 @@ def sparse_decode(call: Call) -> Tensor:
 
 
 def dense(call: Call, kernel: Engine | DenseKernel) -> Tensor:
-    """Compute exact attention by a dense kernel, for calls whose only mask is causality."""
-    return kernel.attention(call.q, *_written(call), call.scale)
+    """Compute exact attention of a plain causal call by a dense kernel.
+
+    Returns [B, H, N_q, D_v].
+    """
+    k, v = _written_slots(call)
+    return kernel.attention(call.q, k, v, call.scale)
 
 
 def dense_blockwise(call: Call, engine: Engine) -> Tensor:
-    """Compute exact attention by an engine, under a plan of all blocks."""
+    """Compute exact attention by an engine, under a plan of all blocks.
+
+    Returns [B, H, N_q, D_v].
+    """
     size = call.mask.details.dense_block_size or DENSE_BLOCK_SIZE
     layout = call.mask.layout(size, size, call.q.device, from_start=False)
     out = layout.attend(
@@ -150,7 +170,7 @@ def dense_blockwise(call: Call, engine: Engine) -> Tensor:
         layout.queries(call.q),
         layout.keys(call.k),
         layout.keys(call.v),
-        layout.full_plan(),
+        plan=layout.full_plan(),
         scale=call.scale,
         sinks=call.sinks,
         softcap=call.softcap,
@@ -159,22 +179,26 @@ def dense_blockwise(call: Call, engine: Engine) -> Tensor:
 
 
 def dense_masked(call: Call) -> Tensor:
-    """Compute exact attention by SDPA, under a separate mask for each chunk of rows.
+    """Compute exact attention by SDPA, with a mask tensor for each chunk of queries.
 
-    The sparse decode kernel computes single queries, with all visible keys selected. SDPA would run
-    one program per batch row and head, which are few. SDPA would also read every slot of a static
-    cache, and it supports neither sinks nor soft caps.
+    For a single query, the sparse decode kernel computes attention over all visible keys. SDPA
+    would be slower: it runs only one program per batch row and head, and reads unwritten slots of a
+    static cache. SDPA also supports neither sinks nor soft caps.
+
+    Returns [B, H, N_q, D_v].
     """
-    q, (k, v) = call.q, _written(call)
-    is_special = call.work.sinks or call.work.softcap
-    if q.shape[2] == 1 and (is_special or decode.has_kernels(q, k, v)):
+    q, (k, v) = call.q, _written_slots(call)
+    has_sinks_or_softcap = call.work.sinks or call.work.softcap
+    if q.shape[2] == 1 and (has_sinks_or_softcap or decode.has_kernels(q, k, v)):
         visible = _visible_keys(call.mask, k)
-        return decode.attend(q, k, v, visible, call.scale, sinks=call.sinks, softcap=call.softcap)
-    return masked.attention(q, k, v, call.mask, call.scale)
+        return decode.attend(
+            q, k, v, choice=visible, scale=call.scale, sinks=call.sinks, softcap=call.softcap
+        )
+    return masked.attention(q, k, v, mask=call.mask, scale=call.scale)
 
 
 def validate_sample(work: Workload, sample_period: int = 1, is_aligned: bool = True) -> None:
-    """Raise an error if sampled blocks cannot be attended.
+    """Raise an error if no engine can attend to sampled blocks.
 
     Args:
         work: workload of the call.
@@ -182,7 +206,7 @@ def validate_sample(work: Workload, sample_period: int = 1, is_aligned: bool = T
         is_aligned: True if every document starts at a block border.
 
     Raises:
-        ValueError: if engine 'triton' cannot run, which attends to sampled blocks on a GPU.
+        ValueError: if the call is on a GPU, and engine 'triton' cannot run there.
         NotImplementedError: if documents are not aligned to blocks.
     """
     reason = TRITON.unavailable(work) if work.device == "cuda" else None
@@ -199,17 +223,25 @@ def validate_sample(work: Workload, sample_period: int = 1, is_aligned: bool = T
         )
 
 
-def _written(call: Call) -> tuple[Tensor, Tensor]:
-    """Return k and v without unwritten slots of a static cache, if the length is known."""
+def _written_slots(call: Call) -> tuple[Tensor, Tensor]:
+    """Return k and v without unwritten slots of a static cache.
+
+    Returns k and v unchanged if the number of written slots is only on the device.
+    """
     length = call.mask.kv_length
     return (call.k, call.v) if length is None else (call.k[:, :, :length], call.v[:, :, :length])
 
 
 def _visible_keys(mask: MaskInfo, k: Tensor) -> Choice:
-    """Return the visible keys of k [B, H_kv, N, D] for one query; cached for all layers."""
+    """Return the keys that are visible to the query of a decode step, cached for all layers.
+
+    Args:
+        mask: mask of the call.
+        k: [B, H_kv, N, D].
+    """
     batch, kv_heads, slots = k.shape[:3]
     visible: Choice = mask.state.cached(
-        ("all keys of a decode step", slots, k.device),
+        ("visible keys of a decode step", slots, k.device),
         lambda: Choice.of(
             mask.dense_rows(start=0, stop=1, low=0, high=slots, device=k.device)[:, 0]
         ),
@@ -217,14 +249,14 @@ def _visible_keys(mask: MaskInfo, k: Tensor) -> Choice:
     return visible.expanded(batch, kv_heads)
 
 
-def _count(layer: nn.Module, plan: BlockPlan) -> None:
+def _count_pairs(layer: nn.Module, plan: BlockPlan) -> None:
     """Add the (query, key) pairs of ``plan`` to `attended`."""
-    before = attended.get(layer)
+    total = attended.get(layer)
     if plan.full.counts.is_cuda and HAS_TRITON:
         # imported late, because models on the CPU never need Triton
         from cab_hf.ops.pairs import add_pairs
 
-        attended[layer] = add_pairs(plan, before)
+        attended[layer] = add_pairs(plan, total)
         return
     pairs = torch.stack(plan.pairs())
-    attended[layer] = pairs if before is None else before.to(pairs.device) + pairs
+    attended[layer] = pairs if total is None else total.to(pairs.device) + pairs

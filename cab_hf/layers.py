@@ -21,27 +21,28 @@ from cab_hf.predictors import CoarseCurvaturePredictor, FrcPredictor, LayerConte
 class CABAttention(nn.Module):
     """Multi-head block-sparse self-attention with the settings of `CabConfig.published`.
 
-    The layer has no positional encoding. Add one to ``x``; otherwise only causality shows the order
-    of tokens. Blocks are selected without gradients, for a query block as a whole. An early
-    query can therefore get other blocks because of later queries in its block, but it never attends
-    to later keys. Gradients through attention over the selected blocks and through the projections
-    are exact.
+    The layer has no positional encoding. Add a positional encoding to ``x``; otherwise attention
+    depends on the order of tokens only through causality.
+
+    All queries of a block attend to the same blocks, which are selected without gradients. The
+    blocks of an early query can therefore depend on later queries of its block, but no query
+    attends to later keys. Gradients through attention and through the projections are exact.
 
     Args:
         dim: channels of x, a multiple of ``num_heads``.
         num_heads: query heads.
         block_size: tokens in a query block and in a key block, a multiple of 16.
-        sparsity: share of every row's visible blocks that is dropped, in [0, 1); 0 is exact
+        sparsity: share of the visible blocks of every row that is dropped, in [0, 1); 0 is exact
             attention.
         num_kv_heads: KV heads, a divisor of ``num_heads``; None means ``num_heads``.
         formula: ``"forman"`` or ``"additive"``; see `published.compute_block_frc`.
-        causal: True if a token attends to tokens up to itself only. If False, every token may
-            attend to every other token, and the strength of a column is its sum over all rows.
+        causal: True for causal attention. False for attention in both directions: the strength of
+            a column in the published formula is then the sum over all rows.
         bias: True if the four projections have a bias.
         engine: as in `CabConfig`.
 
     Raises:
-        ValueError: an argument is out of range. The message contains its name and value.
+        ValueError: if an argument is out of range. The message contains its name and value.
     """
 
     def __init__(
@@ -59,11 +60,13 @@ class CABAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _require_divisor("num_heads", num_heads, "dim", dim)
-        _require_divisor("num_kv_heads", num_kv_heads, "num_heads", num_heads)
+        _require_divisor("num_heads", num_heads, multiple_name="dim", multiple=dim)
+        _require_divisor(
+            "num_kv_heads", num_kv_heads, multiple_name="num_heads", multiple=num_heads
+        )
         engines = ("auto", *ENGINES)
         require(engine in engines, "engine", engine, "one of " + ", ".join(map(repr, engines)))
-        # always made, because its errors use the argument names of this class
+        # built for causal attention too, because its errors have the argument names of this class
         published = CoarseCurvaturePredictor(block_size, sparsity, formula=formula, causal=causal)
         require(block_size % 16 == 0, "block_size", block_size, "a multiple of 16")
         self.config = CabConfig.published(
@@ -78,36 +81,49 @@ class CABAttention(nn.Module):
         self.o_proj = nn.Linear(dim, dim, bias=bias)
 
     def forward(self, x: Tensor, return_plan: bool = False) -> Tensor | tuple[Tensor, BlockPlan]:
-        """Return attention of x, [B, N, dim] -> [B, N, dim].
+        """Return the output of the layer, [B, N, dim].
 
         Args:
             x: [B, N, dim].
-            return_plan: True to return (output, `BlockPlan`); ``plan.density()`` is its density.
+            return_plan: True to return (output, `BlockPlan`); ``plan.density()`` is the density.
 
         Raises:
-            ValueError: x has another shape, or the engine cannot compute this call.
+            ValueError: if x has another shape, or the engine cannot compute this call.
         """
         dim = self.q_proj.in_features
-        fits = x.ndim == 3 and x.shape[-1] == dim and x.numel() > 0
-        require(fits, "the shape of x", list(x.shape), f"[B, N, {dim}] without empty dimensions")
+        is_valid_shape = x.ndim == 3 and x.shape[-1] == dim and x.numel() > 0
+        require(
+            is_valid_shape,
+            "the shape of x",
+            list(x.shape),
+            f"[B, N, {dim}] without empty dimensions",
+        )
         q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         scale = self.head_dim**-0.5
         plan = self._plan(q, k, scale)
         engine = choose(self.config.engine, Workload.of(q, k, v, plan.blocks))
-        out = engine.attention(q, k, v, plan, scale)
+        out = engine.attention(q, k, v, plan=plan, scale=scale)
         out = self.o_proj(out.transpose(1, 2).flatten(2))
         return (out, plan) if return_plan else out
 
     def _heads(self, x: Tensor) -> Tensor:
+        """Return x [B, N, heads * head_dim] as [B, heads, N, head_dim]."""
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _plan(self, q: Tensor, k: Tensor, scale: float) -> BlockPlan:
+        """Return the selected blocks of q [B, H, N, D] and k [B, H_kv, N, D].
+
+        Args:
+            q: queries.
+            k: keys.
+            scale: factor of the logits.
+        """
         batch, _, length, _ = q.shape
         ranges = KeyRanges.causal(batch, length, length, q.device)
         if self.causal:
             return self.predictor(q, k, LayerContext(ranges, scale))
-        # FrcPredictor reads a query's position from the end of its span, which is useless if every
-        # span ends with the sequence
+        # every query attends to all keys, so FrcPredictor could not read the position of a query
+        # from the end of its range
         ranges = replace(ranges, end=ranges.start + (length - 1), aligned=False)
         block = self.config.query_block
         return BlockPlan.from_dense(
@@ -116,18 +132,21 @@ class CABAttention(nn.Module):
 
 
 class CABAttentionLayer(nn.Module):
-    """A pre-norm transformer block: y = x + attention(norm(x)), output y + mlp(norm(y)).
+    """A pre-norm transformer block with `CABAttention`.
 
-    The norms are RMSNorm, attention is `CABAttention`, and the MLP is two linear layers with a GELU
-    between them.
+    The block computes ``y = x + attention(norm(x))`` and returns ``y + mlp(norm(y))``. The norms
+    are RMSNorm. The MLP has a linear layer, a GELU and another linear layer.
 
     Args:
-        dim, num_heads, block_size, sparsity: see `CABAttention`.
+        dim: channels of x, a multiple of ``num_heads``.
+        num_heads: query heads.
+        block_size: tokens in a query block and in a key block, a multiple of 16.
+        sparsity: share of the visible blocks of every row that is dropped, in [0, 1).
         mlp_ratio: hidden channels of the MLP divided by ``dim``.
-        attention: other keyword arguments of `CABAttention`; ``bias`` applies to the MLP too.
+        attention: other keyword arguments of `CABAttention`; ``bias`` also applies to the MLP.
 
     Raises:
-        ValueError: an argument is out of range. The message contains its name and value.
+        ValueError: if an argument is out of range. The message contains its name and value.
     """
 
     def __init__(
@@ -156,13 +175,23 @@ class CABAttentionLayer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the block, [B, N, dim] -> [B, N, dim]."""
+        """Return the output [B, N, dim] of the block for x [B, N, dim]."""
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
 
-def _require_divisor(name: str, value: Any, of: str, complete: Any) -> None:
-    for label, number in ((of, complete), (name, value)):
+def _require_divisor(name: str, value: Any, *, multiple_name: str, multiple: Any) -> None:
+    """Raise a ValueError unless both values are positive ints and ``value`` divides ``multiple``.
+
+    Args:
+        name: name of the argument that must be a divisor.
+        value: value of this argument.
+        multiple_name: name of the argument that must be a multiple.
+        multiple: value of that argument.
+    """
+    for label, number in ((multiple_name, multiple), (name, value)):
         require(is_whole(number), label, number, "a whole number >= 1")
-    if complete % value:
-        raise ValueError(f"{name} must divide {of}={complete}, got {value}. Give a divisor.")
+    if multiple % value:
+        raise ValueError(
+            f"{name} must divide {multiple_name}={multiple}, got {value}. Pass a divisor."
+        )

@@ -1,16 +1,18 @@
 """Registration of "cab", "cab_frc" and "cab_dense" with transformers, without a slow import.
 
-transformers imports torch and its model code when a model class is first used. Registration waits
-for that import, so importing cab_hf is fast.
+transformers imports torch and its model code at the first use of a model class. Each registration
+runs after the import of its module of transformers, so importing cab_hf is fast.
 
-Two functions are registered under three names. If transformers has no registry for a feature, its
-functions are wrapped. Wrapped functions do not change models with other attention implementations:
+The attention functions and the mask function have registries in transformers. For other features,
+this module wraps functions of transformers. A wrapped function behaves as before for models with
+other attention implementations. The wrapped functions have these effects:
 
-* configs have a ``cab_config`` (`_Setting`), and models accept ``cab_config`` as an argument;
-* the check of the attention implementation's name also validates the ``cab_config``; it runs when a
-  model is built or switched;
-* the functions that create masks record position ids for `cab_mask`;
-* continuous batching (`batching.hooks`) and `transformers serve` accept the three names;
+* Configs have a ``cab_config`` (`_CabConfigAttribute`), and models accept ``cab_config`` as an
+  argument.
+* The check of the attention implementation's name, when a model is built or switched, also
+  validates the ``cab_config``.
+* The functions that create masks record position ids for `cab_mask`.
+* Continuous batching (`batching.hooks`) and `transformers serve` accept the three names.
 * `generate` records the end of the prompt, and indexes the cache for sparse decode steps.
 """
 
@@ -33,6 +35,7 @@ from cab_hf.batching.hooks import validate_while_batching, wrap
 from cab_hf.batching.support import PACKAGE
 from cab_hf.config import NAMES, SPARSE
 
+# modules of transformers whose import triggers a registration
 CONFIGURATION = "transformers.configuration_utils"
 MASKING = "transformers.masking_utils"
 MODELING = "transformers.modeling_utils"
@@ -42,14 +45,14 @@ CANDIDATES = "transformers.generation.candidate_generator"
 CRITERIA = "transformers.generation.stopping_criteria"
 BATCHING = f"{PACKAGE}.continuous_api"
 SERVING = "transformers.cli.serving.model_manager"
-# attribute of a function that `_wrap_preparation` has wrapped
+# attribute that marks a function that `_wrap_preparation` has wrapped
 RECORDED = "_cab_recorded"
-# stack frames searched for the forward pass that creates a mask, including decorators
-FRAMES = 10
+# number of stack frames, including decorators, between a forward pass and the creation of its mask
+MAX_FRAMES = 10
 
 
 def register() -> None:
-    """Register the attention and mask functions of all names."""
+    """Register the attention function and the mask function of each name with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
     from cab_hf.attention import cab_attention, cab_dense_attention
@@ -70,19 +73,21 @@ def add_setting() -> None:
     """Add the attribute ``cab_config`` to the configs of transformers."""
     from transformers.configuration_utils import PreTrainedConfig
 
-    PreTrainedConfig.cab_config = _Setting()
+    PreTrainedConfig.cab_config = _CabConfigAttribute()
 
 
 def wrap_masks() -> None:
-    """Make transformers record the position ids of a mask, which mask functions do not receive.
+    """Wrap the creation of masks, so that `cab_mask` receives the position ids of the model.
 
-    Many models pass position ids to the functions that create masks, and not to attention.
+    transformers does not pass position ids to mask functions, and many models do not pass position
+    ids to attention functions either.
     """
     wrap(sys.modules[MASKING], "_preprocess_mask_arguments", _record_positions)
 
 
 def _record_positions(prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # models also call this function; argument names differ between versions
+    """Record position ids, then run transformers' preprocessing of mask arguments."""
+    # keywords or positions: models also call this function, and names differ between versions
     config = kwargs["config"] if "config" in kwargs else args[0]
     if config._attn_implementation in NAMES:
         from cab_hf.call.scope import record_positions
@@ -93,15 +98,16 @@ def _record_positions(prepare: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def _positions_of_caller() -> Any:
-    """Return the position ids of the forward pass that creates a mask; None if it has none.
+    """Return the local variable ``position_ids`` of the forward pass that creates a mask.
 
-    GraniteMoeHybrid passes its position ids neither to mask functions nor to layers.
+    GraniteMoeHybrid passes its position ids neither to mask functions nor to layers. Returns None
+    if no forward pass or variable is found.
     """
     from torch.compiler import is_compiling
 
     # torch.compile does not trace stack frames
     frame = None if is_compiling() else sys._getframe(1)
-    for _ in range(FRAMES):
+    for _ in range(MAX_FRAMES):
         if frame is None:
             return None
         if frame.f_code.co_name == "forward":
@@ -111,10 +117,10 @@ def _positions_of_caller() -> Any:
 
 
 def wrap_generate() -> None:
-    """Make `generate` record the end of the prompt, and index caches for sparse decode steps.
+    """Wrap `generate`, to record the end of the prompt and index caches for sparse decode steps.
 
-    A single call of the model does not show where the prompt ends. The prompt can come in chunks,
-    together with a draft of the answer, or again with every token of the answer.
+    The arguments of a model call do not show where the prompt ends: `generate` can pass the prompt
+    in chunks, together with a draft of the answer, or again with every token of the answer.
     """
     mixin = sys.modules[GENERATION].GenerationMixin
     wrap(mixin, "_prepare_cache_for_generation", _prepare_then_index)
@@ -124,6 +130,7 @@ def wrap_generate() -> None:
 
 
 def _generate(generate: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `generate` with its own prompt; nested calls of `generate` have other prompts."""
     from cab_hf.call.scope import generating
 
     with generating(model):
@@ -131,7 +138,7 @@ def _generate(generate: Callable[..., Any], model: Any, *args: Any, **kwargs: An
 
 
 def _wrap_preparation(model: type) -> None:
-    """Record the inputs that `generate` prepares, also in classes with their own preparation."""
+    """Wrap ``prepare_inputs_for_generation`` of a model class and its base classes, once each."""
     name = "prepare_inputs_for_generation"
     for owner in model.__mro__:
         if name in vars(owner) and not hasattr(vars(owner)[name], RECORDED):
@@ -140,6 +147,7 @@ def _wrap_preparation(model: type) -> None:
 
 
 def _prepare_inputs(prepare: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Prepare the inputs of a model call, to which the prompt of `generate` applies."""
     from cab_hf.call.scope import FORWARD_CONTEXT
 
     generation = FORWARD_CONTEXT.get().generation
@@ -156,19 +164,23 @@ def _prepare_then_index(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """Let `generate` prepare its cache, then record the prompt and index the cache.
+
+    A cache that the user has passed is not indexed here; see `cab_hf.index_cache`.
+    """
     user_cache = _cache_in(model_kwargs)
     result = prepare(model, generation_config, model_kwargs, *args, **kwargs)
-    text = model.config.get_text_config()
-    if text._attn_implementation not in NAMES or model.config.is_encoder_decoder:
+    text_config = model.config.get_text_config()
+    if text_config._attn_implementation not in NAMES or model.config.is_encoder_decoder:
         return result
-    from cab_hf.call.scope import FORWARD_CONTEXT, prompt_given
+    from cab_hf.call.scope import FORWARD_CONTEXT, prompt_of_generate
 
     cache = _cache_in(model_kwargs)
     generation = FORWARD_CONTEXT.get().generation
     if generation is not None:
         _wrap_preparation(type(model))
         is_compiled = getattr(cache, "is_compileable", False)
-        generation.begin(prompt_given(generation_config, model_kwargs), is_compiled)
+        generation.begin(prompt_of_generate(generation_config, model_kwargs), is_compiled)
     if user_cache is None:
         _index(model, cache)
     return result
@@ -182,20 +194,23 @@ def _update_then_index(
     *args: Any,
     **kwargs: Any,
 ) -> dict[str, Any]:
+    """Let `generate` update its arguments after a model call, then index a new cache."""
     from cab_hf.call.scope import FORWARD_CONTEXT
 
     generation = FORWARD_CONTEXT.get().generation
     if generation is not None:
         generation.forget_inputs()
-    given = _cache_in(model_kwargs)
+    cache_before = _cache_in(model_kwargs)
     result = update(model, outputs, model_kwargs, *args, **kwargs)
     # some models create their own cache, or replace the cache when a sequence becomes long
-    if (made := _cache_in(result)) is not given:
-        _index(model, made)
+    cache = _cache_in(result)
+    if cache is not cache_before:
+        _index(model, cache)
     return result
 
 
 def _index(model: Any, cache: Any) -> None:
+    """Add an index to the layers of a cache if the model needs an index; None is ignored."""
     if cache is not None:
         from cab_hf.decode.generation import index_made
 
@@ -203,7 +218,11 @@ def _index(model: Any, cache: Any) -> None:
 
 
 def wrap_early_exit() -> None:
-    """Restore the config of a model after drafts of its first layers (``assistant_early_exit``)."""
+    """Wrap drafts by the first layers of a model (``assistant_early_exit``).
+
+    During a draft, the config of the model has fewer layers. The wrapped function restores the
+    number of layers.
+    """
     generator = sys.modules[CANDIDATES].EarlyExitCandidateGenerator
     wrap(generator, "get_candidates", _draft_of_first_layers)
 
@@ -211,6 +230,7 @@ def wrap_early_exit() -> None:
 def _draft_of_first_layers(
     draft: Callable[..., Any], generator: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    """Compute a draft, and restore the number of layers in the config afterwards."""
     model = generator.assistant_model
     config = getattr(model, model.base_model_prefix, model).config
     if config.get_text_config()._attn_implementation not in NAMES:
@@ -222,31 +242,32 @@ def _draft_of_first_layers(
 
 
 def wrap_processors() -> None:
-    """Exclude model calls in logits processors from the prompt and its answer.
+    """Wrap logits processors, whose model calls do not process the prompt of `generate`.
 
-    Classifier-free guidance calls the model there with another prompt.
+    For example, classifier-free guidance calls the model with another prompt.
     """
-    wrap(sys.modules[PROCESSORS].LogitsProcessorList, "__call__", _as_foreign)
+    wrap(sys.modules[PROCESSORS].LogitsProcessorList, "__call__", _run_without_prompt)
 
 
 def wrap_criteria() -> None:
-    """Exclude model calls in stopping criteria from the prompt and its answer."""
-    wrap(sys.modules[CRITERIA].StoppingCriteriaList, "__call__", _as_foreign)
+    """Wrap stopping criteria, whose model calls do not process the prompt of `generate`."""
+    wrap(sys.modules[CRITERIA].StoppingCriteriaList, "__call__", _run_without_prompt)
 
 
-def _as_foreign(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_without_prompt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function``; model calls inside do not process the prompt of `generate`."""
     import torch
 
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
-    from cab_hf.call.scope import foreign
+    from cab_hf.call.scope import without_prompt
 
-    with foreign():
+    with without_prompt():
         return function(*args, **kwargs)
 
 
 def _cache_in(model_kwargs: dict[str, Any]) -> Any:
-    """Return the cache in the arguments of a model; transformers 5.24 changed its name."""
+    """Return the cache in the arguments of a model; transformers 5.24 renamed the argument."""
     return model_kwargs.get("cache", model_kwargs.get("past_key_values"))
 
 
@@ -254,16 +275,17 @@ def wrap_batching() -> None:
     """Wrap continuous batching before it can switch a model or start a manager."""
     from cab_hf.batching import hooks
 
-    # the package is still being imported at this point
+    # `sys.modules`, because the package is still being imported
     hooks.register(sys.modules[BATCHING])
 
 
 def wrap_serving() -> None:
-    """Make `transformers serve` accept our names, which are not in its fixed list."""
-    wrap(sys.modules[SERVING].ModelManager, "_validate_args", _validate_others)
+    """Wrap the argument check of `transformers serve`, which accepts a fixed list of names."""
+    wrap(sys.modules[SERVING].ModelManager, "_validate_args", _validate_without_our_names)
 
 
-def _validate_others(validate: Callable[..., None], manager: Any) -> None:
+def _validate_without_our_names(validate: Callable[..., None], manager: Any) -> None:
+    """Check the arguments of a model manager, without the name of our implementation."""
     name = manager.attn_implementation
     try:
         manager.attn_implementation = None if name in NAMES else name
@@ -272,13 +294,17 @@ def _validate_others(validate: Callable[..., None], manager: Any) -> None:
         manager.attn_implementation = name
 
 
-class _Setting:
-    """The attribute ``config.cab_config``: None until it is set, and always JSON-compatible.
+class _CabConfigAttribute:
+    """The attribute ``config.cab_config`` of all configs: None, or a JSON-compatible value.
 
-    `from_pretrained` accepts an argument only if configs have an attribute of the same name. A
-    CabConfig is stored as a dict, because configs are saved as JSON. A string is a path:
-    `CabConfig.calibrated` reads it immediately, so a saved model needs no other file. A model that
-    already uses "cab" validates the value immediately. Other models validate it in `_validate`.
+    `from_pretrained` accepts an argument only if configs have an attribute of the same name.
+    Setting the attribute has these effects:
+
+    * A CabConfig is stored as a dict, because configs are saved as JSON.
+    * A string or path is the path of a file that `CabConfig.calibrated` reads immediately, so that
+      a saved model needs no other file.
+    * A model that already uses "cab" validates the value immediately. For other models, `_validate`
+      validates the value.
     """
 
     def __get__(self, config: Any, owner: type) -> Any:
@@ -312,7 +338,13 @@ def _validate(
 ) -> str:
     """Check the settings of a model, then run transformers' check of the implementation's name.
 
-    Settings that do not fit the model raise an error here, before the first forward pass.
+    Settings that do not fit the model raise an error before the first forward pass.
+
+    Args:
+        check: transformers' check.
+        model: model that is built or switched.
+        requested: name of the attention implementation; None if the user has given no name.
+        args, kwargs: further arguments of ``check``.
     """
     from cab_hf.hf.fit import warn_if_unused
     from cab_hf.hf.model_config import cab_config_of
@@ -323,64 +355,68 @@ def _validate(
     if BATCHING in sys.modules:
         validate_while_batching(model, requested)
     refuse_misplaced(model.config)
-    text = model.config.get_text_config()
+    text_config = model.config.get_text_config()
     if requested in NAMES:
-        make_predictor(cab_config_of(text, requested))
-    elif requested is None and text._attn_implementation is None:
-        warn_if_unused(text)
+        # raises the errors of the settings
+        make_predictor(cab_config_of(text_config, requested))
+    elif requested is None and text_config._attn_implementation is None:
+        warn_if_unused(text_config)
     return check(model, requested, *args, **kwargs)
 
 
 def _accepting_cab_config(make: Any) -> classmethod:
-    """Return a class method that builds models and accepts a config together with a ``cab_config``.
+    """Return a class method that calls ``make``, and accepts both a config and a ``cab_config``.
 
-    transformers accepts such arguments only if it loads the config itself.
+    transformers accepts fields of a config as arguments only if the caller passes no config.
+
+    Args:
+        make: class method of `PreTrainedModel` that builds a model.
     """
     from transformers import PreTrainedConfig
 
     @functools.wraps(make.__func__)
-    def take_then_make(model: type, *args: Any, **kwargs: Any) -> Any:
+    def set_then_make(model: type, *args: Any, **kwargs: Any) -> Any:
         # the config is a keyword or the first argument
         config = kwargs.get("config", args[0] if args else None)
         if isinstance(config, PreTrainedConfig) and "cab_config" in kwargs:
-            own = copy.deepcopy(config)
-            own.cab_config = kwargs.pop("cab_config")
+            config = copy.deepcopy(config)
+            config.cab_config = kwargs.pop("cab_config")
             if "config" in kwargs:
-                kwargs["config"] = own
+                kwargs["config"] = config
             else:
-                args = own, *args[1:]
+                args = config, *args[1:]
         return make.__func__(model, *args, **kwargs)
 
-    return classmethod(take_then_make)
+    return classmethod(set_then_make)
 
 
 def refuse_unreachable(model: type) -> None:
-    """Refuse a model class that does not use transformers' attention interface.
+    """Raise an error for a model class that does not call registered attention functions.
 
     Such a class ignores registered names, or fails in a dict of its own attention classes. A class
     whose source is not available is accepted.
 
     Raises:
-        ValueError: if registered functions do not reach the class. The message names an attention
-            implementation that works.
+        ValueError: if the class does not use transformers' attention interface. The message names
+            an attention implementation that works.
     """
-    if not _reachable(model):
-        works = "sdpa" if model._supports_sdpa else "eager"
+    if not _uses_attention_interface(model):
+        supported = "sdpa" if model._supports_sdpa else "eager"
         raise ValueError(
             f"{model.__name__} computes no attention through transformers' attention interface, so "
-            f"attn_implementation='cab' cannot reach it. Load the model with {works!r}."
+            f"attn_implementation='cab' cannot reach it. Load the model with {supported!r}."
         )
 
 
 def refuse_misplaced(config: Any) -> None:
-    """Refuse a ``cab_config`` on a composite config whose text config has none.
+    """Raise an error for a ``cab_config`` on a composite config whose text config has none.
 
     Raises:
         ValueError: if layers would ignore the setting. The message says where to set it.
     """
-    text = config.get_text_config()
-    unread = config.cab_config is not None and text.cab_config is None
-    if unread and text._attn_implementation in NAMES:
+    text_config = config.get_text_config()
+    is_ignored = config.cab_config is not None and text_config.cab_config is None
+    if is_ignored and text_config._attn_implementation in NAMES:
         raise ValueError(
             f"cab_config is set on {type(config).__name__}, but layers read the cab_config of the "
             "text config. Set config.get_text_config().cab_config, or call cab_hf.apply_cab(model)."
@@ -388,7 +424,8 @@ def refuse_misplaced(config: Any) -> None:
 
 
 @functools.cache
-def _reachable(model: type) -> bool:
+def _uses_attention_interface(model: type) -> bool:
+    """Return True if the source of a model class uses transformers' attention interface."""
     from transformers import PreTrainedModel
 
     for base in model.__mro__:
@@ -397,19 +434,22 @@ def _reachable(model: type) -> bool:
         try:
             source = inspect.getsource(sys.modules[base.__module__])
         except (OSError, TypeError, KeyError):
-            # a model class defined in a notebook
+            # no source, for example for a class that is defined in a notebook
             return True
-        # a dict of attention classes, unless it belongs to a vision tower
+        # the model has its own dict of attention classes; vision towers may have such a dict
         if re.search(r"\b(?!\w*VISION)\w+_ATTENTION_CLASSES\[", source):
             return False
-        # submodels built by AutoModel are checked when they are built
+        # AutoModel builds submodels, which are checked when they are built
         if "ALL_ATTENTION_FUNCTIONS" in source or "AutoModel" in source:
             return True
     return False
 
 
 def register_when_imported() -> None:
-    """Run each action when transformers has loaded its module, immediately if loaded already."""
+    """Run each registration after the import of its module of transformers.
+
+    A registration runs immediately if its module is already imported.
+    """
     actions = {
         CONFIGURATION: add_setting,
         MASKING: wrap_masks,
@@ -425,11 +465,18 @@ def register_when_imported() -> None:
         if name in sys.modules:
             action()
         else:
-            sys.meta_path.insert(0, _After(name, action))
+            sys.meta_path.insert(0, _ImportHook(name, action))
 
 
-class _After(MetaPathFinder):
-    """A finder that delegates to the other finders and runs an action after the module's import."""
+class _ImportHook(MetaPathFinder):
+    """An import hook that runs an action once, after the import of one module.
+
+    The hook finds the module by the other finders.
+
+    Args:
+        name: name of the module.
+        action: function to run after the import.
+    """
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name, self._action = name, action
@@ -441,11 +488,11 @@ class _After(MetaPathFinder):
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return spec
-        run = spec.loader.exec_module
+        exec_module = spec.loader.exec_module
 
-        def run_then_act(module: ModuleType) -> None:
-            run(module)
+        def exec_then_act(module: ModuleType) -> None:
+            exec_module(module)
             self._action()
 
-        spec.loader.exec_module = run_then_act
+        spec.loader.exec_module = exec_then_act
         return spec

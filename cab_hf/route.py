@@ -1,6 +1,7 @@
-"""`route`: the only place that decides how a layer is computed, with the reason.
+"""`route`: the decision how a layer computes attention, with the reason.
 
-`dispatch.dispatch` computes what `route` chooses, and `describe` reports it.
+`dispatch.dispatch` follows the decision, and `describe` reports it. No other module makes this
+decision.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Route(NamedTuple):
     Attributes:
         method: name of a function in `cab_hf.dispatch`: "sparse", "sparse_decode", "dense",
             "dense_blockwise" or "dense_masked".
-        config: settings of the call; without a dense tail for a chunk that does not contain it.
-        engine: engine or dense kernel of the function; None for "sparse_decode", which has none.
+        config: settings of the call. For a chunk before the dense tail, ``dense_tail_blocks`` is 0.
+        engine: engine or dense kernel that computes attention; None for "sparse_decode".
         reason: why attention is not sparse, as a clause; None for sparse attention, and if sparse
             attention is not requested.
     """
@@ -46,54 +47,55 @@ def route(
     layer: nn.Module | None,
     index: KeyIndex | None = None,
 ) -> Route:
-    """Return how one layer is computed in one call.
-
-    This function is the only one that asks whether an engine can run a call.
+    """Return how one layer computes attention in one call.
 
     Args:
-        mask: a `MaskInfo`, or a `ShardedMask` over ranks: the lengths of the call and of its
-            documents, and the visible keys.
+        mask: a `MaskInfo`, or a `ShardedMask` for a sequence over many ranks.
         config: settings of the layer.
         work: workload of the call, with the block sizes of ``config``.
         sparse: True if sparse attention is requested.
-        layer: attention module, whose ``layer_idx`` is read if it has one.
-        index: index of the keys; None if the cache of the layer has none.
+        layer: attention module, whose attribute ``layer_idx`` is optional; None without a layer.
+        index: index of the keys; None if the cache of the layer has no index.
 
     Raises:
         ValueError: if a named engine does not support the call.
     """
-    family, reason = _family(mask, config, layer, index) if sparse else ("dense", None)
-    if family == "sparse":
+    kind, reason = _kind(mask, config, layer, index) if sparse else ("dense", None)
+    if kind == "sparse":
         reason = _why_slower(mask, config, work.device)
-        family = "sparse" if reason is None else "dense"
-    if family == "sparse":
+        kind = "sparse" if reason is None else "dense"
+    if kind == "sparse":
         tail = mask.tail_start(config.dense_tail_blocks, config.query_block)
         if tail is not None and mask.q_offset + mask.q_length <= tail:
             config = replace(config, dense_tail_blocks=0)
         return Route("sparse", config, engines.choose(config.engine, work))
-    if family == "sparse_decode":
+    if kind == "sparse_decode":
         return Route("sparse_decode", config)
     method, engine = _dense_method(mask, work)
     return Route(method, config, engine, reason)
 
 
-def _family(
+def _kind(
     mask: Any, config: CabConfig, layer: nn.Module | None, index: KeyIndex | None
 ) -> tuple[str, str | None]:
-    """Return ("sparse", "sparse_decode" or "dense", reason of "dense") if sparse is requested."""
+    """Return "sparse", "sparse_decode" or "dense", and the reason for "dense" or None.
+
+    Args:
+        mask, config, layer, index: see `route`; sparse attention is requested.
+    """
     if mask.window is not None:
         is_chunked = layer_type(layer) == "chunked_attention"
         return "dense", f"{'chunks' if is_chunked else 'sliding window'} of {mask.window} tokens"
     if getattr(layer, "layer_idx", None) in config.dense_layers:
         return "dense", "in dense_layers"
     # lengths of the longest document, without padding
-    queries, tokens = mask.longest or (mask.q_length, mask.kv_length)
+    num_queries, num_tokens = mask.longest or (mask.q_length, mask.kv_length)
     # under torch.compile the length of a static cache is unknown: at least the queries of the call
-    tokens = queries if tokens is None else tokens
-    if mask.is_decode or queries < config.query_block:
+    num_tokens = num_queries if num_tokens is None else num_tokens
+    if mask.is_decode or num_queries < config.query_block:
         reason = why_dense(mask, config, layer, index)
         return ("dense", reason) if reason else ("sparse_decode", None)
-    if tokens < config.min_length:
+    if num_tokens < config.min_length:
         return "dense", f"input shorter than min_length={config.min_length}"
     tail = mask.tail_start(config.dense_tail_blocks, config.query_block)
     if tail is not None and config.dense_tail_blocks and mask.q_offset >= tail:
@@ -102,39 +104,48 @@ def _family(
 
 
 def _why_slower(mask: Any, config: CabConfig, device_type: str) -> str | None:
-    """Return why dense attention is faster than sparse attention, or None if it is not.
+    """Return why dense attention is faster than sparse attention; None if dense is not faster.
 
-    A prompt counts as a whole, so that its chunks are computed alike.
+    The decision depends on the length of the complete prompt, so all its chunks have the same kind
+    of attention.
+
+    Args:
+        mask, config: see `route`.
+        device_type: torch device type, such as "cuda".
     """
-    queries, tokens = mask.longest or (mask.q_length, mask.kv_length)
-    if config.min_length == 0 or tokens is None or mask.details.parallel is not None:
+    num_queries, num_tokens = mask.longest or (mask.q_length, mask.kv_length)
+    if config.min_length == 0 or num_tokens is None or mask.details.parallel is not None:
         return None
     if mask.prompt is not None and mask.doc_ids is None:
-        queries -= mask.prompt.start
-    if break_even.pays(queries, tokens, device_type):
+        num_queries -= mask.prompt.start
+    if break_even.pays(num_queries, num_tokens, device_type):
         return None
-    least = break_even.least_queries(tokens, device_type)
-    return f"fewer than {least} queries after a long cache, where dense attention is faster"
+    min_queries = break_even.least_queries(num_tokens, device_type)
+    return f"fewer than {min_queries} queries after a long cache, where dense attention is faster"
 
 
 def _dense_method(mask: Any, work: Workload) -> tuple[str, Engine | DenseKernel]:
-    """Return the function of `cab_hf.dispatch` for exact attention, and its engine or kernel."""
+    """Return the function of `cab_hf.dispatch` for exact attention, and its engine or kernel.
+
+    Args:
+        mask, work: see `route`.
+    """
     q_length, kv_length = mask.q_length, mask.kv_length
-    is_special = work.sinks or work.softcap
-    if mask.details.dense_block_size is not None or (is_special and q_length > 1):
+    has_sinks_or_softcap = work.sinks or work.softcap
+    if mask.details.dense_block_size is not None or (has_sinks_or_softcap and q_length > 1):
         # no dense kernel supports soft caps, or returns a differentiable log-sum-exp
         size = mask.details.dense_block_size or DENSE_BLOCK_SIZE
         work = replace(work, query_block=size, key_block=size)
         return "dense_blockwise", engines.choose("auto", work)
-    if is_special:
+    if has_sinks_or_softcap:
         return "dense_masked", SDPA
-    is_complete = mask.is_plain and q_length == kv_length
-    is_small = q_length < DENSE_BLOCK_SIZE or mask.window is not None or kv_length is None
-    length, last_queries = q_length if is_complete else None, q_length if mask.is_plain else None
-    kernel = SDPA if is_small else engines.exact(work, length, last_queries)
+    has_no_cache = mask.is_plain and q_length == kv_length
+    needs_sdpa = q_length < DENSE_BLOCK_SIZE or mask.window is not None or kv_length is None
+    length, last_queries = q_length if has_no_cache else None, q_length if mask.is_plain else None
+    kernel = SDPA if needs_sdpa else engines.exact(work, length, last_queries)
     if isinstance(kernel, Engine):
         return "dense_blockwise", kernel
-    is_step = mask.is_plain and q_length == 1 and kv_length is not None
-    if is_complete or kernel is FLASH_ATTN or is_step:
+    is_decode_step = mask.is_plain and q_length == 1 and kv_length is not None
+    if has_no_cache or kernel is FLASH_ATTN or is_decode_step:
         return "dense", kernel
     return "dense_masked", kernel

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from cab_hf.calibration import anchors as of_anchors
-from cab_hf.calibration.anchors import Coverage, Needles, View
-from cab_hf.calibration.density import densities, fitted, require_target
+from cab_hf.calibration.anchors import Coverage, LayerMeasurement, Needles
+from cab_hf.calibration.density import densities, fit_threshold, require_target
 from cab_hf.call.call import Call
 from cab_hf.checks import is_share, is_whole, require, require_finite
 from cab_hf.config import CabConfig
@@ -123,12 +123,12 @@ def calibrate(
                 kept_of(model, tokens, needles, config=config, layer_done=bar.update)
                 for tokens, needles in read
             ]
-            chosen = of_anchors.cascaded(
+            chosen = of_anchors.fit_cascade(
                 config,
-                of_anchors.averaged_kept([kept for _, kept in measured]),
+                of_anchors.mean_coverage([kept for _, kept in measured]),
                 layers=measured[0][0],
-                total=text.num_hidden_layers,
-                count=anchors,
+                num_layers=text.num_hidden_layers,
+                num_anchors=anchors,
                 target=target_density,
             )
             if chosen.mass_threshold == of_anchors.THRESHOLDS[-1]:
@@ -150,7 +150,7 @@ def _fitted(
     """Return ``config`` with the threshold at which the mean density is ``target``."""
     measure = partial(densities, config=config)
     spent = [_layer_by_layer(model, x, config, measure, layer_done) for x, _ in read]
-    return fitted(config, spent, target)
+    return fit_threshold(config, spent, target)
 
 
 def _require_known(token: int, vocabulary: int | None) -> None:
@@ -257,10 +257,10 @@ def kept_of(
     """
     heads: set[tuple[int, int]] = set()
 
-    def measure(q: Tensor, k: Tensor, call: LayerContext) -> list[View]:
+    def measure(q: Tensor, k: Tensor, call: LayerContext) -> list[LayerMeasurement]:
         heads.add((q.shape[1], k.shape[1]))
         here = Needles(*(x.to(q.device) for x in needles))
-        return of_anchors.viewed(q, k, call, config, here)
+        return of_anchors.measure_layer(q, k, call, config, here)
 
     with _changes(model) as importance:
         views = _layer_by_layer(model, tokens, config, measure, layer_done)
@@ -278,7 +278,7 @@ def kept_of(
     layers = sorted(views)
     weights = [importance[layer] for layer in layers]
     by_threshold = zip(*(views[layer] for layer in layers), strict=True)
-    return layers, [of_anchors.kept_between(some, weights) for some in by_threshold]
+    return layers, [of_anchors.coverage_of_layers(some, weights) for some in by_threshold]
 
 
 @contextmanager

@@ -13,9 +13,9 @@ import cab_hf
 from cab_hf import checks
 from cab_hf.call import forward_state
 from cab_hf.call.hook import cab_mask
-from cab_hf.call.layout import BlockLayout, Length
+from cab_hf.call.layout import BlockLayout, LayoutOptions
 from cab_hf.call.mask import MaskInfo
-from cab_hf.call.packing import detect_packing
+from cab_hf.call.packing import Length, detect_packing
 from cab_hf.predictors import RowsPredictor, register_predictor
 
 SELECTED_LAYERS = []
@@ -96,7 +96,7 @@ def test_plan_saved_for_recompute_has_narrow_indices(monkeypatch):
     with cab_hf.cab(model, SPARSE):
         expected = gradients(model, ids)
         monkeypatch.setattr(forward_state, "narrowed", watched)
-        monkeypatch.setattr(forward_state, "MEASURED_FROM", 0)
+        monkeypatch.setattr(forward_state, "MIN_TRIMMED_BYTES", 0)
         assert all(map(torch.equal, gradients(model, ids), expected))
     assert len(saved) == model.config.num_hidden_layers
     for plan, small in saved:
@@ -277,7 +277,17 @@ def test_compiled_packed_documents_with_mask_raise(monkeypatch):
 def test_rows_below_min_length_belong_to_short_sequences(least, rows, known):
     real = torch.arange(40) >= torch.tensor([[20], [0]])
     lengths = [[Length(20, 20)], [Length(40, 40)]] if known else None
-    layout = BlockLayout.build(2, 40, 40, 0, real, None, 16, torch.device("cpu"), lengths)
+    layout = BlockLayout.build(
+        batch=2,
+        q_length=40,
+        kv_length=40,
+        q_offset=0,
+        padding_mask=real,
+        doc_ids=None,
+        align=16,
+        device=torch.device("cpu"),
+        options=LayoutOptions(lengths=lengths),
+    )
     actual = layout.rows_below_min_length(**least, query_block=16)
     if known and rows == [[], []]:
         assert actual is None

@@ -121,7 +121,7 @@ GRAPHS = {
 @pytest.mark.parametrize("call", GRAPHS.values(), ids=GRAPHS)
 @torch.no_grad()
 def test_bidirectional_prefix_raises_in_every_graph_mode(call):
-    with pytest.raises(NotImplementedError, match="lets tokens see later ones"):
+    with pytest.raises(NotImplementedError, match="lets tokens attend to later tokens"):
         call(prefix_model(), prefixed(30))
 
 
@@ -145,8 +145,10 @@ def mask_with_image(image_slots, q_offset, q_length=8):
 
 def test_bidirectional_image_tokens_are_searched_in_queries_only():
     assert mask_with_image(slice(2, 5), q_offset=8).details.unsupported is None
-    assert "see later ones" in mask_with_image(slice(10, 12), q_offset=8).details.unsupported
-    assert "see later ones" in mask_with_image(slice(2, 5), q_offset=0).details.unsupported
+    assert (
+        "attend to later tokens" in mask_with_image(slice(10, 12), q_offset=8).details.unsupported
+    )
+    assert "attend to later tokens" in mask_with_image(slice(2, 5), q_offset=0).details.unsupported
 
 
 def test_window_of_multimodal_mask_is_detected_without_image():
@@ -159,7 +161,7 @@ def test_window_of_multimodal_mask_is_detected_without_image():
     mask = cab_mask(1, 60, 60, **options)
     assert mask.details.unsupported is None and mask.window == 7
     groups[:, 3:9] = 0
-    assert "see later ones" in cab_mask(1, 60, 60, **options).details.unsupported
+    assert "attend to later tokens" in cab_mask(1, 60, 60, **options).details.unsupported
 
 
 @pytest.mark.parametrize(

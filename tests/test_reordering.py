@@ -50,7 +50,7 @@ def apply_by_number(order, x):
 
 
 def undo_by_number(order, x):
-    result = by_number(x, order.place)
+    result = by_number(x, order.target)
     if order.padding is None:
         return result
     return result.masked_fill(order.padding[:, None, :, None], 0.0)

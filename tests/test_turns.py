@@ -96,7 +96,7 @@ def test_only_calls_prepared_by_generate_have_a_prompt():
         # a batch with another number of rows
         assert scope.prompt_of(2, config, None) is None
         model(ids)
-        with scope.foreign():
+        with scope.without_prompt():
             generation.prepare(model, lambda: {"input_ids": None})
             model(ids)
     handle.remove()

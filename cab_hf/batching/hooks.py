@@ -1,8 +1,9 @@
 """Hooks that let transformers' continuous batching run models with the attention of this package.
 
-transformers recognises implementations by their names. If a name does not contain "flash",
-transformers switches the model to flash attention, makes a mask of all token pairs, or refuses the
-model. The hooks wrap the functions that decide this, and change nothing for other models.
+transformers decides by the name of an attention implementation. If the name does not contain
+"flash", transformers switches the model to flash attention, builds a mask of all token pairs, or
+refuses the model. This module wraps the functions of transformers that make these decisions. A
+wrapped function behaves as before for other models.
 """
 
 from __future__ import annotations
@@ -19,18 +20,22 @@ from cab_hf.batching.support import PACKAGE
 from cab_hf.config import NAMES, SPARSE
 
 if TYPE_CHECKING:
-    # transformers is still importing itself at this moment
+    # not at run time, because this module is imported while transformers is being imported
     from transformers import PreTrainedModel
 
-# attribute of a model that holds its manager under persistent_manager=True
-KEPT = "_cached_continuous_batching_manager"
+# attribute of a model that contains its manager if persistent_manager=True
+PERSISTENT_MANAGER = "_cached_continuous_batching_manager"
 
-# model, or part of one -> the managers that were started for it
+# transformers model or submodel -> the managers that have been started for it
 _managers: WeakKeyDictionary[Any, WeakSet] = WeakKeyDictionary()
 
 
 def register(api: Any) -> None:
-    """Install the hooks; ``api`` is the module of transformers that starts continuous batching."""
+    """Wrap the functions of transformers that start and run continuous batching.
+
+    Args:
+        api: module ``continuous_api`` of transformers.
+    """
     wrap(api.ContinuousMixin, "init_continuous_batching", _check_model_then_init)
     wrap(api.ContinuousBatchingManager, "__init__", _check_model_then_create)
     wrap(api.ContinuousBatchingManager, "start", _check_model_then_start)
@@ -42,66 +47,78 @@ def register(api: Any) -> None:
     )
     for module in (api, initialization, cache):
         wrap(module, "is_flash_attention_requested", _is_flash_or_cab)
-    wrap(api, "resolve_continuous_batching_config", _resolved)
-    wrap(initialization, "ensure_decode_fast_path_is_available", _with_pages)
-    wrap(api.ContinuousBatchingManager, "_create_batch_processor", _record_model)
-    wrap(model_runner.ModelRunner, "compute_batch", _with_our_mask)
+    wrap(api, "resolve_continuous_batching_config", _resolve_config)
+    wrap(initialization, "ensure_decode_fast_path_is_available", _enable_block_tables)
+    wrap(api.ContinuousBatchingManager, "_create_batch_processor", _create_batch_processor)
+    wrap(model_runner.ModelRunner, "compute_batch", _compute_with_paged_batch)
     wrap(cache.PagedAttentionCache, "update", _defer_cache_update)
 
 
 def wrap(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace ``owner.name`` by ``function``, whose first argument is the replaced function."""
-    before = getattr(owner, name)
+    """Replace an attribute of a class or module by a function that calls the old attribute.
 
-    @functools.wraps(before)
+    Args:
+        owner: class or module.
+        name: name of the attribute, which is a function.
+        function: new function, whose first argument is the old function.
+    """
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return function(before, *args, **kwargs)
+        return function(original, *args, **kwargs)
 
     setattr(owner, name, wrapped)
 
 
 def require_batching(model: PreTrainedModel) -> None:
-    """Refuse continuous batching of a model on "cab" that cannot be served.
+    """Raise an error for a model on "cab" that continuous batching does not support.
 
     Raises:
-        NotImplementedError: the model cannot be served. The message contains the reason.
+        NotImplementedError: if the model is not supported. The message contains the reason.
     """
-    named = (part.config._attn_implementation for part in support.parts(model))
-    ours = next(filter(NAMES.__contains__, named), None)
-    if ours is None:
+    names = (each.config._attn_implementation for each in support.parts(model))
+    implementation = next(filter(NAMES.__contains__, names), None)
+    if implementation is None:
         return
     from cab_hf.batching.served import unbatchable_reason
 
     reason = unbatchable_reason(model)
     if reason is not None:
         raise NotImplementedError(
-            f"{type(model).__name__} has attn_implementation={ours!r}, which continuous batching "
-            f"does not serve: {reason}. Load the model with another attn_implementation, such as "
-            "'sdpa'."
+            f"{type(model).__name__} has attn_implementation={implementation!r}, which continuous "
+            f"batching does not serve: {reason}. Load the model with another attn_implementation, "
+            "such as 'sdpa'."
         )
 
 
 def validate_while_batching(model: Any, requested: str | None) -> None:
-    """Refuse to switch a model to "cab", or away from it, while a manager serves the model.
+    """Raise an error for a model that is switched to or from "cab" while a manager serves it.
 
-    The new implementation would read masks that the manager prepared for the old implementation.
+    The new implementation would receive masks that the manager has built for the old
+    implementation.
+
+    Args:
+        model: model that is switched.
+        requested: name of the new attention implementation, or None.
 
     Raises:
-        NotImplementedError: a manager of the model is running.
+        NotImplementedError: if a manager of the model is running.
     """
-    before = model.config._attn_implementation
-    if (before in NAMES) == (requested in NAMES):
+    current = model.config._attn_implementation
+    if (current in NAMES) == (requested in NAMES):
         return
     if any(manager.is_running() for manager in _managers.get(model, ())):
         raise NotImplementedError(
-            f"continuous batching runs on {type(model).__name__} with {before!r}. Stop its manager "
-            f"before you switch to {requested!r}."
+            f"continuous batching runs on {type(model).__name__} with {current!r}. Stop its "
+            f"manager before you switch to {requested!r}."
         )
 
 
 def _check_model_then_init(begin: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Start continuous batching of a supported model."""
     require_batching(model)
-    cached_manager = vars(model).get(KEPT)
+    cached_manager = vars(model).get(PERSISTENT_MANAGER)
     if cached_manager is not None:
         _require_same_implementation(cached_manager)
     return begin(model, *args, **kwargs)
@@ -110,6 +127,7 @@ def _check_model_then_init(begin: Callable[..., Any], model: Any, *args: Any, **
 def _check_model_then_create(
     make: Callable[..., None], manager: Any, model: Any, *args: Any, **kwargs: Any
 ) -> None:
+    """Create a manager for a supported model, and record the attention implementation."""
     require_batching(model)
     make(manager, model, *args, **kwargs)
     manager._cab_implementation = model.config._attn_implementation
@@ -118,29 +136,30 @@ def _check_model_then_create(
 def _check_model_then_start(
     start: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    """Start a manager whose model is supported and still has its attention implementation."""
     require_batching(manager.model)
     _require_same_implementation(manager)
-    for part in support.parts(manager.model):
-        _managers.setdefault(part, WeakSet()).add(manager)
+    for model in support.parts(manager.model):
+        _managers.setdefault(model, WeakSet()).add(manager)
     return start(manager, *args, **kwargs)
 
 
 def _require_same_implementation(manager: Any) -> None:
-    """Refuse to start a manager that was made for another attention implementation.
+    """Raise an error for a manager that was created for another attention implementation.
 
     Raises:
-        NotImplementedError: the model was switched to "cab", or away from it, since then.
+        NotImplementedError: if the model has since been switched to or from "cab".
     """
-    model, implementation = manager.model, manager._cab_implementation
-    name = model.config._attn_implementation
-    if (name in NAMES) == (implementation in NAMES):
+    model, created_for = manager.model, manager._cab_implementation
+    current = model.config._attn_implementation
+    if (current in NAMES) == (created_for in NAMES):
         return
-    what = "Make a new manager"
-    if vars(model).get(KEPT) is manager:
-        what = "Call model.destroy_cached_continuous_batching_manager() and make a new manager"
+    remedy = "Make a new manager"
+    if vars(model).get(PERSISTENT_MANAGER) is manager:
+        remedy = "Call model.destroy_cached_continuous_batching_manager() and make a new manager"
     raise NotImplementedError(
         f"the manager of continuous batching was made for {type(model).__name__} with "
-        f"{implementation!r}, and the model has {name!r} now. {what}."
+        f"{created_for!r}, and the model has {current!r} now. {remedy}."
     )
 
 
@@ -150,26 +169,38 @@ def _is_flash_or_cab(
     requested_attention_implementation: Any = None,
     **kwargs: Any,
 ) -> bool:
-    """Return True for "cab", which reads packed sequences without a mask, as flash attention does.
+    """Return True for flash attention and for "cab".
 
-    transformers then neither switches the model nor makes a mask.
+    Both compute attention over packed sequences without a mask tensor. If the result is True,
+    transformers neither switches the model nor builds a mask.
+
+    Args:
+        is_flash: transformers' function.
+        config: config of a model.
+        requested_attention_implementation: name of an implementation; None to read ``config``.
+        kwargs: arguments that ask for a version of flash-attn, which "cab" is not.
     """
     name = requested_attention_implementation or getattr(config, "_attn_implementation", None)
-    # a keyword requests a version of flash-attn
     if name in NAMES:
         return not kwargs
     return is_flash(config, requested_attention_implementation, **kwargs)
 
 
-def _resolved(
+def _resolve_config(
     resolve: Callable[..., Any], config: Any, cb_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Resolve the config with CUDA graphs of decode steps only.
+    """Return the resolved config of continuous batching, with CUDA graphs for decode steps only.
 
-    Batches with prompts cannot be captured, because the host reads the lengths of prompts.
+    A CUDA graph cannot contain a batch with prompts, because the host reads the lengths of prompts.
+
+    Args:
+        resolve: transformers' function.
+        config: config of the model.
+        cb_config: config of continuous batching.
+        args, kwargs: further arguments of ``resolve``.
 
     Raises:
-        NotImplementedError: the config asks for graphs of prompts, or for compilation.
+        NotImplementedError: if the config enables graphs for prompts, or compilation.
     """
     if config._attn_implementation not in NAMES:
         return resolve(config, cb_config, *args, **kwargs)
@@ -190,104 +221,132 @@ def _resolved(
             "in continuous batching. Leave out the compile configs and default_compile_level."
         )
     if config._attn_implementation in SPARSE:
-        _warn_off_the_grid(config, result)
+        _warn_of_unaligned_sizes(config, result)
     return result
 
 
-def _warn_off_the_grid(config: Any, cb_config: Any) -> None:
-    """Warn once per setting if the sizes of batches or pages do not fit query blocks."""
+def _warn_of_unaligned_sizes(config: Any, cb_config: Any) -> None:
+    """Warn once per setting if the sizes of batches or pages do not fit query blocks.
+
+    Args:
+        config: config of the model.
+        cb_config: resolved config of continuous batching.
+    """
     from cab_hf.checks import warn_once
     from cab_hf.hf.model_config import cab_config_of
 
-    block = cab_config_of(config).query_block
-    tokens, page = cb_config.max_batch_tokens, cb_config.page_size
-    if tokens is not None and tokens < block:
+    query_block = cab_config_of(config).query_block
+    tokens, page_size = cb_config.max_batch_tokens, cb_config.page_size
+    if tokens is not None and tokens < query_block:
         warn_once(
-            ("max_batch_tokens", tokens, block),
-            f"max_batch_tokens must be at least query_block={block}, got {tokens}: no batch "
+            ("max_batch_tokens", tokens, query_block),
+            f"max_batch_tokens must be at least query_block={query_block}, got {tokens}: no batch "
             "contains a whole query block, so all attention is exact. Set max_batch_tokens to "
-            f"several times {block}, or leave it out.",
+            f"several times {query_block}, or leave it out.",
         )
-    if cb_config.allow_block_sharing and page % block:
+    if cb_config.allow_block_sharing and page_size % query_block:
         warn_once(
-            ("page_size", page, block),
-            f"page_size must be a multiple of query_block={block}, got {page}: the tokens after a "
-            "shared prefix may begin inside a query block, which then selects other blocks. Set "
-            f"page_size to a multiple of {block}, or allow_block_sharing=False.",
+            ("page_size", page_size, query_block),
+            f"page_size must be a multiple of query_block={query_block}, got {page_size}: the "
+            "tokens after a shared prefix may begin inside a query block, which then selects other "
+            f"blocks. Set page_size to a multiple of {query_block}, or allow_block_sharing=False.",
         )
 
 
-def _with_pages(
+def _enable_block_tables(
     ensure: Callable[..., None], config: Any, cb_config: Any, user_requested: bool
 ) -> None:
-    """Enable block tables for batches that only decode, because the kernel reads any key list."""
+    """Enable block tables for batches of decode steps if our kernel can read pages.
+
+    transformers enables block tables only for implementations that it knows.
+
+    Args:
+        ensure: transformers' function.
+        config: config of the model.
+        cb_config: config of continuous batching, which is changed.
+        user_requested: True if the user has enabled block tables.
+    """
     if config._attn_implementation not in NAMES:
         ensure(config, cb_config, user_requested)
         return
     from cab_hf.batching.served import reads_pages
 
-    # without the kernel, block tables are correct but slow
+    # without the kernel, block tables give correct but slow decode steps
     if not (user_requested or reads_pages()):
         cb_config.max_blocks_per_request = 0
 
 
-def _record_model(prepare: Callable[..., Any], self: Any) -> Any:
-    """Create the batch processor of a manager, with a scheduler for query blocks on "cab"."""
-    ours, config = self._cab_implementation in NAMES, self.continuous_batching_config
-    named = config.scheduler_type
-    if ours:
+def _create_batch_processor(create: Callable[..., Any], self: Any) -> Any:
+    """Return the batch processor of a manager, on "cab" with a block-aligned scheduler.
+
+    Args:
+        create: transformers' function.
+        self: manager.
+    """
+    uses_cab, config = self._cab_implementation in NAMES, self.continuous_batching_config
+    user_scheduler = config.scheduler_type
+    if uses_cab:
         from cab_hf.batching.scheduler import scheduler_type
 
-        config.scheduler_type = scheduler_type(named)
+        config.scheduler_type = scheduler_type(user_scheduler)
     try:
-        processor = prepare(self)
+        processor = create(self)
     finally:
-        # the config keeps the name that the user gave
-        config.scheduler_type = named
-    if ours:
+        config.scheduler_type = user_scheduler
+    if uses_cab:
         processor.scheduler.record_model(self.model)
         if self.model.device.type == "cuda":
             _wait_for_resets(self.model.device)
-    # the masks depend on the implementation that the manager was made for
-    processor.model_runner._began_as_ours = ours
+    # `_compute_with_paged_batch` compares this with the implementation of the model
+    processor.model_runner._was_created_for_cab = uses_cab
     return processor
 
 
 def _wait_for_resets(device: Any) -> None:
-    """Wait until the buffers of batches are zeros, before the first batch is written to them.
+    """Wait until transformers has filled the buffers of batches with zeros.
 
-    transformers resets the buffers on the stream of the thread and writes batches on another
-    stream, which does not wait. If the GPU is busy, zeros overwrite the prompts of the first batch.
+    transformers writes the zeros on the current stream, and writes batches on another stream, which
+    does not wait for the current stream. On a busy GPU, the zeros would overwrite the prompts of
+    the first batch.
     """
     import torch
 
     torch.cuda.current_stream(device).synchronize()
 
 
-def _with_our_mask(
+def _compute_with_paged_batch(
     compute: Callable[..., None], self: Any, model: Any, batch_data: dict[str, Any]
 ) -> None:
-    """Run a forward pass with a `PagedBatch` as the mask, which all layers share.
+    """Run a forward pass of a model on "cab" with a `PagedBatch` as the mask of all layers.
+
+    Args:
+        compute: transformers' function.
+        self: model runner.
+        model: model that the runner calls.
+        batch_data: arguments of the model, by name.
 
     Raises:
-        RuntimeError: the model was switched to "cab", or away from it, while the manager runs.
+        RuntimeError: if the model was switched to or from "cab" while the manager runs.
     """
     from cab_hf.hf.fit import name_of
 
     name = model.config._attn_implementation
-    ours = name in NAMES
+    uses_cab = name in NAMES
     # a runner without a manager has no recorded implementation
-    if vars(self).get("_began_as_ours", ours) != ours:
+    if vars(self).get("_was_created_for_cab", uses_cab) != uses_cab:
         raise RuntimeError(
             f"{name_of(model.config)} was switched to {name!r} while continuous batching runs. "
             "Stop its manager before you switch."
         )
     batch = None
-    if ours:
+    if uses_cab:
         from cab_hf.call.placeholder import PagedBatch
 
-        tokens = batch_data["input_ids"].shape[1]
-        batch = PagedBatch(name_of(model.config), tokens, _prompts(self.inputs_and_outputs))
+        batch = PagedBatch(
+            model=name_of(model.config),
+            tokens=batch_data["input_ids"].shape[1],
+            prompts=_prompt_lengths(self.inputs_and_outputs),
+        )
         batch_data["attention_mask"] = batch
     self.cache._batch = batch
     compute(self, model, batch_data)
@@ -304,22 +363,34 @@ def _defer_cache_update(
     """Leave the cache update to `attend_batch` if the forward pass has a `PagedBatch`.
 
     Since transformers 5.24, layers update a paged cache before they call attention, and receive no
-    mask. This function therefore adds the cache and the `PagedBatch` to the keywords of attention.
+    mask. This function then adds the cache and the `PagedBatch` to the arguments of the attention
+    function.
+
+    Args:
+        update: transformers' function.
+        self: paged cache.
+        key_states: keys of the new tokens.
+        value_states: values of the new tokens.
+        layer_idx: index of the layer.
+        kwargs: keyword arguments of the attention function, which are changed.
     """
     batch = vars(self).get("_batch")
     if batch is None or "cache" in kwargs:
-        return update(self, key_states, value_states, layer_idx, kwargs)
+        return update(self, key_states, value_states, layer_idx=layer_idx, kwargs=kwargs)
     kwargs |= {"cache": self, "batch": batch}
     return key_states, value_states
 
 
-def _prompts(inputs: Any) -> tuple[int, ...]:
-    """Return the number of prompt tokens of each request of a batch.
+def _prompt_lengths(inputs: Any) -> tuple[int, ...]:
+    """Return the prompt length of each request of a batch, in tokens, without answers.
 
-    A request that was preempted for lack of pages restarts, and its answer is read again like a
-    prompt. The answer does not count here.
+    transformers preempts a request if the cache has no free pages. The request then restarts with
+    its prompt and its answer as a new prompt.
+
+    Args:
+        inputs: buffers of a model runner.
     """
-    # asynchronous batching has two sets of buffers
+    # asynchronous batching alternates between two sets of buffers
     if hasattr(inputs, "io_pairs"):
         inputs = inputs.io_pairs[inputs.current_pair].host_io
     states = (future.state for future in inputs.requests_in_batch)

@@ -16,20 +16,25 @@ from cab_hf.config import NAMES, SPARSE
 from cab_hf.hf.fit import name_of
 from cab_hf.hf.model_config import cab_config_of
 
-PREFIX = "cab_"  # of the names of our schedulers in the registry of transformers
+# start of the names of our schedulers in the registry of transformers
+PREFIX = "cab_"
 
 
 def scheduler_type(name: str) -> str:
-    """Register the block-aligned version of scheduler ``name`` and return its name.
+    """Register the block-aligned version of a scheduler and return the name of this version.
 
-    An unknown ``name`` means the FIFO scheduler.
+    Args:
+        name: name of a scheduler of transformers; an unknown name selects the FIFO scheduler.
     """
-    SCHEDULER_MAPPING[PREFIX + name] = _at_block_borders(SCHEDULER_MAPPING.get(name, FIFOScheduler))
+    base = SCHEDULER_MAPPING.get(name, FIFOScheduler)
+    SCHEDULER_MAPPING[PREFIX + name] = _block_aligned(base)
     return PREFIX + name
 
 
 @cache
-def _at_block_borders(base: type[Scheduler]) -> type[Scheduler]:
+def _block_aligned(base: type[Scheduler]) -> type[Scheduler]:
+    """Return a subclass of a scheduler whose chunks end at boundaries of query blocks."""
+
     class CabScheduler(_CabScheduler, base):
         pass
 
@@ -37,10 +42,15 @@ def _at_block_borders(base: type[Scheduler]) -> type[Scheduler]:
 
 
 class _CabScheduler:
-    """A mixin for a scheduler of transformers that aligns chunks to query blocks."""
+    """A mixin for a scheduler of transformers that aligns chunks to query blocks.
+
+    Attributes of a batch that is being scheduled:
+        _num_scheduled: number of scheduled tokens.
+        _has_prompt: True if the batch contains a chunk of a prompt.
+    """
 
     def record_model(self, model: Any) -> None:
-        """Set the model of the scheduler; its settings may change while no request is computed."""
+        """Set the model of the scheduler, and record its settings at the first call."""
         self._model = model
         if not hasattr(self, "_settings"):
             self._settings = _settings(model)
@@ -48,62 +58,80 @@ class _CabScheduler:
     def _process_candidates(
         self, candidates: Iterable[Any], token_budget: int, *args: Any
     ) -> tuple[Any, ...]:
-        self._forget_other_settings()
-        self._taken, self._reads_prompts = 0, False
+        """Schedule a batch from candidate requests.
+
+        Args:
+            candidates: states of requests, in the order of the scheduler.
+            token_budget: largest number of tokens of the batch.
+            args: further arguments of transformers.
+        """
+        self._evict_other_settings()
+        self._num_scheduled, self._has_prompt = 0, False
         if self._query_block() is not None:
-            candidates = self._fitting(candidates, token_budget)
+            candidates = self._without_small_chunks(candidates, token_budget)
         return super()._process_candidates(candidates, token_budget, *args)
 
-    def _fitting(self, candidates: Iterable[Any], token_budget: int) -> Iterator[Any]:
-        """Yield the candidates that fit into the batch.
+    def _without_small_chunks(self, candidates: Iterable[Any], token_budget: int) -> Iterator[Any]:
+        """Yield the candidates, without prompts that would start with a small chunk.
 
-        A batch that reads a prompt starts no second prompt with less than a query block of tokens.
-        Such a small chunk would shift all later query blocks and need separate kernel launches. The
-        next batch reads the second prompt instead.
+        A chunk with fewer tokens than a query block would shift all later query blocks of its
+        prompt, and would need separate kernel launches. If the batch already contains a prompt, the
+        next batch therefore starts the second prompt.
+
+        Args:
+            candidates: states of requests.
+            token_budget: largest number of tokens of the batch.
         """
-        block = self._query_block()
-        # the caller schedules a candidate before it asks for the next one
+        query_block = self._query_block()
+        # the caller schedules each candidate before this generator continues
         for state in candidates:
-            room = token_budget - self._taken
-            split = len(state.remaining_prefill_tokens) > room
-            if not (split and self._reads_prompts and room < block):
+            budget_left = token_budget - self._num_scheduled
+            is_split = len(state.remaining_prefill_tokens) > budget_left
+            if not (is_split and self._has_prompt and budget_left < query_block):
                 yield state
 
     def _schedule_request(
         self, state: Any, request_tokens: list[int], token_budget: int, *args: Any
     ) -> None:
-        """Schedule a request; a chunk ends at a query block boundary, so no query block is cut."""
-        block, prompt = self._query_block(), bool(state.remaining_prefill_tokens)
-        if block is not None and token_budget < len(request_tokens):
-            behind = (state.position_offset + token_budget) % block
-            # a chunk that ends before the first boundary keeps its end
-            token_budget -= behind if behind < token_budget else 0
+        """Schedule a request, with a chunk that ends at a boundary of query blocks.
+
+        Args:
+            state: state of the request.
+            request_tokens: tokens of the request that are not computed yet.
+            token_budget: number of tokens that the batch can still take.
+            args: further arguments of transformers.
+        """
+        query_block, is_prompt = self._query_block(), bool(state.remaining_prefill_tokens)
+        if query_block is not None and token_budget < len(request_tokens):
+            after_boundary = (state.position_offset + token_budget) % query_block
+            # a chunk without any boundary is not shortened
+            token_budget -= after_boundary if after_boundary < token_budget else 0
         super()._schedule_request(state, request_tokens, token_budget, *args)
-        self._taken += len(state.tokens_to_process)
-        self._reads_prompts |= prompt
+        self._num_scheduled += len(state.tokens_to_process)
+        self._has_prompt |= is_prompt
 
     def _query_block(self) -> int | None:
-        """Return the query block of the model in tokens; None if the model is not on "cab"."""
-        config = self._model.config.get_text_config()
-        sparse = config._attn_implementation in SPARSE
-        return cab_config_of(config).query_block if sparse else None
+        """Return the query block size of the model in tokens; None without sparse attention."""
+        text_config = self._model.config.get_text_config()
+        is_sparse = text_config._attn_implementation in SPARSE
+        return cab_config_of(text_config).query_block if is_sparse else None
 
-    def _forget_other_settings(self) -> None:
-        """Evict shared cache blocks that were computed under other settings.
+    def _evict_other_settings(self) -> None:
+        """Evict shared cache blocks if the settings of the model have changed.
 
         Raises:
-            RuntimeError: the settings changed while requests were computed.
+            RuntimeError: if requests are being computed under the previous settings.
         """
         before, now = self._settings, _settings(self._model)
         if now is None or now == before:
             return
         waiting = self.waiting_requests.values()
         if self.active_requests or any(state.is_cpu_offloaded for state in waiting):
-            what = f"was switched from {before[0]!r} to {now[0]!r}"
+            change = f"was switched from {before[0]!r} to {now[0]!r}"
             if before[0] == now[0]:
-                what = "received another cab_config"
+                change = "received another cab_config"
             raise RuntimeError(
-                f"{name_of(self._model.config)} {what} while continuous batching computes "
+                f"{name_of(self._model.config)} {change} while continuous batching computes "
                 "requests, whose keys and values belong to the previous settings. Wait for all "
                 "answers before you change settings."
             )
@@ -112,7 +140,13 @@ class _CabScheduler:
 
 
 def _settings(model: Any) -> tuple[str, Any] | None:
-    """Return the settings that determine cached keys and values; None for a foreign attention."""
-    text = model.config.get_text_config()
-    name = text._attn_implementation
-    return (name, cab_config_of(text) if name in SPARSE else None) if name in NAMES else None
+    """Return the settings that determine cached keys and values.
+
+    Returns the attention implementation, and its CabConfig or None if it is not sparse. Returns
+    None if the attention implementation is not from this package.
+    """
+    text_config = model.config.get_text_config()
+    name = text_config._attn_implementation
+    if name not in NAMES:
+        return None
+    return name, cab_config_of(text_config) if name in SPARSE else None

@@ -1,4 +1,4 @@
-"""Reasons why continuous batching does not serve a model with the attention of this package."""
+"""`unbatchable_reason`: why continuous batching does not support a model on "cab"."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from cab_hf.ops import HAS_TRITON
 
 
 def unbatchable_reason(model: PreTrainedModel) -> str | None:
-    """Return why continuous batching does not serve a model on "cab"; None if it does.
+    """Return why continuous batching does not support a model on "cab", as a clause.
 
-    The reason is a sentence without a period.
+    Returns None if continuous batching supports the model.
     """
     if not support.reads_a_batch():
         return f"transformers must be 5.19 or newer, got {transformers.__version__}"
-    if not all(part.config._attn_implementation in NAMES for part in support.parts(model)):
+    if not all(each.config._attn_implementation in NAMES for each in support.parts(model)):
         return "some of its parts use another attention"
     if model.config.get_text_config().is_encoder_decoder:
         return "it has an encoder"
@@ -32,11 +32,15 @@ def unbatchable_reason(model: PreTrainedModel) -> str | None:
     if mixers:
         return f"it has layers that mix tokens without attention ({', '.join(mixers)})"
     reasons = (_unbatchable_layer(module) for _, module in attention_layers(model))
-    what = next(filter(None, reasons), None)
-    return what and f"it has {what}"
+    reason = next(filter(None, reasons), None)
+    return reason and f"it has {reason}"
 
 
 def _unbatchable_layer(module: nn.Module) -> str | None:
+    """Return the property of an attention module that is not supported, as a noun phrase.
+
+    Returns None if continuous batching supports the module.
+    """
     if layer_type(module) == "chunked_attention":
         return f"layers that attend in chunks of {window(module)} tokens"
     if window(module) is not None:
@@ -51,5 +55,5 @@ def _unbatchable_layer(module: nn.Module) -> str | None:
 
 
 def reads_pages() -> bool:
-    """Return whether a kernel computes decode steps and reads keys from the pages in place."""
+    """Return True if a kernel can compute decode steps, which reads keys directly from pages."""
     return torch.cuda.is_available() and HAS_TRITON

@@ -1,4 +1,4 @@
-"""Facts about transformers and models that both `hooks` and `served` read.
+"""Functions that `hooks` and `served` share.
 
 Importing this module imports neither torch nor transformers.
 """
@@ -10,19 +10,20 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    # transformers is still importing itself at this moment
+    # not at run time, because `hooks` imports this module while transformers is being imported
     from transformers import PreTrainedModel
 
+# package of transformers with continuous batching
 PACKAGE = "transformers.generation.continuous_batching"
 
 
 def reads_a_batch() -> bool:
-    """Return whether this version of transformers passes its paged cache to attention functions."""
+    """Return True if this version of transformers passes its paged cache to attention functions."""
     return importlib.util.find_spec(f"{PACKAGE}.cache_allocators") is not None
 
 
 def parts(model: Any) -> Iterator[PreTrainedModel]:
-    """Return an iterator over the transformers models in ``model``, including ``model``."""
+    """Return an iterator over ``model`` and its submodules that are transformers models."""
     from transformers import PreTrainedModel
 
     return (module for module in model.modules() if isinstance(module, PreTrainedModel))

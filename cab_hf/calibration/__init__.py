@@ -1,1 +1,1 @@
-"""Settings that `cab_hf.calibrate` fits to a model: a threshold, or the anchors of a cascade."""
+"""Fits of `cab_hf.calibrate` to a model: a mass threshold, or the anchors of a cascade."""

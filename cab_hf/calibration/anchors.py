@@ -1,10 +1,10 @@
 """Calibration of a cascade: the anchor layer of each layer, and the anchor's head for each head.
 
-1. `viewed` and `kept_between` measure a sequence at several mass thresholds: which share of the
-   attention of one layer falls on the blocks that another layer selects.
+1. `measure_layer` and `coverage_of_layers` measure a sequence at several mass thresholds: the share
+   of the attention of one layer that falls on the blocks that another layer selects.
 2. At each threshold, `best_anchors` selects the most valuable anchors with a dynamic program.
 3. `assign_anchors` maps every head to the most valuable head of its anchor.
-4. `cascaded` sets one threshold for all layers, at which the model reaches its target density.
+4. `fit_cascade` sets one threshold for all layers, at which the model reaches its target density.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from cab_hf.predictors import LayerContext
 from cab_hf.predictors.attention_mass import attention_rows, block_mass, block_sums
 from cab_hf.selection.reference import capped_ranks, ranks
 
-# mass thresholds at which layers are measured, descending
+# values of `CabConfig.mass_threshold` at which layers are measured, descending
 THRESHOLDS = (0.064, 0.032, 0.016, 0.011, 0.008, 0.0055, 0.004, 0.0028, 0.002, 0.0014)
 # weight of needle attention relative to attention mass, in the value of blocks
 NEEDLE_WEIGHT = 3.0
 
 
 class Needles(NamedTuple):
-    """Queries that look for a needle, and the place of each needle.
+    """Queries that need a needle, a hidden passage, and the position of each needle.
 
     Attributes:
-        queries: positions of the queries, int64 [n].
-        starts: first position of each needle, int64 [n].
-        ends: position after each needle, int64 [n].
+        queries: int64 [n], positions of the queries.
+        starts: int64 [n], first position of the needle of each query.
+        ends: int64 [n], position after the needle of each query.
     """
 
     queries: Tensor
@@ -42,45 +42,73 @@ class Needles(NamedTuple):
     ends: Tensor
 
 
-class View(NamedTuple):
-    """Measurements of one layer at one threshold."""
+class LayerMeasurement(NamedTuple):
+    """The measurement of one layer at one threshold.
 
-    keep: Tensor  # bool [H, M_q, M_k], the blocks that the layer selects
-    density: Tensor  # float64 [H], share of all (query, key) pairs in the selected blocks
-    mass: Tensor  # float32 [H, M_q, M_k], share of the attention per block; sums to 1 per head
-    needle: Tensor  # float32 [H, n, M_k], attention of each needle query on its needle
-    rows: Tensor  # int64 [n], query blocks of the needle queries
+    Attributes:
+        selected: bool [H, M_q, M_k], True for the blocks that the layer selects.
+        density: float64 [H], share of all (query, key) pairs in the selected blocks.
+        mass: float32 [H, M_q, M_k], share of the attention per block, with sum 1 per head.
+        needle: float32 [H, n, M_k], attention of each needle query to its needle, per key block.
+        rows: int64 [n], query blocks of the needle queries.
+    """
+
+    selected: Tensor
+    density: Tensor
+    mass: Tensor
+    needle: Tensor
+    rows: Tensor
 
 
 class Coverage(NamedTuple):
-    """Attention of layer b in the blocks of layer a: float64 [L, L, H, H], [a, b, head, head]."""
+    """The attention of each layer b to the blocks that each layer a selects.
 
-    mass: Tensor  # share of the attention of a head of b that falls into the blocks of a head of a
-    needle: Tensor  # attention of b's head on needles in these blocks, mean over needle queries
-    density: Tensor  # [L, H], share of all (query, key) pairs in the blocks of a
-    importance: Tensor  # [L], change of the layer's input by the layer: 1 - cosine similarity
+    The dimensions of [L, L, H, H] are layer a, layer b, head of a and head of b.
+
+    Attributes:
+        mass: float64 [L, L, H, H], share of the attention of b to the blocks of a.
+        needle: float64 [L, L, H, H], attention of b to needles in the blocks of a, mean over needle
+            queries.
+        density: float64 [L, H], share of all (query, key) pairs in the blocks of a.
+        importance: float64 [L], change of the hidden states by the layer: 1 - cosine similarity of
+            its input and output.
+    """
+
+    mass: Tensor
+    needle: Tensor
+    density: Tensor
+    importance: Tensor
 
 
 class Assignment(NamedTuple):
-    """The anchor of each layer, and the anchor's head for each head."""
+    """The anchor of each layer, and the anchor's head for each head.
 
-    anchors: tuple[int, ...]  # indices of measured layers, ascending
-    of_layer: tuple[int, ...]  # [L], the anchor of each layer
-    sources: Tensor  # int64 [L, H], the anchor's head whose blocks each head attends
+    Attributes:
+        anchors: anchor layers, ascending indices of the measured layers.
+        of_layer: the anchor of each of the L measured layers.
+        sources: int64 [L, H], the anchor's head whose blocks each head attends to.
+    """
 
-    def density(self, kept: Coverage) -> float:
+    anchors: tuple[int, ...]
+    of_layer: tuple[int, ...]
+    sources: Tensor
+
+    def density(self, coverage: Coverage) -> float:
         """Return the share of (query, key) pairs that are attended, mean over layers and heads."""
-        return float(kept.density[torch.tensor(self.of_layer)].gather(1, self.sources).mean())
+        return float(coverage.density[torch.tensor(self.of_layer)].gather(1, self.sources).mean())
 
 
-def viewed(
+def measure_layer(
     q: Tensor, k: Tensor, call: LayerContext, config: CabConfig, needles: Needles
-) -> list[View]:
-    """Return the `View` of one layer at each of `THRESHOLDS`.
+) -> list[LayerMeasurement]:
+    """Return the measurement of one layer at each of `THRESHOLDS`.
 
     Args:
-        q: queries of one sequence, [1, H, N, D].
-        k: keys of the sequence, [1, H_kv, N, D].
+        q: [1, H, N, D], queries of one sequence.
+        k: [1, H_kv, N, D], keys of the sequence.
+        call: context of the layer.
+        config: settings of the layer.
+        needles: needle queries of the sequence.
     """
     rank = ranks(
         q,
@@ -93,9 +121,10 @@ def viewed(
         softcap=call.softcap,
     )
     rank = capped_ranks(rank, call.ranges, config)[0]
-    keep = torch.stack([rank >= threshold for threshold in THRESHOLDS]).cpu()
+    selected = torch.stack([rank >= threshold for threshold in THRESHOLDS]).cpu()
     pairs = block_pairs(call.ranges, config).cpu().flatten()
-    density = torch.stack([each.flatten(1).double() @ pairs for each in keep]) / pairs.sum()
+    densities = torch.stack([blocks.flatten(1).double() @ pairs for blocks in selected])
+    densities = densities / pairs.sum()
     mass = block_mass(
         q,
         k,
@@ -105,78 +134,101 @@ def viewed(
         key_block=config.key_block,
     )[0]
     mass /= call.ranges.rows(config.query_block).queries.sum()
-    needle = needle_shares(q, k, call, config.key_block, needles)
+    needle = needle_shares(q, k, call, key_block=config.key_block, needles=needles)
     mass, needle, rows = mass.cpu(), needle.cpu(), (needles.queries // config.query_block).cpu()
     return [
-        View(keep=blocks, density=shares, mass=mass, needle=needle, rows=rows)
-        for blocks, shares in zip(keep, density, strict=True)
+        LayerMeasurement(selected=blocks, density=density, mass=mass, needle=needle, rows=rows)
+        for blocks, density in zip(selected, densities, strict=True)
     ]
 
 
 def needle_shares(
     q: Tensor, k: Tensor, call: LayerContext, key_block: int, needles: Needles
 ) -> Tensor:
-    """Return the attention of needle queries on their needles by key block, float32 [H, n, M_k]."""
-    first, last = (x[:, needles.queries] for x in (call.ranges.start, call.ranges.end))
-    ranges = KeyRanges(first, last, call.ranges.key_valid, consecutive=False)
+    """Return the attention of each needle query to its needle, float32 [H, n, M_k].
+
+    Args:
+        q: [1, H, N, D], queries of one sequence.
+        k: [1, H_kv, N, D], keys of the sequence.
+        call: context of the layer.
+        key_block: key block size, in tokens.
+        needles: needle queries of the sequence.
+    """
+    start, end = (x[:, needles.queries] for x in (call.ranges.start, call.ranges.end))
+    ranges = KeyRanges(start, end, call.ranges.key_valid, consecutive=False)
     shares = q.new_zeros(
         q.shape[1], len(needles.queries), -(-k.shape[2] // key_block), dtype=torch.float32
     )
-    for start, attention in attention_rows(q[:, :, needles.queries], k, ranges, call.scale):
-        rows = slice(start, start + attention.shape[2])
+    chunks = attention_rows(q[:, :, needles.queries], k, ranges, call.scale)
+    for first_query, attention in chunks:
+        queries = slice(first_query, first_query + attention.shape[2])
         key = torch.arange(attention.shape[-1], device=k.device)
-        sought = (key >= needles.starts[rows, None]) & (key < needles.ends[rows, None])
-        shares[:, rows] = block_sums(attention[0] * sought, key_block, shares.shape[-1])
+        is_needle = (key >= needles.starts[queries, None]) & (key < needles.ends[queries, None])
+        shares[:, queries] = block_sums(attention[0] * is_needle, key_block, shares.shape[-1])
     return shares
 
 
-def kept_between(views: Sequence[View], importance: Sequence[float]) -> Coverage:
-    """Return the `Coverage` between all layers, for all pairs of heads.
+def coverage_of_layers(
+    measurements: Sequence[LayerMeasurement], importance: Sequence[float]
+) -> Coverage:
+    """Return the `Coverage` for all pairs of layers and of heads.
 
     Args:
-        views: `View` of each layer, at one threshold.
-        importance: change of its input by each layer: 1 - cosine similarity.
+        measurements: measurement of each layer, at one threshold.
+        importance: `Coverage.importance` of each layer.
     """
-    layers, heads = len(views), views[0].keep.shape[0]
-    rows = views[0].rows
-    keep = torch.stack([view.keep.float() for view in views])
-    mass = torch.stack([view.mass for view in views]).flatten(0, 1).flatten(1)
-    needle = torch.stack([view.needle for view in views]).flatten(0, 1).flatten(1)
+    num_layers, num_heads = len(measurements), measurements[0].selected.shape[0]
+    rows = measurements[0].rows
+    selected = torch.stack([layer.selected.float() for layer in measurements])
+    mass = torch.stack([layer.mass for layer in measurements]).flatten(0, 1).flatten(1)
+    needle = torch.stack([layer.needle for layer in measurements]).flatten(0, 1).flatten(1)
     needle = needle / max(1, len(rows))
 
-    def products(chosen: Tensor, shares: Tensor) -> Tensor:
-        result = chosen.flatten(0, 1).flatten(1) @ shares.T
-        return result.view(layers, heads, layers, heads).transpose(1, 2).double()
+    def shares_in(blocks: Tensor, shares: Tensor) -> Tensor:
+        """Return the sum of ``shares`` in ``blocks``, float64 [L, L, H, H]."""
+        result = blocks.flatten(0, 1).flatten(1) @ shares.T
+        result = result.view(num_layers, num_heads, num_layers, num_heads)
+        return result.transpose(1, 2).double()
 
-    density = torch.stack([view.density for view in views]).double()
-    weights = torch.tensor(importance, dtype=torch.float64)
-    return Coverage(products(keep, mass), products(keep[:, :, rows], needle), density, weights)
+    return Coverage(
+        mass=shares_in(selected, mass),
+        needle=shares_in(selected[:, :, rows], needle),
+        density=torch.stack([layer.density for layer in measurements]).double(),
+        importance=torch.tensor(importance, dtype=torch.float64),
+    )
 
 
-def averaged_kept(measured: Sequence[Sequence[Coverage]]) -> list[Coverage]:
-    """Return the mean `Coverage` over documents, at each of `THRESHOLDS`."""
+def mean_coverage(coverages: Sequence[Sequence[Coverage]]) -> list[Coverage]:
+    """Return the mean `Coverage` over documents, at each of `THRESHOLDS`.
+
+    Args:
+        coverages: for each document, the `Coverage` at each of `THRESHOLDS`.
+    """
+    by_threshold = [[document[i] for document in coverages] for i in range(len(coverages[0]))]
     return [
-        Coverage._make(
-            torch.stack([document[i][field] for document in measured]).mean(0)
-            for field in range(len(Coverage._fields))
+        Coverage(
+            mass=torch.stack([coverage.mass for coverage in documents]).mean(0),
+            needle=torch.stack([coverage.needle for coverage in documents]).mean(0),
+            density=torch.stack([coverage.density for coverage in documents]).mean(0),
+            importance=torch.stack([coverage.importance for coverage in documents]).mean(0),
         )
-        for i in range(len(measured[0]))
+        for documents in by_threshold
     ]
 
 
-def gains(kept: Coverage) -> Tensor:
+def gains(coverage: Coverage) -> Tensor:
     """Return ``mass + NEEDLE_WEIGHT * needle`` of a coverage, float64 [L, L, H, H]."""
-    return kept.mass + NEEDLE_WEIGHT * kept.needle
+    return coverage.mass + NEEDLE_WEIGHT * coverage.needle
 
 
 def values(gain: Tensor, importance: Tensor) -> list[list[float]]:
-    """Return the value of layer a as the anchor of layer b, as a list of lists [a][b].
+    """Return the value of each layer a as the anchor of each layer b, as a list of lists [a][b].
 
     ``values[a][b] = importance[b] * mean_{head of b} max_{head of a} gain[a, b]``
 
     Args:
-        gain: result of `gains`, [L, L, H, H].
-        importance: importance of each layer, [L].
+        gain: [L, L, H, H], result of `gains`.
+        importance: [L], `Coverage.importance`.
     """
     return (gain.amax(2).mean(-1) * importance).tolist()
 
@@ -185,88 +237,102 @@ def require_anchors(count: int, layers: int) -> None:
     """Raise a ValueError if a model with ``layers`` sparse layers cannot have ``count`` anchors."""
     if not 1 <= count <= layers:
         raise ValueError(
-            f"anchors must be 1 to {layers}, the number of sparse layers, got {count}. Give a "
+            f"anchors must be 1 to {layers}, the number of sparse layers, got {count}. Pass a "
             "number in this range."
         )
 
 
 def best_anchors(value: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:
-    """Return the ``count`` most valuable anchors; the first layer is always an anchor.
+    """Return the anchors with the largest total value, by a dynamic program.
 
-    A layer takes the blocks of the last anchor at or before the layer. Earlier layers win a tie.
+    The first layer is always an anchor. Each layer uses the last anchor up to this layer. If two
+    results have the same value, the result with the earlier anchor is returned.
 
     Args:
-        value: ``value[a][b]`` is the value of layer a as the anchor of layer b.
+        value: result of `values`.
         count: number of anchors.
 
     Raises:
-        ValueError: ``count`` is not between 1 and the number of layers.
+        ValueError: if ``count`` is not between 1 and the number of layers.
     """
-    layers = len(value)
-    require_anchors(count, layers)
-    # total value of layers a to b - 1 if layer a is their anchor
-    worth = [[sum(value[a][a:b]) for b in range(layers + 1)] for a in range(layers)]
-    # b -> (total value, anchors) of layers 0 to b - 1, for a given number of anchors
-    best = {b: (worth[0][b], (0,)) for b in range(1, layers + 1)}
-    for so_many in range(2, count + 1):
+    num_layers = len(value)
+    require_anchors(count, num_layers)
+    # segment_value[a][b]: total value of layers a to b - 1 if layer a is their anchor
+    segment_value = [[sum(value[a][a:b]) for b in range(num_layers + 1)] for a in range(num_layers)]
+    # best[b]: largest total value of layers 0 to b - 1, and its anchors
+    best = {b: (segment_value[0][b], (0,)) for b in range(1, num_layers + 1)}
+    for num_anchors in range(2, count + 1):
         best = {
             b: max(
-                ((best[a][0] + worth[a][b], (*best[a][1], a)) for a in range(so_many - 1, b)),
-                key=lambda result: result[0],
+                (
+                    (best[a][0] + segment_value[a][b], (*best[a][1], a))
+                    for a in range(num_anchors - 1, b)
+                ),
+                key=lambda candidate: candidate[0],
             )
-            for b in range(so_many, layers + 1)
+            for b in range(num_anchors, num_layers + 1)
         }
-    return best[layers][1]
+    return best[num_layers][1]
 
 
 def assign_anchors(gain: Tensor, anchors: Sequence[int]) -> Assignment:
-    """Map each head to the most valuable head of its anchor. Heads of an anchor keep their blocks.
+    """Return the most valuable head of the anchor for each head. Heads of anchors use their own.
 
     Args:
-        gain: result of `gains`, [L, L, H, H].
+        gain: [L, L, H, H], result of `gains`.
         anchors: indices of the anchors.
     """
-    layers, heads = gain.shape[1:3]
-    of_layer = tuple(max(a for a in anchors if a <= b) for b in range(layers))
-    every = torch.arange(heads)
-    sources = [every if a == b else gain[a, b].argmax(0) for b, a in enumerate(of_layer)]
-    return Assignment(tuple(anchors), of_layer, torch.stack(sources))
+    num_layers, num_heads = gain.shape[1:3]
+    anchor_of_layer = tuple(max(a for a in anchors if a <= b) for b in range(num_layers))
+    own_heads = torch.arange(num_heads)
+    sources = [
+        own_heads if anchor == layer else gain[anchor, layer].argmax(0)
+        for layer, anchor in enumerate(anchor_of_layer)
+    ]
+    return Assignment(tuple(anchors), anchor_of_layer, torch.stack(sources))
 
 
-def cascaded(
+def fit_cascade(
     config: CabConfig,
-    kept: Sequence[Coverage],
+    coverages: Sequence[Coverage],
     layers: Sequence[int],
-    total: int,
-    count: int,
+    *,
+    num_layers: int,
+    num_anchors: int,
     target: float,
 ) -> CabConfig:
-    """Return ``config`` with a cascade of ``count`` anchors that reaches the target density.
+    """Return the settings with a cascade that reaches the target density.
 
     Args:
         config: settings of the model.
-        kept: `Coverage` at each of `THRESHOLDS`, for the sparse layers only.
+        coverages: `Coverage` of the sparse layers, at each of `THRESHOLDS`.
         layers: indices of the sparse layers in the model.
-        total: number of layers of the model.
-        count: number of anchors.
-        target: target density: share of the (query, key) pairs that the model attends.
+        num_layers: number of all layers of the model.
+        num_anchors: number of anchors.
+        target: target density: share of the (query, key) pairs that the model attends to.
 
     Raises:
-        ValueError: ``target`` is below the density of the highest threshold, or ``count`` is out
-            of range (see `best_anchors`).
+        ValueError: if ``target`` is below the density of the highest threshold, or if
+            ``num_anchors`` is out of range (see `best_anchors`).
     """
-    tried = []
-    for each in kept:
-        gain = gains(each)
-        tried.append(assign_anchors(gain, best_anchors(values(gain, each.importance), count)))
-    spent = [each.density(of_all) for each, of_all in zip(tried, kept, strict=True)]
-    at, threshold = threshold_for(THRESHOLDS, spent, target)
-    result = tried[at]
-    same = list(range(result.sources.shape[1]))
-    rows = {layer: row.tolist() for layer, row in zip(layers, result.sources, strict=True)}
+    assignments = []
+    for coverage in coverages:
+        gain = gains(coverage)
+        anchors = best_anchors(values(gain, coverage.importance), num_anchors)
+        assignments.append(assign_anchors(gain, anchors))
+    densities = [
+        assignment.density(coverage)
+        for assignment, coverage in zip(assignments, coverages, strict=True)
+    ]
+    index, threshold = threshold_for(THRESHOLDS, densities, target)
+    assignment = assignments[index]
+    own_heads = list(range(assignment.sources.shape[1]))
+    sources = {
+        layer: heads.tolist() for layer, heads in zip(layers, assignment.sources, strict=True)
+    }
     return config.changed(
         predictor="cascade",
         mass_threshold=threshold,
-        anchors=tuple(layers[anchor] for anchor in result.anchors),
-        head_map=[rows.get(layer, same) for layer in range(total)],
+        anchors=tuple(layers[anchor] for anchor in assignment.anchors),
+        head_map=[sources.get(layer, own_heads) for layer in range(num_layers)],
     )

@@ -1,8 +1,8 @@
 """Calibration of one `mass_threshold` for a model, at which the model reaches a target density.
 
-One threshold spends the budget where the attention mass is, because rows differ more than heads do.
-One dense pass over a few documents counts the pairs that each layer keeps at each threshold of
-`THRESHOLDS`. Nothing is trained.
+All layers and heads have the same threshold. Rows with much attention mass in few blocks then
+select fewer blocks than other rows. One dense pass over a few documents counts the (query, key)
+pairs that each layer selects at each threshold of `THRESHOLDS`. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from cab_hf.predictors import LayerContext
 from cab_hf.predictors.cascade import anchor_of
 from cab_hf.selection.reference import capped_ranks, ranks
 
-# descending, in equal ratios of 2 ** (1 / 4), from 0.5 to about 1e-6
+# values of `CabConfig.mass_threshold` at which layers are measured, descending from 0.5 to about
+# 1e-6 in equal ratios of 2 ** (1 / 4)
 THRESHOLDS = tuple(2 ** (-step / 4) for step in range(4, 80))
 
 
 def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Tensor:
-    """Return the density of a layer at each threshold, float64 [T + 2].
+    """Return the density of a layer at the thresholds 1, `THRESHOLDS` and 0, float64 [T + 2].
 
-    The density is the share of the (query, key) pairs that the layer attends. The thresholds are 1,
-    `THRESHOLDS` and 0. At 1 a row keeps its forced blocks, and the blocks that one query needs.
-    ``max_density`` limits the blocks of a row at every threshold.
+    The density is the share of the (query, key) pairs that the layer attends to. At threshold 1, a
+    row selects its forced blocks, and the blocks that reach ``share_threshold``. ``max_density``
+    limits the blocks of a row at every threshold.
 
     Args:
-        q: queries of one sequence, [1, H, N, D].
-        k: keys of the sequence, [1, H_kv, N, D].
+        q: [1, H, N, D], queries of one sequence.
+        k: [1, H_kv, N, D], keys of the sequence.
+        call: context of the layer.
+        config: settings of the layer.
     """
     pairs = block_pairs(call.ranges, config)
-    rising = torch.tensor(THRESHOLDS[::-1], device=q.device)
+    ascending = torch.tensor(THRESHOLDS[::-1], device=q.device)
     pairs_by_threshold = torch.zeros(len(THRESHOLDS) + 2, dtype=torch.float64, device=q.device)
     rank_of_heads = ranks(
         q,
@@ -50,8 +53,8 @@ def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Te
         softcap=call.softcap,
     )
     for rank in capped_ranks(rank_of_heads, call.ranges, config)[0]:
-        # number of thresholds that a block reaches, plus one if it is kept at threshold 1
-        num_reached = torch.bucketize(rank, rising, right=True) + (rank >= 1)
+        # number of thresholds up to 1 at which a row selects each block
+        num_reached = torch.bucketize(rank, ascending, right=True) + (rank >= 1)
         is_visible = rank >= 0
         pairs_by_threshold += torch.bincount(
             num_reached[is_visible], pairs[is_visible], len(pairs_by_threshold)
@@ -62,11 +65,13 @@ def densities(q: Tensor, k: Tensor, call: LayerContext, config: CabConfig) -> Te
 def block_pairs(ranges: KeyRanges, config: CabConfig) -> Tensor:
     """Return the visible (query, key) pairs of each block of one sequence, float64 [M_q, M_k]."""
     start = torch.arange(0, ranges.kv_length, config.key_block, device=ranges.start.device)
-    first, last = ranges.start[0, :, None], ranges.end[0, :, None]
-    seen = torch.minimum(start + config.key_block - 1, last) - torch.maximum(start, first) + 1
+    end = start + config.key_block - 1
+    first_key, last_key = ranges.start[0, :, None], ranges.end[0, :, None]
+    # [N_q, M_k], number of visible keys of each query in each key block
+    num_visible = torch.minimum(end, last_key) - torch.maximum(start, first_key) + 1
     padding = -ranges.q_length % config.query_block
-    rows = F.pad(seen.clamp(min=0), (0, 0, 0, padding)).unflatten(0, (-1, config.query_block))
-    return rows.sum(1).double()
+    num_visible = F.pad(num_visible.clamp(min=0), (0, 0, 0, padding))
+    return num_visible.unflatten(0, (-1, config.query_block)).sum(1).double()
 
 
 def least_density(config: CabConfig, length: int) -> float:
@@ -74,26 +79,30 @@ def least_density(config: CabConfig, length: int) -> float:
     ranges = KeyRanges.causal(1, length, length, "cpu")
     visible = block_visibility(ranges, config.query_block, config.key_block)
     pairs = block_pairs(ranges, config)
-    return float((pairs * reference.forced_blocks(visible, ranges, config)[0]).sum() / pairs.sum())
+    is_forced = reference.forced_blocks(visible, ranges, config)[0]
+    return float((pairs * is_forced).sum() / pairs.sum())
 
 
 def most_density(config: CabConfig, length: int) -> float:
-    """Return the largest share of the pairs of ``length`` tokens that ``max_density`` allows."""
+    """Return the largest density of ``length`` tokens that ``max_density`` allows."""
     ranges = KeyRanges.causal(1, length, length, "cpu")
     visible = block_visibility(ranges, config.query_block, config.key_block)
-    forced = reference.forced_blocks(visible, ranges, config)
-    # blocks that are not forced have the same pairs, whatever their order
-    rank = torch.zeros(visible.shape).masked_fill(forced, torch.inf).masked_fill(~visible, -1.0)
-    can_be_kept = capped_ranks(rank[:, None], ranges, config)[0, 0] >= 0
+    is_forced = reference.forced_blocks(visible, ranges, config)
+    # equal ranks, because all blocks that are not forced contain the same number of pairs
+    rank = torch.zeros(visible.shape).masked_fill(is_forced, torch.inf).masked_fill(~visible, -1.0)
+    can_be_selected = capped_ranks(rank[:, None], ranges, config)[0, 0] >= 0
     pairs = block_pairs(ranges, config)
-    return float((pairs * can_be_kept).sum() / pairs.sum())
+    return float((pairs * can_be_selected).sum() / pairs.sum())
 
 
 def require_target(config: CabConfig, target: float, length: int) -> None:
-    """Raise a ValueError if no threshold makes ``config`` attend ``target`` of ``length`` tokens.
+    """Raise a ValueError if no threshold reaches the target density.
 
-    The predictor must read a threshold, and the target must be between the density of forced
-    blocks and the density that ``max_density`` allows.
+    Args:
+        config: settings, whose predictor must select blocks by mass.
+        target: target density, which must be between the results of `least_density` and
+            `most_density`.
+        length: length of the calibration documents, in tokens.
     """
     if config.predictor not in CAB:
         raise ValueError(
@@ -101,75 +110,82 @@ def require_target(config: CabConfig, target: float, length: int) -> None:
             "which does not select blocks by mass. Change the predictor before you calibrate."
         )
     require_reachable(target, least_density(config, length))
-    most = most_density(config, length)
-    if target > most + 1e-6:
+    largest = most_density(config, length)
+    if target > largest + 1e-6:
         # rounded down, so that the density in the message is accepted as a target
         raise ValueError(
-            f"target_density must be at most {floor(1000 * most + 1e-6) / 1000:.3f} with "
+            f"target_density must be at most {floor(1000 * largest + 1e-6) / 1000:.3f} with "
             f"max_density={config.max_density:g} at this length, got {target:g}. Raise "
             "max_density or lower target_density."
         )
 
 
 def require_reachable(target: float, least: float) -> None:
-    """Raise a ValueError if the target density is below the smallest density of the model."""
+    """Raise a ValueError if the target density is below ``least``, the least possible density."""
     if not least <= target:
         # rounded up, so that the density in the message is accepted as a target
-        named = ceil(1000 * least - 1e-6) / 1000
+        accepted = ceil(1000 * least - 1e-6) / 1000
         raise ValueError(
-            f"target_density must be at least {named:.3f}, the smallest density of the model at "
+            f"target_density must be at least {accepted:.3f}, the smallest density of the model at "
             f"this length, got {target:g}. Raise target_density or use longer sequences."
         )
 
 
-def fitted(config: CabConfig, measured: Sequence[Mapping[int, Tensor]], target: float) -> CabConfig:
-    """Return ``config`` with the threshold at which the mean density of the layers is ``target``.
+def fit_threshold(
+    config: CabConfig, measured: Sequence[Mapping[int, Tensor]], target: float
+) -> CabConfig:
+    """Return the settings with the threshold at which the mean density of the layers is ``target``.
 
     Args:
         config: settings of the model.
-        measured: result of `densities` per document, by layer.
+        measured: for each document, a dict from layer index to the result of `densities`.
         target: target density.
 
     Raises:
-        ValueError: no layer is sparse, or no threshold reaches the target.
+        ValueError: if no layer is sparse, or no threshold reaches the target.
     """
     layers = sorted(measured[0])
     if not layers:
         raise ValueError(
             "model must have at least one sparse layer, got none. Remove layers from dense_layers."
         )
-    # a layer of a cascade attends the blocks that its anchor selects
-    choosing = [anchor_of(config, layer) for layer in layers]
-    choosing = [layer if a is None else a for a, layer in zip(choosing, layers, strict=True)]
-    of_all = torch.stack([each[layer] for each in measured for layer in choosing]).mean(0).tolist()
-    *of_all, at_zero = of_all
-    # no block reaches a threshold above 1
-    at, threshold = threshold_for((1.0, *THRESHOLDS), of_all, target)
-    if at == len(THRESHOLDS) and at_zero - target <= target - of_all[-1]:
+    # a layer of a cascade attends to the blocks that its anchor selects
+    anchors = [anchor_of(config, layer) for layer in layers]
+    selecting_layers = [
+        layer if anchor is None else anchor for layer, anchor in zip(layers, anchors, strict=True)
+    ]
+    per_layer = [document[layer] for document in measured for layer in selecting_layers]
+    *mean_densities, density_at_zero = torch.stack(per_layer).mean(0).tolist()
+    index, threshold = threshold_for((1.0, *THRESHOLDS), mean_densities, target)
+    is_last = index == len(THRESHOLDS)
+    if is_last and density_at_zero - target <= target - mean_densities[-1]:
         threshold = 0.0
     return config.changed(mass_threshold=threshold)
 
 
 def threshold_for(
-    thresholds: Sequence[float], spent: Sequence[float], target: float
+    thresholds: Sequence[float], densities: Sequence[float], target: float
 ) -> tuple[int, float]:
-    """Return the index of the last threshold within the target, and the threshold that meets it.
-
-    The second value is interpolated between this threshold and the next one, linearly in their
-    logarithms, and rounded to three digits.
+    """Return the threshold at which the density is ``target``, by interpolation.
 
     Args:
         thresholds: descending thresholds.
-        spent: density at each threshold, ascending.
+        densities: density at each threshold, ascending.
         target: target density.
 
+    Returns:
+        The index of the last threshold whose density is at most the target; and a value between
+        this threshold and the next threshold, interpolated linearly in the logarithms of the
+        thresholds and rounded to three digits.
+
     Raises:
-        ValueError: ``target`` is below the density of the first threshold.
+        ValueError: if ``target`` is below the density of the first threshold.
     """
-    require_reachable(target, spent[0])
-    at = max(at for at, density in enumerate(spent) if density <= target)
-    named = thresholds[at]
-    if at + 1 < len(thresholds):
-        way = (target - spent[at]) / max(spent[at + 1] - spent[at], 1e-12)
-        named *= exp(min(way, 1.0) * log(thresholds[at + 1] / named))
-    return at, float(f"{named:.3g}")
+    require_reachable(target, densities[0])
+    index = max(i for i, density in enumerate(densities) if density <= target)
+    threshold = thresholds[index]
+    if index + 1 < len(thresholds):
+        step = max(densities[index + 1] - densities[index], 1e-12)
+        fraction = min((target - densities[index]) / step, 1.0)
+        threshold *= exp(fraction * log(thresholds[index + 1] / threshold))
+    return index, float(f"{threshold:.3g}")

@@ -1,1 +1,1 @@
-"""One call of attention: its mask, the order of its tokens, and the checks of its arguments."""
+"""One call of attention: its arguments and their checks, its mask, and its token order."""

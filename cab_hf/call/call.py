@@ -14,7 +14,7 @@ from cab_hf.call import packing
 from cab_hf.call.forward_state import SETTINGS_CHANGED, in_backward_pass
 from cab_hf.call.mask import MaskDetails, MaskInfo
 from cab_hf.call.scope import FORWARD_CONTEXT, is_sharded, prompt_of
-from cab_hf.call.validate import validate_arguments
+from cab_hf.call.validate import LayerArguments, validate_arguments
 from cab_hf.config import CabConfig, blocks_of
 from cab_hf.hf.fit import layer_index, warn_if_too_short
 from cab_hf.hf.model_config import cab_config_in_use, cab_config_of
@@ -26,19 +26,19 @@ from cab_hf.predictors import LayerContext
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Call:
-    """One attention computation of one layer.
+    """The inputs of one attention computation in one layer.
 
     Attributes:
         q: [B, H, N_q, D] after RoPE.
         k: [B, H_kv, N_k, D] after the cache update; same dtype as q.
         v: [B, H_kv, N_k, D_v] after the cache update; same dtype as q.
         scale: factor of the logits.
-        layer: attention module, whose ``layer_idx`` is read if it has one.
+        layer: attention module, whose attribute ``layer_idx`` is optional.
         config: settings of the layer.
         sparse: True if sparse attention is requested.
         work: workload that an engine must support.
-        mask: visible keys: a `MaskInfo`, or a `ShardedMask` over ranks.
-        index: the `KeyIndex` of the keys; None if the cache of the layer has none.
+        mask: visible keys: a `MaskInfo`, or a `ShardedMask` for a sequence over many ranks.
+        index: the `KeyIndex` of the keys; None if the cache of the layer has no index.
         sinks: [H], one additional logit per head in the softmax; None without sinks.
         softcap: cap c of the logits, ``c * tanh(logits / c)``; None without a cap.
     """
@@ -57,46 +57,34 @@ class Call:
     softcap: float | None = None
 
     @staticmethod
-    def create(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        mask: MaskInfo | None,
-        sparse: bool,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        position_ids: Tensor | None = None,
-        s_aux: Tensor | None = None,
-        softcap: float | None = None,
-        **kwargs: Any,
-    ) -> Call:
-        """Build a call from transformers' arguments; see `cab_attention` for these and errors."""
-        validate_arguments(
-            module,
-            query,
-            key,
-            value,
-            mask=mask,
-            dropout=dropout,
-            sliding_window=sliding_window,
-            position_ids=position_ids,
-            s_aux=s_aux,
-            kwargs=kwargs,
-        )
-        q, k, v = one_dtype(module, query, key, value)
+    def create(arguments: LayerArguments, mask: MaskInfo | None, *, sparse: bool) -> Call:
+        """Build a call from the arguments of an attention function.
+
+        Args:
+            arguments: arguments of the attention function.
+            mask: result of `cab_mask`; None for plain causal attention.
+            sparse: True if sparse attention is requested.
+
+        Raises:
+            ValueError, NotImplementedError: as in `cab_attention`.
+        """
+        validate_arguments(arguments, mask)
+        module, s_aux, softcap = arguments.module, arguments.s_aux, arguments.softcap
+        q, k, v = one_dtype(module, arguments.query, arguments.key, arguments.value)
         if mask is None:
             mask = _plain_mask(
-                module, batch=q.shape[0], queries=q.shape[2], keys=k.shape[2], window=sliding_window
+                module,
+                batch=q.shape[0],
+                queries=q.shape[2],
+                keys=k.shape[2],
+                window=arguments.sliding_window,
             )
         config = mask.state.parsed(module.config, cab_config_in_use if sparse else cab_config_of)
         call = Call(
             q=q,
             k=k,
             v=v,
-            scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
+            scale=q.shape[-1] ** -0.5 if arguments.scaling is None else arguments.scaling,
             layer=module,
             config=config,
             sparse=sparse,
@@ -104,34 +92,39 @@ class Call:
                 q, k, v, blocks_of(config), sinks=s_aux is not None, softcap=softcap is not None
             ),
             mask=mask,
-            # an attribute of the keys that a cast would lose
-            index=getattr(key, "cab_index", None),
+            # read before the cast to one dtype, which drops attributes of tensors
+            index=getattr(arguments.key, "cab_index", None),
             sinks=s_aux,
             softcap=softcap,
         )
         mask.state.require_same_settings(
             module, config, sparse=sparse, sampled_one_in=call.sampled_one_in
         )
-        return call._with_documents(position_ids, kwargs.get("cu_seq_lens_q"))
+        return call._with_documents(arguments.position_ids, arguments.others.get("cu_seq_lens_q"))
 
     def _with_documents(self, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Call:
-        """Return the call after its mask has found the packed documents of the forward pass."""
+        """Return the call with a mask that separates packed documents.
+
+        Args:
+            position_ids: int [B or 1, N_q] of the layer; None without position ids.
+            cu_seq_lens: int [documents + 1], cumulative lengths of documents, or None.
+        """
         parallel, q = self.mask.details.parallel, self.q
         if parallel is not None:
             return replace(self, mask=parallel.sharded_mask(self, position_ids, cu_seq_lens))
         if is_sharded(self.layer.config):
             _raise_outside(self.layer)
-        mask, mixed = self.mask.with_documents(position_ids, cu_seq_lens, self.v)
-        if mixed is not None:
-            q = packing.raise_where(q, mixed, packing.mixed_by(mask.model))
+        mask, is_mixed = self.mask.with_documents(position_ids, cu_seq_lens, self.v)
+        if is_mixed is not None:
+            q = packing.raise_where(q, is_mixed, packing.mixed_documents_error(mask.model))
         if self.sparse:
             _warn_of_a_short_prompt(self.layer, mask, self.config)
         return replace(self, q=q, mask=mask)
 
     def split_at_prompt_end(self) -> list[Call]:
-        """Return the calls that are computed separately: the prompt, and the answer after it.
+        """Return the calls that are computed separately: one for the prompt, others for the answer.
 
-        The queries of an answer are decode steps, one by one, if the layer decodes sparsely.
+        A layer with ``sparse_decode`` has one call for each query of the answer.
         """
         parts = self.mask.split_at_prompt_end(self.sparse and self.config.sparse_decode)
         return [replace(self, q=self.q[:, :, queries], mask=mask) for queries, mask in parts]
@@ -141,7 +134,7 @@ class Call:
 
         Args:
             ranges: visible keys of every query.
-            shared: state that layers of a forward pass share; None for a new dict.
+            shared: results that layers of a forward pass share, by key; None for a new dict.
         """
         return LayerContext(
             ranges=ranges,
@@ -162,17 +155,19 @@ class Call:
 def _plain_mask(
     module: nn.Module, *, batch: int, queries: int, keys: int, window: int | None
 ) -> MaskInfo:
-    """Return the mask of a layer that receives none: plain causal attention.
+    """Return the mask of a layer that receives no mask: plain causal attention.
 
     Args:
         module: attention layer.
         batch: batch rows.
-        queries, keys: numbers of tokens.
-        window: width of a sliding window in tokens, or None.
+        queries: number of queries per row.
+        keys: number of keys per row.
+        window: width of a sliding window in tokens; None without a window.
 
     Raises:
-        RuntimeError: if the layer is recomputed in a backward pass, but its forward pass used
-            another attention implementation. "sdpa" often needs no mask, so nothing else shows it.
+        RuntimeError: if the layer is recomputed in a backward pass, and its forward pass used
+            another attention implementation. Layers on "sdpa" often receive no mask, so the mask
+            does not reveal the switch.
     """
     mask = MaskInfo(
         batch=batch,
@@ -180,51 +175,60 @@ def _plain_mask(
         kv_length=keys,
         q_offset=keys - queries,
         window=window or None,
-        # torch.compile does not trace the default value
+        # set here, because torch.compile does not trace the default value
         details=MaskDetails(),
     )
     if torch.compiler.is_compiling():
         return mask
     if not in_backward_pass():
-        _seen_without_mask[module] = module.config, FORWARD_CONTEXT.get().parallel
-    config, parallel = _seen_without_mask.get(module, (None, None))
+        _last_calls_without_mask[module] = module.config, FORWARD_CONTEXT.get().parallel
+    config, parallel = _last_calls_without_mask.get(module, (None, None))
     if config is not module.config:
         raise RuntimeError(SETTINGS_CHANGED)
     prompt = prompt_of(batch, module.config, keys)
     return replace(mask, prompt=prompt, details=MaskDetails(parallel=parallel))
 
 
-# config and ranks of the last call of each layer; a switch of the implementation replaces the
-# config objects of a model
-_seen_without_mask: WeakKeyDictionary[nn.Module, tuple[PreTrainedConfig, Any]] = WeakKeyDictionary()
+# attention module -> config and ranks of its last call without a mask; switching the attention
+# implementation of a model replaces its config objects
+_last_calls_without_mask: WeakKeyDictionary[nn.Module, tuple[PreTrainedConfig, Any]] = (
+    WeakKeyDictionary()
+)
 
 
 def _raise_outside(layer: nn.Module) -> NoReturn:
-    """Raise the error for a layer inside `context_parallel` whose mask was made outside."""
+    """Raise an error for a layer inside `context_parallel` whose mask was built outside."""
     if in_backward_pass():
         raise RuntimeError(SETTINGS_CHANGED)
     raise NotImplementedError(
-        f"{type(layer).__name__} is inside context_parallel, and its mask was made outside. Call "
+        f"{type(layer).__name__} is inside context_parallel, and its mask was built outside. Call "
         "the model that was passed to context_parallel."
     )
 
 
 def _warn_of_a_short_prompt(module: nn.Module, mask: MaskInfo, config: CabConfig) -> None:
     """Warn once if all documents of a prompt are too short for sparse attention."""
-    begins = mask.q_length == mask.kv_length and mask.q_length > 1
-    if torch.compiler.is_compiling() or not begins or mask.window is not None:
+    is_first_call = mask.q_length == mask.kv_length and mask.q_length > 1
+    if torch.compiler.is_compiling() or not is_first_call or mask.window is not None:
         return
     longest = mask.longest
     tokens = mask.kv_length if longest is None else longest.tokens
     warn_if_too_short(tokens, config.min_length, CabConfig.min_length, module.config)
 
 
-def one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast q, k and v to one dtype, as transformers does for flash attention.
+def one_dtype(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v in one dtype, which transformers would choose for flash attention.
 
     Adapters can pass float32 queries to a model in bfloat16.
+
+    Args:
+        module: attention layer, whose weights have the dtype of the model.
+        query: [B, H, N_q, D].
+        key: [B, H_kv, N_k, D].
+        value: [B, H_kv, N_k, D_v].
     """
-    query = tensors[0]
     device = query.device.type
     target = query.dtype
     if torch.is_autocast_enabled(device):
@@ -235,4 +239,4 @@ def one_dtype(module: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
         if not target.is_floating_point or target.itemsize == 1:
             # quantised weights: the compute dtype is in the config
             target = module.config.dtype or query.dtype
-    return tuple(x.to(target) for x in tensors)
+    return query.to(target), key.to(target), value.to(target)

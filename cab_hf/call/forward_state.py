@@ -1,4 +1,4 @@
-"""State that layers share in one forward pass, and plans that recomputed layers use again."""
+"""`ForwardState`: caches that the layers of one forward pass share, and plans for recomputation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from cab_hf.plan import BlockIndices, BlockPlan
 
-# bytes; smaller lists of a plan are not trimmed, because trimming waits for the device
-MEASURED_FROM = 2**26
+# size in bytes above which the lists of a plan are trimmed; trimming waits for the device
+MIN_TRIMMED_BYTES = 2**26
 
-# a layer that gradient checkpointing recomputes must attend as in the forward pass
+# error for a layer that gradient checkpointing recomputes with other settings
 SETTINGS_CHANGED = (
     "gradient checkpointing computes a layer again in the backward pass, and attention settings "
     "differ from the forward pass: a `with` block of cab_hf.cab or cab_hf.context_parallel was "
@@ -32,21 +32,21 @@ class ForwardState:
     """The caches that all layers of one type share in one forward pass.
 
     Attributes:
-        shared: results that predictors and decode steps pass to later layers.
+        shared: results that predictors and decode steps of one layer store for later layers.
     """
 
     shared: dict[Any, Any] = field(default_factory=dict)
     _cache: dict[Any, Any] = field(default_factory=dict)
-    # (config, parsed config); a list, because configs are compared by identity
+    # pairs of a config and its parsed config; a list, because configs are compared by identity
     _parsed: list[tuple[Any, Any]] = field(default_factory=list)
-    # settings of the first computation of each layer, by layer
-    _attended: dict[Any, Any] = field(default_factory=dict)
-    # plans of layers that need gradients
-    _predicted: dict[Any, list[BlockPlan]] = field(default_factory=dict)
+    # attention module -> settings of its first computation
+    _settings: dict[Any, Any] = field(default_factory=dict)
+    # attention module -> its plans, if the module needs gradients
+    _plans: dict[Any, list[BlockPlan]] = field(default_factory=dict)
 
     def for_some_queries(self) -> ForwardState:
-        """Return the state for a part of the queries, with the same settings and configs."""
-        return ForwardState(_parsed=self._parsed, _attended=self._attended)
+        """Return an empty state for a slice of the queries, with the same settings and configs."""
+        return ForwardState(_parsed=self._parsed, _settings=self._settings)
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return the result of ``make``, computed once for all layers with the same ``key``."""
@@ -59,16 +59,17 @@ class ForwardState:
         self._cache[key] = value
 
     def stored(self, key: Any) -> Any:
-        """Return the value that is cached under ``key``; None if there is none."""
+        """Return the value that is cached under ``key``; None without a value."""
         return self._cache.get(key)
 
     def parsed(self, config: Any, parse: Callable[[Any], Any]) -> Any:
         """Return ``parse(config)``, computed once per forward pass.
 
-        Tables are long, and torch.compile traces every number that is read.
+        Parsing in every layer would be slow: a config can contain long tables, and torch.compile
+        traces each number that the parser reads.
         """
-        for known, result in self._parsed:
-            if known is config:
+        for parsed_config, result in self._parsed:
+            if parsed_config is config:
                 return result
         self._parsed.append((config, parse(config)))
         return self._parsed[-1][1]
@@ -81,7 +82,8 @@ class ForwardState:
         Args:
             layer: attention module.
             config: settings of the layer.
-            sparse, sampled_one_in: see `Call`.
+            sparse: True if sparse attention is requested.
+            sampled_one_in: see `Call.sampled_one_in`.
 
         Raises:
             RuntimeError: if settings in the backward pass differ from those in the forward pass.
@@ -89,43 +91,43 @@ class ForwardState:
         if torch.compiler.is_compiling():
             return
         settings = (config, sparse), sampled_one_in
-        before = self._attended.setdefault(layer, settings)
-        if before == settings:
+        first_settings = self._settings.setdefault(layer, settings)
+        if first_settings == settings:
             return
         if in_backward_pass():
-            raise RuntimeError(SETTINGS_CHANGED if before[0] != settings[0] else SAMPLED_LATER)
-        self._attended[layer] = settings
+            is_sampled_later = first_settings[0] == settings[0]
+            raise RuntimeError(SAMPLED_LATER if is_sampled_later else SETTINGS_CHANGED)
+        self._settings[layer] = settings
 
     def plan_for_recompute(
         self, layer: Any, tensors: Sequence[Tensor], predict: Callable[[], BlockPlan]
     ) -> BlockPlan:
-        """Return the plan of a layer from ``predict``, and store it for the recomputation.
+        """Return the plan of a layer from ``predict``, and store the plan for recomputation.
 
-        If gradient checkpointing recomputes a layer in the backward pass, the layer uses the stored
-        plan. A layer that a model calls several times is predicted again.
+        If gradient checkpointing recomputes the layer in the backward pass, returns the stored
+        plan. If the model calls the layer several times, recomputation calls ``predict`` again.
 
         Args:
             layer: attention module.
             tensors: q, k and v of the layer.
-            predict: function that selects blocks.
+            predict: function that selects blocks and returns a plan.
         """
-        x = next((x for x in tensors if x.requires_grad), None)
-        if torch.compiler.is_compiling() or x is None or is_captured(x):
+        trained = next((x for x in tensors if x.requires_grad), None)
+        if torch.compiler.is_compiling() or trained is None or is_captured(trained):
             return predict()
-        saved_plans = self._predicted.setdefault(layer, [])
+        saved_plans = self._plans.setdefault(layer, [])
         if not in_backward_pass():
             plan = trimmed(predict())
-            # stored on the host: the lists of all layers would increase the peak memory of the GPU
+            # stored on the host, because the lists of all layers need much memory of the GPU
             saved_plans.append(narrowed(plan).map_tensors(_to_pinned_host))
             return plan
         if len(saved_plans) > 1:
-            # it is not known which call of the layer this is
+            # no plan can be matched to a call, and shared results belong to the last call
             self.shared.clear()
         if len(saved_plans) != 1:
             return predict()
-        return saved_plans.pop().map_tensors(
-            lambda part: part.to(x.device, non_blocking=True).int()
-        )
+        device = trained.device
+        return saved_plans.pop().map_tensors(lambda x: x.to(device, non_blocking=True).int())
 
 
 def in_backward_pass() -> bool:
@@ -136,33 +138,36 @@ def in_backward_pass() -> bool:
 
 def is_captured(x: Tensor) -> bool:
     """Return True if operations on ``x`` are captured in a CUDA graph."""
-    # a replayed graph runs no code on the host
+    # replaying a graph runs no code on the host
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def trimmed(plan: BlockPlan) -> BlockPlan:
-    """Return the plan with large lists cut to the length of the longest list.
+    """Return the plan with padded index lists cut to the length of the longest list.
 
-    Cutting waits for the device. Only lists of long layers are large enough.
+    Cutting waits for the device. Lists of at most `MIN_TRIMMED_BYTES` bytes are not cut.
     """
-    return plan.map_lists(_trimmed)
+    return plan.map_lists(_trimmed_lists)
 
 
-def _trimmed(lists: BlockIndices) -> BlockIndices:
-    """Return lists of more than `MEASURED_FROM` bytes cut to the length of the longest list."""
-    if lists.indices.nbytes <= MEASURED_FROM:
+def _trimmed_lists(lists: BlockIndices) -> BlockIndices:
+    """Return large ``lists`` cut to the length of the longest list; return others unchanged."""
+    if lists.indices.nbytes <= MIN_TRIMMED_BYTES:
         return lists
     width = max(1, int(lists.counts.max()))
     return BlockIndices(lists.counts, lists.indices[..., :width].contiguous())
 
 
 def narrowed(plan: BlockPlan) -> BlockPlan:
-    """Return the plan with int16 lists if all block indices fit."""
+    """Return the plan with int16 lists if all block indices are below 2**15."""
     return plan.map_tensors(lambda x: x.short()) if plan.kv_blocks < 2**15 else plan
 
 
 def _to_pinned_host(x: Tensor) -> Tensor:
-    """Return a copy in pinned host memory, without waiting for it; on a CPU the tensor itself."""
+    """Return a copy of a CUDA tensor in pinned host memory; return a CPU tensor unchanged.
+
+    Does not wait until the copy is complete.
+    """
     if not x.is_cuda:
         return x
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

@@ -11,12 +11,12 @@ from transformers.masking_utils import causal_mask_function
 
 from cab_hf.call import packing
 from cab_hf.call.mask import (
-    AHEAD,
+    NON_CAUSAL,
     MaskDetails,
     MaskInfo,
-    not_a_padding_mask,
-    not_causal,
-    too_short,
+    non_causal_error,
+    padding_mask_error,
+    too_short_error,
 )
 from cab_hf.call.placeholder import MaskPlaceholder
 from cab_hf.call.scope import (
@@ -46,82 +46,113 @@ def cab_mask(
 ) -> MaskInfo:
     """Return a `MaskInfo` in place of a mask tensor [B, 1, N_q, N_k].
 
-    transformers calls this function once per forward pass and layer type, with the arguments of
-    its own mask functions. Supported patterns are causal, sliding-window, chunked and packed. For
-    other patterns, the first layer that uses the mask raises an error: BART's decoder builds an
-    encoder mask that it may not use.
+    transformers calls this function once per forward pass and layer type. For a pattern that is not
+    causal, sliding-window, chunked or packed, the first layer that uses the mask raises an error.
+    Models also build masks that no layer uses, such as the encoder mask of BART's decoder.
+
+    Args:
+        batch_size: batch rows.
+        q_length: queries per row.
+        kv_length: key slots per row, including unwritten slots of a static cache.
+        q_offset: position of the first query, int or 0-d tensor.
+        kv_offset: position of the first key slot.
+        mask_function: mask function of transformers.
+        attention_mask: [B, tokens], 0 for padding; None without padding. A `MaskPlaceholder` is
+            returned unchanged.
+        local_size: width of a sliding window or of chunks, in tokens; None without both.
+        use_vmap: True if the caller has added mask functions.
+        device: device of the result.
+        config: config of the layers.
 
     Raises:
         ValueError: if the mask is not 2-D, has another batch size, or has too few tokens.
-        NotImplementedError: for a compiled model inside `context_parallel`, and under
-            `torch.jit.trace` and other transforms.
+        NotImplementedError: for a compiled model inside `context_parallel`, and under transforms
+            such as `torch.jit.trace`.
     """
     position_ids = recorded_positions()
     # the mask that generate() built for a static cache, or the mask of continuous batching
     if isinstance(attention_mask, MaskPlaceholder):
         return attention_mask
     validate_compiled(config)
-    validate_tracing(attention_mask)
-    validate_vmap("attention_mask", attention_mask)
-    if attention_mask is not None and attention_mask.ndim != 2:
-        raise ValueError(not_a_padding_mask(attention_mask))
-    eager = not torch.compiler.is_compiling()
-    chunk_size = getattr(config, "attention_chunk_size", None)
-    is_chunked = local_size is not None and local_size == chunk_size
-    prompt = None
-    if eager:
-        prompt = _prompt(
-            batch_size,
-            config,
-            q_offset=q_offset,
-            q_length=q_length,
-            is_windowed=bool(kv_offset) or local_size is not None,
-        )
-    if isinstance(q_offset, Tensor):
-        # the counter of a static cache changes in place
-        is_readable = eager and (q_length > 1 or prompt is not None)
-        q_offset = int(q_offset) if is_readable else q_offset.clone()
-    first_slot = q_offset - kv_offset
-    # a static cache has more slots than written keys
-    written = None if isinstance(first_slot, Tensor) else min(kv_length, first_slot + q_length)
-    padding_mask = None
-    if attention_mask is not None:
-        padding_mask = _padding(
-            attention_mask,
-            batch=batch_size,
-            start=kv_offset,
-            keys=written or kv_length,
-            end=q_offset + q_length,
-        ).to(device)
-
-    model = name_of(config)
-    pattern = _pattern(
-        mask_function,
+    _validate_padding_mask(attention_mask)
+    arguments = _MaskArguments(
         batch=batch_size,
-        q_offset=q_offset,
         q_length=q_length,
-        is_complete=written == q_length,
-        window=local_size,
-        is_chunked=is_chunked,
+        kv_length=kv_length,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        local_size=local_size,
         use_vmap=use_vmap,
         device=device,
+        config=config,
     )
-    chunk_starts = None
-    if is_chunked:
-        chunk_starts = _first_tokens(attention_mask, batch_size, device) - kv_offset
+    return _mask_info(arguments, q_offset, position_ids)
+
+
+class _MaskArguments(NamedTuple):
+    """The arguments of `cab_mask` with the same names; ``batch`` is ``batch_size``."""
+
+    batch: int
+    q_length: int
+    kv_length: int
+    kv_offset: int
+    mask_function: Any
+    attention_mask: Tensor | None
+    local_size: int | None
+    use_vmap: bool
+    device: torch.device | str
+    config: Any
+
+
+def _mask_info(
+    arguments: _MaskArguments, q_offset: int | Tensor, position_ids: Tensor | None
+) -> MaskInfo:
+    """Return the result of `cab_mask` for valid arguments.
+
+    Args:
+        arguments: arguments of `cab_mask`.
+        q_offset: position of the first query, int or 0-d tensor.
+        position_ids: int [B or 1, N_q] that the model passes to mask functions; None without
+            position ids.
+    """
+    q_length, kv_offset = arguments.q_length, arguments.kv_offset
+    is_eager = not torch.compiler.is_compiling()
+    prompt = _prompt(arguments, q_offset) if is_eager else None
+    if isinstance(q_offset, Tensor):
+        # the counter of a static cache changes in place
+        is_readable = is_eager and (q_length > 1 or prompt is not None)
+        q_offset = int(q_offset) if is_readable else q_offset.clone()
+    first_slot = q_offset - kv_offset
+    num_written = None
+    if not isinstance(first_slot, Tensor):
+        # a static cache has more slots than written keys
+        num_written = min(arguments.kv_length, first_slot + q_length)
+    padding_mask = None
+    if arguments.attention_mask is not None:
+        padding_mask = _columns_of_padding(
+            arguments.attention_mask,
+            batch=arguments.batch,
+            first_slot=kv_offset,
+            num_slots=num_written or arguments.kv_length,
+            min_tokens=q_offset + q_length,
+        ).to(arguments.device)
+
+    pattern = _pattern(arguments, q_offset, is_complete=num_written == q_length)
+    model, unsupported = name_of(arguments.config), pattern.unsupported
     details = MaskDetails(
         model=model,
-        cache_length=kv_length,
-        unsupported=None if pattern.unsupported is None else not_causal(model, pattern.unsupported),
-        parallel=FORWARD_CONTEXT.get().parallel if eager else None,
+        cache_length=arguments.kv_length,
+        unsupported=None if unsupported is None else non_causal_error(model, unsupported),
+        parallel=FORWARD_CONTEXT.get().parallel if is_eager else None,
         non_causal=pattern.non_causal,
-        chunk_starts=chunk_starts,
+        chunk_starts=_first_real_slots(arguments) - kv_offset if _is_chunked(arguments) else None,
         position_ids=position_ids,
     )
     return MaskInfo(
-        batch=batch_size,
+        batch=arguments.batch,
         q_length=q_length,
-        kv_length=written,
+        kv_length=num_written,
         q_offset=first_slot,
         padding_mask=padding_mask,
         doc_ids=pattern.doc_ids,
@@ -131,11 +162,25 @@ def cab_mask(
     )
 
 
+def _is_chunked(arguments: _MaskArguments) -> bool:
+    """Return True if ``local_size`` is the size of chunks and not of a sliding window."""
+    chunk_size = getattr(arguments.config, "attention_chunk_size", None)
+    return arguments.local_size is not None and arguments.local_size == chunk_size
+
+
+def _validate_padding_mask(attention_mask: Tensor | None) -> None:
+    """Raise the errors of `cab_mask` for a mask that is not a 2-D tensor with values."""
+    validate_tracing(attention_mask)
+    validate_vmap("attention_mask", attention_mask)
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(padding_mask_error(attention_mask))
+
+
 class _Pattern(NamedTuple):
     """The pattern of a mask function.
 
     Attributes:
-        window: width of a sliding window or of chunks in tokens, or None.
+        window: width of a sliding window or of chunks in tokens; None without both.
         doc_ids: see `MaskInfo`.
         unsupported: error for layers that use the mask, without the name of the model; None if the
             pattern is supported.
@@ -148,128 +193,134 @@ class _Pattern(NamedTuple):
     non_causal: Tensor | None = None
 
 
-def _pattern(
-    mask_function: Any,
-    *,
-    batch: int,
-    q_offset: int | Tensor,
-    q_length: int,
-    is_complete: bool,
-    window: int | None,
-    is_chunked: bool,
-    use_vmap: bool,
-    device: torch.device | str,
-) -> _Pattern:
-    """Return the pattern of a mask function of transformers.
+def _pattern(arguments: _MaskArguments, q_offset: int | Tensor, *, is_complete: bool) -> _Pattern:
+    """Return the pattern of the mask function of transformers.
 
     Args:
-        mask_function: mask function of transformers.
-        batch: batch rows.
-        q_offset: position of the first query.
-        q_length: number of queries.
+        arguments: arguments of `cab_mask`.
+        q_offset: position of the first query, int or 0-d tensor.
         is_complete: True if the call contains all keys that are visible to its queries.
-        window: argument ``local_size`` of the mask hook.
-        is_chunked: True if ``window`` is the size of chunks.
-        use_vmap: True if the caller has added mask functions.
-        device: device of the results.
     """
-    eager = not torch.compiler.is_compiling()
+    mask_function, window = arguments.mask_function, arguments.local_size
+    is_eager, is_chunked = not torch.compiler.is_compiling(), _is_chunked(arguments)
     unsupported, doc_ids, non_causal = None, None, None
-    parts = packing.parts_of(mask_function) if eager and (is_chunked or use_vmap) else None
-    if use_vmap:
-        # functions of the caller, or of models with images, also for prompts without images
-        if parts is None or "chunked_overlay" in parts:
+    functions = None
+    if is_eager and (is_chunked or arguments.use_vmap):
+        functions = packing.combined_functions(mask_function)
+    if arguments.use_vmap:
+        # models with images add mask functions even to prompts without images
+        if functions is None or "chunked_overlay" in functions:
             unsupported = "adds an or_mask_function or and_mask_function"
         else:
-            window = parts.get("sliding_window_overlay", {}).get("sliding_window", window)
-    if unsupported is None and mask_function is not causal_mask_function and q_length > 1:
-        ahead, starts = packing.pattern_of(
-            mask_function, batch=batch, q_offset=q_offset, q_length=q_length, device=device
+            window = functions.get("sliding_window_overlay", {}).get("sliding_window", window)
+    is_plain = mask_function is causal_mask_function
+    if unsupported is None and not is_plain and arguments.q_length > 1:
+        attends_next, starts = packing.attention_to_neighbours(
+            mask_function,
+            batch=arguments.batch,
+            q_offset=q_offset,
+            q_length=arguments.q_length,
+            device=arguments.device,
         )
-        unsupported, non_causal, doc_ids = _documents(
-            ahead, starts, is_complete=is_complete, window=window
+        unsupported, non_causal, doc_ids = _pattern_of_neighbours(
+            attends_next, starts, is_complete=is_complete, window=window
         )
-    if is_chunked and parts is not None:
-        # documents from transformers: the pattern does not distinguish them from chunks
-        doc_ids = parts.get("packed_sequence_mask_function", {}).get("packed_sequence_mask")
+    if is_chunked and functions is not None:
+        # neighbouring tokens do not distinguish documents from chunks: use those of transformers
+        doc_ids = functions.get("packed_sequence_mask_function", {}).get("packed_sequence_mask")
     return _Pattern(window, doc_ids, unsupported, non_causal)
 
 
-def _prompt(
-    batch: int, config: Any, *, q_offset: int | Tensor, q_length: int, is_windowed: bool
-) -> Prompt | None:
-    """Return the prompt that a call processes; None if its end is not known or not needed.
+def _prompt(arguments: _MaskArguments, q_offset: int | Tensor) -> Prompt | None:
+    """Return the prompt that a call processes; None if the layers do not need its end.
+
+    Also returns None if the end of the prompt is not known, and for decode steps.
 
     Args:
-        batch: batch rows.
-        config: config of the layers.
-        q_offset: position of the first query. A tensor is read from the device, until the first
-            decode step.
-        q_length: number of queries.
-        is_windowed: True if layers have a window or chunks.
+        arguments: arguments of `cab_mask`.
+        q_offset: position of the first query. The host reads a tensor from the device until the
+            first decode step.
     """
+    q_length = arguments.q_length
     end = None if isinstance(q_offset, Tensor) else q_offset + q_length
-    prompt = prompt_of(batch, config, end)
+    prompt = prompt_of(arguments.batch, arguments.config, end)
     if prompt is None:
         return None
     is_over = prompt.progress.is_over(q_offset, prompt.end)
+    is_windowed = bool(arguments.kv_offset) or arguments.local_size is not None
     # layers with a window do not need the prompt, and a single query is a decode step
     return None if is_windowed or (is_over and q_length == 1) else prompt
 
 
-def _first_tokens(mask: Tensor | None, batch: int, device: torch.device | str) -> Tensor:
-    """Return int64 [B], the slot of the first real token of every row."""
-    if mask is None:
-        return torch.zeros(batch, dtype=torch.int64, device=device)
-    return mask.bool().int().argmax(-1).to(device)
+def _first_real_slots(arguments: _MaskArguments) -> Tensor:
+    """Return int64 [B], the slot of the first token without padding of every row."""
+    attention_mask, device = arguments.attention_mask, arguments.device
+    if attention_mask is None:
+        return torch.zeros(arguments.batch, dtype=torch.int64, device=device)
+    return attention_mask.bool().int().argmax(-1).to(device)
 
 
-def _documents(
-    ahead: Tensor, starts: Tensor, *, is_complete: bool, window: int | None
+def _pattern_of_neighbours(
+    attends_next: Tensor, starts: Tensor, *, is_complete: bool, window: int | None
 ) -> tuple[str | None, Tensor | None, Tensor | None]:
-    """Return (error, `MaskDetails.non_causal`, `MaskInfo.doc_ids`) from `packing.pattern_of`.
+    """Return the fields of `_Pattern` that follow from the attention between neighbouring tokens.
 
     Args:
-        ahead, starts: results of `packing.pattern_of`.
+        attends_next: bool [], True if any token attends to the next token.
+        starts: bool [B, N_q], True for tokens that do not attend to the previous token.
         is_complete: True if the call contains all keys that are visible to its queries.
-        window: width of a sliding window in tokens, or None.
+        window: width of a sliding window in tokens; None without a window.
+
+    Returns:
+        ``unsupported``, ``non_causal`` and ``doc_ids``.
     """
-    eager, unsupported, several = not torch.compiler.is_compiling(), None, True
-    if eager:
-        is_non_causal, several = torch.stack((ahead, starts.any())).tolist()
-        unsupported, ahead = AHEAD if is_non_causal else None, None
-    if several and is_complete:
-        return unsupported, ahead, starts.cumsum(-1)
-    if several and eager and window is None:
-        hides = "has a mask that hides the token before one from it, in a cache"
-        unsupported = unsupported or hides
-    return unsupported, ahead, None
+    is_eager = not torch.compiler.is_compiling()
+    unsupported, non_causal, has_documents = None, attends_next, True
+    if is_eager:
+        is_non_causal, has_documents = torch.stack((attends_next, starts.any())).tolist()
+        unsupported, non_causal = NON_CAUSAL if is_non_causal else None, None
+    if has_documents and is_complete:
+        return unsupported, non_causal, starts.cumsum(-1)
+    if has_documents and is_eager and window is None:
+        unsupported = unsupported or (
+            "has a mask that hides the previous token from a token, in a call with a cache"
+        )
+    return unsupported, non_causal, None
 
 
-def _padding(mask: Tensor, *, batch: int, start: int, keys: int, end: int | Tensor) -> Tensor:
-    """Return bool [B, keys], the columns of a padding ``mask`` from slot ``start`` on.
+def _columns_of_padding(
+    attention_mask: Tensor,
+    *,
+    batch: int,
+    first_slot: int,
+    num_slots: int,
+    min_tokens: int | Tensor,
+) -> Tensor:
+    """Return the padding mask of some key slots, bool [B, num_slots].
 
     Args:
-        mask: [B, tokens], 0 for padding.
+        attention_mask: [B, tokens], 0 for padding.
         batch: batch rows.
-        start: first slot of the result.
-        keys: number of slots of the result.
-        end: least number of tokens of the mask, including the tokens of this call.
+        first_slot: first slot of the result.
+        num_slots: number of slots of the result.
+        min_tokens: tokens that the mask must have: cached tokens and the tokens of this call.
 
     Raises:
-        ValueError: if the mask has another number of rows, or fewer than ``end`` tokens.
+        ValueError: if the mask has another number of rows, or fewer than ``min_tokens`` tokens.
     """
-    rows, tokens = mask.shape
+    rows, tokens = attention_mask.shape
     if rows != batch:
         raise ValueError(
-            f"attention_mask has {rows} rows and the batch {batch}. Pass one row for each sequence."
+            f"attention_mask must have {batch} rows, one for each sequence of the batch, got "
+            f"{rows}. Pass one row for each sequence."
         )
-    padding_mask = mask[:, start : start + keys].bool()
-    if isinstance(end, Tensor):
+    padding_mask = attention_mask[:, first_slot : first_slot + num_slots].bool()
+    if isinstance(min_tokens, Tensor):
+        is_too_short = (min_tokens > tokens).to(attention_mask.device)
         padding_mask = packing.raise_where(
-            padding_mask, (end > tokens).to(mask.device), too_short(tokens, "more")
+            padding_mask, is_too_short, too_short_error(tokens, "more")
         )
-    elif tokens < end:
-        raise ValueError(too_short(tokens, end))
+    elif tokens < min_tokens:
+        raise ValueError(too_short_error(tokens, min_tokens))
     # slots of a static cache that are not written yet
-    return F.pad(padding_mask, (0, keys - padding_mask.shape[1]), value=False)
+    return F.pad(padding_mask, (0, num_slots - padding_mask.shape[1]), value=False)

@@ -1,6 +1,6 @@
 """`MaskInfo`: the object that layers receive in place of a 4-D mask tensor.
 
-It describes which tokens attend to which tokens, and builds the layout on the block grid. Its
+A `MaskInfo` contains the visible keys of each query, and builds the `BlockLayout` of the call. Its
 `ForwardState` has the caches that the layers of one forward pass share.
 """
 
@@ -15,19 +15,20 @@ from torch import Tensor
 
 from cab_hf.call import packing
 from cab_hf.call.forward_state import ForwardState
-from cab_hf.call.layout import BlockLayout
-from cab_hf.call.packing import CONSTANT_END, Length, Packing, detect_packing, whole_documents
+from cab_hf.call.layout import BlockLayout, LayoutOptions
+from cab_hf.call.packing import CONSTANT_END, Length, Packing, detect_packing, read_document_lengths
 from cab_hf.call.placeholder import MaskPlaceholder
 from cab_hf.call.scope import Prompt
 from cab_hf.checks import short, warn_once
 
-# keys of `ForwardState`
-PACKING, LENGTHS = "packing", "document lengths"
+# keys of cached results in `ForwardState`
+PACKING = "packing"
+LENGTHS = "document lengths"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MaskDetails:
-    """Facts about a mask that few readers need.
+    """The properties of a mask that few functions need.
 
     Attributes:
         model: name of the model, for error messages.
@@ -35,16 +36,16 @@ class MaskDetails:
         unsupported: error for layers that use the mask; None if the mask is supported. Models also
             build masks that no layer uses.
         parallel: `Parallel` of the ranks that share the sequence; None with one process.
-        non_causal: bool [], True if a token attends to a later one; set if only the device has
-            the value. The first layer that uses the mask then fails on the device. Else None.
+        non_causal: bool [], True if a token attends to a later token. The first layer that uses the
+            mask then fails on the device. None if the host has checked the mask.
         chunk_starts: int64 [B], slot from which chunks of a row are counted, for layers with
             chunked attention and without documents; None for other layers.
-        position_ids: int [B or 1, N_q] that the model passes to its mask functions; None if it
-            passes none. Layers can receive other position ids.
+        position_ids: int [B or 1, N_q] that the model passes to its mask functions; None if the
+            model passes no position ids. Layers can receive other position ids.
         dense_block_size: block size of the plan for exact attention, in tokens; None if a dense
-            kernel can compute it.
-        lengths: lengths of the documents of every row, if known without waiting for the device.
-        max_documents: upper bound of the number of documents, if known without waiting.
+            kernel computes exact attention.
+        lengths: `Length` of each document of each row; None if the host does not have the lengths.
+        max_documents: upper bound of the number of documents per row; None if the host has none.
     """
 
     model: str = "this model"
@@ -61,9 +62,9 @@ class MaskDetails:
 
 @dataclass(frozen=True, eq=False)
 class MaskInfo(MaskPlaceholder):
-    """The visible keys of every query in one forward pass; layers of one type share an object.
+    """The visible keys of every query in one forward pass, for all layers of one type.
 
-    Slots are indices into the key tensor of a layer.
+    A slot is an index into the key tensor of a layer.
 
     Attributes:
         batch: batch rows.
@@ -74,9 +75,9 @@ class MaskInfo(MaskPlaceholder):
         padding_mask: bool [B, N_k], False for padding keys; None without padding.
         doc_ids: int [B, N_k], equal for tokens of one packed document; None if not packed.
         window: width of the sliding window or of chunks, in tokens; None without a window.
-        prompt: prompt that the call processes; None if its end is not known. Without it, each call
-            ends a prompt, and calls with few queries are decode steps.
-        details: facts that few readers need.
+        prompt: prompt that the call processes; None if its end is not known. Each call then counts
+            as the end of a prompt, and calls with few queries count as decode steps.
+        details: properties that few functions need.
         state: caches that the layers share.
     """
 
@@ -94,16 +95,20 @@ class MaskInfo(MaskPlaceholder):
 
     @property
     def model(self) -> str:
-        """The name of the model, for error messages."""
+        """Name of the model, for error messages."""
         return self.details.model
 
     def __getitem__(self, index: Any) -> MaskInfo:
-        """Return ``mask[:, :, -n:, :]``, which Gemma 4 uses in layers with the last n queries."""
+        """Return the mask ``mask[:, :, -n:, :]`` of the last n queries, which Gemma 4 uses.
+
+        Raises:
+            UsedAsTensor: for any other index.
+        """
         everything = slice(None)
-        rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
-        if not isinstance(rows, slice) or index != (everything, everything, rows, everything):
+        queries = index[2] if isinstance(index, tuple) and len(index) == 4 else None
+        if not isinstance(queries, slice) or index != (everything, everything, queries, everything):
             return super().__getitem__(index)
-        start, stop, step = rows.indices(self.q_length)
+        start, stop, step = queries.indices(self.q_length)
         if (stop, step) != (self.q_length, 1) or start == stop:
             return super().__getitem__(index)
         stored = self.state.stored(PACKING)
@@ -111,7 +116,7 @@ class MaskInfo(MaskPlaceholder):
         return mask.slice_queries(start, stop)
 
     def slice_queries(self, start: int, stop: int) -> MaskInfo:
-        """Return the mask of queries from ``start`` to ``stop``, and of the keys up to ``stop``."""
+        """Return the mask of the queries ``start`` to ``stop - 1``, without later keys."""
         if (start, stop) == (0, self.q_length):
             return self
         changes: dict[str, Any] = {"q_length": stop - start, "q_offset": self.q_offset + start}
@@ -124,33 +129,36 @@ class MaskInfo(MaskPlaceholder):
             details = replace(details, position_ids=details.position_ids[..., start:stop])
         lengths = details.lengths or self.state.stored(LENGTHS)
         state = self.state.for_some_queries()
-        rest = replace(self, **changes, details=replace(details, lengths=lengths), state=state)
+        sliced = replace(self, **changes, details=replace(details, lengths=lengths), state=state)
         if lengths is not None and self.doc_ids is None:
             # the number of queries of padded rows has changed
-            rest = rest._with_packing(rest._detect())
+            sliced = sliced._with_packing(sliced._detect())
         if self.state.stored(PACKING) is not None:
-            state.store(PACKING, rest._packing)
-        return rest
+            state.store(PACKING, sliced._packing)
+        return sliced
 
     def split_at_prompt_end(self, steps: bool) -> list[tuple[slice, MaskInfo]]:
-        """Return (queries, mask) of the parts that are computed separately: prompt and answer.
+        """Return the prompt and the answer of the call, which are computed separately.
 
         Args:
-            steps: True if the answer is computed token by token, as in decode steps.
+            steps: True to return each token of the answer separately, as in decode steps.
+
+        Returns:
+            A list of the slice of the queries and the mask of these queries.
         """
         if self.prompt is None:
             return [(slice(None), self)]
-        border = min(max(self.prompt.end - self.q_offset, 0), self.q_length)
-        cuts = range(border, self.q_length) if steps else (border,) * (border < self.q_length)
-        ends = sorted({0, *cuts, self.q_length})
-        if len(ends) == 2:
+        num_prompt = min(max(self.prompt.end - self.q_offset, 0), self.q_length)
+        cuts = range(num_prompt, self.q_length) if steps else (num_prompt,)
+        borders = sorted({0, *cuts, self.q_length})
+        if len(borders) == 2:
             # not cached, because the cache would refer to its own mask
             return [(slice(None), self)]
         return self.state.cached(
-            ("parts", steps),
+            ("prompt and answer", steps),
             lambda: [
                 (slice(start, stop), self.slice_queries(start, stop))
-                for start, stop in pairwise(ends)
+                for start, stop in pairwise(borders)
             ],
         )
 
@@ -161,18 +169,22 @@ class MaskInfo(MaskPlaceholder):
 
     @property
     def is_decode(self) -> bool:
-        """True if all queries are known to follow the prompt."""
+        """True if all queries follow a prompt whose end is known."""
         return self.prompt is not None and self.q_offset >= self.prompt.end
 
     @property
     def is_plain(self) -> bool:
-        """True if the mask is plain causal."""
+        """True if the mask is causal, without padding, documents and window."""
         return self.padding_mask is None and self.doc_ids is None and self.window is None
 
     def tail_start(self, blocks: int, query_block: int) -> int | None:
-        """Return the slot of the first query block in the last ``blocks`` blocks of the prompt.
+        """Return the slot at which the last ``blocks`` query blocks of the prompt start.
 
         Returns None if rows end at different slots, or if the end of the prompt is not known.
+
+        Args:
+            blocks: number of query blocks.
+            query_block: query block size, in tokens.
         """
         if not self.is_prefill or self.prompt.lengths is not None or self.doc_ids is not None:
             return None
@@ -180,30 +192,34 @@ class MaskInfo(MaskPlaceholder):
 
     @property
     def lengths(self) -> list[list[Length]] | None:
-        """The lengths of the documents of every batch row, or of a prompt whose end is known.
+        """Length of each document, as one list of `Length` per row.
 
-        None if each row is one sequence without padding, or if waiting for the device is not
-        allowed.
+        In a prompt whose end is known, each row is one document, and its length is the length of
+        the complete prompt. None if each row is one sequence without padding, or if waiting for the
+        device is not allowed.
         """
         if self.is_prefill and self.doc_ids is None:
             lengths = self.prompt.lengths
-            return None if lengths is None else [[Length(n, n)] for n in lengths]
+            return None if lengths is None else [[Length(tokens, tokens)] for tokens in lengths]
         is_known = self.details.lengths is not None or self.doc_ids is None
         if is_known or torch.compiler.is_compiling():
             return self.details.lengths
         return self.state.cached(LENGTHS, self._document_lengths)
 
     def _document_lengths(self) -> list[list[Length]]:
-        """Return the lengths of packed documents. Waits for the device."""
+        """Return the `Length` of each packed document of each row. Waits for the device."""
         padding_mask = self.padding_mask
         if padding_mask is None:
             padding_mask = torch.ones_like(self.doc_ids, dtype=torch.bool)
         doc_ids = self.doc_ids.to(padding_mask.device)
-        return whole_documents(padding_mask, doc_ids, self.details.max_documents)
+        return read_document_lengths(padding_mask, doc_ids, self.details.max_documents)
 
     @property
     def longest(self) -> Length | None:
-        """The most queries and tokens of any document; None if equal to those of the call."""
+        """Largest numbers of queries and of tokens of a document.
+
+        None if every row is one document without padding, which is as long as the call.
+        """
         if self.is_prefill and self.doc_ids is None:
             return Length(self.prompt.longest, self.prompt.longest)
         if self.lengths is None:
@@ -217,23 +233,24 @@ class MaskInfo(MaskPlaceholder):
         cu_seqlens: Tensor | None = None,
         value: Tensor | None = None,
     ) -> tuple[MaskInfo, Tensor | None]:
-        """Return the mask with the packing and padding of the forward pass.
+        """Return the mask with the packed documents and the padding of the forward pass.
 
         The first layer detects both from its arguments, and the other layers reuse the result.
-        Packed documents are found with a mask or a cache too, which transformers does not do. A
-        call that continues a cache attends to the whole cache.
+        Unlike transformers, this method also detects packed documents in calls with a mask or a
+        cache. A call that continues a cache attends to all cached tokens.
 
         Args:
-            position_ids: int [B or 1, N_q] of the layer; a document starts where they restart. If
-                the layer has none, those of the mask are read.
-            cu_seqlens: int [documents + 1], cumulative lengths of documents, which replace
-                position ids.
-            value: [B, H_kv, N, D_v] of the first layer. Without a mask, rows that end in a run of
-                equal tokens cause a warning, because they look like right padding.
+            position_ids: int [B or 1, N_q] of the layer, which restart where a document starts.
+                None to read the position ids of the mask.
+            cu_seqlens: int [documents + 1], cumulative lengths of documents, which are read in
+                place of position ids; None without cumulative lengths.
+            value: [B, H_kv, N, D_v] of the first layer. Rows that end in a run of equal tokens
+                cause a warning without a padding mask, because such tokens look like right padding.
+                None to omit this check.
 
         Returns:
-            The mask; and None, or under torch.compile in the first layer bool [], True if the graph
-            mixes packed documents.
+            The mask, and a condition bool [] for the first layer under torch.compile: True if the
+            compiled graph mixes packed documents. The condition is None in all other cases.
 
         Raises:
             ValueError: if ``cu_seqlens`` has another number of tokens.
@@ -241,13 +258,13 @@ class MaskInfo(MaskPlaceholder):
         """
         stored, mixed = self.state.stored(PACKING), None
         if stored is None:
-            stored, mixed = self._find_documents(position_ids, cu_seqlens, value)
+            stored, mixed = self._detect_documents(position_ids, cu_seqlens, value)
             self.state.store(PACKING, stored)
         return self._with_packing(stored), mixed
 
     @property
     def _packing(self) -> Packing:
-        """The packing of this mask."""
+        """Documents and padding of this mask."""
         return Packing(
             padding_mask=self.padding_mask,
             doc_ids=self.doc_ids,
@@ -255,17 +272,25 @@ class MaskInfo(MaskPlaceholder):
             max_documents=self.details.max_documents,
         )
 
-    def _with_packing(self, found: Packing) -> MaskInfo:
-        """Return the mask with another packing."""
-        details = replace(self.details, lengths=found.lengths, max_documents=found.max_documents)
+    def _with_packing(self, detected: Packing) -> MaskInfo:
+        """Return the mask with the documents and the padding in ``detected``."""
+        details = replace(
+            self.details, lengths=detected.lengths, max_documents=detected.max_documents
+        )
         return replace(
-            self, padding_mask=found.padding_mask, doc_ids=found.doc_ids, details=details
+            self, padding_mask=detected.padding_mask, doc_ids=detected.doc_ids, details=details
         )
 
-    def _find_documents(
+    def _detect_documents(
         self, position_ids: Tensor | None, cu_seqlens: Tensor | None, value: Tensor | None
     ) -> tuple[Packing, Tensor | None]:
-        """Return the results of `with_documents` for the first layer, from its arguments."""
+        """Return the packing and the condition of `with_documents`, for the first layer.
+
+        Args:
+            position_ids: int [B or 1, N_q] of the layer, or None.
+            cu_seqlens: int [documents + 1], cumulative lengths of documents, or None.
+            value: [B, H_kv, N, D_v] of the layer, or None.
+        """
         mask = self if self.details.non_causal is None else self._failing_if_non_causal()
         is_complete = self.q_length == self.kv_length
         if cu_seqlens is not None and not is_complete:
@@ -273,7 +298,9 @@ class MaskInfo(MaskPlaceholder):
                 f"cu_seq_lens_q is set in a call of {self.q_length} tokens that continues a cache; "
                 "'cab' packs documents in one call. Leave out cu_seq_lens_q, or the cache."
             )
-        mixed, positions = None, self._positions(position_ids) if self.q_length > 1 else None
+        mixed, positions = None, None
+        if self.q_length > 1:
+            positions = self._one_dimensional_positions(position_ids)
         if torch.compiler.is_compiling() and cu_seqlens is None and positions is not None:
             mixed, positions = mask._mixed(positions), None
         if not is_complete or self.q_length == 1:
@@ -294,7 +321,13 @@ class MaskInfo(MaskPlaceholder):
         cu_seqlens: Tensor | None = None,
         value: Tensor | None = None,
     ) -> Packing:
-        """Return `detect_packing` of this call. Decode steps do not wait for the device."""
+        """Return the result of `detect_packing`. Decode steps do not wait for the device.
+
+        Args:
+            position_ids: int [B or 1, N_q], which restart where a document starts; or None.
+            cu_seqlens: int [documents + 1], cumulative lengths of documents, or None.
+            value: [B, H_kv, N, D_v] of the first layer, or None.
+        """
         is_step = self.q_length == 1 and not self.is_prefill
         may_wait = not is_step and not torch.compiler.is_compiling()
         end = self.q_offset + self.q_length
@@ -311,9 +344,13 @@ class MaskInfo(MaskPlaceholder):
         )
 
     def _mixed(self, position_ids: Tensor) -> Tensor | None:
-        """Return bool [], True if the mask does not separate the documents of these positions.
+        """Return bool [], True if the mask does not separate documents of ``position_ids``.
 
-        Returns None if the call continues a cache, or if transformers has read the positions.
+        Returns None if the call continues a cache, or if transformers has already separated the
+        documents.
+
+        Args:
+            position_ids: int [B or 1, N_q], which restart where a document starts.
         """
         continues = self.kv_length is not None and self.q_length != self.kv_length
         if continues or (self.doc_ids is not None and self.details.chunk_starts is None):
@@ -326,13 +363,13 @@ class MaskInfo(MaskPlaceholder):
             mixed = (starts.sum(-1) > 1).any()
         else:
             # chunks start at documents only if transformers has found the documents
-            mixed = (starts & ~packing.begins(self.doc_ids)).any()
+            mixed = (starts & ~packing.first_tokens(self.doc_ids)).any()
         # only the device has the length of a static cache
         return mixed if self.kv_length is not None else mixed & (self.q_offset == 0)
 
     def _failing_if_non_causal(self) -> MaskInfo:
-        """Return the mask with a tensor that fails on the device for non-causal attention."""
-        is_refused, error = self.details.non_causal, not_causal(self.model, AHEAD)
+        """Return the mask with an operation that fails on the device for non-causal attention."""
+        is_refused, error = self.details.non_causal, non_causal_error(self.model, NON_CAUSAL)
         if self.doc_ids is not None:
             return replace(self, doc_ids=packing.raise_where(self.doc_ids, is_refused, error))
         padding_mask = self.padding_mask
@@ -341,10 +378,15 @@ class MaskInfo(MaskPlaceholder):
             padding_mask = torch.ones(shape, dtype=torch.bool, device=is_refused.device)
         return replace(self, padding_mask=packing.raise_where(padding_mask, is_refused, error))
 
-    def _positions(self, position_ids: Tensor | None) -> Tensor | None:
-        """Return integer position ids with one number per token, of the layer or of the mask.
+    def _one_dimensional_positions(self, position_ids: Tensor | None) -> Tensor | None:
+        """Return position ids with one integer per token, int [B or 1, N_q].
+
+        Returns None without such position ids.
 
         Models with images have position ids with several numbers per token.
+
+        Args:
+            position_ids: position ids of the layer; None to read those of the mask.
         """
         shapes = (1, self.q_length), (self.batch, self.q_length)
         for ids in (position_ids, self.details.position_ids):
@@ -352,10 +394,10 @@ class MaskInfo(MaskPlaceholder):
                 return ids
         return None
 
-    def _warn_of_padding(self, found: Packing) -> None:
+    def _warn_of_padding(self, detected: Packing) -> None:
         """Warn once per process and model if some rows of a batch end in equal tokens."""
-        rows = found.num_constant_ends
-        if 0 < rows < self.batch and found.doc_ids is None:
+        rows = detected.num_constant_ends
+        if 0 < rows < self.batch and detected.doc_ids is None:
             warn_once(
                 (self.model, "right padding"),
                 f"{self.model} reads {self.batch} sequences without an attention_mask, of which "
@@ -370,11 +412,12 @@ class MaskInfo(MaskPlaceholder):
         """Return the `BlockLayout` of this call, built once for all layers.
 
         Args:
-            query_block, key_block: block sizes in tokens.
+            query_block: query block size, in tokens.
+            key_block: key block size, in tokens.
             device: device of the layer.
-            from_start: if True, query blocks are counted from the first token of each sequence, so
-                that chunks have the blocks of a single call. If False, from the first query of this
-                call.
+            from_start: True to count query blocks from the first token of each sequence, so that
+                chunks have the blocks of a single call. False to count query blocks from the first
+                query of this call.
         """
 
         def build() -> BlockLayout:
@@ -392,16 +435,22 @@ class MaskInfo(MaskPlaceholder):
                 doc_ids=doc_ids,
                 align=max(query_block, key_block),
                 device=device,
-                lengths=self.lengths,
-                ahead=self._ahead(query_block) if from_start else 0,
-                sequence_end=self._sequence_end(device),
-                window=self.window,
+                options=LayoutOptions(
+                    lengths=self.lengths,
+                    block_offset=self._block_offset(query_block) if from_start else 0,
+                    sequence_end=self._sequence_end(device),
+                    window=self.window,
+                ),
             )
 
         return self.state.cached(("layout", query_block, key_block, device, from_start), build)
 
-    def _ahead(self, query_block: int) -> int | list[int]:
-        """Return the tokens of each row before this call in the query block of its first query."""
+    def _block_offset(self, query_block: int) -> int | list[int]:
+        """Return the position of the first query in its query block, in tokens.
+
+        Blocks are counted from the first token of the sequence. The result is one number for all
+        rows, or one number per row.
+        """
         if self.doc_ids is not None or isinstance(self.q_offset, Tensor):
             return 0
         if self.padding_mask is None:
@@ -409,11 +458,11 @@ class MaskInfo(MaskPlaceholder):
         lengths = self.details.lengths
         if lengths is None:
             return 0
-        before = [(row[0].tokens - row[0].queries) % query_block for row in lengths]
-        return before if any(before) else 0
+        offsets = [(row[0].tokens - row[0].queries) % query_block for row in lengths]
+        return offsets if any(offsets) else 0
 
     def _sequence_end(self, device: torch.device) -> int | Tensor | None:
-        """Return the prompt length, int or int32 [B, 1]; None if documents end with the call."""
+        """Return the prompt length in tokens, int or int32 [B, 1]; None if sequences end here."""
         if not self.is_prefill or self.doc_ids is not None:
             return None
         lengths = self.prompt.lengths
@@ -427,16 +476,16 @@ class MaskInfo(MaskPlaceholder):
         """Return the number of keys that a decode step reads, without waiting for the device.
 
         Args:
-            decode_tokens: `CabConfig.decode_tokens`; a share refers to the tokens of each row.
-            min_tokens: tokens below which a row reads all of its keys.
+            decode_tokens: number of keys, or share of the tokens of each row; see `CabConfig`.
+            min_tokens: rows with fewer tokens read all keys.
             device: device of the results.
 
         Returns:
-            (int64 [1], number of written keys; int32 [B], number of keys that each row reads).
-            Computed once for all layers.
+            The number of written keys, int64 [1], and the number of keys that each row reads,
+            int32 [B]. Computed once for all layers.
         """
 
-        def measure() -> tuple[Tensor, Tensor]:
+        def count_keys() -> tuple[Tensor, Tensor]:
             length = self.q_offset + self.q_length
             if isinstance(length, Tensor):
                 length = length.to(device).reshape(1)
@@ -454,14 +503,16 @@ class MaskInfo(MaskPlaceholder):
             all_keys = torch.iinfo(torch.int32).max
             return length, num_keys.masked_fill(tokens < min_tokens, all_keys).to(torch.int32)
 
-        return self.state.cached(("decode budget", device), measure)
+        return self.state.cached(("decode budget", device), count_keys)
 
     def dense_rows(self, start: int, stop: int, low: int, high: int, device: Any) -> Tensor:
         """Return the dense mask of some queries and keys, True for visible keys.
 
         Args:
-            start, stop: range of the queries in this call.
-            low, high: range of the key slots.
+            start: index of the first query in this call.
+            stop: index after the last query.
+            low: first key slot.
+            high: slot after the last key.
             device: device of the mask.
 
         Returns:
@@ -476,37 +527,45 @@ class MaskInfo(MaskPlaceholder):
         if self.padding_mask is not None:
             visible = visible & self.padding_mask[:, None, low:high].to(device)
         if self.details.chunk_starts is not None and self.doc_ids is None:
-            begin = self.details.chunk_starts.to(device).view(-1, 1, 1)
-            visible = visible & ((key - begin) // self.window == (query - begin) // self.window)
+            chunk_start = self.details.chunk_starts.to(device).view(-1, 1, 1)
+            chunk_of_key = (key - chunk_start) // self.window
+            chunk_of_query = (query - chunk_start) // self.window
+            visible = visible & (chunk_of_key == chunk_of_query)
         if self.doc_ids is not None:
-            document = self.doc_ids.to(device)
-            own = document[:, self.q_offset + start : self.q_offset + stop, None]
-            visible = visible & (own == document[:, None, low:high])
+            doc_ids = self.doc_ids.to(device)
+            doc_of_query = doc_ids[:, self.q_offset + start : self.q_offset + stop, None]
+            visible = visible & (doc_of_query == doc_ids[:, None, low:high])
         # a padding query attends to itself, because softmax over no keys is NaN
         return (visible | (key == query)).unsqueeze(1)
 
 
-AHEAD = "has a mask that lets tokens see later ones"
+# reason for `non_causal_error`
+NON_CAUSAL = "has a mask that lets tokens attend to later tokens"
 
 
-def not_causal(model: str, refusal: str) -> str:
-    """Return the error for a model whose mask has an unsupported pattern."""
+def non_causal_error(model: str, reason: str) -> str:
+    """Return the error message for a model whose mask has an unsupported pattern.
+
+    Args:
+        model: name of the model.
+        reason: property of the mask, as the predicate of a sentence about the model.
+    """
     return (
-        f"{model} {refusal}; 'cab' computes causal attention, with or without sliding windows. "
+        f"{model} {reason}; 'cab' computes causal attention, with or without sliding windows. "
         "Load the model with attn_implementation='sdpa'."
     )
 
 
-def too_short(tokens: int, keys: int | str) -> str:
-    """Return the error for an attention_mask with fewer tokens than keys."""
+def too_short_error(tokens: int, keys: int | str) -> str:
+    """Return the error message for an attention_mask with fewer tokens than keys."""
     return (
         f"attention_mask has {tokens} tokens and there are {keys} keys. Pass one number for each "
         "token, including the tokens in the cache."
     )
 
 
-def not_a_padding_mask(mask: Any) -> str:
-    """Return the error for an attention_mask that is not a padding mask."""
+def padding_mask_error(mask: Any) -> str:
+    """Return the error message for an attention_mask that is not a padding mask."""
     return (
         "attention_mask must be None or the 2-D padding mask [batch, tokens] of the tokenizer, got "
         f"{short(mask)}. Use attn_implementation='sdpa' for other masks."

@@ -1,4 +1,4 @@
-"""Packed documents and padding, found from the arguments of a layer or from a mask function."""
+"""Detection of packed documents and padding, from arguments of a layer or a mask function."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from transformers.masking_utils import causal_mask_function
 
 from cab_hf.checks import require
 
-# CONSTANT_END equal tokens at the end of a row look like padding. In the first layer, values of
-# equal tokens differ by at most SAME_VALUE times the largest value.
-CONSTANT_END, SAME_VALUE = 4, 1e-3
+# number of equal tokens at the end of a row that look like padding
+CONSTANT_END = 4
+# values of equal tokens in the first layer differ by at most this factor times the largest value
+SAME_VALUE = 1e-3
 
 
 class Length(NamedTuple):
-    """Number of queries of a document in this call, and of its tokens so far, without padding."""
+    """The length of one packed document, or of one batch row without documents.
+
+    Attributes:
+        queries: number of queries in this call, without padding.
+        tokens: number of tokens up to the end of this call, including cached tokens, without
+            padding.
+    """
 
     queries: int
     tokens: int
@@ -31,10 +38,11 @@ class Packing(NamedTuple):
     Attributes:
         padding_mask: bool [B, N_k], False for padding keys; None without padding.
         doc_ids: int [B, N_k], equal for tokens of one packed document; None if not packed.
-        lengths: `Length` of every row, if rows have padding and no documents; otherwise None.
-        max_documents: upper bound of the number of documents, if known without waiting for the
-            device.
-        num_constant_ends: rows that end in equal tokens, which look like right padding.
+        lengths: a list with one `Length` per row, if rows have padding and no documents; otherwise
+            None.
+        max_documents: upper bound of the number of documents per row; None if only the device has
+            the number.
+        num_constant_ends: number of rows that end in equal tokens, which look like right padding.
     """
 
     padding_mask: Tensor | None
@@ -56,77 +64,91 @@ def detect_packing(
     value: Tensor | None = None,
     may_wait: bool = True,
 ) -> Packing:
-    """Return the documents and the padding of a call, after at most one wait for the device.
+    """Return the documents and the padding of a call. Waits for the device at most once.
 
     Args:
-        position_ids: int [B or 1, N_q]; a document starts where they restart. None to find no
-            documents in them.
-        cu_seqlens: int [documents + 1], cumulative lengths of documents, which replace position
-            ids; None if there are none.
+        position_ids: int [B or 1, N_q], which restart where a document starts; or None.
+        cu_seqlens: int [documents + 1], cumulative lengths, read instead of position ids; or None.
         padding_mask: bool [B, N_k], False for padding keys; None without padding.
         batch: batch rows.
         queries: slots of the queries.
         kv_length: number of written keys.
-        doc_ids: int [B, N_k], documents that are known already; None to find them.
-        value: [B, H_kv, N, D_v] of the first layer, to find rows that end in equal tokens. Not
-            read if there is padding, or several documents.
+        doc_ids: int [B, N_k], the known document of each key; None to detect documents.
+        value: [B, H_kv, N, D_v] of the first layer, to detect rows that look padded; or None.
         may_wait: False if waiting for the device is not allowed.
 
     Raises:
         ValueError: if ``cu_seqlens`` has another number of tokens.
     """
-    max_documents, starts = None, None
+    max_documents = starts = None
     if doc_ids is None and cu_seqlens is not None:
         doc_ids = documents_between(cu_seqlens, batch, kv_length)
         max_documents = cu_seqlens.shape[0]
     elif doc_ids is None and position_ids is not None:
         starts = document_starts(position_ids, padding_mask)
-    detected = Packing(padding_mask, doc_ids, max_documents=max_documents)
     if not may_wait:
-        return detected
-    has_values = value is not None and padding_mask is None and doc_ids is None
-    device_values = [] if starts is None else [starts.sum(-1).expand(batch)]
-    if padding_mask is not None:
-        device_values += [padding_mask[:, queries].sum(-1), padding_mask.sum(-1)]
-    if has_values:
-        device_values += [ends_in_equal_tokens(value).long()]
-    if not device_values:
-        return detected
-    # the model's tensors can be on several devices
-    counts = torch.stack([x.to(device_values[-1].device) for x in device_values], dim=-1).tolist()
+        return Packing(padding_mask, doc_ids, max_documents=max_documents)
+    device_counts = {}
     if starts is not None:
-        max_documents = max(row[0] for row in counts)
+        device_counts["documents"] = starts.sum(-1).expand(batch)
+    if padding_mask is not None:
+        device_counts["queries"] = padding_mask[:, queries].sum(-1)
+        device_counts["tokens"] = padding_mask.sum(-1)
+    if value is not None and padding_mask is None and doc_ids is None:
+        device_counts["constant ends"] = ends_in_equal_tokens(value).long()
+    counts = _read_together(device_counts)
+    if starts is not None:
+        max_documents = max(counts["documents"])
         if max_documents > 1:
             doc_ids = (starts.cumsum(-1) - 1).clamp(min=0).expand(batch, -1)
-    if padding_mask is not None and all(row[-1] == kv_length for row in counts):
+    if padding_mask is not None and all(count == kv_length for count in counts["tokens"]):
         # kernels without a mask are faster
         padding_mask = None
-    has_lengths = padding_mask is not None and doc_ids is None
+    has_row_lengths = padding_mask is not None and doc_ids is None
     return Packing(
         padding_mask=padding_mask,
         doc_ids=doc_ids,
-        lengths=[[Length(*row[-2:])] for row in counts] if has_lengths else None,
+        lengths=_lengths_of_rows(counts) if has_row_lengths else None,
         max_documents=max_documents,
-        num_constant_ends=sum(row[-1] for row in counts) if has_values else 0,
+        num_constant_ends=sum(counts.get("constant ends", ())),
     )
+
+
+def _read_together(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+    """Return int64 tensors [B] as lists, after one wait for the device if there are tensors."""
+    if not tensors:
+        return {}
+    # the model's tensors can be on several devices
+    device = list(tensors.values())[-1].device
+    rows = torch.stack([x.to(device) for x in tensors.values()]).tolist()
+    return dict(zip(tensors, rows, strict=True))
+
+
+def _lengths_of_rows(counts: dict[str, list[int]]) -> list[list[Length]]:
+    """Return a list with one `Length` per row, from the numbers of queries and tokens per row."""
+    rows = zip(counts["queries"], counts["tokens"], strict=True)
+    return [[Length(num_queries, num_tokens)] for num_queries, num_tokens in rows]
 
 
 def ends_in_equal_tokens(value: Tensor) -> Tensor:
     """Return bool [B], True for rows of ``value`` [B, H_kv, N, D_v] that end in equal tokens."""
-    # detached: a recomputed layer does not run this code
-    end = value[:, :, -CONSTANT_END:].detach().float()
-    difference = (end - end[:, :, -1:]).flatten(1).abs().amax(-1)
-    return difference <= SAME_VALUE * end.flatten(1).abs().amax(-1)
+    # detached, because a recomputed layer does not run this code
+    last_values = value[:, :, -CONSTANT_END:].detach().float()
+    difference = (last_values - last_values[:, :, -1:]).flatten(1).abs().amax(-1)
+    return difference <= SAME_VALUE * last_values.flatten(1).abs().amax(-1)
 
 
-def whole_documents(
+def read_document_lengths(
     padding_mask: Tensor, doc_ids: Tensor, max_documents: int | None = None
 ) -> list[list[Length]]:
-    """Return the lengths of documents without cached tokens, per row. Waits for the device.
+    """Return the `Length` of each document of each row, if no token is in a cache.
+
+    Waits for the device.
 
     Args:
-        padding_mask, doc_ids: as in `MaskInfo`.
-        max_documents: upper bound of the number of documents; computed if None.
+        padding_mask: bool [B, N], False for padding.
+        doc_ids: int [B, N], equal for tokens of one document.
+        max_documents: upper bound of the number of documents per row; None to read the number.
     """
     if max_documents is None:
         max_documents = int(doc_ids.max()) + 1
@@ -135,7 +157,13 @@ def whole_documents(
 
 
 def document_lengths(padding_mask: Tensor, doc_ids: Tensor, max_documents: int) -> Tensor:
-    """Return the number of real tokens of each document, int64 [B, documents]; see `MaskInfo`."""
+    """Return the number of tokens without padding of each document, int64 [B, max_documents].
+
+    Args:
+        padding_mask: bool [B, N], False for padding.
+        doc_ids: int [B, N], equal for tokens of one document.
+        max_documents: upper bound of the number of documents per row.
+    """
     tokens = torch.zeros(
         padding_mask.shape[0], max_documents, dtype=torch.int64, device=padding_mask.device
     )
@@ -143,11 +171,12 @@ def document_lengths(padding_mask: Tensor, doc_ids: Tensor, max_documents: int) 
 
 
 def document_starts(position_ids: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """Return bool [B or 1, N], True for real tokens that start a document.
+    """Return bool [B or 1, N], True for tokens that start a document.
 
-    The first token of a row starts a document. A token also starts one if its position is below
-    that of the real token before, or repeats the position of a document start. In the second case,
-    the document before has one token. Other repeated positions belong to the tokens of an image.
+    The first token of a row starts a document. Another token starts a document if its position is
+    below the position of the token before. A token that repeats the position of a document start
+    also starts a document: the document before has one token. Other repeated positions belong to
+    the tokens of an image. Padding is ignored.
 
     Args:
         position_ids: int [B or 1, N].
@@ -156,13 +185,14 @@ def document_starts(position_ids: Tensor, padding_mask: Tensor | None) -> Tensor
     slot = torch.arange(position_ids.shape[1], device=position_ids.device)
     if padding_mask is not None:
         padding_mask = padding_mask.to(position_ids.device)
-        # padding gets the position of the real token before it, so it starts no document
+        # padding gets the position of the last token before the padding, and starts no document
         latest = torch.where(padding_mask, slot, -1).cummax(-1).values
         position_ids = position_ids.expand(padding_mask.shape[0], -1).gather(1, latest.clamp(min=0))
         position_ids = position_ids.masked_fill(latest < 0, torch.iinfo(position_ids.dtype).max)
     step = F.pad(position_ids[:, 1:].sub(position_ids[:, :-1]).sign(), (1, 0), value=-1)
-    moved = torch.where(step != 0, slot, 0).cummax(-1).values
-    starts = step.gather(1, moved) < 0
+    # slot of the last token whose position differs from the position before
+    last_change = torch.where(step != 0, slot, 0).cummax(-1).values
+    starts = step.gather(1, last_change) < 0
     return starts if padding_mask is None else starts & padding_mask
 
 
@@ -178,13 +208,13 @@ def counted_lengths(position_ids: Tensor) -> tuple[int, ...]:
         ValueError: if ``position_ids`` do not count from 0 in every document, or rows differ.
     """
     tokens = position_ids.shape[1]
-    begins = document_starts(position_ids[:1], None)[0].nonzero().squeeze(1)
-    lengths = F.pad(begins[1:], (0, 1), value=tokens) - begins
-    counted = torch.arange(tokens, device=begins.device) - begins.repeat_interleave(lengths)
-    if not bool((position_ids == counted).all()):
+    starts = document_starts(position_ids[:1], None)[0].nonzero().squeeze(1)
+    lengths = F.pad(starts[1:], (0, 1), value=tokens) - starts
+    expected = torch.arange(tokens, device=starts.device) - starts.repeat_interleave(lengths)
+    if not bool((position_ids == expected).all()):
         raise ValueError(
-            "position_ids do not count from 0 in every document, equally in all rows. Leave them "
-            "out, or pass the cumulative lengths of documents as cu_seq_lens_q."
+            "position_ids must count from 0 in every document, equally in all rows. Leave out "
+            "position_ids, or pass the cumulative lengths of documents as cu_seq_lens_q."
         )
     return tuple(lengths.tolist())
 
@@ -192,7 +222,7 @@ def counted_lengths(position_ids: Tensor) -> tuple[int, ...]:
 def documents_between(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
     """Return document ids int [B, N] from cumulative lengths.
 
-    Tokens after the last length form another document.
+    Tokens after the end of the last document form one more document.
 
     Args:
         cu_seq_lens: int [documents + 1], lengths of one row that apply to all rows, or lengths of
@@ -204,16 +234,16 @@ def documents_between(cu_seq_lens: Tensor, batch: int, length: int) -> Tensor:
         ValueError: if the lengths are not cumulative, or do not end at a row or at the batch.
             Values are not read while compiling.
     """
-    name, what = "cu_seq_lens_q", "non-decreasing cumulative lengths from 0, int [documents + 1]"
+    name = "cu_seq_lens_q"
+    expected = "non-decreasing cumulative lengths from 0, int [documents + 1]"
     is_int_tensor = isinstance(cu_seq_lens, Tensor) and not cu_seq_lens.is_floating_point()
-    require(
-        is_int_tensor and cu_seq_lens.ndim == 1 and len(cu_seq_lens) > 1, name, cu_seq_lens, what
-    )
+    is_valid = is_int_tensor and cu_seq_lens.ndim == 1 and len(cu_seq_lens) > 1
+    require(is_valid, name, cu_seq_lens, expected)
     slot = torch.arange(batch * length, device=cu_seq_lens.device)
     if not torch.compiler.is_compiling():
         ends = cu_seq_lens.tolist()
         # without the 0, the first two documents would be merged
-        require(ends[0] == 0 and ends == sorted(ends), name, ends, what)
+        require(ends[0] == 0 and ends == sorted(ends), name, ends, expected)
         end = ends[-1]
         if end > batch * length or (batch > 1 and end not in (length, batch * length)):
             raise ValueError(
@@ -238,20 +268,20 @@ def in_chunks(doc_ids: Tensor, padding_mask: Tensor | None, size: int) -> Tensor
     if padding_mask is not None:
         doc_ids = doc_ids.masked_fill(~padding_mask.to(doc_ids.device), -1)
     slot = torch.arange(doc_ids.shape[1], device=doc_ids.device)
-    first_tokens = begins(doc_ids)
-    first = torch.where(first_tokens, slot, 0).cummax(-1).values
-    return (first_tokens | ((slot - first) % size == 0)).cumsum(-1)
+    starts = first_tokens(doc_ids)
+    document_start = torch.where(starts, slot, 0).cummax(-1).values
+    return (starts | ((slot - document_start) % size == 0)).cumsum(-1)
 
 
-def begins(doc_ids: Tensor) -> Tensor:
-    """Return bool [B, N], True for first tokens of documents, from document ids [B, N]."""
+def first_tokens(doc_ids: Tensor) -> Tensor:
+    """Return bool [B, N], True for the first token of each document, from document ids [B, N]."""
     return F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
 
 
-def pattern_of(
+def attention_to_neighbours(
     mask_function: Any, batch: int, q_offset: int | Tensor, q_length: int, device: Any
 ) -> tuple[Tensor, Tensor]:
-    """Evaluate a mask function of transformers for neighbouring tokens.
+    """Return which tokens attend to the next and to the previous token, by a mask function.
 
     Args:
         mask_function: mask function of transformers.
@@ -261,44 +291,49 @@ def pattern_of(
         device: device of the results.
 
     Returns:
-        (bool [], True if a token attends to the next one; bool [B, N_q], True for tokens that do
-        not attend to the previous token, which start documents).
+        bool [], True if any token attends to the next token; and bool [B, N_q], True for tokens
+        that do not attend to the previous token. Such tokens start documents.
     """
     slot = q_offset + torch.arange(q_length, device=device).unsqueeze(0)
-    ahead = _attends(mask_function, batch, slot[:, :-1], slot[:, 1:]).any()
-    starts = ~_attends(mask_function, batch, slot, (slot - 1).clamp(min=0)) & (slot > 0)
-    return ahead, starts
+    attends_next = _attends(mask_function, batch, slot[:, :-1], slot[:, 1:]).any()
+    attends_previous = _attends(mask_function, batch, slot, (slot - 1).clamp(min=0))
+    return attends_next, ~attends_previous & (slot > 0)
 
 
-def parts_of(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
-    """Return the mask functions of transformers that a pattern consists of, with their arguments.
-
-    Returns None if one function is not from transformers: its pattern is only known for neighbours.
+def combined_functions(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]] | None:
+    """Return the mask functions of transformers that a mask function combines.
 
     Returns:
-        {name of the function that built the part: its arguments by name}, or None.
+        A dict from the name of the function that built a mask function to the arguments of this
+        function by name. None if a mask function is not from transformers, because its pattern is
+        only known for neighbouring tokens.
     """
     if mask_function.__module__ != causal_mask_function.__module__:
         return None
-    made_with = inspect.getclosurevars(mask_function).nonlocals
-    inner = [*made_with.get("mask_functions", ()), *filter(callable, made_with.values())]
-    parts = {mask_function.__qualname__.partition(".")[0]: made_with}
-    for inner_parts in map(parts_of, inner):
-        if inner_parts is None:
+    arguments = inspect.getclosurevars(mask_function).nonlocals
+    inner = [*arguments.get("mask_functions", ()), *filter(callable, arguments.values())]
+    functions = {mask_function.__qualname__.partition(".")[0]: arguments}
+    for inner_functions in map(combined_functions, inner):
+        if inner_functions is None:
             return None
-        parts |= inner_parts
-    return parts
+        functions |= inner_functions
+    return functions
 
 
 @torch.library.custom_op("cab_hf::raise_where", mutates_args=())
 def raise_where(x: Tensor, refused: Tensor, sentence: str) -> Tensor:
-    """Return a copy of x, and raise an error if ``refused``, bool [], is True.
+    """Return a copy of x, or raise an error if a condition on the device is True.
 
-    For compiled graphs, and for conditions that the host cannot read without a wait.
+    Compiled graphs use this op, and code that must not wait for the device.
+
+    Args:
+        x: any tensor that later operations read, so that the op is not removed.
+        refused: bool [], True to raise the error.
+        sentence: message of the error.
 
     Raises:
-        NotImplementedError: with the message ``sentence``. On a GPU, a device assertion fails at
-            the next synchronisation instead.
+        NotImplementedError: if ``refused`` is True. On a GPU, a device assertion fails at the next
+            synchronisation instead.
     """
     if refused.is_cuda:
         torch._assert_async(~refused, sentence)
@@ -319,8 +354,8 @@ def _pass_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 raise_where.register_autograd(_pass_gradient)
 
 
-def mixed_by(model: str) -> str:
-    """Return the error for packed documents that a compiled ``model`` cannot keep separate."""
+def mixed_documents_error(model: str) -> str:
+    """Return the error message for packed documents that a compiled ``model`` mixes."""
     return (
         f"position_ids pack documents in a compiled {model}, which reads position_ids only in "
         "calls without attention_mask and cache. Leave both out, pass cu_seq_lens_q, or do not "
@@ -329,6 +364,13 @@ def mixed_by(model: str) -> str:
 
 
 def _attends(mask_function: Any, batch: int, query: Tensor, key: Tensor) -> Tensor:
-    """Return bool [B, N], True if a query attends to its key in head 0; both are int [1, N]."""
+    """Return bool [B, N], True if query i attends to key i in head 0.
+
+    Args:
+        mask_function: mask function of transformers.
+        batch: batch rows.
+        query: int [1, N], positions of the queries.
+        key: int [1, N], positions of the keys.
+    """
     row = torch.arange(batch, device=query.device).unsqueeze(-1)
     return mask_function(row, torch.zeros_like(row), query, key).expand(batch, query.shape[1])

@@ -1,4 +1,4 @@
-"""`MaskPlaceholder` and `PagedBatch`: objects that models pass on in place of a mask tensor."""
+"""`MaskPlaceholder` and `PagedBatch`: objects that layers receive in place of a mask tensor."""
 
 from __future__ import annotations
 
@@ -8,20 +8,35 @@ from typing import Any, ClassVar
 
 from cab_hf.call.forward_state import SETTINGS_CHANGED, ForwardState, in_backward_pass
 
-# arguments that attention functions receive together with a `PagedBatch`
+# keyword arguments that attention functions receive together with a `PagedBatch`
 KEYWORDS = (
-    *("batch", "cache", "block_table", "read_index", "write_index"),
-    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-    *("logits_indices", "logits_processor_args"),
+    "batch",
+    "block_table",
+    "cache",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "logits_indices",
+    "logits_processor_args",
+    "max_length_k",
+    "max_length_q",
+    "read_index",
+    "write_index",
 )
 
 
 class UsedAsTensor(NotImplementedError, AttributeError):
-    """Error for a model that computes with its mask; an AttributeError, so `hasattr` is False."""
+    """Error for a model that computes with its mask.
+
+    The class is also an AttributeError, so that `hasattr` returns False.
+    """
 
 
-class _NoShape(tuple[int, ...]):
-    """Shape of a placeholder, with a number of dimensions but without sizes."""
+class _ShapeWithoutSizes(tuple[int, ...]):
+    """The shape of a placeholder, which has a number of dimensions; reading a size fails.
+
+    Attributes:
+        model: name of the model, for error messages.
+    """
 
     model: str
 
@@ -33,11 +48,13 @@ class _NoShape(tuple[int, ...]):
 
 
 class MaskPlaceholder:
-    """An object in place of a mask tensor [B, 1, N_q, N_k]; computing with it raises an error.
+    """An object that replaces a mask tensor [B, 1, N_q, N_k].
+
+    A model that computes with the object raises an error.
 
     Attributes:
-        ndim: number of dimensions. Models and transformers distinguish attention masks, which have
-            4 dimensions, from padding masks.
+        ndim: number of dimensions. By this number, models and transformers distinguish attention
+            masks, which have 4 dimensions, from padding masks, which have 2.
         model: name of the model, for error messages.
     """
 
@@ -46,7 +63,8 @@ class MaskPlaceholder:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = _NoShape([0] * self.ndim)
+        """Shape that has a length, and raises an error if a model reads a size."""
+        shape = _ShapeWithoutSizes([0] * self.ndim)
         shape.model = self.model
         return shape
 
@@ -61,49 +79,56 @@ class MaskPlaceholder:
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         masks = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls)]
-        # a mask inside a list, as for torch.cat, is not found
+        # empty if the mask is inside a list, for example in torch.cat
         model = masks[0].model if masks else "this model"
         raise used_as_tensor(model, getattr(function, "__name__", "a function of torch"))
 
     def contiguous(self) -> MaskPlaceholder:
-        """Return self, for generate(), which calls this method on the masks of static caches."""
+        """Return self, because `generate` calls this method on the masks of static caches."""
         return self
 
 
-def used_as_tensor(model: str, what: str) -> UsedAsTensor:
-    """Return the error for a model that reads the attribute ``what`` of its mask."""
+def used_as_tensor(model: str, feature: str) -> UsedAsTensor:
+    """Return the error for a model that computes with its mask.
+
+    Args:
+        model: name of the model.
+        feature: attribute, operator or function that the model uses.
+    """
     if in_backward_pass():
         return UsedAsTensor(SETTINGS_CHANGED)
     return UsedAsTensor(
-        f"{model} computes with its attention mask (reads its {what!r}), for which 'cab' "
+        f"{model} computes with its attention mask (reads its {feature!r}), for which 'cab' "
         "provides no mask tensor. Load it with attn_implementation='eager'."
     )
 
 
-def _operator(name: str) -> Callable[..., Any]:
-    def refused(self: MaskPlaceholder, *_: Any) -> Any:
+def _failing_operator(name: str) -> Callable[..., Any]:
+    """Return a method that raises `UsedAsTensor` for the operator ``name``."""
+
+    def fail(self: MaskPlaceholder, *_: Any) -> Any:
         raise used_as_tensor(self.model, name)
 
-    return refused
+    return fail
 
 
 # Python looks up operators on the class and does not call `__getattr__`
 for _name in ("getitem", "setitem", "invert", "neg", "lt", "le", "gt", "ge"):
-    setattr(MaskPlaceholder, f"__{_name}__", _operator(_name))
+    setattr(MaskPlaceholder, f"__{_name}__", _failing_operator(_name))
 for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
-    setattr(MaskPlaceholder, f"__{_name}__", _operator(_name))
-    setattr(MaskPlaceholder, f"__r{_name}__", _operator(_name))
+    setattr(MaskPlaceholder, f"__{_name}__", _failing_operator(_name))
+    setattr(MaskPlaceholder, f"__r{_name}__", _failing_operator(_name))
 
 
 @dataclass(frozen=True, eq=False)
 class PagedBatch(MaskPlaceholder):
-    """The mask of all layers in a forward pass of continuous batching: sequences packed in one row.
+    """The mask of a forward pass of continuous batching, which packs all sequences into one row.
 
     Attributes:
         model: name of the model, for error messages.
         tokens: number of tokens of all sequences, including padding.
-        prompts: prompt length of each request in tokens, in batch order.
-        state: state that the layers share.
+        prompts: prompt length of each request in tokens, in the order of the row.
+        state: caches that the layers share.
     """
 
     model: str
@@ -113,5 +138,5 @@ class PagedBatch(MaskPlaceholder):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return (1, tokens), the shape of a padding mask, which models without a cache read."""
+        """Shape (1, tokens) of a padding mask, which models read in calls without a cache."""
         return 1, self.tokens

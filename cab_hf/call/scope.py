@@ -1,4 +1,8 @@
-"""`FORWARD_CONTEXT`: the state around a model call that is not an argument of a layer."""
+"""`FORWARD_CONTEXT`: the state of a model call that layers do not receive as an argument.
+
+The state contains the prompt that `generate` processes, the ranks of `context_parallel`, and the
+observer of `calibrate`.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +17,23 @@ from torch import Tensor, nn
 
 
 class PromptProgress:
-    """A cache of the answer to the question if calls have started after a prompt.
+    """A cache that records that a prompt is over.
 
-    The position of a call in a static cache is on the device. Once a call has started after the
-    prompt, all later calls do, and need not wait for the device.
+    The position of a call in a static cache is on the device. If one call starts after the prompt,
+    all later calls also start after the prompt and need not wait for the device.
     """
 
     def __init__(self) -> None:
         self._is_over = False
 
     def is_over(self, q_offset: int | Tensor, end: int) -> bool:
-        """Return True if a call with the first slot ``q_offset`` starts after a prompt's ``end``.
+        """Return True if a call starts after the prompt.
 
         Waits for the device if ``q_offset`` is a tensor, until the first decode step.
+
+        Args:
+            q_offset: slot of the first query, int or 0-d tensor.
+            end: slot of the first token after the prompt.
         """
         self._is_over = self._is_over or int(q_offset) >= end
         return self._is_over
@@ -33,13 +41,13 @@ class PromptProgress:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """The prompt that the calls of a model read, at once or in chunks.
+    """The prompt that one or several calls of a model process.
 
     Attributes:
         end: slot of the first token after the prompt.
-        lengths: tokens of each batch row, without padding; None where no row has padding.
-    progress: cache whose length shows if calls have started after the prompt.
-    start: slot of the first token of the prompt that is not in the cache before the first call.
+        lengths: tokens of each batch row, without padding; None if no row has padding.
+        progress: cache that records that the prompt is over.
+        start: slot of the first token of the prompt that is not in the cache before the first call.
     """
 
     end: int
@@ -49,13 +57,14 @@ class Prompt:
 
     @property
     def longest(self) -> int:
-        """Return the tokens of the longest row."""
+        """Number of tokens of the longest row, without padding."""
         return self.end if self.lengths is None else max(self.lengths)
 
     def longer_by(self, tokens: int) -> Prompt | None:
         """Return the prompt with ``tokens`` more tokens in every row.
 
-        Returns None for fewer tokens in padded rows: padding or real tokens may be missing.
+        Returns None if ``tokens`` is negative and rows have padding: the model may have removed
+        padding or other tokens.
         """
         if tokens == 0:
             return self
@@ -68,94 +77,107 @@ class Prompt:
 
 
 class Generation:
-    """One call of `generate`, its prompt, and the calls of the model that read this prompt.
+    """One call of `generate`, with its prompt and the model calls that process this prompt.
 
     In every decoding mode, `generate` prepares inputs (``prepare_inputs_for_generation``) and then
     calls the model once with these inputs. No user code runs between the two steps. The prompt
     therefore applies to the preparation, which builds the masks of static caches, and to the next
-    call of the model. All other calls are foreign, for example in a logits processor, a stopping
-    criterion, a streamer or a hook. Module hooks mark the call, not a wrapper around ``forward``:
-    hooks work with PEFT, accelerate and compiled functions, and torch.compile ignores them.
+    call of the model. The prompt does not apply to calls of user code, for example in a logits
+    processor, a stopping criterion, a streamer or a hook.
 
-    A mask finds its prompt through the config of its layers. Another model that a hook calls inside
-    the forward pass has another config. Encoders of a composite model also have other configs.
+    Module hooks mark the call, because hooks work with PEFT, accelerate and compiled functions, and
+    torch.compile ignores hooks. A wrapper around ``forward`` would not work in these cases.
+
+    The prompt applies only to layers with a config of the language model. Another model that a hook
+    calls inside the forward pass has another config, and so do encoders of a composite model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._prompt: Prompt | None = None
+        # configs of the language model
         self._configs: list[Any] = []
         # True between the preparation of inputs and the call of the model
-        self._is_prepared = False
-        # True while inputs are prepared, and while the model processes them
+        self._has_inputs = False
+        # True while `generate` prepares inputs, and while the model processes these inputs
         self._is_reading = False
-        # values of `_is_reading` outside the active calls of the model
+        # values of `_is_reading` before each active call of the model
         self._outer: list[bool] = []
-        # slot after the last token of the first prepared inputs; None before and after that call
+        # slot after the last token of the first inputs; None before and after their model call
         self._prepared_end: int | None = None
+        # True if the first model call has shown the length of the prompt
         self._is_measured = False
+        # handles of the module hooks
         self._handles: list[Any] = []
 
     def begin(self, prompt: Prompt | None, is_compiled: bool) -> None:
-        """Set the prompt.
+        """Set the prompt, and install the module hooks that mark its model calls.
 
         Args:
             prompt: prompt of the call; None if its end is not known.
-            is_compiled: True if `generate` may compile the model. All masks are then built while
-                inputs are prepared, and new hooks would cause recompilation.
+            is_compiled: True if `generate` may compile the model. Hooks are then omitted: they
+                would cause recompilation, and `generate` builds all masks while it prepares inputs.
         """
         self._prompt = prompt
         self.end()
         if prompt is None:
             return
-        text = self._model.config.get_text_config()
-        found = [vars(module).get("config") for module in self._model.modules()]
+        text_config = self._model.config.get_text_config()
+        configs = [vars(module).get("config") for module in self._model.modules()]
         # composite models copy the config of their language model
-        alike = {id(config): config for config in found if type(config) is type(text)}
-        self._configs = [text, *alike.values()]
+        copies = {id(config): config for config in configs if type(config) is type(text_config)}
+        self._configs = [text_config, *copies.values()]
         if not is_compiled:
             enter = self._model.register_forward_pre_hook(self._enter)
             leave = self._model.register_forward_hook(self._leave, always_call=True)
             self._handles = [enter, leave]
 
     def end(self) -> None:
-        """Remove the hooks of `begin`."""
+        """Remove the hooks that `begin` has installed."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def prepare(self, model: nn.Module, make: Callable[[], Any]) -> Any:
-        """Return the inputs that ``make`` prepares for the next call of ``model``."""
+        """Return the inputs of the next model call, and apply the prompt to this call.
+
+        Args:
+            model: model whose inputs `generate` prepares. The inputs of other models, such as
+                assistant models, are prepared without the prompt.
+            make: function that prepares and returns the inputs.
+        """
         if model is not self._model or self._prompt is None:
             return make()
-        before, self._is_reading = self._is_reading, True
+        was_reading, self._is_reading = self._is_reading, True
         try:
             inputs = make()
         finally:
-            self._is_reading = before
-        self._is_prepared = True
+            self._is_reading = was_reading
+        self._has_inputs = True
         if not self._is_measured:
             self._prepared_end = _end_of(inputs)
         return inputs
 
     def forget_inputs(self) -> None:
-        """Mark prepared inputs as processed, because a compiled model runs no hooks."""
-        self._is_prepared = False
+        """Record that the model has processed its inputs; a compiled model runs no hooks."""
+        self._has_inputs = False
 
     def prompt_of(self, config: Any, end: int | None) -> Prompt | None:
         """Return the prompt that layers with ``config`` process in the current call.
 
-        PEFT, and models that replace placeholders with several tokens, lengthen inputs after
-        `generate` has prepared them. The first call shows the number of additional tokens.
+        Inputs can become longer after `generate` has prepared them: PEFT adds virtual tokens, and
+        some models replace a placeholder with several tokens. The first model call shows the number
+        of additional tokens.
 
         Args:
             config: config of the layers.
-            end: slot after the last token of the call; None if it is only on the device.
+            end: slot after the last token of the call; None if only the device has the slot.
 
         Returns:
-            The prompt, or None for a foreign call and if the end of the prompt is not known.
+            The prompt. None for calls of user code, and if the end of the prompt is not known.
         """
-        if not self._is_reading or not any(config is each for each in self._configs):
+        is_language_model = any(config is each for each in self._configs)
+        if not self._is_reading or not is_language_model:
             return None
         if end is not None and self._prepared_end is not None:
             self._prompt = self._prompt.longer_by(end - self._prepared_end)
@@ -163,23 +185,25 @@ class Generation:
         return self._prompt
 
     def _enter(self, *_: Any) -> None:
+        """Apply the prompt to this model call if `generate` has prepared its inputs."""
         if torch.compiler.is_compiling() or FORWARD_CONTEXT.get().generation is not self:
             return
         self._outer.append(self._is_reading)
-        self._is_reading, self._is_prepared = self._is_prepared, False
+        self._is_reading, self._has_inputs = self._has_inputs, False
 
     def _leave(self, *_: Any) -> None:
+        """Restore the state before this model call."""
         if torch.compiler.is_compiling() or FORWARD_CONTEXT.get().generation is not self:
             return
-        # empty if a hook before `_enter` failed
+        # empty if an earlier hook failed, so that `_enter` did not run
         if self._outer:
             self._is_reading = self._outer.pop()
 
 
 def _end_of(inputs: Any) -> int | None:
-    """Return the slot after the last token in the inputs of a model; None if not known."""
-    ids = inputs.get("input_ids")
-    tokens = inputs.get("inputs_embeds") if ids is None else ids
+    """Return the slot after the last token of the inputs of a model; None if not known."""
+    input_ids = inputs.get("input_ids")
+    tokens = inputs.get("inputs_embeds") if input_ids is None else input_ids
     cache = inputs.get("cache", inputs.get("past_key_values"))
     # the counter of a static cache is on the device
     if tokens is None or getattr(cache, "is_compileable", False):
@@ -189,17 +213,19 @@ def _end_of(inputs: Any) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """The state around a model call, which layers read through the mask of the forward pass.
+    """The state of a model call that layers do not receive as an argument.
 
-    Gradient checkpointing recomputes layers in another thread, where the state is empty.
+    The mask hook reads the state once per forward pass. Layers read the state from the mask,
+    because gradient checkpointing recomputes layers in another thread, where the state is empty.
 
     Attributes:
-        prompt: prompt that all calls process; None if there is none, or if `generate` sets it.
-        generation: active call of `generate`; None outside, and in user code inside.
+        prompt: prompt that all calls process; None without such a prompt, and in `generate`.
+        generation: active call of `generate`; None outside of `generate`, and in user code that
+            `generate` calls.
         parallel: `Parallel` of the ranks that share the sequence; None with one process.
         observer: function that receives each `Call` before its computation, or None.
-        module: module whose call has set this scope, or None.
-        outer: scope outside the call of ``module``, or None.
+        module: module whose call has set this scope; None if no module call has set the scope.
+        outer: scope before the call of ``module``; None without ``module``.
     """
 
     prompt: Prompt | None = None
@@ -211,14 +237,19 @@ class Scope:
 
 
 EMPTY = Scope()
-FORWARD_CONTEXT: ContextVar[Scope] = ContextVar("state around a model call", default=EMPTY)
-# configs of models inside `context_parallel`; torch.compile can read a list, but no ContextVar
+FORWARD_CONTEXT: ContextVar[Scope] = ContextVar("state of a model call", default=EMPTY)
+# configs of models inside `context_parallel`; a list, because torch.compile reads no ContextVar
 SHARDED: list[Any] = []
 
 
 @contextmanager
 def during_calls(model: nn.Module, **fields: Any) -> Iterator[None]:
-    """Set ``fields`` of `FORWARD_CONTEXT` during calls of ``model`` and its parts with a config."""
+    """Set fields of `FORWARD_CONTEXT` during calls of a model, inside the context.
+
+    Args:
+        model: model whose calls have the fields, and calls of its submodules with a config.
+        fields: fields of `Scope`, by name.
+    """
 
     def enter(module: nn.Module, *_: Any) -> None:
         validate_compiled()
@@ -226,7 +257,7 @@ def during_calls(model: nn.Module, **fields: Any) -> Iterator[None]:
         FORWARD_CONTEXT.set(replace(outer, **fields, module=module, outer=outer))
 
     def leave(module: nn.Module, *_: Any) -> None:
-        # another module if a hook before `enter` failed
+        # another module if an earlier hook failed, so that `enter` did not run
         if FORWARD_CONTEXT.get().module is module:
             FORWARD_CONTEXT.set(FORWARD_CONTEXT.get().outer)
 
@@ -248,28 +279,36 @@ def is_sharded(config: Any) -> bool:
 
 
 def validate_compiled(config: Any = None) -> None:
-    """Raise NotImplementedError in a compiled model; with a config, only if it is sharded."""
+    """Raise an error in a compiled model.
+
+    Args:
+        config: config of the layers; models outside of `context_parallel` are then accepted. None
+            to accept no compiled model.
+
+    Raises:
+        NotImplementedError: if torch.compile traces the call.
+    """
     if torch.compiler.is_compiling() and (config is None or is_sharded(config)):
         raise NotImplementedError(
             "the model is compiled, and torch.compile does not trace the state that "
-            "context_parallel and calibrate set. Leave out torch.compile there."
+            "context_parallel and calibrate set. Leave out torch.compile for these functions."
         )
 
 
 class _TracedMask:
-    """Position ids of the mask that is traced, because torch.compile traces no ContextVar."""
+    """Position ids of the next mask under torch.compile, which traces no ContextVar."""
 
     position_ids: Tensor | None = None
 
 
-# an instance: torch 2.11 does not trace assignments to attributes of a class
+# an instance, because torch 2.11 does not trace assignments to attributes of a class
 _TRACED_MASK = _TracedMask()
 
 _POSITIONS: ContextVar[Tensor | None] = ContextVar("position ids of the next mask", default=None)
 
 
 def record_positions(position_ids: Tensor | None) -> None:
-    """Record the position ids of the mask that transformers builds next."""
+    """Record the position ids of the next mask that transformers builds."""
     if torch.compiler.is_compiling():
         _TRACED_MASK.position_ids = position_ids
     else:
@@ -277,7 +316,7 @@ def record_positions(position_ids: Tensor | None) -> None:
 
 
 def recorded_positions() -> Tensor | None:
-    """Return the recorded position ids of this mask, and remove them."""
+    """Return the recorded position ids of this mask, and remove the record."""
     if torch.compiler.is_compiling():
         position_ids, _TRACED_MASK.position_ids = _TRACED_MASK.position_ids, None
         return position_ids
@@ -289,40 +328,40 @@ def recorded_positions() -> Tensor | None:
 
 @contextmanager
 def generating(model: nn.Module) -> Iterator[None]:
-    """Run a call of `generate` inside the context, with its own prompt."""
+    """Run one call of `generate` inside the context; `Generation.begin` sets its prompt."""
     generation = Generation(model)
-    before = FORWARD_CONTEXT.set(replace(FORWARD_CONTEXT.get(), prompt=None, generation=generation))
+    token = FORWARD_CONTEXT.set(replace(FORWARD_CONTEXT.get(), prompt=None, generation=generation))
     try:
         yield
     finally:
         generation.end()
-        FORWARD_CONTEXT.reset(before)
+        FORWARD_CONTEXT.reset(token)
 
 
 @contextmanager
-def foreign() -> Iterator[None]:
-    """Run user code inside the context, whose model calls have no prompt of `generate`."""
-    before = FORWARD_CONTEXT.set(replace(FORWARD_CONTEXT.get(), prompt=None, generation=None))
+def without_prompt() -> Iterator[None]:
+    """Hide the prompt of `generate` from model calls inside the context, which user code makes."""
+    token = FORWARD_CONTEXT.set(replace(FORWARD_CONTEXT.get(), prompt=None, generation=None))
     try:
         yield
     finally:
-        FORWARD_CONTEXT.reset(before)
+        FORWARD_CONTEXT.reset(token)
 
 
 @contextmanager
 def reading(tokens: int, start: int = 0) -> Iterator[None]:
-    """Set a prompt of ``tokens`` tokens per row for model calls inside the context.
+    """Set a prompt without padding for model calls inside the context.
 
     Args:
-        tokens: tokens of the prompt, including tokens in the cache.
+        tokens: tokens of the prompt per row, including tokens in the cache.
         start: number of tokens that are in the cache before the first call.
     """
     prompt = Prompt(tokens, start=start)
-    before = FORWARD_CONTEXT.set(replace(FORWARD_CONTEXT.get(), prompt=prompt, generation=None))
+    token = FORWARD_CONTEXT.set(replace(FORWARD_CONTEXT.get(), prompt=prompt, generation=None))
     try:
         yield
     finally:
-        FORWARD_CONTEXT.reset(before)
+        FORWARD_CONTEXT.reset(token)
 
 
 def prompt_of(batch: int, config: Any, end: int | None) -> Prompt | None:
@@ -331,7 +370,7 @@ def prompt_of(batch: int, config: Any, end: int | None) -> Prompt | None:
     Args:
         batch: batch rows.
         config: config of the layers.
-        end: slot after the last token of the call; None if it is only on the device.
+        end: slot after the last token of the call; None if only the device has the slot.
     """
     scope = FORWARD_CONTEXT.get()
     prompt = scope.prompt
@@ -342,22 +381,21 @@ def prompt_of(batch: int, config: Any, end: int | None) -> Prompt | None:
     return prompt
 
 
-def prompt_given(settings: Any, model_kwargs: dict[str, Any]) -> Prompt | None:
-    """Return the prompt of a call of `generate`; None if not known.
-
-    The input of an assistant model continues after the prompt, so its end is not known.
+def prompt_of_generate(generation_config: Any, model_kwargs: dict[str, Any]) -> Prompt | None:
+    """Return the prompt of a call of `generate`; None if its end is not known.
 
     Args:
-        settings: generation config of the call.
-        model_kwargs: arguments of the model.
+        generation_config: generation config of the call.
+        model_kwargs: arguments of the model, by name.
     """
-    if getattr(settings, "is_assistant", False):
+    if getattr(generation_config, "is_assistant", False):
+        # the input of an assistant model also contains tokens of the answer
         return None
     start = _cached_tokens(model_kwargs.get("past_key_values"))
     mask = model_kwargs.get("attention_mask")
     if mask is None:
         # a mask without padding is omitted
-        end = getattr(settings, "_mask_length", None)
+        end = getattr(generation_config, "_mask_length", None)
         return None if end is None else Prompt(end, start=start)
     if mask.ndim != 2:
         return None
@@ -367,6 +405,6 @@ def prompt_given(settings: Any, model_kwargs: dict[str, Any]) -> Prompt | None:
 
 
 def _cached_tokens(cache: Any) -> int:
-    """Return the number of tokens in a cache; 0 if only the device has this number."""
+    """Return the number of tokens in a cache; 0 if only the device has the number."""
     tokens = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
     return tokens if isinstance(tokens, int) else 0

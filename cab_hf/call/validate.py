@@ -1,11 +1,12 @@
-"""Errors for arguments, layers and transforms that "cab" does not support.
+"""`LayerArguments`, and errors for arguments, layers and transforms that "cab" does not support.
 
-All are raised before any computation.
+The functions of this module raise their errors before any computation.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,16 +17,16 @@ from torch.autograd import forward_ad
 from transformers import Cache
 
 from cab_hf.call.forward_state import SETTINGS_CHANGED, in_backward_pass
-from cab_hf.call.mask import MaskInfo, not_a_padding_mask, too_short
+from cab_hf.call.mask import MaskInfo, padding_mask_error, too_short_error
 from cab_hf.call.scope import validate_compiled
 from cab_hf.checks import short
 from cab_hf.hf.fit import name_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# arguments that have their own checks
-READ = frozenset({"cu_seq_lens_q", "is_causal", "output_attentions"})
-# arguments that reach attention functions and do not change attention: the cache is updated
-# already, lengths follow from cu_seq_lens_q, and other arguments concern the rest of the model
+# arguments that a separate check reads
+CHECKED = frozenset({"cu_seq_lens_q", "is_causal", "output_attentions"})
+# arguments that attention functions receive and may ignore: the cache is already updated, lengths
+# follow from cu_seq_lens_q, and the other arguments are for other modules of the model
 HARMLESS = frozenset(
     {
         # further outputs of tokenizers, and columns that a Trainer keeps
@@ -59,7 +60,7 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-# names of the rate of attention dropout in configs and attention modules of transformers
+# names of the attention dropout rate in configs of transformers
 DROPOUT_FIELDS = (
     "attention_dropout",
     "attn_pdrop",
@@ -68,8 +69,9 @@ DROPOUT_FIELDS = (
     "attn_dropout",
     "dropout",
 )
+# names of the attention dropout rate, or of a dropout module, in attention modules of transformers
 DROPOUT_ATTRIBUTES = ("attention_dropout", "attn_dropout", "attn_drop", "dropout", "dropout_p")
-# meaning of other arguments of models
+# arguments of models that change attention -> their meaning, for error messages
 MEANINGS = {
     "alibi_slopes": "a bias on logits",
     "attn_bias": "a bias on logits",
@@ -83,76 +85,97 @@ MEANINGS = {
     "position_bias": "a bias on logits",
 }
 
-
 # DeepSeek-V4 appends compressed keys to the keys of the sequence, and no MaskInfo describes them
 COMPRESSED = "compressed keys in addition to those of the sequence"
+# keyword arguments of attention functions that have a field in `LayerArguments`
+KEYWORDS = ("dropout", "scaling", "sliding_window", "position_ids", "s_aux", "softcap")
 
 
-def validate_arguments(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Any,
-    dropout: float,
-    sliding_window: int | None,
-    position_ids: Tensor | None,
-    s_aux: Any,
-    kwargs: dict[str, Any],
-) -> None:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerArguments:
+    """The arguments that an attention function receives from transformers, except the mask.
+
+    Attributes:
+        module: attention layer.
+        query: [B, H, N_q, D] after RoPE.
+        key: [B, H_kv, N_k, D] after the cache update.
+        value: [B, H_kv, N_k, D_v] after the cache update.
+        dropout: rate of attention dropout.
+        scaling: factor of the logits; None for 1/sqrt(D).
+        sliding_window: width of a sliding window in tokens; None without a window.
+        position_ids: int [B or 1, N_q]; None if the layer receives no position ids.
+        s_aux: [H], sinks: one additional logit per head in the softmax; None without sinks.
+        softcap: cap c of the logits, ``c * tanh(logits / c)``; None without a cap.
+        others: all other keyword arguments, by name.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    dropout: float = 0.0
+    scaling: float | None = None
+    sliding_window: int | None = None
+    position_ids: Tensor | None = None
+    s_aux: Tensor | None = None
+    softcap: float | None = None
+    others: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **keywords: Any
+    ) -> LayerArguments:
+        """Build an object from the arguments of an attention function; see `LayerArguments`."""
+        fields = {name: keywords.pop(name) for name in KEYWORDS if name in keywords}
+        return cls(module=module, query=query, key=key, value=value, others=keywords, **fields)
+
+
+def validate_arguments(arguments: LayerArguments, mask: Any) -> None:
     """Raise an error for arguments that would otherwise be ignored or computed wrongly.
 
     Args:
-        module: attention layer.
-        query: [B, H, N_q, D].
-        key: [B, H_kv, N_k, D].
-        value: [B, H_kv, N_k, D_v].
-        mask: argument ``attention_mask`` of the layer.
-        dropout: rate of attention dropout.
-        sliding_window: width of a sliding window in tokens, or None.
-        position_ids: position ids that the layer receives, or None.
-        s_aux: sinks, [H], or None.
-        kwargs: further arguments of the layer.
+        arguments: arguments of the attention function.
+        mask: argument ``attention_mask`` of the attention function.
 
     Raises:
         ValueError, NotImplementedError: if an argument is not supported. The message names the
             argument, its value and a remedy.
     """
-    validate_tracing(query, key, value)
-    validate_forward_mode(query, key, value)
-    validate_vmap("position_ids", position_ids)
-    dtype, num_queries, num_keys = query.dtype, query.shape[2], key.shape[2]
+    module, query, key = arguments.module, arguments.query, arguments.key
+    validate_tracing(query, key, arguments.value)
+    validate_forward_mode(query, key, arguments.value)
+    validate_vmap("position_ids", arguments.position_ids)
+    num_queries, num_keys = query.shape[2], key.shape[2]
     if _context_parallel_active():
         raise ValueError(
             "a context-parallel mesh is active; 'cab' would attend to this rank's shard only. "
             "Leave the context_parallel region, or use attn_implementation='sdpa' inside it."
         )
-    _validate_directions(module, num_queries, num_keys, kwargs=kwargs)
-    if kwargs.get("output_attentions"):
+    _validate_directions(module, num_queries, num_keys, is_causal=arguments.others.get("is_causal"))
+    if arguments.others.get("output_attentions"):
         raise ValueError(
-            "output_attentions is True; 'cab' never forms attention weights. "
-            "Use attn_implementation='eager' to read them."
+            "output_attentions must be False, got True: 'cab' computes no attention weights. Use "
+            "attn_implementation='eager' to read attention weights."
         )
-    _validate_keywords(name_of(getattr(module, "config", None)), kwargs)
+    _validate_keywords(name_of(getattr(module, "config", None)), arguments.others)
     if getattr(module, "compressor", None) is not None:
         raise NotImplementedError(
             f"{type(module).__name__} attends to {COMPRESSED}, which 'cab' does not compute. "
             f"Use attn_implementation='eager' for {name_of(module.config)}."
         )
     if mask is not None:
-        _validate_mask(mask, num_keys, sliding_window)
-    if dropout:
+        _validate_mask(mask, num_keys, arguments.sliding_window)
+    if arguments.dropout:
         raise ValueError(
-            f"dropout is {dropout}; 'cab' has no attention dropout. "
-            f"{_remedy_for_dropout(module, dropout)}"
+            f"dropout must be 0, got {arguments.dropout}: 'cab' has no attention dropout. "
+            f"{_remedy_for_dropout(module, arguments.dropout)}"
         )
-    if dtype not in DTYPES:
+    if query.dtype not in DTYPES:
         raise ValueError(
-            f"query must be float16, bfloat16 or float32, got {dtype}. "
+            f"query must be float16, bfloat16 or float32, got {query.dtype}. "
             "Load the model with one of these dtypes."
         )
-    _validate_sinks(s_aux, query.shape[1])
+    _validate_sinks(arguments.s_aux, query.shape[1])
     validate_compiled(module.config)
 
 
@@ -176,12 +199,12 @@ def _validate_sinks(sinks: Any, heads: int) -> None:
 
 
 def unsupported_reason(module: nn.Module) -> str | None:
-    """Return the reason why an attention layer is not supported; None if no reason is known."""
+    """Return why an attention layer is not supported, as a noun phrase; None without a reason."""
     if getattr(module, "compressor", None) is not None:
         return COMPRESSED
     if hasattr(module, "rel_logits_proj"):
         return MEANINGS["position_bias"]
-    # a layer that skips its indexer uses the selection of another layer
+    # a layer without its own indexer uses the keys that the indexer of another layer selects
     if getattr(module, "indexer", None) is not None or getattr(module, "skip_topk", False):
         return MEANINGS["indices"]
     if hasattr(module, "prepare_dynamic_mask"):
@@ -190,7 +213,7 @@ def unsupported_reason(module: nn.Module) -> str | None:
 
 
 def _remedy_for_dropout(module: nn.Module, dropout: float) -> str:
-    """Return the remedies for attention dropout in a loaded model, as a sentence."""
+    """Return the remedies for an attention ``dropout`` rate in a loaded model, as a sentence."""
     config = getattr(module, "config", None)
     fields = [name for name in DROPOUT_FIELDS if getattr(config, name, None) == dropout]
     remedies = [f"load the model with {fields[0]}=0.0 in its config"] if fields else []
@@ -211,82 +234,101 @@ def _remedy_for_dropout(module: nn.Module, dropout: float) -> str:
 
 
 def _validate_directions(
-    module: nn.Module, queries: int, keys: int, *, kwargs: dict[str, Any]
+    module: nn.Module, num_queries: int, num_keys: int, *, is_causal: bool | None
 ) -> None:
-    """Raise a ValueError for attention that is not causal self-attention."""
-    is_causal = kwargs.get("is_causal")
+    """Raise a ValueError for attention that is not causal self-attention.
+
+    Args:
+        module: attention layer.
+        num_queries: queries per row.
+        num_keys: keys per row.
+        is_causal: argument of the attention function; None to read the attribute of the module.
+    """
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not is_causal:
         raise ValueError(
-            f"is_causal is False in {type(module).__name__}; 'cab' computes causal self-attention "
-            "only. Use attn_implementation='sdpa' for bidirectional and cross attention, "
-            "{'text_config': 'cab'} where the language model is one part of several."
+            f"is_causal must be True, got False in {type(module).__name__}: 'cab' computes causal "
+            "self-attention only. Use attn_implementation='sdpa' for bidirectional and cross "
+            "attention, {'text_config': 'cab'} where the language model is one part of several."
         )
-    if keys < queries:
+    if num_keys < num_queries:
         raise ValueError(
-            f"key has {keys} tokens and query {queries}; 'cab' computes causal "
-            "self-attention, which needs a key for every query."
+            f"key must have at least the {num_queries} tokens of query, got {num_keys}: 'cab' "
+            "computes causal self-attention, which needs a key for every query. Use "
+            "attn_implementation='sdpa' for cross attention."
         )
 
 
-def _validate_keywords(model: str, kwargs: dict[str, Any]) -> None:
-    """Raise an error for arguments that are neither used nor known to be harmless."""
-    cache = kwargs.get("cache")
+def _validate_keywords(model: str, keywords: dict[str, Any]) -> None:
+    """Raise an error for arguments that "cab" neither reads nor may ignore.
+
+    Args:
+        model: name of the model, for error messages.
+        keywords: `LayerArguments.others`.
+    """
+    cache = keywords.get("cache")
     if isinstance(cache, Cache):
         raise ValueError(
-            f"cache is a {type(cache).__name__}, which {model} does not read. Before transformers "
-            "5.24, pass the cache as past_key_values."
+            f"cache must be None, got a {type(cache).__name__}, which {model} does not read. "
+            "Before transformers 5.24, pass the cache as past_key_values."
         )
     if cache is not None:
         raise NotImplementedError(
-            "cache is a paged cache (continuous batching); 'cab' does not read one. "
-            "Use attn_implementation='sdpa' for generate_batch."
+            "cache must be None, got a paged cache (continuous batching), which 'cab' does not "
+            "read. Use attn_implementation='sdpa' for generate_batch."
         )
-    if kwargs.get("softmax_scale") is not None:
+    if keywords.get("softmax_scale") is not None:
         raise ValueError(
-            f"softmax_scale is {short(kwargs['softmax_scale'])}; pass it as scaling, the "
-            "name that transformers uses."
+            f"softmax_scale must be None, got {short(keywords['softmax_scale'])}. Pass the factor "
+            "as scaling, the name that transformers uses."
         )
-    for name, value in kwargs.items():
-        if value is None or name in READ or name in HARMLESS:
+    for name, value in keywords.items():
+        if value is None or name in CHECKED or name in HARMLESS:
             continue
         if name in MEANINGS:
             raise NotImplementedError(
-                f"{name} is set ({MEANINGS[name]}); 'cab' does not compute that. "
+                f"{name} must be None: 'cab' does not compute {MEANINGS[name]}. "
                 f"Use attn_implementation='eager' for {model}."
             )
         raise ValueError(
-            f"{name} is {short(value)}; 'cab' does not support this argument and would ignore it. "
-            f"Leave it out, or use attn_implementation='eager' for {model}."
+            f"{name} must be None, got {short(value)}: 'cab' would ignore this argument. "
+            f"Leave out {name}, or use attn_implementation='eager' for {model}."
         )
-    if kwargs.get("cu_seq_lens_k") is not None and kwargs.get("cu_seq_lens_q") is None:
-        raise ValueError("cu_seq_lens_k is set, but cu_seq_lens_q is None. Pass cu_seq_lens_q too.")
+    if keywords.get("cu_seq_lens_k") is not None and keywords.get("cu_seq_lens_q") is None:
+        raise ValueError(
+            "cu_seq_lens_k must be None if cu_seq_lens_q is None. Pass cu_seq_lens_q too."
+        )
 
 
-def _validate_mask(mask: Any, keys: int, sliding_window: int | None) -> None:
-    """Raise an error for a mask that does not fit the layer, or that is not supported."""
+def _validate_mask(mask: Any, num_keys: int, sliding_window: int | None) -> None:
+    """Raise an error for a mask that does not fit the layer, or that is not supported.
+
+    Args:
+        mask: argument ``attention_mask`` of the layer.
+        num_keys: length of the key tensor of the layer.
+        sliding_window: width of a sliding window in tokens; None without a window.
+    """
     if not isinstance(mask, MaskInfo):
         if in_backward_pass():
             raise RuntimeError(SETTINGS_CHANGED)
-        raise ValueError(not_a_padding_mask(mask))
+        raise ValueError(padding_mask_error(mask))
     details = mask.details
     if details.unsupported is not None:
         raise NotImplementedError(details.unsupported)
-    if details.cache_length is not None and details.cache_length != keys:
+    if details.cache_length is not None and details.cache_length != num_keys:
         # without a cache, all keys belong to this call
-        if keys == mask.q_length and isinstance(mask.q_offset, int) and mask.q_offset == 0:
-            raise ValueError(too_short(details.cache_length, keys))
+        if num_keys == mask.q_length and isinstance(mask.q_offset, int) and mask.q_offset == 0:
+            raise ValueError(too_short_error(details.cache_length, num_keys))
         raise ValueError(
-            f"key has {keys} tokens, and with its cache the sequence has "
-            f"{details.cache_length}: "
-            "past_key_values has another length in this layer than in the first layer. Pass a "
-            "cache with equal lengths in all layers, or none."
+            f"key must have {details.cache_length} tokens, as in the first layer, got {num_keys}: "
+            "past_key_values has another length in this layer. Pass a cache with equal lengths in "
+            "all layers, or none."
         )
-    # eager and sdpa use the mask; the argument is for kernels that read no mask
-    if mask.window is None and sliding_window is not None and sliding_window < keys:
+    # "eager" and "sdpa" read the mask, and kernels without a mask read the argument
+    if mask.window is None and sliding_window is not None and sliding_window < num_keys:
         raise NotImplementedError(
-            f"sliding_window is {sliding_window}, and the mask of this layer has none; 'cab' "
-            f"does not know which of the two {mask.model} needs. Use attn_implementation='sdpa'."
+            f"sliding_window must be None for a mask without a window, got {sliding_window}: the "
+            f"argument and the mask of {mask.model} disagree. Use attn_implementation='sdpa'."
         )
 
 
@@ -299,13 +341,13 @@ def _context_parallel_active() -> bool:
 
 
 def validate_tracing(*tensors: Any) -> None:
-    """Raise an error under tracers that record one call, and for tensors without values.
+    """Raise an error if a tracer records the call, and for tensors without values.
 
     Args:
         tensors: arguments of the call; arguments that are not tensors are ignored.
 
     Raises:
-        NotImplementedError: if a transform is active. The message names the transform.
+        NotImplementedError: under `torch.jit.trace`, for fake tensors, and under functionalize.
     """
     if torch.compiler.is_compiling():
         return
@@ -315,7 +357,7 @@ def validate_tracing(*tensors: Any) -> None:
             "torch.jit.trace records the operations of one input, and the operations of 'cab' and "
             "'cab_dense' depend on the input. Use torch.export.export or torch.compile."
         )
-    # detecting a mode takes longer than the rest of this function
+    # `detect_fake_mode` is slow, and plain tensors are never fake
     is_plain = len(tensors) > 0 and all(type(x) is Tensor for x in tensors)
     if not is_plain and detect_fake_mode(tensors) is not None:
         raise NotImplementedError(
@@ -329,12 +371,12 @@ def validate_tracing(*tensors: Any) -> None:
         )
 
 
-def validate_vmap(what: str, *tensors: Any) -> None:
+def validate_vmap(description: str, *tensors: Any) -> None:
     """Raise an error for tensors that are batched by `torch.vmap`.
 
     Args:
-        what: name of the tensors, for the message.
-        tensors: tensors to check; None is ignored.
+        description: noun phrase for the tensors, for the message.
+        tensors: tensors to check; other values are ignored.
 
     Raises:
         NotImplementedError: if `torch.vmap` batches a tensor.
@@ -343,13 +385,13 @@ def validate_vmap(what: str, *tensors: Any) -> None:
         return
     if any(isinstance(x, Tensor) and _is_batched(x) for x in tensors):
         raise NotImplementedError(
-            f"torch.vmap batches {what}, and 'cab' reads its values. Loop over the samples, or "
-            "set attn_implementation='sdpa'."
+            f"torch.vmap batches {description}, and 'cab' reads its values. Loop over the samples, "
+            "or set attn_implementation='sdpa'."
         )
 
 
 def validate_forward_mode(*tensors: Tensor) -> None:
-    """Raise an error for forward-mode differentiation of CUDA kernels, which drop the tangents.
+    """Raise an error for forward-mode differentiation, because CUDA kernels compute no tangents.
 
     Raises:
         NotImplementedError: if forward-mode differentiation is active and a tensor is on a GPU.

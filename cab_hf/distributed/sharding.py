@@ -16,7 +16,8 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from cab_hf.call.layout import BlockLayout, Length
+from cab_hf.call.layout import BlockLayout, LayoutOptions
+from cab_hf.call.packing import Length
 from cab_hf.plan import DENSE_BLOCK_SIZE, BlockPlan, KeyRanges, cached_per_ranges
 
 # number of cached shardings, and of cached shard maps: enough for a few batches in flight
@@ -154,7 +155,15 @@ class ShardMap:
         lengths_of_row = [[Length(length, length) for length in lengths]]
         total = self.sharding.length
         return BlockLayout.build(
-            1, total, total, 0, None, document, self.align, device, lengths_of_row
+            batch=1,
+            q_length=total,
+            kv_length=total,
+            q_offset=0,
+            padding_mask=None,
+            doc_ids=document,
+            align=self.align,
+            device=device,
+            options=LayoutOptions(lengths=lengths_of_row),
         )
 
     def blocks(self, size: int) -> tuple[Tensor, Tensor]:

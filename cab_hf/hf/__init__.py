@@ -1,1 +1,1 @@
-"""Models of transformers: their layers, their configs, and checks that settings fit them."""
+"""Models of transformers: layers, configs, and checks that settings fit a model."""

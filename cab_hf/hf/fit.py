@@ -1,4 +1,4 @@
-"""Checks that settings fit a model: its layers and heads, its positions, and its calibration."""
+"""Checks that settings fit the layers, heads and positions of a model."""
 
 from __future__ import annotations
 
@@ -7,20 +7,40 @@ from typing import Any
 from cab_hf.checks import is_whole, warn_once
 from cab_hf.config import TABLES, CabConfig, Origin, Table
 
+# names of the numbers of layers, query heads and KV heads in configs of transformers
 COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-# names of the number of layers in configs
+# names of the number of layers in configs of transformers
 LAYERS = ("num_hidden_layers", "decoder_layers")
 
 
 def counts_of(model_config: Any) -> tuple[int | None, ...]:
-    """Return the numbers of layers and heads of a transformers config, to compare with settings."""
+    """Return the numbers of layers, query heads, KV heads and decoder layers of a model.
+
+    A number is None if layers differ or the config has no such field.
+
+    Args:
+        model_config: a transformers config.
+    """
     return tuple(number(model_config, name) for name in (*COUNTS, LAYERS[1]))
 
 
 def origin_of(model_config: Any, length: int, model: str | None = None) -> Origin:
-    """Return the `Origin` of a calibration of the model with this transformers config."""
-    text = model_config.get_text_config()
-    return Origin(model or name_of(text), *(number(text, name) for name in COUNTS), length)
+    """Return the `Origin` of a calibration.
+
+    Args:
+        model_config: transformers config of the calibrated model.
+        length: length of the calibration documents, in tokens.
+        model: name of the model; None to read the name from the config.
+    """
+    text_config = model_config.get_text_config()
+    layers, heads, kv_heads = (number(text_config, name) for name in COUNTS)
+    return Origin(
+        model=model or name_of(text_config),
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        length=length,
+    )
 
 
 def require_origin(origin: Origin | None, model_config: Any) -> None:
@@ -35,12 +55,13 @@ def require_origin(origin: Origin | None, model_config: Any) -> None:
     """
     if origin is None:
         return
-    here = origin_of(model_config, origin.length)
-    for there, count in zip(origin[1:4], here[1:4], strict=True):
-        if there is not None and count is not None and there != count:
+    own = origin_of(model_config, origin.length)
+    for calibrated_count, own_count in zip(origin[1:4], own[1:4], strict=True):
+        is_known = calibrated_count is not None and own_count is not None
+        if is_known and calibrated_count != own_count:
             raise ValueError(
-                f"cab_config was calibrated for {origin.model} ({origin.shape}), and {here.model} "
-                f"has {here.shape}. Calibrate this model with cab_hf.calibrate, or use settings "
+                f"cab_config was calibrated for {origin.model} ({origin.shape}), and {own.model} "
+                f"has {own.shape}. Calibrate this model with cab_hf.calibrate, or use settings "
                 "without tables."
             )
 
@@ -50,90 +71,116 @@ def require_layers(config: CabConfig, model_config: Any) -> None:
 
     Args:
         config: settings of the model.
-        model_config: a transformers config. Numbers that it does not have are not compared.
+        model_config: a transformers config. A number without a field is not compared.
 
     Raises:
         ValueError: if a field does not fit. The message names the field and both numbers.
     """
-    counts = [n for n in [getattr(model_config, name, None) for name in LAYERS] if is_whole(n)]
+    counts = [getattr(model_config, name, None) for name in LAYERS]
+    num_layers = max(filter(is_whole, counts), default=None)
     for layer in config.dense_layers:
-        if counts and layer >= max(counts):
+        if num_layers is not None and layer >= num_layers:
             raise ValueError(
-                f"CabConfig.dense_layers has {layer}; this model has layers 0 to {max(counts) - 1}."
+                f"CabConfig.dense_layers has {layer}; this model has layers 0 to {num_layers - 1}."
             )
-    layers = max(counts, default=None)
     for name in TABLES:
         table = getattr(config, name)
         if isinstance(table, tuple) and table:
-            _require_shape(name, table, layers, model_config)
-    if counts and config.predictor == "cascade":
-        _require_anchors(config, model_config, max(counts))
+            _require_shape(name, table, num_layers, model_config)
+    if num_layers is not None and config.predictor == "cascade":
+        _require_anchors(config, model_config, num_layers)
 
 
-def _require_shape(name: str, table: Table, layers: int | None, model_config: Any) -> None:
-    """Raise a ValueError if a table does not have the layers and heads of a model."""
-    here = layers, number(model_config, "num_attention_heads")
-    shape = len(table), len(table[0])
-    if any(count is not None and count != own for count, own in zip(here, shape, strict=True)):
-        parts = [f"{n} {of}" for n, of in zip(here, ("layers", "heads"), strict=True) if n]
+def _require_shape(name: str, table: Table, num_layers: int | None, model_config: Any) -> None:
+    """Raise a ValueError if a table does not have the layers and heads of a model.
+
+    Args:
+        name: field of `CabConfig` that contains the table.
+        table: table [layers][heads].
+        num_layers: number of layers of the model; None if not known.
+        model_config: a transformers config.
+    """
+    model_shape = num_layers, number(model_config, "num_attention_heads")
+    table_shape = len(table), len(table[0])
+    pairs = zip(model_shape, table_shape, strict=True)
+    if any(count is not None and count != table_count for count, table_count in pairs):
+        counts = zip(model_shape, ("layers", "heads"), strict=True)
+        description = " of ".join(f"{count} {unit}" for count, unit in counts if count)
         raise ValueError(
-            f"CabConfig.{name} has {shape[0]} layers of {shape[1]} heads, and this model has "
-            f"{' of '.join(parts)}. Calibrate this model, or use settings without tables."
+            f"CabConfig.{name} has {table_shape[0]} layers of {table_shape[1]} heads, and this "
+            f"model has {description}. Calibrate this model, or use settings without tables."
         )
 
 
-def _require_anchors(config: CabConfig, model_config: Any, layers: int) -> None:
-    """Raise a ValueError if ``anchors`` do not fit a model with this number of ``layers``."""
-    if config.anchors[-1] >= layers:
+def _require_anchors(config: CabConfig, model_config: Any, num_layers: int) -> None:
+    """Raise a ValueError if ``anchors`` do not fit a model.
+
+    Args:
+        config: settings of the model.
+        model_config: a transformers config.
+        num_layers: number of layers of the model.
+    """
+    last_anchor = config.anchors[-1]
+    if last_anchor >= num_layers:
         raise ValueError(
-            f"CabConfig.anchors has {config.anchors[-1]}; this model has layers 0 to {layers - 1}."
+            f"CabConfig.anchors has {last_anchor}; this model has layers 0 to {num_layers - 1}."
         )
-    kinds = getattr(model_config, "layer_types", None) or ["full_attention"] * layers
+    types = getattr(model_config, "layer_types", None) or ["full_attention"] * num_layers
     sparse = [
         layer
-        for layer, kind in enumerate(kinds)
-        if kind == "full_attention" and layer not in config.dense_layers
+        for layer, name in enumerate(types)
+        if name == "full_attention" and layer not in config.dense_layers
     ]
     if sparse and sparse[0] not in config.anchors:
         raise ValueError(
             f"CabConfig.anchors must contain the first sparse layer {sparse[0]}, got "
-            f"{config.anchors}. Add it."
+            f"{config.anchors}. Add layer {sparse[0]}."
         )
 
 
-def number(text: Any, name: str) -> int | None:
-    """Return an int of a config; None if layers differ or the config has no such field."""
-    if getattr(text, f"{name}_per_layer", None) is not None:
+def number(model_config: Any, name: str) -> int | None:
+    """Return the int field ``name`` of a transformers config.
+
+    Returns None if layers differ or the config has no such field.
+    """
+    if getattr(model_config, f"{name}_per_layer", None) is not None:
         return None
     try:
-        value = getattr(text, name, None)
+        value = getattr(model_config, name, None)
     except RuntimeError:
         # heterogeneous configs of transformers raise for values that differ between layers
         return None
     return value if isinstance(value, int) else None
 
 
-def rotations(text: Any) -> list[dict[str, Any]]:
-    """Return the rotary parameters of a config: shared ones, then those of each layer type."""
-    shared = getattr(text, "rope_parameters", None) or {}
-    return [shared, *(each for each in shared.values() if isinstance(each, dict))]
+def rotations(model_config: Any) -> list[dict[str, Any]]:
+    """Return the rotary parameters of all layers, followed by those of each layer type.
+
+    Args:
+        model_config: a transformers config.
+    """
+    shared = getattr(model_config, "rope_parameters", None) or {}
+    return [shared, *(value for value in shared.values() if isinstance(value, dict))]
 
 
 def positions(model_config: Any) -> int | None:
-    """Return the number of positions of a transformers config; None if not known.
+    """Return the number of positions of a model, after rotary scaling; None if not known.
 
-    Rotary scaling can exceed ``max_position_embeddings``, which some configs state before scaling.
+    In some configs, ``max_position_embeddings`` is the number before scaling.
+
+    Args:
+        model_config: a transformers config.
     """
-    text = model_config.get_text_config()
-    most = getattr(text, "max_position_embeddings", None)
-    if not isinstance(most, int) or most <= 0:
+    text_config = model_config.get_text_config()
+    unscaled = getattr(text_config, "max_position_embeddings", None)
+    if not isinstance(unscaled, int) or unscaled <= 0:
         return None
-    stretched = [
-        int(each["factor"] * (each.get("original_max_position_embeddings") or most))
-        for each in rotations(text)
-        if each.get("factor")
+    scaled = [
+        int(rope["factor"] * (rope.get("original_max_position_embeddings") or unscaled))
+        for rope in rotations(text_config)
+        if rope.get("factor")
     ]
-    return max([most, *stretched])
+    return max([unscaled, *scaled])
 
 
 def warn_if_never_sparse(min_length: int, model_config: Any) -> None:
@@ -141,25 +188,26 @@ def warn_if_never_sparse(min_length: int, model_config: Any) -> None:
 
     Args:
         min_length: `CabConfig.min_length` of the model, in tokens.
-        model_config: a transformers config. Without a number of positions there is no warning.
+        model_config: a transformers config. There is no warning if the number of positions is not
+            known.
     """
-    most = positions(model_config)
-    if most is None or most >= min_length:
+    num_positions = positions(model_config)
+    if num_positions is None or num_positions >= min_length:
         return
     name = name_of(model_config)
     warn_once(
-        (name, most, min_length),
-        f"{name} has {most:,} positions and min_length is {min_length:,}, so 'cab' computes "
-        f'exact attention only. Set cab_config={{"min_length": {most // 2}}} or less for sparse '
-        "attention to prompts of this length and longer.",
+        (name, num_positions, min_length),
+        f"{name} has {num_positions:,} positions and min_length is {min_length:,}, so 'cab' "
+        f'computes exact attention only. Set cab_config={{"min_length": {num_positions // 2}}} or '
+        "less for sparse attention to prompts of this length and longer.",
     )
 
 
 def warn_if_too_short(tokens: int, min_length: int, default: int, model_config: Any) -> None:
     """Warn once per process and model about a prompt that is too short for sparse attention.
 
-    There is no warning if ``min_length`` is below the ``default``, because the user has set it.
-    There is also no warning if `warn_if_never_sparse` has warned.
+    There is no warning if ``min_length`` is below ``default``, because the user has then set
+    ``min_length``. There is also no warning if `warn_if_never_sparse` has warned.
 
     Args:
         tokens: length of the prompt, in tokens.
@@ -167,8 +215,9 @@ def warn_if_too_short(tokens: int, min_length: int, default: int, model_config: 
         default: default of ``min_length``, in tokens.
         model_config: a transformers config.
     """
-    most = positions(model_config)
-    if tokens >= min_length or min_length < default or (most is not None and most < min_length):
+    num_positions = positions(model_config)
+    is_never_sparse = num_positions is not None and num_positions < min_length
+    if tokens >= min_length or min_length < default or is_never_sparse:
         return
     name = name_of(model_config)
     warn_once(
@@ -180,7 +229,7 @@ def warn_if_too_short(tokens: int, min_length: int, default: int, model_config: 
 
 
 def warn_if_unused(text_config: Any) -> None:
-    """Warn once per process and model about a ``cab_config`` that no layer uses."""
+    """Warn once per process and model if a config has a ``cab_config`` that no layer uses."""
     if text_config.cab_config is None:
         return
     name = name_of(text_config)
@@ -193,25 +242,35 @@ def warn_if_unused(text_config: Any) -> None:
 
 
 def layer_index(module: Any) -> int | None:
-    """Return the layer index of an attention module; None if shared by layers or not set."""
+    """Return the layer index of an attention module.
+
+    Returns None if several layers share the module, or if the module has no index.
+    """
     index = getattr(module, "layer_idx", None)
-    # -1 if each call passes the index
+    # -1 in a module that receives the index in each call
     return index if is_whole(index, 0) else None
 
 
 def name_of(model_config: Any) -> str:
-    """Return the last part of a model's name or path, or else its model type."""
+    """Return the name of a model for messages: the end of its path, or its model type.
+
+    Args:
+        model_config: a transformers config.
+    """
     path = str(getattr(model_config, "_name_or_path", None) or "").rstrip("/")
     return path.rpartition("/")[2] or getattr(model_config, "model_type", None) or "this model"
 
 
 def softcap(module: Any) -> float | None:
-    """Return the soft cap of a layer's logits; None without a soft cap."""
+    """Return the soft cap of the logits of an attention module; None without a soft cap."""
     return getattr(module, "attn_logit_softcapping", None)
 
 
 def layer_type(module: Any) -> str | None:
-    """Return the type of a layer in ``config.layer_types``; None if the config has none."""
+    """Return the type of an attention module, such as "sliding_attention".
+
+    Returns None if the config has no ``layer_types``, or if the module has no index.
+    """
     types = getattr(getattr(module, "config", None), "layer_types", None)
     index = layer_index(module)
     return types[index] if types and index is not None and index < len(types) else None

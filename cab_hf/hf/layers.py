@@ -1,4 +1,4 @@
-"""The causal self-attention layers of a model, and their attributes."""
+"""The causal self-attention modules of a model, with their head dims and windows."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ def attention_layers(model: PreTrainedModel) -> Iterator[tuple[int | None, nn.Mo
 
     The index is None for a module that several layers share.
     """
-    text = model.config.get_text_config()
-    unnumbered = 0
-    parts: set[nn.Module] = set()
+    text_config = model.config.get_text_config()
+    num_without_index = 0
+    submodules: set[nn.Module] = set()
     for module in model.modules():
-        if module in parts:
+        if module in submodules:
             continue
-        if _causal(module):
+        if _is_causal(module):
             # submodules that compute keys can look like attention layers
-            parts.update(module.modules())
+            submodules.update(module.modules())
             yield layer_index(module), module
-        elif _causal_by_call(module, text):
-            yield unnumbered, module
-            unnumbered += 1
+        elif _is_causal_by_call(module, text_config):
+            yield num_without_index, module
+            num_without_index += 1
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
-    """Return the transformers model, which can be inside an adapter or another wrapper.
+    """Return the transformers model inside an adapter or another wrapper.
+
+    Args:
+        model: a transformers model, or a wrapper that contains one.
 
     Raises:
         ValueError: if ``model`` contains no transformers model.
@@ -48,24 +51,33 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def inner_model(model: nn.Module) -> PreTrainedModel | None:
-    """Return the transformers model that is ``model`` or in ``model``; None if there is none."""
-    return next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+    """Return ``model`` or its first submodule that is a transformers model; None without one."""
+    transformers_models = (x for x in model.modules() if isinstance(x, PreTrainedModel))
+    return next(transformers_models, None)
 
 
-def _causal(module: nn.Module) -> bool:
-    """Return True for a causal self-attention layer; not every such layer has ``is_causal``."""
-    unsaid = hasattr(module, "num_key_value_groups")
-    return hasattr(module, "layer_idx") and getattr(module, "is_causal", unsaid)
+def _is_causal(module: nn.Module) -> bool:
+    """Return True for a causal self-attention module."""
+    # modules without ``is_causal`` are causal if they have groups of query heads
+    default = hasattr(module, "num_key_value_groups")
+    return hasattr(module, "layer_idx") and getattr(module, "is_causal", default)
 
 
-def _causal_by_call(module: nn.Module, text: Any) -> bool:
-    """Return True for a layer without an index that receives `is_causal` per call, as in CLIP."""
-    given = hasattr(module, "is_causal") and not hasattr(module, "layer_idx")
-    return given and getattr(module, "config", None) is text
+def _is_causal_by_call(module: nn.Module, text_config: Any) -> bool:
+    """Return True for an attention module without an index that receives ``is_causal`` per call.
+
+    CLIP has such modules.
+
+    Args:
+        module: any module.
+        text_config: config of the language model; modules with other configs are not causal.
+    """
+    has_no_index = hasattr(module, "is_causal") and not hasattr(module, "layer_idx")
+    return has_no_index and getattr(module, "config", None) is text_config
 
 
 def head_dim(module: nn.Module) -> int:
-    """Return the channels of a query, from the layer or its config."""
+    """Return the number of channels of a query of an attention module."""
     for owner in (module, module.config):
         for name in ("qk_head_dim", "head_dim"):
             if isinstance(getattr(owner, name, None), int):
@@ -74,9 +86,9 @@ def head_dim(module: nn.Module) -> int:
 
 
 def window(module: nn.Module) -> int | None:
-    """Return the width of a layer's sliding window or chunks, in tokens; None without a window.
+    """Return the width of the sliding window or chunks of an attention module, in tokens.
 
-    Some layers have no attribute for the window: their model builds one mask from its config.
+    Returns None without a window.
     """
     if layer_type(module) == "full_attention":
         return None
@@ -84,8 +96,9 @@ def window(module: nn.Module) -> int | None:
         return module.config.attention_chunk_size
     if hasattr(module, "sliding_window"):
         return module.sliding_window
-    model = sys.modules[type(module).__module__]
-    windowed = layer_type(module) in (None, "sliding_attention")
-    if windowed and hasattr(model, "create_sliding_window_causal_mask"):
+    # some modules have no attribute for the window: their model builds the mask from its config
+    modeling_file = sys.modules[type(module).__module__]
+    can_have_window = layer_type(module) in (None, "sliding_attention")
+    if can_have_window and hasattr(modeling_file, "create_sliding_window_causal_mask"):
         return getattr(module.config, "sliding_window", None)
     return None

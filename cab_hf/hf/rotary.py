@@ -1,8 +1,9 @@
-"""The channels of a head that approximate scores read: those with the lowest rotary frequency.
+"""`slow_channels`: the channels of a head with the lowest rotary frequencies.
 
-Rotary position embeddings rotate pairs of channels, each pair with its own frequency. Fast pairs
-distinguish tokens at short distances. Slow pairs contain the similarity of distant queries and
-keys. The slow half of the channels selects nearly the same blocks as all channels.
+Rotary position embeddings rotate pairs of channels, each pair with its own frequency. Pairs with
+high frequencies distinguish tokens at short distances. Pairs with low frequencies contain the
+similarity of distant queries and keys. Scores on the half of the channels with the lowest
+frequencies select nearly the same blocks as scores on all channels.
 """
 
 from __future__ import annotations
@@ -15,80 +16,88 @@ import torch
 
 from cab_hf.hf.fit import rotations
 
-# channels; 8-bit products take multiples of 32 channels, so half of a smaller head saves nothing
+# least number of channels of a head of which half is scored: 8-bit products need multiples of 32
+# channels, so half of a smaller head saves nothing
 LEAST_HEAD_DIM = 64
 
 
 def slow_channels(module: Any, head_dim: int) -> tuple[int, ...]:
-    """Return the indices of the half of a head's channels with the lowest frequencies, ascending.
-
-    Returns () if the channels are not known, or if the head is not rotated as a whole. All channels
-    are then scored.
+    """Return the half of the channels of a head with the lowest rotary frequencies.
 
     Args:
         module: an attention layer of transformers. The function ``rotate_half`` of its model shows
-            which channels form a pair. Layers of other libraries have an attribute
-            ``slow_channels``.
-        head_dim: channels of a head.
+            which channels form a pair. A layer of another library has an attribute
+            ``slow_channels``, which is returned.
+        head_dim: number of channels of a head.
+
+    Returns:
+        Ascending channel indices; () if the channels are not known, or if the layer does not rotate
+        all channels. Predictors then score all channels.
     """
-    known = getattr(module, "slow_channels", None)
-    if isinstance(known, tuple):
-        return known
+    attribute = getattr(module, "slow_channels", None)
+    if isinstance(attribute, tuple):
+        return attribute
     config = getattr(module, "config", None)
-    rotated_in_part = (
+    has_unrotated_channels = (
         not _is_rotated(module)
         or getattr(config, "qk_rope_head_dim", None)
         or any(factor != 1 for factor in _partial_factors(config))
     )
-    if rotated_in_part or head_dim < LEAST_HEAD_DIM or head_dim % 4:
+    if has_unrotated_channels or head_dim < LEAST_HEAD_DIM or head_dim % 4:
         return ()
     return _slow_half(type(module).__module__, head_dim)
 
 
-# model types whose layers rotate queries and keys only in layers with a sliding window
+# model types that apply rotary embeddings only in layers with a sliding window
 ROTATED_IN_WINDOWS = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone4_5", "exaone_moe")
 
 
 def _is_rotated(module: Any) -> bool:
-    """Return True if a layer applies rotary embeddings."""
+    """Return True if an attention layer applies rotary embeddings."""
     if getattr(module, "use_rope", True) in (False, 0):
         return False
     config = getattr(module, "config", None)
     if getattr(config, "position_embedding_type", "rope") not in ("rope", "rotary"):
         return False
-    family = type(module).__module__.rpartition("modeling_")[2]
-    if family not in ROTATED_IN_WINDOWS or getattr(module, "force_rope", False):
+    model_type = type(module).__module__.rpartition("modeling_")[2]
+    if model_type not in ROTATED_IN_WINDOWS or getattr(module, "force_rope", False):
         return True
     # EXAONE sets the attribute also in layers without a sliding window
     window = getattr(module, "sliding_window", None)
-    return getattr(module, "is_sliding", True) if window is not None else "exaone" in family
+    return getattr(module, "is_sliding", True) if window is not None else "exaone" in model_type
 
 
 def _partial_factors(config: Any) -> list[float]:
-    """Return every share of a head's channels that the config rotates."""
-    parts = [getattr(config, "partial_rotary_factor", None)]
-    parts += [each.get("partial_rotary_factor") for each in rotations(config)]
-    return [factor for factor in parts if factor is not None]
+    """Return every ``partial_rotary_factor`` of a config: the rotated share of the channels."""
+    factors = [getattr(config, "partial_rotary_factor", None)]
+    factors += [rope.get("partial_rotary_factor") for rope in rotations(config)]
+    return [factor for factor in factors if factor is not None]
 
 
-# cached because every layer needs the result in every call; a constant under torch.compile
+# cached, because every layer needs the result in every call; a constant under torch.compile
 @cache
 @torch.compiler.assume_constant_result
 def _slow_half(module_name: str, head_dim: int) -> tuple[int, ...]:
+    """Return `slow_channels` of a head whose channels are all rotated.
+
+    Args:
+        module_name: Python module of the model, whose function ``rotate_half`` is called.
+        head_dim: number of channels of a head.
+    """
     rotate_half = getattr(sys.modules.get(module_name), "rotate_half", None)
     if rotate_half is None:
         return ()
-    partner = abs(int(rotate_half(torch.arange(float(head_dim), device="cpu"))[0]))
-    if partner not in (1, head_dim // 2):
+    partner_of_zero = abs(int(rotate_half(torch.arange(float(head_dim), device="cpu"))[0]))
+    if partner_of_zero not in (1, head_dim // 2):
         return ()
-    return halved(head_dim, interleaved=partner == 1)
+    return halved(head_dim, interleaved=partner_of_zero == 1)
 
 
 def halved(head_dim: int, interleaved: bool) -> tuple[int, ...]:
-    """Return the slow half of the channels of a head that is rotated as a whole.
+    """Return `slow_channels` of a head whose channels are all rotated, for known pairs.
 
     Args:
-        head_dim: channels of a head.
+        head_dim: number of channels of a head.
         interleaved: True if channels 2 i and 2 i + 1 form a pair, as in GPT-J; False if channels i
             and i + head_dim / 2 form a pair, as in LLaMA.
     """
@@ -98,7 +107,7 @@ def halved(head_dim: int, interleaved: bool) -> tuple[int, ...]:
 
 
 def llama_channels(head_dim: int) -> tuple[int, ...]:
-    """Return `slow_channels` for pairs of channels i and i + head_dim / 2, as in LLaMA."""
+    """Return `slow_channels` of a head with pairs of channels i and i + head_dim / 2."""
     if head_dim < LEAST_HEAD_DIM or head_dim % 4:
         return ()
     half, quarter = head_dim // 2, head_dim // 4

@@ -1,7 +1,8 @@
 """Layers that mix tokens without attention: convolutions, state spaces and linear attention.
 
-An attention function separates documents and shards. These layers receive only hidden states and
-read all tokens before a token. Features that depend on the separation refuse such models.
+Such layers receive only hidden states, and mix each token with all tokens before it. Attention
+functions cannot separate packed documents or shards of a sequence in such layers. Features that
+need the separation therefore refuse models with such layers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from cab_hf.hf.layers import inner_model
 
-# attributes of a cache that layers with a recurrent state use
+# attributes of a cache that layers with a recurrent state read or call
 STATES = frozenset(
     {
         "conv_states",
@@ -30,61 +31,70 @@ STATES = frozenset(
 )
 
 
-def refuse_token_mixers(model: nn.Module, why: str) -> None:
-    """Refuse a model whose layers mix tokens without attention.
+def refuse_token_mixers(model: nn.Module, reason: str) -> None:
+    """Raise an error for a model whose layers mix tokens without attention.
 
     Args:
         model: a model of transformers, or a wrapper of one.
-        why: end of the message: the consequence, and a remedy.
+        reason: end of the message, with the consequence and a remedy.
 
     Raises:
         NotImplementedError: if ``model`` has such layers. The message names their classes.
     """
-    kinds = dict.fromkeys(type(module).__name__ for module in token_mixers(model))
-    if kinds:
+    class_names = dict.fromkeys(type(module).__name__ for module in token_mixers(model))
+    if class_names:
         raise NotImplementedError(
             f"{type(inner_model(model)).__name__} has layers that mix tokens without attention "
-            f"({', '.join(kinds)}); {why}"
+            f"({', '.join(class_names)}); {reason}"
         )
 
 
 def token_mixers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the layers that mix tokens without attention, in the language model of a model.
+    """Yield the layers of the language model that mix tokens without attention.
 
-    These are convolutions along the sequence, and layers with their own state in the cache: state
-    spaces, recurrent layers and linear attention.
+    The layers are convolutions along the sequence, and layers with their own state in the cache:
+    state spaces, recurrent layers and linear attention.
+
+    Args:
+        model: a model of transformers, or a wrapper of one.
     """
-    complete = inner_model(model)
-    if complete is None:
+    complete_model = inner_model(model)
+    if complete_model is None:
         return
-    text = complete.config.get_text_config().model_type
-    waiting = [model]
-    while waiting:
-        module = waiting.pop()
-        tower = isinstance(module, PreTrainedModel) and module is not complete
+    text_type = complete_model.config.get_text_config().model_type
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        is_submodel = isinstance(module, PreTrainedModel) and module is not complete_model
         # encoders of images or audio do not process the token sequence
-        if tower and module.config.get_text_config().model_type != text:
+        if is_submodel and module.config.get_text_config().model_type != text_type:
             continue
         children = list(module.children())
-        if any(map(_convolves, children)) or _keeps_state(type(module)):
+        if any(map(_is_convolution, children)) or _has_recurrent_state(type(module)):
             yield module
-        waiting.extend(reversed(children))
+        stack.extend(reversed(children))
 
 
-def _convolves(module: nn.Module) -> bool:
+def _is_convolution(module: nn.Module) -> bool:
+    """Return True for a convolution over several tokens."""
     return isinstance(module, nn.Conv1d) and max(module.kernel_size) > 1
 
 
 @lru_cache
-def _keeps_state(kind: type[nn.Module]) -> bool:
-    """Return True if the code of a module uses a name in `STATES`."""
-    own = [each for each in kind.__mro__ if issubclass(each, nn.Module) and each is not nn.Module]
-    functions = (inspect.unwrap(f) for each in own for f in vars(each).values() if callable(f))
-    codes = (f.__code__ for f in functions if inspect.isfunction(f))
-    return any(not STATES.isdisjoint(_names(code)) for code in codes)
+def _has_recurrent_state(module_class: type[nn.Module]) -> bool:
+    """Return True if the code of a module class uses a name in `STATES`."""
+    for base in module_class.__mro__:
+        if not issubclass(base, nn.Module) or base is nn.Module:
+            continue
+        for function in filter(callable, vars(base).values()):
+            function = inspect.unwrap(function)
+            if inspect.isfunction(function) and not STATES.isdisjoint(_names(function.__code__)):
+                return True
+    return False
 
 
 def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names of attributes and globals in compiled code, including nested functions."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):

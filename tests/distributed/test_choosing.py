@@ -220,7 +220,7 @@ def test_sparse_attention_equals_single_process(ranks, config, boundaries):
     out = layout.restore(out)
     gradients = torch.autograd.grad(out.square().sum(), leaves)
     if layout.query_order is not None:
-        lse = lse[:, :, layout.query_order.place]
+        lse = lse[:, :, layout.query_order.target]
     for parts, expected in zip(zip(*outcome, strict=True), (out, lse, *gradients), strict=True):
         result = torch.cat(parts, dim=2)[:, :, sharding.owner]
         assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()

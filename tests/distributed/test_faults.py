@@ -235,14 +235,14 @@ def refused(group, what):
         ("padding", "attention_mask must have no padding, got 256 padding tokens"),
         ("unknown", "batch must contain only input_ids, labels,"),
         ("labels", "batch must have either labels or shift_labels, got both"),
-        ("leap", "position_ids do not count from 0"),
+        ("leap", "position_ids must count from 0"),
         ("end", "cu_seq_lens_q must end at 256, the number of tokens in input_ids, got 200"),
         ("group", "group must be a ProcessGroup of this process, got 'cp'"),
         ("twice", "LlamaForCausalLM is already inside context_parallel"),
         ("mask", "attention_mask must have no padding inside context_parallel"),
         ("unsharded", "position_ids and cu_seq_lens_q must describe the 256 tokens"),
         ("cache", "past_key_values must be empty inside context_parallel, got 256 tokens"),
-        ("layer", "LlamaAttention is inside context_parallel, and its mask was made outside"),
+        ("layer", "LlamaAttention is inside context_parallel, and its mask was built outside"),
     ],
 )
 def test_unsupported_arguments_raise(ranks, what, sentence):

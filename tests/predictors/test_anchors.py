@@ -14,11 +14,11 @@ from cab_hf.calibration.anchors import (
     Needles,
     assign_anchors,
     best_anchors,
-    cascaded,
+    coverage_of_layers,
+    fit_cascade,
     gains,
-    kept_between,
+    measure_layer,
     values,
-    viewed,
 )
 from cab_hf.plan import KeyRanges
 from cab_hf.predictors import LayerContext, make_predictor
@@ -66,12 +66,15 @@ def test_anchors_by_hand():
 def kept_of(config, layers, importance=None):
     """Return `Coverage` at each threshold for layers with q and k [1, H, N, D]."""
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
-    views = [
-        viewed(q, k, LayerContext(ranges, 0.25, layer), config, NEEDLES)
+    measured = [
+        measure_layer(q, k, LayerContext(ranges, 0.25, layer), config, NEEDLES)
         for layer, (q, k) in enumerate(layers)
     ]
     weights = importance or [1.0] * len(layers)
-    return [kept_between(some, weights) for some in zip(*views, strict=True)]
+    return [
+        coverage_of_layers([layer[i] for layer in measured], weights)
+        for i in range(len(measured[0]))
+    ]
 
 
 def plan_of(config, q, k, layer=0):
@@ -99,7 +102,8 @@ def test_permuted_heads_are_mapped_back(outlier_queries):
     # the mapped heads cover as much mass as the heads of the anchor
     mass = at.mass[0, 1, order, range(4)].mean()
     torch.testing.assert_close(mass, at.mass[0, 0].diagonal().mean())
-    assert cascaded(config, kept, (0, 1), 2, 1, 0.5).head_map[1] == tuple(order)
+    cascade = fit_cascade(config, kept, (0, 1), num_layers=2, num_anchors=1, target=0.5)
+    assert cascade.head_map[1] == tuple(order)
 
 
 def test_coverage_by_hand():
@@ -160,7 +164,9 @@ def test_heads_and_densities_by_hand():
 @pytest.mark.parametrize("target", [0.45, 0.5, 0.6])
 def test_cascade_reaches_target_density(target):
     layers = [loud(0), loud(1), loud(2)]
-    config = cascaded(SMALL, kept_of(SMALL, layers), (0, 1, 2), 3, 2, target)
+    config = fit_cascade(
+        SMALL, kept_of(SMALL, layers), (0, 1, 2), num_layers=3, num_anchors=2, target=target
+    )
     assert THRESHOLDS[-1] <= config.mass_threshold <= THRESHOLDS[0]
     predictor, shared_state = make_predictor(config), {}
     ranges = KeyRanges.causal(1, LENGTH, LENGTH, "cpu")
@@ -174,9 +180,10 @@ def test_cascade_reaches_target_density(target):
 def test_target_below_forced_density_raises():
     kept = kept_of(SMALL, [loud(0), loud(1)])
     with pytest.raises(ValueError, match=r"target_density must be at least 0\.\d+, .*, got 0\.01"):
-        cascaded(SMALL, kept, (0, 1), 2, 1, 0.01)
+        fit_cascade(SMALL, kept, (0, 1), num_layers=2, num_anchors=1, target=0.01)
     # target density 1 selects the lowest threshold
-    assert cascaded(SMALL, kept, (0, 1), 2, 1, 1.0).mass_threshold == THRESHOLDS[-1]
+    cascade = fit_cascade(SMALL, kept, (0, 1), num_layers=2, num_anchors=1, target=1.0)
+    assert cascade.mass_threshold == THRESHOLDS[-1]
 
 
 @pytest.mark.parametrize("fields", [{}, {"outlier_queries": 0}, {"share_threshold": 0.9}], ids=str)
@@ -193,7 +200,7 @@ def test_coverage_density_equals_plan_density(fields):
 
 def test_cascade_config_survives_serialisation():
     kept = kept_of(SMALL, [loud(0), loud(1)])
-    config = cascaded(SMALL, kept, (0, 2), 4, 2, 0.5)
+    config = fit_cascade(SMALL, kept, (0, 2), num_layers=4, num_anchors=2, target=0.5)
     assert CabConfig.from_dict(config.to_dict()) == config
     assert config.anchors == (0, 2) and len(config.head_map) == 4
     assert config.changed(predictor="rows", mass_threshold=SMALL.mass_threshold) == SMALL.changed(

@@ -15,7 +15,13 @@ from words import make_tokenizer
 import cab_hf
 from cab_hf import CabConfig
 from cab_hf.calibration import anchors as of_anchors
-from cab_hf.calibration.density import THRESHOLDS, densities, fitted, least_density, most_density
+from cab_hf.calibration.density import (
+    THRESHOLDS,
+    densities,
+    fit_threshold,
+    least_density,
+    most_density,
+)
 from cab_hf.config import Origin
 from cab_hf.eval import methods  # noqa: F401  registers predictors of other methods
 from cab_hf.patches import calibration as of_models
@@ -58,12 +64,15 @@ def test_least_density_equals_forced_blocks():
 @pytest.mark.parametrize("target", [0.55, 0.6, 0.8])
 def test_fitted_threshold_reaches_target(target):
     q, k, call, of_layer = measured(BY_MASS)
-    config = fitted(BY_MASS, [{0: of_layer}], target)
+    config = fit_threshold(BY_MASS, [{0: of_layer}], target)
     assert make_predictor(config)(q, k, call).density() == pytest.approx(target, abs=0.03)
-    assert fitted(BY_MASS, [{0: of_layer}] * 2, target) == config
+    assert fit_threshold(BY_MASS, [{0: of_layer}] * 2, target) == config
     # the mean with a layer of constant density needs a lower threshold
     other = torch.full_like(of_layer, float(of_layer[0]))
-    assert fitted(BY_MASS, [{0: of_layer, 1: other}], target).mass_threshold < config.mass_threshold
+    assert (
+        fit_threshold(BY_MASS, [{0: of_layer, 1: other}], target).mass_threshold
+        < config.mass_threshold
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +82,7 @@ def test_fitted_threshold_reaches_target(target):
 def test_unreachable_target_selects_nearest_density(at_zero, target, threshold):
     at_thresholds = torch.linspace(0.3, 0.7, len(THRESHOLDS) + 1)
     of_layer = torch.cat((at_thresholds, torch.tensor([at_zero]))).double()
-    found = fitted(BY_MASS, [{0: of_layer}], target).mass_threshold
+    found = fit_threshold(BY_MASS, [{0: of_layer}], target).mass_threshold
     assert found == pytest.approx(threshold, rel=0.01)
 
 
@@ -81,11 +90,11 @@ def test_cascade_layers_count_the_density_of_their_anchor():
     of_layer = measured(BY_MASS)[3]
     config = BY_MASS.changed(predictor="cascade", anchors=(0,))
     both = {0: of_layer, 1: torch.ones_like(of_layer)}
-    assert fitted(config, [both], 0.6) == fitted(config, [{0: of_layer}], 0.6)
+    assert fit_threshold(config, [both], 0.6) == fit_threshold(config, [{0: of_layer}], 0.6)
 
 
 def test_target_density_1_selects_threshold_0():
-    assert fitted(BY_MASS, [{0: measured(BY_MASS)[3]}], 1.0).mass_threshold == 0
+    assert fit_threshold(BY_MASS, [{0: measured(BY_MASS)[3]}], 1.0).mass_threshold == 0
 
 
 @pytest.fixture(autouse=True)

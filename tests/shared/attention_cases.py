@@ -5,7 +5,7 @@ from budget import EPS
 from valid_plan import require_valid
 
 from cab_hf import BlockPlan
-from cab_hf.call.layout import BlockLayout
+from cab_hf.call.layout import BlockLayout, LayoutOptions
 from cab_hf.ops import reference
 from cab_hf.plan import KeyRanges
 
@@ -43,6 +43,11 @@ def laid_out(layout, batch, length, kv_length, align, device):
         valid[0, : kv_length // 5] = False
     if layout == "packed":
         document = (torch.arange(kv_length) >= kv_length // 3).long().expand(batch, -1).to(device)
+    options = LayoutOptions()
+    if layout == "chunk":
+        options = LayoutOptions(
+            block_offset=(kv_length - length) % align, sequence_end=kv_length + align
+        )
     laid = BlockLayout.build(
         batch,
         length,
@@ -52,8 +57,7 @@ def laid_out(layout, batch, length, kv_length, align, device):
         document,
         align=align,
         device=device,
-        ahead=(kv_length - length) % align if layout == "chunk" else 0,
-        sequence_end=kv_length + align if layout == "chunk" else None,
+        options=options,
     )
     return laid
 

@@ -3,7 +3,8 @@
 import torch
 from tiny import tiny_model
 
-from cab_hf.call.layout import BlockLayout, Length
+from cab_hf.call.layout import BlockLayout, LayoutOptions
+from cab_hf.call.packing import Length
 from cab_hf.distributed.sharding import lengths_between, sharding_of
 
 BLOCK = 32
@@ -39,7 +40,15 @@ def layout_of(sharding, align):
     lengths = [[Length(length, length) for length in sharding.lengths]]
     total = sharding.length
     return BlockLayout.build(
-        1, total, total, 0, None, document, align, torch.device("cpu"), lengths
+        batch=1,
+        q_length=total,
+        kv_length=total,
+        q_offset=0,
+        padding_mask=None,
+        doc_ids=document,
+        align=align,
+        device=torch.device("cpu"),
+        options=LayoutOptions(lengths=lengths),
     )
 
 
