@@ -134,8 +134,31 @@ def backward(
         scale: Factor of the products q · k.
         softcap: Soft cap of the scaled logits; 0 for no cap.
     """
-    kernel_plan, sizes = kernel_arguments(q, k, plan)
     dq = empty_transposed(q)
+    _write_query_gradient(
+        dq, grad=grad, q=q, k=k, v=v, stats=stats, plan=plan, scale=scale, softcap=softcap
+    )
+    dk, dv = empty_transposed(k), empty_transposed(v)
+    _write_key_gradients(
+        dk, dv, grad=grad, q=q, k=k, v=v, stats=stats, plan=plan, scale=scale, softcap=softcap
+    )
+    return dq, dk, dv
+
+
+def _write_query_gradient(
+    dq: Tensor,
+    *,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stats: BackwardStats,
+    plan: PlanTensors,
+    scale: float,
+    softcap: float,
+) -> None:
+    """Write the gradient of q to ``dq`` [B, H, N_q, D]. The arguments are those of `backward`."""
+    kernel_plan, sizes = kernel_arguments(q, k, plan)
     tile = _tile("query gradient", q, plan)
     tiles = triton.cdiv(q.shape[2], tile.block_m)
     _block_attention_bwd_query_kernel[(tiles, q.shape[0] * q.shape[1])](
@@ -152,7 +175,25 @@ def backward(
         **_constants(tile, q, plan),
     )
 
-    dk, dv = empty_transposed(k), empty_transposed(v)
+
+def _write_key_gradients(
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stats: BackwardStats,
+    plan: PlanTensors,
+    scale: float,
+    softcap: float,
+) -> None:
+    """Write the gradients of k and v to ``dk`` and ``dv``, [B, H_kv, N_k, D] each.
+
+    The other arguments are those of `backward`.
+    """
+    kernel_plan, sizes = kernel_arguments(q, k, plan)
     batch, heads, kv_heads = q.shape[0], sizes.heads, sizes.kv_heads
     tile = _tile("key gradient", q, plan)
     tiles = triton.cdiv(k.shape[2], tile.block_n)
@@ -185,7 +226,6 @@ def backward(
         first_keys = target[:, :, : per_head.shape[2]]
         sums = per_head.unflatten(1, (kv_heads, -1)).sum(2)
         first_keys.copy_(sums[:, :, : first_keys.shape[2]])
-    return dq, dk, dv
 
 
 def _tile(kernel: str, q: Tensor, plan: PlanTensors) -> Tile:

@@ -151,9 +151,9 @@ def _add_partial(
     first_blocks = first_blocks.view_as(counts).unsqueeze(2)
     # True if all heads list the same blocks, usually those of the diagonal
     is_shared = bool((counts == counts[:, :1]).all() and (indices == indices[:, :1]).all())
+    mask_indices, mask_counts = (x[:, :1] if is_shared else x for x in (indices, counts))
     first, last = (x.flatten(0, 1)[:, None, :, None] for x in plan.ranges.blocked(plan.query_block))
     q, out, lse = (x.flatten(0, 1) for x in (q, out, lse))
-    key_offset = torch.arange(plan.key_block, dtype=torch.int32, device=q.device)
     width = max(1, int(counts.max()))
     step = max(1, LOGITS_AT_A_TIME // (heads * plan.query_block * plan.key_block * width))
     for start in range(0, batch * rows, step):
@@ -164,18 +164,15 @@ def _add_partial(
         blocks = indices[row_slice, :, :width] + first_blocks[row_slice]
         row_k, row_v = (_gather_blocks(x, blocks, q.shape[3]) for x in (k, v))
 
-        # token mask [rows, 1 or units, query_block, keys]
-        mask_indices, mask_counts = (
-            x[row_slice, :1] if is_shared else x[row_slice] for x in (indices, counts)
+        unseen = _unseen_keys(
+            mask_indices[row_slice, :, :width],
+            mask_counts[row_slice],
+            first=first[row_slice],
+            last=last[row_slice],
+            key_block=plan.key_block,
         )
-        key = (mask_indices[..., :width, None] * plan.key_block + key_offset).flatten(2)
-        key = key.unsqueeze(2)
-        is_unused = torch.arange(width, device=q.device) >= mask_counts.unsqueeze(2)
-        is_unused = is_unused.repeat_interleave(plan.key_block, 2).unsqueeze(2)
-        unseen = (key < first[row_slice]) | (key > last[row_slice]) | is_unused
         mask = q.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
         has_no_keys = unseen.all(-1)
-
         if not is_shared:
             row_k, row_v, mask, has_no_keys = (
                 x.repeat_interleave(heads_per_unit, 1) for x in (row_k, row_v, mask, has_no_keys)
@@ -190,6 +187,27 @@ def _add_partial(
         weight = (row_lse - lse[row_slice]).sigmoid().nan_to_num_(nan=0.0).unsqueeze(-1)
         torch.lerp(out[row_slice], row_out, weight, out=out[row_slice])
         torch.logaddexp(lse[row_slice], row_lse, out=lse[row_slice])
+
+
+def _unseen_keys(
+    indices: Tensor, counts: Tensor, *, first: Tensor, last: Tensor, key_block: int
+) -> Tensor:
+    """Return True for the keys of partial blocks that a query does not attend to.
+
+    Args:
+        indices: int32 [rows, units, W], the listed blocks.
+        counts: int32 [rows, units], number of listed blocks.
+        first, last: int32 [rows, 1, query_block, 1], the first and the last visible key.
+        key_block: Tokens per key block.
+
+    Returns:
+        bool [rows, units, query_block, W * key_block].
+    """
+    key_offset = torch.arange(key_block, dtype=torch.int32, device=indices.device)
+    key = (indices.unsqueeze(3) * key_block + key_offset).flatten(2).unsqueeze(2)
+    is_unused = torch.arange(indices.shape[2], device=indices.device) >= counts.unsqueeze(2)
+    is_unused = is_unused.repeat_interleave(key_block, 2).unsqueeze(2)
+    return (key < first) | (key > last) | is_unused
 
 
 def _units(plan: BlockPlan, heads: int, kv_heads: int) -> tuple[int, Tensor, Tensor]:
