@@ -31,7 +31,7 @@ def has_kernels(x: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Workload:
-    """Properties of an attention call that decide which engines can compute it.
+    """Properties of an attention call that decide which engines support the call.
 
     Attributes:
         device: Torch device type, e.g. ``"cuda"``.

@@ -17,7 +17,7 @@ LARGEST_HEAD_DIM = 256
 
 
 def unavailable(x: Tensor) -> str | None:
-    """Return why the selection kernels do not support ``x``; None if they do.
+    """Return why the selection kernels do not support ``x``; None if ``x`` is supported.
 
     The reason is a predicate without a subject, e.g. "supports float32, not float64".
     """
@@ -41,7 +41,7 @@ def early(x: Tensor) -> dict[str, bool]:
 
     The kernel then starts before the previous kernel ends. With ``EARLY``, a kernel must wait for
     the previous kernel before it reads that kernel's results. GPUs below compute capability 9.0 do
-    not support this launch, and ``EARLY`` is False there.
+    not support this launch, so ``EARLY`` is False.
     """
     ahead = capability(x.device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if ahead else {"EARLY": False}

@@ -49,7 +49,7 @@ def standardise(x: Tensor, visible: Tensor) -> Tensor:
 
     Args:
         x: float [..., M_k].
-        visible: bool, same shape. Invisible entries do not count, and their result is 0.
+        visible: bool, same shape. Invisible entries do not count; the result is 0 for them.
     """
     count = visible.sum(-1, keepdim=True).clamp(min=1)
     x = x.masked_fill(~visible, 0.0)
@@ -255,14 +255,14 @@ def attention(
     (padding queries, and queries whose list is empty).
 
     The op is differentiable. Token masks are built for `QUERY_CHUNK` queries at a time. A token
-    with NaN or an infinity does not affect query blocks that do not attend to it. torch.compile
+    with NaN or an infinity affects only query blocks that attend to this token. torch.compile
     runs this function as one op, see `cab_hf.ops.attention.traced`.
 
     Args:
         q: [B, H, N_q, D].
         k: [B, H_kv, N_k, D].
         v: [B, H_kv, N_k, D_v].
-        plan: The key blocks that each query block attends to. The number of its heads divides H,
+        plan: The key blocks that each query block attends to. H is a multiple of the plan's heads,
             see `BlockPlan.shared_by`.
         scale: Factor of the products q · k.
         return_lse: True to return the log-sum-exp of the logits of each query, too.
@@ -283,8 +283,8 @@ def attention(
             # neither a bias of -inf nor a weight of 0 removes a NaN
             is_unseen = ~chunk.seen.any(dim=-2).unsqueeze(-1)
             keys, values = (x.masked_fill(is_unseen, 0.0) for x in (keys, values))
-        # the softmax over no keys is NaN: let a query without keys attend to all keys, and replace
-        # its output by zeros afterwards
+        # the softmax over no keys is NaN: let a query without keys attend to all keys, and set the
+        # output of the query to zeros afterwards
         has_no_keys = ~chunk.seen.any(dim=-1, keepdim=True)
         mask = chunk.seen | has_no_keys
         if return_lse or softcap is not None:

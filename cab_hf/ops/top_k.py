@@ -123,13 +123,13 @@ def _select_kernel(
 
     # find the threshold of the blocks that are listed in addition to the forced blocks
     num_candidates = tl.maximum(local_start - sink_end, 0)
-    num_forced = last - first + 1 - num_candidates
+    num_by_score = num_wanted - (last - first + 1 - num_candidates)
     score_low, score_high, last_column = threshold_by_count(
         values=workspace,
         low=just_below(tl.min(lowest, 0)),
         high=tl.max(highest, 0),
         total=num_candidates,
-        count=num_wanted - num_forced,
+        count=num_by_score,
         begin=begin,
         end=last + 1,
         CHUNK=CHUNK,

@@ -26,15 +26,15 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 1024)
 # largest head dim of `fused`
 FUSED_HEAD_DIM = 256
-# largest head dim in float32 for GPUs whose kernels read by pointers; larger tiles do not fit their
-# shared memory
+# largest head dim in float32 on GPUs whose kernels read by pointers, because shared memory does not
+# fit larger tiles
 POINTER_HEAD_DIM_FLOAT32 = 128
 # schema of the arguments that pass a plan to a registered op, see `PlanArguments`
 PLAN = (
     "Tensor full_counts, Tensor full_indices, Tensor partial_counts, Tensor partial_indices,"
     " Tensor first, Tensor last, int query_block, int key_block, float scale, float softcap"
 )
-# schema of an op that returns the output and its log-sum-exp
+# schema of an op that returns the output and the log-sum-exp
 FORWARD = f"(Tensor q, Tensor k, Tensor v, {PLAN}) -> (Tensor, Tensor)"
 # schema of an op that returns the gradients of q, k and v
 BACKWARD = (
@@ -48,7 +48,7 @@ class PlanArguments(NamedTuple):
 
     Attributes:
         full_counts, full_indices: `BlockPlan.full`, int32 [B, P, M_q] and [B, P, M_q, W].
-        partial_counts, partial_indices: `BlockPlan.partial`, likewise.
+        partial_counts, partial_indices: `BlockPlan.partial`, int32 [B, P, M_q] and [B, P, M_q, W].
         first, last: int32 [B, N_q], the first and the last visible key of each query.
         query_block, key_block: Block sizes in tokens.
         scale: Factor of the products q · k.
@@ -79,7 +79,7 @@ class PlanArguments(NamedTuple):
 
 
 def unavailable(device: str, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Return why this engine cannot run a workload; None if it can.
+    """Return why this engine does not support a workload; None if the workload is supported.
 
     The reason is a predicate without a subject, e.g. "runs on cuda, not on cpu".
     """

@@ -100,10 +100,11 @@ def _with_dense_rows(
         plan: A plan with ``dense_rows``.
         scale: Factor of the products q · k.
         out: [B, H, N_q, D], attention under the lists, which are empty for dense rows. Without
-            gradients, it may change in place.
-        lse: float32 [B, H, N_q], its log-sum-exp, which may change likewise; None if not needed.
+            gradients, ``out`` may change in place.
+        lse: float32 [B, H, N_q], the log-sum-exp of ``out``, which may also change in place; None
+            if the log-sum-exp is not needed.
     """
-    # the backward pass reads the engine's output, so with gradients it must not change in place
+    # the backward pass of the engine reads ``out``, so ``out`` must not change if it has gradients
     has_gradients = out.requires_grad
     splits = 1 if has_gradients or not _joined_by_kernels(q) else _splits(plan.kv_length)
     query, repeated, real, dense_plan = _gathered(plan.ranges, plan.dense_rows, plan.blocks, splits)
@@ -116,7 +117,7 @@ def _with_dense_rows(
 
         write_merged(out=out, lse=lse, parts=dense_out, sums=dense_lse, query=query, real=real)
         return out, lse
-    # dense rows have empty lists, so that their output is 0 and their log-sum-exp is -inf. Unused
+    # the lists of dense rows are empty, so ``out`` is 0 and ``lse`` is -inf in dense rows. Unused
     # entries of ``dense_rows`` are mapped to query 0, to which zeros are added
     dense_out = dense_out.masked_fill(~real[:, None, :, None], 0.0)
     add = out.scatter_add if has_gradients else out.scatter_add_
@@ -132,8 +133,9 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Return attention with sinks, as `reference.with_sinks` defines it.
 
     Args:
-        out: [B, H, N_q, D], attention without sinks. Without gradients, it may change in place.
-        lse: float32 [B, H, N_q], its log-sum-exp.
+        out: [B, H, N_q, D], attention without sinks, which may change in place if no input has
+            gradients.
+        lse: float32 [B, H, N_q], the log-sum-exp of ``out``.
         sinks: [H], one additional logit per head.
     """
     has_gradients = torch.is_grad_enabled() and (out.requires_grad or sinks.requires_grad)
@@ -148,7 +150,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 def _joined_by_kernels(x: Tensor) -> bool:
     """Return True if the kernels of `merge` support the device of ``x``.
 
-    torch.compile does not trace these kernels, and they have no gradients.
+    torch.compile does not trace these kernels, and these kernels have no gradients.
     """
     return x.device.type in JOINED_ON and HAS_TRITON and not torch.compiler.is_compiling()
 
@@ -177,7 +179,7 @@ def _gathered(
         query: int64 [B, R * query_block], the queries.
         repeated: int64 [B, splits * R * query_block], the queries, repeated for each part.
         real: bool [B, R * query_block], False for queries of unused entries and after the last
-            query; ``query`` contains an arbitrary query for them.
+            query, where ``query`` contains an arbitrary query.
         plan: The plan of ``repeated``. Each repetition attends to another part of the keys.
     """
     query_block, key_block = blocks

@@ -1,4 +1,4 @@
-"""Exact attention for large head dims by ffpa-attn's CuTe kernels, where they are the fastest."""
+"""Exact attention for large head dims by the CuTe kernels of ffpa-attn, where these are fastest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEAST_LENGTH = 512
 def unavailable(
     device: str, head_dim: int, dtype: torch.dtype, training: bool, length: int
 ) -> str | None:
-    """Return why ffpa-attn should not compute a workload; None if it should.
+    """Return why ffpa-attn should not compute a workload; None if ffpa-attn should.
 
     The reason is a predicate without a subject, e.g. "was only measured on Hopper GPUs".
 

@@ -2,10 +2,10 @@
 
 This module calls flash-attn-4 directly, as code that FlexAttention's FLASH backend generates would.
 Thus no graph is compiled per shape, and the plan's compact lists need no conversion. flash-attn-4
-needs key blocks of one tile, and query blocks that are multiples of its tile. Lists of wider key
-blocks are split into lists of tiles.
+needs key blocks of one key tile, and query blocks that are multiples of the query tile. Lists of
+wider key blocks are split into lists of tiles.
 
-The backward pass of flash-attn-4 supports only blocks that match its tiles (`own_backward`). For
+The backward pass of flash-attn-4 supports only multiples of fixed tiles (`own_backward`). For
 other blocks, `block.backward_op` computes the gradients from the output and the log-sum-exp.
 """
 
@@ -49,7 +49,7 @@ BLANK_ROWS = 32
 
 
 def unavailable(head_dim: int, dtype: torch.dtype, query_block: int, key_block: int) -> str | None:
-    """Return why FLASH cannot run on this GPU with these blocks; None if it can.
+    """Return why FLASH does not support a workload on this GPU; None if the workload is supported.
 
     The reason is a predicate without a subject, e.g. "supports float16, not float32".
     """
@@ -71,7 +71,7 @@ def unavailable(head_dim: int, dtype: torch.dtype, query_block: int, key_block: 
 
 
 def own_backward(head_dim: int, query_block: int, key_block: int) -> bool:
-    """Return True if the backward pass of flash-attn-4 supports these blocks on this GPU."""
+    """Return True if the backward pass of flash-attn-4 supports the blocks on this GPU."""
     if head_dim not in BACKWARD_TILES or capability()[0] != HOPPER:
         return False
     rows, columns = BACKWARD_TILES[head_dim]
@@ -232,7 +232,7 @@ def finer_columns(lists: BlockIndices, parts: int, columns: int) -> BlockIndices
     part = torch.arange(parts, device=lists.indices.device, dtype=torch.int32)
     indices = (lists.indices.unsqueeze(-1) * parts + part).flatten(-2)
     indices = indices.narrow(-1, 0, min(columns, indices.shape[-1]))
-    # only the last block of the sequence may be cut, and it is the last entry of a list
+    # only the last block of the sequence may be cut, which is always the last entry of a list
     last_slot = (lists.counts - 1).clamp(min=0).unsqueeze(-1).to(torch.int64)
     last_part = lists.indices.gather(-1, last_slot).squeeze(-1) * parts + (parts - 1)
     num_missing = (last_part - (columns - 1)).clamp(min=0).where(lists.counts > 0, 0)
@@ -265,7 +265,7 @@ def _heads_as_batch(x: Tensor, kv_heads: int) -> Tensor:
 def _blank(out: Tensor, lse: Tensor, last: Tensor) -> None:
     """Write zeros to ``out`` and -inf to ``lse`` for padding queries.
 
-    flash-attn-4 does not mask full blocks, so its results for padding queries are arbitrary.
+    flash-attn-4 does not mask full blocks, so that results of padding queries are arbitrary.
 
     Args:
         out: [B, H, N_q, D], changed in place.
@@ -363,7 +363,8 @@ def _sparsity(
     """
     ranges = [first.contiguous(), last.contiguous()]
     for bound in ranges:
-        # flash-attn-4 looks for the dimension with stride 1, and a dimension of size 1 may have it
+        # flash-attn-4 finds the contiguous dimension by stride 1, which both dimensions have if one
+        # has size 1
         bound.__leading_dim__ = 1
     return {
         "block_sparse_tensors": flash.lists(

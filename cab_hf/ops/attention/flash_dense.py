@@ -1,7 +1,7 @@
 """Exact causal attention by the kernels of flash-attn-3 or flash-attn-4, if one is installed.
 
-On a Hopper GPU, these kernels are faster than PyTorch's. They also support queries that are only
-the last tokens of the keys, which PyTorch's fast kernels do not.
+On a Hopper GPU, these kernels are faster than PyTorch's. Unlike PyTorch's fast kernels, these
+kernels also support queries that are only the last tokens of the keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cab_hf.ops import Workload
 
 DTYPES = (torch.float16, torch.bfloat16)
 # modules with `flash_attn_func`, the fastest first, by eval/results/speed-attention: flash-attn-3,
-# its wheel without a backward pass, and flash-attn-4
+# flash-attn-3 without a backward pass (a separate wheel), and flash-attn-4
 MODULES = ("flash_attn_interface", "fa3_fwd_interface", "flash_attn.cute")
 MAX_HEAD_DIM = 256
 # with fewer queries, SDPA and sparse decode kernels are as fast
@@ -28,7 +28,7 @@ LEAST_QUERIES = 128
 
 
 def unavailable(work: Workload, q_length: int) -> str | None:
-    """Return why these kernels should not compute a workload; None if they should.
+    """Return why flash-attn should not compute a workload; None if flash-attn should.
 
     The reason is a predicate without a subject, e.g. "were only measured on Hopper GPUs".
 

@@ -1,13 +1,13 @@
-"""Attention under a plan with FlexAttention: its TRITON backend and its CPU backend.
+"""Attention under a plan by FlexAttention, with the TRITON backend or the CPU backend.
 
 The plan's lists become a `BlockMask` directly. This module works around these limits and silent
 errors of FlexAttention:
 
 * Uncompiled, FlexAttention ignores the lists and computes dense attention. After the recompilation
   limit, FlexAttention runs uncompiled.
-* On CUDA (torch 2.11), it reads the full lists with the strides of the partial lists.
-* On CUDA, it misreads lists that have fewer heads than q, unless they have one head.
-* On CPU, it rejects compact lists, and the lists alone do not mask inside the kernel's tiles.
+* On CUDA (torch 2.11), FlexAttention reads the full lists with the strides of the partial lists.
+* On CUDA, FlexAttention misreads lists with fewer heads than q, except lists with one head.
+* On CPU, FlexAttention rejects compact lists, and lists alone do not mask inside kernel tiles.
 * The TRITON backend has no backward kernel for key blocks of 64.
 """
 
@@ -37,7 +37,7 @@ RECOMPILE_LIMIT = 64
 def unavailable(
     device: str, head_dim: int, dtype: torch.dtype, training: bool, query_block: int, key_block: int
 ) -> str | None:
-    """Return why this engine cannot run a workload; None if it can.
+    """Return why this engine does not support a workload; None if the workload is supported.
 
     The reason is a predicate without a subject, e.g. "has no backward on CPU".
     """
@@ -182,8 +182,8 @@ class BlockTables(NamedTuple):
             gradients.
         blocks: Tokens per query block and per key block of the lists.
         first, last: int32 [B, N_q], the first and the last visible key of each query.
-        bitmap: bool [B, H, M_q, M_k], the blocks of the plan, where the lists alone do not mask;
-            None if they do.
+        bitmap: bool [B, H, M_q, M_k], the blocks of the plan, which mask inside the blocks of the
+            lists; None if the lists are exact.
         bitmap_blocks: Tokens per query block and per key block of the bitmap.
     """
 
@@ -278,8 +278,8 @@ def merged_blocks(query_block: int, key_block: int) -> tuple[int, int]:
 def _merged(plan: BlockPlan) -> tuple[BlockIndices, BlockIndices, tuple[int, int]]:
     """Return the plan's lists for larger blocks of at least `TRAINED` tokens.
 
-    A larger block is full if all its blocks are full. It is partial if the plan attends to some of
-    its blocks, and the bitmap then masks inside.
+    A larger block is full if all blocks inside are full. A larger block is partial if the plan
+    attends to some blocks inside, and the bitmap then masks the others.
 
     Returns:
         partial: Lists of partial blocks.

@@ -1,4 +1,4 @@
-"""Block attention for head dims up to 256: a program holds the output of its tile in registers.
+"""Block attention for head dims up to 256: a program keeps one tile of the output in registers.
 
 The forward pass is FlashAttention-2's loop (Dao, 2023) over the key blocks that a row lists. It
 reads full blocks without a mask, then partial blocks with a mask, merged by the online softmax. The
@@ -42,7 +42,7 @@ from cab_hf.ops.attention.tiles import (
 
 
 class Tile(NamedTuple):
-    """Tile sizes of a kernel, and its schedule.
+    """Tile sizes and schedule of a kernel.
 
     Attributes:
         block_m: Queries per tile.
@@ -57,8 +57,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-# the first key tiles of a sequence; every query attends to these sink tiles, so their gradients are
-# computed by one program per query head, and summed afterwards
+# number of sink tiles: the first key tiles of a sequence, to which every query attends. One program
+# per query head computes the gradients of a sink tile, and the heads are summed afterwards
 SINK_TILES = 4
 # kernel -> largest head dim -> tiles, from `speed attention` on an H200
 TILES = {

@@ -2,7 +2,7 @@
 
 The full blocks that a row lists are gathered, and PyTorch's fused CPU kernel attends to them
 without a mask. Another call attends to the partial blocks with a mask. The two results are merged
-by their log-sum-exps. One call of the kernel computes several rows, if their keys are few.
+by their log-sum-exps. One call of the kernel computes several rows that list few keys.
 
 The fused kernel supports neither soft caps nor tensors that are not finite. For such inputs,
 `_by_products` computes attention by matrix products.
@@ -99,8 +99,8 @@ def _attend_full(
 ) -> None:
     """Write attention over the full blocks. Rows without full blocks do not change.
 
-    One call of the kernel computes units (see `_units`) that list the same number of blocks, so
-    that it needs no mask.
+    One call of the kernel computes units (see `_units`) that list the same number of blocks, which
+    needs no mask.
 
     Args:
         plan: The plan.

@@ -30,7 +30,8 @@ def write_merged(
 
     Args:
         out: [B, H, N, D], changed in place.
-        lse: float32 [B, H, N], the log-sum-exp, changed in place; None if it is not needed.
+        lse: float32 [B, H, N], the log-sum-exp of ``out``, changed in place; None if the
+            log-sum-exp is not needed.
         parts: [B, H, P * R, D]: the output of all R queries over the first part, then over the
             second part, and so on.
         sums: float32 [B, H, P * R], the log-sum-exps of ``parts``; -inf for parts without keys.
@@ -65,7 +66,7 @@ def share_with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
     Args:
         out: [B, H, N, D], attention without sinks, changed in place.
-        lse: float32 [B, H, N], its log-sum-exp.
+        lse: float32 [B, H, N], the log-sum-exp of ``out``.
         sinks: [H], one additional logit per head.
     """
     batch, heads, rows, dim = out.shape

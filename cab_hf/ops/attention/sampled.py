@@ -19,7 +19,7 @@ from cab_hf.ops.attention.block import PlanArguments
 from cab_hf.ops.attention.tiles import empty_transposed
 from cab_hf.plan import BlockPlan
 
-# schemas of the ops: the sampled lists and their period, then a plan as `PlanArguments`
+# schemas of the ops: the sampled lists and the sample period, then a plan as `PlanArguments`
 SAMPLED = f"Tensor counts, Tensor indices, int sample_period, {block.PLAN}"
 FORWARD = (
     "(Tensor q, Tensor k, Tensor v, Tensor listed_out, Tensor listed_lse,"
@@ -149,7 +149,7 @@ _backward_op.register_fake(block.fake_gradients)
 
 
 def _sampled_plan(counts: Tensor, indices: Tensor, plan: PlanArguments) -> PlanArguments:
-    """Return ``plan`` with the sampled blocks as its full lists, as `BlockPlan.of_sampled` does."""
+    """Return ``plan`` with only the sampled blocks as full lists; see `BlockPlan.of_sampled`."""
     no_counts = torch.zeros_like(counts)
     return plan._replace(
         full_counts=counts,

@@ -1,19 +1,19 @@
 """Block attention for large head dims: both matrix products are split over D.
 
-For large D, a tile of the output [queries, D] does not fit in registers next to its weights
+For large D, a tile of the output [queries, D] does not fit in registers next to the weights
 [queries, keys]. Recomputing the weights for every slice of D would cost as much as the products.
-Therefore one kernel writes the weights to memory, and another kernel reads them:
+Therefore one kernel writes the weights to memory, and another kernel reads the weights:
 
 * The first kernel multiplies queries and keys, `DEPTH` channels at a time. It writes the weights of
   a stretch of listed keys.
 * The second kernel multiplies the weights with one slice of the values' channels.
 
 Neither shared memory nor registers grow with D. A weight has two bytes per 4 D operations, so that
-writing it costs little. `WORKSPACE` limits the memory of weights: the query blocks are processed in
-pieces.
+writing a weight costs little. `WORKSPACE` limits the memory of weights: the query blocks are
+processed in pieces.
 
-The forward pass stores weights relative to a maximum per stretch. The second kernel rescales them
-by the log-sum-exp of the query.
+The forward pass stores weights relative to a maximum per stretch. The second kernel rescales the
+weights by the log-sum-exp of the query.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
     """Query blocks whose weights are in memory at the same time.
 
     Attributes:
-        plan: The plan of these query blocks; its ranges are those of all queries.
+        plan: The lists of these query blocks, and the key ranges of all queries.
         kernel_plan: ``plan`` as an argument of kernels.
         sizes: Sizes of the complete problem, with ``begin`` and ``tokens`` of this piece.
         keys: Allocated weights per query, in whole stretches.

@@ -30,7 +30,7 @@ from cab_hf.ops.attention.tiles import (
 
 
 class StretchTile(NamedTuple):
-    """Tile of queries and a stretch of its listed keys: the work of one program.
+    """Tile of queries and one stretch of the listed keys: the work of one program.
 
     Attributes:
         batch: Batch row.
@@ -171,12 +171,12 @@ def block_attention_split_p_kernel(
         key, is_listed = _listed_keys(plan, plan_row, column + tl.arange(0, STRETCH), KEY_BLOCK)
         first_key, _ = _listed_keys(plan, plan_row, column, KEY_BLOCK)
         start = sizes.begin + row
-        # the last block may extend past the last key; no query sees these keys, so they are masked
         tile = StretchTile(
-            batch,
-            head,
-            kv_head,
+            batch=batch,
+            head=head,
+            kv_head=kv_head,
             start=start,
+            # the last block may extend past the last key; such keys are masked below
             key=tl.minimum(key, kv_length - 1),
             first_key=first_key,
         )
@@ -278,7 +278,7 @@ def block_attention_split_lse_kernel(
     STRETCH: tl.constexpr,
     STRETCHES: tl.constexpr,
 ):
-    """Write the log-sum-exp of BLOCK_M queries, from the statistics of all their stretches."""
+    """Write the log-sum-exp of BLOCK_M queries, from the statistics of all stretches."""
     plane = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BLOCK_M
     batch, _, _, plan_row = locate(tl.program_id(1), row, sizes, QUERY_BLOCK)

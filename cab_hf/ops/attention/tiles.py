@@ -152,7 +152,7 @@ class BackwardStats(NamedTuple):
 
     Attributes:
         lse: float32 [B, H, padded_length], the log-sum-exp to base two. It is +inf for queries
-            without keys and after the last query, so that their weights are 0.
+            without keys and after the last query, so that all weights of such queries are 0.
         delta: float32 [B, H, padded_length], sum_d grad * out - grad_lse.
         padded_length: N_q rounded up to `WHOLE_TILE`.
     """
@@ -192,7 +192,7 @@ def kernel_arguments(q: Tensor, k: Tensor, plan: PlanTensors) -> tuple[Plan, Siz
 
 
 def transposed_plan(plan: Plan, kv_blocks: int, with_slots: bool = False) -> Plan:
-    """Return the plan with `ColumnLists`: for every key block, the query blocks that list it.
+    """Return the plan with `ColumnLists`: the query blocks that list each key block.
 
     Args:
         plan: The plan with lists per query block.
@@ -241,7 +241,7 @@ def backward_stats(
 
 
 def described(x: Tensor) -> Tensor:
-    """Return ``x`` if a tensor descriptor supports its strides and its address, else a copy.
+    """Return ``x`` if a tensor descriptor supports the strides and the address, else a copy.
 
     Args:
         x: [B, H, N, D].
@@ -299,8 +299,8 @@ def tile_of(block: int, most: int) -> int:
 def has_future_keys(plan: PlanTensors, q_length: int, kv_length: int) -> bool:
     """Return True if listed blocks may contain keys after the last query of their row.
 
-    The values of such keys may be NaN, which a weight of 0 does not remove. There are no such keys
-    if q and k have the same length and key blocks are not larger than query blocks.
+    The values of such keys may be NaN, which a weight of 0 does not remove. No such keys exist if
+    q and k have the same length and key blocks are not larger than query blocks.
     """
     return q_length != kv_length or plan.key_block > plan.query_block
 
@@ -400,7 +400,7 @@ def store_tile(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Write ``tile`` [TOKENS, CHANNELS] to a `descriptor`, in its dtype.
+    """Write ``tile`` [TOKENS, CHANNELS] to the tensor of a `descriptor`, in the tensor's dtype.
 
     Entries after the last token or the last channel are not written.
     """
@@ -445,8 +445,8 @@ def is_visible(key, first, last):
 def zero_unseen(x, key, first, last):
     """Return ``x`` with zeros in the rows of keys before or after the keys that queries see.
 
-    A NaN in the value of an unseen key would reach the output, because its weight of 0 does not
-    remove the NaN.
+    A NaN in the value of an unseen key would reach the output, because a weight of 0 does not
+    remove NaN.
 
     Args:
         x: [BLOCK_N, D], values.

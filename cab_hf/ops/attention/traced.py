@@ -31,11 +31,11 @@ class PlanArguments(NamedTuple):
 
     Attributes:
         full_counts, full_indices: `BlockPlan.full`, int32 [B, P, M_q] and [B, P, M_q, W].
-        partial_counts, partial_indices: `BlockPlan.partial`, likewise.
-        sampled_counts, sampled_indices: `BlockPlan.sampled`, likewise; None without sampling.
+        partial_counts, partial_indices: `BlockPlan.partial`, same shapes.
+        sampled_counts, sampled_indices: `BlockPlan.sampled`, same shapes; None without sampling.
         sample_period: Number of blocks that each sampled block represents.
-        dense_rows: int64 [B, R], query blocks that attend to all visible keys; None if there are
-            none.
+        dense_rows: int64 [B, R], query blocks that attend to all visible keys; None if no block
+            does.
         first, last: int32 [B, N_q], the first and the last visible key of each query.
         key_valid: bool [B, N_k], False for padding keys.
         query_block, key_block: Block sizes in tokens.
@@ -58,7 +58,7 @@ class PlanArguments(NamedTuple):
     return_lse: bool
 
     def plan(self) -> BlockPlan:
-        """Return the plan. Static hints of its ranges have their defaults."""
+        """Return the plan. The static hints of `KeyRanges` have default values."""
         sampled = None
         if self.sampled_counts is not None:
             sampled = BlockIndices(self.sampled_counts, self.sampled_indices)
@@ -122,7 +122,7 @@ def register(
         schema: Schema of ``values``, which describe the mask. The last value is a bool, True if the
             op returns the log-sum-exp.
         attend: Maps (q, k, v, scale, softcap, *values) to the output [B, H, N_q, D_v] and to the
-            log-sum-exp [B, H, N_q], which is empty if it is not returned.
+            log-sum-exp [B, H, N_q], which is empty if the op does not return it.
         masks: Maps (q, k, v, *values) to the masks of all queries, in chunks.
     """
     parameters = f"Tensor q, Tensor k, Tensor v, float scale, float? softcap, {schema}"

@@ -1,4 +1,4 @@
-"""Transposed lists for the backward pass: for every key block, the rows that attend to it.
+"""Transposed lists for the backward pass: the rows that attend to each key block.
 
 The definition is `BlockIndices.transpose`. The intermediate form is a bitmap with one bit per
 (row, key block), which is smaller than integers per pair. Below, P is the number of heads of the
@@ -47,8 +47,7 @@ def pack_columns(lists: BlockIndices, columns: int, with_slots: bool = False) ->
     """Return the transpose of ``lists`` without a device sync.
 
     Args:
-        lists: Lists of key blocks per row, or a tuple with its fields ``counts``, ``indices`` and
-            ``width``.
+        lists: Lists of key blocks per row: `BlockIndices`, or `Lists` of `tiles`.
         columns: C, the number of key blocks.
         with_slots: True to compute `ColumnLists.slots`.
     """
@@ -121,7 +120,7 @@ def _bitmap(lists: BlockIndices, columns: int) -> tuple[Tensor, Tensor]:
 def _write_rows(
     bits: Tensor, *, starts: Tensor, rows: Tensor, lists: BlockIndices, slots: Tensor | None
 ) -> None:
-    """Write the rows of every key block, ascending, to ``rows`` from its start on.
+    """Write the rows of every key block, ascending, to ``rows``.
 
     Args:
         bits: int32 [B, P, C, words], the bitmap of ``lists``.
@@ -193,7 +192,10 @@ def _unpack_kernel(
     width,
     CHUNK: tl.constexpr,
 ):
-    """Write the rows of one key block, and with ``slots`` its index in the list of each row."""
+    """Write the rows of one key block, and the block's index in the list of each row to ``slots``.
+
+    Nothing is written to ``slots`` if it is None.
+    """
     column = tl.program_id(0)
     plane = tl.program_id(1).to(tl.int64)
     bits += (plane * columns + column) * words
@@ -231,7 +233,7 @@ def _slot_of(column, counts, indices, row, width, listed, CHUNK: tl.constexpr):
         counts, indices: Pointers to the lists of one head; lists are ascending.
         row: [CHUNK], the rows to search.
         width: Allocated indices per row.
-        listed: bool [CHUNK], False for rows that do not list the column; their result is undefined.
+        listed: bool [CHUNK], False for rows that do not list the column, whose result is undefined.
     """
     low = tl.zeros((CHUNK,), tl.int32)
     high = tl.load(counts + row, mask=listed, other=1) - 1
