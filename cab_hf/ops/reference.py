@@ -278,32 +278,68 @@ def attention(
     k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
     out_chunks, lse_chunks = [], []
     for chunk in chunks:
-        queries, keys, values = q[:, :, chunk.rows], k[:, :, chunk.keys], v[:, :, chunk.keys]
-        if not chunk.is_finite:
-            # neither a bias of -inf nor a weight of 0 removes a NaN
-            is_unseen = ~chunk.seen.any(dim=-2).unsqueeze(-1)
-            keys, values = (x.masked_fill(is_unseen, 0.0) for x in (keys, values))
-        # the softmax over no keys is NaN: let a query without keys attend to all keys, and set the
-        # output of the query to zeros afterwards
-        has_no_keys = ~chunk.seen.any(dim=-1, keepdim=True)
-        mask = chunk.seen | has_no_keys
-        if return_lse or softcap is not None:
-            logits = _logits(
-                queries, keys, logit_bias=chunk.logit_bias, scale=scale, softcap=softcap
-            )
-        if softcap is not None:
-            p = logits.masked_fill(~mask, -torch.inf).softmax(-1)
-            out = p @ values.to(p.dtype)
-        else:
-            if chunk.logit_bias is not None:
-                mask = chunk.logit_bias.masked_fill(~mask, -torch.inf)
-                queries, keys, values = (x.to(mask.dtype) for x in (queries, keys, values))
-            out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
-        out_chunks.append(out.to(q.dtype).masked_fill(has_no_keys, 0.0))
-        if return_lse:
-            lse_chunks.append(logits.masked_fill(~chunk.seen, -torch.inf).logsumexp(-1))
+        out, lse = _attend_chunk(
+            q[:, :, chunk.rows],
+            k[:, :, chunk.keys],
+            v[:, :, chunk.keys],
+            chunk,
+            scale=scale,
+            return_lse=return_lse,
+            softcap=softcap,
+        )
+        out_chunks.append(out)
+        lse_chunks.append(lse)
     out = torch.cat(out_chunks, dim=2)
     return (out, torch.cat(lse_chunks, dim=2)) if return_lse else out
+
+
+def _attend_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    chunk: Masks,
+    *,
+    scale: float,
+    return_lse: bool,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute attention of one chunk of n queries over m keys.
+
+    Args:
+        q: [B, H, n, D].
+        k: [B, H, m, D], repeated to the heads of q.
+        v: [B, H, m, D_v], repeated to the heads of q.
+        chunk: The mask of the chunk.
+        scale: Factor of the products q · k.
+        return_lse: True to return the log-sum-exp.
+        softcap: Soft cap of the scaled logits; None for no cap.
+
+    Returns:
+        out: [B, H, n, D_v].
+        lse: [B, H, n], the log-sum-exp; None without ``return_lse``.
+    """
+    dtype, logits, lse = q.dtype, None, None
+    if not chunk.is_finite:
+        # neither a bias of -inf nor a weight of 0 removes a NaN
+        is_unseen = ~chunk.seen.any(dim=-2).unsqueeze(-1)
+        k, v = (x.masked_fill(is_unseen, 0.0) for x in (k, v))
+    # the softmax over no keys is NaN: let a query without keys attend to all keys, and set the
+    # output of the query to zeros afterwards
+    has_no_keys = ~chunk.seen.any(dim=-1, keepdim=True)
+    mask = chunk.seen | has_no_keys
+    if return_lse or softcap is not None:
+        logits = _logits(q, k, logit_bias=chunk.logit_bias, scale=scale, softcap=softcap)
+    if softcap is not None:
+        p = logits.masked_fill(~mask, -torch.inf).softmax(-1)
+        out = p @ v.to(p.dtype)
+    else:
+        if chunk.logit_bias is not None:
+            mask = chunk.logit_bias.masked_fill(~mask, -torch.inf)
+            q, k, v = (x.to(mask.dtype) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    if return_lse:
+        lse = logits.masked_fill(~chunk.seen, -torch.inf).logsumexp(-1)
+    return out.to(dtype).masked_fill(has_no_keys, 0.0), lse
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def _fused_attention(
         lse: float32 [B, H, M_q, query_block], or float64 for float64 inputs.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
-    # the last key block is padded: no query attends to padding
+    # the last query block and the last key block are padded; no query attends to padding keys
     queries = F.pad(q, (0, 0, 0, -q.shape[2] % plan.query_block)).to(dtype)
     queries = queries.unflatten(2, (-1, plan.query_block)).transpose(1, 2).contiguous()
     keys, values = (

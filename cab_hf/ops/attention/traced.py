@@ -127,11 +127,11 @@ def register(
     """
     parameters = f"Tensor q, Tensor k, Tensor v, float scale, float? softcap, {schema}"
 
-    def forward(q, *others):
-        return tuple(x.contiguous() for x in attend(q, *others))
+    def forward(*inputs):
+        return tuple(x.contiguous() for x in attend(*inputs))
 
-    def forward_shapes(q, k, v, *others):
-        lse_shape = q.shape[:3] if others[-1] else (0,)
+    def forward_shapes(q, k, v, scale, softcap, *values):
+        lse_shape = q.shape[:3] if values[-1] else (0,)
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         return out, q.new_empty(lse_shape, dtype=dtype)
@@ -164,18 +164,8 @@ def register(
         grad = inputs[0].new_zeros(ctx.out_shape) if grad is None else grad
         return *backward_op(grad, grad_lse, *inputs), *(None,) * (len(inputs) - 3)
 
-    def custom_op(name: str, function: Callable[..., Any], signature: str) -> CustomOpDef:
-        return torch.library.custom_op(
-            f"cab_hf::{name}",
-            function,
-            mutates_args=(),
-            schema=signature,
-            # the search for NaN and infinities synchronises with the device
-            tags=(torch.Tag.cudagraph_unsafe,),
-        )
-
-    forward_op = custom_op(name, forward, f"({parameters}) -> (Tensor, Tensor)")
-    backward_op = custom_op(
+    forward_op = _custom_op(name, forward, f"({parameters}) -> (Tensor, Tensor)")
+    backward_op = _custom_op(
         f"{name}_backward",
         backward,
         f"(Tensor grad, Tensor? grad_lse, {parameters}) -> (Tensor, Tensor, Tensor)",
@@ -184,6 +174,18 @@ def register(
     forward_op.register_autograd(differentiate, setup_context=save)
     backward_op.register_fake(backward_shapes)
     return forward_op
+
+
+def _custom_op(name: str, function: Callable[..., Any], signature: str) -> CustomOpDef:
+    """Register ``function`` as the op ``cab_hf::name`` with the schema ``signature``."""
+    return torch.library.custom_op(
+        f"cab_hf::{name}",
+        function,
+        mutates_args=(),
+        schema=signature,
+        # the search for NaN and infinities synchronises with the device
+        tags=(torch.Tag.cudagraph_unsafe,),
+    )
 
 
 def gradients(
